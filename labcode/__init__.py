@@ -1,0 +1,13 @@
+"""The library behind *Training at Scale*. Importing it imports nothing else: each room is imported by name.
+
+The map, lowest floor first (`tests/unit/test_architecture.py` holds it):
+
+    units hardware topology config recipes launch      ground, no torch
+    comm/       processes, groups, collectives
+    parallel/   each parallelism written out
+    models/     GPT and ViT, which know nothing of ranks; `parallelize` puts them on a grid
+    train/      the training loop: `python -m labcode.train gpt_tiny`
+    data/       text and weather (beside the floors)      teach/   check and plot, for lessons and tests alone
+"""
+
+__version__ = "0.1.0"

@@ -1,0 +1,116 @@
+"""Who is where: the ranks of a job as a grid with named axes. Pure arithmetic, no process, no torch.
+
+    dp   data parallel: the same model, other data          cp   context parallel: parts of the sequence
+    pp   pipeline parallel: groups of layers                tp   tensor parallel: parts of each layer
+"""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+AXES = ("dp", "pp", "cp", "tp")
+
+
+@dataclass(frozen=True)
+class GridShape:
+    """Sizes of the four axes and the order in which global ranks run through them.
+
+    With `order = "tp-cp-dp-pp"` tp varies fastest: ranks 0 and 1 differ in tp first, which puts a tensor-parallel group
+    on neighbouring GPUs of one node. The rank of the coordinates c is a number in mixed radix:
+
+        rank = c[o0] + n[o0] * (c[o1] + n[o1] * (c[o2] + n[o2] * c[o3]))        o = order, n = sizes
+
+    Args:
+        dp, pp, cp, tp: Number of ranks along each axis, at least 1.
+        order: All four axes, fastest-varying first, joined by "-".
+
+    Raises:
+        ValueError: A size below 1, or an order that does not name each axis once.
+
+    Source: Megatron-LM, `megatron/core/parallel_state.py` (RankGenerator), for the meaning of `order`;
+        Narayanan et al. 2021 (arXiv:2104.04473), section 3, for which axis belongs inside a node.
+    """
+
+    dp: int = 1
+    pp: int = 1
+    cp: int = 1
+    tp: int = 1
+    order: str = "tp-cp-dp-pp"
+
+    def __post_init__(self):
+        for axis in AXES:
+            size = getattr(self, axis)
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{axis}={size!r}: the size of an axis is a whole number, at least 1")
+        if sorted(self.order.split("-")) != sorted(AXES):
+            raise ValueError(f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, as 'tp-cp-dp-pp'")
+
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The axes, fastest-varying first."""
+        return tuple(self.order.split("-"))
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks: the product of all sizes."""
+        return math.prod(self.size(axis) for axis in AXES)
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along the given axes taken together, 1 for none."""
+        return math.prod(getattr(self, axis) for axis in self._known(axes))
+
+    def coords(self, rank: int) -> dict[str, int]:
+        """The coordinates of a global rank, `{axis: coordinate}`, fastest axis first.
+
+        Raises:
+            ValueError: The rank is not in the grid.
+        """
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+        coords = {}
+        for axis in self.axes:
+            rank, coords[axis] = divmod(rank, self.size(axis))
+        return coords
+
+    def rank(self, **coords: int) -> int:
+        """The global rank at the given coordinates; an axis left out counts as 0.
+
+        Raises:
+            ValueError: An unknown axis, or a coordinate outside its axis.
+        """
+        self._known(coords)
+        rank = 0
+        for axis in reversed(self.axes):
+            coord, size = coords.get(axis, 0), self.size(axis)
+            if not 0 <= coord < size:
+                raise ValueError(f"{axis}={coord} is outside an axis of size {size} (0 to {size - 1})")
+            rank = rank * size + coord
+        return rank
+
+    def groups(self, *axes: str) -> list[list[int]]:
+        """All groups along `axes`: the ranks of a group agree in every other axis.
+
+        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that share a weight's gradient, and
+        `groups()` is every rank alone. The groups are ordered by their first rank, the ranks in each run through `axes`
+        in the order of the grid, whatever order the caller names them in.
+        """
+        self._known(axes)
+        inside = [axis for axis in self.axes if axis in axes]
+        outside = [axis for axis in self.axes if axis not in axes]
+        return [
+            [self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)] for fixed in self._walk(outside)
+        ]
+
+    def _walk(self, axes):
+        """All coordinates over `axes` as tuples of (axis, coordinate), the first axis varying fastest."""
+        slow_first = [[(axis, coord) for coord in range(self.size(axis))] for axis in reversed(axes)]
+        return itertools.product(*slow_first)
+
+    def _known(self, axes):
+        for axis in axes:
+            if axis not in AXES:
+                raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
+        return axes
+
+    def __str__(self):
+        return " x ".join(f"{axis}={self.size(axis)}" for axis in AXES) + f" ({self.order})"
