@@ -86,7 +86,9 @@ class ViTConfig:
         for name in ("lat", "lon"):
             size = getattr(self, name)
             if size is not None and size % self.patch_size:
-                raise ValueError(f"{name}={size} is not a multiple of patch_size={self.patch_size}: choose a patch that divides it")
+                raise ValueError(
+                    f"{name}={size} is not a multiple of patch_size={self.patch_size}: choose a patch that divides it"
+                )
 
     @property
     def head_size(self) -> int:
@@ -125,7 +127,9 @@ class TextData:
         if not 0 < self.val_fraction < 1:
             raise ValueError(f"val_fraction={self.val_fraction}: give a fraction between 0 and 1")
         if self.bpe_vocab_size < 257:
-            raise ValueError(f"bpe_vocab_size={self.bpe_vocab_size}: a byte-level BPE needs at least 257 (256 bytes and a separator)")
+            raise ValueError(
+                f"bpe_vocab_size={self.bpe_vocab_size}: a byte-level BPE needs at least 257 (256 bytes and a separator)"
+            )
 
 
 @dataclass(frozen=True)
@@ -248,7 +252,9 @@ class Config:
         """
         shape = self.grid.shape(world_size)
         if self.model.num_heads % shape.tp:
-            raise ValueError(f"num_heads={self.model.num_heads} is not divisible by tp={shape.tp}: change model.num_heads or grid.tp")
+            raise ValueError(
+                f"num_heads={self.model.num_heads} is not divisible by tp={shape.tp}: change model.num_heads or grid.tp"
+            )
         for axis in ("pp", "cp", "tp"):
             if shape.size(axis) > 1:
                 raise ValueError(f"grid.{axis}={shape.size(axis)}: this version trains over dp alone, set grid.{axis} to 1")

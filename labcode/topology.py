@@ -1,7 +1,7 @@
 """Who is where: the ranks of a job as a grid with named axes. Pure arithmetic, no process, no torch.
 
-    dp   data parallel: the same model, other data          cp   context parallel: parts of the sequence
-    pp   pipeline parallel: groups of layers                tp   tensor parallel: parts of each layer
+dp   data parallel: the same model, other data          cp   context parallel: parts of the sequence
+pp   pipeline parallel: groups of layers                tp   tensor parallel: parts of each layer
 """
 
 import itertools
@@ -97,9 +97,7 @@ class GridShape:
         self._known(axes)
         inside = [axis for axis in self.axes if axis in axes]
         outside = [axis for axis in self.axes if axis not in axes]
-        return [
-            [self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)] for fixed in self._walk(outside)
-        ]
+        return [[self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)] for fixed in self._walk(outside)]
 
     def _walk(self, axes):
         """All coordinates over `axes` as tuples of (axis, coordinate), the first axis varying fastest."""

@@ -1,0 +1,154 @@
+"""Collectives that autograd understands: each forward communication with the backward that belongs to it.
+
+Autograd runs inside one process. Where a tensor is used by several ranks, its gradient is a sum over them, and only a
+Function that says so makes that sum. The pairs are conjugate:
+
+    copy_to       identity     / all-reduce          all_gather      all-gather     / reduce-scatter
+    reduce_from   all-reduce   / identity            reduce_scatter  reduce-scatter / all-gather
+    gather_from   all-gather   / split               all_to_all      all-to-all     / all-to-all back
+    split_to      split        / all-gather
+
+All-reduce and reduce-scatter sum. Every rank passes tensors of one shape; no input is changed. p is the group's size.
+Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, operators f and g; Korthikanti et al. 2022
+(arXiv:2205.05198), section 4.2, their sequence-parallel counterparts; Jacobs et al. 2023 (arXiv:2309.14509) all_to_all.
+Held by: tests/ranks/test_collectives.py::test_forward_and_backward_equal_the_single_process_result
+"""
+
+import torch
+import torch.distributed as dist
+
+# torch 2.13 renamed the two flat collectives; older versions know the old names only
+_gather_flat = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_scatter_flat = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def copy_to(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Hand a replicated tensor to computations that differ by rank (Megatron's f). Any shape.
+
+    Communicates: nothing forward; backward an all-reduce of the gradient, `2 (p-1)/p` times its bytes per rank on a ring.
+    """
+    return _Pair.apply(x, _identity, _all_reduce, group)
+
+
+def reduce_from(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """Sum partial results over the group (Megatron's g). Any shape.
+
+    Communicates: forward an all-reduce; backward nothing, since every rank holds the gradient of the sum.
+    """
+    return _Pair.apply(x, _all_reduce, _identity, group)
+
+
+def gather_from(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Join the parts of all ranks along `dim`: `[.., D/p, ..]` to `[.., D, ..]`, for a replicated computation after it.
+
+    Communicates: forward an all-gather; backward nothing, each rank keeps its own part of the gradient.
+    """
+    return _Pair.apply(x, _gather(dim), _split(dim), group)
+
+
+def split_to(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Keep this rank's part of a replicated tensor along `dim`: `[.., D, ..]` to `[.., D/p, ..]`.
+
+    Communicates: nothing forward; backward an all-gather of the gradient's parts.
+    Raises:
+        ValueError: D is not divisible by p.
+    """
+    return _Pair.apply(x, _split(dim), _gather(dim), group)
+
+
+def all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Join the parts of all ranks along `dim`, for computations that differ by rank after it.
+
+    Communicates: forward an all-gather, backward a reduce-scatter: each rank used the whole, each part's gradient is a sum.
+    """
+    return _Pair.apply(x, _gather(dim), _reduce_scatter(dim), group)
+
+
+def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
+    """Sum over the group and keep this rank's part along `dim`: `[.., D, ..]` to `[.., D/p, ..]`.
+
+    Communicates: forward a reduce-scatter, backward an all-gather.
+    Raises:
+        ValueError: D is not divisible by p.
+    """
+    return _Pair.apply(x, _reduce_scatter(dim), _gather(dim), group)
+
+
+def all_to_all(x: torch.Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> torch.Tensor:
+    """Move the sharding from one dim to another: `split_dim` D to D/p, `concat_dim` E/p to E.
+
+    Communicates: an all-to-all each way, `(p-1)/p` times the tensor's bytes per rank.
+    Raises:
+        ValueError: D is not divisible by p.
+    """
+    return _Pair.apply(x, _exchange(split_dim, concat_dim), _exchange(concat_dim, split_dim), group)
+
+
+class _Pair(torch.autograd.Function):
+    """One operation forward, another one backward; both are functions of (tensor, group) that leave their input alone."""
+
+    @staticmethod
+    def forward(ctx, x, forward_op, backward_op, group):
+        ctx.backward_op, ctx.group = backward_op, group
+        return forward_op(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return ctx.backward_op(grad, ctx.group), None, None, None
+
+
+def _identity(x, group):
+    return x.view_as(x)  # a new tensor object over the same memory: autograd must not see its own input come back
+
+
+def _all_reduce(x, group):
+    out = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place, and x is not ours
+    dist.all_reduce(out, group=group)
+    return out
+
+
+def _gather(dim):
+    def gather(x, group):
+        size = dist.get_world_size(group)
+        parts = x.new_empty(size, *x.shape)
+        _gather_flat(parts.view(-1), x.contiguous().view(-1), group=group)
+        return torch.cat(parts.unbind(0), dim)  # [p, .., D/p, ..] -> [.., D, ..]
+
+    return gather
+
+
+def _split(dim):
+    def split(x, group):
+        return _parts(x, group, dim)[dist.get_rank(group)].contiguous()
+
+    return split
+
+
+def _reduce_scatter(dim):
+    def scatter(x, group):
+        parts = torch.stack(_parts(x, group, dim))  # [p, .., D/p, ..]: what goes to one rank lies together
+        out = torch.empty_like(parts[0])
+        _scatter_flat(out.view(-1), parts.view(-1), group=group)
+        return out
+
+    return scatter
+
+
+def _exchange(split_dim, concat_dim):
+    def exchange(x, group):
+        sent = torch.stack(_parts(x, group, split_dim))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=group)
+        return torch.cat(received.unbind(0), concat_dim)
+
+    return exchange
+
+
+def _parts(x, group, dim):
+    """`x` cut into one equal part per rank along `dim`."""
+    size = dist.get_world_size(group)
+    if x.shape[dim] % size:
+        raise ValueError(
+            f"dim {dim} of shape {list(x.shape)} is not divisible by the group's {size} ranks: pad it or change the grid"
+        )
+    return x.chunk(size, dim)

@@ -1,0 +1,84 @@
+"""The process groups of a grid of ranks: `GridShape` says who belongs together, `Grid` connects them."""
+
+import itertools
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from labcode.topology import AXES, GridShape
+
+
+class Grid:
+    """This rank's process group along every combination of axes. Made by `Grid.create`, passed on explicitly.
+
+    Attributes:
+        shape: The `GridShape` behind it.
+        rank: This process's global rank.
+        mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own parallelisms.
+    """
+
+    def __init__(self, shape: GridShape, rank: int, groups: dict[frozenset[str], dist.ProcessGroup], mesh: DeviceMesh):
+        self.shape, self.rank, self.mesh = shape, rank, mesh
+        self._groups = groups
+
+    @classmethod
+    def create(cls, shape: GridShape) -> "Grid":
+        """Make the groups; every rank of the job calls it, with the same shape.
+
+        Axes of size 1 do not change a group, so combinations that differ by them share one group: a job of two axes has
+        4 groups per rank, not 16. A group of one rank is a real group.
+
+        Communicates: each new group meets once through the store; no tensor is sent.
+        Raises:
+            ValueError: The grid has another number of ranks than the job.
+        Held by: tests/ranks/test_grid.py::test_every_group_holds_the_ranks_that_the_shape_says
+        """
+        world_size, rank = dist.get_world_size(), dist.get_rank()
+        if shape.world_size != world_size:
+            raise ValueError(
+                f"dp*pp*cp*tp = {shape.dp}*{shape.pp}*{shape.cp}*{shape.tp} = {shape.world_size} but WORLD_SIZE is "
+                f"{world_size}: change an axis or launch {shape.world_size} ranks"
+            )
+        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        groups = {}
+        for axes in _combinations():  # the same order on every rank, or two ranks would wait for different groups
+            mine = tuple(next(group for group in shape.groups(*axes) if rank in group))
+            if mine not in by_ranks:
+                # only the members meet: a job of 1000 ranks does not make 1000 groups of one on each of them
+                by_ranks[mine] = dist.new_group(list(mine), use_local_synchronization=True)
+            groups[frozenset(axes)] = by_ranks[mine]
+        return cls(shape, rank, groups, _mesh(shape, groups))
+
+    def group(self, *axes: str) -> dist.ProcessGroup:
+        """The group of the ranks that differ from this one along `axes` only; `group()` is this rank alone.
+
+        Raises:
+            ValueError: An axis that does not exist.
+        """
+        self.shape.size(*axes)  # names the axes that exist if one does not
+        return self._groups[frozenset(axes)]
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks in `group(*axes)`."""
+        return self.shape.size(*axes)
+
+    def coord(self, axis: str) -> int:
+        """This rank's coordinate along one axis."""
+        self.shape.size(axis)
+        return self.shape.coords(self.rank)[axis]
+
+    def __repr__(self):
+        return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
+
+
+def _combinations():
+    return itertools.chain.from_iterable(itertools.combinations(AXES, count) for count in range(len(AXES) + 1))
+
+
+def _mesh(shape, groups) -> DeviceMesh:
+    slow_first = shape.axes[::-1]
+    ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in slow_first])
+    device_type = "cuda" if dist.get_backend(groups[frozenset(AXES)]) == "nccl" else "cpu"
+    own = [groups[frozenset([axis])] for axis in slow_first]
+    return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=slow_first)
