@@ -29,7 +29,9 @@ class Place:
         local_rank: Rank within this node.
         local_world_size: Number of processes on this node.
         launcher: "torchrun", "slurm", "single", or "pool" for the engines of `comm.ranks`.
-        address: Host and port where rank 0 waits for the others; None when no rendezvous over TCP is needed.
+        address: Host and port of the store where the ranks meet; None when no rendezvous over TCP is needed.
+        hosts_store: Whether this process opens that store; torchrun's agent may have opened it already.
+        attempt: How many times torchrun has restarted the job; each life meets under keys of its own.
     """
 
     rank: int = 0
@@ -38,6 +40,8 @@ class Place:
     local_world_size: int = 1
     launcher: str = "single"
     address: tuple[str, int] | None = None
+    hosts_store: bool = False
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -86,7 +90,9 @@ def _from_torchrun(env) -> Place:
             f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of {local_world_size}: ranks count from 0"
         )
     address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
-    return Place(rank, world_size, local_rank, local_world_size, "torchrun", address)
+    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", default=0)
+    return Place(rank, world_size, local_rank, local_world_size, "torchrun", address, hosts_store, attempt)
 
 
 def _from_slurm(env) -> Place:
@@ -106,7 +112,7 @@ def _from_slurm(env) -> Place:
     counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node) for _ in range(int(times or 1))]
     local_world_size = counts[min(_number(env, "SLURM_NODEID", default=0), len(counts) - 1)]
     address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
-    return Place(rank, world_size, local_rank, local_world_size, "slurm", address)
+    return Place(rank, world_size, local_rank, local_world_size, "slurm", address, hosts_store=rank == 0)
 
 
 def _number(env, name, default=None) -> int:
@@ -179,13 +185,12 @@ def _meet(place, timeout) -> dist.Store:
     """The key-value store through which the ranks find each other."""
     if place.address is None:
         return dist.HashStore()
-    if place.launcher == "torchrun":  # the agent that started us may hold the port and the store: torch knows how to join
-        return next(dist.rendezvous("env://", place.rank, place.world_size, timeout=timeout))[0]
     host, port = place.address
     try:
-        return dist.TCPStore(host, port, place.world_size, is_master=place.rank == 0, timeout=timeout)
+        store = dist.TCPStore(host, port, place.world_size, place.hosts_store, timeout)
     except (RuntimeError, OSError) as error:
         raise ValueError(f"rank {place.rank} cannot meet the others at {host}:{port}: {_reason(error)}") from error
+    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
 
 
 def _reason(error) -> str:

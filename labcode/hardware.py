@@ -1,0 +1,65 @@
+"""What the hardware could do at best: the few peaks that the course needs, each with its source.
+
+A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is worse than none.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Device:
+    """A kind of GPU.
+
+    Args:
+        peak_flops_per_s: Dense matrix-product peak by dtype name, without structured sparsity.
+        memory_bytes: Size of the device memory.
+        memory_bytes_per_s: Peak bandwidth of the device memory.
+        source: The datasheet that states them.
+    """
+
+    peak_flops_per_s: dict[str, float]
+    memory_bytes: float
+    memory_bytes_per_s: float
+    source: str
+
+
+_A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 9.7e12}
+_HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 34e12}
+
+# keyed by the name that the driver reports, so that a slower variant of the same chip is not mistaken for a faster one
+DEVICES = {
+    "Tesla V100-SXM2-16GB": Device(
+        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}, 16e9, 900e9, "NVIDIA V100 datasheet, 2020"
+    ),
+    "Tesla V100-SXM2-32GB": Device(
+        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}, 32e9, 900e9, "NVIDIA V100 datasheet, 2020"
+    ),
+    "NVIDIA A100-SXM4-40GB": Device(_A100, 40e9, 1555e9, "NVIDIA A100 datasheet, 2021"),
+    "NVIDIA A100-SXM4-80GB": Device(_A100, 80e9, 2039e9, "NVIDIA A100 datasheet, 2021"),
+    "NVIDIA H100 80GB HBM3": Device(_HOPPER, 80e9, 3.35e12, "NVIDIA H100 datasheet, 2023 (SXM)"),
+    "NVIDIA H200": Device(_HOPPER, 141e9, 4.8e12, "NVIDIA H200 datasheet, 2024 (SXM)"),
+}
+
+
+def find(device_name: str) -> Device | None:
+    """The device that the driver calls `device_name`, None if the table does not have it."""
+    return DEVICES.get(device_name)
+
+
+def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:
+    """Model FLOPs utilisation, the share of the device's peak that goes into the model's own arithmetic.
+
+        MFU = (FLOPs that the model needs, recomputation not counted) / (seconds * peak)
+
+    Args:
+        flops_per_s: Model FLOPs per second on one device.
+        device_name: As the driver reports it.
+        dtype: Of the matrix products, such as "bfloat16".
+
+    Returns:
+        A fraction of the peak, or None for an unknown device or dtype.
+    Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
+    """
+    device = find(device_name)
+    peak = device.peak_flops_per_s.get(dtype) if device else None
+    return flops_per_s / peak if peak else None

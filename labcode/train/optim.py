@@ -1,0 +1,49 @@
+"""AdamW as the GPT papers use it: decay on matrices only, warm-up, half a cosine, clipping by the global norm."""
+
+import math
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+from labcode.config import OptimConfig
+
+
+def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+    """AdamW with weight decay on tensors of two dims or more; biases, norms and frozen weights are left alone.
+
+    Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165), appendix B.
+    """
+    params = [p for p in model.parameters() if p.requires_grad]
+    groups = [
+        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+
+
+def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
+    """The rate of optimizer step `step`, counted from 0.
+
+        warm-up   lr * (step + 1) / warmup_steps
+        after     min_lr + (lr - min_lr) * (1 + cos(pi * t)) / 2,   t from 0 to 1 over the steps that are left
+
+    Source: Loshchilov and Hutter 2016 (arXiv:1608.03983), equation 5, without restarts.
+    """
+    warmup = min(config.warmup_steps, total_steps)
+    if step < warmup:
+        return config.lr * (step + 1) / warmup
+    t = (step - warmup) / max(1, total_steps - 1 - warmup)
+    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, t))) / 2
+
+
+def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> float:
+    """Scale all gradients down together so that their joint 2-norm is at most `max_norm`; returns the norm before.
+
+    Source: Pascanu et al. 2013 (arXiv:1211.5063), section 3.2.
+    """
+    grads = [p.grad for p in params if p.grad is not None]
+    norm = torch.nn.utils.get_total_norm(grads).item()
+    if max_norm and norm > max_norm:
+        torch._foreach_mul_(grads, max_norm / norm)
+    return norm
