@@ -20,7 +20,7 @@ from labcode import hardware
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
-from labcode.data.sampler import Batches
+from labcode.data.sampler import Batches, validation_batches
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
@@ -118,13 +118,14 @@ class Trainer:
     def validate(self) -> float:
         """Mean loss over the first `eval_batches` global batches of held-out data, the same for every grid."""
         self.model.eval()
-        data, size, rank = self.task.val, self.grid.size("dp"), self.grid.coord("dp")
-        wanted = min(len(data), self.config.train.eval_batches * self.config.train.global_batch)
-        mine = np.arange(rank, wanted, size)
+        data, batch = self.task.val, self.config.train.global_batch
+        share = {"dp_size": self.grid.size("dp"), "dp_coord": self.grid.coord("dp")}
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # of losses, of samples
-        micro_batch = max(1, self.config.train.global_batch // size // self.accumulation)
-        for indices in np.array_split(mine, math.ceil(len(mine) / micro_batch)) if len(mine) else ():
-            sums += torch.stack([self._loss(data, indices).double() * len(indices), sums.new_tensor(len(indices))])
+        for mine in validation_batches(len(data), batch, **share, max_batches=self.config.train.eval_batches):
+            for indices in np.array_split(mine, min(self.accumulation, max(1, len(mine)))):
+                if len(indices):  # a rank's part of the last batch may be empty
+                    mean = self._loss(data, indices).double()
+                    sums += torch.stack([mean * len(indices), torch.full_like(mean, len(indices))])
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
         return (sums[0] / sums[1]).item()

@@ -11,7 +11,7 @@ from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.data import text, weather
 from labcode.models.gpt import GPT, generate
 from labcode.models.gpt import loss as gpt_loss
-from labcode.models.vit import ViT
+from labcode.models.vit import ViT, latitude_weights
 from labcode.models.vit import loss as vit_loss
 
 
@@ -66,7 +66,7 @@ def _text_task(model_config, data) -> Task:
     def sample(model, num_tokens, seed):
         device = next(model.parameters()).device
         start = torch.tensor([tokenizer.encode("\n")], device=device)
-        generator = torch.Generator(device).manual_seed(seed)
+        generator = torch.Generator().manual_seed(seed)
         tokens = generate(model, start, num_tokens, temperature=0.8, generator=generator)
         return tokenizer.decode(tokens[0].tolist()).strip("\n")
 
@@ -83,19 +83,19 @@ def _weather_task(model_config, data) -> Task:
                 f"model.{name}={getattr(model_config, name)} but the data has {size}: leave it out to take the data's"
             )
     sized = replace(model_config, **sizes)
-    latitudes = torch.as_tensor(train.lat)
+    weights = latitude_weights(train.lat)
 
     def batch_loss(model, state, target):
-        return vit_loss(model(state), target, latitudes)
+        return vit_loss(model(state), target, weights.to(target))
 
     @torch.no_grad()
     def skill(model, num_tokens, seed):
-        return _skill_table(model, splits, latitudes)
+        return _skill_table(model, splits, weights)
 
     return Task(sized, lambda: ViT(sized), train, splits.val, batch_loss, skill)
 
 
-def _skill_table(model, splits, latitudes) -> str:
+def _skill_table(model, splits, weights) -> str:
     """Error on the held-out times beside that of persistence, "tomorrow is like today", which costs nothing."""
     param = next(model.parameters())
     state, target = (x.to(param.device, param.dtype) for x in splits.val[list(range(len(splits.val)))])
@@ -104,7 +104,7 @@ def _skill_table(model, splits, latitudes) -> str:
     for number, name in enumerate(splits.train.variables):
         channel = slice(number, number + 1)
         model_error, persistence = (
-            vit_loss(guess[:, channel], target[:, channel], latitudes).sqrt().item() for guess in (prediction, state)
+            vit_loss(guess[:, channel], target[:, channel], weights.to(param)).sqrt().item() for guess in (prediction, state)
         )
         rows.append(f"{name:28}{model_error:8.3f}{persistence:13.3f}")
     return "\n".join(rows)

@@ -1,0 +1,100 @@
+"""The process groups of a grid, made for real, against the arithmetic of GridShape and PyTorch's device mesh."""
+
+import itertools
+
+import pytest
+
+from labcode.topology import AXES, GridShape
+
+SHAPES_OF_4 = [sizes for sizes in itertools.product((1, 2, 4), repeat=4) if sizes[0] * sizes[1] * sizes[2] * sizes[3] == 4]
+ORDERS = ("tp-cp-dp-pp", "dp-tp-pp-cp", "pp-dp-cp-tp")
+COMBINATIONS = [axes for count in range(5) for axes in itertools.combinations(AXES, count)]
+
+
+def members(shapes):
+    """For each shape and each combination of axes: the global ranks of this rank's group, and the sum of ranks over it."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm.grid import Grid
+
+    seen = []
+    for shape in shapes:
+        grid = Grid.create(shape)
+        for axes in COMBINATIONS:
+            group = grid.group(*axes)
+            total = torch.tensor(float(grid.rank))
+            dist.all_reduce(total, group=group)
+            seen.append((dist.get_process_group_ranks(group), total.item()))
+    return seen
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_group_holds_the_ranks_that_the_shape_says(ranks4, order):
+    shapes = [GridShape(*sizes, order=order) for sizes in SHAPES_OF_4]
+    wanted = list(itertools.product(shapes, COMBINATIONS))
+    for rank, seen in enumerate(ranks4.run(members, shapes)):
+        for (shape, axes), (group_ranks, total) in zip(wanted, seen, strict=True):
+            expected = next(group for group in shape.groups(*axes) if rank in group)
+            assert (group_ranks, total) == (expected, sum(expected)), (shape, axes)
+
+
+def test_one_and_two_ranks_have_real_groups_too(ranks1, ranks2):
+    for pool, shape in ((ranks1, GridShape()), (ranks2, GridShape(tp=2))):
+        for rank, seen in enumerate(pool.run(members, [shape])):
+            expected = [next(g for g in shape.groups(*axes) if rank in g) for axes in COMBINATIONS]
+            assert [group for group, _ in seen] == expected
+
+
+def meshes(sizes, order):
+    """(our mesh, PyTorch's mesh of the same sizes) as lists of ranks, with the groups of each dim."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+
+    from labcode.comm.grid import Grid
+
+    shape = GridShape(*sizes, order=order)
+    names = shape.axes[::-1]
+    ours = Grid.create(shape).mesh
+    theirs = init_device_mesh("cpu", [shape.size(axis) for axis in names], mesh_dim_names=names)
+    return [
+        (mesh.mesh.tolist(), [dist.get_process_group_ranks(mesh.get_group(name)) for name in names])
+        for mesh in (ours, theirs)
+    ]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_the_mesh_agrees_with_init_device_mesh(ranks4, order):
+    for ours, theirs in ranks4.run(meshes, (2, 1, 1, 2), order):
+        assert ours == theirs
+
+
+def coordinates(shape):
+    from labcode.comm.grid import Grid
+
+    grid = Grid.create(shape)
+    return {axis: grid.coord(axis) for axis in AXES}, {axis: grid.size(axis) for axis in AXES}
+
+
+def test_coordinates_and_sizes_are_those_of_the_shape(ranks4):
+    shape = GridShape(dp=2, tp=2)
+    for rank, (coords, sizes) in enumerate(ranks4.run(coordinates, shape)):
+        assert coords == shape.coords(rank)
+        assert sizes == {"dp": 2, "pp": 1, "cp": 1, "tp": 2}
+
+
+def grid_error(shape, axis=None):
+    from labcode.comm.grid import Grid
+
+    try:
+        Grid.create(shape).group(axis)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def test_an_impossible_grid_and_an_unknown_axis_are_refused(ranks2):
+    assert set(ranks2.run(grid_error, GridShape(dp=3))) == {
+        "dp*pp*cp*tp = 3*1*1*1 = 3 but WORLD_SIZE is 2: change an axis or launch 3 ranks"
+    }
+    assert "there is no axis 'ep'" in ranks2.run(grid_error, GridShape(dp=2), "ep")[0]

@@ -1,0 +1,42 @@
+"""An error on one rank becomes one message on all, and nobody waits for it."""
+
+
+def attempt(rank, failing):
+    """What this rank sees when the `failing` ranks raise."""
+    from labcode.comm.together import on_every_rank
+
+    def work():
+        if rank in failing:
+            raise ValueError(f"no data on {rank}")
+        return rank * 10
+
+    try:
+        return on_every_rank(work)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_an_error_on_one_rank_reaches_all_as_one_message(ranks4):
+    from_2 = "PeerError: rank 2: ValueError: no data on 2"
+    assert ranks4.run(attempt, [2]) == [from_2, from_2, "ValueError: no data on 2", from_2]
+    assert ranks4.run(attempt, [3, 1])[0] == "PeerError: rank 1: ValueError: no data on 1"
+    assert ranks4.run(attempt, []) == [0, 10, 20, 30]
+
+
+def first(rank, fail):
+    from labcode.comm.together import on_first_rank
+
+    def work():
+        if fail:
+            raise OSError("disk full")
+        return f"made by {rank}"
+
+    try:
+        return on_first_rank(work)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def test_the_first_rank_works_for_all(ranks2):
+    assert ranks2.run(first, False) == ["made by 0", "made by 0"]
+    assert ranks2.run(first, True) == ["OSError: disk full", "PeerError: rank 0: OSError: disk full"]

@@ -1,0 +1,165 @@
+"""`python -m labcode.train` as people start it: files, errors, Ctrl-C, a full disk."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+import torch
+
+from labcode.train import metrics
+
+SMALL = [
+    *("--model.num_layers", "1", "--model.num_heads", "2", "--model.hidden_size", "16", "--model.context_length", "32"),
+    *("--train.global_batch", "4", "--train.log_every", "1", "--train.eval_batches", "1", "--train.sample_tokens", "20"),
+]
+TRAIN = [sys.executable, "-m", "labcode.train"]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "labcode.train"]
+
+
+def run(*command, cwd):
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+
+
+def error_line(done):
+    """The one line that the program says, without torchrun's own report around it."""
+    lines = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1, done.stderr
+    return lines[0]
+
+
+def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
+    done = run(*TORCHRUN, "gpt_tiny", *SMALL, "--train.steps", "4", "--train.micro_batch", "1", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "runs" / "gpt_tiny-001"
+    rows = metrics.read(out)
+    assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
+    assert set(rows[0]) == {
+        *("step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "tokens_per_s_per_rank", "memory_bytes")
+    }
+    assert rows[0]["tokens_per_s"] == pytest.approx(2 * rows[0]["tokens_per_s_per_rank"])
+    assert rows[0]["tokens_per_s"] == pytest.approx(4 * 32 / rows[0]["step_s"])
+    assert "val_loss" in rows[-1]
+    assert list((out / "tensorboard").glob("events.out.tfevents.*"))
+    weights = torch.load(out / "weights.pt", weights_only=True)
+    assert all(torch.isfinite(tensor).all() for tensor in weights.values())
+    assert (out / "result.txt").read_text().strip() in done.stdout
+    assert json.loads((out / "config.json").read_text())["train"]["steps"] == 4
+    assert not list(out.glob("*.partial"))
+    assert "4/4" in done.stderr  # the progress bar, of rank 0 alone
+    assert len(metrics.plot({"run": out}).axes) == 4
+
+
+def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("years of work")
+    args = ("gpt_tiny", *SMALL, "--train.steps", "1")
+    done = run(*TRAIN, *args, "--train.out", "mine", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "mine exists already" in error_line(done)
+    done = run(*TRAIN, *args, "--train.out", "mine", "--train.overwrite", cwd=tmp_path)
+    assert done.returncode == 2
+    assert "not the folder of a run" in error_line(done)
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "years of work"
+    for extra in ((), ("--train.overwrite",)):
+        assert run(*TRAIN, *args, "--train.out", "run", *extra, cwd=tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (["gpt_tini"], "unknown recipe 'gpt_tini': did you mean gpt_tiny?"),
+        (["gpt_tiny", "--train.stepz", "1"], "did you mean --train.steps?"),
+        (["gpt_tiny", "--data.path", "nowhere.txt"], "nowhere.txt"),
+        (["gpt_tiny", "--data.path", "empty.txt"], "empty.txt is empty"),
+        (["gpt_tiny", "--data.path", "short.txt"], "short.txt is too short"),
+        (["vit_tiny", "--data.path", "corrupt.zarr"], "corrupt.zarr"),
+        (["vit_tiny", "--model.patch_size", "7"], "is not a multiple of patch_size=7"),
+        (["gpt_tiny", "--model.vocab_size", "5"], "model.vocab_size=5 but the text has"),
+        (["gpt_tiny", "--grid.dp", "2"], "2*1*1*1 = 2 but WORLD_SIZE is 1: change an axis or launch 2 ranks"),
+        (["gpt_tiny", "--grid.tp", "3"], "num_heads=4 is not divisible by tp=3"),
+    ],
+)
+def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, args, message):
+    (tmp_path / "empty.txt").touch()
+    (tmp_path / "short.txt").write_text("too short")
+    (tmp_path / "corrupt.zarr").mkdir()
+    (tmp_path / "corrupt.zarr" / "zarr.json").write_text("{")
+    if args[-1] == "3":
+        done = run(*TORCHRUN[:-3], "--nproc-per-node=3", *TORCHRUN[-2:], *args, cwd=tmp_path)
+        assert done.returncode != 0
+    else:
+        done = run(*TRAIN, *args, cwd=tmp_path)
+        assert done.returncode == 2
+    assert message in error_line(done)
+    assert not (tmp_path / "runs").exists()
+
+
+def test_over_several_ranks_a_bad_input_is_still_one_message(tmp_path):
+    done = run(*TORCHRUN, "gpt_tiny", "--data.path", "nowhere.txt", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "nowhere.txt" in error_line(done)
+
+
+def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):
+    out = tmp_path / "run"
+    job = subprocess.Popen(
+        [*TORCHRUN, "gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", str(out)],
+        cwd=tmp_path,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        deadline = time.monotonic() + 90
+        while not (out / metrics.FILE_NAME).is_file() or len(metrics.read(out)) < 5:
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        ranks = psutil.Process(job.pid).children(recursive=True)
+        os.killpg(job.pid, signal.SIGINT)  # what a terminal does
+        stderr = job.communicate(timeout=60)[1]
+    finally:
+        if job.poll() is None:
+            os.killpg(job.pid, signal.SIGKILL)
+    assert job.returncode != 0
+    assert "interrupted after step" in stderr
+    assert len(ranks) >= 2
+    assert not psutil.wait_procs(ranks, timeout=30)[1]
+    lines = (out / metrics.FILE_NAME).read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
+CAN_UNSHARE = shutil.which("unshare") and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
+
+
+@pytest.mark.skipif(
+    not CAN_UNSHARE, reason="a small disk needs unshare with user namespaces, which this system does not allow"
+)
+def test_a_full_disk_is_one_line_and_the_lines_written_stay(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    script = (
+        'mount -t tmpfs -o size=64k tmpfs "$1" && shift && "$@"; code=$?; cp "$0"/run/metrics.jsonl "$0"/.. ; exit $code'
+    )
+    args = ("gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", str(disk / "run"))
+    done = run(*UNSHARE, "sh", "-c", script, str(disk), str(disk), *TRAIN, *args, cwd=tmp_path)
+    assert done.returncode == 2, done.stderr
+    assert "no space left on device" in error_line(done)
+    assert metrics.read(tmp_path / "metrics.jsonl")
+
+
+def test_reading_metrics_forgives_a_line_cut_short_at_the_end_only(tmp_path):
+    path = tmp_path / metrics.FILE_NAME
+    path.write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "lo')
+    assert metrics.read(tmp_path) == [{"step": 1, "loss": 2.0}]
+    path.write_text('{"step": 1, "lo\n{"step": 2}\n')
+    with pytest.raises(ValueError, match="line 1 is not JSON"):
+        metrics.read(path)
+    with pytest.raises(ValueError, match="give the folder that a training run printed"):
+        metrics.read(tmp_path / "nowhere")

@@ -1,0 +1,283 @@
+"""The laws of the house, read from the sources: who imports whom, what is done in one place only, how long things may be."""
+
+import ast
+import statistics
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+LABCODE = ROOT / "labcode"
+
+# A room may import its own floor and lower ones. data/ stands on the ground, beside the floors; teach/ may see everything.
+FLOORS = {"ground": 0, "perf": 1, "slurm": 1, "data": 1, "comm": 2, "parallel": 3, "precision": 3, "doctor": 3, "models": 4}
+FLOORS |= {"train": 5, "teach": 6}
+GROUND = {"labcode", "units", "hardware", "topology", "config", "recipes", "launch"}
+NO_TORCH = ("ground", "perf", "slurm")
+NOT_FOR_DATA = {"perf", "slurm"}
+RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
+GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
+MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
+
+
+class Module:
+    """One source file: its dotted name, its room, its syntax tree and what it imports, anywhere in the file."""
+
+    def __init__(self, file: str, text: str):
+        self.file, self.text, self.tree = file, text, ast.parse(text)
+        self.name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
+        self.package = file.endswith("__init__.py")
+        first = self.name.split(".")[1] if "." in self.name else "labcode"
+        self.room = "ground" if first in GROUND else first
+        self.imports = set(self._imports())
+
+    def _imports(self):
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                yield from (alias.name for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                base = node.module or ""
+                if node.level:
+                    parents = self.name.split(".")
+                    parents = parents[: len(parents) - node.level + self.package]
+                    base = ".".join([*parents, base] if base else parents)
+                yield base
+                yield from (f"{base}.{alias.name}" for alias in node.names)
+
+    def calls(self):
+        """(name of the called function, call) for each call."""
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Call):
+                yield getattr(node.func, "attr", getattr(node.func, "id", "")), node
+
+    def uses(self, name):
+        """Whether `name` occurs as a name, an attribute or an imported name."""
+        found = {getattr(node, "attr", getattr(node, "id", None)) for node in ast.walk(self.tree)}
+        return name in found or any(imported.endswith(f".{name}") for imported in self.imports)
+
+
+def modules_of(sources):
+    """`{file: text}` as `{dotted name: Module}`."""
+    modules = [Module(file, text) for file, text in sources.items()]
+    return {module.name: module for module in modules}
+
+
+@pytest.fixture(scope="module")
+def house():
+    return modules_of({str(path.relative_to(ROOT)): path.read_text() for path in sorted(LABCODE.rglob("*.py"))})
+
+
+def edges(modules):
+    """`{module: the labcode modules that it imports}`; a package counts only where nothing inside it is named."""
+    found = {}
+    for module in modules.values():
+        known = {name for name in module.imports if name in modules and name != module.name}
+        found[module.name] = {n for n in known if not any(other.startswith(n + ".") for other in known)}
+    return found
+
+
+# ---- the laws: each yields what breaks it
+
+
+def climbs(modules):
+    """Imports from a floor above, and from a room that is not for the importer."""
+    for name, targets in edges(modules).items():
+        room = modules[name].room
+        if room not in FLOORS:
+            yield f"{name}: the room {room}/ has no floor; give it one in this test and in the design"
+            continue
+        for target in sorted(targets):
+            other = modules[target].room
+            if FLOORS.get(other, 99) > FLOORS[room] or (room == "data" and other in NOT_FOR_DATA):
+                yield f"{name} ({room}) imports {target} ({other})"
+
+
+def circles(modules):
+    """Modules that import each other, directly or through others."""
+    graph, done = edges(modules), set()
+
+    def walk(name, path):
+        if name in path:
+            yield " -> ".join([*path[path.index(name) :], name])
+        elif name not in done:
+            for target in sorted(graph[name]):
+                yield from walk(target, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        yield from walk(name, [])
+
+
+def torch_without_leave(modules):
+    """Modules of the ground and the planning side that reach torch, with the way they take."""
+    graph = edges(modules)
+    for start in modules.values():
+        if start.room not in NO_TORCH:
+            continue
+        queue, seen = [[start.name]], {start.name}
+        while queue:
+            path = queue.pop(0)
+            if any(imported.split(".")[0] == "torch" for imported in modules[path[-1]].imports):
+                yield " -> ".join([*path, "torch"])
+                break
+            queue += [[*path, target] for target in graph[path[-1]] if target not in seen]
+            seen |= graph[path[-1]]
+
+
+def teachers_pets(modules):
+    """Whoever imports teach/ without being a lesson or a test."""
+    for module in modules.values():
+        if module.room != "teach" and any((name + ".").startswith("labcode.teach.") for name in module.imports):
+            yield f"{module.name} imports labcode.teach"
+
+
+def ranks_in_models(modules):
+    """Models that know of ranks; `models/parallelize.py` alone may."""
+    for module in modules.values():
+        if module.room == "models" and module.name != "labcode.models.parallelize":
+            for name in sorted(module.imports):
+                if any((name + ".").startswith(aware + ".") for aware in RANK_AWARE):
+                    yield f"{module.name} imports {name}"
+            if "torch.distributed" in {ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)}:
+                yield f"{module.name} uses torch.distributed"
+
+
+def groups_made_elsewhere(modules):
+    """Process groups made outside comm/grid.py, or the default group outside comm/bootstrap.py."""
+    for module in modules.values():
+        for name, _ in module.calls():
+            if name in GROUP_MAKERS and module.name != "labcode.comm.grid":
+                yield f"{module.name} calls {name}"
+            if name == "init_process_group" and module.name != "labcode.comm.bootstrap":
+                yield f"{module.name} calls {name}"
+
+
+def hidden_state(modules):
+    """`global` statements, and environment variables outside comm/bootstrap.py (launch may hand its own on to a child)."""
+    for module in modules.values():
+        if any(isinstance(node, ast.Global) for node in ast.walk(module.tree)):
+            yield f"{module.name} has a global statement"
+        if module.name not in ("labcode.comm.bootstrap", "labcode.launch"):
+            yield from (f"{module.name} uses os.{name}" for name in ("environ", "getenv", "putenv") if module.uses(name))
+
+
+def unsafe_calls(modules):
+    """torch.load that may run code from the file, and shells."""
+    for module in modules.values():
+        for name, call in module.calls():
+            options = {word.arg: getattr(word.value, "value", None) for word in call.keywords}
+            target = ast.unparse(call.func)
+            if target == "torch.load" and options.get("weights_only") is not True:
+                yield f"{module.name}, line {call.lineno}: torch.load without weights_only=True"
+            if options.get("shell") is True or target in ("os.system", "os.popen"):
+                yield f"{module.name}, line {call.lineno}: {name} through a shell"
+
+
+def too_long(modules):
+    """Files over 300 lines, functions over 60."""
+    for module in modules.values():
+        lines = len(module.text.splitlines())
+        if lines > MAX_FILE_LINES:
+            yield f"{module.file} has {lines} lines"
+        for node in ast.walk(module.tree):
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+                length = node.end_lineno - node.lineno + 1
+                if length > MAX_FUNCTION_LINES:
+                    yield f"{module.file}: {node.name} has {length} lines"
+
+
+def undocumented(modules):
+    """Public modules, functions and classes without a docstring; an empty `__init__.py` needs none."""
+    for module in modules.values():
+        if module.text.strip() and not ast.get_docstring(module.tree):
+            yield f"{module.name} has no docstring"
+        for node in module.tree.body:
+            public = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_"
+            if public and not ast.get_docstring(node):
+                yield f"{module.name}.{node.name} has no docstring"
+
+
+LAWS = (climbs, circles, torch_without_leave, teachers_pets, ranks_in_models, groups_made_elsewhere)
+LAWS += (hidden_state, unsafe_calls, too_long, undocumented)
+
+
+@pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
+def test_the_house_keeps_the_law(law, house):
+    assert len(house) > 10
+    assert list(law(house)) == []
+
+
+DOC = '"""Text."""\n'
+OFFENCES = {
+    "a floor above": (climbs, {"labcode/comm/a.py": "from labcode.models.b import c", "labcode/models/b.py": ""}),
+    "a floor above, relative": (climbs, {"labcode/comm/a.py": "from ..models import b", "labcode/models/b.py": ""}),
+    "a floor above, inside a function": (
+        climbs,
+        {"labcode/comm/a.py": "def f():\n    import labcode.train.loop", "labcode/train/loop.py": ""},
+    ),
+    "a room without a floor": (climbs, {"labcode/attic/a.py": ""}),
+    "a circle": (circles, {"labcode/comm/a.py": "import labcode.comm.b", "labcode/comm/b.py": "from . import a"}),
+    "torch through another room": (
+        torch_without_leave,
+        {"labcode/perf/a.py": "import labcode.data.b", "labcode/data/b.py": "from torch import nn"},
+    ),
+    "teach in the library": (teachers_pets, {"labcode/train/a.py": "from labcode.teach import plot"}),
+    "a model that communicates": (ranks_in_models, {"labcode/models/a.py": "import torch.distributed as dist"}),
+    "a model that communicates unseen": (
+        ranks_in_models,
+        {"labcode/models/a.py": "import torch\ntorch.distributed.barrier()"},
+    ),
+    "a group made elsewhere": (groups_made_elsewhere, {"labcode/parallel/a.py": "dist.new_group([0])"}),
+    "a second bootstrap": (groups_made_elsewhere, {"labcode/train/a.py": "dist.init_process_group('gloo')"}),
+    "a global": (hidden_state, {"labcode/comm/a.py": "def f():\n    global x\n    x = 1"}),
+    "an environment variable": (hidden_state, {"labcode/train/a.py": "from os import environ"}),
+    "an environment variable, by attribute": (hidden_state, {"labcode/train/a.py": "import os\nos.getenv('RANK')"}),
+    "an unsafe load": (unsafe_calls, {"labcode/train/a.py": "torch.load('x', weights_only=False)"}),
+    "a shell": (unsafe_calls, {"labcode/a.py": "subprocess.run('ls', shell=True)"}),
+    "a long file": (too_long, {"labcode/comm/a.py": "x = 1\n" * 301}),
+    "a long function": (too_long, {"labcode/comm/a.py": "def f():\n" + "    x = 1\n" * 60}),
+    "no docstring": (undocumented, {"labcode/comm/a.py": DOC + "def f():\n    pass"}),
+}
+
+
+@pytest.mark.parametrize("name", OFFENCES)
+def test_each_law_catches_its_offence(name):
+    law, sources = OFFENCES[name]
+    assert len(list(law(modules_of(sources)))) == 1
+
+
+def test_what_is_allowed_is_not_reported():
+    modules = modules_of(
+        {
+            "labcode/units.py": DOC,
+            "labcode/comm/grid.py": DOC + "import torch\nfrom labcode import units\ndist.new_group([0])",
+            "labcode/models/parallelize.py": DOC + "from labcode.comm import grid",
+            "labcode/launch.py": DOC + "import os\nrun(env=os.environ)",
+            "labcode/train/loop.py": DOC + "torch.load('x', weights_only=True)\nfrom labcode.models import parallelize",
+        }
+    )
+    assert [offence for law in LAWS for offence in law(modules)] == []
+
+
+def test_nothing_outside_lessons_and_tests_uses_teach():
+    files = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
+    assert [str(path) for path in files if "labcode.teach" in path.read_text()] == []
+
+
+def test_import_labcode_is_quick_and_brings_no_torch():
+    code = (
+        "import time, sys; t = time.perf_counter(); import labcode; print(time.perf_counter() - t, 'torch' in sys.modules)"
+    )
+    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    times, torch = zip(*(run.stdout.split() for run in runs))
+    assert set(torch) == {"False"}
+    assert statistics.median(map(float, times)) < 0.1
+
+
+def test_the_ground_and_the_planning_side_import_without_torch(house):
+    names = [name for name, module in house.items() if module.room in NO_TORCH]
+    code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

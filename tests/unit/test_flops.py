@@ -1,0 +1,38 @@
+"""The FLOP formula against torch's own counter, for both models."""
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from labcode.config import GPTConfig, ViTConfig
+from labcode.models.gpt import GPT
+from labcode.models.vit import ViT
+from labcode.perf.flops import training_flops_per_sample
+
+GPTS = [
+    GPTConfig(vocab_size=97, context_length=32, num_layers=3, num_heads=4, hidden_size=48),
+    GPTConfig(vocab_size=97, context_length=32, num_layers=2, num_heads=4, hidden_size=48, num_kv_heads=2, ffn_size=100),
+    GPTConfig(vocab_size=50, context_length=16, num_heads=2, hidden_size=32, positions="rotary", tie_embeddings=False),
+]
+
+
+def counted(model, *inputs):
+    """FLOPs of forward and backward on the meta device, where SDPA is two plain matrix products."""
+    with FlopCounterMode(display=False) as counter:
+        model(*inputs).sum().backward()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("config", GPTS)
+def test_flops_equal_those_that_torch_counts(config):
+    batch = 2
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        total = counted(GPT(config), torch.zeros(batch, config.context_length, dtype=torch.long))
+    assert total == batch * training_flops_per_sample(config)
+
+
+def test_flops_of_the_vit_equal_those_that_torch_counts_but_for_the_input_gradient():
+    config = ViTConfig(num_variables=3, lat=20, lon=40, hidden_size=32, num_layers=2)
+    state = torch.zeros(2, 3, 20, 40, requires_grad=True)  # with it the patch embedding has both halves of its backward
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert counted(ViT(config), state) == 2 * training_flops_per_sample(config)

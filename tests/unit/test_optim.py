@@ -1,0 +1,45 @@
+"""The optimizer set-up: schedule, decay groups and clipping."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from labcode.config import OptimConfig
+from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
+
+CONFIG = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=10)
+
+
+def test_the_rate_warms_up_linearly_then_falls_on_half_a_cosine():
+    rates = [learning_rate(step, 101, CONFIG) for step in range(101)]
+    assert rates[:10] == pytest.approx([1e-3 * step for step in range(1, 11)])
+    assert rates[10] == pytest.approx(1e-2)
+    assert rates[55] == pytest.approx((1e-2 + 1e-3) / 2)  # half way down
+    assert rates[100] == pytest.approx(1e-3)
+    assert rates[10:] == sorted(rates[10:], reverse=True)
+
+
+@pytest.mark.parametrize("steps", [1, 5, 10, 11])
+def test_a_run_shorter_than_its_warm_up_has_a_rate_at_every_step(steps):
+    assert all(0 < learning_rate(step, steps, CONFIG) <= 1e-2 * (1 + 1e-9) for step in range(steps))
+
+
+def test_only_matrices_decay_and_frozen_weights_are_left_out():
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1))
+    model[2].requires_grad_(False)
+    groups = make_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
+    assert [p is model[0].weight for p in groups[0]["params"]] == [True]
+    assert len(groups[1]["params"]) == 3
+
+
+def test_clipping_scales_the_whole_gradient_and_returns_the_norm_before():
+    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    params[0].grad, params[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
+    assert clip_gradients(params, 10.0) == pytest.approx(5.0)
+    assert params[1].grad.item() == 4.0  # below the limit nothing changes
+    assert clip_gradients(params, 1.0) == pytest.approx(5.0)
+    assert math.hypot(*params[0].grad.tolist(), params[1].grad.item()) == pytest.approx(1.0)
+    assert clip_gradients(params, 0.0) == pytest.approx(1.0)  # 0 turns clipping off
