@@ -17,8 +17,26 @@ def _positive(config, *names):
             raise ValueError(f"{name}={value}: give a number above 0")
 
 
+class _Transformer:
+    """What the two model configs compute alike."""
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        return self.ffn_size or 4 * self.hidden_size
+
+    def _layer_parameters(self, kv_heads):
+        """Of all layers and the final norm, biases included."""
+        hidden, ffn = self.hidden_size, self.ffn
+        attention = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size + (hidden + 1) * hidden
+        return self.num_layers * (attention + (hidden + 1) * ffn + (ffn + 1) * hidden + 4 * hidden) + 2 * hidden
+
+
 @dataclass(frozen=True)
-class GPTConfig:
+class GPTConfig(_Transformer):
     """Shape of a GPT. Sizes are in features, `context_length` in tokens.
 
     Source: Radford et al. 2019 (GPT-2) for the architecture; Su et al. 2021 (arXiv:2104.09864) for rotary positions;
@@ -45,25 +63,25 @@ class GPTConfig:
             raise ValueError(f"rotary positions turn pairs of features: head size {self.head_size} is odd")
 
     @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
     def kv_heads(self) -> int:
         return self.num_kv_heads or self.num_heads
-
-    @property
-    def ffn(self) -> int:
-        return self.ffn_size or 4 * self.hidden_size
 
     @property
     def sequence_length(self) -> int:
         """Tokens that one sample sends through the layers."""
         return self.context_length
 
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model, exactly; a tied embedding counts once."""
+        require(self, "vocab_size")
+        embeddings = self.vocab_size * (1 if self.tie_embeddings else 2)
+        positions = self.context_length if self.positions == "learned" else 0
+        return (embeddings + positions) * self.hidden_size + self._layer_parameters(self.kv_heads)
+
 
 @dataclass(frozen=True)
-class ViTConfig:
+class ViTConfig(_Transformer):
     """Shape of a vision transformer that maps a weather state to the next one.
 
     A state is `[C, Y, X]`: C variables on Y latitudes and X longitudes; it is cut into patches of `patch_size` squared.
@@ -91,17 +109,24 @@ class ViTConfig:
                 )
 
     @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def ffn(self) -> int:
-        return self.ffn_size or 4 * self.hidden_size
-
-    @property
     def sequence_length(self) -> int:
         """Patches that one sample sends through the layers."""
         return (self.lat // self.patch_size) * (self.lon // self.patch_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model, exactly."""
+        require(self, "num_variables", "lat", "lon")
+        patch, hidden = self.num_variables * self.patch_size**2, self.hidden_size
+        embed_and_head = (patch + 1) * hidden + (hidden + 1) * patch
+        return embed_and_head + self.sequence_length * hidden + self._layer_parameters(self.num_heads)
+
+
+def require(config, *names):
+    """Each named field has a value; what may stay None in a recipe must be known before a model is built or counted."""
+    for name in names:
+        if getattr(config, name) is None:
+            raise ValueError(f"{name}=None: set model.{name} to a number, or take it from the data")
 
 
 def _check_transformer(config):
@@ -139,6 +164,8 @@ class WeatherData:
     path: str | None = None  # your ERA5: a zarr folder, or HDF5/netCDF (.h5, .hdf5, .nc)
     variables: tuple[str, ...] = ("t2m", "u10", "v10", "msl")
     val_fraction: float = 0.2  # the last part of the times, never trained on
+    roll: bool = False  # train on each state turned by every longitude too: where there are only few times
+    sun: bool = False  # two more inputs: the height of the sun now and at the next time
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:

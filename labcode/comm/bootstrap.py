@@ -125,6 +125,11 @@ def _number(env, name, default=None) -> int:
         raise ValueError(f"{name}={value!r} is not a whole number: start with torchrun or srun, or unset it") from None
 
 
+def device_type() -> str:
+    """Where this machine's ranks compute: "cuda" if it has a GPU, else "cpu"."""
+    return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
+
+
 def choose_device(place: Place, share_gpus: bool = False) -> tuple[torch.device, str]:
     """The device of this rank and the backend of the job: a GPU each and NCCL, else the CPU and gloo.
 
@@ -136,9 +141,9 @@ def choose_device(place: Place, share_gpus: bool = False) -> tuple[torch.device,
     Raises:
         ValueError: More local ranks than GPUs, and sharing not asked for.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if not gpus:
+    if device_type() == "cpu":
         return torch.device("cpu"), "gloo"
+    gpus = torch.cuda.device_count()
     if place.local_world_size <= gpus:
         return torch.device("cuda", place.local_rank), "nccl"
     if share_gpus:

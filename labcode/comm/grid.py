@@ -6,6 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from labcode.comm import bootstrap
 from labcode.topology import AXES, GridShape
 
 
@@ -79,6 +80,5 @@ def _combinations():
 def _mesh(shape, groups) -> DeviceMesh:
     slow_first = shape.axes[::-1]
     ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in slow_first])
-    device_type = "cuda" if dist.get_backend(groups[frozenset(AXES)]) == "nccl" else "cpu"
     own = [groups[frozenset([axis])] for axis in slow_first]
-    return DeviceMesh.from_group(own, device_type, mesh=ranks, mesh_dim_names=slow_first)
+    return DeviceMesh.from_group(own, bootstrap.device_type(), mesh=ranks, mesh_dim_names=slow_first)

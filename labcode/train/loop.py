@@ -180,6 +180,7 @@ class Trainer:
     def _finish(self):
         if not self.writer:
             return
+        self.close()
         module = self.model.module.eval()
         save_weights(module, self.out / "weights.pt")
         shown = self.task.finish(module, self.config.train.sample_tokens, self.config.train.seed)

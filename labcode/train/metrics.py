@@ -1,6 +1,8 @@
 """What a run measures of itself: one JSON object a line in `metrics.jsonl`, the same numbers to TensorBoard."""
 
+import errno
 import json
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -33,13 +35,21 @@ class MetricsWriter:
     def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter
 
-        self._file = open(folder / FILE_NAME, "w", encoding="utf-8")
+        self._path = folder / FILE_NAME
+        self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 (open as long as the run)
         self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, row: Mapping[str, float]) -> None:
-        """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`."""
-        self._file.write(json.dumps(dict(row)) + "\n")
-        self._file.flush()
+        """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
+
+        Raises:
+            OSError: The disk is full; the rows before this one are kept whole.
+        """
+        line = json.dumps(dict(row)).encode() + b"\n"
+        end = self._file.tell()
+        if self._file.write(line) < len(line):  # unbuffered: a full disk takes a part, and says no only to the next write
+            self._file.truncate(end)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         for name, value in row.items():
             if name != "step":
                 self._board.add_scalar(name, value, row["step"])

@@ -1,5 +1,6 @@
 """From a config to a finished run: set-up, training, and one line for whatever goes wrong."""
 
+import contextlib
 import dataclasses
 import json
 import shutil
@@ -41,7 +42,8 @@ def run(config: Config) -> int:
     except (Diverged, OSError, PeerError) as error:
         return _say(rank, f"error: after step {trainer.steps_done}: {_text(error)}", FAILED)
     finally:
-        trainer.close()
+        with contextlib.suppress(OSError):  # after an error that has been told, or a second time: it says nothing new
+            trainer.close()
         bootstrap.stop()
     return 0
 
@@ -83,7 +85,7 @@ def make_folder(config: Config) -> Path:
 
 def _text(error) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename or 'the output'}: {error.strerror.lower()}"
+        return f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
     return str(error)
 
 

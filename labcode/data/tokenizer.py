@@ -1,0 +1,123 @@
+"""Between text and token numbers: one token for each character, or byte-pair encoding."""
+
+import json
+import re
+import sys
+
+SEPARATOR = "<|endoftext|>"  # between documents, here plays: one token, number 0, in both tokenizers
+PIECE_CHARACTERS = 2**20
+
+
+class CharTokenizer:
+    """One token for each distinct character of a text, in sorted order after the separator.
+
+    The separator is one token and not 13 characters: it says one thing, and `<`, `>` and `|` need not be learned for it.
+
+    Args:
+        characters: Distinct, sorted.
+    """
+
+    def __init__(self, characters: str):
+        self.characters = characters
+        self.vocab_size = 1 + len(characters)
+        self._texts = [SEPARATOR, *characters]
+        self._numbers = {text: number for number, text in enumerate(self._texts)}
+
+    @classmethod
+    def train(cls, text: str) -> "CharTokenizer":
+        """A tokenizer for all characters of a text."""
+        return cls("".join(sorted(set().union(*text.split(SEPARATOR)))))
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers.
+
+        Raises:
+            ValueError: A character that the training text does not have.
+        """
+        parts = re.split(f"({re.escape(SEPARATOR)})", text)
+        try:
+            return [self._numbers[t] for part in parts for t in ((part,) if part == SEPARATOR else part)]
+        except KeyError as error:
+            raise ValueError(
+                f"character {error.args[0]!r} is none of the {len(self.characters)} in the text that this tokenizer is "
+                "for: leave it out, or use tokenizer='bpe', which knows every byte"
+            ) from None
+
+    def decode(self, ids) -> str:
+        """The text of token numbers; `decode(encode(text)) == text`."""
+        return "".join(self._texts[i] for i in ids)
+
+    def as_json(self) -> dict:
+        """What `tokenizer_from_json` makes it from."""
+        return {"kind": "char", "characters": self.characters}
+
+
+class BPETokenizer:
+    """Byte-level byte-pair encoding: common strings of bytes become one token, and no text is unknown.
+
+    Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1; on bytes as in Radford et al. 2019 (GPT-2), section 2.2.
+
+    Args:
+        model: A `tokenizers.Tokenizer`.
+    """
+
+    def __init__(self, model):
+        self.model = model
+        self.vocab_size = model.get_vocab_size()
+
+    @classmethod
+    def train(cls, text: str, vocab_size: int) -> "BPETokenizer":
+        """A tokenizer of at most `vocab_size` tokens, fewer where the text does not give so many; the same at every run."""
+        from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+        model = Tokenizer(models.BPE())
+        model.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        model.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab_size,
+            special_tokens=[SEPARATOR],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=sys.stderr.isatty(),
+        )
+        model.train_from_iterator(pieces(text), trainer)
+        return cls(model)
+
+    def encode(self, text: str) -> list[int]:
+        """Token numbers."""
+        return self.model.encode(text).ids
+
+    def decode(self, ids) -> str:
+        """The text of token numbers; `decode(encode(text)) == text`."""
+        return self.model.decode(list(ids), skip_special_tokens=False)
+
+    def as_json(self) -> dict:
+        """What `tokenizer_from_json` makes it from."""
+        return {"kind": "bpe", "model": json.loads(self.model.to_str())}
+
+
+def make_tokenizer(kind: str, text: str, vocab_size: int) -> CharTokenizer | BPETokenizer:
+    """A tokenizer for a text; `vocab_size` is for kind "bpe" alone, "char" has as many tokens as there are characters."""
+    return CharTokenizer.train(text) if kind == "char" else BPETokenizer.train(text, vocab_size)
+
+
+def tokenizer_from_json(saved: dict) -> CharTokenizer | BPETokenizer:
+    """The tokenizer that `as_json` described."""
+    if saved["kind"] == "char":
+        return CharTokenizer(saved["characters"])
+    from tokenizers import Tokenizer
+
+    return BPETokenizer(Tokenizer.from_str(json.dumps(saved["model"])))
+
+
+def pieces(text: str):
+    """A text in pieces of about a million characters, cut before a space, where no token reaches across.
+
+    Encoding piece by piece gives the tokens of the whole and needs memory for one piece only.
+    """
+    space_after_word = re.compile(r"(?<=\S)\s")
+    start = 0
+    while start < len(text):
+        match = space_after_word.search(text, start + PIECE_CHARACTERS)
+        end = match.start() if match else len(text)
+        yield text[start:end]
+        start = end

@@ -1,0 +1,62 @@
+"""The same commands on a GPU: NCCL and bfloat16 without a change; several ranks on one GPU over gloo."""
+
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from labcode.train import metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def train(cwd, *args, ranks=1):
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    return subprocess.run(
+        [*command, "-m", "labcode.train", "gpt_tiny", *args], cwd=cwd, capture_output=True, text=True, timeout=280, check=False
+    )
+
+
+def losses(folder):
+    return [row["loss"] for row in metrics.read(folder) if "loss" in row]
+
+
+def test_gpt_tiny_learns_in_bfloat16_over_nccl(tmp_path):
+    done = train(tmp_path, "--train.steps", "100", "--train.out", "run")
+    assert done.returncode == 0, done.stderr
+    rows = [row for row in metrics.read(tmp_path / "run") if "loss" in row]
+    assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
+    assert 0 < rows[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+
+
+def test_two_ranks_that_share_a_gpu_over_gloo_train_like_one(tmp_path):
+    args = ("--train.steps", "6", "--train.dtype", "float64", "--train.log_every", "1", "--train.sample_tokens", "0")
+    for ranks, extra in ((1, ()), (2, ("--train.share_gpus",))):
+        done = train(tmp_path, *args, *extra, "--train.out", f"run{ranks}", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run2") == pytest.approx(losses(tmp_path / "run1"), abs=1e-9)
+
+
+def test_more_ranks_than_gpus_is_one_line_that_says_what_to_do(tmp_path):
+    ranks = torch.cuda.device_count() + 1
+    done = train(tmp_path, "--train.steps", "1", "--train.global_batch", str(ranks), ranks=ranks)
+    assert done.returncode != 0
+    assert f"{ranks} ranks on this node but {ranks - 1} GPU(s)" in done.stderr
+    assert "--train.share_gpus" in done.stderr
+
+
+def test_the_device_and_backend_are_the_gpu_and_nccl():
+    from labcode.comm import bootstrap
+
+    world = bootstrap.start(bootstrap.Place())
+    try:
+        assert (world.device.type, world.backend) == ("cuda", "nccl")
+        x = torch.ones(3, device=world.device)
+        torch.distributed.all_reduce(x)
+        assert x.tolist() == [1.0, 1.0, 1.0]
+    finally:
+        bootstrap.stop()

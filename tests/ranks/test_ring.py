@@ -1,0 +1,88 @@
+"""The ring by hand: the sum of `dist.all_reduce`, and exactly the bytes of the formula."""
+
+import pytest
+
+from labcode.perf import comm
+
+SIZES = (0, 1, 3, 8, 1024, 1021)
+
+
+def rings(rank, dtype):
+    """For each size (equal to dist.all_reduce, largest deviation from it, bytes counted)."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm import ring
+
+    results = []
+    for size in SIZES:
+        x = torch.randint(-50, 50, (size,), generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+        expected = x.clone()
+        dist.all_reduce(expected)
+        sent = ring.all_reduce(x, dist.group.WORLD)
+        results.append((torch.equal(x, expected), sent))
+    return results
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
+@pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
+def test_a_ring_sums_as_all_reduce_does(pool, dtype, request):
+    for results in request.getfixturevalue(pool).run(rings, dtype):
+        assert [equal for equal, _ in results] == [True] * len(SIZES)
+
+
+@pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
+def test_a_ring_sends_the_bytes_of_the_formula(pool, request):
+    ranks = request.getfixturevalue(pool)
+    sent = [[count for _, count in results] for results in ranks.run(rings, "float32")]
+    for i, size in enumerate(SIZES):
+        total = sum(counts[i] for counts in sent)
+        assert total == pytest.approx(len(ranks) * comm.bytes_sent("all_reduce", len(ranks), 4 * size))
+        if size % len(ranks) == 0:  # even chunks: the same on every rank
+            assert {counts[i] for counts in sent} == {comm.bytes_sent("all_reduce", len(ranks), 4 * size)}
+
+
+def phases(rank):
+    """What each phase leaves behind, and a matrix in place."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm import ring
+
+    chunks = [torch.full((2,), float(10**c) * (rank + 1)) for c in range(4)]
+    ring.reduce_scatter_phase(chunks, dist.group.WORLD)
+    finished = chunks[(rank + 1) % 4].tolist()
+    ring.all_gather_phase(chunks, dist.group.WORLD)
+    matrix = torch.ones(3, 5)
+    ring.all_reduce(matrix, dist.group.WORLD)
+    try:
+        ring.all_reduce(torch.ones(3, 5).t(), dist.group.WORLD)
+    except ValueError as error:
+        message = str(error)
+    return finished, [chunk.tolist() for chunk in chunks], matrix.tolist(), message
+
+
+def test_after_the_first_phase_each_rank_has_one_finished_chunk(ranks4):
+    for rank, (finished, chunks, matrix, message) in enumerate(ranks4.run(phases)):
+        assert finished == [10.0 * 10 ** ((rank + 1) % 4)] * 2
+        assert chunks == [[10.0 * 10**c] * 2 for c in range(4)]
+        assert matrix == [[4.0] * 5] * 3
+        assert "shape [5, 3]" in message and "call .contiguous()" in message
+
+
+def in_a_pair(rank):
+    """A ring over two ranks of four, whose numbers in the group are not their global ones."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm import ring
+    from labcode.comm.grid import Grid
+    from labcode.topology import GridShape
+
+    x = torch.full((7,), float(rank))
+    ring.all_reduce(x, Grid.create(GridShape(dp=2, tp=2)).group("dp"))
+    return x.tolist()
+
+
+def test_a_ring_in_a_group(ranks4):
+    assert ranks4.run(in_a_pair) == [[float(total)] * 7 for total in (2, 4, 2, 4)]
