@@ -41,14 +41,13 @@ class Grid:
                 f"dp*pp*cp*tp = {shape.dp}*{shape.pp}*{shape.cp}*{shape.tp} = {shape.world_size} but WORLD_SIZE is "
                 f"{world_size}: change an axis or launch {shape.world_size} ranks"
             )
-        by_ranks: dict[tuple[int, ...], dist.ProcessGroup] = {}
+        made: dict[frozenset[str], dist.ProcessGroup] = {}  # by the axes that count
         groups = {}
         for axes in _combinations():  # the same order on every rank, or two ranks would wait for different groups
-            mine = tuple(next(group for group in shape.groups(*axes) if rank in group))
-            if mine not in by_ranks:
-                # only the members meet: a job of 1000 ranks does not make 1000 groups of one on each of them
-                by_ranks[mine] = dist.new_group(list(mine), use_local_synchronization=True)
-            groups[frozenset(axes)] = by_ranks[mine]
+            larger = frozenset(axis for axis in axes if shape.size(axis) > 1)
+            if larger not in made:
+                made[larger] = _own_group(shape.groups(*axes), rank)
+            groups[frozenset(axes)] = made[larger]
         return cls(shape, rank, groups, _mesh(shape, groups))
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -71,6 +70,16 @@ class Grid:
 
     def __repr__(self):
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
+
+
+def _own_group(all_groups, rank) -> dist.ProcessGroup:
+    """Make every group of a partition and return the one that this rank is in."""
+    if len(all_groups[0]) == 1:  # nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them
+        return dist.new_group([rank], use_local_synchronization=True)
+    # All ranks take part in making each group, members or not. Making only one's own is quicker on a large job, but torch
+    # then derives its name from the ranks alone, and a group made again after one was destroyed waits at a dead address.
+    made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
+    return next(group for ranks, group in made.items() if rank in ranks)
 
 
 def _combinations():

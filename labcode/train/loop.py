@@ -97,7 +97,7 @@ class Trainer:
         lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros((), device=self.world.device)
+        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = np.array_split(self.batches.next_indices(), self.accumulation)
         for number, indices in enumerate(micro_batches, 1):
             last = number == self.accumulation
@@ -149,7 +149,7 @@ class Trainer:
         return last or (every and self.steps_done % every == 0)
 
     def _row(self, loss, grad_norm, lr, step_s):
-        mean = loss.double()
+        mean = loss.clone()
         dist.all_reduce(mean, group=self.grid.group("dp"))
         samples_per_s = self.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * self.task.model_config.sequence_length

@@ -8,7 +8,7 @@ SIZES = (0, 1, 3, 8, 1024, 1021)
 
 
 def rings(rank, dtype):
-    """For each size (equal to dist.all_reduce, largest deviation from it, bytes counted)."""
+    """For each size (star and ring are equal to dist.all_reduce, bytes that the ring sent, bytes that the star sent)."""
     import torch
     import torch.distributed as dist
 
@@ -17,29 +17,34 @@ def rings(rank, dtype):
     results = []
     for size in SIZES:
         x = torch.randint(-50, 50, (size,), generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
-        expected = x.clone()
+        expected, star = x.clone(), x.clone()
         dist.all_reduce(expected)
+        star_sent = ring.star_all_reduce(star, dist.group.WORLD)
         sent = ring.all_reduce(x, dist.group.WORLD)
-        results.append((torch.equal(x, expected), sent))
+        results.append((torch.equal(x, expected) and torch.equal(star, expected), sent, star_sent))
     return results
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "int64"])
 @pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
-def test_a_ring_sums_as_all_reduce_does(pool, dtype, request):
+def test_ring_and_star_sum_as_all_reduce_does(pool, dtype, request):
     for results in request.getfixturevalue(pool).run(rings, dtype):
-        assert [equal for equal, _ in results] == [True] * len(SIZES)
+        assert [equal for equal, *_ in results] == [True] * len(SIZES)
 
 
 @pytest.mark.parametrize("pool", ["ranks1", "ranks2", "ranks4"])
 def test_a_ring_sends_the_bytes_of_the_formula(pool, request):
     ranks = request.getfixturevalue(pool)
-    sent = [[count for _, count in results] for results in ranks.run(rings, "float32")]
+    results = ranks.run(rings, "float32")
+    sent = [[count for _, count, _ in sizes] for sizes in results]
     for i, size in enumerate(SIZES):
         total = sum(counts[i] for counts in sent)
         assert total == pytest.approx(len(ranks) * comm.bytes_sent("all_reduce", len(ranks), 4 * size))
         if size % len(ranks) == 0:  # even chunks: the same on every rank
             assert {counts[i] for counts in sent} == {comm.bytes_sent("all_reduce", len(ranks), 4 * size)}
+        star = [sizes[i][2] for sizes in results]
+        assert star == [(len(ranks) - 1) * 4 * size] + [4 * size] * (len(ranks) - 1)
+        assert sum(star) == total  # the ring saves nothing in all; it shares the work
 
 
 def phases(rank):
@@ -73,7 +78,6 @@ def test_after_the_first_phase_each_rank_has_one_finished_chunk(ranks4):
 def in_a_pair(rank):
     """A ring over two ranks of four, whose numbers in the group are not their global ones."""
     import torch
-    import torch.distributed as dist
 
     from labcode.comm import ring
     from labcode.comm.grid import Grid

@@ -29,12 +29,12 @@ def test_the_assertion_is_the_hint(capsys):
     )
 
 
-def test_an_assertion_without_text_shows_what_does_not_hold(capsys):
-    def test():
-        total = 3
-        assert total == 4
-
-    assert said(capsys, test) == "[x] 1.2 this does not hold: total == 4\n"
+def test_an_assertion_without_text_shows_what_does_not_hold(capsys, tmp_path):
+    file = tmp_path / "exercise.py"  # pytest rewrites the assertions of this module, but not of that one
+    file.write_text("def test():\n    total = 3\n    assert total == 4\n")
+    names = {}
+    exec(compile(file.read_text(), str(file), "exec"), names)
+    assert said(capsys, names["test"]) == "[x] 1.2 this does not hold: total == 4\n"
 
 
 def chained():
@@ -112,7 +112,8 @@ def test_compare(capsys):
     compare("nothing at all", 0, 0)
     compare("something from nothing", 0, 1)
     out = capsys.readouterr().out.splitlines()
-    assert out[0].split() == ("relative error of dX predicted 0.71 measured 0.7071 ratio 1.00 agrees (within 25%)".split())
+    found = " ".join(out[0].split())
+    assert found == "relative error of dX predicted 0.71 measured 0.7071 ratio 1.00 agrees (within 25%)"
     assert "3 MB" in out[1] and "6 MB" in out[1] and "ratio  2.00   differs (not within 25%)" in out[1]
     assert "10 ms" in out[2] and "11.9 ms" in out[2] and "agrees" in out[2]
     assert out[3].count(" 6 ") == 2

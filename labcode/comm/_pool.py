@@ -1,0 +1,115 @@
+"""The processes behind a ranks pool: one ipyparallel controller and n engines, which end with whoever started them."""
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import ipyparallel
+
+
+class Processes:
+    """A controller and `n` engines; they end when this process does, however it ends (see `_engine._watch`).
+
+    Args:
+        n: Number of engines.
+        start_timeout_s: How long they may take to start.
+    """
+
+    def __init__(self, n: int, start_timeout_s: float = 120.0):
+        self.start_timeout_s = start_timeout_s
+        self.owner = os.getpid()
+        self.folder = Path(tempfile.mkdtemp(prefix="labcode-ranks-"))
+        self.killed, self.client = False, None
+        self.names = ["controller of the pool"] + [f"engine of rank {rank}" for rank in range(n)]
+        self.processes = []
+        try:
+            self.processes.append(self._spawn("controller"))
+            for rank in range(n):
+                self.processes.append(self._spawn("engine", rank, n))
+        except BaseException:
+            self.kill()
+            raise
+
+    def _spawn(self, role, *numbers):
+        command = [sys.executable, "-m", "labcode.comm._engine", role, str(self.folder), *map(str, numbers)]
+        if len(self.names) > 2:  # several ranks share the cores; `env` is replaced by the engine
+            command = ["env", "OMP_NUM_THREADS=1", *command]
+        with open(self._log(len(self.processes)), "wb") as log:
+            # a session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the parent only
+            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+
+    def _log(self, index):
+        return self.folder / f"process-{index}.log"
+
+    def connect(self) -> ipyparallel.Client:
+        """A client, once every engine has registered; it is closed with the processes.
+
+        Raises:
+            RuntimeError: A process died, or not all of them were ready in time.
+        """
+        deadline = time.monotonic() + self.start_timeout_s
+        info = self._wait_for(self._connection_info, deadline)
+        client = self.client = ipyparallel.Client(info, profile_dir=str(self.folder), timeout=self.start_timeout_s)
+        self._wait_for(lambda: len(client.ids) == len(self.processes) - 1, deadline)
+        return client
+
+    def _connection_info(self):
+        path = self.folder / "security" / "ipcontroller-client.json"
+        with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
+            return json.loads(path.read_text())
+
+    def _wait_for(self, condition, deadline):
+        while not (value := condition()):
+            death = self.death()
+            if death or time.monotonic() > deadline:
+                reason = f"{death}{self._last_words()}" if death else f"not ready after {self.start_timeout_s:.0f} s"
+                raise RuntimeError(f"the pool of ranks did not start: {reason}")
+            time.sleep(0.02)
+        return value
+
+    def _last_words(self):
+        """The last line that the first dead process wrote."""
+        for index, process in enumerate(self.processes):
+            if process.poll() is not None:
+                lines = self._log(index).read_text(errors="replace").strip().splitlines()
+                return f": {lines[-1]}" if lines else ""
+        return ""
+
+    def death(self) -> str | None:
+        """What died and of what: "engine of rank 2 died (killed by signal 9)"; None while all live."""
+        for name, process in zip(self.names, self.processes):
+            code = process.poll()
+            if code is not None:
+                return f"{name} died ({f'killed by signal {-code}' if code < 0 else f'exit code {code}'})"
+        return None
+
+    def break_off(self, group: int):
+        """Tell every engine to end whatever it does in process group number `group`."""
+        for process in self.processes[1:]:
+            with contextlib.suppress(OSError):
+                process.stdin.write(b"%d\n" % group)
+                process.stdin.flush()
+
+    def kill(self):
+        """End all processes at once and remove their files; harmless when repeated, or in a fork of the owner."""
+        if self.killed or os.getpid() != self.owner:
+            return
+        self.killed = True
+        for process in self.processes:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in self.processes:
+            with contextlib.suppress(OSError):
+                process.stdin.close()
+            process.wait()
+        if self.client:
+            with contextlib.suppress(Exception):
+                self.client.close(linger=0)
+        shutil.rmtree(self.folder, ignore_errors=True)

@@ -1,0 +1,50 @@
+"""`%%px` on a pool of ranks: ipyparallel's magic with the pool's care around it."""
+
+import weakref
+
+from ipyparallel.client.magics import ParallelMagics
+
+from labcode.comm._answers import print_outputs, raise_first
+
+
+class PxMagics(ParallelMagics):
+    """`%%px`, `%px` and their options; checks come before, outputs in rank order and at most one error after.
+
+    Args:
+        shell: The notebook's IPython shell.
+        pool: The `Ranks` whose processes run the cells; it keeps `.view` up to date.
+    """
+
+    def __init__(self, shell, pool):
+        super().__init__(shell, view=None)
+        self._pool = weakref.ref(pool)
+
+    def parallel_execute(self, cell, block=None, groupby="type", save_name=None, **_):
+        """Run `cell` on the ranks and wait; with block=False return at once, with ipyparallel's result."""
+        pool = self._pool()
+        if pool is None:
+            raise RuntimeError("the pool of ranks is gone: make a new one with Ranks(n)")
+        pool._ready()
+        reply = self.last_result = self.view.execute(cell, silent=False, block=False)
+        if save_name:
+            self.shell.user_ns[save_name] = reply
+        if not (self.view.block if block is None else block):
+            return reply
+        try:
+            pool._wait(reply)
+        finally:
+            _show(reply, groupby)
+        raise_first(reply)
+
+
+def _show(reply, groupby):
+    """What the ranks printed, labelled as by `Ranks.run`; then their pictures and results, as ipyparallel shows them."""
+    complete = reply.ready() and reply.wait_for_output(10)  # text may arrive after the reply
+    printed = {}
+    for index, record in enumerate(reply.metadata):
+        rank = index if record["engine_id"] is None else record["engine_id"]
+        printed[rank] = {"out": record["stdout"], "err": record["stderr"]}
+        record["stdout"] = record["stderr"] = ""
+    print_outputs(printed)
+    if complete:
+        reply.display_outputs(groupby)

@@ -1,0 +1,77 @@
+"""How functions, arguments and results travel between a notebook and the engines of its pool.
+
+Plain pickle sends a function as "module and name", which an engine cannot look up when the function was typed into a cell.
+cloudpickle sends the code itself with the globals that it mentions; it does the same for classes.
+"""
+
+import contextlib
+import functools
+import io
+import pickle
+import sys
+import sysconfig
+
+import cloudpickle
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Tensors travel as CPU tensors that own their memory: no graph, and a view does not drag its whole storage along."""
+
+    def reducer_override(self, obj):
+        torch = sys.modules.get("torch")
+        if torch is None or type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta:
+            return super().reducer_override(obj)
+        plain = obj.detach().cpu()
+        if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
+            plain = plain.clone()
+        return plain.requires_grad_(obj.is_leaf and obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def dumps(obj) -> bytes:
+    """`obj` as bytes, functions and classes of `__main__` by value."""
+    buffer = io.BytesIO()
+    _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
+    return buffer.getvalue()
+
+
+loads = pickle.loads
+
+
+def pack_call(fn, args, kwargs) -> bytes:
+    """A call as bytes.
+
+    Raises:
+        TypeError: Something in it cannot travel, such as an open file or the pool itself.
+    """
+    with _by_value(_module_of(fn)):
+        try:
+            return dumps((fn, args, kwargs))
+        except Exception as error:
+            name = getattr(fn, "__name__", repr(fn))
+            reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+            raise TypeError(
+                f"{name} cannot be sent to the ranks: {reason}: pass plain values and tensors, build the rest inside {name}"
+            ) from None
+
+
+def _module_of(fn):
+    """The module whose source `fn` comes from, through partial and bound methods."""
+    while isinstance(fn, functools.partial):
+        fn = fn.func
+    return sys.modules.get(getattr(getattr(fn, "__func__", fn), "__module__", None))
+
+
+@contextlib.contextmanager
+def _by_value(module):
+    """Send what `module` defines as code if it is a script or a test, which the engines may not be able to import."""
+    path = getattr(module, "__file__", None) or ""
+    places = sysconfig.get_paths()
+    installed = path.startswith((places["stdlib"], places["platstdlib"], places["purelib"], places["platlib"]))
+    if not path or installed or module.__name__.partition(".")[0] in ("__main__", "labcode"):
+        yield  # importable everywhere, or __main__, which cloudpickle sends by value anyway
+        return
+    cloudpickle.register_pickle_by_value(module)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(module)

@@ -1,0 +1,199 @@
+"""What a learner sees: JupyterLab, configured as `make lab` configures it, in a real browser on lesson 00."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import nbformat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+TOKEN = "a-token-for-the-test"
+BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+BROWSER = next((path for path in map(shutil.which, BROWSERS) if path), None)
+FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"]
+FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
+HANG_S = 300
+ALL_RAN_OR_ONE_FAILED = """() => {
+    const cells = window.jupyterapp.shell.currentWidget.content.widgets.map(w => w.model).filter(m => m.type === 'code');
+    const failed = cell => !(cell.getMetadata('tags') ?? []).includes('raises-exception')
+        && cell.outputs.toJSON().some(output => output.output_type === 'error');
+    return cells.some(failed) || cells.every(cell => cell.executionCount !== null && cell.executionState !== 'running');
+}"""
+
+pytestmark = [
+    pytest.mark.timeout(2 * HANG_S),
+    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed (looked for {', '.join(BROWSERS)})"),
+]
+
+
+class NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Hands a redirect back instead of following it."""
+
+    def redirect_request(self, *_):
+        return None
+
+
+def status(url):
+    """The HTTP status and the text of a page; 0 while nobody answers."""
+    try:
+        with urllib.request.build_opener(NoRedirect).open(url, timeout=90) as answer:
+            return answer.status, answer.read().decode(errors="replace")
+    except urllib.error.HTTPError as error:
+        return error.code, ""
+    except OSError:
+        return 0, ""
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory):
+    """A running server on a copy of the course, with a home of its own: (address, folder of the copy)."""
+    folder, home = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("home")
+    for part in ("notebooks", "solutions", "tools"):
+        shutil.copytree(
+            ROOT / part, folder / part, ignore=shutil.ignore_patterns("runs", "__pycache__", ".ipynb_checkpoints")
+        )
+    port, log = free_port(), (home / "lab.log").open("w")
+    options = [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}"]
+    options += ["--ServerApp.open_browser=False", "--LabApp.expose_app_in_browser=True"]
+    config = folder / "tools" / "jupyter" / "jupyter_server_config.py"
+    server = subprocess.Popen(
+        [sys.executable, "-m", "jupyterlab", "--config", str(config), *options],
+        cwd=folder,
+        env={**os.environ, "HOME": str(home), "JUPYTER_PLATFORM_DIRS": "0"},
+        stdout=log,
+        stderr=log,
+        start_new_session=True,
+    )
+    address = f"http://localhost:{port}"
+    try:
+        deadline = time.monotonic() + 120
+        while status(f"{address}/api/status?token={TOKEN}")[0] != 200:
+            assert server.poll() is None and time.monotonic() < deadline, (home / "lab.log").read_text()[-3000:]
+            time.sleep(0.2)
+        yield address, folder
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)  # the server stops its kernels and TensorBoard
+        try:
+            server.wait(30)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+            server.wait()
+        log.close()
+
+
+@pytest.fixture(scope="module")
+def page(lab):
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=BROWSER, args=FLAGS)
+        page = browser.new_page(viewport={"width": 1400, "height": 1000})
+        page.set_default_timeout(HANG_S * 1000)
+        yield page
+        browser.close()
+
+
+def open_notebook(page, url):
+    """Open a notebook and wait until its kernel is there."""
+    page.goto(url)
+    page.wait_for_function("() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 3")
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready")
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.ready")
+
+
+def only(folder, pattern):
+    (found,) = sorted(folder.glob(pattern))
+    return found
+
+
+def test_lesson_00_runs_in_jupyterlab(lab, page):
+    address, folder = lab
+    notebook = only(folder, "notebooks/00_*.ipynb")
+    open_notebook(page, f"{address}/?token={TOKEN}")  # the bare address leads to the first lesson
+    assert page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path") == f"notebooks/{notebook.name}"
+    kernel = page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.name")
+    assert kernel == "python3"
+    page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
+    page.wait_for_function(
+        ALL_RAN_OR_ONE_FAILED
+    )  # after a cell that is meant to raise, the command ends before the cells do
+    figures = page.evaluate(
+        "() => [...document.querySelectorAll('.jp-OutputArea img[alt]')].map(img => [img.alt, img.width])"
+    )
+    page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
+
+    ran = nbformat.read(notebook, as_version=4)
+    code = [cell for cell in ran.cells if cell.cell_type == "code"]
+    expected = [cell for cell in code if "raises-exception" in cell.metadata.get("tags", [])]
+    errors = [out.evalue for cell in code if cell not in expected for out in cell.outputs if out.output_type == "error"]
+    assert errors == []
+    assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
+    drawn = str([cell.outputs for cell in code]).count("<img alt=")
+    assert drawn >= 3 and all(len(alt.split()) >= 4 and width > 100 for alt, width in figures)
+    assert len(figures) == drawn
+
+
+def test_stored_figures_show_before_anything_is_run(lab, page):
+    """A solution notebook that this machine has never run is not trusted; its figures, with their alt text, show anyway."""
+    address, folder = lab
+    notebook = only(folder, "solutions/00_*.ipynb")
+    open_notebook(page, f"{address}/lab/tree/solutions/{notebook.name}?token={TOKEN}&reset")
+    stored = notebook.read_text().count("<img alt=")
+    shown = page.evaluate(
+        """async () => {  // cells are drawn when they come into view, and may go again
+            const content = window.jupyterapp.shell.currentWidget.content, seen = {};
+            for (let i = 0; i < content.widgets.length; i++) {
+                await content.scrollToItem(i);
+                await new Promise(requestAnimationFrame);
+                for (const img of document.querySelectorAll('.jp-OutputArea img[alt]')) {
+                    await img.decode();
+                    seen[img.alt] = img.naturalWidth;
+                }
+            }
+            return seen;
+        }"""
+    )
+    assert len(shown) == stored >= 3 and all(width > 100 for width in shown.values())
+
+
+def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, page):
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.summary.writer.event_file_writer import EventFileWriter
+
+    address, folder = lab
+    assert status(f"{address}/tensorboard/")[0] in (302, 403)
+    code, text = status(f"{address}/tensorboard/?token={TOKEN}")
+    assert code == 200 and "TensorBoard" in text
+    runs = f"{address}/tensorboard/data/runs?token={TOKEN}"
+    assert not any(folder.glob("*runs")) and status(runs) == (200, "[]")
+    for place in ("runs", "notebooks/runs"):
+        writer = EventFileWriter(str(folder / place / "gpt_tiny-001"))
+        writer.add_event(Event(wall_time=1.0, step=1))
+        writer.close()
+    deadline = time.monotonic() + 120
+    while sorted(json.loads(status(runs)[1] or "[]")) != ["notebooks/gpt_tiny-001", "terminal/gpt_tiny-001"]:
+        assert time.monotonic() < deadline, status(runs)
+        time.sleep(0.5)
+    page.goto(f"{address}/lab?token={TOKEN}&reset")
+    page.wait_for_selector(".jp-LauncherCard:has-text('TensorBoard')")
+
+
+def test_a_stranger_gets_nothing(lab):
+    address, _ = lab
+    assert status(f"{address}/api/contents")[0] == 403
+    assert status(f"{address}/lab")[0] == 302

@@ -1,0 +1,493 @@
+"""The pool of ranks: what travels, what a failure looks like, and that nothing is left behind."""
+
+import functools
+import gc
+import os
+import pickle
+import signal
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+import torch.distributed as dist
+
+from labcode.comm import _wire
+from labcode.comm.ranks import RankError, Ranks
+
+SOON_S = 15.0  # far below any collective's time-out: whoever needs longer has waited for one
+FACTOR = 3
+
+
+class Scale(torch.autograd.Function):
+    """Multiplies; backward adds over the ranks, as a data-parallel hook does."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return x * factor
+
+    @staticmethod
+    def backward(ctx, grad):
+        grad = grad * ctx.factor
+        dist.all_reduce(grad)
+        return grad, None
+
+
+def helper(x):
+    return FACTOR * x
+
+
+def gone(processes, within_s=20.0):
+    """Whether all of them end; a zombie waits only for its new parent to look."""
+    deadline = time.monotonic() + within_s
+    left = list(processes)
+    while left and time.monotonic() < deadline:
+        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        time.sleep(0.05)
+    return not left
+
+
+def family(pid=None):
+    return psutil.Process(pid).children(recursive=True)
+
+
+def pids(pool):
+    return pool.run(os.getpid)
+
+
+def works(pool):
+    """A collective over all ranks succeeds."""
+    return pool.run(lambda rank: all_reduced(rank)) == [sum(range(pool.n))] * pool.n
+
+
+def all_reduced(value):
+    x = torch.tensor([value])
+    dist.all_reduce(x)
+    return x.item()
+
+
+@pytest.fixture(scope="module")
+def brief():
+    """A pool whose collectives give up early, and that tests may break."""
+    with Ranks(2, timeout_s=4) as pool:
+        yield pool
+
+
+# ---------------------------------------------------------------------------------------------------------------- calls
+
+
+def test_results_come_in_rank_order(ranks4):
+    def late_first(rank):
+        time.sleep(0.02 * (3 - rank))
+        return rank, dist.get_rank(), dist.get_world_size()
+
+    assert ranks4.run(late_first) == [(r, r, 4) for r in range(4)]
+    assert len(ranks4) == ranks4.n == 4
+
+
+def test_one_rank_is_a_pool_too(ranks1):
+    assert ranks1.run(lambda rank, x: (rank, x, all_reduced(5)), 7) == [(0, 7, 5)]
+
+
+def test_a_call_costs_under_a_fifth_of_a_second(ranks4):
+    times = []
+    for _ in range(20):
+        start = time.perf_counter()
+        ranks4.run(lambda rank: rank)
+        times.append(time.perf_counter() - start)
+    assert statistics.median(times) < 0.2
+
+
+def test_the_rank_is_passed_to_a_first_parameter_of_that_name_only(ranks2):
+    assert ranks2.run(lambda rank, x, y=0: (rank, x, y), 5, y=6) == [(0, 5, 6), (1, 5, 6)]
+    assert ranks2.run(lambda x, rank=None: (x, rank), 5) == [(5, None)] * 2
+    assert ranks2.run(functools.partial(lambda rank, x: rank + x, x=10)) == [10, 11]
+    assert ranks2.run(os.getcwd) == [os.getcwd()] * 2
+
+
+def test_functions_and_classes_travel_with_what_they_mention(ranks2):
+    offset = 100
+
+    class Local:
+        def __init__(self, x):
+            self.x = x
+
+    def nested(rank):
+        inner = lambda: Local(helper(rank) + offset)  # noqa: E731
+        x = torch.ones(2, requires_grad=True)
+        Scale.apply(x, rank + 1.0).sum().backward()
+        return inner().x, x.grad.tolist(), isinstance(Local(0), Local)
+
+    assert ranks2.run(nested) == [(100, [3.0, 3.0], True), (103, [3.0, 3.0], True)]
+    assert ranks2.run(lambda kind: kind(2).x, Local) == [2, 2]
+    assert type(ranks2.run(Local, 4)[0]) is Local  # and back again
+
+
+def test_a_new_definition_is_used_at_once(ranks2):
+    def define(value):
+        class Answer:
+            def get(self):
+                return value
+
+        return lambda: Answer().get()
+
+    assert [ranks2.run(define(value))[0] for value in (1, 2)] == [1, 2]
+
+
+def test_tensors_travel_both_ways(ranks2):
+    x = torch.randn(3, 4, dtype=torch.float64)
+    back = ranks2.run(lambda x: {"whole": x, "view": x[1:], "grown": (x.requires_grad_() * 2)}, x)[1]
+    assert torch.equal(back["whole"], x) and torch.equal(back["view"], x[1:])
+    assert torch.equal(back["grown"], 2 * x) and not back["grown"].requires_grad  # a result carries no graph
+    big = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
+    sums = ranks2.run(lambda rank, x: (x + rank, x.double().sum().item()), big)
+    assert torch.equal(sums[1][0], big + 1) and sums[0][1] == big.double().sum().item()
+
+
+def test_a_view_does_not_carry_its_storage():
+    data = torch.randn(1000, 1000)
+    sent = _wire.dumps({"batch": data[3:5], "weight": torch.nn.Parameter(torch.ones(2))})
+    assert len(sent) < 20_000
+    assert torch.equal(pickle.loads(sent)["batch"], data[3:5])
+    assert pickle.loads(sent)["weight"].requires_grad
+
+
+def test_prints_come_after_the_call_labelled_in_rank_order(ranks4, capsys):
+    def talk(rank):
+        time.sleep(0.02 * (3 - rank))
+        print("hello from", rank)
+        print("and\nmore", end="")
+        print("careful", file=sys.stderr)
+
+    ranks4.run(talk)
+    out, err = capsys.readouterr()
+    assert out.splitlines() == [f"[rank {r}] {line}" for r in range(4) for line in (f"hello from {r}", "and", "more")]
+    assert err.splitlines() == [f"[rank {r}] careful" for r in range(4)]
+
+
+def test_each_of_several_ranks_has_one_thread(ranks2):
+    assert ranks2.run(torch.get_num_threads) == [1, 1]
+
+
+def test_groups_of_a_call_do_not_pile_up(ranks2):
+    def make_groups():
+        for _ in range(20):
+            dist.barrier(dist.new_group([0, 1]))
+        gc.collect()
+        return psutil.Process().num_fds()
+
+    counts = [ranks2.run(make_groups)[0] for _ in range(5)]
+    assert counts[-1] < counts[1] + 20
+    assert works(ranks2)
+
+
+# ------------------------------------------------------------------------------------------------------------- failures
+
+
+def in_all_reduce(rank):
+    dist.all_reduce(torch.ones(3))
+
+
+def in_a_subgroup(rank):
+    low, high = dist.new_group([0, 1]), dist.new_group([2, 3])
+    if rank == 2:
+        raise ValueError("boom")
+    while True:
+        dist.all_reduce(torch.ones(3), group=low if rank < 2 else high)
+
+
+def in_new_group(rank):
+    dist.new_group([0, 1, 2, 3])
+
+
+def in_backward(rank):
+    x = torch.ones(3, requires_grad=True)
+    Scale.apply(x, 2.0).sum().backward()
+
+
+def in_python(rank):
+    while True:
+        pass
+
+
+def asleep(rank):
+    time.sleep(300)
+
+
+@pytest.mark.parametrize("others", [in_all_reduce, in_a_subgroup, in_new_group, in_backward, in_python, asleep])
+def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys):
+    def fail_on_two(rank):
+        print("started")
+        if rank == 2 and others is not in_a_subgroup:
+            raise ValueError("boom")
+        others(rank)
+
+    start = time.monotonic()
+    with pytest.raises(RankError) as caught:
+        ranks4.run(fail_on_two)
+    assert time.monotonic() - start < SOON_S
+    assert str(caught.value) == "rank 2: ValueError: boom" and caught.value.rank == 2
+    notes = "\n".join(caught.value.__notes__)
+    assert 'raise ValueError("boom")' in notes and Path(__file__).name in notes
+    assert notes.count("Traceback") == 1 and "rank 0" not in notes
+    assert capsys.readouterr().out.splitlines() == [f"[rank {r}] started" for r in range(4)]
+    assert works(ranks4)
+
+
+def test_a_rank_that_leaves_is_a_failure_too(ranks2):
+    def leave(rank):
+        sys.exit("enough") if rank == 1 else dist.barrier()
+
+    with pytest.raises(RankError, match=r"^rank 1: SystemExit: enough"):
+        ranks2.run(leave)
+    assert works(ranks2)
+
+
+def test_when_all_fail_alike_the_first_rank_is_named(ranks4):
+    def fail(rank):
+        time.sleep(0.02 * (3 - rank))
+        raise KeyError("all")
+
+    with pytest.raises(RankError, match=r"^rank 0: KeyError: 'all'"):
+        ranks4.run(fail)
+
+
+def test_what_cannot_travel_is_one_clear_line(ranks2):
+    for argument, reason in ((threading.Lock(), "cannot pickle '_thread.lock' object"), (ranks2, "a pool of ranks")):
+        with pytest.raises(TypeError, match=rf"^fn cannot be sent to the ranks: {reason}") as caught:
+            fn = lambda x: x  # noqa: E731
+            fn.__name__ = "fn"
+            ranks2.run(fn, argument)
+        assert "\n" not in str(caught.value)
+    with pytest.raises(RankError, match=r"^rank 0: TypeError: the result, a generator, cannot be sent back: cannot pickle"):
+        ranks2.run(lambda: (x for x in range(3)))
+    assert works(ranks2)
+
+
+def test_a_missing_rank_is_an_error_after_the_time_out(brief):
+    def miss(rank):
+        if rank == 0:
+            dist.barrier()
+
+    start = time.monotonic()
+    with pytest.raises(RankError, match=r"^rank 0: .*Timed out") as caught:
+        brief.run(miss)
+    assert 3.5 < time.monotonic() - start < SOON_S
+    assert "finished before: rank 1" in caught.value.__notes__
+    assert works(brief)
+
+
+def test_ranks_that_do_not_stop_are_replaced(brief, monkeypatch):
+    monkeypatch.setattr("labcode.comm.ranks.PATIENCE_S", 1.0)
+
+    def stubborn(rank):
+        if rank == 0:
+            raise ValueError("boom")
+        while True:
+            try:
+                time.sleep(300)
+            except BaseException:
+                continue
+
+    old = pids(brief)
+    with pytest.raises(RankError, match=r"^rank 0: ValueError: boom"):
+        brief.run(stubborn)
+    with pytest.warns(UserWarning, match="started again"):
+        assert works(brief)
+    assert not set(old) & set(pids(brief))
+
+
+def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief):
+    everything = family()
+    victim = pids(brief)[1]
+    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
+    timer.start()
+    start = time.monotonic()
+    message = r"^engine of rank 1 died \(killed by signal 9\): call ranks.restart\(\)$"
+    with pytest.raises(RankError, match=message):
+        brief.run(lambda rank: asleep(rank))
+    assert time.monotonic() - start < SOON_S
+    start = time.monotonic()
+    with pytest.raises(RankError, match=message):
+        brief.run(lambda rank: rank)
+    assert time.monotonic() - start < 1.0
+    assert repr(brief) == "Ranks(2, not running)"
+    mine = [p for p in everything if p.pid in {process.pid for process in brief._processes.processes}]
+    brief.restart()
+    assert gone(mine)
+    assert works(brief) and repr(brief) == "Ranks(2, running)"
+
+
+# ------------------------------------------------------------------------------------------------------------------ end
+
+
+def test_a_closed_pool_says_so_and_leaves_nothing():
+    before = {p.pid for p in family()}
+    pool = Ranks(1)
+    mine = [p for p in family() if p.pid not in before]
+    folder = pool._processes.folder
+    pool.start()  # runs already
+    assert len(mine) >= 2 and folder.is_dir() and pids(pool)[0] in {p.pid for p in mine}
+    pool.close()
+    assert gone(mine) and not folder.exists()
+    with pytest.raises(RuntimeError, match=r"^this pool of 1 ranks is closed: call restart\(\)"):
+        pool.run(lambda: 1)
+
+
+def test_bad_arguments_are_one_line():
+    for n, timeout_s in ((0, 30), (2, 0)):
+        with pytest.raises(ValueError, match=rf"^Ranks\(n={n}, timeout_s={timeout_s}\): a pool needs at least 1 rank"):
+            Ranks(n, timeout_s=timeout_s)
+
+
+OWNER = """
+import gc, sys, time
+from pathlib import Path
+import psutil
+from labcode.comm.ranks import Ranks
+
+def hang(rank, folder):
+    import torch, torch.distributed as dist
+    Path(folder, f"hangs-{rank}").touch()
+    dist.recv(torch.ones(1), src=1 - rank)
+
+pool = Ranks(2, timeout_s=300)
+try:
+    pool.run(hang, sys.argv[1])
+except KeyboardInterrupt:
+    print("interrupted", pool.run(lambda rank: rank), flush=True)
+for path in Path(sys.argv[1]).glob("hangs-*"):
+    path.unlink()
+if sys.argv[2] == "again":
+    pool.run(hang, sys.argv[1])
+if sys.argv[2] == "drop":
+    del pool
+    gc.collect()
+    print(len(psutil.Process().children(recursive=True)), "left", flush=True)
+"""
+
+
+def start_owner(folder, *words):
+    """A process that owns a pool of two, both of whose ranks hang in a collective."""
+    script = folder / "owner.py"
+    script.write_text(OWNER)
+    owner = subprocess.Popen([sys.executable, str(script), str(folder), *words], stdout=subprocess.PIPE, text=True)
+    wait_for_hang(folder)
+    return owner
+
+
+def wait_for_hang(folder):
+    deadline = time.monotonic() + 120
+    while len(list(Path(folder).glob("hangs-*"))) < 2:
+        assert time.monotonic() < deadline, "the ranks did not come to hang"
+        time.sleep(0.05)
+
+
+def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(tmp_path):
+    owner = start_owner(tmp_path, "again")
+    start = time.monotonic()
+    owner.send_signal(signal.SIGINT)
+    assert owner.stdout.readline() == "interrupted [0, 1]\n"
+    assert time.monotonic() - start < SOON_S
+    wait_for_hang(tmp_path)
+    children = family(owner.pid)
+    assert len(children) >= 3  # two engines and their controller
+    folder = Path(next(word for word in children[0].cmdline() if "labcode-ranks-" in word))
+    owner.kill()
+    owner.wait()
+    assert gone(children) and not folder.exists()
+
+
+def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path):
+    owner = start_owner(tmp_path, "drop")
+    children = family(owner.pid)
+    owner.send_signal(signal.SIGINT)
+    assert owner.stdout.read() == "interrupted [0, 1]\n0 left\n" and owner.wait(60) == 0
+    assert gone(children)
+
+
+# ------------------------------------------------------------------------------------------------------------- notebook
+
+HANG = "open({folder!r} + '/hangs-%d' % rank, 'w').close(); dist.recv(torch.ones(1), src=1 - rank)"
+PEOPLE = "import os, psutil\nprint(os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True)))"
+CELLS = [
+    ("from labcode.comm.ranks import Ranks\nimport torch\nranks = Ranks(2, timeout_s=300)\nranks", "Ranks(2, running)"),
+    ("import torch.distributed as dist\nclass Box:\n    size = 4", ""),
+    ("def total(rank, y):\n    x = torch.tensor([y + rank]); dist.all_reduce(x)\n    print('at', rank)\n"
+     "    return x.item() + Box.size", ""),
+    ("ranks.run(total, 10)", "[rank 0] at 0\n[rank 1] at 1\n[25, 25]"),
+    ("class Box:\n    size = 5", ""),
+    ("ranks.run(total, 10)", "[rank 0] at 0\n[rank 1] at 1\n[26, 26]"),
+    ("%%px\nstate = torch.ones(1) * rank\ndist.all_reduce(state)\nprint('rank', rank, 'of', world_size)",
+     "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2"),
+    ("%%px\nstate.item()", "Out[0:2]: 1.0Out[1:2]: 1.0"),
+    ("ranks.run(lambda rank: state.item() + rank)", "[1.0, 2.0]"),
+    ("%%px\nprint('on')\nif rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(state)",
+     "[rank 0] on\n[rank 1] on\nRankError: rank 1: ValueError: boom"),
+    ("%%px\ndist.all_reduce(state); print(state.item())", "[rank 0] 2.0\n[rank 1] 2.0"),
+    ("def fail(rank):\n    raise KeyError(rank)\nranks.run(fail)", "RankError: rank 0: KeyError: 0"),
+    ("%%px\n" + HANG, "KeyboardInterrupt:"),
+    ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
+    ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
+    ("%%px\nif rank == 1:\n    import os; os._exit(3)\ndist.barrier()",
+     "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
+    (PEOPLE, None),
+    ("first = ranks\nranks = Ranks(2)\nfirst, ranks", "(Ranks(2, not running), Ranks(2, running))"),
+    ("first.run(print)", "RuntimeError: this pool of 2 ranks is closed: call restart() on it, or make a new one"),
+    ("%%px\nprint(rank)", "[rank 0] 0\n[rank 1] 1"),
+    (PEOPLE, None),
+]  # fmt: skip
+
+
+def text_of(cell):
+    """What a reader of the notebook sees, without colours."""
+    shown = []
+    for output in cell.outputs:
+        if output.output_type == "error":
+            shown.append(f"{output.ename}: {output.evalue}")
+        else:
+            shown.append(output.get("text") or output.data["text/plain"])
+    text = "".join(shown).strip()
+    return text.replace("\x1b[0;31m", "").replace("\x1b[0m", "")
+
+
+def test_in_a_notebook(tmp_path):
+    import nbformat
+    from nbclient import NotebookClient
+
+    sources = [source.replace("{folder!r}", repr(str(tmp_path))) for source, _ in CELLS]
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    client = NotebookClient(notebook, timeout=120, allow_errors=True, kernel_name="python3")
+
+    def interrupt_when_it_hangs():
+        wait_for_hang(tmp_path)
+        for path in tmp_path.glob("hangs-*"):
+            path.unlink()
+        os.kill(client.km.provisioner.pid, signal.SIGINT)
+
+    with client.setup_kernel():
+        seen = []
+        for index, cell in enumerate(notebook.cells):
+            start = time.monotonic()
+            if "hangs-" in cell.source:
+                threading.Thread(target=interrupt_when_it_hangs, daemon=True).start()
+            client.execute_cell(cell, index)
+            seen.append(text_of(cell))
+            if "hangs-" in cell.source or "raise" in cell.source:
+                assert time.monotonic() - start < 2 * SOON_S
+        assert [text for text, (_, due) in zip(seen, CELLS) if due is not None] == [
+            due for _, due in CELLS if due is not None
+        ]
+        old, new = (list(map(int, text.split())) for (_, due), text in zip(CELLS, seen) if due is None)
+        assert old[0] == new[0] and not set(old[1:]) & set(new[1:])
+        assert not any(psutil.pid_exists(pid) for pid in old[1:])  # the cell was run again: nothing of the first pool
+        children = [psutil.Process(pid) for pid in new[1:]]
+        assert len(children) >= 3
+        os.kill(new[0], signal.SIGKILL)
+        assert gone(children)

@@ -1,0 +1,337 @@
+"""Weather: the sample, files in zarr and HDF5, the split in time, normalisation, turned maps, the sun, damaged files."""
+
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labcode.config import WeatherData
+from labcode.data import weather, weather_files
+
+xarray = pytest.importorskip("xarray", reason="pip install labcode[weather]")
+pytest.importorskip("zarr", reason="pip install labcode[weather]")
+
+NAMES = ("t2m", "u10")
+T, Y, X = 12, 6, 10
+
+
+def fields(num_times=T):
+    return np.random.default_rng(7).normal(280.0, 20.0, (len(NAMES), num_times, Y, X)).astype(np.float32)
+
+
+def dataset(values=None, axes=("time", "latitude", "longitude")):
+    """Two variables on a small grid, every six hours."""
+    values = fields() if values is None else values
+    times = np.datetime64("2020-02-28", "ns") + np.arange(values.shape[1]) * np.timedelta64(6, "h")
+    coordinates = dict(zip(axes, (times, np.linspace(75.0, -75.0, Y), np.arange(X) * 36.0)))
+    return xarray.Dataset({name: (axes, value) for name, value in zip(NAMES, values)}, coordinates)
+
+
+def write_zarr(folder, source=None, time_chunk=1):
+    source = dataset() if source is None else source
+    chunks = {name: {"chunks": (time_chunk, Y, X)} for name in source.data_vars if source[name].ndim == 3}
+    source.to_zarr(folder / "era5.zarr", encoding=chunks, consolidated=False)
+    return folder / "era5.zarr"
+
+
+def write_netcdf(folder, source=None):
+    pytest.importorskip("h5py", reason="pip install labcode[weather]")
+    (dataset() if source is None else source).to_netcdf(folder / "era5.nc", engine="h5netcdf")
+    return folder / "era5.nc"
+
+
+def write_plain_hdf5(folder):
+    h5py = pytest.importorskip("h5py", reason="pip install labcode[weather]")
+    with h5py.File(folder / "era5.h5", "w") as file:
+        for name, values in zip(NAMES, fields()):
+            file[name] = values
+        file["time"], file["lat"], file["lon"] = np.arange(T) * 6, np.linspace(75.0, -75.0, Y), np.arange(X) * 36.0
+    return folder / "era5.h5"
+
+
+def load(path, **options):
+    return weather.load(WeatherData(path=str(path), **{"variables": NAMES} | options))
+
+
+def complaint(path, **options):
+    """The one line about a file that cannot be used."""
+    with pytest.raises(ValueError) as caught:
+        load(path, **options)
+    message = str(caught.value)
+    assert "\n" not in message and str(path) in message
+    return message
+
+
+# ---- the sample that ships
+
+
+@pytest.fixture(scope="module")
+def sample():
+    return weather.load(WeatherData())
+
+
+def test_the_sample_is_a_week_of_the_whole_globe(sample):
+    train, val = sample.train, sample.val
+    assert train.variables == ("t2m", "u10", "v10", "msl") and train.forcings == ()
+    np.testing.assert_array_equal(train.lat, np.arange(89.5, -89, -2))
+    np.testing.assert_array_equal(train.lon, np.arange(0.5, 360, 2))
+    assert train.times[0] == np.datetime64("2026-03-25T00") and val.times[-1] == np.datetime64("2026-03-31T23")
+    hours = np.diff(np.concatenate([train.times, val.times])) / np.timedelta64(1, "h")
+    assert len(hours) == 23 and set(hours) == {7, 8}
+    assert (len(train), len(val)) == (17, 5)
+    states = sample.stats.denormalise(val[list(range(5))][0])
+    assert states.shape == (5, 4, 90, 180) and states.dtype == torch.float32
+    temperature, pressure = states[:, 0].mean((0, 2)), states[:, 3].mean((0, 2))  # along each latitude
+    assert 295 < temperature[45] < 305 and temperature[0] < 265 and temperature[-1] < 245
+    assert 98_000 < pressure.min() and pressure.max() < 103_500
+
+
+def test_persistence_on_the_held_out_times_of_the_sample(sample):
+    """The numbers that a model has to beat, as the course states them."""
+    state, target = sample.val[list(range(5))]
+    rmse = (state - target).square().mean((0, 2, 3)).sqrt()
+    torch.testing.assert_close(rmse, torch.tensor([0.131, 0.438, 0.573, 0.233]), atol=6e-4, rtol=0)
+
+
+def test_the_sample_in_another_order_and_number_of_variables(sample):
+    turned = weather.load(WeatherData(variables=("msl", "t2m")))
+    assert torch.equal(turned.train[0][0], sample.train[0][0][[3, 0]])
+    with pytest.raises(ValueError, match="the ERA5 sample has no variable z500: there are msl, t2m, u10, v10"):
+        weather.load(WeatherData(variables=("t2m", "z500")))
+
+
+# ---- files
+
+
+@pytest.mark.parametrize("write", [write_zarr, write_netcdf, write_plain_hdf5])
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_every_kind_of_file_gives_the_same_states(tmp_path, monkeypatch, write, in_memory):
+    if not in_memory:
+        monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
+    splits = load(write(tmp_path))
+    np.testing.assert_allclose(splits.train.lat, np.linspace(75.0, -75.0, Y))
+    np.testing.assert_allclose(splits.train.lon, np.arange(X) * 36.0)
+    values = torch.from_numpy(fields()).transpose(0, 1)  # [T, C, Y, X]
+    state, target = splits.train[[4, 0, 4]]
+    torch.testing.assert_close(splits.stats.denormalise(state), values[[4, 0, 4]])
+    torch.testing.assert_close(splits.stats.denormalise(target), values[[5, 1, 5]])
+
+
+@pytest.mark.parametrize("axes", [("time", "lat", "lon"), ("valid_time", "latitude", "longitude")])
+def test_other_names_and_orders_of_the_axes(tmp_path, axes):
+    splits = load(write_zarr(tmp_path, dataset(axes=axes).transpose(axes[0], axes[2], axes[1]).chunk() if False else dataset(axes=axes)))
+    turned = write_zarr_turned(tmp_path, axes)
+    for one, other in zip(splits.train[[0, 3]], load(turned).train[[0, 3]]):
+        torch.testing.assert_close(one, other)
+
+
+def write_zarr_turned(folder, axes):
+    """The same fields, longitude before latitude."""
+    dataset(axes=axes).transpose(axes[0], axes[2], axes[1]).to_zarr(folder / "turned.zarr", consolidated=False)
+    return folder / "turned.zarr"
+
+
+def test_a_large_file_is_read_batch_by_batch_and_each_time_once(tmp_path, monkeypatch):
+    monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
+    splits, read, values_at = load(write_zarr(tmp_path)), [], weather_files._values
+    monkeypatch.setattr(weather_files, "_values", lambda path, field, at: read.append(list(at)) or values_at(path, field, at))
+    splits.train[[2, 0, 3]]
+    assert read == [[0, 1, 2, 3, 4]] * len(NAMES)
+
+
+# ---- split and normalisation
+
+
+@given(st.integers(4, 60), st.floats(0.001, 0.999))
+def test_no_time_of_validation_is_seen_in_training(num_times, val_fraction):
+    values = np.zeros((1, num_times, 1, 1), np.float32)
+    values[0, :, 0, 0] = np.arange(num_times)  # the field is its time
+    file = weather_files.WeatherFile("x", ("t",), np.zeros(1), np.zeros(1), np.arange(num_times), lambda n: values[0, n][:, None])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(weather, "open_weather", lambda *_: file)
+        splits = weather.load(WeatherData(val_fraction=val_fraction))
+    train, val = ({round(x.item()) for pair in part[range(len(part))] for x in splits.stats.denormalise(pair).flatten()}
+                  for part in (splits.train, splits.val))  # fmt: skip
+    assert sorted(train | val) == list(range(num_times)) and max(train) < min(val)
+    assert len(train) >= 2 and len(splits.val) == len(val) - 1
+    assert len(splits.val) == max(1, min(round(val_fraction * (num_times - 1)), num_times - 3))
+
+
+def test_mean_and_deviation_come_from_training_times_alone(tmp_path):
+    changed = fields()
+    splits = load(write_zarr(tmp_path))
+    first_val = T - 1 - len(splits.val)
+    changed[:, first_val:] *= 3
+    (tmp_path / "changed").mkdir()
+    for one, other in zip(vars(splits.stats).values(), vars(load(write_zarr(tmp_path / "changed", dataset(changed))).stats).values()):
+        assert torch.equal(one, other)
+    kept = fields()[:, :first_val].astype(np.float64)
+    np.testing.assert_allclose(splits.stats.mean.flatten(), kept.mean((1, 2, 3)), rtol=1e-6)
+    np.testing.assert_allclose(splits.stats.std.flatten(), kept.std((1, 2, 3)), rtol=1e-6)
+
+
+def test_statistics_in_small_portions_are_the_same(monkeypatch):
+    whole = weather.load(WeatherData()).stats
+    monkeypatch.setattr(weather, "STATISTICS_BYTES", 1)
+    for one, other in zip(vars(whole).values(), vars(weather.load(WeatherData()).stats).values()):
+        torch.testing.assert_close(one, other)
+
+
+def test_normalising_and_back(sample):
+    states = torch.randn(3, 4, 90, 180, dtype=torch.float64)
+    torch.testing.assert_close(sample.stats.normalise(sample.stats.denormalise(states)), states)
+
+
+def test_a_target_is_the_next_state_and_a_number_alone_gives_one_pair(sample):
+    state, target = sample.train[range(17)]
+    assert torch.equal(target[:-1], state[1:])
+    for one, many in zip(sample.train[3], (state, target)):
+        assert torch.equal(one, many[3])
+    with pytest.raises(IndexError, match="there is no sample 17: they count from 0 to 16"):
+        sample.train[[0, 17]]
+
+
+# ---- turned maps and the sun
+
+
+def test_rolling_gives_each_transition_once_for_each_longitude(sample):
+    rolled = weather.load(WeatherData(roll=True))
+    assert len(rolled.train) == 17 * 180 and len(rolled.val) == 5
+    plain, numbers = sample.train[[2, 16, 2]], [2, 17 * 3 + 16, 17 * 179 + 2]
+    for turned, straight in zip(rolled.train[numbers], plain):
+        for one, whole, turn in zip(turned, straight, (0, 3, 179)):
+            assert torch.equal(one, whole.roll(turn, -1))
+
+
+def test_the_sun_is_overhead_at_noon_on_the_equator_and_gone_at_midnight():
+    lat, lon = np.array([90.0, 0.0, -90.0]), np.array([0.0, 90.0, 180.0])
+    height = weather.sun_height(np.array(["2026-03-20T12", "2026-03-20T06", "2026-06-21T12"], "datetime64[s]"), lat, lon)
+    assert height.shape == (3, 3, 3) and height.dtype == np.float32
+    np.testing.assert_allclose(height[0], [[0, 0, 0], [1, 0, -1], [0, 0, 0]], atol=0.02)  # the equinox
+    np.testing.assert_allclose(height[1, 1], [0, 1, 0], atol=0.02)  # noon is six hours earlier 90 degrees further east
+    np.testing.assert_allclose(height[2, :, 0], np.sin(np.deg2rad([23.44, 66.56, -23.44])), atol=0.01)  # the solstice
+
+
+def test_the_sun_is_two_more_inputs_that_turn_with_the_map(sample):
+    sunny = weather.load(WeatherData(sun=True, roll=True))
+    assert sunny.train.forcings == sunny.val.forcings == ("sun_now", "sun_next")
+    (state, target), (plain, plain_target) = sunny.train[[1, 2]], sample.train[[1, 2]]
+    assert state.shape == (2, 6, 90, 180) and torch.equal(state[:, :4], plain) and torch.equal(target, plain_target)
+    assert torch.equal(state[0, 5], state[1, 4])  # the next sun of one is the sun of the next
+    assert torch.equal(sunny.train[1 + 17 * 40][0], state[0].roll(40, -1))
+    assert sunny.val[0][0].shape == (6, 90, 180)
+
+
+def test_no_sun_without_dates(tmp_path):
+    assert "times such as 0 are no dates" in complaint(write_plain_hdf5(tmp_path), sun=True)
+
+
+# ---- bad input
+
+
+def _no_metadata(path):
+    (path / "zarr.json").unlink()
+
+
+def _half_the_metadata(path):
+    file = path / "t2m" / "zarr.json"
+    file.write_text(file.read_text()[:100])
+
+
+def _half_a_chunk(path):
+    chunk = path / "t2m" / "c" / "3" / "0" / "0"
+    chunk.write_bytes(chunk.read_bytes()[:20])
+
+
+def _a_chunk_gone(path):
+    (path / "u10" / "c" / "11" / "0" / "0").unlink()
+
+
+def _times_gone(path):
+    shutil.rmtree(path / "time" / "c")
+
+
+def _all_gone(path):
+    shutil.rmtree(path)
+
+
+@pytest.mark.parametrize(
+    "damage, reason",
+    [
+        (_no_metadata, "cannot be opened as zarr"),
+        (_half_the_metadata, "cannot be opened as zarr"),
+        (_half_a_chunk, "t2m cannot be read at times 0 to 11"),
+        (_a_chunk_gone, "1 of 12 chunks of u10 are missing"),
+        (_times_gone, "time 1 (2020-02-28"),
+        (_all_gone, "there is no weather file"),
+    ],
+)
+def test_a_damaged_zarr_is_one_clear_line(tmp_path, damage, reason):
+    path = write_zarr(tmp_path)
+    damage(path)
+    assert reason in complaint(path)
+
+
+def test_a_damaged_hdf5_file_is_one_clear_line(tmp_path):
+    path = write_netcdf(tmp_path)
+    path.write_bytes(path.read_bytes()[:2000])
+    assert "cannot be opened as HDF5" in complaint(path)
+    path.write_text("not HDF5 at all")
+    assert "cannot be opened as HDF5" in complaint(path)
+
+
+def test_a_chunk_that_breaks_during_training_is_one_clear_line(tmp_path, monkeypatch):
+    monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
+    path = write_zarr(tmp_path)
+    splits = load(path)
+    _half_a_chunk(path)
+    with pytest.raises(ValueError, match="t2m cannot be read at times 2 to 3") as error:
+        splits.train[[2]]
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_variable_is_named_and_those_that_exist_are_listed(tmp_path):
+    path = write_zarr(tmp_path)
+    assert "has no variable z, q: there are t2m, u10" in complaint(path, variables=("z", "t2m", "q"))
+
+
+def test_a_missing_value_is_found_where_it_is(tmp_path):
+    values = fields()
+    values[1, 5, 2, 3] = np.nan
+    message = complaint(write_zarr(tmp_path, dataset(values)))
+    assert "u10 is nan at time 2020-03-01T06" in message and "latitude 15, longitude 108" in message
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (lambda d: d.isel(time=slice(3)), "has 3 times: training and validation each need a state and the next one"),
+        (lambda d: d.isel(time=[0, 2, 1, 3, 4]), "time 2 (2020-02-28T06:00:00.000000000) is not after time 1"),
+        (lambda d: d.isel(time=[0, 1, 1, 2, 3]), "is not after time 1"),
+        (lambda d: d.assign(u10=d.u10 * 0 + 5), "u10 is 5 everywhere in the training times"),
+        (lambda d: d.assign(u10=d.u10.expand_dims(level=2, axis=1)), "u10 has the axes time, level, latitude, longitude"),
+        (lambda d: d.assign(u10=d.u10.isel(time=0, drop=True)), "has no variable u10: there are t2m"),
+        (lambda d: d.drop_vars("latitude"), "has no coordinate latitude or lat"),
+        (lambda d: d.rename(time="when"), "t2m has the axes when, latitude, longitude"),
+    ],
+)
+def test_a_file_of_another_form_is_one_clear_line(tmp_path, change, reason):
+    assert reason in complaint(write_zarr(tmp_path, change(dataset())))
+
+
+def test_a_file_of_an_unknown_kind_is_one_clear_line(tmp_path):
+    path = tmp_path / "era5.grib"
+    path.write_text("GRIB")
+    assert "is neither a zarr folder nor a file that ends in .h5, .hdf5, .nc, .nc4" in complaint(path)
+
+
+@pytest.mark.parametrize("package", ["xarray", "zarr"])
+def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path, monkeypatch, package):
+    path = write_zarr(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)  # how Python marks a module that cannot be imported
+    assert f"needs the package {package}: pip install labcode[weather]" in complaint(path)
