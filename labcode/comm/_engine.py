@@ -198,11 +198,13 @@ def _watch(orders, parent, folder):
             shutil.rmtree(folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)  # this process leads a group of its own: data loader workers go with it
         if text and int(text.split()[-1]) == _State.group:
-            _cut()
-            time.sleep(0.5)  # a rank that waited in a collective is free by now
             with _State.lock:
-                if _State.busy and int(text.split()[-1]) == _State.group:  # it computes or sleeps
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+                if _State.busy and int(text.split()[-1]) == _State.group:
+                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # for a rank that computes or sleeps
+            time.sleep(0.3)
+            with _State.lock:
+                if int(text.split()[-1]) == _State.group:
+                    _cut()  # for a rank that waits
 
 
 # ---------------------------------------------------------------------------------------------------------------- start

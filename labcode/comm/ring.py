@@ -13,6 +13,7 @@ Source: Patarasuk, Yuan 2009 (doi 10.1016/j.jpdc.2008.09.002), section 3; Thakur
 Held by: tests/ranks/test_ring.py
 """
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -111,3 +112,13 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
         raise ValueError(f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: call .contiguous()")
     chunks = list(x.view(-1).tensor_split(group.size()))
     return reduce_scatter_phase(chunks, group) + all_gather_phase(chunks, group)
+
+
+def loopback_bytes() -> int:
+    """Bytes that the loopback device of this machine has carried since it started, for all programs.
+
+    Messages between ranks on one machine go through it, packet headers included: the difference of two readings tells what
+    a collective really sent, whoever wrote it.
+    """
+    devices = psutil.net_io_counters(pernic=True)
+    return sum(counters.bytes_sent for name, counters in devices.items() if name.startswith("lo"))

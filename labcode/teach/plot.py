@@ -11,6 +11,7 @@ import os
 
 import matplotlib as mpl
 import numpy as np
+from matplotlib.ticker import LogFormatter
 
 from labcode.teach.canvas import INK, MARKERS, PALETTE, RULE, STYLE, STYLES, Picture, canvas, described
 from labcode.teach.diagrams import grid, timeline
@@ -40,6 +41,8 @@ def lines(
             axes.plot(np.asarray(xs), np.asarray(ys), style, color=PALETTE[i % len(PALETTE)], label=label, lw=1.8, **shape)
         axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if logx else "linear", yscale="log" if logy else "linear")
         _finish(axes, title, reference, legend=len(series) > 1 or bool(reference))
+        for axis in (axes.xaxis, axes.yaxis):
+            _plain_numbers(axis)
     return Picture(figure, described(alt))
 
 
@@ -173,6 +176,14 @@ def field(data, *, alt: str, unit="", title="", diverging=False, extent=(0, 360,
         if title:
             figure.suptitle(title, fontsize=11)
     return Picture(figure, described(alt))
+
+
+def _plain_numbers(axis):
+    """2, 5, 10 in place of 2 x 10^0, 10^1 on a log axis over small numbers."""
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log" and low >= 0.5 and high <= 5000:
+        axis.set_major_formatter(LogFormatter())
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
 
 
 def _finish(axes, title, reference=None, legend=False, vertical=False):

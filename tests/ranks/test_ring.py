@@ -90,3 +90,51 @@ def in_a_pair(rank):
 
 def test_a_ring_in_a_group(ranks4):
     assert ranks4.run(in_a_pair) == [[float(total)] * 7 for total in (2, 4, 2, 4)]
+
+
+def timed(rank):
+    """(number of times, the smallest, sizes that the call saw); rank 1 is slow."""
+    import time
+
+    import torch.distributed as dist
+
+    from labcode.comm.timing import call_times
+
+    seen = []
+
+    def call(x):
+        seen.append(x.nbytes)
+        if rank == 1:
+            time.sleep(0.05)
+        dist.all_reduce(x)
+
+    times = call_times(call, 400, repeats=3)
+    return len(times), min(times), seen
+
+
+def test_times_of_a_call(ranks2):
+    results = ranks2.run(timed)
+    assert [(count, seen) for count, _, seen in results] == [(3, [400] * 4)] * 2  # the first call warms up
+    assert results[0][1] > 0 and results[1][1] > 0.05  # the slower rank decides
+
+
+def loopback(rank):
+    """Bytes that loopback and ring report for one all-reduce over all ranks."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm import ring
+
+    x = torch.ones(2**22)
+    ring.all_reduce(x, dist.group.WORLD)
+    dist.barrier()
+    before = ring.loopback_bytes()
+    dist.barrier()
+    sent = ring.all_reduce(x, dist.group.WORLD)
+    dist.barrier()
+    return ring.loopback_bytes() - before, sent
+
+
+def test_the_loopback_device_carries_what_the_ring_sends(ranks2):
+    (counted, sent), (_, other) = ranks2.run(loopback)
+    assert counted >= 0.99 * (sent + other)  # other programs may add to it

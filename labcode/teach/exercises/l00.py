@@ -16,7 +16,9 @@ def my_share(share) -> None:
         assert len(dealt) >= count, f"{count} items over {world_size} ranks: only {len(dealt)} were dealt out"
         assert dealt == items, f"{count} items over {world_size} ranks: some item is on two ranks"
         sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1, f"{count} items over {world_size} ranks gives shares of {sizes}: deal more evenly"
+        assert max(sizes) - min(sizes) <= 1, (
+            f"{count} items over {world_size} ranks gives shares of {sizes}: deal more evenly"
+        )
 
 
 def distributed_mean(mean, ranks) -> None:
