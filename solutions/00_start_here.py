@@ -288,9 +288,9 @@ print(f"{vocabulary} different tokens, {len(splits.train):,} windows of 128 toke
 loss_guess = math.log(vocabulary)
 
 # %%
-done = launch.run("labcode.train", "gpt_tiny", "--train.steps", "40", "--train.log_every", "1", "--train.eval_every", "20",
+done = launch.run("labcode.train", "gpt_tiny", "--train.steps", "80", "--train.log_every", "1", "--train.eval_every", "20",
                   "--train.sample_tokens", "0", "--train.out", "runs/start", "--train.overwrite", nproc=2, echo=False)
-print(f"2 ranks, 40 steps, {seconds(done.seconds)} with starting and stopping")
+print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 rows = metrics.read("runs/start")
 compare("loss of the first step, nats", loss_guess, rows[0]["loss"], rel=0.05)
 
@@ -306,7 +306,7 @@ plot.curves({"training": rows, "held-out text": [row | {"loss": row["val_loss"]}
             alt="The loss falls from about 4.4 nats, passes the unigram entropy and keeps falling; held-out text follows it")
 
 # %% [markdown]
-# In forty steps it passes below the dashed line. The whole recipe takes about a minute on two cores and ends with a sample
+# In eighty steps it passes below the dashed line. The whole recipe takes about a minute on two cores and ends with a sample
 # that has Shakespeare's layout: speakers in capitals, short lines. Try it in a terminal:
 #
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny

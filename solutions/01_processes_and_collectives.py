@@ -176,10 +176,11 @@ def without_root(rank):
     dist.all_reduce(total)
     dist.reduce_scatter(part, list(a.chunk(4)))
     dist.all_to_all_single(swapped, a)
-    return total.tolist(), part.tolist(), swapped.tolist(), torch.cat(parts).tolist()
+    return torch.cat(parts).tolist(), total.tolist(), part.tolist(), swapped.tolist()
 
-all_reduced, reduce_scattered, swapped, _ = ranks.run(without_root)[2]
-print("rank 2 holds", all_reduced, reduce_scattered, swapped)
+gathered, all_reduced, reduce_scattered, swapped = on_rank_2 = ranks.run(without_root)[2]
+for name, held in zip(("all_gather", "all_reduce", "reduce_scatter", "all_to_all"), on_rank_2):
+    print(f"rank 2 after {name:15}{held}")
 compare("all-reduce, first number", guess_all_reduce, all_reduced[0], rel=0)
 compare("reduce-scatter, only number", guess_reduce_scatter, reduce_scattered[0], rel=0)
 compare("all-to-all, last number", guess_all_to_all, swapped[3], rel=0)
@@ -259,11 +260,12 @@ check("1.2", lambda: l01.all_gather_phase(all_gather_phase, ranks), praise="thre
 # own `dist.all_reduce` nobody counts, so we ask the operating system: on one machine all messages pass through the **loopback** device, which
 # knows how many bytes it has carried for all ranks together.
 
-# %%
+# %% tags=["nbval-check-output"]
 def count(rank):
     x = torch.arange(2.0**18) + rank  # 2**18 numbers of 4 bytes: 1 MiB
     star, theirs = x.clone(), x.clone()
     sent = ring.star_all_reduce(star, dist.group.WORLD), ring.all_reduce(x, dist.group.WORLD)
+    dist.barrier()
     before = ring.loopback_bytes()
     dist.barrier()
     dist.all_reduce(theirs)
@@ -274,9 +276,9 @@ by_star, by_ring, loopback, equal = zip(*ranks.run(count))
 print("all three sums are equal:", all(equal), "  star in all:", f"{sum(by_star):,}", "  ring in all:", f"{sum(by_ring):,}")
 compare("rank 0 sends, star", guess_star, by_star[0], rel=0, unit="B")
 compare("rank 0 sends, ring", guess_ring, by_ring[0], rel=0, unit="B")
-compare("dist.all_reduce, all ranks", 4 * comm.bytes_sent("all_reduce", 4, 2**20), loopback[0], unit="B")
 
 # %% tags=["figure"]
+compare("dist.all_reduce, all ranks", 4 * comm.bytes_sent("all_reduce", 4, 2**20), loopback[0], unit="B")
 plot.bars({f"rank {r}": {"star": by_star[r] / 2**20, "ring": by_ring[r] / 2**20} for r in range(4)}, ylabel="sent, in units of n",
           title="Both move 6 n bytes in all", alt="In the star rank 0 sends three times the tensor and the others once; in the ring each sends one and a half")
 
@@ -285,8 +287,8 @@ plot.bars({f"rank {r}": {"star": by_star[r] / 2**20, "ring": by_ring[r] / 2**20}
 # Per rank that is 2 (p - 1)/p times n: 1.5 n for four ranks, never more than 2 n. In a star of 1024, rank 0 would send 1023 n. For PyTorch's
 # own all-reduce the loopback device counted the same 6 n, and a little more for packet headers and whatever else used it.
 #
-# **Takeaway: a ring all-reduce sends 2 (p - 1)/p · n bytes per rank, almost independent of p. No algorithm gets by with less (Patarasuk,
-# Yuan 2009).**
+# **Takeaway: a ring all-reduce sends 2 (p - 1)/p · n bytes per rank, almost independent of p. No algorithm lets its
+# busiest rank send less (Patarasuk, Yuan 2009).**
 
 # %% [markdown]
 # ## 4. What does it cost?
@@ -316,124 +318,6 @@ link = comm.fit("all_reduce", 4, [2**10, 2**24], [small_s, large_s])
 print(f"1 KiB {seconds(small_s)}, 16 MiB {seconds(large_s)}: alpha = {seconds(link.alpha_s)}, beta = {si(link.beta_bytes_per_s, 'B/s')}")
 
 # %% tags=["predict"]
-guess_star = (4 - 1) * 2**20
-guess_ring = 2 * (4 - 1) * 2**20 / 4
-
-# %%
-def exchange(send, receive):
-    """Send to the right neighbour while receiving from the left one; returns the bytes sent."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    operations = [dist.P2POp(dist.isend, send, (rank + 1) % p), dist.P2POp(dist.irecv, receive, (rank - 1) % p)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return send.nbytes
-
-def reduce_scatter_phase(chunks):
-    """Add up each chunk on its way round, in place; chunk (rank + 1) % p is finished here. Returns the bytes sent."""
-    rank, p, sent = dist.get_rank(), dist.get_world_size(), 0
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        sent += exchange(chunks[(rank - step) % p], arrived)
-        chunks[(rank - step - 1) % p] += arrived
-    return sent
-
-# %% [markdown] tags=["exercise"]
-# ### Exercise 1.2 · The second half of the ring
-#
-# Write the all-gather phase with `exchange`. It starts where the first half stops: rank r holds the finished chunk (r + 1) mod p. Each step
-# passes on the chunk that was finished last, and what arrives can go straight into its place. The picture's thick frames say where.
-# Two lines are missing.
-
-# %% tags=["exercise"]
-def all_gather_phase(chunks):
-    """Pass the finished chunks round the ring, in place; returns the bytes sent."""
-    rank, p, sent = dist.get_rank(), dist.get_world_size(), 0
-    for step in range(p - 1):
-        ### BEGIN SOLUTION
-        out, into = chunks[(rank + 1 - step) % p], chunks[(rank - step) % p]
-        sent += exchange(out, into)
-        ### END SOLUTION
-    return sent
-
-# %% tags=["check"]
-check("1.2", lambda: l01.all_gather_phase(all_gather_phase, ranks), praise="three quarters of the tensor sent by each rank, not a byte more")
-
-# %% [markdown]
-# `labcode.comm.ring` holds both halves and the star, written the same way. Now count. Each function returns the bytes it sent. For PyTorch's
-# own `dist.all_reduce` nobody counts, so we ask the operating system: on one machine all messages pass through the **loopback** device, which
-# knows how many bytes it has carried for all ranks together.
-
-# %%
-def count(rank):
-    x = torch.arange(2.0**18) + rank  # 2**18 numbers of 4 bytes: 1 MiB
-    star, theirs = x.clone(), x.clone()
-    sent = ring.star_all_reduce(star, dist.group.WORLD), ring.all_reduce(x, dist.group.WORLD)
-    before = ring.loopback_bytes()
-    dist.barrier()
-    dist.all_reduce(theirs)
-    dist.barrier()
-    return *sent, ring.loopback_bytes() - before, torch.equal(x, theirs) and torch.equal(star, theirs)
-
-by_star, by_ring, loopback, equal = zip(*ranks.run(count))
-print("all three sums are equal:", all(equal), "  star in all:", f"{sum(by_star):,}", "  ring in all:", f"{sum(by_ring):,}")
-compare("rank 0 sends, star", guess_star, by_star[0], rel=0, unit="B")
-compare("rank 0 sends, ring", guess_ring, by_ring[0], rel=0, unit="B")
-compare("dist.all_reduce, all ranks", 4 * comm.bytes_sent("all_reduce", 4, 2**20), loopback[0], unit="B")
-
-# %% tags=["figure"]
-plot.bars({f"rank {r}": {"star": by_star[r] / 2**20, "ring": by_ring[r] / 2**20} for r in range(4)}, ylabel="sent, in units of n",
-          title="Both move 6 n bytes in all", alt="In the star rank 0 sends three times the tensor and the others once; in the ring each sends one and a half")
-
-# %% [markdown]
-# The ring does not save a single byte. Both move 2 (p - 1) n in all; the ring **spreads** them over all links, which work at the same time.
-# Per rank that is 2 (p - 1)/p times n: 1.5 n for four ranks, never more than 2 n. In a star of 1024, rank 0 would send 1023 n. For PyTorch's
-# own all-reduce the loopback device counted the same 6 n, and a little more for packet headers and whatever else used it.
-#
-# **Takeaway: a ring all-reduce sends 2 (p - 1)/p · n bytes per rank, almost independent of p. No algorithm gets by with less (Patarasuk,
-# Yuan 2009).**
-
-# %% [markdown]
-# ## 4. What does it cost?
-#
-# A message costs something before its first byte arrives: two processes must wake up, a protocol must run. After that, bytes flow at some
-# speed. This is the **alpha-beta model**: a message of n bytes takes $\alpha + n/\beta$, with the latency $\alpha$ in seconds and the
-# bandwidth $\beta$ in bytes per second. A ring all-reduce sends 2 (p - 1) messages, one after the other, so
-#
-# $$t(n) = 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{\beta}.$$
-#
-# Two unknowns, so two measurements are enough: one tensor of 1 KiB, one of 16 MiB.
-
-# %%
-def call_times(rank, call, num_bytes, repeats):
-    """Seconds of each call on a tensor of `num_bytes`, as this rank sees them."""
-    x, times = torch.zeros(num_bytes // 4), []
-    for _ in range(repeats + 1):
-        dist.barrier()
-        start = time.perf_counter()
-        call(x)
-        times.append(time.perf_counter() - start)
-    return times[1:]  # the first call warms up
-
-def fastest_and_median(call, num_bytes, repeats=20):
-    """Seconds until the slowest rank is done."""
-    slowest = [max(times) for times in zip(*ranks.run(call_times, call, num_bytes, repeats))]
-    return min(slowest), statistics.median(slowest)
-
-# %%
-def all_reduce(x):
-    dist.all_reduce(x)
-
-small_s, large_s = (fastest_and_median(all_reduce, n)[0] for n in (2**10, 2**24))
-link = comm.fit("all_reduce", 4, [2**10, 2**24], [small_s, large_s])
-print(f"1 KiB {seconds(small_s)}, 16 MiB {seconds(large_s)}: alpha = {seconds(link.alpha_s)}, beta = {si(link.beta_bytes_per_s, 'B/s')}")
-
-# %% [markdown]
-# Why the fastest of twenty? The model describes a machine that does nothing else. Four ranks on two cores, beside a browser and an operating
-# system, are often interrupted, and an interruption only ever adds time. The median shows what you get; the fastest shows what the link does.
-#
-# **Predict** from $\alpha$ and $\beta$: how long does an all-reduce of 1 MiB take, in seconds?
-
-# %% tags=["predict"]
 guess_s = 6 * link.alpha_s + 1.5 * 2**20 / link.beta_bytes_per_s
 
 # %%
@@ -452,11 +336,11 @@ plot.lines({name: [1e3 * t for t in times] for name, times in series.items()}, x
 
 # %% [markdown]
 # On the left the curve is flat: all the time is latency. On the right it rises in proportion: bandwidth. They cost the same at the bend,
-# n = p α β. Noise only adds time, so the fastest calls, usually within a factor of two of the model, show what the link can do, and the medians
-# what you get. One rule is bent: the model's links are independent, while here four ranks share the cores that copy every byte.
+# n = p α β. Noise only adds time: the fastest calls, usually within a factor of two of the model, show what the link can do, the medians what
+# you get. One rule is bent: here four ranks share the cores that copy every byte. Our own ring is slower on large tensors; gloo cuts finer
+# and adds one piece while it receives the next.
 #
-# A model has hundreds of gradients, many of them small. Send 64 of 16 KiB one by one, or together as one **bucket** of 1 MiB: what is the ratio
-# of the times?
+# A model has hundreds of gradients, many of them small. Send 64 of 16 KiB one by one, or together, as one **bucket** of 1 MiB:
 
 # %%
 def one_by_one(x):
@@ -491,8 +375,8 @@ check("1.3", lambda: l01.bucket(bucket_bytes), praise="at share = 1/2 it is p al
 # ## 5. Broken on purpose
 #
 # The contract of section 2 can be broken in three ways, and each looks different. First: **somebody does not come.** Only rank 0 prints the
-# loss, so why should the others bother with its mean? This mistake is in every training script once. The group here gives up after 2
-# seconds; by default gloo waits for 30 minutes, NCCL for 10.
+# loss, so why should the others bother with its mean? The group here gives up after 2 seconds; by default gloo waits for 30 minutes, NCCL
+# for 10.
 
 # %% tags=["raises-exception"]
 def loss_for_the_log(rank):
@@ -559,7 +443,7 @@ ranks.run(disagree_watched)
 #
 # | what you see | what it usually is | next step |
 # |---|---|---|
-# | hang, then "Timed out waiting" | a rank skipped the call or died | `monitored_barrier`; look for an `if rank == …` |
+# | hang, then "Timed out waiting" | a rank skipped the call or died | `monitored_barrier` in a gloo group; look for an `if rank == …` |
 # | "Connection closed by peer" | another rank failed first | find the first error by time |
 # | wrong numbers, no error | shapes or order differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL` |
 # | hang at the start | the rendezvous is incomplete | compare world size and the number of processes started |
@@ -586,10 +470,11 @@ check("1.4", lambda: l01.mended(mean_loss, ranks), praise="all ranks take part, 
 # %% [markdown]
 # ## From here to GPUs and SLURM
 #
-# Nothing above names a device: `labcode.comm.bootstrap` reads rank, world size and address from what torchrun or SLURM's srun set, and
-# connects with NCCL where every rank has a GPU. Your functions run unchanged in a script that begins with `bootstrap.start()`, under
-# `torchrun --nproc-per-node=8 script.py` or, inside a SLURM job, `srun python script.py`. What changes is α and β. Published times for 8 A100 with
-# NVLink: 32 KiB in 43.83 µs, 32 MiB in 424 µs, 1 GiB in 8203.9 µs (Bekman, see Sources). Does the model hold there?
+# `labcode.comm.bootstrap` reads rank, world size and the store's address from what torchrun or SLURM's srun (with `MASTER_ADDR` and
+# `MASTER_PORT` exported) set. Call `world = bootstrap.start()` first and the functions above run in a script, under
+# `torchrun --nproc-per-node=8 script.py` or `srun python script.py`; tensors on `world.device` travel over NCCL where there are GPUs. What
+# changes is α and β. Published times of all-reduces on 8 A100 with NVLink: 32 KiB in 43.83 µs, 32 MiB in 424 µs, 1 GiB in 8203.9 µs (Bekman,
+# see Sources). Does the model hold there?
 
 # %% tags=["nbval-check-output"]
 nvlink = comm.fit("all_reduce", 8, [2**15, 2**30], [43.83e-6, 8203.9e-6])

@@ -35,10 +35,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.utils import parameters_to_vector
-from torch.utils.data import DistributedSampler
 
 from labcode import recipes
 from labcode.comm.ranks import Ranks
+from labcode.comm.timing import call_times
 from labcode.config import GPTConfig, TextData
 from labcode.data import sampler, text
 from labcode.models import gpt, layers
@@ -117,21 +117,19 @@ def quarter_error(model, p=4):
     return torch.stack(errors).mean().item()
 
 # %%
-first = quarter_error(build())
 trained = build().float()
 optimizer = torch.optim.AdamW(trained.parameters(), lr=3e-3)
 for step in range(6, 126):
     gradient(trained, *splits.train[order.indices(step)])
     optimizer.step()
-later = quarter_error(trained)
+first, later = quarter_error(build()), quarter_error(trained)
 compare("error at the first step", error_guess, first)
 compare("error after 120 steps", error_guess, later, rel=0.5)
-print(f"share of noise in the squared gradient of a batch: {first**2 / 3:.0%} at first, {later**2 / 3:.0%} later")
 
 # %% [markdown]
 # At first all samples say the same: some characters are frequent, most are rare. Later they disagree, and the error goes towards
-# $\sqrt{p-1}$, where nothing is left but noise. (If a share $s$ of the batch gradient's squared length is noise, the error is
-# $\sqrt{s\,(p-1)}$: that is the last line.) So a rank that nobody corrects starts out nearly right, and drifts.
+# $\sqrt{p-1}$, where nothing is left but noise. If a share $s$ of the batch gradient's squared length is noise, the error is
+# $\sqrt{s\,(p-1)}$: here $s$ grows from about 5 % to about 60 %. So a rank that nobody corrects starts out nearly right, and drifts.
 #
 # Now average. Four ranks start; each takes its quarter, and between `backward` and `step` every gradient becomes the mean over all.
 
@@ -225,24 +223,18 @@ check("4.1", lambda: l04.average_uneven(average_uneven, ranks), praise="7 + 3 + 
 # parameters. We take the fastest of many tries, since other programs can only make a call slower.
 
 # %%
-def all_reduces_s(rank, layouts, repeats=30):
-    """Seconds for the all-reduces of each layout, a list of sizes in bytes, one after the other; layouts take turns."""
-    tensors = [[torch.zeros(size // 4) for size in sizes] for sizes in layouts]
-    times = [math.inf] * len(layouts)
-    for _ in range(repeats):
-        for i, layout in enumerate(tensors):
-            dist.barrier()
-            begin = time.perf_counter()
-            for tensor in layout:
-                dist.all_reduce(tensor)
-            times[i] = min(times[i], time.perf_counter() - begin)
-    return times
+def all_reduces_s(rank, sizes):
+    """Seconds for all-reduces of these sizes in bytes, one after the other; the fastest of 30 tries."""
+    def send(x):
+        for part in x.split([size // 4 for size in sizes]):
+            dist.all_reduce(part)
+    return min(call_times(send, sum(sizes), repeats=30))
 
 ranks = Ranks(2)
 million = recipes.gpt_shape("gpt_1m", vocab_size=config.vocab_size)
 separate = [param.numel() * 4 for param in gpt.GPT(million).parameters()]
 N = sum(separate)
-link = comm.fit("all_reduce", 2, [1000, N], ranks.run(all_reduces_s, [[1000], [N]])[0])
+link = comm.fit("all_reduce", 2, [1000, N], [max(ranks.run(all_reduces_s, [size])) for size in (1000, N)])
 print(f"{len(separate)} parameters, {N:,} bytes; alpha {link.alpha_s * 1e6:.0f} us, beta {link.beta_bytes_per_s / 1e9:.2f} GB/s")
 
 # %% [markdown]
@@ -258,7 +250,7 @@ gain_guess = seconds_for(len(separate)) / seconds_for(1)
 # %% tags=["figure"]
 model = gpt.GPT(million)
 layouts = [[bucket.num_bytes for bucket in make_buckets(model, mb)] for mb in (1e-9, 0.1, 0.3, 0.5, 1, 2, 25)]
-measured = [seconds * 1e3 for seconds in ranks.run(all_reduces_s, layouts)[0]]
+measured = [max(ranks.run(all_reduces_s, sizes)) * 1e3 for sizes in layouts]
 modelled = [sum(comm.time_s("all_reduce", 2, size, link) for size in sizes) * 1e3 for sizes in layouts]
 compare("gain of one bucket", gain_guess, measured[0] / measured[-1], rel=1.0)
 plot.lines({"measured": measured, "alpha-beta model": modelled}, x=[len(sizes) for sizes in layouts], logx=True,
@@ -323,35 +315,17 @@ hidden_guess = 1 - 1 / 5
 ethernet, only_gloo = comm.Link(alpha_s=50e-6, beta_bytes_per_s=125e6), comm.Link(0, math.inf)
 tokens = torch.randint(config.vocab_size, (6, 128), generator=torch.Generator().manual_seed(0))
 
-def timed_step(rank, bucket_mb, overlap, link, repeats=6):
-    """The fastest of some steps: total and backward seconds, and when each bucket was on the link."""
-    model, steps = DataParallel(layers.initialize(gpt.GPT(million), 0), dist.group.WORLD, bucket_mb), []
-    log = slow_link.SlowLink(model, link).log
-    for _ in range(repeats):
-        loss = gpt.loss(model(tokens), tokens)
-        dist.barrier()
-        begin = time.perf_counter()
-        with contextlib.nullcontext() if overlap else model.no_sync():  # in no_sync() the hooks send nothing
-            loss.backward()
-        backward = time.perf_counter() - begin
-        model.finish_gradient_sync()
-        steps.append((time.perf_counter() - begin, backward, [(a - begin, b - begin) for a, b in log[-len(model.buckets) :]]))
-    return min(steps)
+def timed_step(rank, overlap, link):
+    """The fastest of ten steps: backward, waiting, and when each bucket was on the link."""
+    model = DataParallel(layers.initialize(gpt.GPT(million), 0), dist.group.WORLD, bucket_mb=1)
+    return slow_link.fastest_step(model, lambda: gpt.loss(model(tokens), tokens), link, overlap, repeats=10)
 
 # %% tags=["figure"]
-timed = {name: ranks.run(timed_step, 1, name == "overlap", ethernet)[0] for name in ("after", "overlap")}
-total, backward, sent = timed["overlap"]
-link_s, k = sum(end - begin for begin, end in sent), len(sent)
-compare("share of the link's time hidden", hidden_guess, 1 - (total - backward) / link_s)
-compare("wait after backward", max(link_s / k, link_s - backward * (k - 1) / k), total - backward, rel=0.5, unit="s")
-gloo = [[ranks.run(timed_step, 1, overlap, only_gloo)[0][0] for overlap in (False, True)] for _ in range(3)]
-after, overlapped = map(min, zip(*gloo))
-print(f"gloo alone, {os.cpu_count()} cores: {after * 1e3:.1f} ms sent after backward, {overlapped * 1e3:.1f} ms overlapped")
-rows = []
-for name, (total, backward, sent) in timed.items():
-    rows += [(f"core, {name}", "backward", 0, backward * 1e3), (f"core, {name}", "wait", backward * 1e3, total * 1e3)]
-    rows += [(f"link, {name}", f"bucket {i}", a * 1e3, b * 1e3) for i, (a, b) in enumerate(sent, 1)]
-plot.timeline(rows, xlabel="ms since backward began", title="One step on rank 0, the link at 1 Gbit/s",
+after, overlapped = (ranks.run(timed_step, overlap, ethernet)[0] for overlap in (False, True))
+compare("share of the link's time hidden", hidden_guess, 1 - overlapped.wait_s / overlapped.link_s)
+gloo = [ranks.run(timed_step, overlap, only_gloo)[0].total_s * 1e3 for overlap in (False, True)]
+print(f"gloo alone, {os.cpu_count()} cores: {gloo[0]:.1f} ms sent after backward, {gloo[1]:.1f} ms overlapped")
+plot.timeline(after.rows("after") + overlapped.rows("overlap"), xlabel="ms since backward began", title="1 Gbit/s, rank 0",
               alt="Sent after backward the five buckets make the core wait; sent during backward only the last one does")
 
 # %% [markdown]
@@ -378,16 +352,13 @@ plot.timeline(rows, xlabel="ms since backward began", title="One step on rank 0,
 # | only add up | `no_sync()` | `no_sync()`: `require_backward_grad_sync` |
 
 # %%
-def step_s(rank, wrap, repeats=8):
+def step_s(rank, wrap):
     """Seconds of the fastest forward, backward and synchronisation."""
-    model, times = wrap(layers.initialize(gpt.GPT(million), 0)), []
-    for _ in range(repeats):
-        dist.barrier()
-        begin = time.perf_counter()
+    model = wrap(layers.initialize(gpt.GPT(million), 0))
+    def step(_):
         gpt.loss(model(tokens), tokens).backward()
         model.finish_gradient_sync()  # does nothing for DDP, which has waited already
-        times.append(time.perf_counter() - begin)
-    return min(times)
+    return min(call_times(step, num_bytes=0, repeats=8))
 
 ours, theirs = lambda m: DataParallel(m, dist.group.WORLD, 0.5), lambda m: TorchDataParallel(m, bucket_cap_mb=0.5)
 for name, wrap in {"by hand": ours, "DDP": theirs}.items():
@@ -463,7 +434,7 @@ same_place_guess = 1  # each of the 1000 has a chance of 1/1000
 # %% tags=["figure"]
 def epoch_order(epoch, set_epoch, num_samples, p=4):
     """The samples of one epoch: those of rank 0, then those of rank 1, ..."""
-    samplers = [DistributedSampler(range(num_samples), num_replicas=p, rank=rank) for rank in range(p)]
+    samplers = [torch.utils.data.DistributedSampler(range(num_samples), num_replicas=p, rank=rank) for rank in range(p)]
     for one in samplers:
         if set_epoch:
             one.set_epoch(epoch)
@@ -516,18 +487,19 @@ from labcode.comm.grid import Grid
 from labcode.topology import GridShape
 
 def scaled(rank, p):
-    """Seconds of `train` on the first `p` ranks, and its losses."""
+    """Seconds of the fastest step of `train` on the first `p` ranks, and its losses."""
     group = Grid.create(GridShape(dp=p, pp=4 // p)).group("dp")  # ranks 0 to p-1; lesson 07 explains how
-    begin = time.perf_counter()
     if rank < p:
-        losses, _ = train(rank, p, prepare=lambda module: TorchDataParallel(module, process_group=group))
-        return time.perf_counter() - begin, losses
+        ddp = lambda module: TorchDataParallel(module, process_group=group)
+        times = []  # one in each step, between backward and step
+        runs = [train(rank, p, prepare=ddp, sync=lambda model: times.append(time.perf_counter())) for _ in range(4)]
+        return min(b - a for a, b in zip(times, times[1:])), runs[0][0]
 
 ranks, fastest = Ranks(4), {}
 for p in (1, 2, 4):
-    tries = [list(zip(*ranks.run(scaled, p)[:p])) for _ in range(5)]
-    fastest[p] = min(max(times) for times, _ in tries)
-    print(f"{p} ranks: {fastest[p] * 1e3:4.0f} ms, losses of round 1: {bool((sum(tries[0][1]) / p - truth).abs().max() < 1e-12)}")
+    times, losses = zip(*ranks.run(scaled, p)[:p])
+    fastest[p] = max(times)
+    print(f"{p} ranks: {fastest[p] * 1e3:3.0f} ms a step, losses of one process: {bool((sum(losses) / p - truth).abs().max() < 1e-12)}")
 compare("speed-up of 2 ranks", speedup_2, fastest[1] / fastest[2])
 compare("speed-up of 4 ranks", speedup_4, fastest[1] / fastest[4], rel=0.5)
 plot.bars({f"{p} ranks": fastest[1] / fastest[p] for p in fastest}, ylabel="speed-up", reference={"cores": os.cpu_count()},
@@ -550,10 +522,9 @@ plot.bars({f"{p} ranks": fastest[1] / fastest[p] for p in fastest}, ylabel="spee
 
 # %% tags=["raises-exception"]
 def drop_a_layer(rank, **options):
-    module = build()
-    model = TorchDataParallel(module, **options)
+    model = TorchDataParallel(build(), **options)
     if rank == 1:
-        module.blocks = module.blocks[:1]
+        model.module.blocks = model.module.blocks[:1]
     for inputs, targets in batches[:2]:
         gpt.loss(model(inputs), targets).backward()
 

@@ -197,14 +197,22 @@ def _watch(orders, parent, folder):
         if (ready and not text) or os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
             os.killpg(0, signal.SIGKILL)  # this process leads a group of its own: data loader workers go with it
-        if text and int(text.split()[-1]) == _State.group:
-            with _State.lock:
-                if _State.busy and int(text.split()[-1]) == _State.group:
-                    signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # for a rank that computes or sleeps
-            time.sleep(0.3)
-            with _State.lock:
-                if int(text.split()[-1]) == _State.group:
-                    _cut()  # for a rank that waits
+        if text:
+            _break_off(int(text.split()[-1]))
+
+
+def _break_off(group):
+    """End what this rank does in process group number `group`.
+
+    The interrupt comes before the cut: gloo sometimes hangs when a connection closes at the very moment of a send.
+    """
+    with _State.lock:
+        if _State.busy and group == _State.group:
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # for a rank that computes or sleeps
+    time.sleep(0.3)
+    with _State.lock:
+        if group == _State.group:
+            _cut()  # for a rank that waits for another
 
 
 # ---------------------------------------------------------------------------------------------------------------- start

@@ -56,14 +56,14 @@ def compare(what: str, predicted, measured: float, rel: float = 0.25, unit: str 
         unit: "s" is printed in ms, us, ...; any other unit gets an SI prefix ("B", "FLOP/s"); "" prints plain numbers.
     """
     if predicted is None or predicted is ...:
-        print(f"{what:<32}  predicted {'nothing yet':>11}   measured {_number(measured, unit):>11}")
+        print(f"{what:<30} predicted {'nothing yet':>11}  measured {_number(measured, unit):>11}")
         return
     ratio = measured / predicted if predicted else (1.0 if measured == 0 else math.inf)
     apart = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    verdict = "agrees" if apart <= 1 + rel or measured == predicted else "differs"
-    print(
-        f"{what:<32}  predicted {_number(predicted, unit):>11}   measured {_number(measured, unit):>11}"
-        f"   ratio {ratio:5.2f}   {verdict} (within {rel:.0%})".replace("differs (within", "differs (not within")
+    verdict = "within" if apart <= 1 + rel or measured == predicted else "NOT within"
+    print(  # narrow enough for one line beside JupyterLab's file list
+        f"{what:<30} predicted {_number(predicted, unit):>11}  measured {_number(measured, unit):>11}"
+        f"  ratio {ratio:5.2f}, {verdict} {rel:.0%}"
     )
 
 

@@ -434,6 +434,7 @@ CELLS = [
     ("def fail(rank):\n    raise KeyError(rank)\nranks.run(fail)", "RankError: rank 0: KeyError: 0"),
     ("%%px\n" + HANG, "KeyboardInterrupt:"),
     ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
+    ("%%px --targets 1\nprint('only', rank)", "[rank 1] only 1"),
     ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
     ("%%px\nif rank == 1:\n    import os; os._exit(3)\ndist.barrier()",
      "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),

@@ -40,3 +40,31 @@ def test_buckets_follow_one_another_for_the_time_of_the_model_and_the_wait_lasts
 def test_the_gradients_are_those_without_the_link(ranks2):
     slow, plain = ranks2.run(step, LINK), ranks2.run(step, None)
     assert all((a[0] == b[0]).all() for a, b in zip(slow, plain))
+
+
+def both_ways(overlap):
+    """The fastest of two steps."""
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+
+    from labcode.parallel.data import DataParallel
+    from labcode.teach.slow_link import fastest_step
+
+    model = DataParallel(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double(), dist.group.WORLD, 1e-9)
+    return fastest_step(model, lambda: model(torch.ones(2, 5, dtype=torch.float64)).sum(), LINK, overlap, repeats=2)
+
+
+def test_a_step_tells_backward_from_waiting_and_when_buckets_travelled(ranks2):
+    busy = 3 * time_s("all_reduce", 2, 200, LINK)
+    for overlap in (False, True):
+        for step in ranks2.run(both_ways, overlap):
+            assert abs(step.link_s - busy) < 1e-6 and step.wait_s == step.total_s - step.backward_s
+            assert (step.sent[0][0] < step.backward_s) == overlap and step.total_s >= step.sent[-1][1]
+            rows = step.rows("here")
+            assert [row[:2] for row in rows[:3]] == [
+                ("core, here", "backward"),
+                ("core, here", "wait"),
+                ("link, here", "bucket 1"),
+            ]
+            assert rows[1][2:] == (step.backward_s * 1e3, step.total_s * 1e3) and len(rows) == 5

@@ -73,3 +73,12 @@ def test_what_cannot_be_drawn_is_named():
 def test_pictures_are_small():
     for picture in (plot.collectives(SHEET, alt=ALT), plot.ring(5, alt=ALT)):
         assert 1_000 < len(picture.png()) < 60_000
+
+
+@pytest.mark.parametrize(("scale", "plain"), [(1, True), (1e-3, False), (1e4, False)])
+def test_small_numbers_on_a_log_axis_are_written_plainly(scale, plain):
+    picture = plot.lines({"a": [scale * 1.7, scale * 40]}, logy=True, alt=ALT)
+    picture.png()  # labels are made when it is drawn
+    axis = picture.axes[0].yaxis
+    labels = {label.get_text() for label in [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]}
+    assert ({"2", "10", "40"} <= labels) == plain

@@ -1,0 +1,185 @@
+"""Time of one training step of our GPT against the same GPT-2 of `transformers`: forward, backward and AdamW.
+
+    python benchmarks/gpt_against_transformers.py [--rounds 15] [--threads 1] [--only gpt_tiny] [--out FILE.json]
+
+All contestants start from the same weights, see the same tokens and take turns in one process, in changing order, so that
+whatever else the machine does hits them alike. The ratio is the median over the rounds of (ours / theirs in that round).
+Before anything is timed, their losses over three optimizer steps must agree: it is the same work. On a machine with CUDA
+the same runs there, under bf16 autocast.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import transformers
+
+from labcode import recipes
+from labcode.config import GPTConfig
+from labcode.models.gpt import GPT, loss
+from labcode.models.gpt2_weights import load_gpt2
+
+RESULTS = Path(__file__).parent / "results"
+TARGET_S = 1.0  # of work per contestant and round: short steps are repeated up to this
+
+
+def setups() -> dict[str, tuple[GPTConfig, int]]:
+    """{name: (model, batch)}: the models of the recipes, with learned positions since GPT-2 has no others."""
+    tiny = recipes.with_changes(recipes.gpt_tiny(), {"model.vocab_size": 84})
+    small = recipes.with_changes(recipes.gpt_10m(), {"model.vocab_size": 8192, "model.positions": "learned"})
+    return {"gpt_tiny": (tiny.model, tiny.train.global_batch), "gpt_10m": (small.model, small.train.micro_batch)}
+
+
+def gpt2(config: GPTConfig, activation: str):
+    """A randomly initialised GPT2LMHeadModel of the shape of `config`."""
+    torch.manual_seed(0)
+    return transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_positions=config.context_length,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=config.ffn,
+            activation_function=activation,
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            attn_implementation="sdpa",
+            use_cache=False,
+        )
+    )
+
+
+class Contestant:
+    """A model with its optimizer; `forward` maps tokens to logits."""
+
+    def __init__(self, model, forward, device):
+        self.model = model.to(device).train()
+        self.forward, self.device = forward, device
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+
+    def step(self, tokens, targets):
+        """One training step on the batch; returns the loss before it."""
+        with torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext():
+            value = loss(self.forward(self.model, tokens), targets)
+        value.backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return value.detach()
+
+    def seconds(self, tokens, targets, steps):
+        """Mean time of a step over `steps` of them."""
+        start = self._now()
+        for _ in range(steps):
+            self.step(tokens, targets)
+        return (self._now() - start) / steps
+
+    def _now(self):
+        if self.device == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def contestants(config, device):
+    """Ours; GPT-2 as it comes; GPT-2 with PyTorch's one-kernel GELU in place of the six operations of `gelu_new`."""
+    as_it_comes, one_kernel = gpt2(config, "gelu_new"), gpt2(config, "gelu_pytorch_tanh")
+    ours = load_gpt2(GPT(config), as_it_comes.state_dict())
+    return {
+        "labcode": Contestant(ours, lambda model, tokens: model(tokens), device),
+        "transformers": Contestant(as_it_comes, lambda model, tokens: model(tokens, use_cache=False).logits, device),
+        "transformers, fused GELU": Contestant(
+            one_kernel, lambda model, tokens: model(tokens, use_cache=False).logits, device
+        ),
+    }
+
+
+def compare(name, config, batch, rounds, device):
+    """Runs one setup and returns its record."""
+    field = contestants(config, device)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(config.vocab_size, (batch, config.context_length + 1), generator=generator).to(device)
+    tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+    losses = {who: [c.step(tokens, targets).item() for _ in range(3)] for who, c in field.items()}
+    for who in field:
+        torch.testing.assert_close(losses[who], losses["labcode"], rtol=1e-2 if device == "cuda" else 1e-4, atol=0)
+    steps = max(1, round(TARGET_S / field["labcode"].seconds(tokens, targets, 2)))
+    times = {who: [] for who in field}
+    order = list(field)
+    for _ in range(rounds):
+        for who in order:
+            times[who].append(field[who].seconds(tokens, targets, steps))
+        order = order[1:] + order[:1]
+    rows = {}
+    for who, found in times.items():
+        ratios = [ours / theirs for ours, theirs in zip(times["labcode"], found)]
+        rows[who] = {
+            "step_ms": round(statistics.median(found) * 1e3, 3),
+            "fastest_ms": round(min(found) * 1e3, 3),
+            "ratio": round(statistics.median(ratios), 3),
+            "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+        }
+    return {
+        "setup": name,
+        "layers": config.num_layers,
+        "heads": config.num_heads,
+        "hidden": config.hidden_size,
+        "context": config.context_length,
+        "vocab": config.vocab_size,
+        "batch": batch,
+        "parameters": config.num_parameters,
+        "rounds": rounds,
+        "steps_per_round": steps,
+        "results": rows,
+    }
+
+
+def machine(device):
+    """What the numbers depend on, without saying whose machine it is."""
+    return {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch_threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+        "python": platform.python_version(),
+        "compute": "bf16 autocast" if device == "cuda" else "float32",
+    }
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, help="of torch; default: its own choice, the cores of the machine")
+    parser.add_argument("--only", choices=setups())
+    parser.add_argument("--out", type=Path, help="default: results/gpt_against_transformers_cpu.json or _cuda.json")
+    args = parser.parse_args()
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    transformers.logging.set_verbosity_error()  # it warns that the vocabulary lacks GPT-2's end-of-text token
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    record = {"machine": machine(device), "setups": []}
+    print(", ".join(f"{key} {value}" for key, value in record["machine"].items()), "\n")
+    print("| model | implementation | ms per step, median | fastest | ours / this, median | quartiles |")
+    print("|---|---|---:|---:|---:|---:|")
+    for name, (config, batch) in setups().items():
+        if args.only in (None, name):
+            found = compare(name, config, batch, args.rounds, device)
+            record["setups"].append(found)
+            for who, row in found["results"].items():
+                low, high = row["ratio_quartiles"]
+                cells = (name, who, f"{row['step_ms']:.1f}", f"{row['fastest_ms']:.1f}", f"{row['ratio']:.3f}")
+                print("| " + " | ".join(cells) + f" | {low:.3f} to {high:.3f} |", flush=True)
+    out = args.out or RESULTS / f"gpt_against_transformers_{device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps(record, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

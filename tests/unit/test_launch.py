@@ -1,0 +1,215 @@
+"""torchrun from Python: labelled output in order, the first failure as one error, no process left."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import psutil
+import pytest
+
+from labcode import launch
+
+COMMON = """
+import atexit, os, subprocess, sys, time
+from pathlib import Path
+
+rank = int(os.environ["RANK"])
+
+def tell(name):
+    Path(name).touch()
+
+def wait(name):
+    while not Path(name).exists():
+        time.sleep(0.01)
+
+"""
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """Writes a module that ranks can run by name; a rank starts in the folder of the caller."""
+    monkeypatch.chdir(tmp_path)
+
+    def write(code, name="job"):
+        (tmp_path / f"{name}.py").write_text(COMMON + textwrap.dedent(code))
+        return name
+
+    return write
+
+
+def gone(processes, within_s=20.0):
+    deadline = time.monotonic() + within_s
+    left = list(processes)
+    while left and time.monotonic() < deadline:
+        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+        time.sleep(0.05)
+    return not left
+
+
+def wait_for(*paths):
+    deadline = time.monotonic() + 60
+    while not all(map(os.path.exists, paths)):
+        assert time.monotonic() < deadline, f"{paths} did not appear"
+        time.sleep(0.02)
+
+
+class Reader:
+    """A stdout that answers the first line: proof that lines arrive while the ranks run."""
+
+    def __init__(self):
+        self.text = ""
+
+    def write(self, text):
+        self.text += text
+        if "question" in text:
+            Path("answer").touch()
+
+    def flush(self):
+        pass
+
+
+def test_output_streams_labelled_and_in_order(module, monkeypatch):
+    name = module("""
+        if rank == 0:
+            print("question")
+        wait("answer")
+        for turn in range(10):
+            if turn % 2 == rank:
+                print("turn", turn, file=sys.stderr if turn > 7 else sys.stdout)
+                tell(f"turn-{turn}")
+            wait(f"turn-{turn}")
+        if rank == 1:
+            os.write(1, b"from C\\n")
+            subprocess.run(["echo", "from a child"], check=True)
+            print("x" * 10_000)
+            print("10%\\r50%\\r100%")
+            print(sys.argv[1:], os.environ["WORLD_SIZE"], os.environ["COLOUR"], end="")
+    """)
+    reader = Reader()
+    monkeypatch.setattr(sys, "stdout", reader)
+    done = launch.run(name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=60)
+    lines = done.output.splitlines()
+    assert reader.text == done.output + "\n" and done.seconds > 0
+    assert lines[:11] == ["[rank 0] question", *(f"[rank {turn % 2}] turn {turn}" for turn in range(10))]
+    below = ["from C", "from a child"]  # on another way than Python's own prints: somewhere among them
+    assert sorted(lines[11:]) == sorted(
+        f"[rank 1] {line}" for line in [*below, "x" * 10_000, "100%", "['--steps', '3', 'a b', '$HOME'] 2 blue"]
+    )
+
+
+def test_one_rank_runs_under_torchrun_too_and_can_be_silent(module, capsys):
+    name = module("print(rank, os.environ['WORLD_SIZE'], 'TORCHELASTIC_RUN_ID' in os.environ, __name__, sys.argv)")
+    done = launch.run(name, nproc=1, echo=False)
+    assert done.output == f"[rank 0] 0 1 True __main__ ['{Path('job.py').resolve()}']"
+    assert capsys.readouterr().out == ""
+
+
+def test_the_first_failure_is_the_error(module):
+    name = module("""
+        print("ready")
+        if rank == 1:
+            atexit.register(tell, "failed")  # runs when the error has been noted
+            raise ValueError("boom")
+        wait("failed")
+        raise RuntimeError("lost my peer")
+    """)
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(name, nproc=2, timeout_s=60)
+    assert re.fullmatch(r"rank 1 failed after \d+\.\d s: ValueError: boom", str(caught.value))
+    assert caught.value.rank == 1
+    assert sorted(caught.value.output.splitlines()) == ["[rank 0] ready", "[rank 1] ready"]
+    (note,) = caught.value.__notes__
+    assert 'raise ValueError("boom")' in note and "runpy" not in note and "launch.py" not in note
+
+
+def test_the_error_of_a_rank_while_another_waits_in_a_collective(module):
+    name = module("""
+        from labcode.comm import bootstrap
+        import torch.distributed as dist
+        bootstrap.start(timeout_s=60)
+        if rank == 1:
+            raise ValueError("boom")
+        dist.barrier()
+    """)
+    start = time.monotonic()
+    with pytest.raises(launch.LaunchError, match=r"^rank 1 failed after .* s: ValueError: boom"):
+        launch.run(name, nproc=2, timeout_s=120, echo=False)
+    assert time.monotonic() - start < 45  # no one waited for the time-out of the collective
+
+
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [
+        ("sys.exit('unknown recipe')", "unknown recipe"),
+        ("sys.exit(3)", "exit code 3"),
+        ("os.kill(os.getpid(), 9)", "killed by signal 9"),
+        ("import nowhere", "ModuleNotFoundError: No module named 'nowhere'"),
+    ],
+)
+def test_other_ways_to_fail(module, code, reason):
+    name = module(f"if rank == 1:\n    {code}\nwait('never')")
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(name, nproc=2, timeout_s=60, echo=False)
+    assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
+
+
+def test_a_time_out_ends_every_process(module, monkeypatch):
+    def monotonic():
+        """Jumps over the time-out once both ranks run."""
+        return time.monotonic() + (1000 if all(map(os.path.exists, ("pids-0", "pids-1"))) else 0)
+
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time))
+    monkeypatch.setattr(launch, "GRACE_S", 1.0)
+    name = module("""
+        import signal
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        child = subprocess.Popen(["sleep", "600"])
+        print("started")
+        Path(f"part-{rank}").write_text(f"{os.getpid()} {child.pid}")
+        Path(f"part-{rank}").rename(f"pids-{rank}")
+        wait("never")
+    """)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(launch.LaunchError, match=r"^job did not end within 600 s: all 2 ranks were ended") as caught:
+        launch.run(name, nproc=2, timeout_s=600, echo=False)
+    assert sorted(caught.value.output.splitlines()) == ["[rank 0] started", "[rank 1] started"]
+    pids = [int(pid) for path in Path().glob("pids-*") for pid in path.read_text().split()]
+    assert len(pids) == 4
+    assert gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+    assert set(psutil.Process().children(recursive=True)) <= before
+
+
+LAUNCHER = "from labcode import launch\ntry:\n    launch.run('job', nproc=2)\nfinally:\n    print('ended', flush=True)\n"
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
+def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how):
+    module("""
+        tell(f"started-{rank}")
+        try:
+            wait("never")
+        finally:
+            tell(f"cleaned-{rank}")
+    """)
+    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    wait_for("started-0", "started-1")
+    children = psutil.Process(launcher.pid).children(recursive=True)
+    assert len(children) >= 3  # torchrun and two ranks
+    launcher.send_signal(how)
+    if how == signal.SIGINT:
+        out, err = launcher.communicate(timeout=60)
+        assert out == "ended\n" and err.strip().endswith("KeyboardInterrupt")
+        assert os.path.exists("cleaned-0") and os.path.exists("cleaned-1")  # the ranks could close their files
+    assert gone(children)
+    launcher.communicate(timeout=60)
+
+
+def test_no_rank_is_one_line():
+    with pytest.raises(ValueError, match=r"^nproc=0: launch at least 1 rank$"):
+        launch.run("job", nproc=0)
