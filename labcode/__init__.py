@@ -2,8 +2,9 @@
 
 The map, lowest floor first (`tests/unit/test_architecture.py` holds it):
 
-    units hardware topology config recipes launch      ground, no torch
-    comm/       processes, groups, collectives
+    units files hardware topology config recipes launch      ground, no torch
+    perf/       what a step costs, from shapes alone; no torch either
+    comm/       processes, groups, collectives; the pool of ranks
     parallel/   each parallelism written out
     models/     GPT and ViT, which know nothing of ranks; `parallelize` puts them on a grid
     train/      the training loop: `python -m labcode.train gpt_tiny`

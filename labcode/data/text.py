@@ -21,8 +21,8 @@ import numpy as np
 import torch
 
 from labcode.config import TextData
-from labcode.data.files import write_atomically
 from labcode.data.tokenizer import BPETokenizer, CharTokenizer, make_tokenizer, pieces, tokenizer_from_json
+from labcode.files import write_atomically
 
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
 FORMAT = 1  # of the token files: those of another format are made anew

@@ -5,6 +5,7 @@ micro-batches whose gradients add up before they are averaged over the ranks onc
 """
 
 import contextlib
+import io
 import math
 import resource
 import sys
@@ -21,10 +22,10 @@ from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
+from labcode.files import write_atomically
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
-from labcode.train.files import save_weights, write_atomically
 from labcode.train.metrics import MetricsWriter
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.tasks import Task
@@ -182,7 +183,9 @@ class Trainer:
             return
         self.close()
         module = self.model.module.eval()
-        save_weights(module, self.out / "weights.pt")
+        weights = io.BytesIO()
+        torch.save(module.state_dict(), weights)
+        write_atomically(self.out / "weights.pt", weights.getbuffer())
         shown = self.task.finish(module, self.config.train.sample_tokens, self.config.train.seed)
         write_atomically(self.out / "result.txt", (shown + "\n").encode())
         print(f"{shown}\n\nmetrics, weights and TensorBoard files: {self.out}", flush=True)

@@ -13,7 +13,7 @@ from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
 from labcode.comm.together import PeerError, on_every_rank, on_first_rank
 from labcode.config import Config
-from labcode.train.files import write_atomically
+from labcode.files import write_atomically
 from labcode.train.loop import Diverged, Trainer
 from labcode.train.tasks import make_task
 

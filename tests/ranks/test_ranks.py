@@ -431,7 +431,7 @@ CELLS = [
     ("%%px\nprint('on')\nif rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(state)",
      "[rank 0] on\n[rank 1] on\nRankError: rank 1: ValueError: boom"),
     ("%%px\ndist.all_reduce(state); print(state.item())", "[rank 0] 2.0\n[rank 1] 2.0"),
-    ("def fail(rank):\n    raise KeyError(rank)\nranks.run(fail)", "RankError: rank 0: KeyError: 0"),
+    ("def fail(rank):\n    raise KeyError('all')\nranks.run(fail)", "RankError: rank 0: KeyError: 'all'"),
     ("%%px\n" + HANG, "KeyboardInterrupt:"),
     ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
     ("%%px --targets 1\nprint('only', rank)", "[rank 1] only 1"),
