@@ -18,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+from datetime import timedelta
 
 from labcode.comm import _wire
 
@@ -36,22 +37,19 @@ class _State:
 # ------------------------------------------------------------------------------------------------ called by the notebook
 
 
-def open_store(timeout_s):
-    """On rank 0: a fresh meeting point; returns its port. Over TCP, so that a rank waiting for it can be cut off as well."""
-    from datetime import timedelta
+STORE_TIMEOUT = timedelta(seconds=60)  # to meet; a collective's own time-out may be shorter
 
+
+def open_store():
+    """On rank 0: a fresh meeting point; returns its port. Over TCP, so that a rank waiting for it can be cut off as well."""
     import torch.distributed as dist
 
-    _State.store = dist.TCPStore(
-        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=timeout_s)
-    )
+    _State.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
     return _State.store.port
 
 
 def join(group, n, port, timeout_s):
     """Leave the old process group and enter number `group`; returns this engine's rank."""
-    from datetime import timedelta
-
     import torch
     import torch.distributed as dist
     from IPython import get_ipython
@@ -64,7 +62,7 @@ def join(group, n, port, timeout_s):
     gc.collect()  # models and tensors of a failed call
     bootstrap.stop()
     rank = _State.rank
-    store = _State.store if rank == 0 else dist.TCPStore("127.0.0.1", port, None, timeout=timedelta(seconds=timeout_s))
+    store = _State.store if rank == 0 else dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
     place = bootstrap.Place(rank, n, local_rank=rank, local_world_size=n, launcher="pool")
     world = bootstrap.start(place, share_gpus=True, timeout_s=timeout_s, store=store)
     shell = get_ipython()

@@ -28,6 +28,7 @@ class Ranks:
     """`n` ranks on this machine; in a notebook a new pool closes the one before it.
 
     Each has a GPU and NCCL where there are enough; else they share GPUs, or the CPU with one thread each, and use gloo.
+    After a failure all ranks enter a new process group: a group that a `%%px` cell made before is of no use any more.
 
     Args:
         n: Number of ranks.
@@ -145,7 +146,7 @@ class Ranks:
         """Put all ranks into a new process group. The old one is of no use once a collective in it failed."""
         self._stuck = True  # until it worked
         self._group += 1
-        port = self._client[0].apply_async(_engine.open_store, self.timeout_s)
+        port = self._client[0].apply_async(_engine.open_store)
         self._wait(port)
         raise_first(port)
         joined = self._view.apply_async(_engine.join, self._group, self.n, port.get(), self.timeout_s)

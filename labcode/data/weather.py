@@ -12,6 +12,7 @@ from labcode.config import WeatherData
 from labcode.data.weather_files import WeatherFile, open_weather
 
 STATISTICS_TIMES = 512  # of more training times than these, as many are read for mean and deviation, evenly spread
+STATISTICS_BYTES = 2**27  # read at once for that
 
 
 @dataclass(frozen=True)
@@ -149,7 +150,7 @@ def load(config: WeatherData) -> WeatherSplits:
 def _statistics(file, num_times):
     """Over the first `num_times` times, a few at once: `mean = mean_t(m_t)`, `var = mean_t(v_t) + var_t(m_t)`."""
     times = np.unique(np.linspace(0, num_times - 1, min(num_times, STATISTICS_TIMES)).round().astype(np.int64))
-    at_once = max(1, 2**27 // file.state_bytes)
+    at_once = max(1, STATISTICS_BYTES // file.state_bytes)
     means, variances = [], []
     for start in range(0, len(times), at_once):
         states = file.read(times[start : start + at_once])
