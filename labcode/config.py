@@ -85,10 +85,12 @@ class ViTConfig(_Transformer):
     """Shape of a vision transformer that maps a weather state to the next one.
 
     A state is `[C, Y, X]`: C variables on Y latitudes and X longitudes; it is cut into patches of `patch_size` squared.
+    Forcings, such as the height of the sun, are F more fields that go in and are not predicted.
     Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), with a pixel-space head in place of the class token.
     """
 
-    num_variables: int | None = None  # None: as the data has them; so are lat and lon
+    num_variables: int | None = None  # None: as the data has them; so are forcings, lat and lon
+    num_forcings: int | None = None
     lat: int | None = None
     lon: int | None = None
     patch_size: int = 5
@@ -109,6 +111,16 @@ class ViTConfig(_Transformer):
                 )
 
     @property
+    def patch_outputs(self) -> int:
+        """Values of a patch that are predicted, `C * P^2`."""
+        return self.num_variables * self.patch_size**2
+
+    @property
+    def patch_inputs(self) -> int:
+        """Values of a patch that go in, `(C + F) * P^2`."""
+        return self.patch_outputs + (self.num_forcings or 0) * self.patch_size**2
+
+    @property
     def sequence_length(self) -> int:
         """Patches that one sample sends through the layers."""
         return (self.lat // self.patch_size) * (self.lon // self.patch_size)
@@ -117,8 +129,8 @@ class ViTConfig(_Transformer):
     def num_parameters(self) -> int:
         """Weights and biases of the whole model, exactly."""
         require(self, "num_variables", "lat", "lon")
-        patch, hidden = self.num_variables * self.patch_size**2, self.hidden_size
-        embed_and_head = (patch + 1) * hidden + (hidden + 1) * patch
+        hidden = self.hidden_size
+        embed_and_head = (self.patch_inputs + 1) * hidden + (hidden + 1) * self.patch_outputs
         return embed_and_head + self.sequence_length * hidden + self._layer_parameters(self.num_heads)
 
 

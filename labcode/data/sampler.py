@@ -14,6 +14,7 @@ class Batches:
     ranks. No sample comes twice in an epoch. The `num_samples % global_batch` samples that do not fill a batch are left
     out of that epoch; with shuffling they are others each time. Any step is reached without going through those before
     it. Nothing is communicated: every rank computes the permutation for itself (8 bytes a sample).
+    Held by: tests/unit/test_sampler.py::test_the_slices_of_all_ranks_are_the_global_batch_of_one
 
     Args:
         num_samples: Length of the dataset.
@@ -113,6 +114,7 @@ def validation_batches(
     All ranks get lists of the same length, so that they can communicate in step. The last batch may be smaller, and the
     parts of a batch may then differ by one sample or be empty: sum the losses and the counts over all ranks and divide
     once. A mean of means would weigh the samples by where they happened to land.
+    Held by: tests/unit/test_sampler.py::test_validation_takes_the_first_samples_once_for_every_number_of_ranks
 
     Args:
         num_samples: Length of the dataset, at least 1; it need not fill a batch.

@@ -1,6 +1,6 @@
 """A vision transformer for weather: from the state of the atmosphere to the next one; knows nothing of ranks.
 
-Shapes: B samples, C variables, Y latitudes, X longitudes, P patch size, S = Y/P * X/P patches, H hidden features.
+Shapes: B samples, C variables, F forcings, Y latitudes, X longitudes, P patch size, S = Y/P * X/P patches, H hidden features.
 """
 
 import torch
@@ -26,14 +26,13 @@ class ViT(nn.Module):
         super().__init__()
         require(config, "num_variables", "lat", "lon")
         self.config = config
-        patch_values = config.num_variables * config.patch_size**2
-        self.embed = nn.Linear(patch_values, config.hidden_size)
+        self.embed = nn.Linear(config.patch_inputs, config.hidden_size)
         self.positions = nn.Embedding(config.sequence_length, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         sizes = (config.hidden_size, config.num_heads, config.ffn)
         self.blocks = nn.ModuleList(Block(*sizes, causal=False, dropout=config.dropout) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
-        self.head = nn.Linear(config.hidden_size, patch_values)
+        self.head = nn.Linear(config.hidden_size, config.patch_outputs)
         if not self.embed.weight.is_meta:
             initialize(self)
 
@@ -41,7 +40,7 @@ class ViT(nn.Module):
         """The next state.
 
         Args:
-            state: [B, C, Y, X], normalised.
+            state: [B, C+F, Y, X], normalised; the forcings come last.
 
         Returns:
             [B, C, Y, X]
@@ -50,17 +49,18 @@ class ViT(nn.Module):
             ValueError: The state has another shape than the model was built for.
         """
         config = self.config
-        expected = (config.num_variables, config.lat, config.lon)
+        expected = (config.num_variables + (config.num_forcings or 0), config.lat, config.lon)
         if state.dim() != 4 or state.shape[1:] != expected:
             raise ValueError(
                 f"state is {list(state.shape)} but this model takes [B, {', '.join(map(str, expected))}]: "
-                "change the data, or num_variables, lat and lon of the model"
+                "change the data, or num_variables, num_forcings, lat and lon of the model"
             )
         x = self.embed(patchify(state, config.patch_size))  # [B, S, H]
         x = self.dropout(x + self.positions(torch.arange(x.shape[1], device=x.device)))
         for block in self.blocks:
             x = block(x)
-        return state + unpatchify(self.head(self.norm(x)), *expected, config.patch_size)
+        change = unpatchify(self.head(self.norm(x)), config.num_variables, config.lat, config.lon, config.patch_size)
+        return state[:, : config.num_variables] + change
 
 
 def patchify(state, patch_size: int):

@@ -76,7 +76,8 @@ def _text_task(model_config, data) -> Task:
 def _weather_task(model_config, data) -> Task:
     splits = weather.load(data)
     train = splits.train
-    sizes = {"num_variables": len(train.variables), "lat": len(train.lat), "lon": len(train.lon)}
+    sizes = {"num_variables": len(train.variables), "num_forcings": len(train.forcings)}
+    sizes |= {"lat": len(train.lat), "lon": len(train.lon)}
     for name, size in sizes.items():
         if getattr(model_config, name) not in (None, size):
             raise ValueError(

@@ -36,3 +36,13 @@ def test_flops_of_the_vit_equal_those_that_torch_counts_but_for_the_input_gradie
     state = torch.zeros(2, 3, 20, 40, requires_grad=True)  # with it the patch embedding has both halves of its backward
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert counted(ViT(config), state) == 2 * training_flops_per_sample(config)
+
+
+def test_forcings_go_in_and_are_not_predicted():
+    config = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
+    model = ViT(config)
+    assert sum(p.numel() for p in model.parameters()) == config.num_parameters
+    state = torch.randn(2, 5, 20, 40, requires_grad=True)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        assert counted(model, state) == 2 * training_flops_per_sample(config)
+    assert torch.equal(model(state), state[:, :3])  # untrained it is persistence

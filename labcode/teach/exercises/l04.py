@@ -72,9 +72,12 @@ def average_uneven(average, ranks) -> None:
         assert _off(found, expected) < 1e-9, "with one rank nothing may change"
         return
     assert _off(found, owns[0]) > 1e-9, "rank 0 still has its own gradient: did anything travel?"
-    assert all(_off(other, found) < 1e-9 for _, other in results), "the ranks end up with different gradients"
+    alike = all(_off(other, found) < 1e-9 for _, other in results)
+    assert alike, "the ranks end up with different gradients: weigh first, then the sum has to travel"
     means = torch.stack(owns).mean(0)
-    assert _off(found, means) > 1e-9, "that is the mean of the means: a rank with 3 samples counts as much as one with 7"
+    most, least = max(shares(ranks.n)), min(shares(ranks.n))
+    hint = f"that is the mean of the means: a rank with {least} samples counts as much as one with {most}"
+    assert _off(found, means) > 1e-9, hint
     assert _off(found, means * ranks.n) > 1e-9, "that is the plain sum: weigh each rank's gradient before it travels"
     length = (found @ expected / (expected @ expected)).item()
     assert _off(found, expected * length) > 1e-9 or abs(length - 1) < 1e-9, (
