@@ -31,9 +31,12 @@ TARGET_S = 1.0  # of work per contestant and round: short steps are repeated up 
 
 def setups() -> dict[str, tuple[GPTConfig, int]]:
     """{name: (model, batch)}: the models of the recipes, with learned positions since GPT-2 has no others."""
-    tiny = recipes.with_changes(recipes.gpt_tiny(), {"model.vocab_size": 84})
-    small = recipes.with_changes(recipes.gpt_10m(), {"model.vocab_size": 8192, "model.positions": "learned"})
-    return {"gpt_tiny": (tiny.model, tiny.train.global_batch), "gpt_10m": (small.model, small.train.micro_batch)}
+    found = {}
+    for name, vocab_size in (("gpt_tiny", 84), ("gpt_10m", 8192)):  # what the tokenizers of the recipes have
+        changes = {"model.vocab_size": vocab_size, "model.positions": "learned"}
+        recipe = recipes.with_changes(recipes.get(name), changes)
+        found[name] = (recipe.model, recipe.train.micro_batch or recipe.train.global_batch)
+    return found
 
 
 def gpt2(config: GPTConfig, activation: str):

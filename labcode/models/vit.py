@@ -1,6 +1,7 @@
 """A vision transformer for weather: from the state of the atmosphere to the next one; knows nothing of ranks.
 
-Shapes: B samples, C variables, F forcings, Y latitudes, X longitudes, P patch size, S = Y/P * X/P patches, H hidden features.
+Shapes: B samples, C variables, F forcings, Y latitudes, X longitudes, P patch size, S = Y/P * X/P patches, H hidden
+features.
 """
 
 import torch

@@ -16,9 +16,8 @@ pytestmark = [
 
 def train(cwd, *args, ranks=1):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    return subprocess.run(
-        [*command, "-m", "labcode.train", "gpt_tiny", *args], cwd=cwd, capture_output=True, text=True, timeout=280, check=False
-    )
+    command += ["-m", "labcode.train", "gpt_tiny", *args]
+    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
 
 
 def losses(folder):
