@@ -3,7 +3,7 @@
 Whoever builds one gets it checked at once: an impossible value is a `ValueError` of one line that says what to change.
 """
 
-from dataclasses import dataclass, field, fields, is_dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from labcode.topology import GridShape
@@ -299,12 +299,3 @@ class Config:
                 raise ValueError(f"grid.{axis}={shape.size(axis)}: this version trains over dp alone, set grid.{axis} to 1")
         self.train.accumulation(shape.dp)
         return shape
-
-
-def field_paths(config, prefix: str = "") -> dict[str, object]:
-    """All single fields of a config as `{"train.steps": 300, ...}`: what the command line can override."""
-    flat = {}
-    for f in fields(config):
-        value = getattr(config, f.name)
-        flat |= field_paths(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
-    return flat

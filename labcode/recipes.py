@@ -4,7 +4,7 @@ The shapes of the GPT-3 family are those of Brown et al. 2020 (arXiv:2005.14165)
 """
 
 import difflib
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 
 from labcode.config import Config, GPTConfig, OptimConfig, TextData, TrainConfig, ViTConfig, WeatherData
 
@@ -77,6 +77,15 @@ def get(name: str) -> Config:
         ValueError: No such recipe; the message lists those that exist.
     """
     return RECIPES[_known(name, RECIPES, "recipe")]()
+
+
+def field_paths(config, prefix: str = "") -> dict[str, object]:
+    """All single fields of a config as `{"train.steps": 300, ...}`: what the command line can override."""
+    flat = {}
+    for f in fields(config):
+        value = getattr(config, f.name)
+        flat |= field_paths(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+    return flat
 
 
 def with_changes(config: Config, changes: dict[str, object]) -> Config:

@@ -225,8 +225,10 @@ def main(role, folder, rank="0", n="1"):
     if role == "controller":
         from ipyparallel.controller.app import IPController
 
-        # threads in place of six processes; the task scheduler is not used
-        IPController.launch_instance([*arguments, "--IPController.use_threads=True", "--TaskScheduler.scheme_name=none"])
+        # threads in place of six processes; no task scheduler; engines count as present from their second heartbeat on
+        options = ["--IPController.use_threads=True", "--TaskScheduler.scheme_name=none", "--HeartMonitor.period=300"]
+        # the pool itself sees at once when an engine dies: a busy machine must not make one look dead
+        IPController.launch_instance([*arguments, *options, "--HeartMonitor.max_heartmonitor_misses=1000000"])
         return
     _State.rank = int(rank)
     import torch  # noqa: F401 - before the engine registers, so that the first call does not pay for it

@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from labcode import recipes
-from labcode.config import Config, field_paths
+from labcode.config import Config
 
 PROGRAM = "python -m labcode.train"
 
@@ -80,7 +80,7 @@ def _one_line(box: str, recipe: Config) -> str:
 
 
 def _unknown_field(name: str, recipe: Config) -> str:
-    paths = field_paths(recipe)
+    paths = recipes.field_paths(recipe)
     name = name.replace("-", "_")
     close = difflib.get_close_matches(name, paths, n=1)
     section = name.split(".")[0]

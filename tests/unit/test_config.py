@@ -3,7 +3,7 @@
 import pytest
 
 from labcode import hardware, recipes, units
-from labcode.config import GPTConfig, GridConfig, TextData, TrainConfig, ViTConfig, WeatherData, field_paths
+from labcode.config import GPTConfig, GridConfig, TextData, TrainConfig, ViTConfig, WeatherData
 from labcode.train import cli
 
 
@@ -56,7 +56,7 @@ def test_every_recipe_can_be_built_and_changed_field_by_field():
     for name in recipes.RECIPES:
         config = recipes.get(name)
         assert config.name == name
-        assert recipes.with_changes(config, field_paths(config)) == config
+        assert recipes.with_changes(config, recipes.field_paths(config)) == config
 
 
 def test_the_command_line_overrides_single_fields():
@@ -88,7 +88,7 @@ def test_help_lists_every_field_of_the_recipe(capsys):
         cli.parse(["gpt_tiny", "--help"])
     assert not stop.value.code
     text = capsys.readouterr().out
-    for path in field_paths(recipes.gpt_tiny()):
+    for path in recipes.field_paths(recipes.gpt_tiny()):
         assert "--" + path.replace("_", "-") in text
 
 
