@@ -159,6 +159,7 @@ class TextData:
     tokenizer: Literal["char", "bpe"] = "char"
     bpe_vocab_size: int = 8192  # only for tokenizer="bpe"
     val_fraction: float = 0.1  # the last part of the text, never trained on
+    cache_dir: str | None = None  # where token files are kept; None: ~/.cache/labcode
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:
@@ -203,13 +204,8 @@ class GridConfig:
             ValueError: The sizes do not multiply to the number of ranks.
         """
         others = GridShape(pp=self.pp, cp=self.cp, tp=self.tp, order=self.order)
-        shape = GridShape(self.dp or max(1, world_size // others.world_size), self.pp, self.cp, self.tp, self.order)
-        if shape.world_size != world_size:
-            raise ValueError(
-                f"dp*pp*cp*tp = {shape.dp}*{shape.pp}*{shape.cp}*{shape.tp} = {shape.world_size} but WORLD_SIZE is "
-                f"{world_size}: change an axis or launch {shape.world_size} ranks"
-            )
-        return shape
+        dp = self.dp or max(1, world_size // others.world_size)
+        return GridShape(dp, self.pp, self.cp, self.tp, self.order).check(world_size)
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def vit_tiny() -> Config:
     return Config(
         "vit_tiny",
         ViTConfig(num_layers=4, num_heads=4, hidden_size=128, patch_size=5),
-        WeatherData(),
+        WeatherData(roll=True, sun=True),
         optim=OptimConfig(lr=1e-3, min_lr=1e-5, warmup_steps=20),
         train=TrainConfig(steps=300, global_batch=4, eval_every=100, sample_tokens=0),
     )

@@ -59,6 +59,19 @@ class GridShape:
         """Number of ranks along the given axes taken together, 1 for none."""
         return math.prod(getattr(self, axis) for axis in self._known(axes))
 
+    def check(self, world_size: int) -> "GridShape":
+        """The shape itself, if a job of `world_size` ranks fills it.
+
+        Raises:
+            ValueError: The sizes do not multiply to the number of ranks.
+        """
+        if self.world_size != world_size:
+            raise ValueError(
+                f"dp*pp*cp*tp = {self.dp}*{self.pp}*{self.cp}*{self.tp} = {self.world_size} but WORLD_SIZE is "
+                f"{world_size}: change an axis or launch {self.world_size} ranks"
+            )
+        return self
+
     def coords(self, rank: int) -> dict[str, int]:
         """The coordinates of a global rank, `{axis: coordinate}`, fastest axis first.
 

@@ -35,12 +35,8 @@ class Grid:
             ValueError: The grid has another number of ranks than the job.
         Held by: tests/ranks/test_grid.py::test_every_group_holds_the_ranks_that_the_shape_says
         """
-        world_size, rank = dist.get_world_size(), dist.get_rank()
-        if shape.world_size != world_size:
-            raise ValueError(
-                f"dp*pp*cp*tp = {shape.dp}*{shape.pp}*{shape.cp}*{shape.tp} = {shape.world_size} but WORLD_SIZE is "
-                f"{world_size}: change an axis or launch {shape.world_size} ranks"
-            )
+        shape.check(dist.get_world_size())
+        rank = dist.get_rank()
         made: dict[frozenset[str], dist.ProcessGroup] = {}  # by the axes that count
         groups = {}
         for axes in _combinations():  # the same order on every rank, or two ranks would wait for different groups

@@ -21,7 +21,7 @@ from labcode.comm._answers import RankError, answer_of, any_failed, print_output
 from labcode.comm._pool import Processes
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
-PATIENCE_S = 3.0  # how long a rank that was told to stop may take before its process is ended
+PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its process is ended
 
 
 class Ranks:

@@ -51,7 +51,7 @@ def make_task(config: Config) -> Task:
 
 
 def _text_task(model_config, data) -> Task:
-    splits = text.load(data, model_config.context_length)
+    splits = text.load(data, model_config.context_length, data.cache_dir)
     tokenizer = splits.tokenizer
     if model_config.vocab_size is not None and model_config.vocab_size < tokenizer.vocab_size:
         raise ValueError(
