@@ -32,7 +32,7 @@ TARGET_S = 0.3  # of work per contestant and round: short turns meet the same ne
 def setups() -> dict[str, tuple[GPTConfig, int]]:
     """{name: (model, batch)}: the models of the recipes, with learned positions since GPT-2 has no others."""
     found = {}
-    for name, vocab_size in (("gpt_tiny", 84), ("gpt_10m", 8192)):  # what the tokenizers of the recipes have
+    for name, vocab_size in (("gpt_tiny", 84), ("gpt_10m", 8192)):  # as the tokenizers of the recipes, to within a token
         changes = {"model.vocab_size": vocab_size, "model.positions": "learned"}
         recipe = recipes.with_changes(recipes.get(name), changes)
         found[name] = (recipe.model, recipe.train.micro_batch or recipe.train.global_batch)

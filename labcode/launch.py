@@ -15,6 +15,7 @@ import os
 import queue
 import re
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,12 +84,12 @@ def run(
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: launch at least 1 rank")
     with tempfile.TemporaryDirectory(prefix="labcode-launch-") as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(nproc)]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", folder]
         on_rank = ["-m", "labcode.launch", str(os.getpid()), folder, "${local_rank}"]  # torchrun fills in the rank
         started = time.monotonic()
         with open(Path(folder, "torchrun.log"), "wb") as log:
             process = subprocess.Popen(
-                [*torchrun, *on_rank, module, *map(str, args)],
+                [*torchrun, "--nproc-per-node", str(nproc), *on_rank, module, *map(str, args)],
                 env={**os.environ, **(env_extra or {})},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,  # of the ranks alone: torchrun itself writes to stderr
@@ -259,7 +260,7 @@ def _main(parent, folder, rank, module, *args):
     """Run `module` as `__main__`; an error that ends it is noted and not printed, so that the first is shown and not n."""
     out = _Labelled(_relay(rank), rank)
     sys.stdout = sys.stderr = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)
-    threading.Thread(target=_watch, args=(int(parent), os.getppid()), daemon=True).start()
+    threading.Thread(target=_watch, args=(int(parent), os.getppid(), folder), daemon=True).start()
     sys.argv = [module, *args]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
@@ -282,12 +283,13 @@ def _note(folder, rank, error, text):
     Path(folder, f"rank-{rank}.json").write_text(json.dumps(note))
 
 
-def _watch(launcher, torchrun):
+def _watch(launcher, torchrun, folder):
     """End this rank when those who started it are gone, even by SIGKILL: a closed notebook must not go on training."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(launcher)
         while os.getppid() == torchrun and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
             time.sleep(1.0)
+    shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)
 
 

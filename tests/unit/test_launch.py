@@ -201,6 +201,7 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
     wait_for("started-0", "started-1")
     children = psutil.Process(launcher.pid).children(recursive=True)
     assert len(children) >= 3  # torchrun and two ranks
+    command = children[-1].cmdline()
     launcher.send_signal(how)
     if how == signal.SIGINT:
         out, err = launcher.communicate(timeout=60)
@@ -208,6 +209,7 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
         assert os.path.exists("cleaned-0") and os.path.exists("cleaned-1")  # the ranks could close their files
     assert gone(children)
     launcher.communicate(timeout=60)
+    assert not any(word.startswith("/") and "labcode-launch-" in word and os.path.exists(word) for word in command)
 
 
 def test_no_rank_is_one_line():
