@@ -40,12 +40,19 @@ class _State:
 STORE_TIMEOUT = timedelta(seconds=60)  # to meet; a collective's own time-out may be shorter
 
 
-def open_store():
-    """On rank 0: a fresh meeting point; returns its port. Over TCP, so that a rank waiting for it can be cut off as well."""
+def open_store(group):
+    """On rank 0: the meeting point of process group number `group`; returns its port. Over TCP: `_cut` frees who waits."""
     import torch.distributed as dist
 
+    _enter_group(group)
     _State.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
     return _State.store.port
+
+
+def _enter_group(group):
+    """Before its first connection: from here on orders to break off an older group are stale."""
+    with _State.lock:
+        _State.group = group
 
 
 def join(group, n, port, timeout_s):
@@ -56,8 +63,7 @@ def join(group, n, port, timeout_s):
 
     from labcode.comm import bootstrap
 
-    with _State.lock:
-        _State.group = group
+    _enter_group(group)
     _State.leftover = ()
     gc.collect()  # models and tensors of a failed call
     bootstrap.stop()

@@ -131,12 +131,17 @@ class Ranks:
         """Before a call: live engines and a fresh process group, or a clear error."""
         if not self._processes:
             raise RuntimeError(f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one")
+        if not self._stuck:
+            self._check_alive()
+            if not self._joined:
+                try:
+                    self._join()
+                except RankError:
+                    self._check_alive()
+                    self._stuck = True
         if self._stuck:
             warnings.warn("the ranks did not stop and are started again: what %%px cells defined is gone", stacklevel=3)
             self.restart()
-        self._check_alive()
-        if not self._joined:
-            self._join()
 
     def _check_alive(self):
         if death := self._processes.death():
@@ -146,7 +151,7 @@ class Ranks:
         """Put all ranks into a new process group. The old one is of no use once a collective in it failed."""
         self._stuck = True  # until it worked
         self._group += 1
-        port = self._client[0].apply_async(_engine.open_store)
+        port = self._client[0].apply_async(_engine.open_store, self._group)
         self._wait(port)
         raise_first(port)
         joined = self._view.apply_async(_engine.join, self._group, self.n, port.get(), self.timeout_s)

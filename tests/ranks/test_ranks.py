@@ -473,22 +473,22 @@ def test_in_a_notebook(tmp_path):
         os.kill(client.km.provisioner.pid, signal.SIGINT)
 
     with client.setup_kernel():
-        seen = []
+        seen, people = [], []
         for index, cell in enumerate(notebook.cells):
             start = time.monotonic()
             if "hangs-" in cell.source:
                 threading.Thread(target=interrupt_when_it_hangs, daemon=True).start()
             client.execute_cell(cell, index)
             seen.append(text_of(cell))
+            if cell.source == PEOPLE:  # the kernel and all below it
+                people.append([psutil.Process(int(pid)) for pid in seen[-1].split()])
             if "hangs-" in cell.source or "raise" in cell.source:
                 assert time.monotonic() - start < 2 * SOON_S
         assert [text for text, (_, due) in zip(seen, CELLS) if due is not None] == [
             due for _, due in CELLS if due is not None
         ]
-        old, new = (list(map(int, text.split())) for (_, due), text in zip(CELLS, seen) if due is None)
-        assert old[0] == new[0] and not set(old[1:]) & set(new[1:])
-        assert not any(psutil.pid_exists(pid) for pid in old[1:])  # the cell was run again: nothing of the first pool
-        children = [psutil.Process(pid) for pid in new[1:]]
-        assert len(children) >= 3
-        os.kill(new[0], signal.SIGKILL)
-        assert gone(children)
+        (kernel, *old), (same, *new) = people
+        assert kernel == same and len(new) >= 3
+        assert gone(old)  # the cell with Ranks(2) ran again: nothing of the first pool is left
+        kernel.kill()
+        assert gone(new)
