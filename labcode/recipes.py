@@ -46,7 +46,7 @@ def gpt_tiny() -> Config:
 
 
 def gpt_10m() -> Config:
-    """Shakespeare in BPE tokens, 10 M parameters in the layers: minutes on a GPU, an evening on a laptop."""
+    """Shakespeare in BPE tokens, 10 M parameters in the layers: meant for a GPU."""
     return Config(
         "gpt_10m",
         gpt_shape("gpt_10m", vocab_size=None, positions="rotary"),
