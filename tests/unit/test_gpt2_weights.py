@@ -13,13 +13,7 @@ from labcode.models.gpt2_weights import gpt2_config, load_gpt2
 transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: a second thread only waits, for long where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")

@@ -29,13 +29,7 @@ VARIANTS = {
 WEATHER = ViTConfig(num_variables=3, lat=6, lon=10, patch_size=2, num_layers=2, num_heads=2, hidden_size=16)
 
 
-@pytest.fixture(autouse=True, scope="module")
-def one_thread():
-    """Tiny tensors: a second thread only waits, for long where the cores are busy."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.fixture(scope="module")
