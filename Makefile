@@ -5,10 +5,10 @@ PYTHON ?= python3
 STAMP := .setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test course notebooks check
+.PHONY: help setup lab test slurm-test course notebooks check
 
 help:  ## this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/$(STAMP)  ## create .venv and install the course with everything it needs (once)
 
@@ -24,8 +24,12 @@ $(VENV)/$(STAMP): pyproject.toml constraints.txt
 lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a tile of its launcher
 	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py
 
-test: $(VENV)/$(STAMP)  ## the whole test suite: library, ranks, notebooks, browser
+test: $(VENV)/$(STAMP)  ## the whole test suite: library, ranks, notebooks, browser, SLURM where it can be had
 	$(BIN)/python -m pytest tests
+
+slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a real one; says which Debian packages it misses
+	@slurm/cluster up 1 --name check && slurm/cluster down --name check
+	$(BIN)/python -m pytest tests/slurm
 
 course: $(VENV)/$(STAMP)  ## execute every solution notebook, print lesson, seconds, result
 	$(BIN)/python -m tools.course

@@ -2,7 +2,8 @@
 
 The map, lowest floor first (`tests/unit/test_architecture.py` holds it):
 
-    units files hardware topology config recipes launch      ground, no torch
+    units files hardware topology model_config layout
+    schedules config recipes command launch                  ground, no torch
     perf/       what a step costs, from shapes alone; no torch either
     comm/       processes, groups, collectives; the pool of ranks
     parallel/   each parallelism written out

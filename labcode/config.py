@@ -6,149 +6,24 @@ Whoever builds one gets it checked at once: an impossible value is a `ValueError
 from dataclasses import dataclass, field
 from typing import Literal
 
+from labcode.layout import check_layout
+from labcode.model_config import GPTConfig, ViTConfig, positive, require
+from labcode.schedules import schedule
 from labcode.topology import GridShape
 
-
-def _positive(config, *names):
-    """Each named field is a number above zero, or None where the field allows it."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value}: give a number above 0")
-
-
-class _Transformer:
-    """What the two model configs compute alike."""
-
-    @property
-    def head_size(self) -> int:
-        return self.hidden_size // self.num_heads
-
-    @property
-    def ffn(self) -> int:
-        return self.ffn_size or 4 * self.hidden_size
-
-    def _layer_parameters(self, kv_heads):
-        """Of all layers and the final norm, biases included."""
-        hidden, ffn = self.hidden_size, self.ffn
-        attention = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size + (hidden + 1) * hidden
-        return self.num_layers * (attention + (hidden + 1) * ffn + (ffn + 1) * hidden + 4 * hidden) + 2 * hidden
-
-
-@dataclass(frozen=True)
-class GPTConfig(_Transformer):
-    """Shape of a GPT. Sizes are in features, `context_length` in tokens.
-
-    Source: Radford et al. 2019 (GPT-2) for the architecture; Su et al. 2021 (arXiv:2104.09864) for rotary positions;
-        Ainslie et al. 2023 (arXiv:2305.13245) for fewer key/value heads than query heads.
-    """
-
-    vocab_size: int | None = None  # None: as many as the tokenizer of the data has
-    context_length: int = 128
-    num_layers: int = 4
-    num_heads: int = 4
-    hidden_size: int = 128
-    num_kv_heads: int | None = None  # None: as many as query heads
-    ffn_size: int | None = None  # None: 4 * hidden_size
-    positions: Literal["learned", "rotary"] = "learned"
-    tie_embeddings: bool = True
-    dropout: float = 0.0
-
-    def __post_init__(self):
-        _check_transformer(self)
-        _positive(self, "vocab_size", "context_length", "num_kv_heads")
-        if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}")
-        if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions turn pairs of features: head size {self.head_size} is odd")
-
-    @property
-    def kv_heads(self) -> int:
-        return self.num_kv_heads or self.num_heads
-
-    @property
-    def sequence_length(self) -> int:
-        """Tokens that one sample sends through the layers."""
-        return self.context_length
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights and biases of the whole model, exactly; a tied embedding counts once."""
-        require(self, "vocab_size")
-        embeddings = self.vocab_size * (1 if self.tie_embeddings else 2)
-        positions = self.context_length if self.positions == "learned" else 0
-        return (embeddings + positions) * self.hidden_size + self._layer_parameters(self.kv_heads)
-
-
-@dataclass(frozen=True)
-class ViTConfig(_Transformer):
-    """Shape of a vision transformer that maps a weather state to the next one.
-
-    A state is `[C, Y, X]`: C variables on Y latitudes and X longitudes; it is cut into patches of `patch_size` squared.
-    Forcings, such as the height of the sun, are F more fields that go in and are not predicted.
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), with a pixel-space head in place of the class token.
-    """
-
-    num_variables: int | None = None  # None: as the data has them; so are forcings, lat and lon
-    num_forcings: int | None = None
-    lat: int | None = None
-    lon: int | None = None
-    patch_size: int = 5
-    num_layers: int = 4
-    num_heads: int = 4
-    hidden_size: int = 128
-    ffn_size: int | None = None
-    dropout: float = 0.0
-
-    def __post_init__(self):
-        _check_transformer(self)
-        _positive(self, "num_variables", "lat", "lon", "patch_size")
-        for name in ("lat", "lon"):
-            size = getattr(self, name)
-            if size is not None and size % self.patch_size:
-                raise ValueError(
-                    f"{name}={size} is not a multiple of patch_size={self.patch_size}: choose a patch that divides it"
-                )
-
-    @property
-    def patch_outputs(self) -> int:
-        """Values of a patch that are predicted, `C * P^2`."""
-        return self.num_variables * self.patch_size**2
-
-    @property
-    def patch_inputs(self) -> int:
-        """Values of a patch that go in, `(C + F) * P^2`."""
-        return self.patch_outputs + (self.num_forcings or 0) * self.patch_size**2
-
-    @property
-    def sequence_length(self) -> int:
-        """Patches that one sample sends through the layers."""
-        return (self.lat // self.patch_size) * (self.lon // self.patch_size)
-
-    @property
-    def num_parameters(self) -> int:
-        """Weights and biases of the whole model, exactly."""
-        require(self, "num_variables", "lat", "lon")
-        hidden = self.hidden_size
-        embed_and_head = (self.patch_inputs + 1) * hidden + (hidden + 1) * self.patch_outputs
-        return embed_and_head + self.sequence_length * hidden + self._layer_parameters(self.num_heads)
-
-
-def require(config, *names):
-    """Each named field has a value; what may stay None in a recipe must be known before a model is built or counted."""
-    for name in names:
-        if getattr(config, name) is None:
-            raise ValueError(f"{name}=None: set model.{name} to a number, or take it from the data")
-
-
-def _check_transformer(config):
-    _positive(config, "num_layers", "num_heads", "hidden_size", "ffn_size")
-    if config.hidden_size % config.num_heads:
-        raise ValueError(
-            f"hidden_size={config.hidden_size} is not a multiple of num_heads={config.num_heads}: the heads share it equally"
-        )
-    if not 0 <= config.dropout < 1:
-        raise ValueError(f"dropout={config.dropout}: give a probability from 0 to below 1")
+__all__ = [
+    "CheckpointConfig",
+    "Config",
+    "GPTConfig",
+    "GridConfig",
+    "OptimConfig",
+    "PipelineConfig",
+    "TextData",
+    "TrainConfig",
+    "ViTConfig",
+    "WeatherData",
+    "require",
+]
 
 
 @dataclass(frozen=True)
@@ -204,8 +79,37 @@ class GridConfig:
             ValueError: The sizes do not multiply to the number of ranks.
         """
         others = GridShape(pp=self.pp, cp=self.cp, tp=self.tp, order=self.order)
-        dp = self.dp or max(1, world_size // others.world_size)
+        dp = max(1, world_size // others.world_size) if self.dp is None else self.dp
         return GridShape(dp, self.pp, self.cp, self.tp, self.order).check(world_size)
+
+
+@dataclass(frozen=True)
+class PipelineConfig:
+    """How the layers are dealt out over `grid.pp`, and in which order the stages run."""
+
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    stages_per_rank: int = 1  # more than 1 only with schedule="interleaved"
+    layers: tuple[int, ...] | None = None  # how many layers each stage has; None: as even as they go
+    recompute: bool = False  # keep only the input of each layer, and run its forward again in backward
+
+    def __post_init__(self):
+        positive(self, "stages_per_rank")
+
+    def ranges(self, num_layers: int, pp: int) -> tuple[range, ...]:
+        """The layers of each stage.
+
+        Raises:
+            ValueError: The layers cannot be dealt out so.
+        """
+        stages = pp * self.stages_per_rank
+        even, longer = divmod(num_layers, stages)
+        sizes = self.layers or tuple(even + (stage < longer) for stage in range(stages))
+        if len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:
+            raise ValueError(
+                f"pipeline.layers={sizes} are not {stages} stages of {num_layers} layers: give grid.pp*stages_per_rank = "
+                f"{pp}*{self.stages_per_rank} numbers, each at least 1, that add up to model.num_layers"
+            )
+        return tuple(range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages))
 
 
 @dataclass(frozen=True)
@@ -221,7 +125,7 @@ class OptimConfig:
     clip_norm: float = 1.0  # largest allowed norm of the whole gradient; 0 turns clipping off
 
     def __post_init__(self):
-        _positive(self, "lr")
+        positive(self, "lr")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
         if min(self.warmup_steps, self.weight_decay, self.clip_norm) < 0:
@@ -239,6 +143,8 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
     data_parallel: Literal["ddp", "labcode"] = "ddp"  # PyTorch's DistributedDataParallel, or the one of lesson 04
     bucket_mb: float = 25.0  # gradients travel in buckets of this size
+    sequence_parallel: bool = False  # over tp: norms, dropout and residuals on a part of the sequence each
+    context: Literal["ring", "gather"] = "ring"  # over cp: keys and values go round, or are gathered by every rank
     share_gpus: bool = False  # several ranks on one GPU, over gloo
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
@@ -248,7 +154,7 @@ class TrainConfig:
     overwrite: bool = False  # replace an existing `out`
 
     def __post_init__(self):
-        _positive(self, "steps", "global_batch", "micro_batch", "bucket_mb", "eval_batches", "log_every")
+        positive(self, "steps", "global_batch", "micro_batch", "bucket_mb", "eval_batches", "log_every")
         if min(self.eval_every, self.sample_tokens) < 0:
             raise ValueError("eval_every and sample_tokens must not be negative")
 
@@ -269,6 +175,25 @@ class TrainConfig:
 
 
 @dataclass(frozen=True)
+class CheckpointConfig:
+    """What is kept of a run in OUT/checkpoints. With `every` or `resume`, SIGUSR1 and SIGTERM stop it with nothing lost."""
+
+    every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and when a signal stops the run
+    keep: int = 2  # how many of the newest are kept
+    resume: bool = False  # go on from the newest checkpoint in train.out; begin if there is none
+
+    def __post_init__(self):
+        positive(self, "keep")
+        if self.every < 0:
+            raise ValueError(f"every={self.every}: give the steps between checkpoints, or 0 for none")
+
+    @property
+    def on(self) -> bool:
+        """Whether the run writes checkpoints at all."""
+        return bool(self.every or self.resume)
+
+
+@dataclass(frozen=True)
 class Config:
     """One training run, complete. `data` decides what the model reads: text for a GPT, weather for a ViT."""
 
@@ -276,8 +201,16 @@ class Config:
     model: GPTConfig | ViTConfig
     data: TextData | WeatherData
     grid: GridConfig = field(default_factory=GridConfig)
+    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+    def __post_init__(self):
+        if self.checkpoint.resume and self.train.out is None:
+            raise ValueError("checkpoint.resume needs the folder of the run: name it with train.out")
+        if self.checkpoint.resume and self.train.overwrite:
+            raise ValueError("checkpoint.resume goes on in train.out and train.overwrite removes it: choose one of them")
 
     def check(self, world_size: int) -> GridShape:
         """The grid for `world_size` ranks, once everything that can be known before any work begins fits together.
@@ -286,12 +219,7 @@ class Config:
             ValueError: One line on what does not fit and what to change.
         """
         shape = self.grid.shape(world_size)
-        if self.model.num_heads % shape.tp:
-            raise ValueError(
-                f"num_heads={self.model.num_heads} is not divisible by tp={shape.tp}: change model.num_heads or grid.tp"
-            )
-        for axis in ("pp", "cp", "tp"):
-            if shape.size(axis) > 1:
-                raise ValueError(f"grid.{axis}={shape.size(axis)}: this version trains over dp alone, set grid.{axis} to 1")
-        self.train.accumulation(shape.dp)
+        check_layout(self.model, shape, self.train.sequence_parallel, self.train.context, self.pipeline.recompute)
+        stages = len(self.pipeline.ranges(self.model.num_layers, shape.pp))
+        schedule(self.pipeline.schedule, stages, self.train.accumulation(shape.dp), shape.pp)
         return shape

@@ -8,11 +8,14 @@ Function that says so makes that sum. The pairs are conjugate:
     gather_from   all-gather   / split               all_to_all      all-to-all     / all-to-all back
     split_to      split        / all-gather
 
-All-reduce and reduce-scatter sum. Every rank passes tensors of one shape; no input is changed. p is the group's size.
+All-reduce and reduce-scatter sum. Every rank passes tensors of one shape; no input is changed. p is the group's size; a
+group of one has nothing to send and gets its input back, so that a layer need not ask how many ranks it has.
 Source: Shoeybi et al. 2019 (arXiv:1909.08053), section 3, operators f and g; Korthikanti et al. 2022
 (arXiv:2205.05198), section 4.2, their sequence-parallel counterparts; Jacobs et al. 2023 (arXiv:2309.14509) all_to_all.
 Held by: tests/ranks/test_collectives.py::test_forward_and_backward_equal_the_single_process_result
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -102,19 +105,51 @@ def _identity(x, group):
 
 
 def _all_reduce(x, group):
+    if dist.get_world_size(group) == 1:
+        return _identity(x, group)
     out = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place, and x is not ours
     dist.all_reduce(out, group=group)
     return out
 
 
-def _gather(dim):
-    def gather(x, group):
-        size = dist.get_world_size(group)
-        parts = x.new_empty(size, *x.shape)
-        _gather_flat(parts.view(-1), x.contiguous().view(-1), group=group)
+def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], torch.Tensor]:
+    """Begin to join the parts of all ranks, outside autograd; what it returns waits and gives `[.., D, ..]`.
+
+    Between the two calls the rank computes while the parts travel; x must not change until then.
+    """
+    if dist.get_world_size(group) == 1:
+        return lambda: _identity(x, group)
+    parts = x.new_empty(dist.get_world_size(group), *x.shape)
+    work = _gather_flat(parts.view(-1), x.contiguous().view(-1), group=group, async_op=True)
+
+    def finish():
+        work.wait()
         return torch.cat(parts.unbind(0), dim)  # [p, .., D/p, ..] -> [.., D, ..]
 
-    return gather
+    return finish
+
+
+def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], torch.Tensor]:
+    """Begin to sum over the group, outside autograd; what it returns waits and gives this rank's part, `[.., D/p, ..]`.
+
+    Raises:
+        ValueError: D is not divisible by p.
+    """
+    if dist.get_world_size(group) == 1:
+        return lambda: _identity(x, group)
+    parts = torch.stack(_parts(x, group, dim))  # [p, .., D/p, ..]: what goes to one rank lies together
+    out = torch.empty_like(parts[0])
+    work = _scatter_flat(out.view(-1), parts.view(-1), group=group, async_op=True)
+
+    def finish():
+        work.wait()
+        return out
+
+    return finish
+
+
+def _gather(dim):
+    return lambda x, group: start_all_gather(x, group, dim)()
 
 
 def _split(dim):
@@ -125,17 +160,13 @@ def _split(dim):
 
 
 def _reduce_scatter(dim):
-    def scatter(x, group):
-        parts = torch.stack(_parts(x, group, dim))  # [p, .., D/p, ..]: what goes to one rank lies together
-        out = torch.empty_like(parts[0])
-        _scatter_flat(out.view(-1), parts.view(-1), group=group)
-        return out
-
-    return scatter
+    return lambda x, group: start_reduce_scatter(x, group, dim)()
 
 
 def _exchange(split_dim, concat_dim):
     def exchange(x, group):
+        if dist.get_world_size(group) == 1:
+            return _identity(x, group)
         sent = torch.stack(_parts(x, group, split_dim))
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=group)

@@ -19,9 +19,9 @@ class Grid:
         mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own parallelisms.
     """
 
-    def __init__(self, shape: GridShape, rank: int, groups: dict[frozenset[str], dist.ProcessGroup], mesh: DeviceMesh):
+    def __init__(self, shape: GridShape, rank: int, groups: dict[frozenset[str], dist.ProcessGroup], ends, mesh: DeviceMesh):
         self.shape, self.rank, self.mesh = shape, rank, mesh
-        self._groups = groups
+        self._groups, self._ends = groups, ends
 
     @classmethod
     def create(cls, shape: GridShape) -> "Grid":
@@ -44,7 +44,10 @@ class Grid:
             if larger not in made:
                 made[larger] = _own_group(shape.groups(*axes), rank)
             groups[frozenset(axes)] = made[larger]
-        return cls(shape, rank, groups, _mesh(shape, groups))
+        ends = groups[frozenset(["pp"])]
+        if shape.pp > 2:
+            ends = _own_group([[pipeline[0], pipeline[-1]] for pipeline in shape.groups("pp")], rank)
+        return cls(shape, rank, groups, ends, _mesh(shape, groups))
 
     def group(self, *axes: str) -> dist.ProcessGroup:
         """The group of the ranks that differ from this one along `axes` only; `group()` is this rank alone.
@@ -54,6 +57,11 @@ class Grid:
         """
         self.shape.size(*axes)  # names the axes that exist if one does not
         return self._groups[frozenset(axes)]
+
+    def ends(self) -> dist.ProcessGroup:
+        """The group of the first and the last rank of this rank's pipeline; only they may ask."""
+        assert self._ends is not None, f"rank {self.rank} is neither the first nor the last of its pipeline"
+        return self._ends
 
     def size(self, *axes: str) -> int:
         """Number of ranks in `group(*axes)`."""
@@ -68,14 +76,14 @@ class Grid:
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
 
 
-def _own_group(all_groups, rank) -> dist.ProcessGroup:
-    """Make every group of a partition and return the one that this rank is in."""
+def _own_group(all_groups, rank) -> dist.ProcessGroup | None:
+    """Make each of some groups that do not overlap and return the one that this rank is in."""
     if len(all_groups[0]) == 1:  # nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them
         return dist.new_group([rank], use_local_synchronization=True)
     # All ranks take part in making each group, members or not. Making only one's own is quicker on a large job, but torch
     # then derives its name from the ranks alone, and a group made again after one was destroyed waits at a dead address.
     made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
-    return next(group for ranks, group in made.items() if rank in ranks)
+    return next((group for ranks, group in made.items() if rank in ranks), None)
 
 
 def _combinations():

@@ -39,15 +39,18 @@ class GPT(nn.Module):
         if not self.embed.weight.is_meta:
             initialize(self)
 
-    def forward(self, tokens, positions=None):
-        """Logits of the next token at each position.
+    def forward(self, tokens, positions=None, x=None, layers=None):
+        """Logits of the next token at each position; or a part of the way there, for a model that is cut into stages.
 
         Args:
             tokens: [B, S] int64; S at most `context_length`.
             positions: [S] int64, where the tokens stand in the whole sequence; None: 0..S-1.
+            x: [B, S, H], what the layer before `layers` gave; not looked at by the first.
+            layers: The range of layers to run, with the embedding before the first and the head after the last one; None:
+                all of them.
 
         Returns:
-            [B, S, V]
+            [B, S, V]; [B, S, H] if the last layer is not among `layers`.
 
         Raises:
             ValueError: More tokens than `context_length`.
@@ -60,19 +63,19 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        x, rotation = self.embed(tokens), None  # [B, S, H]
-        if self.config.positions == "learned":
-            x = x + self.positions(positions)
-        else:
-            rotation = self.positions(positions, x.dtype)
-        x = self.dropout(x)
-        for block in self.blocks:
-            x = block(x, rotation)
-        return self.head(self.norm(x))
+        learned, layers = self.config.positions == "learned", layers or range(self.config.num_layers)
+        if layers.start == 0:
+            x = self.embed(tokens)  # [B, S, H]
+            x = self.dropout(x + self.positions(positions) if learned else x)
+        rotation = None if learned else self.positions(positions, x.dtype)
+        for number in layers:
+            x = self.blocks[number](x, rotation)
+        return self.head(self.norm(x)) if layers.stop == self.config.num_layers else x
 
     def tie_weights(self):
         """Makes `head` use the weight of `embed`, if the config says so; repeat it after `load_state_dict(assign=True)`."""
-        if self.config.tie_embeddings:
+        both = hasattr(self.embed, "weight") and hasattr(self.head, "weight")  # a stage has one of them, or none
+        if self.config.tie_embeddings and both:
             self.head.weight = self.embed.weight
 
     def _apply(self, fn, recurse=True):

@@ -37,14 +37,15 @@ class ViT(nn.Module):
         if not self.embed.weight.is_meta:
             initialize(self)
 
-    def forward(self, state):
-        """The next state.
+    def forward(self, state, x=None, layers=None):
+        """The next state; or a part of the way there, for a model that is cut into stages.
 
         Args:
             state: [B, C+F, Y, X], normalised; the forcings come last.
+            x, layers: As those of `GPT`.
 
         Returns:
-            [B, C, Y, X]
+            [B, C, Y, X]; [B, S, H] if the last layer is not among `layers`.
 
         Raises:
             ValueError: The state has another shape than the model was built for.
@@ -56,10 +57,15 @@ class ViT(nn.Module):
                 f"state is {list(state.shape)} but this model takes [B, {', '.join(map(str, expected))}]: "
                 "change the data, or num_variables, num_forcings, lat and lon of the model"
             )
-        x = self.embed(patchify(state, config.patch_size))  # [B, S, H]
-        x = self.dropout(x + self.positions(torch.arange(x.shape[1], device=x.device)))
-        for block in self.blocks:
-            x = block(x)
+        layers = layers or range(config.num_layers)
+        if layers.start == 0:
+            patches = patchify(state, config.patch_size)  # [B, S, (C+F)*P*P]
+            positions = torch.arange(patches.shape[1], device=patches.device)
+            x = self.dropout(self.embed(patches) + self.positions(positions))  # [B, S, H]
+        for number in layers:
+            x = self.blocks[number](x)
+        if layers.stop < config.num_layers:
+            return x
         change = unpatchify(self.head(self.norm(x)), config.num_variables, config.lat, config.lon, config.patch_size)
         return state[:, : config.num_variables] + change
 

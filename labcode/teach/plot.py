@@ -3,8 +3,8 @@
     plot.lines({"ring": times_s}, x=sizes, xlabel="bytes", ylabel="seconds", alt="Time grows linearly with size")
     plot.grid(GridShape(dp=2, tp=4), color_by="tp", nodes=2, alt="Each group of four neighbours has its own colour")
 
-Plots of numbers are here, drawings of ranks and time lines in `diagrams`, of collectives in `exchanges`. `alt` says what
-the figure shows, for a reader who cannot see it.
+Plots of numbers are here, drawings of ranks and time lines in `diagrams`, of collectives in `exchanges`, of NCCL's links in
+`transports`. `alt` says what the figure shows, for a reader who cannot see it.
 """
 
 import os
@@ -16,8 +16,10 @@ from matplotlib.ticker import LogFormatter
 from labcode.teach.canvas import INK, MARKERS, PALETTE, RULE, STYLE, STYLES, Picture, canvas, described
 from labcode.teach.diagrams import grid, timeline
 from labcode.teach.exchanges import collective, collectives, ring
+from labcode.teach.transports import transports
 
 __all__ = ["bars", "collective", "collectives", "curves", "field", "grid", "heatmap", "lines", "ring", "timeline"]
+__all__ += ["transports"]
 
 
 def lines(

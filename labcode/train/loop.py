@@ -23,10 +23,10 @@ from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
 from labcode.files import write_atomically
-from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
-from labcode.train.metrics import MetricsWriter
+from labcode.train.checkpoint import Checkpoints, RunState, StopSignals
+from labcode.train.metrics import MetricsWriter, shown
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.tasks import Task
 
@@ -44,40 +44,63 @@ class Trainer:
         grid: The process groups.
         task: The model to build and its data.
         out: Existing folder; rank 0 writes metrics, weights and samples into it. None writes nothing.
+        start: Checkpoint to go on from.
     """
 
-    def __init__(self, config: Config, world: World, grid: Grid, task: Task, out: Path | None):
+    def __init__(self, config: Config, world: World, grid: Grid, task: Task, out: Path | None, start: Path | None = None):
         self.config, self.world, self.grid, self.task, self.out = config, world, grid, task, out
         self.dtype = pick_dtype(config.train.dtype, world.device)
-        model = task.build()
-        initialize(model, config.train.seed)
-        stored = torch.float64 if self.dtype == torch.float64 else torch.float32
+        with torch.device("meta"):
+            model = task.build()
         self.model = parallelize(
-            model.to(world.device, stored),
+            model,
             grid,
+            sequence_parallel=config.train.sequence_parallel,
+            context=config.train.context,
             data_parallel=config.train.data_parallel,
             bucket_mb=config.train.bucket_mb,
+            pipeline=config.pipeline,
+            seed=config.train.seed,
+            device=world.device,
+            dtype=torch.float64 if self.dtype == torch.float64 else torch.float32,
         )
         self.optimizer = make_optimizer(self.model, config.optim)
         share = {"dp_size": grid.size("dp"), "dp_coord": grid.coord("dp"), "seed": config.train.seed}
         self.batches = Batches(len(task.train), config.train.global_batch, **share)
         self.accumulation = config.train.accumulation(grid.size("dp"))
-        self.steps_done = 0
+        self.state = RunState(self.model, self.optimizer, self.batches, world.device)
+        self.checkpoints = Checkpoints(config, grid, out) if out and config.checkpoint.on else None
+        if start:
+            self.state.load(start)
+        self.stopped_by: str | None = None
         self.history: list[dict[str, float]] = []
-        self.writer = MetricsWriter(out) if out and world.rank == 0 else None
+        self.writer = MetricsWriter(out, self.steps_done) if out and world.rank == 0 else None
+        self.terminal = sys.stderr.isatty()  # which gets a bar; a log file gets a line for each row
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the whole run, those before it went on from a checkpoint included."""
+        return self.batches.step
 
     def fit(self) -> list[dict[str, float]]:
-        """Train to the end; returns the rows of metrics that were logged.
+        """Train to the end, or until a signal asks to stop (`stopped_by`); returns the rows of metrics that were logged.
 
         Raises:
             Diverged: The gradient norm is not finite; on every rank at the same step.
         """
+        with StopSignals() if self.checkpoints else contextlib.nullcontext() as signals:
+            self._train(signals)
+        if not self.stopped_by:
+            self._finish()
+        return self.history
+
+    def _train(self, signals):
         steps, main = self.config.train.steps, self.world.rank == 0
-        every = 0.3 if sys.stderr.isatty() else 10.0  # in a log file a bar that moves often is noise
-        bar = tqdm(total=steps, desc=self.config.name, unit="step", disable=not main, mininterval=every, dynamic_ncols=True)
+        kind = {"total": steps, "initial": self.steps_done, "desc": self.config.name, "unit": "step"}
+        bar = tqdm(**kind, disable=not (main and self.terminal), mininterval=0.3, dynamic_ncols=True)
         since, started = 0, time.perf_counter()
         with bar:
-            while self.steps_done < steps:
+            while self.steps_done < steps and not self.stopped_by:
                 loss, grad_norm, lr = self.step()
                 since += 1
                 if self._due(self.config.train.log_every):
@@ -89,30 +112,28 @@ class Trainer:
                     before = time.perf_counter()
                     self._log({"step": self.steps_done, "val_loss": self.validate()})
                     started += time.perf_counter() - before  # validation is no training time
+                if self.checkpoints:
+                    before = time.perf_counter()
+                    self.stopped_by = signals.agreed()
+                    if self.stopped_by or self._due(self.config.checkpoint.every):
+                        self.checkpoints.save(self.state)
+                    started += time.perf_counter() - before  # nor is writing checkpoints
                 bar.update()
-        self._finish()
-        return self.history
 
     def step(self) -> tuple[torch.Tensor, float, float]:
         """One optimizer step; returns (this rank's mean loss, gradient norm before clipping, learning rate)."""
         lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        total = torch.zeros((), dtype=torch.float64, device=self.world.device)
         micro_batches = np.array_split(self.batches.next_indices(), self.accumulation)
-        for number, indices in enumerate(micro_batches, 1):
-            last = number == self.accumulation
-            with contextlib.nullcontext() if last else self.model.no_sync():
-                loss = self._loss(self.task.train, indices) / self.accumulation
-                loss.backward()
-            total += loss.detach()
-        self.model.finish_gradient_sync()
-        grad_norm = clip_gradients(self.model.parameters(), self.config.optim.clip_norm)
+        batches = [self._read(self.task.train, indices) for indices in micro_batches]
+        total = self.model.forward_backward(batches, self._loss, self._autocast)
+        grad_norm = self.model.gradient_norm().item()
         if not math.isfinite(grad_norm):
             raise Diverged(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the data")
+        clip_gradients(self.model.parameters(), grad_norm, self.config.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self.steps_done += 1
         return total, grad_norm, lr
 
     @torch.no_grad()
@@ -123,10 +144,11 @@ class Trainer:
         share = {"dp_size": self.grid.size("dp"), "dp_coord": self.grid.coord("dp")}
         sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # of losses, of samples
         for mine in validation_batches(len(data), batch, **share, max_batches=self.config.train.eval_batches):
-            for indices in np.array_split(mine, min(self.accumulation, max(1, len(mine)))):
-                if len(indices):  # a rank's part of the last batch may be empty
-                    mean = self._loss(data, indices).double()
-                    sums += torch.stack([mean * len(indices), torch.full_like(mean, len(indices))])
+            if len(mine):  # a rank's part of the last batch may be empty
+                parts = np.array_split(mine, min(self.accumulation, len(mine)))
+                losses = self.model.losses([self._read(data, part) for part in parts], self._loss, self._autocast)
+                sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=losses.device)
+                sums += torch.stack([losses @ sizes, sizes.sum()])
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
         return (sums[0] / sums[1]).item()
@@ -136,10 +158,14 @@ class Trainer:
         if self.writer:
             self.writer.close()
 
-    def _loss(self, data, indices):
-        inputs, targets = (self._to_device(x) for x in data[indices])
-        with torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype == torch.bfloat16):
-            return self.task.loss(self.model, inputs, targets)
+    def _loss(self, output, targets):
+        return self.task.loss(self.model.loss, output, targets)
+
+    def _autocast(self):
+        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype == torch.bfloat16)
+
+    def _read(self, data, indices):
+        return tuple(self._to_device(x) for x in data[indices])
 
     def _to_device(self, x):
         wide = torch.float64 if self.dtype == torch.float64 else None
@@ -177,18 +203,34 @@ class Trainer:
         self.history.append(row)
         if self.writer:
             self.writer.write(row)
+            if not self.terminal:
+                print(shown(row, self.config.train.steps), flush=True)
 
     def _finish(self):
+        weights = {}
+        for name, tensor in self.model.whole_weights():  # every rank takes part, rank 0 keeps them
+            if self.writer:
+                weights[name] = tensor.cpu().clone()
         if not self.writer:
             return
         self.close()
-        module = self.model.module.eval()
-        weights = io.BytesIO()
-        torch.save(module.state_dict(), weights)
-        write_atomically(self.out / "weights.pt", weights.getbuffer())
-        shown = self.task.finish(module, self.config.train.sample_tokens, self.config.train.seed)
-        write_atomically(self.out / "result.txt", (shown + "\n").encode())
-        print(f"{shown}\n\nmetrics, weights and TensorBoard files: {self.out}", flush=True)
+        file = io.BytesIO()
+        torch.save(weights, file)
+        write_atomically(self.out / "weights.pt", file.getbuffer())
+        del file
+        result = self.task.finish(self._whole(weights), self.config.train.sample_tokens, self.config.train.seed)
+        write_atomically(self.out / "result.txt", (result + "\n").encode())
+        print(f"{result}\n\nmetrics, weights and TensorBoard files: {self.out}", flush=True)
+
+    def _whole(self, weights):
+        """The model as one process has it; one that was cut may not fit this device, and is put together on the CPU."""
+        if self.grid.size("pp", "cp", "tp") == 1:
+            return self.model.module.eval()
+        with torch.device("meta"):
+            whole = self.task.build()
+        whole = whole.to_empty(device="cpu").to(next(iter(weights.values())).dtype).eval()
+        whole.load_state_dict(weights)
+        return whole
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from labcode.files import write_atomically
+
 FILE_NAME = "metrics.jsonl"
 
 # name: unit, as axis labels and the lessons print them
@@ -22,22 +24,37 @@ UNITS = {
 }
 
 
+# name: how a line of a log shows it
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "val_loss": "validation loss {:.4f}",
+    "grad_norm": "gradient norm {:.3f}",
+    "lr": "lr {:.2e}",
+    "step_s": "{:.4f} s/step",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+}
+
+
 class MetricsWriter:
     """Writes rows as they come; whatever ends the run, the lines written so far are whole.
 
     Args:
         folder: An existing folder; `metrics.jsonl` and `tensorboard/` are made in it.
+        after_step: Go on after this step of a run that wrote there before; what it wrote of later steps is removed.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, after_step: int = 0):
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / FILE_NAME
-        self._file = open(self._path, "wb", buffering=0)  # noqa: SIM115 (open as long as the run)
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+        rows = [row for row in read(self._path) if row["step"] <= after_step] if after_step and self._path.exists() else []
+        write_atomically(self._path, b"".join(map(_line, rows)))
+        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None)
 
     def write(self, row: Mapping[str, float]) -> None:
         """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
@@ -45,7 +62,7 @@ class MetricsWriter:
         Raises:
             OSError: The disk is full; the rows before this one are kept whole.
         """
-        line = json.dumps(dict(row)).encode() + b"\n"
+        line = _line(row)
         end = self._file.tell()
         if self._file.write(line) < len(line):  # unbuffered: a full disk takes a part, and says no only to the next write
             self._file.truncate(end)
@@ -58,6 +75,17 @@ class MetricsWriter:
         """Close both files."""
         self._file.close()
         self._board.close()
+
+
+def _line(row):
+    return json.dumps(dict(row)).encode() + b"\n"
+
+
+def shown(row: Mapping[str, float], steps: int) -> str:
+    """A row as one line for people: "step 10/300 | loss 3.2101 | ..."; what is not in `SHOWN` is left out."""
+    return " | ".join(
+        [f"step {row['step']}/{steps}", *(text.format(row[name]) for name, text in SHOWN.items() if name in row)]
+    )
 
 
 def read(path: str | Path) -> list[dict[str, float]]:

@@ -37,13 +37,16 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, t))) / 2
 
 
-def clip_gradients(params: Iterable[nn.Parameter], max_norm: float) -> float:
-    """Scale all gradients down together so that their joint 2-norm is at most `max_norm`; returns the norm before.
+def clip_gradients(params: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
+    """Scale all gradients down together so that their joint 2-norm is at most `max_norm`.
+
+    Args:
+        params: Of this rank.
+        norm: The 2-norm of the whole model's gradient (`ParallelModel.gradient_norm`), so that all ranks scale alike.
+        max_norm: 0 leaves the gradients as they are.
 
     Source: Pascanu et al. 2013 (arXiv:1211.5063), section 3.2.
     """
     grads = [p.grad for p in params if p.grad is not None]
-    norm = torch.nn.utils.get_total_norm(grads).item()
     if max_norm and norm > max_norm:
         torch._foreach_mul_(grads, max_norm / norm)
-    return norm

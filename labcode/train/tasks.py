@@ -10,7 +10,6 @@ from torch import nn
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.data import text, weather
 from labcode.models.gpt import GPT, generate
-from labcode.models.gpt import loss as gpt_loss
 from labcode.models.vit import ViT, latitude_weights
 from labcode.models.vit import loss as vit_loss
 
@@ -23,7 +22,8 @@ class Task:
         model_config: With every size filled in from the data.
         build: Makes the model.
         train, val: Datasets, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
-        loss: Mean loss over a batch, `loss(model, inputs, targets) -> scalar tensor`.
+        loss: Mean loss over a batch, `loss(criterion, output, targets) -> scalar tensor`, with `ParallelModel.loss` for
+            criterion.
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
     """
 
@@ -31,7 +31,7 @@ class Task:
     build: Callable[[], nn.Module]
     train: Any
     val: Any
-    loss: Callable[[nn.Module, torch.Tensor, torch.Tensor], torch.Tensor]
+    loss: Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]
     finish: Callable[[nn.Module, int, int], str]
 
 
@@ -60,8 +60,8 @@ def _text_task(model_config, data) -> Task:
         )
     sized = replace(model_config, vocab_size=model_config.vocab_size or tokenizer.vocab_size)
 
-    def batch_loss(model, tokens, targets):
-        return gpt_loss(model(tokens), targets)
+    def batch_loss(criterion, logits, targets):
+        return criterion(logits, targets)
 
     def sample(model, num_tokens, seed):
         device = next(model.parameters()).device
@@ -86,8 +86,8 @@ def _weather_task(model_config, data) -> Task:
     sized = replace(model_config, **sizes)
     weights = latitude_weights(train.lat)
 
-    def batch_loss(model, state, target):
-        return vit_loss(model(state), target, weights.to(target))
+    def batch_loss(criterion, prediction, target):
+        return criterion(prediction, target, weights.to(target))
 
     @torch.no_grad()
     def skill(model, num_tokens, seed):

@@ -32,12 +32,41 @@ def test_gpt_tiny_learns_in_bfloat16_over_nccl(tmp_path):
     assert 0 < rows[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
 
 
-def test_two_ranks_that_share_a_gpu_over_gloo_train_like_one(tmp_path):
-    args = ("--train.steps", "6", "--train.dtype", "float64", "--train.log_every", "1", "--train.sample_tokens", "0")
-    for ranks, extra in ((1, ()), (2, ("--train.share_gpus",))):
-        done = train(tmp_path, *args, *extra, "--train.out", f"run{ranks}", ranks=ranks)
+STEPS = ("--train.steps", "6", "--train.dtype", "float64", "--train.log_every", "1", "--train.sample_tokens", "0")
+
+
+@pytest.mark.parametrize("grid", [(), ("--grid.tp", "2")], ids=["dp", "tp"])
+def test_two_ranks_that_share_a_gpu_over_gloo_train_like_one(tmp_path, grid):
+    for ranks, extra in ((1, ()), (2, ("--train.share_gpus", *grid))):
+        done = train(tmp_path, *STEPS, *extra, "--train.out", f"run{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run2") == pytest.approx(losses(tmp_path / "run1"), abs=1e-9)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs: NCCL does not share one")
+@pytest.mark.parametrize(
+    "grid",
+    [
+        ("--grid.tp", "2"),
+        ("--grid.tp", "2", "--train.sequence_parallel"),
+        ("--grid.cp", "2"),
+        ("--grid.cp", "2", "--train.context", "gather"),
+    ],
+    ids=" ".join,
+)
+def test_two_gpus_that_share_a_model_train_like_one(tmp_path, grid):
+    for ranks, extra in ((1, ()), (2, grid)):
+        done = train(tmp_path, *STEPS, *extra, "--train.out", f"run{ranks}", ranks=ranks)
+        assert done.returncode == 0, done.stderr
+    assert losses(tmp_path / "run2") == pytest.approx(losses(tmp_path / "run1"), abs=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_has_a_fused_kernel_for_blocks_of_ring_attention(dtype):
+    from labcode.parallel.attention_block import fastest_kernel
+
+    q = torch.zeros(1, 4, 32, 64, device="cuda", dtype=dtype)
+    assert fastest_kernel(q, q).name != "plain"
 
 
 def test_more_ranks_than_gpus_is_one_line_that_says_what_to_do(tmp_path):

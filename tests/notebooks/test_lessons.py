@@ -1,12 +1,15 @@
 """Every lesson runs: the solution under nbval, as stored; the student version to its end, with every exercise still open.
 
-A lesson is executed twice here and nowhere else in the suite. Two run at a time; a test waits for its own.
+A lesson is executed twice here and nowhere else in the suite. Three run at a time, as ranks often wait for each other; a
+test waits for its own.
 """
 
+import os
 import re
 import shutil
 import subprocess
 import sys
+import warnings
 import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,6 +20,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
+from stderr_plugin import MARK  # noqa: E402  (beside this file)
 from tools import build_notebooks  # noqa: E402  (tools/ is not installed)
 from tools.lesson_source import BEGIN, END, solution_lines  # noqa: E402
 from tools.notebook_run import CELL_TIMEOUT_S, RunError, run  # noqa: E402
@@ -32,8 +36,11 @@ def run_nbval(notebook: Path, folder: Path):
     copy, report = shutil.copy(notebook, folder), folder / "report.xml"
     options = ["--nbval-lax", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT_S}", f"--junitxml={report}"]
     options += [f"--nbval-sanitize-with={Path(__file__).with_name('sanitize.cfg')}", "-p", "no:cacheprovider", "--color=no"]
+    options += ["-p", "stderr_plugin"]  # lies beside this file
     command = [sys.executable, "-m", "pytest", *options, f"--rootdir={folder}", Path(copy).name]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=HANG_S)
+    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S)
     suite = ElementTree.parse(report).getroot().find("testsuite").attrib
     return (
         done.returncode,
@@ -54,7 +61,7 @@ def run_student(notebook: Path):
 def lessons(request, tmp_path_factory):
     """Results of all runs that the selected tests ask for: `lessons(kind, source)` waits for one."""
     folder = tmp_path_factory.mktemp("lessons")
-    with ThreadPoolExecutor(max_workers=2) as pool:
+    with ThreadPoolExecutor(max_workers=3) as pool:
         runs = {}
         for item in request.session.items:
             kind, source = (
@@ -71,7 +78,7 @@ def lessons(request, tmp_path_factory):
             waiting.cancel()
 
 
-def test_there_are_lessons():
+def test_there_are_lessons(lessons):
     assert [path.stem[:2] for path in SOURCES][:1] == ["00"]
 
 
@@ -85,6 +92,9 @@ def test_the_build_is_up_to_date(capsys):
 def test_solution_runs_and_says_what_is_stored(source, lessons, request):
     code, output, counts = lessons(request.node.originalname, source)
     assert code == 0, output
+    for line in output.splitlines():
+        if MARK in line:
+            warnings.warn(f"{source.stem}: {line.strip()}", stacklevel=1)
     notebook = nbformat.read(build_notebooks.targets(source)[0], as_version=4)
     cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     assert counts == {"tests": cells, "failures": 0, "errors": 0, "skipped": 0}

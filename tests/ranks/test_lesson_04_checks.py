@@ -83,34 +83,25 @@ HOOKS = {
 }
 
 
-def passes_or_hints(test, hint):
-    if hint is None:
-        test()
-        return
-    with pytest.raises(AssertionError) as caught:
-        test()
-    assert hint in str(caught.value)
-
-
 @pytest.mark.parametrize("answer", AVERAGES)
-def test_uneven_shares(ranks4, answer):
+def test_uneven_shares(judged, ranks4, answer):
     fn, hint = AVERAGES[answer]
-    passes_or_hints(lambda: l04.average_uneven(fn, ranks4), hint)
+    assert judged(lambda: l04.average_uneven(fn, ranks4), hint)
 
 
 @pytest.mark.parametrize("answer", ASSIGNMENTS)
-def test_buckets(answer):
+def test_buckets(judged, answer):
     fn, hint = ASSIGNMENTS[answer]
-    passes_or_hints(lambda: l04.assign(fn), hint)
+    assert judged(lambda: l04.assign(fn), hint)
 
 
 @pytest.mark.parametrize("answer", CONTEXTS)
-def test_the_last_one_sends(ranks2, answer):
+def test_the_last_one_sends(judged, ranks2, answer):
     fn, hint = CONTEXTS[answer]
-    passes_or_hints(lambda: l04.last_only(fn, ranks2), hint)
+    assert judged(lambda: l04.last_only(fn, ranks2), hint)
 
 
 @pytest.mark.parametrize("answer", HOOKS)
-def test_half_the_bytes(ranks2, answer):
+def test_half_the_bytes(judged, ranks2, answer):
     fn, hint = HOOKS[answer]
-    passes_or_hints(lambda: l04.compress(fn, ranks2), hint)
+    assert judged(lambda: l04.compress(fn, ranks2), hint)

@@ -1,5 +1,8 @@
 """What several unit tests share."""
 
+import os
+
+import psutil
 import pytest
 
 
@@ -12,3 +15,20 @@ def one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture
+def living():
+    """Asks what works in a folder: the command of each living process but this one."""
+
+    def find(folder):
+        found = []
+        for process in psutil.process_iter():
+            try:
+                if process.cwd() == str(folder) and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(" ".join(process.cmdline()))
+            except psutil.Error:
+                continue
+        return found
+
+    return find

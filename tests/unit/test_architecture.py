@@ -14,7 +14,8 @@ LABCODE = ROOT / "labcode"
 # A room may import its own floor and lower ones. data/ stands on the ground, beside the floors; teach/ may see everything.
 FLOORS = {"ground": 0, "perf": 1, "slurm": 1, "data": 1, "comm": 2, "parallel": 3, "precision": 3, "doctor": 3, "models": 4}
 FLOORS |= {"train": 5, "teach": 6}
-GROUND = {"labcode", "units", "files", "hardware", "topology", "config", "recipes", "launch"}
+GROUND = {"labcode", "units", "files", "hardware", "topology", "model_config", "layout", "config", "recipes", "launch"}
+GROUND |= {"schedules", "command"}
 NO_TORCH = ("ground", "perf", "slurm")
 NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")

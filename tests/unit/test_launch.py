@@ -159,7 +159,7 @@ def test_other_ways_to_fail(module, code, reason):
     assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
 
 
-def test_a_time_out_ends_every_process(module, monkeypatch):
+def test_a_time_out_ends_every_process(module, monkeypatch, living):
     def monotonic():
         """Jumps over the time-out once both ranks run."""
         return time.monotonic() + (1000 if all(map(os.path.exists, ("pids-0", "pids-1"))) else 0)
@@ -175,14 +175,13 @@ def test_a_time_out_ends_every_process(module, monkeypatch):
         Path(f"part-{rank}").rename(f"pids-{rank}")
         wait("never")
     """)
-    before = set(psutil.Process().children(recursive=True))
     with pytest.raises(launch.LaunchError, match=r"^job did not end within 600 s: all 2 ranks were ended") as caught:
         launch.run(name, nproc=2, timeout_s=600, echo=False)
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] started", "[rank 1] started"]
     pids = [int(pid) for path in Path().glob("pids-*") for pid in path.read_text().split()]
     assert len(pids) == 4
     assert gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
-    assert set(psutil.Process().children(recursive=True)) <= before
+    assert living(Path.cwd()) == []
 
 
 LAUNCHER = "from labcode import launch\ntry:\n    launch.run('job', nproc=2)\nfinally:\n    print('ended', flush=True)\n"

@@ -1,0 +1,163 @@
+"""Time and memory of ring attention against gathering K and V: causal attention of one layer, forward and backward.
+
+    python benchmarks/ring_attention.py [--length 4096] [--ranks 2] [--rounds 15] [--batch 1] [--heads 8] [--kv-heads 8]
+
+Both run on the same ranks in turns, in changing order; the slowest rank's time counts, and the ratio is the median over the
+rounds of (ring / gather in that round). Before anything is timed, their outputs and gradients must agree. Saved bytes are
+those that autograd holds from forward to backward, each storage once. Peak memory is what one forward and backward adds to
+the resident memory of a fresh process (on CUDA: to the allocated memory), the largest rank's. On a machine with as many
+GPUs as ranks the same runs there, in bfloat16.
+"""
+
+import argparse
+import json
+import os
+import platform
+import statistics
+from pathlib import Path
+
+import torch
+
+from labcode.comm.ranks import Ranks
+
+RESULTS = Path(__file__).parent / "results"
+WAYS = ("RingAttention", "GatherAttention")
+
+
+def contestant(way, layout, shape):
+    """A function that runs one forward and backward on this rank and returns [output, gradients of q, k, v]."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.models.layers import CoreAttention
+    from labcode.parallel import context
+
+    cuda = dist.get_backend() == "nccl"
+    if not cuda:
+        torch.set_num_threads(1)
+    batch, heads, kv_heads, length, head_size = shape
+    attention = getattr(context, way)(CoreAttention(True), dist.group.WORLD, layout)
+    attention.length = length
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(batch, length, heads + 2 * kv_heads, head_size, generator=generator)
+    qkv = context.take_own(qkv, dist.group.WORLD, 1, layout).to(*(("cuda", torch.bfloat16) if cuda else ("cpu",)))
+    leaves = [x.transpose(1, 2).requires_grad_() for x in qkv.split((heads, kv_heads, kv_heads), dim=2)]
+    del qkv
+
+    def run():
+        for leaf in leaves:
+            leaf.grad = None
+        out = attention(*leaves)
+        out.backward(torch.ones_like(out))
+        return [out.detach(), *(leaf.grad for leaf in leaves)]
+
+    return run
+
+
+def times(rank, layouts, shape, rounds):
+    """{(way, layout): seconds on this rank in each round}; all contestants take turns."""
+    import time
+
+    import torch
+    import torch.distributed as dist
+
+    def wait():
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier()
+
+    field = {(way, layout): contestant(way, layout, shape) for layout in layouts for way in WAYS}
+    for layout in layouts:
+        for a, b in zip(*(field[way, layout]() for way in WAYS)):
+            tolerance = 0.05 if a.dtype == torch.bfloat16 else 1e-3
+            torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+    found, order = {who: [] for who in field}, list(field)
+    for _ in range(rounds):
+        for who in order:
+            wait()
+            start = time.perf_counter()
+            field[who]()
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            found[who].append(time.perf_counter() - start)
+        order = order[1:] + order[:1]
+    return found
+
+
+def memory(rank, way, layout, shape):
+    """(bytes saved for the backward, bytes of the peak above the start) of one forward and backward."""
+    import torch
+
+    contestant(way, layout, (*shape[:3], 64, shape[4]))()  # libraries and connections have their memory already
+    run, saved = contestant(way, layout, shape), {}
+
+    def pack(x):
+        saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        run()
+        peak = torch.cuda.max_memory_allocated()
+    else:
+        before, _ = resident_bytes()
+        run()
+        _, peak = resident_bytes()
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        run()
+    return sum(saved.values()), peak - before
+
+
+def resident_bytes():
+    """(now, at its highest) of this process, as Linux counts them."""
+    from pathlib import Path
+
+    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    for name, default in (("length", 4096), ("ranks", 2), ("rounds", 15), ("batch", 1), ("heads", 8), ("head-size", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
+    parser.add_argument("--layouts", nargs="+", default=["zigzag", "contiguous"])
+    parser.add_argument("--out", type=Path, help="default: results/ring_attention_cpu.json or _cuda.json")
+    args = parser.parse_args()
+    shape = (args.batch, args.heads, args.kv_heads or args.heads, args.length, args.head_size)
+    device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
+    machine = {
+        "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
+        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "dtype": "bfloat16" if device == "cuda" else "float32",
+        "threads_per_rank": 1,
+    }
+    setup = {"ranks": args.ranks, "rounds": args.rounds, "B, N, K, S, D": shape}
+    print(", ".join(f"{key} {value}" for key, value in (machine | setup).items()), "\n")
+    with Ranks(args.ranks, timeout_s=120) as ranks:
+        found = ranks.run(times, args.layouts, shape, args.rounds)
+    slowest = {who: [max(seconds) for seconds in zip(*(rank[who] for rank in found))] for who in found[0]}
+    print("| layout | attention | ms, median | fastest | ring / gather, median | quartiles | saved MB | peak MB |")
+    print("|---|---|---:|---:|---:|---:|---:|---:|")
+    rows = []
+    for (way, layout), seconds in slowest.items():
+        with Ranks(args.ranks, timeout_s=120) as ranks:
+            saved, peak = map(max, zip(*ranks.run(memory, way, layout, shape)))
+        ratios = [ring / gather for ring, gather in zip(slowest[WAYS[0], layout], slowest[WAYS[1], layout])]
+        row = {"layout": layout, "attention": way, "median_ms": round(statistics.median(seconds) * 1e3, 1)}
+        row |= {"fastest_ms": round(min(seconds) * 1e3, 1), "ring_over_gather": round(statistics.median(ratios), 3)}
+        row |= {"ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]}
+        rows.append(row | {"saved_bytes": saved, "peak_bytes": peak})
+        ratio, quartiles = f"{row['ring_over_gather']:.3f}", "{:.3f} to {:.3f}".format(*row["ratio_quartiles"])
+        cells = (layout, way, row["median_ms"], row["fastest_ms"], *((ratio, quartiles) if way == WAYS[0] else ("", "")))
+        print(f"| {' | '.join(map(str, cells))} | {saved / 1e6:.1f} | {peak / 1e6:.1f} |", flush=True)
+    out = args.out or RESULTS / f"ring_attention_{device}.json"
+    out.parent.mkdir(parents=True, exist_ok=True)
+    out.write_text(json.dumps({"machine": machine, "setup": setup, "results": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,14 @@
+"""A real multi-node SLURM on this machine: slurmctld, slurmd and munge, each node a host of its own in Linux namespaces.
+
+    with Cluster.up(nodes=2) as cluster:
+        print(cluster.exec(["srun", "-N2", "hostname"]).stdout)
+
+`slurm/cluster up`, `exec`, `down` are the same on the command line. Nothing is simulated but the hardware: GPUs are files,
+CPUs and memory are what slurm.conf says they are.
+"""
+
+from labcode.slurm.cluster.cluster import Cluster, running
+from labcode.slurm.cluster.conf import Spec
+from labcode.slurm.cluster.needs import Unavailable
+
+__all__ = ["Cluster", "Spec", "Unavailable", "running"]

@@ -1,0 +1,249 @@
+"""Rules about the head of a batch script: shebang, `#SBATCH` lines, logs and time."""
+
+import difflib
+import re
+
+from labcode.slurm.rule import collector
+from labcode.slurm.script import OPTIONS
+
+RULES, rule = collector()
+
+
+@rule(
+    "S01",
+    "this line is a comment, not a directive: write #SBATCH, without a space and in capitals",
+    "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in place of what is asked",
+    "#!/bin/bash\n# SBATCH --nodes=2\n",
+    "#!/bin/bash\n#SBATCH --nodes=2\n",
+)
+def _inert(script, facts):
+    for number, line in enumerate(script.lines, 1):
+        if re.match(r"\s*#+\s*SBATCH\s+-", line, re.IGNORECASE) and not line.startswith("#SBATCH"):
+            yield number, line.strip()
+
+
+@rule(
+    "S02",
+    "directive after the first command: move it to the top",
+    "sbatch stops reading at the first line that is neither empty nor a comment; later directives do nothing",
+    "#!/bin/bash\nset -e\n#SBATCH --time=10\n",
+    "#!/bin/bash\n#SBATCH --time=10\nset -e\n",
+)
+def _late(script, facts):
+    for number in script.late:
+        yield number, script.lines[number - 1].strip()
+
+
+@rule(
+    "S03",
+    "the first line names no interpreter: begin with #!/bin/bash",
+    "sbatch refuses a script without #!, and /bin/sh knows neither pipefail nor arrays",
+    "#SBATCH --nodes=2\nhostname\n",
+    "#!/bin/bash\n#SBATCH --nodes=2\nhostname\n",
+)
+def _shebang(script, facts):
+    if not re.match(r"#!\s*/\S*(bash|env bash)", script.lines[0]):
+        yield 1, script.lines[0].strip()
+
+
+@rule(
+    "S04",
+    "sbatch has no such option",
+    "a misspelt directive makes sbatch refuse the script, or an old version pass over it",
+    "#!/bin/bash\n#SBATCH --gpu-per-node=4\n",
+    "#!/bin/bash\n#SBATCH --gpus-per-node=4\n",
+)
+def _unknown_option(script, facts):
+    for directive in script.directives:
+        if directive.name not in OPTIONS:
+            close = difflib.get_close_matches(directive.name, OPTIONS, n=1)
+            yield directive.line, f"--{directive.name}" + (f": did you mean --{close[0]}?" if close else "")
+
+
+@rule(
+    "S05",
+    "two directives for one option: keep one",
+    "the last one counts, without a word, so the one above it misleads whoever reads the script",
+    "#!/bin/bash\n#SBATCH --time=10\n#SBATCH -t 20\n",
+    "#!/bin/bash\n#SBATCH --time=20\n",
+    warning=True,
+)
+def _twice(script, facts):
+    for directive in script.directives:
+        last = script.option(directive.name)
+        if last is not directive and last.value != directive.value:
+            yield directive.line, f"--{directive.name}={directive.value}, and in line {last.line} {last.value}"
+
+
+@rule(
+    "S06",
+    "a directive is not expanded by the shell: write the value, or give it on the command line of sbatch",
+    "no shell reads #SBATCH lines: a folder named '$HOME' would be needed, and the job ends without a log",
+    "#!/bin/bash\n#SBATCH --output=$HOME/logs/%x-%j.out\n",
+    "#!/bin/bash\n#SBATCH --output=logs/%x-%j.out\n",
+)
+def _variable(script, facts):
+    for directive in script.directives:
+        if re.search(r"\$[A-Za-z({]|^~/", directive.value) and directive.name in (
+            "output",
+            "error",
+            "chdir",
+            "input",
+            "account",
+        ):
+            yield directive.line, f"--{directive.name}={directive.value}"
+
+
+@rule(
+    "S07",
+    "lines end as on Windows: convert the file with dos2unix",
+    "sbatch refuses a script with DOS line breaks",
+    "#!/bin/bash\r\n#SBATCH --nodes=2\r\n",
+    "#!/bin/bash\n#SBATCH --nodes=2\n",
+)
+def _line_ends(script, facts):
+    if any(line.endswith("\r") for line in script.lines):
+        yield next(n for n, line in enumerate(script.lines, 1) if line.endswith("\r")), "carriage return"
+
+
+@rule(
+    "S08",
+    "no time limit: say --time",
+    "without one the partition's default holds, often its maximum (a long queue) or a few minutes (an early end)",
+    "#!/bin/bash\n#SBATCH --nodes=2\nsrun hostname\n",
+    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=00:10:00\nsrun hostname\n",
+    warning=True,
+)
+def _no_time(script, facts):
+    if script.value("time") is None:
+        yield 1, "no --time"
+
+
+@rule(
+    "S09",
+    "not a time limit: write minutes, H:M:S or D-H:M:S",
+    "sbatch refuses it; and 1:30 is one minute and a half, not ninety minutes",
+    "#!/bin/bash\n#SBATCH --time=2h\n",
+    "#!/bin/bash\n#SBATCH --time=2:00:00\n",
+)
+def _time_form(script, facts):
+    if script.value("time") and script.minutes is None:
+        yield script.option("time").line, script.value("time")
+
+
+@rule(
+    "S10",
+    "the log's name lacks the job's number: use %x-%j",
+    "the next job of this script overwrites the log of this one, and two at once write into one file",
+    "#!/bin/bash\n#SBATCH --output=train.log\n",
+    "#!/bin/bash\n#SBATCH --output=%x-%j.out\n",
+    warning=True,
+)
+def _log_name(script, facts):
+    for name in ("output", "error"):
+        value = script.value(name)
+        if value and value != "/dev/null" and not re.search(r"%\d*[jJA]", value):
+            yield script.option(name).line, value
+
+
+@rule(
+    "S11",
+    "the tasks of an array share one log: add %a",
+    "all tasks of the array write into one file at once",
+    "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A.out\n",
+    "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A_%a.out\n",
+)
+def _array_log(script, facts):
+    value = script.value("output") or ""
+    if script.option("array") and re.search(r"%\d*A", value) and not re.search(r"%\d*[ajJ]", value):
+        yield script.option("output").line, value
+
+
+@rule(
+    "S12",
+    "a requeued job empties its log: add --open-mode=append",
+    "the second life truncates what the first one wrote, the reason of its end included",
+    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%j.out\n",
+    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
+)
+def _append(script, facts):
+    if (script.option("requeue") or script.found(r"scontrol requeue")) and script.value("open-mode") != "append":
+        yield (script.option("requeue").line if script.option("requeue") else 1), "no --open-mode=append"
+
+
+@rule(
+    "S13",
+    "scontrol requeue without --requeue",
+    "where the cluster's default is not to requeue (JobRequeue=0) the order is refused and the job ends",
+    '#!/bin/bash\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
+    '#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
+)
+def _requeue(script, facts):
+    for command in script.found(r"scontrol requeue"):
+        if not script.option("requeue"):
+            yield command.line, "no --requeue"
+
+
+@rule(
+    "S14",
+    "the signal before the time limit does not reach the batch script: write --signal=B:USR1@60",
+    "without B: SLURM sends it to the steps alone, and the trap of this script never runs",
+    "#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap save USR1\n",
+    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
+)
+def _signal_to_shell(script, facts):
+    value = script.value("signal") or ""
+    name = re.match(r"(?:SIG)?([A-Z]+\d?)", value)
+    if name and script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
+        yield script.option("signal").line, value
+
+
+@rule(
+    "S15",
+    "a signal is asked for and nothing catches it: add a trap",
+    "bash dies of USR1 at once, the ranks are killed without a checkpoint, and the lead time is lost",
+    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nsrun python train.py\n",
+    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\nsrun python train.py &\nwait\n",
+)
+def _no_trap(script, facts):
+    name = re.match(r"R?B:(?:SIG)?(\w+)", script.value("signal") or "")
+    if name and not script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
+        yield script.option("signal").line, script.value("signal")
+
+
+@rule(
+    "S16",
+    "the signal comes no earlier than the job's start: a longer --time or a shorter lead",
+    "the job is told to stop as soon as it begins",
+    "#!/bin/bash\n#SBATCH --time=1\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
+    "#!/bin/bash\n#SBATCH --time=10\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
+)
+def _lead(script, facts):
+    seconds = re.search(r"@(\d+)", script.value("signal") or "")
+    if seconds and script.minutes is not None and int(seconds[1]) >= script.minutes * 60:
+        yield script.option("signal").line, f"{seconds[1]} s before the end of {script.value('time')}"
+
+
+@rule(
+    "S17",
+    "afterok for ever: add --kill-on-invalid-dep=yes",
+    "when the job it waits for fails, this one stays pending with DependencyNeverSatisfied until somebody cancels it",
+    "#!/bin/bash\n#SBATCH --dependency=afterok:123\n",
+    "#!/bin/bash\n#SBATCH --dependency=afterok:123\n#SBATCH --kill-on-invalid-dep=yes\n",
+    warning=True,
+)
+def _dependency(script, facts):
+    if "afterok" in (script.value("dependency") or "") and script.value("kill-on-invalid-dep") != "yes":
+        yield script.option("dependency").line, script.value("dependency")
+
+
+@rule(
+    "S18",
+    "say how many tasks each node gets: --ntasks-per-node",
+    "--ntasks alone may be placed 3 + 1 on two nodes, and a local rank then has no GPU of its own",
+    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=4\n",
+    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n",
+)
+def _placement(script, facts):
+    if script.multi_node and script.option("ntasks") and not script.option("ntasks-per-node"):
+        yield script.option("ntasks").line, f"{script.value('ntasks')} tasks on {script.value('nodes')} nodes"

@@ -1,0 +1,217 @@
+"""A batch script as sbatch and bash read it: directives that count, those that do not, and commands with their lines."""
+
+import math
+import re
+import shlex
+from dataclasses import dataclass
+from functools import cached_property
+
+# the options of sbatch 22.05 to 25.05 (slurm.schedmd.com/sbatch.html), and those that pyxis and shifter add to it
+_LETTERS = """
+A=account a=array b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error F=nodefile G=gpus H=hold i=input
+J=job-name k=no-kill L=licenses M=clusters m=distribution N=nodes n=ntasks O=overcommit o=output p=partition q=qos
+S=core-spec s=oversubscribe t=time v=verbose W=wait w=nodelist x=exclude
+"""
+_WITH_VALUE = """
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment consolidate-segments constraint
+container container-env container-id container-image container-mounts container-name container-save container-workdir
+core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
+gres-flags hint image input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
+mem-per-gpu mincpus module network nice nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
+ntasks-per-socket oom-kill-step open-mode output partition power prefer priority profile propagate qos reservation
+segment signal sockets-per-node switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
+volume wait-all-nodes wckey wrap
+"""
+_ALONE = """
+container-mount-home container-writable contiguous exclusive get-user-env help hold ignore-pbs no-bell
+no-container-mount-home no-container-remap-root no-kill no-requeue overcommit oversubscribe parsable quiet reboot requeue
+spread-job stepmgr test-only usage use-min-nodes verbose version wait
+"""
+SHORT = dict(pair.split("=") for pair in _LETTERS.split())
+WITH_VALUE = frozenset(_WITH_VALUE.split())
+OPTIONS = WITH_VALUE | frozenset(_ALONE.split())
+
+
+@dataclass(frozen=True)
+class Directive:
+    """One option of a `#SBATCH` line: `-N 2` and `--nodes=2` are both ("nodes", "2")."""
+
+    line: int
+    name: str
+    value: str
+
+
+@dataclass(frozen=True)
+class Command:
+    """One logical line of the script, continued lines joined, comments gone; `line` is where it starts."""
+
+    line: int
+    text: str
+
+    def has(self, pattern: str) -> bool:
+        """Whether the regular expression is found in the command."""
+        return re.search(pattern, self.text) is not None
+
+
+class Script:
+    """A script taken apart once, for the rules to ask.
+
+    Args:
+        text: The whole script.
+    """
+
+    def __init__(self, text: str):
+        self.text, self.lines = text, text.split("\n")
+        self.late: list[int] = []  # lines of directives that sbatch does not read
+        self.directives: list[Directive] = []
+        self.commands: list[Command] = []
+        self._read()
+
+    def _read(self):
+        number, until = 0, None
+        while number < len(self.lines):
+            line, start = self.lines[number].rstrip("\r"), number + 1
+            number += 1
+            if until is not None:  # inside a here-document: text, no commands
+                until = None if line.strip() == until else until
+                continue
+            if line.startswith("#SBATCH"):
+                self._directive(line, start)
+                continue
+            if not line.strip() or line.lstrip().startswith("#"):
+                continue
+            text, quote = _without_comment(line)
+            while number < len(self.lines) and (quote or text.endswith("\\") or _open_list(text)):
+                more, quote = _without_comment(self.lines[number].rstrip("\r"), quote)
+                text = text.removesuffix("\\").rstrip() + " " + more.strip()
+                number += 1
+            self.commands.append(Command(start, text.strip()))
+            here = re.search(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1", text)
+            until = here[2] if here else None
+
+    def _directive(self, line, number):
+        if self.commands:
+            self.late.append(number)
+            return
+        self.directives += [Directive(number, *pair) for pair in _options(line.removeprefix("#SBATCH"))]
+
+    def option(self, name: str) -> Directive | None:
+        """The directive that counts, the last one of that name."""
+        return next((d for d in reversed(self.directives) if d.name == name), None)
+
+    def value(self, name: str) -> str | None:
+        """Its value; None without such a directive."""
+        found = self.option(name)
+        return found.value if found else None
+
+    def number(self, name: str) -> int | None:
+        """Its value as a whole number ("2-4" is 2); None where it is none."""
+        digits = re.match(r"\d+", self.value(name) or "")
+        return int(digits[0]) if digits else None
+
+    def found(self, pattern: str) -> list[Command]:
+        """The commands in which the regular expression is found."""
+        return [command for command in self.commands if command.has(pattern)]
+
+    @cached_property
+    def sruns(self) -> list[Command]:
+        """The commands that start tasks with srun."""
+        return [c for c in self.found(r"(?<![\w./$-])srun\s") if not c.has(r"^(echo|printf)\b")]
+
+    @cached_property
+    def torchruns(self) -> list[Command]:
+        """The commands that start agents of torchrun."""
+        return self.found(r"(?<![\w./$-])torchrun\b|torch\.distributed\.(run|launch)\b")
+
+    @property
+    def multi_node(self) -> bool:
+        """Whether the script asks for more than one node."""
+        return (self.number("nodes") or 1) > 1
+
+    @property
+    def gpus_per_node(self) -> int | None:
+        """GPUs asked for on a node, in whichever of the four ways; None where the script does not say."""
+        for name in ("gpus-per-node", "gres"):
+            for entry in (self.value(name) or "").split(","):
+                counted = re.fullmatch(r"(?:gres/)?(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)(?:\(.*\))?", entry.strip())
+                if counted and (name != "gres" or "gpu" in entry):
+                    return int(counted[1])
+        last = re.search(r"(\d+)$", self.value("gpus-per-task") or "")
+        if last and self.number("ntasks-per-node"):
+            return int(last[1]) * self.number("ntasks-per-node")
+        last = re.search(r"(\d+)$", self.value("gpus") or "")
+        return int(last[1]) // (self.number("nodes") or 1) if last else None
+
+    @property
+    def ranks_per_node(self) -> int | None:
+        """Processes that train on one node: torchrun's, else the tasks of srun; None where it is not a plain number."""
+        for command in self.torchruns:
+            said = re.search(r"--nproc[-_]per[-_]node[= ]\"?([^\s\"]+)", command.text)
+            return int(said[1]) if said and said[1].isdigit() else (None if said else 1)
+        return self.number("ntasks-per-node")
+
+    @property
+    def world_size(self) -> int | None:
+        """Ranks of the job; None where the script does not say."""
+        if self.ranks_per_node:
+            return (self.number("nodes") or 1) * self.ranks_per_node
+        return None if self.torchruns else self.number("ntasks")
+
+    @property
+    def minutes(self) -> float | None:
+        """The time limit."""
+        return minutes(self.value("time"))
+
+
+def minutes(text: str | None) -> float | None:
+    """A SLURM time limit in minutes: "90", "90:30", "1:30:00", "1-12", "1-12:30:00", "UNLIMITED"; None for what is none."""
+    if text and text.upper() in ("UNLIMITED", "INFINITE"):
+        return math.inf
+    parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
+    if not parts:
+        return None
+    days, *rest = parts.groups()
+    numbers = [int(n) for n in rest if n is not None]
+    if days is None and len(numbers) < 3:  # minutes, or minutes:seconds
+        numbers = [0, *numbers]
+    hours, mins, secs = (*numbers, 0, 0)[:3]
+    return int(days or 0) * 1440 + hours * 60 + mins + secs / 60
+
+
+def _options(text):
+    """(name, value) of each option in the rest of a `#SBATCH` line."""
+    try:
+        words = shlex.split(text, comments=True)
+    except ValueError:  # a quote that is not closed
+        words = text.split()
+    while words:
+        word = words.pop(0)
+        if word.startswith("--"):
+            name, equals, value = word[2:].partition("=")
+            if not equals and name in WITH_VALUE and words:
+                value = words.pop(0)
+            yield name, value
+        elif word.startswith("-") and len(word) > 1:
+            name, value = SHORT.get(word[1], word[1]), word[2:]
+            if not value and name in WITH_VALUE and words and not words[0].startswith("-"):
+                value = words.pop(0)
+            yield name, value.removeprefix("=")
+
+
+def _without_comment(line, quote=""):
+    """(the line up to a `#` that begins a comment, the quote that is open at its end); `quote` is open at its beginning."""
+    for at, letter in enumerate(line):
+        if quote:
+            quote = "" if letter == quote and (quote == "'" or line[at - 1] != "\\") else quote
+        elif letter in "'\"" and (at == 0 or line[at - 1] != "\\"):
+            quote = letter
+        elif letter == "#" and (at == 0 or line[at - 1].isspace()):
+            return line[:at].rstrip(), ""
+    return line.rstrip(), quote
+
+
+def _open_list(text):
+    """An array that goes on in the next line: `command=(` without its `)`."""
+    begin = re.match(r"\s*(?:local\s+|declare\s+-a\s+)?\w+\+?=\(", text)
+    return bool(begin) and text.count("(") > text.count(")")

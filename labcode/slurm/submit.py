@@ -1,0 +1,115 @@
+"""`submit(job, site)`: to SLURM where there is one, else to this machine, with the same call and the same answer.
+
+from labcode.slurm.job import Job
+from labcode.slurm.submit import submit
+
+handle = submit(Job("gpt_tiny", ("--train.steps", "20"), nodes=2), "local")
+handle.where                            # "SLURM cluster ..." or "this machine, no SLURM: ..."
+handle.wait()                           # shows the log; raises JobFailed with the reason
+"""
+
+import contextlib
+import dataclasses
+import signal
+import sys
+import threading
+import uuid
+from pathlib import Path
+
+from labcode.files import write_atomically
+from labcode.slurm.client import Client
+from labcode.slurm.handle import Handle, SlurmHandle
+from labcode.slurm.job import Job
+from labcode.slurm.lint import lint
+from labcode.slurm.local import start
+from labcode.slurm.render import render
+from labcode.slurm.site import Site, load
+
+SLACK_S = 600.0  # how much longer than its time limit a job may seem to run before `wait` gives up
+HINT = "slurm/cluster up 2 starts one"
+
+
+def submit(
+    job: Job,
+    site: Site | str = "local",
+    *,
+    keep: bool = False,
+    echo: bool = True,
+    client: Client | None = None,
+    here: bool = False,
+) -> Handle:
+    """Start a job and return at once; `.wait()` follows it to its end.
+
+    The script and the log lie in the site's folder of logs, under the current folder.
+
+    Args:
+        job: What to run.
+        site: Where, or the name of its profile.
+        keep: Leave the job running when the wait for it is interrupted.
+        echo: Say where the job went.
+        client: The cluster; None looks for one, and runs the job on this machine if there is none.
+        here: Run on this machine although there is a cluster.
+
+    Raises:
+        ValueError: The job is impossible, does not fit the site, or its script breaks a rule.
+        SlurmError: SLURM refused it; nothing is left in the queue.
+    """
+    site = load(site) if isinstance(site, str) else site
+    if site.name == "local" and site.python == "python":
+        site = dataclasses.replace(site, python=sys.executable)  # its nodes share this machine's files
+    text = checked(job, site)
+    client = None if here else client or Client.find(site.name)
+    folder = Path(site.logs)
+    folder.mkdir(parents=True, exist_ok=True)
+    handle = _to_slurm(client, text, folder, job, keep) if client else start(job, site, folder, keep)
+    if echo:
+        hint = f" ({HINT})" if client is None and not here and site.name == "local" else ""
+        print(f"job {handle.number} on {handle.where}{hint}; log: {handle.path}", flush=True)
+    return handle
+
+
+def checked(job: Job, site: Site) -> str:
+    """The script for a job, without faults.
+
+    Raises:
+        ValueError: The job is impossible, or a rule refuses the script.
+    """
+    text = render(job, site)
+    errors = [problem for problem in lint(text, site, job) if problem.severity == "error"]
+    if errors:
+        more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
+        raise ValueError(f"the script is not submitted: line {errors[0].line}: {errors[0].rule}: {errors[0].message}{more}")
+    return text
+
+
+def _to_slurm(client, text, folder, job, keep) -> SlurmHandle:
+    script = folder.absolute() / f"{job.name}-{uuid.uuid4().hex[:8]}.sbatch"
+    write_atomically(script, text.encode())
+    handle = None
+    try:
+        with _no_interrupt():  # between sbatch's yes and the job's number nobody could cancel it
+            number = client.submit(script)
+            handle = SlurmHandle(client, number, keep, job.minutes * 60 + SLACK_S)
+    except BaseException:
+        script.unlink(missing_ok=True)
+        if handle and not keep:
+            handle.cancel()
+        raise
+    handle.script = script.rename(script.with_name(f"{job.name}-{number}.sbatch"))
+    return handle
+
+
+@contextlib.contextmanager
+def _no_interrupt():
+    """Ctrl-C waits until the block is left."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught = []
+    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if caught:
+        raise KeyboardInterrupt

@@ -1,0 +1,206 @@
+"""Checks of lesson 12, SLURM and multi-node, and the texts that its exercises are about. Each assertion's text is a hint."""
+
+import contextlib
+import math
+import os
+import tempfile
+from pathlib import Path
+
+from labcode.slurm.client import Client, SlurmError
+from labcode.slurm.cluster import Cluster, Unavailable
+from labcode.slurm.job import Job
+from labcode.slurm.lint import lint
+from labcode.slurm.nccl import parse
+from labcode.slurm.render import render
+from labcode.slurm.script import Script
+from labcode.slurm.site import load
+from labcode.teach import nccl_example
+from labcode.teach.check import due
+
+# ---- 12.1
+
+BAD = """\
+#!/bin/bash
+#SBATCH --job-name=my-first
+#SBATCH --nodes=2
+# SBATCH --gpus-per-node=2
+#SBATCH --ntasks-per-node=2
+#SBATCH --time=1:30
+#SBATCH --output=train.log
+cd /home/ada/course
+#SBATCH --mem=4G
+export MASTER_ADDR=n1
+export MASTER_PORT=29500
+srun python -m labcode.train gpt_tiny --train.out /tmp/run
+echo finished
+"""
+WANTED = {"nodes": "2", "ntasks-per-node": "2", "gpus-per-node": "2", "mem": "4G"}
+
+
+def mended(text) -> None:
+    """The learner's script: no fault left, and still the job that was meant."""
+    text = due(text)
+    problems = lint(text, load("local"))
+    assert not problems, f"{len(problems)} left; line {problems[0].line}: {problems[0].rule}: {problems[0].message}"
+    script = Script(text)
+    for option, value in WANTED.items():
+        found = script.value(option)
+        assert found == value, f"no fault is left, but the job is another one: --{option}={value} was meant, it has {found}"
+    minutes = script.minutes
+    assert minutes is not None and math.isclose(minutes, 90), f"the time limit is {minutes} minutes; meant were 90: H:MM:SS"
+    trains = [command for command in script.sruns if command.has(r"labcode\.train gpt_tiny\b")]
+    assert trains, "no srun starts python -m labcode.train gpt_tiny: the job was meant to train"
+
+
+# ---- 12.2
+
+ATLAS = {
+    "account": "bio42",
+    "partition": "gpu",
+    "gpus.per_node": 4,
+    "gpus.request": "gres",
+    "gpus.type": "a100",
+    "cpus.per_node": 64,
+    "max_minutes": 1440,
+    "modules": ("cuda/12.4",),
+    "scratch": "$SCRATCH",
+}
+HINTS = {
+    "gpus.request": "the documentation writes --gres: request: gres",
+    "gpus.type": "--gres names the type between gpu: and the number",
+    "max_minutes": "a day has 24 x 60 minutes",
+    "modules": "modules is a list, such as [name/version]",
+    "scratch": "a $NAME is looked up by the job",
+    "cpus.per_node": "hardware cores of a node, under cpus:",
+}
+
+
+def site_profile(text) -> None:
+    """The learner's YAML for the made-up cluster Atlas: each value, a script, and SLURM's own word where there is SLURM."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "atlas.yaml"
+        path.write_text(due(text), encoding="utf-8")
+        try:
+            site = load(path)
+        except ValueError as error:
+            raise AssertionError(str(error)) from None
+    for name, value in ATLAS.items():
+        found = site
+        for part in name.split("."):
+            found = getattr(found, part)
+        hint = HINTS.get(name, "the documentation says it")
+        assert found == value, f"{name} is {found!r}, Atlas wants {value!r}: {hint}"
+    for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
+        interface = site.env.get(name)
+        assert interface is not None, f"env has no {name}: the library would take the first interface that it finds"
+        assert interface.value == "ib0", f"{name} is {interface.value!r}, the network between the nodes is ib0"
+    job = Job("gpt_tiny", nodes=2, ranks_per_node=4, minutes=60, name="atlas")
+    script = render(job, site)
+    problems = lint(script, site, job)
+    assert not problems, f"the script for a job of 2 nodes: line {problems[0].line}: {problems[0].message}"
+    refused = refusal(script)
+    assert refused is None, f"a SLURM that pretends to be Atlas refuses the script: {refused}"
+
+
+def refusal(script: str) -> str | None:
+    """Why a SLURM that pretends to be Atlas refuses a script; None if it accepts it, or where there is no SLURM."""
+    atlas = {"nodes": 2, "cpus": 64, "memory_mb": 100_000, "gpus": 4, "gpu_type": "a100", "accounts": ["bio42"]}
+    atlas["partitions"] = {"gpu": {"MaxTime": "1-00:00:00"}}
+    with contextlib.suppress(Unavailable, RuntimeError), tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "atlas.sbatch"
+        path.write_text(script, encoding="utf-8")
+        with Cluster.up(name=f"lesson12-atlas-{os.getpid()}", **atlas) as cluster:
+            try:
+                Client.of(cluster).test(path)
+            except SlurmError as error:
+                return str(error)
+    return None
+
+
+# ---- 12.3
+
+LOGS = {
+    "2 ranks on 2 nodes (n1: 0; n2: 1), gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 8 samples a step": {
+        "n1": [0],
+        "n2": [1],
+    },
+    "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 8 samples a step": {"": [0, 1]},
+    "8 ranks on 2 nodes (gpu07: 0, 1, 2, 3; gpu11: 4, 5, 6, 7), nccl on cuda; grid dp 2 x pp 2 x cp 1 x tp 2": {
+        "gpu07": [0, 1, 2, 3],
+        "gpu11": [4, 5, 6, 7],
+    },
+    "4 ranks on 3 nodes (a-1.site: 0; b: 1, 2; c: 3), gloo on cpu; grid dp 4 x pp 1 x cp 1 x tp 1": {
+        "a-1.site": [0],
+        "b": [1, 2],
+        "c": [3],
+    },
+}
+BEFORE, AFTER = "starting ...\n", "\nstep 1/80 | loss 4.1744 (nats: 1) | 0.1 s/step\n"
+
+
+def ranks_by_node(ranks_by_node) -> None:
+    """The learner's `ranks_by_node(log)`: {node: [ranks]} from the first line of a training log."""
+    for line, expected in LOGS.items():
+        if "" in expected:
+            continue
+        found = due(ranks_by_node(BEFORE + line + AFTER))
+        assert isinstance(found, dict), f"{str(found)[:60]}: give a dictionary, node: list of its ranks"
+        assert list(found) == list(expected), f"{line[:60]}...: nodes {list(found)}, the line names {list(expected)}"
+        for node, ranks in expected.items():
+            mine = found[node]
+            assert all(isinstance(rank, int) for rank in mine), (
+                f"ranks of {node} are {mine}: make them whole numbers, int(...)"
+            )
+            assert list(mine) == ranks, f"{line[:60]}...: ranks {mine} on {node}, the line says {ranks}"
+
+
+# ---- 12.4
+
+
+def between(between) -> None:
+    """The learner's `between(comm)`: the transports of links whose two ranks are on different hosts."""
+    logs = [nccl_example.two_nodes(), nccl_example.two_nodes(rdma=False), nccl_example.two_nodes(gpus=1)]
+    mixed = nccl_example.two_nodes(gpus=2).replace("2[0] [send] via NET/IB/0/GDRDMA", "2[0] [send] via NET/Socket/0")
+    mixed = mixed.replace("2[0] [receive] via NET/IB/0/GDRDMA", "2[0] [receive] via NET/Socket/0")
+    for text in (*logs, mixed):
+        comm = parse(text).main
+        found, expected = due(between(comm)), comm.transports(between_hosts=True)
+        assert not isinstance(found, str), f"{found!r}: give a set of transports, there may be several"
+        found = set(found)
+        inside = found & comm.transports(between_hosts=False) - expected
+        assert not inside, f"{inside}: these connect ranks of one host; compare comm.ranks[...].host of both ends"
+        assert found == expected, f"{found or 'nothing'}: between the hosts there is {expected}"
+
+
+# ---- 12.5
+
+SYMPTOMS = {
+    "A": "rank 6: RuntimeError: Gloo connectFullMesh failed with timed out connecting: SO_ERROR: Connection refused, "
+    "remote=[127.0.1.1]:41877",
+    "B": "rank 3: DistNetworkError: The client socket has timed out after 600000ms while trying to connect to "
+    "(gpu07, 29500).\nrank 0: DistStoreError: Timed out after 601 seconds waiting for clients. 1/8 clients joined.",
+    "C": "rank 0: what(): op.preamble.length <= op.nbytes. 4194304 vs 3145728. Received data size doesn't match "
+    "expected size. Is there a distributed collective mismatch in your code?",
+    "D": "gpu11:71:93 [0] misc/socket.cc NCCL WARN socketStartConnect: Connect to 172.17.0.1<39741> failed : "
+    "Connection refused",
+    "E": "JOBID  NAME ST NODELIST(REASON)\n  812 train PD (ReqNodeNotAvail, UnavailableNodes:gpu11)",
+}
+FAULTS = {"A": "name", "B": "port", "C": "code", "D": "interface", "E": "node"}
+ASKS = {
+    "A": "whose address is 127.0.1.1, and where does a rank learn its own address?",
+    "B": "the name was found and nothing was refused: the packets got no answer at all",
+    "C": "the ranks met; they do not agree on how long a tensor is",
+    "D": "which interface has the address 172.17.0.1, and is it the one between the nodes?",
+    "E": "no rank has started yet: who says no?",
+}
+
+
+def diagnosis(answers) -> None:
+    """The learner's {symptom: fault}."""
+    answers = due(answers)
+    assert set(answers) == set(FAULTS), f"name a fault for each of {', '.join(FAULTS)}; found {', '.join(map(str, answers))}"
+    due(*answers.values())
+    unknown = sorted(set(map(str, answers.values())) - set(FAULTS.values()))
+    assert not unknown, f"{unknown[0]!r} is none of the five: {', '.join(sorted(FAULTS.values()))}"
+    for symptom, fault in FAULTS.items():
+        assert answers[symptom] == fault, f"{symptom} is not {answers[symptom]!r}: {ASKS[symptom]}"

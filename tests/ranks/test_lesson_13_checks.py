@@ -1,0 +1,365 @@
+"""The checks of lesson 13 let right answers pass and give plausible wrong ones the hint that is meant for them.
+
+Beside them what the lesson stands on: a pretended cluster computes what one process does, and takes the time it should.
+"""
+
+import contextlib
+import math
+import re
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from labcode import recipes
+from labcode.comm.counting import counted, totals
+from labcode.comm.ranks import RankError
+from labcode.perf import comm, placement
+from labcode.slurm.outcome import Outcome
+from labcode.teach import expected, hybrid_lab, pretend, stages
+from labcode.teach.check import check
+from labcode.teach.exercises import l13
+from labcode.teach.slurm_lab import Lab
+from labcode.topology import GridShape
+from labcode.train import metrics
+
+COMPLETED = Outcome("COMPLETED")
+
+# ---- 13.1
+
+
+def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
+    dp = copies or world // (tp * pp)
+    if refuse and (world % (tp * pp) or global_batch % (micro * dp)):
+        raise ValueError("a rest")
+    return dp, global_batch // dp, global_batch // dp // micro
+
+
+LAYOUTS = {
+    "right": (layout, None),
+    "every rank a copy": (lambda world, *rest: layout(world, *rest, copies=world, refuse=False), "ranks are not"),
+    "only tp taken out": (lambda w, tp, pp, *rest: layout(w, tp, pp, *rest, copies=w // tp, refuse=False), "ranks are not"),
+    "local batch of the whole": (
+        lambda w, tp, pp, b, micro: (w // (tp * pp), b, b // micro),
+        "replicas of tp*pp ranks share",
+    ),
+    "samples per rank": (
+        lambda w, tp, pp, b, micro: (w // (tp * pp), b // w, b // w // micro),
+        "replicas of tp*pp ranks share",
+    ),
+    "micro-batches of all": (lambda *args: (*layout(*args)[:2], args[3] // args[4]), "are not the"),
+    "floats": (lambda w, tp, pp, b, micro: (w / (tp * pp), b / (w / tp / pp), b / (w / tp / pp) / micro), "whole numbers"),
+    "only dp": (lambda w, tp, pp, b, micro: w // (tp * pp), "give (dp, local batch, micro-batches)"),
+    "refuses nothing": (lambda *args: layout(*args, refuse=False), "6 ranks over tp*pp = 4"),
+    "refuses ranks only": (lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])), "511 samples over dp = 2"),
+    "rest of micro forgotten": (
+        lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2]) or args[3] % (args[0] // args[1] // args[2])),
+        "16 samples over micro*dp = 6",
+    ),
+}
+
+
+@pytest.mark.parametrize("answer", LAYOUTS)
+def test_the_arithmetic_of_the_form(judged, answer):
+    fn, hint = LAYOUTS[answer]
+    assert judged(lambda: l13.layout(fn), hint)
+
+
+# ---- 13.2
+
+ITERATIONS = {
+    "right": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * micro_s + dp_s, None),
+    "no bubble": (lambda m, pp, micro_s, dp_s: m * micro_s + dp_s, "has no bubble"),
+    "no gradients": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * micro_s, "still to be averaged"),
+    "gradients each time": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * (micro_s + dp_s), "once a step"),
+    "one too many": (lambda m, pp, micro_s, dp_s: (m + pp) * micro_s + dp_s, "one too many"),
+    "one after the other": (lambda m, pp, micro_s, dp_s: m * pp * micro_s + dp_s, "busy for m"),
+    "overlapped": (lambda m, pp, micro_s, dp_s: max((m + pp - 1) * micro_s, dp_s), "nothing overlaps"),
+}
+
+
+@pytest.mark.parametrize("answer", ITERATIONS)
+def test_the_time_of_an_iteration(judged, answer):
+    fn, hint = ITERATIONS[answer]
+    assert judged(lambda: l13.iteration(fn), hint)
+
+
+# ---- 13.3
+
+
+def gaps(line, rank, ends=True, sort=True):
+    rows = [row for row in line.rows if row.rank == rank]
+    rows = sorted(rows, key=lambda row: row.start_s) if sort else rows
+    inner = [(a.stop_s, b.start_s) for a, b in pairwise(rows)]
+    return [(0.0, rows[0].start_s), *inner, (rows[-1].stop_s, line.total_s)] if ends else inner
+
+
+GAPS = {
+    "right": (gaps, None),
+    "without empty ones": (lambda *args: [gap for gap in gaps(*args) if gap[1] > gap[0]], None),
+    "as lists": (lambda *args: [list(gap) for gap in gaps(*args)], None),
+    "only between": (lambda *args: gaps(*args, ends=False), "before its first and after its last"),
+    "the first forgotten": (lambda *args: gaps(*args)[1:], "the rows say"),
+    "the last forgotten": (lambda *args: gaps(*args)[:-1], "the rows say"),
+    "all ranks": (lambda line, rank: [g for other in line.ranks for g in gaps(line, other)], "the rows say"),
+    "another rank": (lambda line, rank: gaps(line, (rank + 1) % len(line.ranks)), "expected"),
+}
+
+
+@pytest.mark.parametrize("answer", GAPS)
+def test_the_gaps_of_a_trace(judged, answer):
+    fn, hint = GAPS[answer]
+    assert judged(lambda: l13.gaps(fn), hint)
+
+
+# ---- 13.4
+
+
+def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
+    fields = {"grid.tp": tp, "grid.pp": pp, "train.micro_batch": micro, "train.global_batch": batch}
+    return {"nodes": nodes, "ranks_per_node": ranks_per_node} | fields
+
+
+FORMS = {
+    "right": (form(2, 2, 2, 16), None),
+    "larger batch": (form(2, 2, 4, 32), "the learning rate of the recipe"),
+    "tp leaves the node": (form(4, 1, 4, 16), "leaves the node"),
+    "one layer too few": (form(1, 4, 1, 16), "are not 4 stages"),
+    "room for a quarter": (form(2, 1, 4, 16), "a rank holds 1/2"),
+    "not a divisor": (form(2, 2, 3, 16), "is not a multiple"),
+    "does not fit": (form(1, 3, 2, 16), "change an axis"),
+    "bubble too large": (form(2, 2, 4, 16), "the bubble is 1/4"),
+    "smaller than it must": (form(2, 2, 1, 16), "take 2"),
+    "text": (form("2", "2", "2", "16"), "whole numbers"),
+    "a field forgotten": (
+        {"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2},
+        "the form has no train.micro_batch",
+    ),
+    "all ranks on one node": (form(2, 2, 2, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),
+    "a node for each rank": (form(2, 2, 2, 16, 4, 1), "4 nodes: there are 2"),
+    "one node": (form(2, 2, 2, 16, 1, 2), "leave GPUs idle"),
+    "ranks of the job in place of the node's": (form(2, 2, 2, 16, 2, 4), "4 ranks per node"),
+    "no stage at all": (form(2, 0, 2, 16), "pp"),
+    "negative": (form(2, 2, -2, 16), "micro_batch"),
+}
+FIRST = "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
+FIRST += "16 samples a step = dp 1 x 8 micro-batches of 2"
+LOG = f"{FIRST}\nstep 3/12 | loss 3.9000 | lr 1e-3\nstep 12/12 | loss 3.3115 | lr 1e-3\nstep 12/12 | validation loss 3.3\n"
+HERE = LOG.replace("2 nodes (n1: 0, 1; n2: 2, 3)", "1 node")
+REFERENCE = [{"step": 3, "loss": 3.9}, {"step": 12, "loss": 3.31152}, {"step": 12, "val_loss": 3.3}]
+OTHER_PLACES = LOG.replace("n1: 0, 1; n2: 2, 3", "n1: 0, 2; n2: 1, 3")
+
+
+def submitted(log, on_slurm=True, outcome=COMPLETED):
+    return hybrid_lab.Submitted(outcome, log, Path("runs/hybrid-7"), on_slurm)
+
+
+LOGS = {
+    "right, on the cluster": (submitted(LOG), None),
+    "right, on this machine": (submitted(HERE, on_slurm=False), None),
+    "failed": (submitted(LOG, outcome=Outcome("FAILED", "rank 1: killed")), "FAILED: rank 1: killed"),
+    "nothing in the log": (submitted(""), "no line"),
+    "two jobs of two": (submitted(LOG.replace("4 ranks", "2 ranks")), "several jobs, not one"),
+    "one after the other over the nodes": (submitted(OTHER_PLACES), "n1: 0, 2; n2: 1, 3: tp is not inside"),
+    "all on one node": (submitted(HERE), "on one node: tp is not inside"),
+    "another grid": (submitted(LOG.replace("pp 2", "pp 1").replace("dp 1", "dp 2")), "pp 1 x tp 2"),
+    "another batch": (submitted(LOG.replace("16 samples", "32 samples")), "32 samples a step"),
+    "other micro-batches": (submitted(LOG.replace("of 2\n", "of 1\n")), "micro-batches of 1"),
+    "cut short": (submitted(LOG.replace("step 12/12", "step 9/12")), "ends at step 9 of 12"),
+    "no step": (submitted(FIRST), "ends at step 0 of 12"),
+    "another loss": (submitted(LOG.replace("3.3115", "3.3215")), "trained something else"),
+}
+
+
+@pytest.mark.parametrize("answer", FORMS)
+def test_the_form_of_a_small_run(judged, answer):
+    filled, hint = FORMS[answer]
+    asked = []
+
+    def run(job):
+        asked.append(job)
+        return submitted(LOG)
+
+    assert judged(lambda: l13.script(filled, run, REFERENCE), hint)
+    assert bool(asked) == (hint is None), "only a form that fits is submitted"
+
+
+@pytest.mark.parametrize("name", LOGS)
+def test_the_log_of_the_submitted_run(judged, name):
+    done, hint = LOGS[name]
+    assert judged(lambda: l13.script(form(2, 2, 2, 16), lambda job: done, REFERENCE), hint)
+
+
+def test_the_blanks_of_the_script_are_all_that_the_form_asks_for():
+    text = hybrid_lab.blank_script()
+    assert text.count("____") == 6 and "dp=1" not in text
+    for what in ("--nodes=____", "--ntasks-per-node=____", *(f"--{name} ____" for name in hybrid_lab.FIELDS)):
+        assert what in text
+    assert hybrid_lab.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
+
+
+# ---- 13.5
+
+LINE = {"iterations": 200, "samples": 307200, "step_s": 39.42, "world": 768, "tp": 8, "pp": 12, "micro": 1, "tokens": 2048}
+SPEED, IDLE = 1536 * 2048 / 39.42 / 768, 11 / 203
+
+READINGS = {
+    "right": ((1536, 192, SPEED, IDLE), None),
+    "rounded": ((1536.0, 192, 103.9, 0.0542), None),
+    "samples of all iterations": ((307200, 192, SPEED, IDLE), "in 200 iterations"),
+    "all copies": ((1536, 1536, SPEED, IDLE), "there are 8 of them"),
+    "per rank": ((1536, 2, SPEED, IDLE), "over dp = 8"),
+    "speed of the job": ((1536, 192, SPEED * 768, IDLE), "of all 768 GPUs"),
+    "speed in samples": ((1536, 192, SPEED / 2048, IDLE), "samples * tokens"),
+    "share of the work": ((1536, 192, SPEED, 11 / 192), "share of the time"),
+    "p in place of p - 1": ((1536, 192, SPEED, 12 / 204), "(pp-1)/(m+pp-1)"),
+    "three numbers": ((1536, 192, SPEED), "give four numbers"),
+}
+
+
+@pytest.mark.parametrize("answer", READINGS)
+def test_the_reading_of_a_log_line(judged, answer):
+    found, hint = READINGS[answer]
+    assert judged(lambda: l13.reading(found, **LINE), hint)
+
+
+def test_what_is_missing_is_not_done_yet():
+    nothing = lambda *args: None  # noqa: E731
+    missing = [lambda: l13.form(...), lambda: l13.form(form(2, 2, None, 16)), lambda: l13.reading(..., **LINE)]
+    missing += [lambda: l13.script(..., None, None), lambda: l13.script(form(2, 2, 2, 16, nodes=...), None, None)]
+    for test in (*missing, *(lambda one=one: one(nothing) for one in (l13.layout, l13.iteration, l13.gaps))):
+        with pytest.raises(NotImplementedError):
+            test()
+
+
+# ---- the pretended cluster
+
+BATCH, MICRO = 8, 2
+LAYOUTS_OF_FOUR = {
+    "dp 4": GridShape(dp=4),
+    "tp 2, pp 2": GridShape(tp=2, pp=2),
+    "tp 2, pp 2, the other order": GridShape(tp=2, pp=2, order="pp-dp-cp-tp"),
+    "tp 2, dp 2": GridShape(tp=2, dp=2),
+}
+
+
+@pytest.fixture(scope="module")
+def alone(ranks1):
+    return ranks1.run(pretend.train, l13.MODEL, GridShape(), BATCH, MICRO, repeats=1)[0].loss
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
+def test_a_pretended_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, name):
+    shape = LAYOUTS_OF_FOUR[name]
+    run = ranks4.run(pretend.train, l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER, repeats=1)
+    assert all(math.isclose(one.loss, alone, rel_tol=1e-5) for one in run)
+    parts = expected.iteration_parts(l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER)
+    # not below what the model says: sleeps can only be late. The head counts for one stage and the mean for the model
+    assert pretend.step_s(run) > 0.95 * sum(parts.values())
+
+
+@pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
+def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
+    shape = LAYOUTS_OF_FOUR[name]
+    run = ranks4.run(pretend.train, l13.MODEL, shape, BATCH, MICRO, repeats=1)
+    m, act = BATCH // MICRO // shape.dp, MICRO * 32 * 64 * 4
+    wanted = {}
+    for group in shape.groups("tp"):
+        wanted |= placement.ring("all_reduce", group, m * (4 * l13.MODEL.num_layers + 2) / shape.pp * act)
+    for a, b in (group for group in shape.groups("pp") if shape.pp == 2):
+        wanted |= {(a, b): m * act, (b, a): m * act}
+    for group in shape.groups("dp"):
+        wanted |= placement.ring("all_reduce", group, 4 * run[0].num_parameters)
+    assert pretend.traffic(run, at_least=2000) == wanted
+
+
+def test_messages_are_those_that_are_counted_elsewhere(ranks2):
+    def both(rank):
+        with counted() as calls:
+            [own] = [pretend.train(rank, l13.MODEL, GridShape(pp=2), BATCH, MICRO, repeats=0)]
+        return own.sent, totals(calls)
+
+    for sent, found in ranks2.run(both):
+        noted = [message.num_bytes for message in sent if message.kind == "send"]
+        assert (len(noted), sum(noted)) == found["send"]
+        assert all(message.members in ((0, 1), (1, 0)) for message in sent)
+
+
+def test_a_link_is_as_slow_as_its_slowest_part():
+    cluster = l13.CLUSTER
+    assert cluster.link([0, 1]) == cluster.link([2, 3]) == cluster.inside
+    assert cluster.link([1, 2]) == cluster.link([0, 1, 2, 3]) == cluster.between
+    parts = expected.iteration_parts(l13.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
+    assert parts["dp"] == comm.time_s("all_reduce", 4, 4 * l13.MODEL.num_parameters, cluster.between)
+    assert parts["tp"] == parts["pp"] == parts["bubble"] == 0
+
+
+def test_the_time_line_and_the_formula_say_the_same(ranks4):
+    args = (l13.MODEL, GridShape(tp=2, pp=2), BATCH, MICRO, l13.CLUSTER)
+    parts, line = expected.iteration_parts(*args), expected.time_line(*args)
+    assert math.isclose(line.total_s, sum(parts.values()))
+    assert math.isclose(line.busy_s(), parts["compute"] + parts["tp"])
+    measured = stages.timeline(ranks4.run(pretend.train, *args, repeats=1))
+    assert [row.action for row in measured.rows if row.rank in (0, 2)] == [row.action for row in line.rows]
+    assert measured.rows[-1].stop_s > 0
+
+
+def test_a_batch_that_cannot_be_cut_is_refused(ranks2):
+    with pytest.raises(RankError, match=r"global_batch=9 is no multiple of micro_batch\*dp = 2\*1"):
+        ranks2.run(pretend.train, l13.MODEL, GridShape(pp=2), 9, 2)
+
+
+def test_the_published_speeds_follow_from_the_bubble():
+    """What section 1 quotes: Narayanan et al. 2021, table 2."""
+    for pp, batch, found in ((12, 1536, {384: 153, 768: 149, 1536: 141}), (35, 2240, {560: 171, 1120: 167, 2240: 159})):
+        shares = {world: (m := batch // (world // (8 * pp))) / (m + pp - 1) for world in found}
+        first = next(iter(found))
+        for world, speed in found.items():
+            assert math.isclose(found[first] * shares[world] / shares[first], speed, rel_tol=0.02)
+
+
+def test_the_recipe_is_the_one_that_the_exercise_describes():
+    recipe = recipes.get("gpt_tiny")
+    assert (recipe.model.num_layers, recipe.model.num_heads, recipe.train.global_batch) == (2, 4, 16)
+
+
+# ---- the jobs, on this machine without SLURM: on a cluster the lesson itself runs them
+
+ON_FOUR = form(2, 2, 2, 16)
+WIDE = ON_FOUR | {"train.global_batch": 32, "train.steps": 1, "model.vocab_size": 65536, "model.hidden_size": 32}
+
+
+@pytest.fixture(scope="module")
+def without_slurm(tmp_path_factory):
+    """`Submit` where there is no cluster."""
+    with contextlib.chdir(tmp_path_factory.mktemp("jobs")):
+        yield hybrid_lab.Submit(Lab(None, "none"))
+
+
+def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsys):
+    reference = ranks4.run(hybrid_lab.plain, {"train.global_batch": 16})[0]
+    check("13.4", lambda: l13.script(ON_FOUR, without_slurm, reference))
+    done = without_slurm(hybrid_lab.job(ON_FOUR))
+    out = capsys.readouterr().out
+    assert "[v] 13.4" in out and out.count("this machine, no SLURM") == 1
+    assert metrics.read(done.out)[-1]["step"] == 12 and not done.limited
+
+
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of another process need Linux")
+def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_2_does_not(without_slurm):
+    limit = hybrid_lab.LIMIT_BYTES
+    large = without_slurm(hybrid_lab.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
+    assert large.limited and not large.outcome.ok
+    died = [line for line in hybrid_lab.last_words(large.log) if "can't allocate memory" in line]
+    assert died and {line.split(":")[0] for line in died} <= {"rank 2", "rank 3"}
+    assert set(re.findall(r"you tried to allocate (\d+)", large.log)) == {str(32 * 128 * 32768 * 4)}
+    small = without_slurm(hybrid_lab.job(WIDE | {"train.micro_batch": 2}, name="micro2"), limit)
+    assert small.limited and small.outcome.ok and hybrid_lab.last_words(small.log) == []
+
+
+def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro_batch(ranks4):
+    model = recipes.with_changes(recipes.get("gpt_tiny"), {"model.vocab_size": 32768, "model.hidden_size": 32}).model
+    small, large = (ranks4.run(hybrid_lab.one_step, model, GridShape(tp=2, pp=2), 16, micro) for micro in (2, 16))
+    assert math.isclose(small[0][0], large[0][0], rel_tol=1e-5)
+    logits = 16 * 128 * 16384 * 4
+    assert min(size for _, size in large[2:]) > 2.8 * logits > 2 * max(size for _, size in large[:2])

@@ -1,0 +1,255 @@
+"""Every grid against one process: the same losses, gradient norms, validation and final weights, to 1e-9 in float64."""
+
+import itertools
+import math
+
+import pytest
+import torch
+
+from labcode import recipes
+from labcode.comm.ranks import Ranks
+
+SMALL = {
+    "model.num_heads": 4,
+    "model.hidden_size": 24,
+    "model.ffn_size": 40,
+    "optim.warmup_steps": 2,
+    "optim.weight_decay": 0.3,
+    "train.steps": 5,
+    "train.global_batch": 8,
+    "train.dtype": "float64",
+    "train.eval_every": 5,
+    "train.eval_batches": 1,
+    "train.log_every": 1,
+    "train.sample_tokens": 0,
+}
+# clip norms lie below the norms of the first steps, so that clipping happens
+GPT = SMALL | {"model.num_layers": 2, "model.context_length": 32, "optim.clip_norm": 0.5}
+VIT = SMALL | {"model.num_layers": 1, "model.patch_size": 15, "optim.clip_norm": 0.003}
+GPT, VIT = recipes.with_changes(recipes.gpt_tiny(), GPT), recipes.with_changes(recipes.vit_tiny(), VIT)
+MODELS = {
+    "gpt, tied, odd vocabulary": GPT,
+    "gpt, untied, rotary, grouped queries": recipes.with_changes(
+        GPT,
+        {
+            "model.hidden_size": 32,
+            "model.num_heads": 8,
+            "model.num_kv_heads": 4,
+            "model.tie_embeddings": False,
+            "model.positions": "rotary",
+            "model.vocab_size": 91,
+        },
+    ),
+    "vit": VIT,
+}
+SIZES = (1, 2, 4)
+GRIDS = [grid for grid in itertools.product(SIZES, repeat=3) if grid[0] * grid[1] * grid[2] in SIZES]  # dp, cp, tp
+LARGE = [(2, 2, 2, "tp-cp-dp-pp"), (1, 2, 4, "dp-cp-tp-pp"), (1, 4, 2, "cp-dp-tp-pp")]
+
+
+def fit(config, forget=()):
+    """(loss and gradient norm of each step, validation loss, whole final weights, own weights) of one run in this pool."""
+    import torch.distributed as dist
+
+    from labcode.comm.bootstrap import World
+    from labcode.comm.grid import Grid
+    from labcode.train.loop import Trainer
+    from labcode.train.tasks import make_task
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    torch.manual_seed(rank)  # ranks are seeded differently: nothing may depend on it
+    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
+    for name, axis in forget:
+        place = trainer.model.placements[name]
+        summed = tuple(kept for kept in place.summed if kept != axis)
+        trainer.model.placements[name] = type(place)(place.shape, place.split, summed)
+    rows = trainer.fit()
+    steps = torch.tensor([(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], dtype=torch.float64)
+    validation = [row["val_loss"] for row in rows if "val_loss" in row]
+    whole = {name: tensor.clone() for name, tensor in trainer.model.whole_weights()}
+    own = {name: param.detach().clone() for name, param in trainer.model.module.named_parameters()}
+    return steps, validation, whole, own
+
+
+def changes(dp, cp, tp, sequence_parallel=False, context="ring", order="tp-cp-dp-pp", **others):
+    grid = {"grid.dp": dp, "grid.cp": cp, "grid.tp": tp, "grid.order": order}
+    return grid | {"train.sequence_parallel": sequence_parallel, "train.context": context} | others
+
+
+def assert_same(results, reference):
+    steps, validation, weights, _ = reference
+    for other_steps, other_validation, other_weights, _ in results:
+        torch.testing.assert_close(other_steps, steps, rtol=0, atol=1e-9)
+        torch.testing.assert_close(other_validation, validation, rtol=0, atol=1e-9)
+        torch.testing.assert_close(other_weights, weights, rtol=0, atol=1e-9)
+
+
+@pytest.fixture(scope="module")
+def reference():
+    """What one process gets, without the sharded layers: computed by the plain models and AdamW alone."""
+    made = {}
+
+    def of(name):
+        if name not in made:
+            made[name] = plain_run(MODELS[name])
+        return made[name]
+
+    return of
+
+
+def plain_run(config):
+    """The same training written with PyTorch alone, on the whole model."""
+    from labcode.data.sampler import Batches, validation_batches
+    from labcode.models import gpt, vit
+    from labcode.models.layers import initialize
+    from labcode.train.optim import learning_rate, make_optimizer
+    from labcode.train.tasks import make_task
+
+    task, batch = make_task(config), config.train.global_batch
+    model = initialize(task.build(), config.train.seed).double()
+    optimizer = make_optimizer(model, config.optim)
+    batches = Batches(len(task.train), batch, dp_size=1, dp_coord=0, seed=config.train.seed)
+
+    def loss_of(data, indices):
+        inputs, targets = (x.double() if x.is_floating_point() else x for x in data[indices])
+        if isinstance(model, gpt.GPT):
+            return gpt.loss(model(inputs), targets)
+        return vit.loss(model(inputs), targets, vit.latitude_weights(task.train.lat).double())
+
+    steps = []
+    for step in range(config.train.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate(step, config.train.steps, config.optim)
+        loss = loss_of(task.train, batches.next_indices())
+        loss.backward()
+        grads = [param.grad for param in model.parameters()]
+        norm = torch.nn.utils.get_total_norm(grads)
+        if norm > config.optim.clip_norm:  # clip_grad_norm_ does the same, but adds 1e-6 to the norm
+            torch._foreach_mul_(grads, config.optim.clip_norm / norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        steps.append((loss.item(), norm.item()))
+    (held_out,) = validation_batches(len(task.val), batch, dp_size=1, dp_coord=0, max_batches=1)
+    with torch.no_grad():
+        validation = loss_of(task.val, held_out).item()
+    steps = torch.tensor(steps, dtype=torch.float64)
+    assert (steps[:, 1] > config.optim.clip_norm).any(), "no step was clipped: the test would not see a wrong norm"
+    return steps, [validation], model.state_dict(), None
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "dp{}-cp{}-tp{}".format(*grid))
+def test_every_grid_trains_like_one_process(request, reference, grid, name):
+    pool = request.getfixturevalue(f"ranks{grid[0] * grid[1] * grid[2]}")
+    dp, cp, tp = grid
+    variants = [changes(*grid)]
+    if dp > 1 or dp * cp * tp == 1:  # ours, with many small buckets, and gradients added up over micro-batches
+        ours = {"train.data_parallel": "labcode", "train.bucket_mb": 1e-3, "train.micro_batch": 1}
+        variants.append(changes(*grid, **ours))
+    if tp > 1:
+        variants.append(changes(*grid, sequence_parallel=True))
+    if cp > 1:
+        variants.append(changes(*grid, context="gather", **{"train.micro_batch": 2}))
+    for variant in variants:
+        assert_same(pool.run(fit, recipes.with_changes(MODELS[name], variant)), reference(name))
+
+
+@pytest.fixture(scope="module")
+def ranks8():
+    with Ranks(8) as pool:
+        yield pool
+
+
+def test_chosen_grids_of_eight_ranks_train_like_one_process(ranks8, reference):
+    for name, (dp, cp, tp, order) in zip(MODELS, LARGE):
+        config = recipes.with_changes(MODELS[name], changes(dp, cp, tp, sequence_parallel=True, order=order))
+        assert_same(ranks8.run(fit, config), reference(name))
+
+
+@pytest.mark.parametrize(
+    "axis, weight", [("cp", "blocks.0.mlp.up.weight"), ("tp", "blocks.1.norm1.weight"), ("tp", "blocks.0.mlp.down.bias")]
+)
+def test_a_shared_weight_whose_gradient_is_not_summed_drifts_apart(ranks2, reference, axis, weight):
+    grid = changes(1, 2, 1) if axis == "cp" else changes(1, 1, 2, sequence_parallel=True)
+    name = "gpt, tied, odd vocabulary"
+    results = ranks2.run(fit, recipes.with_changes(MODELS[name], grid), forget=[(weight, axis)])
+    first, second = (own for _, _, _, own in results)
+    assert (first[weight] - second[weight]).abs().max() > 1e-4
+    with pytest.raises(AssertionError):
+        assert_same(results, reference(name))
+
+
+SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
+PIPED = {  # (dp, pp, cp, tp): the model, and what else is switched on
+    (1, 2, 1, 1): ("gpt, tied, odd vocabulary", {"uneven": True}),
+    (1, 4, 1, 1): ("gpt, tied, odd vocabulary", {}),
+    (2, 2, 1, 1): ("vit", {}),
+    (1, 2, 2, 1): ("gpt, untied, rotary, grouped queries", {}),
+    (1, 2, 1, 2): ("gpt, tied, odd vocabulary", {"train.sequence_parallel": True, "pipeline.recompute": True}),
+    (2, 4, 1, 1): ("gpt, tied, odd vocabulary", {}),
+    (1, 4, 2, 1): ("gpt, tied, odd vocabulary", {}),
+    (1, 4, 1, 2): ("gpt, untied, rotary, grouped queries", {"train.sequence_parallel": True}),
+    (1, 2, 2, 2): ("gpt, tied, odd vocabulary", {"train.sequence_parallel": True, "grid.order": "tp-pp-cp-dp"}),
+    (2, 2, 1, 2): ("vit", {"train.sequence_parallel": True}),
+}
+
+
+def piped(grid, schedule):
+    """(the reference's config, that of the grid)."""
+    dp, pp, cp, tp = grid
+    name, extra = PIPED[grid]
+    base = recipes.with_changes(MODELS[name], {"model.num_layers": 8})
+    extra = dict(extra)
+    if extra.pop("uneven", False):
+        extra["pipeline.layers"] = (3, 5) if SCHEDULES[schedule] == 1 else (1, 2, 4, 1)
+    extra |= {"pipeline.schedule": schedule, "pipeline.stages_per_rank": SCHEDULES[schedule]}
+    extra |= {"grid.pp": pp, "grid.cp": cp, "grid.tp": tp, "train.micro_batch": 2 // dp}  # 4 micro-batches
+    return base, recipes.with_changes(base, extra)
+
+
+@pytest.fixture(scope="module")
+def deep_reference():
+    """What one process gets from the models with eight layers."""
+    made = {}
+
+    def of(config):
+        if config not in made:
+            made[config] = plain_run(config)
+        return made[config]
+
+    return of
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_every_schedule_on_every_grid_trains_like_one_process(ranks2, ranks4, deep_reference, schedule):
+    for grid in PIPED:
+        pool = {2: ranks2, 4: ranks4}.get(math.prod(grid))
+        if pool is not None:
+            base, config = piped(grid, schedule)
+            assert_same(pool.run(fit, config), deep_reference(base))
+
+
+def test_every_schedule_trains_like_one_process_on_eight_ranks(ranks8, deep_reference):
+    for schedule, grid in itertools.product(SCHEDULES, PIPED):
+        if math.prod(grid) == 8 and (grid[1] == 4 or schedule == "interleaved"):
+            base, config = piped(grid, schedule)
+            assert_same(ranks8.run(fit, config), deep_reference(base))
+
+
+def diverge(config):
+    from labcode.train.loop import Diverged
+
+    try:
+        fit(config)
+    except Diverged as error:
+        return str(error)
+    return None
+
+
+@pytest.mark.parametrize("axis", ["dp", "tp"])
+def test_a_run_that_diverges_stops_on_every_rank_with_one_line(ranks2, axis):
+    wild = {"optim.lr": 1e300, "optim.min_lr": 1e300, "optim.clip_norm": 0, f"grid.{axis}": 2}
+    messages = set(ranks2.run(diverge, recipes.with_changes(GPT, wild)))
+    assert len(messages) == 1
+    assert "lower optim.lr" in messages.pop()

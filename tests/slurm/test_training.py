@@ -1,0 +1,232 @@
+"""What the course generates, trained by a real SLURM on several nodes, and what becomes of it when things go wrong.
+
+The stories that take long, because they wait for time limits and lost nodes, run on clusters of their own while the other
+tests are at work; their tests come last and wait for them.
+"""
+
+import dataclasses
+import json
+import re
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from labcode import recipes
+from labcode.slurm import site
+from labcode.slurm.cluster import Cluster
+from labcode.slurm.job import Job
+from labcode.slurm.render import render
+from labcode.train import metrics
+
+LOCAL = dataclasses.replace(site.load("local"), python=sys.executable)
+TINY = {
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "model.hidden_size": 16,
+    "model.context_length": 32,
+    "optim.warmup_steps": 2,
+    "train.global_batch": 8,
+    "train.micro_batch": 2,
+    "train.dtype": "float64",
+    "train.eval_batches": 1,
+    "train.log_every": 1,
+    "train.sample_tokens": 0,
+}
+pytestmark = pytest.mark.timeout(900)  # of a wait for a story; each wait inside has its own limit
+LONG = 100_000  # steps that no test waits for
+
+
+def command_line(changes):
+    return tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in changes.items())
+
+
+def job(name, steps, nodes=2, ranks_per_node=2, minutes=5, changes=None, **others):
+    overrides = command_line(TINY | {"train.steps": steps} | (changes or {}))
+    return Job("gpt_tiny", overrides, nodes, ranks_per_node, minutes, name=name, **others)
+
+
+class Submitted:
+    """A job on a cluster: its state, its log, its run."""
+
+    def __init__(self, cluster, folder, job, site=LOCAL, *options):
+        self.cluster, self.folder, self.job = cluster, folder, job
+        script = folder / f"{job.name}.sbatch"
+        script.write_text(render(job, site))
+        said = cluster.exec(["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]).stdout
+        self.number = int(said)
+        self.out = folder / "runs" / f"{job.name}-{self.number}"
+
+    @property
+    def info(self):
+        text = self.cluster.exec(["scontrol", "--oneliner", "show", "job", str(self.number)]).stdout
+        return dict(re.findall(r"(\w+)=(\S*)", text))
+
+    @property
+    def log(self):
+        path = self.folder / f"{self.job.name}-{self.number}.log"
+        return path.read_text() if path.exists() else ""
+
+    def steps(self):
+        return (
+            [row["step"] for row in metrics.read(self.out) if "loss" in row]
+            if (self.out / metrics.FILE_NAME).exists()
+            else []
+        )
+
+    def until(self, true, timeout_s=240.0):
+        """Wait until `true(job)`; returns how long that took."""
+        started = time.monotonic()
+        while not true(self):
+            passed = time.monotonic() - started
+            assert passed < timeout_s, f"{self.info}\n{self.log[-3000:]}"
+            time.sleep(0.2)
+        return time.monotonic() - started
+
+    def end(self, timeout_s=240.0):
+        self.until(lambda job: job.info["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"))
+        return self.info["JobState"]
+
+
+def losses(rows):
+    return {row["step"]: row["loss"] for row in rows if "loss" in row}
+
+
+def alone(folder, steps):
+    """The losses of the same run on one process, started by hand."""
+    out = folder / "alone"
+    command = [
+        sys.executable,
+        "-m",
+        "labcode.train",
+        "gpt_tiny",
+        *command_line(TINY | {"train.steps": steps, "train.out": out}),
+    ]
+    subprocess.run(command, check=True, capture_output=True, timeout=120)
+    return losses(metrics.read(out))
+
+
+@pytest.fixture(scope="session")
+def clusters(slurm):
+    """One for the jobs of the tests, and one for each story that takes long."""
+    with (
+        Cluster.up(nodes=4, cpus=8, name=slurm("train")) as short,
+        Cluster.up(nodes=2, cpus=8, name=slurm("time")) as clock,
+        Cluster.up(nodes=3, name=slurm("node")) as power,
+    ):
+        yield {"short": short, "time": clock, "node": power}
+
+
+@pytest.fixture(scope="session")
+def cluster(clusters):
+    return clusters["short"]
+
+
+@pytest.fixture(scope="session")
+def long_runs(clusters, tmp_path_factory):
+    """{name: future of the finished job} of the long stories, which run while the other tests do."""
+    stories = {"time": run_into_the_time_limit, "node": lose_a_node}  # each on a cluster of its own
+    with ThreadPoolExecutor() as pool:
+        yield {name: pool.submit(story, clusters[name], tmp_path_factory.mktemp(name)) for name, story in stories.items()}
+
+
+def run_into_the_time_limit(cluster, folder):
+    """Two minutes of wall time, of which the signal leaves a part; a slow link sets the pace until the second life begins.
+
+    SLURM may send the signal up to a minute early: after 0 to 60 s here. The steps would take longer than that.
+    """
+    cluster.slow("n1", "512kbit")
+    submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
+    submitted.until(lambda job: job.info.get("Restarts") == "1")
+    cluster.slow("n1", "off")
+    cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])  # two lives are enough
+    submitted.end()
+    return submitted
+
+
+def lose_a_node(cluster, folder):
+    """The second of two nodes loses power; SLURM is not told, finds out, and begins the job again on nodes that are left."""
+    submitted = Submitted(cluster, folder, job("node", 60, changes={"checkpoint.every": 10}))
+    submitted.until(lambda job: len(job.steps()) >= 12)
+    second = cluster.exec(["scontrol", "show", "hostnames", submitted.info["NodeList"]]).stdout.split()[1]
+    cluster.kill(second)
+    submitted.until(lambda job: job.info.get("Restarts") == "1")
+    submitted.end()
+    return submitted
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, tmp_path, launcher):
+    submitted = Submitted(
+        cluster, tmp_path, job(launcher, 6), dataclasses.replace(LOCAL, launcher=launcher), "--nodelist=n1,n2"
+    )
+    assert submitted.end() == "COMPLETED", submitted.log
+    first = next(line for line in submitted.log.splitlines() if " ranks on " in line)
+    assert first.startswith("4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4")
+    expected = alone(tmp_path, 6)
+    assert losses(metrics.read(submitted.out)) == pytest.approx(expected, rel=0, abs=1e-9)
+    assert "step 6/6 | loss " in submitted.log
+
+
+def test_four_nodes_train_one_grid(cluster, tmp_path):
+    grid = {"grid.tp": 2, "grid.pp": 2, "train.sequence_parallel": True}
+    submitted = Submitted(cluster, tmp_path, job("grid", 6, nodes=4, ranks_per_node=1, changes=grid))
+    assert submitted.end() == "COMPLETED", submitted.log
+    assert "4 ranks on 4 nodes (n1: 0; n2: 1; n3: 2; n4: 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2" in submitted.log
+    assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 6), rel=0, abs=1e-9)
+
+
+def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(long_runs, cluster, tmp_path):
+    hello = Job("", module="platform", ranks_per_node=1, name="hello", requeue=False)
+    array = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="array", array="0-2"))
+    after = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="after", dependency=f"afterok:{array.number}"))
+    broken = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="broken", module="no_such_module"))
+    never = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="never", dependency=f"afterok:{broken.number}"))
+    assert after.end() == "COMPLETED"
+    assert len(list(tmp_path.glob("array-*.log"))) == 3
+    assert broken.end() == "FAILED"
+    assert never.end() == "CANCELLED"  # and does not wait for ever
+
+
+def test_a_killed_rank_ends_the_job_within_10_s_as_failed(cluster, tmp_path):
+    submitted = Submitted(cluster, tmp_path, job("killed", LONG), LOCAL, "--nodelist=n1,n2")
+    submitted.until(lambda job: len(job.steps()) >= 2)
+    cluster.exec(["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2")  # a rank, not its torchrun
+    assert submitted.until(lambda job: job.info["JobState"] not in ("RUNNING", "COMPLETING")) < 10
+    assert submitted.info["JobState"] == "FAILED"
+
+
+def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
+    submitted = Submitted(cluster, tmp_path, job("cancelled", LONG, nodes=4, ranks_per_node=1))
+    submitted.until(lambda job: len(job.steps()) >= 2)
+    cluster.exec(["scancel", str(submitted.number)])
+    assert submitted.end() == "CANCELLED"
+
+    def no_process(_):
+        found = [cluster.exec(["pgrep", "-fa", "[l]abcode.train"], node=f"n{n}", check=False).stdout for n in range(1, 5)]
+        return not "".join(found)
+
+    submitted.until(no_process)
+
+
+def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(long_runs, tmp_path):
+    submitted = long_runs["time"].result()
+    assert submitted.info["JobState"] == "COMPLETED", submitted.log
+    assert submitted.info["Restarts"] == "1"
+    stopped = int(re.search(r"stopped by SIGUSR1 after step (\d+), with a checkpoint", submitted.log)[1])
+    assert f"checkpoints/step-{stopped:08d}" in re.search(r"going on from (\S+)", submitted.log)[1]
+    assert 1 <= stopped < 80
+    assert submitted.steps() == list(range(1, 81))
+    assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 80), rel=0, abs=1e-9)
+    about = json.loads((submitted.out / "config.json").read_text())
+    assert about["model"]["hidden_size"] == recipes.with_changes(recipes.gpt_tiny(), TINY).model.hidden_size
+
+
+def test_a_node_that_loses_power_gives_its_job_a_second_life(long_runs):
+    submitted = long_runs["node"].result()
+    assert submitted.info["JobState"] == "COMPLETED", submitted.log
+    assert submitted.info["Restarts"] == "1"
+    assert "going on from" in submitted.log
+    assert submitted.steps() == list(range(1, 61))

@@ -1,0 +1,61 @@
+"""A layout that cannot work is refused in one line, before any process group is made."""
+
+import pytest
+
+from labcode import recipes
+from labcode.config import GPTConfig, ViTConfig
+from labcode.layout import check_layout
+from labcode.topology import GridShape
+
+GPT = GPTConfig(vocab_size=83, context_length=48, num_heads=6, hidden_size=48, num_kv_heads=2)
+VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6 x 12 = 72 patches
+
+
+@pytest.mark.parametrize(
+    "model, grid, options, message",
+    [
+        (GPT, {"tp": 4}, {}, r"model.num_heads=6 is not divisible by grid.tp=4"),
+        (GPT, {"tp": 3}, {}, r"model.num_kv_heads=2 is not divisible by grid.tp=3"),
+        (GPTConfig(ffn_size=10), {"tp": 4}, {}, r"model.ffn_size=10 is not divisible by grid.tp=4"),
+        (GPTConfig(vocab_size=3), {"tp": 4}, {}, r"model.vocab_size=3 is smaller than grid.tp=4"),
+        (GPT, {"cp": 5}, {}, r"model.context_length=48 is not divisible by 2\*grid.cp = 2\*5"),
+        (GPTConfig(context_length=25), {"tp": 2}, {"sequence_parallel": True}, r"=25 is not divisible by cp\*tp = 1\*2"),
+        (VIT, {"cp": 5}, {}, r"the number of patches=72 is not divisible by grid.cp=5"),
+        (VIT, {"cp": 4, "tp": 4}, {"sequence_parallel": True}, r"=72 is not divisible by cp\*tp = 4\*4"),
+        (GPTConfig(dropout=0.1), {"cp": 2}, {}, r"model.dropout=0.1 with grid.cp=2: ring attention has no dropout"),
+        (GPTConfig(dropout=0.1), {}, {"recompute": True}, r"model.dropout=0.1 with pipeline.recompute"),
+        (GPT, {}, {"context": "star"}, r"context='star': choose ring or gather"),
+    ],
+)
+def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, message):
+    with pytest.raises(ValueError, match=message) as caught:
+        check_layout(model, GridShape(**grid), **options)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "model, grid, options",
+    [
+        (GPT, {"tp": 2, "cp": 4}, {"sequence_parallel": True}),  # an odd vocabulary is shared out unevenly
+        (GPTConfig(), {"tp": 4, "dp": 3}, {}),
+        (GPTConfig(dropout=0.1), {"cp": 2}, {"context": "gather"}),
+        (GPTConfig(dropout=0.1), {"tp": 2}, {"context": "ring"}),
+        (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
+        (ViTConfig(), {"cp": 7}, {}),  # sizes that come from the data are checked when they are known
+    ],
+)
+def test_a_layout_that_works_is_let_through(model, grid, options):
+    check_layout(model, GridShape(**grid), **options)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"grid.tp": 3}, "model.num_heads=4 is not divisible"),
+        ({"grid.cp": 3}, "context_length"),
+        ({"grid.pp": 3, "model.num_layers": 2}, "pipeline.layers="),
+    ],
+)
+def test_a_config_is_refused_before_anything_starts(changes, message):
+    with pytest.raises(ValueError, match=message):
+        recipes.with_changes(recipes.gpt_tiny(), changes).check(world_size=3)

@@ -1,0 +1,356 @@
+"""Schedules as data: complete, playable, the same as PyTorch's; and what is wrong with a wrong one is said in one line."""
+
+import graphlib
+import itertools
+
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from labcode.parallel import torch_schedules
+from labcode.schedules import NAMES, Action, Message, check_schedule, messages, placement, schedule, ticks, waits_for
+
+CASES = [(name, p, m, v) for name in NAMES for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)]
+CASES = [(name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)]
+
+
+def made(name, p, m, v):
+    return schedule(name, p * v, m, p)
+
+
+def written(*rows):
+    """A schedule from one line of text per rank."""
+    return {rank: [Action.parse(text) for text in row.split()] for rank, row in enumerate(rows)}
+
+
+def graph(actions, num_stages):
+    """`{action: what must be done before it}`, by the order of each rank and by what each action waits for."""
+    exists = {action for order in actions.values() for action in order}
+    before = {action: set() for action in exists}
+    for order in actions.values():
+        for first, second in itertools.pairwise(order):
+            before[second].add(first)
+        for action in order:
+            for need in waits_for(action, num_stages):
+                before[action].add(need if need in exists else need._replace(kind="B"))
+    return before
+
+
+# ---- what the schedules are
+
+
+def test_every_schedule_is_complete_and_is_played_to_its_end():
+    assert len(CASES) == 510
+    for name, p, m, v in CASES:
+        actions = made(name, p, m, v)
+        check_schedule(actions, p * v, m)
+        assert placement(actions) == {stage: stage % p for stage in range(p * v)}
+        kinds = {"F", "I", "W"} if name == "zero_bubble" else {"F", "B"}
+        assert {action.kind for order in actions.values() for action in order} == kinds
+        assert sum(map(len, actions.values())) == len(kinds) * p * v * m
+
+
+def test_orders_of_three_stages_by_hand():
+    assert schedule("gpipe", 2, 3) == written("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
+    assert schedule("1f1b", 3, 4) == written(
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3", "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+    )
+    assert schedule("zero_bubble", 3, 4) == written(
+        "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
+        "1F0 1F1 1I0 1F2 1I1 1W0 1F3 1I2 1W1 1I3 1W2 1W3",
+        "2F0 2I0 2F1 2I1 2F2 2I2 2W0 2F3 2I3 2W1 2W2 2W3",
+    )
+    assert schedule("interleaved", 4, 2, num_ranks=2) == written(
+        "0F0 0F1 2F0 2F1 2B0 2B1 0B0 0B1", "1F0 1F1 3F0 3B0 3F1 3B1 1B0 1B1"
+    )
+
+
+def test_few_microbatches_leave_ranks_idle_but_nothing_out():
+    assert schedule("1f1b", 4, 1)[0] == written("0F0 0B0")[0]
+    assert schedule("zero_bubble", 4, 2)[3] == written("3F0 3I0 3F1 3I1 3W0 3W1")[0]
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (("2f2b", 2, 2), "there is no schedule '2f2b': choose one of gpipe, 1f1b, interleaved, zero_bubble"),
+        (("gpipe", 0, 2), "num_stages=0: a pipeline needs a whole number, at least 1"),
+        (("gpipe", 2, 1.5), "num_microbatches=1.5: a pipeline needs a whole number, at least 1"),
+        (("gpipe", 2, 2, 0), "num_ranks=0: a pipeline needs a whole number, at least 1"),
+        (("interleaved", 3, 2, 2), "num_stages=3 is not a multiple of num_ranks=2: change one of them"),
+        (("1f1b", 4, 2, 2), "1f1b has one stage per rank, not num_stages=4 on num_ranks=2: use interleaved"),
+        (("interleaved", 4, 3, 2), "interleaved needs num_microbatches=3 to be a multiple of num_ranks=2"),
+    ],
+)
+def test_an_impossible_schedule_is_refused_in_one_line(args, words):
+    with pytest.raises(ValueError) as caught:
+        schedule(*args)
+    assert str(caught.value) == words
+
+
+@given(st.builds(Action, st.sampled_from("FBIW"), st.integers(0, 999), st.integers(0, 999)))
+def test_an_action_is_written_as_pytorch_writes_it_and_read_back(action):
+    assert Action.parse(str(action)) == action
+    assert repr(torch_schedules.to_torch({0: [action]})[0][0]) == repr(action)
+
+
+@pytest.mark.parametrize("text", ["", "F1", "1X1", "1FB2", "1F", "-1F0", "1F0 "])
+def test_other_text_is_no_action(text):
+    with pytest.raises(ValueError, match=r"is no action: write stage, one of F, B, I, W, micro-batch, as in '1F3'"):
+        Action.parse(text)
+
+
+# ---- the table of ticks, and the messages
+
+
+def clocked(actions, num_stages):
+    """The table once more, tick by tick: who can run in this tick with what was done before it."""
+    before = graph(actions, num_stages)
+    done, left, table = set(), {rank: list(order) for rank, order in actions.items()}, {rank: [] for rank in actions}
+    while any(left.values()):
+        now = {rank: order[0] if order and before[order[0]] <= done else None for rank, order in left.items()}
+        for rank, action in now.items():
+            table[rank].append(action)
+            left[rank] = left[rank][action is not None :]
+        done |= set(now.values())
+    return table
+
+
+def test_every_action_stands_in_the_first_tick_in_which_it_can_run():
+    for name, p, m, v in CASES[::5]:
+        actions = made(name, p, m, v)
+        assert ticks(actions, p * v) == clocked(actions, p * v)
+
+
+def test_every_message_is_sent_once_and_before_it_is_needed():
+    for name, p, m, v in CASES:
+        last = p * v - 1
+        table = ticks(made(name, p, m, v), p * v)
+        when = {action: tick for row in table.values() for tick, action in enumerate(row) if action}
+        sent = messages(table, p * v)
+        assert len(sent) == len(table[0])
+        backward = "I" if name == "zero_bubble" else "B"
+        expected = {("activation", stage + 1, i): when[Action("F", stage, i)] for stage in range(last) for i in range(m)}
+        expected |= {("gradient", stage, i): when[Action(backward, stage + 1, i)] for stage in range(last) for i in range(m)}
+        found = [(message, tick) for tick, column in enumerate(sent) for message in column]
+        assert {message[2:]: tick for message, tick in found} == (expected if p > 1 else {})
+        assert len(found) == (2 * last * m if p > 1 else 0)
+        for message, tick in found:
+            step = 1 if message.kind == "activation" else -1
+            assert message.to_rank == message.stage % p != message.from_rank == (message.stage - step) % p
+            assert when[Action("F" if message.kind == "activation" else backward, message.stage, message.microbatch)] > tick
+        for column in sent:
+            senders = [message.from_rank for message in column]
+            assert senders == sorted(set(senders))
+
+
+def test_messages_of_the_smallest_pipeline():
+    table = ticks(schedule("1f1b", 2, 1), 2)
+    assert table == {0: [*written("0F0")[0], None, None, *written("0B0")[0]], 1: [None, *written("1F0 1B0")[0], None]}
+    assert messages(table, 2) == [[Message(0, 1, "activation", 1, 0)], [], [Message(1, 0, "gradient", 0, 0)], []]
+
+
+# ---- wrong schedules
+
+WRONG = {
+    "a backward before its forward": (
+        written("0B0 0F0", "1F0 1B0"),
+        1,
+        "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: put it before",
+    ),
+    "W before I": (
+        written("0F0 0W0 0I0"),
+        1,
+        "rank 0 cannot start 0W0: it waits for 0I0, which comes later on the same rank: put it before",
+    ),
+    "wrong on the rank after": (
+        written("0F0 0B0", "1B0 1F0"),
+        1,
+        "rank 0 cannot start 0B0: it waits for 1B0 of rank 1, which never comes: "
+        "rank 1 at 1B0 waits for 1F0 of rank 1 itself",
+    ),
+    "a circle of two ranks": (
+        written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"),
+        2,
+        "rank 0 cannot start 0B0: it waits for 1B0 of rank 1, which never comes: "
+        "rank 0 at 0B0 waits for 1B0 of rank 1, rank 1 at 1F1 waits for 0F1 of rank 0",
+    ),
+    "a circle behind the first stuck rank": (
+        written("0F0 0F1 0B0 0B1", "1F0 1F1 1B0 1B1", "2F0 2B0 2F1 2B1", "3F1 3B1 3F0 3B0"),
+        2,
+        "rank 0 cannot start 0B0: it waits for 1B0 of rank 1, which never comes: "
+        "rank 2 at 2B0 waits for 3B0 of rank 3, rank 3 at 3F1 waits for 2F1 of rank 2",
+    ),
+    "an action missing": (
+        written("0F0 0F1 0B0 0B1", "1F0 1F1 1B0"),
+        2,
+        "stage 1 has F for micro-batch 1: it needs F and B, or F, I and W, each once",
+    ),
+    "an action twice": (
+        written("0F0 0F1 0B0 0B1", "1F0 1F1 1F1 1B0 1B1"),
+        2,
+        "stage 1 has F F B for micro-batch 1: it needs F and B, or F, I and W, each once",
+    ),
+    "B and W of one micro-batch": (
+        written("0F0 0B0 0W0", "1F0 1B0"),
+        1,
+        "stage 0 has F B W for micro-batch 0: it needs F and B, or F, I and W, each once",
+    ),
+    "a stage nobody computes": (
+        written("0F0 0B0"),
+        1,
+        "stage 1 has nothing for micro-batch 0: it needs F and B, or F, I and W, each once",
+    ),
+    "a stage on two ranks": (
+        written("0F0 0F1 1F0 0B0 0B1", "1F1 1B0 1B1"),
+        2,
+        "stage 1 is on ranks 0 (1F0) and 1 (1F1): give it one rank",
+    ),
+    "a micro-batch too many": (
+        written("0F0 0F1 0B0 0B1", "1F0 1F2 1B0 1B2"),
+        2,
+        "rank 1 has 1F2, which is no action of 2 stages and 2 micro-batches: count both from 0, the kinds are F, B, I, W",
+    ),
+    "something else in the list": (
+        {0: [*written("0F0 0B0")[0], None]},
+        1,
+        "rank 0 has None, which is no action of 2 stages and 1 micro-batches: count both from 0, the kinds are F, B, I, W",
+    ),
+    "a rank left out": ({0: [], 2: []}, 1, "the schedule has the ranks [0, 2]: number them from 0 without gaps"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_schedule_is_refused_with_what_is_wrong(name):
+    actions, num_microbatches, words = WRONG[name]
+    num_stages = {"W before I": 1, "a circle behind the first stuck rank": 4}.get(name, 2)
+    with pytest.raises(ValueError) as caught:
+        check_schedule(actions, num_stages, num_microbatches)
+    assert str(caught.value) == words
+
+
+def test_a_table_of_an_incomplete_schedule_names_what_is_missing():
+    with pytest.raises(ValueError, match=r"^rank 1 cannot start 1B0: it waits for 1F0, which is on no rank: add it$"):
+        ticks(written("0F0 0B0", "1B0"), 2)
+
+
+@st.composite
+def schedules(draw, min_ranks=1):
+    name, p, m, v = draw(st.sampled_from([case for case in CASES if case[1] >= min_ranks and case[2] * case[3] <= 12]))
+    return made(name, p, m, v), p * v, m
+
+
+def pick(draw, actions):
+    rank = draw(st.sampled_from(sorted(actions)))
+    return rank, draw(st.integers(0, len(actions[rank]) - 1))
+
+
+@settings(deadline=None)
+@given(schedules(), st.data())
+def test_leaving_out_or_doubling_any_action_is_refused(case, data):
+    actions, num_stages, m = case
+    rank, place = pick(data.draw, actions)
+    order = actions[rank]
+    actions[rank] = data.draw(st.sampled_from([order[:place] + order[place + 1 :], order[: place + 1] + order[place:]]))
+    with pytest.raises(ValueError, match=rf"^stage {order[place].stage} has .* for micro-batch {order[place].microbatch}: "):
+        check_schedule(actions, num_stages, m)
+
+
+@settings(deadline=None)
+@given(schedules(min_ranks=2), st.data())
+def test_an_action_on_another_rank_is_refused(case, data):
+    actions, num_stages, m = case
+    rank, place = pick(data.draw, actions)
+    other = data.draw(st.sampled_from([r for r in actions if r != rank]))
+    action = actions[rank].pop(place)
+    actions[other].insert(data.draw(st.integers(0, len(actions[other]))), action)
+    with pytest.raises(ValueError, match=f"^stage {action.stage} is on ranks .* give it one rank$"):
+        check_schedule(actions, num_stages, m)
+
+
+@settings(deadline=None, max_examples=200)
+@given(schedules(), st.data())
+def test_a_swap_is_refused_if_and_only_if_it_closes_a_circle(case, data):
+    actions, num_stages, m = case
+    rank, one = pick(data.draw, actions)
+    two = data.draw(st.integers(0, len(actions[rank]) - 1))
+    assume(one != two)
+    order = actions[rank]
+    order[one], order[two] = order[two], order[one]
+    try:
+        graphlib.TopologicalSorter(graph(actions, num_stages)).prepare()
+    except graphlib.CycleError:
+        with pytest.raises(ValueError, match=r"^rank \d+ cannot start \d+[BFIW]\d+: it waits for \d+[BFIW]\d+") as caught:
+            check_schedule(actions, num_stages, m)
+        stuck = Action.parse(str(caught.value).split("start ")[1].split(":")[0])
+        assert stuck in actions[int(str(caught.value).split()[1])]
+    else:
+        check_schedule(actions, num_stages, m)
+
+
+# ---- beside PyTorch
+
+
+def test_pytorch_accepts_every_schedule_and_keeps_its_order():
+    for name, p, m, v in CASES:
+        actions = made(name, p, m, v)
+        lowered = torch_schedules.validate(actions, p * v, m)
+        assert torch_schedules.from_torch(lowered) == actions
+        sends = [str(action) for order in lowered.values() for action in order if "SEND" in str(action)]
+        assert len(sends) == sum(map(len, messages(ticks(actions, p * v), p * v)))
+
+
+@pytest.fixture(scope="module")
+def orders_of_pytorch():
+    return pytest.importorskip("torch.distributed.pipelining._schedule_visualizer").get_schedule_ops
+
+
+def kind_and_stage(action):
+    return (action.kind, action.stage)
+
+
+def test_the_orders_are_those_of_pytorch(orders_of_pytorch):
+    theirs_of = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
+    compared = 0
+    for name, p, m, v in [case for case in CASES if case[1] in (1, 2, 3, 4, 8) and case[2] in (1, 2, 3, 8, 16)]:
+        # PyTorch's 1F1B needs a micro-batch per stage, its interleaved schedule two stages per rank
+        if name not in theirs_of or (name == "1f1b" and m < p) or (name == "interleaved" and v == 1):
+            continue
+        orders = orders_of_pytorch(theirs_of[name], p, m, v)
+        theirs = torch_schedules.from_torch(dict(enumerate(orders)))
+        ours = made(name, p, m, v)
+        if name == "1f1b":  # torch 2.13 prints the forwards of the last rank as 1 to m in place of 0 to m-1
+            assert list(map(kind_and_stage, theirs.pop(p - 1))) == list(map(kind_and_stage, ours.pop(p - 1)))
+        assert ours == theirs
+        compared += 1
+    assert compared == 67
+
+
+@pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
+def test_schedules_of_pytorch_that_we_do_not_have_pass_our_check(orders_of_pytorch, name, p, m):
+    actions = torch_schedules.from_torch(dict(enumerate(orders_of_pytorch(name, p, m, 2))))
+    check_schedule(actions, 2 * p, m)
+    if "V" in name:  # the second stage of a rank runs back through the ranks
+        assert placement(actions) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
+        assert messages(ticks(actions, 2 * p), 2 * p)
+
+
+@pytest.mark.parametrize(
+    ("actions", "num_microbatches"),
+    [
+        (written("0B0 0F0", "1F0 1B0"), 1),
+        (written("0F0 0F1 0B0 0B1", "1F0 1F1 1B0"), 2),
+        (written("0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"), 2),
+        (written("0F0 0B0", "1F0 1B0 2F0"), 1),
+    ],
+)
+def test_pytorch_refuses_wrong_schedules_in_one_line_too(actions, num_microbatches):
+    with pytest.raises(ValueError, match=r"^PyTorch refuses the schedule: \S.*$"):
+        torch_schedules.validate(actions, 2, num_microbatches)
+
+
+def test_a_torch_without_its_private_names_says_so(monkeypatch):
+    monkeypatch.delattr("torch.distributed.pipelining.schedules._Action")
+    with pytest.raises(RuntimeError, match=r"^torch .* has no torch.distributed.pipelining.schedules._Action: use "):
+        torch_schedules.to_torch({})

@@ -1,0 +1,93 @@
+"""Rules about batch scripts: each fires on its wrong example, not on its right one, and on no script that we generate."""
+
+import pytest
+
+from labcode.slurm.lint import lint
+from labcode.slurm.rules import RULES
+from labcode.slurm.script import Script, minutes
+
+GOOD = """#!/bin/bash
+#SBATCH --job-name=gpt_tiny
+#SBATCH -N 2 --ntasks-per-node=2  # four ranks
+#SBATCH --gpus-per-node=a100:2
+#SBATCH --time=00:10:00
+#SBATCH --output=%x-%j.out
+#SBATCH --open-mode=append --requeue
+#SBATCH --signal=B:USR1@60
+
+set -euo pipefail
+trap 'scancel --signal=USR1 "$SLURM_JOB_ID"' USR1
+MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # not srun python
+export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
+command=(
+    python -m labcode.train gpt_tiny
+    --grid.tp 2 --checkpoint.resume
+)
+srun --kill-on-bad-exit=1 \\
+    "${command[@]}" &
+wait $! || scontrol requeue "$SLURM_JOB_ID"
+cat <<'END'
+torchrun --standalone is only mentioned here
+END
+"""
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.number)
+def test_each_rule_fires_on_its_wrong_example_and_not_on_the_right_one(rule):
+    wrong, right = (list(rule.find(Script(text), rule.facts)) for text in (rule.wrong, rule.right))
+    assert wrong and not right
+    line, found = wrong[0]
+    assert 1 <= line <= rule.wrong.count("\n") + 1 and found
+
+
+def test_rules_have_numbers_of_their_own_and_reasons_of_one_line():
+    assert len({rule.number for rule in RULES}) == len(RULES) >= 20
+    assert all(rule.why and "\n" not in rule.why + rule.message for rule in RULES)
+
+
+def test_nothing_is_said_about_a_good_script():
+    assert lint(GOOD) == []
+
+
+def test_a_script_is_read_as_sbatch_and_bash_read_it():
+    script = Script(GOOD)
+    assert (script.number("nodes"), script.ranks_per_node, script.world_size, script.gpus_per_node) == (2, 2, 4, 2)
+    assert script.minutes == 10 and script.multi_node
+    assert [command.line for command in script.sruns] == [18]
+    assert script.sruns[0].text == 'srun --kill-on-bad-exit=1 "${command[@]}" &'
+    assert script.found("labcode.train")[0].text.endswith("--grid.tp 2 --checkpoint.resume )")
+    assert not script.torchruns and script.option("requeue").line == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("1-12", 2160), ("1-12:30", 2190), ("1-0:0:30", 1440.5), ("2h", None)],
+)
+def test_time_limits_are_read_in_all_forms_of_slurm(text, expected):
+    assert minutes(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("directives", "gpus"),
+    [
+        ("--gres=gpu:2", 2),
+        ("--gres=gpu:h100:8,nvme:1", 8),
+        ("-G 8 -N 2", 4),
+        ("--gpus-per-task=1 --ntasks-per-node=4", 4),
+        ("--gres=nvme:1", None),
+    ],
+)
+def test_gpus_are_counted_in_whichever_way_they_are_asked_for(directives, gpus):
+    assert Script(f"#!/bin/bash\n#SBATCH {directives}\n").gpus_per_node == gpus
+
+
+def test_problems_come_in_the_order_of_lines_and_say_what_was_found():
+    problems = lint("#!/bin/bash\n# SBATCH --nodes=2\nsrun python train.py\n#SBATCH --time=10\n")
+    assert [(p.line, p.rule) for p in problems if p.severity == "error"] == [(2, "S01"), (3, "S20"), (3, "S21"), (4, "S02")]
+    assert "# SBATCH --nodes=2" in problems[1].message and problems[0].rule == "S08"
+    assert str(problems[1]).startswith("line 2: error S01: ") and "why: " in str(problems[1])
+
+
+def test_text_that_is_no_script_is_a_problem_and_no_crash():
+    for text in ("", "\n", "#SBATCH", "#!/bin/bash\n#SBATCH --output='open\n", "#!/bin/bash\ncat <<EOF\nno end\n", "x=('\n"):
+        assert lint(text)

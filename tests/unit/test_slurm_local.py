@@ -1,0 +1,120 @@
+"""A job without SLURM: two pretended nodes on this machine, the same handle, and no process left."""
+
+import json
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+
+import pytest
+
+from labcode.slurm import local
+from labcode.slurm.cli import main
+from labcode.slurm.client import Client
+from labcode.slurm.handle import JobFailed
+from labcode.slurm.job import Job
+from labcode.slurm.submit import submit
+from labcode.slurm.supervisor import MODULE, Record
+
+TINY = ("--train.steps", "3", "--train.eval_every", "0", "--train.eval_batches", "1", "--train.sample_tokens", "0")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left(tmp_path, monkeypatch, living):
+    """Each test in a folder of its own, which ranks can import from; no process that works there outlives it."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    yield
+    assert living(tmp_path) == []
+
+
+def module(name, code):
+    Path(f"{name}.py").write_text(textwrap.dedent(code))
+    return name
+
+
+def until(ask, seconds=40):
+    end = time.monotonic() + seconds
+    while not ask():
+        assert time.monotonic() < end
+        time.sleep(0.1)
+
+
+def test_a_recipe_trains_on_two_pretended_nodes_and_says_where(monkeypatch, capfd):
+    monkeypatch.setattr(Client, "find", classmethod(lambda *_: None))  # a machine without any SLURM
+    handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
+    assert handle.where == "this machine, no SLURM: 2 pretended nodes x 1 rank"
+    outcome = handle.wait(timeout_s=100)
+    assert (outcome.state, handle.state, str(outcome)) == ("COMPLETED", "COMPLETED", "COMPLETED")
+    out = capfd.readouterr().out
+    first, *_, last = out.splitlines()
+    assert first.startswith(f"job {handle.number} on {handle.where} (slurm/cluster up 2 starts one); log: ")
+    assert "validation loss" in out and "2 ranks on" in out and last == f"job {handle.number} COMPLETED"
+    assert handle.path == Path(f"two words-{handle.number}.log").absolute() and "validation loss" in handle.log()
+    assert Path(f"runs/two words-{handle.number}/config.json").is_file()
+    assert main(["status", handle.number]) == 0 and "COMPLETED" in capfd.readouterr().out
+    assert local.find(handle.number, Path()).info().nodes == "2 pretended"
+
+
+def test_the_failing_rank_is_named_and_the_others_are_ended():
+    code = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no such thing as 7')\ntime.sleep(200)"
+    handle = submit(Job("", nodes=2, ranks_per_node=1, module=module("failing", code)), here=True)
+    with pytest.raises(JobFailed, match="FAILED: rank 1: ValueError: no such thing as 7") as error:
+        handle.wait(echo=False, timeout_s=100)
+    assert error.value.outcome.rank == 1
+
+
+def test_an_interrupted_submission_ends_its_job():
+    waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
+    argv = [sys.executable, "-m", "labcode.slurm", "submit", "", "--module", waiting, "--ranks-per-node", "1", "--here"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    number = process.stdout.readline().split()[1]
+    while "asleep" not in process.stdout.readline():
+        assert process.poll() is None
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=40)
+    assert process.returncode == 130 and f"interrupted: job {number} is cancelled" in err and "Traceback" not in out + err
+    assert local.find(number, Path()).state == "CANCELLED"
+
+
+def test_when_the_submitter_is_killed_the_job_ends_by_itself(tmp_path, living):
+    waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
+    argv = [sys.executable, "-m", "labcode.slurm", "submit", "", "--module", waiting, "--ranks-per-node", "1", "--here"]
+    process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
+    while "asleep" not in process.stdout.readline():
+        assert process.poll() is None
+    process.kill()
+    process.communicate()
+    until(lambda: not living(tmp_path))
+
+
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path, living):
+    waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
+    handle = submit(Job("", ranks_per_node=1, module=waiting), here=True, keep=True)
+    until(lambda: "asleep" in handle.log())
+    handle.process.kill()
+    until(lambda: not living(tmp_path))
+    assert handle.wait(check=False).reason == "the supervisor of the job was killed"
+
+
+def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
+    code = """
+        import signal, time
+        signal.signal(signal.SIGUSR1, lambda *_: print("told", flush=True))
+        print("ready", flush=True)
+        for _ in range(2000):
+            time.sleep(0.1)
+    """
+    start = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{module('patient', code)}'])"  # as torchrun does
+    )
+    record, log = Path("a-1.json").absolute(), Path("a.log").absolute()
+    Record("RUNNING", "a", nodes=1, minutes=12 / 60, log=str(log), started=time.time()).save(record)
+    plan = {"agents": [[sys.executable, "-c", start]], "record": str(record), "owner": 0, "usr1_s": 8}
+    subprocess.run([sys.executable, "-m", MODULE, json.dumps(plan)], check=True, timeout=60)
+    ended = Record.read(record)
+    assert ended.state == "TIMEOUT" and ended.ended - ended.started > 11
+    first, *others = log.read_text().split()
+    assert first == "ready" and set(others) == {"told"}  # again and again, and not before it listens
