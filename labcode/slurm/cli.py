@@ -171,6 +171,8 @@ def _lint(target, options, overrides) -> int:
 def _submit(target, options, overrides) -> int:
     job, site = options.job(_recipe(target), overrides), options.load_site()
     client = None if options.here else Client.find(site.name, options.cluster)
+    if options.cluster and client is None and not options.here:
+        raise UsageError(f"there is no cluster {options.cluster!r}: slurm/cluster up 2 --name {options.cluster} starts it")
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job is not left behind
     try:
         handle = submit(job, site, keep=options.keep or not options.wait, client=client, here=options.here)

@@ -8,12 +8,20 @@ client.job(number).state                     # "PENDING", "RUNNING", "COMPLETED"
 import re
 import shutil
 import subprocess
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
-# states that a job does not leave again (slurm.schedmd.com/squeue.html, job state codes); a requeue is told by REQUEUED etc.
-FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
-_TO_LINE_END = {"JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment", "SystemComment"}
+from labcode.slurm.answers import (
+    NODES_FORMAT,
+    QUEUE_FORMAT,
+    JobInfo,
+    NodeGroup,
+    Queued,
+    parse_jobs,
+    parse_nodes,
+    parse_queue,
+)
+
 _BUSY = (
     "Socket timed out",
     "Unable to contact slurm controller",
@@ -38,70 +46,6 @@ class UnknownJob(SlurmError):
 
 
 @dataclass(frozen=True)
-class JobInfo:
-    """What SLURM says of a job.
-
-    Args:
-        id: Number, "17", or "17_3" for one of an array.
-        name: Its name.
-        state: "PENDING", "RUNNING", "COMPLETED", ...
-        reason: Why it is pending, or why it ended; "" for none.
-        exit_code: (exit code, signal) of the batch script.
-        restarts: How many times it was requeued.
-        nodes: As SLURM writes them, "n[1-2]"; "" before it runs.
-        run_time: "00:01:23".
-        time_limit: "00:10:00".
-        log: The file that its output goes to.
-        fields: All fields.
-    """
-
-    id: str
-    name: str
-    state: str
-    reason: str
-    exit_code: tuple[int, int]
-    restarts: int
-    nodes: str
-    run_time: str
-    time_limit: str
-    log: Path | None
-    fields: dict[str, str] = field(repr=False, default_factory=dict)
-
-    @property
-    def ended(self) -> bool:
-        """Whether it will not run again."""
-        return self.state in FINAL
-
-
-@dataclass(frozen=True)
-class Queued:
-    """One line of the queue."""
-
-    id: str
-    name: str
-    user: str
-    partition: str
-    state: str
-    run_time: str
-    nodes: int
-    where: str  # the nodes, or the reason why it waits
-
-
-@dataclass(frozen=True)
-class NodeGroup:
-    """Nodes of a partition that are in one state."""
-
-    partition: str
-    state: str
-    nodes: str
-    count: int
-    cpus: int
-    memory_mb: int
-    gres: str
-    time_limit: str
-
-
-@dataclass(frozen=True)
 class Client:
     """The commands of one cluster.
 
@@ -121,6 +65,23 @@ class Client:
         return cls(tuple(cluster.exec_prefix), f"SLURM cluster {cluster.name!r} on this machine")
 
     @classmethod
+    def own(cls) -> "Client | None":
+        """The cluster that this machine is a login node of, if it is one.
+
+        Raises:
+            SlurmError: Its controller does not answer.
+        """
+        if not shutil.which("sbatch"):
+            return None
+        try:
+            name = re.search(r"ClusterName\s*=\s*(\S+)", cls().call("scontrol", "show", "config"))
+        except SlurmError as error:
+            if any(text in str(error) for text in _NO_CLUSTER):
+                return None
+            raise
+        return cls(where=f"SLURM cluster {name[1] if name else ''}".rstrip())
+
+    @classmethod
     def find(cls, site_name: str | None = None, cluster_name: str | None = None) -> "Client | None":
         """The cluster to submit to: for the site "local" the one on this machine, else this login node's own.
 
@@ -134,16 +95,10 @@ class Client:
         Raises:
             SlurmError: This machine belongs to a cluster whose controller does not answer.
         """
-        if site_name != "local" and not cluster_name and shutil.which("sbatch"):
-            client = cls()
-            try:
-                name = re.search(r"ClusterName\s*=\s*(\S+)", client.call("scontrol", "show", "config"))
-                return cls(where=f"SLURM cluster {name[1] if name else ''}".rstrip())
-            except SlurmError as error:
-                if not any(text in str(error) for text in _NO_CLUSTER):
-                    raise
         from labcode.slurm.cluster import running
 
+        if site_name != "local" and not cluster_name and (own := cls.own()):
+            return own
         cluster = running(cluster_name)
         return cls.of(cluster) if cluster else None
 
@@ -209,11 +164,11 @@ class Client:
 
     def queue(self) -> list[Queued]:
         """All jobs that wait or run."""
-        return parse_queue(self.call("squeue", "--noheader", f"--format={_QUEUE}"))
+        return parse_queue(self.call("squeue", "--noheader", f"--format={QUEUE_FORMAT}"))
 
     def nodes(self) -> list[NodeGroup]:
         """The nodes of each partition by their state."""
-        return parse_nodes(self.call("sinfo", "--noheader", f"--format={_NODES}"))
+        return parse_nodes(self.call("sinfo", "--noheader", f"--format={NODES_FORMAT}"))
 
     def cancel(self, number: str, signal: str | None = None) -> None:
         """End a job, or send a signal to its ranks; fine for one that has ended already."""
@@ -221,71 +176,6 @@ class Client:
             self.call("scancel", *([f"--signal={signal}"] if signal else []), str(number))
         except UnknownJob:
             return
-
-
-# the free texts come last, so that a "|" in them does no harm
-_QUEUE = "%i|%u|%P|%T|%M|%D|%R|%j"
-_NODES = "%R|%T|%D|%c|%m|%G|%l|%N"
-
-
-def parse_queue(text: str) -> list[Queued]:
-    """The lines of `squeue` in our format."""
-    rows = (line.split("|", 7) for line in text.splitlines() if line.count("|") >= 7)
-    return [
-        Queued(i, name, user, partition, state, run_time, int(nodes), where)
-        for i, user, partition, state, run_time, nodes, where, name in rows
-    ]
-
-
-def parse_nodes(text: str) -> list[NodeGroup]:
-    """The lines of `sinfo` in our format; "8+" (at least 8) counts as 8."""
-    groups = []
-    for line in text.splitlines():
-        if line.count("|") >= 7:
-            partition, state, count, cpus, memory_mb, gres, limit, names = line.split("|", 7)
-            numbers = [int(number.rstrip("+")) for number in (count, cpus, memory_mb)]
-            groups.append(NodeGroup(partition, state, names, *numbers, gres, limit))
-    return groups
-
-
-def parse_jobs(text: str) -> list[JobInfo]:
-    """The records of `scontrol show job`."""
-    return [_info(_fields(record)) for record in re.split(r"\n\s*\n", text) if "JobId=" in record]
-
-
-def _fields(record: str) -> dict[str, str]:
-    """`Key=value` pairs; names, commands and paths may hold anything and go to the end of their line."""
-    fields = {}
-    for line in record.splitlines():
-        rest = line.strip()
-        while "=" in rest:
-            key, _, rest = rest.partition("=")
-            after = re.search(r"\s+(?=[A-Z][\w:/]*=)", rest) if key not in _TO_LINE_END else None
-            value, rest = (rest[: after.start()], rest[after.end() :]) if after else (rest, "")
-            fields.setdefault(key, value)
-    return fields
-
-
-def _info(fields) -> JobInfo:
-    number = fields["JobId"]
-    if "ArrayTaskId" in fields:
-        number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
-    code, _, by_signal = fields.get("ExitCode", "0:0").partition(":")
-    none = ("(null)", "None", "N/A", "")
-    log = fields.get("StdOut", "")
-    return JobInfo(
-        id=number,
-        name=fields.get("JobName", ""),
-        state=fields.get("JobState", "UNKNOWN").split()[0],
-        reason="" if fields.get("Reason") in none else fields.get("Reason", ""),
-        exit_code=(int(code or 0), int(by_signal or 0)),
-        restarts=int(fields.get("Restarts", 0)),
-        nodes="" if fields.get("NodeList") in none else fields.get("NodeList", ""),
-        run_time=fields.get("RunTime", ""),
-        time_limit=fields.get("TimeLimit", ""),
-        log=None if log in none else Path(log),
-        fields=fields,
-    )
 
 
 def _error(program: str, said: str, code: int) -> SlurmError:

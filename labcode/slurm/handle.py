@@ -7,7 +7,8 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from labcode.slurm.client import Client, JobInfo, UnknownJob, Unreachable
+from labcode.slurm.answers import JobInfo
+from labcode.slurm.client import Client, UnknownJob, Unreachable
 from labcode.slurm.outcome import NEVER, Outcome, explain
 
 POLL_S = (0.5, 5.0)  # seconds between two questions to the controller: at first, and after a while

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 
-from labcode.slurm.client import FINAL, JobInfo
+from labcode.slurm.answers import FINAL, JobInfo
 from labcode.slurm.handle import Handle
 from labcode.slurm.job import Job
 from labcode.slurm.site import Site

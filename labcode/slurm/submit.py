@@ -51,7 +51,8 @@ def submit(
         here: Run on this machine although there is a cluster.
 
     Raises:
-        ValueError: The job is impossible, does not fit the site, or its script breaks a rule.
+        ValueError: The job is impossible, does not fit the site, or its script breaks a rule; or the site is "local" on a
+            login node of a real cluster, where nobody should train by mistake.
         SlurmError: SLURM refused it; nothing is left in the queue.
     """
     site = load(site) if isinstance(site, str) else site
@@ -59,6 +60,10 @@ def submit(
         site = dataclasses.replace(site, python=sys.executable)  # its nodes share this machine's files
     text = checked(job, site)
     client = None if here else client or Client.find(site.name)
+    if client is None and not here and (own := Client.own()):
+        raise ValueError(
+            f"this machine belongs to {own.where}: name its profile with --site, or run on it all the same: --here"
+        )
     folder = Path(site.logs)
     folder.mkdir(parents=True, exist_ok=True)
     handle = _to_slurm(client, text, folder, job, keep) if client else start(job, site, folder, keep)

@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 
 from labcode.files import write_atomically
-from labcode.slurm.client import FINAL
+from labcode.slurm.answers import FINAL
 
 MODULE = "labcode.slurm.supervisor"
 GRACE_S = 5.0  # how long ranks may take to end after SIGTERM, before they are killed

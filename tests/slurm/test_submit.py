@@ -1,6 +1,7 @@
 """`submit` on a real SLURM: the log comes, the end has a state and a reason, and an interrupt leaves no job behind."""
 
 import dataclasses
+import re
 import signal
 import subprocess
 import sys
@@ -43,7 +44,7 @@ def module(name, code):
 def test_a_recipe_trains_on_two_nodes_and_says_so(client, cluster2):
     size = ["--nodes", "2", "--ranks-per-node", "1", "--minutes", "5", "--name", "two nodes"]
     done = subprocess.run(
-        [*CLI, "submit", "gpt_tiny", "--cluster", cluster2.name, *size, *QUICK], capture_output=True, text=True, timeout=75
+        [*CLI, "submit", "gpt_tiny", "--cluster", cluster2.name, *size, *QUICK], capture_output=True, text=True, timeout=250
     )
     assert done.returncode == 0, done.stderr + done.stdout
     first, *_, last = done.stdout.splitlines()
@@ -105,6 +106,14 @@ def test_an_interrupt_leaves_no_job_behind_unless_it_is_told_to(client, cluster2
     assert client.job(number).state == ("RUNNING" if keep else "CANCELLED")
     SlurmHandle(client, number).cancel()
     assert client.job(number).state == "CANCELLED"
+
+
+def test_nobody_trains_on_a_login_node_by_mistake(client, cluster2):
+    done = cluster2.exec([*CLI, "submit", "gpt_tiny", *QUICK], check=False)
+    assert done.returncode == 2 and done.stdout == ""
+    way_out = r"name its profile with --site; to run here all the same: --here\n"
+    assert re.fullmatch(r"error: this machine belongs to SLURM cluster \S+: " + way_out, done.stderr)
+    assert list(Path.cwd().iterdir()) == []
 
 
 def test_what_slurm_refuses_is_one_line_and_leaves_nothing(client, ranks):

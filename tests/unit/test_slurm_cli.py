@@ -48,6 +48,7 @@ def test_options_and_fields_of_the_recipe_may_be_mixed():
         ("cancel", "name the number of a job"),
         ("status here000000", "there is no such job on this machine"),
         ("submit gpt_tiny --here --array 0-3", "an array needs SLURM"),
+        ("submit gpt_tiny --cluster nope", "there is no cluster 'nope': slurm/cluster up 2 --name nope starts it"),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_exists(typed, answer, capsys, tmp_path, monkeypatch):

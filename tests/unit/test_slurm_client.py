@@ -6,7 +6,8 @@ import time
 import pytest
 
 from labcode.slurm import client as slurm
-from labcode.slurm.client import Client, SlurmError, UnknownJob, Unreachable, parse_jobs, parse_nodes, parse_queue
+from labcode.slurm.answers import parse_jobs, parse_nodes, parse_queue
+from labcode.slurm.client import Client, SlurmError, UnknownJob, Unreachable
 from labcode.slurm.outcome import explain, first_failure
 
 RECORD = """JobId=17 JobName={name}
@@ -99,7 +100,7 @@ def test_a_machine_without_slurm_is_told_apart(monkeypatch):
     with pytest.raises(SlurmError, match="not on this machine"):
         Client(("/nowhere/sbatch",)).call("sbatch")
     monkeypatch.setattr(slurm.shutil, "which", lambda name: None)
-    assert Client.find("generic", cluster_name="no-such-cluster") is None
+    assert Client.own() is None and Client.find("generic", cluster_name="no-such-cluster") is None
 
 
 TORCHRUN = """[n2:0]: worker groups

@@ -43,7 +43,8 @@ def until(ask, seconds=40):
 
 
 def test_a_recipe_trains_on_two_pretended_nodes_and_says_where(monkeypatch, capfd):
-    monkeypatch.setattr(Client, "find", classmethod(lambda *_: None))  # a machine without any SLURM
+    for ask in ("find", "own"):
+        monkeypatch.setattr(Client, ask, classmethod(lambda *_: None))  # a machine without any SLURM
     handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
     assert handle.where == "this machine, no SLURM: 2 pretended nodes x 1 rank"
     outcome = handle.wait(timeout_s=100)
