@@ -102,6 +102,11 @@ class PipelineConfig:
             ValueError: The layers cannot be dealt out so.
         """
         stages = pp * self.stages_per_rank
+        if stages > num_layers:
+            raise ValueError(
+                f"grid.pp*stages_per_rank = {pp}*{self.stages_per_rank} stages, but model.num_layers={num_layers}: "
+                "each stage needs a layer"
+            )
         even, longer = divmod(num_layers, stages)
         sizes = self.layers or tuple(even + (stage < longer) for stage in range(stages))
         if len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:

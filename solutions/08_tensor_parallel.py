@@ -101,9 +101,10 @@ for name, guess in {"a": a_error, "b": b_error, "below": below_error}.items():
 print("both copies of the layer below get one gradient:", torch.equal(plain[0][1]["below"], plain[1][1]["below"]))
 
 # %% [markdown]
-# The output and the MLP's own weights are exact; the layer below is wrong by about 70 %, with $p$ ranks by $\sqrt{(p-1)/p}$. And each
-# rank is wrong in its own way, so after one step the two copies of the layer below are no longer the same layer. No error; at most one
-# warning in each process that no autograd kernel is registered for `allreduce_`, a line among hundreds.
+# The output is exact, and so are the gradients of the MLP's own weights. That of the layer below is wrong by about two thirds: a little
+# less than for independent paths, where $p$ ranks would give $\sqrt{(p-1)/p}$. And each rank is wrong in its own way, so after one step
+# the two copies of the layer below are no longer the same layer. No error; at most one warning in each process that no autograd kernel is
+# registered for `allreduce_`, a line among hundreds.
 #
 # What should have happened? Follow a tensor and count its copies.
 #
@@ -300,7 +301,7 @@ check_layout(GPTConfig(num_heads=4, num_kv_heads=2), GridShape(tp=4))
 # Three numbers: a maximum, a sum, and one logit, which one rank has. Each is an all-reduce of one number per token.
 #
 # **Predict.** A vocabulary of 50304 (GPT-2's, rounded up), float32, 512 tokens. How many bytes are the gathered logits, how many the
-# three numbers, and what is the ratio?
+# three numbers (the tensors, not yet what a rank sends), and what is the ratio?
 
 # %% tags=["predict"]
 gathered_guess, three_guess = 512 * 50304 * 4, 512 * 3 * 4
@@ -321,13 +322,14 @@ def both_losses(tokens=512, vocab=50304):
 gathered, three, apart = ranks.run(both_losses)[0]
 compare("bytes of the logits", gathered_guess, gathered, rel=0, unit="B")
 compare("bytes of three numbers", three_guess, three, rel=0, unit="B")
-compare("ratio", ratio_guess, gathered / three, rel=0)
+compare("ratio of the tensors", ratio_guess, gathered / three, rel=0)
 print("same loss:", apart < 1e-5, "  Llama 3's logits of 8192 tokens:", f"{8192 * 128256 * 4 / 1e9:.1f} GB")
 
 # %% [markdown] tags=["exercise"]
-# The ratio is V/3, and that is half of the gain: gathered logits would also have to **stay** on every rank for backward. With Llama 3's
-# vocabulary of 128256 that is more than 4 GB for 8192 tokens. (Backward needs nothing from anyone: the gradient of a logit is its
-# softmax, minus one at the target.)
+# The ratio of the tensors is V/3. (On the wire it is V/6: for the same tensor, a ring's all-reduce sends twice as much as its all-gather.)
+# That is half of the gain: gathered logits would also have to **stay** on every rank for backward. With Llama 3's vocabulary of 128256
+# that is more than 4 GB for 8192 tokens. (Backward needs nothing from anyone: the gradient of a logit is its softmax, minus one at the
+# target.)
 #
 # **Takeaway: do not gather what you are going to reduce.**
 #
@@ -414,8 +416,13 @@ plot.timeline([row for rows in shortest for row in rows], xlabel="ms", title="On
 
 # %% [markdown]
 # Two forward, two backward, and while one is under way **nothing else happens**: the next product needs the sum. (Gaps without a bar are
-# Python, or a busy core.) Data parallelism hides its communication behind backward. Here forward can hide nothing; a backward *f* could travel
-# beside the product for the weight's gradient, as in Megatron-LM. So the link decides. Per layer and token, with $12 H^2$ weights, 6 FLOPs each, in bfloat16, without attention's own products:
+# Python, or a busy core.) Data parallelism hides its communication behind backward. And here?
+#
+# - **In this form** forward can hide nothing; a backward *f* could travel beside the product for the weight's gradient, as in Megatron-LM.
+# - **With lesson 09's all-gather and reduce-scatter**, product and message can be cut into chunks that overlap: PyTorch's async tensor
+#   parallelism, Megatron-LM's `--tp-comm-overlap`.
+#
+# So the link decides. Per layer and token, with $12 H^2$ weights, 6 FLOPs each, in bfloat16, without attention's own products:
 #
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)} = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}$$
 #
@@ -503,9 +510,9 @@ for name, case in {"MLP": (make_mlp, mlp_plan), "q, k, v": (SeparateAttention, p
 
 # %% [markdown] tags=["exercise"]
 # The MLP costs what ours does. The attention pays three times: each layer sums by itself. If x becomes a DTensor **before** it branches,
-# the three partial gradients are added on each rank first, and one sum is left; same numbers, no message either way. And a plan for our
-# fused qkv makes the plain cut of section 3: no error, all wrong. DTensor keeps exact books of layouts; what the rows **mean** it cannot
-# know.
+# the three partial gradients are added on each rank first, and one sum is left: same numbers, and no warning in either case. And a plan
+# for our fused qkv makes the plain cut of section 3: no error, all wrong. DTensor keeps exact books of layouts; what the rows **mean** it
+# cannot know.
 #
 # **Takeaway: count the collectives of a plan, and compare it with the whole model once. What you get for it: no layers of your own, and
 # tensors that FSDP2 and distributed checkpoints understand.**
@@ -560,11 +567,11 @@ print(*(line for line in described.splitlines() if not line.startswith("blocks.1
 # Now train: one process, then grids of four ranks; 15 steps of AdamW in float64. dp cuts the batch, tp does not: all ranks of a tp group
 # read the same samples. And one run is **broken on purpose**: every *f* is forgotten.
 #
-# **Predict.** Without *f*, the gradient of everything below is incomplete at each step. What does the loss gain in 15 steps, as a share
-# of what the true run gains?
+# **Predict.** Without *f*, the gradient of everything below is incomplete at each step. How far does the loss fall in 15 steps, as a
+# share of the fall of the true run?
 
 # %% tags=["predict"]
-gain_guess = 0.9  # AdamW divides by the length of a gradient anyway, and a part of it points about the same way
+fall_guess = 0.9  # AdamW divides by the length of a gradient anyway, and a part of it points about the same way
 
 # %%
 def forget_f(module):
@@ -585,29 +592,35 @@ def train_on(shape, change=lambda module: None):
 truth = train(build(), gpt.loss, batches)
 runs = {"dp=2 x tp=2": ranks.run(train_on, GridShape(dp=2, tp=2)), "tp=4": ranks.run(train_on, GridShape(tp=4)),
         "tp=4, f forgotten": ranks.run(train_on, GridShape(tp=4), forget_f)}
-gain, broken_gain = ((losses[0] - losses[-1]).item() for losses in (truth, runs["tp=4, f forgotten"][0][0]))
-compare("gain without f", gain_guess, broken_gain / gain, rel=0.5)
+fall, broken_fall = ((losses[0] - losses[-1]).item() for losses in (truth, runs["tp=4, f forgotten"][0][0]))
+compare("fall without f", fall_guess, broken_fall / fall, rel=0.5)
 for name, run in runs.items():
     copies = max((copy - run[0][1]).abs().max() for _, copy in run)
     print(f"{name:18} largest difference of a loss {(run[0][0] - truth).abs().max():.0e}, between copies of a norm {copies:.0e}")
 
 # %% tags=["figure"]
-picture = plot.lines({"one process": truth} | {name: run[0][0] for name, run in runs.items()}, x=range(1, 16),
+losses = {"one process": truth} | {name: run[0][0] for name, run in runs.items()}
+picture = plot.lines(losses, x=range(1, 16),
                      xlabel="step", ylabel="loss (nats)", title="A GPT on four ranks",
                      alt="Both grids lie on the curve of one process; the run without f falls beside it, as far down")
 picture.axes[0].lines[0].set_linewidth(7)  # wide, so that it can be seen beneath the others
 picture
 
 # %% tags=["figure"]
-off = {name: (run[0][0] - truth).abs().clamp(min=1e-17) for name, run in runs.items()}
-plot.lines(off, x=range(1, 16), logy=True, xlabel="step", ylabel="difference (nats)", title="Loss against one process", reference={"allowed: 1e-9": 1e-9},
-           alt="Both grids differ from one process by less than 1e-12, the run without f by 1e-3 and more from the second step on")
+off = {name: (loss - truth).abs().clamp(min=1e-17) for name, loss in losses.items()}
+picture = plot.lines(off, x=range(1, 16), logy=True, xlabel="step", ylabel="difference (nats)", title="Loss against one process",
+                     reference={"allowed: 1e-9": 1e-9},
+                     alt="Both grids differ from one process by less than 1e-12, the run without f by 1e-3 and more from the second step on")
+legend = picture.axes[0].get_legend()
+legend.set_loc("upper left")
+legend.set_bbox_to_anchor((1, 1))  # beside the axes
+picture
 
 # %% [markdown]
 # The broken curve falls about as far as the true one, perhaps a little less or more. It would pass for another seed. Its first loss is
-# even exact, since forward is right (an exact 0 is drawn at 1e-17). Two cheap tests find the bug at once: the loss of the **second** step
-# against one process, and the copies of a weight that every rank of tp holds. With *f* these are equal to the bit; without, each rank has
-# its own.
+# even exact, since forward is right. (An exact 0 is drawn at 1e-17; one process, compared with itself, lies there throughout.) Two cheap
+# tests find the bug at once: the loss of the **second** step against one process, and the copies of a weight that every rank of tp holds.
+# With *f* these are equal to the bit; without, each rank has its own.
 #
 # **Takeaway: every grid gives the losses of one process to rounding. A curve that looks right proves nothing: compare numbers, and
 # compare the copies.**
@@ -636,13 +649,13 @@ ranks.close()
 # |---|---|---|
 # | f | forward nothing, backward a sum | `comm.collectives.copy_to` |
 # | g | forward a sum, backward nothing | `comm.collectives.reduce_from` |
-# | f forgotten | wrong below by √((p−1)/p), copies drift | |
+# | f forgotten | wrong below, √((p−1)/p) for independent paths; copies drift | |
 # | column, then row | one f, one g, bias after the sum | `parallel.tensor` |
 # | attention | whole heads, section by section | `parallel.weights.Split` |
 # | loss | 3 numbers per token, not V | `vocab_parallel_cross_entropy` |
 # | per layer | 4 all-reduces of B·S·H | `comm.counting` |
 # | link | 2 (p−1) Φ / (9 H β) | `perf.comm` |
-# | whole model | a table of modules | `models.parallelize` |
+# | whole model | table of modules | `models.parallelize` |
 #
 # ## Sources
 #
@@ -652,4 +665,4 @@ ranks.close()
 # - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 8.4.
 # - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes.
 # - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s.
-# - docs.pytorch.org: `torch.distributed.tensor.parallel`, `torch.profiler`.
+# - docs.pytorch.org: `torch.distributed.tensor.parallel`, `torch.profiler`; discuss.pytorch.org/t/209487: async tensor parallelism.

@@ -121,7 +121,8 @@ print(stages.table(schedule("gpipe", 4, 8), 4))
 #
 # $$\frac{\text{bubble}}{\text{work}} = \frac{p-1}{m} \qquad\qquad \frac{\text{bubble}}{\text{whole time}} = \frac{p-1}{m+p-1}$$
 #
-# Know which one you read. Here $p = 4$ and $m = 8$, each as long as the one before. A rank keeps a micro-batch's activations from its forward to its backward.
+# Know which one you read. Here $p=4$, $m=8$, and a micro-batch takes as long as section 1's whole batch did: eight times the work. A rank keeps a micro-batch's activations
+# from its forward to its backward.
 #
 # **Predict.** Bubble over work; the step; the most micro-batches that rank 0 keeps at once.
 
@@ -158,6 +159,8 @@ check("10.1", lambda: l10.enough(enough), praise="many micro-batches, and GPipe 
 
 # %% [markdown] tags=["exercise"]
 # **Takeaway: the bubble is (p−1)/m of the work. More micro-batches shrink it, and GPipe pays for each of them with memory.**
+#
+# (Here GPipe is the order alone. The system of that name also recomputes activations: it keeps only the input of each stage, and pays with about one more forward.)
 #
 # ## 3. One forward, one backward
 #
@@ -218,14 +221,14 @@ stages.picture(simulated, measured, title="1F1B, 8 micro-batches",
 # %% [markdown]
 # The bubble is the same, the memory is not: at most p micro-batches, however large m is. That is all that 1F1B wins, and it is much: now m may grow.
 #
-# The **gap between forward and backward** surprises everyone who sees a first profile, and courses on Megatron-LM ask about it. Is something slow? No. Rank $r$ finished its
-# warm-up in time, but micro-batch 0 must go to the last rank and come back through all ranks behind $r$: their $p-1-r$ backwards. Nothing that rank $r$ may do is left.
+# The **gap between forward and backward** surprises everyone who sees a first profile. Is something slow? No. Rank $r$ did its $p-r$ forwards in time, and meanwhile micro-batch 0
+# travelled to the last rank. It must still come back through all ranks behind $r$: their $p-1-r$ backwards. Until then nothing that rank $r$ may do is left.
 # The whole bubble of a rank, piece by piece:
 #
 # | where | length |
 # |---|---|
 # | start, nothing has arrived yet | $r\,t_F$ |
-# | between last warm-up forward and first backward | $(p-1-r)\,t_B$ |
+# | before the first backward | $(p-1-r)\,t_B$ |
 # | between the backwards of the cool-down | $(p-1-r)\,t_F$ |
 # | end, the ranks before still work | $r\,t_B$ |
 #
@@ -267,7 +270,7 @@ compare("GPipe, bytes of rank 0", gpipe_kept_guess, round(ranks.run(held, "gpipe
 compare("1F1B, bytes of rank 0", first_kept_guess, round(ranks.run(held, "1f1b")[0], 3), rel=0)
 
 # %% [markdown]
-# **Takeaway: 1F1B has GPipe's bubble and keeps p micro-batches in place of m. Rank 0 keeps the most; its gap before the first backward is the way there and back.**
+# **Takeaway: 1F1B has GPipe's bubble and keeps p micro-batches in place of m. Rank 0 keeps the most; its gap before the first backward is the way back.**
 #
 # ## 4. Interleaved
 #
@@ -279,7 +282,7 @@ print(stages.table(schedule("interleaved", num_stages=8, num_microbatches=8, num
 
 # %% [markdown]
 # Nothing is free. Count the boundaries between ranks: 3 before, 7 now, each crossed twice by every micro-batch. And warm-up is longer:
-# $2\,(p-1-r) + (v-1)\,p$ forwards, of stages half as large, and then, as in 1F1B, one more before the first backward.
+# $2\,(p-1-r) + (v-1)\,p$ forwards, of stages half as large, and then, as in 1F1B, one more before the first backward. And m has to be a multiple of p.
 #
 # **Predict.** Bubble over work; messages in a step, of all ranks; the most that rank 0 keeps, in whole stages' worth (v = 2).
 
@@ -376,9 +379,11 @@ plot.bars({names[key]: {"formula": predicted[key], "measured": results[key][1].b
           alt="GPipe and 1F1B have the same bubble, interleaved about half, zero bubble about a third; measured bars are a little longer")
 
 # %% [markdown]
-# What the formula misses is partly messages; the rest is Python between actions, and late processes. Memory is exact: it follows from the order alone.
+# - **Time**: with `hop_s` for each message the simulator comes close to the run, and is sometimes a little above it. No wonder: `hop_s` is all that section 1 took too long, Python
+#   and late processes included; and in a run, a stage that sleeps a little too long counts as work.
+# - **Memory** is exact: it follows from the order alone.
 #
-# **Takeaway: only I is on the way of the others. W fills gaps: a third of the bubble for the memory of 1F1B's first rank, on every rank.**
+# **Takeaway: only I is in the way of the others. W fills gaps: a third of the bubble for the memory of 1F1B's first rank, on every rank.**
 #
 # ## 6. Broken on purpose
 #
@@ -390,7 +395,8 @@ wrong = {0: "0F0 0B0 0F1 0B1", 1: "1F0 1F1 1B0 1B1"}
 check_schedule({rank: [Action.parse(text) for text in row.split()] for rank, row in wrong.items()}, num_stages=2, num_microbatches=2)
 
 # %% [markdown]
-# Read the message from its end: the two links of the circle, what each rank is at and whom it waits for. The cure is in the order of rank 1.
+# Read the message from its end: the two links of the circle, what each rank is at and whom it waits for. Either rank can break the circle:
+# rank 1 with `1B0` before `1F1`, or rank 0 with `0F1` before `0B0`.
 #
 # The second kind of failure comes in the middle of a step: a stage raises, out of memory or a bad shape. The other ranks wait for its output. What do they say?
 
@@ -459,8 +465,9 @@ for validate in (torch_schedules.validate, check_schedule):
 # %% [markdown]
 # PyTorch's counts with sets (torch 2.13), and a set does not grow by what it has already. Such a rank would compute a micro-batch twice and send it twice.
 #
-# - **Messages**: PyTorch makes a list of sends and receives from the schedule; ours derives both ends from one table of ticks.
-# - **Shapes**: PyTorch finds them out by itself, and can cut a model by tracing it. Ours can be read in ten minutes.
+# - **Messages**: for several stages per rank PyTorch makes a list of sends and receives from the schedule; its GPipe and 1F1B are hand-written loops. Ours derives both ends of a
+#   message from one table of ticks.
+# - **Shapes**: PyTorch finds them out by itself, and can cut a model by tracing it. Ours is short enough to read.
 #
 # **Takeaway: a schedule is data, and data can be checked by two programs that know nothing of each other.**
 #
@@ -567,9 +574,9 @@ ranks.close()
 # | another schedule | `--pipeline.schedule zero_bubble`; `--pipeline.schedule interleaved --pipeline.stages-per-rank 2 --grid.pp 2` |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --grid.pp 2 --grid.tp 2` |
 #
-# In the default order pp is the slowest axis, so it crosses the nodes. (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) Micro-batches: the batch of a
-# dp rank over `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. With `model.recording = True` the times of all actions are in `model.recorded`: put those of your
-# stages into `simulate`, and choose before you submit.
+# In the default order pp is the slowest axis, so it crosses the nodes. (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) The number of
+# micro-batches is the batch of a dp rank divided by `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. With `model.recording = True` the times of all actions
+# are in `model.recorded`: put those of your stages into `simulate`, and choose before you submit.
 
 # %% [markdown]
 # ## Recap

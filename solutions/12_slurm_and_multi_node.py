@@ -52,7 +52,7 @@ lab = slurm_lab.open_lab("lesson12")
 #
 # ## 1. What a job is
 #
-# - You log in to the **head node**, which is not for computing.
+# - You log in to a **login node**, which is not for computing; here it is called `head`.
 # - A **job** is a request (how many nodes, for how long) and a script. It waits until nodes are free; then the script starts on the **first** of them, and what is left when the time is over is killed.
 # - The request stands in the script, in comments that begin with `#SBATCH`: bash passes over them, `sbatch` reads them.
 # - In the job, `srun` starts a **step**: one command as many times as there are **tasks**, spread over the nodes. A task finds its number in `SLURM_PROCID`.
@@ -120,7 +120,7 @@ emptied = lab.until(lambda: not states())
 # A `Job` says what to run, a **site profile** what the cluster wants to be asked, and `render` makes the script of both. First the request:
 
 # %% tags=["nbval-check-output"]
-job = Job("gpt_tiny", ("--train.steps", "200"), nodes=2, ranks_per_node=2, minutes=10, name="two-nodes")
+job = Job("gpt_tiny", ("--train.steps", "200", "--checkpoint.every", "50"), nodes=2, ranks_per_node=2, minutes=10, name="two-nodes")
 script = render(job, load("local"))
 head, body = script.split("set -euo pipefail")
 print(head)
@@ -128,9 +128,9 @@ print(head)
 # %% [markdown]
 # - `--ntasks-per-node=1`: the one task of a node is **torchrun**, and that starts the ranks. So its CPUs are those of all ranks of the node.
 # - `%x-%j`: name and number of the job, so that no log is overwritten; `append`, because a job may have a second life.
-# - `--signal=B:USR1@120`: two minutes before the end a signal comes, to the batch script (`B:`).
+# - `--signal=B:USR1@120`: two minutes before the end, or up to one more, a signal comes, to the batch script (`B:`).
 #
-# **Predict.** How many torchruns start? How many ranks do they make? And below, the ranks meet on a **port** that comes from the job's number: which one has job 31337?
+# **Predict.** How many torchruns start? How many ranks do they make? And below, the ranks meet on a **port**: 20000 plus the last four digits of the job's number. Which one has job 31337?
 
 # %% tags=["predict"]
 torchruns_guess = 2 * 1
@@ -148,13 +148,14 @@ compare("port of job 31337", port_guess, base + 31337 % span, rel=0)
 
 # %% [markdown]
 # - `set -euo pipefail` makes bash stop at the first command that fails. Without it a job whose training died ends as COMPLETED, because its last `echo` was fine.
-# - `SLURM_JOB_NODELIST` is `n[1-2]`, which no program can connect to; `scontrol show hostnames` writes the names out, and all meet on the first. A fixed port would do until two jobs share a node.
+# - `SLURM_JOB_NODELIST` is `n[1-2]`, which no program can connect to; `scontrol show hostnames` writes the names out, and all meet on the first. A fixed port works until two jobs share a node.
 #
 # Then the last part, from its middle:
 #
 # 1. `srun` starts torchrun on each node, in the background (`&`), and the script waits. `--kill-on-bad-exit=1`: one dead task ends all, else the others wait for it until the time is over.
-# 2. Two minutes before the end comes USR1. The `trap` notes it, and `scancel --signal` hands it on to the ranks. They finish their step, write a **checkpoint** and end with code 0.
-# 3. `scontrol requeue` puts the job back into the queue, under the same number. In its next life `--checkpoint.resume` finds the checkpoint and goes on.
+# 2. USR1 comes. The `trap` notes it, and `scancel --signal` passes it on to what `srun` has started: on most clusters to that alone, which is no rank. So `hand_down`, a small bash, gives it to the ranks. They finish their step, write
+#    a **checkpoint** and end with code 0.
+# 3. `scontrol requeue` puts the job back into the queue. In its next life `--checkpoint.resume` goes on. A node that fails says nothing before: for that there is `--checkpoint.every`.
 #
 # So a run may be longer than any time limit. Another site wants the same in other words:
 
@@ -336,9 +337,11 @@ if wires:
     compare("your prediction, 100mbit", added_s_guess, step_s["100mbit"] - step_s["off"], rel=0.5, unit="s")
 series = {rate.replace("mbit", " Mbit/s").replace("off", "as it is"): ([s for s, *_ in rows], [1e3 * t for *_, t in rows])
           for rate, rows in found.items()}
-plot.lines(series, xlabel="step", ylabel="ms per step", title="One job, its link slowed down three times",
-           reference={f"wire alone, {rate.replace('mbit', '')}": 1e3 * s for rate, s in wires.items()},
-           alt="Milliseconds per step in four groups: each halving of the link's speed about doubles them, close to the bytes over the speed")
+picture = plot.lines(series, xlabel="step", ylabel="ms per step", title="One job, its link slowed down three times",
+                     reference={f"wire alone at {rate.replace('mbit', ' Mbit/s')}": 1e3 * s for rate, s in wires.items()},
+                     alt="Milliseconds per step in four groups: each halving of the link's speed about doubles them, close to the bytes over the speed")
+picture.axes[0].legend(frameon=True, framealpha=1)  # above the dashed lines
+picture
 
 # %% [markdown]
 # The loss is the same to the last digit shown: the second node changes who sits where, not what is computed. On the link as it is two nodes are about as fast as one, since all share your cores (the ratio wanders;
@@ -369,7 +372,7 @@ for name, bytes_per_s in {"InfiniBand NDR, 400 Gbit/s": 50e9, "Ethernet, 10 Gbit
 # On GPUs the ranks talk over NCCL, which chooses a **transport** for each pair of ranks, and says nothing. With `NCCL_DEBUG=INFO` (in a `Job`: `nccl_debug="INFO"`) it tells. **The log below is an example in NCCL's documented form**, for two nodes
 # of four GPUs: there is no GPU here, and gloo writes no such log.
 #
-# Each line has host, process, thread and GPU, and then the interface over which the ranks find each other, the network cards, the order of the **ring**, and for each channel who sends to whom `via` what:
+# Each line has host, process, thread and GPU, and then the interface over which the ranks find each other, the network cards, the order of the **ring**, and for each channel (a ring of its own; the arrows below count them) who sends to whom `via` what:
 #
 # - **P2P**: from GPU to GPU, over NVLink or PCIe. (`IPC` and `CUMEM` are two ways to share the memory.)
 # - **SHM**: through the memory of the host, where the GPUs cannot reach each other.
@@ -404,7 +407,7 @@ plot.transports(slow, title="Since Monday",
                 alt="The same ring of two nodes, but the two links between the nodes are now TCP sockets in another colour")
 
 # %% [markdown] tags=["exercise"]
-# `No device found`: NCCL sees no InfiniBand card, for instance in a container without its driver, or with `NCCL_IB_DISABLE=1` left over from an experiment. So it takes TCP, over the slow Ethernet, without an error. The loss is the same. Only the time is not.
+# `No device found`: NCCL has the library for InfiniBand and sees no card, for instance in a container without `/dev/infiniband`. (With `NCCL_IB_DISABLE=1`, left over from an experiment, this line is missing too.) So it takes TCP, over the slow Ethernet, without an error. The loss is the same. Only the time is not.
 #
 # ### Exercise 12.4 · Between the nodes
 #
@@ -418,10 +421,10 @@ def between(comm):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.4", lambda: l12.between(between), praise="NET/IB is what you paid for")
+check("12.4", lambda: l12.between(between), praise="the network is what you paid for")
 
 # %% [markdown]
-# **Takeaway: run the first job on a cluster with NCCL_DEBUG=INFO, and look for P2P inside a node and NET/IB between nodes. A wrong transport is no error, only slow.**
+# **Takeaway: run the first job on a cluster with NCCL_DEBUG=INFO, and look for P2P inside a node and, between nodes, for the site's network: NET/IB, or NET/AWS Libfabric on Slingshot and EFA. NET/Socket is no error, only slow.**
 #
 # ## 6. The debugging drill
 #
@@ -462,7 +465,7 @@ lab.hello(interface="docker0")
 lab.sh("ip", "-brief", "-4", "address", node="n1")
 
 # %% [markdown]
-# **Third fault.** A firewall between the nodes lets nobody through to n1 on the ports 20000 to 29999. It does not refuse, it swallows. So nothing happens, until a time-out: here 8 seconds, in PyTorch 10 to 30 minutes, on a cluster that you pay for.
+# **Third fault.** A firewall between the nodes lets nobody through to n1 on the ports 20000 to 29999. It does not refuse, it swallows. So nothing happens, until a time-out: here 8 seconds, one minute where torchruns meet, 10 to 30 in PyTorch's groups, on a cluster that you pay for.
 #
 # The **command** tries the port by hand. *Connection refused* is good news: the packets arrive, there is only nobody who listens yet. Silence is the fault. **Cure**: a port from the range that the site leaves open.
 
@@ -480,7 +483,7 @@ with lab.fault("port"):
 
 # %%
 with lab.fault("code"):
-    lab.hello()
+    lab.hello(kill=False)  # each may speak: the first error does not end the other rank
     lab.sh("srun", "--quiet", "--nodelist=n1,n2", "--ntasks-per-node=1", "--label", "cksum", "runs/hello.py")
 print("\nand the cure, the same file on both:")
 lab.hello()
@@ -505,8 +508,8 @@ if lab.cluster:
 # |---|---|---|---|
 # | `name` | refused, address 127.0.1.1 | `getent ahostsv4 $(hostname)` on each node | `GLOO_SOCKET_IFNAME`, or mend `/etc/hosts` |
 # | `interface` | refused or silent, an address that is not the cluster's | `ip -brief address` on each node | `NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` |
-# | `port` | time-out, nobody refuses | `timeout 2 bash -c '</dev/tcp/HOST/PORT'` | a port that the site leaves open |
-# | `code` | sizes differ, a collective mismatch, or wrong numbers | `srun cksum FILE`, `srun pip list` | one shared environment, one image |
+# | `port` | time-out, nobody refuses; torchrun: `connection to the C10d store has failed` | `timeout 2 bash -c '</dev/tcp/HOST/PORT'` | a port that the site leaves open |
+# | `code` | sizes differ, a collective mismatch, or wrong numbers; the other ranks: `Connection reset` | `srun cksum FILE`, `srun pip list` | one shared environment, one image |
 # | `node` | pending for ever, or NODE_FAIL | `squeue`, `sinfo --Node` | `--exclude`, and tell the site |
 #
 # ### Exercise 12.5 · From symptom to cause
@@ -533,10 +536,10 @@ lab.close()
 #
 # On your cluster: copy `slurm/sites/generic.yaml`, fill in its ten lines, and say
 #
-#     python -m labcode.slurm render gpt_tiny --site my.yaml --nodes 2     # read it first
-#     python -m labcode.slurm submit gpt_tiny --site my.yaml --nodes 2     # then send it
+#     python -m labcode.slurm render gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # read it first
+#     python -m labcode.slurm submit gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # then send it
 #
-# On GPU nodes the ranks take a GPU each and talk over NCCL; nothing else changes. `slurm/cluster up 2` starts the nodes of this lesson in a terminal, with `slow`, `kill`, `netdown` and the rest, to break in your own way.
+# On GPU nodes there is a rank for each GPU, and they talk over NCCL; nothing else changes. `slurm/cluster up 2` starts the nodes of this lesson in a terminal, with `slow`, `kill`, `netdown` and the rest, to break in your own way.
 
 # %% [markdown]
 # ## Recap

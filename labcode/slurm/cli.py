@@ -44,7 +44,7 @@ class Options:
     partition: str | None = None  # in place of the profile's
     qos: str | None = None  # in place of the profile's
     nodes: int = 1
-    ranks_per_node: int = 2
+    ranks_per_node: int | None = None  # None: one for each GPU of the site's nodes; 2 where the profile has none
     minutes: int = 10  # time limit
     name: str | None = None  # in the queue, of the log and of the run's folder; None: the recipe's
     module: str = "labcode.train"  # what each rank runs
@@ -69,6 +69,8 @@ class Options:
         """The job for a recipe."""
         own = {field.name for field in fields(Job)}
         values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
+        if self.ranks_per_node is None:
+            values["ranks_per_node"] = self.load_site().gpus.per_node or 2
         return Job(recipe, tuple(overrides), **values)
 
 

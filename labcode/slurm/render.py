@@ -54,6 +54,10 @@ def render(job: Job, site: Site) -> str:
         out=inside(site.scratch, "$SLURM_JOB_NAME-$SLURM_JOB_ID"),
         folder=expanded(site.scratch) if site.container.kind != "none" else None,
         torchrun=torchrun,
+        # one job of an array may have the number of the whole array, and scancel would take all of it
+        this_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
+        hands_down=_hands_down(job, site, torchrun),
+        ignores=_ignores(job, site, torchrun),
         command=" \\\n    ".join(_command(job, site, torchrun)),
     )
 
@@ -147,17 +151,34 @@ def _command(job, site, torchrun):
         mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in _binds(site))
         yield f'--container-image={expanded(container.image)} --container-workdir="$PWD"'
         yield " ".join([f"--container-mounts={expanded(mounts)}", *map(expanded, container.options)])
-    if job.resumes:
-        yield f"""bash -c 'trap "" USR1; exec "$@"' {"torchrun" if torchrun else "rank"}"""
-    if container.kind not in ("none", "pyxis"):
+    if _hands_down(job, site, torchrun):
+        yield f'bash -c "$hand_down" {"torchrun" if torchrun else "rank"}'
+    if _wrapped(site):
         yield " ".join(_container(site))
+    if _ignores(job, site, torchrun):
+        yield f"""bash -c 'trap "" USR1; exec "$@"' {"torchrun" if torchrun else "rank"}"""
     if torchrun:
         agent = f"{expanded(site.python)} -m torch.distributed.run"
         yield f'{agent} --nnodes="$SLURM_NNODES" --nproc-per-node={job.ranks_per_node}'
-        yield '--rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$head_node:$port"'
+        yield '--rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first_node:$port"'
     program = f"-m {job.module}" if torchrun else f"{expanded(site.python)} -m {job.module}"
     out = "\0out"  # stands for the variable of the script, and no argument can hold a NUL
     yield " ".join([program, *('"$out"' if word == out else literal(word) for word in job.arguments(out))])
+
+
+def _wrapped(site):
+    """Whether a program of the container stands between SLURM and ours; pyxis is part of SLURM."""
+    return site.container.kind not in ("none", "pyxis")
+
+
+def _hands_down(job, site, torchrun):
+    """Whether the ranks are not what SLURM starts and signals, but below it."""
+    return job.resumes and (torchrun or _wrapped(site))
+
+
+def _ignores(job, site, torchrun):
+    """Whether what runs has to ignore the signal by itself: `hand_down` sees to it on this side of a container alone."""
+    return job.resumes and (_wrapped(site) or not torchrun)
 
 
 def _binds(site):

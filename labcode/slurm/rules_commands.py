@@ -145,6 +145,21 @@ def _agent_dies(script, facts):
 
 
 @rule(
+    "S51",
+    "the signal stops at torchrun: let a trap in each task hand it down, as in `pkill -USR1 -P $!`",
+    "scancel signals the processes that SLURM has started; with process tracking by cgroups the ranks below hear nothing",
+    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap 'scancel --signal=USR1 $SLURM_JOB_ID' USR1\n"
+    "(trap '' USR1; exec srun torchrun train.py) &\nwait\n",
+    "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap 'scancel --signal=USR1 $SLURM_JOB_ID' USR1\n"
+    'srun bash -c \'trap "" USR1; torchrun train.py & trap "pkill -USR1 -P $!" USR1; wait $! || wait $!\' &\nwait\n',
+)
+def _stops_at_agent(script, facts):
+    passed_on = script.option("signal") and script.found(r"scancel\s.*(--signal|-s)[= ]?\"?(SIG)?USR1")
+    if script.torchruns and passed_on and not re.search(r"\b(pkill|kill)\s+(-s\s*|--signal[= ]|-)(SIG)?USR1", script.text):
+        yield script.torchruns[0].line, "nothing below it is signalled"
+
+
+@rule(
     "S29",
     "a requeued run begins again: add --checkpoint.resume",
     "each life trains from step 0 and none comes to the end",
@@ -156,6 +171,20 @@ def _resume(script, facts):
     trains = script.found(r"labcode\.train\b")
     if trains and script.found(r"scontrol requeue") and not script.found(r"--checkpoint\.resume\b"):
         yield trains[0].line, "no --checkpoint.resume"
+
+
+@rule(
+    "S52",
+    "after a failed node the run begins again: add --checkpoint.every 100",
+    "a node that fails says nothing first: without checkpoints on the way all is lost since the last signal",
+    "#!/bin/bash\n#SBATCH --requeue\nsrun -K python -m labcode.train gpt_tiny --checkpoint.resume\n",
+    "#!/bin/bash\n#SBATCH --requeue\nsrun -K python -m labcode.train gpt_tiny --checkpoint.resume --checkpoint.every 100\n",
+    warning=True,
+)
+def _every(script, facts):
+    trains = script.found(r"labcode\.train\b")
+    if trains and script.option("requeue") and not script.found(r"--checkpoint\.every\b"):
+        yield trains[0].line, "no --checkpoint.every"
 
 
 @rule(

@@ -62,7 +62,7 @@ def submit(
     client = None if here else client or Client.find(site.name)
     if client is None and not here and (own := Client.own()):
         raise ValueError(
-            f"this machine belongs to {own.where}: name its profile with --site, or run on it all the same: --here"
+            f"this machine belongs to {own.where}: name its profile with --site; to run here all the same: --here"
         )
     folder = Path(site.logs)
     folder.mkdir(parents=True, exist_ok=True)

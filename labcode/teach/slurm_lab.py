@@ -104,17 +104,18 @@ class Lab:
         self._jobs.append(handle)
         return handle
 
-    def hello(self, wait_s: float = 60, port: int = 20017, interface: str | None = "eth0") -> None:
+    def hello(self, wait_s: float = 60, port: int = 20017, interface: str | None = "eth0", kill: bool = True) -> None:
         """Run runs/hello.py with one rank on n1 and one on n2; print what they said, or the error of each.
 
         Args:
             wait_s: How long a rank waits for the other.
             port: Where they meet on n1.
             interface: For GLOO_SOCKET_IFNAME; None leaves it to gloo.
+            kill: Whether the first rank that fails ends the other, as a job should.
         """
         env = {"MASTER_ADDR": "n1", "MASTER_PORT": port} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
         print(" ".join(f"{name}={value}" for name, value in env.items()))
-        srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", "--kill-on-bad-exit=1", "--label"]
+        srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", f"--kill-on-bad-exit={int(kill)}", "--label"]
         if self.cluster:
             self._run([*srun, sys.executable, "runs/hello.py", str(wait_s)], env=env)
         print(told(self.said) if self.cluster else "(not run: there is no cluster here)")

@@ -7,6 +7,7 @@ micro-batches whose gradients add up before they are averaged over the ranks onc
 import contextlib
 import io
 import math
+import re
 import resource
 import sys
 import time
@@ -244,5 +245,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes in use so far: of the device's allocator on a GPU, resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")  # on Linux: ru_maxrss counts the process that started this one as well
+    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
+        return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB

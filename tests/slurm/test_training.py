@@ -113,7 +113,8 @@ def clusters(slurm):
     """One for the jobs of the tests, and one for each story that takes long."""
     with (
         Cluster.up(nodes=4, cpus=8, name=slurm("train")) as short,
-        Cluster.up(nodes=2, cpus=8, name=slurm("time")) as clock,
+        # with pgid, as with cgroups, a signal reaches what SLURM has started, and not the ranks of a torchrun
+        Cluster.up(nodes=2, cpus=8, name=slurm("time"), settings={"ProctrackType": "proctrack/pgid"}) as clock,
         Cluster.up(nodes=3, name=slurm("node")) as power,
     ):
         yield {"short": short, "time": clock, "node": power}
@@ -188,6 +189,28 @@ def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(long_runs,
     assert len(list(tmp_path.glob("array-*.log"))) == 3
     assert broken.end() == "FAILED"
     assert never.end() == "CANCELLED"  # and does not wait for ever
+
+
+def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, tmp_path):
+    array = Submitted(cluster, tmp_path, job("several", LONG, nodes=1, ranks_per_node=1, array="0-1"))
+
+    def log(task):
+        path = tmp_path / f"several-{tasks()[task]['JobId']}.log"
+        return path.read_text() if path.exists() else ""
+
+    def tasks():
+        lines = cluster.exec(["scontrol", "--oneliner", "show", "job", str(array.number)]).stdout.splitlines()
+        return {info["ArrayTaskId"]: info for info in (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)}
+
+    array.until(lambda _: len(tasks()) == 2 and all("step 2/" in log(task) for task in "01"))
+    asked = next(task for task, info in tasks().items() if info["JobId"] == str(array.number))  # also the array's number
+    cluster.exec(["scancel", "--batch", "--signal=USR1", f"{array.number}_{asked}"])
+    array.until(lambda _: tasks()[asked]["Restarts"] == "1")
+    (other,) = set("01") - {asked}
+    assert "stopped by SIGUSR1" in log(asked) and "stopped by" not in log(other)
+    assert tasks()[other]["JobState"] == "RUNNING" and tasks()[other]["Restarts"] == "0"
+    cluster.exec(["scancel", str(array.number)])
+    array.until(lambda _: {info["JobState"] for info in tasks().values()} == {"CANCELLED"})
 
 
 def test_a_killed_rank_ends_the_job_within_10_s_as_failed(cluster, tmp_path):

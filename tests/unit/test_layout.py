@@ -53,7 +53,7 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
     [
         ({"grid.tp": 3}, "model.num_heads=4 is not divisible"),
         ({"grid.cp": 3}, "context_length"),
-        ({"grid.pp": 3, "model.num_layers": 2}, "pipeline.layers="),
+        ({"grid.pp": 3, "model.num_layers": 2}, "3*1 stages, but model.num_layers=2: each stage needs a layer"),
     ],
 )
 def test_a_config_is_refused_before_anything_starts(changes, message):

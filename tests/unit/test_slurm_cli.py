@@ -31,6 +31,14 @@ def test_options_and_fields_of_the_recipe_may_be_mixed():
     assert job == Job("gpt_tiny", tuple(overrides), nodes=2, ranks_per_node=4)
 
 
+@pytest.mark.parametrize(("name", "ranks"), [("lumi", 8), ("perlmutter", 4), ("own.yaml", 2)])
+def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("own.yaml").write_text("launcher: srun\n")
+    recipe, options, overrides = parse(["gpt_tiny", "--site", name])
+    assert options.job(recipe, overrides).ranks_per_node == ranks
+
+
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
@@ -90,12 +98,16 @@ def test_no_rule_fires_on_a_script_that_we_generate(name, launcher):
     there = site.load(name, launcher=launcher)
     ranks = there.gpus.per_node or 2
     jobs = [
-        Job("gpt_tiny", ("--grid.tp", "2"), nodes=2, ranks_per_node=ranks, name="two words"),
+        Job("gpt_tiny", ("--grid.tp", "2", "--checkpoint.every", "9"), nodes=2, ranks_per_node=ranks, name="two words"),
         Job("gpt_tiny", ranks_per_node=ranks, requeue=False, array="0-3", dependency="afterok:17", nccl_debug="INFO"),
     ]
     jobs += [Job("", (odd,), module="platform", ranks_per_node=ranks, name=odd, env={"X": odd}) for odd in ODD]
     for job in jobs:
         assert [str(problem) for problem in lint(render(job, there), there, job)] == []
+    careless = Job("gpt_tiny", ranks_per_node=ranks)
+    assert [(problem.rule, problem.severity) for problem in lint(render(careless, there), there, careless)] == [
+        ("S52", "warning")
+    ]
 
 
 def test_a_word_typed_by_a_person_reaches_the_job_as_it_is():

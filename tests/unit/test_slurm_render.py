@@ -243,7 +243,7 @@ def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_firs
 def test_the_srun_script_starts_one_task_per_rank_and_says_where_they_meet():
     script = render(Job("gpt_tiny", nodes=2, ranks_per_node=4), Site(launcher="srun", cpus=Cpus(8, 2), host_suffix="i"))
     assert (options(script)["ntasks-per-node"], options(script)["cpus-per-task"]) == ("4", "2")
-    assert "sed -n 1p)i\n" in script and "export MASTER_ADDR=$head_node MASTER_PORT=$port\n" in script
+    assert "sed -n 1p)i\n" in script and "export MASTER_ADDR=$first_node MASTER_PORT=$port\n" in script
     assert "torch.distributed.run" not in script
 
 

@@ -94,7 +94,7 @@ def site_profile(text) -> None:
         interface = site.env.get(name)
         assert interface is not None, f"env has no {name}: the library would take the first interface that it finds"
         assert interface.value == "ib0", f"{name} is {interface.value!r}, the network between the nodes is ib0"
-    job = Job("gpt_tiny", nodes=2, ranks_per_node=4, minutes=60, name="atlas")
+    job = Job("gpt_tiny", ("--checkpoint.every", "100"), nodes=2, ranks_per_node=4, minutes=60, name="atlas")
     script = render(job, site)
     problems = lint(script, site, job)
     assert not problems, f"the script for a job of 2 nodes: line {problems[0].line}: {problems[0].message}"
