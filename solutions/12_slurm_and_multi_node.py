@@ -147,13 +147,13 @@ compare("ranks", ranks_guess, torchruns * int(re.search(r"--nproc-per-node=(\d+)
 compare("port of job 31337", port_guess, base + 31337 % span, rel=0)
 
 # %% [markdown]
-# - `set -euo pipefail` makes bash stop at the first command that fails. Without it a job whose training died ends as COMPLETED, because its last `echo` was fine.
+# - `set -euo pipefail` makes bash stop at the first command that fails. Else a job whose training died ends as COMPLETED, because its last `echo` was fine.
 # - `SLURM_JOB_NODELIST` is `n[1-2]`, which no program can connect to; `scontrol show hostnames` writes the names out, and all meet on the first. A fixed port works until two jobs share a node.
 #
-# Then the last part, from its middle:
+# Then the last part:
 #
-# 1. `srun` starts torchrun on each node, in the background (`&`), and the script waits. `--kill-on-bad-exit=1`: one dead task ends all, else the others wait for it until the time is over.
-# 2. USR1 comes. The `trap` notes it, and `scancel --signal` passes it on to what `srun` has started: on most clusters to that alone, which is no rank. So `hand_down`, a small bash, gives it to the ranks. They finish their step, write
+# 1. `srun` starts torchrun on each node, in the background (`&`). `--kill-on-bad-exit=1`: one dead task ends all, else the others wait until the time is over.
+# 2. USR1 comes. The `trap` notes it, and `scancel --signal` passes it on, on most clusters only to what `srun` has started, no rank. So a small bash, `hand_down`, gives it to the ranks. They finish their step, write
 #    a **checkpoint** and end with code 0.
 # 3. `scontrol requeue` puts the job back into the queue. In its next life `--checkpoint.resume` goes on. A node that fails says nothing before: for that there is `--checkpoint.every`.
 #
