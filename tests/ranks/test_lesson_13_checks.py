@@ -124,7 +124,7 @@ FORMS = {
     "right": (form(2, 2, 2, 16), None),
     "larger batch": (form(2, 2, 4, 32), "the learning rate of the recipe"),
     "tp leaves the node": (form(4, 1, 4, 16), "leaves the node"),
-    "one layer too few": (form(1, 4, 1, 16), "are not 4 stages"),
+    "one layer too few": (form(1, 4, 1, 16), "each stage needs a layer"),
     "room for a quarter": (form(2, 1, 4, 16), "a rank holds 1/2"),
     "not a divisor": (form(2, 2, 3, 16), "is not a multiple"),
     "does not fit": (form(1, 3, 2, 16), "change an axis"),

@@ -1,5 +1,9 @@
-"""The recipes learn what they promise, run as people run them."""
+"""The recipes learn what they promise, run as people run them.
 
+Both train on one core each, while the tests of SLURM wait for their jobs, and give way to them (see the order of the tests).
+"""
+
+import os
 import re
 import subprocess
 import sys
@@ -10,17 +14,38 @@ from labcode.config import TextData
 from labcode.data import text
 from labcode.train import metrics
 
-
-def train(recipe, cwd, *changes):
-    command = [sys.executable, "-m", "labcode.train", recipe, "--train.out", "run", *changes]
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
-    assert done.returncode == 0, done.stderr
-    return metrics.read(cwd / "run"), (cwd / "run" / "result.txt").read_text()
+RUNS = {"gpt_tiny": ("--train.sample_tokens", "1000"), "vit_tiny": ()}  # in 300 tokens there may be no speaker
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
-@pytest.mark.slow
-def test_gpt_tiny_falls_far_below_unigram_entropy_and_writes_in_the_layout_of_a_play(tmp_path):
-    rows, sample = train("gpt_tiny", tmp_path, "--train.sample_tokens", "1000")  # in 300 there may be no speaker
+@pytest.fixture(scope="session")
+def runs(tmp_path_factory):
+    """{recipe: (process, its folder)}."""
+    running = {}
+    for recipe, changes in RUNS.items():
+        folder = tmp_path_factory.mktemp(recipe)
+        command = ["nice", "-n", "19", sys.executable, "-m", "labcode.train", recipe, "--train.out", "run", *changes]
+        with open(folder / "said", "w") as said:
+            env = {**os.environ, "OMP_NUM_THREADS": "1"}
+            running[recipe] = (subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said), folder)
+    yield running
+    for process, _ in running.values():
+        process.kill()
+        process.wait()
+
+
+def trained(runs, recipe):
+    process, folder = runs[recipe]
+    assert process.wait(timeout=1400) == 0, (folder / "said").read_text()
+    return metrics.read(folder / "run"), (folder / "run" / "result.txt").read_text()
+
+
+def test_both_train_at_once(runs):
+    assert [process.poll() for process, _ in runs.values()] == [None, None]
+
+
+def test_gpt_tiny_falls_far_below_unigram_entropy_and_writes_in_the_layout_of_a_play(runs):
+    rows, sample = trained(runs, "gpt_tiny")
     unigram = text.load(TextData(), 128).train.unigram_entropy()
     assert rows[-1]["val_loss"] < 0.6 * unigram
     lines = sample.splitlines()
@@ -30,9 +55,8 @@ def test_gpt_tiny_falls_far_below_unigram_entropy_and_writes_in_the_layout_of_a_
     assert sum(character.islower() or character == " " for character in sample) > 0.6 * len(sample)
 
 
-@pytest.mark.slow
-def test_vit_tiny_beats_persistence_on_held_out_times(tmp_path):
-    _, table = train("vit_tiny", tmp_path)
+def test_vit_tiny_beats_persistence_on_held_out_times(runs):
+    _, table = trained(runs, "vit_tiny")
     rows = re.findall(r"(\w+) +([\d.]+) +([\d.]+)\n", table)
     assert [name for name, _, _ in rows] == ["t2m", "u10", "v10", "msl"]
     assert all(float(model) < float(persistence) for _, model, persistence in rows), table

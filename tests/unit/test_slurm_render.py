@@ -199,14 +199,14 @@ def start(tmp_path):
 def test_a_signal_is_passed_on_and_a_step_that_ends_well_goes_back_into_the_queue(start, tmp_path):
     process = start(0, signals=1)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert (tmp_path / "said").read_text().splitlines() == ["--signal=USR1 7", "requeue 7"]
 
 
 def test_a_step_that_fails_after_the_signal_fails_the_job_and_is_not_run_again(start, tmp_path):
     process = start(3, signals=1)
     process.send_signal(signal.SIGUSR1)
-    assert process.wait(20) == 3
+    assert process.wait(60) == 3
     assert (tmp_path / "said").read_text().splitlines() == ["--signal=USR1 7"]
 
 
@@ -223,7 +223,7 @@ def test_a_later_signal_is_passed_on_too_and_the_step_is_waited_for(start, tmp_p
 
 @pytest.mark.parametrize("code", [0, 5])
 def test_a_step_that_ends_by_itself_decides_over_the_job(start, tmp_path, code):
-    assert start(code, signals=0).wait(20) == code
+    assert start(code, signals=0).wait(60) == code
     assert (tmp_path / "said").read_text() == ""
 
 
