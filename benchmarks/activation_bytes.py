@@ -21,11 +21,11 @@ from pathlib import Path
 import torch
 
 from labcode.comm.grid import Grid
-from labcode.comm.ranks import Ranks
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations, paper_layer_bytes
+from labcode.pool.ranks import Ranks
 from labcode.topology import GridShape
 from labcode.train.profile import saved_bytes
 

@@ -21,7 +21,7 @@ import torch
 from side_by_side import HEAD, machine, report
 from torch import nn
 
-from labcode.comm.ranks import Ranks
+from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "pipeline_cpu.json"
 MICROBATCHES = 8

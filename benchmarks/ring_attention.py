@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from labcode.comm.ranks import Ranks
+from labcode.pool.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("RingAttention", "GatherAttention")

@@ -16,8 +16,8 @@ from pathlib import Path
 import torch
 from side_by_side import HEAD, machine, report
 
-from labcode.comm.ranks import Ranks
 from labcode.config import GPTConfig, OptimConfig
+from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "tensor_parallel_cpu.json"
 TARGET = 1.0

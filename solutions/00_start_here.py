@@ -39,9 +39,9 @@ import torch
 import torch.distributed as dist
 
 from labcode import hardware, launch
-from labcode.comm.ranks import Ranks
 from labcode.config import TextData
 from labcode.data import text
+from labcode.pool.ranks import Ranks
 from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l00

@@ -33,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm import ring
-from labcode.comm.ranks import Ranks
 from labcode.comm.timing import call_times
 from labcode.perf import comm
+from labcode.pool.ranks import Ranks
 from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l01

@@ -37,7 +37,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 from torch.nn.utils import parameters_to_vector
 
 from labcode import recipes
-from labcode.comm.ranks import Ranks
 from labcode.comm.timing import call_times
 from labcode.config import GPTConfig, TextData
 from labcode.data import sampler, text
@@ -45,6 +44,7 @@ from labcode.models import gpt, layers
 from labcode.models.parallelize import TorchDataParallel
 from labcode.parallel.data import DataParallel, make_buckets
 from labcode.perf import comm
+from labcode.pool.ranks import Ranks
 from labcode.teach import plot, slow_link
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l04

@@ -36,12 +36,12 @@ from torch import nn
 
 from labcode.comm.collectives import all_gather, copy_to, reduce_from
 from labcode.comm.counting import counted, totals
-from labcode.comm.ranks import Ranks
 from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.parallel import tensor
 from labcode.parallel.weights import Split
 from labcode.perf import comm
+from labcode.pool.ranks import Ranks
 from labcode.teach import plot, trace
 from labcode.teach.check import check, compare
 from labcode.teach.cuts import cuts

@@ -37,12 +37,12 @@ import torch.nn.functional as F
 from labcode.comm.collectives import all_gather, start_all_gather, start_reduce_scatter
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
-from labcode.comm.ranks import Ranks
 from labcode.config import GPTConfig, TextData, ViTConfig
 from labcode.models import gpt, layers, vit
 from labcode.models.parallelize import parallelize
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
 from labcode.perf import comm, memory
+from labcode.pool.ranks import Ranks
 from labcode.teach import masks, plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l09

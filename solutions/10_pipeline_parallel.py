@@ -36,12 +36,12 @@ import torch.nn.functional as F
 
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
-from labcode.comm.ranks import RankError, Ranks
 from labcode.config import GPTConfig, PipelineConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.perf import comm, pipeline
 from labcode.perf.pipeline import StageTimes, simulate
+from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
 from labcode.teach import plot, stages
 from labcode.teach.check import check, compare

@@ -32,9 +32,9 @@ import re
 from dataclasses import replace
 
 from labcode import recipes
-from labcode.comm.ranks import Ranks
 from labcode.perf import comm, memory, placement
 from labcode.perf.flops import training_flops_per_sample
+from labcode.pool.ranks import Ranks
 from labcode.teach import expected, hybrid_lab, plot, pretend, slurm_lab, stages
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l13

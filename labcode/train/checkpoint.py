@@ -21,8 +21,8 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from labcode.comm.agreement import PeerError, on_first_rank
 from labcode.comm.grid import Grid
-from labcode.comm.together import PeerError, on_first_rank
 from labcode.config import Config
 from labcode.data.sampler import Batches
 from labcode.files import write_atomically

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from labcode.comm import bootstrap
+from labcode.comm.agreement import PeerError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
-from labcode.comm.together import PeerError, on_every_rank, on_first_rank
 from labcode.config import Config
 from labcode.files import write_atomically
 from labcode.layout import check_layout

@@ -5,7 +5,7 @@ import subprocess
 
 import pytest
 
-from labcode.comm.ranks import Ranks
+from labcode.pool.ranks import Ranks
 
 
 def _pool(n):

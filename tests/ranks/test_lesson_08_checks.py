@@ -6,7 +6,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from labcode.comm.collectives import copy_to, reduce_from
-from labcode.comm.ranks import RankError
+from labcode.pool.ranks import RankError
 from labcode.teach.exercises import l08
 
 

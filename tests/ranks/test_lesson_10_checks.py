@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from labcode.comm.ranks import RankError
 from labcode.perf.pipeline import StageTimes, simulate
+from labcode.pool.ranks import RankError
 from labcode.schedules import NAMES, Action, schedule, waits_for
 from labcode.teach import stages
 from labcode.teach.exercises import l10

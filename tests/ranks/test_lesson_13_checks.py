@@ -13,8 +13,8 @@ import pytest
 
 from labcode import recipes
 from labcode.comm.counting import counted, totals
-from labcode.comm.ranks import RankError
 from labcode.perf import comm, placement
+from labcode.pool.ranks import RankError
 from labcode.slurm.outcome import Outcome
 from labcode.teach import expected, hybrid_lab, pretend, stages
 from labcode.teach.check import check

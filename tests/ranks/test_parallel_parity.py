@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from labcode import recipes
-from labcode.comm.ranks import Ranks
+from labcode.pool.ranks import Ranks
 
 SMALL = {
     "model.num_heads": 4,

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from labcode.comm.ranks import RankError
+from labcode.pool.ranks import RankError
 from labcode.schedules import schedule
 
 WIDTH, BATCH, LAYERS = 6, 3, 8

@@ -17,8 +17,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.comm import _wire
-from labcode.comm.ranks import RankError, Ranks
+from labcode.pool import wire as _wire
+from labcode.pool.ranks import RankError, Ranks
 
 SOON_S = 15.0  # far below any collective's time-out: whoever needs longer has waited for one
 FACTOR = 3
@@ -284,7 +284,7 @@ def test_a_missing_rank_is_an_error_after_the_time_out(brief):
 
 
 def test_ranks_that_do_not_stop_are_replaced(brief, monkeypatch):
-    monkeypatch.setattr("labcode.comm.ranks.PATIENCE_S", 1.0)
+    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 1.0)
 
     def stubborn(rank):
         if rank == 0:
@@ -350,7 +350,7 @@ OWNER = """
 import gc, sys, time
 from pathlib import Path
 import psutil
-from labcode.comm.ranks import Ranks
+from labcode.pool.ranks import Ranks
 
 def hang(rank, folder):
     import torch, torch.distributed as dist
@@ -417,7 +417,7 @@ def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path):
 HANG = "open({folder!r} + '/hangs-%d' % rank, 'w').close(); dist.recv(torch.ones(1), src=1 - rank)"
 PEOPLE = "import os, psutil\nprint(os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True)))"
 CELLS = [
-    ("from labcode.comm.ranks import Ranks\nimport torch\nranks = Ranks(2, timeout_s=300)\nranks", "Ranks(2, running)"),
+    ("from labcode.pool.ranks import Ranks\nimport torch\nranks = Ranks(2, timeout_s=300)\nranks", "Ranks(2, running)"),
     ("import torch.distributed as dist\nclass Box:\n    size = 4", ""),
     ("def total(rank, y):\n    x = torch.tensor([y + rank]); dist.all_reduce(x)\n    print('at', rank)\n"
      "    return x.item() + Box.size", ""),

@@ -3,7 +3,7 @@
 
 def attempt(rank, failing):
     """What this rank sees when the `failing` ranks raise."""
-    from labcode.comm.together import on_every_rank
+    from labcode.comm.agreement import on_every_rank
 
     def work():
         if rank in failing:
@@ -24,7 +24,7 @@ def test_an_error_on_one_rank_reaches_all_as_one_message(ranks4):
 
 
 def first(rank, fail):
-    from labcode.comm.together import on_first_rank
+    from labcode.comm.agreement import on_first_rank
 
     def work():
         if fail:

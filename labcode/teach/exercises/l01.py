@@ -6,8 +6,8 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcode.comm.ranks import RankError
 from labcode.perf import comm
+from labcode.pool.ranks import RankError
 from labcode.teach.check import due
 
 ROUNDS = 10  # one race can go well by luck

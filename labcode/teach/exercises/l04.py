@@ -9,12 +9,12 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import parameters_to_vector
 
-from labcode.comm.ranks import RankError
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
 from labcode.models.gpt import loss as gpt_loss
 from labcode.models.layers import initialize
 from labcode.parallel.data import make_buckets
+from labcode.pool.ranks import RankError
 from labcode.teach.check import due
 
 SAMPLES = 16

@@ -5,7 +5,7 @@ import math
 import sys
 import traceback
 
-from labcode.comm._engine import CellFailed
+from labcode.pool.engine import CellFailed
 
 
 class RankError(RuntimeError):

@@ -4,7 +4,7 @@ import weakref
 
 from ipyparallel.client.magics import ParallelMagics
 
-from labcode.comm._answers import print_outputs, raise_first
+from labcode.pool.answers import print_outputs, raise_first
 
 
 class PxMagics(ParallelMagics):

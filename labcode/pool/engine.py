@@ -1,4 +1,4 @@
-"""What runs inside an engine of a ranks pool: `python -m labcode.comm._engine ROLE FOLDER [RANK N]`.
+"""What runs inside an engine of a ranks pool: `python -m labcode.pool.engine ROLE FOLDER [RANK N]`.
 
 The parent holds the other end of this process's stdin. While it lives it may write a line there: the number of the group to
 break off. When it dies, even by SIGKILL, the pipe closes and the engine ends itself.
@@ -20,7 +20,7 @@ import time
 import traceback
 from datetime import timedelta
 
-from labcode.comm import _wire
+from labcode.pool import wire as _wire
 
 
 class _State:

@@ -38,7 +38,7 @@ class Processes:
             raise
 
     def _spawn(self, role, *numbers):
-        command = [sys.executable, "-m", "labcode.comm._engine", role, str(self.folder), *map(str, numbers)]
+        command = [sys.executable, "-m", "labcode.pool.engine", role, str(self.folder), *map(str, numbers)]
         if len(self.names) > 2:  # several ranks share the cores; `env` is replaced by the engine
             command = ["env", "OMP_NUM_THREADS=1", *command]
         with open(self._log(len(self.processes)), "wb") as log:

@@ -16,9 +16,10 @@ import weakref
 
 from IPython import get_ipython
 
-from labcode.comm import _engine, _wire
-from labcode.comm._answers import RankError, answer_of, any_failed, print_outputs, raise_first
-from labcode.comm._pool import Processes
+from labcode.pool import engine as _engine
+from labcode.pool import wire as _wire
+from labcode.pool.answers import RankError, answer_of, any_failed, print_outputs, raise_first
+from labcode.pool.processes import Processes
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
 PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its process is ended
@@ -64,7 +65,7 @@ class Ranks:
             self.close()
             raise
         if shell:
-            from labcode.comm._px import PxMagics
+            from labcode.pool.px import PxMagics
 
             self._magics = self._magics or PxMagics(shell, self)
             self._magics.view = self._client.direct_view(list(range(self.n)), block=True)
