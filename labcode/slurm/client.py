@@ -61,7 +61,7 @@ class Client:
 
     @classmethod
     def of(cls, cluster) -> "Client":
-        """The client of a `labcode.slurm.cluster.Cluster`."""
+        """The client of a `labcode.minislurm.Cluster`."""
         return cls(tuple(cluster.exec_prefix), f"SLURM cluster {cluster.name!r} on this machine")
 
     @classmethod
@@ -95,7 +95,7 @@ class Client:
         Raises:
             SlurmError: This machine belongs to a cluster whose controller does not answer.
         """
-        from labcode.slurm.cluster import running
+        from labcode.minislurm import running
 
         if site_name != "local" and not cluster_name and (own := cls.own()):
             return own

@@ -19,10 +19,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from labcode.files import write_atomically
+from labcode.minislurm import Cluster, Unavailable
+from labcode.minislurm.place import base
+from labcode.minislurm.processes import alive
 from labcode.slurm.client import Client
-from labcode.slurm.cluster import Cluster, Unavailable
-from labcode.slurm.cluster.place import base
-from labcode.slurm.cluster.processes import alive
 from labcode.slurm.handle import Handle
 from labcode.slurm.job import Job
 from labcode.slurm.site import load

@@ -5,9 +5,9 @@ import os
 
 import pytest
 
-from labcode.slurm.cluster import Cluster, Unavailable, needs
-from labcode.slurm.cluster.place import base
-from labcode.slurm.cluster.processes import alive
+from labcode.minislurm import Cluster, Unavailable, needs
+from labcode.minislurm.place import base
+from labcode.minislurm.processes import alive
 
 
 @pytest.fixture(scope="session")

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm.cluster import Cluster, Spec, Unavailable, needs, running
-from labcode.slurm.cluster.cli import main
-from labcode.slurm.cluster.hosts import outers
-from labcode.slurm.cluster.place import base
-from labcode.slurm.cluster.processes import alive, wait
+from labcode.minislurm import Cluster, Spec, Unavailable, needs, running
+from labcode.minislurm.cli import main
+from labcode.minislurm.hosts import outers
+from labcode.minislurm.place import base
+from labcode.minislurm.processes import alive, wait
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [str(ROOT / "slurm/cluster")]
@@ -266,7 +266,7 @@ def test_an_ordinary_user_gets_the_same_without_root(tmp_path_factory):
     environment = {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
 
     def cluster(*words):
-        command = [*user, python, "-m", "labcode.slurm.cluster", *words]
+        command = [*user, python, "-m", "labcode.minislurm", *words]
         return subprocess.run(command, cwd="/tmp", env=environment, capture_output=True, text=True, timeout=60)
 
     try:

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from labcode.slurm.cluster import Cluster
+from labcode.minislurm import Cluster
 from labcode.slurm.job import Job
 from labcode.slurm.render import render
 from labcode.slurm.site import Gpus, Site, load, names

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm.cluster import Cluster, needs
-from labcode.slurm.cluster.place import base
+from labcode.minislurm import Cluster, needs
+from labcode.minislurm.place import base
 from labcode.slurm.job import Job
 from labcode.teach import slurm_lab
 

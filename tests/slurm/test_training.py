@@ -15,8 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from labcode import recipes
+from labcode.minislurm import Cluster
 from labcode.slurm import site
-from labcode.slurm.cluster import Cluster
 from labcode.slurm.job import Job
 from labcode.slurm.render import render
 from labcode.train import metrics

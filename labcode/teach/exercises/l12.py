@@ -6,8 +6,8 @@ import os
 import tempfile
 from pathlib import Path
 
+from labcode.minislurm import Cluster, Unavailable
 from labcode.slurm.client import Client, SlurmError
-from labcode.slurm.cluster import Cluster, Unavailable
 from labcode.slurm.job import Job
 from labcode.slurm.lint import lint
 from labcode.slurm.nccl import parse

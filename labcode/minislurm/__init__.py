@@ -7,8 +7,8 @@
 CPUs and memory are what slurm.conf says they are.
 """
 
-from labcode.slurm.cluster.cluster import Cluster, running
-from labcode.slurm.cluster.conf import Spec
-from labcode.slurm.cluster.needs import Unavailable
+from labcode.minislurm.cluster import Cluster, running
+from labcode.minislurm.conf import Spec
+from labcode.minislurm.needs import Unavailable
 
 __all__ = ["Cluster", "Spec", "Unavailable", "running"]

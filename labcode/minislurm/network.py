@@ -5,9 +5,9 @@ import subprocess
 import sys
 from pathlib import Path
 
-from labcode.slurm.cluster.conf import Spec
-from labcode.slurm.cluster.hosts import Host
-from labcode.slurm.cluster.needs import CLEAN, rootless
+from labcode.minislurm.conf import Spec
+from labcode.minislurm.hosts import Host
+from labcode.minislurm.needs import CLEAN, rootless
 
 _RATE = re.compile(r"\d+(\.\d+)?(k|m|g)?bit")
 _DELAY = re.compile(r"\d+(\.\d+)?(us|ms|s)")

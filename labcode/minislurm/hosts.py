@@ -14,8 +14,8 @@ import signal
 import subprocess
 from pathlib import Path
 
-from labcode.slurm.cluster.needs import CLEAN, PATH, namespaces, rootless
-from labcode.slurm.cluster.processes import alive, parents, wait
+from labcode.minislurm.needs import CLEAN, PATH, namespaces, rootless
+from labcode.minislurm.processes import alive, parents, wait
 
 _INIT = """\
 #!/bin/sh

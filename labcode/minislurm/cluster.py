@@ -3,10 +3,10 @@
 import os
 import shutil
 
-from labcode.slurm.cluster import conf, needs, network
-from labcode.slurm.cluster.hosts import Host, hosts_of, user_name, write_scripts
-from labcode.slurm.cluster.place import alone, base, named
-from labcode.slurm.cluster.processes import run, wait
+from labcode.minislurm import conf, needs, network
+from labcode.minislurm.hosts import Host, hosts_of, user_name, write_scripts
+from labcode.minislurm.place import alone, base, named
+from labcode.minislurm.processes import run, wait
 
 _USABLE = {"idle", "mix", "alloc", "comp"}  # states of a node that takes part, as `sinfo` writes them
 _MAX_PATH = 80  # the munge socket inside must stay under the kernel's 108

@@ -4,7 +4,7 @@ import argparse
 import os
 import sys
 
-from labcode.slurm.cluster import Cluster, running
+from labcode.minislurm import Cluster, running
 
 _EXAMPLES = """\
 examples:
