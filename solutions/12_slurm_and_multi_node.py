@@ -33,8 +33,8 @@ from dataclasses import replace
 from pathlib import Path
 
 from labcode.config import GPTConfig
+from labcode.doctor import nccl_log as nccl
 from labcode.perf import comm
-from labcode.slurm import nccl
 from labcode.slurm.job import Job
 from labcode.slurm.lint import lint
 from labcode.slurm.render import render

@@ -6,7 +6,7 @@ import matplotlib as mpl
 from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
-from labcode.slurm.nccl import Communicator, NcclLog
+from labcode.doctor.nccl_log import Communicator, NcclLog
 from labcode.teach.canvas import INK, PALE, PALETTE, RULE, STYLE, Picture, blank, canvas, described
 
 MAX_RANKS = 32

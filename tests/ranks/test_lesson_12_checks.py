@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm import nccl
+from labcode.doctor import nccl_log as nccl
 from labcode.slurm.lint import lint
 from labcode.slurm.site import load
 from labcode.teach import nccl_example

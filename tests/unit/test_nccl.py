@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from labcode.slurm.nccl import Communicator, Interface, Link, Rank, TreeNode, parse
+from labcode.doctor.nccl_log import Communicator, Interface, Link, Rank, TreeNode, parse
 from labcode.teach import plot
 
 

@@ -6,11 +6,11 @@ import os
 import tempfile
 from pathlib import Path
 
+from labcode.doctor.nccl_log import parse
 from labcode.minislurm import Cluster, Unavailable
 from labcode.slurm.client import Client, SlurmError
 from labcode.slurm.job import Job
 from labcode.slurm.lint import lint
-from labcode.slurm.nccl import parse
 from labcode.slurm.render import render
 from labcode.slurm.script import Script
 from labcode.slurm.site import load
