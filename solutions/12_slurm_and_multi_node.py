@@ -35,11 +35,11 @@ from pathlib import Path
 from labcode.config import GPTConfig
 from labcode.doctor import nccl_log as nccl
 from labcode.perf import comm
-from labcode.slurm.job import Job
-from labcode.slurm.lint import lint
-from labcode.slurm.render import render
-from labcode.slurm.script import Script
-from labcode.slurm.site import load
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.parse import Script
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import load
 from labcode.teach import nccl_example, plot, slurm_lab
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l12
@@ -237,7 +237,7 @@ check("12.1", lambda: l12.mended(my_script), praise="nothing left for the queue 
 # > Jobs run under an account, yours is `bio42`. GPU nodes are in the partition `gpu`: at most 24 hours; 64 cores and 4 A100 in each, to be asked for with `--gres=gpu:a100:N`. The network between the nodes is `ib0`; tell NCCL and gloo. Load
 # > `cuda/12.4`. Results go to `$SCRATCH`.
 #
-# Write the profile, YAML. Two fields to begin with: `gpus: {per_node: 4, request: gres, type: a100}` and `env: {NAME: {value: ..., reason: ...}}`. The others are in `labcode/slurm/site.py`; a wrong name is refused with its line and
+# Write the profile, YAML. Two fields to begin with: `gpus: {per_node: 4, request: gres, type: a100}` and `env: {NAME: {value: ..., reason: ...}}`. The others are in `labcode/slurm/script/site.py`; a wrong name is refused with its line and
 # a suggestion. Then do the same for a cluster that you have.
 
 # %% tags=["exercise"]

@@ -12,15 +12,15 @@ from pathlib import Path
 from labcode.command import UsageError, in_frame
 from labcode.files import write_atomically
 from labcode.recipes import RECIPES
-from labcode.slurm import local
-from labcode.slurm.client import Client, SlurmError
-from labcode.slurm.handle import JobFailed, SlurmHandle
-from labcode.slurm.job import Job
-from labcode.slurm.lint import lint
-from labcode.slurm.render import render
-from labcode.slurm.rules import RULES
-from labcode.slurm.site import Site, load
-from labcode.slurm.submit import submit
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.rules import RULES
+from labcode.slurm.run import local
+from labcode.slurm.run.client import Client, SlurmError
+from labcode.slurm.run.handle import JobFailed, SlurmHandle
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import Site, load
 
 PROGRAM = "python -m labcode.slurm"
 _USAGE = """usage: python -m labcode.slurm COMMAND ... [--site NAME]

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from labcode.files import write_atomically
-from labcode.slurm.job import Job
-from labcode.slurm.render import render
-from labcode.slurm.site import SITES, load
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import SITES, load
 
 FOLDER = SITES.parent
 # gpt_10m on 8 GPUs; a checkpoint every 200 steps, so that a failed node costs no more than that

@@ -20,11 +20,11 @@ from labcode import recipes
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
-from labcode.slurm.job import Job
-from labcode.slurm.outcome import Outcome
-from labcode.slurm.render import render
-from labcode.slurm.site import Gpus, Site, load
-from labcode.slurm.submit import submit
+from labcode.slurm.run.outcome import Outcome
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import Gpus, Site, load
 from labcode.teach import pretend
 from labcode.topology import GridShape
 from labcode.train.loop import Trainer, peak_memory_bytes

@@ -22,11 +22,11 @@ from labcode.files import write_atomically
 from labcode.minislurm import Cluster, Unavailable
 from labcode.minislurm.place import base
 from labcode.minislurm.processes import alive
-from labcode.slurm.client import Client
-from labcode.slurm.handle import Handle
-from labcode.slurm.job import Job
-from labcode.slurm.site import load
-from labcode.slurm.submit import submit
+from labcode.slurm.run.client import Client
+from labcode.slurm.run.handle import Handle
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import load
 
 CLOSED = "20000-29999"  # the ports that the fault "port" closes
 # the ranks of a lab are on the CPU, also where the machine has a GPU: its nodes only pretend to have some

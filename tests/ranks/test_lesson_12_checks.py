@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from labcode.doctor import nccl_log as nccl
-from labcode.slurm.lint import lint
-from labcode.slurm.site import load
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.script.site import load
 from labcode.teach import nccl_example
 from labcode.teach.exercises import l12
 

@@ -15,7 +15,7 @@ from labcode import recipes
 from labcode.comm.counting import counted, totals
 from labcode.perf import comm, placement
 from labcode.pool.ranks import RankError
-from labcode.slurm.outcome import Outcome
+from labcode.slurm.run.outcome import Outcome
 from labcode.teach import expected, hybrid_lab, pretend, stages
 from labcode.teach.check import check
 from labcode.teach.exercises import l13

@@ -6,9 +6,9 @@ from dataclasses import replace
 import pytest
 
 from labcode.minislurm import Cluster
-from labcode.slurm.job import Job
-from labcode.slurm.render import render
-from labcode.slurm.site import Gpus, Site, load, names
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import Gpus, Site, load, names
 
 ACCOUNT = "course"
 

@@ -8,7 +8,7 @@ import pytest
 
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
-from labcode.slurm.job import Job
+from labcode.slurm.script.job import Job
 from labcode.teach import slurm_lab
 
 HELLO = """\

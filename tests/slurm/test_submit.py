@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm.client import Client, SlurmError, UnknownJob
-from labcode.slurm.handle import JobFailed, SlurmHandle
-from labcode.slurm.job import Job
-from labcode.slurm.site import load
-from labcode.slurm.submit import submit
+from labcode.slurm.run.client import Client, SlurmError, UnknownJob
+from labcode.slurm.run.handle import JobFailed, SlurmHandle
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import load
 
 CLI = [sys.executable, "-m", "labcode.slurm"]
 QUICK = ["--train.steps", "4", "--train.eval_every", "0", "--train.eval_batches", "1", "--train.sample_tokens", "0"]

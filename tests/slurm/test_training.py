@@ -16,9 +16,9 @@ import pytest
 
 from labcode import recipes
 from labcode.minislurm import Cluster
-from labcode.slurm import site
-from labcode.slurm.job import Job
-from labcode.slurm.render import render
+from labcode.slurm.lint.parse import site
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
 from labcode.train import metrics
 
 LOCAL = dataclasses.replace(site.load("local"), python=sys.executable)

@@ -6,12 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm import cli, site
+from labcode.slurm import cli
 from labcode.slurm.cli import main, parse
-from labcode.slurm.job import Job
-from labcode.slurm.lint import lint
-from labcode.slurm.render import render
-from labcode.slurm.rules import RULES
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.parse import site
+from labcode.slurm.lint.rules import RULES
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
 
 ODD = ("two words", "it's", 'say "hi"', "$(touch x)", "`id`", "ñandú 雪", "#SBATCH", "a;b&c|d", "%x%j", "-rf", "back\\slash")
 

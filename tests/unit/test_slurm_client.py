@@ -5,10 +5,10 @@ import time
 
 import pytest
 
-from labcode.slurm import client as slurm
-from labcode.slurm.answers import parse_jobs, parse_nodes, parse_queue
-from labcode.slurm.client import Client, SlurmError, UnknownJob, Unreachable
-from labcode.slurm.outcome import explain, first_failure
+from labcode.slurm.run import client as slurm
+from labcode.slurm.run.answers import parse_jobs, parse_nodes, parse_queue
+from labcode.slurm.run.client import Client, SlurmError, UnknownJob, Unreachable
+from labcode.slurm.run.outcome import explain, first_failure
 
 RECORD = """JobId=17 JobName={name}
    UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A

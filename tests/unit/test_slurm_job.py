@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from labcode.command import parse
-from labcode.slurm.job import Job
+from labcode.slurm.script.job import Job
 
 
 @pytest.mark.parametrize(
@@ -78,5 +78,5 @@ def test_the_checkpoint_is_asked_for_in_time(minutes, signal_s):
 
 
 def test_checking_a_job_needs_no_torch():
-    code = "import sys; from labcode.slurm.job import Job; Job('gpt_tiny').check(); print('torch' in sys.modules)"
+    code = "import sys; from labcode.slurm.script.job import Job; Job('gpt_tiny').check(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"

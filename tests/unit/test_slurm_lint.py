@@ -2,9 +2,9 @@
 
 import pytest
 
-from labcode.slurm.lint import lint
-from labcode.slurm.rules import RULES
-from labcode.slurm.script import Script, minutes
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.parse import Script, minutes
+from labcode.slurm.lint.rules import RULES
 
 GOOD = """#!/bin/bash
 #SBATCH --job-name=gpt_tiny

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from labcode.slurm import local
 from labcode.slurm.cli import main
-from labcode.slurm.client import Client
-from labcode.slurm.handle import JobFailed
-from labcode.slurm.job import Job
-from labcode.slurm.submit import submit
-from labcode.slurm.supervisor import MODULE, Record
+from labcode.slurm.run import local
+from labcode.slurm.run.client import Client
+from labcode.slurm.run.handle import JobFailed
+from labcode.slurm.run.submit import submit
+from labcode.slurm.run.supervisor import MODULE, Record
+from labcode.slurm.script.job import Job
 
 TINY = ("--train.steps", "3", "--train.eval_every", "0", "--train.eval_batches", "1", "--train.sample_tokens", "0")
 

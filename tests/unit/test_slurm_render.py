@@ -13,9 +13,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from labcode.slurm import examples
-from labcode.slurm.job import Job
-from labcode.slurm.render import expanded, inside, literal, render
-from labcode.slurm.site import Container, Cpus, Gpus, Mail, Setting, Site, load, names
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import expanded, inside, literal, render
+from labcode.slurm.script.site import Container, Cpus, Gpus, Mail, Setting, Site, load, names
 
 NASTY = [
     "a b",

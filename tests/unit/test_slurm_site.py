@@ -5,8 +5,8 @@ import re
 
 import pytest
 
-from labcode.slurm import site as sites
-from labcode.slurm.site import Site, load, names
+from labcode.slurm.lint.parse import site as sites
+from labcode.slurm.script.site import Site, load, names
 
 PUBLIC = sorted(set(names()) - {"generic", "local"})
 

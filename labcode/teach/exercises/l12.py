@@ -8,12 +8,12 @@ from pathlib import Path
 
 from labcode.doctor.nccl_log import parse
 from labcode.minislurm import Cluster, Unavailable
-from labcode.slurm.client import Client, SlurmError
-from labcode.slurm.job import Job
-from labcode.slurm.lint import lint
-from labcode.slurm.render import render
-from labcode.slurm.script import Script
-from labcode.slurm.site import load
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.parse import Script
+from labcode.slurm.run.client import Client, SlurmError
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import load
 from labcode.teach import nccl_example
 from labcode.teach.check import due
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from labcode.slurm import profile
+from labcode.slurm.lint.parse import site_yaml as profile
 
 SITES = Path(__file__).resolve().parents[2] / "slurm" / "sites"
 SUFFIX = re.compile(r"[A-Za-z0-9.-]*")

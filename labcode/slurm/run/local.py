@@ -18,11 +18,11 @@ from pathlib import Path
 
 import psutil
 
-from labcode.slurm.answers import FINAL, JobInfo
-from labcode.slurm.handle import Handle
-from labcode.slurm.job import Job
-from labcode.slurm.site import Site
-from labcode.slurm.supervisor import GRACE_S, MODULE, Record
+from labcode.slurm.run.answers import FINAL, JobInfo
+from labcode.slurm.run.handle import Handle
+from labcode.slurm.run.supervisor import GRACE_S, MODULE, Record
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import Site
 
 
 class LocalHandle(Handle):

@@ -2,7 +2,7 @@
 
 import re
 
-from labcode.slurm.rule import collector
+from labcode.slurm.lint.rule import collector
 
 RULES, rule = collector()
 _HEAD = "#!/bin/bash\nset -euo pipefail\n"

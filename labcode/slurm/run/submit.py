@@ -1,7 +1,7 @@
 """`submit(job, site)`: to SLURM where there is one, else to this machine, with the same call and the same answer.
 
-from labcode.slurm.job import Job
-from labcode.slurm.submit import submit
+from labcode.slurm.script.job import Job
+from labcode.slurm.run.submit import submit
 
 handle = submit(Job("gpt_tiny", ("--train.steps", "20"), nodes=2), "local")
 handle.where                            # "SLURM cluster ..." or "this machine, no SLURM: ..."
@@ -17,13 +17,13 @@ import uuid
 from pathlib import Path
 
 from labcode.files import write_atomically
-from labcode.slurm.client import Client
-from labcode.slurm.handle import Handle, SlurmHandle
-from labcode.slurm.job import Job
-from labcode.slurm.lint import lint
-from labcode.slurm.local import start
-from labcode.slurm.render import render
-from labcode.slurm.site import Site, load
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.run.client import Client
+from labcode.slurm.run.handle import Handle, SlurmHandle
+from labcode.slurm.run.local import start
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
+from labcode.slurm.script.site import Site, load
 
 SLACK_S = 600.0  # how much longer than its time limit a job may seem to run before `wait` gives up
 HINT = "slurm/cluster up 2 starts one"

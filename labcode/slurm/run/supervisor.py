@@ -1,4 +1,4 @@
-"""Keeps a job of this machine: `python -m labcode.slurm.supervisor PLAN` starts the agents, and leaves nothing behind.
+"""Keeps a job of this machine: `python -m labcode.slurm.run.supervisor PLAN` starts the agents, and leaves nothing behind.
 
 It keeps the time limit, and ends everything when the job is over, cancelled, or (unless it is to be kept) when the process
 that submitted it is gone. What it knows stands in a JSON file beside the log. Each rank runs through this file too
@@ -20,9 +20,9 @@ from pathlib import Path
 import psutil
 
 from labcode.files import write_atomically
-from labcode.slurm.answers import FINAL
+from labcode.slurm.run.answers import FINAL
 
-MODULE = "labcode.slurm.supervisor"
+MODULE = "labcode.slurm.run.supervisor"
 GRACE_S = 5.0  # how long ranks may take to end after SIGTERM, before they are killed
 ASK_AGAIN_S = 2.0  # between two signals that ask for a checkpoint
 LAST_WORDS_S = 2.0  # after the first failure, for the other agents to print theirs

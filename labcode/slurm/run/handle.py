@@ -7,9 +7,9 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from labcode.slurm.answers import JobInfo
-from labcode.slurm.client import Client, UnknownJob, Unreachable
-from labcode.slurm.outcome import NEVER, Outcome, explain
+from labcode.slurm.run.answers import JobInfo
+from labcode.slurm.run.client import Client, UnknownJob, Unreachable
+from labcode.slurm.run.outcome import NEVER, Outcome, explain
 
 POLL_S = (0.5, 5.0)  # seconds between two questions to the controller: at first, and after a while
 GONE_S = 120.0  # how long a controller may be silent

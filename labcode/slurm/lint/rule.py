@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from labcode.slurm.script import Script
+from labcode.slurm.lint.parse import Script
 
 
 @dataclass(frozen=True)

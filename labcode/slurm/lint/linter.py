@@ -6,9 +6,9 @@ for problem in lint(Path("train.sbatch").read_text(), site=load("perlmutter")):
 
 from dataclasses import dataclass, replace
 
-from labcode.slurm.rule import Facts
-from labcode.slurm.rules import RULES
-from labcode.slurm.script import Script
+from labcode.slurm.lint.parse import Script
+from labcode.slurm.lint.rule import Facts
+from labcode.slurm.lint.rules import RULES
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 

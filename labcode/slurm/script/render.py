@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jinja2
 
-from labcode.slurm.job import Job
-from labcode.slurm.site import Site
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import Site
 
 PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # needs no quotes, neither in bash nor on an #SBATCH line
 VARIABLE = re.compile(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})", re.ASCII)

@@ -11,7 +11,7 @@ import subprocess
 from dataclasses import dataclass
 from pathlib import Path
 
-from labcode.slurm.answers import (
+from labcode.slurm.run.answers import (
     NODES_FORMAT,
     QUEUE_FORMAT,
     JobInfo,

@@ -3,8 +3,8 @@ with the site and with the job. The table of them: `python -m labcode.slurm lint
 
 import re
 
-from labcode.slurm import rules_commands, rules_directives
-from labcode.slurm.rule import Facts, Rule, collector
+from labcode.slurm.lint.linter import rules_commands, rules_directives
+from labcode.slurm.lint.rule import Facts, Rule, collector
 
 _COMPARED, rule = collector()
 _TWO = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node={}\n"

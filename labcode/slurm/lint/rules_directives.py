@@ -3,8 +3,8 @@
 import difflib
 import re
 
-from labcode.slurm.rule import collector
-from labcode.slurm.script import OPTIONS
+from labcode.slurm.lint.parse import OPTIONS
+from labcode.slurm.lint.rule import collector
 
 RULES, rule = collector()
 
