@@ -3,7 +3,7 @@
     python benchmarks/activation_bytes.py [--layers 4 --hidden 256 --tokens 256 --batch 2]
 
 Four processes on this machine, one thread each, one forward of a GPT for each layout; what is held by autograd is counted
-(`labcode.train.profile.saved_bytes`), weights left out. Formula and measurement come from one run. Exits with status 1 if a
+(`labcode.perf.saved_bytes.saved_bytes`), weights left out. Formula and measurement come from one run. Exits with status 1 if a
 layout is off by more than 2 %. About 40 seconds.
 
 Beside it stands the closed form of Korthikanti et al. 2022 for a layer, with 4 bytes a number in place of 2. It has dropout:
@@ -25,9 +25,9 @@ from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations, paper_layer_bytes
+from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.topology import GridShape
-from labcode.train.profile import saved_bytes
 
 RESULT = Path(__file__).parent / "results" / "activation_bytes.json"
 TARGET = 0.02

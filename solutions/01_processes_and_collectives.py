@@ -34,7 +34,7 @@ import torch.distributed as dist
 
 from labcode.comm import ring
 from labcode.comm.timing import call_times
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 from labcode.pool.ranks import Ranks
 from labcode.teach import plot
 from labcode.teach.check import check, compare

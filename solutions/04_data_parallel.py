@@ -43,7 +43,7 @@ from labcode.data import sampler, text
 from labcode.models import gpt, layers
 from labcode.models.parallelize import TorchDataParallel
 from labcode.parallel.data import DataParallel, make_buckets
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 from labcode.pool.ranks import Ranks
 from labcode.teach import plot, slow_link
 from labcode.teach.check import check, compare

@@ -40,7 +40,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from labcode.comm import ring
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
-from labcode.perf import placement
+from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape

@@ -40,9 +40,10 @@ from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.parallel import tensor
 from labcode.parallel.weights import Split
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
+from labcode.perf import trace
 from labcode.pool.ranks import Ranks
-from labcode.teach import plot, trace
+from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.cuts import cuts
 from labcode.teach.exercises import l08

@@ -41,13 +41,14 @@ from labcode.config import GPTConfig, TextData, ViTConfig
 from labcode.models import gpt, layers, vit
 from labcode.models.parallelize import parallelize
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
-from labcode.perf import comm, memory
+from labcode.perf import alpha_beta as comm
+from labcode.perf import memory
+from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.teach import masks, plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l09
 from labcode.topology import GridShape
-from labcode.train.profile import saved_bytes
 
 ranks = Ranks(4)
 

@@ -39,7 +39,8 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, PipelineConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
-from labcode.perf import comm, pipeline
+from labcode.perf import alpha_beta as comm
+from labcode.perf import pipeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
@@ -246,7 +247,7 @@ for rank in range(4):
 # Your two predictions for rank 0 should hold for its largest value, as a multiple of what one micro-batch needs.
 
 # %% tags=["nbval-check-output"]
-from labcode.train.profile import saved_bytes
+from labcode.perf.saved_bytes import saved_bytes
 
 config = GPTConfig(vocab_size=83, context_length=32, num_layers=6, num_heads=4, hidden_size=64)
 tokens = torch.randint(83, (5, 8, 2, 33), generator=torch.Generator().manual_seed(0))  # 5 steps of 8 micro-batches of 2 samples

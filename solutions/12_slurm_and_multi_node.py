@@ -34,7 +34,7 @@ from pathlib import Path
 
 from labcode.config import GPTConfig
 from labcode.doctor import nccl_log as nccl
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job

@@ -32,10 +32,13 @@ import re
 from dataclasses import replace
 
 from labcode import recipes
-from labcode.perf import comm, memory, placement
+from labcode.perf import alpha_beta as comm
+from labcode.perf import memory
+from labcode.perf import step as expected
+from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
-from labcode.teach import expected, hybrid_lab, plot, pretend, slurm_lab, stages
+from labcode.teach import hybrid_lab, plot, pretend, slurm_lab, stages
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l13
 from labcode.topology import GridShape

@@ -24,9 +24,9 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, PipelineConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
-from labcode.perf import comm
-from labcode.perf.comm import Link
-from labcode.perf.placement import Traffic, ring
+from labcode.perf import alpha_beta as comm
+from labcode.perf.alpha_beta import Link
+from labcode.perf.traffic import Traffic, ring
 from labcode.schedules import Action
 from labcode.topology import GridShape
 

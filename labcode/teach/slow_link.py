@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from labcode.parallel.data import Bucket, DataParallel
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 
 
 class SlowLink:

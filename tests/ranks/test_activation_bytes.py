@@ -11,8 +11,8 @@ from labcode.config import GPTConfig, ViTConfig
 from labcode.models import gpt, vit
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations
+from labcode.perf.saved_bytes import saved_bytes
 from labcode.topology import GridShape
-from labcode.train.profile import saved_bytes
 
 GPT = GPTConfig(vocab_size=64, context_length=64, num_layers=2, num_heads=8, hidden_size=64)
 ROTARY = replace(GPT, positions="rotary", num_kv_heads=4)

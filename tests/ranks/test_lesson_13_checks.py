@@ -13,10 +13,12 @@ import pytest
 
 from labcode import recipes
 from labcode.comm.counting import counted, totals
-from labcode.perf import comm, placement
+from labcode.perf import alpha_beta as comm
+from labcode.perf import step as expected
+from labcode.perf import traffic as placement
 from labcode.pool.ranks import RankError
 from labcode.slurm.run.outcome import Outcome
-from labcode.teach import expected, hybrid_lab, pretend, stages
+from labcode.teach import hybrid_lab, pretend, stages
 from labcode.teach.check import check
 from labcode.teach.exercises import l13
 from labcode.teach.slurm_lab import Lab

@@ -157,8 +157,8 @@ def kept_with(rank, recompute):
     from labcode.config import GPTConfig, PipelineConfig
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
+    from labcode.perf.saved_bytes import saved_bytes
     from labcode.topology import GridShape
-    from labcode.train.profile import saved_bytes
 
     model = GPT(GPTConfig(vocab_size=16, context_length=32, num_layers=4, hidden_size=32, num_heads=4))
     model = parallelize(model, Grid.create(GridShape()), pipeline=PipelineConfig(recompute=recompute))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 
 SIZES = (0, 1, 3, 8, 1024, 1021)
 

@@ -9,7 +9,7 @@ from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from labcode.teach import trace
+from labcode.perf import trace
 from labcode.teach.shares import SeparateAttention, collectives, difference, train
 from labcode.topology import GridShape
 

@@ -2,7 +2,7 @@
 
 import itertools
 
-from labcode.perf.comm import Link, time_s
+from labcode.perf.alpha_beta import Link, time_s
 
 LINK = Link(alpha_s=0.01, beta_bytes_per_s=1e4)
 

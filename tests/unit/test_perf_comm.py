@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labcode.perf import comm
-from labcode.perf.comm import Link
+from labcode.perf import alpha_beta as comm
+from labcode.perf.alpha_beta import Link
 
 LINK = Link(alpha_s=1e-4, beta_bytes_per_s=1e9)
 RINGS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")

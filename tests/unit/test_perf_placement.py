@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from labcode.perf.placement import across_nodes, ring, step_traffic
+from labcode.perf.traffic import across_nodes, ring, step_traffic
 from labcode.recipes import gpt_shape
 from labcode.topology import AXES, GridShape
 

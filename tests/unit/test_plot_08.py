@@ -8,7 +8,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from labcode.parallel.weights import Split
-from labcode.teach import trace
+from labcode.perf import trace
 from labcode.teach.cuts import cuts, owners
 
 ALT = "Four words at least"

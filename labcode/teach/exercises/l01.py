@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 from labcode.pool.ranks import RankError
 from labcode.teach.check import due
 

@@ -3,7 +3,7 @@
 import itertools
 from dataclasses import replace
 
-from labcode.perf import placement
+from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.recipes import gpt_shape
 from labcode.teach.check import due

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from labcode.comm.counting import counted, totals
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.memory import model_activations
+from labcode.perf.saved_bytes import saved_bytes
 from labcode.recipes import gpt_shape
 from labcode.teach.check import due
 from labcode.topology import GridShape
-from labcode.train.profile import saved_bytes
 from labcode.units import si
 
 # ---- 9.1

@@ -6,11 +6,11 @@ from itertools import pairwise
 
 from labcode import recipes
 from labcode.config import GPTConfig
-from labcode.perf.comm import Link
+from labcode.perf.alpha_beta import Link
 from labcode.perf.pipeline import StageTimes, Timeline, simulate
+from labcode.perf.step import iteration_parts
 from labcode.schedules import schedule
 from labcode.teach.check import due
-from labcode.teach.expected import iteration_parts
 from labcode.teach.hybrid_lab import FIELDS, RECIPE, SHORT, SIZE, job
 from labcode.teach.pretend import Cluster
 from labcode.topology import GridShape

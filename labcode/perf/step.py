@@ -7,7 +7,7 @@ nothing overlaps, all stages are alike. What runs is in `pretend`.
 import itertools
 
 from labcode.config import GPTConfig
-from labcode.perf import comm
+from labcode.perf import alpha_beta as comm
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.pipeline import StageTimes, Timeline, simulate
 from labcode.schedules import schedule

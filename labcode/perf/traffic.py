@@ -8,7 +8,7 @@ import itertools
 from collections import Counter
 
 from labcode.config import GPTConfig
-from labcode.perf.comm import bytes_sent
+from labcode.perf.alpha_beta import bytes_sent
 from labcode.topology import GridShape
 
 Traffic = dict[tuple[int, int], float]
