@@ -45,7 +45,7 @@ def theirs(model, mesh, sequence):
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
-    from labcode.parallel.weights import Split
+    from labcode.parallel.sharding import Split
 
     for block in model.blocks:  # q0 k0 v0 | q1 k1 v1: DTensor cuts rows into equal runs only
         rows = block.attention.qkv.weight.shape[0] // 3

@@ -39,7 +39,7 @@ from labcode.comm.counting import counted, totals
 from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.parallel import tensor
-from labcode.parallel.weights import Split
+from labcode.parallel.sharding import Split
 from labcode.perf import alpha_beta as comm
 from labcode.perf import trace
 from labcode.pool.ranks import Ranks

@@ -17,8 +17,10 @@ from labcode.models.layers import initial_value
 from labcode.parallel.context import GatherAttention, RingAttention, take_own, tell_length
 from labcode.parallel.data import DataParallel, TorchDataParallel
 from labcode.parallel.dropout import DrawApart, Stream, seed_for
+from labcode.parallel.model import ParallelModel, Stages
+from labcode.parallel.plan import Row, change, gives, recomputed, takes
 from labcode.parallel.sequence import SEQUENCE_DIM
-from labcode.parallel.table import Row, change, gives, recomputed, takes
+from labcode.parallel.sharding import Placement, start_equal
 from labcode.parallel.tensor import (
     IGNORED,
     ColumnParallelLinear,
@@ -26,8 +28,6 @@ from labcode.parallel.tensor import (
     VocabParallelEmbedding,
     vocab_parallel_cross_entropy,
 )
-from labcode.parallel.weights import Placement, start_equal
-from labcode.parallel.wrapper import ParallelModel, Stages
 
 ONE_AFTER_THE_OTHER = PipelineConfig()
 TIED = ("embed.weight", "head.weight")

@@ -19,7 +19,7 @@ from torch import nn
 
 from labcode.comm.collectives import copy_to, reduce_from
 from labcode.parallel.sequence import gathered_linear, narrowed, scatter_sequence
-from labcode.parallel.weights import Split
+from labcode.parallel.sharding import Split
 
 IGNORED = -100  # a target that does not count, as in F.cross_entropy
 

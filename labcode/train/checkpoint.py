@@ -27,7 +27,7 @@ from labcode.config import Config
 from labcode.data.sampler import Batches
 from labcode.files import write_atomically
 from labcode.parallel.dropout import DrawApart, Stream
-from labcode.parallel.wrapper import ParallelModel
+from labcode.parallel.model import ParallelModel
 from labcode.recipes import field_paths
 
 ABOUT = "run.json"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from labcode.parallel.weights import Split
+from labcode.parallel.sharding import Split
 
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
 BATCH, TOKENS, HIDDEN, INSIDE, VOCAB = 3, 8, 12, 20, 23  # an odd vocabulary

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from labcode.parallel.weights import Split
+from labcode.parallel.sharding import Split
 from labcode.perf import trace
 from labcode.teach.cuts import cuts, owners
 

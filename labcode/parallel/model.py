@@ -10,7 +10,7 @@ from torch import nn
 
 from labcode.comm.grid import Grid
 from labcode.parallel.pipeline import Pipeline
-from labcode.parallel.weights import Placement, gradient_norm, sum_shared_gradients, whole_weights
+from labcode.parallel.sharding import Placement, gradient_norm, sum_shared_gradients, whole_weights
 from labcode.schedules import schedule
 
 
