@@ -42,9 +42,9 @@ from labcode import hardware, launch
 from labcode.config import TextData
 from labcode.data import text
 from labcode.pool.ranks import Ranks
-from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l00
+from labcode.teach.figures import plot
 from labcode.train import metrics
 from labcode.units import seconds
 

@@ -36,9 +36,9 @@ from labcode.comm import ring
 from labcode.comm.timing import call_times
 from labcode.perf import alpha_beta as comm
 from labcode.pool.ranks import Ranks
-from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l01
+from labcode.teach.figures import plot
 from labcode.units import seconds, si
 
 ranks = Ranks(4, timeout_s=15)

@@ -45,9 +45,10 @@ from labcode.models.parallelize import TorchDataParallel
 from labcode.parallel.data import DataParallel, make_buckets
 from labcode.perf import alpha_beta as comm
 from labcode.pool.ranks import Ranks
-from labcode.teach import plot, slow_link
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l04
+from labcode.teach.figures import plot
+from labcode.teach.labs import l04_slow_link as slow_link
 
 # %% [markdown]
 # ## 1. The mean of the means

@@ -44,9 +44,9 @@ from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach import plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l07
+from labcode.teach.figures import plot
 from labcode.topology import AXES, GridShape
 from labcode.units import si
 

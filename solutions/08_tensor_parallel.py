@@ -43,11 +43,11 @@ from labcode.parallel.sharding import Split
 from labcode.perf import alpha_beta as comm
 from labcode.perf import trace
 from labcode.pool.ranks import Ranks
-from labcode.teach import plot
 from labcode.teach.check import check, compare
-from labcode.teach.cuts import cuts
 from labcode.teach.exercises import l08
-from labcode.teach.shares import SeparateAttention, collectives, difference, train
+from labcode.teach.figures import plot
+from labcode.teach.figures.weights import cuts
+from labcode.teach.labs.l08_shards import SeparateAttention, collectives, difference, train
 from labcode.topology import GridShape
 
 # %% [markdown]

@@ -45,9 +45,10 @@ from labcode.perf import alpha_beta as comm
 from labcode.perf import memory
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
-from labcode.teach import masks, plot
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l09
+from labcode.teach.figures import attention as masks
+from labcode.teach.figures import plot
 from labcode.topology import GridShape
 
 ranks = Ranks(4)

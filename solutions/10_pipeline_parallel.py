@@ -44,10 +44,11 @@ from labcode.perf import pipeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
-from labcode.teach import plot, stages
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l10
-from labcode.teach.shares import train as train_alone
+from labcode.teach.figures import plot
+from labcode.teach.labs import l10_paced_pipeline as stages
+from labcode.teach.labs.l08_shards import train as train_alone
 from labcode.topology import GridShape
 
 ranks = Ranks(4)

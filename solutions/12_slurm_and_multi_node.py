@@ -40,9 +40,11 @@ from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
-from labcode.teach import nccl_example, plot, slurm_lab
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l12
+from labcode.teach.figures import plot
+from labcode.teach.labs import l12_cluster as slurm_lab
+from labcode.teach.labs import l12_nccl_example as nccl_example
 
 lab = slurm_lab.open_lab("lesson12")
 

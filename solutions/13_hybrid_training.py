@@ -38,9 +38,13 @@ from labcode.perf import step as expected
 from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
-from labcode.teach import hybrid_lab, plot, pretend, slurm_lab, stages
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l13
+from labcode.teach.figures import plot
+from labcode.teach.labs import emulate as pretend
+from labcode.teach.labs import l10_paced_pipeline as stages
+from labcode.teach.labs import l12_cluster as slurm_lab
+from labcode.teach.labs import l13_hybrid as hybrid_lab
 from labcode.topology import GridShape
 from labcode.train import metrics
 from labcode.units import si

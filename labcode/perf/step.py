@@ -11,7 +11,7 @@ from labcode.perf import alpha_beta as comm
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.pipeline import StageTimes, Timeline, simulate
 from labcode.schedules import schedule
-from labcode.teach.pretend import Cluster
+from labcode.teach.labs.emulate import Cluster
 from labcode.topology import GridShape
 
 VALUE_BYTES = 4  # float32

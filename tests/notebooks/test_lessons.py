@@ -144,7 +144,7 @@ def test_no_solution_leaks(source):
 
 LESSON = """\
 # %%
-from labcode.teach import plot
+from labcode.teach.figures import plot
 print("quoted", 3)
 
 # %% tags=["nbval-check-output"]

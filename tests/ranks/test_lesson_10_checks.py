@@ -7,8 +7,8 @@ import pytest
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.pool.ranks import RankError
 from labcode.schedules import NAMES, Action, schedule, waits_for
-from labcode.teach import stages
 from labcode.teach.exercises import l10
+from labcode.teach.labs import l10_paced_pipeline as stages
 
 # ---- 10.1
 

@@ -8,8 +8,8 @@ import pytest
 from labcode.doctor import nccl_log as nccl
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.script.site import load
-from labcode.teach import nccl_example
 from labcode.teach.exercises import l12
+from labcode.teach.labs import l12_nccl_example as nccl_example
 
 # ---- 12.1
 

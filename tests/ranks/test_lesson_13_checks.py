@@ -18,10 +18,12 @@ from labcode.perf import step as expected
 from labcode.perf import traffic as placement
 from labcode.pool.ranks import RankError
 from labcode.slurm.run.outcome import Outcome
-from labcode.teach import hybrid_lab, pretend, stages
 from labcode.teach.check import check
 from labcode.teach.exercises import l13
-from labcode.teach.slurm_lab import Lab
+from labcode.teach.labs import emulate as pretend
+from labcode.teach.labs import l10_paced_pipeline as stages
+from labcode.teach.labs import l13_hybrid as hybrid_lab
+from labcode.teach.labs.l12_cluster import Lab
 from labcode.topology import GridShape
 from labcode.train import metrics
 

@@ -10,7 +10,7 @@ from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.perf import trace
-from labcode.teach.shares import SeparateAttention, collectives, difference, train
+from labcode.teach.labs.l08_shards import SeparateAttention, collectives, difference, train
 from labcode.topology import GridShape
 
 

@@ -16,7 +16,7 @@ def step(link, bucket_mb=1e-9):
     from torch import nn
 
     from labcode.parallel.data import DataParallel
-    from labcode.teach.slow_link import SlowLink
+    from labcode.teach.labs.l04_slow_link import SlowLink
 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double()  # 200 bytes each
@@ -49,7 +49,7 @@ def both_ways(overlap):
     from torch import nn
 
     from labcode.parallel.data import DataParallel
-    from labcode.teach.slow_link import fastest_step
+    from labcode.teach.labs.l04_slow_link import fastest_step
 
     model = DataParallel(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double(), dist.group.WORLD, 1e-9)
     return fastest_step(model, lambda: model(torch.ones(2, 5, dtype=torch.float64)).sum(), LINK, overlap, repeats=2)

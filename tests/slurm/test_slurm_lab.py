@@ -9,7 +9,7 @@ import pytest
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.script.job import Job
-from labcode.teach import slurm_lab
+from labcode.teach.labs import l12_cluster as slurm_lab
 
 HELLO = """\
 import socket, sys

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from labcode.doctor.nccl_log import Communicator, Interface, Link, Rank, TreeNode, parse
-from labcode.teach import plot
+from labcode.teach.figures import plot
 
 
 def two_nodes(network="NET/IB/{nic}/GDRDMA", prefix=""):

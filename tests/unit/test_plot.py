@@ -7,8 +7,8 @@ import pytest
 from matplotlib.colors import to_hex
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from labcode.teach import plot
-from labcode.teach.canvas import PALETTE, colour_of, ink_on
+from labcode.teach.figures import plot
+from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
 
 ALT = "Four words at least"

@@ -2,8 +2,8 @@
 
 import pytest
 
-from labcode.teach import plot
-from labcode.teach.exchanges import ring_states
+from labcode.teach.figures import plot
+from labcode.teach.figures.collectives import ring_states
 
 ALT = "Four words at least"
 SHEET = ("all_gather", "all_reduce", "reduce_scatter", "all_to_all")

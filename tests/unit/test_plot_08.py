@@ -9,7 +9,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from labcode.parallel.sharding import Split
 from labcode.perf import trace
-from labcode.teach.cuts import cuts, owners
+from labcode.teach.figures.weights import cuts, owners
 
 ALT = "Four words at least"
 

@@ -7,7 +7,7 @@ import torch
 
 from labcode.parallel.attention_block import visible_block
 from labcode.parallel.context import own_positions
-from labcode.teach import masks
+from labcode.teach.figures import attention as masks
 
 ALT = "Four words at least"
 

@@ -4,7 +4,7 @@ import pytest
 
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import schedule
-from labcode.teach import stages
+from labcode.teach.labs import l10_paced_pipeline as stages
 
 UNIT = StageTimes(1e-3, 1e-3, 1e-3)
 

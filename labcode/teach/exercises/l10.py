@@ -7,8 +7,8 @@ import torch
 
 from labcode.perf.pipeline import StageTimes, bubble_over_total, peak_microbatches, simulate
 from labcode.schedules import Action, check_schedule, schedule
-from labcode.teach import stages
 from labcode.teach.check import due
+from labcode.teach.labs import l10_paced_pipeline as stages
 
 # ---- 10.1
 

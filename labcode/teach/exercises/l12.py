@@ -14,8 +14,8 @@ from labcode.slurm.run.client import Client, SlurmError
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
-from labcode.teach import nccl_example
 from labcode.teach.check import due
+from labcode.teach.labs import l12_nccl_example as nccl_example
 
 # ---- 12.1
 

@@ -11,8 +11,8 @@ from labcode.perf.pipeline import StageTimes, Timeline, simulate
 from labcode.perf.step import iteration_parts
 from labcode.schedules import schedule
 from labcode.teach.check import due
-from labcode.teach.hybrid_lab import FIELDS, RECIPE, SHORT, SIZE, job
-from labcode.teach.pretend import Cluster
+from labcode.teach.labs.emulate import Cluster
+from labcode.teach.labs.l13_hybrid import FIELDS, RECIPE, SHORT, SIZE, job
 from labcode.topology import GridShape
 
 # ---- 13.1

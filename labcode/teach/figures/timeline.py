@@ -6,7 +6,7 @@ import string
 import matplotlib as mpl
 from matplotlib.patches import FancyBboxPatch, Rectangle
 
-from labcode.teach.canvas import PALE, RULE, STYLE, Picture, blank, canvas, colour_of, described, ink_on
+from labcode.teach.figures.style import PALE, RULE, STYLE, Picture, blank, canvas, colour_of, described, ink_on
 from labcode.topology import AXES, GridShape
 
 MAX_RANKS = 64

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import matplotlib as mpl
 from matplotlib.patches import Rectangle
 
-from labcode.teach.canvas import INK, PALETTE, RULE, STYLE, Picture, blank, canvas, described, ink_on
+from labcode.teach.figures.style import INK, PALETTE, RULE, STYLE, Picture, blank, canvas, described, ink_on
 
 GAP, LABELS = 1.6, 1.6  # between before and after, and for "rank 0", in cells
 

@@ -7,7 +7,7 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from labcode.doctor.nccl_log import Communicator, NcclLog
-from labcode.teach.canvas import INK, PALE, PALETTE, RULE, STYLE, Picture, blank, canvas, described
+from labcode.teach.figures.style import INK, PALE, PALETTE, RULE, STYLE, Picture, blank, canvas, described
 
 MAX_RANKS = 32
 # colour and dash of a transport, so that nothing depends on colour alone; fast ones first

@@ -6,7 +6,7 @@ import matplotlib as mpl
 from matplotlib.patches import Polygon, Rectangle
 
 from labcode.parallel.attention_block import own_chunks
-from labcode.teach.canvas import INK, PALE, RULE, STYLE, Picture, blank, canvas, colour_of, described, ink_on
+from labcode.teach.figures.style import INK, PALE, RULE, STYLE, Picture, blank, canvas, colour_of, described, ink_on
 
 MAX_RANKS = 6
 

@@ -13,10 +13,10 @@ import matplotlib as mpl
 import numpy as np
 from matplotlib.ticker import LogFormatter
 
-from labcode.teach.canvas import INK, MARKERS, PALETTE, RULE, STYLE, STYLES, Picture, canvas, described
-from labcode.teach.diagrams import grid, timeline
-from labcode.teach.exchanges import collective, collectives, ring
-from labcode.teach.transports import transports
+from labcode.teach.figures.collectives import collective, collectives, ring
+from labcode.teach.figures.nodes import transports
+from labcode.teach.figures.style import INK, MARKERS, PALETTE, RULE, STYLE, STYLES, Picture, canvas, described
+from labcode.teach.figures.timeline import grid, timeline
 
 __all__ = ["bars", "collective", "collectives", "curves", "field", "grid", "heatmap", "lines", "ring", "timeline"]
 __all__ += ["transports"]

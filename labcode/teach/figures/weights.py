@@ -8,7 +8,7 @@ import torch
 from matplotlib.patches import Rectangle
 
 from labcode.parallel.sharding import Split
-from labcode.teach.canvas import INK, STYLE, Picture, blank, canvas, colour_of, described, ink_on
+from labcode.teach.figures.style import INK, STYLE, Picture, blank, canvas, colour_of, described, ink_on
 
 VECTOR = 0.12  # width at which a bias is drawn, as a share of the narrowest matrix
 WHOLE = "#BBBBBB"

@@ -25,7 +25,7 @@ from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
-from labcode.teach import pretend
+from labcode.teach.labs import emulate as pretend
 from labcode.topology import GridShape
 from labcode.train.loop import Trainer, peak_memory_bytes
 from labcode.train.tasks import make_task

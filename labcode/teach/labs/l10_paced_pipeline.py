@@ -18,8 +18,8 @@ from labcode.comm.counting import counted, totals
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import Row, StageTimes, Timeline
 from labcode.schedules import Action, Actions, ticks
-from labcode.teach import plot
-from labcode.teach.canvas import Picture
+from labcode.teach.figures import plot
+from labcode.teach.figures.style import Picture
 
 WIDTH, BATCH = 16, 4
 AT_ONCE = StageTimes(0, 0, 0)
