@@ -69,23 +69,44 @@ def main():
     for name, default in {"layers": 4, "hidden": 256, "tokens": 256, "batch": 2}.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
-    sizes = {"num_layers": given.layers, "hidden_size": given.hidden, "context_length": given.tokens}
+    sizes = {
+        "num_layers": given.layers,
+        "hidden_size": given.hidden,
+        "context_length": given.tokens,
+    }
     config = GPTConfig(vocab_size=512, num_heads=8, **sizes)
     rows = []
     with Ranks(RANKS) as ranks:
         for name, (shape, sequence) in LAYOUTS.items():
             found = max(ranks.run(kept, config, shape, sequence, given.batch))
-            terms = model_activations(config, shape, batch=given.batch, sequence_parallel=sequence, value_bytes=4)
+            terms = model_activations(
+                config, shape, batch=given.batch, sequence_parallel=sequence, value_bytes=4
+            )
             paper = paper_layer_bytes(
-                config, batch=given.batch, tp=shape.tp, sequence_parallel=sequence, fused_attention=True
+                config,
+                batch=given.batch,
+                tp=shape.tp,
+                sequence_parallel=sequence,
+                fused_attention=True,
             )
             rows.append(row(name, found, terms, 2 * paper / shape.cp))
         dropped = replace(config, dropout=0.1)
-        for name, (shape, sequence) in {name: LAYOUTS[name] for name in ("dp 4", "tp 4", "tp 4 + sequence")}.items():
+        for name, (shape, sequence) in {
+            name: LAYOUTS[name] for name in ("dp 4", "tp 4", "tp 4 + sequence")
+        }.items():
             found = max(ranks.run(kept, dropped, shape, sequence, given.batch))
             sizes = {"batch": given.batch, "sequence_parallel": sequence}
-            terms = model_activations(dropped, shape, value_bytes=4, mask_bytes=4, fused_attention=False, **sizes)
-            rows.append(row(f"{name}, dropout", found, terms, 2 * paper_layer_bytes(dropped, tp=shape.tp, **sizes)))
+            terms = model_activations(
+                dropped, shape, value_bytes=4, mask_bytes=4, fused_attention=False, **sizes
+            )
+            rows.append(
+                row(
+                    f"{name}, dropout",
+                    found,
+                    terms,
+                    2 * paper_layer_bytes(dropped, tp=shape.tp, **sizes),
+                )
+            )
     report(rows, config, given.batch)
     if off := [r["layout"] for r in rows if abs(r["measured"] / r["formula"] - 1) > TARGET]:
         sys.exit(f"more than {TARGET:.0%} from the formula: {', '.join(off)}")
@@ -93,7 +114,13 @@ def main():
 
 def row(name, found, terms, paper):
     total, layer = found
-    return {"layout": name, "measured": total, "formula": round(sum(terms.values())), "layer": layer, "paper": round(paper)}
+    return {
+        "layout": name,
+        "measured": total,
+        "formula": round(sum(terms.values())),
+        "layer": layer,
+        "paper": round(paper),
+    }
 
 
 def report(rows, config, batch):
@@ -109,9 +136,16 @@ def report(rows, config, batch):
             for a, b in (("measured", "formula"), ("layer", "paper"))
         )
         print(f"| {r['layout']} | {model} | {layer} |")
-    versions = {"torch": torch.__version__, "python": platform.python_version(), "machine": platform.machine()}
+    versions = {
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+    }
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps(versions | {"batch": batch, "model": asdict(config), "rows": rows}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps(versions | {"batch": batch, "model": asdict(config), "rows": rows}, indent=1)
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -32,7 +32,10 @@ TARGET_S = 0.3  # of work per contestant and round: short turns meet the same ne
 def setups() -> dict[str, tuple[GPTConfig, int]]:
     """{name: (model, batch)}: the models of the recipes, with learned positions since GPT-2 has no others."""
     found = {}
-    for name, vocab_size in (("gpt_tiny", 84), ("gpt_10m", 8192)):  # as the tokenizers of the recipes, to within a token
+    for name, vocab_size in (
+        ("gpt_tiny", 84),
+        ("gpt_10m", 8192),
+    ):  # as the tokenizers of the recipes, to within a token
         changes = {"model.vocab_size": vocab_size, "model.positions": "learned"}
         recipe = recipes.with_changes(recipes.get(name), changes)
         found[name] = (recipe.model, recipe.train.micro_batch or recipe.train.global_batch)
@@ -66,7 +69,9 @@ class Contestant:
     def __init__(self, model, forward, device):
         self.model = model.to(device).train()
         self.forward, self.device = forward, device
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True
+        )
 
     def step(self, tokens, targets):
         """One training step on the batch; returns the loss before it."""
@@ -96,7 +101,9 @@ def contestants(config, device):
     ours = load_gpt2(GPT(config), as_it_comes.state_dict())
     return {
         "labcode": Contestant(ours, lambda model, tokens: model(tokens), device),
-        "transformers": Contestant(as_it_comes, lambda model, tokens: model(tokens, use_cache=False).logits, device),
+        "transformers": Contestant(
+            as_it_comes, lambda model, tokens: model(tokens, use_cache=False).logits, device
+        ),
         "transformers, fused GELU": Contestant(
             one_kernel, lambda model, tokens: model(tokens, use_cache=False).logits, device
         ),
@@ -107,11 +114,15 @@ def compare(name, config, batch, rounds, device):
     """Runs one setup and returns its record."""
     field = contestants(config, device)
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(config.vocab_size, (batch, config.context_length + 1), generator=generator).to(device)
+    tokens = torch.randint(
+        config.vocab_size, (batch, config.context_length + 1), generator=generator
+    ).to(device)
     tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
     losses = {who: [c.step(tokens, targets).item() for _ in range(3)] for who, c in field.items()}
     for who in field:
-        torch.testing.assert_close(losses[who], losses["labcode"], rtol=1e-2 if device == "cuda" else 1e-4, atol=0)
+        torch.testing.assert_close(
+            losses[who], losses["labcode"], rtol=1e-2 if device == "cuda" else 1e-4, atol=0
+        )
     steps = max(1, round(TARGET_S / field["labcode"].seconds(tokens, targets, 2)))
     times = {who: [] for who in field}
     order = list(field)
@@ -147,7 +158,9 @@ def machine(device):
     """What the numbers depend on, without saying whose machine it is."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -159,9 +172,13 @@ def machine(device):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--threads", type=int, help="of torch; default: its own choice, the cores of the machine")
+    parser.add_argument(
+        "--threads", type=int, help="of torch; default: its own choice, the cores of the machine"
+    )
     parser.add_argument("--only", choices=setups())
-    parser.add_argument("--out", type=Path, help="default: results/gpt_against_transformers_cpu.json or _cuda.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: results/gpt_against_transformers_cpu.json or _cuda.json"
+    )
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -169,7 +186,9 @@ def main():
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = {"machine": machine(device), "setups": []}
     print(", ".join(f"{key} {value}" for key, value in record["machine"].items()), "\n")
-    print("| model | implementation | ms per step, median | fastest | ours / this, median | quartiles |")
+    print(
+        "| model | implementation | ms per step, median | fastest | ours / this, median | quartiles |"
+    )
     print("|---|---|---:|---:|---:|---:|")
     for name, (config, batch) in setups().items():
         if args.only in (None, name):
@@ -177,7 +196,13 @@ def main():
             record["setups"].append(found)
             for who, row in found["results"].items():
                 low, high = row["ratio_quartiles"]
-                cells = (name, who, f"{row['step_ms']:.1f}", f"{row['fastest_ms']:.1f}", f"{row['ratio']:.3f}")
+                cells = (
+                    name,
+                    who,
+                    f"{row['step_ms']:.1f}",
+                    f"{row['fastest_ms']:.1f}",
+                    f"{row['ratio']:.3f}",
+                )
                 print("| " + " | ".join(cells) + f" | {low:.3f} to {high:.3f} |", flush=True)
     out = args.out or RESULTS / f"gpt_against_transformers_{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)

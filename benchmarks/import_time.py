@@ -27,7 +27,12 @@ print(time.perf_counter() - start, "torch" in sys.modules)
 
 def probe(module):
     """(seconds, torch imported) of one fresh process."""
-    done = subprocess.run([sys.executable, "-c", PROBE.format(module=module)], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", PROBE.format(module=module)],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     seconds, torch = done.stdout.split()
     return float(seconds), torch == "True"
 
@@ -41,15 +46,33 @@ def main():
     for module in MODULES:
         found = [probe(module) for _ in range(rounds)]
         times = [seconds for seconds, _ in found]
-        row = {"median_s": statistics.median(times), "slowest_s": max(times), "torch": any(torch for _, torch in found)}
-        rows[module] = {name: round(value, 5) if name != "torch" else value for name, value in row.items()}
-        cells = (module, f"{row['median_s'] * 1e3:.1f}", f"{row['slowest_s'] * 1e3:.1f}", "yes" if row["torch"] else "no")
+        row = {
+            "median_s": statistics.median(times),
+            "slowest_s": max(times),
+            "torch": any(torch for _, torch in found),
+        }
+        rows[module] = {
+            name: round(value, 5) if name != "torch" else value for name, value in row.items()
+        }
+        cells = (
+            module,
+            f"{row['median_s'] * 1e3:.1f}",
+            f"{row['slowest_s'] * 1e3:.1f}",
+            "yes" if row["torch"] else "no",
+        )
         print("| " + " | ".join(cells) + " |")
     RESULT.parent.mkdir(exist_ok=True)
-    record = {"python": platform.python_version(), "machine": platform.machine(), "rounds": rounds, "imports": rows}
+    record = {
+        "python": platform.python_version(),
+        "machine": platform.machine(),
+        "rounds": rounds,
+        "imports": rows,
+    }
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
     if rows["labcode"]["median_s"] >= TARGET_S or any(row["torch"] for row in rows.values()):
-        sys.exit(f"the target is missed: import labcode below {TARGET_S} s, no torch in any of these")
+        sys.exit(
+            f"the target is missed: import labcode below {TARGET_S} s, no torch in any of these"
+        )
 
 
 if __name__ == "__main__":

@@ -26,7 +26,12 @@ from labcode.pool.ranks import Ranks
 RESULT = Path(__file__).parent / "results" / "pipeline_cpu.json"
 MICROBATCHES = 8
 SCHEDULES = {"1f1b": 1, "interleaved": 2}  # stages on each rank
-BUBBLES = [("gpipe", 1, 8), ("1f1b", 1, 8), ("1f1b", 1, 16), ("interleaved", 2, 8)]  # schedule, v, m, on four ranks
+BUBBLES = [
+    ("gpipe", 1, 8),
+    ("1f1b", 1, 8),
+    ("1f1b", 1, 16),
+    ("interleaved", 2, 8),
+]  # schedule, v, m, on four ranks
 
 
 class Stage(nn.Module):
@@ -56,7 +61,10 @@ def contestants(schedule_name, sizes):
     torch.manual_seed(0)
     layers = [Block(hidden, 4, 4 * hidden, causal=True) for _ in range(num_layers)]
     per_stage = num_layers // num_stages
-    own = {s: Stage(layers[s * per_stage : (s + 1) * per_stage]) for s in range(rank, num_stages, ranks)}
+    own = {
+        s: Stage(layers[s * per_stage : (s + 1) * per_stage])
+        for s in range(rank, num_stages, ranks)
+    }
     x, y = torch.randn(2, MICROBATCHES * batch, tokens, hidden)
 
     ours = copy.deepcopy(own)
@@ -73,11 +81,16 @@ def contestants(schedule_name, sizes):
     def step_of_ours():
         return pipeline.step(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)).item()
 
-    stages = [pipelining.PipelineStage(module, s, num_stages, torch.device("cpu")) for s, module in own.items()]
+    stages = [
+        pipelining.PipelineStage(module, s, num_stages, torch.device("cpu"))
+        for s, module in own.items()
+    ]
     if schedule_name == "1f1b":
         runner = pipelining.Schedule1F1B(stages[0], MICROBATCHES, loss_fn=nn.functional.mse_loss)
     else:
-        runner = pipelining.ScheduleInterleaved1F1B(stages, MICROBATCHES, loss_fn=nn.functional.mse_loss)
+        runner = pipelining.ScheduleInterleaved1F1B(
+            stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
+        )
 
     def step_of_theirs():
         losses = []
@@ -93,7 +106,10 @@ def contestants(schedule_name, sizes):
 
         return run
 
-    return {"labcode": with_gradients(step_of_ours, ours), "torch": with_gradients(step_of_theirs, own)}
+    return {
+        "labcode": with_gradients(step_of_ours, ours),
+        "torch": with_gradients(step_of_theirs, own),
+    }
 
 
 def times(rank, schedule_name, sizes, rounds):
@@ -170,7 +186,14 @@ def bubble(rank, schedule_name, v, m, seconds):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"rounds": 15, "hidden": 256, "tokens": 256, "batch": 2, "layers": 8, "stage-ms": 150}.items():
+    for name, default in {
+        "rounds": 15,
+        "hidden": 256,
+        "tokens": 256,
+        "batch": 2,
+        "layers": 8,
+        "stage-ms": 150,
+    }.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     given = parser.parse_args()
     sizes = (given.hidden, given.tokens, given.batch, given.layers)
@@ -179,15 +202,35 @@ def main():
     with Ranks(2, timeout_s=120) as ranks:
         for name in SCHEDULES:
             rows += report(name, ranks.run(times, name, sizes, given.rounds))
-    print("\n| schedule, 4 ranks | v | m | (p-1)/(v m) | measured | measured / formula |\n|---|---:|---:|---:|---:|---:|")
+    print(
+        "\n| schedule, 4 ranks | v | m | (p-1)/(v m) | measured | measured / formula |\n|---|---:|---:|---:|---:|---:|"
+    )
     with Ranks(4, timeout_s=120) as ranks:
         for name, v, m in BUBBLES:
-            formula, measured = 3 / (v * m), max(ranks.run(bubble, name, v, m, given.stage_ms / 1e3))
-            bubbles.append({"schedule": name, "v": v, "m": m, "formula": formula, "measured": round(measured, 4)})
-            print(f"| {name} | {v} | {m} | {formula:.4f} | {measured:.4f} | {measured / formula:.3f} |", flush=True)
+            formula, measured = (
+                3 / (v * m),
+                max(ranks.run(bubble, name, v, m, given.stage_ms / 1e3)),
+            )
+            bubbles.append(
+                {
+                    "schedule": name,
+                    "v": v,
+                    "m": m,
+                    "formula": formula,
+                    "measured": round(measured, 4),
+                }
+            )
+            print(
+                f"| {name} | {v} | {m} | {formula:.4f} | {measured:.4f} | {measured / formula:.3f} |",
+                flush=True,
+            )
     RESULT.parent.mkdir(exist_ok=True)
     RESULT.write_text(
-        json.dumps({"machine": machine(), "setup": vars(given), "results": rows, "bubbles": bubbles}, indent=1) + "\n"
+        json.dumps(
+            {"machine": machine(), "setup": vars(given), "results": rows, "bubbles": bubbles},
+            indent=1,
+        )
+        + "\n"
     )
 
 

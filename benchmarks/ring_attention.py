@@ -40,8 +40,12 @@ def contestant(way, layout, shape):
     attention.length = length
     generator = torch.Generator().manual_seed(0)
     qkv = torch.randn(batch, length, heads + 2 * kv_heads, head_size, generator=generator)
-    qkv = context.take_own(qkv, dist.group.WORLD, 1, layout).to(*(("cuda", torch.bfloat16) if cuda else ("cpu",)))
-    leaves = [x.transpose(1, 2).requires_grad_() for x in qkv.split((heads, kv_heads, kv_heads), dim=2)]
+    qkv = context.take_own(qkv, dist.group.WORLD, 1, layout).to(
+        *(("cuda", torch.bfloat16) if cuda else ("cpu",))
+    )
+    leaves = [
+        x.transpose(1, 2).requires_grad_() for x in qkv.split((heads, kv_heads, kv_heads), dim=2)
+    ]
     del qkv
 
     def run():
@@ -88,7 +92,9 @@ def memory(rank, way, layout, shape):
     """(bytes saved for the backward, bytes of the peak above the start) of one forward and backward."""
     import torch
 
-    contestant(way, layout, (*shape[:3], 64, shape[4]))()  # libraries and connections have their memory already
+    contestant(
+        way, layout, (*shape[:3], 64, shape[4])
+    )()  # libraries and connections have their memory already
     run, saved = contestant(way, layout, shape), {}
 
     def pack(x):
@@ -119,17 +125,28 @@ def resident_bytes():
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (("length", 4096), ("ranks", 2), ("rounds", 15), ("batch", 1), ("heads", 8), ("head-size", 64)):
+    for name, default in (
+        ("length", 4096),
+        ("ranks", 2),
+        ("rounds", 15),
+        ("batch", 1),
+        ("heads", 8),
+        ("head-size", 64),
+    ):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
     parser.add_argument("--layouts", nargs="+", default=["zigzag", "contiguous"])
-    parser.add_argument("--out", type=Path, help="default: results/ring_attention_cpu.json or _cuda.json")
+    parser.add_argument(
+        "--out", type=Path, help="default: results/ring_attention_cpu.json or _cuda.json"
+    )
     args = parser.parse_args()
     shape = (args.batch, args.heads, args.kv_heads or args.heads, args.length, args.head_size)
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
+        "cores": len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dtype": "bfloat16" if device == "cuda" else "float32",
@@ -139,24 +156,51 @@ def main():
     print(", ".join(f"{key} {value}" for key, value in (machine | setup).items()), "\n")
     with Ranks(args.ranks, timeout_s=120) as ranks:
         found = ranks.run(times, args.layouts, shape, args.rounds)
-    slowest = {who: [max(seconds) for seconds in zip(*(rank[who] for rank in found))] for who in found[0]}
-    print("| layout | attention | ms, median | fastest | ring / gather, median | quartiles | saved MB | peak MB |")
+    slowest = {
+        who: [max(seconds) for seconds in zip(*(rank[who] for rank in found))] for who in found[0]
+    }
+    print(
+        "| layout | attention | ms, median | fastest | ring / gather, median | quartiles | saved MB | peak MB |"
+    )
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     rows = []
     for (way, layout), seconds in slowest.items():
         with Ranks(args.ranks, timeout_s=120) as ranks:
             saved, peak = map(max, zip(*ranks.run(memory, way, layout, shape)))
-        ratios = [ring / gather for ring, gather in zip(slowest[WAYS[0], layout], slowest[WAYS[1], layout])]
-        row = {"layout": layout, "attention": way, "median_ms": round(statistics.median(seconds) * 1e3, 1)}
-        row |= {"fastest_ms": round(min(seconds) * 1e3, 1), "ring_over_gather": round(statistics.median(ratios), 3)}
+        ratios = [
+            ring / gather
+            for ring, gather in zip(slowest[WAYS[0], layout], slowest[WAYS[1], layout])
+        ]
+        row = {
+            "layout": layout,
+            "attention": way,
+            "median_ms": round(statistics.median(seconds) * 1e3, 1),
+        }
+        row |= {
+            "fastest_ms": round(min(seconds) * 1e3, 1),
+            "ring_over_gather": round(statistics.median(ratios), 3),
+        }
         row |= {"ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]}
         rows.append(row | {"saved_bytes": saved, "peak_bytes": peak})
-        ratio, quartiles = f"{row['ring_over_gather']:.3f}", "{:.3f} to {:.3f}".format(*row["ratio_quartiles"])
-        cells = (layout, way, row["median_ms"], row["fastest_ms"], *((ratio, quartiles) if way == WAYS[0] else ("", "")))
-        print(f"| {' | '.join(map(str, cells))} | {saved / 1e6:.1f} | {peak / 1e6:.1f} |", flush=True)
+        ratio, quartiles = (
+            f"{row['ring_over_gather']:.3f}",
+            "{:.3f} to {:.3f}".format(*row["ratio_quartiles"]),
+        )
+        cells = (
+            layout,
+            way,
+            row["median_ms"],
+            row["fastest_ms"],
+            *((ratio, quartiles) if way == WAYS[0] else ("", "")),
+        )
+        print(
+            f"| {' | '.join(map(str, cells))} | {saved / 1e6:.1f} | {peak / 1e6:.1f} |", flush=True
+        )
     out = args.out or RESULTS / f"ring_attention_{device}.json"
     out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps({"machine": machine, "setup": setup, "results": rows}, indent=1) + "\n")
+    out.write_text(
+        json.dumps({"machine": machine, "setup": setup, "results": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

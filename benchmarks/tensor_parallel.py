@@ -35,7 +35,11 @@ def sharded(way, sequence, config):
     model, grid = initialize(gpt.GPT(config), 0), Grid.create(GridShape(tp=2))
     if way == "labcode":
         model = parallelize(model, grid, sequence_parallel=sequence)
-        return model, lambda tokens, targets: model.loss(model(tokens), targets), model.finish_gradient_sync
+        return (
+            model,
+            lambda tokens, targets: model.loss(model(tokens), targets),
+            model.finish_gradient_sync,
+        )
     theirs(model, grid.mesh["tp"], sequence)
     return model, lambda tokens, targets: gpt.loss(model(tokens), targets), lambda: None
 
@@ -43,7 +47,12 @@ def sharded(way, sequence, config):
 def theirs(model, mesh, sequence):
     """The same cuts through DTensor, as PyTorch's tutorial on tensor parallelism makes them."""
     from torch.distributed.tensor import Replicate, Shard
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        SequenceParallel,
+        parallelize_module,
+    )
 
     from labcode.parallel.sharding import Split
 
@@ -55,7 +64,9 @@ def theirs(model, mesh, sequence):
     between = Shard(1) if sequence else Replicate()
     plan = {
         "embed": RowwiseParallel(input_layouts=Replicate(), output_layouts=between),
-        "head": ColwiseParallel(input_layouts=between, output_layouts=Shard(-1), use_local_output=False),
+        "head": ColwiseParallel(
+            input_layouts=between, output_layouts=Shard(-1), use_local_output=False
+        ),
     }
     for name in ("attention.qkv", "mlp.up"):
         plan[f"blocks.*.{name}"] = ColwiseParallel(input_layouts=between)
@@ -78,12 +89,18 @@ def stepper(way, sequence, config, batch):
     torch.set_num_threads(1)
     model, loss_of, finish = sharded(way, sequence, config)
     optimizer = make_optimizer(model, OptimConfig())
-    for group in list(optimizer.param_groups):  # a fused kernel takes DTensors or plain tensors, not both
+    for group in list(
+        optimizer.param_groups
+    ):  # a fused kernel takes DTensors or plain tensors, not both
         plain = [p for p in group["params"] if not isinstance(p, DTensor)]
         group["params"] = [p for p in group["params"] if isinstance(p, DTensor)]
         optimizer.add_param_group({**group, "params": plain})
     optimizer.param_groups = [group for group in optimizer.param_groups if group["params"]]
-    tokens = torch.randint(config.vocab_size, (batch, config.context_length + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        config.vocab_size,
+        (batch, config.context_length + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
 
     def step():
         with loss_parallel() if way == "DTensor" else contextlib.nullcontext():
@@ -105,7 +122,11 @@ def alone(config, batch, steps):
 
     model = initialize(gpt.GPT(config), 0)
     optimizer = make_optimizer(model, OptimConfig())
-    tokens = torch.randint(config.vocab_size, (batch, config.context_length + 1), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        config.vocab_size,
+        (batch, config.context_length + 1),
+        generator=torch.Generator().manual_seed(1),
+    )
     losses = []
     for _ in range(steps):
         loss = gpt.loss(model(tokens[:, :-1]), tokens[:, 1:])
@@ -122,10 +143,16 @@ def times(rank, config, batch, rounds):
 
     import torch.distributed as dist
 
-    field = {(way, sequence): stepper(way, sequence, config, batch) for sequence in (False, True) for way in WAYS}
+    field = {
+        (way, sequence): stepper(way, sequence, config, batch)
+        for sequence in (False, True)
+        for way in WAYS
+    }
     expected = torch.tensor(alone(config, batch, 3))
     for step in field.values():
-        torch.testing.assert_close(torch.stack([step().detach() for _ in range(3)]), expected, rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            torch.stack([step().detach() for _ in range(3)]), expected, rtol=1e-4, atol=1e-4
+        )
     found, order = {who: [] for who in field}, list(field)
     for _ in range(rounds):
         for who in order:
@@ -159,7 +186,9 @@ def main():
         of_layout = [{way: rank[way, sequence] for way in WAYS} for rank in found]
         rows += report("tp 2 + sequence" if sequence else "tp 2", of_layout)
     RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(json.dumps({"machine": machine(), "setup": vars(given), "results": rows}, indent=1) + "\n")
+    RESULT.write_text(
+        json.dumps({"machine": machine(), "setup": vars(given), "results": rows}, indent=1) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -53,7 +53,10 @@ def parse(args: Sequence[str]) -> Config:
 
 def _overview() -> str:
     width = max(map(len, recipes.RECIPES))
-    rows = (f"  {name:{width}}  {recipe.__doc__.splitlines()[0]}" for name, recipe in recipes.RECIPES.items())
+    rows = (
+        f"  {name:{width}}  {recipe.__doc__.splitlines()[0]}"
+        for name, recipe in recipes.RECIPES.items()
+    )
     lines = [f"usage: {PROGRAM} RECIPE [--section.field value ...]", "", "recipes:", *rows, ""]
     return "\n".join([*lines, f"All fields of a recipe: {PROGRAM} RECIPE --help"])
 
@@ -73,7 +76,9 @@ def _one_line(box: str, recipe: Config) -> str:
     unknown = re.search(r"--([\w.-]+)", message) if message.startswith("Unrecognized") else None
     if unknown:
         return _unknown_field(unknown[1], recipe)
-    return re.sub(r"Error parsing (--)?[\w.-]+: (?=\w+=)", "", message)  # our own messages name their field already
+    return re.sub(
+        r"Error parsing (--)?[\w.-]+: (?=\w+=)", "", message
+    )  # our own messages name their field already
 
 
 def _unknown_field(name: str, recipe: Config) -> str:
@@ -81,6 +86,8 @@ def _unknown_field(name: str, recipe: Config) -> str:
     name = name.replace("-", "_")
     close = difflib.get_close_matches(name, paths, n=1)
     section = name.split(".")[0]
-    exist = [path for path in paths if path.startswith(section + ".")] or sorted({path.split(".")[0] for path in paths})
+    exist = [path for path in paths if path.startswith(section + ".")] or sorted(
+        {path.split(".")[0] for path in paths}
+    )
     hint = f"did you mean --{close[0]}? " if close else ""
     return f"unknown field --{name}: {hint}there are {', '.join(exist)}"

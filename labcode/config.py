@@ -52,7 +52,9 @@ class WeatherData:
     path: str | None = None  # your ERA5: a zarr folder, or HDF5/netCDF (.h5, .hdf5, .nc)
     variables: tuple[str, ...] = ("t2m", "u10", "v10", "msl")
     val_fraction: float = 0.2  # the last part of the times, never trained on
-    roll: bool = False  # train on each state turned by every longitude too: where there are only few times
+    roll: bool = (
+        False  # train on each state turned by every longitude too: where there are only few times
+    )
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
 
     def __post_init__(self):
@@ -89,8 +91,12 @@ class PipelineConfig:
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     stages_per_rank: int = 1  # more than 1 only with schedule="interleaved"
-    layers: tuple[int, ...] | None = None  # how many layers each stage has; None: as even as they go
-    recompute: bool = False  # keep only the input of each layer, and run its forward again in backward
+    layers: tuple[int, ...] | None = (
+        None  # how many layers each stage has; None: as even as they go
+    )
+    recompute: bool = (
+        False  # keep only the input of each layer, and run its forward again in backward
+    )
 
     def __post_init__(self):
         positive(self, "stages_per_rank")
@@ -142,24 +148,38 @@ class TrainConfig:
     """The loop. Batches are counted in samples: sequences of text, or weather states."""
 
     steps: int = 300
-    global_batch: int = 32  # samples per optimizer step over all ranks: the same run for every number of ranks
+    global_batch: int = (
+        32  # samples per optimizer step over all ranks: the same run for every number of ranks
+    )
     micro_batch: int | None = None  # samples per rank and forward; None: no gradient accumulation
     seed: int = 0
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
-    data_parallel: Literal["ddp", "labcode"] = "ddp"  # PyTorch's DistributedDataParallel, or the one of lesson 04
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = (
+        "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
+    )
+    data_parallel: Literal["ddp", "labcode"] = (
+        "ddp"  # PyTorch's DistributedDataParallel, or the one of lesson 04
+    )
     bucket_mb: float = 25.0  # gradients travel in buckets of this size
-    sequence_parallel: bool = False  # over tp: norms, dropout and residuals on a part of the sequence each
-    context: Literal["ring", "gather"] = "ring"  # over cp: keys and values go round, or are gathered by every rank
+    sequence_parallel: bool = (
+        False  # over tp: norms, dropout and residuals on a part of the sequence each
+    )
+    context: Literal["ring", "gather"] = (
+        "ring"  # over cp: keys and values go round, or are gathered by every rank
+    )
     share_gpus: bool = False  # several ranks on one GPU, over gloo
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
-    out: str | None = None  # folder for metrics, TensorBoard and weights; None: the next free runs/NAME-NNN
+    out: str | None = (
+        None  # folder for metrics, TensorBoard and weights; None: the next free runs/NAME-NNN
+    )
     overwrite: bool = False  # replace an existing `out`
 
     def __post_init__(self):
-        positive(self, "steps", "global_batch", "micro_batch", "bucket_mb", "eval_batches", "log_every")
+        positive(
+            self, "steps", "global_batch", "micro_batch", "bucket_mb", "eval_batches", "log_every"
+        )
         if min(self.eval_every, self.sample_tokens) < 0:
             raise ValueError("eval_every and sample_tokens must not be negative")
 
@@ -190,7 +210,9 @@ class CheckpointConfig:
     def __post_init__(self):
         positive(self, "keep")
         if self.every < 0:
-            raise ValueError(f"every={self.every}: give the steps between checkpoints, or 0 for none")
+            raise ValueError(
+                f"every={self.every}: give the steps between checkpoints, or 0 for none"
+            )
 
     @property
     def on(self) -> bool:
@@ -213,9 +235,13 @@ class Config:
 
     def __post_init__(self):
         if self.checkpoint.resume and self.train.out is None:
-            raise ValueError("checkpoint.resume needs the folder of the run: name it with train.out")
+            raise ValueError(
+                "checkpoint.resume needs the folder of the run: name it with train.out"
+            )
         if self.checkpoint.resume and self.train.overwrite:
-            raise ValueError("checkpoint.resume goes on in train.out and train.overwrite removes it: choose one of them")
+            raise ValueError(
+                "checkpoint.resume goes on in train.out and train.overwrite removes it: choose one of them"
+            )
 
     def check(self, world_size: int) -> GridShape:
         """The grid for `world_size` ranks, once everything that can be known before any work begins fits together.
@@ -224,7 +250,13 @@ class Config:
             ValueError: One line on what does not fit and what to change.
         """
         shape = self.grid.shape(world_size)
-        check_layout(self.model, shape, self.train.sequence_parallel, self.train.context, self.pipeline.recompute)
+        check_layout(
+            self.model,
+            shape,
+            self.train.sequence_parallel,
+            self.train.context,
+            self.pipeline.recompute,
+        )
         stages = len(self.pipeline.ranges(self.model.num_layers, shape.pp))
         schedule(self.pipeline.schedule, stages, self.train.accumulation(shape.dp), shape.pp)
         return shape

@@ -29,10 +29,16 @@ _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 3
 # keyed by the name that the driver reports, so that a slower variant of the same chip is not mistaken for a faster one
 DEVICES = {
     "Tesla V100-SXM2-16GB": Device(
-        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}, 16e9, 900e9, "NVIDIA V100 datasheet, 2020"
+        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12},
+        16e9,
+        900e9,
+        "NVIDIA V100 datasheet, 2020",
     ),
     "Tesla V100-SXM2-32GB": Device(
-        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}, 32e9, 900e9, "NVIDIA V100 datasheet, 2020"
+        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12},
+        32e9,
+        900e9,
+        "NVIDIA V100 datasheet, 2020",
     ),
     "NVIDIA A100-SXM4-40GB": Device(_A100, 40e9, 1555e9, "NVIDIA A100 datasheet, 2021"),
     "NVIDIA A100-SXM4-80GB": Device(_A100, 80e9, 2039e9, "NVIDIA A100 datasheet, 2021"),

@@ -29,7 +29,9 @@ from pathlib import Path
 import psutil
 
 GRACE_S = 5.0  # how long ranks may take to end after an interrupt, before they are killed
-_REPORT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")  # in torchrun's account of a failure
+_REPORT = re.compile(
+    r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)"
+)  # in torchrun's account of a failure
 
 
 class LaunchError(RuntimeError):
@@ -84,8 +86,21 @@ def run(
     if nproc < 1:
         raise ValueError(f"nproc={nproc}: launch at least 1 rank")
     with tempfile.TemporaryDirectory(prefix="labcode-launch-") as folder:
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--log-dir", folder]
-        on_rank = ["-m", "labcode.launch", str(os.getpid()), folder, "${local_rank}"]  # torchrun fills in the rank
+        torchrun = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--standalone",
+            "--log-dir",
+            folder,
+        ]
+        on_rank = [
+            "-m",
+            "labcode.launch",
+            str(os.getpid()),
+            folder,
+            "${local_rank}",
+        ]  # torchrun fills in the rank
         started = time.monotonic()
         with open(Path(folder, "torchrun.log"), "wb") as log:
             process = subprocess.Popen(
@@ -105,7 +120,9 @@ def run(
         seconds = time.monotonic() - started
         if not in_time:
             raise LaunchError(
-                f"{module} did not end within {timeout_s:g} s: all {nproc} ranks were ended", None, output.text
+                f"{module} did not end within {timeout_s:g} s: all {nproc} ranks were ended",
+                None,
+                output.text,
             )
         if process.returncode:
             raise _error(Path(folder), process.returncode, seconds, output.text)
@@ -167,7 +184,10 @@ def _end(process):
         return
     family = []
     with contextlib.suppress(psutil.NoSuchProcess):
-        family = [*psutil.Process(process.pid).children(recursive=True), psutil.Process(process.pid)]
+        family = [
+            *psutil.Process(process.pid).children(recursive=True),
+            psutil.Process(process.pid),
+        ]
     try:
         process.send_signal(signal.SIGINT)  # torchrun passes it on: ranks may close their files
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -185,7 +205,11 @@ def _error(folder, code, seconds, output) -> LaunchError:
     noted = {note["rank"] for note in notes}
     log = (folder / "torchrun.log").read_text(errors="replace")
     for rank, exit_code in (map(int, pair) for pair in _REPORT.findall(log)):
-        if rank not in noted and exit_code not in (0, -signal.SIGTERM, -signal.SIGINT):  # these end the other ranks
+        if rank not in noted and exit_code not in (
+            0,
+            -signal.SIGTERM,
+            -signal.SIGINT,
+        ):  # these end the other ranks
             reason = f"killed by signal {-exit_code}" if exit_code < 0 else f"exit code {exit_code}"
             # a crash comes before the errors it causes elsewhere; an abort may be caused itself, by NCCL's watchdog
             when = time.time() if exit_code == -signal.SIGABRT else 0.0
@@ -196,8 +220,14 @@ def _error(folder, code, seconds, output) -> LaunchError:
         return LaunchError(f"torchrun failed after {seconds:.1f} s: {reason}", None, output)
     first = min(notes, key=lambda note: note["time"])
     # when all fail alike the message should not vary
-    first = min((note for note in notes if note["error"] == first["error"]), key=lambda note: note["rank"])
-    error = LaunchError(f"rank {first['rank']} failed after {seconds:.1f} s: {first['error']}", first["rank"], output)
+    first = min(
+        (note for note in notes if note["error"] == first["error"]), key=lambda note: note["rank"]
+    )
+    error = LaunchError(
+        f"rank {first['rank']} failed after {seconds:.1f} s: {first['error']}",
+        first["rank"],
+        output,
+    )
     if first["traceback"]:
         error.add_note(f"on rank {first['rank']}: {first['traceback'].rstrip()}")
     return error
@@ -223,7 +253,9 @@ class _Labelled(io.RawIOBase):
         with self.lock:
             *lines, self.rest = (self.rest + bytes(data)).split(b"\n")
             if lines:  # of a progress bar that was redrawn in place the last state
-                text = b"".join(self.label + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines)
+                text = b"".join(
+                    self.label + line.rstrip(b"\r").rpartition(b"\r")[2] + b"\n" for line in lines
+                )
                 os.write(self.descriptor, text)
         return len(data)
 
@@ -259,7 +291,9 @@ def _relay(rank):
 def _main(parent, folder, rank, module, *args):
     """Run `module` as `__main__`; an error that ends it is noted and not printed, so that the first is shown and not n."""
     out = _Labelled(_relay(rank), rank)
-    sys.stdout = sys.stderr = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)
+    sys.stdout = sys.stderr = io.TextIOWrapper(
+        out, encoding="utf-8", errors="replace", write_through=True
+    )
     threading.Thread(target=_watch, args=(int(parent), os.getppid(), folder), daemon=True).start()
     sys.argv = [module, *args]
     try:
@@ -267,12 +301,18 @@ def _main(parent, folder, rank, module, *args):
     except SystemExit as stop:
         if stop.code in (None, 0):
             raise
-        _note(folder, rank, stop.code if isinstance(stop.code, str) else f"exit code {stop.code}", "")
+        _note(
+            folder, rank, stop.code if isinstance(stop.code, str) else f"exit code {stop.code}", ""
+        )
         sys.exit(1 if isinstance(stop.code, str) else stop.code)
     except BaseException as error:
         report = traceback.TracebackException.from_exception(error)
-        report.stack[:] = [frame for frame in report.stack if frame.filename not in (__file__, "<frozen runpy>")]
-        _note(folder, rank, "".join(report.format_exception_only()).strip(), "".join(report.format()))
+        report.stack[:] = [
+            frame for frame in report.stack if frame.filename not in (__file__, "<frozen runpy>")
+        ]
+        _note(
+            folder, rank, "".join(report.format_exception_only()).strip(), "".join(report.format())
+        )
         sys.exit(1)
     finally:
         out.finish()
@@ -287,7 +327,11 @@ def _watch(launcher, torchrun, folder):
     """End this rank when those who started it are gone, even by SIGKILL: a closed notebook must not go on training."""
     with contextlib.suppress(psutil.NoSuchProcess):
         process = psutil.Process(launcher)
-        while os.getppid() == torchrun and process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
+        while (
+            os.getppid() == torchrun
+            and process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+        ):
             time.sleep(1.0)
     shutil.rmtree(folder, ignore_errors=True)
     os.killpg(0, signal.SIGKILL)

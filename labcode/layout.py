@@ -35,17 +35,29 @@ def check_layout(
     sizes = {"model.num_heads": model.num_heads, "model.ffn_size": model.ffn}
     if isinstance(model, GPTConfig):
         sizes["model.num_kv_heads"] = model.kv_heads
-        sequence_name, sequence, pieces = "model.context_length", model.context_length, 2  # causal: two chunks a rank
+        sequence_name, sequence, pieces = (
+            "model.context_length",
+            model.context_length,
+            2,
+        )  # causal: two chunks a rank
         if model.vocab_size is not None and model.vocab_size < shape.tp:
-            raise ValueError(f"model.vocab_size={model.vocab_size} is smaller than grid.tp={shape.tp}: some rank has no row")
+            raise ValueError(
+                f"model.vocab_size={model.vocab_size} is smaller than grid.tp={shape.tp}: some rank has no row"
+            )
     else:
         known = model.lat is not None and model.lon is not None
-        sequence_name, sequence, pieces = "the number of patches", model.sequence_length if known else 0, 1
+        sequence_name, sequence, pieces = (
+            "the number of patches",
+            model.sequence_length if known else 0,
+            1,
+        )
     for name, size in sizes.items():
         _divisible(name, size, shape.tp, f"grid.tp={shape.tp}", "change one of them")
     if shape.cp > 1:
         what = f"{pieces}*grid.cp = {pieces}*{shape.cp}" if pieces > 1 else f"grid.cp={shape.cp}"
-        _divisible(sequence_name, sequence, pieces * shape.cp, what, "every rank of cp takes an equal part")
+        _divisible(
+            sequence_name, sequence, pieces * shape.cp, what, "every rank of cp takes an equal part"
+        )
         if model.dropout and context == "ring":
             raise ValueError(
                 f"model.dropout={model.dropout:g} with grid.cp={shape.cp}: ring attention has no dropout, "
@@ -54,7 +66,11 @@ def check_layout(
     if sequence_parallel:
         what = f"cp*tp = {shape.cp}*{shape.tp}"
         _divisible(
-            sequence_name, sequence, shape.cp * shape.tp, what, "change one of them or turn train.sequence_parallel off"
+            sequence_name,
+            sequence,
+            shape.cp * shape.tp,
+            what,
+            "change one of them or turn train.sequence_parallel off",
         )
 
 

@@ -26,8 +26,13 @@ class _Transformer:
     def _layer_parameters(self, kv_heads):
         """Of all layers and the final norm, biases included."""
         hidden, ffn = self.hidden_size, self.ffn
-        attention = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size + (hidden + 1) * hidden
-        return self.num_layers * (attention + (hidden + 1) * ffn + (ffn + 1) * hidden + 4 * hidden) + 2 * hidden
+        attention = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size + (
+            hidden + 1
+        ) * hidden
+        return (
+            self.num_layers * (attention + (hidden + 1) * ffn + (ffn + 1) * hidden + 4 * hidden)
+            + 2 * hidden
+        )
 
 
 @dataclass(frozen=True)
@@ -53,9 +58,13 @@ class GPTConfig(_Transformer):
         _check_transformer(self)
         positive(self, "vocab_size", "context_length", "num_kv_heads")
         if self.num_heads % self.kv_heads:
-            raise ValueError(f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}")
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}"
+            )
         if self.positions == "rotary" and self.head_size % 2:
-            raise ValueError(f"rotary positions turn pairs of features: head size {self.head_size} is odd")
+            raise ValueError(
+                f"rotary positions turn pairs of features: head size {self.head_size} is odd"
+            )
 
     @property
     def kv_heads(self) -> int:
@@ -126,7 +135,9 @@ class ViTConfig(_Transformer):
         require(self, "num_variables", "lat", "lon")
         hidden = self.hidden_size
         embed_and_head = (self.patch_inputs + 1) * hidden + (hidden + 1) * self.patch_outputs
-        return embed_and_head + self.sequence_length * hidden + self._layer_parameters(self.num_heads)
+        return (
+            embed_and_head + self.sequence_length * hidden + self._layer_parameters(self.num_heads)
+        )
 
 
 def require(config, *names):

@@ -6,7 +6,15 @@ The shapes of the GPT-3 family are those of Brown et al. 2020 (arXiv:2005.14165)
 import difflib
 from dataclasses import fields, is_dataclass, replace
 
-from labcode.config import Config, GPTConfig, OptimConfig, TextData, TrainConfig, ViTConfig, WeatherData
+from labcode.config import (
+    Config,
+    GPTConfig,
+    OptimConfig,
+    TextData,
+    TrainConfig,
+    ViTConfig,
+    WeatherData,
+)
 
 # name: (layers, heads, hidden size, context length)
 GPT_SHAPES = {
@@ -30,7 +38,13 @@ def gpt_shape(name: str, **changes) -> GPTConfig:
         ValueError: No such row.
     """
     layers, heads, hidden, context = GPT_SHAPES[_known(name, GPT_SHAPES, "model shape")]
-    sizes = {"num_layers": layers, "num_heads": heads, "hidden_size": hidden, "context_length": context, "vocab_size": 50257}
+    sizes = {
+        "num_layers": layers,
+        "num_heads": heads,
+        "hidden_size": hidden,
+        "context_length": context,
+        "vocab_size": 50257,
+    }
     return GPTConfig(**sizes | changes)
 
 
@@ -38,7 +52,9 @@ def gpt_tiny() -> Config:
     """Characters of Shakespeare, far below unigram entropy in 90 s on two cores."""
     return Config(
         "gpt_tiny",
-        GPTConfig(num_layers=2, num_heads=4, hidden_size=64, context_length=128, positions="rotary"),
+        GPTConfig(
+            num_layers=2, num_heads=4, hidden_size=64, context_length=128, positions="rotary"
+        ),
         TextData(),
         optim=OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=100),
         train=TrainConfig(steps=1500, global_batch=16, eval_every=300),
@@ -84,7 +100,11 @@ def field_paths(config, prefix: str = "") -> dict[str, object]:
     flat = {}
     for f in fields(config):
         value = getattr(config, f.name)
-        flat |= field_paths(value, f"{prefix}{f.name}.") if is_dataclass(value) else {prefix + f.name: value}
+        flat |= (
+            field_paths(value, f"{prefix}{f.name}.")
+            if is_dataclass(value)
+            else {prefix + f.name: value}
+        )
     return flat
 
 
@@ -101,9 +121,16 @@ def with_changes(config: Config, changes: dict[str, object]) -> Config:
 
 def _with_change(config, path, value, whole_path):
     head, *rest = path
-    if not hasattr(config, head) or (rest and not hasattr(getattr(config, head), "__dataclass_fields__")):
-        raise ValueError(f"there is no field {whole_path!r}: {', '.join(config.__dataclass_fields__)} exist there")
-    return replace(config, **{head: _with_change(getattr(config, head), rest, value, whole_path) if rest else value})
+    if not hasattr(config, head) or (
+        rest and not hasattr(getattr(config, head), "__dataclass_fields__")
+    ):
+        raise ValueError(
+            f"there is no field {whole_path!r}: {', '.join(config.__dataclass_fields__)} exist there"
+        )
+    return replace(
+        config,
+        **{head: _with_change(getattr(config, head), rest, value, whole_path) if rest else value},
+    )
 
 
 def _known(name, table, what):

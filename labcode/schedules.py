@@ -38,7 +38,9 @@ class Action(NamedTuple):
         """
         match = re.fullmatch(rf"(\d+)([{KINDS}])(\d+)", text)
         if not match:
-            raise ValueError(f"{text!r} is no action: write stage, one of {', '.join(KINDS)}, micro-batch, as in '1F3'")
+            raise ValueError(
+                f"{text!r} is no action: write stage, one of {', '.join(KINDS)}, micro-batch, as in '1F3'"
+            )
         return cls(match[2], int(match[1]), int(match[3]))
 
 
@@ -69,17 +71,27 @@ Actions = dict[int, list[Action]]
 def _in_turn(forwards, backwards, warmup):
     """`warmup` forwards, then one forward and one backward in turn, then the backwards that are left."""
     pairs = zip(forwards[warmup:], backwards)
-    return [*forwards[:warmup], *(action for pair in pairs for action in pair), *backwards[len(forwards) - warmup :]]
+    return [
+        *forwards[:warmup],
+        *(action for pair in pairs for action in pair),
+        *backwards[len(forwards) - warmup :],
+    ]
 
 
 def _gpipe(r, p, v, m):
     """All forwards, then all backwards."""
-    return _in_turn([Action("F", r, i) for i in range(m)], [Action("B", r, i) for i in range(m)], warmup=m)
+    return _in_turn(
+        [Action("F", r, i) for i in range(m)], [Action("B", r, i) for i in range(m)], warmup=m
+    )
 
 
 def _1f1b(r, p, v, m):
     """As many forwards first as there are stages behind: then the first backward is on its way, and no more are kept."""
-    return _in_turn([Action("F", r, i) for i in range(m)], [Action("B", r, i) for i in range(m)], warmup=min(p - 1 - r, m))
+    return _in_turn(
+        [Action("F", r, i) for i in range(m)],
+        [Action("B", r, i) for i in range(m)],
+        warmup=min(p - 1 - r, m),
+    )
 
 
 def _interleaved(r, p, v, m):
@@ -104,7 +116,9 @@ _ORDERS = {"gpipe": _gpipe, "1f1b": _1f1b, "interleaved": _interleaved, "zero_bu
 NAMES = tuple(_ORDERS)
 
 
-def schedule(name: str, num_stages: int, num_microbatches: int, num_ranks: int | None = None) -> Actions:
+def schedule(
+    name: str, num_stages: int, num_microbatches: int, num_ranks: int | None = None
+) -> Actions:
     """What every rank computes, in order; each rank can make the whole table, so nobody has to ask.
 
     Stage s is on rank s % num_ranks.
@@ -126,15 +140,25 @@ def schedule(name: str, num_stages: int, num_microbatches: int, num_ranks: int |
     p = num_stages if num_ranks is None else num_ranks
     if name not in _ORDERS:
         raise ValueError(f"there is no schedule {name!r}: choose one of {', '.join(NAMES)}")
-    for what, count in {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_ranks": p}.items():
+    for what, count in {
+        "num_stages": num_stages,
+        "num_microbatches": num_microbatches,
+        "num_ranks": p,
+    }.items():
         if not isinstance(count, int) or count < 1:
             raise ValueError(f"{what}={count!r}: a pipeline needs a whole number, at least 1")
     if num_stages % p:
-        raise ValueError(f"num_stages={num_stages} is not a multiple of num_ranks={p}: change one of them")
+        raise ValueError(
+            f"num_stages={num_stages} is not a multiple of num_ranks={p}: change one of them"
+        )
     if name != "interleaved" and num_stages != p:
-        raise ValueError(f"{name} has one stage per rank, not num_stages={num_stages} on num_ranks={p}: use interleaved")
+        raise ValueError(
+            f"{name} has one stage per rank, not num_stages={num_stages} on num_ranks={p}: use interleaved"
+        )
     if name == "interleaved" and num_microbatches % p:
-        raise ValueError(f"interleaved needs num_microbatches={num_microbatches} to be a multiple of num_ranks={p}")
+        raise ValueError(
+            f"interleaved needs num_microbatches={num_microbatches} to be a multiple of num_ranks={p}"
+        )
     return {rank: _ORDERS[name](rank, p, num_stages // p, num_microbatches) for rank in range(p)}
 
 
@@ -170,7 +194,10 @@ def waits_for(action: Action, num_stages: int) -> list[Action]:
 
 
 def play(
-    actions: Actions, num_stages: int, duration: Callable[[Action], float] = lambda action: 1, hop: float = 0
+    actions: Actions,
+    num_stages: int,
+    duration: Callable[[Action], float] = lambda action: 1,
+    hop: float = 0,
 ) -> dict[int, list[Span]]:
     """When each action runs, if every rank starts its next one as soon as it is free and the input is there.
 
@@ -202,7 +229,11 @@ def play(
                 for kind in "IW" if action.kind == "B" else action.kind:
                     done[action._replace(kind=kind)] = (played[-1].stop, rank)
                 moving = True
-    stuck = {rank: actions[rank][len(played)] for rank, played in spans.items() if len(played) < len(actions[rank])}
+    stuck = {
+        rank: actions[rank][len(played)]
+        for rank, played in spans.items()
+        if len(played) < len(actions[rank])
+    }
     if stuck:
         raise ValueError(_why_stuck(actions, num_stages, stuck, done))
     return spans
@@ -225,10 +256,15 @@ def _why_stuck(actions, num_stages, stuck, done):
     if home == first:
         return f"{text}, which comes later on the same rank: put it before"
     path = [first]
-    while waits[path[-1]][1] not in path:  # what a stuck rank waits for is on a stuck rank, so the walk ends in a circle
+    while (
+        waits[path[-1]][1] not in path
+    ):  # what a stuck rank waits for is on a stuck rank, so the walk ends in a circle
         path.append(waits[path[-1]][1])
     circle = path[path.index(waits[path[-1]][1]) :]
-    links = [f"rank {rank} at {stuck[rank]} waits for {waits[rank][0]} of rank {waits[rank][1]}" for rank in circle]
+    links = [
+        f"rank {rank} at {stuck[rank]} waits for {waits[rank][0]} of rank {waits[rank][1]}"
+        for rank in circle
+    ]
     links = links if len(circle) > 1 else [links[0] + " itself"]
     return f"{text} of rank {home}, which never comes: {', '.join(links)}"
 
@@ -243,11 +279,17 @@ def check_schedule(actions: Actions, num_stages: int, num_microbatches: int) -> 
         ValueError: Names the first thing that is wrong, and for a hang the rank, its action and what that waits for.
     """
     if not actions or sorted(actions) != list(range(len(actions))):
-        raise ValueError(f"the schedule has the ranks {sorted(actions)}: number them from 0 without gaps")
+        raise ValueError(
+            f"the schedule has the ranks {sorted(actions)}: number them from 0 without gaps"
+        )
     found = {(stage, i): [] for stage in range(num_stages) for i in range(num_microbatches)}
     for rank, order in sorted(actions.items()):
         for action in order:
-            if not isinstance(action, Action) or action.kind not in tuple(KINDS) or action[1:] not in found:
+            if (
+                not isinstance(action, Action)
+                or action.kind not in tuple(KINDS)
+                or action[1:] not in found
+            ):
                 raise ValueError(
                     f"rank {rank} has {action}, which is no action of {num_stages} stages and {num_microbatches} "
                     f"micro-batches: count both from 0, the kinds are {', '.join(KINDS)}"
@@ -256,7 +298,9 @@ def check_schedule(actions: Actions, num_stages: int, num_microbatches: int) -> 
     for (stage, i), kinds in found.items():
         if "".join(sorted(kinds)) not in ("BF", "FIW"):
             held = " ".join(kinds) or "nothing"
-            raise ValueError(f"stage {stage} has {held} for micro-batch {i}: it needs F and B, or F, I and W, each once")
+            raise ValueError(
+                f"stage {stage} has {held} for micro-batch {i}: it needs F and B, or F, I and W, each once"
+            )
     placement(actions)
     play(actions, num_stages)
 

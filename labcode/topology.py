@@ -41,9 +41,13 @@ class GridShape:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{axis}={size!r}: the size of an axis is a whole number, at least 1")
+                raise ValueError(
+                    f"{axis}={size!r}: the size of an axis is a whole number, at least 1"
+                )
         if sorted(self.order.split("-")) != sorted(AXES):
-            raise ValueError(f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, as 'tp-cp-dp-pp'")
+            raise ValueError(
+                f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, as 'tp-cp-dp-pp'"
+            )
 
     @property
     def axes(self) -> tuple[str, ...]:
@@ -79,7 +83,9 @@ class GridShape:
             ValueError: The rank is not in the grid.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank {rank} is outside a grid of {self.world_size} ranks (0 to {self.world_size - 1})")
+            raise ValueError(
+                f"rank {rank} is outside a grid of {self.world_size} ranks (0 to {self.world_size - 1})"
+            )
         coords = {}
         for axis in self.axes:
             rank, coords[axis] = divmod(rank, self.size(axis))
@@ -96,7 +102,9 @@ class GridShape:
         for axis in reversed(self.axes):
             coord, size = coords.get(axis, 0), self.size(axis)
             if not 0 <= coord < size:
-                raise ValueError(f"{axis}={coord} is outside an axis of size {size} (0 to {size - 1})")
+                raise ValueError(
+                    f"{axis}={coord} is outside an axis of size {size} (0 to {size - 1})"
+                )
             rank = rank * size + coord
         return rank
 
@@ -110,11 +118,16 @@ class GridShape:
         self._known(axes)
         inside = [axis for axis in self.axes if axis in axes]
         outside = [axis for axis in self.axes if axis not in axes]
-        return [[self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)] for fixed in self._walk(outside)]
+        return [
+            [self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)]
+            for fixed in self._walk(outside)
+        ]
 
     def _walk(self, axes):
         """All coordinates over `axes` as tuples of (axis, coordinate), the first axis varying fastest."""
-        slow_first = [[(axis, coord) for coord in range(self.size(axis))] for axis in reversed(axes)]
+        slow_first = [
+            [(axis, coord) for coord in range(self.size(axis))] for axis in reversed(axes)
+        ]
         return itertools.product(*slow_first)
 
     def _known(self, axes):

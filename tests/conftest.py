@@ -28,7 +28,11 @@ def pytest_collection_modifyitems(items):
     def place(item):
         if item.nodeid.startswith(LAST):
             return len(ORDER)
-        fitting = [(len(entry), number) for number, entry in enumerate(ORDER) if item.nodeid.startswith(entry)]
+        fitting = [
+            (len(entry), number)
+            for number, entry in enumerate(ORDER)
+            if item.nodeid.startswith(entry)
+        ]
         return max(fitting, default=(0, 0))[1]
 
     items.sort(key=place)

@@ -28,7 +28,11 @@ def sources(root: Path, wanted: list[str]) -> list[Path]:
         if not any(path.stem.startswith(prefix) for path in found):
             exist = ", ".join(path.stem for path in found) or "none yet"
             raise LessonError(f"no lesson begins with {prefix!r}: the sources are {exist}")
-    return [path for path in found if not wanted or any(path.stem.startswith(prefix) for prefix in wanted)]
+    return [
+        path
+        for path in found
+        if not wanted or any(path.stem.startswith(prefix) for prefix in wanted)
+    ]
 
 
 def targets(source: Path) -> tuple[Path, Path]:
@@ -57,7 +61,9 @@ def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_
     if problems:
         raise RunError("; ".join(problems))
     written = [_write(solution_path, solution), _write(student_path, student)]
-    return ("executed" if executed else "kept outputs") + (", written" if any(written) else ", nothing changed")
+    return ("executed" if executed else "kept outputs") + (
+        ", written" if any(written) else ", nothing changed"
+    )
 
 
 def stale(source: Path) -> list[str]:
@@ -80,9 +86,15 @@ def stale(source: Path) -> list[str]:
 def orphans(root: Path) -> list[str]:
     """Notebooks without a source."""
     known = {path.stem for path in sources(root, [])}
-    paths = [path for folder in ("notebooks", "solutions") for path in sorted((root / folder).glob("*.ipynb"))]
+    paths = [
+        path
+        for folder in ("notebooks", "solutions")
+        for path in sorted((root / folder).glob("*.ipynb"))
+    ]
     return [
-        f"{path.parent.name}/{path.name} has no source solutions/{path.stem}.py" for path in paths if path.stem not in known
+        f"{path.parent.name}/{path.name} has no source solutions/{path.stem}.py"
+        for path in paths
+        if path.stem not in known
     ]
 
 
@@ -101,12 +113,19 @@ def _write(path, notebook):
 
 
 def _code(notebook):
-    return [(cell.source, cell.metadata.get("tags")) for cell in notebook.cells if cell.cell_type == "code"]
+    return [
+        (cell.source, cell.metadata.get("tags"))
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
 
 
 def _take_outputs(fresh, old):
     """Copy the outputs over; the caller made sure that the code cells are the same."""
-    pairs = zip(*([cell for cell in nb.cells if cell.cell_type == "code"] for nb in (fresh, old)), strict=True)
+    pairs = zip(
+        *([cell for cell in nb.cells if cell.cell_type == "code"] for nb in (fresh, old)),
+        strict=True,
+    )
     for new, stored in pairs:
         new.outputs, new.execution_count = stored.outputs, stored.execution_count
 
@@ -118,7 +137,9 @@ def _difference(stored, fresh):
         for what in ("cell_type", "source", "metadata", "id"):
             if old.get(what) != new.get(what):
                 return [f"cell {number} differs from its source in {what}"]
-    return [] if stored.metadata == fresh.metadata else ["its metadata is not what its source gives"]
+    return (
+        [] if stored.metadata == fresh.metadata else ["its metadata is not what its source gives"]
+    )
 
 
 def _output_problems(notebook):
@@ -138,7 +159,11 @@ def _output_problems(notebook):
 
 
 def _leftovers(notebook):
-    full = [n for n, cell in enumerate(notebook.cells, 1) if cell.get("outputs") or cell.get("execution_count")]
+    full = [
+        n
+        for n, cell in enumerate(notebook.cells, 1)
+        if cell.get("outputs") or cell.get("execution_count")
+    ]
     return [f"cell {full[0]} has an output, a student notebook has none"] if full else []
 
 
@@ -165,7 +190,9 @@ def _build(paths, force, timeout_s):
             done = build(path, force=force, timeout_s=timeout_s)
         except (LessonError, RunError) as error:
             failed += 1
-            print(f"FAILED, nothing written\n  {path.name}, {str(error).removeprefix(path.name + ', ')}")
+            print(
+                f"FAILED, nothing written\n  {path.name}, {str(error).removeprefix(path.name + ', ')}"
+            )
         else:
             print(f"{time.perf_counter() - start:5.1f} s  {done}")
     return 1 if failed else 0
@@ -175,16 +202,27 @@ def main(arguments: list[str] | None = None, root: Path = ROOT) -> int:
     """The command line; returns the exit code."""
     parser = argparse.ArgumentParser(description="Build the notebooks from solutions/*.py")
     parser.add_argument("lesson", nargs="*", help="number or beginning of the name; none: all")
-    parser.add_argument("--check", action="store_true", help="only say what is stale; executes and writes nothing")
+    parser.add_argument(
+        "--check", action="store_true", help="only say what is stale; executes and writes nothing"
+    )
     parser.add_argument("--force", action="store_true", help="execute even what did not change")
-    parser.add_argument("--timeout", type=float, default=CELL_TIMEOUT_S, help="seconds for one cell (default %(default)s)")
+    parser.add_argument(
+        "--timeout",
+        type=float,
+        default=CELL_TIMEOUT_S,
+        help="seconds for one cell (default %(default)s)",
+    )
     options = parser.parse_args(arguments)
     try:
         paths = sources(root, options.lesson)
     except LessonError as error:
         print(error)
         return 1
-    return _check(paths, root, not options.lesson) if options.check else _build(paths, options.force, options.timeout)
+    return (
+        _check(paths, root, not options.lesson)
+        if options.check
+        else _build(paths, options.force, options.timeout)
+    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as
 from tools.notebook_run import ROOT
 
 LINK = re.compile(
-    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\[[^\]]+\]:\s*(\S+)", re.MULTILINE
+    r"\[[^\]]*\]\(\s*<?([^)\s>]+)>?[^)]*\)|(?:href|src)=[\"']([^\"']+)[\"']|^\[[^\]]+\]:\s*(\S+)",
+    re.MULTILINE,
 )
 SKIPPED = {"cache", "runs", "build", "node_modules"}
 
@@ -22,7 +23,11 @@ SKIPPED = {"cache", "runs", "build", "node_modules"}
 def documents(root: Path) -> list[Path]:
     """All Markdown files and notebooks of the course."""
     found = [path for kind in ("*.md", "*.ipynb") for path in root.rglob(kind)]
-    return sorted(p for p in found if not any(part in SKIPPED or part[0] == "." for part in p.relative_to(root).parts))
+    return sorted(
+        p
+        for p in found
+        if not any(part in SKIPPED or part[0] == "." for part in p.relative_to(root).parts)
+    )
 
 
 def prose(path: Path) -> str:
@@ -39,7 +44,10 @@ def prose(path: Path) -> str:
 def headings(path: Path) -> set[str]:
     """The anchors that a document offers: GitHub's for Markdown, JupyterLab's for a notebook, and explicit ids."""
     text = path.read_text() if path.suffix == ".md" else prose(path)
-    titles = [re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", title).strip() for title in re.findall(r"(?m)^#+ +(.+)$", text)]
+    titles = [
+        re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", title).strip()
+        for title in re.findall(r"(?m)^#+ +(.+)$", text)
+    ]
     if path.suffix == ".md":
         anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
     else:
@@ -74,7 +82,10 @@ def main(root: Path = ROOT) -> int:
     problems = [line for path in paths for line in broken(path, root)]
     print(
         "\n".join(
-            [*problems, f"{len(paths)} documents: {f'{len(problems)} broken links' if problems else 'all links hold'}"]
+            [
+                *problems,
+                f"{len(paths)} documents: {f'{len(problems)} broken links' if problems else 'all links hold'}",
+            ]
         )
     )
     return 1 if problems else 0

@@ -14,7 +14,11 @@ from tools.notebook_run import ROOT, RunError, run
 def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
     """Run the notebooks one after the other in scratch folders; 1 if any fails. The stored notebooks are not touched."""
     paths = sorted((root / "solutions").glob("[0-9][0-9]_*.ipynb"))
-    paths = [path for path in paths if not wanted or any(path.stem.startswith(prefix) for prefix in wanted)]
+    paths = [
+        path
+        for path in paths
+        if not wanted or any(path.stem.startswith(prefix) for prefix in wanted)
+    ]
     if not paths:
         print("no solution notebook found: run `make notebooks`")
         return 1

@@ -89,11 +89,15 @@ def _blocks(source, where):
         if line.strip() in (BEGIN, END):
             wanted = BEGIN if kind == "text" else END
             if line.strip() != wanted:
-                raise LessonError(f"{where}, line {number}: found '{line.strip()}' where '{wanted}' was due")
+                raise LessonError(
+                    f"{where}, line {number}: found '{line.strip()}' where '{wanted}' was due"
+                )
             blocks.append((kind, lines, start))
             kind, lines, start = ("solution" if kind == "text" else "text"), [], number + 1
         elif re.search(r"#+\s*(BEGIN|END)\s+SOLUTION", line, re.IGNORECASE):
-            raise LessonError(f"{where}, line {number}: write the marker alone on its line, as '{BEGIN}' or '{END}'")
+            raise LessonError(
+                f"{where}, line {number}: write the marker alone on its line, as '{BEGIN}' or '{END}'"
+            )
         else:
             lines.append(line)
     if kind == "solution":
@@ -107,7 +111,9 @@ def _blanked(cell, tags, where):
     solved = [block for block in blocks if block[0] == "solution"]
     if cell.cell_type != "code":
         if solved:
-            raise LessonError(f"{where}: a solution in a markdown cell; tag the cell 'solution-only' instead")
+            raise LessonError(
+                f"{where}: a solution in a markdown cell; tag the cell 'solution-only' instead"
+            )
         return cell.source
     if not solved and "predict" not in tags:
         return cell.source
@@ -122,12 +128,21 @@ def _blanked(cell, tags, where):
             continue
         marker = original[start - 2]
         indent = marker[: len(marker) - len(marker.lstrip())]
-        code = next((start + i for i, line in enumerate(block) if line.strip() and not line.strip().startswith("#")), None)
+        code = next(
+            (
+                start + i
+                for i, line in enumerate(block)
+                if line.strip() and not line.strip().startswith("#")
+            ),
+            None,
+        )
         if code is None:
             raise LessonError(f"{where}, line {start}: an empty solution")
         inside = any(node.lineno < start and code <= node.end_lineno for node in functions)
         lines += (
-            [indent + STUB] if inside else _unset(tree, start, start + len(block) - 1, indent, "your answer").splitlines()
+            [indent + STUB]
+            if inside
+            else _unset(tree, start, start + len(block) - 1, indent, "your answer").splitlines()
         )
     return "\n".join(lines)
 
@@ -153,7 +168,9 @@ def _unset(tree, first, last, indent, comment):
             elif isinstance(child, FUNCTIONS):
                 continue  # what a function binds is its own
             elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                if first <= child.lineno <= last and not isinstance(node, (ast.For, ast.comprehension, ast.NamedExpr)):
+                if first <= child.lineno <= last and not isinstance(
+                    node, (ast.For, ast.comprehension, ast.NamedExpr)
+                ):
                     names.append(child.id)
             elif not isinstance(child, ast.Lambda):
                 visit(child)

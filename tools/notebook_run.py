@@ -23,7 +23,9 @@ class OwnKernelManager(AsyncKernelManager):
 
     @default("kernel_spec_manager")
     def _own_specs(self):
-        return KernelSpecManager(kernel_dirs=[os.path.join(sys.prefix, "share", "jupyter", "kernels")])
+        return KernelSpecManager(
+            kernel_dirs=[os.path.join(sys.prefix, "share", "jupyter", "kernels")]
+        )
 
 
 class RunError(RuntimeError):
@@ -44,7 +46,9 @@ def run(notebook, timeout_s: float = CELL_TIMEOUT_S, folder: str | None = None):
             notebook,
             kernel_manager_class=OwnKernelManager,
             kernel_name="python3",
-            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: no advice about encryption
+            extra_arguments=[
+                "--IPKernelApp.log_level=40"
+            ],  # errors only: no advice about encryption
             timeout=timeout_s,
             record_timing=False,
             resources={"metadata": {"path": folder or scratch}},
@@ -58,13 +62,19 @@ def run(notebook, timeout_s: float = CELL_TIMEOUT_S, folder: str | None = None):
 
 def _explain(notebook, error, timeout_s):
     """`cell 7: ValueError: ...`, the lines of the cell, and the end of the traceback."""
-    code = [(number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
+    code = [
+        (number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"
+    ]
     raised = [pair for pair in code if any(out.output_type == "error" for out in pair[1].outputs)]
     begun = [pair for pair in code if pair[1].execution_count]
     number, cell = ((raised if isinstance(error, CellExecutionError) else begun) or code)[-1]
     shown = "\n".join(f"    | {line}" for line in cell.source.splitlines())
     if not isinstance(error, CellExecutionError):
-        what = f"no end after {timeout_s:g} s" if isinstance(error, CellTimeoutError) else "the kernel died"
+        what = (
+            f"no end after {timeout_s:g} s"
+            if isinstance(error, CellTimeoutError)
+            else "the kernel died"
+        )
         return f"cell {number}: {what}\n{shown}"
     output = next((out for out in cell.outputs if out.output_type == "error"), None)
     trace = ANSI.sub("", "\n".join(output.traceback)) if output else ""

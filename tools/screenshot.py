@@ -26,17 +26,26 @@ def server():
         port = probe.getsockname()[1]
         probe.close()
         config = ROOT / "tools" / "jupyter" / "jupyter_server_config.py"
-        options = [f"--ServerApp.port={port}", f"--IdentityProvider.token={TOKEN}", "--ServerApp.open_browser=False"]
+        options = [
+            f"--ServerApp.port={port}",
+            f"--IdentityProvider.token={TOKEN}",
+            "--ServerApp.open_browser=False",
+        ]
         options += [
             "--LabApp.expose_app_in_browser=True",
             f"--LabApp.workspaces_dir={home}",
             f"--LabApp.user_settings_dir={home}",
         ]
         command = [sys.executable, "-m", "jupyterlab", "--config", str(config), *options]
-        lab = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        lab = subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
         try:
             for _ in range(300):
-                with contextlib.suppress(OSError), urllib.request.urlopen(f"http://localhost:{port}/api?token={TOKEN}"):
+                with (
+                    contextlib.suppress(OSError),
+                    urllib.request.urlopen(f"http://localhost:{port}/api?token={TOKEN}"),
+                ):
                     break
                 time.sleep(0.2)
             yield f"http://localhost:{port}"
@@ -53,10 +62,14 @@ def shoot(notebook: str, text: str, picture: str) -> None:
     if browser_path is None:
         raise SystemExit(f"no browser is installed (looked for {', '.join(BROWSERS)})")
     with server() as address, sync_playwright() as playwright:
-        browser = playwright.chromium.launch(executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"])
+        browser = playwright.chromium.launch(
+            executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"]
+        )
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}&reset")
-        page.wait_for_function("() => window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 3")
+        page.wait_for_function(
+            "() => window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 3"
+        )
         page.evaluate(
             """async (text) => {
                 const content = window.jupyterapp.shell.currentWidget.content;

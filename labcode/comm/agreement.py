@@ -30,7 +30,9 @@ def on_every_rank(work: Callable[[], T], group: dist.ProcessGroup | None = None)
     except Exception as caught:
         error = caught
     texts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(texts, None if error is None else f"{type(error).__name__}: {error}", group=group)
+    dist.all_gather_object(
+        texts, None if error is None else f"{type(error).__name__}: {error}", group=group
+    )
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
@@ -49,5 +51,7 @@ def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup | None = None)
     first = dist.get_rank(group) == 0
     result = on_every_rank(work if first else lambda: None, group)
     box = [result]
-    dist.broadcast_object_list(box, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group)
+    dist.broadcast_object_list(
+        box, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group
+    )
     return box[0]

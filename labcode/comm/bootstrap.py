@@ -70,7 +70,10 @@ def read_environment(env: Mapping[str, str] | None = None) -> Place:
     env = os.environ if env is None else env
     if any(name in env for name in TORCHRUN[:4]):
         return _from_torchrun(env)
-    if "SLURM_PROCID" in env and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))) > 1:
+    if (
+        "SLURM_PROCID" in env
+        and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))) > 1
+    ):
         return _from_slurm(env)
     return Place()
 
@@ -92,12 +95,16 @@ def _from_torchrun(env) -> Place:
     address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
     hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", default=0)
-    return Place(rank, world_size, local_rank, local_world_size, "torchrun", address, hosts_store, attempt)
+    return Place(
+        rank, world_size, local_rank, local_world_size, "torchrun", address, hosts_store, attempt
+    )
 
 
 def _from_slurm(env) -> Place:
     rank = _number(env, "SLURM_PROCID")
-    world_size = _number(env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS")
+    world_size = _number(
+        env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    )
     local_rank = _number(env, "SLURM_LOCALID")
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
@@ -107,12 +114,20 @@ def _from_slurm(env) -> Place:
         )
     # "2(x3)" is two tasks on each of three nodes, "2,1" is an uneven step: this node's own entry counts
     per_node = (
-        env.get("SLURM_STEP_TASKS_PER_NODE") or env.get("SLURM_TASKS_PER_NODE") or env.get("SLURM_NTASKS_PER_NODE", "1")
+        env.get("SLURM_STEP_TASKS_PER_NODE")
+        or env.get("SLURM_TASKS_PER_NODE")
+        or env.get("SLURM_NTASKS_PER_NODE", "1")
     )
-    counts = [int(count) for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node) for _ in range(int(times or 1))]
+    counts = [
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
+        for _ in range(int(times or 1))
+    ]
     local_world_size = counts[min(_number(env, "SLURM_NODEID", default=0), len(counts) - 1)]
     address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
-    return Place(rank, world_size, local_rank, local_world_size, "slurm", address, hosts_store=rank == 0)
+    return Place(
+        rank, world_size, local_rank, local_world_size, "slurm", address, hosts_store=rank == 0
+    )
 
 
 def _number(env, name, default=None) -> int:
@@ -122,7 +137,9 @@ def _number(env, name, default=None) -> int:
     try:
         return int(value)
     except (TypeError, ValueError):
-        raise ValueError(f"{name}={value!r} is not a whole number: start with torchrun or srun, or unset it") from None
+        raise ValueError(
+            f"{name}={value!r} is not a whole number: start with torchrun or srun, or unset it"
+        ) from None
 
 
 def device_type() -> str:
@@ -155,7 +172,11 @@ def choose_device(place: Place, share_gpus: bool = False) -> tuple[torch.device,
 
 
 def start(
-    place: Place | None = None, *, share_gpus: bool = False, timeout_s: float = 600, store: dist.Store | None = None
+    place: Place | None = None,
+    *,
+    share_gpus: bool = False,
+    timeout_s: float = 600,
+    store: dist.Store | None = None,
 ) -> World:
     """Connect this process with its peers and choose its device; for one process alone a group of size 1.
 
@@ -182,8 +203,17 @@ def start(
     # both backends for a GPU job: objects and CPU tensors travel over gloo, CUDA tensors over NCCL
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
     bound = {"device_id": device} if backend == "nccl" else {}
-    dist.init_process_group(backends, store=store, rank=place.rank, world_size=place.world_size, timeout=timeout, **bound)
-    return World(place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend)
+    dist.init_process_group(
+        backends,
+        store=store,
+        rank=place.rank,
+        world_size=place.world_size,
+        timeout=timeout,
+        **bound,
+    )
+    return World(
+        place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend
+    )
 
 
 def _meet(place, timeout) -> dist.Store:
@@ -194,7 +224,9 @@ def _meet(place, timeout) -> dist.Store:
     try:
         store = dist.TCPStore(host, port, place.world_size, place.hosts_store, timeout)
     except (RuntimeError, OSError) as error:
-        raise ValueError(f"rank {place.rank} cannot meet the others at {host}:{port}: {_reason(error)}") from error
+        raise ValueError(
+            f"rank {place.rank} cannot meet the others at {host}:{port}: {_reason(error)}"
+        ) from error
     return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
 
 

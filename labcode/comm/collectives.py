@@ -77,7 +77,9 @@ def reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch
     return _Pair.apply(x, _reduce_scatter(dim), _gather(dim), group)
 
 
-def all_to_all(x: torch.Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int) -> torch.Tensor:
+def all_to_all(
+    x: torch.Tensor, group: dist.ProcessGroup, split_dim: int, concat_dim: int
+) -> torch.Tensor:
     """Move the sharding from one dim to another: `split_dim` D to D/p, `concat_dim` E/p to E.
 
     Communicates: an all-to-all each way, `(p-1)/p` times the tensor's bytes per rank.
@@ -101,18 +103,24 @@ class _Pair(torch.autograd.Function):
 
 
 def _identity(x, group):
-    return x.view_as(x)  # a new tensor object over the same memory: autograd must not see its own input come back
+    return x.view_as(
+        x
+    )  # a new tensor object over the same memory: autograd must not see its own input come back
 
 
 def _all_reduce(x, group):
     if dist.get_world_size(group) == 1:
         return _identity(x, group)
-    out = x.clone(memory_format=torch.contiguous_format)  # all_reduce works in place, and x is not ours
+    out = x.clone(
+        memory_format=torch.contiguous_format
+    )  # all_reduce works in place, and x is not ours
     dist.all_reduce(out, group=group)
     return out
 
 
-def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], torch.Tensor]:
+def start_all_gather(
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int
+) -> Callable[[], torch.Tensor]:
     """Begin to join the parts of all ranks, outside autograd; what it returns waits and gives `[.., D, ..]`.
 
     Between the two calls the rank computes while the parts travel; x must not change until then.
@@ -129,7 +137,9 @@ def start_all_gather(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Cal
     return finish
 
 
-def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], torch.Tensor]:
+def start_reduce_scatter(
+    x: torch.Tensor, group: dist.ProcessGroup, dim: int
+) -> Callable[[], torch.Tensor]:
     """Begin to sum over the group, outside autograd; what it returns waits and gives this rank's part, `[.., D/p, ..]`.
 
     Raises:
@@ -137,7 +147,9 @@ def start_reduce_scatter(x: torch.Tensor, group: dist.ProcessGroup, dim: int) ->
     """
     if dist.get_world_size(group) == 1:
         return lambda: _identity(x, group)
-    parts = torch.stack(_parts(x, group, dim))  # [p, .., D/p, ..]: what goes to one rank lies together
+    parts = torch.stack(
+        _parts(x, group, dim)
+    )  # [p, .., D/p, ..]: what goes to one rank lies together
     out = torch.empty_like(parts[0])
     work = _scatter_flat(out.view(-1), parts.view(-1), group=group, async_op=True)
 

@@ -133,4 +133,6 @@ def _group_size(args):
         if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
             return dist.ProcessGroup.unbox(arg).size()
     last = args[-1]
-    return (torch._C._distributed_c10d._resolve_process_group(last) if isinstance(last, str) else last).size()
+    return (
+        torch._C._distributed_c10d._resolve_process_group(last) if isinstance(last, str) else last
+    ).size()

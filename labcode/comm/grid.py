@@ -19,7 +19,14 @@ class Grid:
         mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own parallelisms.
     """
 
-    def __init__(self, shape: GridShape, rank: int, groups: dict[frozenset[str], dist.ProcessGroup], ends, mesh: DeviceMesh):
+    def __init__(
+        self,
+        shape: GridShape,
+        rank: int,
+        groups: dict[frozenset[str], dist.ProcessGroup],
+        ends,
+        mesh: DeviceMesh,
+    ):
         self.shape, self.rank, self.mesh = shape, rank, mesh
         self._groups, self._ends = groups, ends
 
@@ -39,14 +46,18 @@ class Grid:
         rank = dist.get_rank()
         made: dict[frozenset[str], dist.ProcessGroup] = {}  # by the axes that count
         groups = {}
-        for axes in _combinations():  # the same order on every rank, or two ranks would wait for different groups
+        for axes in (
+            _combinations()
+        ):  # the same order on every rank, or two ranks would wait for different groups
             larger = frozenset(axis for axis in axes if shape.size(axis) > 1)
             if larger not in made:
                 made[larger] = _own_group(shape.groups(*axes), rank)
             groups[frozenset(axes)] = made[larger]
         ends = groups[frozenset(["pp"])]
         if shape.pp > 2:
-            ends = _own_group([[pipeline[0], pipeline[-1]] for pipeline in shape.groups("pp")], rank)
+            ends = _own_group(
+                [[pipeline[0], pipeline[-1]] for pipeline in shape.groups("pp")], rank
+            )
         return cls(shape, rank, groups, ends, _mesh(shape, groups))
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -60,7 +71,9 @@ class Grid:
 
     def ends(self) -> dist.ProcessGroup:
         """The group of the first and the last rank of this rank's pipeline; only they may ask."""
-        assert self._ends is not None, f"rank {self.rank} is neither the first nor the last of its pipeline"
+        assert self._ends is not None, (
+            f"rank {self.rank} is neither the first nor the last of its pipeline"
+        )
         return self._ends
 
     def size(self, *axes: str) -> int:
@@ -78,7 +91,9 @@ class Grid:
 
 def _own_group(all_groups, rank) -> dist.ProcessGroup | None:
     """Make each of some groups that do not overlap and return the one that this rank is in."""
-    if len(all_groups[0]) == 1:  # nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them
+    if (
+        len(all_groups[0]) == 1
+    ):  # nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them
         return dist.new_group([rank], use_local_synchronization=True)
     # All ranks take part in making each group, members or not. Making only one's own is quicker on a large job, but torch
     # then derives its name from the ranks alone, and a group made again after one was destroyed waits at a dead address.
@@ -87,11 +102,15 @@ def _own_group(all_groups, rank) -> dist.ProcessGroup | None:
 
 
 def _combinations():
-    return itertools.chain.from_iterable(itertools.combinations(AXES, count) for count in range(len(AXES) + 1))
+    return itertools.chain.from_iterable(
+        itertools.combinations(AXES, count) for count in range(len(AXES) + 1)
+    )
 
 
 def _mesh(shape, groups) -> DeviceMesh:
     slow_first = shape.axes[::-1]
     ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in slow_first])
     own = [groups[frozenset([axis])] for axis in slow_first]
-    return DeviceMesh.from_group(own, bootstrap.device_type(), mesh=ranks, mesh_dim_names=slow_first)
+    return DeviceMesh.from_group(
+        own, bootstrap.device_type(), mesh=ranks, mesh_dim_names=slow_first
+    )

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 
-def exchange(send: torch.Tensor, to: int, receive: torch.Tensor, source: int, group: dist.ProcessGroup) -> int:
+def exchange(
+    send: torch.Tensor, to: int, receive: torch.Tensor, source: int, group: dist.ProcessGroup
+) -> int:
     """Send one tensor while another is received; both are under way before either is waited for.
 
     Args:
@@ -109,7 +111,9 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
         ValueError: `x` is not contiguous, so its chunks cannot be sent in place.
     """
     if not x.is_contiguous():
-        raise ValueError(f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: call .contiguous()")
+        raise ValueError(
+            f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: call .contiguous()"
+        )
     chunks = list(x.view(-1).tensor_split(group.size()))
     return reduce_scatter_phase(chunks, group) + all_gather_phase(chunks, group)
 

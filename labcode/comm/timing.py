@@ -8,7 +8,10 @@ import torch.distributed as dist
 
 
 def call_times(
-    call: Callable[[torch.Tensor], object], num_bytes: int, repeats: int = 20, device: torch.device | str = "cpu"
+    call: Callable[[torch.Tensor], object],
+    num_bytes: int,
+    repeats: int = 20,
+    device: torch.device | str = "cpu",
 ) -> list[float]:
     """Seconds of each of `repeats` calls of `call(x)`, as this rank sees them; the ranks begin together.
 

@@ -47,9 +47,17 @@ class Batches:
             raise ValueError(
                 f"{num_samples} samples do not fill one global batch of {global_batch}: give more data or a smaller batch"
             )
-        self.num_samples, self.global_batch, self.seed, self.shuffle = num_samples, global_batch, seed, shuffle
+        self.num_samples, self.global_batch, self.seed, self.shuffle = (
+            num_samples,
+            global_batch,
+            seed,
+            shuffle,
+        )
         self.dp_size, self.dp_coord = dp_size, dp_coord
-        self._epoch_order = (None, None)  # (epoch, its permutation): the one that was last asked for
+        self._epoch_order = (
+            None,
+            None,
+        )  # (epoch, its permutation): the one that was last asked for
         self.load_state_dict({"step": step})
 
     @property
@@ -65,7 +73,9 @@ class Batches:
     def global_indices(self, step: int) -> np.ndarray:
         """The whole batch of a step, all ranks together: [global_batch] int64."""
         epoch, place = divmod(step, self.steps_per_epoch)
-        return self._order(epoch)[place * self.global_batch : (place + 1) * self.global_batch].copy()
+        return self._order(epoch)[
+            place * self.global_batch : (place + 1) * self.global_batch
+        ].copy()
 
     def indices(self, step: int) -> np.ndarray:
         """This rank's part of the batch of a step: [global_batch / dp] int64."""
@@ -107,7 +117,11 @@ class Batches:
 
 
 def validation_batches(
-    num_samples: int, global_batch: int, dp_size: int = 1, dp_coord: int = 0, max_batches: int | None = None
+    num_samples: int,
+    global_batch: int,
+    dp_size: int = 1,
+    dp_coord: int = 0,
+    max_batches: int | None = None,
 ) -> list[np.ndarray]:
     """This rank's parts of the first `max_batches` batches in order: the same samples at every call, for every dp_size.
 
@@ -126,12 +140,18 @@ def validation_batches(
     """
     _check_dp(dp_size, dp_coord)
     if num_samples < 1 or global_batch < 1:
-        raise ValueError(f"{num_samples} samples in batches of {global_batch}: validation needs at least 1 of each")
+        raise ValueError(
+            f"{num_samples} samples in batches of {global_batch}: validation needs at least 1 of each"
+        )
     starts = range(0, num_samples, global_batch)[:max_batches]
-    batches = (np.arange(start, min(start + global_batch, num_samples), dtype=np.int64) for start in starts)
+    batches = (
+        np.arange(start, min(start + global_batch, num_samples), dtype=np.int64) for start in starts
+    )
     return [np.array_split(batch, dp_size)[dp_coord] for batch in batches]
 
 
 def _check_dp(dp_size, dp_coord):
     if not 0 <= dp_coord < dp_size:
-        raise ValueError(f"dp_coord={dp_coord} with dp_size={dp_size}: give a coordinate from 0 to dp_size - 1")
+        raise ValueError(
+            f"dp_coord={dp_coord} with dp_size={dp_size}: give a coordinate from 0 to dp_size - 1"
+        )

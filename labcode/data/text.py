@@ -21,7 +21,13 @@ import numpy as np
 import torch
 
 from labcode.config import TextData
-from labcode.data.tokenizer import BPETokenizer, CharTokenizer, make_tokenizer, pieces, tokenizer_from_json
+from labcode.data.tokenizer import (
+    BPETokenizer,
+    CharTokenizer,
+    make_tokenizer,
+    pieces,
+    tokenizer_from_json,
+)
 from labcode.files import write_atomically
 
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
@@ -52,8 +58,12 @@ class TextDataset:
         indices = np.asarray(indices, dtype=np.int64)
         outside = indices[(indices < 0) | (indices >= len(self))]
         if outside.size:
-            raise IndexError(f"there is no window {outside[0]}: they count from 0 to {len(self) - 1}")
-        places = indices[..., None] * self.context_length + np.arange(self.context_length + 1)  # [B, S+1]
+            raise IndexError(
+                f"there is no window {outside[0]}: they count from 0 to {len(self) - 1}"
+            )
+        places = indices[..., None] * self.context_length + np.arange(
+            self.context_length + 1
+        )  # [B, S+1]
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return windows[..., :-1].contiguous(), windows[..., 1:].contiguous()
 
@@ -92,10 +102,13 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
         OSError: A text that cannot be read, or no space for its token file; an unfinished file is removed.
     """
     path = Path(config.path).expanduser() if config.path else SHAKESPEARE
-    tokens, tokenizer = _prepared(path, config, Path(cache_dir) if cache_dir else Path.home() / ".cache" / "labcode")
+    tokens, tokenizer = _prepared(
+        path, config, Path(cache_dir) if cache_dir else Path.home() / ".cache" / "labcode"
+    )
     num_val = math.ceil(len(tokens) * config.val_fraction)
     train, val = (
-        TextDataset(part, context_length) for part in (tokens[: len(tokens) - num_val], tokens[len(tokens) - num_val :])
+        TextDataset(part, context_length)
+        for part in (tokens[: len(tokens) - num_val], tokens[len(tokens) - num_val :])
     )
     for part, dataset in (("training", train), ("validation", val)):
         if not len(dataset):
@@ -116,7 +129,9 @@ def _prepared(path, config, cache):
         if not (found := _complete(tokens_path, meta_path)):
             cache.mkdir(parents=True, exist_ok=True)
             with _one_at_a_time(cache / f"{stem}.lock"):
-                found = _complete(tokens_path, meta_path) or _prepare(path, config, tokens_path, meta_path)
+                found = _complete(tokens_path, meta_path) or _prepare(
+                    path, config, tokens_path, meta_path
+                )
     except OSError as error:
         if error.errno is None:
             raise  # about the text, and already one line
@@ -150,7 +165,10 @@ def _complete(tokens_path, meta_path):
     """(meta, tokenizer) of a finished token file, or None: unfinished, damaged and foreign files are made anew."""
     try:
         meta = json.loads(meta_path.read_text())
-        if meta["format"] != FORMAT or tokens_path.stat().st_size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize:
+        if (
+            meta["format"] != FORMAT
+            or tokens_path.stat().st_size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
+        ):
             return None
         return meta, tokenizer_from_json(meta["tokenizer"])
     except (FileNotFoundError, ValueError, KeyError, TypeError):
@@ -166,9 +184,13 @@ def _open(path):
             file.seek(0)
             yield gzip.GzipFile(fileobj=file) if zipped else file
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise ValueError(f"{path} is a broken gzip file ({error}): copy or pack it again") from error
+        raise ValueError(
+            f"{path} is a broken gzip file ({error}): copy or pack it again"
+        ) from error
     except OSError as error:
-        raise OSError(f"text {path} cannot be read: {error.strerror}; give the path of a text file") from error
+        raise OSError(
+            f"text {path} cannot be read: {error.strerror}; give the path of a text file"
+        ) from error
 
 
 def _sha256(path):

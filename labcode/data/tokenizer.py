@@ -4,7 +4,9 @@ import json
 import re
 import sys
 
-SEPARATOR = "<|endoftext|>"  # between documents, here plays: one token, number 0, in both tokenizers
+SEPARATOR = (
+    "<|endoftext|>"  # between documents, here plays: one token, number 0, in both tokenizers
+)
 PIECE_CHARACTERS = 2**20
 
 
@@ -36,7 +38,9 @@ class CharTokenizer:
         """
         parts = re.split(f"({re.escape(SEPARATOR)})", text)
         try:
-            return [self._numbers[t] for part in parts for t in ((part,) if part == SEPARATOR else part)]
+            return [
+                self._numbers[t] for part in parts for t in ((part,) if part == SEPARATOR else part)
+            ]
         except KeyError as error:
             raise ValueError(
                 f"character {error.args[0]!r} is none of the {len(self.characters)} in the text that this tokenizer is "

@@ -11,7 +11,9 @@ import torch
 from labcode.config import WeatherData
 from labcode.data.weather_files import WeatherFile, open_weather
 
-STATISTICS_TIMES = 512  # of more training times than these, as many are read for mean and deviation, evenly spread
+STATISTICS_TIMES = (
+    512  # of more training times than these, as many are read for mean and deviation, evenly spread
+)
 STATISTICS_BYTES = 2**27  # read at once for that
 
 
@@ -50,7 +52,14 @@ class WeatherDataset:
         sun: Append two forcings to each state, `sun_height` now and at the next time, for which no weather is needed.
     """
 
-    def __init__(self, file: WeatherFile, statistics: Statistics, times: range, roll: bool = False, sun: bool = False):
+    def __init__(
+        self,
+        file: WeatherFile,
+        statistics: Statistics,
+        times: range,
+        roll: bool = False,
+        sun: bool = False,
+    ):
         self.variables, self.lat, self.lon = file.variables, file.lat, file.lon
         self.forcings = ("sun_now", "sun_next") if sun else ()
         self.times = file.times[times.start : times.stop]
@@ -72,17 +81,27 @@ class WeatherDataset:
         indices = np.asarray(indices, dtype=np.int64)
         outside = indices[(indices < 0) | (indices >= len(self))]
         if outside.size:
-            raise IndexError(f"there is no sample {outside[0]}: they count from 0 to {len(self) - 1}")
+            raise IndexError(
+                f"there is no sample {outside[0]}: they count from 0 to {len(self) - 1}"
+            )
         turns, transitions = np.divmod(np.atleast_1d(indices), self.num_transitions)
         now = self._start + transitions
-        needed, where = np.unique(np.stack([now, now + 1]), return_inverse=True)  # each time is read once
+        needed, where = np.unique(
+            np.stack([now, now + 1]), return_inverse=True
+        )  # each time is read once
         states = self._statistics.normalise(torch.from_numpy(self._file.read(needed)))
         state, target = states[torch.from_numpy(where.reshape(2, -1))]  # each [B, C, Y, X]
         if self.forcings:
-            suns = (sun_height(self._file.times[number], self.lat, self.lon) for number in (now, now + 1))
+            suns = (
+                sun_height(self._file.times[number], self.lat, self.lon)
+                for number in (now, now + 1)
+            )
             state = torch.cat([state, *(torch.from_numpy(sun)[:, None] for sun in suns)], dim=1)
         if turns.any():
-            state, target = (torch.stack([x.roll(int(k), dims=-1) for x, k in zip(xs, turns)]) for xs in (state, target))
+            state, target = (
+                torch.stack([x.roll(int(k), dims=-1) for x, k in zip(xs, turns)])
+                for xs in (state, target)
+            )
         return (state, target) if indices.ndim else (state[0], target[0])
 
 
@@ -103,10 +122,14 @@ def sun_height(times, lat, lon) -> np.ndarray:
         for solar time: about 4 degrees off at worst.
     """
     days = (times - times.astype("datetime64[Y]")) / np.timedelta64(1, "D")  # since the new year
-    declination = np.deg2rad(23.45) * np.sin(2 * np.pi * (285 + np.floor(days)) / 365)[:, None, None]
+    declination = (
+        np.deg2rad(23.45) * np.sin(2 * np.pi * (285 + np.floor(days)) / 365)[:, None, None]
+    )
     hour_angle = (2 * np.pi * (days % 1 - 0.5))[:, None, None] + np.deg2rad(lon)
     lat = np.deg2rad(lat)[:, None]
-    return (np.sin(lat) * np.sin(declination) + np.cos(lat) * np.cos(declination) * np.cos(hour_angle)).astype(np.float32)
+    return (
+        np.sin(lat) * np.sin(declination) + np.cos(lat) * np.cos(declination) * np.cos(hour_angle)
+    ).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -149,7 +172,9 @@ def load(config: WeatherData) -> WeatherSplits:
 
 def _statistics(file, num_times):
     """Over the first `num_times` times, a few at once: `mean = mean_t(m_t)`, `var = mean_t(v_t) + var_t(m_t)`."""
-    times = np.unique(np.linspace(0, num_times - 1, min(num_times, STATISTICS_TIMES)).round().astype(np.int64))
+    times = np.unique(
+        np.linspace(0, num_times - 1, min(num_times, STATISTICS_TIMES)).round().astype(np.int64)
+    )
     at_once = max(1, STATISTICS_BYTES // file.state_bytes)
     means, variances = [], []
     for start in range(0, len(times), at_once):

@@ -13,9 +13,15 @@ from pathlib import Path
 import numpy as np
 
 SAMPLE = Path(__file__).parents[1] / "assets" / "era5_2deg.npz"
-AXES = (("time", "valid_time"), ("latitude", "lat"), ("longitude", "lon"))  # names that each axis may have in a file
+AXES = (
+    ("time", "valid_time"),
+    ("latitude", "lat"),
+    ("longitude", "lon"),
+)  # names that each axis may have in a file
 HDF5_SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4")
-IN_MEMORY_BYTES = 2**28  # a file that unpacks to no more is read once, a larger one anew for every batch
+IN_MEMORY_BYTES = (
+    2**28
+)  # a file that unpacks to no more is read once, a larger one anew for every batch
 
 
 @dataclass(frozen=True)
@@ -51,7 +57,11 @@ def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
         ValueError: One line on what is wrong: a package missing, no such file, damaged, no such variable, not a grid,
             times out of order, values missing.
     """
-    file = _open_file(Path(path).expanduser(), tuple(variables)) if path else _open_sample(tuple(variables))
+    file = (
+        _open_file(Path(path).expanduser(), tuple(variables))
+        if path
+        else _open_sample(tuple(variables))
+    )
     later = file.times[1:] > file.times[:-1]
     if not np.all(later):
         where = int(np.argmin(later))
@@ -69,17 +79,22 @@ def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
 def _open_sample(variables) -> WeatherFile:
     """The ERA5 sample: uint16 between the least and the largest value of each variable."""
     with np.load(SAMPLE) as packed:
-        _check_variables("the ERA5 sample", variables, [name for name in packed.files if packed[name].ndim == 3])
+        _check_variables(
+            "the ERA5 sample", variables, [name for name in packed.files if packed[name].ndim == 3]
+        )
         fields = []
         for name in variables:
             low, high = packed[f"{name}_range"].astype(np.float64)
             fields.append((low + packed[name] * ((high - low) / 65535)).astype(np.float32))
     states = np.stack(fields, axis=1)  # [T, C, Y, X]
-    hours = np.arange(24) * 167 // 23  # 0, 7, 14, 21, 29, ...: the packer took 24 of 168 hourly fields
+    hours = (
+        np.arange(24) * 167 // 23
+    )  # 0, 7, 14, 21, 29, ...: the packer took 24 of 168 hourly fields
     return WeatherFile(
         name="the ERA5 sample",
         variables=variables,
-        lat=89.5 - 2.0 * np.arange(90),  # each value is the mean of 2 x 2 points of the 1 degree grid
+        lat=89.5
+        - 2.0 * np.arange(90),  # each value is the mean of 2 x 2 points of the 1 degree grid
         lon=0.5 + 2.0 * np.arange(180),
         times=np.datetime64("2026-03-25T00", "s") + hours.astype("timedelta64[h]"),
         read=lambda numbers: states[np.asarray(numbers)],
@@ -90,7 +105,11 @@ def _open_file(path, variables) -> WeatherFile:
     """A zarr folder or an HDF5 file through xarray, which reads nothing but the coordinates here."""
     engine = _engine(path)
     dataset = _open_dataset(path, engine)
-    _check_variables(str(path), variables, [str(name) for name, field in dataset.data_vars.items() if field.ndim >= 3])
+    _check_variables(
+        str(path),
+        variables,
+        [str(name) for name, field in dataset.data_vars.items() if field.ndim >= 3],
+    )
     fields = [_time_lat_lon(path, dataset[name]) for name in variables]
     times, lat, lon = (_coordinate(path, dataset, names) for names in AXES)
     for field in fields:
@@ -107,14 +126,18 @@ def _open_file(path, variables) -> WeatherFile:
         lat=lat,
         lon=lon,
         times=times,
-        read=lambda numbers: np.stack([_values(path, field, np.asarray(numbers)) for field in fields], axis=1),
+        read=lambda numbers: np.stack(
+            [_values(path, field, np.asarray(numbers)) for field in fields], axis=1
+        ),
     )
 
 
 def _engine(path):
     """Which of xarray's engines reads a path; all packages that it needs are there."""
     if not path.exists():
-        raise ValueError(f"there is no weather file {path}: give the path of a zarr folder or of an HDF5 or netCDF file")
+        raise ValueError(
+            f"there is no weather file {path}: give the path of a zarr folder or of an HDF5 or netCDF file"
+        )
     engine = "zarr" if path.is_dir() else "h5netcdf"
     if engine == "h5netcdf" and path.suffix not in HDF5_SUFFIXES:
         raise ValueError(
@@ -124,15 +147,22 @@ def _engine(path):
         try:
             importlib.import_module(package)
         except ImportError as error:
-            raise ValueError(f"reading {path} needs the package {package}: pip install labcode[weather]") from error
+            raise ValueError(
+                f"reading {path} needs the package {package}: pip install labcode[weather]"
+            ) from error
     return engine
 
 
 def _open_dataset(path, engine):
     import xarray
 
-    options = {} if engine == "zarr" else {"phony_dims": "access"}  # plain HDF5 has no names for its axes
-    with warnings.catch_warnings(), _one_line(f"{path} cannot be opened as {'zarr' if engine == 'zarr' else 'HDF5'}"):
+    options = (
+        {} if engine == "zarr" else {"phony_dims": "access"}
+    )  # plain HDF5 has no names for its axes
+    with (
+        warnings.catch_warnings(),
+        _one_line(f"{path} cannot be opened as {'zarr' if engine == 'zarr' else 'HDF5'}"),
+    ):
         warnings.simplefilter("ignore")  # about missing consolidated metadata, which costs a moment
         return xarray.open_dataset(path, engine=engine, chunks=None, cache=False, **options)
 
@@ -140,14 +170,18 @@ def _open_dataset(path, engine):
 def _check_variables(name, wanted, present):
     missing = [variable for variable in wanted if variable not in present]
     if missing:
-        raise ValueError(f"{name} has no variable {', '.join(missing)}: there are {', '.join(sorted(present)) or 'none'}")
+        raise ValueError(
+            f"{name} has no variable {', '.join(missing)}: there are {', '.join(sorted(present)) or 'none'}"
+        )
 
 
 def _time_lat_lon(path, field):
     """A variable with its axes in this order."""
     dims = [next((str(dim) for dim in field.dims if dim in names), None) for names in AXES]
     if all(str(dim).startswith("phony_dim") for dim in field.dims):
-        dims = list(field.dims)  # unnamed: taken to be in order, and held against the lengths of the coordinates
+        dims = list(
+            field.dims
+        )  # unnamed: taken to be in order, and held against the lengths of the coordinates
     if None in dims or len(field.dims) != len(AXES):
         raise ValueError(
             f"{path}: {field.name} has the axes {', '.join(map(str, field.dims))}; a variable here is time x latitude x "
@@ -158,9 +192,13 @@ def _time_lat_lon(path, field):
 
 def _coordinate(path, dataset, names):
     """The values along an axis, under any of its names."""
-    name = next((name for name in names if name in dataset.variables and dataset[name].ndim == 1), None)
+    name = next(
+        (name for name in names if name in dataset.variables and dataset[name].ndim == 1), None
+    )
     if name is None:
-        raise ValueError(f"{path} has no coordinate {' or '.join(names)}: add one, its values along that axis")
+        raise ValueError(
+            f"{path} has no coordinate {' or '.join(names)}: add one, its values along that axis"
+        )
     with _one_line(f"{path}: {name} cannot be read"):
         return dataset[name].values
 
@@ -171,7 +209,10 @@ def _check_chunks(path, variables):
 
     with _one_line(f"{path} cannot be opened as zarr"):
         group = zarr.open_group(path, mode="r")
-        counts = {name: (group[name].nchunks - group[name].nchunks_initialized, group[name].nchunks) for name in variables}
+        counts = {
+            name: (group[name].nchunks - group[name].nchunks_initialized, group[name].nchunks)
+            for name in variables
+        }
     for name, (missing, total) in counts.items():
         if missing:
             raise ValueError(
@@ -181,7 +222,9 @@ def _check_chunks(path, variables):
 
 
 def _values(path, field, numbers):
-    with _one_line(f"{path}: {field.name} cannot be read at times {numbers.min()} to {numbers.max()}"):
+    with _one_line(
+        f"{path}: {field.name} cannot be read at times {numbers.min()} to {numbers.max()}"
+    ):
         return field[numbers].values.astype(np.float32)
 
 
@@ -208,4 +251,6 @@ def _one_line(what):
         yield
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        raise ValueError(f"{what}: {type(error).__name__}: {reason}; if it is damaged, copy it again") from error
+        raise ValueError(
+            f"{what}: {type(error).__name__}: {reason}; if it is damaged, copy it again"
+        ) from error

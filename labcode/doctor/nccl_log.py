@@ -21,7 +21,9 @@ _VERSION = re.compile(r"NCCL version (\d+\.\d+(?:\.\d+)?)(?:\+cuda([\d.]+))?")
 _COMM = re.compile(r"comm (0x\w+) rank (\d+) n[rR]anks (\d+)")
 _FIELDS = {name: re.compile(rf"\b{name} (\w+)") for name in ("cudaDev", "busId", "commId")}
 _END = r"(\d+)(?:\[(\w+)\])?"
-_LINK = re.compile(rf"(?:Channel|Ring) (\d+)(?:/\d+)? : {_END} -> {_END}(?: \[(send|receive)\])? via (.+?)(?: comm .*)?$")
+_LINK = re.compile(
+    rf"(?:Channel|Ring) (\d+)(?:/\d+)? : {_END} -> {_END}(?: \[(send|receive)\])? via (.+?)(?: comm .*)?$"
+)
 _ORDER = re.compile(r"Channel (\d+)/\d+ :((?:\s+\d+)+)\s*$")
 _TREE = re.compile(r"\[(\d+)\] (-?\d+)/(-?\d+)/(-?\d+)->(-?\d+)->(-?\d+)")
 _BOOTSTRAP = re.compile(r"Bootstrap ?: Using (?:\[\d+\])?([\w.-]+):(\S+?)<\d+>")
@@ -135,7 +137,11 @@ class Communicator:
         """The transports between hosts, or within them."""
         host = {rank: place.host for rank, place in self.ranks.items()}
         known = (link for link in self.links if link.source in host and link.target in host)
-        return {link.transport for link in known if (host[link.source] != host[link.target]) == between_hosts}
+        return {
+            link.transport
+            for link in known
+            if (host[link.source] != host[link.target]) == between_hosts
+        }
 
 
 @dataclass
@@ -167,7 +173,9 @@ class NcclLog:
             ValueError: The log has none.
         """
         if not self.communicators:
-            raise ValueError("no communicator in this log: run with NCCL_DEBUG=INFO, on GPUs (gloo writes no such log)")
+            raise ValueError(
+                "no communicator in this log: run with NCCL_DEBUG=INFO, on GPUs (gloo writes no such log)"
+            )
         return max(self.communicators, key=lambda comm: (comm.size, len(comm.links)))
 
 
@@ -190,7 +198,9 @@ class _Reader:
     def __init__(self):
         self.log = NcclLog()
         self.by_id: dict[str, Communicator] = {}
-        self.of_thread: dict[tuple, Communicator] = {}  # (host, pid, tid), and (host, pid) for its latest
+        self.of_thread: dict[
+            tuple, Communicator
+        ] = {}  # (host, pid, tid), and (host, pid) for its latest
         self.seen: set[tuple] = set()
 
     def line(self, line):
@@ -218,7 +228,9 @@ class _Reader:
             # up to 2.6 a tree is printed twice, "down->me->up|up->me->down": the first half counts
             for channel, *below, rank, up in (map(int, tree) for tree in _TREE.findall(text)):
                 down = tuple(child for child in below if child >= 0)
-                self._comm(line).trees.append(TreeNode(channel, rank, up if up >= 0 else None, down))
+                self._comm(line).trees.append(
+                    TreeNode(channel, rank, up if up >= 0 else None, down)
+                )
 
     def _network(self, host, text):
         log = self.log
@@ -229,7 +241,9 @@ class _Reader:
             for name, address in _SOCKET.findall(text):
                 self._add(log.interfaces, Interface(host, "NET/Socket", name, address))
         elif text.startswith("NET/IB : Using"):
-            log.nics[host] = [(name, kind or "IB") for name, kind in _NIC.findall(text.split("OOB")[0])]
+            log.nics[host] = [
+                (name, kind or "IB") for name, kind in _NIC.findall(text.split("OOB")[0])
+            ]
         elif network := re.match(r"Using network (.+)", text):
             log.networks[host] = network[1]
         elif setting := _SET.search(text):
@@ -237,12 +251,19 @@ class _Reader:
 
     def _member(self, line, text, comm):
         rank, size = int(comm[2]), int(comm[3])
-        more = {name: (found[1] if (found := pattern.search(text)) else None) for name, pattern in _FIELDS.items()}
+        more = {
+            name: (found[1] if (found := pattern.search(text)) else None)
+            for name, pattern in _FIELDS.items()
+        }
         thread = (line["host"], line["pid"], line["tid"])
         known = self.of_thread.get(thread)
         if more["commId"]:
             own = self.by_id.setdefault(more["commId"], Communicator(more["commId"], size))
-        elif known and known.size == size and known.ranks.get(rank, Rank(rank, line["host"])).host == line["host"]:
+        elif (
+            known
+            and known.size == size
+            and known.ranks.get(rank, Rank(rank, line["host"])).host == line["host"]
+        ):
             own = known  # this line says less than the first about the same communicator
         else:  # old versions print no commId: the ranks of one size are one communicator
             own = self.by_id.setdefault(f"of {size}", Communicator("", size))
@@ -267,12 +288,18 @@ class _Reader:
         parts = detail.split("/")
         transport = "/".join(parts[:2]) if parts[0] == "NET" else parts[0]
         # both ends print a link through the network: it is one link
-        self._add(own.links, Link(int(channel), source, target, transport, detail), (id(own), channel, source, target))
+        self._add(
+            own.links,
+            Link(int(channel), source, target, transport, detail),
+            (id(own), channel, source, target),
+        )
         here, place = (target, target_gpu) if way == "receive" else (source, source_gpu)
         if here not in own.ranks:
             is_bus = place is not None and len(place) > 3  # "7000" is a bus, "0" a GPU
             gpu = int(place) if place and not is_bus and place.isdigit() else None
-            own.ranks[here] = Rank(here, line["host"], gpu, place if is_bus else None, int(line["pid"]))
+            own.ranks[here] = Rank(
+                here, line["host"], gpu, place if is_bus else None, int(line["pid"])
+            )
 
     def _add(self, items, item, key=None):
         key = key or item
@@ -292,7 +319,13 @@ class _Reader:
         own = max(self.by_id.values(), key=lambda comm: comm.size, default=None)
         if own is None:
             self.by_id["?"] = nameless
-            nameless.size = max((*nameless.ranks, *(link.target for link in nameless.links)), default=-1) + 1
+            nameless.size = (
+                max((*nameless.ranks, *(link.target for link in nameless.links)), default=-1) + 1
+            )
             return
-        own.links, own.trees, own.rings = own.links + nameless.links, own.trees + nameless.trees, own.rings | nameless.rings
+        own.links, own.trees, own.rings = (
+            own.links + nameless.links,
+            own.trees + nameless.trees,
+            own.rings | nameless.rings,
+        )
         own.ranks = nameless.ranks | own.ranks

@@ -25,7 +25,10 @@ _COMMANDS = {
     "boot": ("power it on again", ("node",)),
     "netdown": ("pull a node's network cable", ("node",)),
     "netup": ("put it back", ("node",)),
-    "slow": ("limit a node's link: RATE such as 100mbit, DELAY such as 5ms; RATE off undoes it", ("node", "rate", "delay")),
+    "slow": (
+        "limit a node's link: RATE such as 100mbit, DELAY such as 5ms; RATE off undoes it",
+        ("node", "rate", "delay"),
+    ),
     "block": ("close a TCP port of a node to everybody, as a firewall does", ("node", "port")),
     "unblock": ("open it again", ("node", "port")),
     "status": ("what is up, and each node's state", ()),
@@ -41,14 +44,20 @@ def _parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     named = argparse.ArgumentParser(add_help=False)
-    named.add_argument("--name", default=argparse.SUPPRESS, help="which cluster, if you have several")
+    named.add_argument(
+        "--name", default=argparse.SUPPRESS, help="which cluster, if you have several"
+    )
     parser.add_argument("--name", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (text, arguments) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, parents=[named])
         for argument in arguments:
             if argument == "argv":
-                command.add_argument("--root", action="store_true", help="as the owner of the host's network and mounts")
+                command.add_argument(
+                    "--root",
+                    action="store_true",
+                    help="as the owner of the host's network and mounts",
+                )
                 command.add_argument("argv", nargs=argparse.REMAINDER, metavar="CMD ...")
             else:
                 command.add_argument(argument, nargs="?" if argument == "delay" else None)
@@ -63,7 +72,9 @@ def _status(cluster: Cluster) -> None:
     spec, states = cluster.spec, cluster.states()
     kind, plural = f" {spec.gpu_type}" if spec.gpu_type else "", "s" if spec.nodes > 1 else ""
     each = f"{spec.cpus} CPUs, {spec.memory_mb} MiB, {spec.gpus} pretend{kind} GPUs"
-    print(f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {each}; state and logs in {cluster.folder}")
+    print(
+        f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {each}; state and logs in {cluster.folder}"
+    )
     for name, address in spec.addresses().items():
         power = "on" if cluster.host(name).pid else "off"
         print(f"  {name:5} {address:12} power {power:4} {states.get(name, '')}")
@@ -76,7 +87,9 @@ def _enter(cluster: Cluster, node: str, argv: list[str], root: bool) -> None:
     if not argv:
         raise ValueError("no command was given: as in `slurm/cluster exec sinfo`")
     if node not in ("head", *cluster.spec.names()):
-        raise ValueError(f"there is no node {node!r}: the cluster {cluster.name!r} has {', '.join(cluster.spec.names())}")
+        raise ValueError(
+            f"there is no node {node!r}: the cluster {cluster.name!r} has {', '.join(cluster.spec.names())}"
+        )
     command = cluster.host(node).command(argv, root)
     sys.stdout.flush()
     os.execv(command[0], command)
@@ -95,7 +108,9 @@ def _do(args) -> None:
     cluster = running(args.name)
     if cluster is None:
         name = "" if args.name == "default" else f" --name {args.name}"
-        raise ValueError(f"no cluster {args.name!r} is up: start it with `slurm/cluster up 2{name}`")
+        raise ValueError(
+            f"no cluster {args.name!r} is up: start it with `slurm/cluster up 2{name}`"
+        )
     if args.command == "status":
         _status(cluster)
     elif args.command in ("exec", "node"):

@@ -8,7 +8,12 @@ from labcode.minislurm.hosts import Host, hosts_of, user_name, write_scripts
 from labcode.minislurm.place import alone, base, named
 from labcode.minislurm.processes import run, wait
 
-_USABLE = {"idle", "mix", "alloc", "comp"}  # states of a node that takes part, as `sinfo` writes them
+_USABLE = {
+    "idle",
+    "mix",
+    "alloc",
+    "comp",
+}  # states of a node that takes part, as `sinfo` writes them
 _MAX_PATH = 80  # the munge socket inside must stay under the kernel's 108
 
 
@@ -59,7 +64,10 @@ class Cluster:
             ValueError: The site is impossible, or a different cluster of this name is up.
             RuntimeError: A daemon did not start; nothing is left behind then.
         """
-        name, asked = named(name), {key: v for key, v in {"nodes": nodes, **site}.items() if v is not None}
+        name, asked = (
+            named(name),
+            {key: v for key, v in {"nodes": nodes, **site}.items() if v is not None},
+        )
         spec = conf.Spec.of(**asked)
         needs.check()
         with alone(name):
@@ -80,7 +88,11 @@ class Cluster:
         return cluster
 
     def _refuse_others(self, asked, spec):
-        found = {key: getattr(self.spec, key) for key in asked if getattr(self.spec, key) != getattr(spec, key)}
+        found = {
+            key: getattr(self.spec, key)
+            for key in asked
+            if getattr(self.spec, key) != getattr(spec, key)
+        }
         if found:
             there = ", ".join(f"{key}={value!r}" for key, value in found.items())
             want = ", ".join(f"{key}={getattr(spec, key)!r}" for key in found)
@@ -90,7 +102,9 @@ class Cluster:
 
     def _start(self, spec):
         if len(str(self.folder)) > _MAX_PATH:
-            raise RuntimeError(f"the path {self.folder} is too long for a socket: set TMPDIR to a shorter one, such as /tmp")
+            raise RuntimeError(
+                f"the path {self.folder} is too long for a socket: set TMPDIR to a shorter one, such as /tmp"
+            )
         for part in ("", "etc", "gpu", "munge", "state", "spool"):
             (self.folder / part).mkdir(mode=0o700, exist_ok=True)
         for i in range(spec.gpus):
@@ -98,22 +112,40 @@ class Cluster:
         (self.folder / "munge/key").write_bytes(os.urandom(1024))
         (self.folder / "munge/key").chmod(0o600)
         etc = {"slurm.conf": conf.slurm_conf(spec, self.folder, user_name())}
-        etc |= {"gres.conf": conf.gres_conf(spec, self.folder), "job_submit.lua": conf.submit_lua(spec)}
-        etc["cgroup.conf"] = conf.cgroup_conf(run(["slurmctld", "-V"], "slurmctld -V", 10, env=needs.CLEAN).stdout)
+        etc |= {
+            "gres.conf": conf.gres_conf(spec, self.folder),
+            "job_submit.lua": conf.submit_lua(spec),
+        }
+        etc["cgroup.conf"] = conf.cgroup_conf(
+            run(["slurmctld", "-V"], "slurmctld -V", 10, env=needs.CLEAN).stdout
+        )
         for file, text in etc.items():
             (self.folder / "etc" / file).write_text(text)
         (self.folder / "spec.json").write_text(spec.text())
         write_scripts(self.folder)
 
-        head, nodes, files = self.host("head"), [self.host(node) for node in spec.names()], conf.hosts(spec)
+        head, nodes, files = (
+            self.host("head"),
+            [self.host(node) for node in spec.names()],
+            conf.hosts(spec),
+        )
         head.start(files)
         head.wait_ready()
         for node in nodes:
             node.start(files, inside=head.pid)
         network.lay_bridge(head, spec)
-        munge = [f"--{what}={self.folder}/munge/{what.split('-')[0]}" for what in ("key-file", "socket", "pid-file")]
+        munge = [
+            f"--{what}={self.folder}/munge/{what.split('-')[0]}"
+            for what in ("key-file", "socket", "pid-file")
+        ]
         head.call(
-            ["munged", "--force", *munge, f"--log-file={self.folder}/munge/log", f"--seed-file={self.folder}/munge/seed"]
+            [
+                "munged",
+                "--force",
+                *munge,
+                f"--log-file={self.folder}/munge/log",
+                f"--seed-file={self.folder}/munge/seed",
+            ]
         )
         head.call(["slurmctld", "-c"])
         for node in nodes:
@@ -129,25 +161,34 @@ class Cluster:
         try:
             node.call(["slurmd", "-N", node.name])
         except RuntimeError as error:
-            raise RuntimeError(f"{error}; {self._last(f'{node.name}/slurmd.log', 'slurmd')}") from None
+            raise RuntimeError(
+                f"{error}; {self._last(f'{node.name}/slurmd.log', 'slurmd')}"
+            ) from None
 
     def _await_controller(self):
         ping = ["scontrol", "ping"]  # a slurmd that registers before it is up costs seconds
         wait(
-            lambda: "is UP" in self.exec(ping, check=False).stdout, 60, lambda: self._last("head/slurmctld.log", "slurmctld")
+            lambda: "is UP" in self.exec(ping, check=False).stdout,
+            60,
+            lambda: self._last("head/slurmctld.log", "slurmctld"),
         )
 
     def _await_nodes(self, names):
         wait(
             lambda: all(self.states().get(name) in _USABLE for name in names),
             60,
-            lambda: f"nodes are not usable: {self.states()}; " + self._last(f"{names[-1]}/slurmd.log", "slurmd"),
+            lambda: (
+                f"nodes are not usable: {self.states()}; "
+                + self._last(f"{names[-1]}/slurmd.log", "slurmd")
+            ),
         )
 
     def _last(self, log, daemon):
         path = self.folder / log
         lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        errors = [line for line in lines if "error" in line or "fatal" in line] or lines or ["no log"]
+        errors = (
+            [line for line in lines if "error" in line or "fatal" in line] or lines or ["no log"]
+        )
         return f"{daemon} is not ready: {errors[-1]} (see {path})"
 
     def down(self) -> None:
@@ -177,15 +218,27 @@ class Cluster:
     def _node(self, name: str) -> Host:
         names = self.spec.names()
         if name not in names:
-            raise ValueError(f"there is no node {name!r} in the cluster {self.name!r}: it has {', '.join(names)}")
+            raise ValueError(
+                f"there is no node {name!r} in the cluster {self.name!r}: it has {', '.join(names)}"
+            )
         return self.host(name)
 
     def states(self) -> dict[str, str]:
         """State of each node as sinfo writes it: idle, mix, alloc, down, ... with a * if it does not answer."""
-        lines = self.exec(["sinfo", "-h", "-N", "-o", "%N %t"], check=False, timeout_s=30).stdout.splitlines()
+        lines = self.exec(
+            ["sinfo", "-h", "-N", "-o", "%N %t"], check=False, timeout_s=30
+        ).stdout.splitlines()
         return dict(line.split() for line in lines if len(line.split()) == 2)
 
-    def exec(self, argv, node: str | None = None, timeout_s: float = 60, check: bool = True, root: bool = False, input=None):
+    def exec(
+        self,
+        argv,
+        node: str | None = None,
+        timeout_s: float = 60,
+        check: bool = True,
+        root: bool = False,
+        input=None,
+    ):
         """Run a command on the head, or on a node, in the folder and with the environment of the caller.
 
         Args:
@@ -207,8 +260,12 @@ class Cluster:
         argv = [str(word) for word in argv]
         done = run(host.command(argv, root), f"{' '.join(argv)} on {host.name}", timeout_s, input)
         if check and done.returncode:
-            said = (done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}").splitlines()[-1]
-            raise RuntimeError(f"{' '.join(argv)} on {host.name} failed with exit code {done.returncode}: {said}")
+            said = (
+                done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
+            ).splitlines()[-1]
+            raise RuntimeError(
+                f"{' '.join(argv)} on {host.name} failed with exit code {done.returncode}: {said}"
+            )
         return done
 
     def node(self, name: str, argv, **options):

@@ -69,7 +69,10 @@ end
 
 return slurm.SUCCESS
 """
-_BY_LUA = {"AllowAccounts": "account", "AllowQos": "qos"}  # options of a partition that SLURM itself would need slurmdbd for
+_BY_LUA = {
+    "AllowAccounts": "account",
+    "AllowQos": "qos",
+}  # options of a partition that SLURM itself would need slurmdbd for
 
 
 @dataclass(frozen=True)
@@ -105,25 +108,44 @@ class Spec:
     settings: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self):
-        for name, low, high in (("nodes", 1, MAX_NODES), ("cpus", 1, 4096), ("memory_mb", 1, 10**8), ("gpus", 0, 64)):
+        for name, low, high in (
+            ("nodes", 1, MAX_NODES),
+            ("cpus", 1, 4096),
+            ("memory_mb", 1, 10**8),
+            ("gpus", 0, 64),
+        ):
             value = getattr(self, name)
             if not isinstance(value, int) or not low <= value <= high:
                 raise ValueError(f"{name}={value!r}: give a whole number from {low} to {high}")
-        words = [self.gpu_type or "none", *self.partitions, *self.features, *(self.accounts or ()), *(self.qos or ())]
+        words = [
+            self.gpu_type or "none",
+            *self.partitions,
+            *self.features,
+            *(self.accounts or ()),
+            *(self.qos or ()),
+        ]
         for word in words:
             if not _WORD.fullmatch(str(word)):
                 raise ValueError(f"{word!r} is no name for SLURM: use letters, digits and _ . + -")
         if not self.partitions:
-            raise ValueError("partitions is empty: a cluster needs one at least, such as {'debug': {}}")
+            raise ValueError(
+                "partitions is empty: a cluster needs one at least, such as {'debug': {}}"
+            )
         lines = [self.settings, *self.partitions.values()]
         for name, value in ((name, value) for line in lines for name, value in line.items()):
             if not _WORD.fullmatch(str(name)) or "\n" in str(value):
-                raise ValueError(f"{name!r}={value!r} is no setting of slurm.conf: one name, one line")
+                raise ValueError(
+                    f"{name!r}={value!r} is no setting of slurm.conf: one name, one line"
+                )
 
     @classmethod
     def of(cls, **given) -> "Spec":
         """A spec from what was given; None means the default, a list is as good as a tuple."""
-        given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items() if v is not None}
+        given = {
+            name: tuple(v) if isinstance(v, list) else v
+            for name, v in given.items()
+            if v is not None
+        }
         return cls(**given)
 
     @classmethod
@@ -141,7 +163,10 @@ class Spec:
 
     def addresses(self) -> dict[str, str]:
         """IP address of each host, the head first."""
-        return {"head": f"{NETWORK}.1", **{f"n{i}": f"{NETWORK}.{10 + i}" for i in range(1, self.nodes + 1)}}
+        return {
+            "head": f"{NETWORK}.1",
+            **{f"n{i}": f"{NETWORK}.{10 + i}" for i in range(1, self.nodes + 1)},
+        }
 
 
 def slurm_conf(spec: Spec, folder: Path, user: str) -> str:
@@ -161,19 +186,35 @@ def slurm_conf(spec: Spec, folder: Path, user: str) -> str:
         "JobCompLoc": f"{folder}/head/jobs.log",
     }
     limited = any(key in options for options in spec.partitions.values() for key in _BY_LUA)
-    plugin = {"JobSubmitPlugins": "lua"} if limited or spec.accounts is not None or spec.qos is not None else {}
-    memory = {"DefMemPerNode": max(1, spec.memory_mb // 2)}  # for a job without --mem; two of them share a node
+    plugin = (
+        {"JobSubmitPlugins": "lua"}
+        if limited or spec.accounts is not None or spec.qos is not None
+        else {}
+    )
+    memory = {
+        "DefMemPerNode": max(1, spec.memory_mb // 2)
+    }  # for a job without --mem; two of them share a node
     settings = {**paths, **SETTINGS, **plugin, **memory, **spec.settings}
     names = "n1" if spec.nodes == 1 else f"n[1-{spec.nodes}]"
     node = {"CPUs": spec.cpus, "Sockets": 1, "CoresPerSocket": spec.cpus, "ThreadsPerCore": 1}
     node |= {"RealMemory": spec.memory_mb, "State": "UNKNOWN"}
     if spec.gpus:
-        node["Gres"] = ":".join(["gpu", *([spec.gpu_type] if spec.gpu_type else []), str(spec.gpus)])
+        node["Gres"] = ":".join(
+            ["gpu", *([spec.gpu_type] if spec.gpu_type else []), str(spec.gpus)]
+        )
     if spec.features:
         node["Features"] = ",".join(spec.features)
-    lines = [f"{name}={value}" for name, value in settings.items()] + [_line({"NodeName": names, **node})]
+    lines = [f"{name}={value}" for name, value in settings.items()] + [
+        _line({"NodeName": names, **node})
+    ]
     for i, (name, options) in enumerate(spec.partitions.items()):
-        usual = {"Nodes": "ALL", "Default": "NO" if i else "YES", "DefaultTime": 10, "MaxTime": "INFINITE", "State": "UP"}
+        usual = {
+            "Nodes": "ALL",
+            "Default": "NO" if i else "YES",
+            "DefaultTime": 10,
+            "MaxTime": "INFINITE",
+            "State": "UP",
+        }
         options = {key: value for key, value in options.items() if key not in _BY_LUA}
         lines.append(_line({"PartitionName": name, **usual, **options}))
     return "\n".join(lines) + "\n"
@@ -194,18 +235,27 @@ def gres_conf(spec: Spec, folder: Path) -> str:
 
 def submit_lua(spec: Spec) -> str:
     """The text of job_submit.lua, which refuses unknown accounts and qualities of service."""
-    default = next((n for n, o in spec.partitions.items() if str(o.get("Default")) == "YES"), next(iter(spec.partitions)))
+    default = next(
+        (n for n, o in spec.partitions.items() if str(o.get("Default")) == "YES"),
+        next(iter(spec.partitions)),
+    )
     allowed = ""
     for name, options in spec.partitions.items():
-        limits = {what: str(options[key]).split(",") for key, what in _BY_LUA.items() if key in options}
+        limits = {
+            what: str(options[key]).split(",") for key, what in _BY_LUA.items() if key in options
+        }
         allowed += f"   [{json.dumps(name)}] = {_table(limits)},\n" if limits else ""
-    return _SUBMIT_LUA.format(default=default, allowed=allowed, known=_table({"account": spec.accounts, "qos": spec.qos}))
+    return _SUBMIT_LUA.format(
+        default=default, allowed=allowed, known=_table({"account": spec.accounts, "qos": spec.qos})
+    )
 
 
 def _table(names) -> str:
     """`{"qos": ["a"]}` as a Lua table of sets; None is left out."""
     sets = {
-        what: ", ".join(f"[{json.dumps(name)}] = true" for name in some) for what, some in names.items() if some is not None
+        what: ", ".join(f"[{json.dumps(name)}] = true" for name in some)
+        for what, some in names.items()
+        if some is not None
     }
     return "{ " + ", ".join(f"{what} = {{ {inside} }}" for what, inside in sets.items()) + " }"
 
@@ -219,4 +269,6 @@ def cgroup_conf(version: str) -> str:
 
 def hosts(spec: Spec) -> str:
     """The text of /etc/hosts: every host with the address that the others reach it at."""
-    return "127.0.0.1 localhost\n" + "".join(f"{address} {name}\n" for name, address in spec.addresses().items())
+    return "127.0.0.1 localhost\n" + "".join(
+        f"{address} {name}\n" for name, address in spec.addresses().items()
+    )

@@ -15,7 +15,12 @@ import sys
 import time
 from collections import deque
 
-_SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING, _ALL = 263, 15, 23, 3  # linux/if_packet.h, linux/if_ether.h
+_SOL_PACKET, _VNET_HDR, _IGNORE_OUTGOING, _ALL = (
+    263,
+    15,
+    23,
+    3,
+)  # linux/if_packet.h, linux/if_ether.h
 _MAX_FRAME = 10 + 14 + 65535 + 8  # offload header, Ethernet header, segment, VLAN tags
 _BUFFER_BYTES = 64 << 20
 
@@ -27,7 +32,9 @@ def _tap(interface):
     tap.setsockopt(_SOL_PACKET, _IGNORE_OUTGOING, 1)  # else it would take its own frames again
     for force, usual in ((33, socket.SO_RCVBUF), (32, socket.SO_SNDBUF)):
         try:
-            tap.setsockopt(socket.SOL_SOCKET, force, _BUFFER_BYTES)  # SO_RCVBUFFORCE, SO_SNDBUFFORCE
+            tap.setsockopt(
+                socket.SOL_SOCKET, force, _BUFFER_BYTES
+            )  # SO_RCVBUFFORCE, SO_SNDBUFFORCE
         except PermissionError:  # in a user namespace; then as much as the system allows
             tap.setsockopt(socket.SOL_SOCKET, usual, _BUFFER_BYTES)
     tap.bind((interface, _ALL))

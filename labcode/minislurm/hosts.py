@@ -73,16 +73,25 @@ def user_name() -> str:
 
 def write_scripts(folder: Path) -> None:
     """Write what hosts need to start and to be entered: `init`, `on`, and the files bound over those in /etc."""
-    inner = f"unshare --user --map-user={os.geteuid()} --map-group={os.getegid()}" if rootless() else ""
+    inner = (
+        f"unshare --user --map-user={os.geteuid()} --map-group={os.getegid()}" if rootless() else ""
+    )
     user = "--user --preserve-credentials" if rootless() else ""
-    words = {"here": shlex.quote(str(folder)), "inner": shlex.quote(inner), "user": user, "path": PATH}
+    words = {
+        "here": shlex.quote(str(folder)),
+        "inner": shlex.quote(inner),
+        "user": user,
+        "path": PATH,
+    }
     (folder / "init").write_text(_INIT.format(**words))
     (folder / "on").write_text(_ON.format(**words))
     (folder / "on").chmod(0o700)
     lookups = ["passwd: files", "group: files", "hosts: files"]
     with contextlib.suppress(OSError):
         lines = Path("/etc/nsswitch.conf").read_text().splitlines()
-        lookups = [line for line in lines if line.partition(":")[0].strip() != "hosts"] + ["hosts: files"]
+        lookups = [line for line in lines if line.partition(":")[0].strip() != "hosts"] + [
+            "hosts: files"
+        ]
     (folder / "etc/nsswitch.conf").write_text("\n".join(lookups) + "\n")
     try:
         pwd.getpwuid(os.geteuid())
@@ -107,7 +116,9 @@ class Host:
         """Process id of the host's pid 1, as seen from outside; None while the host is off."""
         with contextlib.suppress(OSError, ValueError):
             pid, network = (self.folder / "pid").read_text().split()
-            if os.readlink(f"/proc/{pid}/ns/net") == network:  # not a later process of the same number
+            if (
+                os.readlink(f"/proc/{pid}/ns/net") == network
+            ):  # not a later process of the same number
                 return int(pid)
         return None
 
@@ -132,7 +143,12 @@ class Host:
         keep = ["/bin/sh", "-c", 'echo $$ >"$0"; exec "$@"', str(self.folder / "outer"), *first]
         with open(self.folder / "log", "ab") as log:
             subprocess.Popen(
-                ["setsid", "--fork", *keep], env=CLEAN, cwd="/", stdin=subprocess.DEVNULL, stdout=log, stderr=log
+                ["setsid", "--fork", *keep],
+                env=CLEAN,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
             ).wait()
 
     def wait_ready(self) -> None:
@@ -159,13 +175,23 @@ class Host:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        wait(lambda: not any(map(alive, pids)), 30, lambda: f"host {self.name} does not end: its processes are {pids}")
+        wait(
+            lambda: not any(map(alive, pids)),
+            30,
+            lambda: f"host {self.name} does not end: its processes are {pids}",
+        )
         for old in ("pid", "outer", "ready"):
             (self.folder / old).unlink(missing_ok=True)
 
     def command(self, argv, root: bool = False) -> list[str]:
         """The command line that runs `argv` on this host, from any process of this user."""
-        return ["/bin/sh", str(self.cluster / "on"), *(["--root"] if root else []), self.name, *map(str, argv)]
+        return [
+            "/bin/sh",
+            str(self.cluster / "on"),
+            *(["--root"] if root else []),
+            self.name,
+            *map(str, argv),
+        ]
 
     def call(self, argv, root: bool = False, timeout_s: float = 60.0) -> str:
         """Run a short command there in a clean environment, output into the host's log if it fails.
@@ -185,8 +211,16 @@ class Host:
                 timeout=timeout_s,
             )
         if done.returncode:
-            said = (self.folder / "log").read_bytes()[start:].decode(errors="replace").strip().splitlines()
-            raise RuntimeError(f"{argv[0]} on {self.name}: {said[-1] if said else f'exit code {done.returncode}'}")
+            said = (
+                (self.folder / "log")
+                .read_bytes()[start:]
+                .decode(errors="replace")
+                .strip()
+                .splitlines()
+            )
+            raise RuntimeError(
+                f"{argv[0]} on {self.name}: {said[-1] if said else f'exit code {done.returncode}'}"
+            )
 
 
 def outers(folder: Path) -> dict[int, str]:

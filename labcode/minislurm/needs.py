@@ -31,7 +31,17 @@ def rootless() -> bool:
 
 def namespaces() -> list[str]:
     """The `unshare` command that makes one host's namespaces, except the user namespace."""
-    return ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child", "--mount-proc"]
+    return [
+        "unshare",
+        "--net",
+        "--uts",
+        "--mount",
+        "--ipc",
+        "--pid",
+        "--fork",
+        "--kill-child",
+        "--mount-proc",
+    ]
 
 
 def check() -> None:
@@ -40,7 +50,9 @@ def check() -> None:
     Raises:
         Unavailable: Packages are missing, or the kernel refuses namespaces.
     """
-    missing = sorted({package for command, package in PACKAGES.items() if not shutil.which(command, path=PATH)})
+    missing = sorted(
+        {package for command, package in PACKAGES.items() if not shutil.which(command, path=PATH)}
+    )
     if missing:
         raise Unavailable(
             f"the SLURM cluster needs {len(missing)} Debian packages that are not installed here: as root, run "
@@ -48,7 +60,9 @@ def check() -> None:
         )
     user = ["--user", "--map-root-user"] if rootless() else []
     trial = [*namespaces(), *user, "true"]
-    done = subprocess.run(trial, env=CLEAN, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL)
+    done = subprocess.run(
+        trial, env=CLEAN, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+    )
     if done.returncode:
         advice = (
             "an ordinary user needs unprivileged user namespaces (Ubuntu 24.04: sysctl "

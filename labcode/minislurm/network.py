@@ -17,7 +17,14 @@ def _batch(host: Host, tool: str, lines, check=True) -> str:
     """Run lines of `ip` or `tc` in a host's network, seen from outside, where process ids are the machine's."""
     user = ["--user", "--preserve-credentials"] if rootless() else []
     command = ["nsenter", "-t", str(host.pid), *user, "--net", tool, "-batch", "-"]
-    done = subprocess.run(command, input="\n".join(lines) + "\n", env=CLEAN, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        command,
+        input="\n".join(lines) + "\n",
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
     if check and done.returncode:
         raise RuntimeError(f"{tool} on {host.name}: {done.stderr.strip().splitlines()[0]}")
     return done.stdout + done.stderr
@@ -26,7 +33,16 @@ def _batch(host: Host, tool: str, lines, check=True) -> str:
 def lay_bridge(head: Host, spec: Spec) -> None:
     """The switch that all cables end in, and the head's own address."""
     address = spec.addresses()["head"]
-    _batch(head, "ip", ["link set lo up", "link add br0 type bridge", f"addr add {address}/24 dev br0", "link set br0 up"])
+    _batch(
+        head,
+        "ip",
+        [
+            "link set lo up",
+            "link add br0 type bridge",
+            f"addr add {address}/24 dev br0",
+            "link set br0 up",
+        ],
+    )
 
 
 def lay_cable(head: Host, node: Host, spec: Spec) -> None:
@@ -36,11 +52,17 @@ def lay_cable(head: Host, node: Host, spec: Spec) -> None:
     """
     unplug(head, node)
     address = spec.addresses()[node.name]
-    mac = ":".join(f"{byte:02x}" for byte in (2, 0, *map(int, address.split("."))))  # peers remember it over a boot
+    mac = ":".join(
+        f"{byte:02x}" for byte in (2, 0, *map(int, address.split(".")))
+    )  # peers remember it over a boot
     pair = f"link add {node.name} type veth peer name eth0 address {mac} netns {node.pid}"
     _batch(head, "ip", [pair, f"link set {node.name} master br0 up"])
     eth0 = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
-    docker0 = ["link add docker0 type bridge", "addr add 172.17.0.1/16 dev docker0", "link set docker0 up"]
+    docker0 = [
+        "link add docker0 type bridge",
+        "addr add 172.17.0.1/16 dev docker0",
+        "link set docker0 up",
+    ]
     _batch(node, "ip", eth0 + docker0)
 
 
@@ -68,14 +90,22 @@ def slow(head: Host, node: Host, rate: str, delay: str | None) -> None:
     ends = ((head, node.name), (node, "eth0"))
     for host, device in ends:
         _batch(host, "tc", [f"qdisc del dev {device} root"], check=False)
-    _batch(head, "ip", [f"link del {node.name}-far"], check=False)  # the program of a delay ends with it
+    _batch(
+        head, "ip", [f"link del {node.name}-far"], check=False
+    )  # the program of a delay ends with it
     _batch(head, "ip", [f"link set {node.name} promisc off master br0"])
     if rate == "off":
         return
     # A burst of 5 ms of the rate keeps the average at any timer frequency; the queue holds what a sender has in flight.
     burst = max(70_000, int(_bits_per_s(rate) / 8 * 0.005))
     for host, device in ends:
-        _batch(host, "tc", [f"qdisc add dev {device} root tbf rate {rate} burst {burst} limit {burst + 8_000_000}"])
+        _batch(
+            host,
+            "tc",
+            [
+                f"qdisc add dev {device} root tbf rate {rate} burst {burst} limit {burst + 8_000_000}"
+            ],
+        )
     if delay is not None:
         _lengthen(head, node, delay)
 
@@ -84,10 +114,16 @@ def _lengthen(head, node, delay):
     """Put a program that holds frames back between the node's cable and the bridge."""
     near, far, inside = node.name, f"{node.name}-far", f"{node.name}-br"
     lines = [f"link add {far} type veth peer name {inside}", f"link set {near} nomaster promisc on"]
-    lines += [f"link set {far} addrgenmode none promisc on up", f"link set {inside} addrgenmode none master br0 up"]
+    lines += [
+        f"link set {far} addrgenmode none promisc on up",
+        f"link set {inside} addrgenmode none master br0 up",
+    ]
     _batch(head, "ip", lines)
     seconds = float(delay.rstrip("mus")) * {"us": 1e-6, "ms": 1e-3}.get(delay[-2:], 1.0)
-    head.call([sys.executable, "-I", Path(__file__).with_name("delay.py"), near, far, f"{seconds:g}"], root=True)
+    head.call(
+        [sys.executable, "-I", Path(__file__).with_name("delay.py"), near, far, f"{seconds:g}"],
+        root=True,
+    )
 
 
 def _bits_per_s(rate: str) -> float:

@@ -19,7 +19,9 @@ def base() -> Path:
     with contextlib.suppress(FileNotFoundError):
         found = folder.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
-            raise RuntimeError(f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place")
+            raise RuntimeError(
+                f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place"
+            )
     return folder
 
 
@@ -29,7 +31,9 @@ def _lock(path):
         with contextlib.suppress(FileNotFoundError):
             lock = open(path, "a")  # noqa: SIM115 - held until the caller is done
             fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):  # else its last owner has just removed it
+            if os.path.samestat(
+                os.fstat(lock.fileno()), path.stat()
+            ):  # else its last owner has just removed it
                 return lock
             lock.close()
 

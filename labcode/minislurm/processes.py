@@ -8,7 +8,9 @@ import time
 from pathlib import Path
 
 
-def run(command, what: str, timeout_s: float, input: str | None = None, env=None) -> subprocess.CompletedProcess:
+def run(
+    command, what: str, timeout_s: float, input: str | None = None, env=None
+) -> subprocess.CompletedProcess:
     """Run a command to its end and take its output; interrupted or late, it is ended.
 
     Args:

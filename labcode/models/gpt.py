@@ -29,10 +29,16 @@ class GPT(nn.Module):
         self.config = config
         self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
         learned = config.positions == "learned"
-        self.positions = nn.Embedding(config.context_length, config.hidden_size) if learned else Rotary(config.head_size)
+        self.positions = (
+            nn.Embedding(config.context_length, config.hidden_size)
+            if learned
+            else Rotary(config.head_size)
+        )
         self.dropout = nn.Dropout(config.dropout)
         sizes = (config.hidden_size, config.num_heads, config.ffn, config.kv_heads)
-        self.blocks = nn.ModuleList(Block(*sizes, causal=True, dropout=config.dropout) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(*sizes, causal=True, dropout=config.dropout) for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -63,7 +69,10 @@ class GPT(nn.Module):
             )
         if positions is None:
             positions = torch.arange(length, device=tokens.device)
-        learned, layers = self.config.positions == "learned", layers or range(self.config.num_layers)
+        learned, layers = (
+            self.config.positions == "learned",
+            layers or range(self.config.num_layers),
+        )
         if layers.start == 0:
             x = self.embed(tokens)  # [B, S, H]
             x = self.dropout(x + self.positions(positions) if learned else x)
@@ -74,7 +83,9 @@ class GPT(nn.Module):
 
     def tie_weights(self):
         """Makes `head` use the weight of `embed`, if the config says so; repeat it after `load_state_dict(assign=True)`."""
-        both = hasattr(self.embed, "weight") and hasattr(self.head, "weight")  # a stage has one of them, or none
+        both = hasattr(self.embed, "weight") and hasattr(
+            self.head, "weight"
+        )  # a stage has one of them, or none
         if self.config.tie_embeddings and both:
             self.head.weight = self.embed.weight
 
@@ -93,7 +104,9 @@ def loss(logits, targets):
         targets: [B, S] int64, the token that follows each position.
     """
     logits = logits.flatten(0, -2)  # [B*S, V]
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten())
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), targets.flatten()
+    )
 
 
 @torch.no_grad()
@@ -117,7 +130,9 @@ def generate(model, tokens, num_tokens: int, temperature: float = 1.0, generator
         ValueError: An empty prompt, or a negative temperature.
     """
     if tokens.shape[1] == 0 or temperature < 0:
-        raise ValueError(f"prompt of {tokens.shape[1]} tokens, temperature={temperature}: give at least 1 and at least 0")
+        raise ValueError(
+            f"prompt of {tokens.shape[1]} tokens, temperature={temperature}: give at least 1 and at least 0"
+        )
     was_training = model.training
     model.eval()
     try:
@@ -126,7 +141,9 @@ def generate(model, tokens, num_tokens: int, temperature: float = 1.0, generator
             if temperature == 0:
                 following = logits.argmax(dim=-1, keepdim=True)
             else:
-                following = torch.multinomial((logits / temperature).softmax(dim=-1), 1, generator=generator)
+                following = torch.multinomial(
+                    (logits / temperature).softmax(dim=-1), 1, generator=generator
+                )
             tokens = torch.cat((tokens, following.to(tokens.device)), dim=1)
     finally:
         model.train(was_training)

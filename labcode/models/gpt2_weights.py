@@ -21,10 +21,16 @@ _LAYER = {
     "mlp.c_fc": "mlp.up",
     "mlp.c_proj": "mlp.down",
 }
-_CAUSAL_MASKS = (".attn.bias", ".attn.masked_bias")  # buffers, not weights, in state dicts of older versions
+_CAUSAL_MASKS = (
+    ".attn.bias",
+    ".attn.masked_bias",
+)  # buffers, not weights, in state dicts of older versions
 _REQUIRED = {  # what a GPT2Config must say for our GPT to be the same function
     "layer_norm_epsilon": (1e-5,),
-    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),  # two implementations of the tanh form
+    "activation_function": (
+        "gelu_new",
+        "gelu_pytorch_tanh",
+    ),  # two implementations of the tanh form
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
@@ -44,8 +50,12 @@ def gpt2_config(hf_config, **changes) -> GPTConfig:
     for name, allowed in _REQUIRED.items():
         value = getattr(hf_config, name, allowed[0])
         if value not in allowed:
-            raise ValueError(f"{name}={value!r}: GPT computes with {' or '.join(map(repr, allowed))} only")
-    dropouts = {name: getattr(hf_config, name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")}
+            raise ValueError(
+                f"{name}={value!r}: GPT computes with {' or '.join(map(repr, allowed))} only"
+            )
+    dropouts = {
+        name: getattr(hf_config, name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")
+    }
     if len(set(dropouts.values())) > 1 and "dropout" not in changes:
         found = ", ".join(f"{name}={value}" for name, value in dropouts.items())
         raise ValueError(f"{found}: GPT has one dropout for all three, pass dropout=...")
@@ -75,7 +85,9 @@ def load_gpt2(model: GPT, state_dict) -> GPT:
     Raises:
         ValueError: Names that are missing or unexpected, or a shape that differs.
     """
-    weights = {name: value for name, value in state_dict.items() if not name.endswith(_CAUSAL_MASKS)}
+    weights = {
+        name: value for name, value in state_dict.items() if not name.endswith(_CAUSAL_MASKS)
+    }
     found = {name.removeprefix("transformer."): value for name, value in weights.items()}
     names = _names(model.config.num_layers)
     head = found.pop("lm_head.weight", found.get("wte.weight"))
@@ -83,11 +95,15 @@ def load_gpt2(model: GPT, state_dict) -> GPT:
     if not model.config.tie_embeddings:
         found["lm_head.weight"], names["lm_head.weight"] = head, "head.weight"
     elif not torch.equal(head, found["wte.weight"]):
-        raise ValueError("lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False")
+        raise ValueError(
+            "lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False"
+        )
     target = dict(model.named_parameters())
     different = sorted(set(target) ^ set(names.values()))
     if different:
-        raise ValueError(f"GPT-2 and this GPT do not both have {_some(different)}: build the GPT from gpt2_config")
+        raise ValueError(
+            f"GPT-2 and this GPT do not both have {_some(different)}: build the GPT from gpt2_config"
+        )
     values = {}
     for name, ours in names.items():
         values[ours] = found[name].t() if ".c_" in name and name.endswith("weight") else found[name]
@@ -96,7 +112,10 @@ def load_gpt2(model: GPT, state_dict) -> GPT:
                 f"{name} gives {ours} the shape {list(values[ours].shape)} but the model has {list(target[ours].shape)}: "
                 "build the GPT from gpt2_config"
             )
-    for name, value in values.items():  # only once all of them fit: an error leaves the model as it was
+    for (
+        name,
+        value,
+    ) in values.items():  # only once all of them fit: an error leaves the model as it was
         target[name].copy_(value)
     return model
 
@@ -107,7 +126,9 @@ def _names(num_layers):
     for i in range(num_layers):
         parts |= {f"h.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in _LAYER.items()}
     kinds = ("weight", "bias")
-    return _EMBEDDINGS | {f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in parts.items() for kind in kinds}
+    return _EMBEDDINGS | {
+        f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in parts.items() for kind in kinds
+    }
 
 
 def _check_names(expected, found):

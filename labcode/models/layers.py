@@ -46,7 +46,8 @@ class CoreAttention(nn.Module):
             v,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal,
-            enable_gqa=q.shape[1] != k.shape[1],  # asked for only where needed: not every GPU kernel has it
+            enable_gqa=q.shape[1]
+            != k.shape[1],  # asked for only where needed: not every GPU kernel has it
         )
 
 
@@ -77,11 +78,15 @@ class Attention(nn.Module):
     def forward(self, x, rotation=None):
         """Args: x [B, S, H]; rotation: cos and sin of `Rotary`, or None. Returns [B, S, H]."""
         qkv = self.qkv(x)  # [B, S, (N+2K)*D]
-        batch, length, width = qkv.shape  # not those of x: a sharded qkv may gather the sequence and has fewer heads
+        batch, length, width = (
+            qkv.shape
+        )  # not those of x: a sharded qkv may gather the sequence and has fewer heads
         qkv = qkv.view(batch, length, width // self.head_size, self.head_size)  # [B, S, N+2K, D]
         heads = qkv.shape[2]
         kv_heads = heads // (self.queries_per_kv + 2)
-        assert heads == kv_heads * (self.queries_per_kv + 2), f"{heads} heads are no whole groups of q, k and v"
+        assert heads == kv_heads * (self.queries_per_kv + 2), (
+            f"{heads} heads are no whole groups of q, k and v"
+        )
         if rotation is None:
             q, k, v = qkv.split((heads - 2 * kv_heads, kv_heads, kv_heads), dim=2)
         else:
@@ -89,7 +94,9 @@ class Attention(nn.Module):
             q, k = rotate(qk, rotation).split((heads - 2 * kv_heads, kv_heads), dim=2)
         # Split first, transpose after: then the backward joins the three gradients in the memory order of qkv, in one copy.
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [B, N, S, D]
-        out = out.transpose(1, 2).flatten(2)  # [B, S, N*D]: no copy, the kernel writes its output in this order
+        out = out.transpose(1, 2).flatten(
+            2
+        )  # [B, S, N*D]: no copy, the kernel writes its output in this order
         return self.dropout(self.proj(out))
 
 
@@ -119,7 +126,9 @@ class Block(nn.Module):
     def __init__(self, hidden_size, num_heads, ffn_size, num_kv_heads=None, *, causal, dropout=0.0):
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden_size)
-        self.attention = Attention(hidden_size, num_heads, num_kv_heads, causal=causal, dropout=dropout)
+        self.attention = Attention(
+            hidden_size, num_heads, num_kv_heads, causal=causal, dropout=dropout
+        )
         self.norm2 = nn.LayerNorm(hidden_size)
         self.mlp = MLP(hidden_size, ffn_size, dropout)
 
@@ -143,7 +152,10 @@ class Rotary(nn.Module):
     def forward(self, positions, dtype=torch.float32):
         """Args: positions [S] integers; dtype of the activations. Returns cos and sin, each [S, D/2], float32 or wider."""
         # Made in float64: at position 100 000 a float32 angle is already off by 0.008.
-        exponent = torch.arange(0, self.head_size, 2, device=positions.device, dtype=torch.float64) / self.head_size
+        exponent = (
+            torch.arange(0, self.head_size, 2, device=positions.device, dtype=torch.float64)
+            / self.head_size
+        )
         angles = positions.to(torch.float64)[:, None] * self.base**-exponent  # [S, D/2]
         dtype = torch.promote_types(dtype, torch.float32)
         return angles.cos().to(dtype), angles.sin().to(dtype)
@@ -193,7 +205,11 @@ def initial_value(name: str, shape, config: GPTConfig | ViTConfig, seed: int | N
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
     # Drawn in float64: the float32 sampler has one version per instruction set, and two CPUs disagree in the last bits.
     # Rounded to float32 at once, so that a float64 model starts from exactly the values of a float32 one.
-    return torch.empty(shape, dtype=torch.float64, device="cpu").normal_(0.0, std, generator=generator).float()
+    return (
+        torch.empty(shape, dtype=torch.float64, device="cpu")
+        .normal_(0.0, std, generator=generator)
+        .float()
+    )
 
 
 @torch.no_grad()
@@ -211,6 +227,8 @@ def initialize(model, seed: int | None = None):
     """
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
-            raise ValueError(f"{name} is on the meta device, which holds no values: call model.to_empty(device=...) first")
+            raise ValueError(
+                f"{name} is on the meta device, which holds no values: call model.to_empty(device=...) first"
+            )
         parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
     return model

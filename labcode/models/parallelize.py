@@ -74,12 +74,16 @@ def parallelize(
     check_layout(config, grid.shape, sequence_parallel, context, pipeline.recompute)
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
-    shapes = {name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)}
+    shapes = {
+        name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)
+    }
     ranges = pipeline.ranges(config.num_layers, grid.size("pp"))
     _prune(model, grid, ranges)
     make_table, loss = _KINDS[type(model)]
     table = make_table(config, grid, sequence_parallel, context)
-    table += _dropout_table(config, grid, sequence_parallel, Stream(_seed(seed, grid, "dp", "pp", "cp", "tp"), device))
+    table += _dropout_table(
+        config, grid, sequence_parallel, Stream(_seed(seed, grid, "dp", "pp", "cp", "tp"), device)
+    )
     table += (Row("blocks.*", "recomputed in backward", recomputed),) * pipeline.recompute
     change(model, table)
     _tidy(model, grid, sequence_parallel)
@@ -89,10 +93,14 @@ def parallelize(
     start_equal(dict(model.named_parameters()), placements, grid)
     if seed is not None:
         torch.manual_seed(_seed(seed, grid, "dp", "pp", "cp"))  # alike on tp, where activations are
-    replica = _replicate(model, grid, "labcode" if grid.size("pp") > 1 else data_parallel, bucket_mb)
+    replica = _replicate(
+        model, grid, "labcode" if grid.size("pp") > 1 else data_parallel, bucket_mb
+    )
     homes = {name: (_home(name, ranges, grid.size("pp")), shape) for name, shape in shapes.items()}
     stages = Stages(ranges, pipeline.schedule, _boundary(model, grid, sequence_parallel))
-    return ParallelModel(replica, grid, table, placements, homes, partial(loss, config, grid), stages)
+    return ParallelModel(
+        replica, grid, table, placements, homes, partial(loss, config, grid), stages
+    )
 
 
 def gpt_table(config, grid: Grid, sequence: bool, context: str) -> tuple[Row, ...]:
@@ -101,14 +109,22 @@ def gpt_table(config, grid: Grid, sequence: bool, context: str) -> tuple[Row, ..
     own = partial(take_own, group=cp, layout="zigzag")
     own_of_both = _own_of_both(own, tp, sequence)
     if config.positions == "learned":
-        positions = Row("positions", "looked up for its own tokens", lambda m: takes(m, partial(own_of_both, dim=0)))
+        positions = Row(
+            "positions",
+            "looked up for its own tokens",
+            lambda m: takes(m, partial(own_of_both, dim=0)),
+        )
     else:
-        positions = Row("positions", "angles of its own tokens of cp", lambda m: takes(m, partial(own, dim=0)))
+        positions = Row(
+            "positions", "angles of its own tokens of cp", lambda m: takes(m, partial(own, dim=0))
+        )
     return (
         Row(
             "embed",
             "its own tokens of cp; rows of the vocabulary over tp",
-            lambda m: takes(VocabParallelEmbedding(m, tp, sequence=sequence), partial(own, dim=SEQUENCE_DIM)),
+            lambda m: takes(
+                VocabParallelEmbedding(m, tp, sequence=sequence), partial(own, dim=SEQUENCE_DIM)
+            ),
         ),
         positions,
         *_block_table(config, grid, sequence, context, config.kv_heads, "zigzag"),
@@ -129,20 +145,39 @@ def vit_table(config, grid: Grid, sequence: bool, context: str) -> tuple[Row, ..
         Row("embed", "its own patches", lambda m: takes(m, partial(own, dim=SEQUENCE_DIM))),
         Row("positions", "looked up for its own patches", lambda m: takes(m, partial(own, dim=0))),
         *_block_table(config, grid, sequence, context, config.num_heads, "contiguous"),
-        Row("head", "its own patches, then gathered", lambda m: gives(m, partial(_join, groups=groups))),
+        Row(
+            "head",
+            "its own patches, then gathered",
+            lambda m: gives(m, partial(_join, groups=groups)),
+        ),
     )
 
 
 def _block_table(config, grid, sequence, context, kv_heads, layout):
     cp, tp = grid.group("cp"), grid.group("tp")
-    rows_of_qkv = tuple(heads * config.head_size for heads in (config.num_heads, kv_heads, kv_heads))
+    rows_of_qkv = tuple(
+        heads * config.head_size for heads in (config.num_heads, kv_heads, kv_heads)
+    )
     enters = "all-gather, then column-parallel" if sequence else "column-parallel"
     leaves = "row-parallel, then reduce-scatter" if sequence else "row-parallel, then all-reduce"
-    around = Row("blocks.*.attention.core", f"{context} over cp, {layout}", lambda m: ATTENTION[context](m, cp, layout))
-    column, row = partial(ColumnParallelLinear, sequence=sequence), partial(RowParallelLinear, sequence=sequence)
+    around = Row(
+        "blocks.*.attention.core",
+        f"{context} over cp, {layout}",
+        lambda m: ATTENTION[context](m, cp, layout),
+    )
+    column, row = (
+        partial(ColumnParallelLinear, sequence=sequence),
+        partial(RowParallelLinear, sequence=sequence),
+    )
     return (
-        Row("blocks.*.attention.qkv", f"{enters}: whole heads of q, k and v", lambda m: column(m, tp, rows_of_qkv)),
-        *([around] if grid.size("cp") > 1 else []),  # alone it would copy keys and values for nobody, and know no dropout
+        Row(
+            "blocks.*.attention.qkv",
+            f"{enters}: whole heads of q, k and v",
+            lambda m: column(m, tp, rows_of_qkv),
+        ),
+        *(
+            [around] if grid.size("cp") > 1 else []
+        ),  # alone it would copy keys and values for nobody, and know no dropout
         Row("blocks.*.attention.proj", leaves, lambda m: row(m, tp)),
         Row("blocks.*.mlp.up", enters, lambda m: column(m, tp)),
         Row("blocks.*.mlp.down", leaves, lambda m: row(m, tp)),
@@ -156,13 +191,17 @@ def _dropout_table(config, grid, sequence, stream):
     names = ["blocks.*.attention.core"]
     if sequence:
         names += ["dropout", "blocks.*.attention.dropout", "blocks.*.mlp.dropout"]
-    return tuple(Row(name, "dropout draws apart on tp", lambda m: DrawApart(m, stream)) for name in names)
+    return tuple(
+        Row(name, "dropout draws apart on tp", lambda m: DrawApart(m, stream)) for name in names
+    )
 
 
 def _gpt_loss(config, grid, logits, targets):
     """As `gpt.loss`, of logits [B, S/cp, V/tp] and whole targets [B, S]: the same number on every rank of cp and tp."""
     own = take_own(targets, group=grid.group("cp"), dim=SEQUENCE_DIM, layout="zigzag")
-    losses = vocab_parallel_cross_entropy(logits, own, grid.group("tp"), config.vocab_size)  # [B, S/cp]
+    losses = vocab_parallel_cross_entropy(
+        logits, own, grid.group("tp"), config.vocab_size
+    )  # [B, S/cp]
     return reduce_from(losses.sum() / (targets != IGNORED).sum(), grid.group("cp"))
 
 
@@ -179,7 +218,9 @@ def _prune(model, grid, ranges):
     own = {number for layers in ranges[coord::pp] for number in layers}
     others = [f"blocks.{number}" for number in range(model.config.num_layers) if number not in own]
     if coord > 0:
-        others += ["embed"] + (["positions"] if isinstance(model.positions, nn.Embedding) else [])  # all need the angles
+        others += ["embed"] + (
+            ["positions"] if isinstance(model.positions, nn.Embedding) else []
+        )  # all need the angles
     if coord < pp - 1:
         others += ["norm", "head"]
     for name in others:
@@ -215,8 +256,12 @@ def _tidy(model, grid, sequence):
 
     def before(model, args):
         length = args[0].shape[1]
-        if length % parts:  # on every rank alike; without it some would raise in a layer and the others wait for them
-            raise ValueError(f"{length} tokens are not divisible by cp*tp = {parts}: sequence parallelism needs equal parts")
+        if (
+            length % parts
+        ):  # on every rank alike; without it some would raise in a layer and the others wait for them
+            raise ValueError(
+                f"{length} tokens are not divisible by cp*tp = {parts}: sequence parallelism needs equal parts"
+            )
         tell_length(model, length)
 
     model.tie_weights()
@@ -246,10 +291,18 @@ def _placements(model, shapes, sequence, grid):
 @torch.no_grad()
 def _draw(model, placements, grid, seed):
     if seed is None:
-        raise ValueError("a model on the meta device has no values: give the seed from which to draw them")
+        raise ValueError(
+            "a model on the meta device has no values: give the seed from which to draw them"
+        )
     for name, param in model.named_parameters():
-        first = TIED[0] if placements[name].tied else name  # a tied weight has the values of its first name
-        param.copy_(placements[name].own(initial_value(first, placements[name].shape, model.config, seed), grid))
+        first = (
+            TIED[0] if placements[name].tied else name
+        )  # a tied weight has the values of its first name
+        param.copy_(
+            placements[name].own(
+                initial_value(first, placements[name].shape, model.config, seed), grid
+            )
+        )
 
 
 def _seed(seed, grid, *axes):

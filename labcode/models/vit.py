@@ -31,7 +31,9 @@ class ViT(nn.Module):
         self.positions = nn.Embedding(config.sequence_length, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
         sizes = (config.hidden_size, config.num_heads, config.ffn)
-        self.blocks = nn.ModuleList(Block(*sizes, causal=False, dropout=config.dropout) for _ in range(config.num_layers))
+        self.blocks = nn.ModuleList(
+            Block(*sizes, causal=False, dropout=config.dropout) for _ in range(config.num_layers)
+        )
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.patch_outputs)
         if not self.embed.weight.is_meta:
@@ -66,7 +68,9 @@ class ViT(nn.Module):
             x = self.blocks[number](x)
         if layers.stop < config.num_layers:
             return x
-        change = unpatchify(self.head(self.norm(x)), config.num_variables, config.lat, config.lon, config.patch_size)
+        change = unpatchify(
+            self.head(self.norm(x)), config.num_variables, config.lat, config.lon, config.patch_size
+        )
         return state[:, : config.num_variables] + change
 
 
@@ -75,7 +79,9 @@ def patchify(state, patch_size: int):
     batch, variables, lat, lon = state.shape
     p = patch_size
     patches = state.reshape(batch, variables, lat // p, p, lon // p, p)  # [B, C, Y/P, P, X/P, P]
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(batch, (lat // p) * (lon // p), variables * p * p)
+    return patches.permute(0, 2, 4, 1, 3, 5).reshape(
+        batch, (lat // p) * (lon // p), variables * p * p
+    )
 
 
 def unpatchify(patches, variables: int, lat: int, lon: int, patch_size: int):

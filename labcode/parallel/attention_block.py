@@ -39,7 +39,10 @@ def own_chunks(length: int, group_size: int, index: int, layout: str) -> list[ra
         raise ValueError(f"layout {layout!r} does not exist: choose one of {', '.join(LAYOUTS)}")
     per_rank, chunks_of = LAYOUTS[layout]
     base, longer = divmod(length, per_rank * group_size)
-    return [range(c * base + min(c, longer), (c + 1) * base + min(c + 1, longer)) for c in chunks_of(index, group_size)]
+    return [
+        range(c * base + min(c, longer), (c + 1) * base + min(c + 1, longer))
+        for c in chunks_of(index, group_size)
+    ]
 
 
 class Block(NamedTuple):
@@ -50,7 +53,9 @@ class Block(NamedTuple):
     causal: bool
 
 
-def visible_block(length: int, group_size: int, rank: int, source: int, layout: str, causal: bool) -> Block | None:
+def visible_block(
+    length: int, group_size: int, rank: int, source: int, layout: str, causal: bool
+) -> Block | None:
     """What `rank` computes while it holds K and V of `source`; None: nothing there is visible.
 
     Zigzag and causal: of an earlier rank all queries see the first half of the keys, of a later rank the second half of the
@@ -58,7 +63,9 @@ def visible_block(length: int, group_size: int, rank: int, source: int, layout: 
 
     Held by: tests/ranks/test_context.py::test_zigzag_gives_every_rank_the_same_scores_and_contiguous_does_not
     """
-    mine, theirs = ([run for run in own_chunks(length, group_size, r, layout) if run] for r in (rank, source))
+    mine, theirs = (
+        [run for run in own_chunks(length, group_size, r, layout) if run] for r in (rank, source)
+    )
     if not mine or not theirs:
         return None  # more ranks than tokens
     seeing, seen = mine, theirs
@@ -103,7 +110,9 @@ def merge(out: torch.Tensor, lse: torch.Tensor, out_b: torch.Tensor, lse_b: torc
 
     Source: Milakov and Gimelshein 2018 (arXiv:1805.02867), section 3.1, for the merging of partial sums.
     """
-    share = torch.sigmoid(lse_b - lse)  # exp(lse_b - lse'), without the overflow of either exponential
+    share = torch.sigmoid(
+        lse_b - lse
+    )  # exp(lse_b - lse'), without the overflow of either exponential
     out.lerp_(out_b.to(out.dtype), share[..., None])
     torch.logaddexp(lse, lse_b, out=lse)
 
@@ -131,12 +140,17 @@ def _plain_backward(dout, q, k, v, out, lse, causal):
     dtype, wide = q.dtype, wide_dtype(q.dtype)
     dout, q, k, v, out = (x.to(wide) for x in (dout, q, k, v, out))
     groups = (k.shape[1], -1)
-    p = (_plain_scores(q, k, causal) - lse.unflatten(1, groups)[..., None]).exp()  # [B, K, N/K, Q, S]
+    p = (
+        _plain_scores(q, k, causal) - lse.unflatten(1, groups)[..., None]
+    ).exp()  # [B, K, N/K, Q, S]
     delta = (dout * out).sum(-1, keepdim=True).unflatten(1, groups)  # [B, K, N/K, Q, 1]
     dout, q = dout.unflatten(1, groups), q.unflatten(1, groups)  # [B, K, N/K, Q, D]
     ds = p * (dout @ v[:, :, None].mT - delta) / math.sqrt(q.shape[-1])
     dq = (ds @ k[:, :, None]).flatten(1, 2)
-    dk, dv = (ds.mT @ q).sum(2), (p.mT @ dout).sum(2)  # a key head collects from all query heads that read it
+    dk, dv = (
+        (ds.mT @ q).sum(2),
+        (p.mT @ dout).sum(2),
+    )  # a key head collects from all query heads that read it
     return dq.to(dtype), dk.to(dtype), dv.to(dtype)
 
 
@@ -148,7 +162,9 @@ def _cpu_forward(q, k, v, causal):
 
 
 def _cpu_backward(dout, q, k, v, out, lse, causal):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(dout, q, k, v, out, lse, 0.0, causal)
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        dout, q, k, v, out, lse, 0.0, causal
+    )
 
 
 def _flash_forward(q, k, v, causal):
@@ -159,40 +175,75 @@ def _flash_forward(q, k, v, causal):
 def _flash_backward(dout, q, k, v, out, lse, causal):
     heads = k.shape[1]
     k, v = _one_per_query_head(q, k, v)
-    seed, offset = (torch.zeros(n, dtype=torch.int64, device=q.device) for n in (2, 1))  # of dropout, which is off
+    seed, offset = (
+        torch.zeros(n, dtype=torch.int64, device=q.device) for n in (2, 1)
+    )  # of dropout, which is off
     dq, dk, dv = torch.ops.aten._scaled_dot_product_flash_attention_backward(
-        dout, q, k, v, out, lse.contiguous(), None, None, q.shape[2], k.shape[2], 0.0, causal, seed, offset
+        dout,
+        q,
+        k,
+        v,
+        out,
+        lse.contiguous(),
+        None,
+        None,
+        q.shape[2],
+        k.shape[2],
+        0.0,
+        causal,
+        seed,
+        offset,
     )
     return dq, *_summed_by_group(dk, dv, heads)
 
 
 def _efficient_forward(q, k, v, causal):
     k, v = _one_per_query_head(q, k, v)
-    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal)
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(
+        q, k, v, None, True, 0.0, causal
+    )
     return out, lse[..., : q.shape[2]]  # the kernel rounds its rows up to a multiple of 32
 
 
 def _efficient_backward(dout, q, k, v, out, lse, causal):
     heads, queries = k.shape[1], q.shape[2]
     k, v = _one_per_query_head(q, k, v)
-    lse = F.pad(lse, (0, -queries % 32), value=math.inf)  # exp(s - inf) = 0: what the rounded-up rows weigh
+    lse = F.pad(
+        lse, (0, -queries % 32), value=math.inf
+    )  # exp(s - inf) = 0: what the rounded-up rows weigh
     seed, offset = (torch.zeros((), dtype=torch.int64, device=q.device) for _ in range(2))
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
-        dout, q, k, v, None, out, lse.contiguous(), seed, offset, 0.0, (True, True, True, False), causal
+        dout,
+        q,
+        k,
+        v,
+        None,
+        out,
+        lse.contiguous(),
+        seed,
+        offset,
+        0.0,
+        (True, True, True, False),
+        causal,
     )
     return dq, *_summed_by_group(dk, dv, heads)
 
 
 def _one_per_query_head(q, k, v):
     """K and V repeated for each query head that reads them, [B, N, S, D]: not every GPU kernel knows groups."""
-    return (x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+    return (
+        x if x.shape[1] == q.shape[1] else x.repeat_interleave(q.shape[1] // x.shape[1], 1)
+        for x in (k, v)
+    )
 
 
 def _summed_by_group(dk, dv, heads):
     """The backward of `_one_per_query_head`: [B, N, S, D] -> [B, K, S, D], added in `wide_dtype`."""
     if dk.shape[1] == heads:
         return dk, dv
-    return (x.unflatten(1, (heads, -1)).sum(2, dtype=wide_dtype(x.dtype)).to(x.dtype) for x in (dk, dv))
+    return (
+        x.unflatten(1, (heads, -1)).sum(2, dtype=wide_dtype(x.dtype)).to(x.dtype) for x in (dk, dv)
+    )
 
 
 # which fused kernels a kind of device may have, the fastest first
@@ -227,7 +278,13 @@ def _agrees(kernel, device, dtype, head_size, kv_heads):
     """Whether a kernel runs and gives the plain kernel's numbers, to far above rounding and far below another meaning."""
 
     def values(seed, *shape):  # no random numbers: a model that draws them must not notice
-        return torch.arange(seed, seed + math.prod(shape), device=device).mul(0.7).sin().view(shape).to(dtype)
+        return (
+            torch.arange(seed, seed + math.prod(shape), device=device)
+            .mul(0.7)
+            .sin()
+            .view(shape)
+            .to(dtype)
+        )
 
     for queries, keys, causal in ((4, 4, True), (3, 5, False)):
         q, dout = (values(i, 1, 2, queries, head_size) for i in (1, 2))
@@ -235,12 +292,17 @@ def _agrees(kernel, device, dtype, head_size, kv_heads):
         try:
             out, lse = kernel.forward(q, k, v, causal)
             found = (out, lse, *kernel.backward(dout, q, k, v, out, lse, causal))
-        except (RuntimeError, TypeError, AttributeError):  # no such function, another signature, or refused
+        except (
+            RuntimeError,
+            TypeError,
+            AttributeError,
+        ):  # no such function, another signature, or refused
             return False
         out, lse = PLAIN.forward(q, k, v, causal)
         expected = (out, lse, *PLAIN.backward(dout, q, k, v, out, lse, causal))
         if any(
-            a.shape != b.shape or not torch.allclose(a.to(b.dtype), b, rtol=0.05, atol=0.05) for a, b in zip(found, expected)
+            a.shape != b.shape or not torch.allclose(a.to(b.dtype), b, rtol=0.05, atol=0.05)
+            for a, b in zip(found, expected)
         ):
             return False
     return True

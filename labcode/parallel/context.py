@@ -23,7 +23,15 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 
 from labcode.comm import collectives
-from labcode.parallel.attention_block import Block, Kernel, fastest_kernel, merge, own_chunks, visible_block, wide_dtype
+from labcode.parallel.attention_block import (
+    Block,
+    Kernel,
+    fastest_kernel,
+    merge,
+    own_chunks,
+    visible_block,
+    wide_dtype,
+)
 
 
 def own_positions(length: int, group_size: int, index: int, layout: str) -> torch.Tensor:
@@ -33,7 +41,9 @@ def own_positions(length: int, group_size: int, index: int, layout: str) -> torc
         is that of Brandon et al. 2023 (arXiv:2311.09431).
     Held by: tests/ranks/test_context.py::test_the_parts_cover_the_sequence_once
     """
-    return torch.cat([torch.arange(run.start, run.stop) for run in own_chunks(length, group_size, index, layout)])
+    return torch.cat(
+        [torch.arange(run.start, run.stop) for run in own_chunks(length, group_size, index, layout)]
+    )
 
 
 def take_own(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -> torch.Tensor:
@@ -53,15 +63,24 @@ class _ContextAttention(nn.Module):
 
     def __init__(self, core: nn.Module, group: dist.ProcessGroup, layout: str):
         super().__init__()
-        self.causal, self.dropout, self.group, self.layout = core.causal, core.dropout, group, layout
+        self.causal, self.dropout, self.group, self.layout = (
+            core.causal,
+            core.dropout,
+            group,
+            layout,
+        )
         self.length: int | None = None
         own_chunks(0, 1, 0, layout)  # refuses an unknown layout here, where it enters
 
     def _length(self, q, k, v):
         """S: as told, or else as the ranks tell each other."""
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
-        assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0, f"no attention of {q.shape} over {k.shape}, {v.shape}"
-        assert q.shape[2] == k.shape[2], f"{q.shape[2]} queries but {k.shape[2]} keys: both are one part of one sequence"
+        assert k.shape == v.shape and q.shape[1] % k.shape[1] == 0, (
+            f"no attention of {q.shape} over {k.shape}, {v.shape}"
+        )
+        assert q.shape[2] == k.shape[2], (
+            f"{q.shape[2]} queries but {k.shape[2]} keys: both are one part of one sequence"
+        )
         held = {rank: q.shape[2]}
         if self.length is None:
             found = [torch.zeros(1, dtype=torch.int64, device=q.device) for _ in range(size)]
@@ -77,7 +96,9 @@ class _ContextAttention(nn.Module):
         return length
 
     def extra_repr(self):
-        return f"causal={self.causal}, layout={self.layout!r}, {dist.get_world_size(self.group)} ranks"
+        return (
+            f"causal={self.causal}, layout={self.layout!r}, {dist.get_world_size(self.group)} ranks"
+        )
 
 
 def tell_length(model: nn.Module, length: int) -> None:
@@ -122,7 +143,9 @@ class GatherAttention(_ContextAttention):
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         held = [own_chunks(length, size, r, self.layout) for r in range(size)]
         longest = max(sum(map(len, runs)) for runs in held)
-        kv = F.pad(torch.stack((k, v)), (0, 0, 0, longest - k.shape[2]))  # equal parts, as a collective wants them
+        kv = F.pad(
+            torch.stack((k, v)), (0, 0, 0, longest - k.shape[2])
+        )  # equal parts, as a collective wants them
         kv = collectives.all_gather(kv, self.group, 3)  # [2, B, K, p * longest, D]
         pieces = []  # (first position in the sequence, first place in the gathered tensor, length) of each chunk
         for r, runs in enumerate(held):
@@ -143,7 +166,9 @@ class GatherAttention(_ContextAttention):
 
     def _attend(self, q, k, v, mask=None):
         dropout = self.dropout if self.training else 0.0
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, enable_gqa=q.shape[1] != k.shape[1])
+        return F.scaled_dot_product_attention(
+            q, k, v, mask, dropout, enable_gqa=q.shape[1] != k.shape[1]
+        )
 
 
 class RingAttention(_ContextAttention):
@@ -180,7 +205,14 @@ class RingAttention(_ContextAttention):
         2023 (arXiv:2307.08691), section 3.1, for the backward from the logsumexp alone.
     """
 
-    def __init__(self, core: nn.Module, group: dist.ProcessGroup, layout: str, *, kernel: Kernel | None = None):
+    def __init__(
+        self,
+        core: nn.Module,
+        group: dist.ProcessGroup,
+        layout: str,
+        *,
+        kernel: Kernel | None = None,
+    ):
         super().__init__(core, group, layout)
         self.kernel = kernel
         if core.dropout > 0:
@@ -194,8 +226,16 @@ class RingAttention(_ContextAttention):
         size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
         length = self._length(q, k, v)
         tokens = [sum(map(len, own_chunks(length, size, r, self.layout))) for r in range(size)]
-        blocks = [visible_block(length, size, rank, source, self.layout, self.causal) for source in range(size)]
-        return _Ring.apply(q, k, v, _Plan(self.group, rank, size, tokens, blocks, self.kernel or fastest_kernel(q, k)))
+        blocks = [
+            visible_block(length, size, rank, source, self.layout, self.causal)
+            for source in range(size)
+        ]
+        return _Ring.apply(
+            q,
+            k,
+            v,
+            _Plan(self.group, rank, size, tokens, blocks, self.kernel or fastest_kernel(q, k)),
+        )
 
 
 class _Plan(NamedTuple):
@@ -223,7 +263,9 @@ class _Ring(torch.autograd.Function):
             for source, (k_here, v_here) in _travel(plan, torch.stack((k, v))):
                 if block := plan.blocks[source]:
                     queries, keys, causal = block
-                    part = plan.kernel.forward(q[:, :, queries], k_here[:, :, keys], v_here[:, :, keys], causal)
+                    part = plan.kernel.forward(
+                        q[:, :, queries], k_here[:, :, keys], v_here[:, :, keys], causal
+                    )
                     merge(out[:, :, queries], lse[:, :, queries], *part)
         out = out.to(q.dtype)
         ctx.plan = plan
@@ -235,14 +277,20 @@ class _Ring(torch.autograd.Function):
     def backward(ctx, dout):
         plan, (q, k, v, out, lse) = ctx.plan, ctx.saved_tensors
         wide = wide_dtype(q.dtype)
-        dout = dout if dout.stride(-1) == 1 else dout.contiguous()  # sum() hands down one number, spread by strides of 0
+        dout = (
+            dout if dout.stride(-1) == 1 else dout.contiguous()
+        )  # sum() hands down one number, spread by strides of 0
         dq = torch.zeros_like(q, dtype=wide)
-        own = travelling = None  # sums of (dk, dv): of this rank's part, and of the part that was here in the last step
+        own = travelling = (
+            None  # sums of (dk, dv): of this rank's part, and of the part that was here in the last step
+        )
         with torch.autocast(q.device.type, enabled=False):
             for source, (k_here, v_here) in _travel(plan, torch.stack((k, v))):
                 shape = (2, *k_here.shape)
                 # a sum starts as zeros here, for one's own part, and at the first stop of a part; then it follows its part
-                works, sums = ([], None) if travelling is None else _pass_on(plan, travelling, shape)
+                works, sums = (
+                    ([], None) if travelling is None else _pass_on(plan, travelling, shape)
+                )
                 grads = None
                 if block := plan.blocks[source]:
                     queries, keys, causal = block
@@ -272,7 +320,9 @@ def _travel(plan: _Plan, kv: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]
         source = (plan.rank - step) % plan.size
         works, arriving = [], None
         if step + 1 < plan.size:
-            works, arriving = _pass_on(plan, kv, (*kv.shape[:3], plan.tokens[source - 1], kv.shape[4]))
+            works, arriving = _pass_on(
+                plan, kv, (*kv.shape[:3], plan.tokens[source - 1], kv.shape[4])
+            )
         yield source, kv
         _wait(works)
         kv = arriving
@@ -282,7 +332,11 @@ def _pass_on(plan, tensor, shape):
     """Send `tensor` to the next rank, receive one of `shape` from the one before: (works to wait for, where it arrives)."""
     arriving = tensor.new_empty(shape)
     ways = ((dist.isend, tensor, plan.rank + 1), (dist.irecv, arriving, plan.rank - 1))
-    operations = [dist.P2POp(way, x, group=plan.group, group_peer=peer % plan.size) for way, x, peer in ways if x.numel()]
+    operations = [
+        dist.P2POp(way, x, group=plan.group, group_peer=peer % plan.size)
+        for way, x, peer in ways
+        if x.numel()
+    ]
     return dist.batch_isend_irecv(operations) if operations else [], arriving
 
 

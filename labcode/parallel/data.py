@@ -41,7 +41,9 @@ class DataParallel(nn.Module):
         self.buckets = make_buckets(module, bucket_mb)
         bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
         for param, bucket in bucket_of.items():
-            param.register_post_accumulate_grad_hook(lambda param, bucket=bucket: self._gradient_ready(bucket))
+            param.register_post_accumulate_grad_hook(
+                lambda param, bucket=bucket: self._gradient_ready(bucket)
+            )
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -102,7 +104,9 @@ class Bucket:
         """Start the all-reduce without waiting for it."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         self.flat = torch.cat([grad.flatten() for grad in grads])
-        self.flat /= dist.get_world_size(group)  # before the sum: a sum of p large gradients could overflow in fp16
+        self.flat /= dist.get_world_size(
+            group
+        )  # before the sum: a sum of p large gradients could overflow in fp16
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def receive(self) -> None:

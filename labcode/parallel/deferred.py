@@ -21,7 +21,9 @@ from torch.overrides import TorchFunctionMode
 
 from labcode.parallel.sequence import narrowed
 
-Waiting = list[tuple[nn.Parameter, torch.Tensor, torch.Tensor]]  # a weight, and the rows of dy and x
+Waiting = list[
+    tuple[nn.Parameter, torch.Tensor, torch.Tensor]
+]  # a weight, and the rows of dy and x
 
 
 class WeightGradients:
@@ -83,7 +85,12 @@ class _Watch(TorchFunctionMode):
         return super().__exit__(*error)
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func is F.linear and not kwargs and isinstance(args[1], nn.Parameter) and torch.is_grad_enabled():
+        if (
+            func is F.linear
+            and not kwargs
+            and isinstance(args[1], nn.Parameter)
+            and torch.is_grad_enabled()
+        ):
             x, weight, bias = (*args, None)[:3]
             return _Linear.apply(*narrowed(x, weight, bias), weight, self.store)
         return func(*args, **(kwargs or {}))
@@ -103,4 +110,10 @@ class _Linear(torch.autograd.Function):
         grad_weight = None
         if ctx.param.requires_grad and not ctx.store.keep(ctx.param, rows, flat):
             grad_weight = rows.T @ flat
-        return grad @ weight, grad_weight, rows.sum(0) if ctx.needs_input_grad[2] else None, None, None
+        return (
+            grad @ weight,
+            grad_weight,
+            rows.sum(0) if ctx.needs_input_grad[2] else None,
+            None,
+            None,
+        )

@@ -63,5 +63,7 @@ class DrawApart(nn.Module):
 def _generator(device):
     if device.type == "cuda":
         torch.cuda.init()  # the generators exist only then
-        return torch.cuda.default_generators[torch.cuda.current_device() if device.index is None else device.index]
+        return torch.cuda.default_generators[
+            torch.cuda.current_device() if device.index is None else device.index
+        ]
     return torch.default_generator

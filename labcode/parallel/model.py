@@ -54,7 +54,13 @@ class ParallelModel(nn.Module):
         stages: Stages,
     ):
         super().__init__()
-        self.replica, self.grid, self.table, self.placements, self.homes = replica, grid, table, placements, homes
+        self.replica, self.grid, self.table, self.placements, self.homes = (
+            replica,
+            grid,
+            table,
+            placements,
+            homes,
+        )
         self.loss, self.stages = loss, stages
         self.recording, self.recorded = False, []
 
@@ -71,7 +77,9 @@ class ParallelModel(nn.Module):
         """
         return self.replica(*args)
 
-    def forward_backward(self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext):
+    def forward_backward(
+        self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext
+    ):
         """One step's gradients: all micro-batches forward and backward, through the pipeline if there is one.
 
         Args:
@@ -98,15 +106,21 @@ class ParallelModel(nn.Module):
         return total
 
     @torch.no_grad()
-    def losses(self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext) -> torch.Tensor:
+    def losses(
+        self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext
+    ) -> torch.Tensor:
         """The loss of each micro-batch, [micro-batches] float64, without gradients, the same on every rank of the model."""
         if self.grid.size("pp") > 1:
-            any_number = self.grid.size("pp")  # of micro-batches: every schedule takes it, and evaluating has its own order
+            any_number = self.grid.size(
+                "pp"
+            )  # of micro-batches: every schedule takes it, and evaluating has its own order
             values = self._pipeline(any_number, loss, context).evaluate(*zip(*batches))
             dist.all_reduce(values, group=self.grid.group("pp"))
             return values
         with context():
-            return torch.stack([loss(self(inputs), targets).double() for inputs, targets in batches])
+            return torch.stack(
+                [loss(self(inputs), targets).double() for inputs, targets in batches]
+            )
 
     def no_sync(self):
         """Within it backward only accumulates: for all micro-batches of a step but the last."""
@@ -138,7 +152,10 @@ class ParallelModel(nn.Module):
     def _pipeline(self, num_microbatches, loss, context):
         stages, pp = self.stages, self.grid.size("pp")
         return Pipeline(
-            {s: self._stage(stages.layers[s], context) for s in range(self.grid.coord("pp"), len(stages.layers), pp)},
+            {
+                s: self._stage(stages.layers[s], context)
+                for s in range(self.grid.coord("pp"), len(stages.layers), pp)
+            },
             schedule(stages.schedule, len(stages.layers), num_microbatches, pp),
             len(stages.layers),
             num_microbatches,

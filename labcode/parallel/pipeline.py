@@ -62,12 +62,27 @@ class Pipeline:
         recorded: list[tuple[Action, float, float]] | None = None,
     ):
         check_schedule(schedule, num_stages, num_microbatches)
-        self.stages, self.schedule, self.num_stages, self.group = stages, schedule, num_stages, group
-        self.num_microbatches, self.loss, self.boundary, self.recorded = num_microbatches, loss, boundary, recorded
+        self.stages, self.schedule, self.num_stages, self.group = (
+            stages,
+            schedule,
+            num_stages,
+            group,
+        )
+        self.num_microbatches, self.loss, self.boundary, self.recorded = (
+            num_microbatches,
+            loss,
+            boundary,
+            recorded,
+        )
         self.store = WeightGradients()
         split = any(action.kind == "W" for actions in schedule.values() for action in actions)
         self._watching = self.store.watching if split else contextlib.nullcontext
-        self._run = {"F": self._forward, "B": self._backward, "I": self._backward_input, "W": self._backward_weight}
+        self._run = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_input,
+            "W": self._backward_weight,
+        }
 
     def step(self, inputs: Sequence, targets: Sequence) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`.
@@ -98,9 +113,18 @@ class Pipeline:
 
     def _play(self, schedule, inputs, targets):
         self.inputs, self.targets = inputs, targets
-        self._live, self._waiting = {}, {}  # by (stage, micro-batch): input and output; products that are left undone
-        self._ready, self._arriving, self._leaving = {}, {}, []  # by (kind, stage, micro-batch); sends under way
-        self._losses = torch.zeros(len(inputs), dtype=torch.float64, device=self.boundary(inputs[0]).device)
+        self._live, self._waiting = (
+            {},
+            {},
+        )  # by (stage, micro-batch): input and output; products that are left undone
+        self._ready, self._arriving, self._leaving = (
+            {},
+            {},
+            [],
+        )  # by (kind, stage, micro-batch); sends under way
+        self._losses = torch.zeros(
+            len(inputs), dtype=torch.float64, device=self.boundary(inputs[0]).device
+        )
         table = ticks(schedule, self.num_stages)
         for action, due in zip(table[self.group.rank()], messages(table, self.num_stages)):
             if action is not None:
@@ -114,7 +138,9 @@ class Pipeline:
         try:
             self._run[action.kind](action.stage, action.microbatch)
         except Exception as error:
-            raise StageError(f"stage {action.stage} failed at {action}: {type(error).__name__}: {error}") from error
+            raise StageError(
+                f"stage {action.stage} failed at {action}: {type(error).__name__}: {error}"
+            ) from error
         if self.recorded is not None:
             if self._losses.is_cuda:
                 torch.cuda.synchronize()  # or the clock would stop when the work is queued, not when it is done
@@ -164,11 +190,17 @@ class Pipeline:
         me, operations, received = self.group.rank(), [], []
         for source, to, *what in due:
             if source == me:
-                operations.append(dist.P2POp(dist.isend, self._ready.pop(tuple(what)), group=self.group, group_peer=to))
+                operations.append(
+                    dist.P2POp(
+                        dist.isend, self._ready.pop(tuple(what)), group=self.group, group_peer=to
+                    )
+                )
             elif to == me:
                 received.append((len(operations), tuple(what)))
                 buffer = self.boundary(self.inputs[what[-1]])
-                operations.append(dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source))
+                operations.append(
+                    dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source)
+                )
         if not operations:
             return
         works = dist.batch_isend_irecv(operations)
@@ -176,5 +208,9 @@ class Pipeline:
             works = works * len(operations)
         for place, what in received:
             self._arriving[what] = works[place], operations[place].tensor
-        self._leaving = [(work, tensor) for work, tensor in self._leaving if not work.is_completed()]
-        self._leaving += [(work, op.tensor) for work, op in zip(works, operations) if op.op is dist.isend]
+        self._leaving = [
+            (work, tensor) for work, tensor in self._leaving if not work.is_completed()
+        ]
+        self._leaving += [
+            (work, op.tensor) for work, op in zip(works, operations) if op.op is dist.isend
+        ]

@@ -28,7 +28,9 @@ def change(model: nn.Module, table: Iterable[Row]) -> None:
     """Do what the rows say, in their order. An `nn.Identity` stands for a module that is elsewhere, and is passed over."""
     for row in table:
         depth = row.modules.count(".")
-        names = [name for name, _ in model.named_modules() if name.count(".") == depth]  # * stands for one name
+        names = [
+            name for name, _ in model.named_modules() if name.count(".") == depth
+        ]  # * stands for one name
         for name in (name for name in names if fnmatchcase(name, row.modules)):
             parent, _, child = name.rpartition(".")
             module = model.get_submodule(name)

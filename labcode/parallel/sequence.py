@@ -29,7 +29,9 @@ def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
     return reduce_scatter(x, group, SEQUENCE_DIM)
 
 
-def gathered_linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup):
+def gathered_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
+):
     """`gather(x) @ weight.T + bias`, of which only this rank's part of x is kept for backward.
 
     An all-gather followed by a linear layer would keep [B, S, H] for the weight's gradient and lose half of what sequence
@@ -56,7 +58,10 @@ def narrowed(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     device = tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors
-    return tuple(None if tensor is None else tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
+    return tuple(
+        None if tensor is None else tensor.to(torch.get_autocast_dtype(device))
+        for tensor in tensors
+    )
 
 
 class _GatheredLinear(torch.autograd.Function):
@@ -73,8 +78,13 @@ class _GatheredLinear(torch.autograd.Function):
         grad_whole = grad @ weight  # [B, S, F/tp] @ [F/tp, H], while x travels
         whole = wait_for_whole()  # [B, S, H]
         wait_for_own = start_reduce_scatter(grad_whole, ctx.group, SEQUENCE_DIM)
-        del wait_for_whole, grad_whole  # the buffers behind them: two of [B, S, H] at the peak of backward
+        del (
+            wait_for_whole,
+            grad_whole,
+        )  # the buffers behind them: two of [B, S, H] at the peak of backward
         rows = grad.flatten(0, -2)  # [B*S, F/tp]
-        grad_weight = rows.T @ whole.flatten(0, -2) if ctx.needs_input_grad[1] else None  # while the gradient travels
+        grad_weight = (
+            rows.T @ whole.flatten(0, -2) if ctx.needs_input_grad[1] else None
+        )  # while the gradient travels
         grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
         return wait_for_own(), grad_weight, grad_bias, None

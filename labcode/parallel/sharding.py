@@ -47,7 +47,9 @@ class Split:
         whole = parts[0].new_empty(tuple(shape))
         for index, part in enumerate(parts):
             places = self._pieces(whole, index, len(parts))
-            for place, piece in zip(places, part.split([place.shape[self.dim] for place in places], self.dim)):
+            for place, piece in zip(
+                places, part.split([place.shape[self.dim] for place in places], self.dim)
+            ):
                 place.copy_(piece)
         return whole
 
@@ -90,15 +92,23 @@ class Placement:
         if self.split is None:
             return own
         group, size = grid.group("tp"), grid.size("tp")
-        shapes = [self.split.take(torch.empty(self.shape, device="meta"), index, size).shape for index in range(size)]
-        parts = [own.contiguous() if index == group.rank() else own.new_empty(shape) for index, shape in enumerate(shapes)]
+        shapes = [
+            self.split.take(torch.empty(self.shape, device="meta"), index, size).shape
+            for index in range(size)
+        ]
+        parts = [
+            own.contiguous() if index == group.rank() else own.new_empty(shape)
+            for index, shape in enumerate(shapes)
+        ]
         for index, part in enumerate(parts):  # broadcasts: parts may differ in size
             dist.broadcast(part, src=dist.get_global_rank(group, index), group=group)
         return self.split.join(parts, self.shape)
 
 
 @torch.no_grad()
-def start_equal(params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid) -> None:
+def start_equal(
+    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
+) -> None:
     """Give each weight the value of the first rank that holds it, on every rank that holds it too.
 
     Communicates: a broadcast of each weight over the axes on which it is whole.
@@ -111,7 +121,9 @@ def start_equal(params: Mapping[str, nn.Parameter], placements: Mapping[str, Pla
 
 
 @torch.no_grad()
-def sum_shared_gradients(params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid) -> None:
+def sum_shared_gradients(
+    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
+) -> None:
     """Add up the parts of each shared weight's gradient, in place, after backward and before clipping.
 
     Kept apart from the averaging over dp so that it can be seen and forgotten. The price with cp: each gradient travels
@@ -122,10 +134,14 @@ def sum_shared_gradients(params: Mapping[str, nn.Parameter], placements: Mapping
     """
     shared: dict[tuple[str, ...], list[nn.Parameter]] = {}
     for name, param in params.items():
-        axes = tuple(axis for axis in placements[name].summed if grid.size(axis) > 1)  # a lone rank has seen all there is
+        axes = tuple(
+            axis for axis in placements[name].summed if grid.size(axis) > 1
+        )  # a lone rank has seen all there is
         if param.requires_grad and axes:
             shared.setdefault(axes, []).append(param)
-    for axes, members in sorted(shared.items()):  # one order on all ranks: collectives match by order
+    for axes, members in sorted(
+        shared.items()
+    ):  # one order on all ranks: collectives match by order
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
         flat = torch.cat([grad.flatten() for grad in grads])
         dist.all_reduce(flat, group=grid.group(*axes))
@@ -137,7 +153,9 @@ def sum_shared_gradients(params: Mapping[str, nn.Parameter], placements: Mapping
 
 
 @torch.no_grad()
-def gradient_norm(params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid) -> torch.Tensor:
+def gradient_norm(
+    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
+) -> torch.Tensor:
     """The 2-norm of the whole model's gradient: parts of cut weights are added up, whole ones count once.
 
         norm^2 = sum over pp of (sum over tp of |parts|^2 + |whole weights|^2)
@@ -152,7 +170,10 @@ def gradient_norm(params: Mapping[str, nn.Parameter], placements: Mapping[str, P
         if param.grad is not None and not again:
             kinds[placements[name].split is not None].append(param.grad)
     device = next(iter(params.values())).device
-    cut, whole = (torch.nn.utils.get_total_norm(kinds[cut]).to(device, torch.float64).square() for cut in (True, False))
+    cut, whole = (
+        torch.nn.utils.get_total_norm(kinds[cut]).to(device, torch.float64).square()
+        for cut in (True, False)
+    )
     dist.all_reduce(cut, group=grid.group("tp"))
     total = cut + whole
     dist.all_reduce(total, group=grid.group("pp"))
@@ -160,7 +181,10 @@ def gradient_norm(params: Mapping[str, nn.Parameter], placements: Mapping[str, P
 
 
 def whole_weights(
-    module: nn.Module, placements: Mapping[str, Placement], homes: Mapping[str, tuple[int, tuple]], grid: Grid
+    module: nn.Module,
+    placements: Mapping[str, Placement],
+    homes: Mapping[str, tuple[int, tuple]],
+    grid: Grid,
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """The state dict of the whole model, one entry at a time, on every rank; all ranks of the model run through it.
 

@@ -37,7 +37,9 @@ class ColumnParallelLinear(nn.Module):
         sequence: The input is this rank's part of the sequence, [B, S/tp, H].
     """
 
-    def __init__(self, linear: nn.Linear, group: dist.ProcessGroup, sections=None, *, sequence=False):
+    def __init__(
+        self, linear: nn.Linear, group: dist.ProcessGroup, sections=None, *, sequence=False
+    ):
         super().__init__()
         self.group = group
         self.splits = {"weight": Split(0, sections), "bias": Split(0, sections)}
@@ -75,7 +77,9 @@ class RowParallelLinear(nn.Module):
     def forward(self, x):
         """[B, S, F/tp] to [B, S, H], or to [B, S/tp, H] with `sequence`."""
         y = self.leave(F.linear(x, self.weight), self.group)
-        return y if self.bias is None else y + self.bias.to(y.dtype)  # autocast: not wider than the product
+        return (
+            y if self.bias is None else y + self.bias.to(y.dtype)
+        )  # autocast: not wider than the product
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -173,14 +177,20 @@ def copied_linear(x, weight, bias, group):
 
 def _in_vocabulary(tokens, vocab_size):
     """A token that no rank has would pass for a vector of zeros; a plain embedding raises."""
-    torch._assert_async(((tokens >= 0) & (tokens < vocab_size)).all(), f"a token is outside 0 to {vocab_size - 1}")
+    torch._assert_async(
+        ((tokens >= 0) & (tokens < vocab_size)).all(), f"a token is outside 0 to {vocab_size - 1}"
+    )
 
 
-def own_part(whole: nn.Parameter | None, split: Split, group: dist.ProcessGroup) -> nn.Parameter | None:
+def own_part(
+    whole: nn.Parameter | None, split: Split, group: dist.ProcessGroup
+) -> nn.Parameter | None:
     """This rank's part of a whole parameter, as a parameter of its own that is frozen if the whole is."""
     if whole is None:
         return None
-    return nn.Parameter(split.take(whole.detach(), group.rank(), group.size()), requires_grad=whole.requires_grad)
+    return nn.Parameter(
+        split.take(whole.detach(), group.rank(), group.size()), requires_grad=whole.requires_grad
+    )
 
 
 def first_row(size: int, group: dist.ProcessGroup) -> int:

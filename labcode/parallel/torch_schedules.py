@@ -16,7 +16,9 @@ def to_torch(actions: Actions) -> dict[int, list]:
     """The schedule as PyTorch's `{rank: [_Action]}`, computation only; PyTorch adds its own communication."""
     action_type, kind_type = _private("_Action"), _private("_ComputationType")
     return {
-        rank: [action_type(action.stage, kind_type(action.kind), action.microbatch) for action in order]
+        rank: [
+            action_type(action.stage, kind_type(action.kind), action.microbatch) for action in order
+        ]
         for rank, order in actions.items()
     }
 
@@ -26,7 +28,10 @@ def from_torch(orders: dict[int, list]) -> Actions:
 
     A forward and a backward that it runs overlapped become two actions, one after the other.
     """
-    return {rank: [_ours(part) for action in order for part in _computation(action)] for rank, order in orders.items()}
+    return {
+        rank: [_ours(part) for action in order for part in _computation(action)]
+        for rank, order in orders.items()
+    }
 
 
 def validate(actions: Actions, num_stages: int, num_microbatches: int) -> dict[int, list]:
@@ -43,10 +48,14 @@ def validate(actions: Actions, num_stages: int, num_microbatches: int) -> dict[i
         home = _private("_validate_schedule")(orders, len(orders), num_stages, num_microbatches)
         # the pass empties the lists that it is given
         copies = {rank: list(order) for rank, order in orders.items()}
-        return _private("_add_send_recv")(copies, stage_to_rank=home.__getitem__, num_stages=num_stages)
+        return _private("_add_send_recv")(
+            copies, stage_to_rank=home.__getitem__, num_stages=num_stages
+        )
     except (AssertionError, KeyError) as error:
         reason = (str(error).splitlines() or ["no reason given"])[0]
-        raise ValueError(f"PyTorch refuses the schedule: {type(error).__name__}: {reason}") from None
+        raise ValueError(
+            f"PyTorch refuses the schedule: {type(error).__name__}: {reason}"
+        ) from None
 
 
 def _computation(action):

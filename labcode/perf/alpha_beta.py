@@ -69,7 +69,10 @@ def time_s(collective: str, p: int, num_bytes: float, link: Link) -> float:
         num_bytes: The whole tensor, see the top of the file.
         link: Between any two ranks.
     """
-    return messages(collective, p) * link.alpha_s + bytes_sent(collective, p, num_bytes) / link.beta_bytes_per_s
+    return (
+        messages(collective, p) * link.alpha_s
+        + bytes_sent(collective, p, num_bytes) / link.beta_bytes_per_s
+    )
 
 
 def balance_bytes(collective: str, p: int, link: Link) -> float:
@@ -137,4 +140,6 @@ def _algorithm(collective, p):
     try:
         return _ALGORITHMS[collective]
     except KeyError:
-        raise ValueError(f"no formula for {collective!r}: choose one of {', '.join(_ALGORITHMS)}") from None
+        raise ValueError(
+            f"no formula for {collective!r}: choose one of {', '.join(_ALGORITHMS)}"
+        ) from None

@@ -18,7 +18,9 @@ def training_flops_per_sample(config: GPTConfig | ViTConfig) -> int:
     kv_features = getattr(config, "kv_heads", config.num_heads) * config.head_size
     layer = hidden * (2 * hidden + 2 * kv_features) + 2 * hidden * config.ffn
     if isinstance(config, ViTConfig):
-        ends = (config.patch_inputs + config.patch_outputs) * hidden  # patch embedding and pixel head
+        ends = (
+            config.patch_inputs + config.patch_outputs
+        ) * hidden  # patch embedding and pixel head
     else:
         ends = config.vocab_size * hidden
     weights = config.num_layers * layer + ends

@@ -71,10 +71,14 @@ def layer_activations(
         ValueError: An axis that does not divide what it cuts.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, eqs. 1, 2 and 4.
     """
-    check_layout(model, shape, sequence_parallel, context="gather")  # dropout over a ring is none of this formula's business
+    check_layout(
+        model, shape, sequence_parallel, context="gather"
+    )  # dropout over a ring is none of this formula's business
     residual_bytes = residual_bytes or value_bytes
     tokens = batch * model.sequence_length / shape.cp  # of this rank of cp
-    whole = tokens / shape.tp if sequence_parallel else tokens  # of those, where tp does not cut the features
+    whole = (
+        tokens / shape.tp if sequence_parallel else tokens
+    )  # of those, where tp does not cut the features
     hidden = model.hidden_size
     terms = {
         "norm inputs": 2 * whole * hidden * residual_bytes,
@@ -164,7 +168,12 @@ def _ends(model, batch, shape, whole, value_bytes):
 
 
 def paper_layer_bytes(
-    model: GPTConfig | ViTConfig, *, batch: int, tp: int = 1, sequence_parallel: bool = False, fused_attention: bool = False
+    model: GPTConfig | ViTConfig,
+    *,
+    batch: int,
+    tp: int = 1,
+    sequence_parallel: bool = False,
+    fused_attention: bool = False,
 ) -> float:
     """The closed form of the paper for one layer: 2 bytes a number, dropout everywhere, as many kv heads as heads, F = 4 H.
 
@@ -180,6 +189,8 @@ def paper_layer_bytes(
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), eqs. 1, 2 and 4.
     """
     tokens_hidden = model.sequence_length * batch * model.hidden_size
-    scores = 0 if fused_attention else 5 * model.num_heads * model.sequence_length / model.hidden_size
+    scores = (
+        0 if fused_attention else 5 * model.num_heads * model.sequence_length / model.hidden_size
+    )
     whole, cut = (0, 34) if sequence_parallel else (10, 24)
     return tokens_hidden * (whole + (cut + scores) / tp)

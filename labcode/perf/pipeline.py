@@ -47,7 +47,12 @@ class StageTimes:
 
     def of(self, kind: str) -> float:
         """Seconds of F, B, I or W."""
-        times = {"F": self.forward_s, "I": self.input_s, "W": self.weight_s, "B": self.input_s + self.weight_s}
+        times = {
+            "F": self.forward_s,
+            "I": self.input_s,
+            "W": self.weight_s,
+            "B": self.input_s + self.weight_s,
+        }
         return times[kind]
 
 
@@ -117,7 +122,11 @@ class Timeline:
 
 
 def simulate(
-    actions: Actions, stage_s: StageTimes | Sequence[StageTimes], *, message_s: float = 0.0, recompute: bool = False
+    actions: Actions,
+    stage_s: StageTimes | Sequence[StageTimes],
+    *,
+    message_s: float = 0.0,
+    recompute: bool = False,
 ) -> Timeline:
     """The timeline of a schedule in which every rank starts its next action as soon as it is free and the input is there.
 
@@ -139,7 +148,9 @@ def simulate(
     num_stages = 1 + max(action.stage for order in actions.values() for action in order)
     times = [stage_s] * num_stages if isinstance(stage_s, StageTimes) else list(stage_s)
     if len(times) != num_stages:
-        raise ValueError(f"{len(times)} stage times for {num_stages} stages: give one for each, or one for all")
+        raise ValueError(
+            f"{len(times)} stage times for {num_stages} stages: give one for each, or one for all"
+        )
     if not message_s >= 0:
         raise ValueError(f"message_s={message_s}: a message takes 0 seconds or more")
     times = [time.recomputed() for time in times] if recompute else times

@@ -23,7 +23,9 @@ class Saved:
 
     def __init__(self, model: nn.Module):
         self._weights = {_memory(tensor) for tensor in (*model.parameters(), *model.buffers())}
-        self._held = weakref.WeakSet()  # autograd owns what it saved; what it lets go of disappears here too
+        self._held = (
+            weakref.WeakSet()
+        )  # autograd owns what it saved; what it lets go of disappears here too
         self._running, self._order = [""], itertools.count()
 
     def total(self) -> int:
@@ -70,7 +72,9 @@ def saved_bytes(model: nn.Module) -> Iterator[Saved]:
     """
     saved, hooks = Saved(model), []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(lambda *_, name=name: saved._running.append(name)))
+        hooks.append(
+            module.register_forward_pre_hook(lambda *_, name=name: saved._running.append(name))
+        )
         hooks.append(module.register_forward_hook(saved._done, always_call=True))
     try:
         with torch.autograd.graph.saved_tensors_hooks(saved._pack, lambda held: held.tensor):

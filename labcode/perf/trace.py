@@ -21,7 +21,9 @@ COMPUTING = {  # what an operation of torch is called in a figure
 BACKENDS = ("gloo:", "nccl:")  # how they name the time from the start of a collective to its end
 
 
-def record(step: Callable[[], object], repeats: int, lane: str) -> list[list[tuple[str, str, float, float]]]:
+def record(
+    step: Callable[[], object], repeats: int, lane: str
+) -> list[list[tuple[str, str, float, float]]]:
     """Profile `step` on this rank, `repeats` times; the rows of each. The ranks begin each time together.
 
     Communicates: what `step` does, and a barrier before each. One more is made, since the first one warms up.
@@ -55,7 +57,10 @@ def rows(recorded: profile, lane: str) -> list[tuple[str, str, float, float]]:
             found.append((f"{lane}, sending", label, event.time_range))
     found.sort(key=lambda row: row[2].start)
     first = found[0][2].start if found else 0
-    return [(lane, label, (times.start - first) / 1e3, (times.end - first) / 1e3) for lane, label, times in found]
+    return [
+        (lane, label, (times.start - first) / 1e3, (times.end - first) / 1e3)
+        for lane, label, times in found
+    ]
 
 
 def share(rows_of_rank: list[tuple[str, str, float, float]], label: str) -> float:

@@ -26,7 +26,9 @@ def ring(collective: str, group: list[int], message_bytes: float) -> Traffic:
     """
     if len(group) == 1:
         return {}
-    return dict.fromkeys(zip(group, group[1:] + group[:1]), bytes_sent(collective, len(group), message_bytes))
+    return dict.fromkeys(
+        zip(group, group[1:] + group[:1]), bytes_sent(collective, len(group), message_bytes)
+    )
 
 
 def across_nodes(traffic: Traffic, ranks_per_node: int) -> float:
@@ -37,11 +39,18 @@ def across_nodes(traffic: Traffic, ranks_per_node: int) -> float:
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node}: a node holds at least 1 rank")
-    return sum(size for (a, b), size in traffic.items() if a // ranks_per_node != b // ranks_per_node)
+    return sum(
+        size for (a, b), size in traffic.items() if a // ranks_per_node != b // ranks_per_node
+    )
 
 
 def step_traffic(
-    model: GPTConfig, shape: GridShape, *, global_batch: int, value_bytes: int = 2, gradient_bytes: int = 4
+    model: GPTConfig,
+    shape: GridShape,
+    *,
+    global_batch: int,
+    value_bytes: int = 2,
+    gradient_bytes: int = 4,
 ) -> dict[str, Traffic]:
     """The traffic of one optimizer step along each axis, all micro-batches together.
 
@@ -70,11 +79,17 @@ def step_traffic(
     Held by: tests/unit/test_perf_placement.py, and by the bytes counted in lesson 07.
     """
     tokens, heads, kv_heads = model.context_length, model.num_heads, model.kv_heads
-    cuts = {"dp": {"global_batch": global_batch}, "pp": {"num_layers": model.num_layers}, "cp": {"context_length": tokens}}
+    cuts = {
+        "dp": {"global_batch": global_batch},
+        "pp": {"num_layers": model.num_layers},
+        "cp": {"context_length": tokens},
+    }
     for axis, cut in (cuts | {"tp": {"num_heads": heads, "num_kv_heads": kv_heads}}).items():
         for name, size in cut.items():
             if size % shape.size(axis):
-                raise ValueError(f"{name}={size} is not divisible by {axis}={shape.size(axis)}: change one of them")
+                raise ValueError(
+                    f"{name}={size} is not divisible by {axis}={shape.size(axis)}: change one of them"
+                )
     samples, layers = global_batch // shape.dp, model.num_layers // shape.pp
     act = samples * tokens // shape.cp * model.hidden_size * value_bytes
     keys_and_values = 2 * samples * tokens * kv_heads // shape.tp * model.head_size * value_bytes
@@ -82,7 +97,9 @@ def step_traffic(
     boundaries = [pair for group in shape.groups("pp") for pair in itertools.pairwise(group)]
     return {
         "tp": _sum(ring("all_reduce", group, 4 * layers * act) for group in shape.groups("tp")),
-        "cp": _sum(ring("all_gather", group, 2 * layers * keys_and_values) for group in shape.groups("cp")),
+        "cp": _sum(
+            ring("all_gather", group, 2 * layers * keys_and_values) for group in shape.groups("cp")
+        ),
         "pp": {link: act for a, b in boundaries for link in ((a, b), (b, a))},
         "dp": _sum(ring("all_reduce", group, gradients) for group in shape.groups("dp", "cp")),
     }

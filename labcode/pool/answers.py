@@ -30,9 +30,14 @@ def answer_of(child) -> dict:
         return value if isinstance(value, dict) else {}
     if getattr(value, "ename", "") == CellFailed.__name__:
         return {"failure": json.loads(value.evalue)}
-    name, message = getattr(value, "ename", type(value).__name__), getattr(value, "evalue", str(value))
+    name, message = (
+        getattr(value, "ename", type(value).__name__),
+        getattr(value, "evalue", str(value)),
+    )
     rank = (getattr(value, "engine_info", None) or {}).get("engine_id")
-    return {"failure": {"time": math.inf, "rank": rank, "error": name, "message": message, "frames": []}}
+    return {
+        "failure": {"time": math.inf, "rank": rank, "error": name, "message": message, "frames": []}
+    }
 
 
 def any_failed(reply) -> bool:
@@ -47,15 +52,23 @@ def raise_first(reply) -> None:
     if not failures:
         return
     first = min(failures, key=lambda failure: failure["time"])
-    same = [failure for failure in failures if (failure["error"], failure["message"]) == (first["error"], first["message"])]
-    first = min(same, key=lambda failure: failure["rank"] or 0)  # when all fail alike the message should not vary
+    same = [
+        failure
+        for failure in failures
+        if (failure["error"], failure["message"]) == (first["error"], first["message"])
+    ]
+    first = min(
+        same, key=lambda failure: failure["rank"] or 0
+    )  # when all fail alike the message should not vary
     error = RankError(f"rank {first['rank']}: {first['error']}: {first['message']}", first["rank"])
     # formatted here and not on the rank: the source of notebook cells is known here only
     frames = traceback.StackSummary.from_list(
         [traceback.FrameSummary(*where, line=line) for *where, line in first["frames"]]
     )
     if first["frames"]:
-        error.add_note(f"Traceback of rank {first['rank']} (most recent call last):\n{''.join(frames.format()).rstrip()}")
+        error.add_note(
+            f"Traceback of rank {first['rank']} (most recent call last):\n{''.join(frames.format()).rstrip()}"
+        )
     if finished := [rank for rank, answer in enumerate(answers) if "result" in answer]:
         error.add_note(f"finished before: {', '.join(f'rank {rank}' for rank in finished)}")
     raise error

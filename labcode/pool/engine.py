@@ -29,7 +29,9 @@ class _State:
     group = 0  # number of the process group in use; a break-off order for an older one is stale
     busy = False  # in a call or a cell: only then may an interrupt be raised
     lock = threading.Lock()  # for these two
-    ports: frozenset = frozenset()  # the controller's ports: connections to keep when the others are cut
+    ports: frozenset = (
+        frozenset()
+    )  # the controller's ports: connections to keep when the others are cut
     rank = 0
     leftover = ()  # process groups made inside the last call
 
@@ -45,7 +47,9 @@ def open_store(group):
     import torch.distributed as dist
 
     _enter_group(group)
-    _State.store = dist.TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT)
+    _State.store = dist.TCPStore(
+        "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
+    )
     return _State.store.port
 
 
@@ -68,7 +72,9 @@ def join(group, n, port, timeout_s):
     gc.collect()  # models and tensors of a failed call
     bootstrap.stop()
     rank = _State.rank
-    store = _State.store if rank == 0 else dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
+    store = (
+        _State.store if rank == 0 else dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
+    )
     place = bootstrap.Place(rank, n, local_rank=rank, local_world_size=n, launcher="pool")
     world = bootstrap.start(place, share_gpus=True, timeout_s=timeout_s, store=store)
     shell = get_ipython()
@@ -92,7 +98,9 @@ def _leave():
         with contextlib.suppress(KeyboardInterrupt), _State.lock:
             _State.busy = False
     with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # ipykernel puts its own handler back; raises what is pending
+        signal.signal(
+            signal.SIGINT, signal.SIG_IGN
+        )  # ipykernel puts its own handler back; raises what is pending
 
 
 def call(payload, path, pass_rank):
@@ -115,7 +123,9 @@ def _call(payload, path, pass_rank):
     import torch.distributed as dist
     from IPython import get_ipython
 
-    for group in _State.leftover:  # all ranks are done with them by now; each would keep its sockets open
+    for (
+        group
+    ) in _State.leftover:  # all ranks are done with them by now; each would keep its sockets open
         dist.destroy_process_group(group)
     _State.leftover = group = ()
     before = set(dist.distributed_c10d._world.pg_map)
@@ -123,12 +133,16 @@ def _call(payload, path, pass_rank):
     try:
         fn, args, kwargs = _wire.loads(payload)
         names = getattr(inspect.unwrap(fn), "__globals__", {})
-        if names.get("__name__") == "__main__":  # from a notebook: names defined by %%px are there too, as in the cell below
+        if (
+            names.get("__name__") == "__main__"
+        ):  # from a notebook: names defined by %%px are there too, as in the cell below
             for name, value in get_ipython().user_ns.items():
                 names.setdefault(name, value)
         value = fn(_State.rank, *args, **kwargs) if pass_rank else fn(*args, **kwargs)
     finally:
-        _State.leftover = [group for group in dist.distributed_c10d._world.pg_map if group not in before]
+        _State.leftover = [
+            group for group in dist.distributed_c10d._world.pg_map if group not in before
+        ]
     try:
         return _wire.dumps(value)
     except Exception as error:
@@ -169,7 +183,13 @@ def _fail(error):
         for frame in traceback.extract_tb(error.__traceback__)
         if frame.filename != __file__ and "/IPython/" not in frame.filename
     ]
-    return {"time": failed_at, "rank": _State.rank, "error": type(error).__name__, "message": message, "frames": frames}
+    return {
+        "time": failed_at,
+        "rank": _State.rank,
+        "error": type(error).__name__,
+        "message": message,
+        "frames": frames,
+    }
 
 
 def _cut():
@@ -180,10 +200,14 @@ def _cut():
     import psutil
 
     for link in psutil.Process().net_connections("tcp"):
-        local = link.raddr and link.raddr.ip == link.laddr.ip and link.status == psutil.CONN_ESTABLISHED
+        local = (
+            link.raddr and link.raddr.ip == link.laddr.ip and link.status == psutil.CONN_ESTABLISHED
+        )
         if local and link.raddr.port not in _State.ports:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fd)) as twin:
-                if twin.getpeername()[1] == link.raddr.port:  # the number may belong to another file by now
+                if (
+                    twin.getpeername()[1] == link.raddr.port
+                ):  # the number may belong to another file by now
                     twin.shutdown(socket.SHUT_RDWR)
     if "torch" in sys.modules:
         from torch.distributed import distributed_c10d
@@ -200,7 +224,9 @@ def _watch(orders, parent, folder):
         text = os.read(orders, 256) if ready else b""
         if (ready and not text) or os.getppid() != parent:
             shutil.rmtree(folder, ignore_errors=True)
-            os.killpg(0, signal.SIGKILL)  # this process leads a group of its own: data loader workers go with it
+            os.killpg(
+                0, signal.SIGKILL
+            )  # this process leads a group of its own: data loader workers go with it
         if text:
             _break_off(int(text.split()[-1]))
 
@@ -212,7 +238,9 @@ def _break_off(group):
     """
     with _State.lock:
         if _State.busy and group == _State.group:
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # for a rank that computes or sleeps
+            signal.pthread_kill(
+                threading.main_thread().ident, signal.SIGINT
+            )  # for a rank that computes or sleeps
     time.sleep(0.3)
     with _State.lock:
         if group == _State.group:
@@ -225,16 +253,24 @@ def _break_off(group):
 def main(role, folder, rank="0", n="1"):
     """Run the controller, or the engine of one rank, until the parent ends."""
     orders = os.dup(0)
-    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code that reads stdin must not eat the orders
+    os.dup2(
+        os.open(os.devnull, os.O_RDONLY), 0
+    )  # user code that reads stdin must not eat the orders
     threading.Thread(target=_watch, args=(orders, os.getppid(), folder), daemon=True).start()
     arguments = [f"--profile-dir={folder}", "--log-level=ERROR"]
     if role == "controller":
         from ipyparallel.controller.app import IPController
 
         # threads in place of six processes; no task scheduler; engines count as present from their second heartbeat on
-        options = ["--IPController.use_threads=True", "--TaskScheduler.scheme_name=none", "--HeartMonitor.period=300"]
+        options = [
+            "--IPController.use_threads=True",
+            "--TaskScheduler.scheme_name=none",
+            "--HeartMonitor.period=300",
+        ]
         # the pool itself sees at once when an engine dies: a busy machine must not make one look dead
-        IPController.launch_instance([*arguments, *options, "--HeartMonitor.max_heartmonitor_misses=1000000"])
+        IPController.launch_instance(
+            [*arguments, *options, "--HeartMonitor.max_heartmonitor_misses=1000000"]
+        )
         return
     _State.rank = int(rank)
     import torch  # noqa: F401 - before the engine registers, so that the first call does not pay for it
@@ -244,16 +280,26 @@ def main(role, folder, rank="0", n="1"):
         def load_connection_file(self):
             super().load_connection_file()
             values = [
-                port for value in self.connection_info.values() for port in (value if isinstance(value, list) else [value])
+                port
+                for value in self.connection_info.values()
+                for port in (value if isinstance(value, list) else [value])
             ]
             _State.ports = frozenset(port for port in values if isinstance(port, int))
 
     # no nanny process per engine: the pool watches its processes itself
-    options = [f"--IPEngine.id={rank}", "--IPEngine.enable_nanny=False", "--IPEngine.wait_for_url_file=60"]
-    Engine.launch_instance([*arguments, *options, "--IPEngine.timeout=20", "--IPEngine.max_heartbeat_misses=0"])
+    options = [
+        f"--IPEngine.id={rank}",
+        "--IPEngine.enable_nanny=False",
+        "--IPEngine.wait_for_url_file=60",
+    ]
+    Engine.launch_instance(
+        [*arguments, *options, "--IPEngine.timeout=20", "--IPEngine.max_heartbeat_misses=0"]
+    )
 
 
 if __name__ == "__main__":
-    from labcode.comm import _engine  # the module that the notebook's calls find, not this copy of it
+    from labcode.comm import (
+        _engine,
+    )  # the module that the notebook's calls find, not this copy of it
 
     _engine.main(*sys.argv[1:])

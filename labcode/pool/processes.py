@@ -38,12 +38,21 @@ class Processes:
             raise
 
     def _spawn(self, role, *numbers):
-        command = [sys.executable, "-m", "labcode.pool.engine", role, str(self.folder), *map(str, numbers)]
+        command = [
+            sys.executable,
+            "-m",
+            "labcode.pool.engine",
+            role,
+            str(self.folder),
+            *map(str, numbers),
+        ]
         if len(self.names) > 2:  # several ranks share the cores; `env` is replaced by the engine
             command = ["env", "OMP_NUM_THREADS=1", *command]
         with open(self._log(len(self.processes)), "wb") as log:
             # a session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the parent only
-            return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True)
+            return subprocess.Popen(
+                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+            )
 
     def _log(self, index):
         return self.folder / f"process-{index}.log"
@@ -56,7 +65,9 @@ class Processes:
         """
         deadline = time.monotonic() + self.start_timeout_s
         info = self._wait_for(self._connection_info, deadline)
-        client = self.client = ipyparallel.Client(info, profile_dir=str(self.folder), timeout=self.start_timeout_s)
+        client = self.client = ipyparallel.Client(
+            info, profile_dir=str(self.folder), timeout=self.start_timeout_s
+        )
         self._wait_for(lambda: len(client.ids) == len(self.processes) - 1, deadline)
         return client
 
@@ -69,7 +80,11 @@ class Processes:
         while not (value := condition()):
             death = self.death()
             if death or time.monotonic() > deadline:
-                reason = f"{death}{self._last_words()}" if death else f"not ready after {self.start_timeout_s:.0f} s"
+                reason = (
+                    f"{death}{self._last_words()}"
+                    if death
+                    else f"not ready after {self.start_timeout_s:.0f} s"
+                )
                 raise RuntimeError(f"the pool of ranks did not start: {reason}")
             time.sleep(0.02)
         return value

@@ -41,7 +41,9 @@ def _show(reply, groupby):
     """What the ranks printed, labelled as by `Ranks.run`; then their pictures and results, as ipyparallel shows them."""
     complete = reply.ready() and reply.wait_for_output(10)  # text may arrive after the reply
     printed = {}
-    records = [reply.metadata] if isinstance(reply.metadata, dict) else reply.metadata  # one target, or several
+    records = (
+        [reply.metadata] if isinstance(reply.metadata, dict) else reply.metadata
+    )  # one target, or several
     for index, record in enumerate(records):
         rank = index if record["engine_id"] is None else record["engine_id"]
         printed[rank] = {"out": record["stdout"], "err": record["stderr"]}

@@ -44,7 +44,9 @@ class Ranks:
 
     def __init__(self, n: int, *, timeout_s: float = 30.0):
         if n < 1 or timeout_s <= 0:
-            raise ValueError(f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a time-out above 0 s")
+            raise ValueError(
+                f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a time-out above 0 s"
+            )
         self.n, self.timeout_s = n, timeout_s
         self._processes = self._magics = None
         self.start()
@@ -131,7 +133,9 @@ class Ranks:
     def _ready(self):
         """Before a call: live engines and a fresh process group, or a clear error."""
         if not self._processes:
-            raise RuntimeError(f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one")
+            raise RuntimeError(
+                f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one"
+            )
         if not self._stuck:
             self._check_alive()
             if not self._joined:
@@ -141,7 +145,10 @@ class Ranks:
                     self._check_alive()
                     self._stuck = True
         if self._stuck:
-            warnings.warn("the ranks did not stop and are started again: what %%px cells defined is gone", stacklevel=3)
+            warnings.warn(
+                "the ranks did not stop and are started again: what %%px cells defined is gone",
+                stacklevel=3,
+            )
             self.restart()
 
     def _check_alive(self):
@@ -155,7 +162,9 @@ class Ranks:
         port = self._client[0].apply_async(_engine.open_store, self._group)
         self._wait(port)
         raise_first(port)
-        joined = self._view.apply_async(_engine.join, self._group, self.n, port.get(), self.timeout_s)
+        joined = self._view.apply_async(
+            _engine.join, self._group, self.n, port.get(), self.timeout_s
+        )
         self._wait(joined)
         raise_first(joined)
         self._joined, self._stuck = True, False

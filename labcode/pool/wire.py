@@ -19,12 +19,19 @@ class _Pickler(cloudpickle.Pickler):
 
     def reducer_override(self, obj):
         torch = sys.modules.get("torch")
-        if torch is None or type(obj) is not torch.Tensor or obj.layout is not torch.strided or obj.is_meta:
+        if (
+            torch is None
+            or type(obj) is not torch.Tensor
+            or obj.layout is not torch.strided
+            or obj.is_meta
+        ):
             return super().reducer_override(obj)
         plain = obj.detach().cpu()
         if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
             plain = plain.clone()
-        return plain.requires_grad_(obj.is_leaf and obj.requires_grad).__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+        return plain.requires_grad_(obj.is_leaf and obj.requires_grad).__reduce_ex__(
+            pickle.HIGHEST_PROTOCOL
+        )
 
 
 def dumps(obj) -> bytes:
@@ -66,7 +73,9 @@ def _by_value(module):
     """Send what `module` defines as code if it is a script or a test, which the engines may not be able to import."""
     path = getattr(module, "__file__", None) or ""
     places = sysconfig.get_paths()
-    installed = path.startswith((places["stdlib"], places["platstdlib"], places["purelib"], places["platlib"]))
+    installed = path.startswith(
+        (places["stdlib"], places["platstdlib"], places["purelib"], places["platlib"])
+    )
     if not path or installed or module.__name__.partition(".")[0] in ("__main__", "labcode"):
         yield  # importable everywhere, or __main__, which cloudpickle sends by value anyway
         return

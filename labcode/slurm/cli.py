@@ -44,7 +44,9 @@ class Options:
     partition: str | None = None  # in place of the profile's
     qos: str | None = None  # in place of the profile's
     nodes: int = 1
-    ranks_per_node: int | None = None  # None: one for each GPU of the site's nodes; 2 where the profile has none
+    ranks_per_node: int | None = (
+        None  # None: one for each GPU of the site's nodes; 2 where the profile has none
+    )
     minutes: int = 10  # time limit
     name: str | None = None  # in the queue, of the log and of the run's folder; None: the recipe's
     module: str = "labcode.train"  # what each rank runs
@@ -52,7 +54,9 @@ class Options:
     array: str | None = None  # such as 0-3
     dependency: str | None = None  # such as afterok:123
     nccl_debug: str | None = None  # INFO: the log shows who talks to whom over what
-    signal_s: int | None = None  # seconds before the time limit at which the checkpoint is asked for
+    signal_s: int | None = (
+        None  # seconds before the time limit at which the checkpoint is asked for
+    )
     output: Path | None = None  # render: write the script there
     rules: bool = False  # lint: list all rules
     keep: bool = False  # submit: an interrupt leaves the job running
@@ -63,12 +67,16 @@ class Options:
     def load_site(self) -> Site:
         """The profile, with what the command line says in place of its own."""
         changes = {name: getattr(self, name) for name in ("account", "partition", "qos")}
-        return load(self.site, **{name: value for name, value in changes.items() if value is not None})
+        return load(
+            self.site, **{name: value for name, value in changes.items() if value is not None}
+        )
 
     def job(self, recipe: str, overrides: Sequence[str]) -> Job:
         """The job for a recipe."""
         own = {field.name for field in fields(Job)}
-        values = {field.name: getattr(self, field.name) for field in fields(self) if field.name in own}
+        values = {
+            field.name: getattr(self, field.name) for field in fields(self) if field.name in own
+        }
         if self.ranks_per_node is None:
             values["ranks_per_node"] = self.load_site().gpus.per_node or 2
         return Job(recipe, tuple(overrides), **values)
@@ -82,14 +90,20 @@ def main(args: Sequence[str]) -> int:
     try:
         command = COMMANDS.get(args[0])
         if command is None:
-            raise UsageError(f"unknown command {args[0]!r}: {_close(args[0], COMMANDS)}there are {', '.join(COMMANDS)}")
+            raise UsageError(
+                f"unknown command {args[0]!r}: {_close(args[0], COMMANDS)}there are {', '.join(COMMANDS)}"
+            )
         target, options, overrides = parse(args[1:], args[0])
         return command(target, options, overrides)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         return 130
     except (ValueError, SlurmError, TimeoutError, OSError) as error:
-        text = f"{error.filename}: {error.strerror.lower()}" if isinstance(error, OSError) and error.filename else str(error)
+        text = (
+            f"{error.filename}: {error.strerror.lower()}"
+            if isinstance(error, OSError) and error.filename
+            else str(error)
+        )
         print(f"error: {text}", file=sys.stderr, flush=True)
         return 2
 
@@ -108,7 +122,9 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
     box = io.StringIO()
     try:
         with contextlib.redirect_stderr(box):
-            options, others = tyro.cli(Options, args=rest, prog=f"{PROGRAM} {command}", return_unknown_args=True)
+            options, others = tyro.cli(
+                Options, args=rest, prog=f"{PROGRAM} {command}", return_unknown_args=True
+            )
     except SystemExit as stop:
         if not stop.code:
             raise
@@ -117,7 +133,9 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
     for word in others:
         if word.startswith("--") and "." not in word.partition("=")[0]:
             close = _close(word.partition("=")[0], known)
-            raise UsageError(f"unknown option {word}: {close}there are {', '.join(known)}, and fields of the recipe")
+            raise UsageError(
+                f"unknown option {word}: {close}there are {', '.join(known)}, and fields of the recipe"
+            )
     if others and not others[0].startswith("-"):
         raise UsageError(
             f"what is {others[0]!r}? one recipe comes first, then options: {PROGRAM} {command} RECIPE --nodes 2"
@@ -149,16 +167,22 @@ def _render(target, options, overrides) -> int:
 def _lint(target, options, overrides) -> int:
     if options.rules:
         for rule in RULES:
-            print(f"{rule.number} {'warning' if rule.warning else 'error':7} {rule.message}\n    why: {rule.why}")
+            print(
+                f"{rule.number} {'warning' if rule.warning else 'error':7} {rule.message}\n    why: {rule.why}"
+            )
         return 0
     site, job = options.load_site(), None
     if target is not None and target not in RECIPES:
         try:
             text = Path(target).read_text(encoding="utf-8", errors="replace")
         except FileNotFoundError:
-            raise UsageError(f"{target} is neither a script nor a recipe: there are {', '.join(RECIPES)}") from None
+            raise UsageError(
+                f"{target} is neither a script nor a recipe: there are {', '.join(RECIPES)}"
+            ) from None
         if overrides:
-            raise UsageError(f"{overrides[0]}: a script is read as it is, fields of a recipe go with a recipe")
+            raise UsageError(
+                f"{overrides[0]}: a script is read as it is, fields of a recipe go with a recipe"
+            )
     else:
         job = options.job(_recipe(target), overrides)
         text = render(job, site)
@@ -174,10 +198,16 @@ def _submit(target, options, overrides) -> int:
     job, site = options.job(_recipe(target), overrides), options.load_site()
     client = None if options.here else Client.find(site.name, options.cluster)
     if options.cluster and client is None and not options.here:
-        raise UsageError(f"there is no cluster {options.cluster!r}: slurm/cluster up 2 --name {options.cluster} starts it")
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as Ctrl-C: the job is not left behind
+        raise UsageError(
+            f"there is no cluster {options.cluster!r}: slurm/cluster up 2 --name {options.cluster} starts it"
+        )
+    before = signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # as Ctrl-C: the job is not left behind
     try:
-        handle = submit(job, site, keep=options.keep or not options.wait, client=client, here=options.here)
+        handle = submit(
+            job, site, keep=options.keep or not options.wait, client=client, here=options.here
+        )
         if not options.wait:
             return 0
         try:
@@ -210,16 +240,24 @@ def _status(target, options, overrides) -> int:
     if target is not None:
         info = _handle(target, options).info()
         more = f", {info.restarts} restarts" if info.restarts else ""
-        print(f"job {info.id} {info.name!r}: {info.state}{f' ({info.reason})' if info.reason else ''}{more}")
-        print(f"{info.run_time} of {info.time_limit} on {info.nodes or 'no nodes yet'}; log: {info.log}")
+        print(
+            f"job {info.id} {info.name!r}: {info.state}{f' ({info.reason})' if info.reason else ''}{more}"
+        )
+        print(
+            f"{info.run_time} of {info.time_limit} on {info.nodes or 'no nodes yet'}; log: {info.log}"
+        )
         return 0
     client = _cluster(options)
     print(client.where)
     for group in client.nodes():
         about = f"{group.cpus} CPUs, {group.memory_mb} MB, {group.gres}, at most {group.time_limit}"
-        print(f"  {group.partition:12} {group.count:4} nodes {group.state:10} {group.nodes}: {about}")
+        print(
+            f"  {group.partition:12} {group.count:4} nodes {group.state:10} {group.nodes}: {about}"
+        )
     for job in client.queue():
-        print(f"  {job.id:>8} {job.state:10} {job.run_time:>10} {job.user:10} {job.name} on {job.nodes}: {job.where}")
+        print(
+            f"  {job.id:>8} {job.state:10} {job.run_time:>10} {job.user:10} {job.name} on {job.nodes}: {job.where}"
+        )
     return 0
 
 
@@ -232,4 +270,10 @@ def _cancel(target, options, overrides) -> int:
     return 0
 
 
-COMMANDS = {"render": _render, "lint": _lint, "submit": _submit, "status": _status, "cancel": _cancel}
+COMMANDS = {
+    "render": _render,
+    "lint": _lint,
+    "submit": _submit,
+    "status": _status,
+    "cancel": _cancel,
+}

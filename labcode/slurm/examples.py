@@ -5,22 +5,28 @@ from pathlib import Path
 from labcode.files import write_atomically
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
-from labcode.slurm.script.site import SITES, load
+from labcode.slurm.script.site import load
 
-FOLDER = SITES.parent
+FOLDER = Path(__file__).resolve().parents[2] / "slurm"
 # gpt_10m on 8 GPUs; a checkpoint every 200 steps, so that a failed node costs no more than that
 _SIZE = {"nodes": 2, "ranks_per_node": 4, "minutes": 30}
 _KEEP = ("--checkpoint.every", "200")
 JOBS = {
     "ddp_2_nodes": Job("gpt_10m", _KEEP, name="ddp_2_nodes", **_SIZE),
-    "hybrid_tp2_pp2": Job("gpt_10m", ("--grid.tp", "2", "--grid.pp", "2", *_KEEP), name="hybrid_tp2_pp2", **_SIZE),
+    "hybrid_tp2_pp2": Job(
+        "gpt_10m", ("--grid.tp", "2", "--grid.pp", "2", *_KEEP), name="hybrid_tp2_pp2", **_SIZE
+    ),
 }
 EXAMPLE_SITES = ("generic", "perlmutter")
 
 
 def scripts() -> dict[str, str]:
     """Name and text of each script."""
-    return {f"{name}-{site}.sbatch": render(job, load(site)) for name, job in JOBS.items() for site in EXAMPLE_SITES}
+    return {
+        f"{name}-{site}.sbatch": render(job, load(site))
+        for name, job in JOBS.items()
+        for site in EXAMPLE_SITES
+    }
 
 
 def build(folder: Path = FOLDER) -> list[Path]:

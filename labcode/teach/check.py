@@ -31,7 +31,9 @@ def check(exercise: str, test, praise: str = "") -> None:
     except (Exception, SystemExit) as error:
         print(f"[ ] {exercise} {NOT_DONE}" if _is_stub(error) else f"[x] {exercise} {_hint(error)}")
     else:
-        print(f"[ ] {exercise} {NOT_DONE}" if result is ... else f"[v] {exercise} {praise}".rstrip())
+        print(
+            f"[ ] {exercise} {NOT_DONE}" if result is ... else f"[v] {exercise} {praise}".rstrip()
+        )
 
 
 def due(*values):
@@ -124,6 +126,8 @@ def _failed_line(error):
 def _place(error):
     """Where in the learner's own cells the error arose, if it did."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if "ipykernel" in frame.filename or "<ipython" in frame.filename]
+    own = [
+        frame for frame in frames if "ipykernel" in frame.filename or "<ipython" in frame.filename
+    ]
     own = [frame for frame in own if not frame.name.startswith(("<lambda>", "<module>", "<cell"))]
     return f" (line {own[-1].lineno} of your cell, in {own[-1].name})" if own else ""

@@ -33,7 +33,16 @@ from labcode.recipes import field_paths
 ABOUT = "run.json"
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 # What may differ between the run that wrote a checkpoint and the one that goes on from it; all else must be the same.
-MAY_CHANGE = ("name", "checkpoint.", "optim.", "data.cache_dir", "grid.dp", "train.steps", "train.out", "train.overwrite")
+MAY_CHANGE = (
+    "name",
+    "checkpoint.",
+    "optim.",
+    "data.cache_dir",
+    "grid.dp",
+    "train.steps",
+    "train.out",
+    "train.overwrite",
+)
 MAY_CHANGE += (
     "train.data_parallel",
     "train.bucket_mb",
@@ -54,12 +63,22 @@ class RunState:
         device: Whose random generator the run draws from, beside that of the CPU.
     """
 
-    def __init__(self, model: ParallelModel, optimizer: torch.optim.Optimizer, batches: Batches, device: torch.device):
+    def __init__(
+        self,
+        model: ParallelModel,
+        optimizer: torch.optim.Optimizer,
+        batches: Batches,
+        device: torch.device,
+    ):
         self.params = dict(model.module.named_parameters())
         self.optimizer, self.batches = optimizer, batches
-        self.share = "pp{pp}-tp{tp}/".format(**{axis: model.grid.coord(axis) for axis in ("pp", "tp")})
+        self.share = "pp{pp}-tp{tp}/".format(
+            **{axis: model.grid.coord(axis) for axis in ("pp", "tp")}
+        )
         self.own = f"rank{dist.get_rank()}/"
-        streams = {id(m.stream): m.stream for m in model.modules() if isinstance(m, DrawApart)}.values()
+        streams = {
+            id(m.stream): m.stream for m in model.modules() if isinstance(m, DrawApart)
+        }.values()
         self.streams = dict(enumerate(streams, 1)) | {0: Stream(0, torch.device("cpu"))}
         self.device = device
 
@@ -94,7 +113,13 @@ class RunState:
             for name, param in self.params.items():
                 param.copy_(mine[f"{self.share}model/{name}"])
         self._load_optimizer(mine)
-        self._load_random({key.removeprefix(f"{self.own}random/"): x for key, x in mine.items() if key.startswith(self.own)})
+        self._load_random(
+            {
+                key.removeprefix(f"{self.own}random/"): x
+                for key, x in mine.items()
+                if key.startswith(self.own)
+            }
+        )
         self.batches.load_state_dict({"step": int(mine["step"])})
 
     def _load_optimizer(self, mine):
@@ -103,14 +128,20 @@ class RunState:
         order = [names[param] for group in self.optimizer.param_groups for param in group["params"]]
         for index, name in enumerate(order):
             prefix = f"{self.share}optim/{name}/"
-            state["state"][index] = {key.removeprefix(prefix): x for key, x in mine.items() if key.startswith(prefix)}
-        self.optimizer.load_state_dict(state)  # brings each tensor to the device and the dtype that its weight asks for
+            state["state"][index] = {
+                key.removeprefix(prefix): x for key, x in mine.items() if key.startswith(prefix)
+            }
+        self.optimizer.load_state_dict(
+            state
+        )  # brings each tensor to the device and the dtype that its weight asks for
 
     def _random(self):
         found = {"cpu": torch.get_rng_state()}
         if self.device.type == "cuda":
             found["cuda"] = torch.cuda.get_rng_state(self.device)
-        return found | {f"stream{number}": stream.state for number, stream in self.streams.items() if number}
+        return found | {
+            f"stream{number}": stream.state for number, stream in self.streams.items() if number
+        }
 
     def _load_random(self, found):
         torch.set_rng_state(found["cpu"])
@@ -152,16 +183,25 @@ class Checkpoints:
             on_first_rank(self._remove_partial)
             kept = max(self._all(), default=None)
             kept = f"; the last complete one is {kept}" if kept else ""
-            raise OSError(f"checkpoint {folder} could not be written: {_cause(error)}{kept}") from None
+            raise OSError(
+                f"checkpoint {folder} could not be written: {_cause(error)}{kept}"
+            ) from None
         return folder
 
     def _complete(self, partial, folder, step):
         files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
-        about = {"step": step, "config": _plain(self.config), "grid": _plain(self.grid.shape), "files": files}
+        about = {
+            "step": step,
+            "config": _plain(self.config),
+            "grid": _plain(self.grid.shape),
+            "files": files,
+        }
         write_atomically(partial / ABOUT, json.dumps(about, indent=2).encode())
         shutil.rmtree(folder, ignore_errors=True)  # damaged, or this run would have gone on from it
         os.replace(partial, folder)
-        later = [other for other in self._all() if other > folder]  # damaged, or of a life that this run went back behind
+        later = [
+            other for other in self._all() if other > folder
+        ]  # damaged, or of a life that this run went back behind
         for old in [*later, *sorted(set(self._all()) - set(later))[: -self.config.checkpoint.keep]]:
             shutil.rmtree(old, ignore_errors=True)
 
@@ -181,7 +221,10 @@ class Checkpoints:
         for folder in sorted(self._all(), reverse=True):
             about, problem = _read(folder)
             if problem:
-                print(f"checkpoint {folder} is damaged: {problem}: looking for an older one", flush=True)
+                print(
+                    f"checkpoint {folder} is damaged: {problem}: looking for an older one",
+                    flush=True,
+                )
                 continue
             self._check(about, folder)
             return folder
@@ -256,13 +299,17 @@ def _read(folder):
 
 def _plain(value):
     """As JSON gives it back: tuples become lists."""
-    return json.loads(json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value))
+    return json.loads(
+        json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
+    )
 
 
 def _flat(tree, prefix=""):
     flat = {}
     for name, value in tree.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        flat |= (
+            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
+        )
     return flat
 
 

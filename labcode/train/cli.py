@@ -13,6 +13,8 @@ def main(args: Sequence[str]) -> int:
     except UsageError as error:
         print(f"error: {error}", file=sys.stderr, flush=True)
         return 2
-    from labcode.train.run import run  # imports torch: only after the command line is known to be right
+    from labcode.train.run import (
+        run,
+    )  # imports torch: only after the command line is known to be right
 
     return run(config)

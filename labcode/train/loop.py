@@ -48,7 +48,15 @@ class Trainer:
         start: Checkpoint to go on from.
     """
 
-    def __init__(self, config: Config, world: World, grid: Grid, task: Task, out: Path | None, start: Path | None = None):
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        grid: Grid,
+        task: Task,
+        out: Path | None,
+        start: Path | None = None,
+    ):
         self.config, self.world, self.grid, self.task, self.out = config, world, grid, task, out
         self.dtype = pick_dtype(config.train.dtype, world.device)
         with torch.device("meta"):
@@ -66,7 +74,11 @@ class Trainer:
             dtype=torch.float64 if self.dtype == torch.float64 else torch.float32,
         )
         self.optimizer = make_optimizer(self.model, config.optim)
-        share = {"dp_size": grid.size("dp"), "dp_coord": grid.coord("dp"), "seed": config.train.seed}
+        share = {
+            "dp_size": grid.size("dp"),
+            "dp_coord": grid.coord("dp"),
+            "seed": config.train.seed,
+        }
         self.batches = Batches(len(task.train), config.train.global_batch, **share)
         self.accumulation = config.train.accumulation(grid.size("dp"))
         self.state = RunState(self.model, self.optimizer, self.batches, world.device)
@@ -97,8 +109,15 @@ class Trainer:
 
     def _train(self, signals):
         steps, main = self.config.train.steps, self.world.rank == 0
-        kind = {"total": steps, "initial": self.steps_done, "desc": self.config.name, "unit": "step"}
-        bar = tqdm(**kind, disable=not (main and self.terminal), mininterval=0.3, dynamic_ncols=True)
+        kind = {
+            "total": steps,
+            "initial": self.steps_done,
+            "desc": self.config.name,
+            "unit": "step",
+        }
+        bar = tqdm(
+            **kind, disable=not (main and self.terminal), mininterval=0.3, dynamic_ncols=True
+        )
         since, started = 0, time.perf_counter()
         with bar:
             while self.steps_done < steps and not self.stopped_by:
@@ -143,12 +162,20 @@ class Trainer:
         self.model.eval()
         data, batch = self.task.val, self.config.train.global_batch
         share = {"dp_size": self.grid.size("dp"), "dp_coord": self.grid.coord("dp")}
-        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)  # of losses, of samples
-        for mine in validation_batches(len(data), batch, **share, max_batches=self.config.train.eval_batches):
+        sums = torch.zeros(
+            2, dtype=torch.float64, device=self.world.device
+        )  # of losses, of samples
+        for mine in validation_batches(
+            len(data), batch, **share, max_batches=self.config.train.eval_batches
+        ):
             if len(mine):  # a rank's part of the last batch may be empty
                 parts = np.array_split(mine, min(self.accumulation, len(mine)))
-                losses = self.model.losses([self._read(data, part) for part in parts], self._loss, self._autocast)
-                sizes = torch.tensor([len(part) for part in parts], dtype=torch.float64, device=losses.device)
+                losses = self.model.losses(
+                    [self._read(data, part) for part in parts], self._loss, self._autocast
+                )
+                sizes = torch.tensor(
+                    [len(part) for part in parts], dtype=torch.float64, device=losses.device
+                )
                 sums += torch.stack([losses @ sizes, sizes.sum()])
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
@@ -163,7 +190,9 @@ class Trainer:
         return self.task.loss(self.model.loss, output, targets)
 
     def _autocast(self):
-        return torch.autocast(self.world.device.type, self.dtype, enabled=self.dtype == torch.bfloat16)
+        return torch.autocast(
+            self.world.device.type, self.dtype, enabled=self.dtype == torch.bfloat16
+        )
 
     def _read(self, data, indices):
         return tuple(self._to_device(x) for x in data[indices])
@@ -198,7 +227,9 @@ class Trainer:
         if self.world.device.type != "cuda":
             return None
         flops_per_s = samples_per_s_per_rank * training_flops_per_sample(self.task.model_config)
-        return hardware.mfu(flops_per_s, torch.cuda.get_device_name(), str(self.dtype).removeprefix("torch."))
+        return hardware.mfu(
+            flops_per_s, torch.cuda.get_device_name(), str(self.dtype).removeprefix("torch.")
+        )
 
     def _log(self, row):
         self.history.append(row)
@@ -219,7 +250,9 @@ class Trainer:
         torch.save(weights, file)
         write_atomically(self.out / "weights.pt", file.getbuffer())
         del file
-        result = self.task.finish(self._whole(weights), self.config.train.sample_tokens, self.config.train.seed)
+        result = self.task.finish(
+            self._whole(weights), self.config.train.sample_tokens, self.config.train.seed
+        )
         write_atomically(self.out / "result.txt", (result + "\n").encode())
         print(f"{result}\n\nmetrics, weights and TensorBoard files: {self.out}", flush=True)
 
@@ -245,7 +278,9 @@ def peak_memory_bytes(device: torch.device) -> int:
     """Most bytes in use so far: of the device's allocator on a GPU, resident memory of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")  # on Linux: ru_maxrss counts the process that started this one as well
+    status = Path(
+        "/proc/self/status"
+    )  # on Linux: ru_maxrss counts the process that started this one as well
     if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
         return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -51,10 +51,16 @@ class MetricsWriter:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / FILE_NAME
-        rows = [row for row in read(self._path) if row["step"] <= after_step] if after_step and self._path.exists() else []
+        rows = (
+            [row for row in read(self._path) if row["step"] <= after_step]
+            if after_step and self._path.exists()
+            else []
+        )
         write_atomically(self._path, b"".join(map(_line, rows)))
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
-        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None)
+        self._board = SummaryWriter(
+            str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None
+        )
 
     def write(self, row: Mapping[str, float]) -> None:
         """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
@@ -64,7 +70,9 @@ class MetricsWriter:
         """
         line = _line(row)
         end = self._file.tell()
-        if self._file.write(line) < len(line):  # unbuffered: a full disk takes a part, and says no only to the next write
+        if self._file.write(line) < len(
+            line
+        ):  # unbuffered: a full disk takes a part, and says no only to the next write
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         for name, value in row.items():
@@ -84,7 +92,10 @@ def _line(row):
 def shown(row: Mapping[str, float], steps: int) -> str:
     """A row as one line for people: "step 10/300 | loss 3.2101 | ..."; what is not in `SHOWN` is left out."""
     return " | ".join(
-        [f"step {row['step']}/{steps}", *(text.format(row[name]) for name, text in SHOWN.items() if name in row)]
+        [
+            f"step {row['step']}/{steps}",
+            *(text.format(row[name]) for name, text in SHOWN.items() if name in row),
+        ]
     )
 
 
@@ -109,7 +120,10 @@ def read(path: str | Path) -> list[dict[str, float]]:
     return rows
 
 
-def plot(runs: Mapping[str, str | Path | list], names: Sequence[str] = ("loss", "val_loss", "lr", "tokens_per_s")):
+def plot(
+    runs: Mapping[str, str | Path | list],
+    names: Sequence[str] = ("loss", "val_loss", "lr", "tokens_per_s"),
+):
     """Curves of several runs over the steps, one panel a quantity; returns the matplotlib figure.
 
     Args:
@@ -124,7 +138,9 @@ def plot(runs: Mapping[str, str | Path | list], names: Sequence[str] = ("loss", 
     for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
         for label, run in rows.items():
             points = [(row["step"], row[name]) for row in run if name in row]
-            axes.plot(*zip(*points), label=label, marker="o" if len(points) < 20 else None, markersize=3)
+            axes.plot(
+                *zip(*points), label=label, marker="o" if len(points) < 20 else None, markersize=3
+            )
         axes.set(title=name, xlabel="step")
         axes.grid(alpha=0.3)
     figure.axes[0].legend()

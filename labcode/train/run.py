@@ -38,20 +38,34 @@ def run(config: Config) -> int:
         trainer = set_up(config, world, shape)
     except KeyboardInterrupt:
         return _say(rank, "interrupted before the first step: nothing was written", INTERRUPTED)
-    except (ValueError, OSError, PeerError) as error:  # of set-up: what the user can mend; a bug keeps its traceback
+    except (
+        ValueError,
+        OSError,
+        PeerError,
+    ) as error:  # of set-up: what the user can mend; a bug keeps its traceback
         bootstrap.stop()
         return _say(rank, f"error: {_text(error)}", FAILED)
     try:
         trainer.fit()
     except KeyboardInterrupt:
-        return _say(rank, f"interrupted after step {trainer.steps_done}: its metrics are in {trainer.out}", INTERRUPTED)
+        return _say(
+            rank,
+            f"interrupted after step {trainer.steps_done}: its metrics are in {trainer.out}",
+            INTERRUPTED,
+        )
     except (Diverged, OSError, PeerError) as error:
         return _say(rank, f"error: after step {trainer.steps_done}: {_text(error)}", FAILED)
     else:
         if trainer.stopped_by:
-            _say(rank, f"stopped by {trainer.stopped_by} after step {trainer.steps_done}, with a checkpoint: {RESUME}", 0)
+            _say(
+                rank,
+                f"stopped by {trainer.stopped_by} after step {trainer.steps_done}, with a checkpoint: {RESUME}",
+                0,
+            )
     finally:
-        with contextlib.suppress(OSError):  # after an error that has been told, or a second time: it says nothing new
+        with contextlib.suppress(
+            OSError
+        ):  # after an error that has been told, or a second time: it says nothing new
             trainer.close()
         bootstrap.stop()
     return 0
@@ -67,7 +81,11 @@ def set_up(config: Config, world: bootstrap.World, shape: GridShape) -> Trainer:
     task = on_every_rank(lambda: make_task(config) if world.local_rank == 0 else None)
     task = on_every_rank(lambda: task or make_task(config))
     # once more, with the sizes that come from the data, before any group of the grid is made
-    on_every_rank(lambda: check_layout(task.model_config, shape, config.train.sequence_parallel, config.train.context))
+    on_every_rank(
+        lambda: check_layout(
+            task.model_config, shape, config.train.sequence_parallel, config.train.context
+        )
+    )
     grid = Grid.create(shape)
     out = on_first_rank(lambda: make_folder(config))
     who = who_and_where(config, world, shape)
@@ -76,7 +94,9 @@ def set_up(config: Config, world: bootstrap.World, shape: GridShape) -> Trainer:
     start = Checkpoints(config, grid, out).newest() if config.checkpoint.resume else None
     if start and world.rank == 0:
         print(f"going on from {start}", flush=True)
-    on_first_rank(lambda: write_config(config, out))  # a run that may not go on has left the folder as it was
+    on_first_rank(
+        lambda: write_config(config, out)
+    )  # a run that may not go on has left the folder as it was
     return on_every_rank(lambda: Trainer(config, world, grid, task, out, start))
 
 
@@ -115,9 +135,13 @@ def make_folder(config: Config) -> Path:
     else:
         out = Path(config.train.out)
         if out.exists() and not (config.train.overwrite or config.checkpoint.resume):
-            raise ValueError(f"{out} exists already: choose another train.out, or replace it with --train.overwrite")
+            raise ValueError(
+                f"{out} exists already: choose another train.out, or replace it with --train.overwrite"
+            )
         if out.exists() and not (out / "config.json").is_file():
-            raise ValueError(f"{out} is not the folder of a run: nothing was removed, choose another train.out")
+            raise ValueError(
+                f"{out} is not the folder of a run: nothing was removed, choose another train.out"
+            )
         if not config.checkpoint.resume:
             shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True, exist_ok=config.checkpoint.resume)
@@ -133,7 +157,11 @@ def write_config(config: Config, out: Path) -> None:
 
 def _text(error) -> str:
     if isinstance(error, OSError) and error.strerror:
-        return f"{error.filename}: {error.strerror.lower()}" if error.filename else error.strerror.lower()
+        return (
+            f"{error.filename}: {error.strerror.lower()}"
+            if error.filename
+            else error.strerror.lower()
+        )
     return str(error)
 
 

@@ -99,13 +99,16 @@ def _weather_task(model_config, data) -> Task:
 def _skill_table(model, splits, weights) -> str:
     """Error on the held-out times beside that of persistence, "tomorrow is like today", which costs nothing."""
     param = next(model.parameters())
-    state, target = (x.to(param.device, param.dtype) for x in splits.val[list(range(len(splits.val)))])
+    state, target = (
+        x.to(param.device, param.dtype) for x in splits.val[list(range(len(splits.val)))]
+    )
     rows = [f"{'normalised RMSE, held-out':28}{'model':>8}{'persistence':>13}"]
     prediction = model(state)
     for number, name in enumerate(splits.train.variables):
         channel = slice(number, number + 1)
         model_error, persistence = (
-            vit_loss(guess[:, channel], target[:, channel], weights.to(param)).sqrt().item() for guess in (prediction, state)
+            vit_loss(guess[:, channel], target[:, channel], weights.to(param)).sqrt().item()
+            for guess in (prediction, state)
         )
         rows.append(f"{name:28}{model_error:8.3f}{persistence:13.3f}")
     return "\n".join(rows)

@@ -15,9 +15,17 @@ pytestmark = [
 
 
 def train(cwd, *args, ranks=1):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        f"--nproc-per-node={ranks}",
+    ]
     command += ["-m", "labcode.train", "gpt_tiny", *args]
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=280, check=False
+    )
 
 
 def losses(folder):
@@ -32,7 +40,16 @@ def test_gpt_tiny_learns_in_bfloat16_over_nccl(tmp_path):
     assert 0 < rows[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
 
 
-STEPS = ("--train.steps", "6", "--train.dtype", "float64", "--train.log_every", "1", "--train.sample_tokens", "0")
+STEPS = (
+    "--train.steps",
+    "6",
+    "--train.dtype",
+    "float64",
+    "--train.log_every",
+    "1",
+    "--train.sample_tokens",
+    "0",
+)
 
 
 @pytest.mark.parametrize("grid", [(), ("--grid.tp", "2")], ids=["dp", "tp"])

@@ -43,14 +43,21 @@ UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 @pytest.fixture
 def on_small_disk(tmp_path):
     """`on_small_disk(size, *command)`: a command with a disk of that size at tmp_path/disk; run/ on it is copied away."""
-    if not (shutil.which("unshare") and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0):
-        pytest.skip("a small disk needs unshare with user namespaces, which this system does not allow")
+    if not (
+        shutil.which("unshare")
+        and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
+    ):
+        pytest.skip(
+            "a small disk needs unshare with user namespaces, which this system does not allow"
+        )
     disk = tmp_path / "disk"
     disk.mkdir()
 
     def run(size, *command):
         script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -r "$0"/run "$0"/.. ; exit $code'
         command = [*UNSHARE, "sh", "-c", script, str(disk), *command]
-        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+        return subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+        )
 
     return run

@@ -16,7 +16,9 @@ from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=64, context_length=64, num_layers=2, num_heads=8, hidden_size=64)
 ROTARY = replace(GPT, positions="rotary", num_kv_heads=4)
-VIT = ViTConfig(num_variables=3, num_forcings=1, lat=20, lon=40, hidden_size=64, num_layers=2, num_heads=8)
+VIT = ViTConfig(
+    num_variables=3, num_forcings=1, lat=20, lon=40, hidden_size=64, num_layers=2, num_heads=8
+)
 BATCH = 2
 
 
@@ -64,7 +66,9 @@ def test_one_process_keeps_what_the_formula_says(config, dtype):
 
 @pytest.mark.parametrize("config", [replace(GPT, dropout=0.1), replace(VIT, dropout=0.1)])
 def test_with_dropout_a_cpu_keeps_the_scores_and_wide_masks(config):
-    terms = model_activations(config, batch=BATCH, value_bytes=4, mask_bytes=4, fused_attention=False)
+    terms = model_activations(
+        config, batch=BATCH, value_bytes=4, mask_bytes=4, fused_attention=False
+    )
     assert kept_alone(config)[0] == pytest.approx(sum(terms.values()), rel=0.01)
 
 
@@ -80,8 +84,12 @@ def test_memories_are_counted_once_under_the_module_that_keeps_them():
     number = BATCH * GPT.context_length * GPT.hidden_size * 4
     for layer in ("blocks.0", "blocks.1"):
         assert by_module[f"{layer}.attention.qkv"] == by_module[f"{layer}.mlp.up"] == number
-        assert by_module[f"{layer}.mlp"] == by_module[f"{layer}.mlp.down"] == 4 * number  # GELU's input, its output
-        assert f"{layer}.attention.proj" not in by_module  # it reads what the attention keeps anyway
+        assert (
+            by_module[f"{layer}.mlp"] == by_module[f"{layer}.mlp.down"] == 4 * number
+        )  # GELU's input, its output
+        assert (
+            f"{layer}.attention.proj" not in by_module
+        )  # it reads what the attention keeps anyway
     assert by_module[""] >= BATCH * GPT.context_length * GPT.vocab_size * 4  # the loss
 
 
@@ -108,7 +116,9 @@ LAYOUTS = {
 @pytest.mark.parametrize("config", [GPT, ROTARY, VIT], ids=["gpt", "rotary, fewer kv heads", "vit"])
 def test_each_rank_keeps_what_the_formula_says(ranks4, config, layout):
     shape, sequence_parallel = LAYOUTS[layout]
-    terms = model_activations(config, shape, batch=BATCH, value_bytes=4, sequence_parallel=sequence_parallel)
+    terms = model_activations(
+        config, shape, batch=BATCH, value_bytes=4, sequence_parallel=sequence_parallel
+    )
     for found in ranks4.run(kept_by_rank, config, shape, sequence_parallel):
         assert found == pytest.approx(sum(terms.values()), rel=0.02)
 
@@ -117,6 +127,8 @@ def test_each_rank_keeps_what_the_formula_says(ranks4, config, layout):
 def test_each_rank_keeps_its_part_of_dropout_masks_and_scores(ranks4, sequence_parallel):
     config, shape = replace(GPT, dropout=0.1), GridShape(tp=4)
     options = {"mask_bytes": 4, "fused_attention": False}  # as torch does it on a CPU
-    terms = model_activations(config, shape, batch=BATCH, value_bytes=4, sequence_parallel=sequence_parallel, **options)
+    terms = model_activations(
+        config, shape, batch=BATCH, value_bytes=4, sequence_parallel=sequence_parallel, **options
+    )
     for found in ranks4.run(kept_by_rank, config, shape, sequence_parallel):
         assert found == pytest.approx(sum(terms.values()), rel=0.02)

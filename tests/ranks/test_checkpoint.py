@@ -35,10 +35,20 @@ TINY = {
 CONFIG = recipes.with_changes(recipes.gpt_tiny(), TINY)
 GRIDS = {
     "dp 2, tp 2, sequence parallel": {"grid.tp": 2, "train.sequence_parallel": True},
-    "dp 2, pp 2, zero bubble": {"grid.pp": 2, "pipeline.schedule": "zero_bubble", "train.data_parallel": "labcode"},
+    "dp 2, pp 2, zero bubble": {
+        "grid.pp": 2,
+        "pipeline.schedule": "zero_bubble",
+        "train.data_parallel": "labcode",
+    },
     "cp 2, tp 2": {"grid.cp": 2, "grid.tp": 2, "model.dropout": 0.0},
 }
-TRAIN = [sys.executable, "-m", "labcode.train", "gpt_tiny", *(f"--{key}={value}" for key, value in TINY.items())]
+TRAIN = [
+    sys.executable,
+    "-m",
+    "labcode.train",
+    "gpt_tiny",
+    *(f"--{key}={value}" for key, value in TINY.items()),
+]
 
 
 def train(config, out, start, seed):
@@ -55,7 +65,9 @@ def train(config, out, start, seed):
     grid = Grid.create(config.check(size))
     trainer = Trainer(config, world, grid, make_task(config), out, start)
     if not start:
-        torch.manual_seed(seed + grid.coord("dp"))  # a state of the generators that no fresh run would have
+        torch.manual_seed(
+            seed + grid.coord("dp")
+        )  # a state of the generators that no fresh run would have
     rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.fit() if "loss" in row]
     trainer.close()
     return rows, {name: tensor.clone() for name, tensor in trainer.model.whole_weights()}
@@ -89,7 +101,9 @@ def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):
 
 
 def run(*args, cwd):
-    return subprocess.run([*TRAIN, *args], cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        [*TRAIN, *args], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def test_going_on_from_a_folder_that_is_not_there_yet_begins(tmp_path):
@@ -98,9 +112,18 @@ def test_going_on_from_a_folder_that_is_not_there_yet_begins(tmp_path):
     assert "going on" not in done.stdout
     assert run("--train.out=run", cwd=tmp_path).returncode == 2  # without resume it is not touched
     done = run("--train.out=run", "--checkpoint.resume", cwd=tmp_path)
-    assert "going on from run/checkpoints/step-00000006" in done.stdout  # a finished run has nothing left to do
+    assert (
+        "going on from run/checkpoints/step-00000006" in done.stdout
+    )  # a finished run has nothing left to do
     assert done.returncode == 0
-    assert [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row] == [1, 2, 3, 4, 5, 6]
+    assert [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+        6,
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -122,20 +145,33 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
     data = next((folder / "step-00000006").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     (folder / "step-00000004" / ".metadata").unlink()
-    shutil.copytree(folder / "step-00000002", folder / "step-00000008.partial")  # killed while it was written
-    done = run("--train.out=run", "--checkpoint.resume", "--train.steps=5", "--checkpoint.every=3", cwd=written)
+    shutil.copytree(
+        folder / "step-00000002", folder / "step-00000008.partial"
+    )  # killed while it was written
+    done = run(
+        "--train.out=run",
+        "--checkpoint.resume",
+        "--train.steps=5",
+        "--checkpoint.every=3",
+        cwd=written,
+    )
     assert done.returncode == 0, done.stderr
     assert "step-00000006 is damaged" in done.stdout
     assert "step-00000004 is damaged" in done.stdout
     assert "going on from run/checkpoints/step-00000002" in done.stdout
-    kept = sorted(path.name for path in folder.iterdir())  # what lies behind this run's steps is damaged, or another history
+    kept = sorted(
+        path.name for path in folder.iterdir()
+    )  # what lies behind this run's steps is damaged, or another history
     assert kept == ["step-00000002", "step-00000003", "step-00000005"]
 
 
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (["--model.hidden_size=32"], "step-00000006 was written with model.hidden_size=16, this run has 32"),
+        (
+            ["--model.hidden_size=32"],
+            "step-00000006 was written with model.hidden_size=16, this run has 32",
+        ),
         (["--train.global_batch=4"], "was written with train.global_batch=8, this run has 4"),
     ],
 )
@@ -145,11 +181,15 @@ def test_what_cannot_go_on_is_refused_in_one_line_and_nothing_is_lost(written, a
     assert done.returncode == 2, done.stdout
     errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
     assert len(errors) == 1 and message in errors[0], done.stderr
-    assert {path: path.read_bytes() for path in (written / "run").rglob("*") if path.is_file()} == before
+    assert {
+        path: path.read_bytes() for path in (written / "run").rglob("*") if path.is_file()
+    } == before
 
 
 def test_another_grid_is_refused_with_both_grids_named(ranks2, written):
-    with pytest.raises(Exception, match=r"written on the grid dp=1, .*this run is on dp=2, .*start it as it was"):
+    with pytest.raises(
+        Exception, match=r"written on the grid dp=1, .*this run is on dp=2, .*start it as it was"
+    ):
         ranks2.run(newest, CONFIG, written / "run")
 
 
@@ -164,14 +204,30 @@ def newest(config, out):
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(tmp_path, number):
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", *TRAIN[1:]]
-    args = ["--train.steps=100000", "--train.out=run", "--checkpoint.every=0", "--checkpoint.resume"]
-    job = subprocess.Popen([*torchrun, *args], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    torchrun = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--standalone",
+        "--nproc-per-node=2",
+        *TRAIN[1:],
+    ]
+    args = [
+        "--train.steps=100000",
+        "--train.out=run",
+        "--checkpoint.every=0",
+        "--checkpoint.resume",
+    ]
+    job = subprocess.Popen(
+        [*torchrun, *args], cwd=tmp_path, stderr=subprocess.PIPE, text=True, start_new_session=True
+    )
     try:
         lines = tmp_path / "run" / metrics.FILE_NAME
         while job.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") > 2):
             time.sleep(0.05)
-        last = max(psutil.Process(job.pid).children(), key=lambda child: int(child.environ()["RANK"]))
+        last = max(
+            psutil.Process(job.pid).children(), key=lambda child: int(child.environ()["RANK"])
+        )
         os.kill(last.pid, number)
         stderr = job.communicate(timeout=60)[1]
     finally:
@@ -186,7 +242,12 @@ def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(
 
 
 def test_a_checkpoint_that_cannot_be_written_leaves_the_older_one(tmp_path, on_small_disk):
-    args = ["--train.steps=100000", "--train.log_every=100000", "--checkpoint.every=1", "--train.out=disk/run"]
+    args = [
+        "--train.steps=100000",
+        "--train.log_every=100000",
+        "--checkpoint.every=1",
+        "--train.out=disk/run",
+    ]
     done = on_small_disk("2m", *TRAIN, *args)
     assert done.returncode == 2, done.stderr
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("error: ")]

@@ -19,8 +19,16 @@ OPERATIONS = {
     "reduce_from": ((), lambda x, r: sum(x), lambda g, r: g[r]),
     "gather_from": ((1,), lambda x, r: torch.cat(x, 1), lambda g, r: split(g[r], len(g), r, 1)),
     "split_to": ((1,), lambda x, r: split(x[r], len(x), r, 1), lambda g, r: torch.cat(g, 1)),
-    "all_gather": ((0,), lambda x, r: torch.cat(x, 0), lambda g, r: sum(split(y, len(g), r, 0) for y in g)),
-    "reduce_scatter": ((0,), lambda x, r: sum(split(y, len(x), r, 0) for y in x), lambda g, r: torch.cat(g, 0)),
+    "all_gather": (
+        (0,),
+        lambda x, r: torch.cat(x, 0),
+        lambda g, r: sum(split(y, len(g), r, 0) for y in g),
+    ),
+    "reduce_scatter": (
+        (0,),
+        lambda x, r: sum(split(y, len(x), r, 0) for y in x),
+        lambda g, r: torch.cat(g, 0),
+    ),
     "all_to_all": (
         (0, 1),
         lambda x, r: torch.cat([split(y, len(x), r, 0) for y in x], 1),
@@ -46,7 +54,13 @@ def forward_and_backward(rank, name, extra, contiguous):
     grad = torch.randn(out.shape, dtype=torch.float64, generator=generator)
     kept_grad = grad.clone()
     out.backward(grad)
-    return kept, out.detach(), grad, leaf.grad, torch.equal(x, kept) and torch.equal(grad, kept_grad)
+    return (
+        kept,
+        out.detach(),
+        grad,
+        leaf.grad,
+        torch.equal(x, kept) and torch.equal(grad, kept_grad),
+    )
 
 
 @pytest.fixture(params=[1, 2, 4])
@@ -58,7 +72,9 @@ def pool(request):
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_forward_and_backward_equal_the_single_process_result(pool, name, contiguous):
     extra, forward, backward = OPERATIONS[name]
-    inputs, outputs, grads, input_grads, untouched = zip(*pool.run(forward_and_backward, name, extra, contiguous))
+    inputs, outputs, grads, input_grads, untouched = zip(
+        *pool.run(forward_and_backward, name, extra, contiguous)
+    )
     for r in range(len(inputs)):
         torch.testing.assert_close(outputs[r], forward(inputs, r), **TOLERANCE)
         torch.testing.assert_close(input_grads[r], backward(grads, r), **TOLERANCE)
@@ -70,7 +86,14 @@ def mlp(rank):
     import torch
     import torch.distributed as dist
 
-    from labcode.comm.collectives import all_gather, copy_to, gather_from, reduce_from, reduce_scatter, split_to
+    from labcode.comm.collectives import (
+        all_gather,
+        copy_to,
+        gather_from,
+        reduce_from,
+        reduce_scatter,
+        split_to,
+    )
 
     world, p = dist.group.WORLD, dist.get_world_size()
     torch.manual_seed(0)
@@ -81,7 +104,9 @@ def mlp(rank):
         return reduce_from(torch.tanh(copy_to(x, world) @ a) @ b, world)
 
     def sequence_parallel(x, a, b):  # the input's rows are sharded around the two layers
-        y = reduce_scatter(torch.tanh(all_gather(split_to(x, world, 0), world, 0) @ a) @ b, world, 0)
+        y = reduce_scatter(
+            torch.tanh(all_gather(split_to(x, world, 0), world, 0) @ a) @ b, world, 0
+        )
         return gather_from(y, world, 0)
 
     results = []
@@ -117,11 +142,20 @@ def refused(dim):
 
 
 def test_a_dim_that_the_group_does_not_divide_is_refused(ranks2):
-    assert "dim 1 of shape [4, 3] is not divisible by the group's 2 ranks" in ranks2.run(refused, 1)[0]
+    assert (
+        "dim 1 of shape [4, 3] is not divisible by the group's 2 ranks" in ranks2.run(refused, 1)[0]
+    )
     assert ranks2.run(refused, 0) == [None, None]
 
 
 def test_every_public_collective_is_tested_here():
-    public = {name for name, value in vars(collectives).items() if getattr(value, "__module__", "") == collectives.__name__}
-    halves = {"start_all_gather", "start_reduce_scatter"}  # all_gather and reduce_scatter are made of them
+    public = {
+        name
+        for name, value in vars(collectives).items()
+        if getattr(value, "__module__", "") == collectives.__name__
+    }
+    halves = {
+        "start_all_gather",
+        "start_reduce_scatter",
+    }  # all_gather and reduce_scatter are made of them
     assert {name for name in public if not name.startswith("_")} == set(OPERATIONS) | halves

@@ -84,15 +84,21 @@ def assert_equal_to_whole(results, shape, causal, dtype=torch.float64, passes=1,
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("way, kernel", [("RingAttention", None), ("RingAttention", "plain"), ("GatherAttention", None)])
+@pytest.mark.parametrize(
+    "way, kernel", [("RingAttention", None), ("RingAttention", "plain"), ("GatherAttention", None)]
+)
 def test_output_and_gradients_equal_those_of_one_process(pool, way, kernel, shape):
     for layout, causal in CASES:
         results = pool.run(part_of_attention, way, SHAPES[shape], layout, causal, kernel)
         assert_equal_to_whole(results, SHAPES[shape], causal, rtol=0, atol=1e-9)
 
 
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.04)], ids=["float32", "bfloat16"])
-@pytest.mark.parametrize("way, kernel", [("RingAttention", None), ("RingAttention", "plain"), ("GatherAttention", None)])
+@pytest.mark.parametrize(
+    "dtype, tolerance", [(torch.float32, 1e-5), (torch.bfloat16, 0.04)], ids=["float32", "bfloat16"]
+)
+@pytest.mark.parametrize(
+    "way, kernel", [("RingAttention", None), ("RingAttention", "plain"), ("GatherAttention", None)]
+)
 def test_narrow_numbers_are_right_within_their_precision(ranks4, way, kernel, dtype, tolerance):
     shape = (2, 4, 2, 40, 16)
     results = ranks4.run(part_of_attention, way, shape, "zigzag", True, kernel, dtype)
@@ -169,11 +175,16 @@ def counted(rank, layout, causal, shape, dtype):
         return PLAIN.backward(dout, q, k, *rest)
 
     def spy(operations):
-        messages.extend(op.tensor.numel() * op.tensor.element_size() for op in operations if op.op is dist.isend)
+        messages.extend(
+            op.tensor.numel() * op.tensor.element_size() for op in operations if op.op is dist.isend
+        )
         return [Watched(work) for work in original(operations)]
 
     attention = context.RingAttention(
-        CoreAttention(causal), dist.group.WORLD, layout, kernel=Kernel("counting", forward, backward)
+        CoreAttention(causal),
+        dist.group.WORLD,
+        layout,
+        kernel=Kernel("counting", forward, backward),
     )
     leaves, dout = own_leaves(shape, layout, dtype)
     dist.batch_isend_irecv = spy
@@ -193,7 +204,10 @@ def test_zigzag_gives_every_rank_the_same_scores_and_contiguous_does_not(ranks4)
     own, other = (length // p) * (length // p + 1) // 2, (length // p) ** 2 // 2
     for forward, backward in ranks4.run(counted, "zigzag", True, shape, torch.float32):
         assert forward[0] == backward[0] == [own] + (p - 1) * [other]
-    contiguous = [sum(forward[0]) for forward, _ in ranks4.run(counted, "contiguous", True, shape, torch.float32)]
+    contiguous = [
+        sum(forward[0])
+        for forward, _ in ranks4.run(counted, "contiguous", True, shape, torch.float32)
+    ]
     assert contiguous == [own + rank * (length // p) ** 2 for rank in range(p)]
     assert sum(contiguous) == length * (length + 1) // 2
 
@@ -206,13 +220,17 @@ def test_ranks_send_the_bytes_of_the_formula(pool, dtype):
     wide = max(4, dtype.itemsize)
     for forward, backward in pool.run(counted, "zigzag", True, shape, dtype):
         assert forward[1] == (p - 1) * [part * dtype.itemsize]
-        assert sorted(backward[1]) == sorted((p - 1) * [part * dtype.itemsize] + (p - 1) * [part * wide])
+        assert sorted(backward[1]) == sorted(
+            (p - 1) * [part * dtype.itemsize] + (p - 1) * [part * wide]
+        )
 
 
 def test_uneven_parts_send_their_own_bytes_and_no_padding(ranks4):
     tokens = [len(own_positions(13, 4, r, "zigzag")) for r in range(4)]
     assert len(set(tokens)) > 1
-    for rank, (forward, _) in enumerate(ranks4.run(counted, "zigzag", True, (1, 1, 1, 13, 5), torch.float64)):
+    for rank, (forward, _) in enumerate(
+        ranks4.run(counted, "zigzag", True, (1, 1, 1, 13, 5), torch.float64)
+    ):
         assert forward[1] == [2 * 5 * 8 * tokens[(rank - step) % 4] for step in range(3)]
 
 
@@ -220,7 +238,9 @@ def test_the_next_part_travels_while_a_block_is_computed(ranks4):
     """A send and a receive are under way in each step but the last; in the backward, those of a sum from step 2 on."""
     for forward, backward in ranks4.run(counted, "zigzag", True, (1, 2, 2, 16, 4), torch.float32):
         assert forward[2] == [2, 2, 2, 0]
-        assert backward[2] == [2, 2, 4, 2] and len(backward[1]) == 6  # the last sum goes home when all is computed
+        assert (
+            backward[2] == [2, 2, 4, 2] and len(backward[1]) == 6
+        )  # the last sum goes home when all is computed
 
 
 def gathered(rank, shape):
@@ -282,7 +302,9 @@ def test_a_kernel_that_is_missing_refuses_or_means_something_else_is_not_used(mo
 
 
 def test_merging_blocks_of_large_scores_overflows_nowhere():
-    q, k, v = (200 * torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(i)) for i in range(3))
+    q, k, v = (
+        200 * torch.randn(1, 1, 6, 4, generator=torch.Generator().manual_seed(i)) for i in range(3)
+    )
     out, lse = torch.zeros(1, 1, 6, 4), torch.full((1, 1, 6), -torch.inf)
     for keys in (slice(0, 2), slice(2, 6)):
         attention_block.merge(out, lse, *PLAIN.forward(q, k[:, :, keys], v[:, :, keys], False))
@@ -307,7 +329,9 @@ def behaviours(rank):
         except ValueError as error:
             return str(error)
 
-    found["dropout"] = message(lambda: context.RingAttention(CoreAttention(True, 0.1), group, "zigzag"))
+    found["dropout"] = message(
+        lambda: context.RingAttention(CoreAttention(True, 0.1), group, "zigzag")
+    )
     found["layout"] = message(lambda: context.GatherAttention(CoreAttention(True), group, "spiral"))
     q = torch.randn(1, 2, 8, 4, requires_grad=True)
     uneven = q[:, :, : 8 - 3 * rank]
@@ -327,7 +351,9 @@ def behaviours(rank):
         dist.all_gather = original
 
     saved = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x.numel()) or x, lambda x: x):
+    with torch.autograd.graph.saved_tensors_hooks(
+        lambda x: saved.append(x.numel()) or x, lambda x: x
+    ):
         ring(q, q, q).sum().backward()  # a gradient of strides 0
     found["saved"] = sum(saved), q.numel()
 
@@ -335,7 +361,11 @@ def behaviours(rank):
     gather = context.GatherAttention(CoreAttention(False, 0.5), group, "contiguous")
     ones = torch.ones(1, 1, 64, 4)
     dropped, kept = gather(ones, ones, ones), gather.eval()(ones, ones, ones)
-    found["drops"] = dropped.std().item() > 0.01, abs(dropped.mean().item() - 1) < 0.2, torch.allclose(kept, ones)
+    found["drops"] = (
+        dropped.std().item() > 0.01,
+        abs(dropped.mean().item() - 1) < 0.2,
+        torch.allclose(kept, ones),
+    )
 
     plain = context.RingAttention(CoreAttention(True), group, "contiguous", kernel=PLAIN)
     results = []
@@ -353,7 +383,10 @@ def test_errors_are_one_line_and_the_ring_saves_only_its_own_part(ranks2):
     for found in ranks2.run(behaviours):
         assert "dropout is 0.1" in found["dropout"] and "GatherAttention" in found["dropout"]
         assert found["layout"] == "layout 'spiral' does not exist: choose one of zigzag, contiguous"
-        assert "of 13 tokens in layout contiguous the ranks hold [7, 6] but {0: 8, 1: 5}" in found["parts"]
+        assert (
+            "of 13 tokens in layout contiguous the ranks hold [7, 6] but {0: 8, 1: 5}"
+            in found["parts"]
+        )
         assert "the ranks hold [9, 8]" in found["told"] and "\n" not in found["told"]
         assert found["same"] == (True, 1)
         saved, numel = found["saved"]

@@ -42,7 +42,10 @@ def plain(rank):
 def test_every_operation_of_torch_distributed(ranks2):
     kinds = ["all_reduce"] * 2 + ["all_gather"] * 3 + ["reduce_scatter"] * 2
     kinds += ["all_to_all", "broadcast", "reduce", "gather", "scatter"]
-    expected = [Call(kind, WHOLE, 2) for kind in kinds] + [Call("send", WHOLE // 2, 2), Call("recv", WHOLE // 2, 2)]
+    expected = [Call(kind, WHOLE, 2) for kind in kinds] + [
+        Call("send", WHOLE // 2, 2),
+        Call("recv", WHOLE // 2, 2),
+    ]
     assert ranks2.run(plain) == [expected, expected]
 
 
@@ -76,7 +79,11 @@ def test_groups_and_backward(ranks4):
 def test_ddp_and_dtensor(ranks2):
     def others():
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+        from torch.distributed.tensor.parallel import (
+            ColwiseParallel,
+            RowwiseParallel,
+            parallelize_module,
+        )
 
         x = torch.ones(3, 4)
         ddp = DistributedDataParallel(torch.nn.Linear(4, 4))

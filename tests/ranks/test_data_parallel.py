@@ -20,7 +20,9 @@ def gradients(rank, implementation, bucket_mb, accumulation):
 
     def model(seed):
         torch.manual_seed(seed)
-        net = nn.Sequential(nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+        net = nn.Sequential(
+            nn.Linear(6, 5), nn.Tanh(), nn.Linear(5, 5), nn.Tanh(), nn.Linear(5, 2)
+        ).double()
         net[2].weight = net[2].weight  # used once; the tie below shares a tensor between two layers
         net[2].bias.requires_grad_(False)  # a frozen weight
         net.append(nn.Linear(2, 2).double())
@@ -47,17 +49,27 @@ def gradients(rank, implementation, bucket_mb, accumulation):
             (nn.functional.mse_loss(parallel(inputs), target) / accumulation).backward()
     parallel.finish_gradient_sync()
     names = [name for name, param in reference.named_parameters() if param.requires_grad]
-    return [(name, local.get_parameter(name).grad, reference.get_parameter(name).grad) for name in names]
+    return [
+        (name, local.get_parameter(name).grad, reference.get_parameter(name).grad) for name in names
+    ]
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("bucket_mb", BUCKETS_MB)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-def test_averaged_gradients_equal_those_of_one_process(ranks2, ranks4, implementation, bucket_mb, accumulation):
+def test_averaged_gradients_equal_those_of_one_process(
+    ranks2, ranks4, implementation, bucket_mb, accumulation
+):
     for pool in (ranks2, ranks4):
         for result in pool.run(gradients, implementation, bucket_mb, accumulation):
             for name, ours, expected in result:
-                torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}")
+                torch.testing.assert_close(
+                    ours,
+                    expected,
+                    rtol=0,
+                    atol=1e-12,
+                    msg=lambda text, name=name: f"{name}: {text}",
+                )
 
 
 def bucket_sizes(bucket_mb):
@@ -65,13 +77,20 @@ def bucket_sizes(bucket_mb):
 
     from labcode.parallel.data import make_buckets
 
-    net = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(5)))  # 40 kB each in float32
+    net = nn.Sequential(
+        *(nn.Linear(100, 100, bias=False) for _ in range(5))
+    )  # 40 kB each in float32
     buckets = make_buckets(net, bucket_mb)
     order = [id(param) for bucket in buckets for param in bucket.params]
-    return [bucket.num_bytes for bucket in buckets], order == [id(p) for p in reversed(list(net.parameters()))]
+    return [bucket.num_bytes for bucket in buckets], order == [
+        id(p) for p in reversed(list(net.parameters()))
+    ]
 
 
-@pytest.mark.parametrize(("bucket_mb", "sizes"), [(25, [200_000]), (0.085, [80_000, 80_000, 40_000]), (0.01, [40_000] * 5)])
+@pytest.mark.parametrize(
+    ("bucket_mb", "sizes"),
+    [(25, [200_000]), (0.085, [80_000, 80_000, 40_000]), (0.01, [40_000] * 5)],
+)
 def test_buckets_fill_from_the_last_layer_up_to_their_size(bucket_mb, sizes):
     assert bucket_sizes(bucket_mb) == (sizes, True)
 
@@ -109,7 +128,9 @@ def overlap(rank):
     parallel = DataParallel(net, dist.group.WORLD, bucket_mb=1e-9)
     sent = []
     for param in net.parameters():
-        param.register_post_accumulate_grad_hook(lambda p: sent.append(sum(b.work is not None for b in parallel.buckets)))
+        param.register_post_accumulate_grad_hook(
+            lambda p: sent.append(sum(b.work is not None for b in parallel.buckets))
+        )
     parallel(torch.ones(1, 4)).sum().backward()
     parallel.finish_gradient_sync()
     return sent

@@ -6,7 +6,11 @@ import pytest
 
 from labcode.topology import AXES, GridShape
 
-SHAPES_OF_4 = [sizes for sizes in itertools.product((1, 2, 4), repeat=4) if sizes[0] * sizes[1] * sizes[2] * sizes[3] == 4]
+SHAPES_OF_4 = [
+    sizes
+    for sizes in itertools.product((1, 2, 4), repeat=4)
+    if sizes[0] * sizes[1] * sizes[2] * sizes[3] == 4
+]
 ORDERS = ("tp-cp-dp-pp", "dp-tp-pp-cp", "pp-dp-cp-tp")
 COMBINATIONS = [axes for count in range(5) for axes in itertools.combinations(AXES, count)]
 

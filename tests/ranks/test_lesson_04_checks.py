@@ -18,10 +18,16 @@ def average(model, weight, travel=True):
 
 AVERAGES = {  # answer: part of the hint, None for a right answer
     "right": (lambda model, mine, total: average(model, mine / total), None),
-    "mean of means": (lambda model, mine, total: average(model, 1 / dist.get_world_size()), "mean of the means"),
+    "mean of means": (
+        lambda model, mine, total: average(model, 1 / dist.get_world_size()),
+        "mean of the means",
+    ),
     "sum": (lambda model, mine, total: average(model, 1), "plain sum"),
     "not divided by the total": (lambda model, mine, total: average(model, mine), "times as long"),
-    "nothing sent": (lambda model, mine, total: average(model, mine / total, travel=False), "the sum has to travel"),
+    "nothing sent": (
+        lambda model, mine, total: average(model, mine / total, travel=False),
+        "the sum has to travel",
+    ),
     "nothing done": (lambda model, mine, total: None, "did anything travel"),
 }
 
@@ -39,18 +45,29 @@ def filled(sizes, limit, order=reversed, full=lambda filled, size, limit: filled
 
 ASSIGNMENTS = {
     "right": (filled, None),
-    "first parameter first": (lambda sizes, limit: filled(sizes, limit, order=iter), "backward's order"),
+    "first parameter first": (
+        lambda sizes, limit: filled(sizes, limit, order=iter),
+        "backward's order",
+    ),
     "exactly full is too full": (
-        lambda sizes, limit: filled(sizes, limit, full=lambda filled, size, limit: filled + size >= limit),
+        lambda sizes, limit: filled(
+            sizes, limit, full=lambda filled, size, limit: filled + size >= limit
+        ),
         "all-reduces",
     ),
     "looks too late": (
         lambda sizes, limit: filled(sizes, limit, full=lambda filled, size, limit: filled > limit),
         "more than",
     ),
-    "one each": (lambda sizes, limit: [[index] for index in reversed(range(len(sizes)))], "all-reduces"),
+    "one each": (
+        lambda sizes, limit: [[index] for index in reversed(range(len(sizes)))],
+        "all-reduces",
+    ),
     "empty bucket": (lambda sizes, limit: [[], *filled(sizes, limit)], "empty bucket"),
-    "sizes, not indices": (lambda sizes, limit: [[sizes[i] for i in b] for b in filled(sizes, limit)], "every index once"),
+    "sizes, not indices": (
+        lambda sizes, limit: [[sizes[i] for i in b] for b in filled(sizes, limit)],
+        "every index once",
+    ),
 }
 
 
@@ -62,8 +79,14 @@ CONTEXTS = {
     "right": (lambda model, number, accumulation: unless(number < accumulation, model), None),
     "always sends": (lambda model, number, accumulation: unless(False, model), "one is enough"),
     "never sends": (lambda model, number, accumulation: unless(True, model), "was ever sent"),
-    "the first sends": (lambda model, number, accumulation: unless(number > 1, model), "the last one"),
-    "counts from 0": (lambda model, number, accumulation: unless(number < accumulation - 1, model), "one is enough"),
+    "the first sends": (
+        lambda model, number, accumulation: unless(number > 1, model),
+        "the last one",
+    ),
+    "counts from 0": (
+        lambda model, number, accumulation: unless(number < accumulation - 1, model),
+        "one is enough",
+    ),
 }
 
 
@@ -76,8 +99,14 @@ def hook(group, bucket, dtype=torch.bfloat16, divide=True, value=lambda done: do
 HOOKS = {
     "right": (lambda group, bucket: hook(group, bucket), None),
     "sum": (lambda group, bucket: hook(group, bucket, divide=False), "times as long"),
-    "full precision": (lambda group, bucket: hook(group, bucket, dtype=torch.float32), "torch.float32 travelled"),
-    "half precision": (lambda group, bucket: hook(group, bucket, dtype=torch.float16), "torch.float16 travelled"),
+    "full precision": (
+        lambda group, bucket: hook(group, bucket, dtype=torch.float32),
+        "torch.float32 travelled",
+    ),
+    "half precision": (
+        lambda group, bucket: hook(group, bucket, dtype=torch.float16),
+        "torch.float16 travelled",
+    ),
     "a list": (lambda group, bucket: hook(group, bucket, value=None), "holds a list"),
     "another name": (lambda group, gradients: hook(group, gradients), "parameters (state, bucket)"),
 }

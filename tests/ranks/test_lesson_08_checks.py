@@ -49,11 +49,19 @@ PAIRS = {  # answer: f, g, part of the hint, None for a right answer
     "f sums forward": (function(total, total), function(total, same), "forward is the identity"),
     "f in place": (function(same, total_in_place), function(total, same), "handed"),
     "f averages": (function(same, mean), function(total, same), "backward gives"),
-    "f without None": (function(same, total, lambda grad: grad), function(total, same), "incorrect number of gradients"),
+    "f without None": (
+        function(same, total, lambda grad: grad),
+        function(total, same),
+        "incorrect number of gradients",
+    ),
     "g does nothing": (function(same, total), function(same, same), "forward has to sum"),
     "g sums twice": (function(same, total), function(total, total), "2 times too long"),
     "g in place": (function(same, total), function(total_in_place, same), "wrote into its input"),
-    "no gradient": (function(same, total), function(total, same, lambda grad: (None, None)), "no gradient"),
+    "no gradient": (
+        function(same, total),
+        function(total, same, lambda grad: (None, None)),
+        "no gradient",
+    ),
 }
 
 
@@ -74,7 +82,9 @@ def own_loss(logits, targets, first, group, peak=total, masked=True, sums=total,
 
 
 def gathered(logits, targets, first, group):
-    longest = torch.full((len(targets), -(-l08.VOCAB // group.size())), -torch.inf, dtype=logits.dtype)
+    longest = torch.full(
+        (len(targets), -(-l08.VOCAB // group.size())), -torch.inf, dtype=logits.dtype
+    )
     longest[:, : logits.shape[-1]] = logits
     parts = [torch.empty_like(longest) for _ in range(group.size())]
     dist.all_gather(parts, longest, group=group)
@@ -100,16 +110,28 @@ LOSSES = {
 }
 
 
-def sent(config, batch, value_bytes, extra=4, number_of_act=lambda config: 4 * config.num_layers + 2, loss=3, loss_bytes=4):
+def sent(
+    config,
+    batch,
+    value_bytes,
+    extra=4,
+    number_of_act=lambda config: 4 * config.num_layers + 2,
+    loss=3,
+    loss_bytes=4,
+):
     per_token = batch * config.context_length
     act = per_token * config.hidden_size * value_bytes
-    return 4 * config.num_layers + extra, number_of_act(config) * act + loss * per_token * loss_bytes
+    return 4 * config.num_layers + extra, number_of_act(
+        config
+    ) * act + loss * per_token * loss_bytes
 
 
 TRAFFIC = {
     "right": (sent, None),
     "layers only": (
-        lambda *args: sent(*args, extra=0, number_of_act=lambda config: 4 * config.num_layers, loss=0),
+        lambda *args: sent(
+            *args, extra=0, number_of_act=lambda config: 4 * config.num_layers, loss=0
+        ),
         "the layers alone",
     ),
     "loss forgotten": (lambda *args: sent(*args, extra=2, loss=0), "all-reduces, the model makes"),
@@ -117,7 +139,10 @@ TRAFFIC = {
         lambda *args: sent(*args, number_of_act=lambda config: 4 * config.num_layers + 4, loss=0),
         "three numbers per token",
     ),
-    "loss in bfloat16": (lambda config, batch, size: sent(config, batch, size, loss_bytes=size), "float32 whatever"),
+    "loss in bfloat16": (
+        lambda config, batch, size: sent(config, batch, size, loss_bytes=size),
+        "float32 whatever",
+    ),
     "one number": (lambda *args: sent(*args)[1], "how many all-reduces, their bytes"),
     "only the target": (lambda *args: sent(*args, loss=1), "the model sends"),
 }

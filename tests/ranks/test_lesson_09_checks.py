@@ -22,8 +22,16 @@ PUBLISHED = {  # answer: functions, part of the hint (None: right)
     "the speed-up": (gain, share, "is the speed-up"),
     "against one GPU": (lambda a, b: gain(a, b) / b[0], share, "with 4 GPUs, not with one"),
     "upside down": (lambda a, b: b[0] / a[0] / gain(a, b), share, "upside down"),
-    "the ratio itself": (lambda a, b: gain(a, b) * a[0] / b[0], lambda ratio, t: ratio, "cut entirely"),
-    "what is above a fair part": (lambda a, b: gain(a, b) * a[0] / b[0], lambda ratio, t: ratio - 1 / t, "the share is 1"),
+    "the ratio itself": (
+        lambda a, b: gain(a, b) * a[0] / b[0],
+        lambda ratio, t: ratio,
+        "cut entirely",
+    ),
+    "what is above a fair part": (
+        lambda a, b: gain(a, b) * a[0] / b[0],
+        lambda ratio, t: ratio - 1 / t,
+        "the share is 1",
+    ),
 }
 
 
@@ -77,8 +85,14 @@ MERGES = {
     "mean": (lambda a, x, b, y: ((a + b) / 2, torch.logaddexp(x, y)), "plain mean"),
     "sum": (lambda a, x, b, y: (a + b, torch.logaddexp(x, y)), "add up to 1"),
     "logs added": (lambda a, x, b, y: (merged(a, x, b, y)[0], x + y), "you add the logarithms"),
-    "weighted by lse": (lambda a, x, b, y: (torch.lerp(a, b, (y / (x + y))[..., None]), torch.logaddexp(x, y)), "exp(lse"),
-    "larger lse": (lambda a, x, b, y: (merged(a, x, b, y)[0], torch.maximum(x, y)), "denominator of both"),
+    "weighted by lse": (
+        lambda a, x, b, y: (torch.lerp(a, b, (y / (x + y))[..., None]), torch.logaddexp(x, y)),
+        "exp(lse",
+    ),
+    "larger lse": (
+        lambda a, x, b, y: (merged(a, x, b, y)[0], torch.maximum(x, y)),
+        "denominator of both",
+    ),
     "overflows": (naive, "overflows"),
     "one tensor": (lambda a, x, b, y: merged(a, x, b, y)[0], "two tensors"),
 }
@@ -90,7 +104,10 @@ CHUNKS = {
     "striped": (lambda rank, p: [rank, rank + p], "which two add up"),
     "one too far": (lambda rank, p: [rank, 2 * p - rank], "exactly one rank"),
     "one chunk": (lambda rank, p: [rank], "exactly one rank"),
-    "uneven": (lambda rank, p: [[0, 1, 2], [3]][rank] if p == 2 else [rank, 2 * p - 1 - rank], "holds two chunks"),
+    "uneven": (
+        lambda rank, p: [[0, 1, 2], [3]][rank] if p == 2 else [rank, 2 * p - 1 - rank],
+        "holds two chunks",
+    ),
 }
 
 GRIDS = {

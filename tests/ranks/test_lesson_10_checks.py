@@ -17,8 +17,14 @@ ENOUGH = {
     "right, as a float": (lambda p, share: float(math.ceil((p - 1) * (1 - share) / share)), None),
     "share of the work": (lambda p, share: math.ceil((p - 1) / share), "share of the whole time"),
     "not rounded": (lambda p, share: (p - 1) * (1 - share) / share, "rounded up"),
-    "rounded down": (lambda p, share: max(1, math.floor((p - 1) * (1 - share) / share)), "the ranks wait"),
-    "p in place of p - 1": (lambda p, share: math.ceil(p * (1 - share) / share), "fewer are as well"),
+    "rounded down": (
+        lambda p, share: max(1, math.floor((p - 1) * (1 - share) / share)),
+        "the ranks wait",
+    ),
+    "p in place of p - 1": (
+        lambda p, share: math.ceil(p * (1 - share) / share),
+        "fewer are as well",
+    ),
     "none": (lambda p, share: 0, "at least one"),
 }
 
@@ -32,7 +38,9 @@ def test_how_many_micro_batches_are_enough(judged, answer):
 # ---- 10.2
 
 
-def order(rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: range(m), swapped=False):
+def order(
+    rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: range(m), swapped=False
+):
     """1F1B, or what is left of it with another warm-up, other backwards, or backward before forward."""
     first = min(warmup(rank, p), m)
     forward = [Action("F", rank, i) for i in range(m)]
@@ -46,16 +54,34 @@ def order(rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: r
 ORDERS = {
     "right": (order, None),
     "gpipe": (lambda rank, p, m: schedule("gpipe", p, m)[rank], "micro-batches at once"),
-    "one warm-up too many": (lambda *args: order(*args, warmup=lambda rank, p: p - rank), "micro-batches at once"),
-    "no warm-up": (lambda *args: order(*args, warmup=lambda rank, p: 0), "how many forwards come before"),
-    "warm-up of the other end": (lambda *args: order(*args, warmup=lambda rank, p: rank), "cannot start"),
+    "one warm-up too many": (
+        lambda *args: order(*args, warmup=lambda rank, p: p - rank),
+        "micro-batches at once",
+    ),
+    "no warm-up": (
+        lambda *args: order(*args, warmup=lambda rank, p: 0),
+        "how many forwards come before",
+    ),
+    "warm-up of the other end": (
+        lambda *args: order(*args, warmup=lambda rank, p: rank),
+        "cannot start",
+    ),
     "backward first": (lambda *args: order(*args, swapped=True), "cannot start"),
     "last backward forgotten": (lambda *args: order(*args)[:-1], "each once"),
-    "cool-down forgotten": (lambda rank, p, m: order(rank, p, m)[: 2 * m - (p - 1 - rank)], "each once"),
-    "backwards reversed": (lambda *args: order(*args, backwards=lambda m: reversed(range(m))), "cannot start"),
+    "cool-down forgotten": (
+        lambda rank, p, m: order(rank, p, m)[: 2 * m - (p - 1 - rank)],
+        "each once",
+    ),
+    "backwards reversed": (
+        lambda *args: order(*args, backwards=lambda m: reversed(range(m))),
+        "cannot start",
+    ),
     "text": (lambda *args: [str(action) for action in order(*args)], "give a list of Action"),
     "all ranks at once": (lambda rank, p, m: schedule("1f1b", p, m), "give a list of Action"),
-    "always stage 0": (lambda rank, p, m: [a._replace(stage=0) for a in order(rank, p, m)], "each once"),
+    "always stage 0": (
+        lambda rank, p, m: [a._replace(stage=0) for a in order(rank, p, m)],
+        "each once",
+    ),
 }
 
 
@@ -68,20 +94,36 @@ def test_the_order_of_one_rank(judged, ranks4, answer):
 # ---- 10.3
 
 HALVES = {
-    "right": (lambda grad, weight: grad @ weight, lambda grad, x: grad.flatten(0, -2).T @ x.flatten(0, -2), None),
+    "right": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: grad.flatten(0, -2).T @ x.flatten(0, -2),
+        None,
+    ),
     "weight transposed": (
         lambda grad, weight: grad @ weight,
         lambda grad, x: x.flatten(0, -2).T @ grad.flatten(0, -2),
         "is the transpose",
     ),
-    "one for each sample": (lambda grad, weight: grad @ weight, lambda grad, x: grad.mT @ x, "a sum over samples"),
+    "one for each sample": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: grad.mT @ x,
+        "a sum over samples",
+    ),
     "a mean": (
         lambda grad, weight: grad @ weight,
         lambda grad, x: (grad.mT @ x).mean(0),
         "the values are 5",
     ),
-    "input of ones": (lambda grad, weight: 0 * grad @ weight, lambda grad, x: grad, "input_half: the shape is right"),
-    "nothing done": (lambda grad, weight: grad, lambda grad, x: grad, "input_half: [2, 5, 3], expected [2, 5, 7]"),
+    "input of ones": (
+        lambda grad, weight: 0 * grad @ weight,
+        lambda grad, x: grad,
+        "input_half: the shape is right",
+    ),
+    "nothing done": (
+        lambda grad, weight: grad,
+        lambda grad, x: grad,
+        "input_half: [2, 5, 3], expected [2, 5, 7]",
+    ),
 }
 
 
@@ -137,4 +179,6 @@ def test_a_paced_run_keeps_the_order_the_pace_the_memory_and_the_gradients(ranks
             assert row.start_s >= stops[need if need in stops else need._replace(kind="B")]
     assert measured.total_s >= simulated.total_s - 1e-6
     assert sum(one.sent[0] for one in played) == 2 * (4 * v - 1) * 4
-    assert sum(one.sent[1] for one in played) == 2 * (4 * v - 1) * 4 * stages.BATCH * stages.WIDTH * 8
+    assert (
+        sum(one.sent[1] for one in played) == 2 * (4 * v - 1) * 4 * stages.BATCH * stages.WIDTH * 8
+    )

@@ -33,11 +33,17 @@ SCRIPTS = {
     "nothing done": (l12.BAD, "9 left; line 4: S01"),
     "fixed port": (re.sub(r"PORT=.*", "PORT=29500", MENDED), "S26"),
     "fixed address": (re.sub(r"ADDR=.*", "ADDR=n1", MENDED), "S25"),
-    "the time that no rule sees": (MENDED.replace("1:30:00", "1:30"), "the time limit is 1.5 minutes"),
+    "the time that no rule sees": (
+        MENDED.replace("1:30:00", "1:30"),
+        "the time limit is 1.5 minutes",
+    ),
     "no memory": (MENDED.replace("#SBATCH --mem=4G\n", ""), "--mem=4G was meant"),
     "no GPUs": (MENDED.replace("#SBATCH --gpus-per-node=2\n", ""), "--gpus-per-node=2 was meant"),
     "one node": (MENDED.replace("nodes=2", "nodes=1"), "--nodes=2 was meant"),
-    "nothing runs": (MENDED.partition("srun")[0] + "srun --kill-on-bad-exit=1 hostname\n", "no srun starts"),
+    "nothing runs": (
+        MENDED.partition("srun")[0] + "srun --kill-on-bad-exit=1 hostname\n",
+        "no srun starts",
+    ),
 }
 
 
@@ -51,7 +57,9 @@ def test_the_bad_script_has_the_faults_that_the_lesson_speaks_of():
     assert [problem.rule for problem in lint(l12.BAD, load("local"))] == [
         "S01", "S10", "S20", "S30", "S02", "S25", "S26", "S21", "S33",
     ]  # fmt: skip
-    lesson = (Path(__file__).resolve().parents[2] / "solutions/12_slurm_and_multi_node.py").read_text()
+    lesson = (
+        Path(__file__).resolve().parents[2] / "solutions/12_slurm_and_multi_node.py"
+    ).read_text()
     assert "".join(f"# {line}\n" for line in l12.BAD.splitlines()) in lesson
 
 
@@ -95,7 +103,10 @@ def test_a_site_in_ten_lines(judged, answer):
 
 def by_regex(log, node=r"([\w.-]+): ([\d, ]+)", end=r"\((.+?)\)", number=int):
     inside = re.search(rf"ranks? on \d+ nodes {end}", log)[1]
-    return {name: [number(rank) for rank in ranks.split(",")] for name, ranks in re.findall(node, inside)}
+    return {
+        name: [number(rank) for rank in ranks.split(",")]
+        for name, ranks in re.findall(node, inside)
+    }
 
 
 READERS = {
@@ -104,7 +115,10 @@ READERS = {
     "text in place of numbers": (lambda log: by_regex(log, number=str.strip), "whole numbers"),
     "nodes called n only": (lambda log: by_regex(log, node=r"(n\d+): ([\d, ]+)"), "the line names"),
     "a list": (lambda log: ["n1", "n2"], "give a dictionary"),
-    "one rank for each node": (lambda log: {k: v[:1] for k, v in by_regex(log).items()}, "the line says"),
+    "one rank for each node": (
+        lambda log: {k: v[:1] for k, v in by_regex(log).items()},
+        "the line says",
+    ),
 }
 
 
@@ -119,14 +133,19 @@ def test_who_is_where(judged, answer):
 
 def between(comm, differ=lambda a, b: a != b, kind=set):
     host = {rank: place.host for rank, place in comm.ranks.items()}
-    return kind(link.transport for link in comm.links if differ(host[link.source], host[link.target]))
+    return kind(
+        link.transport for link in comm.links if differ(host[link.source], host[link.target])
+    )
 
 
 BETWEEN = {
     "right": (between, None),
     "a list": (lambda comm: between(comm, kind=list), None),
     "inside": (lambda comm: between(comm, differ=lambda a, b: a == b), "connect ranks of one host"),
-    "all links": (lambda comm: {link.transport for link in comm.links}, "connect ranks of one host"),
+    "all links": (
+        lambda comm: {link.transport for link in comm.links},
+        "connect ranks of one host",
+    ),
     "a name alone": (lambda comm: "NET/IB", "give a set"),
     "always the same": (lambda comm: {"NET/IB"}, "between the hosts there is"),
     "the first only": (lambda comm: set(sorted(between(comm))[:1]), "between the hosts there is"),
@@ -159,7 +178,10 @@ DIAGNOSES = {
     "another order": (dict(reversed(RIGHT.items())), None),
     "two swapped": (RIGHT | {"A": "interface", "D": "name"}, "A is not 'interface'"),
     "the last wrong": (RIGHT | {"E": "port"}, "who says no"),
-    "one forgotten": ({letter: fault for letter, fault in RIGHT.items() if letter != "C"}, "for each of"),
+    "one forgotten": (
+        {letter: fault for letter, fault in RIGHT.items() if letter != "C"},
+        "for each of",
+    ),
     "a word of one's own": (RIGHT | {"B": "firewall"}, "none of the five"),
 }
 

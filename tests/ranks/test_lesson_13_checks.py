@@ -41,8 +41,14 @@ def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
 
 LAYOUTS = {
     "right": (layout, None),
-    "every rank a copy": (lambda world, *rest: layout(world, *rest, copies=world, refuse=False), "ranks are not"),
-    "only tp taken out": (lambda w, tp, pp, *rest: layout(w, tp, pp, *rest, copies=w // tp, refuse=False), "ranks are not"),
+    "every rank a copy": (
+        lambda world, *rest: layout(world, *rest, copies=world, refuse=False),
+        "ranks are not",
+    ),
+    "only tp taken out": (
+        lambda w, tp, pp, *rest: layout(w, tp, pp, *rest, copies=w // tp, refuse=False),
+        "ranks are not",
+    ),
     "local batch of the whole": (
         lambda w, tp, pp, b, micro: (w // (tp * pp), b, b // micro),
         "replicas of tp*pp ranks share",
@@ -52,12 +58,23 @@ LAYOUTS = {
         "replicas of tp*pp ranks share",
     ),
     "micro-batches of all": (lambda *args: (*layout(*args)[:2], args[3] // args[4]), "are not the"),
-    "floats": (lambda w, tp, pp, b, micro: (w / (tp * pp), b / (w / tp / pp), b / (w / tp / pp) / micro), "whole numbers"),
-    "only dp": (lambda w, tp, pp, b, micro: w // (tp * pp), "give (dp, local batch, micro-batches)"),
+    "floats": (
+        lambda w, tp, pp, b, micro: (w / (tp * pp), b / (w / tp / pp), b / (w / tp / pp) / micro),
+        "whole numbers",
+    ),
+    "only dp": (
+        lambda w, tp, pp, b, micro: w // (tp * pp),
+        "give (dp, local batch, micro-batches)",
+    ),
     "refuses nothing": (lambda *args: layout(*args, refuse=False), "6 ranks over tp*pp = 4"),
-    "refuses ranks only": (lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])), "511 samples over dp = 2"),
+    "refuses ranks only": (
+        lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])),
+        "511 samples over dp = 2",
+    ),
     "rest of micro forgotten": (
-        lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2]) or args[3] % (args[0] // args[1] // args[2])),
+        lambda *args: layout(
+            *args, refuse=args[0] % (args[1] * args[2]) or args[3] % (args[0] // args[1] // args[2])
+        ),
         "16 samples over micro*dp = 6",
     ),
 }
@@ -75,10 +92,16 @@ ITERATIONS = {
     "right": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * micro_s + dp_s, None),
     "no bubble": (lambda m, pp, micro_s, dp_s: m * micro_s + dp_s, "has no bubble"),
     "no gradients": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * micro_s, "still to be averaged"),
-    "gradients each time": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * (micro_s + dp_s), "once a step"),
+    "gradients each time": (
+        lambda m, pp, micro_s, dp_s: (m + pp - 1) * (micro_s + dp_s),
+        "once a step",
+    ),
     "one too many": (lambda m, pp, micro_s, dp_s: (m + pp) * micro_s + dp_s, "one too many"),
     "one after the other": (lambda m, pp, micro_s, dp_s: m * pp * micro_s + dp_s, "busy for m"),
-    "overlapped": (lambda m, pp, micro_s, dp_s: max((m + pp - 1) * micro_s, dp_s), "nothing overlaps"),
+    "overlapped": (
+        lambda m, pp, micro_s, dp_s: max((m + pp - 1) * micro_s, dp_s),
+        "nothing overlaps",
+    ),
 }
 
 
@@ -105,7 +128,10 @@ GAPS = {
     "only between": (lambda *args: gaps(*args, ends=False), "before its first and after its last"),
     "the first forgotten": (lambda *args: gaps(*args)[1:], "the rows say"),
     "the last forgotten": (lambda *args: gaps(*args)[:-1], "the rows say"),
-    "all ranks": (lambda line, rank: [g for other in line.ranks for g in gaps(line, other)], "the rows say"),
+    "all ranks": (
+        lambda line, rank: [g for other in line.ranks for g in gaps(line, other)],
+        "the rows say",
+    ),
     "another rank": (lambda line, rank: gaps(line, (rank + 1) % len(line.ranks)), "expected"),
 }
 
@@ -161,10 +187,16 @@ def submitted(log, on_slurm=True, outcome=COMPLETED):
 LOGS = {
     "right, on the cluster": (submitted(LOG), None),
     "right, on this machine": (submitted(HERE, on_slurm=False), None),
-    "failed": (submitted(LOG, outcome=Outcome("FAILED", "rank 1: killed")), "FAILED: rank 1: killed"),
+    "failed": (
+        submitted(LOG, outcome=Outcome("FAILED", "rank 1: killed")),
+        "FAILED: rank 1: killed",
+    ),
     "nothing in the log": (submitted(""), "no line"),
     "two jobs of two": (submitted(LOG.replace("4 ranks", "2 ranks")), "several jobs, not one"),
-    "one after the other over the nodes": (submitted(OTHER_PLACES), "n1: 0, 2; n2: 1, 3: tp is not inside"),
+    "one after the other over the nodes": (
+        submitted(OTHER_PLACES),
+        "n1: 0, 2; n2: 1, 3: tp is not inside",
+    ),
     "all on one node": (submitted(HERE), "on one node: tp is not inside"),
     "another grid": (submitted(LOG.replace("pp 2", "pp 1").replace("dp 1", "dp 2")), "pp 1 x tp 2"),
     "another batch": (submitted(LOG.replace("16 samples", "32 samples")), "32 samples a step"),
@@ -197,14 +229,27 @@ def test_the_log_of_the_submitted_run(judged, name):
 def test_the_blanks_of_the_script_are_all_that_the_form_asks_for():
     text = hybrid_lab.blank_script()
     assert text.count("____") == 6 and "dp=1" not in text
-    for what in ("--nodes=____", "--ntasks-per-node=____", *(f"--{name} ____" for name in hybrid_lab.FIELDS)):
+    for what in (
+        "--nodes=____",
+        "--ntasks-per-node=____",
+        *(f"--{name} ____" for name in hybrid_lab.FIELDS),
+    ):
         assert what in text
     assert hybrid_lab.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
 
 
 # ---- 13.5
 
-LINE = {"iterations": 200, "samples": 307200, "step_s": 39.42, "world": 768, "tp": 8, "pp": 12, "micro": 1, "tokens": 2048}
+LINE = {
+    "iterations": 200,
+    "samples": 307200,
+    "step_s": 39.42,
+    "world": 768,
+    "tp": 8,
+    "pp": 12,
+    "micro": 1,
+    "tokens": 2048,
+}
 SPEED, IDLE = 1536 * 2048 / 39.42 / 768, 11 / 203
 
 READINGS = {
@@ -229,9 +274,19 @@ def test_the_reading_of_a_log_line(judged, answer):
 
 def test_what_is_missing_is_not_done_yet():
     nothing = lambda *args: None  # noqa: E731
-    missing = [lambda: l13.form(...), lambda: l13.form(form(2, 2, None, 16)), lambda: l13.reading(..., **LINE)]
-    missing += [lambda: l13.script(..., None, None), lambda: l13.script(form(2, 2, 2, 16, nodes=...), None, None)]
-    for test in (*missing, *(lambda one=one: one(nothing) for one in (l13.layout, l13.iteration, l13.gaps))):
+    missing = [
+        lambda: l13.form(...),
+        lambda: l13.form(form(2, 2, None, 16)),
+        lambda: l13.reading(..., **LINE),
+    ]
+    missing += [
+        lambda: l13.script(..., None, None),
+        lambda: l13.script(form(2, 2, 2, 16, nodes=...), None, None),
+    ]
+    for test in (
+        *missing,
+        *(lambda one=one: one(nothing) for one in (l13.layout, l13.iteration, l13.gaps)),
+    ):
         with pytest.raises(NotImplementedError):
             test()
 
@@ -269,7 +324,9 @@ def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
     m, act = BATCH // MICRO // shape.dp, MICRO * 32 * 64 * 4
     wanted = {}
     for group in shape.groups("tp"):
-        wanted |= placement.ring("all_reduce", group, m * (4 * l13.MODEL.num_layers + 2) / shape.pp * act)
+        wanted |= placement.ring(
+            "all_reduce", group, m * (4 * l13.MODEL.num_layers + 2) / shape.pp * act
+        )
     for a, b in (group for group in shape.groups("pp") if shape.pp == 2):
         wanted |= {(a, b): m * act, (b, a): m * act}
     for group in shape.groups("dp"):
@@ -294,7 +351,9 @@ def test_a_link_is_as_slow_as_its_slowest_part():
     assert cluster.link([0, 1]) == cluster.link([2, 3]) == cluster.inside
     assert cluster.link([1, 2]) == cluster.link([0, 1, 2, 3]) == cluster.between
     parts = expected.iteration_parts(l13.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
-    assert parts["dp"] == comm.time_s("all_reduce", 4, 4 * l13.MODEL.num_parameters, cluster.between)
+    assert parts["dp"] == comm.time_s(
+        "all_reduce", 4, 4 * l13.MODEL.num_parameters, cluster.between
+    )
     assert parts["tp"] == parts["pp"] == parts["bubble"] == 0
 
 
@@ -304,7 +363,9 @@ def test_the_time_line_and_the_formula_say_the_same(ranks4):
     assert math.isclose(line.total_s, sum(parts.values()))
     assert math.isclose(line.busy_s(), parts["compute"] + parts["tp"])
     measured = stages.timeline(ranks4.run(pretend.train, *args, repeats=1))
-    assert [row.action for row in measured.rows if row.rank in (0, 2)] == [row.action for row in line.rows]
+    assert [row.action for row in measured.rows if row.rank in (0, 2)] == [
+        row.action for row in line.rows
+    ]
     assert measured.rows[-1].stop_s > 0
 
 
@@ -315,7 +376,10 @@ def test_a_batch_that_cannot_be_cut_is_refused(ranks2):
 
 def test_the_published_speeds_follow_from_the_bubble():
     """What section 1 quotes: Narayanan et al. 2021, table 2."""
-    for pp, batch, found in ((12, 1536, {384: 153, 768: 149, 1536: 141}), (35, 2240, {560: 171, 1120: 167, 2240: 159})):
+    for pp, batch, found in (
+        (12, 1536, {384: 153, 768: 149, 1536: 141}),
+        (35, 2240, {560: 171, 1120: 167, 2240: 159}),
+    ):
         shares = {world: (m := batch // (world // (8 * pp))) / (m + pp - 1) for world in found}
         first = next(iter(found))
         for world, speed in found.items():
@@ -324,13 +388,22 @@ def test_the_published_speeds_follow_from_the_bubble():
 
 def test_the_recipe_is_the_one_that_the_exercise_describes():
     recipe = recipes.get("gpt_tiny")
-    assert (recipe.model.num_layers, recipe.model.num_heads, recipe.train.global_batch) == (2, 4, 16)
+    assert (recipe.model.num_layers, recipe.model.num_heads, recipe.train.global_batch) == (
+        2,
+        4,
+        16,
+    )
 
 
 # ---- the jobs, on this machine without SLURM: on a cluster the lesson itself runs them
 
 ON_FOUR = form(2, 2, 2, 16)
-WIDE = ON_FOUR | {"train.global_batch": 32, "train.steps": 1, "model.vocab_size": 65536, "model.hidden_size": 32}
+WIDE = ON_FOUR | {
+    "train.global_batch": 32,
+    "train.steps": 1,
+    "model.vocab_size": 65536,
+    "model.hidden_size": 32,
+}
 
 
 @pytest.fixture(scope="module")
@@ -349,8 +422,12 @@ def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsy
     assert metrics.read(done.out)[-1]["step"] == 12 and not done.limited
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="limits of another process need Linux")
-def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_2_does_not(without_slurm):
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="limits of another process need Linux"
+)
+def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_2_does_not(
+    without_slurm,
+):
     limit = hybrid_lab.LIMIT_BYTES
     large = without_slurm(hybrid_lab.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
     assert large.limited and not large.outcome.ok
@@ -362,8 +439,15 @@ def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_
 
 
 def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro_batch(ranks4):
-    model = recipes.with_changes(recipes.get("gpt_tiny"), {"model.vocab_size": 32768, "model.hidden_size": 32}).model
-    small, large = (ranks4.run(hybrid_lab.one_step, model, GridShape(tp=2, pp=2), 16, micro) for micro in (2, 16))
+    model = recipes.with_changes(
+        recipes.get("gpt_tiny"), {"model.vocab_size": 32768, "model.hidden_size": 32}
+    ).model
+    small, large = (
+        ranks4.run(hybrid_lab.one_step, model, GridShape(tp=2, pp=2), 16, micro)
+        for micro in (2, 16)
+    )
     assert math.isclose(small[0][0], large[0][0], rel_tol=1e-5)
     logits = 16 * 128 * 16384 * 4
-    assert min(size for _, size in large[2:]) > 2.8 * logits > 2 * max(size for _, size in large[:2])
+    assert (
+        min(size for _, size in large[2:]) > 2.8 * logits > 2 * max(size for _, size in large[:2])
+    )

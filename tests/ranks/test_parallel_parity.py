@@ -26,7 +26,10 @@ SMALL = {
 # clip norms lie below the norms of the first steps, so that clipping happens
 GPT = SMALL | {"model.num_layers": 2, "model.context_length": 32, "optim.clip_norm": 0.5}
 VIT = SMALL | {"model.num_layers": 1, "model.patch_size": 15, "optim.clip_norm": 0.003}
-GPT, VIT = recipes.with_changes(recipes.gpt_tiny(), GPT), recipes.with_changes(recipes.vit_tiny(), VIT)
+GPT, VIT = (
+    recipes.with_changes(recipes.gpt_tiny(), GPT),
+    recipes.with_changes(recipes.vit_tiny(), VIT),
+)
 MODELS = {
     "gpt, tied, odd vocabulary": GPT,
     "gpt, untied, rotary, grouped queries": recipes.with_changes(
@@ -43,7 +46,9 @@ MODELS = {
     "vit": VIT,
 }
 SIZES = (1, 2, 4)
-GRIDS = [grid for grid in itertools.product(SIZES, repeat=3) if grid[0] * grid[1] * grid[2] in SIZES]  # dp, cp, tp
+GRIDS = [
+    grid for grid in itertools.product(SIZES, repeat=3) if grid[0] * grid[1] * grid[2] in SIZES
+]  # dp, cp, tp
 LARGE = [(2, 2, 2, "tp-cp-dp-pp"), (1, 2, 4, "dp-cp-tp-pp"), (1, 4, 2, "cp-dp-tp-pp")]
 
 
@@ -65,7 +70,9 @@ def fit(config, forget=()):
         summed = tuple(kept for kept in place.summed if kept != axis)
         trainer.model.placements[name] = type(place)(place.shape, place.split, summed)
     rows = trainer.fit()
-    steps = torch.tensor([(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], dtype=torch.float64)
+    steps = torch.tensor(
+        [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], dtype=torch.float64
+    )
     validation = [row["val_loss"] for row in rows if "val_loss" in row]
     whole = {name: tensor.clone() for name, tensor in trainer.model.whole_weights()}
     own = {name: param.detach().clone() for name, param in trainer.model.module.named_parameters()}
@@ -125,7 +132,9 @@ def plain_run(config):
         loss.backward()
         grads = [param.grad for param in model.parameters()]
         norm = torch.nn.utils.get_total_norm(grads)
-        if norm > config.optim.clip_norm:  # clip_grad_norm_ does the same, but adds 1e-6 to the norm
+        if (
+            norm > config.optim.clip_norm
+        ):  # clip_grad_norm_ does the same, but adds 1e-6 to the norm
             torch._foreach_mul_(grads, config.optim.clip_norm / norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -134,7 +143,9 @@ def plain_run(config):
     with torch.no_grad():
         validation = loss_of(task.val, held_out).item()
     steps = torch.tensor(steps, dtype=torch.float64)
-    assert (steps[:, 1] > config.optim.clip_norm).any(), "no step was clipped: the test would not see a wrong norm"
+    assert (steps[:, 1] > config.optim.clip_norm).any(), (
+        "no step was clipped: the test would not see a wrong norm"
+    )
     return steps, [validation], model.state_dict(), None
 
 
@@ -144,7 +155,9 @@ def test_every_grid_trains_like_one_process(request, reference, grid, name):
     pool = request.getfixturevalue(f"ranks{grid[0] * grid[1] * grid[2]}")
     dp, cp, tp = grid
     variants = [changes(*grid)]
-    if dp > 1 or dp * cp * tp == 1:  # ours, with many small buckets, and gradients added up over micro-batches
+    if (
+        dp > 1 or dp * cp * tp == 1
+    ):  # ours, with many small buckets, and gradients added up over micro-batches
         ours = {"train.data_parallel": "labcode", "train.bucket_mb": 1e-3, "train.micro_batch": 1}
         variants.append(changes(*grid, **ours))
     if tp > 1:
@@ -163,12 +176,19 @@ def ranks8():
 
 def test_chosen_grids_of_eight_ranks_train_like_one_process(ranks8, reference):
     for name, (dp, cp, tp, order) in zip(MODELS, LARGE):
-        config = recipes.with_changes(MODELS[name], changes(dp, cp, tp, sequence_parallel=True, order=order))
+        config = recipes.with_changes(
+            MODELS[name], changes(dp, cp, tp, sequence_parallel=True, order=order)
+        )
         assert_same(ranks8.run(fit, config), reference(name))
 
 
 @pytest.mark.parametrize(
-    "axis, weight", [("cp", "blocks.0.mlp.up.weight"), ("tp", "blocks.1.norm1.weight"), ("tp", "blocks.0.mlp.down.bias")]
+    "axis, weight",
+    [
+        ("cp", "blocks.0.mlp.up.weight"),
+        ("tp", "blocks.1.norm1.weight"),
+        ("tp", "blocks.0.mlp.down.bias"),
+    ],
 )
 def test_a_shared_weight_whose_gradient_is_not_summed_drifts_apart(ranks2, reference, axis, weight):
     grid = changes(1, 2, 1) if axis == "cp" else changes(1, 1, 2, sequence_parallel=True)
@@ -186,11 +206,17 @@ PIPED = {  # (dp, pp, cp, tp): the model, and what else is switched on
     (1, 4, 1, 1): ("gpt, tied, odd vocabulary", {}),
     (2, 2, 1, 1): ("vit", {}),
     (1, 2, 2, 1): ("gpt, untied, rotary, grouped queries", {}),
-    (1, 2, 1, 2): ("gpt, tied, odd vocabulary", {"train.sequence_parallel": True, "pipeline.recompute": True}),
+    (1, 2, 1, 2): (
+        "gpt, tied, odd vocabulary",
+        {"train.sequence_parallel": True, "pipeline.recompute": True},
+    ),
     (2, 4, 1, 1): ("gpt, tied, odd vocabulary", {}),
     (1, 4, 2, 1): ("gpt, tied, odd vocabulary", {}),
     (1, 4, 1, 2): ("gpt, untied, rotary, grouped queries", {"train.sequence_parallel": True}),
-    (1, 2, 2, 2): ("gpt, tied, odd vocabulary", {"train.sequence_parallel": True, "grid.order": "tp-pp-cp-dp"}),
+    (1, 2, 2, 2): (
+        "gpt, tied, odd vocabulary",
+        {"train.sequence_parallel": True, "grid.order": "tp-pp-cp-dp"},
+    ),
     (2, 2, 1, 2): ("vit", {"train.sequence_parallel": True}),
 }
 
@@ -204,7 +230,12 @@ def piped(grid, schedule):
     if extra.pop("uneven", False):
         extra["pipeline.layers"] = (3, 5) if SCHEDULES[schedule] == 1 else (1, 2, 4, 1)
     extra |= {"pipeline.schedule": schedule, "pipeline.stages_per_rank": SCHEDULES[schedule]}
-    extra |= {"grid.pp": pp, "grid.cp": cp, "grid.tp": tp, "train.micro_batch": 2 // dp}  # 4 micro-batches
+    extra |= {
+        "grid.pp": pp,
+        "grid.cp": cp,
+        "grid.tp": tp,
+        "train.micro_batch": 2 // dp,
+    }  # 4 micro-batches
     return base, recipes.with_changes(base, extra)
 
 
@@ -222,7 +253,9 @@ def deep_reference():
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_every_schedule_on_every_grid_trains_like_one_process(ranks2, ranks4, deep_reference, schedule):
+def test_every_schedule_on_every_grid_trains_like_one_process(
+    ranks2, ranks4, deep_reference, schedule
+):
     for grid in PIPED:
         pool = {2: ranks2, 4: ranks4}.get(math.prod(grid))
         if pool is not None:

@@ -14,7 +14,9 @@ from labcode.models.vit import ViT
 from labcode.parallel.dropout import DrawApart, Stream
 from labcode.topology import GridShape
 
-SMALL = GPTConfig(vocab_size=23, context_length=16, num_layers=1, num_heads=4, num_kv_heads=4, hidden_size=16)
+SMALL = GPTConfig(
+    vocab_size=23, context_length=16, num_layers=1, num_heads=4, num_kv_heads=4, hidden_size=16
+)
 SHAPES = [GridShape(tp=4), GridShape(tp=2, cp=2), GridShape(dp=2, tp=2, order="dp-cp-tp-pp")]
 
 
@@ -30,14 +32,18 @@ def drawn(rank, shape, tie):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             out = func(*args, **(kwargs or {}))
             if isinstance(out, torch.Tensor) and not out.is_meta:
-                self.numbers = max(self.numbers, out.untyped_storage().nbytes() // out.element_size())
+                self.numbers = max(
+                    self.numbers, out.untyped_storage().nbytes() // out.element_size()
+                )
             return out
 
     with torch.device("meta"):
         model = GPT(replace(SMALL, tie_embeddings=tie))
     grid = Grid.create(shape)
     with Largest() as largest:
-        model = parallelize(model, grid, seed=7, dtype=torch.float64, data_parallel="labcode")  # DDP makes buckets at once
+        model = parallelize(
+            model, grid, seed=7, dtype=torch.float64, data_parallel="labcode"
+        )  # DDP makes buckets at once
     whole = {name: weight.clone() for name, weight in model.whole_weights()}
     return whole, largest.numbers, sum(p.numel() for p in model.parameters())
 
@@ -52,7 +58,9 @@ def test_parts_are_drawn_as_the_whole_model_is_without_holding_it(ranks4, shape,
     for whole, largest, kept in ranks4.run(drawn, shape, tie):
         assert whole.keys() == expected.keys()
         assert all(torch.equal(whole[name], expected[name]) for name in expected)
-        assert largest <= max(weight.numel() for weight in expected.values())  # one whole weight at most
+        assert largest <= max(
+            weight.numel() for weight in expected.values()
+        )  # one whole weight at most
         assert kept < total * (0.75 if shape.tp == 2 else 0.5)
 
 
@@ -61,8 +69,14 @@ def cut_from_real_model(rank):
     model = GPT(SMALL)
     model.blocks[0].requires_grad_(False)
     parallel = parallelize(model, Grid.create(GridShape(dp=2, tp=2)))
-    frozen = [not p.requires_grad for name, p in parallel.module.named_parameters() if name.startswith("blocks.0")]
-    return {name: weight.clone() for name, weight in parallel.whole_weights()}, all(frozen) and len(frozen) > 4
+    frozen = [
+        not p.requires_grad
+        for name, p in parallel.module.named_parameters()
+        if name.startswith("blocks.0")
+    ]
+    return {name: weight.clone() for name, weight in parallel.whole_weights()}, all(frozen) and len(
+        frozen
+    ) > 4
 
 
 def test_copies_start_equal_whatever_each_rank_drew_and_frozen_weights_stay_frozen(ranks4):
@@ -78,9 +92,13 @@ def dropped(rank, sequence_parallel, tp):
 
     config = replace(SMALL, dropout=0.5)
     grid = Grid.create(GridShape(tp=tp, dp=dist.get_world_size() // tp))
-    model = parallelize(GPT(config), grid, sequence_parallel=sequence_parallel, seed=3).module.train()
+    model = parallelize(
+        GPT(config), grid, sequence_parallel=sequence_parallel, seed=3
+    ).module.train()
     ones = torch.ones(2, 4, 64, 8)
-    twice = [model.blocks[0].attention.core(ones, ones, ones).flatten()[:500].detach() for _ in range(2)]
+    twice = [
+        model.blocks[0].attention.core(ones, ones, ones).flatten()[:500].detach() for _ in range(2)
+    ]
     assert not torch.equal(*twice)  # a stream goes on
     return model.blocks[0].mlp.dropout(torch.ones(500)), twice[0], torch.get_rng_state()
 
@@ -140,7 +158,11 @@ def trained_bf16(rank):
             "train.log_every": 8,
             "train.global_batch": 8,
         }
-        sequence = {"train.sequence_parallel": "sequence" in axes, "train.dtype": "bfloat16", "train.sample_tokens": 0}
+        sequence = {
+            "train.sequence_parallel": "sequence" in axes,
+            "train.dtype": "bfloat16",
+            "train.sample_tokens": 0,
+        }
         config = recipes.with_changes(recipes.gpt_tiny(), changes | small | sequence)
         world = World(rank, 2, rank, 2, torch.device("cpu"), "gloo")
         trainer = Trainer(config, world, Grid.create(config.check(2)), make_task(config), out=None)
@@ -170,7 +192,9 @@ def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions
     """How far loss, gradients and gradient norm are from those of one process, with ignored targets and odd lengths."""
     from labcode.models import gpt
 
-    config = GPTConfig(23, 32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=16, positions=positions)
+    config = GPTConfig(
+        23, 32, num_layers=2, num_heads=4, num_kv_heads=2, hidden_size=16, positions=positions
+    )
 
     def build():
         model = initialize(GPT(config), 1).double()
@@ -188,7 +212,9 @@ def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions
     whole = build()
     expected = gpt.loss(whole(inputs), targets)
     expected.backward()
-    model = parallelize(build(), Grid.create(shape), sequence_parallel=sequence_parallel, context=context)
+    model = parallelize(
+        build(), Grid.create(shape), sequence_parallel=sequence_parallel, context=context
+    )
     loss = model.loss(model(inputs), targets)
     loss.backward()
     model.finish_gradient_sync()
@@ -197,12 +223,21 @@ def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions
         grad = whole.get_parameter(name).grad
         assert (grad is None) == (param.grad is None)
         if grad is not None:
-            off.append((param.grad - model.placements[name].own(grad, model.grid)).abs().max().item())
-    norm = torch.nn.utils.get_total_norm([param.grad for param in whole.parameters() if param.grad is not None])
+            off.append(
+                (param.grad - model.placements[name].own(grad, model.grid)).abs().max().item()
+            )
+    norm = torch.nn.utils.get_total_norm(
+        [param.grad for param in whole.parameters() if param.grad is not None]
+    )
     return max(off), abs(model.gradient_norm() - norm).item()
 
 
-FROZEN = ("embed.weight", "blocks.0.norm1.weight", "blocks.0.attention.qkv.weight", "blocks.1.mlp.down.weight")
+FROZEN = (
+    "embed.weight",
+    "blocks.0.norm1.weight",
+    "blocks.0.attention.qkv.weight",
+    "blocks.1.mlp.down.weight",
+)
 
 
 @pytest.mark.parametrize(
@@ -216,7 +251,9 @@ FROZEN = ("embed.weight", "blocks.0.norm1.weight", "blocks.0.attention.qkv.weigh
         (GridShape(cp=4), 5, (False, "gather", (), "rotary")),
     ],
 )
-def test_frozen_weights_ignored_targets_and_uneven_sequences_give_the_right_gradients(ranks4, shape, tokens, options):
+def test_frozen_weights_ignored_targets_and_uneven_sequences_give_the_right_gradients(
+    ranks4, shape, tokens, options
+):
     for off, norm_off in ranks4.run(gradients, shape, tokens, *options):
         assert max(off, norm_off) < 1e-9
 
@@ -245,7 +282,9 @@ def test_a_token_outside_the_vocabulary_is_refused(ranks1):
 def sent_under_autocast(rank, sequence_parallel):
     from labcode.comm.counting import counted
 
-    model = parallelize(GPT(SMALL), Grid.create(GridShape(tp=2)), sequence_parallel=sequence_parallel)
+    model = parallelize(
+        GPT(SMALL), Grid.create(GridShape(tp=2)), sequence_parallel=sequence_parallel
+    )
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     with counted() as calls, torch.autocast("cpu", torch.bfloat16):
         model(tokens).float().sum().backward()

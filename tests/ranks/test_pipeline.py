@@ -11,17 +11,27 @@ from labcode.schedules import schedule
 
 WIDTH, BATCH, LAYERS = 6, 3, 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
-CASES = [(name, ranks, ranks * v, m) for ranks in (1, 2, 4) for name, v in SCHEDULES.items() for m in (4, 8)]
+CASES = [
+    (name, ranks, ranks * v, m)
+    for ranks in (1, 2, 4)
+    for name, v in SCHEDULES.items()
+    for m in (4, 8)
+]
 
 
 def make_layers():
     torch.manual_seed(0)
-    return [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)).double() for _ in range(LAYERS)]
+    return [
+        nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.LayerNorm(WIDTH)).double()
+        for _ in range(LAYERS)
+    ]
 
 
 def make_batches(m):
     torch.manual_seed(1)
-    return list(torch.randn(m, BATCH, WIDTH, dtype=torch.float64)), list(torch.randn(m, BATCH, WIDTH, dtype=torch.float64))
+    return list(torch.randn(m, BATCH, WIDTH, dtype=torch.float64)), list(
+        torch.randn(m, BATCH, WIDTH, dtype=torch.float64)
+    )
 
 
 class Stage(nn.Module):
@@ -50,7 +60,9 @@ def piped(rank, name, num_stages, m, fail=None):
 
     ranks = dist.get_world_size()
     layers, parts = make_layers(), cut(num_stages)
-    own = {stage: Stage([layers[i] for i in parts[stage]]) for stage in range(rank, num_stages, ranks)}
+    own = {
+        stage: Stage([layers[i] for i in parts[stage]]) for stage in range(rank, num_stages, ranks)
+    }
     if fail in own:
         own[fail].register_forward_pre_hook(lambda *_: 1 / 0)
     pipeline = Pipeline(
@@ -65,25 +77,34 @@ def piped(rank, name, num_stages, m, fail=None):
     inputs, targets = make_batches(m)
     losses = [pipeline.step(inputs, targets).item() for _ in range(2)]
     assert losses[0] == losses[1]
-    return losses[0], {i: [p.grad for p in layers[i].parameters()] for stage in own for i in parts[stage]}
+    return losses[0], {
+        i: [p.grad for p in layers[i].parameters()] for stage in own for i in parts[stage]
+    }
 
 
 @pytest.mark.parametrize(("name", "ranks", "num_stages", "m"), CASES, ids=lambda value: str(value))
 def test_every_schedule_gives_the_gradients_of_one_process(request, name, ranks, num_stages, m):
     layers, (inputs, targets) = make_layers(), make_batches(m)
-    loss = sum(nn.functional.mse_loss(nn.Sequential(*layers)(x), y) for x, y in zip(inputs, targets)) / m
+    loss = (
+        sum(nn.functional.mse_loss(nn.Sequential(*layers)(x), y) for x, y in zip(inputs, targets))
+        / m
+    )
     (2 * loss).backward()
     results = request.getfixturevalue(f"ranks{ranks}").run(piped, name, num_stages, m)
     assert sum(own_loss for own_loss, _ in results) == pytest.approx(loss.item(), abs=1e-12)
     grads = {i: of_layer for _, own in results for i, of_layer in own.items()}
     assert len(grads) == LAYERS
     for i, layer in enumerate(layers):
-        torch.testing.assert_close(grads[i], [p.grad for p in layer.parameters()], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            grads[i], [p.grad for p in layer.parameters()], rtol=0, atol=1e-12
+        )
 
 
 def test_a_stage_that_fails_is_named_and_nobody_waits_for_it(ranks4):
     start = time.monotonic()
-    with pytest.raises(RankError, match=r"rank 2: StageError: stage 2 failed at 2F0: ZeroDivisionError"):
+    with pytest.raises(
+        RankError, match=r"rank 2: StageError: stage 2 failed at 2F0: ZeroDivisionError"
+    ):
         ranks4.run(piped, "1f1b", 4, 8, fail=2)
     assert time.monotonic() - start < 20  # the pool's time-out is 30 s
     assert len(ranks4.run(piped, "1f1b", 4, 4)) == 4  # and the ranks can be used again
@@ -110,17 +131,25 @@ def evaluated(rank, num_stages, m):
     from labcode.parallel.pipeline import Pipeline
 
     layers, parts, ranks = make_layers(), cut(num_stages), dist.get_world_size()
-    own = {stage: Stage([layers[i] for i in parts[stage]]) for stage in range(rank, num_stages, ranks)}
+    own = {
+        stage: Stage([layers[i] for i in parts[stage]]) for stage in range(rank, num_stages, ranks)
+    }
     order = schedule("interleaved", num_stages, ranks, ranks)
     boundary = lambda inputs: torch.empty(BATCH, WIDTH, dtype=torch.float64)  # noqa: E731
-    pipeline = Pipeline(own, order, num_stages, ranks, dist.group.WORLD, nn.functional.mse_loss, boundary)
-    return pipeline.evaluate(*make_batches(m)), [p.grad for layer in layers for p in layer.parameters()]
+    pipeline = Pipeline(
+        own, order, num_stages, ranks, dist.group.WORLD, nn.functional.mse_loss, boundary
+    )
+    return pipeline.evaluate(*make_batches(m)), [
+        p.grad for layer in layers for p in layer.parameters()
+    ]
 
 
 def test_evaluating_takes_any_number_of_micro_batches_and_leaves_no_gradients(ranks2):
     inputs, targets = make_batches(3)
     whole = nn.Sequential(*make_layers())
-    expected = torch.stack([nn.functional.mse_loss(whole(x), y) for x, y in zip(inputs, targets)]).detach()
+    expected = torch.stack(
+        [nn.functional.mse_loss(whole(x), y) for x, y in zip(inputs, targets)]
+    ).detach()
     results = ranks2.run(evaluated, 4, 3)
     torch.testing.assert_close(results[0][0] + results[1][0], expected, rtol=0, atol=1e-12)
     assert all(grad is None for _, grads in results for grad in grads)
@@ -145,11 +174,15 @@ def test_a_deferred_weight_gradient_comes_with_finish_and_not_before():
             torch.testing.assert_close(x.grad, expected_dx)
             assert layers[0].weight.grad is None and layers[0].bias.grad is not None
         finish(waiting)
-        torch.testing.assert_close([p.grad for p in layers.parameters()], [number * grad for grad in expected])
+        torch.testing.assert_close(
+            [p.grad for p in layers.parameters()], [number * grad for grad in expected]
+        )
     with store.watching():
         y = layers(x).square().sum()
     y.backward()  # without `later` nothing is left undone
-    torch.testing.assert_close([p.grad for p in layers.parameters()], [3 * grad for grad in expected])
+    torch.testing.assert_close(
+        [p.grad for p in layers.parameters()], [3 * grad for grad in expected]
+    )
 
 
 def kept_with(rank, recompute):
@@ -160,8 +193,12 @@ def kept_with(rank, recompute):
     from labcode.perf.saved_bytes import saved_bytes
     from labcode.topology import GridShape
 
-    model = GPT(GPTConfig(vocab_size=16, context_length=32, num_layers=4, hidden_size=32, num_heads=4))
-    model = parallelize(model, Grid.create(GridShape()), pipeline=PipelineConfig(recompute=recompute))
+    model = GPT(
+        GPTConfig(vocab_size=16, context_length=32, num_layers=4, hidden_size=32, num_heads=4)
+    )
+    model = parallelize(
+        model, Grid.create(GridShape()), pipeline=PipelineConfig(recompute=recompute)
+    )
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with saved_bytes(model.module) as saved:
         loss = model.loss(model(tokens), tokens)

@@ -142,9 +142,13 @@ def test_a_new_definition_is_used_at_once(ranks2):
 
 def test_tensors_travel_both_ways(ranks2):
     x = torch.randn(3, 4, dtype=torch.float64)
-    back = ranks2.run(lambda x: {"whole": x, "view": x[1:], "grown": (x.requires_grad_() * 2)}, x)[1]
+    back = ranks2.run(lambda x: {"whole": x, "view": x[1:], "grown": (x.requires_grad_() * 2)}, x)[
+        1
+    ]
     assert torch.equal(back["whole"], x) and torch.equal(back["view"], x[1:])
-    assert torch.equal(back["grown"], 2 * x) and not back["grown"].requires_grad  # a result carries no graph
+    assert (
+        torch.equal(back["grown"], 2 * x) and not back["grown"].requires_grad
+    )  # a result carries no graph
     big = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
     sums = ranks2.run(lambda rank, x: (x + rank, x.double().sum().item()), big)
     assert torch.equal(sums[1][0], big + 1) and sums[0][1] == big.double().sum().item()
@@ -167,7 +171,9 @@ def test_prints_come_after_the_call_labelled_in_rank_order(ranks4, capsys):
 
     ranks4.run(talk)
     out, err = capsys.readouterr()
-    assert out.splitlines() == [f"[rank {r}] {line}" for r in range(4) for line in (f"hello from {r}", "and", "more")]
+    assert out.splitlines() == [
+        f"[rank {r}] {line}" for r in range(4) for line in (f"hello from {r}", "and", "more")
+    ]
     assert err.splitlines() == [f"[rank {r}] careful" for r in range(4)]
 
 
@@ -220,7 +226,9 @@ def asleep(rank):
     time.sleep(300)
 
 
-@pytest.mark.parametrize("others", [in_all_reduce, in_a_subgroup, in_new_group, in_backward, in_python, asleep])
+@pytest.mark.parametrize(
+    "others", [in_all_reduce, in_a_subgroup, in_new_group, in_backward, in_python, asleep]
+)
 def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys):
     def fail_on_two(rank):
         print("started")
@@ -259,13 +267,21 @@ def test_when_all_fail_alike_the_first_rank_is_named(ranks4):
 
 
 def test_what_cannot_travel_is_one_clear_line(ranks2):
-    for argument, reason in ((threading.Lock(), "cannot pickle '_thread.lock' object"), (ranks2, "a pool of ranks")):
-        with pytest.raises(TypeError, match=rf"^fn cannot be sent to the ranks: {reason}") as caught:
+    for argument, reason in (
+        (threading.Lock(), "cannot pickle '_thread.lock' object"),
+        (ranks2, "a pool of ranks"),
+    ):
+        with pytest.raises(
+            TypeError, match=rf"^fn cannot be sent to the ranks: {reason}"
+        ) as caught:
             fn = lambda x: x  # noqa: E731
             fn.__name__ = "fn"
             ranks2.run(fn, argument)
         assert "\n" not in str(caught.value)
-    with pytest.raises(RankError, match=r"^rank 0: TypeError: the result, a generator, cannot be sent back: cannot pickle"):
+    with pytest.raises(
+        RankError,
+        match=r"^rank 0: TypeError: the result, a generator, cannot be sent back: cannot pickle",
+    ):
         ranks2.run(lambda: (x for x in range(3)))
     assert works(ranks2)
 
@@ -318,7 +334,9 @@ def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief):
         brief.run(lambda rank: rank)
     assert time.monotonic() - start < 1.0
     assert repr(brief) == "Ranks(2, not running)"
-    mine = [p for p in everything if p.pid in {process.pid for process in brief._processes.processes}]
+    mine = [
+        p for p in everything if p.pid in {process.pid for process in brief._processes.processes}
+    ]
     brief.restart()
     assert gone(mine)
     assert works(brief) and repr(brief) == "Ranks(2, running)"
@@ -342,7 +360,10 @@ def test_a_closed_pool_says_so_and_leaves_nothing():
 
 def test_bad_arguments_are_one_line():
     for n, timeout_s in ((0, 30), (2, 0)):
-        with pytest.raises(ValueError, match=rf"^Ranks\(n={n}, timeout_s={timeout_s}\): a pool needs at least 1 rank"):
+        with pytest.raises(
+            ValueError,
+            match=rf"^Ranks\(n={n}, timeout_s={timeout_s}\): a pool needs at least 1 rank",
+        ):
             Ranks(n, timeout_s=timeout_s)
 
 
@@ -377,7 +398,9 @@ def start_owner(folder, *words):
     """A process that owns a pool of two, both of whose ranks hang in a collective."""
     script = folder / "owner.py"
     script.write_text(OWNER)
-    owner = subprocess.Popen([sys.executable, str(script), str(folder), *words], stdout=subprocess.PIPE, text=True)
+    owner = subprocess.Popen(
+        [sys.executable, str(script), str(folder), *words], stdout=subprocess.PIPE, text=True
+    )
     wait_for_hang(folder)
     return owner
 
@@ -463,7 +486,9 @@ def test_in_a_notebook(tmp_path):
     from nbclient import NotebookClient
 
     sources = [source.replace("{folder!r}", repr(str(tmp_path))) for source, _ in CELLS]
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(source) for source in sources])
+    notebook = nbformat.v4.new_notebook(
+        cells=[nbformat.v4.new_code_cell(source) for source in sources]
+    )
     client = NotebookClient(notebook, timeout=120, allow_errors=True, kernel_name="python3")
 
     def interrupt_when_it_hangs():

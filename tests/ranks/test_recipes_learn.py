@@ -14,7 +14,10 @@ from labcode.config import TextData
 from labcode.data import text
 from labcode.train import metrics
 
-RUNS = {"gpt_tiny": ("--train.sample_tokens", "1000"), "vit_tiny": ()}  # in 300 tokens there may be no speaker
+RUNS = {
+    "gpt_tiny": ("--train.sample_tokens", "1000"),
+    "vit_tiny": (),
+}  # in 300 tokens there may be no speaker
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 
@@ -24,10 +27,24 @@ def runs(tmp_path_factory):
     running = {}
     for recipe, changes in RUNS.items():
         folder = tmp_path_factory.mktemp(recipe)
-        command = ["nice", "-n", "19", sys.executable, "-m", "labcode.train", recipe, "--train.out", "run", *changes]
+        command = [
+            "nice",
+            "-n",
+            "19",
+            sys.executable,
+            "-m",
+            "labcode.train",
+            recipe,
+            "--train.out",
+            "run",
+            *changes,
+        ]
         with open(folder / "said", "w") as said:
             env = {**os.environ, "OMP_NUM_THREADS": "1"}
-            running[recipe] = (subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said), folder)
+            running[recipe] = (
+                subprocess.Popen(command, cwd=folder, env=env, stdout=said, stderr=said),
+                folder,
+            )
     yield running
     for process, _ in running.values():
         process.kill()
@@ -50,7 +67,9 @@ def test_gpt_tiny_falls_far_below_unigram_entropy_and_writes_in_the_layout_of_a_
     assert rows[-1]["val_loss"] < 0.6 * unigram
     lines = sample.splitlines()
     assert len(sample) > 200
-    assert sum(re.fullmatch(r"[A-Z][A-Z' .]+[:.]?", line) is not None for line in lines) >= 1, sample  # a speaker
+    assert sum(re.fullmatch(r"[A-Z][A-Z' .]+[:.]?", line) is not None for line in lines) >= 1, (
+        sample
+    )  # a speaker
     assert max(map(len, lines)) < 90  # verse and speech are broken into lines
     assert sum(character.islower() or character == " " for character in sample) > 0.6 * len(sample)
 

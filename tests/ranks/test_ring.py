@@ -16,7 +16,9 @@ def rings(rank, dtype):
 
     results = []
     for size in SIZES:
-        x = torch.randint(-50, 50, (size,), generator=torch.Generator().manual_seed(rank)).to(getattr(torch, dtype))
+        x = torch.randint(-50, 50, (size,), generator=torch.Generator().manual_seed(rank)).to(
+            getattr(torch, dtype)
+        )
         expected, star = x.clone(), x.clone()
         dist.all_reduce(expected)
         star_sent = ring.star_all_reduce(star, dist.group.WORLD)
@@ -39,9 +41,13 @@ def test_a_ring_sends_the_bytes_of_the_formula(pool, request):
     sent = [[count for _, count, _ in sizes] for sizes in results]
     for i, size in enumerate(SIZES):
         total = sum(counts[i] for counts in sent)
-        assert total == pytest.approx(len(ranks) * comm.bytes_sent("all_reduce", len(ranks), 4 * size))
+        assert total == pytest.approx(
+            len(ranks) * comm.bytes_sent("all_reduce", len(ranks), 4 * size)
+        )
         if size % len(ranks) == 0:  # even chunks: the same on every rank
-            assert {counts[i] for counts in sent} == {comm.bytes_sent("all_reduce", len(ranks), 4 * size)}
+            assert {counts[i] for counts in sent} == {
+                comm.bytes_sent("all_reduce", len(ranks), 4 * size)
+            }
         star = [sizes[i][2] for sizes in results]
         assert star == [(len(ranks) - 1) * 4 * size] + [4 * size] * (len(ranks) - 1)
         assert sum(star) == total  # the ring saves nothing in all; it shares the work
@@ -114,7 +120,9 @@ def timed(rank):
 
 def test_times_of_a_call(ranks2):
     results = ranks2.run(timed)
-    assert [(count, seen) for count, _, seen in results] == [(3, [400] * 4)] * 2  # the first call warms up
+    assert [(count, seen) for count, _, seen in results] == [
+        (3, [400] * 4)
+    ] * 2  # the first call warms up
     assert results[0][1] > 0 and results[1][1] > 0.05  # the slower rank decides
 
 

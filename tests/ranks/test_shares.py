@@ -70,7 +70,9 @@ def test_training_on_a_grid_equals_one_process(ranks2):
 
 
 def test_profiles_of_all_ranks(ranks2):
-    found = ranks2.run(lambda rank: trace.record(lambda: dist.all_reduce(torch.ones(100)), 2, f"rank {rank}"))
+    found = ranks2.run(
+        lambda rank: trace.record(lambda: dist.all_reduce(torch.ones(100)), 2, f"rank {rank}")
+    )
     for rank, recorded in enumerate(found):
         labels = [[(lane, label) for lane, label, *_ in rows] for rows in recorded]
         assert labels == [[(f"rank {rank}, sending", "all-reduce")]] * 2

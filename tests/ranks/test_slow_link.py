@@ -51,8 +51,14 @@ def both_ways(overlap):
     from labcode.parallel.data import DataParallel
     from labcode.teach.labs.l04_slow_link import fastest_step
 
-    model = DataParallel(nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double(), dist.group.WORLD, 1e-9)
-    return fastest_step(model, lambda: model(torch.ones(2, 5, dtype=torch.float64)).sum(), LINK, overlap, repeats=2)
+    model = DataParallel(
+        nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double(),
+        dist.group.WORLD,
+        1e-9,
+    )
+    return fastest_step(
+        model, lambda: model(torch.ones(2, 5, dtype=torch.float64)).sum(), LINK, overlap, repeats=2
+    )
 
 
 def test_a_step_tells_backward_from_waiting_and_when_buckets_travelled(ranks2):
@@ -60,7 +66,9 @@ def test_a_step_tells_backward_from_waiting_and_when_buckets_travelled(ranks2):
     for overlap in (False, True):
         for step in ranks2.run(both_ways, overlap):
             assert abs(step.link_s - busy) < 1e-6 and step.wait_s == step.total_s - step.backward_s
-            assert (step.sent[0][0] < step.backward_s) == overlap and step.total_s >= step.sent[-1][1]
+            assert (step.sent[0][0] < step.backward_s) == overlap and step.total_s >= step.sent[-1][
+                1
+            ]
             rows = step.rows("here")
             assert [row[:2] for row in rows[:3]] == [
                 ("core, here", "backward"),

@@ -35,12 +35,19 @@ def sharded_mlp(rank, sequence):
     if sequence:
         x, weights = (tensor.detach().chunk(p, 1)[rank] for tensor in (x, weights))
         x.requires_grad_()
-    up, down = ColumnParallelLinear(up, group, sequence=sequence), RowParallelLinear(down, group, sequence=sequence)
+    up, down = (
+        ColumnParallelLinear(up, group, sequence=sequence),
+        RowParallelLinear(down, group, sequence=sequence),
+    )
     with counted() as forward:
         y = down(torch.nn.functional.gelu(up(x)))
     with counted() as backward:
         (y * weights).sum().backward()
-    grads = {f"{name}.{kind}": p.grad for name, m in (("up", up), ("down", down)) for kind, p in m.named_parameters()}
+    grads = {
+        f"{name}.{kind}": p.grad
+        for name, m in (("up", up), ("down", down))
+        for kind, p in m.named_parameters()
+    }
     return y.detach(), x.grad, grads, totals(forward), totals(backward)
 
 
@@ -52,12 +59,16 @@ def test_column_then_row_equals_the_plain_layers(pool, sequence):
     results = pool.run(sharded_mlp, sequence)
     p = len(results)
     for rank, (own_y, own_dx, grads, forward, backward) in enumerate(results):
-        expected_y, expected_dx = (t.chunk(p, 1)[rank] if sequence else t for t in (y.detach(), x.grad))
+        expected_y, expected_dx = (
+            t.chunk(p, 1)[rank] if sequence else t for t in (y.detach(), x.grad)
+        )
         torch.testing.assert_close(own_y, expected_y, **TOLERANCE)
         torch.testing.assert_close(own_dx, expected_dx, **TOLERANCE)
         torch.testing.assert_close(grads["up.weight"], up.weight.grad.chunk(p)[rank], **TOLERANCE)
         torch.testing.assert_close(grads["up.bias"], up.bias.grad.chunk(p)[rank], **TOLERANCE)
-        torch.testing.assert_close(grads["down.weight"], down.weight.grad.chunk(p, 1)[rank], **TOLERANCE)
+        torch.testing.assert_close(
+            grads["down.weight"], down.weight.grad.chunk(p, 1)[rank], **TOLERANCE
+        )
         if not sequence:
             torch.testing.assert_close(grads["down.bias"], down.bias.grad, **TOLERANCE)
         message = BATCH * TOKENS * HIDDEN * 8  # bytes
@@ -69,7 +80,9 @@ def test_column_then_row_equals_the_plain_layers(pool, sequence):
         else:
             assert forward == backward == {"all_reduce": (1, message)}
     if sequence:  # each rank has the bias gradient of its own tokens: the parts add up
-        torch.testing.assert_close(sum(r[2]["down.bias"] for r in results), down.bias.grad, **TOLERANCE)
+        torch.testing.assert_close(
+            sum(r[2]["down.bias"] for r in results), down.bias.grad, **TOLERANCE
+        )
 
 
 def largest_saved(rank, gathered):
@@ -81,7 +94,9 @@ def largest_saved(rank, gathered):
 
     _, _, up, _ = whole_mlp()
     layer = ColumnParallelLinear(up, dist.group.WORLD, sequence=True)
-    x = torch.randn(BATCH, TOKENS // dist.get_world_size(), HIDDEN, dtype=torch.float64, requires_grad=True)
+    x = torch.randn(
+        BATCH, TOKENS // dist.get_world_size(), HIDDEN, dtype=torch.float64, requires_grad=True
+    )
     sizes = []
     keep = torch.autograd.graph.saved_tensors_hooks(
         lambda t: sizes.append(t.untyped_storage().nbytes() // 8) or t, lambda t: t
@@ -139,7 +154,11 @@ def embedded(rank, sequence):
     (x * (weights.chunk(p, 1)[rank] if sequence else weights)).sum().backward()
     expected = whole(tokens).chunk(p, 1)[rank] if sequence else whole(tokens)
     gradient = Split(0).take(whole.weight.grad, rank, p)
-    return (x - expected).abs().max().item(), (part.weight.grad - gradient).abs().max().item(), totals(forward)
+    return (
+        (x - expected).abs().max().item(),
+        (part.weight.grad - gradient).abs().max().item(),
+        totals(forward),
+    )
 
 
 @pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
@@ -159,12 +178,16 @@ def cross_entropy(rank, dtype, scale):
     from labcode.parallel.tensor import vocab_parallel_cross_entropy
 
     torch.manual_seed(0)
-    logits = (torch.randn(BATCH, TOKENS, VOCAB, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    logits = (
+        (torch.randn(BATCH, TOKENS, VOCAB, dtype=torch.float64) * scale).to(dtype).requires_grad_()
+    )
     targets = torch.randint(VOCAB, (BATCH, TOKENS))
     targets[0, :3] = -100
     weights = torch.randn(BATCH, TOKENS, dtype=torch.float64)
     wide = logits.to(torch.promote_types(dtype, torch.float32))
-    expected = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(BATCH, TOKENS)
+    expected = F.cross_entropy(wide.flatten(0, 1), targets.flatten(), reduction="none").view(
+        BATCH, TOKENS
+    )
     (expected * weights).sum().backward()
     p = dist.get_world_size()
     own = Split(2).take(logits.detach(), rank, p).requires_grad_()
@@ -174,19 +197,29 @@ def cross_entropy(rank, dtype, scale):
         (loss * weights).sum().backward()
     gradient = Split(2).take(logits.grad, rank, p)
     assert loss.dtype == wide.dtype and own.grad.dtype == dtype
-    difference, of_gradients = (loss - expected).abs().max().item(), (own.grad - gradient).abs().max().item()
+    difference, of_gradients = (
+        (loss - expected).abs().max().item(),
+        (own.grad - gradient).abs().max().item(),
+    )
     return difference, of_gradients, totals(forward), totals(backward)
 
 
 @pytest.mark.parametrize(
     "dtype, scale, tolerance",
-    [(torch.float64, 1, 1e-12), (torch.float64, 1e4, 1e-9), (torch.float32, 1, 1e-5), (torch.bfloat16, 1, 1e-2)],
+    [
+        (torch.float64, 1, 1e-12),
+        (torch.float64, 1e4, 1e-9),
+        (torch.float32, 1, 1e-5),
+        (torch.bfloat16, 1, 1e-2),
+    ],
 )
 def test_the_loss_of_logits_cut_over_the_vocabulary_equals_the_whole(pool, dtype, scale, tolerance):
     for difference, gradient_difference, forward, backward in pool.run(cross_entropy, dtype, scale):
         assert max(difference, gradient_difference) < tolerance
         per_token = BATCH * TOKENS * torch.promote_types(dtype, torch.float32).itemsize
-        assert forward == {"all_reduce": (2, 3 * per_token)}  # three numbers a token, however large the vocabulary
+        assert forward == {
+            "all_reduce": (2, 3 * per_token)
+        }  # three numbers a token, however large the vocabulary
         assert backward == {}
 
 
@@ -205,7 +238,9 @@ def under_autocast(rank):
 
 
 def test_autocast_narrows_the_gathered_product_and_leaves_gradients_wide(ranks2):
-    assert set(ranks2.run(under_autocast)) == {(torch.bfloat16, torch.float32, torch.float32, torch.float32)}
+    assert set(ranks2.run(under_autocast)) == {
+        (torch.bfloat16, torch.float32, torch.float32, torch.float32)
+    }
 
 
 @pytest.mark.parametrize("sections", [None, (7, 3, 3)])
@@ -214,7 +249,9 @@ def test_the_parts_of_a_split_join_to_the_whole(sections, parts):
     whole = torch.randn(5, 13, 2)
     split = Split(1, sections)
     pieces = [split.take(whole, index, parts) for index in range(parts)]
-    assert max(p.shape[1] for p in pieces) - min(p.shape[1] for p in pieces) <= len(sections or (1,))
+    assert max(p.shape[1] for p in pieces) - min(p.shape[1] for p in pieces) <= len(
+        sections or (1,)
+    )
     assert torch.equal(split.join(pieces, whole.shape), whole)
 
 
@@ -225,7 +262,10 @@ def test_frozen_weights_stay_frozen_and_a_missing_bias_stays_missing(ranks2):
         from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 
         frozen = nn.Linear(4, 4, bias=False).requires_grad_(False)
-        layers = ColumnParallelLinear(frozen, dist.group.WORLD), RowParallelLinear(frozen, dist.group.WORLD)
+        layers = (
+            ColumnParallelLinear(frozen, dist.group.WORLD),
+            RowParallelLinear(frozen, dist.group.WORLD),
+        )
         return [(layer.weight.requires_grad, layer.bias) for layer in layers]
 
     assert ranks2.run(kinds) == [[(False, None)] * 2] * 2

@@ -39,4 +39,7 @@ def first(rank, fail):
 
 def test_the_first_rank_works_for_all(ranks2):
     assert ranks2.run(first, False) == ["made by 0", "made by 0"]
-    assert ranks2.run(first, True) == ["OSError: disk full", "PeerError: rank 0: OSError: disk full"]
+    assert ranks2.run(first, True) == [
+        "OSError: disk full",
+        "PeerError: rank 0: OSError: disk full",
+    ]

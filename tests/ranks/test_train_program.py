@@ -14,15 +14,43 @@ import torch
 from labcode.train import metrics
 
 SMALL = [
-    *("--model.num_layers", "1", "--model.num_heads", "2", "--model.hidden_size", "16", "--model.context_length", "32"),
-    *("--train.global_batch", "4", "--train.log_every", "1", "--train.eval_batches", "1", "--train.sample_tokens", "20"),
+    *(
+        "--model.num_layers",
+        "1",
+        "--model.num_heads",
+        "2",
+        "--model.hidden_size",
+        "16",
+        "--model.context_length",
+        "32",
+    ),
+    *(
+        "--train.global_batch",
+        "4",
+        "--train.log_every",
+        "1",
+        "--train.eval_batches",
+        "1",
+        "--train.sample_tokens",
+        "20",
+    ),
 ]
 TRAIN = [sys.executable, "-m", "labcode.train"]
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "-m", "labcode.train"]
+TORCHRUN = [
+    sys.executable,
+    "-m",
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node=2",
+    "-m",
+    "labcode.train",
+]
 
 
 def run(*command, cwd):
-    return subprocess.run(command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False)
+    return subprocess.run(
+        command, cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+    )
 
 
 def error_line(done):
@@ -33,13 +61,31 @@ def error_line(done):
 
 
 def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
-    done = run(*TORCHRUN, "gpt_tiny", *SMALL, "--train.steps", "4", "--train.micro_batch", "1", cwd=tmp_path)
+    done = run(
+        *TORCHRUN,
+        "gpt_tiny",
+        *SMALL,
+        "--train.steps",
+        "4",
+        "--train.micro_batch",
+        "1",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "runs" / "gpt_tiny-001"
     rows = metrics.read(out)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
     assert set(rows[0]) == {
-        *("step", "loss", "grad_norm", "lr", "step_s", "tokens_per_s", "tokens_per_s_per_rank", "memory_bytes")
+        *(
+            "step",
+            "loss",
+            "grad_norm",
+            "lr",
+            "step_s",
+            "tokens_per_s",
+            "tokens_per_s_per_rank",
+            "memory_bytes",
+        )
     }
     assert rows[0]["tokens_per_s"] == pytest.approx(2 * rows[0]["tokens_per_s_per_rank"])
     assert rows[0]["tokens_per_s"] == pytest.approx(4 * 32 / rows[0]["step_s"])
@@ -58,11 +104,26 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
 
 
 def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(tmp_path):
-    steps = ("--train.steps", "3", "--train.dtype", "float64", "--train.seed", "4", "--model.num_layers", "2")
+    steps = (
+        "--train.steps",
+        "3",
+        "--train.dtype",
+        "float64",
+        "--train.seed",
+        "4",
+        "--model.num_layers",
+        "2",
+    )
     ways = {
         "alone": (TRAIN, ()),
-        "tp": (TORCHRUN, ("--grid.tp", "2", "--grid.order", "cp-tp-dp-pp", "--train.sequence_parallel")),
-        "pp": (TORCHRUN, ("--grid.pp", "2", "--train.micro_batch", "1", "--pipeline.schedule", "zero_bubble")),
+        "tp": (
+            TORCHRUN,
+            ("--grid.tp", "2", "--grid.order", "cp-tp-dp-pp", "--train.sequence_parallel"),
+        ),
+        "pp": (
+            TORCHRUN,
+            ("--grid.pp", "2", "--train.micro_batch", "1", "--pipeline.schedule", "zero_bubble"),
+        ),
     }
     for name, (command, extra) in ways.items():
         done = run(*command, "gpt_tiny", *SMALL, *steps, *extra, "--train.out", name, cwd=tmp_path)
@@ -70,7 +131,9 @@ def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(
     weights = {name: torch.load(tmp_path / name / "weights.pt", weights_only=True) for name in ways}
     for name in ("tp", "pp"):
         torch.testing.assert_close(weights[name], weights["alone"], rtol=0, atol=1e-9)
-        assert (tmp_path / name / "result.txt").read_text() == (tmp_path / "alone" / "result.txt").read_text()
+        assert (tmp_path / name / "result.txt").read_text() == (
+            tmp_path / "alone" / "result.txt"
+        ).read_text()
 
 
 def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
@@ -99,7 +162,10 @@ def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
         (["vit_tiny", "--data.path", "corrupt.zarr"], "corrupt.zarr"),
         (["vit_tiny", "--model.patch_size", "7"], "is not a multiple of patch_size=7"),
         (["gpt_tiny", "--model.vocab_size", "5"], "model.vocab_size=5 but the text has"),
-        (["gpt_tiny", "--grid.dp", "2"], "2*1*1*1 = 2 but WORLD_SIZE is 1: change an axis or launch 2 ranks"),
+        (
+            ["gpt_tiny", "--grid.dp", "2"],
+            "2*1*1*1 = 2 but WORLD_SIZE is 1: change an axis or launch 2 ranks",
+        ),
         (["gpt_tiny", "--grid.tp", "3"], "model.num_heads=4 is not divisible by grid.tp=3"),
     ],
 )
@@ -153,7 +219,9 @@ def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):
 
 
 def test_a_full_disk_is_one_line_and_the_lines_written_stay(tmp_path, on_small_disk):
-    done = on_small_disk("64k", *TRAIN, "gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", "disk/run")
+    done = on_small_disk(
+        "64k", *TRAIN, "gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", "disk/run"
+    )
     assert done.returncode == 2, done.stderr
     assert "no space left on device" in error_line(done)
     assert metrics.read(tmp_path / "run")

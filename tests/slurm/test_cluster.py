@@ -26,9 +26,19 @@ def leftovers(name):
     folder, found = base() / name, []
     for file in Path("/proc").glob("[0-9]*/cmdline"):
         with contextlib.suppress(OSError):
-            found += [file] if os.fsencode(folder) in file.read_bytes() and alive(int(file.parent.name)) else []
-    mounts = [line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line]
-    links = [line for line in Path("/proc/net/dev").read_text().splitlines() if re.match(r" *(n\d+|br0):", line)]
+            found += (
+                [file]
+                if os.fsencode(folder) in file.read_bytes() and alive(int(file.parent.name))
+                else []
+            )
+    mounts = [
+        line for line in Path("/proc/self/mounts").read_text().splitlines() if str(folder) in line
+    ]
+    links = [
+        line
+        for line in Path("/proc/net/dev").read_text().splitlines()
+        if re.match(r" *(n\d+|br0):", line)
+    ]
     return found + mounts + links + ([folder] if folder.exists() else [])
 
 
@@ -53,21 +63,37 @@ def test_each_node_is_a_host_of_its_own(cluster2):
 
 def test_a_job_runs_on_both_nodes_with_their_gpus_and_this_file_system(cluster2, tmp_path):
     show = 'echo "$(hostname) $SLURM_PROCID $CUDA_VISIBLE_DEVICES $(pwd)"'
-    command = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--chdir", tmp_path, "sh", "-c", show]
+    command = [
+        "srun",
+        "-N2",
+        "--ntasks-per-node=2",
+        "--gpus-per-node=2",
+        "--chdir",
+        tmp_path,
+        "sh",
+        "-c",
+        show,
+    ]
     lines = sorted(cluster2.exec(command).stdout.splitlines())
     assert lines == [f"n{1 + rank // 2} {rank} 0,1 {tmp_path}" for rank in range(4)]
-    one = cluster2.exec(["srun", "-n2", "-N1", "--gpus-per-task=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]).stdout
+    one = cluster2.exec(
+        ["srun", "-n2", "-N1", "--gpus-per-task=1", "sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
+    ).stdout
     assert len(one.split()) == 2 and "," not in one
 
 
 def test_a_step_above_its_memory_is_killed_and_the_log_says_so(cluster2, tmp_path):
     grow = "import time; kept = [bytearray(os.urandom(1)) * 600_000_000 for os in [__import__('os')]]; time.sleep(60)"
     script = tmp_path / "grow.sbatch"
-    script.write_text(f'#!/bin/bash\n#SBATCH --mem=200M --output={tmp_path}/log\nset -e\nsrun python3 -c "{grow}"\n')
+    script.write_text(
+        f'#!/bin/bash\n#SBATCH --mem=200M --output={tmp_path}/log\nset -e\nsrun python3 -c "{grow}"\n'
+    )
     job = cluster2.exec(["sbatch", "--parsable", script]).stdout.strip()
 
     def state():
-        return re.search(r"JobState=(\w+)", cluster2.exec(["scontrol", "show", "job", job]).stdout)[1]
+        return re.search(r"JobState=(\w+)", cluster2.exec(["scontrol", "show", "job", job]).stdout)[
+            1
+        ]
 
     until(lambda: state() not in ("PENDING", "RUNNING", "COMPLETING"))
     assert state() == "FAILED"
@@ -80,10 +106,16 @@ def test_a_step_above_its_memory_is_killed_and_the_log_says_so(cluster2, tmp_pat
 def test_exec_keeps_folder_and_environment_and_tells_of_failure(cluster2, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MARK", "a b")
-    assert cluster2.exec(["sh", "-c", 'pwd; echo "$MARK"; echo $0', "$(id)"]).stdout == f"{tmp_path}\na b\n$(id)\n"
+    assert (
+        cluster2.exec(["sh", "-c", 'pwd; echo "$MARK"; echo $0', "$(id)"]).stdout
+        == f"{tmp_path}\na b\n$(id)\n"
+    )
     assert cluster2.node("n2", ["cat"], input="hello").stdout == "hello"
     assert cluster2.exec(["sh", "-c", "exit 3"], check=False).returncode == 3
-    with pytest.raises(RuntimeError, match=r"sbatch --wrap=true -p nope on head failed with exit code 1: .*partition"):
+    with pytest.raises(
+        RuntimeError,
+        match=r"sbatch --wrap=true -p nope on head failed with exit code 1: .*partition",
+    ):
         cluster2.exec(["sbatch", "--wrap=true", "-p", "nope"])
     with pytest.raises(ValueError, match=r"there is no node 'n9' .* it has n1, n2"):
         cluster2.node("n9", ["true"])
@@ -92,14 +124,20 @@ def test_exec_keeps_folder_and_environment_and_tells_of_failure(cluster2, tmp_pa
 def test_a_late_command_is_ended_even_if_it_ignores_signals(cluster2, tmp_path):
     began = tmp_path / "began"
     with pytest.raises(TimeoutError, match="did not end within 2 s"):
-        cluster2.exec(["sh", "-c", f"trap '' TERM; touch {began}; while :; do sleep 0.1; done"], timeout_s=2)
-    assert str(began) not in cluster2.exec(["ps", "-ww", "-eo", "args"]).stdout.replace("ps -ww -eo args", "")
+        cluster2.exec(
+            ["sh", "-c", f"trap '' TERM; touch {began}; while :; do sleep 0.1; done"], timeout_s=2
+        )
+    assert str(began) not in cluster2.exec(["ps", "-ww", "-eo", "args"]).stdout.replace(
+        "ps -ww -eo args", ""
+    )
     assert began.exists()
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
 def test_the_prefix_works_from_any_process_and_the_command_ends_with_it(cluster2, how):
-    process = subprocess.Popen([*cluster2.exec_prefix, "sh", "-c", "hostname; exec sleep 98765"], stdout=subprocess.PIPE)
+    process = subprocess.Popen(
+        [*cluster2.exec_prefix, "sh", "-c", "hostname; exec sleep 98765"], stdout=subprocess.PIPE
+    )
     assert process.stdout.readline() == b"head\n"
     process.send_signal(how)
     until(lambda: "98765" not in cluster2.exec(["ps", "-ww", "-eo", "args"]).stdout)
@@ -112,7 +150,9 @@ CONNECT = "import socket, sys; socket.create_connection((sys.argv[1], 6818), tim
 
 
 def reaches(cluster, start, end, seconds=20):
-    return cluster.node(start, ["python3", "-c", CONNECT, end, seconds], check=False).returncode == 0
+    return (
+        cluster.node(start, ["python3", "-c", CONNECT, end, seconds], check=False).returncode == 0
+    )
 
 
 @pytest.mark.parametrize("pull, put", [("netdown", "netup"), ("block", "unblock")])
@@ -149,7 +189,9 @@ for size in (1, 2_000_000):
 
 
 def seconds_for_a_byte_and_for_2_mb(cluster):
-    with subprocess.Popen(cluster.host("n2").command(["python3", "-c", ANSWER]), stdout=subprocess.PIPE) as answer:
+    with subprocess.Popen(
+        cluster.host("n2").command(["python3", "-c", ANSWER]), stdout=subprocess.PIPE
+    ) as answer:
         assert answer.stdout.readline() == b"ready\n"
         return [float(line) for line in cluster.node("n1", ["python3", "-c", ASK]).stdout.split()]
 
@@ -177,7 +219,9 @@ def test_a_delay_ends_with_its_cable(cluster2):
 
     cluster2.slow("n2", "1gbit", "1ms")
     cluster2.netdown("n2")
-    assert not reaches(cluster2, "n1", "n2", seconds=1)  # its frames arrive at the program and are lost
+    assert not reaches(
+        cluster2, "n1", "n2", seconds=1
+    )  # its frames arrive at the program and are lost
     cluster2.netup("n2")
     assert reaches(cluster2, "n1", "n2") and programs() == 1
     cluster2.kill("n2")
@@ -203,7 +247,10 @@ def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2):
     pids = [cluster2.host(name).pid for name in ("head", "n1", "n2")]
     again = Cluster.up(name=cluster2.name)
     assert [again.host(name).pid for name in ("head", "n1", "n2")] == pids
-    with pytest.raises(ValueError, match="is up with nodes=2, not nodes=4: take it down first, or give the new one a name"):
+    with pytest.raises(
+        ValueError,
+        match="is up with nodes=2, not nodes=4: take it down first, or give the new one a name",
+    ):
         Cluster.up(nodes=4, name=cluster2.name)
 
 
@@ -219,7 +266,9 @@ def test_down_takes_names_and_never_paths(name, tmp_path, monkeypatch, capfd):
 
 def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(slurm, capfd):
     name = slurm("cli")
-    done = subprocess.run([*CLI, "up", "1", "--name", name, "--gpus", "0"], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [*CLI, "up", "1", "--name", name, "--gpus", "0"], cwd=ROOT, capture_output=True, text=True
+    )
     assert (done.returncode, done.stderr) == (0, ""), done
     cluster = running(name)
     assert cluster.states() == {"n1": "idle"}
@@ -227,7 +276,9 @@ def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(slurm, 
     assert main(["exec", "--name", "no-such", "sinfo"]) == 1
     assert "no cluster 'no-such' is up" in capfd.readouterr().err
     done = subprocess.run(
-        [*CLI, "exec", "--name", name, "sh", "-c", "hostname; pwd; exit 4"], cwd="/usr", capture_output=True
+        [*CLI, "exec", "--name", name, "sh", "-c", "hostname; pwd; exit 4"],
+        cwd="/usr",
+        capture_output=True,
     )
     assert (done.returncode, done.stdout) == (4, b"head\n/usr\n")
     assert main(["down", "--name", name]) == 0
@@ -237,11 +288,17 @@ def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(slurm, 
 
 
 @pytest.mark.parametrize(
-    "moment", ["spec.json", "head/outer", "head/ready", "n3/outer", "head/slurmctld.log", "n2/slurmd.log"]
+    "moment",
+    ["spec.json", "head/outer", "head/ready", "n3/outer", "head/slurmctld.log", "n2/slurmd.log"],
 )
 def test_down_also_removes_what_a_killed_up_has_left(slurm, moment):
     name = slurm("half")
-    up = subprocess.Popen([*CLI, "up", "3", "--name", name], cwd=ROOT, stdout=subprocess.DEVNULL, start_new_session=True)
+    up = subprocess.Popen(
+        [*CLI, "up", "3", "--name", name],
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
     until((base() / name / moment).exists)
     os.killpg(up.pid, signal.SIGKILL)
     up.wait()
@@ -261,13 +318,22 @@ def test_an_ordinary_user_gets_the_same_without_root(tmp_path_factory):
     python = shutil.which("python3", path="/usr/bin:/usr/local/bin")
     if not python:
         pytest.skip("no python3 that an ordinary user may run")
-    copy = Path("/tmp", f"labcode-copy-{os.getpid()}")  # the repository may lie where only root may look
+    copy = Path(
+        "/tmp", f"labcode-copy-{os.getpid()}"
+    )  # the repository may lie where only root may look
     user = ["setpriv", "--reuid=12345", "--regid=12345", "--clear-groups"]
-    environment = {"PATH": "/usr/bin:/bin", "TMPDIR": "/tmp", "PYTHONDONTWRITEBYTECODE": "1", "PYTHONPATH": str(copy)}
+    environment = {
+        "PATH": "/usr/bin:/bin",
+        "TMPDIR": "/tmp",
+        "PYTHONDONTWRITEBYTECODE": "1",
+        "PYTHONPATH": str(copy),
+    }
 
     def cluster(*words):
         command = [*user, python, "-m", "labcode.minislurm", *words]
-        return subprocess.run(command, cwd="/tmp", env=environment, capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            command, cwd="/tmp", env=environment, capture_output=True, text=True, timeout=60
+        )
 
     try:
         (copy / "labcode").mkdir(parents=True)
@@ -281,11 +347,23 @@ def test_an_ordinary_user_gets_the_same_without_root(tmp_path_factory):
             pytest.skip(up.stderr.strip())
         assert (up.returncode, up.stderr) == (0, "")
         job = cluster(
-            "exec", "srun", "-N2", "--gpus-per-node=1", "sh", "-c", "echo $(hostname) $(id -u) $CUDA_VISIBLE_DEVICES"
+            "exec",
+            "srun",
+            "-N2",
+            "--gpus-per-node=1",
+            "sh",
+            "-c",
+            "echo $(hostname) $(id -u) $CUDA_VISIBLE_DEVICES",
         )
         assert sorted(job.stdout.splitlines()) == ["n1 12345 0", "n2 12345 0"], job.stderr
         assert cluster("node", "--root", "n2", "id", "-u").stdout == "0\n"
-        for command in (["netdown", "n2"], ["netup", "n2"], ["slow", "n2", "1gbit", "1ms"], ["kill", "n2"], ["boot", "n2"]):
+        for command in (
+            ["netdown", "n2"],
+            ["netup", "n2"],
+            ["slow", "n2", "1gbit", "1ms"],
+            ["kill", "n2"],
+            ["boot", "n2"],
+        ):
             done = cluster(*command)
             assert (done.returncode, done.stderr) == (0, ""), command
     finally:
@@ -297,10 +375,35 @@ def test_an_ordinary_user_gets_the_same_without_root(tmp_path_factory):
 
 # ----------------------------------------------------------------------------------------------------- pretended sites
 
-SITE = {"cpus": 96, "memory_mb": 1_000_000, "gpus": 8, "gpu_type": "h100", "features": ["gpu"], "accounts": ["m1", "m2"]}
-SITE |= {"partitions": {"gpu": {"MaxTime": "24:00:00"}, "test": {"MaxTime": "30", "AllowAccounts": "m2"}}, "qos": ["long"]}
-ACCEPTED = ["-N2 --gpus-per-node=8", "--gres=gpu:h100:8", "--ntasks-per-node=8 --gpus-per-task=1", "-C gpu", "-t 24:00:00"]
-ACCEPTED += ["-A m1 -q long", "--cpus-per-task=96", "--mem=900G", "-p test -A m2 -t 30", "-L scratch:1"]
+SITE = {
+    "cpus": 96,
+    "memory_mb": 1_000_000,
+    "gpus": 8,
+    "gpu_type": "h100",
+    "features": ["gpu"],
+    "accounts": ["m1", "m2"],
+}
+SITE |= {
+    "partitions": {
+        "gpu": {"MaxTime": "24:00:00"},
+        "test": {"MaxTime": "30", "AllowAccounts": "m2"},
+    },
+    "qos": ["long"],
+}
+ACCEPTED = [
+    "-N2 --gpus-per-node=8",
+    "--gres=gpu:h100:8",
+    "--ntasks-per-node=8 --gpus-per-task=1",
+    "-C gpu",
+    "-t 24:00:00",
+]
+ACCEPTED += [
+    "-A m1 -q long",
+    "--cpus-per-task=96",
+    "--mem=900G",
+    "-p test -A m2 -t 30",
+    "-L scratch:1",
+]
 REFUSED = {
     "-N3": "Node count",
     "--gpus-per-node=9": "configuration",
@@ -322,7 +425,9 @@ def test_a_pretended_site_accepts_and_refuses_as_the_site_would(slurm):
     with Cluster.up(2, name=slurm("h100"), settings={"Licenses": "scratch:5"}, **SITE) as site:
 
         def submit(options):
-            return site.exec(["sbatch", "--test-only", *options.split(), "--wrap", "true"], check=False)
+            return site.exec(
+                ["sbatch", "--test-only", *options.split(), "--wrap", "true"], check=False
+            )
 
         assert [options for options in ACCEPTED if submit(options).returncode] == []
         for options, reason in REFUSED.items():
@@ -348,5 +453,8 @@ def test_missing_packages_are_named_all_at_once(monkeypatch, tmp_path):
     for command in ("unshare", "nsenter", "hostname", "ip", "tc", "sbatch"):
         (tmp_path / command).symlink_to("/bin/true")
     monkeypatch.setattr(needs, "PATH", str(tmp_path))
-    with pytest.raises(Unavailable, match=r"apt-get install -y --no-install-recommends munge slurmctld slurmd tini$"):
+    with pytest.raises(
+        Unavailable,
+        match=r"apt-get install -y --no-install-recommends munge slurmctld slurmd tini$",
+    ):
         needs.check()

@@ -37,7 +37,9 @@ def pretended(request, slurm, tmp_path_factory):
 def full(site, **changes):
     """A job that fills two nodes."""
     size = {"nodes": 2, "ranks_per_node": site.gpus.per_node or 2, **changes}
-    return Job("gpt_tiny", ("--train.global_batch", str(size["nodes"] * size["ranks_per_node"])), **size)
+    return Job(
+        "gpt_tiny", ("--train.global_batch", str(size["nodes"] * size["ranks_per_node"])), **size
+    )
 
 
 def sbatch_says(cluster, folder, text):
@@ -52,19 +54,28 @@ def sbatch_says(cluster, folder, text):
 @pytest.mark.parametrize("requeue", [True, False], ids=["requeue", "once"])
 def test_the_script_is_accepted(pretended, launcher, requeue):
     site, cluster, folder = pretended
-    assert sbatch_says(cluster, folder, render(full(site, requeue=requeue), replace(site, launcher=launcher))) == ""
+    assert (
+        sbatch_says(
+            cluster, folder, render(full(site, requeue=requeue), replace(site, launcher=launcher))
+        )
+        == ""
+    )
 
 
 def test_a_wrong_script_is_refused(pretended):
     site, cluster, folder = pretended
     one_gpu_more = replace(
-        site, gpus=replace(site.gpus, per_node=site.gpus.per_node + 1), cpus=replace(site.cpus, per_rank=1)
+        site,
+        gpus=replace(site.gpus, per_node=site.gpus.per_node + 1),
+        cpus=replace(site.cpus, per_rank=1),
     )
     wrong = {
         "invalid partition specified": render(full(site), replace(site, partition="nowhere")),
         "Invalid account": render(full(site), replace(site, account="nobody")),
         "Invalid feature specification": render(full(site), replace(site, constraint="h900")),
-        "More processors requested than permitted|Node count": render(full(site, nodes=4), replace(site, max_nodes=None)),
+        "More processors requested than permitted|Node count": render(
+            full(site, nodes=4), replace(site, max_nodes=None)
+        ),
         "Requested node configuration": render(full(one_gpu_more), one_gpu_more),
     }
     if site.qos:
@@ -93,11 +104,21 @@ def shown(cluster2, tmp_path_factory):
             lines = cluster2.exec(["scontrol", "show", "job", number]).stdout.splitlines()
         finally:
             cluster2.exec(["scancel", number])
-        first = dict([lines[0].split(" ", 1)[1].split("=", 1)])  # the name may hold anything, and is alone with the number
+        first = dict(
+            [lines[0].split(" ", 1)[1].split("=", 1)]
+        )  # the name may hold anything, and is alone with the number
         whole = {
-            key: value for line in lines for key, value in [line.strip().partition("=")[::2]] if key in ("StdOut", "Command")
+            key: value
+            for line in lines
+            for key, value in [line.strip().partition("=")[::2]]
+            if key in ("StdOut", "Command")
         }
-        return dict(re.findall(r"(\S+?)=(\S*)", " ".join(lines[1:]))) | first | whole | {"JobId": number}
+        return (
+            dict(re.findall(r"(\S+?)=(\S*)", " ".join(lines[1:])))
+            | first
+            | whole
+            | {"JobId": number}
+        )
 
     return ask
 
@@ -127,7 +148,10 @@ def test_a_name_arrives_as_it_was_given(shown, name):
 def test_slurm_understands_what_the_job_asks_for(shown):
     job = Job("gpt_tiny", nodes=2, minutes=90, dependency="after:1", name="n")
     found = shown(job, Site(gpus=Gpus(2), logs="some where"))
-    asked = {name: found[name] for name in ("NumNodes", "TimeLimit", "Requeue", "CPUs/Task", "TresPerNode")}
+    asked = {
+        name: found[name]
+        for name in ("NumNodes", "TimeLimit", "Requeue", "CPUs/Task", "TresPerNode")
+    }
     assert asked == {
         "NumNodes": "2-2",
         "TimeLimit": "01:30:00",

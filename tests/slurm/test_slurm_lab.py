@@ -41,7 +41,10 @@ def lab(slurm, tmp_path_factory):
 # fault: (options of `hello`, what a rank says)
 SYMPTOMS = {
     "name": ({"interface": None}, r"Connection refused, remote=\[127\.0\.1\.1\]"),
-    "port": ({"wait_s": 5}, r"cannot meet the others at n1:20017: (The client socket has t|T)imed out"),
+    "port": (
+        {"wait_s": 5},
+        r"cannot meet the others at n1:20017: (The client socket has t|T)imed out",
+    ),
     "code": ({}, "(96 vs 64|64 vs 96|size doesn't match)"),
 }
 
@@ -66,8 +69,18 @@ def test_the_wrong_interface_is_refused_by_its_address(lab):
 
 
 def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
-    options = ("--train.steps=100000", "--train.log_every=1", "--train.eval_every=0", "--model.hidden_size=256")
-    options += ("--model.num_layers=1", "--model.context_length=16", "--train.global_batch=2", "--checkpoint.every=100000")
+    options = (
+        "--train.steps=100000",
+        "--train.log_every=1",
+        "--train.eval_every=0",
+        "--model.hidden_size=256",
+    )
+    options += (
+        "--model.num_layers=1",
+        "--model.context_length=16",
+        "--train.global_batch=2",
+        "--checkpoint.every=100000",
+    )
     handle = lab.submit(Job("gpt_tiny", options, nodes=2, ranks_per_node=1, name="slowed"))
     found = slurm_lab.at_rates(lab, handle, ["off", "20mbit"], count=3)
     wire_s = 4 * 811_008 / (20e6 / 8)
@@ -85,7 +98,11 @@ def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(lab, capsy
     assert "COMPLETED" in capsys.readouterr().out
     again = slurm_lab.open_lab("test-again", nodes=1)
     try:
-        numbers = [int(re.search(r"-(\d+)", name)[1]) for name in os.listdir("runs") if name.startswith("first-")]
+        numbers = [
+            int(re.search(r"-(\d+)", name)[1])
+            for name in os.listdir("runs")
+            if name.startswith("first-")
+        ]
         again.sh("sbatch", "--output=/dev/null", "--wrap", "true")
         assert int(re.search(r"job (\d+)", again.said)[1]) > max(numbers)
     finally:
@@ -126,7 +143,10 @@ def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_pa
 
 
 def test_an_unknown_fault_is_refused_with_those_there_are():
-    with pytest.raises(ValueError, match="choose one of name, port, code"), slurm_lab.Lab(None).fault("cable"):
+    with (
+        pytest.raises(ValueError, match="choose one of name, port, code"),
+        slurm_lab.Lab(None).fault("cable"),
+    ):
         pass
 
 
@@ -139,7 +159,10 @@ def test_errors_of_ranks_are_their_last_lines_without_places_in_sources():
         "0:   what():  [enforce fail at /w/gloo/pair.cc:456] a. 96 vs 64. Received\n"
         "srun: error: n2: task 1: Exited with exit code 1\n"
     )
-    assert slurm_lab.told(said) == "rank 0: what():  a. 96 vs 64. Received\nrank 1: ValueError: rank 1 cannot meet"
+    assert (
+        slurm_lab.told(said)
+        == "rank 0: what():  a. 96 vs 64. Received\nrank 1: ValueError: rank 1 cannot meet"
+    )
 
 
 def test_step_lines_of_a_log():

@@ -16,7 +16,7 @@ import pytest
 
 from labcode import recipes
 from labcode.minislurm import Cluster
-from labcode.slurm.lint.parse import site
+from labcode.slurm.script import site
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.train import metrics
@@ -40,7 +40,9 @@ LONG = 100_000  # steps that no test waits for
 
 
 def command_line(changes):
-    return tuple(f"--{name}" if value is True else f"--{name}={value}" for name, value in changes.items())
+    return tuple(
+        f"--{name}" if value is True else f"--{name}={value}" for name, value in changes.items()
+    )
 
 
 def job(name, steps, nodes=2, ranks_per_node=2, minutes=5, changes=None, **others):
@@ -55,7 +57,9 @@ class Submitted:
         self.cluster, self.folder, self.job = cluster, folder, job
         script = folder / f"{job.name}.sbatch"
         script.write_text(render(job, site))
-        said = cluster.exec(["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]).stdout
+        said = cluster.exec(
+            ["sbatch", "--parsable", f"--chdir={folder}", *options, str(script)]
+        ).stdout
         self.number = int(said)
         self.out = folder / "runs" / f"{job.name}-{self.number}"
 
@@ -86,7 +90,11 @@ class Submitted:
         return time.monotonic() - started
 
     def end(self, timeout_s=240.0):
-        self.until(lambda job: job.info["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING"))
+        self.until(
+            lambda job: (
+                job.info["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
+            )
+        )
         return self.info["JobState"]
 
 
@@ -114,7 +122,9 @@ def clusters(slurm):
     with (
         Cluster.up(nodes=4, cpus=8, name=slurm("train")) as short,
         # with pgid, as with cgroups, a signal reaches what SLURM has started, and not the ranks of a torchrun
-        Cluster.up(nodes=2, cpus=8, name=slurm("time"), settings={"ProctrackType": "proctrack/pgid"}) as clock,
+        Cluster.up(
+            nodes=2, cpus=8, name=slurm("time"), settings={"ProctrackType": "proctrack/pgid"}
+        ) as clock,
         Cluster.up(nodes=3, name=slurm("node")) as power,
     ):
         yield {"short": short, "time": clock, "node": power}
@@ -130,7 +140,10 @@ def long_runs(clusters, tmp_path_factory):
     """{name: future of the finished job} of the long stories, which run while the other tests do."""
     stories = {"time": run_into_the_time_limit, "node": lose_a_node}  # each on a cluster of its own
     with ThreadPoolExecutor() as pool:
-        yield {name: pool.submit(story, clusters[name], tmp_path_factory.mktemp(name)) for name, story in stories.items()}
+        yield {
+            name: pool.submit(story, clusters[name], tmp_path_factory.mktemp(name))
+            for name, story in stories.items()
+        }
 
 
 def run_into_the_time_limit(cluster, folder):
@@ -142,7 +155,9 @@ def run_into_the_time_limit(cluster, folder):
     submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
     submitted.until(lambda job: job.info.get("Restarts") == "1")
     cluster.slow("n1", "off")
-    cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])  # two lives are enough
+    cluster.exec(
+        ["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"]
+    )  # two lives are enough
     submitted.end()
     return submitted
 
@@ -151,7 +166,9 @@ def lose_a_node(cluster, folder):
     """The second of two nodes loses power; SLURM is not told, finds out, and begins the job again on nodes that are left."""
     submitted = Submitted(cluster, folder, job("node", 60, changes={"checkpoint.every": 10}))
     submitted.until(lambda job: len(job.steps()) >= 12)
-    second = cluster.exec(["scontrol", "show", "hostnames", submitted.info["NodeList"]]).stdout.split()[1]
+    second = cluster.exec(
+        ["scontrol", "show", "hostnames", submitted.info["NodeList"]]
+    ).stdout.split()[1]
     cluster.kill(second)
     submitted.until(lambda job: job.info.get("Restarts") == "1")
     submitted.end()
@@ -161,7 +178,11 @@ def lose_a_node(cluster, folder):
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, tmp_path, launcher):
     submitted = Submitted(
-        cluster, tmp_path, job(launcher, 6), dataclasses.replace(LOCAL, launcher=launcher), "--nodelist=n1,n2"
+        cluster,
+        tmp_path,
+        job(launcher, 6),
+        dataclasses.replace(LOCAL, launcher=launcher),
+        "--nodelist=n1,n2",
     )
     assert submitted.end() == "COMPLETED", submitted.log
     first = next(line for line in submitted.log.splitlines() if " ranks on " in line)
@@ -173,18 +194,33 @@ def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, 
 
 def test_four_nodes_train_one_grid(cluster, tmp_path):
     grid = {"grid.tp": 2, "grid.pp": 2, "train.sequence_parallel": True}
-    submitted = Submitted(cluster, tmp_path, job("grid", 6, nodes=4, ranks_per_node=1, changes=grid))
+    submitted = Submitted(
+        cluster, tmp_path, job("grid", 6, nodes=4, ranks_per_node=1, changes=grid)
+    )
     assert submitted.end() == "COMPLETED", submitted.log
-    assert "4 ranks on 4 nodes (n1: 0; n2: 1; n3: 2; n4: 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2" in submitted.log
+    assert (
+        "4 ranks on 4 nodes (n1: 0; n2: 1; n3: 2; n4: 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2"
+        in submitted.log
+    )
     assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 6), rel=0, abs=1e-9)
 
 
 def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(long_runs, cluster, tmp_path):
     hello = Job("", module="platform", ranks_per_node=1, name="hello", requeue=False)
     array = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="array", array="0-2"))
-    after = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="after", dependency=f"afterok:{array.number}"))
-    broken = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="broken", module="no_such_module"))
-    never = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="never", dependency=f"afterok:{broken.number}"))
+    after = Submitted(
+        cluster,
+        tmp_path,
+        dataclasses.replace(hello, name="after", dependency=f"afterok:{array.number}"),
+    )
+    broken = Submitted(
+        cluster, tmp_path, dataclasses.replace(hello, name="broken", module="no_such_module")
+    )
+    never = Submitted(
+        cluster,
+        tmp_path,
+        dataclasses.replace(hello, name="never", dependency=f"afterok:{broken.number}"),
+    )
     assert after.end() == "COMPLETED"
     assert len(list(tmp_path.glob("array-*.log"))) == 3
     assert broken.end() == "FAILED"
@@ -192,18 +228,27 @@ def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(long_runs,
 
 
 def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, tmp_path):
-    array = Submitted(cluster, tmp_path, job("several", LONG, nodes=1, ranks_per_node=1, array="0-1"))
+    array = Submitted(
+        cluster, tmp_path, job("several", LONG, nodes=1, ranks_per_node=1, array="0-1")
+    )
 
     def log(task):
         path = tmp_path / f"several-{tasks()[task]['JobId']}.log"
         return path.read_text() if path.exists() else ""
 
     def tasks():
-        lines = cluster.exec(["scontrol", "--oneliner", "show", "job", str(array.number)]).stdout.splitlines()
-        return {info["ArrayTaskId"]: info for info in (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)}
+        lines = cluster.exec(
+            ["scontrol", "--oneliner", "show", "job", str(array.number)]
+        ).stdout.splitlines()
+        return {
+            info["ArrayTaskId"]: info
+            for info in (dict(re.findall(r"(\w+)=(\S*)", line)) for line in lines)
+        }
 
     array.until(lambda _: len(tasks()) == 2 and all("step 2/" in log(task) for task in "01"))
-    asked = next(task for task, info in tasks().items() if info["JobId"] == str(array.number))  # also the array's number
+    asked = next(
+        task for task, info in tasks().items() if info["JobId"] == str(array.number)
+    )  # also the array's number
     cluster.exec(["scancel", "--batch", "--signal=USR1", f"{array.number}_{asked}"])
     array.until(lambda _: tasks()[asked]["Restarts"] == "1")
     (other,) = set("01") - {asked}
@@ -216,7 +261,9 @@ def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, t
 def test_a_killed_rank_ends_the_job_within_10_s_as_failed(cluster, tmp_path):
     submitted = Submitted(cluster, tmp_path, job("killed", LONG), LOCAL, "--nodelist=n1,n2")
     submitted.until(lambda job: len(job.steps()) >= 2)
-    cluster.exec(["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2")  # a rank, not its torchrun
+    cluster.exec(
+        ["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2"
+    )  # a rank, not its torchrun
     assert submitted.until(lambda job: job.info["JobState"] not in ("RUNNING", "COMPLETING")) < 10
     assert submitted.info["JobState"] == "FAILED"
 
@@ -228,23 +275,35 @@ def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
     assert submitted.end() == "CANCELLED"
 
     def no_process(_):
-        found = [cluster.exec(["pgrep", "-fa", "[l]abcode.train"], node=f"n{n}", check=False).stdout for n in range(1, 5)]
+        found = [
+            cluster.exec(["pgrep", "-fa", "[l]abcode.train"], node=f"n{n}", check=False).stdout
+            for n in range(1, 5)
+        ]
         return not "".join(found)
 
     submitted.until(no_process)
 
 
-def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(long_runs, tmp_path):
+def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
+    long_runs, tmp_path
+):
     submitted = long_runs["time"].result()
     assert submitted.info["JobState"] == "COMPLETED", submitted.log
     assert submitted.info["Restarts"] == "1"
-    stopped = int(re.search(r"stopped by SIGUSR1 after step (\d+), with a checkpoint", submitted.log)[1])
+    stopped = int(
+        re.search(r"stopped by SIGUSR1 after step (\d+), with a checkpoint", submitted.log)[1]
+    )
     assert f"checkpoints/step-{stopped:08d}" in re.search(r"going on from (\S+)", submitted.log)[1]
     assert 1 <= stopped < 80
     assert submitted.steps() == list(range(1, 81))
-    assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 80), rel=0, abs=1e-9)
+    assert losses(metrics.read(submitted.out)) == pytest.approx(
+        alone(tmp_path, 80), rel=0, abs=1e-9
+    )
     about = json.loads((submitted.out / "config.json").read_text())
-    assert about["model"]["hidden_size"] == recipes.with_changes(recipes.gpt_tiny(), TINY).model.hidden_size
+    assert (
+        about["model"]["hidden_size"]
+        == recipes.with_changes(recipes.gpt_tiny(), TINY).model.hidden_size
+    )
 
 
 def test_a_node_that_loses_power_gives_its_job_a_second_life(long_runs):

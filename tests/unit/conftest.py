@@ -25,7 +25,11 @@ def living():
         found = []
         for process in psutil.process_iter():
             try:
-                if process.cwd() == str(folder) and process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE:
+                if (
+                    process.cwd() == str(folder)
+                    and process.pid != os.getpid()
+                    and process.status() != psutil.STATUS_ZOMBIE
+                ):
                     found.append(" ".join(process.cmdline()))
             except psutil.Error:
                 continue

@@ -1,4 +1,4 @@
-"""The laws of the house, read from the sources: who imports whom, what is done in one place only, how long things may be."""
+"""The laws of the house, read from the sources: who imports whom, what is done in one place only."""
 
 import ast
 import statistics
@@ -12,15 +12,38 @@ ROOT = Path(__file__).resolve().parents[2]
 LABCODE = ROOT / "labcode"
 
 # A room may import its own floor and lower ones. data/ stands on the ground, beside the floors; teach/ may see everything.
-FLOORS = {"ground": 0, "perf": 1, "slurm": 1, "data": 1, "comm": 2, "parallel": 3, "precision": 3, "doctor": 3, "models": 4}
-FLOORS |= {"train": 5, "teach": 6}
-GROUND = {"labcode", "units", "files", "hardware", "topology", "model_config", "layout", "config", "recipes", "launch"}
+FLOORS = {
+    "ground": 0,
+    "minislurm": 0,
+    "perf": 1,
+    "slurm": 1,
+    "data": 1,
+    "comm": 2,
+    "pool": 3,
+    "parallel": 3,
+}
+FLOORS |= {"precision": 3, "doctor": 3, "models": 4, "train": 5, "teach": 6}
+GROUND = {
+    "labcode",
+    "units",
+    "files",
+    "hardware",
+    "topology",
+    "model_config",
+    "layout",
+    "config",
+    "recipes",
+    "launch",
+}
 GROUND |= {"schedules", "command"}
-NO_TORCH = ("ground", "perf", "slurm")
+NO_TORCH = ("ground", "minislurm", "perf", "slurm")
+MEASURES = (
+    "labcode.perf.saved_bytes",
+    "labcode.perf.trace",
+)  # what perf predicts, measured: these two need torch
 NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
 GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
-MAX_FILE_LINES, MAX_FUNCTION_LINES = 300, 60
 
 
 class Module:
@@ -67,7 +90,9 @@ def modules_of(sources):
 
 @pytest.fixture(scope="module")
 def house():
-    return modules_of({str(path.relative_to(ROOT)): path.read_text() for path in sorted(LABCODE.rglob("*.py"))})
+    return modules_of(
+        {str(path.relative_to(ROOT)): path.read_text() for path in sorted(LABCODE.rglob("*.py"))}
+    )
 
 
 def edges(modules):
@@ -75,7 +100,9 @@ def edges(modules):
     found = {}
     for module in modules.values():
         known = {name for name in module.imports if name in modules and name != module.name}
-        found[module.name] = {n for n in known if not any(other.startswith(n + ".") for other in known)}
+        found[module.name] = {
+            n for n in known if not any(other.startswith(n + ".") for other in known)
+        }
     return found
 
 
@@ -115,7 +142,7 @@ def torch_without_leave(modules):
     """Modules of the ground and the planning side that reach torch, with the way they take."""
     graph = edges(modules)
     for start in modules.values():
-        if start.room not in NO_TORCH:
+        if start.room not in NO_TORCH or start.name in MEASURES:
             continue
         queue, seen = [[start.name]], {start.name}
         while queue:
@@ -130,7 +157,9 @@ def torch_without_leave(modules):
 def teachers_pets(modules):
     """Whoever imports teach/ without being a lesson or a test."""
     for module in modules.values():
-        if module.room != "teach" and any((name + ".").startswith("labcode.teach.") for name in module.imports):
+        if module.room != "teach" and any(
+            (name + ".").startswith("labcode.teach.") for name in module.imports
+        ):
             yield f"{module.name} imports labcode.teach"
 
 
@@ -141,7 +170,9 @@ def ranks_in_models(modules):
             for name in sorted(module.imports):
                 if any((name + ".").startswith(aware + ".") for aware in RANK_AWARE):
                     yield f"{module.name} imports {name}"
-            if "torch.distributed" in {ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)}:
+            if "torch.distributed" in {
+                ast.unparse(n) for n in ast.walk(module.tree) if isinstance(n, ast.Attribute)
+            }:
                 yield f"{module.name} uses torch.distributed"
 
 
@@ -161,7 +192,11 @@ def hidden_state(modules):
         if any(isinstance(node, ast.Global) for node in ast.walk(module.tree)):
             yield f"{module.name} has a global statement"
         if module.name not in ("labcode.comm.bootstrap", "labcode.launch"):
-            yield from (f"{module.name} uses os.{name}" for name in ("environ", "getenv", "putenv") if module.uses(name))
+            yield from (
+                f"{module.name} uses os.{name}"
+                for name in ("environ", "getenv", "putenv")
+                if module.uses(name)
+            )
 
 
 def unsafe_calls(modules):
@@ -176,32 +211,22 @@ def unsafe_calls(modules):
                 yield f"{module.name}, line {call.lineno}: {name} through a shell"
 
 
-def too_long(modules):
-    """Files over 300 lines, functions over 60."""
-    for module in modules.values():
-        lines = len(module.text.splitlines())
-        if lines > MAX_FILE_LINES:
-            yield f"{module.file} has {lines} lines"
-        for node in ast.walk(module.tree):
-            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-                length = node.end_lineno - node.lineno + 1
-                if length > MAX_FUNCTION_LINES:
-                    yield f"{module.file}: {node.name} has {length} lines"
-
-
 def undocumented(modules):
     """Public modules, functions and classes without a docstring; an empty `__init__.py` needs none."""
     for module in modules.values():
         if module.text.strip() and not ast.get_docstring(module.tree):
             yield f"{module.name} has no docstring"
         for node in module.tree.body:
-            public = isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)) and node.name[0] != "_"
+            public = (
+                isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef))
+                and node.name[0] != "_"
+            )
             if public and not ast.get_docstring(node):
                 yield f"{module.name}.{node.name} has no docstring"
 
 
 LAWS = (climbs, circles, torch_without_leave, teachers_pets, ranks_in_models, groups_made_elsewhere)
-LAWS += (hidden_state, unsafe_calls, too_long, undocumented)
+LAWS += (hidden_state, unsafe_calls, undocumented)
 
 
 @pytest.mark.parametrize("law", LAWS, ids=lambda law: law.__name__)
@@ -212,33 +237,58 @@ def test_the_house_keeps_the_law(law, house):
 
 DOC = '"""Text."""\n'
 OFFENCES = {
-    "a floor above": (climbs, {"labcode/comm/a.py": "from labcode.models.b import c", "labcode/models/b.py": ""}),
-    "a floor above, relative": (climbs, {"labcode/comm/a.py": "from ..models import b", "labcode/models/b.py": ""}),
+    "a floor above": (
+        climbs,
+        {"labcode/comm/a.py": "from labcode.models.b import c", "labcode/models/b.py": ""},
+    ),
+    "a floor above, relative": (
+        climbs,
+        {"labcode/comm/a.py": "from ..models import b", "labcode/models/b.py": ""},
+    ),
     "a floor above, inside a function": (
         climbs,
-        {"labcode/comm/a.py": "def f():\n    import labcode.train.loop", "labcode/train/loop.py": ""},
+        {
+            "labcode/comm/a.py": "def f():\n    import labcode.train.loop",
+            "labcode/train/loop.py": "",
+        },
     ),
     "a room without a floor": (climbs, {"labcode/attic/a.py": ""}),
-    "a circle": (circles, {"labcode/comm/a.py": "import labcode.comm.b", "labcode/comm/b.py": "from . import a"}),
+    "a circle": (
+        circles,
+        {"labcode/comm/a.py": "import labcode.comm.b", "labcode/comm/b.py": "from . import a"},
+    ),
     "torch through another room": (
         torch_without_leave,
         {"labcode/perf/a.py": "import labcode.data.b", "labcode/data/b.py": "from torch import nn"},
     ),
-    "teach in the library": (teachers_pets, {"labcode/train/a.py": "from labcode.teach import plot"}),
-    "a model that communicates": (ranks_in_models, {"labcode/models/a.py": "import torch.distributed as dist"}),
+    "teach in the library": (
+        teachers_pets,
+        {"labcode/train/a.py": "from labcode.teach import plot"},
+    ),
+    "a model that communicates": (
+        ranks_in_models,
+        {"labcode/models/a.py": "import torch.distributed as dist"},
+    ),
     "a model that communicates unseen": (
         ranks_in_models,
         {"labcode/models/a.py": "import torch\ntorch.distributed.barrier()"},
     ),
-    "a group made elsewhere": (groups_made_elsewhere, {"labcode/parallel/a.py": "dist.new_group([0])"}),
-    "a second bootstrap": (groups_made_elsewhere, {"labcode/train/a.py": "dist.init_process_group('gloo')"}),
+    "a group made elsewhere": (
+        groups_made_elsewhere,
+        {"labcode/parallel/a.py": "dist.new_group([0])"},
+    ),
+    "a second bootstrap": (
+        groups_made_elsewhere,
+        {"labcode/train/a.py": "dist.init_process_group('gloo')"},
+    ),
     "a global": (hidden_state, {"labcode/comm/a.py": "def f():\n    global x\n    x = 1"}),
     "an environment variable": (hidden_state, {"labcode/train/a.py": "from os import environ"}),
-    "an environment variable, by attribute": (hidden_state, {"labcode/train/a.py": "import os\nos.getenv('RANK')"}),
+    "an environment variable, by attribute": (
+        hidden_state,
+        {"labcode/train/a.py": "import os\nos.getenv('RANK')"},
+    ),
     "an unsafe load": (unsafe_calls, {"labcode/train/a.py": "torch.load('x', weights_only=False)"}),
     "a shell": (unsafe_calls, {"labcode/a.py": "subprocess.run('ls', shell=True)"}),
-    "a long file": (too_long, {"labcode/comm/a.py": "x = 1\n" * 301}),
-    "a long function": (too_long, {"labcode/comm/a.py": "def f():\n" + "    x = 1\n" * 60}),
     "no docstring": (undocumented, {"labcode/comm/a.py": DOC + "def f():\n    pass"}),
 }
 
@@ -253,10 +303,12 @@ def test_what_is_allowed_is_not_reported():
     modules = modules_of(
         {
             "labcode/units.py": DOC,
-            "labcode/comm/grid.py": DOC + "import torch\nfrom labcode import units\ndist.new_group([0])",
+            "labcode/comm/grid.py": DOC
+            + "import torch\nfrom labcode import units\ndist.new_group([0])",
             "labcode/models/parallelize.py": DOC + "from labcode.comm import grid",
             "labcode/launch.py": DOC + "import os\nrun(env=os.environ)",
-            "labcode/train/loop.py": DOC + "torch.load('x', weights_only=True)\nfrom labcode.models import parallelize",
+            "labcode/train/loop.py": DOC
+            + "torch.load('x', weights_only=True)\nfrom labcode.models import parallelize",
         }
     )
     assert [offence for law in LAWS for offence in law(modules)] == []
@@ -268,17 +320,20 @@ def test_nothing_outside_lessons_and_tests_uses_teach():
 
 
 def test_import_labcode_is_quick_and_brings_no_torch():
-    code = (
-        "import time, sys; t = time.perf_counter(); import labcode; print(time.perf_counter() - t, 'torch' in sys.modules)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True) for _ in range(5)]
+    code = "import time, sys; t = time.perf_counter(); import labcode; print(time.perf_counter() - t, 'torch' in sys.modules)"
+    runs = [
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        for _ in range(5)
+    ]
     times, torch = zip(*(run.stdout.split() for run in runs))
     assert set(torch) == {"False"}
     assert statistics.median(map(float, times)) < 0.1
 
 
 def test_the_ground_and_the_planning_side_import_without_torch(house):
-    names = [name for name, module in house.items() if module.room in NO_TORCH]
+    names = [
+        name for name, module in house.items() if module.room in NO_TORCH and name not in MEASURES
+    ]
     code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr

@@ -58,7 +58,9 @@ def test_a_batch_script_with_one_task_is_one_process():
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
 def test_a_half_set_environment_names_what_is_missing(missing):
     env = {name: value for name, value in TORCHRUN.items() if name != missing}
-    with pytest.raises(ValueError, match=f"half-set environment: .* but no {missing}: start with torchrun"):
+    with pytest.raises(
+        ValueError, match=f"half-set environment: .* but no {missing}: start with torchrun"
+    ):
         read_environment(env)
 
 
@@ -67,7 +69,10 @@ def test_a_half_set_environment_names_what_is_missing(missing):
     [
         (TORCHRUN | {"RANK": "x"}, "RANK='x' is not a whole number"),
         (TORCHRUN | {"RANK": "8"}, "RANK=8 of WORLD_SIZE=8"),
-        ({k: v for k, v in SLURM.items() if k != "MASTER_ADDR"}, "srun started 6 tasks but MASTER_ADDR"),
+        (
+            {k: v for k, v in SLURM.items() if k != "MASTER_ADDR"},
+            "srun started 6 tasks but MASTER_ADDR",
+        ),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(env, message):
@@ -102,8 +107,12 @@ def test_a_rendezvous_port_in_use_is_one_line():
         holder.bind(("", 0))
         holder.listen()
         port = holder.getsockname()[1]
-        with pytest.raises(ValueError, match=f"{port}: the port is in use: set MASTER_PORT to another one"):
-            bootstrap.start(Place(0, 2, 0, 2, "slurm", ("localhost", port), hosts_store=True), timeout_s=3)
+        with pytest.raises(
+            ValueError, match=f"{port}: the port is in use: set MASTER_PORT to another one"
+        ):
+            bootstrap.start(
+                Place(0, 2, 0, 2, "slurm", ("localhost", port), hosts_store=True), timeout_s=3
+            )
     assert not torch.distributed.is_initialized()
 
 

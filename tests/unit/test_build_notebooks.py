@@ -82,14 +82,19 @@ def copy(built, tmp_path):
 
 
 def content(root):
-    return {path.parent.name: (path.read_bytes(), path.stat().st_mtime_ns) for path in root.rglob("*.ipynb")}
+    return {
+        path.parent.name: (path.read_bytes(), path.stat().st_mtime_ns)
+        for path in root.rglob("*.ipynb")
+    }
 
 
 # ---- what the student sees
 
 
 def test_a_solution_in_a_function_becomes_a_stub():
-    solution, student = code("def f(x):\n    y = 1\n    ### BEGIN SOLUTION\n    return x + y\n    ### END SOLUTION\n")
+    solution, student = code(
+        "def f(x):\n    y = 1\n    ### BEGIN SOLUTION\n    return x + y\n    ### END SOLUTION\n"
+    )
     assert solution == "def f(x):\n    y = 1\n    return x + y"
     assert student == f"def f(x):\n    y = 1\n    {STUB}"
 
@@ -111,7 +116,9 @@ def test_a_solution_at_the_top_level_unsets_its_names():
 
 
 def test_magics_do_not_disturb():
-    solution, student = code("%%px --block\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION\n%time y = 2\n")
+    solution, student = code(
+        "%%px --block\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION\n%time y = 2\n"
+    )
     assert solution == "%%px --block\nx = 1\n%time y = 2"
     assert student == "%%px --block\nx = ...  # your answer\n%time y = 2"
 
@@ -122,8 +129,14 @@ def test_student_notebook():
     text = "\n".join(cell.source for cell in student.cells)
     for secret in ("0.71", "square root", "2 * y", "secret remark", "only for those", "SOLUTION"):
         assert secret not in text
-    assert "guess = ...  # your prediction\nlow = ...  # your prediction\nhigh = ...  # your prediction" in text
-    assert solution_lines(LESSON)[:2] == ["guess = 0.71  # one over the square root of two", "low, high = 1, 2"]
+    assert (
+        "guess = ...  # your prediction\nlow = ...  # your prediction\nhigh = ...  # your prediction"
+        in text
+    )
+    assert solution_lines(LESSON)[:2] == [
+        "guess = 0.71  # one over the square root of two",
+        "low, high = 1, 2",
+    ]
     assert solution_lines(LESSON)[2:] == ["return 2 * y", "# the secret remark"]
     assert "SOLUTION" not in "\n".join(cell.source for cell in solution.cells)
 
@@ -131,20 +144,39 @@ def test_student_notebook():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("# %%\n### BEGIN SOLUTION\nx = 1\n", "cell 1: '### BEGIN SOLUTION' without '### END SOLUTION'"),
+        (
+            "# %%\n### BEGIN SOLUTION\nx = 1\n",
+            "cell 1: '### BEGIN SOLUTION' without '### END SOLUTION'",
+        ),
         ("# %%\nx = 1\n### END SOLUTION\n", "cell 1, line 2: found '### END SOLUTION'"),
-        ("# %%\n### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION", "cell 1, line 2: found '### BEGIN"),
+        (
+            "# %%\n### BEGIN SOLUTION\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION",
+            "cell 1, line 2: found '### BEGIN",
+        ),
         ("# %%\n## begin solution\nx = 1\n", "line 1: write the marker alone on its line"),
-        ("# %%\nx = 1  ### BEGIN SOLUTION\n### END SOLUTION\n", "line 1: write the marker alone on its line"),
+        (
+            "# %%\nx = 1  ### BEGIN SOLUTION\n### END SOLUTION\n",
+            "line 1: write the marker alone on its line",
+        ),
         ("# %%\n### BEGIN SOLUTION\n# nothing\n### END SOLUTION\n", "line 2: an empty solution"),
-        ("# %% [markdown]\n# ### BEGIN SOLUTION\n# text\n# ### END SOLUTION\n", "a solution in a markdown cell"),
-        ("# %%\nx = 1\n\n# %%\n### BEGIN SOLUTION\nx = = 1\n### END SOLUTION\n", "cell 2, line 2: invalid syntax"),
+        (
+            "# %% [markdown]\n# ### BEGIN SOLUTION\n# text\n# ### END SOLUTION\n",
+            "a solution in a markdown cell",
+        ),
+        (
+            "# %%\nx = 1\n\n# %%\n### BEGIN SOLUTION\nx = = 1\n### END SOLUTION\n",
+            "cell 2, line 2: invalid syntax",
+        ),
     ],
 )
 def test_bad_markers_are_one_clear_line(text, message):
     with pytest.raises(LessonError) as caught:
         both(text)
-    assert message in str(caught.value) and "\n" not in str(caught.value) and "99_try.py" in str(caught.value)
+    assert (
+        message in str(caught.value)
+        and "\n" not in str(caught.value)
+        and "99_try.py" in str(caught.value)
+    )
 
 
 def test_cell_ids_come_from_the_content():
@@ -168,9 +200,16 @@ def test_build_executes_and_stores(built):
     assert ran[3].outputs[0].text == "[v] 9.1\n"
     assert ran[4].outputs[0].ename == "ZeroDivisionError"
     stdout, stderr = (output.text for output in ran[0].outputs)
-    assert (stdout, stderr) == ("<scratch>\n", ".venv\n")  # neither this machine's folders nor the scratch folder's name
-    assert all(not cell.get("outputs") and cell.get("execution_count") is None for cell in student.cells)
-    assert solution.metadata.kernelspec.name == "python3" and solution.metadata.language_info == {"name": "python"}
+    assert (stdout, stderr) == (
+        "<scratch>\n",
+        ".venv\n",
+    )  # neither this machine's folders nor the scratch folder's name
+    assert all(
+        not cell.get("outputs") and cell.get("execution_count") is None for cell in student.cells
+    )
+    assert solution.metadata.kernelspec.name == "python3" and solution.metadata.language_info == {
+        "name": "python"
+    }
     text = json.dumps(solution)
     assert str(ROOT) not in text and sys.prefix not in text and str(Path.home()) + "/" not in text
 
@@ -237,16 +276,32 @@ TAMPERING = {
         lambda nb: nb.cells[1].update(source="x"),
         "cell 2 differs from its source in source",
     ),
-    "an edited student cell": ("notebooks", lambda nb: nb.cells[0].update(source="x"), "cell 1 differs from its source"),
-    "a lost tag": ("notebooks", lambda nb: nb.cells[2].update(metadata={}), "cell 3 differs from its source in metadata"),
+    "an edited student cell": (
+        "notebooks",
+        lambda nb: nb.cells[0].update(source="x"),
+        "cell 1 differs from its source",
+    ),
+    "a lost tag": (
+        "notebooks",
+        lambda nb: nb.cells[2].update(metadata={}),
+        "cell 3 differs from its source in metadata",
+    ),
     "a lost cell": ("notebooks", lambda nb: nb.cells.pop(), "has 5 cells, its source gives 6"),
-    "a cell not run": ("solutions", lambda nb: nb.cells[1].update(execution_count=None), "cell 2 was not executed"),
+    "a cell not run": (
+        "solutions",
+        lambda nb: nb.cells[1].update(execution_count=None),
+        "cell 2 was not executed",
+    ),
     "an error kept": (
         "solutions",
         lambda nb: nb.cells[1].update(outputs=nb.cells[5].outputs),
         "cell 2 holds an error, ZeroDivisionError",
     ),
-    "a student output": ("notebooks", lambda nb: nb.cells[1].update(execution_count=3), "a student notebook has none"),
+    "a student output": (
+        "notebooks",
+        lambda nb: nb.cells[1].update(execution_count=3),
+        "a student notebook has none",
+    ),
     "another hash": ("solutions", lambda nb: nb.metadata.lesson.update(sha256="0"), "metadata"),
 }
 
@@ -279,7 +334,11 @@ def test_tidy_joins_streams_and_drops_widgets():
     cell.outputs = [
         stream("stream", name="stdout", text=" 10%\r 50%\r100%\n"),
         stream("display_data", data=widget),
-        stream("stream", name="stdout", text=f"<object at 0x7f12345678> in {ROOT}/labcode\n/tmp/ipykernel_12/34.py:1\n"),
+        stream(
+            "stream",
+            name="stdout",
+            text=f"<object at 0x7f12345678> in {ROOT}/labcode\n/tmp/ipykernel_12/34.py:1\n",
+        ),
     ]
     notebook = nbformat.v4.new_notebook(cells=[cell], metadata={"widgets": {}})
     (output,) = tidy(notebook).cells[0].outputs
@@ -291,7 +350,10 @@ def test_course_prints_a_table(copy, capsys):
     assert course.main(copy) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0].split() == ["lesson", "seconds", "result"]
-    assert out.splitlines()[1].split()[::2] == ["99_try", "ok"] and "1 of 1 lessons ran to the end" in out
+    assert (
+        out.splitlines()[1].split()[::2] == ["99_try", "ok"]
+        and "1 of 1 lessons ran to the end" in out
+    )
     tampered(copy, "solutions", lambda nb: nb.cells[1].update(source="undefined"))
     assert course.main(copy) == 1
     out = capsys.readouterr().out
@@ -309,7 +371,9 @@ def test_links(tmp_path, capsys):
     (tmp_path / "sub").mkdir()
     (tmp_path / "sub" / "b.md").write_text("# The Map, drawn\n[up](../a.md) [self](#the-map-drawn)")
     text = "[b](sub/b.md#the-map-drawn) [web](https://example.org/x) `[code](nowhere)` [gone](c.md) [bad](sub/b.md#x)"
-    (tmp_path / "a.md").write_text(f'{text}\n\n```\n[in code](nowhere)\n```\n<img src="lost.png"> [out](../../etc)\n')
+    (tmp_path / "a.md").write_text(
+        f'{text}\n\n```\n[in code](nowhere)\n```\n<img src="lost.png"> [out](../../etc)\n'
+    )
     cells = [nbformat.v4.new_markdown_cell("# The Map\n[map](#The-Map) [a](a.md) [no](#the-map)")]
     nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "n.ipynb")
     assert check_links.main(tmp_path) == 1

@@ -30,7 +30,9 @@ def test_the_assertion_is_the_hint(capsys):
 
 
 def test_an_assertion_without_text_shows_what_does_not_hold(capsys, tmp_path):
-    file = tmp_path / "exercise.py"  # pytest rewrites the assertions of this module, but not of that one
+    file = (
+        tmp_path / "exercise.py"
+    )  # pytest rewrites the assertions of this module, but not of that one
     file.write_text("def test():\n    total = 3\n    assert total == 4\n")
     names = {}
     exec(compile(file.read_text(), str(file), "exec"), names)
@@ -79,7 +81,10 @@ def test_errors_become_one_line(capsys):
     assert said(capsys, lambda: int("a\nb")).count("\n") == 1
     assert said(capsys, lambda: exec("raise SystemExit(1)")) == "[x] 1.2 SystemExit: 1\n"
     rank_error = RuntimeError("rank 2: AssertionError: the sum is 3, expected 6")
-    assert said(capsys, lambda: (_ for _ in ()).throw(rank_error)) == "[x] 1.2 on rank 2: the sum is 3, expected 6\n"
+    assert (
+        said(capsys, lambda: (_ for _ in ()).throw(rank_error))
+        == "[x] 1.2 on rank 2: the sum is 3, expected 6\n"
+    )
 
 
 def test_the_output_has_no_addresses(capsys):

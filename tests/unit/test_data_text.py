@@ -61,7 +61,9 @@ def test_shakespeare_is_83_tokens_of_characters_and_comes_back_whole(shakespeare
 
 
 def test_unigram_entropy_of_shakespeare_and_of_equal_counts(shakespeare):
-    assert shakespeare.train.unigram_entropy() == pytest.approx(3.345, abs=0.001)  # nats per character
+    assert shakespeare.train.unigram_entropy() == pytest.approx(
+        3.345, abs=0.001
+    )  # nats per character
     assert text.TextDataset(np.arange(40) % 8, 4).unigram_entropy() == pytest.approx(np.log(8))
 
 
@@ -80,7 +82,10 @@ def test_windows_predict_each_token_once_and_the_next(shakespeare):
     for part in (shakespeare.train, shakespeare.val):
         assert len(part) == (len(part.tokens) - 1) // 128
         inputs, targets = part[[0, 1, len(part) - 1]]
-        assert inputs.shape == targets.shape == (3, 128) and inputs.dtype == targets.dtype == torch.int64
+        assert (
+            inputs.shape == targets.shape == (3, 128)
+            and inputs.dtype == targets.dtype == torch.int64
+        )
         assert inputs.is_contiguous() and targets.is_contiguous()
         np.testing.assert_array_equal(inputs[:2].flatten(), part.tokens[:256])
         np.testing.assert_array_equal(targets[:2].flatten(), part.tokens[1:257])
@@ -109,7 +114,9 @@ def test_windows_never_share_a_prediction(num_tokens, context_length):
     windows = text.TextDataset(np.arange(num_tokens), context_length)
     predicted = windows[range(len(windows))][1].flatten().tolist()
     assert predicted == list(range(1, len(windows) * context_length + 1))
-    assert num_tokens - 1 - len(predicted) < context_length  # what is left over does not fill a window
+    assert (
+        num_tokens - 1 - len(predicted) < context_length
+    )  # what is left over does not fill a window
 
 
 def test_validation_is_the_last_part_and_nothing_of_it_is_trained_on(verses, tmp_path):
@@ -131,7 +138,9 @@ def test_characters_come_back(sample):
 
 
 def test_an_unknown_character_is_named(shakespeare):
-    with pytest.raises(ValueError, match=r"character '.' is none of the 82 in the text .* tokenizer='bpe'") as error:
+    with pytest.raises(
+        ValueError, match=r"character '.' is none of the 82 in the text .* tokenizer='bpe'"
+    ) as error:
         shakespeare.tokenizer.encode("5 \u20ac")
     assert "\n" not in str(error.value)
 
@@ -143,7 +152,9 @@ def test_byte_pairs_shorten_the_text_and_know_every_character(verses, tmp_path, 
     original = verses.read_text()
     assert 257 < splits.tokenizer.vocab_size <= 300
     assert len(all_tokens(splits)) < len(original) / 2
-    assert all_tokens(splits).tolist() == splits.tokenizer.encode(original)  # written piece by piece, the same
+    assert all_tokens(splits).tolist() == splits.tokenizer.encode(
+        original
+    )  # written piece by piece, the same
     assert splits.tokenizer.decode(all_tokens(splits)) == original
     assert (all_tokens(splits) == 0).sum() == 1  # the separator
     unseen = "5 \u20ac \N{SNOWMAN}"
@@ -159,7 +170,9 @@ def test_pieces_are_the_text_and_cut_before_a_space_after_a_word(sample, size):
         tokenizer.PIECE_CHARACTERS = original
     assert "".join(pieces) == sample
     assert all(len(piece) >= size for piece in pieces[:-1])
-    assert all(after[0].isspace() and not before[-1].isspace() for before, after in pairwise(pieces))
+    assert all(
+        after[0].isspace() and not before[-1].isspace() for before, after in pairwise(pieces)
+    )
 
 
 def test_more_than_65535_tokens_take_four_bytes_each(tmp_path):
@@ -214,7 +227,9 @@ def _another_format(tokens, description):
     description.write_text(json.dumps(json.loads(description.read_text()) | {"format": 0}))
 
 
-@pytest.mark.parametrize("damage", [_no_description, _short_tokens, _no_tokens, _half_a_description, _another_format])
+@pytest.mark.parametrize(
+    "damage", [_no_description, _short_tokens, _no_tokens, _half_a_description, _another_format]
+)
 def test_a_half_written_file_does_not_count(verses, tmp_path, damage):
     load(verses, tmp_path)
     (tokens,) = (tmp_path / "cache").glob("*.bin")
@@ -227,7 +242,11 @@ def test_of_many_at_once_one_prepares(verses, tmp_path, monkeypatch):
     made, prepare = [], text._prepare
     monkeypatch.setattr(text, "_prepare", lambda *args: made.append(1) or prepare(*args))
     with ThreadPoolExecutor(8) as pool:
-        loaded = list(pool.map(lambda _: load(verses, tmp_path, tokenizer="bpe", bpe_vocab_size=400), range(8)))
+        loaded = list(
+            pool.map(
+                lambda _: load(verses, tmp_path, tokenizer="bpe", bpe_vocab_size=400), range(8)
+            )
+        )
     assert len(made) == 1
     assert len({tuple(all_tokens(splits)) for splits in loaded}) == 1
 
@@ -239,7 +258,9 @@ def test_where_locks_do_not_work_many_at_once_get_the_same(verses, tmp_path, mon
     monkeypatch.setattr(text.fcntl, "flock", refuse)
     with ThreadPoolExecutor(8) as pool:
         loaded = list(pool.map(lambda _: load(verses, tmp_path), range(8)))
-    assert {splits.tokenizer.decode(all_tokens(splits).tolist()) for splits in loaded} == {verses.read_text()}
+    assert {splits.tokenizer.decode(all_tokens(splits).tolist()) for splits in loaded} == {
+        verses.read_text()
+    }
     assert not list((tmp_path / "cache").glob("*.partial"))
 
 
@@ -276,13 +297,19 @@ def test_no_space_left_is_one_clear_line_and_keeps_what_was_there(verses, tmp_pa
     large = tmp_path / "large.txt"
     large.write_text(VERSE * 1000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))  # no file grows beyond 64 KiB, as on a full disk
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2**16, limits[1])
+    )  # no file grows beyond 64 KiB, as on a full disk
     try:
         message = complaint(large, tmp_path, error=OSError)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert "cannot keep the tokens of" in message and "free some space there" in message
-    assert len(list((tmp_path / "cache").glob("*.bin"))) == len(list((tmp_path / "cache").glob("*.json"))) == 1
+    assert (
+        len(list((tmp_path / "cache").glob("*.bin")))
+        == len(list((tmp_path / "cache").glob("*.json")))
+        == 1
+    )
     assert not list((tmp_path / "cache").glob("*.partial"))
     assert all_tokens(load(verses, tmp_path)).tolist() == before
     assert len(all_tokens(load(large, tmp_path))) == 1000 * len(VERSE)

@@ -20,7 +20,11 @@ T, Y, X = 12, 6, 10
 
 
 def fields(num_times=T):
-    return np.random.default_rng(7).normal(280.0, 20.0, (len(NAMES), num_times, Y, X)).astype(np.float32)
+    return (
+        np.random.default_rng(7)
+        .normal(280.0, 20.0, (len(NAMES), num_times, Y, X))
+        .astype(np.float32)
+    )
 
 
 def dataset(values=None, axes=("time", "latitude", "longitude")):
@@ -33,7 +37,9 @@ def dataset(values=None, axes=("time", "latitude", "longitude")):
 
 def write_zarr(folder, source=None, time_chunk=1):
     source = dataset() if source is None else source
-    chunks = {name: {"chunks": (time_chunk, Y, X)} for name in source.data_vars if source[name].ndim == 3}
+    chunks = {
+        name: {"chunks": (time_chunk, Y, X)} for name in source.data_vars if source[name].ndim == 3
+    }
     source.to_zarr(folder / "era5.zarr", encoding=chunks, consolidated=False)
     return folder / "era5.zarr"
 
@@ -49,7 +55,11 @@ def write_plain_hdf5(folder):
     with h5py.File(folder / "era5.h5", "w") as file:
         for name, values in zip(NAMES, fields()):
             file[name] = values
-        file["time"], file["lat"], file["lon"] = np.arange(T) * 6, np.linspace(75.0, -75.0, Y), np.arange(X) * 36.0
+        file["time"], file["lat"], file["lon"] = (
+            np.arange(T) * 6,
+            np.linspace(75.0, -75.0, Y),
+            np.arange(X) * 36.0,
+        )
     return folder / "era5.h5"
 
 
@@ -79,13 +89,18 @@ def test_the_sample_is_a_week_of_the_whole_globe(sample):
     assert train.variables == ("t2m", "u10", "v10", "msl") and train.forcings == ()
     np.testing.assert_array_equal(train.lat, np.arange(89.5, -89, -2))
     np.testing.assert_array_equal(train.lon, np.arange(0.5, 360, 2))
-    assert train.times[0] == np.datetime64("2026-03-25T00") and val.times[-1] == np.datetime64("2026-03-31T23")
+    assert train.times[0] == np.datetime64("2026-03-25T00") and val.times[-1] == np.datetime64(
+        "2026-03-31T23"
+    )
     hours = np.diff(np.concatenate([train.times, val.times])) / np.timedelta64(1, "h")
     assert len(hours) == 23 and set(hours) == {7, 8}
     assert (len(train), len(val)) == (17, 5)
     states = sample.stats.denormalise(val[list(range(5))][0])
     assert states.shape == (5, 4, 90, 180) and states.dtype == torch.float32
-    temperature, pressure = states[:, 0].mean((0, 2)), states[:, 3].mean((0, 2))  # along each latitude
+    temperature, pressure = (
+        states[:, 0].mean((0, 2)),
+        states[:, 3].mean((0, 2)),
+    )  # along each latitude
     assert 295 < temperature[45] < 305 and temperature[0] < 265 and temperature[-1] < 245
     assert pressure.min() > 98_000 and pressure.max() < 103_500
 
@@ -100,7 +115,9 @@ def test_persistence_on_the_held_out_times_of_the_sample(sample):
 def test_the_sample_in_another_order_and_number_of_variables(sample):
     turned = weather.load(WeatherData(variables=("msl", "t2m")))
     assert torch.equal(turned.train[0][0], sample.train[0][0][[3, 0]])
-    with pytest.raises(ValueError, match="the ERA5 sample has no variable z500: there are msl, t2m, u10, v10"):
+    with pytest.raises(
+        ValueError, match="the ERA5 sample has no variable z500: there are msl, t2m, u10, v10"
+    ):
         weather.load(WeatherData(variables=("t2m", "z500")))
 
 
@@ -133,7 +150,9 @@ def test_a_large_file_is_read_batch_by_batch_and_each_time_once(tmp_path, monkey
     monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
     splits, read, values_at = load(write_zarr(tmp_path)), [], weather_files._values
     monkeypatch.setattr(
-        weather_files, "_values", lambda path, field, at: read.append(list(at)) or values_at(path, field, at)
+        weather_files,
+        "_values",
+        lambda path, field, at: read.append(list(at)) or values_at(path, field, at),
     )
     splits.train[[2, 0, 3]]
     assert read == [[0, 1, 2, 3, 4]] * len(NAMES)
@@ -153,7 +172,11 @@ def test_no_time_of_validation_is_seen_in_training(num_times, val_fraction):
         patch.setattr(weather, "open_weather", lambda *_: file)
         splits = weather.load(WeatherData(val_fraction=val_fraction))
     train, val = (
-        {round(x.item()) for pair in part[range(len(part))] for x in splits.stats.denormalise(pair).flatten()}
+        {
+            round(x.item())
+            for pair in part[range(len(part))]
+            for x in splits.stats.denormalise(pair).flatten()
+        }
         for part in (splits.train, splits.val)
     )
     assert sorted(train | val) == list(range(num_times)) and max(train) < min(val)
@@ -168,7 +191,9 @@ def test_mean_and_deviation_come_from_training_times_alone(tmp_path):
     changed[:, first_val:] *= 3
     (tmp_path / "changed").mkdir()
     other = load(write_zarr(tmp_path / "changed", dataset(changed)))
-    assert torch.equal(splits.stats.mean, other.stats.mean) and torch.equal(splits.stats.std, other.stats.std)
+    assert torch.equal(splits.stats.mean, other.stats.mean) and torch.equal(
+        splits.stats.std, other.stats.std
+    )
     kept = fields()[:, :first_val].astype(np.float64)
     np.testing.assert_allclose(splits.stats.mean.flatten(), kept.mean((1, 2, 3)), rtol=1e-6)
     np.testing.assert_allclose(splits.stats.std.flatten(), kept.std((1, 2, 3)), rtol=1e-6)
@@ -210,18 +235,30 @@ def test_rolling_gives_each_transition_once_for_each_longitude(sample):
 
 def test_the_sun_is_overhead_at_noon_on_the_equator_and_gone_at_midnight():
     lat, lon = np.array([90.0, 0.0, -90.0]), np.array([0.0, 90.0, 180.0])
-    height = weather.sun_height(np.array(["2026-03-20T12", "2026-03-20T06", "2026-06-21T12"], "datetime64[s]"), lat, lon)
+    height = weather.sun_height(
+        np.array(["2026-03-20T12", "2026-03-20T06", "2026-06-21T12"], "datetime64[s]"), lat, lon
+    )
     assert height.shape == (3, 3, 3) and height.dtype == np.float32
-    np.testing.assert_allclose(height[0], [[0, 0, 0], [1, 0, -1], [0, 0, 0]], atol=0.02)  # the equinox
-    np.testing.assert_allclose(height[1, 1], [0, 1, 0], atol=0.02)  # noon is six hours earlier 90 degrees further east
-    np.testing.assert_allclose(height[2, :, 0], np.sin(np.deg2rad([23.44, 66.56, -23.44])), atol=0.01)  # the solstice
+    np.testing.assert_allclose(
+        height[0], [[0, 0, 0], [1, 0, -1], [0, 0, 0]], atol=0.02
+    )  # the equinox
+    np.testing.assert_allclose(
+        height[1, 1], [0, 1, 0], atol=0.02
+    )  # noon is six hours earlier 90 degrees further east
+    np.testing.assert_allclose(
+        height[2, :, 0], np.sin(np.deg2rad([23.44, 66.56, -23.44])), atol=0.01
+    )  # the solstice
 
 
 def test_the_sun_is_two_more_inputs_that_turn_with_the_map(sample):
     sunny = weather.load(WeatherData(sun=True, roll=True))
     assert sunny.train.forcings == sunny.val.forcings == ("sun_now", "sun_next")
     (state, target), (plain, plain_target) = sunny.train[[1, 2]], sample.train[[1, 2]]
-    assert state.shape == (2, 6, 90, 180) and torch.equal(state[:, :4], plain) and torch.equal(target, plain_target)
+    assert (
+        state.shape == (2, 6, 90, 180)
+        and torch.equal(state[:, :4], plain)
+        and torch.equal(target, plain_target)
+    )
     assert torch.equal(state[0, 5], state[1, 4])  # the next sun of one is the sun of the next
     assert torch.equal(sunny.train[1 + 17 * 40][0], state[0].roll(40, -1))
     assert sunny.val[0][0].shape == (6, 90, 180)
@@ -297,7 +334,9 @@ def test_a_chunk_that_breaks_during_training_is_one_clear_line(tmp_path, monkeyp
 
 def test_a_missing_variable_is_named_and_those_that_exist_are_listed(tmp_path):
     path = write_zarr(tmp_path)
-    assert "has no variable z, q: there are t2m, u10" in complaint(path, variables=("z", "t2m", "q"))
+    assert "has no variable z, q: there are t2m, u10" in complaint(
+        path, variables=("z", "t2m", "q")
+    )
 
 
 def test_a_missing_value_is_found_where_it_is(tmp_path):
@@ -310,12 +349,24 @@ def test_a_missing_value_is_found_where_it_is(tmp_path):
 @pytest.mark.parametrize(
     "change, reason",
     [
-        (lambda d: d.isel(time=slice(3)), "has 3 times: training and validation each need a state and the next one"),
-        (lambda d: d.isel(time=[0, 2, 1, 3, 4]), "time 2 (2020-02-28T06:00:00.000000000) is not after time 1"),
+        (
+            lambda d: d.isel(time=slice(3)),
+            "has 3 times: training and validation each need a state and the next one",
+        ),
+        (
+            lambda d: d.isel(time=[0, 2, 1, 3, 4]),
+            "time 2 (2020-02-28T06:00:00.000000000) is not after time 1",
+        ),
         (lambda d: d.isel(time=[0, 1, 1, 2, 3]), "is not after time 1"),
         (lambda d: d.assign(u10=d.u10 * 0 + 5), "u10 is 5 everywhere in the training times"),
-        (lambda d: d.assign(u10=d.u10.expand_dims(level=2, axis=1)), "u10 has the axes time, level, latitude, longitude"),
-        (lambda d: d.assign(u10=d.u10.isel(time=0, drop=True)), "has no variable u10: there are t2m"),
+        (
+            lambda d: d.assign(u10=d.u10.expand_dims(level=2, axis=1)),
+            "u10 has the axes time, level, latitude, longitude",
+        ),
+        (
+            lambda d: d.assign(u10=d.u10.isel(time=0, drop=True)),
+            "has no variable u10: there are t2m",
+        ),
         (lambda d: d.drop_vars("latitude"), "has no coordinate latitude or lat"),
         (lambda d: d.rename(time="when"), "t2m has the axes when, latitude, longitude"),
     ],
@@ -327,11 +378,15 @@ def test_a_file_of_another_form_is_one_clear_line(tmp_path, change, reason):
 def test_a_file_of_an_unknown_kind_is_one_clear_line(tmp_path):
     path = tmp_path / "era5.grib"
     path.write_text("GRIB")
-    assert "is neither a zarr folder nor a file that ends in .h5, .hdf5, .nc, .nc4" in complaint(path)
+    assert "is neither a zarr folder nor a file that ends in .h5, .hdf5, .nc, .nc4" in complaint(
+        path
+    )
 
 
 @pytest.mark.parametrize("package", ["xarray", "zarr"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path, monkeypatch, package):
     path = write_zarr(tmp_path)
-    monkeypatch.setitem(sys.modules, package, None)  # how Python marks a module that cannot be imported
+    monkeypatch.setitem(
+        sys.modules, package, None
+    )  # how Python marks a module that cannot be imported
     assert f"needs the package {package}: pip install labcode[weather]" in complaint(path)

@@ -11,8 +11,23 @@ from labcode.perf.flops import training_flops_per_sample
 
 GPTS = [
     GPTConfig(vocab_size=97, context_length=32, num_layers=3, num_heads=4, hidden_size=48),
-    GPTConfig(vocab_size=97, context_length=32, num_layers=2, num_heads=4, hidden_size=48, num_kv_heads=2, ffn_size=100),
-    GPTConfig(vocab_size=50, context_length=16, num_heads=2, hidden_size=32, positions="rotary", tie_embeddings=False),
+    GPTConfig(
+        vocab_size=97,
+        context_length=32,
+        num_layers=2,
+        num_heads=4,
+        hidden_size=48,
+        num_kv_heads=2,
+        ffn_size=100,
+    ),
+    GPTConfig(
+        vocab_size=50,
+        context_length=16,
+        num_heads=2,
+        hidden_size=32,
+        positions="rotary",
+        tie_embeddings=False,
+    ),
 ]
 
 
@@ -33,13 +48,17 @@ def test_flops_equal_those_that_torch_counts(config):
 
 def test_flops_of_the_vit_equal_those_that_torch_counts_but_for_the_input_gradient():
     config = ViTConfig(num_variables=3, lat=20, lon=40, hidden_size=32, num_layers=2)
-    state = torch.zeros(2, 3, 20, 40, requires_grad=True)  # with it the patch embedding has both halves of its backward
+    state = torch.zeros(
+        2, 3, 20, 40, requires_grad=True
+    )  # with it the patch embedding has both halves of its backward
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert counted(ViT(config), state) == 2 * training_flops_per_sample(config)
 
 
 def test_forcings_go_in_and_are_not_predicted():
-    config = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
+    config = ViTConfig(
+        num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2
+    )
     model = ViT(config)
     assert sum(p.numel() for p in model.parameters()) == config.num_parameters
     state = torch.randn(2, 5, 20, 40, requires_grad=True)

@@ -10,7 +10,9 @@ from labcode.models import gpt
 from labcode.models.gpt import GPT
 from labcode.models.gpt2_weights import gpt2_config, load_gpt2
 
-transformers = pytest.importorskip("transformers", reason="transformers is not installed: pip install -e '.[hf]'")
+transformers = pytest.importorskip(
+    "transformers", reason="transformers is not installed: pip install -e '.[hf]'"
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -64,7 +66,9 @@ def test_same_gradients_and_the_same_weights_after_five_steps_of_adamw(hf, batch
             optimizer.zero_grad()
             value.backward()
         if step == 0:
-            grads = load_gpt2(copy.deepcopy(model), {name: p.grad for name, p in hf.named_parameters()})
+            grads = load_gpt2(
+                copy.deepcopy(model), {name: p.grad for name, p in hf.named_parameters()}
+            )
             assert_same({name: p.grad for name, p in model.named_parameters()}, grads, atol=1e-12)
         for optimizer in optimizers:
             optimizer.step()
@@ -77,12 +81,16 @@ def test_same_loss_as_transformers_own(hf, batch):
     short = batch[:, :24]
     with torch.no_grad():
         theirs = hf(short, labels=short).loss  # shifts inside
-        torch.testing.assert_close(gpt.loss(model(short[:, :-1]), short[:, 1:]), theirs, rtol=0, atol=1e-5)
+        torch.testing.assert_close(
+            gpt.loss(model(short[:, :-1]), short[:, 1:]), theirs, rtol=0, atol=1e-5
+        )
 
 
 def test_loads_the_bare_model_and_old_state_dicts(hf):
     whole = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict()).state_dict()
-    old = hf.transformer.state_dict() | {f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(3)}
+    old = hf.transformer.state_dict() | {
+        f"h.{i}.attn.bias": torch.ones(1, 1, 24, 24).tril() for i in range(3)
+    }
     bare = load_gpt2(GPT(gpt2_config(hf.config)), old).state_dict()
     assert all(torch.equal(bare[name], value) for name, value in whole.items())
 
@@ -93,7 +101,10 @@ def test_an_untied_head_has_its_own_weight(hf, batch):
     load_gpt2(untied, weights)
     assert torch.equal(untied.head.weight, weights["lm_head.weight"])
     assert torch.equal(untied.embed.weight, weights["transformer.wte.weight"])
-    with pytest.raises(ValueError, match=r"lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False"):
+    with pytest.raises(
+        ValueError,
+        match=r"lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False",
+    ):
         load_gpt2(GPT(gpt2_config(hf.config)), weights)
     load_gpt2(untied, hf.transformer.state_dict())
     assert torch.equal(untied.head.weight, untied.embed.weight)
@@ -112,14 +123,27 @@ def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
     weights = hf.state_dict()
     fewer = {name: value for name, value in weights.items() if "h.1.mlp.c_fc" not in name}
     assert "missing h.1.mlp.c_fc.bias, h.1.mlp.c_fc.weight; unexpected none" in error(fewer)
-    assert "missing none; unexpected h.0.extra" in error(weights | {"transformer.h.0.extra": torch.ones(1)})
+    assert "missing none; unexpected h.0.extra" in error(
+        weights | {"transformer.h.0.extra": torch.ones(1)}
+    )
     assert "missing wte.weight" in error({k: v for k, v in weights.items() if "wte" not in k})
     everything = error({})
-    assert "missing h.0.attn.c_attn.bias, " in everything and "and 36 more; unexpected none" in everything
-    deeper = GPT(GPTConfig(vocab_size=61, context_length=24, num_layers=4, num_heads=4, hidden_size=48))
+    assert (
+        "missing h.0.attn.c_attn.bias, " in everything
+        and "and 36 more; unexpected none" in everything
+    )
+    deeper = GPT(
+        GPTConfig(vocab_size=61, context_length=24, num_layers=4, num_heads=4, hidden_size=48)
+    )
     assert "missing h.3.attn.c_attn.bias" in error(weights, deeper)
-    narrow = GPT(GPTConfig(vocab_size=61, context_length=24, num_layers=3, num_heads=4, hidden_size=48, ffn_size=50))
-    assert "blocks.0.mlp.up.weight the shape [192, 48] but the model has [50, 48]" in error(weights, narrow)
+    narrow = GPT(
+        GPTConfig(
+            vocab_size=61, context_length=24, num_layers=3, num_heads=4, hidden_size=48, ffn_size=50
+        )
+    )
+    assert "blocks.0.mlp.up.weight the shape [192, 48] but the model has [50, 48]" in error(
+        weights, narrow
+    )
     rotary = GPT(gpt2_config(hf.config, positions="rotary"))
     assert "do not both have positions.weight" in error(weights, rotary)
     assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
@@ -134,7 +158,10 @@ def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
         ),
         ({"layer_norm_epsilon": 1e-6}, "layer_norm_epsilon=1e-06: GPT computes with 1e-05 only"),
         ({"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx=True"),
-        ({"attn_pdrop": 0.2}, "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.2: GPT has one dropout for all three"),
+        (
+            {"attn_pdrop": 0.2},
+            "resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.2: GPT has one dropout for all three",
+        ),
     ],
 )
 def test_configs_that_gpt_cannot_express(changes, message):
@@ -146,7 +173,12 @@ def test_configs_that_gpt_cannot_express(changes, message):
 def test_the_published_gpt2_config():
     config = gpt2_config(transformers.GPT2Config())
     assert config == GPTConfig(
-        vocab_size=50257, context_length=1024, num_layers=12, num_heads=12, hidden_size=768, dropout=0.1
+        vocab_size=50257,
+        context_length=1024,
+        num_layers=12,
+        num_heads=12,
+        hidden_size=768,
+        dropout=0.1,
     )
     assert gpt2_config(transformers.GPT2Config(attn_pdrop=0.2), dropout=0.0).dropout == 0.0
     assert config.num_parameters == 124_439_808

@@ -93,18 +93,29 @@ def test_output_streams_labelled_and_in_order(module, monkeypatch):
     """)
     reader = Reader()
     monkeypatch.setattr(sys, "stdout", reader)
-    done = launch.run(name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=60)
+    done = launch.run(
+        name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=60
+    )
     lines = done.output.splitlines()
     assert reader.text == done.output + "\n" and done.seconds > 0
-    assert lines[:11] == ["[rank 0] question", *(f"[rank {turn % 2}] turn {turn}" for turn in range(10))]
-    below = ["from C", "from a child"]  # on another way than Python's own prints: somewhere among them
+    assert lines[:11] == [
+        "[rank 0] question",
+        *(f"[rank {turn % 2}] turn {turn}" for turn in range(10)),
+    ]
+    below = [
+        "from C",
+        "from a child",
+    ]  # on another way than Python's own prints: somewhere among them
     assert sorted(lines[11:]) == sorted(
-        f"[rank 1] {line}" for line in [*below, "x" * 10_000, "100%", "['--steps', '3', 'a b', '$HOME'] 2 blue"]
+        f"[rank 1] {line}"
+        for line in [*below, "x" * 10_000, "100%", "['--steps', '3', 'a b', '$HOME'] 2 blue"]
     )
 
 
 def test_one_rank_runs_under_torchrun_too_and_can_be_silent(module, capsys):
-    name = module("print(rank, os.environ['WORLD_SIZE'], 'TORCHELASTIC_RUN_ID' in os.environ, __name__, sys.argv)")
+    name = module(
+        "print(rank, os.environ['WORLD_SIZE'], 'TORCHELASTIC_RUN_ID' in os.environ, __name__, sys.argv)"
+    )
     done = launch.run(name, nproc=1, echo=False)
     assert done.output == f"[rank 0] 0 1 True __main__ ['{Path('job.py').resolve()}']"
     assert capsys.readouterr().out == ""
@@ -164,7 +175,9 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living):
         """Jumps over the time-out once both ranks run."""
         return time.monotonic() + (1000 if all(map(os.path.exists, ("pids-0", "pids-1"))) else 0)
 
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time))
+    monkeypatch.setattr(
+        launch, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time)
+    )
     monkeypatch.setattr(launch, "GRACE_S", 1.0)
     name = module("""
         import signal
@@ -175,7 +188,9 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living):
         Path(f"part-{rank}").rename(f"pids-{rank}")
         wait("never")
     """)
-    with pytest.raises(launch.LaunchError, match=r"^job did not end within 600 s: all 2 ranks were ended") as caught:
+    with pytest.raises(
+        launch.LaunchError, match=r"^job did not end within 600 s: all 2 ranks were ended"
+    ) as caught:
         launch.run(name, nproc=2, timeout_s=600, echo=False)
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] started", "[rank 1] started"]
     pids = [int(pid) for path in Path().glob("pids-*") for pid in path.read_text().split()]
@@ -196,7 +211,9 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
         finally:
             tell(f"cleaned-{rank}")
     """)
-    launcher = subprocess.Popen([sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    launcher = subprocess.Popen(
+        [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
     wait_for("started-0", "started-1")
     children = psutil.Process(launcher.pid).children(recursive=True)
     assert len(children) >= 3  # torchrun and two ranks
@@ -205,10 +222,15 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
     if how == signal.SIGINT:
         out, err = launcher.communicate(timeout=60)
         assert out == "ended\n" and err.strip().endswith("KeyboardInterrupt")
-        assert os.path.exists("cleaned-0") and os.path.exists("cleaned-1")  # the ranks could close their files
+        assert os.path.exists("cleaned-0") and os.path.exists(
+            "cleaned-1"
+        )  # the ranks could close their files
     assert gone(children)
     launcher.communicate(timeout=60)
-    assert not any(word.startswith("/") and "labcode-launch-" in word and os.path.exists(word) for word in command)
+    assert not any(
+        word.startswith("/") and "labcode-launch-" in word and os.path.exists(word)
+        for word in command
+    )
 
 
 def test_no_rank_is_one_line():

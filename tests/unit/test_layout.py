@@ -19,11 +19,31 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
         (GPTConfig(ffn_size=10), {"tp": 4}, {}, r"model.ffn_size=10 is not divisible by grid.tp=4"),
         (GPTConfig(vocab_size=3), {"tp": 4}, {}, r"model.vocab_size=3 is smaller than grid.tp=4"),
         (GPT, {"cp": 5}, {}, r"model.context_length=48 is not divisible by 2\*grid.cp = 2\*5"),
-        (GPTConfig(context_length=25), {"tp": 2}, {"sequence_parallel": True}, r"=25 is not divisible by cp\*tp = 1\*2"),
+        (
+            GPTConfig(context_length=25),
+            {"tp": 2},
+            {"sequence_parallel": True},
+            r"=25 is not divisible by cp\*tp = 1\*2",
+        ),
         (VIT, {"cp": 5}, {}, r"the number of patches=72 is not divisible by grid.cp=5"),
-        (VIT, {"cp": 4, "tp": 4}, {"sequence_parallel": True}, r"=72 is not divisible by cp\*tp = 4\*4"),
-        (GPTConfig(dropout=0.1), {"cp": 2}, {}, r"model.dropout=0.1 with grid.cp=2: ring attention has no dropout"),
-        (GPTConfig(dropout=0.1), {}, {"recompute": True}, r"model.dropout=0.1 with pipeline.recompute"),
+        (
+            VIT,
+            {"cp": 4, "tp": 4},
+            {"sequence_parallel": True},
+            r"=72 is not divisible by cp\*tp = 4\*4",
+        ),
+        (
+            GPTConfig(dropout=0.1),
+            {"cp": 2},
+            {},
+            r"model.dropout=0.1 with grid.cp=2: ring attention has no dropout",
+        ),
+        (
+            GPTConfig(dropout=0.1),
+            {},
+            {"recompute": True},
+            r"model.dropout=0.1 with pipeline.recompute",
+        ),
         (GPT, {}, {"context": "star"}, r"context='star': choose ring or gather"),
     ],
 )
@@ -36,12 +56,20 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
 @pytest.mark.parametrize(
     "model, grid, options",
     [
-        (GPT, {"tp": 2, "cp": 4}, {"sequence_parallel": True}),  # an odd vocabulary is shared out unevenly
+        (
+            GPT,
+            {"tp": 2, "cp": 4},
+            {"sequence_parallel": True},
+        ),  # an odd vocabulary is shared out unevenly
         (GPTConfig(), {"tp": 4, "dp": 3}, {}),
         (GPTConfig(dropout=0.1), {"cp": 2}, {"context": "gather"}),
         (GPTConfig(dropout=0.1), {"tp": 2}, {"context": "ring"}),
         (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
-        (ViTConfig(), {"cp": 7}, {}),  # sizes that come from the data are checked when they are known
+        (
+            ViTConfig(),
+            {"cp": 7},
+            {},
+        ),  # sizes that come from the data are checked when they are known
     ],
 )
 def test_a_layout_that_works_is_let_through(model, grid, options):
@@ -53,7 +81,10 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
     [
         ({"grid.tp": 3}, "model.num_heads=4 is not divisible"),
         ({"grid.cp": 3}, "context_length"),
-        ({"grid.pp": 3, "model.num_layers": 2}, "3*1 stages, but model.num_layers=2: each stage needs a layer"),
+        (
+            {"grid.pp": 3, "model.num_layers": 2},
+            "3*1 stages, but model.num_layers=2: each stage needs a layer",
+        ),
     ],
 )
 def test_a_config_is_refused_before_anything_starts(changes, message):

@@ -26,7 +26,9 @@ VARIANTS = {
     "one kv head": {"num_kv_heads": 1},
     "narrow mlp": {"ffn_size": 40},
 }
-WEATHER = ViTConfig(num_variables=3, lat=6, lon=10, patch_size=2, num_layers=2, num_heads=2, hidden_size=16)
+WEATHER = ViTConfig(
+    num_variables=3, lat=6, lon=10, patch_size=2, num_layers=2, num_heads=2, hidden_size=16
+)
 
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -43,7 +45,11 @@ def elsewhere():
         modules = [m for m in sys.modules if m.startswith(("transformers", "labcode"))]
         value = initial_value("blocks.0.mlp.up.weight", (3, 5), GPTConfig(), 7)
         print(json.dumps({"modules": modules, "value": value.tolist()}))"""
-    return json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout)
+    return json.loads(
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+    )
 
 
 def small(variant="learned", **changes):
@@ -65,7 +71,9 @@ def test_gpt_maps_tokens_to_logits_and_every_parameter_learns(variant):
     for length in (1, 5, config.context_length):
         assert model(tokens(config, 3, length)).shape == (3, length, config.vocab_size)
     gpt.loss(model(tokens(config)), tokens(config, seed=1)).backward()
-    idle = [name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0]
+    idle = [
+        name for name, p in model.named_parameters() if p.grad is None or not p.grad.abs().sum() > 0
+    ]
     assert idle == []
 
 
@@ -78,7 +86,9 @@ def test_a_later_token_does_not_change_earlier_logits(variant):
     other[:, 7] = (one[:, 7] + 1) % config.vocab_size
     before, after = model(one), model(other)
     torch.testing.assert_close(before[:, :7], after[:, :7], rtol=0, atol=1e-12)
-    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-9, "later logits should see the change"
+    assert (before[:, 7:] - after[:, 7:]).abs().amax(dim=(0, 2)).min() > 1e-9, (
+        "later logits should see the change"
+    )
 
 
 @pytest.mark.parametrize("variant", ["learned", "rotary"])
@@ -124,11 +134,22 @@ def test_tied_weights_stay_tied_through_the_meta_device_and_casts():
 def test_loss_is_cross_entropy_in_nats_and_ignores_minus_100():
     logits = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     targets = torch.tensor([[0, 4, -100], [2, -100, 1]])
-    by_hand = [-(logits[b, s].log_softmax(0)[targets[b, s]]) for b in range(2) for s in range(3) if targets[b, s] >= 0]
+    by_hand = [
+        -(logits[b, s].log_softmax(0)[targets[b, s]])
+        for b in range(2)
+        for s in range(3)
+        if targets[b, s] >= 0
+    ]
     torch.testing.assert_close(gpt.loss(logits, targets), torch.stack(by_hand).mean())
     assert gpt.loss(logits.bfloat16(), targets).dtype == torch.float32
     fresh = initialize(GPT(small()), seed=0)
-    assert abs(gpt.loss(fresh(tokens(SMALL)), tokens(SMALL, seed=1)).item() - math.log(SMALL.vocab_size)) < 0.1
+    assert (
+        abs(
+            gpt.loss(fresh(tokens(SMALL)), tokens(SMALL, seed=1)).item()
+            - math.log(SMALL.vocab_size)
+        )
+        < 0.1
+    )
 
 
 def test_gpt_learns_a_sequence_by_heart_and_generates_it():
@@ -153,7 +174,9 @@ def test_generate_is_seeded_keeps_the_mode_and_goes_beyond_the_context():
     assert one.shape == (2, 18) and torch.equal(one[:, :3], prompt) and torch.equal(one, draw(1))
     assert not torch.equal(one, draw(2))
     assert model.training
-    with pytest.raises(ValueError, match=r"prompt of 0 tokens, temperature=1.0: give at least 1 and at least 0"):
+    with pytest.raises(
+        ValueError, match=r"prompt of 0 tokens, temperature=1.0: give at least 1 and at least 0"
+    ):
         generate(model, prompt[:, :0], 1)
     with pytest.raises(ValueError, match="temperature=-1"):
         generate(model, prompt, 1, -1)
@@ -169,9 +192,14 @@ def test_dropout_acts_in_training_only():
 
 
 def test_gpt_errors_say_what_to_do():
-    with pytest.raises(ValueError, match=r"vocab_size=None: set model.vocab_size to a number, or take it from the data"):
+    with pytest.raises(
+        ValueError,
+        match=r"vocab_size=None: set model.vocab_size to a number, or take it from the data",
+    ):
         GPT(dataclasses.replace(SMALL, vocab_size=None))
-    with pytest.raises(ValueError, match=r"13 tokens do not fit context_length=12: cut the sequence or raise"):
+    with pytest.raises(
+        ValueError, match=r"13 tokens do not fit context_length=12: cut the sequence or raise"
+    ):
         GPT(small())(tokens(SMALL, length=13))
 
 
@@ -194,11 +222,17 @@ def test_attention_equals_softmax_written_out():
 @pytest.mark.parametrize("rotary", [False, True])
 def test_grouped_queries_equal_repeated_key_value_heads(rotary):
     """An attention with 4 query and 2 kv heads is one with 4 and 4 whose kv heads are there twice; gradients add up."""
-    grouped, full = Attention(32, 4, 2, causal=True).double(), Attention(32, 4, 4, causal=True).double()
+    grouped, full = (
+        Attention(32, 4, 2, causal=True).double(),
+        Attention(32, 4, 4, causal=True).double(),
+    )
 
     def repeated(rows):  # [q | k | v] with 2 kv heads -> with 4
         q, k, v = rows.split((32, 16, 16))
-        return torch.cat([q] + [part.unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v)])
+        return torch.cat(
+            [q]
+            + [part.unflatten(0, (2, 8)).repeat_interleave(2, 0).flatten(0, 1) for part in (k, v)]
+        )
 
     with torch.no_grad():
         full.qkv.weight.copy_(repeated(grouped.qkv.weight))
@@ -257,8 +291,12 @@ def test_rotation_equals_multiplication_of_complex_numbers():
             angle = position / 10000 ** (2 * i / 8)
             turned[:, s, :, i] = numbers[:, s, :, i] * complex(math.cos(angle), math.sin(angle))
     ours = rotate(x, Rotary(8)(positions, x.dtype))
-    torch.testing.assert_close(ours, torch.cat((turned.real, turned.imag), dim=-1), rtol=0, atol=1e-9)
-    torch.testing.assert_close(rotate(x.float(), Rotary(8)(positions)).double(), ours, rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        ours, torch.cat((turned.real, turned.imag), dim=-1), rtol=0, atol=1e-9
+    )
+    torch.testing.assert_close(
+        rotate(x.float(), Rotary(8)(positions)).double(), ours, rtol=0, atol=1e-5
+    )
     assert rotate(x.bfloat16(), Rotary(8)(positions, torch.bfloat16)).dtype == torch.bfloat16
 
 
@@ -290,7 +328,10 @@ def test_initial_values_depend_on_seed_and_name_alone():
 
 
 def test_initial_values_are_the_same_in_another_process(elsewhere):
-    assert elsewhere["value"] == initial_value("blocks.0.mlp.up.weight", (3, 5), GPTConfig(), 7).tolist()
+    assert (
+        elsewhere["value"]
+        == initial_value("blocks.0.mlp.up.weight", (3, 5), GPTConfig(), 7).tolist()
+    )
 
 
 def test_initial_values_have_the_deviations_of_gpt2():
@@ -303,7 +344,9 @@ def test_initial_values_have_the_deviations_of_gpt2():
             assert (value == 0).all(), name
         else:
             residual = name.endswith(("proj.weight", "down.weight"))
-            assert value.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.05), name
+            assert value.std().item() == pytest.approx(0.02 / 4 if residual else 0.02, rel=0.05), (
+                name
+            )
             assert abs(value.mean().item()) < 0.02 * 0.05, name
 
 
@@ -320,7 +363,10 @@ def test_a_new_model_draws_from_torchs_generator():
 def test_meta_parameters_cannot_be_initialised():
     with torch.device("meta"):
         model = GPT(small())
-    with pytest.raises(ValueError, match=r"embed.weight is on the meta device, .* call model.to_empty\(device=...\) first"):
+    with pytest.raises(
+        ValueError,
+        match=r"embed.weight is on the meta device, .* call model.to_empty\(device=...\) first",
+    ):
         initialize(model, 0)
 
 
@@ -359,20 +405,27 @@ def test_published_numbers_of_parameters():
 def test_num_parameters_of_a_vit():
     assert count(ViT(WEATHER)) == WEATHER.num_parameters
     with torch.device("meta"):
-        config = dataclasses.replace(recipes.vit_tiny().model, num_variables=4, lat=90, lon=180, ffn_size=300)
+        config = dataclasses.replace(
+            recipes.vit_tiny().model, num_variables=4, lat=90, lon=180, ffn_size=300
+        )
         assert count(ViT(config)) == config.num_parameters
 
 
 # ---- ViT
 
 
-@pytest.mark.parametrize("shape, patch", [((2, 3, 6, 10), 2), ((1, 1, 15, 5), 5), ((3, 4, 4, 12), 4), ((2, 2, 3, 7), 1)])
+@pytest.mark.parametrize(
+    "shape, patch", [((2, 3, 6, 10), 2), ((1, 1, 15, 5), 5), ((3, 4, 4, 12), 4), ((2, 2, 3, 7), 1)]
+)
 def test_patches_go_back_to_their_places(shape, patch):
     state = torch.arange(math.prod(shape), dtype=torch.float32).reshape(shape)
     patches = patchify(state, patch)
     assert patches.shape == (shape[0], shape[2] * shape[3] // patch**2, shape[1] * patch**2)
     assert torch.equal(unpatchify(patches, *shape[1:], patch), state)
-    for s in (0, patches.shape[1] - 1):  # patch s is one square of all variables, counted along a latitude first
+    for s in (
+        0,
+        patches.shape[1] - 1,
+    ):  # patch s is one square of all variables, counted along a latitude first
         y, x = divmod(s, shape[3] // patch)
         square = state[:, :, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch]
         assert torch.equal(patches[:, s], square.flatten(1))
@@ -382,7 +435,9 @@ def test_an_untrained_vit_is_persistence_exactly_and_learns():
     model = initialize(ViT(WEATHER), 0)
     state = torch.randn(2, 3, 6, 10)
     assert torch.equal(model(state), state)
-    target = state.roll(2, dims=3)  # the wind blows it round the globe: no patch holds its own answer
+    target = state.roll(
+        2, dims=3
+    )  # the wind blows it round the globe: no patch holds its own answer
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = vit.loss(model(state), target).item()
     for _ in range(80):
@@ -409,7 +464,9 @@ def test_latitude_weights_follow_the_area_of_a_row():
     assert weights.shape == (90,) and weights.dtype == torch.float32
     assert weights.mean().item() == pytest.approx(1)
     assert weights[0].item() == pytest.approx(0, abs=1e-6)  # the pole is a point
-    assert (weights[15] / weights[45]).item() == pytest.approx(0.5)  # 60 degrees north against the equator
+    assert (weights[15] / weights[45]).item() == pytest.approx(
+        0.5
+    )  # 60 degrees north against the equator
     with pytest.raises(ValueError, match="latitudes reach 180: give degrees from -90 to 90"):
         latitude_weights([0, 180])
 
@@ -423,9 +480,14 @@ def test_weather_loss_weighs_rows():
 
 
 def test_vit_errors_say_what_to_do():
-    with pytest.raises(ValueError, match=r"lat=None: set model.lat to a number, or take it from the data"):
+    with pytest.raises(
+        ValueError, match=r"lat=None: set model.lat to a number, or take it from the data"
+    ):
         ViT(dataclasses.replace(WEATHER, lat=None))
-    with pytest.raises(ValueError, match=r"state is \[2, 3, 10, 6\] but this model takes \[B, 3, 6, 10\]: change the data"):
+    with pytest.raises(
+        ValueError,
+        match=r"state is \[2, 3, 10, 6\] but this model takes \[B, 3, 6, 10\]: change the data",
+    ):
         ViT(WEATHER)(torch.zeros(2, 3, 10, 6))
 
 
@@ -436,7 +498,9 @@ def test_bfloat16_autocast_runs_every_variant():
             value = gpt.loss(model(tokens(SMALL)), tokens(SMALL, seed=1))
         value.backward()
         exact = gpt.loss(model(tokens(SMALL)), tokens(SMALL, seed=1))
-        assert value.dtype == torch.float32 and value.item() == pytest.approx(exact.item(), rel=1e-2)
+        assert value.dtype == torch.float32 and value.item() == pytest.approx(
+            exact.item(), rel=1e-2
+        )
 
 
 def test_models_know_nothing_of_ranks(elsewhere):

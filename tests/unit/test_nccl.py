@@ -20,10 +20,12 @@ def two_nodes(network="NET/IB/{nic}/GDRDMA", prefix=""):
         lines += [
             head + "NCCL_SOCKET_IFNAME set by environment to hsn0",
             head + f"Bootstrap : Using hsn0:10.0.0.{node + 1}<0>",
-            line + f"NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB hsn0:10.0.0.{node + 1}<0>",
+            line
+            + f"NET/IB : Using [0]mlx5_0:1/IB [1]mlx5_1:1/RoCE [RO]; OOB hsn0:10.0.0.{node + 1}<0>",
             line + "Using network IB",
             line + comm + " commId 0xabc - Init START",
-            line + f"Trees [0] {(rank + 1) % 4 or -1}/-1/-1->{rank}->{rank - 1} [1] -1/-1/-1->{rank}->-1",
+            line
+            + f"Trees [0] {(rank + 1) % 4 or -1}/-1/-1->{rank}->{rank - 1} [1] -1/-1/-1->{rank}->-1",
         ]
         if rank == 0:
             lines += [line + f"Channel 0{c}/02 :    0   1   2   3" for c in range(2)]
@@ -32,7 +34,9 @@ def two_nodes(network="NET/IB/{nic}/GDRDMA", prefix=""):
             after, before = (rank + 1) % 4, (rank - 1) % 4
             over = "[{way}] via " + network.format(nic=gpu)
             if gpu == 0:
-                lines.append(line + link + f"{before}[1] -> {rank}[0] " + over.format(way="receive"))
+                lines.append(
+                    line + link + f"{before}[1] -> {rank}[0] " + over.format(way="receive")
+                )
                 lines.append(line + link + f"{rank}[0] -> {after}[1] via P2P/CUMEM/read")
             else:
                 lines.append(line + link + f"{rank}[1] -> {after}[0] " + over.format(way="send"))
@@ -45,23 +49,34 @@ def test_version_ranks_hosts_and_gpus():
     assert (log.version, log.cuda) == ("2.21.5", "12.4")
     comm = log.main
     assert (comm.id, comm.size, comm.hosts) == ("0xabc", 4, {"gpu01": [0, 1], "gpu02": [2, 3]})
-    assert [(r.gpu, r.bus_id, r.pid) for r in comm.ranks.values()] == [(0, "1a000", 700), (1, "2a000", 701)] * 2
+    assert [(r.gpu, r.bus_id, r.pid) for r in comm.ranks.values()] == [
+        (0, "1a000", 700),
+        (1, "2a000", 701),
+    ] * 2
 
 
 def test_links_are_counted_once_though_both_ends_print_them():
     comm = parse(two_nodes()).main
     inside, between = {"P2P": 2}, {"NET/IB": 2}
     assert comm.pairs() == {(0, 1): inside, (1, 2): between, (2, 3): inside, (3, 0): between}
-    assert (comm.transports(between_hosts=True), comm.transports(between_hosts=False)) == ({"NET/IB"}, {"P2P"})
+    assert (comm.transports(between_hosts=True), comm.transports(between_hosts=False)) == (
+        {"NET/IB"},
+        {"P2P"},
+    )
     link = next(link for link in comm.links if link.source == 1)
     assert (link.detail, link.gpu_direct, link.nic) == ("NET/IB/1/GDRDMA", True, 1)
 
 
 def test_chosen_interfaces_devices_and_settings():
     log = parse(two_nodes())
-    assert Interface("gpu02", "bootstrap", "hsn0", "10.0.0.2") in log.interfaces and len(log.interfaces) == 4
+    assert (
+        Interface("gpu02", "bootstrap", "hsn0", "10.0.0.2") in log.interfaces
+        and len(log.interfaces) == 4
+    )
     assert log.nics["gpu01"] == [("mlx5_0", "IB"), ("mlx5_1", "RoCE")]
-    assert log.networks == {"gpu01": "IB", "gpu02": "IB"} and log.settings == {"NCCL_SOCKET_IFNAME": "hsn0"}
+    assert log.networks == {"gpu01": "IB", "gpu02": "IB"} and log.settings == {
+        "NCCL_SOCKET_IFNAME": "hsn0"
+    }
 
 
 def test_rings_and_trees():
@@ -70,7 +85,9 @@ def test_rings_and_trees():
     assert TreeNode(0, 0, None, (1,)) in comm.trees and TreeNode(0, 3, 2, ()) in comm.trees
 
 
-@pytest.mark.parametrize("prefix", ["[rank 3] ", "12: ", "[1,0]<stdout>:", "[default0]:", "(Worker pid=7) "])
+@pytest.mark.parametrize(
+    "prefix", ["[rank 3] ", "12: ", "[1,0]<stdout>:", "[default0]:", "(Worker pid=7) "]
+)
 def test_what_a_launcher_writes_before_a_line_does_not_matter(prefix):
     assert parse(two_nodes(prefix=prefix)) == parse(two_nodes())
 
@@ -123,7 +140,10 @@ def test_links_of_all_versions(line):
 def test_a_bracket_holds_a_gpu_or_in_old_versions_a_bus():
     new = parse("h:1:2 [5] NCCL INFO Channel 00/0 : 5[5] -> 4[4] via P2P/IPC").main
     old = parse("h:1:2 [0] NCCL INFO Channel 00 : 3[4a000] -> 6[44000] via P2P/IPC").main
-    assert (new.ranks[5].gpu, new.ranks[5].bus_id) == (5, None) and (old.ranks[3].gpu, old.ranks[3].bus_id) == (
+    assert (new.ranks[5].gpu, new.ranks[5].bus_id) == (5, None) and (
+        old.ranks[3].gpu,
+        old.ranks[3].bus_id,
+    ) == (
         None,
         "4a000",
     )
@@ -132,7 +152,12 @@ def test_a_bracket_holds_a_gpu_or_in_old_versions_a_bus():
 def test_a_job_with_groups_has_a_communicator_for_each():
     both = "h:7:{0} [0] NCCL INFO comm 0x{0} rank 0 nranks {1} cudaDev 0 busId 1000 commId 0x{1} - Init START\n"
     link = "h:7:{} [0] NCCL INFO Channel 00/0 : 0[0] -> {}[1] via {}\n"
-    text = both.format(11, 4) + both.format(12, 2) + link.format(11, 3, "P2P/IPC") + link.format(12, 1, "SHM/direct/direct")
+    text = (
+        both.format(11, 4)
+        + both.format(12, 2)
+        + link.format(11, 3, "P2P/IPC")
+        + link.format(12, 1, "SHM/direct/direct")
+    )
     log = parse(text)
     assert {comm.size: comm.links for comm in log.communicators} == {
         4: [Link(0, 0, 3, "P2P", "P2P/IPC")],
@@ -149,11 +174,15 @@ def test_versions_that_name_the_communicator_last_and_without_a_number():
         "b:1:2 [0] NCCL INFO comm 0x7f30b0000d00 rank 1 nranks 2 cudaDev 0 busId 7000 - Init COMPLETE\n"
     )
     (comm,) = parse(text).communicators
-    assert comm.hosts == {"a": [0], "b": [1]} and comm.transports(between_hosts=True) == {"NET/Socket"}
+    assert comm.hosts == {"a": [0], "b": [1]} and comm.transports(between_hosts=True) == {
+        "NET/Socket"
+    }
 
 
 def test_warnings_are_kept_and_a_log_without_nccl_is_refused():
-    log = parse("n1:5:9 [0] misc/socket.cc:538 NCCL WARN socketStartConnect: Connect to 10.0.0.2<5> failed : refused\n")
+    log = parse(
+        "n1:5:9 [0] misc/socket.cc:538 NCCL WARN socketStartConnect: Connect to 10.0.0.2<5> failed : refused\n"
+    )
     assert log.warnings == [("n1", "socketStartConnect: Connect to 10.0.0.2<5> failed : refused")]
     with pytest.raises(ValueError, match="NCCL_DEBUG=INFO"):
         _ = log.main
@@ -193,8 +222,13 @@ def test_the_drawing_has_nodes_ranks_and_an_arrow_for_each_pair():
     arrows = [gid for gid in drawn(picture) if "->" in gid]
     assert arrows == ["0 -> 1 P2P", "1 -> 2 NET/IB", "2 -> 3 P2P", "3 -> 0 NET/IB"]
     texts = [text.get_text() for text in picture.axes[0].texts]
-    assert texts.count("2") == 4 + 1 and texts.count("GPU 1") == 2  # channels of the arrows, and rank 2
-    assert [text.get_text().split(":")[0] for text in picture.figure.legends[0].texts] == ["P2P", "NET/IB"]
+    assert (
+        texts.count("2") == 4 + 1 and texts.count("GPU 1") == 2
+    )  # channels of the arrows, and rank 2
+    assert [text.get_text().split(":")[0] for text in picture.figure.legends[0].texts] == [
+        "P2P",
+        "NET/IB",
+    ]
     assert picture.alt == ALT and picture.png()[:4] == b"\x89PNG"
 
 
@@ -208,11 +242,19 @@ def test_no_arrow_runs_over_a_third_rank():
     comm = Communicator("", 8, {rank: Rank(rank, f"n{rank // 2}", rank % 2) for rank in range(8)})
     comm.links = [Link(0, rank, (rank + 1) % 8, "NET/Socket", "NET/Socket/0") for rank in range(8)]
     axes = plot.transports(comm, alt="Four nodes in a ring").axes[0]
-    centres = {patch.get_gid(): patch.center for patch in axes.patches if (patch.get_gid() or "").startswith("rank")}
+    centres = {
+        patch.get_gid(): patch.center
+        for patch in axes.patches
+        if (patch.get_gid() or "").startswith("rank")
+    }
     assert len(centres) == 8
     for arrow in (patch for patch in axes.patches if "->" in (patch.get_gid() or "")):
         source, _, target, _ = arrow.get_gid().split()
-        points = arrow.get_transform().inverted().transform(arrow.get_transform().transform_path(arrow.get_path()).vertices)
+        points = (
+            arrow.get_transform()
+            .inverted()
+            .transform(arrow.get_transform().transform_path(arrow.get_path()).vertices)
+        )
         for name, centre in centres.items():
             if name not in (f"rank {source}", f"rank {target}"):
                 assert min(((points - centre) ** 2).sum(1)) > 0.3**2

@@ -36,7 +36,11 @@ def test_only_matrices_decay_and_frozen_weights_are_left_out():
 
 
 def test_clipping_scales_the_whole_gradient():
-    params = [nn.Parameter(torch.zeros(2)), nn.Parameter(torch.zeros(1)), nn.Parameter(torch.zeros(1))]
+    params = [
+        nn.Parameter(torch.zeros(2)),
+        nn.Parameter(torch.zeros(1)),
+        nn.Parameter(torch.zeros(1)),
+    ]
     params[0].grad, params[1].grad = torch.tensor([3.0, 0.0]), torch.tensor([4.0])
     clip_gradients(params, norm=5.0, max_norm=10.0)
     assert params[1].grad.item() == 4.0  # below the limit nothing changes

@@ -9,8 +9,12 @@ import pytest
 ASK = "import torch; from labcode.train.loop import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="elsewhere the system's own figure is taken")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="elsewhere the system's own figure is taken"
+)
 def test_the_peak_is_that_of_the_process_and_not_of_the_one_that_started_it():
     ballast = bytearray(b"x") * (900 << 20)
-    done = subprocess.run([sys.executable, "-c", ASK], capture_output=True, text=True, check=True, timeout=100)
+    done = subprocess.run(
+        [sys.executable, "-c", ASK], capture_output=True, text=True, check=True, timeout=100
+    )
     assert 50e6 < int(done.stdout) < len(ballast)

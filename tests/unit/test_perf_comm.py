@@ -42,14 +42,18 @@ def test_balance_is_where_latency_and_bandwidth_cost_the_same():
         n = comm.balance_bytes(collective, 4, LINK)
         latency = comm.messages(collective, 4) * LINK.alpha_s
         assert comm.time_s(collective, 4, n, LINK) == pytest.approx(2 * latency)
-        assert comm.bus_bandwidth(collective, 4, n, 2 * latency) == pytest.approx(LINK.beta_bytes_per_s / 2)
+        assert comm.bus_bandwidth(collective, 4, n, 2 * latency) == pytest.approx(
+            LINK.beta_bytes_per_s / 2
+        )
     assert comm.balance_bytes("all_reduce", 4, LINK) == pytest.approx(4 * 1e-4 * 1e9)
     assert comm.balance_bytes("all_reduce", 1, LINK) == 0
 
 
 def test_bus_bandwidth_of_a_published_run():
     """8 A100 over NVLink, 1 GiB in 8203.9 us is printed as 229.04 GB/s (stas00/ml-engineering, network/README.md)."""
-    assert comm.bus_bandwidth("all_reduce", 8, 2**30, 8203.9e-6) == pytest.approx(229.04e9, rel=1e-3)
+    assert comm.bus_bandwidth("all_reduce", 8, 2**30, 8203.9e-6) == pytest.approx(
+        229.04e9, rel=1e-3
+    )
 
 
 @given(
@@ -70,13 +74,20 @@ def test_a_fit_finds_back_the_link(alpha, beta, p, collective):
 def test_a_fit_weighs_relative_errors():
     """A large message that is 10 % off moves beta by about 10 % and leaves alpha alone."""
     sizes = [1e3, 1e9]
-    found = comm.fit("send", 2, sizes, [comm.time_s("send", 2, 1e3, LINK), 1.1 * comm.time_s("send", 2, 1e9, LINK)])
+    found = comm.fit(
+        "send",
+        2,
+        sizes,
+        [comm.time_s("send", 2, 1e3, LINK), 1.1 * comm.time_s("send", 2, 1e9, LINK)],
+    )
     assert found.alpha_s == pytest.approx(LINK.alpha_s, rel=2e-3)
     assert found.beta_bytes_per_s == pytest.approx(LINK.beta_bytes_per_s / 1.1, rel=1e-3)
 
 
 def test_noise_never_gives_a_negative_link():
-    assert comm.fit("send", 2, [1e3, 1e6], [2e-3, 1e-3]).beta_bytes_per_s == math.inf  # the larger one was faster
+    assert (
+        comm.fit("send", 2, [1e3, 1e6], [2e-3, 1e-3]).beta_bytes_per_s == math.inf
+    )  # the larger one was faster
     steep = comm.fit("send", 2, [1e6, 2e6], [1e-3, 5e-3])
     assert steep.alpha_s == 0 and steep.beta_bytes_per_s > 0
     assert comm.time_s("send", 2, 1e9, Link(1e-3, math.inf)) == 1e-3
@@ -85,7 +96,10 @@ def test_noise_never_gives_a_negative_link():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: comm.time_s("all_reduec", 4, 1, LINK), "no formula for 'all_reduec': choose one of send, all_reduce"),
+        (
+            lambda: comm.time_s("all_reduec", 4, 1, LINK),
+            "no formula for 'all_reduec': choose one of send, all_reduce",
+        ),
         (lambda: comm.messages("all_reduce", 0), "p=0: a collective needs at least 1 rank"),
         (lambda: comm.fit("send", 2, [1e3, 1e3], [1, 1]), "1 of them different"),
         (lambda: comm.fit("send", 2, [1e3], [1, 2]), "2 times for 1 sizes"),

@@ -7,7 +7,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from labcode.config import GPTConfig, ViTConfig
-from labcode.perf.memory import WHOLE_UNDER_TP, layer_activations, model_activations, paper_layer_bytes
+from labcode.perf.memory import (
+    WHOLE_UNDER_TP,
+    layer_activations,
+    model_activations,
+    paper_layer_bytes,
+)
 from labcode.topology import GridShape
 
 SMALL = GPTConfig(vocab_size=50, context_length=8, num_layers=3, num_heads=4, hidden_size=16)
@@ -36,14 +41,18 @@ def test_one_layer_counted_by_hand():
 
 
 def test_fewer_key_value_heads_and_rotary_positions_by_hand():
-    grouped = layer_activations(replace(SMALL, num_kv_heads=2, positions="rotary"), batch=1, value_bytes=2)
+    grouped = layer_activations(
+        replace(SMALL, num_kv_heads=2, positions="rotary"), batch=1, value_bytes=2
+    )
     assert grouped["q, k, v"] == 8 * (16 + 2 * 8) * 2
     assert grouped["rotated q, k"] == 8 * (16 + 8) * 2
 
 
 @given(models, st.sampled_from((1, 2, 4, 8)), st.booleans(), st.integers(1, 4))
 def test_the_terms_add_up_to_the_closed_form_of_the_paper(model, tp, sequence_parallel, batch):
-    terms = layer_activations(model, GridShape(tp=tp), batch=batch, sequence_parallel=sequence_parallel, **PAPER)
+    terms = layer_activations(
+        model, GridShape(tp=tp), batch=batch, sequence_parallel=sequence_parallel, **PAPER
+    )
     statistics = terms.pop("norm statistics")  # "minor" to the paper, which leaves them out
     closed = paper_layer_bytes(model, batch=batch, tp=tp, sequence_parallel=sequence_parallel)
     assert sum(terms.values()) == pytest.approx(closed)
@@ -64,10 +73,16 @@ def test_the_published_savings_come_out(name):
     model = GPTConfig(context_length=2048, num_heads=heads, hidden_size=hidden, dropout=0.1)
 
     def percent(**options):
-        return 100 * paper_layer_bytes(model, batch=1, tp=8, **options) / paper_layer_bytes(model, batch=1, tp=8)
+        return (
+            100
+            * paper_layer_bytes(model, batch=1, tp=8, **options)
+            / paper_layer_bytes(model, batch=1, tp=8)
+        )
 
     assert percent(sequence_parallel=True) == pytest.approx(sequence, abs=0.2)
-    assert percent(fused_attention=True) == pytest.approx(selective, abs=0.2)  # the scores are computed again, not kept
+    assert percent(fused_attention=True) == pytest.approx(
+        selective, abs=0.2
+    )  # the scores are computed again, not kept
     if both:
         assert percent(sequence_parallel=True, fused_attention=True) == pytest.approx(both, abs=0.2)
 
@@ -86,7 +101,10 @@ def test_a_sequence_over_cp_cuts_everything_but_a_row_of_scores():
     for options in (fused, plain):
         one, cut = (layer_activations(SMALL, GridShape(cp=cp), batch=2, **options) for cp in (1, 4))
         assert cut == {kind: size / 4 for kind, size in one.items()}
-    long, short = (layer_activations(replace(SMALL, context_length=s), batch=1, **plain)["scores"] for s in (16, 8))
+    long, short = (
+        layer_activations(replace(SMALL, context_length=s), batch=1, **plain)["scores"]
+        for s in (16, 8)
+    )
     assert long == 4 * short
 
 
@@ -102,9 +120,15 @@ def test_a_model_is_its_layers_and_its_ends():
     layer, model = layer_activations(SMALL, batch=2), model_activations(SMALL, batch=2)
     assert all(model[kind] == 3 * size for kind, size in layer.items())
     ends = {kind: size for kind, size in model.items() if kind not in layer}
-    assert ends == {"final norm": 16 * (16 * 2 + 2 * 4), "head input": 16 * 16 * 2, "loss": 16 * (50 * 4 + 16)}
+    assert ends == {
+        "final norm": 16 * (16 * 2 + 2 * 4),
+        "head input": 16 * 16 * 2,
+        "loss": 16 * (50 * 4 + 16),
+    }
     vit = ViTConfig(num_variables=2, num_forcings=1, lat=10, lon=20, hidden_size=16, num_heads=4)
-    whole, half = (model_activations(vit, GridShape(tp=tp), batch=1, sequence_parallel=True) for tp in (1, 2))
+    whole, half = (
+        model_activations(vit, GridShape(tp=tp), batch=1, sequence_parallel=True) for tp in (1, 2)
+    )
     assert whole["patches"] == 8 * 3 * 25 * 2 and half["patches"] == whole["patches"] / 2
     assert whole["loss"] == half["loss"] == 2 * 10 * 20 * 4  # every rank has the whole state
 
@@ -113,4 +137,6 @@ def test_sizes_that_do_not_fit_are_refused_in_one_line():
     with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by grid\.tp=3"):
         layer_activations(SMALL, GridShape(tp=3), batch=1)
     with pytest.raises(ValueError, match=r"context_length=6 is not divisible by cp\*tp"):
-        layer_activations(replace(SMALL, context_length=6), GridShape(tp=4), batch=1, sequence_parallel=True)
+        layer_activations(
+            replace(SMALL, context_length=6), GridShape(tp=4), batch=1, sequence_parallel=True
+        )

@@ -20,10 +20,25 @@ from labcode.perf.pipeline import (
 )
 from labcode.schedules import NAMES, Action, placement, schedule, ticks, waits_for
 
-CASES = [(name, p, m, v) for name in NAMES for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)]
-CASES = [(name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)]
+CASES = [
+    (name, p, m, v)
+    for name in NAMES
+    for p in range(1, 9)
+    for m in range(1, 17)
+    for v in range(1, 4)
+]
+CASES = [
+    (name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)
+]
 # whole numbers, so that sums are exact; W shorter and longer than F and I
-TIMES = [EQUAL, StageTimes(1, 2, 0), StageTimes(2, 3, 1), StageTimes(5, 1, 3), StageTimes(1, 3, 4), StageTimes(0, 1, 1)]
+TIMES = [
+    EQUAL,
+    StageTimes(1, 2, 0),
+    StageTimes(2, 3, 1),
+    StageTimes(5, 1, 3),
+    StageTimes(1, 3, 4),
+    StageTimes(0, 1, 1),
+]
 times = st.builds(StageTimes, *[st.integers(0, 9)] * 3)
 
 
@@ -43,8 +58,16 @@ def test_the_simulated_bubble_is_that_of_the_formula():
     for name, p, m, v in CASES:
         for stage_s in TIMES if name == "zero_bubble" else TIMES[:2]:
             timeline = simulate(made(name, p, m, v), stage_s)
-            assert timeline.bubble_over_ideal() == bubble_over_ideal(name, p, m, v, stage_s), (name, p, m, v, stage_s)
-            assert {timeline.bubble_over_ideal(rank) for rank in range(p)} == {timeline.bubble_over_ideal()}
+            assert timeline.bubble_over_ideal() == bubble_over_ideal(name, p, m, v, stage_s), (
+                name,
+                p,
+                m,
+                v,
+                stage_s,
+            )
+            assert {timeline.bubble_over_ideal(rank) for rank in range(p)} == {
+                timeline.bubble_over_ideal()
+            }
             over_total = bubble_over_total(name, p, m, v, stage_s)
             assert timeline.bubble_over_total() == pytest.approx(over_total, rel=1e-12, abs=1e-12)
 
@@ -61,10 +84,16 @@ def test_zero_bubble_keeps_to_its_formula_for_any_times(p, m, stage_s):
 
 def test_the_formulas_of_the_papers_by_number():
     assert bubble_over_ideal("gpipe", 4, 8) == bubble_over_ideal("1f1b", 4, 8) == 3 / 8
-    assert bubble_over_total("gpipe", 4, 8) == bubble_over_total("1f1b", 4, 8) == pytest.approx(3 / 11)
+    assert (
+        bubble_over_total("gpipe", 4, 8) == bubble_over_total("1f1b", 4, 8) == pytest.approx(3 / 11)
+    )
     assert bubble_over_ideal("interleaved", 4, 8, 2) == 3 / 16
-    assert bubble_over_ideal("zero_bubble", 4, 8) == pytest.approx(bubble_over_ideal("1f1b", 4, 8) / 3)
-    assert bubble_over_ideal("1f1b", 4, 1) == 3  # one micro-batch: the naive split, three ranks of four wait
+    assert bubble_over_ideal("zero_bubble", 4, 8) == pytest.approx(
+        bubble_over_ideal("1f1b", 4, 8) / 3
+    )
+    assert (
+        bubble_over_ideal("1f1b", 4, 1) == 3
+    )  # one micro-batch: the naive split, three ranks of four wait
     assert bubble_over_total("1f1b", 4, 1) == 3 / 4
 
 
@@ -72,7 +101,13 @@ def test_the_simulated_peak_is_that_of_the_formula():
     for name, p, m, v in CASES:
         timeline = simulate(made(name, p, m, v), EQUAL)
         for rank in range(p):
-            assert timeline.peak_microbatches(rank) == peak_microbatches(name, p, m, v, rank), (name, p, m, v, rank)
+            assert timeline.peak_microbatches(rank) == peak_microbatches(name, p, m, v, rank), (
+                name,
+                p,
+                m,
+                v,
+                rank,
+            )
         assert timeline.peak_microbatches() == peak_microbatches(name, p, m, v)
 
 
@@ -82,13 +117,18 @@ def test_what_the_papers_say_about_memory():
         assert peak_microbatches("1f1b", p, 64) == p == peak_microbatches("zero_bubble", p, 64)
         assert {peak_microbatches("zero_bubble", p, 64, rank=rank) for rank in range(p)} == {p}
         for v in (2, 3):  # in whole ranks' worth of layers
-            assert peak_microbatches("interleaved", p, 8 * p, v) / v == pytest.approx(p * (1 + (p - 1) / (p * v)))
+            assert peak_microbatches("interleaved", p, 8 * p, v) / v == pytest.approx(
+                p * (1 + (p - 1) / (p * v))
+            )
 
 
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("2f2b", 2, 2), "no formula for '2f2b': choose one of gpipe, 1f1b, interleaved, zero_bubble"),
+        (
+            ("2f2b", 2, 2),
+            "no formula for '2f2b': choose one of gpipe, 1f1b, interleaved, zero_bubble",
+        ),
         (("1f1b", 0, 2), "p=0, m=2, v=1: each is at least 1"),
         (("1f1b", 2, 2, 2), "v=2: 1f1b has one stage on each rank; interleaved has more"),
         (("interleaved", 2, 3, 2), "interleaved needs m=3 to be a multiple of p=2"),
@@ -116,8 +156,13 @@ def longest_path_s(actions, num_stages, stage_s, message_s):
     before = {}
     for order in actions.values():
         for place, action in enumerate(order):
-            needs = [need if need in exists else need._replace(kind="B") for need in waits_for(action, num_stages)]
-            before[action] = {need: message_s * (home[need.stage] != home[action.stage]) for need in needs}
+            needs = [
+                need if need in exists else need._replace(kind="B")
+                for need in waits_for(action, num_stages)
+            ]
+            before[action] = {
+                need: message_s * (home[need.stage] != home[action.stage]) for need in needs
+            }
             if place:
                 before[action].setdefault(order[place - 1], 0)
     stop = {}
@@ -128,7 +173,11 @@ def longest_path_s(actions, num_stages, stage_s, message_s):
 
 
 @settings(deadline=None)
-@given(st.sampled_from([case for case in CASES if case[2] * case[3] <= 16]), st.integers(0, 5), st.data())
+@given(
+    st.sampled_from([case for case in CASES if case[2] * case[3] <= 16]),
+    st.integers(0, 5),
+    st.data(),
+)
 def test_a_simulation_is_the_longest_path(case, message_s, data):
     _, p, m, v = case
     stage_s = data.draw(st.lists(times, min_size=p * v, max_size=p * v))
@@ -138,7 +187,9 @@ def test_a_simulation_is_the_longest_path(case, message_s, data):
         bars = [row for row in timeline.rows if row.rank == rank]
         assert [row.action for row in bars] == made(*case)[rank]
         assert all(first.stop_s <= second.start_s for first, second in itertools.pairwise(bars))
-        assert timeline.busy_s(rank) == m * sum(stage_s[stage].total_s for stage in range(rank, p * v, p))
+        assert timeline.busy_s(rank) == m * sum(
+            stage_s[stage].total_s for stage in range(rank, p * v, p)
+        )
         assert timeline.bubble_s(rank) + timeline.busy_s(rank) == timeline.total_s
 
 
@@ -159,7 +210,12 @@ def test_a_slow_second_stage_by_hand():
         **{"0F0": (0, 1), "0F1": (1, 2), "0B0": (9, 11), "0B1": (13, 15)},
         **{"1F0": (1, 3), "1F1": (3, 5), "1B0": (5, 9), "1B1": (9, 13)},
     }
-    assert (timeline.total_s, timeline.busy_s(0), timeline.busy_s(1), timeline.busy_s()) == (15, 6, 12, 9)
+    assert (timeline.total_s, timeline.busy_s(0), timeline.busy_s(1), timeline.busy_s()) == (
+        15,
+        6,
+        12,
+        9,
+    )
     assert (timeline.bubble_s(0), timeline.bubble_s(1), timeline.bubble_s()) == (9, 3, 6)
     assert timeline.bubble_over_total() == 6 / 15 and timeline.bubble_over_total(1) == 3 / 15
     assert timeline.bubble_over_ideal() == 6 / 9 and timeline.bubble_over_ideal(0) == 9 / 6
@@ -179,14 +235,25 @@ def test_recomputation_adds_a_forward_to_each_backward_and_keeps_the_bubbles_sha
     for name, work in {"1f1b": 4, "gpipe": 4, "zero_bubble": 4}.items():
         timeline = simulate(made(name, 4, 8, 1), EQUAL, recompute=True)
         assert timeline.busy_s(2) == 8 * work
-        assert timeline.bubble_over_ideal() == bubble_over_ideal(name, 4, 8, stage_s=EQUAL.recomputed())
+        assert timeline.bubble_over_ideal() == bubble_over_ideal(
+            name, 4, 8, stage_s=EQUAL.recomputed()
+        )
     assert simulate(made("1f1b", 4, 8, 1), EQUAL, recompute=True).bubble_over_ideal() == 3 / 8
 
 
 def test_a_measured_timeline_is_read_by_the_same_rules():
-    rows = [Row(0, Action("F", 0, 0), 0.0, 0.5), Row(0, Action("B", 0, 0), 3.0, 4.0), Row(1, Action("F", 1, 0), 0.75, 1.25)]
+    rows = [
+        Row(0, Action("F", 0, 0), 0.0, 0.5),
+        Row(0, Action("B", 0, 0), 3.0, 4.0),
+        Row(1, Action("F", 1, 0), 0.75, 1.25),
+    ]
     timeline = Timeline((*rows, Row(1, Action("B", 1, 0), 1.25, 2.75)))
-    assert (timeline.ranks, timeline.total_s, timeline.busy_s(0), timeline.bubble_s(1)) == ([0, 1], 4.0, 1.5, 2.0)
+    assert (timeline.ranks, timeline.total_s, timeline.busy_s(0), timeline.bubble_s(1)) == (
+        [0, 1],
+        4.0,
+        1.5,
+        2.0,
+    )
     assert timeline.bubble_over_total(1) == 0.5 and timeline.peak_microbatches() == 1
 
 
@@ -199,7 +266,10 @@ def test_a_measured_timeline_is_read_by_the_same_rules():
             lambda: simulate(made("1f1b", 3, 2, 1), [EQUAL] * 2),
             "2 stage times for 3 stages: give one for each, or one for all",
         ),
-        (lambda: simulate(made("1f1b", 3, 2, 1), EQUAL, message_s=-1), "message_s=-1: a message takes 0 seconds or more"),
+        (
+            lambda: simulate(made("1f1b", 3, 2, 1), EQUAL, message_s=-1),
+            "message_s=-1: a message takes 0 seconds or more",
+        ),
         (
             lambda: simulate({0: [Action.parse("0B0"), Action.parse("0F0")]}, EQUAL),
             "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: put it before",

@@ -74,7 +74,9 @@ def test_a_rank_sends_what_megatron_s_authors_count_for_tensor_parallelism(tp):
 def test_pipeline_stages_exchange_one_activation_each_way_at_each_boundary():
     traffic = step_traffic(MODEL, GridShape(pp=4), global_batch=5)["pp"]
     activation = 5 * 2048 * 4096 * 2
-    assert traffic == {(a, b): activation for a, b in [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]}
+    assert traffic == {
+        (a, b): activation for a, b in [(0, 1), (1, 0), (1, 2), (2, 1), (2, 3), (3, 2)]
+    }
 
 
 def test_context_parallel_ranks_pass_on_keys_values_and_their_gradients():
@@ -85,7 +87,9 @@ def test_context_parallel_ranks_pass_on_keys_values_and_their_gradients():
 
 
 def test_gradients_are_summed_over_dp_and_cp_and_cut_by_tp_and_pp():
-    traffic = step_traffic(SMALL, GridShape(dp=2, cp=2, tp=2, pp=2), global_batch=2, gradient_bytes=4)["dp"]
+    traffic = step_traffic(
+        SMALL, GridShape(dp=2, cp=2, tp=2, pp=2), global_batch=2, gradient_bytes=4
+    )["dp"]
     assert len(traffic) == 16
     assert set(traffic.values()) == {2 * 3 / 4 * SMALL.num_parameters / 4 * 4}
 
@@ -95,7 +99,9 @@ def crossing(shape, ranks_per_node, **keywords):
     return {axis: across_nodes(part, ranks_per_node) for axis, part in traffic.items()}
 
 
-@pytest.mark.parametrize("order", ["-".join(order) for order in itertools.permutations(("dp", "pp", "tp"))])
+@pytest.mark.parametrize(
+    "order", ["-".join(order) for order in itertools.permutations(("dp", "pp", "tp"))]
+)
 def test_on_two_nodes_only_the_slowest_axis_crosses_and_tp_is_the_worst(order):
     shape = GridShape(dp=2, pp=2, tp=4, order=f"{order}-cp")
     crossed = {axis for axis, size in crossing(shape, 8).items() if size}

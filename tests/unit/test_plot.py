@@ -23,7 +23,9 @@ def boxes_by_group(picture):
     found = {}
     for patch in picture.axes[0].patches:
         if isinstance(patch, FancyBboxPatch) and (patch.get_gid() or "").startswith("group"):
-            found.setdefault(int(patch.get_gid().split()[1]), []).append(to_hex(patch.get_facecolor()).upper())
+            found.setdefault(int(patch.get_gid().split()[1]), []).append(
+                to_hex(patch.get_facecolor()).upper()
+            )
     return found
 
 
@@ -47,7 +49,9 @@ def test_grid_draws_each_rank_in_the_colour_of_its_group(shape, color_by, nodes)
     picture = plot.grid(shape, color_by=color_by, nodes=nodes, alt=ALT)
     groups = shape.groups(*([color_by] if isinstance(color_by, str) else color_by))
     drawn = boxes_by_group(picture)
-    assert {group: len(colours) for group, colours in drawn.items()} == {i: len(g) for i, g in enumerate(groups)}
+    assert {group: len(colours) for group, colours in drawn.items()} == {
+        i: len(g) for i, g in enumerate(groups)
+    }
     assert all(set(colours) == {colour_of(group).upper()} for group, colours in drawn.items())
     assert len({colours[0] for colours in drawn.values()}) == len(groups)  # no two groups alike
     labels = texts(picture)
@@ -89,7 +93,11 @@ def test_collective_shows_whose_data_is_where(name):
     picture = plot.collective(name, 4, alt=ALT)
     held = from_ranks(picture)
     assert (held.get("from 0", 0), held.get("from 3", 0)) == HOLDINGS[name]
-    colours = {p.get_gid(): to_hex(p.get_facecolor()).upper() for p in picture.axes[0].patches if p.get_gid() != "empty"}
+    colours = {
+        p.get_gid(): to_hex(p.get_facecolor()).upper()
+        for p in picture.axes[0].patches
+        if p.get_gid() != "empty"
+    }
     assert all(colour == PALETTE[int(gid.split()[1])] for gid, colour in colours.items())
     assert {"rank 0", "rank 3", "before", "after"} <= set(texts(picture))
 
@@ -114,8 +122,14 @@ def test_lines_draws_each_series_and_the_references():
         alt=ALT,
     )
     (axes,) = picture.axes
-    data = {line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines}
-    assert data["ring"] == ([1, 10, 100], [1, 2, 4]) and data["tree"] == ([0, 5], [3, 3]) and data["floor"][1] == [1, 1]
+    data = {
+        line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
+    }
+    assert (
+        data["ring"] == ([1, 10, 100], [1, 2, 4])
+        and data["tree"] == ([0, 5], [3, 3])
+        and data["floor"][1] == [1, 1]
+    )
     assert axes.get_xscale() == "log" and axes.get_xlabel() == "bytes"
     ring, tree, _ = axes.lines
     assert ring.get_color() != tree.get_color() and ring.get_marker() != tree.get_marker()
@@ -125,17 +139,32 @@ def test_lines_draws_each_series_and_the_references():
 def test_bars_stand_and_lie():
     standing = plot.bars({"2 ranks": 0.707, "4 ranks": 0.866}, ylabel="error", alt=ALT).axes[0]
     assert [patch.get_height() for patch in standing.patches] == [0.707, 0.866]
-    assert standing.get_ylabel() == "error" and [t.get_text() for t in standing.texts] == ["0.707", "0.866"]
-    long = {f"a rather long label, number {i}": {"predicted": i + 1, "measured": i + 2} for i in range(3)}
+    assert standing.get_ylabel() == "error" and [t.get_text() for t in standing.texts] == [
+        "0.707",
+        "0.866",
+    ]
+    long = {
+        f"a rather long label, number {i}": {"predicted": i + 1, "measured": i + 2}
+        for i in range(3)
+    }
     lying = plot.bars(long, ylabel="ms", alt=ALT).axes[0]
-    assert [patch.get_width() for patch in lying.patches] == [1, 2, 3, 2, 3, 4] and lying.get_xlabel() == "ms"
+    assert [patch.get_width() for patch in lying.patches] == [
+        1,
+        2,
+        3,
+        2,
+        3,
+        4,
+    ] and lying.get_xlabel() == "ms"
     assert len({to_hex(patch.get_facecolor()) for patch in lying.patches}) == 2
 
 
 def test_curves_pass_over_rows_without_the_key():
     rows = [{"step": s, "loss": 5.0 - s, "val_loss": 4.0 if s == 2 else None} for s in range(4)]
     assert list(plot.curves({"run": rows}, alt=ALT).axes[0].lines[0].get_ydata()) == [5, 4, 3, 2]
-    assert list(plot.curves({"run": rows}, y="val_loss", alt=ALT).axes[0].lines[0].get_xdata()) == [2]
+    assert list(plot.curves({"run": rows}, y="val_loss", alt=ALT).axes[0].lines[0].get_xdata()) == [
+        2
+    ]
     with pytest.raises(ValueError, match="no row of 'run' holds both 'step' and 'lr'"):
         plot.curves({"run": rows}, y="lr", alt=ALT)
 
@@ -143,22 +172,32 @@ def test_curves_pass_over_rows_without_the_key():
 def test_heatmap_and_field():
     matrix = np.arange(6).reshape(2, 3)
     axes = plot.heatmap(matrix, rows=["a", "b"], unit="MB", alt=ALT).axes[0]
-    assert np.array_equal(axes.images[0].get_array(), matrix) and [t.get_text() for t in axes.texts] == list("012345")
+    assert np.array_equal(axes.images[0].get_array(), matrix) and [
+        t.get_text() for t in axes.texts
+    ] == list("012345")
     maps = {"now": np.full((4, 8), 280.0), "later": np.full((4, 8), 290.0)}
     now, later = (axes.images[0] for axes in plot.field(maps, unit="K", alt=ALT).axes[:2])
     assert now.get_clim() == later.get_clim() == (280, 290)
-    assert plot.field(np.array([[-1.0, 3.0]]), diverging=True, alt=ALT).axes[0].images[0].get_clim() == (-3, 3)
+    assert plot.field(np.array([[-1.0, 3.0]]), diverging=True, alt=ALT).axes[0].images[
+        0
+    ].get_clim() == (-3, 3)
 
 
 def test_timeline_has_a_lane_for_each_name_and_a_colour_for_each_kind():
     rows = [("rank 0", "forward 1", 0, 2), ("rank 0", "forward 2", 2, 4), ("rank 1", "send", 2, 3)]
     picture = plot.timeline(rows, xlabel="ms", alt=ALT)
     (axes,) = picture.axes
-    bars = [(bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2)) for bar in axes.patches]
+    bars = [
+        (bar.get_x(), bar.get_width(), round(bar.get_y() + bar.get_height() / 2))
+        for bar in axes.patches
+    ]
     assert bars == [(0, 2, 0), (2, 2, 0), (2, 1, 1)]
     first, second, send = (to_hex(bar.get_facecolor()) for bar in axes.patches)
     assert first == second != send
-    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == ["forward", "send"]
+    assert [text.get_text() for text in picture.figure.legends[0].get_texts()] == [
+        "forward",
+        "send",
+    ]
     with pytest.raises(ValueError, match="stops before it starts"):
         plot.timeline([("rank 0", "a", 2, 1)], alt=ALT)
     with pytest.raises(ValueError, match="at least one"):
@@ -183,7 +222,10 @@ def test_every_figure_carries_its_alternative_text_and_is_small(name):
     bundle = picture._repr_mimebundle_()
     assert set(bundle) == {"text/html", "text/plain"}
     assert 'alt="Two &quot;quoted&quot; &lt;words&gt; &amp; more"' in bundle["text/html"]
-    assert 300 < int(re.search(r'width="(\d+)"', bundle["text/html"])[1]) < 720 or name in ("heatmap", "grid")
+    assert 300 < int(re.search(r'width="(\d+)"', bundle["text/html"])[1]) < 720 or name in (
+        "heatmap",
+        "grid",
+    )
     assert picture.png()[:4] == b"\x89PNG" and 1_000 < len(picture.png()) < 60_000
     assert picture.png() == picture.png()
     for poor in ("", "plot", None):
@@ -195,7 +237,9 @@ def test_a_picture_is_shown_once_and_saved(tmp_path):
     import matplotlib.pyplot as plt
 
     picture = plot.bars({"a": 1}, alt=ALT)
-    assert plt.get_fignums() == []  # pyplot does not know it, so the inline backend does not show it a second time
+    assert (
+        plt.get_fignums() == []
+    )  # pyplot does not know it, so the inline backend does not show it a second time
     picture.save(tmp_path / "bars.png")
     assert (tmp_path / "bars.png").read_bytes() == picture.png()
     assert repr(picture) == f"Figure: {ALT}"
@@ -203,7 +247,10 @@ def test_a_picture_is_shown_once_and_saved(tmp_path):
 
 def test_palette_is_legible():
     def luminance(colour):
-        linear = [((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92 for c in bytes.fromhex(colour[1:])]
+        linear = [
+            ((c / 255 + 0.055) / 1.055) ** 2.4 if c > 10 else c / 255 / 12.92
+            for c in bytes.fromhex(colour[1:])
+        ]
         return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
 
     for colour in [colour_of(i) for i in range(2 * len(PALETTE))]:

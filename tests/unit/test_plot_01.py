@@ -30,7 +30,9 @@ def test_a_ring_ends_with_every_sum_on_every_rank(n):
     for chunks in states[-1]:
         assert [sorted(sources) for sources in chunks] == [list(range(n))] * n
     finished = [[c for c in range(n) if len(chunks[c]) == n] for chunks in states[n - 1]]
-    assert finished == [[(rank + 1) % n] for rank in range(n)]  # after the reduce-scatter: one chunk each
+    assert finished == [
+        [(rank + 1) % n] for rank in range(n)
+    ]  # after the reduce-scatter: one chunk each
 
 
 def test_the_drawn_steps_are_those_of_the_algorithm():
@@ -40,7 +42,9 @@ def test_the_drawn_steps_are_those_of_the_algorithm():
     for step in range(n - 1):
         out = [held[rank][(rank - step) % n] for rank in range(n)]
         for rank in range(n):
-            held[rank][(rank - step - 1) % n] = out[(rank - 1) % n] + held[rank][(rank - step - 1) % n]
+            held[rank][(rank - step - 1) % n] = (
+                out[(rank - 1) % n] + held[rank][(rank - step - 1) % n]
+            )
         assert held == ring_states(n)[step + 1]
     for step in range(n - 1):
         out = [held[rank][(rank + 1 - step) % n] for rank in range(n)]
@@ -52,7 +56,9 @@ def test_the_drawn_steps_are_those_of_the_algorithm():
 def test_the_ring_frames_what_arrived():
     picture = plot.ring(4, alt=ALT)
     titles = [axes.get_title() for axes in picture.axes if axes.get_title()]
-    assert sorted(titles) == sorted(["before", *(f"step {s}: {'add' if s < 4 else 'copy'}" for s in range(1, 7))])
+    assert sorted(titles) == sorted(
+        ["before", *(f"step {s}: {'add' if s < 4 else 'copy'}" for s in range(1, 7))]
+    )
     for axes in picture.axes:
         if axes.get_title():
             assert gids(axes).count("arrived") == (0 if axes.get_title() == "before" else 4)
@@ -80,5 +86,7 @@ def test_small_numbers_on_a_log_axis_are_written_plainly(scale, plain):
     picture = plot.lines({"a": [scale * 1.7, scale * 40]}, logy=True, alt=ALT)
     picture.png()  # labels are made when it is drawn
     axis = picture.axes[0].yaxis
-    labels = {label.get_text() for label in [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]}
+    labels = {
+        label.get_text() for label in [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
+    }
     assert ({"2", "10", "40"} <= labels) == plain

@@ -27,15 +27,26 @@ def test_tiles_are_what_the_ring_computes(p, layout):
                 continue
             queries = own_positions(length, p, rank, layout)[block.queries] // 8
             keys = own_positions(length, p, source, layout)[block.keys] // 8
-            pairs = {(q, k) for q in queries.tolist() for k in keys.tolist() if q >= k or not block.causal}
-            assert pairs and all(drawn[q, k].tolist() == [rank, (rank - source) % p] for q, k in pairs)
+            pairs = {
+                (q, k)
+                for q in queries.tolist()
+                for k in keys.tolist()
+                if q >= k or not block.causal
+            }
+            assert pairs and all(
+                drawn[q, k].tolist() == [rank, (rank - source) % p] for q, k in pairs
+            )
     assert (drawn[..., 0] >= 0).sum() == p * (2 * p + 1)
 
 
 @pytest.mark.parametrize("p", [2, 4])
 def test_zigzag_is_balanced_and_contiguous_is_not(p):
     def work(layout):
-        return Counter(rank for (q, k), (rank, _) in masks.tiles(p, layout).items() for _ in range(1 if q == k else 2))
+        return Counter(
+            rank
+            for (q, k), (rank, _) in masks.tiles(p, layout).items()
+            for _ in range(1 if q == k else 2)
+        )
 
     assert len(set(work("zigzag").values())) == 1
     contiguous = work("contiguous")
@@ -46,7 +57,9 @@ def test_the_drawing_has_a_patch_for_each_tile():
     picture = masks.causal(4, alt=ALT)
     for axes, layout in zip(picture.axes, ("contiguous", "zigzag")):
         drawn = Counter(patch.get_gid() for patch in axes.patches if patch.get_gid())
-        assert drawn == Counter(f"rank {rank} step {step}" for rank, step in masks.tiles(4, layout).values())
+        assert drawn == Counter(
+            f"rank {rank} step {step}" for rank, step in masks.tiles(4, layout).values()
+        )
         assert axes.get_title(loc="left") == layout
     assert len(picture.png()) < 60_000
     assert len(masks.causal(2, ["zigzag"], alt=ALT).axes) == 1

@@ -33,7 +33,10 @@ def test_bars_carry_every_action_with_its_time_and_its_letter():
 
 def test_kinds_get_their_colours_in_one_order_whatever_comes_first_in_time():
     for name, num_stages in (("1f1b", 2), ("interleaved", 4)):
-        labels = [label[0] for _, label, *_ in stages.bars(simulate(schedule(name, num_stages, 2, 2), UNIT))]
+        labels = [
+            label[0]
+            for _, label, *_ in stages.bars(simulate(schedule(name, num_stages, 2, 2), UNIT))
+        ]
         assert list(dict.fromkeys(labels))[:2] == ["F", "B"]
 
 

@@ -13,12 +13,20 @@ def plans(draw):
     """(num_samples, global_batch, dp_size, seed) with at least one batch in the data."""
     dp_size = draw(st.integers(1, 8))
     global_batch = dp_size * draw(st.integers(1, 5))
-    return global_batch + draw(st.integers(0, 60)), global_batch, dp_size, draw(st.integers(0, 2**40))
+    return (
+        global_batch + draw(st.integers(0, 60)),
+        global_batch,
+        dp_size,
+        draw(st.integers(0, 2**40)),
+    )
 
 
 def slices(num_samples, global_batch, dp_size, seed, step, **options):
     """What every rank takes at one step, in the order of the ranks."""
-    ranks = [Batches(num_samples, global_batch, dp_size, coord, seed, step=step, **options) for coord in range(dp_size)]
+    ranks = [
+        Batches(num_samples, global_batch, dp_size, coord, seed, step=step, **options)
+        for coord in range(dp_size)
+    ]
     return [batches.next_indices() for batches in ranks]
 
 
@@ -37,7 +45,9 @@ def test_an_epoch_takes_no_sample_twice_and_leaves_less_than_a_batch(plan, epoch
     num_samples, global_batch, dp_size, seed = plan
     ranks = [Batches(num_samples, global_batch, dp_size, coord, seed) for coord in range(dp_size)]
     steps = ranks[0].steps_per_epoch
-    seen = np.concatenate([r.indices(step) for step in range(epoch * steps, (epoch + 1) * steps) for r in ranks])
+    seen = np.concatenate(
+        [r.indices(step) for step in range(epoch * steps, (epoch + 1) * steps) for r in ranks]
+    )
     assert len(seen) == len(set(seen)) == num_samples - num_samples % global_batch
     assert 0 <= seen.min() <= seen.max() < num_samples
 
@@ -57,12 +67,16 @@ def test_a_resumed_run_goes_on_as_if_never_stopped(plan, stopped_at, more):
 
 
 @given(st.integers(0, 2**40), st.integers(20, 60))
-def test_epochs_and_seeds_shuffle_differently_and_the_order_without_shuffling_is_the_order(seed, num_samples):
+def test_epochs_and_seeds_shuffle_differently_and_the_order_without_shuffling_is_the_order(
+    seed, num_samples
+):
     batches = Batches(num_samples, num_samples, seed=seed)
     first, second = batches.next_indices(), batches.next_indices()
     assert batches.epoch == 2
     assert sorted(first) == sorted(second) == list(range(num_samples))
-    assert (first != second).any() and (first != Batches(num_samples, num_samples, seed=seed + 1).next_indices()).any()
+    assert (first != second).any() and (
+        first != Batches(num_samples, num_samples, seed=seed + 1).next_indices()
+    ).any()
     straight = Batches(num_samples, 10, seed=seed, shuffle=False)
     np.testing.assert_array_equal(straight.next_indices(), np.arange(10))
     np.testing.assert_array_equal(straight.next_indices(), np.arange(10, 20))
@@ -80,9 +94,19 @@ def test_what_a_rank_changes_in_its_batch_does_not_reach_later_batches():
     assert batches.indices(0).min() >= 0
 
 
-@given(st.integers(1, 50), st.integers(1, 12), st.integers(1, 8), st.one_of(st.none(), st.integers(1, 6)))
-def test_validation_takes_the_first_samples_once_for_every_number_of_ranks(num_samples, global_batch, dp_size, max_batches):
-    ranks = [validation_batches(num_samples, global_batch, dp_size, coord, max_batches) for coord in range(dp_size)]
+@given(
+    st.integers(1, 50),
+    st.integers(1, 12),
+    st.integers(1, 8),
+    st.one_of(st.none(), st.integers(1, 6)),
+)
+def test_validation_takes_the_first_samples_once_for_every_number_of_ranks(
+    num_samples, global_batch, dp_size, max_batches
+):
+    ranks = [
+        validation_batches(num_samples, global_batch, dp_size, coord, max_batches)
+        for coord in range(dp_size)
+    ]
     assert len({len(batches) for batches in ranks}) == 1  # all ranks communicate equally often
     in_order = [index for batch in zip(*ranks) for part in batch for index in part]
     wanted = num_samples if max_batches is None else min(num_samples, max_batches * global_batch)

@@ -8,10 +8,28 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from labcode.parallel import torch_schedules
-from labcode.schedules import NAMES, Action, Message, check_schedule, messages, placement, schedule, ticks, waits_for
+from labcode.schedules import (
+    NAMES,
+    Action,
+    Message,
+    check_schedule,
+    messages,
+    placement,
+    schedule,
+    ticks,
+    waits_for,
+)
 
-CASES = [(name, p, m, v) for name in NAMES for p in range(1, 9) for m in range(1, 17) for v in range(1, 4)]
-CASES = [(name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)]
+CASES = [
+    (name, p, m, v)
+    for name in NAMES
+    for p in range(1, 9)
+    for m in range(1, 17)
+    for v in range(1, 4)
+]
+CASES = [
+    (name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)
+]
 
 
 def made(name, p, m, v):
@@ -53,7 +71,9 @@ def test_every_schedule_is_complete_and_is_played_to_its_end():
 def test_orders_of_three_stages_by_hand():
     assert schedule("gpipe", 2, 3) == written("0F0 0F1 0F2 0B0 0B1 0B2", "1F0 1F1 1F2 1B0 1B1 1B2")
     assert schedule("1f1b", 3, 4) == written(
-        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3", "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3", "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3"
+        "0F0 0F1 0F2 0B0 0F3 0B1 0B2 0B3",
+        "1F0 1F1 1B0 1F2 1B1 1F3 1B2 1B3",
+        "2F0 2B0 2F1 2B1 2F2 2B2 2F3 2B3",
     )
     assert schedule("zero_bubble", 3, 4) == written(
         "0F0 0F1 0F2 0I0 0W0 0F3 0I1 0W1 0I2 0W2 0I3 0W3",
@@ -73,13 +93,25 @@ def test_few_microbatches_leave_ranks_idle_but_nothing_out():
 @pytest.mark.parametrize(
     ("args", "words"),
     [
-        (("2f2b", 2, 2), "there is no schedule '2f2b': choose one of gpipe, 1f1b, interleaved, zero_bubble"),
+        (
+            ("2f2b", 2, 2),
+            "there is no schedule '2f2b': choose one of gpipe, 1f1b, interleaved, zero_bubble",
+        ),
         (("gpipe", 0, 2), "num_stages=0: a pipeline needs a whole number, at least 1"),
         (("gpipe", 2, 1.5), "num_microbatches=1.5: a pipeline needs a whole number, at least 1"),
         (("gpipe", 2, 2, 0), "num_ranks=0: a pipeline needs a whole number, at least 1"),
-        (("interleaved", 3, 2, 2), "num_stages=3 is not a multiple of num_ranks=2: change one of them"),
-        (("1f1b", 4, 2, 2), "1f1b has one stage per rank, not num_stages=4 on num_ranks=2: use interleaved"),
-        (("interleaved", 4, 3, 2), "interleaved needs num_microbatches=3 to be a multiple of num_ranks=2"),
+        (
+            ("interleaved", 3, 2, 2),
+            "num_stages=3 is not a multiple of num_ranks=2: change one of them",
+        ),
+        (
+            ("1f1b", 4, 2, 2),
+            "1f1b has one stage per rank, not num_stages=4 on num_ranks=2: use interleaved",
+        ),
+        (
+            ("interleaved", 4, 3, 2),
+            "interleaved needs num_microbatches=3 to be a multiple of num_ranks=2",
+        ),
     ],
 )
 def test_an_impossible_schedule_is_refused_in_one_line(args, words):
@@ -96,7 +128,9 @@ def test_an_action_is_written_as_pytorch_writes_it_and_read_back(action):
 
 @pytest.mark.parametrize("text", ["", "F1", "1X1", "1FB2", "1F", "-1F0", "1F0 "])
 def test_other_text_is_no_action(text):
-    with pytest.raises(ValueError, match=r"is no action: write stage, one of F, B, I, W, micro-batch, as in '1F3'"):
+    with pytest.raises(
+        ValueError, match=r"is no action: write stage, one of F, B, I, W, micro-batch, as in '1F3'"
+    ):
         Action.parse(text)
 
 
@@ -106,9 +140,16 @@ def test_other_text_is_no_action(text):
 def clocked(actions, num_stages):
     """The table once more, tick by tick: who can run in this tick with what was done before it."""
     before = graph(actions, num_stages)
-    done, left, table = set(), {rank: list(order) for rank, order in actions.items()}, {rank: [] for rank in actions}
+    done, left, table = (
+        set(),
+        {rank: list(order) for rank, order in actions.items()},
+        {rank: [] for rank in actions},
+    )
     while any(left.values()):
-        now = {rank: order[0] if order and before[order[0]] <= done else None for rank, order in left.items()}
+        now = {
+            rank: order[0] if order and before[order[0]] <= done else None
+            for rank, order in left.items()
+        }
         for rank, action in now.items():
             table[rank].append(action)
             left[rank] = left[rank][action is not None :]
@@ -130,15 +171,37 @@ def test_every_message_is_sent_once_and_before_it_is_needed():
         sent = messages(table, p * v)
         assert len(sent) == len(table[0])
         backward = "I" if name == "zero_bubble" else "B"
-        expected = {("activation", stage + 1, i): when[Action("F", stage, i)] for stage in range(last) for i in range(m)}
-        expected |= {("gradient", stage, i): when[Action(backward, stage + 1, i)] for stage in range(last) for i in range(m)}
+        expected = {
+            ("activation", stage + 1, i): when[Action("F", stage, i)]
+            for stage in range(last)
+            for i in range(m)
+        }
+        expected |= {
+            ("gradient", stage, i): when[Action(backward, stage + 1, i)]
+            for stage in range(last)
+            for i in range(m)
+        }
         found = [(message, tick) for tick, column in enumerate(sent) for message in column]
         assert {message[2:]: tick for message, tick in found} == (expected if p > 1 else {})
         assert len(found) == (2 * last * m if p > 1 else 0)
         for message, tick in found:
             step = 1 if message.kind == "activation" else -1
-            assert message.to_rank == message.stage % p != message.from_rank == (message.stage - step) % p
-            assert when[Action("F" if message.kind == "activation" else backward, message.stage, message.microbatch)] > tick
+            assert (
+                message.to_rank
+                == message.stage % p
+                != message.from_rank
+                == (message.stage - step) % p
+            )
+            assert (
+                when[
+                    Action(
+                        "F" if message.kind == "activation" else backward,
+                        message.stage,
+                        message.microbatch,
+                    )
+                ]
+                > tick
+            )
         for column in sent:
             senders = [message.from_rank for message in column]
             assert senders == sorted(set(senders))
@@ -146,8 +209,16 @@ def test_every_message_is_sent_once_and_before_it_is_needed():
 
 def test_messages_of_the_smallest_pipeline():
     table = ticks(schedule("1f1b", 2, 1), 2)
-    assert table == {0: [*written("0F0")[0], None, None, *written("0B0")[0]], 1: [None, *written("1F0 1B0")[0], None]}
-    assert messages(table, 2) == [[Message(0, 1, "activation", 1, 0)], [], [Message(1, 0, "gradient", 0, 0)], []]
+    assert table == {
+        0: [*written("0F0")[0], None, None, *written("0B0")[0]],
+        1: [None, *written("1F0 1B0")[0], None],
+    }
+    assert messages(table, 2) == [
+        [Message(0, 1, "activation", 1, 0)],
+        [],
+        [Message(1, 0, "gradient", 0, 0)],
+        [],
+    ]
 
 
 # ---- wrong schedules
@@ -216,7 +287,11 @@ WRONG = {
         1,
         "rank 0 has None, which is no action of 2 stages and 1 micro-batches: count both from 0, the kinds are F, B, I, W",
     ),
-    "a rank left out": ({0: [], 2: []}, 1, "the schedule has the ranks [0, 2]: number them from 0 without gaps"),
+    "a rank left out": (
+        {0: [], 2: []},
+        1,
+        "the schedule has the ranks [0, 2]: number them from 0 without gaps",
+    ),
 }
 
 
@@ -230,13 +305,20 @@ def test_a_wrong_schedule_is_refused_with_what_is_wrong(name):
 
 
 def test_a_table_of_an_incomplete_schedule_names_what_is_missing():
-    with pytest.raises(ValueError, match=r"^rank 1 cannot start 1B0: it waits for 1F0, which is on no rank: add it$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^rank 1 cannot start 1B0: it waits for 1F0, which is on no rank: add it$",
+    ):
         ticks(written("0F0 0B0", "1B0"), 2)
 
 
 @st.composite
 def schedules(draw, min_ranks=1):
-    name, p, m, v = draw(st.sampled_from([case for case in CASES if case[1] >= min_ranks and case[2] * case[3] <= 12]))
+    name, p, m, v = draw(
+        st.sampled_from(
+            [case for case in CASES if case[1] >= min_ranks and case[2] * case[3] <= 12]
+        )
+    )
     return made(name, p, m, v), p * v, m
 
 
@@ -251,8 +333,13 @@ def test_leaving_out_or_doubling_any_action_is_refused(case, data):
     actions, num_stages, m = case
     rank, place = pick(data.draw, actions)
     order = actions[rank]
-    actions[rank] = data.draw(st.sampled_from([order[:place] + order[place + 1 :], order[: place + 1] + order[place:]]))
-    with pytest.raises(ValueError, match=rf"^stage {order[place].stage} has .* for micro-batch {order[place].microbatch}: "):
+    actions[rank] = data.draw(
+        st.sampled_from([order[:place] + order[place + 1 :], order[: place + 1] + order[place:]])
+    )
+    with pytest.raises(
+        ValueError,
+        match=rf"^stage {order[place].stage} has .* for micro-batch {order[place].microbatch}: ",
+    ):
         check_schedule(actions, num_stages, m)
 
 
@@ -280,7 +367,9 @@ def test_a_swap_is_refused_if_and_only_if_it_closes_a_circle(case, data):
     try:
         graphlib.TopologicalSorter(graph(actions, num_stages)).prepare()
     except graphlib.CycleError:
-        with pytest.raises(ValueError, match=r"^rank \d+ cannot start \d+[BFIW]\d+: it waits for \d+[BFIW]\d+") as caught:
+        with pytest.raises(
+            ValueError, match=r"^rank \d+ cannot start \d+[BFIW]\d+: it waits for \d+[BFIW]\d+"
+        ) as caught:
             check_schedule(actions, num_stages, m)
         stuck = Action.parse(str(caught.value).split("start ")[1].split(":")[0])
         assert stuck in actions[int(str(caught.value).split()[1])]
@@ -296,7 +385,9 @@ def test_pytorch_accepts_every_schedule_and_keeps_its_order():
         actions = made(name, p, m, v)
         lowered = torch_schedules.validate(actions, p * v, m)
         assert torch_schedules.from_torch(lowered) == actions
-        sends = [str(action) for order in lowered.values() for action in order if "SEND" in str(action)]
+        sends = [
+            str(action) for order in lowered.values() for action in order if "SEND" in str(action)
+        ]
         assert len(sends) == sum(map(len, messages(ticks(actions, p * v), p * v)))
 
 
@@ -312,27 +403,41 @@ def kind_and_stage(action):
 def test_the_orders_are_those_of_pytorch(orders_of_pytorch):
     theirs_of = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
     compared = 0
-    for name, p, m, v in [case for case in CASES if case[1] in (1, 2, 3, 4, 8) and case[2] in (1, 2, 3, 8, 16)]:
+    for name, p, m, v in [
+        case for case in CASES if case[1] in (1, 2, 3, 4, 8) and case[2] in (1, 2, 3, 8, 16)
+    ]:
         # PyTorch's 1F1B needs a micro-batch per stage, its interleaved schedule two stages per rank
-        if name not in theirs_of or (name == "1f1b" and m < p) or (name == "interleaved" and v == 1):
+        if (
+            name not in theirs_of
+            or (name == "1f1b" and m < p)
+            or (name == "interleaved" and v == 1)
+        ):
             continue
         orders = orders_of_pytorch(theirs_of[name], p, m, v)
         theirs = torch_schedules.from_torch(dict(enumerate(orders)))
         ours = made(name, p, m, v)
-        if name == "1f1b":  # torch 2.13 prints the forwards of the last rank as 1 to m in place of 0 to m-1
-            assert list(map(kind_and_stage, theirs.pop(p - 1))) == list(map(kind_and_stage, ours.pop(p - 1)))
+        if (
+            name == "1f1b"
+        ):  # torch 2.13 prints the forwards of the last rank as 1 to m in place of 0 to m-1
+            assert list(map(kind_and_stage, theirs.pop(p - 1))) == list(
+                map(kind_and_stage, ours.pop(p - 1))
+            )
         assert ours == theirs
         compared += 1
     assert compared == 67
 
 
-@pytest.mark.parametrize("name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"])
+@pytest.mark.parametrize(
+    "name", ["LoopedBFS", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV"]
+)
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8)])
 def test_schedules_of_pytorch_that_we_do_not_have_pass_our_check(orders_of_pytorch, name, p, m):
     actions = torch_schedules.from_torch(dict(enumerate(orders_of_pytorch(name, p, m, 2))))
     check_schedule(actions, 2 * p, m)
     if "V" in name:  # the second stage of a rank runs back through the ranks
-        assert placement(actions) == {stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)}
+        assert placement(actions) == {
+            stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)
+        }
         assert messages(ticks(actions, 2 * p), 2 * p)
 
 
@@ -352,5 +457,7 @@ def test_pytorch_refuses_wrong_schedules_in_one_line_too(actions, num_microbatch
 
 def test_a_torch_without_its_private_names_says_so(monkeypatch):
     monkeypatch.delattr("torch.distributed.pipelining.schedules._Action")
-    with pytest.raises(RuntimeError, match=r"^torch .* has no torch.distributed.pipelining.schedules._Action: use "):
+    with pytest.raises(
+        RuntimeError, match=r"^torch .* has no torch.distributed.pipelining.schedules._Action: use "
+    ):
         torch_schedules.to_torch({})

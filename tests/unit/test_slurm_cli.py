@@ -9,18 +9,35 @@ import pytest
 from labcode.slurm import cli
 from labcode.slurm.cli import main, parse
 from labcode.slurm.lint.linter import lint
-from labcode.slurm.lint.parse import site
 from labcode.slurm.lint.rules import RULES
+from labcode.slurm.script import site
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 
-ODD = ("two words", "it's", 'say "hi"', "$(touch x)", "`id`", "ñandú 雪", "#SBATCH", "a;b&c|d", "%x%j", "-rf", "back\\slash")
+ODD = (
+    "two words",
+    "it's",
+    'say "hi"',
+    "$(touch x)",
+    "`id`",
+    "ñandú 雪",
+    "#SBATCH",
+    "a;b&c|d",
+    "%x%j",
+    "-rf",
+    "back\\slash",
+)
 
 
 def test_options_and_fields_of_the_recipe_may_be_mixed():
     words = "gpt_tiny --train.steps 20 --nodes 2 --grid.tp=2 --site perlmutter --ranks_per_node 4 --checkpoint.resume"
     recipe, options, overrides = parse(words.split())
-    assert recipe == "gpt_tiny" and overrides == ["--train.steps", "20", "--grid.tp=2", "--checkpoint.resume"]
+    assert recipe == "gpt_tiny" and overrides == [
+        "--train.steps",
+        "20",
+        "--grid.tp=2",
+        "--checkpoint.resume",
+    ]
     assert (options.nodes, options.ranks_per_node, options.site, options.keep, options.wait) == (
         2,
         4,
@@ -43,10 +60,16 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
 @pytest.mark.parametrize(
     ("typed", "answer"),
     [
-        ("sumbit gpt_tiny", "unknown command 'sumbit': did you mean submit? there are render, lint, submit, status, cancel"),
+        (
+            "sumbit gpt_tiny",
+            "unknown command 'sumbit': did you mean submit? there are render, lint, submit, status, cancel",
+        ),
         ("submit", "name a recipe: gpt_tiny"),
         ("submit gpt_tin", "unknown recipe 'gpt_tin': did you mean gpt_tiny?"),
-        ("submit gpt_tiny --node 2", "unknown option --node: did you mean --nodes? there are --site"),
+        (
+            "submit gpt_tiny --node 2",
+            "unknown option --node: did you mean --nodes? there are --site",
+        ),
         ("submit gpt_tiny --nodes two", "--nodes: invalid literal"),
         ("submit gpt_tiny --nodes 0", "nodes=0: give at least 1"),
         ("submit gpt_tiny more", "what is 'more'? one recipe comes first"),
@@ -57,7 +80,10 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
         ("cancel", "name the number of a job"),
         ("status here000000", "there is no such job on this machine"),
         ("submit gpt_tiny --here --array 0-3", "an array needs SLURM"),
-        ("submit gpt_tiny --cluster nope", "there is no cluster 'nope': slurm/cluster up 2 --name nope starts it"),
+        (
+            "submit gpt_tiny --cluster nope",
+            "there is no cluster 'nope': slurm/cluster up 2 --name nope starts it",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_that_says_what_exists(typed, answer, capsys, tmp_path, monkeypatch):
@@ -76,7 +102,9 @@ def test_without_a_cluster_status_says_how_to_get_one(capsys):
 def test_render_prints_the_script_or_writes_it(capsys, tmp_path):
     assert main(["render", "gpt_tiny", "--nodes", "2"]) == 0
     text = capsys.readouterr().out
-    assert text == render(Job("gpt_tiny", nodes=2), site.load("local")) and text.startswith("#!/bin/bash\n")
+    assert text == render(Job("gpt_tiny", nodes=2), site.load("local")) and text.startswith(
+        "#!/bin/bash\n"
+    )
     path = tmp_path / "a script.sbatch"
     assert main(["render", "gpt_tiny", "--nodes", "2", "--output", str(path)]) == 0
     assert path.read_text() == text and list(tmp_path.iterdir()) == [path]
@@ -99,36 +127,71 @@ def test_no_rule_fires_on_a_script_that_we_generate(name, launcher):
     there = site.load(name, launcher=launcher)
     ranks = there.gpus.per_node or 2
     jobs = [
-        Job("gpt_tiny", ("--grid.tp", "2", "--checkpoint.every", "9"), nodes=2, ranks_per_node=ranks, name="two words"),
-        Job("gpt_tiny", ranks_per_node=ranks, requeue=False, array="0-3", dependency="afterok:17", nccl_debug="INFO"),
+        Job(
+            "gpt_tiny",
+            ("--grid.tp", "2", "--checkpoint.every", "9"),
+            nodes=2,
+            ranks_per_node=ranks,
+            name="two words",
+        ),
+        Job(
+            "gpt_tiny",
+            ranks_per_node=ranks,
+            requeue=False,
+            array="0-3",
+            dependency="afterok:17",
+            nccl_debug="INFO",
+        ),
     ]
-    jobs += [Job("", (odd,), module="platform", ranks_per_node=ranks, name=odd, env={"X": odd}) for odd in ODD]
+    jobs += [
+        Job("", (odd,), module="platform", ranks_per_node=ranks, name=odd, env={"X": odd})
+        for odd in ODD
+    ]
     for job in jobs:
         assert [str(problem) for problem in lint(render(job, there), there, job)] == []
     careless = Job("gpt_tiny", ranks_per_node=ranks)
-    assert [(problem.rule, problem.severity) for problem in lint(render(careless, there), there, careless)] == [
-        ("S52", "warning")
-    ]
+    assert [
+        (problem.rule, problem.severity)
+        for problem in lint(render(careless, there), there, careless)
+    ] == [("S52", "warning")]
 
 
 def test_a_word_typed_by_a_person_reaches_the_job_as_it_is():
     for odd in ODD:
-        assert parse(["gpt_tiny", "--name", odd] if odd[0] != "-" else ["gpt_tiny", f"--name={odd}"])[1].name == odd
+        assert (
+            parse(["gpt_tiny", "--name", odd] if odd[0] != "-" else ["gpt_tiny", f"--name={odd}"])[
+                1
+            ].name
+            == odd
+        )
 
 
 def test_help_and_the_program_itself():
     def run(*words):
-        return subprocess.run([sys.executable, "-m", "labcode.slurm", *words], capture_output=True, text=True, timeout=60)
+        return subprocess.run(
+            [sys.executable, "-m", "labcode.slurm", *words],
+            capture_output=True,
+            text=True,
+            timeout=60,
+        )
 
     usage, options, wrong = run(), run("submit", "--help"), run("submit", "gpt_tiny", "--nodes")
     assert usage.returncode == 0 and all(command in usage.stdout for command in cli.COMMANDS)
     assert (
-        options.returncode == 0 and "--ranks-per-node" in options.stdout and "checkpoint before the time" in options.stdout
+        options.returncode == 0
+        and "--ranks-per-node" in options.stdout
+        and "checkpoint before the time" in options.stdout
     )
-    assert wrong.returncode == 2 and wrong.stderr.startswith("error: ") and wrong.stderr.count("\n") == 1
+    assert (
+        wrong.returncode == 2
+        and wrong.stderr.startswith("error: ")
+        and wrong.stderr.count("\n") == 1
+    )
 
 
 def test_planning_needs_no_torch():
     code = "import sys, labcode.slurm.cli, labcode.doctor.nccl_log; print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=Path(__file__).parents[2]
+    )
     assert done.stdout.strip() == "False", done.stderr

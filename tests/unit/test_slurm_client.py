@@ -38,13 +38,26 @@ def record(name="gpt_tiny", state="RUNNING", reason="None", restarts=0, code="0:
 
 def test_a_record_of_scontrol_becomes_fields():
     (info,) = parse_jobs(record(restarts=2, code="3:0"))
-    assert (info.id, info.name, info.state, info.reason, info.restarts) == ("17", "gpt_tiny", "RUNNING", "", 2)
-    assert (info.exit_code, info.nodes, info.run_time, info.time_limit) == ((3, 0), "n[1-2]", "00:01:23", "00:10:00")
+    assert (info.id, info.name, info.state, info.reason, info.restarts) == (
+        "17",
+        "gpt_tiny",
+        "RUNNING",
+        "",
+        2,
+    )
+    assert (info.exit_code, info.nodes, info.run_time, info.time_limit) == (
+        (3, 0),
+        "n[1-2]",
+        "00:01:23",
+        "00:10:00",
+    )
     assert str(info.log) == "/work/my jobs/17.log" and not info.ended
     assert info.fields["Command"] == "/work/my jobs/a=b.sbatch" and info.fields["CPUs/Task"] == "1"
 
 
-@pytest.mark.parametrize("name", ["a JobState=COMPLETED Reason=x", "two words", "ñ 'quoted' $(id)", "a|b"])
+@pytest.mark.parametrize(
+    "name", ["a JobState=COMPLETED Reason=x", "two words", "ñ 'quoted' $(id)", "a|b"]
+)
 def test_a_name_cannot_pass_itself_off_as_a_state(name):
     (info,) = parse_jobs(record(name))
     assert (info.name, info.state) == (name, "RUNNING")
@@ -61,14 +74,23 @@ def test_the_jobs_of_an_array_have_their_own_records():
 
 def test_queue_and_nodes_are_read_even_with_our_separator_in_a_name():
     (job,) = parse_queue("17|ada|debug|PENDING|0:00|2|(Resources)|a|b\nslurm warning\n")
-    assert (job.id, job.user, job.state, job.nodes, job.where, job.name) == ("17", "ada", "PENDING", 2, "(Resources)", "a|b")
+    assert (job.id, job.user, job.state, job.nodes, job.where, job.name) == (
+        "17",
+        "ada",
+        "PENDING",
+        2,
+        "(Resources)",
+        "a|b",
+    )
     (group,) = parse_nodes("debug|idle|2|4+|4000|gpu:2|infinite|n[1-2]\n")
     assert (group.partition, group.count, group.cpus, group.nodes) == ("debug", 2, 4, "n[1-2]")
 
 
 def speaking(text, code=1, seconds=0.0):
     """A client whose every command prints `text` and fails: a program stands where the prefix of a cluster would."""
-    script = f"import sys, time; time.sleep({seconds}); sys.stderr.write({text!r}); sys.exit({code})"
+    script = (
+        f"import sys, time; time.sleep({seconds}); sys.stderr.write({text!r}); sys.exit({code})"
+    )
     return Client((sys.executable, "-c", script), timeout_s=5.0)
 
 
@@ -86,11 +108,16 @@ def speaking(text, code=1, seconds=0.0):
 def test_an_error_is_one_line_of_the_right_kind(said, kind, message):
     with pytest.raises(SlurmError, match=r"^sbatch: ") as error:
         speaking(said).call("sbatch", "x")
-    assert type(error.value) is kind and message in str(error.value) and "\n" not in str(error.value)
+    assert (
+        type(error.value) is kind and message in str(error.value) and "\n" not in str(error.value)
+    )
 
 
 def test_a_command_that_does_not_answer_is_given_up():
-    client, began = Client((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=0.3), time.monotonic()
+    client, began = (
+        Client((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=0.3),
+        time.monotonic(),
+    )
     with pytest.raises(Unreachable, match=r"squeue did not answer within 0.3 s"):
         client.queue()
     assert time.monotonic() - began < 10
@@ -150,7 +177,8 @@ LOGS = {
         "ValueError: no such thing",
     ),
     "our own line speaks of the rank": (
-        "error: rank 2: FileNotFoundError: corpus.txt\n" + TORCHRUN.format(rank=0, code=2, peer=1, peer_code=2),
+        "error: rank 2: FileNotFoundError: corpus.txt\n"
+        + TORCHRUN.format(rank=0, code=2, peer=1, peer_code=2),
         2,
         "rank 2: FileNotFoundError: corpus.txt",
     ),
@@ -169,12 +197,32 @@ def test_the_rank_that_failed_first_is_found_in_the_log(name):
     [
         ("COMPLETED", "None", LOGS["srun names the task"][0], "COMPLETED"),
         ("TIMEOUT", "TimeLimit", "", "TIMEOUT: the time limit of 00:10:00 was reached"),
-        ("OUT_OF_MEMORY", "OutOfMemory", "srun: error: n1: task 1: Out Of Memory\n", "OUT_OF_MEMORY: rank 1: out of memory"),
-        ("FAILED", "NonZeroExitCode", "srun: error: n1: task 1: Out Of Memory\n", "OUT_OF_MEMORY: rank 1"),
+        (
+            "OUT_OF_MEMORY",
+            "OutOfMemory",
+            "srun: error: n1: task 1: Out Of Memory\n",
+            "OUT_OF_MEMORY: rank 1: out of memory",
+        ),
+        (
+            "FAILED",
+            "NonZeroExitCode",
+            "srun: error: n1: task 1: Out Of Memory\n",
+            "OUT_OF_MEMORY: rank 1",
+        ),
         ("NODE_FAIL", "NodeDown", "", "NODE_FAIL: a node of n[1-2] failed"),
         ("CANCELLED", "None", "", "CANCELLED: it was cancelled"),
-        ("PENDING", "DependencyNeverSatisfied", "", "PENDING: DependencyNeverSatisfied: the job that it waits for failed"),
-        ("FAILED", "NonZeroExitCode", LOGS["srun names the task"][0], "FAILED: rank 3: exited with exit code 7 on n2"),
+        (
+            "PENDING",
+            "DependencyNeverSatisfied",
+            "",
+            "PENDING: DependencyNeverSatisfied: the job that it waits for failed",
+        ),
+        (
+            "FAILED",
+            "NonZeroExitCode",
+            LOGS["srun names the task"][0],
+            "FAILED: rank 3: exited with exit code 7 on n2",
+        ),
         ("FAILED", "NonZeroExitCode", "", "FAILED: exit code 3"),
         (
             "FAILED",

@@ -13,12 +13,24 @@ from labcode.slurm.script.job import Job
     ("given", "message"),
     [
         (dict(recipe="gpt_huge"), "unknown recipe 'gpt_huge': .*gpt_tiny"),
-        (dict(recipe="gpt_tiny", overrides=("--grid.tp", "3")), r"dp\*pp\*cp\*tp = 1\*1\*1\*3 = 3 but WORLD_SIZE is 2"),
-        (dict(recipe="gpt_tiny", overrides=("--grid.tpp", "2")), "unknown field --grid.tpp: did you mean --grid.tp"),
-        (dict(recipe="gpt_tiny", overrides=("--train.overwrite",)), "checkpoint.resume goes on .* train.overwrite"),
+        (
+            dict(recipe="gpt_tiny", overrides=("--grid.tp", "3")),
+            r"dp\*pp\*cp\*tp = 1\*1\*1\*3 = 3 but WORLD_SIZE is 2",
+        ),
+        (
+            dict(recipe="gpt_tiny", overrides=("--grid.tpp", "2")),
+            "unknown field --grid.tpp: did you mean --grid.tp",
+        ),
+        (
+            dict(recipe="gpt_tiny", overrides=("--train.overwrite",)),
+            "checkpoint.resume goes on .* train.overwrite",
+        ),
         (dict(recipe="gpt_tiny", overrides=("--help",)), "trains nothing"),
         (dict(recipe="--help"), "trains nothing"),
-        (dict(recipe="gpt_tiny", overrides=("--train.out", "x"), array="0-3"), "would write into one folder"),
+        (
+            dict(recipe="gpt_tiny", overrides=("--train.out", "x"), array="0-3"),
+            "would write into one folder",
+        ),
     ],
 )
 def test_check_refuses_what_cannot_run(given, message):
@@ -69,7 +81,12 @@ def test_a_folder_and_a_resume_of_the_users_own_are_left_alone():
 def test_without_requeue_and_for_other_modules_nothing_about_checkpoints_is_added():
     assert Job("gpt_tiny", requeue=False).arguments("x") == ["gpt_tiny", "--train.out", "x"]
     other = Job("", ("--flag",), module="labcode.doctor")
-    assert (other.arguments("x"), other.name, other.resumes, other.check()) == (["--flag"], "doctor", False, None)
+    assert (other.arguments("x"), other.name, other.resumes, other.check()) == (
+        ["--flag"],
+        "doctor",
+        False,
+        None,
+    )
 
 
 @pytest.mark.parametrize(("minutes", "signal_s"), [(1, 30), (3, 90), (60, 120)])
@@ -79,4 +96,9 @@ def test_the_checkpoint_is_asked_for_in_time(minutes, signal_s):
 
 def test_checking_a_job_needs_no_torch():
     code = "import sys; from labcode.slurm.script.job import Job; Job('gpt_tiny').check(); print('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, check=True
+        ).stdout
+        == "False\n"
+    )

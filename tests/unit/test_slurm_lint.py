@@ -51,17 +51,32 @@ def test_nothing_is_said_about_a_good_script():
 
 def test_a_script_is_read_as_sbatch_and_bash_read_it():
     script = Script(GOOD)
-    assert (script.number("nodes"), script.ranks_per_node, script.world_size, script.gpus_per_node) == (2, 2, 4, 2)
+    assert (
+        script.number("nodes"),
+        script.ranks_per_node,
+        script.world_size,
+        script.gpus_per_node,
+    ) == (2, 2, 4, 2)
     assert script.minutes == 10 and script.multi_node
     assert [command.line for command in script.sruns] == [18]
     assert script.sruns[0].text == 'srun --kill-on-bad-exit=1 "${command[@]}" &'
-    assert script.found("labcode.train")[0].text.endswith("--grid.tp 2 --checkpoint.resume --checkpoint.every 100 )")
+    assert script.found("labcode.train")[0].text.endswith(
+        "--grid.tp 2 --checkpoint.resume --checkpoint.every 100 )"
+    )
     assert not script.torchruns and script.option("requeue").line == 7
 
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("90", 90), ("90:30", 90.5), ("1:30:00", 90), ("1-12", 2160), ("1-12:30", 2190), ("1-0:0:30", 1440.5), ("2h", None)],
+    [
+        ("90", 90),
+        ("90:30", 90.5),
+        ("1:30:00", 90),
+        ("1-12", 2160),
+        ("1-12:30", 2190),
+        ("1-0:0:30", 1440.5),
+        ("2h", None),
+    ],
 )
 def test_time_limits_are_read_in_all_forms_of_slurm(text, expected):
     assert minutes(text) == expected
@@ -83,11 +98,23 @@ def test_gpus_are_counted_in_whichever_way_they_are_asked_for(directives, gpus):
 
 def test_problems_come_in_the_order_of_lines_and_say_what_was_found():
     problems = lint("#!/bin/bash\n# SBATCH --nodes=2\nsrun python train.py\n#SBATCH --time=10\n")
-    assert [(p.line, p.rule) for p in problems if p.severity == "error"] == [(2, "S01"), (3, "S20"), (3, "S21"), (4, "S02")]
+    assert [(p.line, p.rule) for p in problems if p.severity == "error"] == [
+        (2, "S01"),
+        (3, "S20"),
+        (3, "S21"),
+        (4, "S02"),
+    ]
     assert "# SBATCH --nodes=2" in problems[1].message and problems[0].rule == "S08"
     assert str(problems[1]).startswith("line 2: error S01: ") and "why: " in str(problems[1])
 
 
 def test_text_that_is_no_script_is_a_problem_and_no_crash():
-    for text in ("", "\n", "#SBATCH", "#!/bin/bash\n#SBATCH --output='open\n", "#!/bin/bash\ncat <<EOF\nno end\n", "x=('\n"):
+    for text in (
+        "",
+        "\n",
+        "#SBATCH",
+        "#!/bin/bash\n#SBATCH --output='open\n",
+        "#!/bin/bash\ncat <<EOF\nno end\n",
+        "x=('\n",
+    ):
         assert lint(text)

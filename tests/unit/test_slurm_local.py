@@ -18,7 +18,16 @@ from labcode.slurm.run.submit import submit
 from labcode.slurm.run.supervisor import MODULE, Record
 from labcode.slurm.script.job import Job
 
-TINY = ("--train.steps", "3", "--train.eval_every", "0", "--train.eval_batches", "1", "--train.sample_tokens", "0")
+TINY = (
+    "--train.steps",
+    "3",
+    "--train.eval_every",
+    "0",
+    "--train.eval_batches",
+    "1",
+    "--train.sample_tokens",
+    "0",
+)
 
 
 @pytest.fixture(autouse=True)
@@ -44,16 +53,27 @@ def until(ask, seconds=40):
 
 def test_a_recipe_trains_on_two_pretended_nodes_and_says_where(monkeypatch, capfd):
     for ask in ("find", "own"):
-        monkeypatch.setattr(Client, ask, classmethod(lambda *_: None))  # a machine without any SLURM
+        monkeypatch.setattr(
+            Client, ask, classmethod(lambda *_: None)
+        )  # a machine without any SLURM
     handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
     assert handle.where == "this machine, no SLURM: 2 pretended nodes x 1 rank"
     outcome = handle.wait(timeout_s=100)
     assert (outcome.state, handle.state, str(outcome)) == ("COMPLETED", "COMPLETED", "COMPLETED")
     out = capfd.readouterr().out
     first, *_, last = out.splitlines()
-    assert first.startswith(f"job {handle.number} on {handle.where} (slurm/cluster up 2 starts one); log: ")
-    assert "validation loss" in out and "2 ranks on" in out and last == f"job {handle.number} COMPLETED"
-    assert handle.path == Path(f"two words-{handle.number}.log").absolute() and "validation loss" in handle.log()
+    assert first.startswith(
+        f"job {handle.number} on {handle.where} (slurm/cluster up 2 starts one); log: "
+    )
+    assert (
+        "validation loss" in out
+        and "2 ranks on" in out
+        and last == f"job {handle.number} COMPLETED"
+    )
+    assert (
+        handle.path == Path(f"two words-{handle.number}.log").absolute()
+        and "validation loss" in handle.log()
+    )
     assert Path(f"runs/two words-{handle.number}/config.json").is_file()
     assert main(["status", handle.number]) == 0 and "COMPLETED" in capfd.readouterr().out
     assert local.find(handle.number, Path()).info().nodes == "2 pretended"
@@ -69,20 +89,46 @@ def test_the_failing_rank_is_named_and_the_others_are_ended():
 
 def test_an_interrupted_submission_ends_its_job():
     waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
-    argv = [sys.executable, "-m", "labcode.slurm", "submit", "", "--module", waiting, "--ranks-per-node", "1", "--here"]
+    argv = [
+        sys.executable,
+        "-m",
+        "labcode.slurm",
+        "submit",
+        "",
+        "--module",
+        waiting,
+        "--ranks-per-node",
+        "1",
+        "--here",
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     number = process.stdout.readline().split()[1]
     while "asleep" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=40)
-    assert process.returncode == 130 and f"interrupted: job {number} is cancelled" in err and "Traceback" not in out + err
+    assert (
+        process.returncode == 130
+        and f"interrupted: job {number} is cancelled" in err
+        and "Traceback" not in out + err
+    )
     assert local.find(number, Path()).state == "CANCELLED"
 
 
 def test_when_the_submitter_is_killed_the_job_ends_by_itself(tmp_path, living):
     waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
-    argv = [sys.executable, "-m", "labcode.slurm", "submit", "", "--module", waiting, "--ranks-per-node", "1", "--here"]
+    argv = [
+        sys.executable,
+        "-m",
+        "labcode.slurm",
+        "submit",
+        "",
+        "--module",
+        waiting,
+        "--ranks-per-node",
+        "1",
+        "--here",
+    ]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     while "asleep" not in process.stdout.readline():
         assert process.poll() is None
@@ -108,14 +154,19 @@ def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
         for _ in range(2000):
             time.sleep(0.1)
     """
-    start = (
-        f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{module('patient', code)}'])"  # as torchrun does
-    )
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{module('patient', code)}'])"  # as torchrun does
     record, log = Path("a-1.json").absolute(), Path("a.log").absolute()
     Record("RUNNING", "a", nodes=1, minutes=12 / 60, log=str(log), started=time.time()).save(record)
-    plan = {"agents": [[sys.executable, "-c", start]], "record": str(record), "owner": 0, "usr1_s": 8}
+    plan = {
+        "agents": [[sys.executable, "-c", start]],
+        "record": str(record),
+        "owner": 0,
+        "usr1_s": 8,
+    }
     subprocess.run([sys.executable, "-m", MODULE, json.dumps(plan)], check=True, timeout=60)
     ended = Record.read(record)
     assert ended.state == "TIMEOUT" and ended.ended - ended.started > 11
     first, *others = log.read_text().split()
-    assert first == "ready" and set(others) == {"told"}  # again and again, and not before it listens
+    assert first == "ready" and set(others) == {
+        "told"
+    }  # again and again, and not before it listens

@@ -32,7 +32,10 @@ NASTY = [
     "; ls",
     "!!",
 ]
-ON_ONE_LINE = st.text(st.characters(codec="utf-8", categories=["L", "N", "P", "S"], include_characters=" "), min_size=1)
+ON_ONE_LINE = st.text(
+    st.characters(codec="utf-8", categories=["L", "N", "P", "S"], include_characters=" "),
+    min_size=1,
+)
 ARGUMENT = st.text(st.characters(codec="utf-8", exclude_characters="\0"))
 CONTAINERS = [
     Container(),
@@ -48,7 +51,11 @@ shellcheck = pytest.mark.skipif(
 
 def options(script):
     """`{option: value}` of the directives, comments gone."""
-    lines = [line.partition(" # ")[0].rstrip() for line in script.splitlines() if line.startswith("#SBATCH ")]
+    lines = [
+        line.partition(" # ")[0].rstrip()
+        for line in script.splitlines()
+        if line.startswith("#SBATCH ")
+    ]
     parts = (line.removeprefix("#SBATCH --").partition("=") for line in lines)
     return {name: value for name, _, value in parts}
 
@@ -70,26 +77,66 @@ def check_shell(folder, scripts):
 @shellcheck
 def test_shellcheck_passes_for_every_site_launcher_and_container(tmp_path):
     others = [
-        Job("gpt_tiny", requeue=False, nccl_debug="INFO", env={"A": "b c"}, array="0-3%2", dependency="afterok:1"),
+        Job(
+            "gpt_tiny",
+            requeue=False,
+            nccl_debug="INFO",
+            env={"A": "b c"},
+            array="0-3%2",
+            dependency="afterok:1",
+        ),
         Job("", ("a b",), module="labcode.doctor"),
         Job("gpt_tiny", ("--train.out", "a folder of mine")),
     ]
     sites = [
         replace(load(name), launcher=launcher, container=container)
-        for name, launcher, container in itertools.product(names(), ("torchrun", "srun"), CONTAINERS)
+        for name, launcher, container in itertools.product(
+            names(), ("torchrun", "srun"), CONTAINERS
+        )
     ]
-    everything = Site("all", modules=("cuda/12", "a b"), setup=("source x",), mail=Mail("me@example.org"), exclusive=True)
+    everything = Site(
+        "all",
+        modules=("cuda/12", "a b"),
+        setup=("source x",),
+        mail=Mail("me@example.org"),
+        exclusive=True,
+    )
     scripts = [render(Job("gpt_tiny", nodes=2), site) for site in [*sites, everything]]
-    check_shell(tmp_path, [*scripts, *(render(job, site) for job in others for site in [everything, *sites[:10]])])
+    check_shell(
+        tmp_path,
+        [*scripts, *(render(job, site) for job in others for site in [everything, *sites[:10]])],
+    )
 
 
 def nasty_script(text, line):
-    job = Job("", (text, text), module="labcode.doctor", name=line.replace("/", "-").strip() or "x", env={"A": text})
-    site = Site("s", account=line, env={"B": Setting(line, line)}, scratch=f"/{line}", python=line.replace("~", "-"))
+    job = Job(
+        "",
+        (text, text),
+        module="labcode.doctor",
+        name=line.replace("/", "-").strip() or "x",
+        env={"A": text},
+    )
+    site = Site(
+        "s",
+        account=line,
+        env={"B": Setting(line, line)},
+        scratch=f"/{line}",
+        python=line.replace("~", "-"),
+    )
     return [
         render(job, site),
-        render(replace(job, module="labcode.train", recipe="gpt_tiny", overrides=("--data.path", f"x{text}")), site),
-        render(job, replace(site, container=Container("apptainer", line, (line.replace(",", "."),)))),
+        render(
+            replace(
+                job,
+                module="labcode.train",
+                recipe="gpt_tiny",
+                overrides=("--data.path", f"x{text}"),
+            ),
+            site,
+        ),
+        render(
+            job, replace(site, container=Container("apptainer", line, (line.replace(",", "."),)))
+        ),
     ]
 
 
@@ -100,7 +147,9 @@ def test_shellcheck_passes_for_names_and_paths_that_ask_for_trouble(text, tmp_pa
 
 
 @shellcheck
-@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(ARGUMENT, ON_ONE_LINE)
 def test_shellcheck_passes_for_any_text(tmp_path, text, line):
     check_shell(tmp_path, nasty_script(text, line))
@@ -118,10 +167,20 @@ def run_with_stubs(folder, script, **env):
         (bin_folder / name).write_text(f"#!/bin/bash\n{body}\n")
         (bin_folder / name).chmod(0o755)
     (folder / "job.sh").write_text(script, encoding="utf-8")
-    slurm = {"SLURM_JOB_ID": "12345", "SLURM_JOB_NAME": "a name", "SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2"}
+    slurm = {
+        "SLURM_JOB_ID": "12345",
+        "SLURM_JOB_NAME": "a name",
+        "SLURM_JOB_NODELIST": "n[1-2]",
+        "SLURM_NNODES": "2",
+    }
     done = subprocess.run(
         ["bash", str(folder / "job.sh")],
-        env={**os.environ, "PATH": f"{bin_folder}:{os.environ['PATH']}", "RECORD": str(folder / "record"), **slurm}
+        env={
+            **os.environ,
+            "PATH": f"{bin_folder}:{os.environ['PATH']}",
+            "RECORD": str(folder / "record"),
+            **slurm,
+        }
         | {"SLURM_CPUS_PER_TASK": "3", **env},
         cwd=folder,
         capture_output=True,
@@ -132,7 +191,9 @@ def run_with_stubs(folder, script, **env):
     return (folder / "record").read_bytes().decode().split("\0")[:-1]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(st.lists(ARGUMENT, max_size=3), ARGUMENT, ON_ONE_LINE)
 def test_every_argument_and_variable_arrives_as_it_was_given(tmp_path, arguments, variable, python):
     job = Job("", tuple(arguments), module="labcode.doctor", env={"A": variable})
@@ -144,16 +205,30 @@ def test_every_argument_and_variable_arrives_as_it_was_given(tmp_path, arguments
 
 @pytest.mark.parametrize("text", NASTY)
 def test_what_asks_for_trouble_arrives_as_it_was_given(tmp_path, text):
-    found = run_with_stubs(tmp_path, render(Job("", (text,), module="labcode.doctor"), Site(launcher="srun")))
+    found = run_with_stubs(
+        tmp_path, render(Job("", (text,), module="labcode.doctor"), Site(launcher="srun"))
+    )
     assert found[-2] == text and not (tmp_path / "owned").exists()
 
 
 @pytest.mark.parametrize(
-    "text", ["$HOME/a b", "${HOME}x", "a$HOME$HOME", "$HOME/$(ls)`ls`\"'\\", "$HOME/“a”", "$1 $HOME $", "~/x", ""]
+    "text",
+    [
+        "$HOME/a b",
+        "${HOME}x",
+        "a$HOME$HOME",
+        "$HOME/$(ls)`ls`\"'\\",
+        "$HOME/“a”",
+        "$1 $HOME $",
+        "~/x",
+        "",
+    ],
 )
 def test_in_a_profile_variables_are_looked_up_and_nothing_else(text):
     done = subprocess.run(
-        ["bash", "-c", f"printf %s {expanded(text)}"], env={"HOME": "/h o", "PATH": os.environ["PATH"]}, capture_output=True
+        ["bash", "-c", f"printf %s {expanded(text)}"],
+        env={"HOME": "/h o", "PATH": os.environ["PATH"]},
+        capture_output=True,
     )
     assert done.stdout.decode() == text.replace("${HOME}", "/h o").replace("$HOME", "/h o")
 
@@ -163,7 +238,12 @@ def test_in_a_profile_variables_are_looked_up_and_nothing_else(text):
 def test_a_literal_is_one_word_on_one_line(text):
     word = literal(text)
     assert "\n" not in word and "\r" not in word
-    assert subprocess.run(["bash", "-c", f"printf '%s\\0' {word}"], capture_output=True).stdout.decode() == f"{text}\0"
+    assert (
+        subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {word}"], capture_output=True
+        ).stdout.decode()
+        == f"{text}\0"
+    )
 
 
 @pytest.fixture
@@ -181,12 +261,26 @@ def start(tmp_path):
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
     (tmp_path / "job.sh").write_text(render(Job("gpt_tiny"), Site()))
-    slurm = {"SLURM_JOB_ID": "7", "SLURM_JOB_NAME": "x", "SLURM_JOB_NODELIST": "n1", "SLURM_NNODES": "1"}
+    slurm = {
+        "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NAME": "x",
+        "SLURM_JOB_NODELIST": "n1",
+        "SLURM_NNODES": "1",
+    }
     running = []
 
     def begin(code, signals):
-        env = {"PATH": f"{tmp_path}/bin:{os.environ['PATH']}", "CODE": str(code), "SIGNALS": str(signals), **slurm}
-        running.append(subprocess.Popen(["bash", "job.sh"], cwd=tmp_path, env={**env, "SLURM_CPUS_PER_TASK": "1"}))
+        env = {
+            "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
+            "CODE": str(code),
+            "SIGNALS": str(signals),
+            **slurm,
+        }
+        running.append(
+            subprocess.Popen(
+                ["bash", "job.sh"], cwd=tmp_path, env={**env, "SLURM_CPUS_PER_TASK": "1"}
+            )
+        )
         (tmp_path / "started").read_text()  # returns when the step runs
         return running[0]
 
@@ -228,7 +322,10 @@ def test_a_step_that_ends_by_itself_decides_over_the_job(start, tmp_path, code):
 
 
 def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_first(tmp_path):
-    script = render(Job("gpt_tiny", ("--train.steps", "7"), nodes=2, name="x"), Site(scratch="$WORK/runs", cpus=Cpus(8, 2)))
+    script = render(
+        Job("gpt_tiny", ("--train.steps", "7"), nodes=2, name="x"),
+        Site(scratch="$WORK/runs", cpus=Cpus(8, 2)),
+    )
     assert (options(script)["ntasks-per-node"], options(script)["cpus-per-task"]) == ("1", "4")
     found = run_with_stubs(tmp_path, script, WORK="/w k")
     at = found.index("torch.distributed.run")
@@ -241,9 +338,14 @@ def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_firs
 
 
 def test_the_srun_script_starts_one_task_per_rank_and_says_where_they_meet():
-    script = render(Job("gpt_tiny", nodes=2, ranks_per_node=4), Site(launcher="srun", cpus=Cpus(8, 2), host_suffix="i"))
+    script = render(
+        Job("gpt_tiny", nodes=2, ranks_per_node=4),
+        Site(launcher="srun", cpus=Cpus(8, 2), host_suffix="i"),
+    )
     assert (options(script)["ntasks-per-node"], options(script)["cpus-per-task"]) == ("4", "2")
-    assert "sed -n 1p)i\n" in script and "export MASTER_ADDR=$first_node MASTER_PORT=$port\n" in script
+    assert (
+        "sed -n 1p)i\n" in script and "export MASTER_ADDR=$first_node MASTER_PORT=$port\n" in script
+    )
     assert "torch.distributed.run" not in script
 
 
@@ -275,23 +377,38 @@ def test_gpus_are_asked_for_in_the_way_of_the_site(gpus, launcher, option, value
     ids=lambda value: getattr(value, "kind", ""),
 )  # fmt: skip
 def test_a_container_sees_the_working_folder_and_scratch(container, words):
-    script = render(Job("gpt_tiny"), Site(gpus=Gpus(4), container=container, scratch="$SCRATCH/runs"))
+    script = render(
+        Job("gpt_tiny"), Site(gpus=Gpus(4), container=container, scratch="$SCRATCH/runs")
+    )
     assert [word for word in words if word not in script] == []
     assert 'mkdir -p "$SCRATCH/runs"\n' in script
 
 
 def test_the_signal_the_trap_and_the_requeue_are_there_only_for_a_job_that_can_go_on():
-    going_on, not_going_on = (render(Job("gpt_tiny", requeue=requeue), Site()) for requeue in (True, False))
+    going_on, not_going_on = (
+        render(Job("gpt_tiny", requeue=requeue), Site()) for requeue in (True, False)
+    )
     asked = options(going_on)
-    assert (asked["signal"], asked["open-mode"], "requeue" in asked) == ("B:USR1@120", "append", True)
+    assert (asked["signal"], asked["open-mode"], "requeue" in asked) == (
+        "B:USR1@120",
+        "append",
+        True,
+    )
     for word in ("USR1", "trap", "scontrol requeue", "--checkpoint.resume", "wait"):
         assert word in going_on and word not in not_going_on
     assert "no-requeue" in options(not_going_on)
 
 
 def test_a_setting_says_why_and_the_job_has_the_last_word():
-    site = Site(env={"NCCL_SOCKET_IFNAME": Setting("hsn", "the fast network"), "OMP_NUM_THREADS": Setting("3", "tried")})
-    assert "export NCCL_SOCKET_IFNAME=hsn            # the fast network\n" in render(Job("gpt_tiny"), site)
+    site = Site(
+        env={
+            "NCCL_SOCKET_IFNAME": Setting("hsn", "the fast network"),
+            "OMP_NUM_THREADS": Setting("3", "tried"),
+        }
+    )
+    assert "export NCCL_SOCKET_IFNAME=hsn            # the fast network\n" in render(
+        Job("gpt_tiny"), site
+    )
     script = render(Job("gpt_tiny", env={"NCCL_SOCKET_IFNAME": "eth0"}), site)
     assert "NCCL_SOCKET_IFNAME=eth0" in script and "hsn" not in script
     assert script.count("OMP_NUM_THREADS=") == 1
@@ -305,9 +422,15 @@ def test_nccl_debug_is_set_only_where_a_lesson_reads_it():
 @pytest.mark.parametrize(
     ("job", "message"),
     [
-        (Job("gpt_tiny", minutes=61), "minutes=61 is more than max_minutes=60 of small: ask for less"),
+        (
+            Job("gpt_tiny", minutes=61),
+            "minutes=61 is more than max_minutes=60 of small: ask for less",
+        ),
         (Job("gpt_tiny", nodes=8), "nodes=8 is more than max_nodes=4 of small"),
-        (Job("gpt_tiny", ranks_per_node=4), "ranks_per_node=4 is more than gpus.per_node=2 of small"),
+        (
+            Job("gpt_tiny", ranks_per_node=4),
+            "ranks_per_node=4 is more than gpus.per_node=2 of small",
+        ),
         (Job("gpt_tiny", ("--grid.tp", "3")), "3 but WORLD_SIZE is 2"),
     ],
 )
@@ -317,7 +440,9 @@ def test_a_job_that_does_not_fit_the_site_is_refused(job, message):
 
 
 def test_more_cpus_than_a_node_has_are_refused():
-    with pytest.raises(ValueError, match="2 ranks x 3 CPUs = 6 are more than the 4 CPUs of a node of small"):
+    with pytest.raises(
+        ValueError, match="2 ranks x 3 CPUs = 6 are more than the 4 CPUs of a node of small"
+    ):
         render(Job("gpt_tiny"), Site("small", cpus=Cpus(4, 3)))
 
 
@@ -325,7 +450,15 @@ def test_a_script_is_short_and_has_no_option_that_nobody_asked_for():
     script = render(Job("gpt_tiny", requeue=False), Site())
     assert len(script.splitlines()) <= 30
     assert script.endswith("\n") and not script.endswith("\n\n") and "\n\n\n" not in script
-    assert set(options(script)) == {"job-name", "nodes", "ntasks-per-node", "cpus-per-task", "time", "output", "no-requeue"}
+    assert set(options(script)) == {
+        "job-name",
+        "nodes",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "time",
+        "output",
+        "no-requeue",
+    }
 
 
 def test_a_folder_is_joined_with_one_slash():

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from labcode.slurm.lint.parse import site as sites
+from labcode.slurm.script import site as sites
 from labcode.slurm.script.site import Site, load, names
 
 PUBLIC = sorted(set(names()) - {"generic", "local"})
@@ -55,7 +55,11 @@ mail: {user: me@example.org}
 """,
     )
     site = load(path)
-    assert (site.name, site.account, site.qos) == ("mine", "0123", "no")  # as typed: no octal number, no truth value
+    assert (site.name, site.account, site.qos) == (
+        "mine",
+        "0123",
+        "no",
+    )  # as typed: no octal number, no truth value
     assert (site.gpus.type, site.cpus_per_rank, site.max_minutes) == ("h100", 12, 2880)
     assert site.env["NCCL_SOCKET_IFNAME"].reason == "the fast network"
     assert site.mail.events == ("END", "FAIL")
@@ -65,8 +69,16 @@ mail: {user: me@example.org}
     ("text", "line", "message"),
     [
         ("partition: a\nqso: b\n", 2, "unknown field qso: did you mean qos"),
-        ("gpus:\n  per_node: 4\n  requests: gres\n", 3, "unknown field requests in gpus: did you mean request"),
-        ("gpus:\n  request: gress\n", 2, "'gress' does not exist: there are gpus-per-node, gres, gpus-per-task"),
+        (
+            "gpus:\n  per_node: 4\n  requests: gres\n",
+            3,
+            "unknown field requests in gpus: did you mean request",
+        ),
+        (
+            "gpus:\n  request: gress\n",
+            2,
+            "'gress' does not exist: there are gpus-per-node, gres, gpus-per-task",
+        ),
         ("launcher: mpirun\n", 1, "'mpirun' does not exist: there are torchrun, srun"),
         ("gpus: {per_node: four}\n", 1, "gpus.per_node: 'four': give a whole number"),
         ("\ngpus: {per_node: -4}\n", 2, "gpus.per_node: -4: give at least 0"),
@@ -78,9 +90,17 @@ mail: {user: me@example.org}
         ("- a\n- b\n", 1, "a profile has fields of its own"),
         ("env:\n  A: {value: b}\n", 2, "env.A needs reason"),
         ("about: x\nenv:\n  A-B: {value: b, reason: c}\n", 2, "'A-B' is no name of a variable"),
-        ("account:\n\npartition: a\npartition: b\n", 4, "partition is there twice, first on line 3"),
+        (
+            "account:\n\npartition: a\npartition: b\n",
+            4,
+            "partition is there twice, first on line 3",
+        ),
         ("about: x\ncontainer: {kind: pyxis}\n", 2, "an image needs a kind of container"),
-        ("about: x\ncontainer: {kind: pyxis, image: a, binds: ['/a,/b']}\n", 2, "a comma parts one bind from the next"),
+        (
+            "about: x\ncontainer: {kind: pyxis, image: a, binds: ['/a,/b']}\n",
+            2,
+            "a comma parts one bind from the next",
+        ),
         ('partition: "a\\nb"\n', 1, "goes on one line"),
         ("logs: $SCRATCH/logs\n", 1, "sbatch opens the log before any variable is known"),
         ("scratch: ~/runs\n", 1, "write \\$HOME"),
@@ -91,7 +111,9 @@ mail: {user: me@example.org}
         ("python:\n", 1, "python is empty"),
     ],
 )
-def test_a_wrong_profile_is_refused_with_its_line_and_what_is_allowed(tmp_path, text, line, message):
+def test_a_wrong_profile_is_refused_with_its_line_and_what_is_allowed(
+    tmp_path, text, line, message
+):
     with pytest.raises(ValueError, match=rf"^mine.yaml, line {line}: .*{message}") as caught:
         load(write(tmp_path, text))
     assert "\n" not in str(caught.value)

@@ -39,8 +39,26 @@ def test_groups_equal_megatron_rank_generation_for_every_shape_and_order(shape, 
 def test_groups_equal_those_of_the_example_in_megatron_parallel_state():
     # 16 GPUs, tp=2, pp=4 and so dp=2: the groups that the docstring of initialize_model_parallel lists
     shape = GridShape(dp=2, pp=4, tp=2)
-    assert shape.groups("dp") == [[0, 2], [1, 3], [4, 6], [5, 7], [8, 10], [9, 11], [12, 14], [13, 15]]
-    assert shape.groups("tp") == [[0, 1], [2, 3], [4, 5], [6, 7], [8, 9], [10, 11], [12, 13], [14, 15]]
+    assert shape.groups("dp") == [
+        [0, 2],
+        [1, 3],
+        [4, 6],
+        [5, 7],
+        [8, 10],
+        [9, 11],
+        [12, 14],
+        [13, 15],
+    ]
+    assert shape.groups("tp") == [
+        [0, 1],
+        [2, 3],
+        [4, 5],
+        [6, 7],
+        [8, 9],
+        [10, 11],
+        [12, 13],
+        [14, 15],
+    ]
     assert shape.groups("pp") == [[0, 4, 8, 12], [1, 5, 9, 13], [2, 6, 10, 14], [3, 7, 11, 15]]
 
 
@@ -54,7 +72,9 @@ def test_groups_are_a_partition(shape, axes):
 @given(shapes, some_axes)
 def test_members_of_a_group_agree_in_every_other_axis(shape, axes):
     for group in shape.groups(*axes):
-        outside = {tuple(shape.coords(rank)[axis] for axis in AXES if axis not in axes) for rank in group}
+        outside = {
+            tuple(shape.coords(rank)[axis] for axis in AXES if axis not in axes) for rank in group
+        }
         assert len(outside) == 1
 
 

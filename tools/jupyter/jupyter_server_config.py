@@ -11,14 +11,22 @@ c.ServerApp.ip = "localhost"
 c.ServerApp.root_dir = str(root)
 c.ServerApp.allow_root = os.geteuid() == 0  # containers; everyone else keeps Jupyter's default
 first = next(iter(sorted(root.glob("notebooks/00_*.ipynb"))), None)
-c.LabApp.default_url = f"/lab/tree/notebooks/{first.name}" if first else "/lab"  # also in the address that is printed
+c.LabApp.default_url = (
+    f"/lab/tree/notebooks/{first.name}" if first else "/lab"
+)  # also in the address that is printed
 c.LabApp.news_url = None  # no look-up on the network
-c.LabApp.app_settings_dir = str(root / "tools" / "jupyter" / "settings")  # overrides.json: no question about news
+c.LabApp.app_settings_dir = str(
+    root / "tools" / "jupyter" / "settings"
+)  # overrides.json: no question about news
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 
 # A kernel's working directory is the folder of its notebook, so runs started there land in notebooks/runs.
 # TensorBoard watches folders that do not exist yet, and shows their runs as soon as they appear.
-folders = {"terminal": root / "runs", "notebooks": root / "notebooks" / "runs", "solutions": root / "solutions" / "runs"}
+folders = {
+    "terminal": root / "runs",
+    "notebooks": root / "notebooks" / "runs",
+    "solutions": root / "solutions" / "runs",
+}
 spec = ",".join(f"{name}:{folder}" for name, folder in folders.items())
 options = ["--logdir_spec", spec, "--host", "localhost", "--port", "{port}"]
 c.ServerProxy.servers = {

@@ -48,13 +48,17 @@ def lint(text: str, site=None, job=None) -> list[Problem]:
     for rule in RULES:
         for line, found in rule.find(script, facts):
             severity = "warning" if rule.warning else "error"
-            problems.append(Problem(rule.number, line, f"{rule.message} ({found})", rule.why, severity))
+            problems.append(
+                Problem(rule.number, line, f"{rule.message} ({found})", rule.why, severity)
+            )
     return sorted(problems, key=lambda problem: (problem.line, problem.rule))
 
 
 def facts_of(site, job) -> Facts:
     """What a site and a job say that a script can be compared with."""
-    facts = Facts(world_size=job.world_size if job else None, environment=tuple(job.env) if job else ())
+    facts = Facts(
+        world_size=job.world_size if job else None, environment=tuple(job.env) if job else ()
+    )
     if site is None:
         return facts
     interfaces = [site.env[name].value for name in _INTERFACES if name in site.env]
@@ -64,6 +68,13 @@ def facts_of(site, job) -> Facts:
         max_nodes=site.max_nodes,
         gpus_per_node=site.gpus.per_node or None,
         partitions=tuple(site.partition.split(",")) if site.partition else (),
-        interfaces=tuple({name: None for value in interfaces if "$" not in value for name in value.lstrip("=").split(",")}),
+        interfaces=tuple(
+            {
+                name: None
+                for value in interfaces
+                if "$" not in value
+                for name in value.lstrip("=").split(",")
+            }
+        ),
         environment=(*facts.environment, *site.env),
     )

@@ -94,7 +94,9 @@ class Script:
         if self.commands:
             self.late.append(number)
             return
-        self.directives += [Directive(number, *pair) for pair in _options(line.removeprefix("#SBATCH"))]
+        self.directives += [
+            Directive(number, *pair) for pair in _options(line.removeprefix("#SBATCH"))
+        ]
 
     def option(self, name: str) -> Directive | None:
         """The directive that counts, the last one of that name."""
@@ -134,7 +136,9 @@ class Script:
         """GPUs asked for on a node, in whichever of the four ways; None where the script does not say."""
         for name in ("gpus-per-node", "gres"):
             for entry in (self.value(name) or "").split(","):
-                counted = re.fullmatch(r"(?:gres/)?(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)(?:\(.*\))?", entry.strip())
+                counted = re.fullmatch(
+                    r"(?:gres/)?(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)(?:\(.*\))?", entry.strip()
+                )
                 if counted and (name != "gres" or "gpu" in entry):
                     return int(counted[1])
         last = re.search(r"(\d+)$", self.value("gpus-per-task") or "")

@@ -3,12 +3,18 @@ with the site and with the job. The table of them: `python -m labcode.slurm lint
 
 import re
 
-from labcode.slurm.lint.linter import rules_commands, rules_directives
+from labcode.slurm.lint import rules_commands, rules_directives
 from labcode.slurm.lint.rule import Facts, Rule, collector
 
 _COMPARED, rule = collector()
 _TWO = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node={}\n"
-_OFF = ("NCCL_P2P_DISABLE", "NCCL_IB_DISABLE", "NCCL_SHM_DISABLE", "NCCL_NET_DISABLE", "CUDA_LAUNCH_BLOCKING")
+_OFF = (
+    "NCCL_P2P_DISABLE",
+    "NCCL_IB_DISABLE",
+    "NCCL_SHM_DISABLE",
+    "NCCL_NET_DISABLE",
+    "CUDA_LAUNCH_BLOCKING",
+)
 _AXES = ("dp", "pp", "cp", "tp")
 
 
@@ -55,7 +61,11 @@ def _grid(script, facts):
         product = 1
         for size in said.values():
             product *= size
-        if world_size and said and (product != world_size if "dp" in said else world_size % max(1, product)):
+        if (
+            world_size
+            and said
+            and (product != world_size if "dp" in said else world_size % max(1, product))
+        ):
             yield command.line, f"{'*'.join(said)} = {product}, {world_size} ranks"
 
 
@@ -97,9 +107,15 @@ def _interfaces(script, facts):
 def _wrong_interface(script, facts):
     for command in script.found(r"_SOCKET_IFNAME=") if script.multi_node else ():
         for name, value in re.findall(r"(\w+_SOCKET_IFNAME)=['\"]?([\w.,^=-]+)", command.text):
-            unknown = facts.interfaces and not set(value.lstrip("=").split(",")) <= set(facts.interfaces)
+            unknown = facts.interfaces and not set(value.lstrip("=").split(",")) <= set(
+                facts.interfaces
+            )
             if value in ("lo", "docker0") or unknown:
-                yield command.line, f"{name}={value}" + (f", the site has {', '.join(facts.interfaces)}" if unknown else "")
+                yield (
+                    command.line,
+                    f"{name}={value}"
+                    + (f", the site has {', '.join(facts.interfaces)}" if unknown else ""),
+                )
 
 
 @rule(
@@ -126,7 +142,10 @@ def _left_over(script, facts):
 )
 def _wall_time(script, facts):
     if facts.max_minutes and (script.minutes or 0) > facts.max_minutes:
-        yield script.option("time").line, f"{script.value('time')}, the site's limit is {facts.max_minutes:g} minutes"
+        yield (
+            script.option("time").line,
+            f"{script.value('time')}, the site's limit is {facts.max_minutes:g} minutes",
+        )
 
 
 @rule(
@@ -155,7 +174,10 @@ def _site_gpus(script, facts):
 )
 def _site_nodes(script, facts):
     if facts.max_nodes and (script.number("nodes") or 1) > facts.max_nodes:
-        yield script.option("nodes").line, f"{script.value('nodes')} nodes, the site's limit is {facts.max_nodes}"
+        yield (
+            script.option("nodes").line,
+            f"{script.value('nodes')} nodes, the site's limit is {facts.max_nodes}",
+        )
 
 
 @rule(
@@ -171,7 +193,10 @@ def _site_partition(script, facts):
     asked = [name for name in (script.value("partition") or "").split(",") if name]
     for name in asked if facts.partitions else ():
         if name not in facts.partitions:
-            yield script.option("partition").line, f"{name}, the profile says {', '.join(facts.partitions)}"
+            yield (
+                script.option("partition").line,
+                f"{name}, the profile says {', '.join(facts.partitions)}",
+            )
 
 
 def _where(script, *names):

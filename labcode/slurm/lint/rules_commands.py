@@ -34,7 +34,9 @@ def _kill(script, facts):
     elsewhere = "SLURM_KILL_BAD_EXIT=1" in script.text
     for command in script.sruns:
         listed = command.has(r"\[@\]") and script.found(r"kill-on-bad-exit")
-        if command.has(_RANKS) and not (elsewhere or listed or command.has(r"--kill-on-bad-exit|\s-K\b")):
+        if command.has(_RANKS) and not (
+            elsewhere or listed or command.has(r"--kill-on-bad-exit|\s-K\b")
+        ):
             yield command.line, command.text[:60]
 
 
@@ -90,10 +92,13 @@ def _agents(script, facts):
     "a fixed address to meet at: take the first host of the job",
     'the script works on that machine alone; HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
     _TWO + "export MASTER_ADDR=gpu017\n",
-    _TWO + 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport MASTER_ADDR="$HEAD"\n',
+    _TWO
+    + 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport MASTER_ADDR="$HEAD"\n',
 )
 def _fixed_host(script, facts):
-    where = r"(?:\bMASTER_ADDR=|--rdzv[-_]endpoint[= ]|--master[-_]addr[= ])['\"]?([A-Za-z0-9][\w.-]*)"
+    where = (
+        r"(?:\bMASTER_ADDR=|--rdzv[-_]endpoint[= ]|--master[-_]addr[= ])['\"]?([A-Za-z0-9][\w.-]*)"
+    )
     for command in script.commands:
         host = re.search(where, command.text)
         if host and (script.multi_node or host[1] not in ("localhost", "127.0.0.1")):
@@ -138,7 +143,9 @@ def _foreground(script, facts):
     "(trap '' USR1; exec srun torchrun train.py) &\nwait\n",
 )
 def _agent_dies(script, facts):
-    passed_on = script.option("signal") and script.found(r"scancel\s.*(--signal|-s)[= ]?\"?(SIG)?USR1")
+    passed_on = script.option("signal") and script.found(
+        r"scancel\s.*(--signal|-s)[= ]?\"?(SIG)?USR1"
+    )
     ignored = re.search(r"\btrap\s+(--\s+)?[^\w\s$]+\s+(SIG)?USR1", script.text)
     if script.torchruns and passed_on and not ignored:
         yield script.torchruns[0].line, "no trap '' USR1"
@@ -154,8 +161,14 @@ def _agent_dies(script, facts):
     'srun bash -c \'trap "" USR1; torchrun train.py & trap "pkill -USR1 -P $!" USR1; wait $! || wait $!\' &\nwait\n',
 )
 def _stops_at_agent(script, facts):
-    passed_on = script.option("signal") and script.found(r"scancel\s.*(--signal|-s)[= ]?\"?(SIG)?USR1")
-    if script.torchruns and passed_on and not re.search(r"\b(pkill|kill)\s+(-s\s*|--signal[= ]|-)(SIG)?USR1", script.text):
+    passed_on = script.option("signal") and script.found(
+        r"scancel\s.*(--signal|-s)[= ]?\"?(SIG)?USR1"
+    )
+    if (
+        script.torchruns
+        and passed_on
+        and not re.search(r"\b(pkill|kill)\s+(-s\s*|--signal[= ]|-)(SIG)?USR1", script.text)
+    ):
         yield script.torchruns[0].line, "nothing below it is signalled"
 
 
@@ -163,7 +176,8 @@ def _stops_at_agent(script, facts):
     "S29",
     "a requeued run begins again: add --checkpoint.resume",
     "each life trains from step 0 and none comes to the end",
-    _HEAD + '#\nsrun -K python -m labcode.train gpt_tiny &\nwait || scontrol requeue "$SLURM_JOB_ID"\n',
+    _HEAD
+    + '#\nsrun -K python -m labcode.train gpt_tiny &\nwait || scontrol requeue "$SLURM_JOB_ID"\n',
     _HEAD + "#\nsrun -K python -m labcode.train gpt_tiny --train.out runs/a --checkpoint.resume &\n"
     'wait || scontrol requeue "$SLURM_JOB_ID"\n',
 )
@@ -197,7 +211,9 @@ def _every(script, facts):
 )
 def _home(script, facts):
     for number, line in enumerate(script.lines, 1):
-        found = re.search(r"(?<![\w.$}])/(home|Users|global/homes/\w|users|gpfs/home|u)/\w[\w.-]*/", line)
+        found = re.search(
+            r"(?<![\w.$}])/(home|Users|global/homes/\w|users|gpfs/home|u)/\w[\w.-]*/", line
+        )
         if found and not re.match(r"\s*#(?!SBATCH)", line):
             yield number, found[0]
 
@@ -223,11 +239,16 @@ def _user(script, facts):
 )
 def _bind(script, facts):
     for command in script.found(r"\b(apptainer|singularity)\s+(\S+\s+)*?(exec|run)\b"):
-        if not (command.has(r"\s(--bind|-B|--mount)\b") or re.search(r"(APPTAINER|SINGULARITY)_BIND(PATH)?=", script.text)):
+        if not (
+            command.has(r"\s(--bind|-B|--mount)\b")
+            or re.search(r"(APPTAINER|SINGULARITY)_BIND(PATH)?=", script.text)
+        ):
             yield command.line, command.text[:60]
     pyxis = script.option("container-image")
     told = script.found(r"--container-image")
-    if (pyxis or told) and not (script.option("container-mounts") or script.found(r"--container-mounts")):
+    if (pyxis or told) and not (
+        script.option("container-mounts") or script.found(r"--container-mounts")
+    ):
         yield (pyxis or told[0]).line, "--container-image without --container-mounts"
 
 

@@ -57,7 +57,10 @@ def _unknown_option(script, facts):
     for directive in script.directives:
         if directive.name not in OPTIONS:
             close = difflib.get_close_matches(directive.name, OPTIONS, n=1)
-            yield directive.line, f"--{directive.name}" + (f": did you mean --{close[0]}?" if close else "")
+            yield (
+                directive.line,
+                f"--{directive.name}" + (f": did you mean --{close[0]}?" if close else ""),
+            )
 
 
 @rule(
@@ -72,7 +75,10 @@ def _twice(script, facts):
     for directive in script.directives:
         last = script.option(directive.name)
         if last is not directive and last.value != directive.value:
-            yield directive.line, f"--{directive.name}={directive.value}, and in line {last.line} {last.value}"
+            yield (
+                directive.line,
+                f"--{directive.name}={directive.value}, and in line {last.line} {last.value}",
+            )
 
 
 @rule(
@@ -103,7 +109,10 @@ def _variable(script, facts):
 )
 def _line_ends(script, facts):
     if any(line.endswith("\r") for line in script.lines):
-        yield next(n for n, line in enumerate(script.lines, 1) if line.endswith("\r")), "carriage return"
+        yield (
+            next(n for n, line in enumerate(script.lines, 1) if line.endswith("\r")),
+            "carriage return",
+        )
 
 
 @rule(
@@ -167,8 +176,13 @@ def _array_log(script, facts):
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
 )
 def _append(script, facts):
-    if (script.option("requeue") or script.found(r"scontrol requeue")) and script.value("open-mode") != "append":
-        yield (script.option("requeue").line if script.option("requeue") else 1), "no --open-mode=append"
+    if (script.option("requeue") or script.found(r"scontrol requeue")) and script.value(
+        "open-mode"
+    ) != "append":
+        yield (
+            (script.option("requeue").line if script.option("requeue") else 1),
+            "no --open-mode=append",
+        )
 
 
 @rule(
@@ -221,7 +235,10 @@ def _no_trap(script, facts):
 def _lead(script, facts):
     seconds = re.search(r"@(\d+)", script.value("signal") or "")
     if seconds and script.minutes is not None and int(seconds[1]) >= script.minutes * 60:
-        yield script.option("signal").line, f"{seconds[1]} s before the end of {script.value('time')}"
+        yield (
+            script.option("signal").line,
+            f"{seconds[1]} s before the end of {script.value('time')}",
+        )
 
 
 @rule(
@@ -233,7 +250,10 @@ def _lead(script, facts):
     warning=True,
 )
 def _dependency(script, facts):
-    if "afterok" in (script.value("dependency") or "") and script.value("kill-on-invalid-dep") != "yes":
+    if (
+        "afterok" in (script.value("dependency") or "")
+        and script.value("kill-on-invalid-dep") != "yes"
+    ):
         yield script.option("dependency").line, script.value("dependency")
 
 
@@ -246,4 +266,7 @@ def _dependency(script, facts):
 )
 def _placement(script, facts):
     if script.multi_node and script.option("ntasks") and not script.option("ntasks-per-node"):
-        yield script.option("ntasks").line, f"{script.value('ntasks')} tasks on {script.value('nodes')} nodes"
+        yield (
+            script.option("ntasks").line,
+            f"{script.value('ntasks')} tasks on {script.value('nodes')} nodes",
+        )

@@ -5,8 +5,28 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 # states that a job does not leave again (slurm.schedmd.com/squeue.html, job state codes); a requeue is told by REQUEUED etc.
-FINAL = {"BOOT_FAIL", "CANCELLED", "COMPLETED", "DEADLINE", "FAILED", "NODE_FAIL", "OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"}
-_TO_LINE_END = {"JobName", "Command", "WorkDir", "StdErr", "StdIn", "StdOut", "Comment", "AdminComment", "SystemComment"}
+FINAL = {
+    "BOOT_FAIL",
+    "CANCELLED",
+    "COMPLETED",
+    "DEADLINE",
+    "FAILED",
+    "NODE_FAIL",
+    "OUT_OF_MEMORY",
+    "PREEMPTED",
+    "TIMEOUT",
+}
+_TO_LINE_END = {
+    "JobName",
+    "Command",
+    "WorkDir",
+    "StdErr",
+    "StdIn",
+    "StdOut",
+    "Comment",
+    "AdminComment",
+    "SystemComment",
+}
 
 
 @dataclass(frozen=True)

@@ -122,7 +122,9 @@ class Client:
         except subprocess.TimeoutExpired:
             raise Unreachable(f"{program} did not answer within {self.timeout_s:g} s") from None
         except FileNotFoundError:
-            raise SlurmError(f"{(self.prefix or argv)[0]} is not on this machine: log in to a node of the cluster") from None
+            raise SlurmError(
+                f"{(self.prefix or argv)[0]} is not on this machine: log in to a node of the cluster"
+            ) from None
         if done.returncode:
             raise _error(program, done.stderr or done.stdout, done.returncode)
         return done.stdout
@@ -180,8 +182,15 @@ class Client:
 
 def _error(program: str, said: str, code: int) -> SlurmError:
     """The error for what a command printed: the last line that says why, without the program's name before it."""
-    lines = [re.sub(rf"^({program}|slurm_\w+): (error: )?", "", line).strip() for line in said.splitlines()]
-    lines = [line for line in lines if line and not line.startswith("Batch job submission failed: Unspecified")]
+    lines = [
+        re.sub(rf"^({program}|slurm_\w+): (error: )?", "", line).strip()
+        for line in said.splitlines()
+    ]
+    lines = [
+        line
+        for line in lines
+        if line and not line.startswith("Batch job submission failed: Unspecified")
+    ]
     failed = [line for line in lines if "failed:" in line or "rror" in line]
     why = (failed or lines or [f"exit code {code}"])[-1]
     kind = UnknownJob if any(text in said for text in _UNKNOWN) else SlurmError

@@ -72,7 +72,9 @@ class Handle:
             return ""
         return path.read_text(encoding="utf-8", errors="replace")
 
-    def wait(self, *, echo: bool = True, check: bool = True, timeout_s: float | None = None) -> Outcome:
+    def wait(
+        self, *, echo: bool = True, check: bool = True, timeout_s: float | None = None
+    ) -> Outcome:
         """Follow the job to its end, through requeues; what rank 0 prints is shown as it comes.
 
         Ctrl-C cancels the job, unless it was submitted with keep.
@@ -106,7 +108,9 @@ class Handle:
                 lives, begun, pause = info.restarts, time.monotonic(), POLL_S[0]
                 screen.say(f"job {self.number} was requeued: life {lives + 1}")
             if info.state == "PENDING":
-                begun = time.monotonic()  # nobody knows how long a queue is: the limit is for a job that runs
+                begun = (
+                    time.monotonic()
+                )  # nobody knows how long a queue is: the limit is for a job that runs
             screen.state(info)
             self._show(info, screen)
             if info.ended or info.reason.split(":")[0] in NEVER:
@@ -120,7 +124,9 @@ class Handle:
             if now > (started + timeout_s if timeout_s is not None else begun + self.limit_s):
                 limit = timeout_s if timeout_s is not None else self.limit_s
                 left = "it goes on" if self.keep else "it is cancelled"
-                raise TimeoutError(f"job {self.number} is {info.state} after {limit:g} s of waiting: {left}")
+                raise TimeoutError(
+                    f"job {self.number} is {info.state} after {limit:g} s of waiting: {left}"
+                )
             self._pause(info, pause, screen)
             pause = min(POLL_S[1], pause * 1.2)
             info = self.info()
@@ -165,7 +171,9 @@ class _Screen:
             print(text, flush=True)
 
     def log(self, text):
-        lines = [line for line in text.removesuffix("\n").split("\n") if not _OTHER_RANK.match(line)]
+        lines = [
+            line for line in text.removesuffix("\n").split("\n") if not _OTHER_RANK.match(line)
+        ]
         if lines:
             self._close()
         if self.echo:
@@ -180,7 +188,9 @@ class _Screen:
                 from tqdm import tqdm
 
                 self.bar = tqdm(bar_format="{desc} {elapsed}", leave=False)
-            self.bar.set_description_str(f"job {info.id} is pending{f' ({info.reason})' if info.reason else ''}")
+            self.bar.set_description_str(
+                f"job {info.id} is pending{f' ({info.reason})' if info.reason else ''}"
+            )
         elif self.echo and info.reason and self.last != info.reason:
             print(f"job {info.id} is pending ({info.reason})", flush=True)
         self.last = info.reason if info.state == "PENDING" else None

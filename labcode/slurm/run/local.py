@@ -28,7 +28,14 @@ from labcode.slurm.script.site import Site
 class LocalHandle(Handle):
     """A job on this machine."""
 
-    def __init__(self, record: Path, where: str, keep: bool, limit_s: float, process: subprocess.Popen | None = None):
+    def __init__(
+        self,
+        record: Path,
+        where: str,
+        keep: bool,
+        limit_s: float,
+        process: subprocess.Popen | None = None,
+    ):
         super().__init__(record.stem.rpartition("-")[2], where, keep, limit_s)
         self.record, self.process = record, process
 
@@ -67,7 +74,10 @@ class LocalHandle(Handle):
         end = time.monotonic() + 3 * GRACE_S
         while self._alive() and time.monotonic() < end:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(self.process.pid if self.process else Record.read(self.record).pid, signal.SIGTERM)
+                os.kill(
+                    self.process.pid if self.process else Record.read(self.record).pid,
+                    signal.SIGTERM,
+                )
             time.sleep(0.2)
 
 
@@ -93,7 +103,11 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
     out = os.path.expandvars(f"{site.scratch.rstrip('/')}/{job.name}-{number}")
     gpus = _gpus() if site.gpus.per_node else 0
     plan = {
-        "agents": [_agent(job, node, number, port, out, gpus) for port in [_free_port()] for node in range(job.nodes)],
+        "agents": [
+            _agent(job, node, number, port, out, gpus)
+            for port in [_free_port()]
+            for node in range(job.nodes)
+        ],
         "record": str(record),
         "owner": 0 if keep else os.getpid(),
         "usr1_s": job.minutes * 60 - job.signal_s if job.resumes else None,
@@ -126,7 +140,12 @@ def find(number: str, folder: Path) -> LocalHandle:
 def _agent(job, node, number, port, out, gpus):
     """The command line of the agent of one pretended node."""
     cores = max(1, (os.cpu_count() or 1) // job.world_size)
-    env = {"PYTHONUNBUFFERED": "1", "OMP_NUM_THREADS": str(cores), "GLOO_SOCKET_IFNAME": _loopback(), **job.env}
+    env = {
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": str(cores),
+        "GLOO_SOCKET_IFNAME": _loopback(),
+        **job.env,
+    }
     if gpus >= job.world_size:
         first = node * job.ranks_per_node
         env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, range(first, first + job.ranks_per_node)))
@@ -134,8 +153,16 @@ def _agent(job, node, number, port, out, gpus):
         env["CUDA_VISIBLE_DEVICES"] = ""
     if job.nccl_debug:
         env["NCCL_DEBUG"] = job.nccl_debug
-    torchrun = [f"--nnodes={job.nodes}", f"--nproc-per-node={job.ranks_per_node}", f"--rdzv-id={number}"]
-    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf=is_host={int(node == 0)}"]
+    torchrun = [
+        f"--nnodes={job.nodes}",
+        f"--nproc-per-node={job.ranks_per_node}",
+        f"--rdzv-id={number}",
+    ]
+    torchrun += [
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-conf=is_host={int(node == 0)}",
+    ]
     torchrun += ["--local-addr=127.0.0.1", "-m", MODULE, "rank", job.module, *job.arguments(out)]
     return [
         "env", *(f"{name}={value}" for name, value in env.items()), sys.executable, "-m", "torch.distributed.run", *torchrun
@@ -157,7 +184,9 @@ def _gpus() -> int:
     if not shutil.which("nvidia-smi"):
         return 0
     try:
-        listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30).stdout
+        listed = subprocess.run(
+            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30
+        ).stdout
     except (OSError, subprocess.TimeoutExpired):
         return 0
     return sum(line.startswith("GPU ") for line in listed.splitlines())

@@ -23,18 +23,25 @@ NEVER = {
     "launch_failed_requeued_held": "it could not be launched: look at the folder of the log and at the node",
 }
 
-_LIFE = re.compile(r"slurmstepd\S*: error: \*\*\* JOB .* DUE TO (?:JOB REQUEUE|NODE FAILURE).*\n")  # between two lives
+_LIFE = re.compile(
+    r"slurmstepd\S*: error: \*\*\* JOB .* DUE TO (?:JOB REQUEUE|NODE FAILURE).*\n"
+)  # between two lives
 _TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
 _SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
 _PEER = re.compile(r"^(?:\[\w+\]:? ?)?error: .*?\brank (\d+)\b", re.MULTILINE)
 _OWN = re.compile(r"^(?:\[(?:rank ?)?(\d+)\]:? )?error: (.+)", re.MULTILINE)
-_PYTHON = re.compile(r"^(?:\[rank(\d+)\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Diverged): .+)", re.MULTILINE)
+_PYTHON = re.compile(
+    r"^(?:\[rank(\d+)\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Diverged): .+)",
+    re.MULTILINE,
+)
 _OOM = re.compile(
     r"oom[_-]kill|Out Of Memory|DefaultCPUAllocator: (not enough|can't allocate) memory|CUDA out of memory|MemoryError",
     re.IGNORECASE,
 )
 # said of a peer that is gone: not the cause
-_CAUSED = re.compile(r"Connection (reset|closed|refused)|peer|SignalException|ChildFailedError|Broken pipe|RendezvousConn")
+_CAUSED = re.compile(
+    r"Connection (reset|closed|refused)|peer|SignalException|ChildFailedError|Broken pipe|RendezvousConn"
+)
 
 
 @dataclass(frozen=True)
@@ -59,7 +66,11 @@ class Outcome:
         return self.state == "COMPLETED"
 
     def __str__(self):
-        lives = f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}" if self.restarts else ""
+        lives = (
+            f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}"
+            if self.restarts
+            else ""
+        )
         return f"{self.state}{lives}" + (f": {self.reason}" if self.reason else "")
 
 
@@ -72,7 +83,9 @@ def explain(info, log: str) -> Outcome:
     """
     rank, fault = first_failure(_LIFE.split(log)[-1])
     state, more = info.state, {"restarts": info.restarts}
-    own = info.reason if " " in info.reason else ""  # a sentence of our supervisor; SLURM's reasons are one word
+    own = (
+        info.reason if " " in info.reason else ""
+    )  # a sentence of our supervisor; SLURM's reasons are one word
     if state == "COMPLETED":
         return Outcome(state, **more)
     never = next((text for reason, text in NEVER.items() if info.reason.startswith(reason)), None)
@@ -81,7 +94,9 @@ def explain(info, log: str) -> Outcome:
     if state == "FAILED" and _OOM.search(fault):
         state = "OUT_OF_MEMORY"
     if state in _STATES:
-        text = own or _STATES[state].format(limit=info.time_limit or "the job", nodes=info.nodes or "the job")
+        text = own or _STATES[state].format(
+            limit=info.time_limit or "the job", nodes=info.nodes or "the job"
+        )
         if state == "OUT_OF_MEMORY" and rank is not None:
             text = f"rank {rank}: {fault}; {text}"
         return Outcome(state, text, rank if state == "OUT_OF_MEMORY" else None, **more)
@@ -98,21 +113,31 @@ def first_failure(log: str) -> tuple[int | None, str]:
     """
     said = _said(log)
     reports = [(int(rank), int(code)) for rank, code in _TORCHRUN.findall(log)]
-    ended = [(rank, code) for rank, code in reports if code not in (-signal.SIGTERM, -signal.SIGINT)] or reports
+    ended = [
+        (rank, code) for rank, code in reports if code not in (-signal.SIGTERM, -signal.SIGINT)
+    ] or reports
     if ended:
         killed = [
             pair for pair in ended if pair[1] < 0 and pair[1] != -signal.SIGABRT
         ]  # a crash comes before what it causes
         rank, code = (killed or ended)[0]
         why = said.get(rank) or (said.get(None) if code > 0 else None)
-        return (_named(log) if code > 0 and _named(log) is not None else rank), why or exit_text(*_code(code))
-    tasks = [(node, _first(numbers), what) for node, numbers, what in _SRUN.findall(log) if "orced" not in what]
+        return (_named(log) if code > 0 and _named(log) is not None else rank), why or exit_text(
+            *_code(code)
+        )
+    tasks = [
+        (node, _first(numbers), what)
+        for node, numbers, what in _SRUN.findall(log)
+        if "orced" not in what
+    ]
     if tasks and "torch.distributed" not in log and "torchelastic" not in log:
         killed = [task for task in tasks if "Exited" not in task[2] and "Terminated" not in task[2]]
         node, rank, what = (killed or tasks)[0]
         why = said.get(rank) or (said.get(None) if "Exited" in what else None)
         named = _named(log) if "Exited" in what else None
-        return (rank if named is None else named), f"{what.lower()} on {node}" + (f": {why}" if why else "")
+        return (rank if named is None else named), f"{what.lower()} on {node}" + (
+            f": {why}" if why else ""
+        )
     if tasks:
         return None, f"{tasks[0][2].lower()} on {tasks[0][0]}"
     rank = _named(log)
@@ -128,7 +153,9 @@ def exit_text(code: int, by_signal: int = 0) -> str:
             name = signal.Signals(by_signal).name
         except ValueError:
             name = f"signal {by_signal}"
-        return f"killed by {name}" + (": by hand, or by the kernel for want of memory" if name == "SIGKILL" else "")
+        return f"killed by {name}" + (
+            ": by hand, or by the kernel for want of memory" if name == "SIGKILL" else ""
+        )
     return f"exit code {code}"
 
 

@@ -57,7 +57,9 @@ def submit(
     """
     site = load(site) if isinstance(site, str) else site
     if site.name == "local" and site.python == "python":
-        site = dataclasses.replace(site, python=sys.executable)  # its nodes share this machine's files
+        site = dataclasses.replace(
+            site, python=sys.executable
+        )  # its nodes share this machine's files
     text = checked(job, site)
     client = None if here else client or Client.find(site.name)
     if client is None and not here and (own := Client.own()):
@@ -66,7 +68,9 @@ def submit(
         )
     folder = Path(site.logs)
     folder.mkdir(parents=True, exist_ok=True)
-    handle = _to_slurm(client, text, folder, job, keep) if client else start(job, site, folder, keep)
+    handle = (
+        _to_slurm(client, text, folder, job, keep) if client else start(job, site, folder, keep)
+    )
     if echo:
         hint = f" ({HINT})" if client is None and not here and site.name == "local" else ""
         print(f"job {handle.number} on {handle.where}{hint}; log: {handle.path}", flush=True)
@@ -83,7 +87,9 @@ def checked(job: Job, site: Site) -> str:
     errors = [problem for problem in lint(text, site, job) if problem.severity == "error"]
     if errors:
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ValueError(f"the script is not submitted: line {errors[0].line}: {errors[0].rule}: {errors[0].message}{more}")
+        raise ValueError(
+            f"the script is not submitted: line {errors[0].line}: {errors[0].rule}: {errors[0].message}{more}"
+        )
     return text
 
 

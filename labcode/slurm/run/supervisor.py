@@ -67,7 +67,9 @@ class Record:
         try:
             return cls(**json.loads(path.read_text(encoding="utf-8")))
         except (OSError, TypeError, json.JSONDecodeError):
-            raise ValueError(f"{path} is not the record of a job: there is no such job on this machine") from None
+            raise ValueError(
+                f"{path} is not the record of a job: there is no such job on this machine"
+            ) from None
 
 
 def supervise(plan: dict) -> None:
@@ -78,7 +80,9 @@ def supervise(plan: dict) -> None:
     record.save(path)
     for name in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(name, lambda *_: stop.set())
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # inherited: a rank that is still starting must not die of it
+    signal.signal(
+        signal.SIGUSR1, signal.SIG_IGN
+    )  # inherited: a rank that is still starting must not die of it
     agents = []
     try:
         with open(record.log, "ab") as log:
@@ -117,7 +121,10 @@ def _watch(agents, plan, record, stop) -> tuple[str, str, int]:
         if lasted > record.minutes * 60:
             return "TIMEOUT", "", 0
         if plan["usr1_s"] is not None and lasted > max(plan["usr1_s"], again):
-            asked, again = True, lasted + ASK_AGAIN_S  # a rank that is still starting did not hear it
+            asked, again = (
+                True,
+                lasted + ASK_AGAIN_S,
+            )  # a rank that is still starting did not hear it
             for rank in _ranks(agents):
                 with contextlib.suppress(psutil.NoSuchProcess):
                     rank.send_signal(signal.SIGUSR1)
@@ -135,7 +142,10 @@ def _end(agents):
     family = []
     for agent in agents:
         with contextlib.suppress(psutil.NoSuchProcess):
-            family += [*psutil.Process(agent.pid).children(recursive=True), psutil.Process(agent.pid)]
+            family += [
+                *psutil.Process(agent.pid).children(recursive=True),
+                psutil.Process(agent.pid),
+            ]
     for agent in agents:
         if agent.poll() is None:
             agent.terminate()  # torchrun passes it on

@@ -53,7 +53,9 @@ class Job:
 
     def __post_init__(self):
         if isinstance(self.overrides, str):
-            raise ValueError(f"overrides={self.overrides!r} is one string: give a sequence, such as ('--grid.tp', '2')")
+            raise ValueError(
+                f"overrides={self.overrides!r} is one string: give a sequence, such as ('--grid.tp', '2')"
+            )
         object.__setattr__(self, "overrides", tuple(map(str, self.overrides)))
         object.__setattr__(self, "env", {name: str(value) for name, value in self.env.items()})
         if self.name is None:
@@ -64,15 +66,23 @@ class Job:
             if getattr(self, count) < 1:
                 raise ValueError(f"{count}={getattr(self, count)}: give at least 1")
         if self.signal_s >= 60 * self.minutes:
-            raise ValueError(f"signal_s={self.signal_s} is no less than the time limit of {60 * self.minutes} s: give less")
+            raise ValueError(
+                f"signal_s={self.signal_s} is no less than the time limit of {60 * self.minutes} s: give less"
+            )
         if not MODULE.fullmatch(self.module):
             raise ValueError(f"module={self.module!r}: give a dotted name, as after python -m")
         self._check_texts()
 
     def _check_texts(self):
         if "/" in self.name or self.name.strip() in ("", ".", ".."):
-            raise ValueError(f"name={self.name!r} names a folder and a log file: give one without /, and not an empty one")
-        for what, text in {"name": self.name, "array": self.array, "dependency": self.dependency}.items():
+            raise ValueError(
+                f"name={self.name!r} names a folder and a log file: give one without /, and not an empty one"
+            )
+        for what, text in {
+            "name": self.name,
+            "array": self.array,
+            "dependency": self.dependency,
+        }.items():
             if text is not None and not text.isprintable():
                 raise ValueError(
                     f"{what}={text!r} goes on one line of the script: leave out line breaks and control characters"
@@ -80,10 +90,14 @@ class Job:
         if self.array is not None and not re.fullmatch(
             r"\d+(-\d+(:\d+)?)?(,\d+(-\d+(:\d+)?)?)*(%\d+)?", self.array, re.ASCII
         ):
-            raise ValueError(f"array={self.array!r}: give numbers, such as 0-3 or 1,5,9 or 0-15%4 (4 at a time)")
+            raise ValueError(
+                f"array={self.array!r}: give numbers, such as 0-3 or 1,5,9 or 0-15%4 (4 at a time)"
+            )
         bad = next((name for name in self.env if not NAME.fullmatch(name)), None)
         if bad is not None:
-            raise ValueError(f"env: {bad!r} is no name of a variable: letters, digits and _, no digit first")
+            raise ValueError(
+                f"env: {bad!r} is no name of a variable: letters, digits and _, no digit first"
+            )
         if any("\0" in text for text in (self.recipe, *self.overrides, *self.env.values())):
             raise ValueError("a NUL character cannot be passed on a command line: leave it out")
 
@@ -148,7 +162,9 @@ class Job:
         if not self.trains:
             return None
         if self.array is not None and not self.own_folder:
-            raise ValueError("all jobs of the array would write into one folder: leave out train.out, each gets its own")
+            raise ValueError(
+                "all jobs of the array would write into one folder: leave out train.out, each gets its own"
+            )
         return _config(self.arguments("runs/any")).check(self.world_size)
 
 

@@ -12,9 +12,13 @@ import jinja2
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import Site
 
-PLAIN = re.compile(r"[\w@%+=:,./-]+", re.ASCII)  # needs no quotes, neither in bash nor on an #SBATCH line
+PLAIN = re.compile(
+    r"[\w@%+=:,./-]+", re.ASCII
+)  # needs no quotes, neither in bash nor on an #SBATCH line
 VARIABLE = re.compile(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})", re.ASCII)
-ODD = re.compile(r"[^\x20-\x7e\u00a1-\u1fff\u2c00-\ud7ff\U0001f300-\U0001faff]")  # controls, odd spaces, typographic signs
+ODD = re.compile(
+    r"[^\x20-\x7e\u00a1-\u1fff\u2c00-\ud7ff\U0001f300-\U0001faff]"
+)  # controls, odd spaces, typographic signs
 COLUMN = 40  # where comments begin
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
@@ -39,7 +43,11 @@ def render(job: Job, site: Site) -> str:
     shape = job.check()
     _check_fits(job, site)
     torchrun = site.launcher == "torchrun"
-    settings = [(name, expanded(setting.value), setting.reason) for name, setting in site.env.items() if name not in job.env]
+    settings = [
+        (name, expanded(setting.value), setting.reason)
+        for name, setting in site.env.items()
+        if name not in job.env
+    ]
     return _TEMPLATES.get_template("job.sh.j2").render(
         job=job,
         site=site,
@@ -64,11 +72,17 @@ def render(job: Job, site: Site) -> str:
 
 def _check_fits(job, site):
     """Raises ValueError for a job that the site refuses whatever else it says."""
-    limits = {"minutes": site.max_minutes, "nodes": site.max_nodes, "ranks_per_node": site.gpus.per_node or None}
+    limits = {
+        "minutes": site.max_minutes,
+        "nodes": site.max_nodes,
+        "ranks_per_node": site.gpus.per_node or None,
+    }
     kinds = {"minutes": "max_minutes", "nodes": "max_nodes", "ranks_per_node": "gpus.per_node"}
     for name, most in limits.items():
         if most is not None and getattr(job, name) > most:
-            raise ValueError(f"{name}={getattr(job, name)} is more than {kinds[name]}={most} of {site.name}: ask for less")
+            raise ValueError(
+                f"{name}={getattr(job, name)} is more than {kinds[name]}={most} of {site.name}: ask for less"
+            )
     cpus = site.cpus_per_rank * job.ranks_per_node
     if site.cpus.per_node and cpus > site.cpus.per_node:
         raise ValueError(
@@ -79,7 +93,10 @@ def _check_fits(job, site):
 
 def _directives(job, site):
     """(option, value, comment) of each #SBATCH line; lines without a value are left out."""
-    torchrun, share = site.launcher == "torchrun", " the ranks of a node share it" if site.launcher == "torchrun" else ""
+    torchrun, share = (
+        site.launcher == "torchrun",
+        " the ranks of a node share it" if site.launcher == "torchrun" else "",
+    )
     mail = site.mail
     yield "job-name", job.name, ""
     yield "account", site.account, ""
@@ -93,18 +110,38 @@ def _directives(job, site):
         1 if torchrun else job.ranks_per_node,
         "torchrun, which starts the ranks" if torchrun else "ranks",
     )
-    yield "cpus-per-task", site.cpus_per_rank * (job.ranks_per_node if torchrun else 1), share.strip()
+    yield (
+        "cpus-per-task",
+        site.cpus_per_rank * (job.ranks_per_node if torchrun else 1),
+        share.strip(),
+    )
     yield from _gpus(job, site.gpus, torchrun)
     yield "mem", site.memory, "per node"
     yield "exclusive", True if site.exclusive else None, ""
     yield "time", f"{job.minutes // 60:02}:{job.minutes % 60:02}:00", ""
-    yield "output", job.log if site.logs == "." else f"{site.logs.rstrip('/')}/{job.log}", "name and number of the job"
+    yield (
+        "output",
+        job.log if site.logs == "." else f"{site.logs.rstrip('/')}/{job.log}",
+        "name and number of the job",
+    )
     yield "open-mode", "append" if job.resumes else None, "a second life goes on in the same log"
-    yield ("requeue", True, "after a failed node too") if job.resumes else ("no-requeue", True, _why_not(job))
-    yield "signal", f"B:USR1@{job.signal_s}" if job.resumes else None, "to this script, before the time is over"
+    yield (
+        ("requeue", True, "after a failed node too")
+        if job.resumes
+        else ("no-requeue", True, _why_not(job))
+    )
+    yield (
+        "signal",
+        f"B:USR1@{job.signal_s}" if job.resumes else None,
+        "to this script, before the time is over",
+    )
     yield "array", job.array, ""
     yield "dependency", job.dependency, ""
-    yield "kill-on-invalid-dep", "yes" if job.dependency else None, "else the job would wait for ever"
+    yield (
+        "kill-on-invalid-dep",
+        "yes" if job.dependency else None,
+        "else the job would wait for ever",
+    )
     yield "mail-user", mail and mail.user, ""
     yield "mail-type", mail and ",".join(mail.events), ""
     for option in site.directives:
@@ -130,7 +167,10 @@ def _gpus(job, gpus, torchrun):
 def _directive(option, value, comment):
     if value is None:
         return None
-    return _commented(f"#SBATCH --{option}" if value is True else f"#SBATCH --{option}={_for_sbatch(str(value))}", comment)
+    return _commented(
+        f"#SBATCH --{option}" if value is True else f"#SBATCH --{option}={_for_sbatch(str(value))}",
+        comment,
+    )
 
 
 def _for_sbatch(value):
@@ -150,7 +190,9 @@ def _command(job, site, torchrun):
     if container.kind == "pyxis":
         mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in _binds(site))
         yield f'--container-image={expanded(container.image)} --container-workdir="$PWD"'
-        yield " ".join([f"--container-mounts={expanded(mounts)}", *map(expanded, container.options)])
+        yield " ".join(
+            [f"--container-mounts={expanded(mounts)}", *map(expanded, container.options)]
+        )
     if _hands_down(job, site, torchrun):
         yield f'bash -c "$hand_down" {"torchrun" if torchrun else "rank"}'
     if _wrapped(site):
@@ -163,7 +205,9 @@ def _command(job, site, torchrun):
         yield '--rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first_node:$port"'
     program = f"-m {job.module}" if torchrun else f"{expanded(site.python)} -m {job.module}"
     out = "\0out"  # stands for the variable of the script, and no argument can hold a NUL
-    yield " ".join([program, *('"$out"' if word == out else literal(word) for word in job.arguments(out))])
+    yield " ".join(
+        [program, *('"$out"' if word == out else literal(word) for word in job.arguments(out))]
+    )
 
 
 def _wrapped(site):
@@ -190,7 +234,10 @@ def _container(site):
     container = site.container
     if container.kind == "shifter":  # sees the file systems of the site by itself
         yield f"shifter --image={expanded(container.image)}"
-        yield from (f"--volume={expanded(bind if ':' in bind else f'{bind}:{bind}')}" for bind in container.binds)
+        yield from (
+            f"--volume={expanded(bind if ':' in bind else f'{bind}:{bind}')}"
+            for bind in container.binds
+        )
         yield from map(expanded, container.options)
         return
     yield f"{container.kind} exec"
@@ -216,8 +263,14 @@ def expanded(text: str) -> str:
         return literal(text)
     pieces = VARIABLE.split(text)  # literal, $NAME, literal, $NAME, ..., literal
     if ODD.search(text):
-        return "".join(f'"{piece}"' if at % 2 else literal(piece) for at, piece in enumerate(pieces) if piece)
-    return '"' + "".join(piece if at % 2 else _inside_quotes(piece) for at, piece in enumerate(pieces)) + '"'
+        return "".join(
+            f'"{piece}"' if at % 2 else literal(piece) for at, piece in enumerate(pieces) if piece
+        )
+    return (
+        '"'
+        + "".join(piece if at % 2 else _inside_quotes(piece) for at, piece in enumerate(pieces))
+        + '"'
+    )
 
 
 def inside(folder: str, name: str) -> str:
@@ -230,7 +283,9 @@ def _inside_quotes(text):
 
 
 def _as_bytes(match):
-    return {"\n": "\\n", "\t": "\\t"}.get(match[0]) or "".join(f"\\x{byte:02x}" for byte in match[0].encode())
+    return {"\n": "\\n", "\t": "\\t"}.get(match[0]) or "".join(
+        f"\\x{byte:02x}" for byte in match[0].encode()
+    )
 
 
 def _commented(line, comment):

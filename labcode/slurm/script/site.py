@@ -13,14 +13,43 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from labcode.slurm.lint.parse import site_yaml as profile
+from labcode.slurm.script import site_yaml as profile
 
-SITES = Path(__file__).resolve().parents[2] / "slurm" / "sites"
+SITES = Path(__file__).resolve().parents[1] / "sites"
 SUFFIX = re.compile(r"[A-Za-z0-9.-]*")
 MANAGED = (  # options that the other fields give
-    *("account", "partition", "qos", "reservation", "constraint", "mem", "exclusive", "mail-user", "mail-type"),
-    *("nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus-per-node", "gres", "gpus-per-task", "time"),
-    *("job-name", "output", "error", "open-mode", "signal", "requeue", "no-requeue", "array", "dependency"),
+    *(
+        "account",
+        "partition",
+        "qos",
+        "reservation",
+        "constraint",
+        "mem",
+        "exclusive",
+        "mail-user",
+        "mail-type",
+    ),
+    *(
+        "nodes",
+        "ntasks",
+        "ntasks-per-node",
+        "cpus-per-task",
+        "gpus-per-node",
+        "gres",
+        "gpus-per-task",
+        "time",
+    ),
+    *(
+        "job-name",
+        "output",
+        "error",
+        "open-mode",
+        "signal",
+        "requeue",
+        "no-requeue",
+        "array",
+        "dependency",
+    ),
 )
 
 
@@ -31,7 +60,9 @@ class Gpus:
     per_node: int = 0  # 0: a cluster of CPUs
     request: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
     type: str | None = None  # named in the request, such as a100: --gpus-per-node=a100:4
-    vendor: Literal["nvidia", "amd"] = "nvidia"  # for amd a container brings ROCm along, or has --rocm in its options
+    vendor: Literal["nvidia", "amd"] = (
+        "nvidia"  # for amd a container brings ROCm along, or has --rocm in its options
+    )
 
     def __post_init__(self):
         at_least(self, "per_node", 0)
@@ -61,7 +92,10 @@ class Container:
 
     def __post_init__(self):
         if (self.kind == "none") != (self.image is None):
-            raise profile.Wrong("image" if self.image else "kind", "an image needs a kind of container, and a kind an image")
+            raise profile.Wrong(
+                "image" if self.image else "kind",
+                "an image needs a kind of container, and a kind an image",
+            )
         printable(self, "image", "binds", "options")
         if any("," in bind for bind in self.binds):
             raise profile.Wrong("binds", "a comma parts one bind from the next: give a list")
@@ -72,7 +106,9 @@ class Mail:
     """Who is told what by e-mail."""
 
     user: str
-    events: tuple[Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "TIME_LIMIT_80", "ALL"], ...] = ("END", "FAIL")
+    events: tuple[
+        Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "TIME_LIMIT_80", "ALL"], ...
+    ] = ("END", "FAIL")
 
     def __post_init__(self):
         printable(self, "user")
@@ -106,12 +142,16 @@ class Site:
     cpus: Cpus = field(default_factory=Cpus)
     max_minutes: int | None = None  # longest wall time of the partition and qos
     max_nodes: int | None = None  # most nodes of one job there
-    launcher: Literal["torchrun", "srun"] = "torchrun"  # srun starts one torchrun per node, or one task per rank
+    launcher: Literal["torchrun", "srun"] = (
+        "torchrun"  # srun starts one torchrun per node, or one task per rank
+    )
     host_suffix: str = ""  # what the site adds to a node's name for its address on the fast network
     container: Container = field(default_factory=Container)
     modules: tuple[str, ...] = ()  # module load ...
     env: Mapping[str, Setting] = field(default_factory=dict)
-    setup: tuple[str, ...] = ()  # shell lines that run before the ranks, such as: source .venv/bin/activate
+    setup: tuple[
+        str, ...
+    ] = ()  # shell lines that run before the ranks, such as: source .venv/bin/activate
     python: str = "python"
     scratch: str = "runs"  # every run gets a folder of its own in it; all nodes must see it
     logs: str = "."  # folder of the logs; it must exist when the job is submitted
@@ -119,7 +159,18 @@ class Site:
     directives: tuple[str, ...] = ()  # more options for sbatch, such as --licenses=scratch
 
     def __post_init__(self):
-        printable(self, "account", "partition", "qos", "reservation", "constraint", "memory", "about", "modules", "env")
+        printable(
+            self,
+            "account",
+            "partition",
+            "qos",
+            "reservation",
+            "constraint",
+            "memory",
+            "about",
+            "modules",
+            "env",
+        )
         printable(self, "setup", "python", "scratch", "logs", "directives")
         at_least(self, "max_minutes", 1)
         at_least(self, "max_nodes", 1)
@@ -127,17 +178,25 @@ class Site:
             if not getattr(self, name):
                 raise profile.Wrong(name, "is empty: name one, or leave the line out")
             if getattr(self, name).startswith("~"):
-                raise profile.Wrong(name, f"{getattr(self, name)!r}: quoted, a ~ is a plain character: write $HOME")
+                raise profile.Wrong(
+                    name, f"{getattr(self, name)!r}: quoted, a ~ is a plain character: write $HOME"
+                )
         if "$" in self.logs:
             raise profile.Wrong(
-                "logs", f"{self.logs!r}: sbatch opens the log before any variable is known: give a plain path"
+                "logs",
+                f"{self.logs!r}: sbatch opens the log before any variable is known: give a plain path",
             )
         if not SUFFIX.fullmatch(self.host_suffix):
-            raise profile.Wrong("host_suffix", f"{self.host_suffix!r} is no part of a host's name: letters, digits, - and .")
+            raise profile.Wrong(
+                "host_suffix",
+                f"{self.host_suffix!r} is no part of a host's name: letters, digits, - and .",
+            )
         for option in self.directives:
             name = option.partition("=")[0].removeprefix("--")
             if not option.startswith("--") or " " in name or name in MANAGED:
-                hint = f"the field for {name} says that" if name in MANAGED else "give --option=value"
+                hint = (
+                    f"the field for {name} says that" if name in MANAGED else "give --option=value"
+                )
                 raise profile.Wrong("directives", f"{option!r}: {hint}")
 
     @property
@@ -174,7 +233,9 @@ def load(name_or_path: str | Path, **changes) -> Site:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: cannot be read as a profile: {getattr(error, 'strerror', None) or error}") from None
+        raise ValueError(
+            f"{path}: cannot be read as a profile: {getattr(error, 'strerror', None) or error}"
+        ) from None
     return profile.read(text, Site, path.name, {"name": path.stem, **changes})
 
 
@@ -191,6 +252,11 @@ def printable(part, *names):
         value = getattr(part, name)
         for text in [value] if isinstance(value, str) else value or ():
             if not text.isprintable():
-                raise profile.Wrong(name, f"{text!r} goes on one line: leave out line breaks and control characters")
+                raise profile.Wrong(
+                    name, f"{text!r} goes on one line: leave out line breaks and control characters"
+                )
             if name == "env" and not profile.VARIABLE.fullmatch(text):
-                raise profile.Wrong(name, f"{text!r} is no name of a variable: letters, digits and _, no digit first")
+                raise profile.Wrong(
+                    name,
+                    f"{text!r} is no name of a variable: letters, digits and _, no digit first",
+                )

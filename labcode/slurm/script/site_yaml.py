@@ -46,14 +46,18 @@ def read(text: str, kind: type, where: str, given: Mapping[str, object]):
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(f"{where}{line}: this is not YAML: {error.problem or error.context}") from None
+        raise ValueError(
+            f"{where}{line}: this is not YAML: {error.problem or error.context}"
+        ) from None
     except yaml.YAMLError as error:
         raise ValueError(f"{where}: this is not YAML: {str(error).splitlines()[0]}") from None
     unknown = sorted(set(given) - {field.name for field in dataclasses.fields(kind)})
     if unknown:
         raise ValueError(f"unknown field {unknown[0]}: there are {', '.join(_names(kind))}")
     if node is None:
-        node = yaml.MappingNode("tag:yaml.org,2002:map", [], *[yaml.Mark(where, 0, 0, 0, None, None)] * 2)
+        node = yaml.MappingNode(
+            "tag:yaml.org,2002:map", [], *[yaml.Mark(where, 0, 0, 0, None, None)] * 2
+        )
     return _Reader(where).dataclass(node, kind, "", given)
 
 
@@ -68,14 +72,18 @@ class _Reader:
         """`{key: (key node, value node)}` of a mapping."""
         if not isinstance(node, yaml.MappingNode):
             self.fail(
-                node, f"{what or 'a profile'} has fields of its own: write `name: value` lines{' below it' * bool(what)}"
+                node,
+                f"{what or 'a profile'} has fields of its own: write `name: value` lines{' below it' * bool(what)}",
             )
         found = {}
         for key, value in node.value:
             if not isinstance(key, yaml.ScalarNode):
                 self.fail(key, "the name of a field is a plain word")
             if key.value in found:
-                self.fail(key, f"{key.value} is there twice, first on line {found[key.value][0].start_mark.line + 1}")
+                self.fail(
+                    key,
+                    f"{key.value} is there twice, first on line {found[key.value][0].start_mark.line + 1}",
+                )
             found[key.value] = key, value
         return found
 
@@ -86,19 +94,28 @@ class _Reader:
                 close = difflib.get_close_matches(name, _names(kind), n=1)
                 hint = f"did you mean {close[0]}? " if close else ""
                 section = f" in {path}" if path else ""
-                self.fail(key, f"unknown field {name}{section}: {hint}there are {', '.join(_names(kind))}")
+                self.fail(
+                    key, f"unknown field {name}{section}: {hint}there are {', '.join(_names(kind))}"
+                )
         values = {
-            name: self.value(value, hints[name], f"{path}.{name}" if path else name) for name, (_, value) in pairs.items()
+            name: self.value(value, hints[name], f"{path}.{name}" if path else name)
+            for name, (_, value) in pairs.items()
         }
         values |= dict(given)
         for f in dataclasses.fields(kind):
-            if f.default is dataclasses.MISSING and f.default_factory is dataclasses.MISSING and f.name not in values:
+            if (
+                f.default is dataclasses.MISSING
+                and f.default_factory is dataclasses.MISSING
+                and f.name not in values
+            ):
                 self.fail(node, f"{path} needs {f.name}")
         try:
             return kind(**values)
         except Wrong as wrong:
             inside = wrong.field in pairs and wrong.field not in given
-            self.fail(pairs[wrong.field][0] if inside else node, f"{path + '.' if path else ''}{wrong}")
+            self.fail(
+                pairs[wrong.field][0] if inside else node, f"{path + '.' if path else ''}{wrong}"
+            )
 
     def value(self, node, hint, path):
         """The node as the type that the field has."""
@@ -114,7 +131,8 @@ class _Reader:
             return tuple(self.value(item, options[0], path) for item in node.value)
         if origin is Mapping:
             return {
-                key: self.value(value, options[1], f"{path}.{key}") for key, (_, value) in self.pairs(node, path).items()
+                key: self.value(value, options[1], f"{path}.{key}")
+                for key, (_, value) in self.pairs(node, path).items()
             }
         if dataclasses.is_dataclass(hint):
             return self.dataclass(node, hint, path)

@@ -13,7 +13,9 @@ def my_share(share) -> None:
         items = list(range(count))
         parts = [list(due(share(items, rank, world_size))) for rank in range(world_size)]
         dealt = sorted(item for part in parts for item in part)
-        assert len(dealt) >= count, f"{count} items over {world_size} ranks: only {len(dealt)} were dealt out"
+        assert len(dealt) >= count, (
+            f"{count} items over {world_size} ranks: only {len(dealt)} were dealt out"
+        )
         assert dealt == items, f"{count} items over {world_size} ranks: some item is on two ranks"
         sizes = [len(part) for part in parts]
         assert max(sizes) - min(sizes) <= 1, (
@@ -34,16 +36,24 @@ def distributed_mean(mean, ranks) -> None:
     due(*results)
     values = [i + 10 * rank for rank in range(len(ranks)) for i in range(rank + 1)]
     of_means = sum(i / 2 + 10 * i for i in range(len(ranks))) / len(ranks)
-    assert all(untouched), "the local values were changed: all_reduce works in place, so give it a tensor of its own"
+    assert all(untouched), (
+        "the local values were changed: all_reduce works in place, so give it a tensor of its own"
+    )
     assert len(set(results)) == 1, f"the ranks disagree: {results}"
     wrong = "a mean of means: ranks with few values count too much; sum and count must travel separately"
     assert not math.isclose(results[0], of_means, rel_tol=1e-5), wrong
     expected = sum(values) / len(values)
-    assert math.isclose(results[0], expected, rel_tol=1e-5), f"the mean is {expected:.3f}, yours is {results[0]:.3f}"
+    assert math.isclose(results[0], expected, rel_tol=1e-5), (
+        f"the mean is {expected:.3f}, yours is {results[0]:.3f}"
+    )
 
 
 def first_loss(answer) -> None:
     """The loss of an untrained model with GPT-2's vocabulary, in nats."""
     value = float(due(answer))
-    assert not math.isclose(value, math.log2(50257), rel_tol=1e-3), "that is in bits: cross-entropy counts in nats, base e"
-    assert math.isclose(value, math.log(50257), rel_tol=1e-3), "every token is equally likely: what is -ln(1/50257)?"
+    assert not math.isclose(value, math.log2(50257), rel_tol=1e-3), (
+        "that is in bits: cross-entropy counts in nats, base e"
+    )
+    assert math.isclose(value, math.log(50257), rel_tol=1e-3), (
+        "every token is equally likely: what is -ln(1/50257)?"
+    )

@@ -75,14 +75,20 @@ def hand_out(my_rank, ranks) -> None:
     for per_rank in zip(*results):
         numbers = [number for pair in per_rank for number in due(pair)]
         due(*numbers)
-        assert all(type(number) is int for number in numbers), f"{numbers[0]!r} is not a whole number"
+        assert all(type(number) is int for number in numbers), (
+            f"{numbers[0]!r} is not a whole number"
+        )
         twice = sorted({number for number in numbers if numbers.count(number) > 1})
         assert not twice, (
             f"{arrivals} arrivals, and number {twice[0]} was given out more than once: between looking at a number in the "
             "store and writing the next one, another process can come in"
         )
-        assert min(numbers) == 0, f"the smallest of {arrivals} numbers is {min(numbers)}: ranks count from 0"
-        assert max(numbers) == arrivals - 1, f"{arrivals} arrivals got {sorted(numbers)}: no number may be left out"
+        assert min(numbers) == 0, (
+            f"the smallest of {arrivals} numbers is {min(numbers)}: ranks count from 0"
+        )
+        assert max(numbers) == arrivals - 1, (
+            f"{arrivals} arrivals got {sorted(numbers)}: no number may be left out"
+        )
 
 
 # ---- 1.2
@@ -99,12 +105,16 @@ def _gather(rank, phase, length):
     for number, chunk in enumerate(chunks):
         found = chunk[0].item()
         assert (chunk == found).all(), f"chunk {number} is a mixture"
-        assert found != -1, f"chunk {number} never became complete here: which chunk did the left neighbour complete last?"
+        assert found != -1, (
+            f"chunk {number} never became complete here: which chunk did the left neighbour complete last?"
+        )
         assert found == 100 + number, (
             f"chunk {number} holds {found:g} and not the finished {100 + number}: copied or added to, and into which place?"
         )
     wanted = (p - 1) * 4 * length
-    assert sum(traffic.sent) == wanted, f"{sum(traffic.sent)} bytes were sent where {wanted} are enough"
+    assert sum(traffic.sent) == wanted, (
+        f"{sum(traffic.sent)} bytes were sent where {wanted} are enough"
+    )
     assert reported == wanted, f"it returns {reported}, but {wanted} bytes were sent"
 
 
@@ -131,7 +141,8 @@ def bucket(bucket_bytes) -> None:
         latency = comm.messages("all_reduce", p) * link.alpha_s
         found = latency / comm.time_s("all_reduce", p, size, link)
         assert abs(found / share - 1) < 1e-6, (
-            case + f"in a bucket of {size / 1e6:.3g} MB latency takes {found:.1%} of the time, and {share:.0%} were allowed"
+            case
+            + f"in a bucket of {size / 1e6:.3g} MB latency takes {found:.1%} of the time, and {share:.0%} were allowed"
         )
 
 
@@ -141,7 +152,9 @@ def bucket(bucket_bytes) -> None:
 def _mean(rank, mean_loss):
     loss = torch.tensor(10.0 * (rank + 1))
     mean = mean_loss(rank, loss)
-    assert loss.item() == 10.0 * (rank + 1), "the loss that it was given has changed: all_reduce works in place"
+    assert loss.item() == 10.0 * (rank + 1), (
+        "the loss that it was given has changed: all_reduce works in place"
+    )
     return mean.item() if isinstance(mean, torch.Tensor) else mean
 
 
@@ -153,8 +166,12 @@ def mended(mean_loss, ranks) -> None:
     assert all(value is None for value in others), (
         f"another rank returned {next(v for v in others if v is not None)}, not None"
     )
-    assert abs(first / (ranks.n * expected) - 1) > 1e-6 or ranks.n == 1, "that is the sum of the losses, not their mean"
-    assert abs(first / expected - 1) < 1e-6, f"rank 0 returned {first:g} and the mean is {expected:g}"
+    assert abs(first / (ranks.n * expected) - 1) > 1e-6 or ranks.n == 1, (
+        "that is the sum of the losses, not their mean"
+    )
+    assert abs(first / expected - 1) < 1e-6, (
+        f"rank 0 returned {first:g} and the mean is {expected:g}"
+    )
 
 
 # ---- 1.5
@@ -167,7 +184,9 @@ def _quick(rank, quick_all_reduce, length):
     dist.all_reduce(expected)
     with Traffic() as traffic:
         quick_all_reduce(x)
-    assert not traffic.collectives, f"{traffic.collectives[0]} does the work for you: use ring.exchange, send and recv"
+    assert not traffic.collectives, (
+        f"{traffic.collectives[0]} does the work for you: use ring.exchange, send and recv"
+    )
     assert traffic.sent or not length, "nothing was sent from here"
     assert torch.equal(x, expected), (
         f"x holds {x[0].item():g} and not the sum {expected[0].item():g}; it is changed in place"
@@ -180,4 +199,6 @@ def quick(quick_all_reduce, ranks) -> None:
     for length in (1, 6):
         sent = _run(ranks, _quick, quick_all_reduce, length)
         limit = ranks.n.bit_length() - 1
-        assert max(sent) <= limit, f"the sum is right, but one rank sends {max(sent)} messages; {limit} are allowed"
+        assert max(sent) <= limit, (
+            f"the sum is right, but one rank sends {max(sent)} messages; {limit} are allowed"
+        )

@@ -73,17 +73,23 @@ def average_uneven(average, ranks) -> None:
         return
     assert _off(found, owns[0]) > 1e-9, "rank 0 still has its own gradient: did anything travel?"
     alike = all(_off(other, found) < 1e-9 for _, other in results)
-    assert alike, "the ranks end up with different gradients: weigh first, then the sum has to travel"
+    assert alike, (
+        "the ranks end up with different gradients: weigh first, then the sum has to travel"
+    )
     means = torch.stack(owns).mean(0)
     most, least = max(shares(ranks.n)), min(shares(ranks.n))
     hint = f"that is the mean of the means: a rank with {least} samples counts as much as one with {most}"
     assert _off(found, means) > 1e-9, hint
-    assert _off(found, means * ranks.n) > 1e-9, "that is the plain sum: weigh each rank's gradient before it travels"
+    assert _off(found, means * ranks.n) > 1e-9, (
+        "that is the plain sum: weigh each rank's gradient before it travels"
+    )
     length = (found @ expected / (expected @ expected)).item()
     assert _off(found, expected * length) > 1e-9 or abs(length - 1) < 1e-9, (
         f"right direction, but {length:.3g} times as long as it should be: the weights of the ranks must add up to 1"
     )
-    assert _off(found, expected) < 1e-9, f"{_off(found, expected):.1%} away from the gradient of the whole batch"
+    assert _off(found, expected) < 1e-9, (
+        f"{_off(found, expected):.1%} away from the gradient of the whole batch"
+    )
 
 
 # ---- 4.2
@@ -105,12 +111,19 @@ def assign(assign) -> None:
         case = f"sizes {list(sizes)}, limit {limit}: "
         assert [] not in found, case + f"{found} holds an empty bucket"
         order = [index for bucket in found for index in bucket]
-        assert sorted(order) == list(range(len(sizes))), case + f"{found} does not hold every index once"
-        assert order == sorted(order, reverse=True), case + f"{found} is not in backward's order, the last parameter first"
-        full = [bucket for bucket in found if len(bucket) > 1 and sum(sizes[i] for i in bucket) > limit]
+        assert sorted(order) == list(range(len(sizes))), (
+            case + f"{found} does not hold every index once"
+        )
+        assert order == sorted(order, reverse=True), (
+            case + f"{found} is not in backward's order, the last parameter first"
+        )
+        full = [
+            bucket for bucket in found if len(bucket) > 1 and sum(sizes[i] for i in bucket) > limit
+        ]
         assert not full, case + f"bucket {full and full[0]} holds more than the limit"
         assert found == expected, (
-            case + f"{found} is allowed, but {len(found)} all-reduces; fill each bucket as far as it goes"
+            case
+            + f"{found} is allowed, but {len(found)} all-reduces; fill each bucket as far as it goes"
         )
     model = _model(torch.float32)
     sizes = [param.numel() * param.element_size() for param in model.parameters()]
@@ -135,7 +148,9 @@ def _accumulated(rank, context, accumulation):
 
 def _counting(sent, bucket):
     sent.append(bucket.index())
-    future = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True).get_future()
+    future = dist.all_reduce(
+        bucket.buffer().div_(dist.get_world_size()), async_op=True
+    ).get_future()
     return future.then(lambda done: done.value()[0])
 
 
@@ -146,7 +161,9 @@ def last_only(context, ranks) -> None:
         due(context(_NoRanks(), accumulation, accumulation))
         sent, found = ranks.run(_accumulated, context, accumulation)[0]
         case = (
-            f"with {accumulation} micro-batches: " if accumulation > 1 else "with one micro-batch, which is also the last: "
+            f"with {accumulation} micro-batches: "
+            if accumulation > 1
+            else "with one micro-batch, which is also the last: "
         )
         assert sent > 0, case + "no gradient was ever sent, every rank trains alone"
         assert sent == 1, case + f"{sent} all-reduces, one is enough"
@@ -182,22 +199,32 @@ def _compressed(rank, hook):
 def compress(hook, ranks) -> None:
     """The learner's communication hook `hook(group, bucket)`: half the bytes, nearly the same mean."""
     names = list(inspect.signature(hook).parameters)
-    assert names[1:] == ["bucket"], f"DDP wants the parameters (state, bucket); yours are called {names}"
+    assert names[1:] == ["bucket"], (
+        f"DDP wants the parameters (state, bucket); yours are called {names}"
+    )
     try:
         (sent, found), *others = ranks.run(_compressed, hook)
     except RankError as error:
         listed = "expected the hook result is a PyObject" in str(error)
-        assert not listed, "the Future holds a list, as all_reduce leaves it: add .then(lambda done: done.value()[0])"
+        assert not listed, (
+            "the Future holds a list, as all_reduce leaves it: add .then(lambda done: done.value()[0])"
+        )
         raise
     expected = _whole_gradient(torch.float32)
     assert sent, "no all_reduce was called: send the compressed tensor with dist.all_reduce"
     kinds = sorted({dtype for dtype, _ in sent})
-    assert kinds == ["torch.bfloat16"], f"{', '.join(kinds)} travelled, it should be torch.bfloat16 alone"
+    assert kinds == ["torch.bfloat16"], (
+        f"{', '.join(kinds)} travelled, it should be torch.bfloat16 alone"
+    )
     bytes_sent, full = sum(size for _, size in sent), found.nbytes
     assert bytes_sent == full // 2, f"{bytes_sent} bytes were sent, half of {full} are {full // 2}"
-    assert all(torch.equal(other, found) for _, other in others), "the ranks end up with different gradients"
+    assert all(torch.equal(other, found) for _, other in others), (
+        "the ranks end up with different gradients"
+    )
     length = (found @ expected / (expected @ expected)).item()
     assert abs(length - 1) < 0.1, (
         f"the gradient is {length:.2f} times as long as the mean: sum or mean, and divided how often?"
     )
-    assert _off(found, expected) < 0.03, f"{_off(found, expected):.1%} away from the mean: more than rounding explains"
+    assert _off(found, expected) < 0.03, (
+        f"{_off(found, expected):.1%} away from the mean: more than rounding explains"
+    )

@@ -21,7 +21,10 @@ def rank_of(my_rank) -> None:
     shape = GridShape(dp=3, pp=2, cp=2, tp=4)
     assert due(my_rank(shape, 0, 0, 0, 0)) == 0, "all coordinates 0 is rank 0"
     for axis in ("tp", "cp", "dp", "pp"):
-        found, wanted = my_rank(shape, **dict.fromkeys(("tp", "cp", "dp", "pp"), 0) | {axis: 1}), shape.rank(**{axis: 1})
+        found, wanted = (
+            my_rank(shape, **dict.fromkeys(("tp", "cp", "dp", "pp"), 0) | {axis: 1}),
+            shape.rank(**{axis: 1}),
+        )
         assert found == wanted, (
             f"in {shape} one step along {axis} lands on rank {found}; it has to pass over all that the faster axes fill"
         )
@@ -37,22 +40,31 @@ def rank_of(my_rank) -> None:
 
 def groups_of(my_groups) -> None:
     """The learner's `my_groups(shape, axis)`, in any order of the groups."""
-    shapes = [GridShape(dp=2, pp=2, tp=4), GridShape(dp=2, pp=2, tp=4, order="dp-pp-tp-cp"), GridShape(dp=3, cp=2, tp=2)]
+    shapes = [
+        GridShape(dp=2, pp=2, tp=4),
+        GridShape(dp=2, pp=2, tp=4, order="dp-pp-tp-cp"),
+        GridShape(dp=3, cp=2, tp=2),
+    ]
     for shape in shapes:
         for axis in AXES:
             groups, case = due(my_groups(shape, axis)), f"{axis} groups of {shape}: "
             groups = [due(list(group)) for group in groups]
             members = sorted(itertools.chain.from_iterable(groups))
-            assert members == list(range(shape.world_size)), case + "each rank belongs to exactly one group"
+            assert members == list(range(shape.world_size)), (
+                case + "each rank belongs to exactly one group"
+            )
             wrong = next((group for group in groups if len(group) != shape.size(axis)), None)
             assert wrong is None, (
                 case
                 + f"{wrong} should have {shape.size(axis)} ranks, the size of the axis: which coordinates do they share?"
             )
             assert sorted(sorted(group) for group in groups) == sorted(shape.groups(axis)), (
-                case + f"they came out as {groups}; the ranks of a group agree in every coordinate but {axis}"
+                case
+                + f"they came out as {groups}; the ranks of a group agree in every coordinate but {axis}"
             )
-            assert all(group == sorted(group) for group in groups), case + f"{groups}: the ranks of a group ascend"
+            assert all(group == sorted(group) for group in groups), (
+                case + f"{groups}: the ranks of a group ascend"
+            )
 
 
 # ---- 7.3
@@ -66,11 +78,22 @@ def _crossing(model, shape, ranks_per_node, global_batch):
 def best_order(best, model) -> None:
     """The learner's `best(model, shape, ranks_per_node, global_batch)`: an order with the fewest bytes between nodes."""
     grid, flat = GridShape(dp=2, pp=2, cp=2, tp=2), GridShape(dp=2, pp=2, tp=4)
-    for shape, ranks_per_node, batch in ((grid, 8, 256), (flat, 8, 256), (flat, 8, 4096), (flat, 4, 256), (grid, 2, 64)):
+    for shape, ranks_per_node, batch in (
+        (grid, 8, 256),
+        (flat, 8, 256),
+        (flat, 8, 4096),
+        (flat, 4, 256),
+        (grid, 2, 64),
+    ):
         order = due(best(model, shape, ranks_per_node, batch))
         named = isinstance(order, str) and order in ORDERS
-        assert named, f"it returned {order!r}; an order is a text such as 'tp-cp-dp-pp' that names all four axes"
-        costs = {name: _crossing(model, replace(shape, order=name), ranks_per_node, batch) for name in ORDERS}
+        assert named, (
+            f"it returned {order!r}; an order is a text such as 'tp-cp-dp-pp' that names all four axes"
+        )
+        costs = {
+            name: _crossing(model, replace(shape, order=name), ranks_per_node, batch)
+            for name in ORDERS
+        }
         found, least = costs[order], min(costs.values())
         assert found <= least * (1 + 1e-9), (
             f"{shape.world_size // ranks_per_node} nodes of {ranks_per_node}, batch {batch}: {order} sends {si(found, 'B')} "
@@ -88,7 +111,9 @@ def _lost_s(model, shape):
     node = [rank // PER_NODE for rank in range(GPUS)]
     on_links = 0.0
     for sent in placement.step_traffic(model, shape, global_batch=BATCH).values():
-        times = (size / (NVLINK if node[a] == node[b] else INFINIBAND) for (a, b), size in sent.items())
+        times = (
+            size / (NVLINK if node[a] == node[b] else INFINIBAND) for (a, b), size in sent.items()
+        )
         on_links += max(times, default=0.0)  # in a ring the slowest link decides
     computing = training_flops_per_sample(model) * BATCH / GPUS / (0.4 * 989e12)
     return on_links, computing * (shape.pp - 1) / (BATCH // shape.dp)
@@ -104,9 +129,13 @@ def design(shape) -> None:
     except ValueError as error:
         raise AssertionError(str(error)) from None
     size = 16 * model.num_parameters / (shape.tp * shape.pp)
-    assert size <= ROOM_BYTES, f"weights and optimizer take {si(size, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed"
+    assert size <= ROOM_BYTES, (
+        f"weights and optimizer take {si(size, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed"
+    )
     advice = (
-        "which axis sends most of that, and over which links?" if on_links > idle else "try fewer stages, or fewer copies"
+        "which axis sends most of that, and over which links?"
+        if on_links > idle
+        else "try fewer stages, or fewer copies"
     )
     assert on_links + idle <= LOST_S, (
         f"{shape}: {on_links:.2f} s on the links and {idle:.2f} s of idle stages, together above {LOST_S} s: {advice}"

@@ -42,12 +42,21 @@ def copy_and_reduce(f, g, ranks) -> None:
         for rank, (x, y, grad, back, (x_kept, grad_kept)) in enumerate(results):
             who = f"{name} on rank {rank}: "
             assert x_kept, who + "forward wrote into its input: the sum needs a tensor of its own"
-            assert grad_kept, who + "backward wrote into the gradient it was handed: the sum needs a tensor of its own"
+            assert grad_kept, (
+                who
+                + "backward wrote into the gradient it was handed: the sum needs a tensor of its own"
+            )
             assert back is not None, who + "no gradient comes back"
             wanted, other = (total_x, x) if sums_forward else (x, total_x)
-            hint = "forward has to sum over the ranks" if sums_forward else "forward is the identity, nothing travels"
+            hint = (
+                "forward has to sum over the ranks"
+                if sums_forward
+                else "forward is the identity, nothing travels"
+            )
             assert not torch.equal(y, other), who + hint
-            assert torch.equal(y, wanted), who + f"forward gives {y[0].tolist()}, expected {wanted[0].tolist()}"
+            assert torch.equal(y, wanted), (
+                who + f"forward gives {y[0].tolist()}, expected {wanted[0].tolist()}"
+            )
             wanted, other = (grad, total_grad) if sums_forward else (total_grad, grad)
             hint = (
                 f"backward sums as well, every gradient below is {ranks.n} times too long: each rank has the whole already"
@@ -55,7 +64,9 @@ def copy_and_reduce(f, g, ranks) -> None:
                 else "backward hands on this rank's own part; the paths through the other ranks are missing"
             )
             assert not torch.equal(back, other), who + hint
-            assert torch.equal(back, wanted), who + f"backward gives {back[0].tolist()}, expected {wanted[0].tolist()}"
+            assert torch.equal(back, wanted), (
+                who + f"backward gives {back[0].tolist()}, expected {wanted[0].tolist()}"
+            )
 
 
 # ---- 8.2
@@ -67,7 +78,9 @@ def _logits(shift):
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=generator) * 3 + shift
     targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    targets[:2] = torch.tensor([0, VOCAB - 1])  # on the first and on the last rank, whatever their number
+    targets[:2] = torch.tensor(
+        [0, VOCAB - 1]
+    )  # on the first and on the last rank, whatever their number
     return logits, targets
 
 
@@ -78,7 +91,12 @@ def _own_loss(rank, loss, shift):
     before = mine.clone()
     with torch.no_grad(), counted() as calls:
         found = due(loss(mine, targets.clone(), first, dist.group.WORLD))
-    return found, mine - mine.amax(-1, keepdim=True), torch.equal(mine, before), sum(call.num_bytes for call in calls)
+    return (
+        found,
+        mine - mine.amax(-1, keepdim=True),
+        torch.equal(mine, before),
+        sum(call.num_bytes for call in calls),
+    )
 
 
 def vocabulary_loss(loss, ranks) -> None:
@@ -98,11 +116,15 @@ def vocabulary_loss(loss, ranks) -> None:
                 f"{found[~found.isfinite()][0].item()} for logits around {shift:.0f}: subtract the maximum before exp"
             )
             apart = _off(found, unequal_peaks) > 1e-9 or ranks.n == 1
-            assert apart, who + "each rank subtracts a maximum of its own, so their sums have different units: agree on one"
+            assert apart, (
+                who
+                + "each rank subtracts a maximum of its own, so their sums have different units: agree on one"
+            )
             if _off(found, expected) > 1e-9:
                 bad = int((found - expected).abs().argmax())
                 raise AssertionError(
-                    who + f"token {bad} (target {targets[bad]}): {found[bad]:.4f}, expected {expected[bad]:.4f}; "
+                    who
+                    + f"token {bad} (target {targets[bad]}): {found[bad]:.4f}, expected {expected[bad]:.4f}; "
                     "which sums need the other ranks, and who has the logit of the target?"
                 )
             assert kept, who + "the logits were changed in place: backward will need them"
@@ -116,7 +138,11 @@ def vocabulary_loss(loss, ranks) -> None:
 MODELS = (
     (GPTConfig(65, num_layers=1, num_heads=2, hidden_size=16, context_length=8), 3, torch.float32),
     (GPTConfig(65, num_layers=3, num_heads=2, hidden_size=32, context_length=12), 2, torch.float32),
-    (GPTConfig(65, num_layers=2, num_heads=2, hidden_size=32, context_length=12), 2, torch.bfloat16),
+    (
+        GPTConfig(65, num_layers=2, num_heads=2, hidden_size=32, context_length=12),
+        2,
+        torch.bfloat16,
+    ),
 )
 
 
@@ -141,16 +167,25 @@ def traffic(traffic, ranks) -> None:
         (wanted, wanted_bytes), *_ = ranks.run(_counted_step, config, batch, dtype)
         layers_only = 4 * config.num_layers
         case = f"{config.num_layers} layers, batch {batch}, {str(dtype).removeprefix('torch.')}: "
-        assert number != layers_only, case + "the layers alone; embedding, head and loss communicate too"
+        assert number != layers_only, (
+            case + "the layers alone; embedding, head and loss communicate too"
+        )
         assert number == wanted, case + f"{number} all-reduces, the model makes {wanted}"
         act = batch * config.context_length * config.hidden_size * dtype.itemsize
         alike = num_bytes == wanted * act
-        assert not alike, case + "embedding and head send an activation like the layers, the loss three numbers per token"
+        assert not alike, (
+            case
+            + "embedding and head send an activation like the layers, the loss three numbers per token"
+        )
         hint = "the numbers of the loss are float32 whatever the model's dtype is"
         per_token = batch * config.context_length
-        narrow = num_bytes == wanted_bytes - 3 * per_token * (4 - dtype.itemsize) and dtype.itemsize < 4
+        narrow = (
+            num_bytes == wanted_bytes - 3 * per_token * (4 - dtype.itemsize) and dtype.itemsize < 4
+        )
         assert not narrow, case + hint
-        assert num_bytes == wanted_bytes, case + f"{si(num_bytes, 'B')}, the model sends {si(wanted_bytes, 'B')}"
+        assert num_bytes == wanted_bytes, (
+            case + f"{si(num_bytes, 'B')}, the model sends {si(wanted_bytes, 'B')}"
+        )
 
 
 # ---- 8.4
@@ -158,7 +193,9 @@ def traffic(traffic, ranks) -> None:
 
 def _swiglu_weights():
     generator = torch.Generator().manual_seed(5)
-    make = lambda *shape: torch.randn(*shape, dtype=torch.float64, generator=generator) / shape[-1] ** 0.5  # noqa: E731
+    make = lambda *shape: (
+        torch.randn(*shape, dtype=torch.float64, generator=generator) / shape[-1] ** 0.5
+    )
     return make(6, 16), make(48, 16), make(48, 16), make(16, 48)
 
 
@@ -184,7 +221,9 @@ def swiglu(swiglu, ranks) -> None:
     expected.square().sum().backward()
     for rank, (y, grad, forward, backward) in enumerate(ranks.run(_own_swiglu, swiglu)):
         who = f"rank {rank}: "
-        assert y.shape == expected.shape, who + f"the output is {list(y.shape)}, expected {list(expected.shape)}"
+        assert y.shape == expected.shape, (
+            who + f"the output is {list(y.shape)}, expected {list(expected.shape)}"
+        )
         if ranks.n > 1:
             assert forward, who + "nothing travels forward: is the output a sum over the ranks?"
         assert _off(y, expected.detach()) < 1e-9, who + (
@@ -197,4 +236,6 @@ def swiglu(swiglu, ranks) -> None:
         sent = {kind: number for kind, (number, _) in totals(forward).items()}
         assert sent == {"all_reduce": 1}, who + f"forward makes {sent}, one all-reduce is enough"
         sent = {kind: number for kind, (number, _) in totals(backward).items()}
-        assert sent == {"all_reduce": 1}, who + f"backward makes {sent}, one all-reduce is enough: where does x enter?"
+        assert sent == {"all_reduce": 1}, (
+            who + f"backward makes {sent}, one all-reduce is enough: where does x enter?"
+        )

@@ -18,15 +18,21 @@ def enough(enough) -> None:
     for p, share in ((8, 0.07), (4, 0.25), (4, 0.5), (16, 0.03), (2, 0.5)):
         found = due(enough(p, share))
         case = f"p={p}, share={share}: "
-        assert float(found).is_integer(), case + f"{found} micro-batches; give a whole number, rounded up"
+        assert float(found).is_integer(), (
+            case + f"{found} micro-batches; give a whole number, rounded up"
+        )
         found = int(found)
         assert found >= 1, case + f"{found} micro-batches; there is at least one"
         over_total = bubble_over_total("gpipe", p, found)
         if over_total > share + 1e-9:
-            raise AssertionError(case + f"with {found} micro-batches the ranks wait {over_total:.1%} of the time")
+            raise AssertionError(
+                case + f"with {found} micro-batches the ranks wait {over_total:.1%} of the time"
+            )
         of_ideal = math.ceil((p - 1) / share - 1e-9)
         if found == of_ideal > 1:
-            raise AssertionError(case + "this keeps bubble / work at the share; here it is a share of the whole time")
+            raise AssertionError(
+                case + "this keeps bubble / work at the share; here it is a share of the whole time"
+            )
         fewer = found > 1 and bubble_over_total("gpipe", p, found - 1) <= share + 1e-9
         assert not fewer, case + f"{found} micro-batches are enough, but fewer are as well"
 
@@ -40,7 +46,8 @@ def one_f_one_b(order, ranks) -> None:
         orders, case = {rank: due(order(rank, p, m)) for rank in range(p)}, f"p={p}, m={m}: "
         for rank, one in orders.items():
             assert isinstance(one, list) and all(isinstance(action, Action) for action in one), (
-                case + f"rank {rank} has {str(one)[:40]}: give a list of Action(kind, stage, microbatch)"
+                case
+                + f"rank {rank} has {str(one)[:40]}: give a list of Action(kind, stage, microbatch)"
             )
         try:
             check_schedule(orders, p, m)
@@ -68,7 +75,9 @@ def _compare_with_1f1b(orders, p, m, case):
     )
     for rank, expected in schedule("1f1b", p, m).items():
         for place, (found, wanted) in enumerate(zip(orders[rank], expected)):
-            assert found == wanted, case + f"rank {rank}, place {place}: {found}, 1F1B has {wanted.kind} here"
+            assert found == wanted, (
+                case + f"rank {rank}, place {place}: {found}, 1F1B has {wanted.kind} here"
+            )
 
 
 # ---- 10.3
@@ -78,7 +87,8 @@ def halves(input_half, weight_half) -> None:
     """The learner's `input_half(grad, weight)` and `weight_half(grad, x)` against autograd."""
     generator = torch.Generator().manual_seed(2)
     x, weight, grad = (
-        torch.randn(shape, dtype=torch.float64, generator=generator) for shape in ((2, 5, 7), (3, 7), (2, 5, 3))
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in ((2, 5, 7), (3, 7), (2, 5, 3))
     )
     x.requires_grad_()
     weight.requires_grad_()
@@ -120,7 +130,9 @@ def layers(layers) -> None:
     )
     found = step_units(layers)
     cuts = itertools.combinations(range(1, LAYERS), RANKS - 1)
-    dealt = [[stop - start for start, stop in itertools.pairwise((0, *cut, LAYERS))] for cut in cuts]
+    dealt = [
+        [stop - start for start, stop in itertools.pairwise((0, *cut, LAYERS))] for cut in cuts
+    ]
     slowest = lambda sizes: max(*sizes[:-1], sizes[-1] + HEAD)  # noqa: E731
     lightest = min(map(slowest, dealt))
     best = min(step_units(sizes) for sizes in dealt if slowest(sizes) <= lightest + 1)

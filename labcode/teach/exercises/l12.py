@@ -41,13 +41,19 @@ def mended(text) -> None:
     """The learner's script: no fault left, and still the job that was meant."""
     text = due(text)
     problems = lint(text, load("local"))
-    assert not problems, f"{len(problems)} left; line {problems[0].line}: {problems[0].rule}: {problems[0].message}"
+    assert not problems, (
+        f"{len(problems)} left; line {problems[0].line}: {problems[0].rule}: {problems[0].message}"
+    )
     script = Script(text)
     for option, value in WANTED.items():
         found = script.value(option)
-        assert found == value, f"no fault is left, but the job is another one: --{option}={value} was meant, it has {found}"
+        assert found == value, (
+            f"no fault is left, but the job is another one: --{option}={value} was meant, it has {found}"
+        )
     minutes = script.minutes
-    assert minutes is not None and math.isclose(minutes, 90), f"the time limit is {minutes} minutes; meant were 90: H:MM:SS"
+    assert minutes is not None and math.isclose(minutes, 90), (
+        f"the time limit is {minutes} minutes; meant were 90: H:MM:SS"
+    )
     trains = [command for command in script.sruns if command.has(r"labcode\.train gpt_tiny\b")]
     assert trains, "no srun starts python -m labcode.train gpt_tiny: the job was meant to train"
 
@@ -92,19 +98,39 @@ def site_profile(text) -> None:
         assert found == value, f"{name} is {found!r}, Atlas wants {value!r}: {hint}"
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         interface = site.env.get(name)
-        assert interface is not None, f"env has no {name}: the library would take the first interface that it finds"
-        assert interface.value == "ib0", f"{name} is {interface.value!r}, the network between the nodes is ib0"
-    job = Job("gpt_tiny", ("--checkpoint.every", "100"), nodes=2, ranks_per_node=4, minutes=60, name="atlas")
+        assert interface is not None, (
+            f"env has no {name}: the library would take the first interface that it finds"
+        )
+        assert interface.value == "ib0", (
+            f"{name} is {interface.value!r}, the network between the nodes is ib0"
+        )
+    job = Job(
+        "gpt_tiny",
+        ("--checkpoint.every", "100"),
+        nodes=2,
+        ranks_per_node=4,
+        minutes=60,
+        name="atlas",
+    )
     script = render(job, site)
     problems = lint(script, site, job)
-    assert not problems, f"the script for a job of 2 nodes: line {problems[0].line}: {problems[0].message}"
+    assert not problems, (
+        f"the script for a job of 2 nodes: line {problems[0].line}: {problems[0].message}"
+    )
     refused = refusal(script)
     assert refused is None, f"a SLURM that pretends to be Atlas refuses the script: {refused}"
 
 
 def refusal(script: str) -> str | None:
     """Why a SLURM that pretends to be Atlas refuses a script; None if it accepts it, or where there is no SLURM."""
-    atlas = {"nodes": 2, "cpus": 64, "memory_mb": 100_000, "gpus": 4, "gpu_type": "a100", "accounts": ["bio42"]}
+    atlas = {
+        "nodes": 2,
+        "cpus": 64,
+        "memory_mb": 100_000,
+        "gpus": 4,
+        "gpu_type": "a100",
+        "accounts": ["bio42"],
+    }
     atlas["partitions"] = {"gpu": {"MaxTime": "1-00:00:00"}}
     with contextlib.suppress(Unavailable, RuntimeError), tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "atlas.sbatch"
@@ -124,7 +150,9 @@ LOGS = {
         "n1": [0],
         "n2": [1],
     },
-    "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 8 samples a step": {"": [0, 1]},
+    "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 8 samples a step": {
+        "": [0, 1]
+    },
     "8 ranks on 2 nodes (gpu07: 0, 1, 2, 3; gpu11: 4, 5, 6, 7), nccl on cuda; grid dp 2 x pp 2 x cp 1 x tp 2": {
         "gpu07": [0, 1, 2, 3],
         "gpu11": [4, 5, 6, 7],
@@ -144,14 +172,20 @@ def ranks_by_node(ranks_by_node) -> None:
         if "" in expected:
             continue
         found = due(ranks_by_node(BEFORE + line + AFTER))
-        assert isinstance(found, dict), f"{str(found)[:60]}: give a dictionary, node: list of its ranks"
-        assert list(found) == list(expected), f"{line[:60]}...: nodes {list(found)}, the line names {list(expected)}"
+        assert isinstance(found, dict), (
+            f"{str(found)[:60]}: give a dictionary, node: list of its ranks"
+        )
+        assert list(found) == list(expected), (
+            f"{line[:60]}...: nodes {list(found)}, the line names {list(expected)}"
+        )
         for node, ranks in expected.items():
             mine = found[node]
             assert all(isinstance(rank, int) for rank in mine), (
                 f"ranks of {node} are {mine}: make them whole numbers, int(...)"
             )
-            assert list(mine) == ranks, f"{line[:60]}...: ranks {mine} on {node}, the line says {ranks}"
+            assert list(mine) == ranks, (
+                f"{line[:60]}...: ranks {mine} on {node}, the line says {ranks}"
+            )
 
 
 # ---- 12.4
@@ -159,16 +193,26 @@ def ranks_by_node(ranks_by_node) -> None:
 
 def between(between) -> None:
     """The learner's `between(comm)`: the transports of links whose two ranks are on different hosts."""
-    logs = [nccl_example.two_nodes(), nccl_example.two_nodes(rdma=False), nccl_example.two_nodes(gpus=1)]
-    mixed = nccl_example.two_nodes(gpus=2).replace("2[0] [send] via NET/IB/0/GDRDMA", "2[0] [send] via NET/Socket/0")
+    logs = [
+        nccl_example.two_nodes(),
+        nccl_example.two_nodes(rdma=False),
+        nccl_example.two_nodes(gpus=1),
+    ]
+    mixed = nccl_example.two_nodes(gpus=2).replace(
+        "2[0] [send] via NET/IB/0/GDRDMA", "2[0] [send] via NET/Socket/0"
+    )
     mixed = mixed.replace("2[0] [receive] via NET/IB/0/GDRDMA", "2[0] [receive] via NET/Socket/0")
     for text in (*logs, mixed):
         comm = parse(text).main
         found, expected = due(between(comm)), comm.transports(between_hosts=True)
-        assert not isinstance(found, str), f"{found!r}: give a set of transports, there may be several"
+        assert not isinstance(found, str), (
+            f"{found!r}: give a set of transports, there may be several"
+        )
         found = set(found)
         inside = found & comm.transports(between_hosts=False) - expected
-        assert not inside, f"{inside}: these connect ranks of one host; compare comm.ranks[...].host of both ends"
+        assert not inside, (
+            f"{inside}: these connect ranks of one host; compare comm.ranks[...].host of both ends"
+        )
         assert found == expected, f"{found or 'nothing'}: between the hosts there is {expected}"
 
 
@@ -198,7 +242,9 @@ ASKS = {
 def diagnosis(answers) -> None:
     """The learner's {symptom: fault}."""
     answers = due(answers)
-    assert set(answers) == set(FAULTS), f"name a fault for each of {', '.join(FAULTS)}; found {', '.join(map(str, answers))}"
+    assert set(answers) == set(FAULTS), (
+        f"name a fault for each of {', '.join(FAULTS)}; found {', '.join(map(str, answers))}"
+    )
     due(*answers.values())
     unknown = sorted(set(map(str, answers.values())) - set(FAULTS.values()))
     assert not unknown, f"{unknown[0]!r} is none of the five: {', '.join(sorted(FAULTS.values()))}"

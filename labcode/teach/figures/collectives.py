@@ -6,7 +6,17 @@ from collections.abc import Sequence
 import matplotlib as mpl
 from matplotlib.patches import Rectangle
 
-from labcode.teach.figures.style import INK, PALETTE, RULE, STYLE, Picture, blank, canvas, described, ink_on
+from labcode.teach.figures.style import (
+    INK,
+    PALETTE,
+    RULE,
+    STYLE,
+    Picture,
+    blank,
+    canvas,
+    described,
+    ink_on,
+)
 
 GAP, LABELS = 1.6, 1.6  # between before and after, and for "rank 0", in cells
 
@@ -44,24 +54,38 @@ class _Panel:
         if name not in states:
             raise ValueError(f"there is no drawing of {name!r}: choose one of {', '.join(states)}")
         self.name, self.n, self.sides = name, n, states[name]
-        self.slots = [1 + max((slot for held in side for slot in held), default=0) for side in self.sides]
+        self.slots = [
+            1 + max((slot for held in side for slot in held), default=0) for side in self.sides
+        ]
         # room for "A+B+C+D"
-        self.cells = (1.2, 2.7 if n > 2 else 1.9) if name in ("reduce", "all_reduce") else (1.0, 1.0)
+        self.cells = (
+            (1.2, 2.7 if n > 2 else 1.9) if name in ("reduce", "all_reduce") else (1.0, 1.0)
+        )
         self.starts = (0.0, self.slots[0] * self.cells[0] + GAP)
         self.width = self.starts[1] + self.slots[1] * self.cells[1]
 
     def draw(self, axes, scale, room, size=10):
         """Draw on `axes` where a cell is `scale` inches and `room` cells fit beside each other."""
-        for side, start, count, cell, label in zip(self.sides, self.starts, self.slots, self.cells, ("before", "after")):
-            axes.text(start + count * cell / 2, 0.25, label, ha="center", va="center", fontsize=size)
+        for side, start, count, cell, label in zip(
+            self.sides, self.starts, self.slots, self.cells, ("before", "after")
+        ):
+            axes.text(
+                start + count * cell / 2, 0.25, label, ha="center", va="center", fontsize=size
+            )
             for rank, held in enumerate(side):
                 for slot in range(count):
-                    _cell(axes, (start + slot * cell, -0.8 * rank - 0.76), cell, held.get(slot), scale)
+                    _cell(
+                        axes, (start + slot * cell, -0.8 * rank - 0.76), cell, held.get(slot), scale
+                    )
         for rank in range(self.n):
-            axes.text(-0.15, -0.8 * rank - 0.4, f"rank {rank}", ha="right", va="center", fontsize=size)
+            axes.text(
+                -0.15, -0.8 * rank - 0.4, f"rank {rank}", ha="right", va="center", fontsize=size
+            )
         arrow = {"arrowstyle": "-|>", "lw": 1.6, "color": INK}
         middle = -0.4 * self.n
-        axes.annotate("", (self.starts[1] - 0.25, middle), (self.starts[1] - 1.35, middle), arrowprops=arrow)
+        axes.annotate(
+            "", (self.starts[1] - 0.25, middle), (self.starts[1] - 1.35, middle), arrowprops=arrow
+        )
         axes.set(xlim=(-LABELS - 0.1, room + 0.05), ylim=(-0.8 * self.n - 0.05, 0.55))
         blank(axes)
 
@@ -99,7 +123,9 @@ def collectives(names: Sequence[str], n: int = 4, *, alt: str) -> Picture:
     """
     panels = [_Panel(name, n) for name in names]
     if n > 4 or len(panels) < 2:
-        raise ValueError(f"{len(panels)} collectives on n={n} ranks: a sheet holds two or more, on at most 4 ranks")
+        raise ValueError(
+            f"{len(panels)} collectives on n={n} ranks: a sheet holds two or more, on at most 4 ranks"
+        )
     columns = [panels[i::2] for i in range(2)]
     rooms = [max(panel.width for panel in column) for column in columns]
     scale = min(0.4, 6.4 / (sum(rooms) + 2 * LABELS + 0.6))
@@ -115,7 +141,13 @@ def collectives(names: Sequence[str], n: int = 4, *, alt: str) -> Picture:
                 continue
             panels[i].draw(axes, scale, rooms[i % 2], size=8)
             axes.set_anchor("W")
-            axes.set_title(panels[i].name, loc="left", family="monospace", fontsize=10, x=LABELS / (rooms[i % 2] + LABELS))
+            axes.set_title(
+                panels[i].name,
+                loc="left",
+                family="monospace",
+                fontsize=10,
+                x=LABELS / (rooms[i % 2] + LABELS),
+            )
     return Picture(figure, described(alt))
 
 
@@ -123,21 +155,47 @@ def _cell(axes, corner, width, held, scale):
     """One slot of a rank's memory; a sum shows a stripe of each rank's colour."""
     (x, y), height = corner, 0.72
     if held is None:
-        axes.add_patch(Rectangle((x + 0.03, y), width - 0.06, height, fill=False, ec="#BBBBBB", ls=":", lw=0.9, gid="empty"))
+        axes.add_patch(
+            Rectangle(
+                (x + 0.03, y),
+                width - 0.06,
+                height,
+                fill=False,
+                ec="#BBBBBB",
+                ls=":",
+                lw=0.9,
+                gid="empty",
+            )
+        )
         return
     label, sources = held
     _stripes(axes, (x + 0.03, y), width - 0.06, height, sources)
-    plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"} if len(sources) > 1 else None
+    plate = (
+        {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        if len(sources) > 1
+        else None
+    )
     ink = INK if plate else ink_on(PALETTE[sources[0]])
     size = max(7, min(10, 22 * scale))
-    axes.text(x + width / 2, y + height / 2, label, ha="center", va="center", fontsize=size, color=ink, bbox=plate)
+    axes.text(
+        x + width / 2,
+        y + height / 2,
+        label,
+        ha="center",
+        va="center",
+        fontsize=size,
+        color=ink,
+        bbox=plate,
+    )
 
 
 def _stripes(axes, corner, width, height, sources):
     part = width / len(sources)
     for i, rank in enumerate(sources):
         stripe = (corner[0] + i * part, corner[1])
-        axes.add_patch(Rectangle(stripe, part, height, color=PALETTE[rank], lw=0, gid=f"from {rank}"))
+        axes.add_patch(
+            Rectangle(stripe, part, height, color=PALETTE[rank], lw=0, gid=f"from {rank}")
+        )
 
 
 def ring_states(n: int) -> list[list[list[tuple[int, ...]]]]:
@@ -213,7 +271,11 @@ def _memories(axes, state, before):
             corner = (chunk + 0.06, -rank - 0.94)
             _stripes(axes, corner, 0.88, 0.88, sources)
             new = sources != before[rank][chunk]
-            frame = {"ec": INK, "lw": 2.0, "gid": "arrived"} if new else {"ec": RULE, "lw": 0.5, "gid": "kept"}
+            frame = (
+                {"ec": INK, "lw": 2.0, "gid": "arrived"}
+                if new
+                else {"ec": RULE, "lw": 0.5, "gid": "kept"}
+            )
             axes.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, **frame))
     axes.set(xlim=(-0.4, n + 0.05), ylim=(-n - 0.05, 0.35))
     blank(axes)

@@ -7,7 +7,17 @@ from matplotlib.lines import Line2D
 from matplotlib.patches import Circle, FancyArrowPatch, FancyBboxPatch
 
 from labcode.doctor.nccl_log import Communicator, NcclLog
-from labcode.teach.figures.style import INK, PALE, PALETTE, RULE, STYLE, Picture, blank, canvas, described
+from labcode.teach.figures.style import (
+    INK,
+    PALE,
+    PALETTE,
+    RULE,
+    STYLE,
+    Picture,
+    blank,
+    canvas,
+    described,
+)
 
 MAX_RANKS = 32
 # colour and dash of a transport, so that nothing depends on colour alone; fast ones first
@@ -19,7 +29,15 @@ _LOOK = {
 }
 _OTHER = (PALETTE[3], (0, (6, 1, 1, 1, 1, 1)))
 _RADIUS = 0.3
-_BENDS = (0.16, 0.26, -0.26, 0.36, -0.36, 0.48, -0.48)  # of an arrow, as parts of its length: the first that hits no rank
+_BENDS = (
+    0.16,
+    0.26,
+    -0.26,
+    0.36,
+    -0.36,
+    0.48,
+    -0.48,
+)  # of an arrow, as parts of its length: the first that hits no rank
 
 
 def transports(log: NcclLog | Communicator, *, alt: str, title="") -> Picture:
@@ -36,9 +54,13 @@ def transports(log: NcclLog | Communicator, *, alt: str, title="") -> Picture:
     """
     comm = log.main if isinstance(log, NcclLog) else log
     if len(comm.ranks) > MAX_RANKS:
-        raise ValueError(f"{len(comm.ranks)} ranks are too many to draw: show a job of at most {MAX_RANKS}")
+        raise ValueError(
+            f"{len(comm.ranks)} ranks are too many to draw: show a job of at most {MAX_RANKS}"
+        )
     if not comm.ranks:
-        raise ValueError("the log names no ranks: run with NCCL_DEBUG=INFO, and keep the lines of all ranks")
+        raise ValueError(
+            "the log names no ranks: run with NCCL_DEBUG=INFO, and keep the lines of all ranks"
+        )
     places, boxes = _places(comm)
     right, top = max(x + w for x, _, w, _, _ in boxes), max(y + h for _, y, _, h, _ in boxes)
     width = min(6.6, 1.0 + 0.95 * right)
@@ -65,9 +87,17 @@ def transports(log: NcclLog | Communicator, *, alt: str, title="") -> Picture:
         blank(axes)
         seen = {link.transport for link in comm.links}
         shown = [name for name in _LOOK if name in seen] + sorted(seen - set(_LOOK))
-        lines = [Line2D([0], [0], color=_look(name)[0], ls=_look(name)[1], lw=2.2) for name in shown]
+        lines = [
+            Line2D([0], [0], color=_look(name)[0], ls=_look(name)[1], lw=2.2) for name in shown
+        ]
         if lines:
-            figure.legend(lines, [_look(name)[2] for name in shown], loc="outside upper left", ncols=2, handlelength=2.6)
+            figure.legend(
+                lines,
+                [_look(name)[2] for name in shown],
+                loc="outside upper left",
+                ncols=2,
+                handlelength=2.6,
+            )
         if title:
             axes.set_title(title, loc="left")
     return Picture(figure, described(alt))
@@ -94,7 +124,10 @@ def _places(comm):
         radius = 0 if len(ranks) == 1 else (min(size) - 1.5) / 2 if most > 2 else 0.62
         for k, rank in enumerate(ranks):
             angle = math.pi * (0.5 if most <= 2 else 0.75) - 2 * math.pi * k / len(ranks)
-            places[rank] = (middle[0] + radius * math.cos(angle), middle[1] + radius * math.sin(angle))
+            places[rank] = (
+                middle[0] + radius * math.cos(angle),
+                middle[1] + radius * math.sin(angle),
+            )
     return places, boxes
 
 
@@ -103,7 +136,9 @@ def _arrow(axes, places, pair, transport, channels, nth) -> list[float]:
     start, end = (places[rank] for rank in pair)
     others = [place for rank, place in places.items() if rank not in pair]
     clear = (
-        bend for bend in _BENDS if all(math.dist(at, o) > 1.2 * _RADIUS for at in _curve(start, end, bend) for o in others)
+        bend
+        for bend in _BENDS
+        if all(math.dist(at, o) > 1.2 * _RADIUS for at in _curve(start, end, bend) for o in others)
     )
     bend = next(clear, _BENDS[0]) + 0.16 * nth
     colour, dash, _ = _look(transport)
@@ -118,7 +153,16 @@ def _arrow(axes, places, pair, transport, channels, nth) -> list[float]:
     axes.add_patch(line)
     curve = _curve(start, end, bend)
     box = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
-    axes.text(*curve[len(curve) // 2], str(channels), fontsize=7.5, ha="center", va="center", color=INK, bbox=box, zorder=3)
+    axes.text(
+        *curve[len(curve) // 2],
+        str(channels),
+        fontsize=7.5,
+        ha="center",
+        va="center",
+        color=INK,
+        bbox=box,
+        zorder=3,
+    )
     return [y for _, y in curve]
 
 
@@ -131,9 +175,25 @@ def _curve(start, end, bend, steps=16):
 
 
 def _rank(axes, rank, x, y):
-    axes.add_patch(Circle((x, y), _RADIUS, facecolor="white", edgecolor=INK, lw=1.3, zorder=4, gid=f"rank {rank.rank}"))
+    axes.add_patch(
+        Circle(
+            (x, y),
+            _RADIUS,
+            facecolor="white",
+            edgecolor=INK,
+            lw=1.3,
+            zorder=4,
+            gid=f"rank {rank.rank}",
+        )
+    )
     axes.text(
-        x, y + (0.07 if rank.gpu is not None else 0), str(rank.rank), ha="center", va="center", weight="bold", zorder=5
+        x,
+        y + (0.07 if rank.gpu is not None else 0),
+        str(rank.rank),
+        ha="center",
+        va="center",
+        weight="bold",
+        zorder=5,
     )
     if rank.gpu is not None:
         axes.text(x, y - 0.14, f"GPU {rank.gpu}", ha="center", va="center", fontsize=6, zorder=5)

@@ -15,15 +15,46 @@ from matplotlib.ticker import LogFormatter
 
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.nodes import transports
-from labcode.teach.figures.style import INK, MARKERS, PALETTE, RULE, STYLE, STYLES, Picture, canvas, described
+from labcode.teach.figures.style import (
+    INK,
+    MARKERS,
+    PALETTE,
+    RULE,
+    STYLE,
+    STYLES,
+    Picture,
+    canvas,
+    described,
+)
 from labcode.teach.figures.timeline import grid, timeline
 
-__all__ = ["bars", "collective", "collectives", "curves", "field", "grid", "heatmap", "lines", "ring", "timeline"]
+__all__ = [
+    "bars",
+    "collective",
+    "collectives",
+    "curves",
+    "field",
+    "grid",
+    "heatmap",
+    "lines",
+    "ring",
+    "timeline",
+]
 __all__ += ["transports"]
 
 
 def lines(
-    series: dict, *, alt: str, x=None, xlabel="", ylabel="", title="", logx=False, logy=False, marks=True, reference=None
+    series: dict,
+    *,
+    alt: str,
+    x=None,
+    xlabel="",
+    ylabel="",
+    title="",
+    logx=False,
+    logy=False,
+    marks=True,
+    reference=None,
 ) -> Picture:
     """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
 
@@ -37,18 +68,45 @@ def lines(
     figure, (axes,) = canvas(6.2, 3.2)
     with mpl.rc_context(STYLE):
         for i, (label, values) in enumerate(series.items()):
-            xs, ys = values if isinstance(values, tuple) else (x if x is not None else range(len(values)), values)
+            xs, ys = (
+                values
+                if isinstance(values, tuple)
+                else (x if x is not None else range(len(values)), values)
+            )
             shape = {"marker": MARKERS[i % len(MARKERS)], "markersize": 5} if marks else {}
             style = STYLES[i // len(PALETTE) % 4] if marks else STYLES[i % 4]
-            axes.plot(np.asarray(xs), np.asarray(ys), style, color=PALETTE[i % len(PALETTE)], label=label, lw=1.8, **shape)
-        axes.set(xlabel=xlabel, ylabel=ylabel, xscale="log" if logx else "linear", yscale="log" if logy else "linear")
+            axes.plot(
+                np.asarray(xs),
+                np.asarray(ys),
+                style,
+                color=PALETTE[i % len(PALETTE)],
+                label=label,
+                lw=1.8,
+                **shape,
+            )
+        axes.set(
+            xlabel=xlabel,
+            ylabel=ylabel,
+            xscale="log" if logx else "linear",
+            yscale="log" if logy else "linear",
+        )
         _finish(axes, title, reference, legend=len(series) > 1 or bool(reference))
         for axis in (axes.xaxis, axes.yaxis):
             _plain_numbers(axis)
     return Picture(figure, described(alt))
 
 
-def bars(values: dict, *, alt: str, xlabel="", ylabel="", title="", fmt="{:.3g}", reference=None, logy=False) -> Picture:
+def bars(
+    values: dict,
+    *,
+    alt: str,
+    xlabel="",
+    ylabel="",
+    title="",
+    fmt="{:.3g}",
+    reference=None,
+    logy=False,
+) -> Picture:
     """Bars with their values written on them; lie down when the labels are long.
 
     Args:
@@ -58,7 +116,9 @@ def bars(values: dict, *, alt: str, xlabel="", ylabel="", title="", fmt="{:.3g}"
         fmt: How a value is written on its bar; "" for none.
         reference: `{"label": value}`, dashed lines to compare with.
     """
-    groups = {label: entry if isinstance(entry, dict) else {"": entry} for label, entry in values.items()}
+    groups = {
+        label: entry if isinstance(entry, dict) else {"": entry} for label, entry in values.items()
+    }
     names = list(dict.fromkeys(name for entry in groups.values() for name in entry))
     lying = max(len(str(label)) for label in groups) * len(groups) > 64
     count = len(groups) * len(names)
@@ -68,11 +128,19 @@ def bars(values: dict, *, alt: str, xlabel="", ylabel="", title="", fmt="{:.3g}"
             at = np.arange(len(groups)) + (i - (len(names) - 1) / 2) * 0.8 / len(names)
             sizes = [entry.get(name, np.nan) for entry in groups.values()]
             draw, thickness = (axes.barh, "height") if lying else (axes.bar, "width")
-            drawn = draw(at, sizes, color=PALETTE[i % len(PALETTE)], label=name, **{thickness: 0.72 / len(names)})
+            drawn = draw(
+                at,
+                sizes,
+                color=PALETTE[i % len(PALETTE)],
+                label=name,
+                **{thickness: 0.72 / len(names)},
+            )
             if fmt:
                 labels = ["" if np.isnan(size) else fmt.format(size) for size in sizes]
                 axes.bar_label(drawn, labels=labels, padding=2, fontsize=9)
-        ticks, log = (axes.set_yticks, axes.set_xscale) if lying else (axes.set_xticks, axes.set_yscale)
+        ticks, log = (
+            (axes.set_yticks, axes.set_xscale) if lying else (axes.set_xticks, axes.set_yscale)
+        )
         ticks(range(len(groups)), [str(label) for label in groups])
         if logy:
             log("log")
@@ -88,7 +156,16 @@ def bars(values: dict, *, alt: str, xlabel="", ylabel="", title="", fmt="{:.3g}"
 
 
 def curves(
-    runs: dict, *, alt: str, y="loss", x="step", xlabel=None, ylabel=None, title="", reference=None, logy=False
+    runs: dict,
+    *,
+    alt: str,
+    y="loss",
+    x="step",
+    xlabel=None,
+    ylabel=None,
+    title="",
+    reference=None,
+    logy=False,
 ) -> Picture:
     """Training curves from metrics.
 
@@ -107,7 +184,9 @@ def curves(
             from labcode.train import metrics  # only here: a figure of numbers needs no torch
 
             rows = metrics.read(rows)
-        pairs = [(row[x], row[y]) for row in rows if row.get(x) is not None and row.get(y) is not None]
+        pairs = [
+            (row[x], row[y]) for row in rows if row.get(x) is not None and row.get(y) is not None
+        ]
         if not pairs:
             raise ValueError(
                 f"no row of {label!r} holds both {x!r} and {y!r}: they hold {sorted(rows[0]) if rows else 'nothing'}"
@@ -115,10 +194,23 @@ def curves(
         series[label] = tuple(zip(*pairs))
     marks = max(len(xs) for xs, _ in series.values()) <= 25
     labels = {"xlabel": xlabel or x, "ylabel": ylabel or y.replace("_", " ")}
-    return lines(series, alt=alt, title=title, logy=logy, marks=marks, reference=reference, **labels)
+    return lines(
+        series, alt=alt, title=title, logy=logy, marks=marks, reference=reference, **labels
+    )
 
 
-def heatmap(matrix, *, alt: str, rows=None, columns=None, xlabel="", ylabel="", title="", unit="", fmt="{:.3g}") -> Picture:
+def heatmap(
+    matrix,
+    *,
+    alt: str,
+    rows=None,
+    columns=None,
+    xlabel="",
+    ylabel="",
+    title="",
+    unit="",
+    fmt="{:.3g}",
+) -> Picture:
     """A small matrix as coloured squares with the numbers in them, for instance bytes from rank to rank.
 
     Args:
@@ -135,7 +227,15 @@ def heatmap(matrix, *, alt: str, rows=None, columns=None, xlabel="", ylabel="", 
         image = axes.imshow(matrix, cmap="cividis", aspect="auto")
         for (i, j), value in np.ndenumerate(matrix):
             dark = image.norm(value) < 0.55
-            axes.text(j, i, fmt.format(value), ha="center", va="center", fontsize=9, color="white" if dark else INK)
+            axes.text(
+                j,
+                i,
+                fmt.format(value),
+                ha="center",
+                va="center",
+                fontsize=9,
+                color="white" if dark else INK,
+            )
         axes.set_xticks(range(width), columns or range(width))
         axes.set_yticks(range(height), rows or range(height))
         axes.set(xlabel=xlabel, ylabel=ylabel)
@@ -145,7 +245,9 @@ def heatmap(matrix, *, alt: str, rows=None, columns=None, xlabel="", ylabel="", 
     return Picture(figure, described(alt))
 
 
-def field(data, *, alt: str, unit="", title="", diverging=False, extent=(0, 360, -90, 90)) -> Picture:
+def field(
+    data, *, alt: str, unit="", title="", diverging=False, extent=(0, 360, -90, 90)
+) -> Picture:
     """Weather maps side by side on one colour scale.
 
     Args:
@@ -162,11 +264,15 @@ def field(data, *, alt: str, unit="", title="", diverging=False, extent=(0, 360,
         low, high = -max(abs(low), abs(high)), max(abs(low), abs(high))
     width = 6.6 if len(maps) > 1 else 5.4
     side = (extent[3] - extent[2]) / (extent[1] - extent[0]) * (width - 1.2) / len(maps)
-    figure, all_axes = canvas(width, side + (0.45 if title else 0.25) + (0.3 if len(maps) > 1 else 0.2), len(maps))
+    figure, all_axes = canvas(
+        width, side + (0.45 if title else 0.25) + (0.3 if len(maps) > 1 else 0.2), len(maps)
+    )
     with mpl.rc_context(STYLE):
         for axes, (name, values) in zip(all_axes, maps.items()):
             colours = "RdBu_r" if diverging else "viridis"
-            image = axes.imshow(values, cmap=colours, vmin=low, vmax=high, extent=extent, interpolation="nearest")
+            image = axes.imshow(
+                values, cmap=colours, vmin=low, vmax=high, extent=extent, interpolation="nearest"
+            )
             axes.set(
                 title=name,
                 xticks=np.linspace(*extent[:2], 3),

@@ -54,10 +54,14 @@ class Picture:
         drawn, packed = io.BytesIO(), io.BytesIO()
         with mpl.rc_context(STYLE):
             self.figure.draw_without_rendering()
-            self.figure.set_layout_engine("none")  # each drawing would move the axes a little further
+            self.figure.set_layout_engine(
+                "none"
+            )  # each drawing would move the axes a little further
             self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight")
         drawn.seek(0)
-        image = Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)  # a third of the size
+        image = (
+            Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
+        )  # a third of the size
         image.save(packed, format="png", optimize=True)
         return packed.getvalue()
 
@@ -68,7 +72,9 @@ class Picture:
 
     def _repr_mimebundle_(self, include=None, exclude=None):
         png = self.png()
-        width = int.from_bytes(png[16:20], "big") * 96 // DPI  # CSS pixels; the PNG is finer than the screen
+        width = (
+            int.from_bytes(png[16:20], "big") * 96 // DPI
+        )  # CSS pixels; the PNG is finer than the screen
         source = base64.b64encode(png).decode()
         image = f'<img alt="{html.escape(self.alt)}" width="{width}" src="data:image/png;base64,{source}">'
         return {"text/html": image, "text/plain": f"Figure: {self.alt}"}
@@ -92,7 +98,9 @@ def described(alt: str) -> str:
         ValueError: There is none worth the name.
     """
     if not isinstance(alt, str) or len(alt.split()) < 4:
-        raise ValueError(f"alt={alt!r}: say in one sentence what the figure shows, for those who cannot see it")
+        raise ValueError(
+            f"alt={alt!r}: say in one sentence what the figure shows, for those who cannot see it"
+        )
     return alt
 
 
@@ -103,7 +111,11 @@ def ink_on(colour: str) -> str:
     """
     channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return "#FFFFFF" if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.18 else "#000000"
+    return (
+        "#FFFFFF"
+        if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.18
+        else "#000000"
+    )
 
 
 def colour_of(i: int) -> str:

@@ -8,7 +8,16 @@ import torch
 from matplotlib.patches import Rectangle
 
 from labcode.parallel.sharding import Split
-from labcode.teach.figures.style import INK, STYLE, Picture, blank, canvas, colour_of, described, ink_on
+from labcode.teach.figures.style import (
+    INK,
+    STYLE,
+    Picture,
+    blank,
+    canvas,
+    colour_of,
+    described,
+    ink_on,
+)
 
 VECTOR = 0.12  # width at which a bias is drawn, as a share of the narrowest matrix
 WHOLE = "#BBBBBB"
@@ -31,7 +40,10 @@ def cuts(
         section_names: Written beside the sections of a weight that has as many.
     """
     thin = VECTOR * min(shape[1] for shape, _ in weights.values() if len(shape) > 1)
-    sizes = {name: (shape[0], shape[1] if len(shape) > 1 else thin) for name, (shape, _) in weights.items()}
+    sizes = {
+        name: (shape[0], shape[1] if len(shape) > 1 else thin)
+        for name, (shape, _) in weights.items()
+    }
     tall = max(height for height, _ in sizes.values())
     gap = 0.16 * tall
     total = sum(width for _, width in sizes.values()) + gap * len(sizes)
@@ -42,9 +54,21 @@ def cuts(
         for name, (_, split) in weights.items():
             height, width = sizes[name]
             _one(axes, (left, width, height), split, parts, numbered=width > thin)
-            if width > thin and split is not None and len(split.sections or ()) == len(section_names):
+            if (
+                width > thin
+                and split is not None
+                and len(split.sections or ()) == len(section_names)
+            ):
                 _name_sections(axes, left - 0.15 * gap, split.sections, section_names)
-            axes.text(left + width / 2, -height - 0.04 * tall, name, ha="center", va="top", fontsize=8.5, linespacing=1.3)
+            axes.text(
+                left + width / 2,
+                -height - 0.04 * tall,
+                name,
+                ha="center",
+                va="top",
+                fontsize=8.5,
+                linespacing=1.3,
+            )
             left += width + gap
         axes.set(xlim=(0, total), ylim=(-1.2 * tall, 0.02 * tall))
         blank(axes)
@@ -70,14 +94,36 @@ def _one(axes, place, split, parts, numbered):
         return _stripe(axes, (left, -height, width, height), WHOLE, "all" if numbered else "")
     along = height if split.dim == 0 else width
     for rank, first, stop in owners(split, along, parts):
-        box = (left, -stop, width, stop - first) if split.dim == 0 else (left + first, -height, stop - first, height)
+        box = (
+            (left, -stop, width, stop - first)
+            if split.dim == 0
+            else (left + first, -height, stop - first, height)
+        )
         _stripe(axes, box, colour_of(rank), str(rank) if numbered else "")
 
 
 def _stripe(axes, box, colour, text):
     left, bottom, width, height = box
-    axes.add_patch(Rectangle((left, bottom), width, height, facecolor=colour, edgecolor="white", lw=1.0, gid=text or None))
-    axes.text(left + width / 2, bottom + height / 2, text, ha="center", va="center", fontsize=8, color=ink_on(colour))
+    axes.add_patch(
+        Rectangle(
+            (left, bottom),
+            width,
+            height,
+            facecolor=colour,
+            edgecolor="white",
+            lw=1.0,
+            gid=text or None,
+        )
+    )
+    axes.text(
+        left + width / 2,
+        bottom + height / 2,
+        text,
+        ha="center",
+        va="center",
+        fontsize=8,
+        color=ink_on(colour),
+    )
 
 
 def _name_sections(axes, right, sections, names):

@@ -26,6 +26,7 @@ from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf import alpha_beta as comm
 from labcode.perf.alpha_beta import Link
+from labcode.perf.step import ClusterModel
 from labcode.perf.traffic import Traffic, ring
 from labcode.schedules import Action
 from labcode.topology import GridShape
@@ -33,27 +34,7 @@ from labcode.topology import GridShape
 LATE_S = 2e-3  # a device may be this much ahead before its rank sleeps: shorter sleeps cost more than they last
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """Nodes full of devices; ranks fill them in order.
-
-    Args:
-        flops_per_s: Of one device, in matrix products; all else counts nothing.
-        inside, between: A link inside a node, and one between two nodes.
-        ranks_per_node: Devices of a node.
-    """
-
-    flops_per_s: float
-    inside: Link
-    between: Link
-    ranks_per_node: int = 2
-
-    def link(self, members: Sequence[int]) -> Link:
-        """The slowest that a message within these global ranks has to cross."""
-        return self.inside if len({rank // self.ranks_per_node for rank in members}) == 1 else self.between
-
-
-AS_IT_IS = Cluster(float("inf"), Link(0.0, float("inf")), Link(0.0, float("inf")))
+AS_IT_IS = ClusterModel(float("inf"), Link(0.0, float("inf")), Link(0.0, float("inf")))
 
 
 class Message(NamedTuple):
@@ -73,7 +54,7 @@ class Message(NamedTuple):
 
 
 @contextlib.contextmanager
-def pretended(cluster: Cluster) -> Iterator[list[Message]]:
+def pretended(cluster: ClusterModel) -> Iterator[list[Message]]:
     """Matrix products, all-reduces and sends of this process take the time of `cluster` inside the block.
 
     An all-reduce is waited for and then takes its time on every rank; a send takes its time before the message leaves. So
@@ -101,7 +82,9 @@ class _Pretend(TorchDispatchMode):
             return self._all_reduce(func, args, kwargs)
         if name == "c10d::send":
             group = _group(args)
-            self._take("send", (dist.get_rank(), dist.get_global_rank(group, args[2])), _bytes(args[0]))
+            self._take(
+                "send", (dist.get_rank(), dist.get_global_rank(group, args[2])), _bytes(args[0])
+            )
         result = func(*args, **kwargs)
         if flops := _flops(func, args, kwargs, result):
             self.free_at = max(self.free_at, begin) + flops / self.cluster.flops_per_s
@@ -131,7 +114,11 @@ class _Pretend(TorchDispatchMode):
 
 
 def _group(args):
-    boxed = (arg for arg in args if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup")
+    boxed = (
+        arg
+        for arg in args
+        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup"
+    )
     return dist.ProcessGroup.unbox(next(boxed))
 
 
@@ -142,7 +129,9 @@ def _bytes(tensors):
 def _flops(func, args, kwargs, result):
     """As `perf.flops` counts them: matrix products, and attention over the full square, twice as much in backward."""
     name = func._schema.name
-    if "scaled_dot_product" in name:  # [B, heads, S, head size]: its first argument, and in backward its gradient too
+    if (
+        "scaled_dot_product" in name
+    ):  # [B, heads, S, head size]: its first argument, and in backward its gradient too
         return (8 if name.endswith("backward") else 4) * args[0].numel() * args[0].shape[-2]
     count = flop_registry.get(func._overloadpacket)
     return count(*args, **kwargs, out_val=result) if count else 0
@@ -178,7 +167,7 @@ def train(
     shape: GridShape,
     global_batch: int,
     micro_batch: int,
-    cluster: Cluster = AS_IT_IS,
+    cluster: ClusterModel = AS_IT_IS,
     repeats: int = 3,
     schedule: str = "1f1b",
 ) -> Stepped:
@@ -208,7 +197,9 @@ def train(
     share = parallelize(GPT(model).to(device), grid, **settings)
     share.recording = True
     generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(model.vocab_size, (global_batch, model.context_length + 1), generator=generator).to(device)
+    tokens = torch.randint(
+        model.vocab_size, (global_batch, model.context_length + 1), generator=generator
+    ).to(device)
     own = tokens.chunk(shape.dp)[grid.coord("dp")].split(micro_batch)
     batches = [(part[:, :-1], part[:, 1:]) for part in own]
     begins, ends, rows, loss = [], [], [], 0.0
@@ -225,7 +216,9 @@ def train(
             rows.append(share.recorded)
         dist.all_reduce(total, group=grid.group("dp"))
         loss = total.item() / shape.dp
-    return Stepped(begins, ends, rows, sent, loss, sum(param.numel() for param in share.parameters()))
+    return Stepped(
+        begins, ends, rows, sent, loss, sum(param.numel() for param in share.parameters())
+    )
 
 
 def step_s(stepped: Sequence[Stepped]) -> float:
@@ -243,6 +236,8 @@ def traffic(stepped: Sequence[Stepped], at_least: int = 0) -> Traffic:
     for rank, one in enumerate(stepped):
         for kind, members, num_bytes, _ in one.sent:
             if num_bytes >= at_least:
-                links = {members: num_bytes} if kind == "send" else ring(kind, list(members), num_bytes)
+                links = (
+                    {members: num_bytes} if kind == "send" else ring(kind, list(members), num_bytes)
+                )
                 total.update({link: size for link, size in links.items() if link[0] == rank})
     return dict(total)

@@ -74,13 +74,21 @@ class Step:
     def rows(self, name: str) -> list[tuple[str, str, float, float]]:
         """Two lanes for `plot.timeline`, in milliseconds: what the core does, and what is on the link."""
         core = [("backward", 0.0, self.backward_s), ("wait", self.backward_s, self.total_s)]
-        link = [(f"bucket {number}", begin, end) for number, (begin, end) in enumerate(self.sent, 1)]
+        link = [
+            (f"bucket {number}", begin, end) for number, (begin, end) in enumerate(self.sent, 1)
+        ]
         lanes = {f"core, {name}": core, f"link, {name}": link}
-        return [(lane, label, a * 1e3, b * 1e3) for lane, bars in lanes.items() for label, a, b in bars]
+        return [
+            (lane, label, a * 1e3, b * 1e3) for lane, bars in lanes.items() for label, a, b in bars
+        ]
 
 
 def fastest_step(
-    model: DataParallel, loss: Callable[[], torch.Tensor], link: comm.Link, overlap: bool, repeats: int = 6
+    model: DataParallel,
+    loss: Callable[[], torch.Tensor],
+    link: comm.Link,
+    overlap: bool,
+    repeats: int = 6,
 ) -> Step:
     """The fastest of some steps of a model over a slow link; every rank calls it.
 
@@ -98,12 +106,16 @@ def fastest_step(
         log.clear()
         dist.barrier(model.group)
         begin = time.perf_counter()
-        with contextlib.nullcontext() if overlap else model.no_sync():  # there the hooks send nothing
+        with (
+            contextlib.nullcontext() if overlap else model.no_sync()
+        ):  # there the hooks send nothing
             value.backward()
         backward_s = time.perf_counter() - begin
         model.finish_gradient_sync()
         total_s = time.perf_counter() - begin
-        steps.append(Step(backward_s, total_s, [(start - begin, end - begin) for start, end in log]))
+        steps.append(
+            Step(backward_s, total_s, [(start - begin, end - begin) for start, end in log])
+        )
     return min(steps, key=lambda step: step.total_s)
 
 
@@ -127,4 +139,6 @@ class _Sender:
 
     def __call__(self, group):
         self.send(group)
-        self.bucket.work = self.slow_link.carry(self.bucket.work, self.bucket.num_bytes, dist.get_world_size(group))
+        self.bucket.work = self.slow_link.carry(
+            self.bucket.work, self.bucket.num_bytes, dist.get_world_size(group)
+        )

@@ -29,7 +29,9 @@ def difference(make: Callable[[], nn.Module], shard: Change, features: int = 64)
         y = change(make().double())(x)
         y.square().mean().backward()
         results.append((y.detach(), x.grad))
-    return tuple(f"{((own - true).abs().max() / true.abs().max()).item():.0e}" for true, own in zip(*results))
+    return tuple(
+        f"{((own - true).abs().max() / true.abs().max()).item():.0e}" for true, own in zip(*results)
+    )
 
 
 def collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
@@ -83,5 +85,10 @@ class SeparateAttention(nn.Module):
 
     def forward(self, x):
         """[B, S, H] -> [B, S, H]."""
-        q, k, v = (layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        return self.proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        q, k, v = (
+            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        return self.proj(
+            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        )

@@ -33,7 +33,9 @@ class Stage(nn.Module):
         generator = torch.Generator().manual_seed(number)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         for param in self.parameters():
-            param.data = torch.randn(param.shape, dtype=torch.float64, generator=generator) / WIDTH**0.5
+            param.data = (
+                torch.randn(param.shape, dtype=torch.float64, generator=generator) / WIDTH**0.5
+            )
 
     def forward(self, x, inputs=None):
         """[BATCH, WIDTH] -> [BATCH, WIDTH]."""
@@ -47,13 +49,17 @@ class Stage(nn.Module):
 def batches(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, the same in every process: [micro-batches, BATCH, WIDTH] each."""
     generator = torch.Generator().manual_seed(1000)
-    return torch.randn(2, num_microbatches, BATCH, WIDTH, dtype=torch.float64, generator=generator).unbind()
+    return torch.randn(
+        2, num_microbatches, BATCH, WIDTH, dtype=torch.float64, generator=generator
+    ).unbind()
 
 
 def gradients(num_stages: int, num_microbatches: int) -> dict[int, torch.Tensor]:
     """{stage: gradient} of the mean loss, computed in one process without a pipeline."""
     stages = [Stage(number) for number in range(num_stages)]
-    F.mse_loss(nn.Sequential(*stages)(x := batches(num_microbatches)[0]), batches(len(x))[1]).backward()
+    F.mse_loss(
+        nn.Sequential(*stages)(x := batches(num_microbatches)[0]), batches(len(x))[1]
+    ).backward()
     return {number: stage.gradient() for number, stage in enumerate(stages)}
 
 
@@ -113,9 +119,20 @@ def play(
         repeats: Steps on the clock.
         stages: Modules to take in place of `Stage`, by their number.
     """
-    own = {stage: (stages or {}).get(stage) or Stage(stage) for stage in sorted({action.stage for action in actions[rank]})}
+    own = {
+        stage: (stages or {}).get(stage) or Stage(stage)
+        for stage in sorted({action.stage for action in actions[rank]})
+    }
     empty = torch.empty(BATCH, WIDTH, dtype=torch.float64)
-    settings = (own, actions, num_stages, num_microbatches, dist.group.WORLD, F.mse_loss, lambda inputs: empty.clone())
+    settings = (
+        own,
+        actions,
+        num_stages,
+        num_microbatches,
+        dist.group.WORLD,
+        F.mse_loss,
+        lambda inputs: empty.clone(),
+    )
     pipeline = Paced(*settings, recorded=[])
     inputs, targets = batches(num_microbatches)
     with counted() as calls:
@@ -148,12 +165,18 @@ def timeline(played: Sequence[Played]) -> Timeline:
 def difference(played: Sequence[Played], num_stages: int, num_microbatches: int) -> float:
     """The largest difference between a gradient of the pipeline and that of one process."""
     whole = gradients(num_stages, num_microbatches)
-    return max((grad - whole[stage]).abs().max().item() for one in played for stage, grad in one.gradients.items())
+    return max(
+        (grad - whole[stage]).abs().max().item()
+        for one in played
+        for stage, grad in one.gradients.items()
+    )
 
 
 def picture(simulated: Timeline, measured: Timeline, *, title: str, alt: str) -> Picture:
     """The simulated time line above the measured one, in the same colours and on one axis."""
-    return plot.timeline(bars(simulated, "simulated") + bars(measured, "measured"), xlabel="ms", title=title, alt=alt)
+    return plot.timeline(
+        bars(simulated, "simulated") + bars(measured, "measured"), xlabel="ms", title=title, alt=alt
+    )
 
 
 def bars(line: Timeline, name: str = "rank") -> list[tuple[str, str, float, float]]:
@@ -164,7 +187,9 @@ def bars(line: Timeline, name: str = "rank") -> list[tuple[str, str, float, floa
     rows, first = [], {}
     for rank, (kind, stage, microbatch), start, stop in line.rows:
         letter = kind if first.setdefault(rank, stage) == stage else kind.lower()
-        rows.append((rank, "FBIWfbiw".index(letter), f"{letter} {microbatch}", 1e3 * start, 1e3 * stop))
+        rows.append(
+            (rank, "FBIWfbiw".index(letter), f"{letter} {microbatch}", 1e3 * start, 1e3 * stop)
+        )
     return [(f"{name} {rank}", *row) for rank, _, *row in sorted(rows)]
 
 
@@ -172,12 +197,19 @@ def table(actions: Actions, num_stages: int) -> str:
     """The schedule as text, one line for each rank and one column for each tick; a point where the rank waits."""
     rows = ticks(actions, num_stages)
     first = {rank: next(action.stage for action in row if action) for rank, row in rows.items()}
-    wide = 3 if len(rows[0]) <= 30 else 2  # characters of a column: a line has to fit beside the file list
+    wide = (
+        3 if len(rows[0]) <= 30 else 2
+    )  # characters of a column: a line has to fit beside the file list
 
     def cell(rank, action):
         if action is None:
             return "·"
-        return (action.kind if action.stage == first[rank] else action.kind.lower()) + str(action.microbatch)
+        return (action.kind if action.stage == first[rank] else action.kind.lower()) + str(
+            action.microbatch
+        )
 
-    lines = {rank: "".join(cell(rank, action).ljust(wide) for action in row) for rank, row in rows.items()}
+    lines = {
+        rank: "".join(cell(rank, action).ljust(wide) for action in row)
+        for rank, row in rows.items()
+    }
     return "\n".join(f"rank {rank}  {line}".rstrip() for rank, line in lines.items())

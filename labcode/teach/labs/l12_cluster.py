@@ -63,12 +63,19 @@ class Lab:
             timeout_s: Then it is ended, and the output says so.
         """
         print(f"{node or 'head'}$ {shlex.join(map(str, argv))}")
-        print(self._run(argv, node, env, timeout_s) if self.cluster else "(not run: there is no cluster here)\n", end="")
+        print(
+            self._run(argv, node, env, timeout_s)
+            if self.cluster
+            else "(not run: there is no cluster here)\n",
+            end="",
+        )
 
     def _run(self, argv, node=None, env=None, timeout_s=120.0) -> str:
         words = [f"{name}={value}" for name, value in {**ENV, **(env or {})}.items()]
         try:
-            done = self.cluster.exec(["env", *words, *argv], node=node, timeout_s=timeout_s, check=False)
+            done = self.cluster.exec(
+                ["env", *words, *argv], node=node, timeout_s=timeout_s, check=False
+            )
         except TimeoutError:
             self.said = ""
             return f"(no end after {timeout_s:g} s)\n"
@@ -100,11 +107,19 @@ class Lab:
         """The job on the cluster of the lab, or without SLURM on this machine; says which."""
         site = dataclasses.replace(load("local"), logs="runs")
         handle = submit(job, site, client=self.client, here=self.client is None, echo=False)
-        print(f"job {handle.number}: {'SLURM, on nodes of the lab' if self.client else handle.where}")
+        print(
+            f"job {handle.number}: {'SLURM, on nodes of the lab' if self.client else handle.where}"
+        )
         self._jobs.append(handle)
         return handle
 
-    def hello(self, wait_s: float = 60, port: int = 20017, interface: str | None = "eth0", kill: bool = True) -> None:
+    def hello(
+        self,
+        wait_s: float = 60,
+        port: int = 20017,
+        interface: str | None = "eth0",
+        kill: bool = True,
+    ) -> None:
         """Run runs/hello.py with one rank on n1 and one on n2; print what they said, or the error of each.
 
         Args:
@@ -113,9 +128,17 @@ class Lab:
             interface: For GLOO_SOCKET_IFNAME; None leaves it to gloo.
             kill: Whether the first rank that fails ends the other, as a job should.
         """
-        env = {"MASTER_ADDR": "n1", "MASTER_PORT": port} | ({"GLOO_SOCKET_IFNAME": interface} if interface else {})
+        env = {"MASTER_ADDR": "n1", "MASTER_PORT": port} | (
+            {"GLOO_SOCKET_IFNAME": interface} if interface else {}
+        )
         print(" ".join(f"{name}={value}" for name, value in env.items()))
-        srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", f"--kill-on-bad-exit={int(kill)}", "--label"]
+        srun = [
+            "srun",
+            "--nodelist=n1,n2",
+            "--ntasks-per-node=1",
+            f"--kill-on-bad-exit={int(kill)}",
+            "--label",
+        ]
         if self.cluster:
             self._run([*srun, sys.executable, "runs/hello.py", str(wait_s)], env=env)
         print(told(self.said) if self.cluster else "(not run: there is no cluster here)")
@@ -159,16 +182,24 @@ def open_lab(name: str, nodes: int = 3) -> Lab:
     for folder in base().glob(f"{name}-*"):
         with contextlib.suppress(ValueError):
             owner = int(folder.name.rpartition("-")[2])
-            if owner == os.getpid() or not alive(owner):  # the set-up cell is run again, or its kernel was killed
+            if owner == os.getpid() or not alive(
+                owner
+            ):  # the set-up cell is run again, or its kernel was killed
                 Cluster(folder.name).down()
     Path("runs").mkdir(exist_ok=True)
     numbers = [re.search(r"-(\d+)(\.log)?$", path.name) for path in Path("runs").iterdir()]
-    first = 1 + max((int(number[1]) for number in numbers if number), default=0)  # no job finds the log of another
+    first = 1 + max(
+        (int(number[1]) for number in numbers if number), default=0
+    )  # no job finds the log of another
     try:
-        cluster = Cluster.up(nodes=nodes, name=f"{name}-{os.getpid()}", settings={"FirstJobId": first})
+        cluster = Cluster.up(
+            nodes=nodes, name=f"{name}-{os.getpid()}", settings={"FirstJobId": first}
+        )
     except (Unavailable, RuntimeError) as error:
         print(f"no SLURM here: {error}")
-        print("The commands of this lesson are shown and not run; the training jobs run on this machine without SLURM.")
+        print(
+            "The commands of this lesson are shown and not run; the training jobs run on this machine without SLURM."
+        )
         return Lab(None, str(error))
     lab = Lab(cluster)
     atexit.register(cluster.down)
@@ -184,7 +215,9 @@ def told(said: str) -> str:
         if not (colon and rank.isdigit()):
             continue
         if error := _ERROR.match(text.strip()):
-            errors[int(rank)] = _SOURCE.sub("", error[1]).strip().partition(". This is typically")[0]
+            errors[int(rank)] = (
+                _SOURCE.sub("", error[1]).strip().partition(". This is typically")[0]
+            )
         elif text.startswith("rank "):
             lines.append(text)
     lines += [f"rank {rank}: {text}" for rank, text in errors.items()]
@@ -198,7 +231,10 @@ def told(said: str) -> str:
 def _own_name_is_local(cluster):
     files = {node: cluster.folder / node / "hosts" for node in cluster.spec.names()}
     before = {node: file.read_text() for node, file in files.items()}
-    for node, file in files.items():  # written in place: the file is bound over the node's /etc/hosts
+    for (
+        node,
+        file,
+    ) in files.items():  # written in place: the file is bound over the node's /etc/hosts
         file.write_text(f"127.0.1.1 {node}\n{before[node]}")
     try:
         yield
@@ -240,7 +276,9 @@ def steps(log: str) -> list[tuple[int, float, float]]:
     return [(int(step), float(loss), float(seconds)) for step, loss, seconds in _STEP.findall(log)]
 
 
-def at_rates(lab: Lab, handle: Handle, rates, count: int = 6, timeout_s: float = 200) -> dict[str, list]:
+def at_rates(
+    lab: Lab, handle: Handle, rates, count: int = 6, timeout_s: float = 200
+) -> dict[str, list]:
     """Change the link of n2 under a running job: {rate: steps at that rate}; without a cluster all steps of the job.
 
     Args:

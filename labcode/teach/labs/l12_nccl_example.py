@@ -21,19 +21,35 @@ def two_nodes(rdma: bool = True, gpus: int = 4) -> str:
 def _of_rank(rank, size, gpus, rdma):
     node, gpu = divmod(rank, gpus)
     head = f"gpu0{node + 1}:{700 + gpu}:{900 + gpu} [{gpu}] NCCL INFO "
-    comm = (
-        f"ncclCommInitRank comm 0x55d0c{rank:03x} rank {rank} nranks {size} cudaDev {gpu} nvmlDev {gpu} busId {gpu + 1}a000"
-    )
+    comm = f"ncclCommInitRank comm 0x55d0c{rank:03x} rank {rank} nranks {size} cudaDev {gpu} nvmlDev {gpu} busId {gpu + 1}a000"
     over = f"eth0:10.0.0.{node + 1}<0>"
     found = "NET/IB : Using [0]mlx5_0:1/IB [RO]; OOB " + over
     lines = [f"Bootstrap : Using {over}", found if rdma else "NET/IB : No device found."]
     lines += [] if rdma else [f"NET/Socket : Using [0]{over}"]
-    lines += [f"Using network {'IB' if rdma else 'Socket'}", f"{comm} commId 0x3c5a91d2e7f0b846 - Init START"]
+    lines += [
+        f"Using network {'IB' if rdma else 'Socket'}",
+        f"{comm} commId 0x3c5a91d2e7f0b846 - Init START",
+    ]
     if rank == 0:
-        lines += [f"Channel {channel:02}/02 : {' '.join(map(str, range(size)))}" for channel in range(2)]
+        lines += [
+            f"Channel {channel:02}/02 : {' '.join(map(str, range(size)))}" for channel in range(2)
+        ]
     for channel in range(2):
-        lines += _links(rank, size, gpus, f"Channel {channel:02}/0 : ", "NET/IB/0/GDRDMA" if rdma else "NET/Socket/0")
-    return [head + line for line in [*lines, "Connected all rings", f"{comm} commId 0x3c5a91d2e7f0b846 - Init COMPLETE"]]
+        lines += _links(
+            rank,
+            size,
+            gpus,
+            f"Channel {channel:02}/0 : ",
+            "NET/IB/0/GDRDMA" if rdma else "NET/Socket/0",
+        )
+    return [
+        head + line
+        for line in [
+            *lines,
+            "Connected all rings",
+            f"{comm} commId 0x3c5a91d2e7f0b846 - Init COMPLETE",
+        ]
+    ]
 
 
 def _links(rank, size, gpus, channel, network):

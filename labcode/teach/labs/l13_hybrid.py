@@ -33,20 +33,32 @@ from labcode.train.tasks import make_task
 RECIPE = recipes.get("gpt_tiny")
 SIZE = ("nodes", "ranks_per_node")
 FIELDS = ("grid.tp", "grid.pp", "train.micro_batch", "train.global_batch")
-SHORT = {"train.steps": 12, "train.log_every": 3, "train.eval_every": 0, "train.eval_batches": 1, "train.sample_tokens": 0}
+SHORT = {
+    "train.steps": 12,
+    "train.log_every": 3,
+    "train.eval_every": 0,
+    "train.eval_batches": 1,
+    "train.sample_tokens": 0,
+}
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the nodes only pretend to have GPUs
 
 
 def site(limit_bytes: int | None = None) -> Site:
     """The cluster on this machine: one task for each rank, no GPUs asked for, `limit_bytes` of memory for each rank."""
     setup = (f"ulimit -d {limit_bytes // 1024}",) if limit_bytes else ()
-    return dataclasses.replace(load("local"), logs="runs", launcher="srun", gpus=Gpus(), setup=setup)
+    return dataclasses.replace(
+        load("local"), logs="runs", launcher="srun", gpus=Gpus(), setup=setup
+    )
 
 
 def job(form, name: str = "hybrid") -> Job:
     """A short training of gpt_tiny; `form` has nodes, ranks_per_node and fields of the config."""
     fields = {field: value for field, value in form.items() if field not in SIZE}
-    overrides = [word for field, value in (fields | SHORT | fields).items() for word in (f"--{field}", str(value))]
+    overrides = [
+        word
+        for field, value in (fields | SHORT | fields).items()
+        for word in (f"--{field}", str(value))
+    ]
     size = {field: form[field] for field in SIZE}
     return Job("gpt_tiny", tuple(overrides), **size, minutes=5, name=name, requeue=False, env=ENV)
 
@@ -54,7 +66,11 @@ def job(form, name: str = "hybrid") -> Job:
 def blank_script() -> str:
     """The script of exercise 13.4 with its blanks; comments and empty lines are left out."""
     text = render(job(dict.fromkeys(SIZE + FIELDS, 2) | {"train.global_batch": 16}), site())
-    text = re.sub(rf"(--nodes=|--ntasks-per-node=|--(?:{'|'.join(map(re.escape, FIELDS))}) )\d+", r"\1____", text)
+    text = re.sub(
+        rf"(--nodes=|--ntasks-per-node=|--(?:{'|'.join(map(re.escape, FIELDS))}) )\d+",
+        r"\1____",
+        text,
+    )
     lines = (re.sub(r" --train\.steps .*| +# .*", "", line) for line in text.splitlines())
     return "\n".join(line for line in lines if line and not line.startswith("# "))
 
@@ -98,7 +114,13 @@ class Submit:
         lost = ", without the limit, which needs Linux" if limit_bytes and not limited else ""
         outcome = handle.wait(echo=False, check=False, timeout_s=300)
         print(f"job {handle.number}, {job.name}: {where}{lost}")
-        return Submitted(outcome, handle.log(), Path("runs") / f"{job.name}-{handle.number}", client is not None, limited)
+        return Submitted(
+            outcome,
+            handle.log(),
+            Path("runs") / f"{job.name}-{handle.number}",
+            client is not None,
+            limited,
+        )
 
 
 def _limit(process, limit_bytes) -> bool:
@@ -115,7 +137,9 @@ def plain(rank: int, changes) -> list[dict[str, float]]:
     size = dist.get_world_size()
     config = recipes.with_changes(RECIPE, SHORT | changes)
     world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
-    return Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None).fit()
+    return Trainer(
+        config, world, Grid.create(config.check(size)), make_task(config), out=None
+    ).fit()
 
 
 # ---- memory
@@ -125,13 +149,17 @@ def plain(rank: int, changes) -> list[dict[str, float]]:
 LIMIT_BYTES = 1_500_000_000
 
 
-def one_step(rank: int, model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int) -> tuple[float, int]:
+def one_step(
+    rank: int, model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int
+) -> tuple[float, int]:
     """(loss, bytes by which the resident memory of this process grew at most) of one forward and backward.
 
     Where no peak can be forgotten (not Linux), one that was higher before counts too.
     """
     with contextlib.suppress(OSError):
-        Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far: man proc_pid_clear_refs
+        Path("/proc/self/clear_refs").write_text(
+            "5"
+        )  # forget the peak so far: man proc_pid_clear_refs
     before = psutil.Process().memory_info().rss
     loss = pretend.train(rank, model, shape, global_batch, micro_batch, repeats=0).loss
     return loss, peak_memory_bytes(torch.device("cpu")) - before
@@ -141,6 +169,10 @@ def last_words(log: str) -> list[str]:
     """The last line of each rank's traceback, without places in sources, and what srun says of its tasks."""
     found = {}
     for rank, text in re.findall(r"^\[rank(\d+)\]: (?:\w+\.)*(\w*Error: .+)", log, re.MULTILINE):
-        text = re.sub(r"\[(?:enforce fail at )?/?\S+:\d+\] (?:err == 0\. )?", "", text).split(". This is typically")[0]
+        text = re.sub(r"\[(?:enforce fail at )?/?\S+:\d+\] (?:err == 0\. )?", "", text).split(
+            ". This is typically"
+        )[0]
         found[int(rank)] = f"rank {rank}: {text.split('. Error code')[0]}"
-    return [found[rank] for rank in sorted(found)] + re.findall(r"^srun: error: .+", log, re.MULTILINE)
+    return [found[rank] for rank in sorted(found)] + re.findall(
+        r"^srun: error: .+", log, re.MULTILINE
+    )
