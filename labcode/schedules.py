@@ -165,7 +165,7 @@ def schedule(
 # ---- playing a schedule
 
 
-def placement(actions: Actions) -> dict[int, int]:
+def stage_ranks(actions: Actions) -> dict[int, int]:
     """The rank of each stage, `{stage: rank}`.
 
     Raises:
@@ -193,7 +193,7 @@ def waits_for(action: Action, num_stages: int) -> list[Action]:
     return [Action("F", stage, microbatch), *after]
 
 
-def play(
+def simulate_order(
     actions: Actions,
     num_stages: int,
     duration: Callable[[Action], float] = lambda action: 1,
@@ -301,8 +301,8 @@ def check_schedule(actions: Actions, num_stages: int, num_microbatches: int) -> 
             raise ValueError(
                 f"stage {stage} has {held} for micro-batch {i}: it needs F and B, or F, I and W, each once"
             )
-    placement(actions)
-    play(actions, num_stages)
+    stage_ranks(actions)
+    simulate_order(actions, num_stages)
 
 
 def ticks(actions: Actions, num_stages: int) -> dict[int, list[Action | None]]:
@@ -313,7 +313,7 @@ def ticks(actions: Actions, num_stages: int) -> dict[int, list[Action | None]]:
     Raises:
         ValueError: The schedule cannot be played to its end.
     """
-    spans = play(actions, num_stages)
+    spans = simulate_order(actions, num_stages)
     num_ticks = max(played[-1].stop for played in spans.values() if played)
     table = {rank: [None] * num_ticks for rank in spans}
     for rank, played in spans.items():
@@ -330,7 +330,7 @@ def messages(table: dict[int, list[Action | None]], num_stages: int) -> list[lis
 
     Between two stages on one rank nothing is sent.
     """
-    home = placement({rank: [action for action in row if action] for rank, row in table.items()})
+    home = stage_ranks({rank: [action for action in row if action] for rank, row in table.items()})
     sent = [[] for _ in next(iter(table.values()))]
     for rank, row in sorted(table.items()):
         for tick, action in enumerate(row):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from labcode.schedules import NAMES, Action, Actions, play
+from labcode.schedules import NAMES, Action, Actions, simulate_order
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class StageTimes:
         return times[kind]
 
 
-class Row(NamedTuple):
+class Bar(NamedTuple):
     """One bar of the picture: an action, its rank, and from when to when it runs."""
 
     rank: int
@@ -75,7 +75,7 @@ class Timeline:
         rows: By rank, and in the order in which a rank ran them.
     """
 
-    rows: tuple[Row, ...]
+    rows: tuple[Bar, ...]
 
     @property
     def ranks(self) -> list[int]:
@@ -154,8 +154,10 @@ def simulate(
     if not message_s >= 0:
         raise ValueError(f"message_s={message_s}: a message takes 0 seconds or more")
     times = [time.recomputed() for time in times] if recompute else times
-    spans = play(actions, num_stages, lambda action: times[action.stage].of(action.kind), message_s)
-    return Timeline(tuple(Row(rank, *span) for rank, played in spans.items() for span in played))
+    spans = simulate_order(
+        actions, num_stages, lambda action: times[action.stage].of(action.kind), message_s
+    )
+    return Timeline(tuple(Bar(rank, *span) for rank, played in spans.items() for span in played))
 
 
 # ---- closed forms

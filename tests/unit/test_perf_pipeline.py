@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from labcode.perf.pipeline import (
     EQUAL,
-    Row,
+    Bar,
     StageTimes,
     Timeline,
     bubble_over_ideal,
@@ -18,7 +18,7 @@ from labcode.perf.pipeline import (
     peak_microbatches,
     simulate,
 )
-from labcode.schedules import NAMES, Action, placement, schedule, ticks, waits_for
+from labcode.schedules import NAMES, Action, schedule, stage_ranks, ticks, waits_for
 
 CASES = [
     (name, p, m, v)
@@ -151,7 +151,7 @@ def test_a_peak_of_a_rank_that_is_not_there_is_refused():
 
 def longest_path_s(actions, num_stages, stage_s, message_s):
     """The end of the last action, from the graph of what comes before what, without playing anything."""
-    home = placement(actions)
+    home = stage_ranks(actions)
     exists = {action: place for order in actions.values() for place, action in enumerate(order)}
     before = {}
     for order in actions.values():
@@ -243,11 +243,11 @@ def test_recomputation_adds_a_forward_to_each_backward_and_keeps_the_bubbles_sha
 
 def test_a_measured_timeline_is_read_by_the_same_rules():
     rows = [
-        Row(0, Action("F", 0, 0), 0.0, 0.5),
-        Row(0, Action("B", 0, 0), 3.0, 4.0),
-        Row(1, Action("F", 1, 0), 0.75, 1.25),
+        Bar(0, Action("F", 0, 0), 0.0, 0.5),
+        Bar(0, Action("B", 0, 0), 3.0, 4.0),
+        Bar(1, Action("F", 1, 0), 0.75, 1.25),
     ]
-    timeline = Timeline((*rows, Row(1, Action("B", 1, 0), 1.25, 2.75)))
+    timeline = Timeline((*rows, Bar(1, Action("B", 1, 0), 1.25, 2.75)))
     assert (timeline.ranks, timeline.total_s, timeline.busy_s(0), timeline.bubble_s(1)) == (
         [0, 1],
         4.0,

@@ -14,8 +14,8 @@ from labcode.schedules import (
     Message,
     check_schedule,
     messages,
-    placement,
     schedule,
+    stage_ranks,
     ticks,
     waits_for,
 )
@@ -62,7 +62,7 @@ def test_every_schedule_is_complete_and_is_played_to_its_end():
     for name, p, m, v in CASES:
         actions = made(name, p, m, v)
         check_schedule(actions, p * v, m)
-        assert placement(actions) == {stage: stage % p for stage in range(p * v)}
+        assert stage_ranks(actions) == {stage: stage % p for stage in range(p * v)}
         kinds = {"F", "I", "W"} if name == "zero_bubble" else {"F", "B"}
         assert {action.kind for order in actions.values() for action in order} == kinds
         assert sum(map(len, actions.values())) == len(kinds) * p * v * m
@@ -435,7 +435,7 @@ def test_schedules_of_pytorch_that_we_do_not_have_pass_our_check(orders_of_pytor
     actions = torch_schedules.from_torch(dict(enumerate(orders_of_pytorch(name, p, m, 2))))
     check_schedule(actions, 2 * p, m)
     if "V" in name:  # the second stage of a rank runs back through the ranks
-        assert placement(actions) == {
+        assert stage_ranks(actions) == {
             stage: min(stage, 2 * p - 1 - stage) for stage in range(2 * p)
         }
         assert messages(ticks(actions, 2 * p), 2 * p)

@@ -16,7 +16,7 @@ from torch import nn
 
 from labcode.comm.counting import counted, totals
 from labcode.parallel.pipeline import Pipeline
-from labcode.perf.pipeline import Row, StageTimes, Timeline
+from labcode.perf.pipeline import Bar, StageTimes, Timeline
 from labcode.schedules import Action, Actions, ticks
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import Picture
@@ -154,7 +154,7 @@ def timeline(played: Sequence[Played]) -> Timeline:
     for step, begins in enumerate(zip(*(one.begins for one in played))):
         zero = min(begins)
         rows = [
-            Row(rank, action, start - zero, stop - zero)
+            Bar(rank, action, start - zero, stop - zero)
             for rank, one in enumerate(played)
             for action, start, stop in one.rows[step]
         ]
