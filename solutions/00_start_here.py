@@ -371,7 +371,7 @@ ranks.close()
 # | concept | formula or fact | in labcode |
 # |---|---|---|
 # | matrix product | 2 n³ FLOPs | `hardware` has the peaks |
-# | rank | one process, own memory | `comm.ranks.Ranks`, `comm.bootstrap` |
+# | rank | one process, own memory | `pool.ranks.Ranks`, `comm.bootstrap` |
 # | collective | all ranks call it, or all wait | `comm.collectives` |
 # | first loss | ln(vocabulary) | `python -m labcode.train` |
 # | launcher | one process per rank | `launch.run` |

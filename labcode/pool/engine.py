@@ -298,8 +298,7 @@ def main(role, folder, rank="0", n="1"):
 
 
 if __name__ == "__main__":
-    from labcode.comm import (
-        _engine,
-    )  # the module that the notebook's calls find, not this copy of it
+    # the module that the notebook's calls find, not this copy of it
+    from labcode.pool import engine
 
-    _engine.main(*sys.argv[1:])
+    engine.main(*sys.argv[1:])
