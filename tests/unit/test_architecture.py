@@ -35,7 +35,7 @@ GROUND = {
     "recipes",
     "launch",
 }
-GROUND |= {"schedules", "command"}
+GROUND |= {"schedules", "command", "suggest"}
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")
 MEASURES = (
     "labcode.perf.saved_bytes",
