@@ -348,7 +348,7 @@ for rank, (ours, theirs) in enumerate(ranks.run(both_meshes, small_grid)):
 
 # %%
 small = GPTConfig(num_layers=2, num_heads=4, hidden_size=64, context_length=128, vocab_size=64)
-BATCH, SLOW = 32, 5e6  # sequences per step; bytes per second of the pretended network
+BATCH, SLOW = 32, 5e6  # sequences per step; bytes per second of the emulated network
 
 def replay(rank, shape):
     """The tp and dp traffic of one step: {(from, to): bytes} and seconds."""

@@ -47,7 +47,12 @@ from labcode.teach.check import check, compare
 from labcode.teach.exercises import l08
 from labcode.teach.figures import plot
 from labcode.teach.figures.weights import cuts
-from labcode.teach.labs.l08_shards import SeparateAttention, collectives, difference, train
+from labcode.teach.labs.l08_shards import (
+    SeparateAttention,
+    adamw_steps,
+    count_collectives,
+    difference,
+)
 from labcode.topology import GridShape
 
 # %% [markdown]
@@ -377,7 +382,7 @@ def sharded_layer():
     block.attention, block.mlp = shard_attention(256, 256, 256)(block.attention), shard_mlp(block.mlp)
     return block
 
-forward, backward = ranks.run(lambda: collectives(sharded_layer(), torch.randn(8, 128, 256)))[0]
+forward, backward = ranks.run(lambda: count_collectives(sharded_layer(), torch.randn(8, 128, 256)))[0]
 compare("all-reduces forward", forward_guess, forward["all_reduce"][0], rel=0)
 compare("all-reduces backward", backward_guess, backward["all_reduce"][0], rel=0)
 compare("their bytes", layer_bytes_guess, forward["all_reduce"][1] + backward["all_reduce"][1], rel=0, unit="B")
@@ -506,7 +511,7 @@ enters_once = {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_l
 
 # %% tags=["nbval-check-output"]
 def backward_sums(make, plan):
-    return ranks.run(lambda: collectives(by_plan(plan)(make()), torch.randn(2, 16, 64)))[0][1]["all_reduce"][0]
+    return ranks.run(lambda: count_collectives(by_plan(plan)(make()), torch.randn(2, 16, 64)))[0][1]["all_reduce"][0]
 
 compare("MLP, all-reduces backward", mlp_guess, backward_sums(make_mlp, mlp_plan), rel=0)
 compare("q, k, v apart", separate_guess, backward_sums(SeparateAttention, plan), rel=0)
@@ -590,12 +595,12 @@ def train_on(shape, change=lambda module: None):
     grid = Grid.create(shape)
     model = parallelize(build(), grid)
     change(model.module)
-    losses = train(model, model.loss, batches, lambda x: x.chunk(shape.dp)[grid.coord("dp")], model.finish_gradient_sync)
+    losses = adamw_steps(model, model.loss, batches, lambda x: x.chunk(shape.dp)[grid.coord("dp")], model.finish_gradient_sync)
     dist.all_reduce(losses, group=grid.group("dp"))
     return losses / shape.dp, model.module.blocks[0].norm1.weight.detach()
 
 # %%
-truth = train(build(), gpt.loss, batches)
+truth = adamw_steps(build(), gpt.loss, batches)
 runs = {"dp=2 x tp=2": ranks.run(train_on, GridShape(dp=2, tp=2)), "tp=4": ranks.run(train_on, GridShape(tp=4)),
         "tp=4, f forgotten": ranks.run(train_on, GridShape(tp=4), forget_f)}
 fall, broken_fall = ((losses[0] - losses[-1]).item() for losses in (truth, runs["tp=4, f forgotten"][0][0]))

@@ -48,7 +48,7 @@ from labcode.teach.check import check, compare
 from labcode.teach.exercises import l10
 from labcode.teach.figures import plot
 from labcode.teach.labs import l10_paced_pipeline as stages
-from labcode.teach.labs.l08_shards import train as train_alone
+from labcode.teach.labs.l08_shards import adamw_steps
 from labcode.topology import GridShape
 
 ranks = Ranks(4)
@@ -71,7 +71,7 @@ print(stages.table(naive, 4))
 
 # %% [markdown]
 # **A fair clock.** Your machine may have two cores for four ranks. Ranks that compute would then wait for a core, not for each other, and no schedule could be seen. So the
-# stages of sections 1 to 5 are **pretended**: each action does its arithmetic, which is tiny, and then **sleeps** until its time is up. A sleeping rank needs no core.
+# stages of sections 1 to 5 are **emulated**: each action does its arithmetic, which is tiny, and then **sleeps** until its time is up. A sleeping rank needs no core.
 # It stands for a rank whose GPU is busy. Everything else is real: processes, messages, waiting, gradients.
 #
 # Here t_F = 30 ms, and t_B = 60 ms. **Predict.** Which share of the time does a rank of four wait? How long does the step take?
@@ -87,7 +87,7 @@ results = {}
 def run(name, v=1, m=8):
     """Simulate a schedule with v stages on each rank, run it, and keep both time lines and what the ranks report."""
     actions, stage_s = schedule(name, 4 * v, m, 4), StageTimes(T / v, T / v, T / v)
-    played = ranks.run(stages.play, actions, 4 * v, m, stage_s, repeats=3)
+    played = ranks.run(stages.run_schedule, actions, 4 * v, m, stage_s, repeats=3)
     print("gradients equal to one process to 1e-12:", stages.difference(played, 4 * v, m) < 1e-12)
     results[name, m] = simulate(actions, stage_s), stages.timeline(played), played
     return results[name, m]
@@ -412,7 +412,7 @@ class Broken(torch.nn.Module):
 
 begin = time.perf_counter()
 try:
-    ranks.run(stages.play, schedule("1f1b", 4, 8), 4, 8, stages={2: Broken()})
+    ranks.run(stages.run_schedule, schedule("1f1b", 4, 8), 4, 8, stages={2: Broken()})
 except RankError as error:
     print(f"after {time.perf_counter() - begin:.1f} s: {error}")
 
@@ -499,7 +499,7 @@ def train(rank, shape, pipeline, tied=True):
 
 # %% tags=["nbval-check-output"]
 whole = build()
-truth = train_alone(whole, gpt.loss, [tuple(map(torch.cat, zip(*step))) for step in batches])  # the batch uncut
+truth = adamw_steps(whole, gpt.loss, [tuple(map(torch.cat, zip(*step))) for step in batches])  # the batch uncut
 runs = {"pp 4, 1F1B": (GridShape(pp=4), PipelineConfig()), "pp 4, zero bubble": (GridShape(pp=4), PipelineConfig("zero_bubble", layers=(1, 2, 2, 1))),
         "pp 2, dp 2, layers 4 + 2": (GridShape(dp=2, pp=2), PipelineConfig(layers=(4, 2))),
         "pp 2, tp 2, interleaved": (GridShape(pp=2, tp=2), PipelineConfig("interleaved", stages_per_rank=3)),

@@ -49,7 +49,7 @@ from labcode.teach.labs import l12_nccl_example as nccl_example
 lab = slurm_lab.open_lab("lesson12")
 
 # %% [markdown]
-# This cluster runs on your machine: the daemons of SLURM, and three **nodes**, each with its own host name, network and processes. Only the hardware is pretended. It needs Linux and a few Debian
+# This cluster runs on your machine: the daemons of SLURM, and three **nodes**, each with its own host name, network and processes. Only the hardware is emulated. It needs Linux and a few Debian
 # packages; without them the cell above says which, commands below are shown and not run, and training jobs run on this machine.
 #
 # ## 1. What a job is

@@ -41,7 +41,7 @@ from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l13
 from labcode.teach.figures import plot
-from labcode.teach.labs import emulate as pretend
+from labcode.teach.labs import emulate
 from labcode.teach.labs import l10_paced_pipeline as stages
 from labcode.teach.labs import l12_cluster as slurm_lab
 from labcode.teach.labs import l13_hybrid as hybrid_lab
@@ -173,7 +173,7 @@ ranks = Ranks(4, timeout_s=120)
 
 def links(shape):
     """{(from, to): bytes} of one real step; what the loss sends, a few hundred bytes at a time, is left out."""
-    return pretend.traffic(ranks.run(pretend.train, model, shape, 8, 2, repeats=1), at_least=2000)
+    return emulate.traffic(ranks.run(emulate.timed_steps, model, shape, 8, 2, repeats=1), at_least=2000)
 
 sent = {"tp inside the node": links(inside), "tp across": links(across)}
 compare("rank 0 to its tp neighbour, 1", tp_guess, sent["tp inside the node"][0, 1], rel=0, unit="B")
@@ -203,7 +203,7 @@ picture
 #
 # ## 3. How long does an iteration take?
 #
-# A laptop has no second node, and four ranks on two cores wait for a core, not for each other. So we **pretend a cluster**, with speeds slow enough for any laptop: each matrix product takes as long as on a device of 75 MFLOP/s, each message as
+# A laptop has no second node, and four ranks on two cores wait for a core, not for each other. So we **emulate a cluster**, with speeds slow enough for any laptop: each matrix product takes as long as on a device of 75 MFLOP/s, each message as
 # long as on its link, and the rank **sleeps** meanwhile. Processes, messages, gradients and their order are real. Nothing overlaps.
 
 # %% tags=["nbval-check-output"]
@@ -250,13 +250,13 @@ across_iteration_guess = (4 + 1) * (compute_s + 5 * reduce_s["between"] + send_s
 
 # %% tags=["figure"]
 layouts = {"dp 4": GridShape(dp=4), "tp inside, pp across": inside, "tp across, pp inside": across}
-runs = {name: ranks.run(pretend.train, model, layout, 8, 2, cluster, repeats=1) for name, layout in layouts.items()}
-measured = {name: pretend.step_s(run) for name, run in runs.items()}
+runs = {name: ranks.run(emulate.timed_steps, model, layout, 8, 2, cluster, repeats=1) for name, layout in layouts.items()}
+measured = {name: emulate.step_s(run) for name, run in runs.items()}
 for name, guess in zip(layouts, (dp_iteration_guess, inside_iteration_guess, across_iteration_guess)):
     compare(name, guess, measured[name], rel=1, unit="s")
 parts = {name: expected.iteration_parts(model, layout, 8, 2, cluster) for name, layout in layouts.items()}
 plot.bars({name: {"predicted": sum(parts[name].values()), "measured": measured[name]} for name in layouts}, ylabel="seconds of one iteration",
-          fmt="{:.2f}", title="Four ranks on two pretended nodes, global batch 8",
+          fmt="{:.2f}", title="Four ranks on two emulated nodes, global batch 8",
           alt="Predicted and measured seconds of three layouts: the hybrid with tensor parallelism inside the node is the shortest")
 
 # %% tags=["nbval-check-output"]

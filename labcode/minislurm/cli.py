@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 def _status(cluster: Cluster) -> None:
     spec, states = cluster.spec, cluster.states()
     kind, plural = f" {spec.gpu_type}" if spec.gpu_type else "", "s" if spec.nodes > 1 else ""
-    each = f"{spec.cpus} CPUs, {spec.memory_mb} MiB, {spec.gpus} pretend{kind} GPUs"
+    each = f"{spec.cpus} CPUs, {spec.memory_mb} MiB, {spec.gpus} emulated{kind} GPUs"
     print(
         f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {each}; state and logs in {cluster.folder}"
     )

@@ -208,7 +208,7 @@ class Cluster:
 
     @property
     def spec(self) -> conf.Spec:
-        """What it pretends to be."""
+        """What it emulates."""
         return conf.Spec.read(self.folder / "spec.json")
 
     def host(self, name: str) -> Host:

@@ -1,4 +1,4 @@
-"""What a pretended site looks like, and the text of slurm.conf, gres.conf and job_submit.lua for it."""
+"""What an emulated site looks like, and the text of slurm.conf, gres.conf and job_submit.lua for it."""
 
 import json
 import re
@@ -77,7 +77,7 @@ _BY_LUA = {
 
 @dataclass(frozen=True)
 class Spec:
-    """A cluster to pretend; every node is alike.
+    """A cluster to emulate; every node is alike.
 
     Args:
         nodes: Number of nodes, n1, n2, ...
@@ -225,7 +225,7 @@ def _line(options) -> str:
 
 
 def gres_conf(spec: Spec, folder: Path) -> str:
-    """The text of gres.conf: one file for each pretend GPU."""
+    """The text of gres.conf: one file for each emulated GPU."""
     if not spec.gpus:
         return "AutoDetect=off\n"
     kind = f" Type={spec.gpu_type}" if spec.gpu_type else ""

@@ -1,7 +1,7 @@
-"""What a step on a pretended cluster should take, from the shape of the model and the grid alone: nothing is run here.
+"""What a step on a emulated cluster should take, from the shape of the model and the grid alone: nothing is run here.
 
 The plainest model there is: m micro-batches go through pp stages, each stage computes, takes part in all-reduces and sends;
-nothing overlaps, all stages are alike. What runs is in `pretend`.
+nothing overlaps, all stages are alike. What runs is in `teach.labs.emulate`.
 """
 
 import itertools
@@ -46,7 +46,7 @@ class ClusterModel:
 def iteration_parts(
     model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int, cluster: ClusterModel
 ) -> dict[str, float]:
-    """What a step of `pretend.train` takes by the plain model, in seconds, as {"compute", "tp", "pp", "bubble", "dp"}.
+    """What a step of `emulate.timed_steps` takes by the plain model, in seconds, as {"compute", "tp", "pp", "bubble", "dp"}.
 
         a micro-batch on one stage   c = flops / (tp pp rate)
                                      t = (4 L + 2)/pp all-reduces of act over tp
@@ -60,7 +60,7 @@ def iteration_parts(
     Args:
         model: Untied embeddings, which would be one more message.
         shape: Grid of dp, pp and tp.
-        global_batch, micro_batch: As in `pretend.train`.
+        global_batch, micro_batch: As in `emulate.timed_steps`.
         cluster: Its speeds; ranks fill its nodes in order.
     """
     m = global_batch // (micro_batch * shape.dp)
@@ -87,7 +87,7 @@ def iteration_parts(
 def time_line(
     model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int, cluster: ClusterModel
 ) -> Timeline:
-    """The time line of a step of `pretend.train` with 1F1B by the same plain model, one row for each stage of the pipeline.
+    """The time line of a step of `emulate.timed_steps` with 1F1B by the same plain model, one row for each stage of the pipeline.
 
     As there, a sender is kept from its work while its message is on the way, and a bar ends when it begins to send.
     """

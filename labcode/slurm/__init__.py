@@ -5,7 +5,7 @@
     render      job and site -> a batch script a person would be glad to read (`templates/`)
     rules lint  numbered rules, each with its reason, for these scripts and anybody's
     client      sbatch, squeue, scontrol, scancel, sinfo, each with a time limit
-    submit      submit and follow a job; `local` runs it without SLURM, one agent per pretended node
+    submit      submit and follow a job; `local` runs it without SLURM, one agent per emulated node
     nccl        who talks to whom over what, from NCCL's INFO log
     cluster/    a real slurmctld, slurmd and munge on this machine, each node a host of its own: `slurm/cluster up`
 

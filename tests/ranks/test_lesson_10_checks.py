@@ -8,7 +8,7 @@ from labcode.perf.pipeline import StageTimes, simulate
 from labcode.pool.ranks import RankError
 from labcode.schedules import NAMES, Action, schedule, waits_for
 from labcode.teach.exercises import l10
-from labcode.teach.labs import l10_paced_pipeline as stages
+from labcode.teach.labs import l10_paced_pipeline
 
 # ---- 10.1
 
@@ -158,16 +158,16 @@ def test_what_is_missing_is_not_done_yet():
             test()
 
 
-# ---- the pretended stages
+# ---- the emulated stages
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_paced_run_keeps_the_order_the_pace_the_memory_and_the_gradients(ranks4, name):
     v = 2 if name == "interleaved" else 1
     actions, stage_s = schedule(name, 4 * v, 4, 4), StageTimes(2e-3, 2e-3, 2e-3)
-    played = ranks4.run(stages.play, actions, 4 * v, 4, stage_s, repeats=3)
-    simulated, measured = simulate(actions, stage_s), stages.timeline(played)
-    assert stages.difference(played, 4 * v, 4) < 1e-12
+    played = ranks4.run(l10_paced_pipeline.run_schedule, actions, 4 * v, 4, stage_s, repeats=3)
+    simulated, measured = simulate(actions, stage_s), l10_paced_pipeline.timeline(played)
+    assert l10_paced_pipeline.difference(played, 4 * v, 4) < 1e-12
     for rank, order in actions.items():
         rows = [row for row in measured.rows if row.rank == rank]
         assert [row.action for row in rows] == order
@@ -180,5 +180,6 @@ def test_a_paced_run_keeps_the_order_the_pace_the_memory_and_the_gradients(ranks
     assert measured.total_s >= simulated.total_s - 1e-6
     assert sum(one.sent[0] for one in played) == 2 * (4 * v - 1) * 4
     assert (
-        sum(one.sent[1] for one in played) == 2 * (4 * v - 1) * 4 * stages.BATCH * stages.WIDTH * 8
+        sum(one.sent[1] for one in played)
+        == 2 * (4 * v - 1) * 4 * l10_paced_pipeline.BATCH * l10_paced_pipeline.WIDTH * 8
     )

@@ -9,7 +9,7 @@ from labcode.doctor import nccl_log as nccl
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.script.site import load
 from labcode.teach.exercises import l12
-from labcode.teach.labs import l12_nccl_example as nccl_example
+from labcode.teach.labs import l12_nccl_example
 
 # ---- 12.1
 
@@ -161,7 +161,7 @@ def test_transports_between_nodes(judged, answer):
 @pytest.mark.parametrize("gpus", [1, 2, 4])
 @pytest.mark.parametrize("rdma", [True, False])
 def test_the_example_log_is_a_ring_over_two_nodes(rdma, gpus):
-    log = nccl.parse(nccl_example.two_nodes(rdma, gpus))
+    log = nccl.parse(l12_nccl_example.two_nodes(rdma, gpus))
     comm, size = log.main, 2 * gpus
     assert list(comm.pairs()) == sorted((rank, (rank + 1) % size) for rank in range(size))
     assert all(sum(counts.values()) == 2 for counts in comm.pairs().values())

@@ -1,6 +1,6 @@
 """The checks of lesson 13 let right answers pass and give plausible wrong ones the hint that is meant for them.
 
-Beside them what the lesson stands on: a pretended cluster computes what one process does, and takes the time it should.
+Beside them what the lesson stands on: an emulated cluster computes what one process does, and takes the time it should.
 """
 
 import contextlib
@@ -20,9 +20,7 @@ from labcode.pool.ranks import RankError
 from labcode.slurm.run.outcome import Outcome
 from labcode.teach.check import check
 from labcode.teach.exercises import l13
-from labcode.teach.labs import emulate as pretend
-from labcode.teach.labs import l10_paced_pipeline as stages
-from labcode.teach.labs import l13_hybrid as hybrid_lab
+from labcode.teach.labs import emulate, l10_paced_pipeline, l13_hybrid
 from labcode.teach.labs.l12_cluster import Lab
 from labcode.topology import GridShape
 from labcode.train import metrics
@@ -181,7 +179,7 @@ OTHER_PLACES = LOG.replace("n1: 0, 1; n2: 2, 3", "n1: 0, 2; n2: 1, 3")
 
 
 def submitted(log, on_slurm=True, outcome=COMPLETED):
-    return hybrid_lab.Submitted(outcome, log, Path("runs/hybrid-7"), on_slurm)
+    return l13_hybrid.Submitted(outcome, log, Path("runs/hybrid-7"), on_slurm)
 
 
 LOGS = {
@@ -227,15 +225,15 @@ def test_the_log_of_the_submitted_run(judged, name):
 
 
 def test_the_blanks_of_the_script_are_all_that_the_form_asks_for():
-    text = hybrid_lab.blank_script()
+    text = l13_hybrid.blank_script()
     assert text.count("____") == 6 and "dp=1" not in text
     for what in (
         "--nodes=____",
         "--ntasks-per-node=____",
-        *(f"--{name} ____" for name in hybrid_lab.FIELDS),
+        *(f"--{name} ____" for name in l13_hybrid.FIELDS),
     ):
         assert what in text
-    assert hybrid_lab.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
+    assert l13_hybrid.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
 
 
 # ---- 13.5
@@ -291,7 +289,7 @@ def test_what_is_missing_is_not_done_yet():
             test()
 
 
-# ---- the pretended cluster
+# ---- the emulated cluster
 
 BATCH, MICRO = 8, 2
 LAYOUTS_OF_FOUR = {
@@ -304,23 +302,23 @@ LAYOUTS_OF_FOUR = {
 
 @pytest.fixture(scope="module")
 def alone(ranks1):
-    return ranks1.run(pretend.train, l13.MODEL, GridShape(), BATCH, MICRO, repeats=1)[0].loss
+    return ranks1.run(emulate.timed_steps, l13.MODEL, GridShape(), BATCH, MICRO, repeats=1)[0].loss
 
 
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
-def test_a_pretended_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, name):
+def test_an_emulated_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, name):
     shape = LAYOUTS_OF_FOUR[name]
-    run = ranks4.run(pretend.train, l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER, repeats=1)
+    run = ranks4.run(emulate.timed_steps, l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER, repeats=1)
     assert all(math.isclose(one.loss, alone, rel_tol=1e-5) for one in run)
     parts = expected.iteration_parts(l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER)
     # not below what the model says: sleeps can only be late. The head counts for one stage and the mean for the model
-    assert pretend.step_s(run) > 0.95 * sum(parts.values())
+    assert emulate.step_s(run) > 0.95 * sum(parts.values())
 
 
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
 def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
     shape = LAYOUTS_OF_FOUR[name]
-    run = ranks4.run(pretend.train, l13.MODEL, shape, BATCH, MICRO, repeats=1)
+    run = ranks4.run(emulate.timed_steps, l13.MODEL, shape, BATCH, MICRO, repeats=1)
     m, act = BATCH // MICRO // shape.dp, MICRO * 32 * 64 * 4
     wanted = {}
     for group in shape.groups("tp"):
@@ -331,13 +329,13 @@ def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
         wanted |= {(a, b): m * act, (b, a): m * act}
     for group in shape.groups("dp"):
         wanted |= placement.ring("all_reduce", group, 4 * run[0].num_parameters)
-    assert pretend.traffic(run, at_least=2000) == wanted
+    assert emulate.traffic(run, at_least=2000) == wanted
 
 
 def test_messages_are_those_that_are_counted_elsewhere(ranks2):
     def both(rank):
         with counted() as calls:
-            [own] = [pretend.train(rank, l13.MODEL, GridShape(pp=2), BATCH, MICRO, repeats=0)]
+            [own] = [emulate.timed_steps(rank, l13.MODEL, GridShape(pp=2), BATCH, MICRO, repeats=0)]
         return own.sent, totals(calls)
 
     for sent, found in ranks2.run(both):
@@ -362,7 +360,7 @@ def test_the_time_line_and_the_formula_say_the_same(ranks4):
     parts, line = expected.iteration_parts(*args), expected.time_line(*args)
     assert math.isclose(line.total_s, sum(parts.values()))
     assert math.isclose(line.busy_s(), parts["compute"] + parts["tp"])
-    measured = stages.timeline(ranks4.run(pretend.train, *args, repeats=1))
+    measured = l10_paced_pipeline.timeline(ranks4.run(emulate.timed_steps, *args, repeats=1))
     assert [row.action for row in measured.rows if row.rank in (0, 2)] == [
         row.action for row in line.rows
     ]
@@ -371,7 +369,7 @@ def test_the_time_line_and_the_formula_say_the_same(ranks4):
 
 def test_a_batch_that_cannot_be_cut_is_refused(ranks2):
     with pytest.raises(RankError, match=r"global_batch=9 is no multiple of micro_batch\*dp = 2\*1"):
-        ranks2.run(pretend.train, l13.MODEL, GridShape(pp=2), 9, 2)
+        ranks2.run(emulate.timed_steps, l13.MODEL, GridShape(pp=2), 9, 2)
 
 
 def test_the_published_speeds_follow_from_the_bubble():
@@ -410,13 +408,13 @@ WIDE = ON_FOUR | {
 def without_slurm(tmp_path_factory):
     """`Submit` where there is no cluster."""
     with contextlib.chdir(tmp_path_factory.mktemp("jobs")):
-        yield hybrid_lab.Submit(Lab(None, "none"))
+        yield l13_hybrid.Submit(Lab(None, "none"))
 
 
 def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsys):
-    reference = ranks4.run(hybrid_lab.plain, {"train.global_batch": 16})[0]
+    reference = ranks4.run(l13_hybrid.plain, {"train.global_batch": 16})[0]
     check("13.4", lambda: l13.script(ON_FOUR, without_slurm, reference))
-    done = without_slurm(hybrid_lab.job(ON_FOUR))
+    done = without_slurm(l13_hybrid.job(ON_FOUR))
     out = capsys.readouterr().out
     assert "[v] 13.4" in out and out.count("this machine, no SLURM") == 1
     assert metrics.read(done.out)[-1]["step"] == 12 and not done.limited
@@ -428,14 +426,14 @@ def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsy
 def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_2_does_not(
     without_slurm,
 ):
-    limit = hybrid_lab.LIMIT_BYTES
-    large = without_slurm(hybrid_lab.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
+    limit = l13_hybrid.LIMIT_BYTES
+    large = without_slurm(l13_hybrid.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
     assert large.limited and not large.outcome.ok
-    died = [line for line in hybrid_lab.last_words(large.log) if "can't allocate memory" in line]
+    died = [line for line in l13_hybrid.last_words(large.log) if "can't allocate memory" in line]
     assert died and {line.split(":")[0] for line in died} <= {"rank 2", "rank 3"}
     assert set(re.findall(r"you tried to allocate (\d+)", large.log)) == {str(32 * 128 * 32768 * 4)}
-    small = without_slurm(hybrid_lab.job(WIDE | {"train.micro_batch": 2}, name="micro2"), limit)
-    assert small.limited and small.outcome.ok and hybrid_lab.last_words(small.log) == []
+    small = without_slurm(l13_hybrid.job(WIDE | {"train.micro_batch": 2}, name="micro2"), limit)
+    assert small.limited and small.outcome.ok and l13_hybrid.last_words(small.log) == []
 
 
 def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro_batch(ranks4):
@@ -443,7 +441,7 @@ def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro
         recipes.get("gpt_tiny"), {"model.vocab_size": 32768, "model.hidden_size": 32}
     ).model
     small, large = (
-        ranks4.run(hybrid_lab.one_step, model, GridShape(tp=2, pp=2), 16, micro)
+        ranks4.run(l13_hybrid.one_step, model, GridShape(tp=2, pp=2), 16, micro)
         for micro in (2, 16)
     )
     assert math.isclose(small[0][0], large[0][0], rel_tol=1e-5)

@@ -10,7 +10,12 @@ from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.perf import trace
-from labcode.teach.labs.l08_shards import SeparateAttention, collectives, difference, train
+from labcode.teach.labs.l08_shards import (
+    SeparateAttention,
+    adamw_steps,
+    count_collectives,
+    difference,
+)
 from labcode.topology import GridShape
 
 
@@ -41,7 +46,7 @@ def test_the_error_of_a_share(ranks2):
 def test_collectives_of_a_share(ranks2):
     size = 3 * 64 * 4
     expected = ({"all_reduce": (1, size)}, {"all_reduce": (1, size)})
-    assert ranks2.run(lambda: collectives(shard(make()), torch.ones(3, 64))) == [expected] * 2
+    assert ranks2.run(lambda: count_collectives(shard(make()), torch.ones(3, 64))) == [expected] * 2
 
 
 def test_separate_attention_is_the_fused_one():
@@ -61,9 +66,9 @@ def test_training_on_a_grid_equals_one_process(ranks2):
 
     def on_grid():
         model = parallelize(build(), Grid.create(GridShape(tp=2)))
-        return train(model, model.loss, batches, finish=model.finish_gradient_sync)
+        return adamw_steps(model, model.loss, batches, finish=model.finish_gradient_sync)
 
-    truth = train(build(), gpt.loss, batches)
+    truth = adamw_steps(build(), gpt.loss, batches)
     assert truth[-1] < truth[0]
     for losses in ranks2.run(on_grid):
         torch.testing.assert_close(losses, truth, rtol=0, atol=1e-9)

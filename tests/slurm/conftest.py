@@ -26,6 +26,6 @@ def slurm():
 
 @pytest.fixture(scope="session")
 def cluster2(slurm):
-    """A cluster of two nodes, each 4 CPUs and 2 pretend GPUs; whoever breaks a node repairs it."""
+    """A cluster of two nodes, each 4 CPUs and 2 emulated GPUs; whoever breaks a node repairs it."""
     with Cluster.up(nodes=2, name=slurm("two")) as cluster:
         yield cluster

@@ -373,7 +373,7 @@ def test_an_ordinary_user_gets_the_same_without_root(tmp_path_factory):
     assert not Path("/tmp/labcode-slurm-12345").exists()
 
 
-# ----------------------------------------------------------------------------------------------------- pretended sites
+# ----------------------------------------------------------------------------------------------------- emulated sites
 
 SITE = {
     "cpus": 96,
@@ -421,7 +421,7 @@ REFUSED = {
 }
 
 
-def test_a_pretended_site_accepts_and_refuses_as_the_site_would(slurm):
+def test_an_emulated_site_accepts_and_refuses_as_the_site_would(slurm):
     with Cluster.up(2, name=slurm("h100"), settings={"Licenses": "scratch:5"}, **SITE) as site:
 
         def submit(options):

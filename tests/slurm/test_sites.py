@@ -14,8 +14,8 @@ ACCOUNT = "course"
 
 
 @pytest.fixture(scope="module", params=names())
-def pretended(request, slurm, tmp_path_factory):
-    """(site, its pretend cluster of two nodes, a folder)."""
+def emulated(request, slurm, tmp_path_factory):
+    """(site, its emulated cluster of two nodes, a folder)."""
     site = load(request.param, account=ACCOUNT)
     gpus = site.gpus.per_node
     memory = int(re.fullmatch(r"(\d+)G", site.memory)[1]) * 1024 if site.memory else 4000
@@ -52,8 +52,8 @@ def sbatch_says(cluster, folder, text):
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
 @pytest.mark.parametrize("requeue", [True, False], ids=["requeue", "once"])
-def test_the_script_is_accepted(pretended, launcher, requeue):
-    site, cluster, folder = pretended
+def test_the_script_is_accepted(emulated, launcher, requeue):
+    site, cluster, folder = emulated
     assert (
         sbatch_says(
             cluster, folder, render(full(site, requeue=requeue), replace(site, launcher=launcher))
@@ -62,8 +62,8 @@ def test_the_script_is_accepted(pretended, launcher, requeue):
     )
 
 
-def test_a_wrong_script_is_refused(pretended):
-    site, cluster, folder = pretended
+def test_a_wrong_script_is_refused(emulated):
+    site, cluster, folder = emulated
     one_gpu_more = replace(
         site,
         gpus=replace(site.gpus, per_node=site.gpus.per_node + 1),

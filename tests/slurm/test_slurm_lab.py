@@ -9,7 +9,7 @@ import pytest
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.script.job import Job
-from labcode.teach.labs import l12_cluster as slurm_lab
+from labcode.teach.labs import l12_cluster
 
 HELLO = """\
 import socket, sys
@@ -30,7 +30,7 @@ WELL = "rank 0 on n1: 64 numbers, each 2\nrank 1 on n2: 64 numbers, each 2"
 def lab(slurm, tmp_path_factory):
     here, folder = os.getcwd(), tmp_path_factory.mktemp("lab")
     os.chdir(folder)
-    lab = slurm_lab.open_lab("test-lab", nodes=2)
+    lab = l12_cluster.open_lab("test-lab", nodes=2)
     (folder / "runs/hello.py").write_text(HELLO)
     yield lab
     lab.close()
@@ -54,18 +54,18 @@ def test_a_fault_shows_its_symptom_and_leaves_nothing_behind(lab, fault):
     options, symptom = SYMPTOMS[fault]
     with lab.fault(fault):
         lab.hello(**options)
-        assert re.search(symptom, slurm_lab.told(lab.said)), lab.said
+        assert re.search(symptom, l12_cluster.told(lab.said)), lab.said
         cure = {"name": {}, "port": {"port": 18017}}.get(fault)
         if cure is not None:
             lab.hello(**cure)
-            assert slurm_lab.told(lab.said) == WELL
+            assert l12_cluster.told(lab.said) == WELL
     lab.hello()
-    assert slurm_lab.told(lab.said) == WELL, lab.said
+    assert l12_cluster.told(lab.said) == WELL, lab.said
 
 
 def test_the_wrong_interface_is_refused_by_its_address(lab):
     lab.hello(interface="docker0")
-    assert "Connection refused, remote=[172.17.0.1]" in slurm_lab.told(lab.said)
+    assert "Connection refused, remote=[172.17.0.1]" in l12_cluster.told(lab.said)
 
 
 def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
@@ -82,7 +82,7 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
         "--checkpoint.every=100000",
     )
     handle = lab.submit(Job("gpt_tiny", options, nodes=2, ranks_per_node=1, name="slowed"))
-    found = slurm_lab.at_rates(lab, handle, ["off", "20mbit"], count=3)
+    found = l12_cluster.at_rates(lab, handle, ["off", "20mbit"], count=3)
     wire_s = 4 * 811_008 / (20e6 / 8)
     assert [len(rows) for rows in found.values()] == [3, 3]
     assert all(seconds > 0.8 * wire_s for *_, seconds in found["20mbit"])
@@ -96,7 +96,7 @@ def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(lab, capsy
     Path("runs/first.sbatch").write_text(FIRST)
     lab.batch("runs/first.sbatch")
     assert "COMPLETED" in capsys.readouterr().out
-    again = slurm_lab.open_lab("test-again", nodes=1)
+    again = l12_cluster.open_lab("test-again", nodes=1)
     try:
         numbers = [
             int(re.search(r"-(\d+)", name)[1])
@@ -114,14 +114,14 @@ FIRST = "#!/bin/bash\n#SBATCH --output=runs/%x-%j.log\n#SBATCH --job-name=first\
 
 def test_a_lab_that_was_killed_is_removed_by_the_next(lab):
     Cluster.up(nodes=1, name="test-again-999999999")
-    slurm_lab.open_lab("test-again", nodes=1).close()
+    l12_cluster.open_lab("test-again", nodes=1).close()
     assert not list(base().glob("test-again-*"))
 
 
 def test_a_set_up_cell_that_is_run_again_begins_anew(lab):
-    first = slurm_lab.open_lab("test-again", nodes=1)
+    first = l12_cluster.open_lab("test-again", nodes=1)
     first.sh("sbatch", "--output=/dev/null", "--wrap", "sleep 600")
-    again = slurm_lab.open_lab("test-again", nodes=1)
+    again = l12_cluster.open_lab("test-again", nodes=1)
     try:
         assert again.client.queue() == []
     finally:
@@ -131,7 +131,7 @@ def test_a_set_up_cell_that_is_run_again_begins_anew(lab):
 def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_path, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(needs.PACKAGES, "no-such-program", "no-such-package")
-    lab = slurm_lab.open_lab("test-none")
+    lab = l12_cluster.open_lab("test-none")
     lab.sh("sinfo")
     with lab.fault("port"):
         lab.hello()
@@ -145,7 +145,7 @@ def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_pa
 def test_an_unknown_fault_is_refused_with_those_there_are():
     with (
         pytest.raises(ValueError, match="choose one of name, port, code"),
-        slurm_lab.Lab(None).fault("cable"),
+        l12_cluster.Lab(None).fault("cable"),
     ):
         pass
 
@@ -160,11 +160,11 @@ def test_errors_of_ranks_are_their_last_lines_without_places_in_sources():
         "srun: error: n2: task 1: Exited with exit code 1\n"
     )
     assert (
-        slurm_lab.told(said)
+        l12_cluster.told(said)
         == "rank 0: what():  a. 96 vs 64. Received\nrank 1: ValueError: rank 1 cannot meet"
     )
 
 
 def test_step_lines_of_a_log():
     log = "2 ranks on 1 node\nstep 1/9 | loss 4.40 | lr 3e-04 | 0.25 s/step | 50 tokens/s\nstep 9/9 | ..."
-    assert slurm_lab.steps(log) == [(1, 4.40, 0.25)]
+    assert l12_cluster.steps(log) == [(1, 4.40, 0.25)]

@@ -1,4 +1,4 @@
-"""A job without SLURM: two pretended nodes on this machine, the same handle, and no process left."""
+"""A job without SLURM: two emulated nodes on this machine, the same handle, and no process left."""
 
 import json
 import signal
@@ -51,13 +51,13 @@ def until(ask, seconds=40):
         time.sleep(0.1)
 
 
-def test_a_recipe_trains_on_two_pretended_nodes_and_says_where(monkeypatch, capfd):
+def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd):
     for ask in ("find", "own"):
         monkeypatch.setattr(
             Client, ask, classmethod(lambda *_: None)
         )  # a machine without any SLURM
     handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
-    assert handle.where == "this machine, no SLURM: 2 pretended nodes x 1 rank"
+    assert handle.where == "this machine, no SLURM: 2 emulated nodes x 1 rank"
     outcome = handle.wait(timeout_s=100)
     assert (outcome.state, handle.state, str(outcome)) == ("COMPLETED", "COMPLETED", "COMPLETED")
     out = capfd.readouterr().out
@@ -76,7 +76,7 @@ def test_a_recipe_trains_on_two_pretended_nodes_and_says_where(monkeypatch, capf
     )
     assert Path(f"runs/two words-{handle.number}/config.json").is_file()
     assert main(["status", handle.number]) == 0 and "COMPLETED" in capfd.readouterr().out
-    assert local.find(handle.number, Path()).info().nodes == "2 pretended"
+    assert local.find(handle.number, Path()).info().nodes == "2 emulated"
 
 
 def test_the_failing_rank_is_named_and_the_others_are_ended():

@@ -1,4 +1,4 @@
-"""A job without SLURM: one torchrun agent for each pretended node of this machine, rendezvous over TCP on 127.0.0.1.
+"""A job without SLURM: one torchrun agent for each emulated node of this machine, rendezvous over TCP on 127.0.0.1.
 
 `start` begins a `supervisor` process, which starts the agents and ends them; the handle reads what it writes down.
 """
@@ -54,7 +54,7 @@ class LocalHandle(Handle):
             reason=record.reason,
             exit_code=code,
             restarts=0,
-            nodes=f"{record.nodes} pretended",
+            nodes=f"{record.nodes} emulated",
             run_time=_clock(seconds),
             time_limit=_clock(int(record.minutes * 60)),
             log=Path(record.log),
@@ -85,7 +85,7 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
     """Start a job on this machine and return at once.
 
     Args:
-        job: What to run; `nodes` are pretended.
+        job: What to run; `nodes` are emulated.
         site: For the folder of the runs.
         folder: Where log and record lie.
         keep: The job outlives this process.
@@ -122,7 +122,7 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
         start_new_session=True,  # Ctrl-C reaches the submitting process alone, which then cancels
     )
     device = "" if gpus < job.world_size else f", {gpus} GPUs"
-    where = f"this machine, no SLURM: {_count(job.nodes, 'pretended node')} x {_count(job.ranks_per_node, 'rank')}{device}"
+    where = f"this machine, no SLURM: {_count(job.nodes, 'emulated node')} x {_count(job.ranks_per_node, 'rank')}{device}"
     return LocalHandle(record, where, keep, job.minutes * 60 + 60.0, process)
 
 
@@ -138,7 +138,7 @@ def find(number: str, folder: Path) -> LocalHandle:
 
 
 def _agent(job, node, number, port, out, gpus):
-    """The command line of the agent of one pretended node."""
+    """The command line of the agent of one emulated node."""
     cores = max(1, (os.cpu_count() or 1) // job.world_size)
     env = {
         "PYTHONUNBUFFERED": "1",

@@ -8,7 +8,7 @@ import torch
 from labcode.perf.pipeline import StageTimes, bubble_over_total, peak_microbatches, simulate
 from labcode.schedules import Action, check_schedule, schedule
 from labcode.teach.check import due
-from labcode.teach.labs import l10_paced_pipeline as stages
+from labcode.teach.labs import l10_paced_pipeline
 
 # ---- 10.1
 
@@ -55,7 +55,9 @@ def one_f_one_b(order, ranks) -> None:
             raise AssertionError(case + str(error)) from None
         _compare_with_1f1b(orders, p, m, case)
     orders = {rank: order(rank, ranks.n, 8) for rank in range(ranks.n)}
-    off = stages.difference(ranks.run(stages.play, orders, ranks.n, 8), ranks.n, 8)
+    off = l10_paced_pipeline.difference(
+        ranks.run(l10_paced_pipeline.run_schedule, orders, ranks.n, 8), ranks.n, 8
+    )
     assert off < 1e-12, f"the gradients differ from one process by {off:.0e}"
 
 

@@ -15,7 +15,7 @@ from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
 from labcode.teach.check import due
-from labcode.teach.labs import l12_nccl_example as nccl_example
+from labcode.teach.labs import l12_nccl_example
 
 # ---- 12.1
 
@@ -194,11 +194,11 @@ def ranks_by_node(ranks_by_node) -> None:
 def between(between) -> None:
     """The learner's `between(comm)`: the transports of links whose two ranks are on different hosts."""
     logs = [
-        nccl_example.two_nodes(),
-        nccl_example.two_nodes(rdma=False),
-        nccl_example.two_nodes(gpus=1),
+        l12_nccl_example.two_nodes(),
+        l12_nccl_example.two_nodes(rdma=False),
+        l12_nccl_example.two_nodes(gpus=1),
     ]
-    mixed = nccl_example.two_nodes(gpus=2).replace(
+    mixed = l12_nccl_example.two_nodes(gpus=2).replace(
         "2[0] [send] via NET/IB/0/GDRDMA", "2[0] [send] via NET/Socket/0"
     )
     mixed = mixed.replace("2[0] [receive] via NET/IB/0/GDRDMA", "2[0] [receive] via NET/Socket/0")

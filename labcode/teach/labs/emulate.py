@@ -1,9 +1,9 @@
-"""A cluster that costs no core: real ranks, real messages and real gradients of a GPT, with pretended speeds.
+"""A cluster that costs no core: real ranks, real messages and real gradients of a GPT, with emulated speeds.
 
 Four ranks on two cores have neither four devices nor two nodes. Here every matrix product counts as under way for as long
 as a device of given FLOP/s would need, every message for as long as the link between its ranks would, inside a node or
 between two. Whoever has to wait for that sleeps, and a sleeping rank needs no core. So times can be predicted, and they
-come out the same on a laptop and on a busy server, as long as its cores are faster than the pretended devices.
+come out the same on a laptop and on a busy server, as long as its cores are faster than the emulated devices.
 
 Nothing overlaps here: a rank that sends does not compute. It is the plainest model of a cluster, and the slowest.
 """
@@ -37,14 +37,14 @@ LATE_S = 2e-3  # a device may be this much ahead before its rank sleeps: shorter
 AS_IT_IS = ClusterModel(float("inf"), Link(0.0, float("inf")), Link(0.0, float("inf")))
 
 
-class Message(NamedTuple):
+class SentMessage(NamedTuple):
     """One that this rank sent.
 
     Args:
         kind: all_reduce or send.
         members: Global ranks: of the group, in order, or the sender and the receiver.
         num_bytes: Of the whole tensor.
-        seconds: What the pretended link takes.
+        seconds: What the emulated link takes.
     """
 
     kind: str
@@ -54,7 +54,7 @@ class Message(NamedTuple):
 
 
 @contextlib.contextmanager
-def pretended(cluster: ClusterModel) -> Iterator[list[Message]]:
+def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
     """Matrix products, all-reduces and sends of this process take the time of `cluster` inside the block.
 
     An all-reduce is waited for and then takes its time on every rank; a send takes its time before the message leaves. So
@@ -62,13 +62,13 @@ def pretended(cluster: ClusterModel) -> Iterator[list[Message]]:
 
     Held by: tests/ranks/test_lesson_13_checks.py
     """
-    mode = _Pretend(cluster)
+    mode = _Emulator(cluster)
     with mode:
         yield mode.sent
         mode.catch_up()
 
 
-class _Pretend(TorchDispatchMode):
+class _Emulator(TorchDispatchMode):
     """Sees every operation before it runs, in forward and in backward."""
 
     def __init__(self, cluster):
@@ -105,7 +105,7 @@ class _Pretend(TorchDispatchMode):
     def _take(self, kind, members, num_bytes):
         self.catch_up()
         seconds = comm.time_s(kind, len(members), num_bytes, self.cluster.link(members))
-        self.sent.append(Message(kind, members, num_bytes, seconds))
+        self.sent.append(SentMessage(kind, members, num_bytes, seconds))
         time.sleep(seconds)
 
     def catch_up(self):
@@ -156,12 +156,12 @@ class Stepped:
     begins: list[float]
     ends: list[float]
     rows: list[list[tuple[Action, float, float]]]
-    sent: list[Message]
+    sent: list[SentMessage]
     loss: float
     num_parameters: int
 
 
-def train(
+def timed_steps(
     rank: int,
     model: GPTConfig,
     shape: GridShape,
@@ -178,7 +178,7 @@ def train(
         model: With a vocabulary size; the tokens are drawn.
         shape: The grid.
         global_batch, micro_batch: Samples of a step, and of one forward of one dp rank.
-        cluster: What to pretend.
+        cluster: What to emulate.
         repeats: Steps on the clock.
         schedule: Of the pipeline.
 
@@ -208,7 +208,7 @@ def train(
         share.recorded = []
         dist.barrier()
         begin = time.perf_counter()
-        with pretended(cluster if step else AS_IT_IS) as sent:
+        with emulated(cluster if step else AS_IT_IS) as sent:
             total = share.forward_backward(batches, share.loss)
         if step:
             begins.append(begin)

@@ -34,7 +34,7 @@ def difference(make: Callable[[], nn.Module], shard: Change, features: int = 64)
     )
 
 
-def collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
+def count_collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
     """What one forward and one backward of `module(x)` start: for each {kind: (how many, their bytes)}."""
     with counted() as forward:
         y = module(x.requires_grad_())
@@ -43,7 +43,7 @@ def collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
     return totals(forward), totals(backward)
 
 
-def train(
+def adamw_steps(
     model: nn.Module,
     loss_of: Callable,
     batches: Iterable,

@@ -100,7 +100,7 @@ class Paced(Pipeline):
         return run
 
 
-def play(
+def run_schedule(
     rank: int,
     actions: Actions,
     num_stages: int,

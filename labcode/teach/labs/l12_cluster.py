@@ -29,7 +29,7 @@ from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import load
 
 CLOSED = "20000-29999"  # the ports that the fault "port" closes
-# the ranks of a lab are on the CPU, also where the machine has a GPU: its nodes only pretend to have some
+# the ranks of a lab are on the CPU, also where the machine has a GPU: its nodes only emulate them
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*Error: .+|what\(\): +.+)$")
 _SOURCE = re.compile(r"\[(?:enforce fail at )?/\S+:\d+\]\s*")
@@ -177,7 +177,7 @@ def open_lab(name: str, nodes: int = 3) -> Lab:
 
     Args:
         name: Of the lesson; each process has a cluster of its own.
-        nodes: n1, n2, ..., each with 4 CPUs and 2 pretended GPUs.
+        nodes: n1, n2, ..., each with 4 CPUs and 2 emulated GPUs.
     """
     for folder in base().glob(f"{name}-*"):
         with contextlib.suppress(ValueError):

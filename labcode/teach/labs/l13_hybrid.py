@@ -1,6 +1,6 @@
 """The jobs of lesson 13: tensor 2 x pipeline 2 on a small SLURM cluster, with and without a limit on memory.
 
-    submit = Submit(slurm_lab.open_lab("lesson13", nodes=2))
+    submit = Submit(l12_cluster.open_lab("lesson13", nodes=2))
     done = submit(job({"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2}))
     done.outcome, done.log                   # on the cluster, or on this machine where it has no SLURM
 
@@ -25,7 +25,7 @@ from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
-from labcode.teach.labs import emulate as pretend
+from labcode.teach.labs import emulate
 from labcode.topology import GridShape
 from labcode.train.loop import Trainer, peak_memory_bytes
 from labcode.train.tasks import make_task
@@ -40,7 +40,7 @@ SHORT = {
     "train.eval_batches": 1,
     "train.sample_tokens": 0,
 }
-ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the nodes only pretend to have GPUs
+ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}  # the GPUs of the nodes are emulated
 
 
 def site(limit_bytes: int | None = None) -> Site:
@@ -95,7 +95,7 @@ class Submitted:
 
 
 class Submit:
-    """Submits to the cluster of a `slurm_lab.Lab`, or runs here where it has none; the same job only once."""
+    """Submits to the cluster of a `l12_cluster.Lab`, or runs here where it has none; the same job only once."""
 
     def __init__(self, lab):
         self.lab, self._known = lab, {}
@@ -161,7 +161,7 @@ def one_step(
             "5"
         )  # forget the peak so far: man proc_pid_clear_refs
     before = psutil.Process().memory_info().rss
-    loss = pretend.train(rank, model, shape, global_batch, micro_batch, repeats=0).loss
+    loss = emulate.timed_steps(rank, model, shape, global_batch, micro_batch, repeats=0).loss
     return loss, peak_memory_bytes(torch.device("cpu")) - before
 
 
