@@ -13,12 +13,17 @@ from labcode.schedules import (
     Action,
     Message,
     check_schedule,
+    evaluation_plan,
+    make_plan,
     messages,
+    plan_pipeline,
     schedule,
+    simulation,
     stage_ranks,
     ticks,
     waits_for,
 )
+from labcode.schedules import plan as plan_module
 
 CASES = [
     (name, p, m, v)
@@ -221,6 +226,79 @@ def test_messages_of_the_smallest_pipeline():
     ]
 
 
+# ---- plans
+
+
+def as_dicts(plan):
+    """The plan's orders, ticks and messages in the types of the functions that make them."""
+    orders = {rank: list(order) for rank, order in enumerate(plan.orders)}
+    table = {rank: list(row) for rank, row in enumerate(plan.ticks)}
+    return orders, table, [list(after) for after in plan.messages]
+
+
+def test_a_plan_holds_the_schedule_its_ticks_and_its_messages():
+    for name, p, m, v in CASES[::7]:
+        plan = plan_pipeline(name, p * v, m, p)
+        table = ticks(made(name, p, m, v), p * v)
+        assert as_dicts(plan) == (made(name, p, m, v), table, messages(table, p * v))
+        assert plan.stage_ranks == tuple(stage % p for stage in range(p * v))
+        assert plan.splits_backward == (name == "zero_bubble")
+        assert (plan.num_stages, plan.num_microbatches) == (p * v, m)
+
+
+def test_each_rank_finds_its_own_messages_in_the_common_order():
+    for name, p, m, v in CASES[::7]:
+        plan = plan_pipeline(name, p * v, m, p)
+        for rank, program in enumerate(plan.programs):
+            assert tuple(tick.action for tick in program) == plan.ticks[rank]
+            for tick, after in zip(program, plan.messages, strict=True):
+                ends = [(message.from_rank, message.to_rank) for message in after]
+                own = [place for place, pair in enumerate(ends) if rank in pair]
+                assert tick.messages == tuple(after[place] for place in own)
+
+
+def test_a_plan_of_forwards_alone_runs_each_micro_batch_through_all_stages():
+    # stages 0 and 3 on rank 0, 1 and 2 on rank 1: between 1 and 2 nothing is sent
+    plan = evaluation_plan((0, 1, 1, 0), 2)
+    assert as_dicts(plan)[0] == written("0F0 3F0 0F1 3F1", "1F0 2F0 1F1 2F1")
+    sent = [message for after in plan.messages for message in after]
+    assert sorted(sent) == [
+        Message(0, 1, "activation", 1, 0),
+        Message(0, 1, "activation", 1, 1),
+        Message(1, 0, "activation", 3, 0),
+        Message(1, 0, "activation", 3, 1),
+    ]
+
+
+@pytest.fixture
+def simulations(monkeypatch):
+    """The schedules that are simulated from here on, one entry for each time."""
+    real = simulation.simulate_order
+    seen = []
+
+    def noted(actions, *args, **kwargs):
+        seen.append(actions)
+        return real(actions, *args, **kwargs)
+
+    monkeypatch.setattr(simulation, "simulate_order", noted)
+    monkeypatch.setattr(plan_module, "simulate_order", noted)
+    return seen
+
+
+def test_a_plan_is_simulated_once_however_many_steps_ask_for_it(simulations):
+    plan_pipeline.cache_clear()
+    evaluation_plan.cache_clear()
+    plans = {plan_pipeline("1f1b", 4, 8, 4) for step in range(5)}
+    assert (len(plans), len(simulations)) == (1, 1)
+    plans = {evaluation_plan((0, 1, 2, 3), 3) for step in range(5)}
+    assert (len(plans), len(simulations)) == (1, 2)
+
+
+def test_a_plan_written_by_hand_is_simulated_once(simulations):
+    make_plan(written("0F0 0B0", "1F0 1B0"), 2, 1)
+    assert len(simulations) == 1
+
+
 # ---- wrong schedules
 
 WRONG = {
@@ -299,9 +377,10 @@ WRONG = {
 def test_a_wrong_schedule_is_refused_with_what_is_wrong(name):
     actions, num_microbatches, words = WRONG[name]
     num_stages = {"W before I": 1, "a circle behind the first stuck rank": 4}.get(name, 2)
-    with pytest.raises(ValueError) as caught:
-        check_schedule(actions, num_stages, num_microbatches)
-    assert str(caught.value) == words
+    for refuse in (check_schedule, make_plan):
+        with pytest.raises(ValueError) as caught:
+            refuse(actions, num_stages, num_microbatches)
+        assert str(caught.value) == words
 
 
 def test_a_table_of_an_incomplete_schedule_names_what_is_missing():
