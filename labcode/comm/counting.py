@@ -1,24 +1,29 @@
-"""Which collectives a piece of code starts, and how many bytes each is about.
+"""Which collectives a piece of code starts, and how many bytes each one moves.
 
     with counted() as calls:
         loss.backward()
     print(totals(calls))        # {"all_reduce": (2, 65536)}
 
-What this process alone starts is written down: calls of `torch.distributed`, those of DDP's and DTensor's, those made in
-backward. The bytes are those of the whole tensor, the n of `perf.comm`, which says how much of it a rank sends.
+`CollectiveSpy` is the one place that looks at collectives from outside. `counted` writes them down; the lessons' checks
+ask it what a learner called; the emulated cluster delays them.
+
+Only what this process starts is seen: calls of `torch.distributed`, those of DDP and DTensor, those made in backward.
+The bytes are those of the whole tensor: the n of `perf.alpha_beta`, which says how much of it a rank sends.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+BARRIER = "barrier"
+
 
 class Call(NamedTuple):
-    """One collective, or one message.
+    """One collective, or one message, as plain values that can be sent to another process.
 
     Args:
         kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send or recv.
@@ -34,20 +39,20 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[Call]]:
-    """Write down what this process starts inside the block, in order; barriers and waits do not count.
+    """List the collectives that this process starts inside the block, in order; barriers and waits do not count.
 
-    Costs some microseconds of Python for each operation inside, so time something else. What backward starts belongs to the
-    block that `backward()` is called in.
+    Costs some microseconds of Python for each operation inside, so time something else. What backward starts belongs
+    to the block in which `backward()` is called.
 
     Held by: tests/ranks/test_counting.py
     """
-    calls: list[Call] = []
-    with _Watch(calls):
-        yield calls
+    counter = _Counter()
+    with counter:
+        yield counter.calls
 
 
 def totals(calls: Iterable[Call]) -> dict[str, tuple[int, int]]:
-    """{kind: (how many, their bytes)}, in the order of first use."""
+    """{kind: (number of calls, their bytes)}, in the order of first use."""
     found: dict[str, tuple[int, int]] = {}
     for call in calls:
         number, num_bytes = found.get(call.kind, (0, 0))
@@ -55,84 +60,202 @@ def totals(calls: Iterable[Call]) -> dict[str, tuple[int, int]]:
     return found
 
 
-def _whole(place: int) -> Callable:
-    """The bytes of argument number `place`, a tensor or lists of tensors."""
-    return lambda args, size: _bytes(args[place])
+# ---- the spy
 
 
-def _part(place: int) -> Callable:
-    """The bytes of an argument that is one rank's part of the whole."""
-    return lambda args, size: _bytes(args[place]) * size
+class Collective(NamedTuple):
+    """One collective, message or barrier that is about to start.
+
+    Args:
+        name: As `Call.kind`, or "barrier".
+        group: The process group that it runs in.
+        num_bytes: As `Call.num_bytes`; 0 for a barrier.
+        ranks: Global ranks: all members of the group, in order; (sender, receiver) for send and recv. The sender
+            is -1 where a message from any rank is received.
+    """
+
+    name: str
+    group: dist.ProcessGroup
+    num_bytes: int
+    ranks: tuple[int, ...]
 
 
-# Where each operation of torch keeps the tensor that counts. A name is looked up without its last underscore.
+class CollectiveSpy(TorchDispatchMode):
+    """Sees every operation of this process before it runs, in forward and in backward, while it is active.
+
+    To PyTorch a collective is an operation like any other, so a dispatch mode sees those of DDP and DTensor too.
+    Subclasses override one method or both; each decides when the operation runs, and returns its result:
+
+        class Printing(CollectiveSpy):
+            def on_collective(self, call, start):
+                print(call.name, call.num_bytes)
+                return start()
+
+        with Printing():
+            loss.backward()
+
+    The result of a collective holds the `Work` to wait for: `wait_for(result)` does so.
+
+    Held by: tests/ranks/test_counting.py::test_the_spy_may_act_before_and_after_a_collective
+    """
+
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        """Called in place of a collective, message or barrier; `start()` starts it."""
+        return start()
+
+    def on_operation(
+        self, operation: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """Called in place of every other operation; `operation(*args, **kwargs)` runs it."""
+        return operation(*args, **kwargs)
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        for kind in types:
+            if kind.__name__ == "DTensor":
+                return NotImplemented  # DTensor then does the same on plain tensors, which come by here again
+        kwargs = kwargs or {}
+        call = _as_collective(func, args)
+        if call is None:
+            return self.on_operation(func, args, kwargs)
+        return self.on_collective(call, lambda: func(*args, **kwargs))
+
+
+def wait_for(result: Any) -> None:
+    """Wait until a collective is done.
+
+    Args:
+        result: What `start()` of `CollectiveSpy.on_collective` has returned.
+    """
+    if isinstance(result, (tuple, list)):
+        result = result[-1]
+    if isinstance(result, torch.ScriptObject):  # c10d returns its Work boxed, alone or after the tensors
+        dist.Work.unbox(result).wait()
+
+
+class _Counter(CollectiveSpy):
+    """Writes down everything except barriers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[Call] = []
+
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        if call.name != BARRIER:
+            self.calls.append(Call(call.name, call.num_bytes, call.group.size()))
+        return start()
+
+
+# ---- how torch spells each of them
+
+
+class _Operation(NamedTuple):
+    """Where an operation of torch keeps what counts.
+
+    Args:
+        name: What we call it.
+        tensors: Number of the argument with the tensor, the list of tensors or the list of such lists.
+        is_part: Whether that is one rank's part of the whole.
+        peer: Number of the argument with the other rank of a message, counted within the group.
+    """
+
+    name: str
+    tensors: int = 0
+    is_part: bool = False
+    peer: int | None = None
+
+
+# By namespace and name, without the underscore at the end that says "in place".
 _OPERATIONS = {
     "c10d": {
-        "allreduce": ("all_reduce", _whole(0)),
-        "allreduce_coalesced": ("all_reduce", _whole(0)),
-        "broadcast": ("broadcast", _whole(0)),
-        "reduce": ("reduce", _whole(0)),
-        "allgather": ("all_gather", _part(1)),
-        "allgather_coalesced": ("all_gather", _part(1)),
-        "_allgather_base": ("all_gather", _whole(0)),
-        "allgather_into_tensor_coalesced": ("all_gather", _whole(0)),
-        "reduce_scatter": ("reduce_scatter", _part(0)),
-        "_reduce_scatter_base": ("reduce_scatter", _whole(1)),
-        "reduce_scatter_tensor_coalesced": ("reduce_scatter", _whole(1)),
-        "alltoall": ("all_to_all", _whole(1)),
-        "alltoall_base": ("all_to_all", _whole(1)),
-        "gather": ("gather", _part(1)),
-        "scatter": ("scatter", _part(0)),
-        "send": ("send", _whole(0)),
-        "recv": ("recv", _whole(0)),
-        "recv_any_source": ("recv", _whole(0)),
+        "allreduce": _Operation("all_reduce"),
+        "allreduce_coalesced": _Operation("all_reduce"),
+        "broadcast": _Operation("broadcast"),
+        "reduce": _Operation("reduce"),
+        "allgather": _Operation("all_gather", tensors=1, is_part=True),
+        "allgather_coalesced": _Operation("all_gather", tensors=1, is_part=True),
+        "_allgather_base": _Operation("all_gather"),
+        "allgather_into_tensor_coalesced": _Operation("all_gather"),
+        "reduce_scatter": _Operation("reduce_scatter", is_part=True),
+        "_reduce_scatter_base": _Operation("reduce_scatter", tensors=1),
+        "reduce_scatter_tensor_coalesced": _Operation("reduce_scatter", tensors=1),
+        "alltoall": _Operation("all_to_all", tensors=1),
+        "alltoall_base": _Operation("all_to_all", tensors=1),
+        "gather": _Operation("gather", tensors=1, is_part=True),
+        "scatter": _Operation("scatter", is_part=True),
+        "send": _Operation("send", peer=2),
+        "recv": _Operation("recv", peer=2),
+        "recv_any_source": _Operation("recv"),
+        BARRIER: _Operation(BARRIER),
+        "monitored_barrier": _Operation(BARRIER),
     },
     "_c10d_functional": {  # what DTensor calls
-        "all_reduce": ("all_reduce", _whole(0)),
-        "all_reduce_coalesced": ("all_reduce", _whole(0)),
-        "broadcast": ("broadcast", _whole(0)),
-        "all_gather_into_tensor": ("all_gather", _part(0)),
-        "all_gather_into_tensor_out": ("all_gather", _part(0)),
-        "all_gather_into_tensor_coalesced": ("all_gather", _part(0)),
-        "reduce_scatter_tensor": ("reduce_scatter", _whole(0)),
-        "reduce_scatter_tensor_out": ("reduce_scatter", _whole(0)),
-        "reduce_scatter_tensor_coalesced": ("reduce_scatter", _whole(0)),
-        "all_to_all_single": ("all_to_all", _whole(0)),
+        "all_reduce": _Operation("all_reduce"),
+        "all_reduce_coalesced": _Operation("all_reduce"),
+        "broadcast": _Operation("broadcast"),
+        "all_gather_into_tensor": _Operation("all_gather", is_part=True),
+        "all_gather_into_tensor_out": _Operation("all_gather", is_part=True),
+        "all_gather_into_tensor_coalesced": _Operation("all_gather", is_part=True),
+        "reduce_scatter_tensor": _Operation("reduce_scatter"),
+        "reduce_scatter_tensor_out": _Operation("reduce_scatter"),
+        "reduce_scatter_tensor_coalesced": _Operation("reduce_scatter"),
+        "all_to_all_single": _Operation("all_to_all"),
     },
 }
 
 
-class _Watch(TorchDispatchMode):
-    """Sees every operation before it runs; collectives are operations of torch like any other."""
-
-    def __init__(self, calls):
-        super().__init__()
-        self.calls = calls
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if any(kind.__name__ == "DTensor" for kind in types):
-            return NotImplemented  # it does the same on plain tensors next, and those come by here again
-        name = func._schema.name.removeprefix(func.namespace + "::").removesuffix("_")
-        found = _OPERATIONS.get(func.namespace, {}).get(name)
-        if found:
-            kind, bytes_of = found
-            size = _group_size(args)
-            self.calls.append(Call(kind, bytes_of(args, size), size))
-        return func(*args, **(kwargs or {}))
+def _as_collective(func: torch._ops.OpOverload, args: tuple) -> Collective | None:
+    """What an operation of torch is to the spy; None if it is no collective."""
+    operations = _OPERATIONS.get(func.namespace)
+    if operations is None:
+        return None
+    name = func._schema.name.removeprefix(func.namespace + "::").removesuffix("_")
+    operation = operations.get(name)
+    if operation is None:
+        return None
+    group = _group_of(args)
+    return Collective(
+        operation.name, group, _num_bytes(operation, args, group), _ranks(operation, args, group)
+    )
 
 
-def _bytes(tensors):
+def _num_bytes(operation: _Operation, args: tuple, group: dist.ProcessGroup) -> int:
+    if operation.name == BARRIER:
+        return 0
+    num_bytes = _bytes(args[operation.tensors])
+    if operation.is_part:
+        num_bytes *= group.size()
+    return num_bytes
+
+
+def _bytes(tensors: Any) -> int:
+    """Of a tensor, or of lists of tensors however deep."""
     if isinstance(tensors, torch.Tensor):
         return tensors.numel() * tensors.element_size()
     return sum(_bytes(tensor) for tensor in tensors)
 
 
-def _group_size(args):
-    """From the group, which comes boxed or, for functional collectives, as the last argument: its name or itself."""
+def _ranks(operation: _Operation, args: tuple, group: dist.ProcessGroup) -> tuple[int, ...]:
+    if operation.name not in ("send", "recv"):
+        return tuple(dist.get_process_group_ranks(group))
+    me = dist.get_rank()
+    peer = -1
+    if operation.peer is not None:
+        peer = dist.get_global_rank(group, args[operation.peer])
+    return (me, peer) if operation.name == "send" else (peer, me)
+
+
+def _group_of(args: tuple) -> dist.ProcessGroup:
+    """The group among the arguments: boxed in c10d; as a name or itself, and last, in functional collectives."""
     for arg in args:
         if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
-            return dist.ProcessGroup.unbox(arg).size()
+            return dist.ProcessGroup.unbox(arg)
     last = args[-1]
-    return (
-        torch._C._distributed_c10d._resolve_process_group(last) if isinstance(last, str) else last
-    ).size()
+    if isinstance(last, str):
+        return torch._C._distributed_c10d._resolve_process_group(last)
+    return last

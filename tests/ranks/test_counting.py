@@ -103,6 +103,83 @@ def test_ddp_and_dtensor(ranks2):
     assert totals(forward) == totals(backward) == {"all_reduce": (1, 3 * 4 * 4)}
 
 
+def test_the_spy_names_the_group_and_the_global_ranks_of_each_call(ranks4):
+    def spied(rank):
+        from labcode.comm.counting import CollectiveSpy
+        from labcode.comm.grid import Grid
+        from labcode.topology import GridShape
+
+        class Listing(CollectiveSpy):
+            def __init__(self):
+                super().__init__()
+                self.seen = []
+
+            def on_collective(self, call, start):
+                self.seen.append((call.name, call.num_bytes, call.ranks, call.group is group))
+                return start()
+
+        group = Grid.create(GridShape(dp=2, tp=2)).group("dp")  # ranks 0 and 2, ranks 1 and 3
+        me = dist.get_rank(group)
+        x = torch.ones(2)
+        with Listing() as spy:
+            dist.all_reduce(x, group=group)
+            if me == 0:
+                dist.send(x, group=group, group_dst=1)
+                dist.recv(x, group=group, group_src=1)
+            else:
+                dist.recv(x, group=group)  # from any rank
+                dist.send(x, group=group, group_dst=0)
+            dist.barrier(group=group)
+        return spy.seen
+
+    for first, found in zip((0, 1), ranks4.run(spied)):
+        second = first + 2
+        assert found == [
+            ("all_reduce", 8, (first, second), True),
+            ("send", 8, (first, second), True),
+            ("recv", 8, (second, first), True),
+            ("barrier", 0, (first, second), True),
+        ]
+    assert ranks4.run(spied)[3][1:3] == [
+        ("recv", 8, (-1, 3), True),
+        ("send", 8, (3, 1), True),
+    ]
+
+
+def test_the_spy_may_act_before_and_after_a_collective(ranks2):
+    def delayed(rank):
+        from labcode.comm.counting import CollectiveSpy, wait_for
+
+        class Watching(CollectiveSpy):
+            def __init__(self):
+                super().__init__()
+                self.before, self.after, self.others = [], [], []
+
+            def on_collective(self, call, start):
+                self.before.append(x.tolist())
+                result = start()
+                wait_for(result)
+                self.after.append(x.tolist())
+                return result
+
+            def on_operation(self, operation, args, kwargs):
+                self.others.append(operation._schema.name)
+                return operation(*args, **kwargs)
+
+        x = torch.tensor([1.0 + rank])
+        with Watching() as spy:
+            work = dist.all_reduce(x, async_op=True)
+            work.wait()
+            x.mul_(2)
+        return spy.before, spy.after, spy.others, x.item()
+
+    for rank, (before, after, others, result) in enumerate(ranks2.run(delayed)):
+        assert before == [[1.0 + rank]]
+        assert after == [[3.0]]
+        assert others[-1] == "aten::mul_"
+        assert result == 6.0
+
+
 def test_totals():
     calls = [Call("all_reduce", 8, 2), Call("all_gather", 4, 2), Call("all_reduce", 2, 4)]
     assert totals(calls) == {"all_reduce": (2, 10), "all_gather": (1, 4)}
