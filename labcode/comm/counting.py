@@ -4,11 +4,12 @@
         loss.backward()
     print(totals(calls))        # {"all_reduce": (2, 65536)}
 
-`CollectiveSpy` is the one place that looks at collectives from outside. `counted` writes them down; the lessons' checks
-ask it what a learner called; the emulated cluster delays them.
+`CollectiveSpy` is the one place that looks at collectives from outside. `counted` writes them down;
+the lessons' checks ask it what a learner called; the emulated cluster delays them.
 
-Only what this process starts is seen: calls of `torch.distributed`, those of DDP and DTensor, those made in backward.
-The bytes are those of the whole tensor: the n of `perf.alpha_beta`, which says how much of it a rank sends.
+Only what this process starts is seen: calls of `torch.distributed`, those of DDP and DTensor, those
+made in backward. The bytes are those of the whole tensor: the n of `perf.alpha_beta`, which says
+how much of it a rank sends.
 """
 
 import contextlib
@@ -20,15 +21,17 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 BARRIER = "barrier"
+_PROCESS_GROUP = "__torch__.torch.classes.c10d.ProcessGroup"
 
 
 class Call(NamedTuple):
     """One collective, or one message, as plain values that can be sent to another process.
 
     Args:
-        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather, scatter, send or recv.
-        num_bytes: Of the whole tensor: what every rank holds before an all-reduce or a reduce-scatter, or after an
-            all-gather; of the one message for send and recv.
+        kind: all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, reduce, gather,
+            scatter, send or recv.
+        num_bytes: Of the whole tensor: what every rank holds before an all-reduce or a
+            reduce-scatter, or after an all-gather; of the one message for send and recv.
         group_size: How many ranks take part.
     """
 
@@ -39,10 +42,10 @@ class Call(NamedTuple):
 
 @contextlib.contextmanager
 def counted() -> Iterator[list[Call]]:
-    """List the collectives that this process starts inside the block, in order; barriers and waits do not count.
+    """List the collectives that this process starts inside the block, in order.
 
-    Costs some microseconds of Python for each operation inside, so time something else. What backward starts belongs
-    to the block in which `backward()` is called.
+    Barriers and waits do not count. Costs some microseconds of Python for each operation inside, so
+    time something else. What backward starts belongs to the block in which `backward()` is called.
 
     Held by: tests/ranks/test_counting.py
     """
@@ -70,8 +73,8 @@ class Collective(NamedTuple):
         name: As `Call.kind`, or "barrier".
         group: The process group that it runs in.
         num_bytes: As `Call.num_bytes`; 0 for a barrier.
-        ranks: Global ranks: all members of the group, in order; (sender, receiver) for send and recv. The sender
-            is -1 where a message from any rank is received.
+        ranks: Global ranks: all members of the group, in order; (sender, receiver) for send and
+            recv. The sender is -1 where a message from any rank is received.
     """
 
     name: str
@@ -81,10 +84,11 @@ class Collective(NamedTuple):
 
 
 class CollectiveSpy(TorchDispatchMode):
-    """Sees every operation of this process before it runs, in forward and in backward, while it is active.
+    """Sees every operation of this process before it runs, in forward and in backward.
 
-    To PyTorch a collective is an operation like any other, so a dispatch mode sees those of DDP and DTensor too.
-    Subclasses override one method or both; each decides when the operation runs, and returns its result:
+    To PyTorch a collective is an operation like any other, so a dispatch mode sees those of DDP and
+    DTensor too. Subclasses override one method or both; each decides when the operation runs, and
+    returns its result:
 
         class Printing(CollectiveSpy):
             def on_collective(self, call, start):
@@ -118,7 +122,7 @@ class CollectiveSpy(TorchDispatchMode):
     ) -> Any:
         for kind in types:
             if kind.__name__ == "DTensor":
-                return NotImplemented  # DTensor then does the same on plain tensors, which come by here again
+                return NotImplemented  # it then does the same on plain tensors, which we see
         kwargs = kwargs or {}
         call = _as_collective(func, args)
         if call is None:
@@ -134,7 +138,8 @@ def wait_for(result: Any) -> None:
     """
     if isinstance(result, (tuple, list)):
         result = result[-1]
-    if isinstance(result, torch.ScriptObject):  # c10d returns its Work boxed, alone or after the tensors
+    # c10d returns its Work boxed, alone or after the tensors
+    if isinstance(result, torch.ScriptObject):
         dist.Work.unbox(result).wait()
 
 
@@ -159,7 +164,8 @@ class _Operation(NamedTuple):
 
     Args:
         name: What we call it.
-        tensors: Number of the argument with the tensor, the list of tensors or the list of such lists.
+        tensors: Number of the argument with the tensor, the list of tensors or the list of such
+            lists.
         is_part: Whether that is one rank's part of the whole.
         peer: Number of the argument with the other rank of a message, counted within the group.
     """
@@ -251,11 +257,13 @@ def _ranks(operation: _Operation, args: tuple, group: dist.ProcessGroup) -> tupl
 
 
 def _group_of(args: tuple) -> dist.ProcessGroup:
-    """The group among the arguments: boxed in c10d; as a name or itself, and last, in functional collectives."""
+    """The group among the arguments: boxed in c10d; as a name or itself, and last, in functional
+    collectives.
+    """
     for arg in args:
-        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup":
+        if isinstance(arg, torch.ScriptObject) and arg._type().qualified_name() == _PROCESS_GROUP:
             return dist.ProcessGroup.unbox(arg)
     last = args[-1]
     if isinstance(last, str):
-        return torch._C._distributed_c10d._resolve_process_group(last)
+        return dist.distributed_c10d._resolve_process_group(last)  # pyright: ignore
     return last
