@@ -1,4 +1,4 @@
-"""Site profiles: those that ship are whole and say where each value comes from; a wrong one is refused with its line."""
+"""Site profiles: those that ship are whole and name their sources; a wrong one is refused by line."""
 
 import dataclasses
 import re
@@ -72,7 +72,7 @@ mail: {user: me@example.org}
         (
             "gpus:\n  per_node: 4\n  requests: gres\n",
             3,
-            "unknown field requests in gpus: did you mean request",
+            r"unknown field gpus.requests: did you mean gpus.request\? there are gpus.per_node",
         ),
         (
             "gpus:\n  request: gress\n",
@@ -109,6 +109,14 @@ mail: {user: me@example.org}
         ("host_suffix: 'i; ls'\n", 1, "no part of a host's name"),
         ("partition: {a\n", 2, "this is not YAML"),
         ("python:\n", 1, "python is empty"),
+        ("gpus:\n", 1, "gpus is empty"),
+        ("gpus: {per_node: [4]}\n", 1, "gpus.per_node: .*integer"),
+        ("about: x\nmodules: [[cuda]]\n", 2, "modules is one value"),
+        ("env: [A]\n", 1, "env has fields of its own"),
+        ("about: x\nmail: {user: me, events: [END, SOON]}\n", 2, "'SOON' does not exist: .*END"),
+        ("? [a]\n: b\n", 1, "the name of a field is a plain word"),
+        ("about: x\nmodules: &loop [*loop]\n", 2, "nested too deeply"),
+        ("gpus: {per_node: x}\nabout: [a]\n", 1, "give a whole number"),  # the first of two
     ],
 )
 def test_a_wrong_profile_is_refused_with_its_line_and_what_is_allowed(
@@ -126,6 +134,12 @@ def test_an_unknown_site_says_what_there_is(tmp_path):
         load(tmp_path / "no.yaml")
     with pytest.raises(ValueError, match=r"unknown site '\.\./\.\./etc/passwd'"):
         load("../../etc/passwd")
+
+
+def test_where_no_profile_is_found_the_message_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr(sites, "SITES", tmp_path)
+    with pytest.raises(ValueError, match=r"unknown site 'local': there are none, or give a \.yaml"):
+        load("local")
 
 
 def test_a_field_can_be_given_when_the_site_is_loaded():

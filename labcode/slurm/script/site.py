@@ -1,104 +1,101 @@
 """One cluster as data: what its SLURM wants to be asked, and how a program is started there.
 
-    slurm/sites/NAME.yaml      those that ship with the course; `load` takes the path of your own as well
+    labcode/slurm/sites/NAME.yaml      those that ship with the course; `load` takes the path of
+    your own as well
 
-A profile names only what differs from the defaults below. In `scratch`, `container`, `env` and `setup` a `$NAME` is a
-variable of the cluster, which the job looks up when it runs; everything else is taken literally.
+A profile names only what differs from the defaults below. In `scratch`, `container`, `env` and
+`setup` a `$NAME` is a variable of the cluster, which the job looks up when it runs; everything else
+is taken literally.
 """
 
-import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, ClassVar, Literal
 
-from labcode.slurm.script import site_yaml as profile
+from pydantic import ConfigDict
 
-SITES = Path(__file__).resolve().parents[1] / "sites"
+from labcode.slurm.script.site_yaml import FieldError, read
+from labcode.suggest import unknown
+
+SITES = Path(__file__).resolve().parents[1] / "sites"  # package data
+VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
 SUFFIX = re.compile(r"[A-Za-z0-9.-]*")
-MANAGED = (  # options that the other fields give
-    *(
-        "account",
-        "partition",
-        "qos",
-        "reservation",
-        "constraint",
-        "mem",
-        "exclusive",
-        "mail-user",
-        "mail-type",
-    ),
-    *(
-        "nodes",
-        "ntasks",
-        "ntasks-per-node",
-        "cpus-per-task",
-        "gpus-per-node",
-        "gres",
-        "gpus-per-task",
-        "time",
-    ),
-    *(
-        "job-name",
-        "output",
-        "error",
-        "open-mode",
-        "signal",
-        "requeue",
-        "no-requeue",
-        "array",
-        "dependency",
-    ),
-)
+# options of sbatch that other fields of the profile or of the job give
+_MANAGED = """
+account array constraint cpus-per-task dependency error exclusive gpus-per-node gpus-per-task
+gres job-name mail-type mail-user mem no-requeue nodes ntasks ntasks-per-node open-mode output
+partition qos requeue reservation signal time
+"""
+MANAGED = frozenset(_MANAGED.split())
+
+Event = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "TIME_LIMIT_80", "ALL"]
 
 
 @dataclass(frozen=True)
 class Gpus:
-    """The GPUs of a node, and how a job asks for them."""
+    """The GPUs of a node, and how a job asks for them.
 
-    per_node: int = 0  # 0: a cluster of CPUs
+    Args:
+        per_node: How many; 0 is a cluster of CPUs.
+        request: The option of sbatch that asks for them.
+        type: Named in the request, such as a100 in --gpus-per-node=a100:4.
+        vendor: For amd a container brings ROCm along, or has --rocm in its options.
+    """
+
+    per_node: int = 0
     request: Literal["gpus-per-node", "gres", "gpus-per-task"] = "gpus-per-node"
-    type: str | None = None  # named in the request, such as a100: --gpus-per-node=a100:4
-    vendor: Literal["nvidia", "amd"] = (
-        "nvidia"  # for amd a container brings ROCm along, or has --rocm in its options
-    )
+    type: str | None = None
+    vendor: Literal["nvidia", "amd"] = "nvidia"
 
     def __post_init__(self):
-        at_least(self, "per_node", 0)
+        check_at_least(self, "per_node", 0)
+        check_one_line(self, "type")
 
 
 @dataclass(frozen=True)
 class Cpus:
-    """The CPUs of a node as SLURM counts them, hardware threads where it counts those."""
+    """The CPUs of a node as SLURM counts them: hardware threads where it counts those.
+
+    Args:
+        per_node: How many.
+        per_rank: How many each rank gets; None: an even share of the node for each GPU.
+        bind: The option --cpu-bind of srun.
+    """
 
     per_node: int | None = None
-    per_rank: int | None = None  # None: an even share of the node for each GPU
-    bind: Literal["cores", "threads", "sockets", "ldoms", "none"] | None = None  # srun --cpu-bind
+    per_rank: int | None = None
+    bind: Literal["cores", "threads", "sockets", "ldoms", "none"] | None = None
 
     def __post_init__(self):
-        at_least(self, "per_node", 1)
-        at_least(self, "per_rank", 1)
+        check_at_least(self, "per_node", 1)
+        check_at_least(self, "per_rank", 1)
 
 
 @dataclass(frozen=True)
 class Container:
-    """What the ranks run in. The working folder and scratch are bound by themselves."""
+    """What the ranks run in. The working folder and scratch are bound without being named.
+
+    Args:
+        kind: The program that starts it.
+        image: As that program takes it.
+        binds: Further folders, FOLDER or OUTSIDE:INSIDE.
+        options: More options of the program.
+    """
 
     kind: Literal["none", "apptainer", "singularity", "pyxis", "shifter"] = "none"
     image: str | None = None
-    binds: tuple[str, ...] = ()  # FOLDER or OUTSIDE:INSIDE
-    options: tuple[str, ...] = ()  # more options of the program that starts the container
+    binds: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
 
     def __post_init__(self):
         if (self.kind == "none") != (self.image is None):
-            raise profile.Wrong(
-                "image" if self.image else "kind",
-                "an image needs a kind of container, and a kind an image",
-            )
-        printable(self, "image", "binds", "options")
+            name = "image" if self.image else "kind"
+            raise FieldError(name, "an image needs a kind of container, and a kind an image")
+        check_one_line(self, "image", "binds", "options")
         if any("," in bind for bind in self.binds):
-            raise profile.Wrong("binds", "a comma parts one bind from the next: give a list")
+            raise FieldError("binds", "a comma parts one bind from the next: give a list")
 
 
 @dataclass(frozen=True)
@@ -106,12 +103,10 @@ class Mail:
     """Who is told what by e-mail."""
 
     user: str
-    events: tuple[
-        Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "TIME_LIMIT_80", "ALL"], ...
-    ] = ("END", "FAIL")
+    events: tuple[Event, ...] = ("END", "FAIL")
 
     def __post_init__(self):
-        printable(self, "user")
+        check_one_line(self, "user")
 
 
 @dataclass(frozen=True)
@@ -122,88 +117,109 @@ class Setting:
     reason: str
 
     def __post_init__(self):
-        printable(self, "value", "reason")
+        check_one_line(self, "value", "reason")
 
 
 @dataclass(frozen=True)
 class Site:
-    """A cluster. All fields have defaults: an empty profile is a cluster of CPUs that wants to know nothing."""
+    """A cluster. An empty profile is a cluster of CPUs of which nothing else is known.
 
-    name: str = ""  # that of its file
-    about: str = ""  # one line on what it is
+    Args:
+        name: Of the profile; that of its file unless it says another.
+        about: One line on what it is.
+        account, partition, qos, reservation, constraint: The options of sbatch.
+        memory: Per node, as sbatch --mem takes it.
+        exclusive: Ask for whole nodes.
+        gpus, cpus: Of a node.
+        max_minutes: Longest wall time of the partition and qos.
+        max_nodes: Most nodes of one job there.
+        launcher: srun starts one torchrun per node, or one task per rank.
+        host_suffix: What the site adds to a node's name for its address on the fast network.
+        container: What the ranks run in.
+        modules: For `module load`.
+        env: Environment variables of all jobs.
+        setup: Shell lines that run before the ranks, such as: source .venv/bin/activate
+        python: The interpreter.
+        scratch: Every run gets a folder of its own in it; all nodes must see it.
+        logs: Folder of the logs; it must exist when the job is submitted.
+        mail: Who is told of a job's progress.
+        directives: More options of sbatch, such as --licenses=scratch.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections too
+
+    name: str = ""
+    about: str = ""
     account: str | None = None
     partition: str | None = None
     qos: str | None = None
     reservation: str | None = None
     constraint: str | None = None
-    memory: str | None = None  # per node, as sbatch --mem takes it
-    exclusive: bool = False  # ask for whole nodes
+    memory: str | None = None
+    exclusive: bool = False
     gpus: Gpus = field(default_factory=Gpus)
     cpus: Cpus = field(default_factory=Cpus)
-    max_minutes: int | None = None  # longest wall time of the partition and qos
-    max_nodes: int | None = None  # most nodes of one job there
-    launcher: Literal["torchrun", "srun"] = (
-        "torchrun"  # srun starts one torchrun per node, or one task per rank
-    )
-    host_suffix: str = ""  # what the site adds to a node's name for its address on the fast network
+    max_minutes: int | None = None
+    max_nodes: int | None = None
+    launcher: Literal["torchrun", "srun"] = "torchrun"
+    host_suffix: str = ""
     container: Container = field(default_factory=Container)
-    modules: tuple[str, ...] = ()  # module load ...
+    modules: tuple[str, ...] = ()
     env: Mapping[str, Setting] = field(default_factory=dict)
-    setup: tuple[
-        str, ...
-    ] = ()  # shell lines that run before the ranks, such as: source .venv/bin/activate
+    setup: tuple[str, ...] = ()
     python: str = "python"
-    scratch: str = "runs"  # every run gets a folder of its own in it; all nodes must see it
-    logs: str = "."  # folder of the logs; it must exist when the job is submitted
+    scratch: str = "runs"
+    logs: str = "."
     mail: Mail | None = None
-    directives: tuple[str, ...] = ()  # more options for sbatch, such as --licenses=scratch
+    directives: tuple[str, ...] = ()
 
     def __post_init__(self):
-        printable(
-            self,
-            "account",
-            "partition",
-            "qos",
-            "reservation",
-            "constraint",
-            "memory",
-            "about",
-            "modules",
-            "env",
-        )
-        printable(self, "setup", "python", "scratch", "logs", "directives")
-        at_least(self, "max_minutes", 1)
-        at_least(self, "max_nodes", 1)
+        check_at_least(self, "max_minutes", 1)
+        check_at_least(self, "max_nodes", 1)
+        check_one_line(self, "account", "partition", "qos", "reservation", "constraint", "memory")
+        check_one_line(self, "about", "modules", "env", "setup", "python", "scratch", "logs")
+        check_one_line(self, "directives")
+        self._check_paths()
+        self._check_names()
+        self._check_directives()
+
+    def _check_paths(self) -> None:
         for name in ("python", "scratch", "logs"):
-            if not getattr(self, name):
-                raise profile.Wrong(name, "is empty: name one, or leave the line out")
-            if getattr(self, name).startswith("~"):
-                raise profile.Wrong(
-                    name, f"{getattr(self, name)!r}: quoted, a ~ is a plain character: write $HOME"
-                )
+            path = getattr(self, name)
+            if not path:
+                raise FieldError(name, "is empty: name one, or leave the line out")
+            if path.startswith("~"):
+                message = f"{path!r}: quoted, a ~ is a plain character: write $HOME"
+                raise FieldError(name, message)
         if "$" in self.logs:
-            raise profile.Wrong(
-                "logs",
-                f"{self.logs!r}: sbatch opens the log before any variable is known: give a plain path",
-            )
+            message = "sbatch opens the log before any variable is known: give a plain path"
+            raise FieldError("logs", f"{self.logs!r}: {message}")
+
+    def _check_names(self) -> None:
+        for name in self.env:
+            if not VARIABLE.fullmatch(name):
+                message = "is no name of a variable: letters, digits and _, no digit first"
+                raise FieldError("env", f"{name!r} {message}")
         if not SUFFIX.fullmatch(self.host_suffix):
-            raise profile.Wrong(
-                "host_suffix",
-                f"{self.host_suffix!r} is no part of a host's name: letters, digits, - and .",
-            )
+            message = "is no part of a host's name: letters, digits, - and ."
+            raise FieldError("host_suffix", f"{self.host_suffix!r} {message}")
+
+    def _check_directives(self) -> None:
         for option in self.directives:
             name = option.partition("=")[0].removeprefix("--")
-            if not option.startswith("--") or " " in name or name in MANAGED:
-                hint = (
-                    f"the field for {name} says that" if name in MANAGED else "give --option=value"
-                )
-                raise profile.Wrong("directives", f"{option!r}: {hint}")
+            if name in MANAGED:
+                raise FieldError("directives", f"{option!r}: the field for {name} says that")
+            if not option.startswith("--") or " " in name:
+                raise FieldError("directives", f"{option!r}: give --option=value")
 
     @property
     def cpus_per_rank(self) -> int:
         """CPUs for each rank: as given, else the share of a GPU in its node, else 1."""
-        share = (self.cpus.per_node or 1) // max(1, self.gpus.per_node) if self.gpus.per_node else 1
-        return self.cpus.per_rank or max(1, share)
+        if self.cpus.per_rank:
+            return self.cpus.per_rank
+        if not self.cpus.per_node or not self.gpus.per_node:
+            return 1
+        return max(1, self.cpus.per_node // self.gpus.per_node)
 
 
 def names() -> list[str]:
@@ -211,7 +227,7 @@ def names() -> list[str]:
     return sorted(path.stem for path in SITES.glob("*.yaml"))
 
 
-def load(name_or_path: str | Path, **changes) -> Site:
+def load(name_or_path: str | Path, **changes: Any) -> Site:
     """The profile of that name, or in that file.
 
     Args:
@@ -223,40 +239,31 @@ def load(name_or_path: str | Path, **changes) -> Site:
     """
     path = Path(name_or_path)
     if path.suffix not in (".yaml", ".yml"):
-        path = SITES / f"{name_or_path}.yaml"
         if str(name_or_path) not in names():
-            close = difflib.get_close_matches(str(name_or_path), names(), n=1)
-            hint = f"did you mean {close[0]}? " if close else ""
-            raise ValueError(
-                f"unknown site {str(name_or_path)!r}: {hint}there are {', '.join(names())}, or give a .yaml file"
-            )
+            message = unknown("site", str(name_or_path), names())
+            raise ValueError(f"{message}, or give a .yaml file")
+        path = SITES / f"{name_or_path}.yaml"
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(
-            f"{path}: cannot be read as a profile: {getattr(error, 'strerror', None) or error}"
-        ) from None
-    return profile.read(text, Site, path.name, {"name": path.stem, **changes})
+        reason = getattr(error, "strerror", None) or error
+        raise ValueError(f"{path}: cannot be read as a profile: {reason}") from None
+    return read(text, Site, path.name, {"name": path.stem, **changes})
 
 
-def at_least(part, name, least):
-    """Raises `Wrong` for a number that is too small."""
+def check_at_least(part: object, name: str, least: int) -> None:
+    """Raises `FieldError` for a number that is too small."""
     value = getattr(part, name)
     if value is not None and value < least:
-        raise profile.Wrong(name, f"{value}: give at least {least}")
+        raise FieldError(name, f"{value}: give at least {least}")
 
 
-def printable(part, *names):
-    """Raises `Wrong` for text that does not fit on one line of a script."""
+def check_one_line(part: object, *names: str) -> None:
+    """Raises `FieldError` for text that does not fit on one line of a script."""
     for name in names:
         value = getattr(part, name)
-        for text in [value] if isinstance(value, str) else value or ():
+        texts: Iterable[str] = [value] if isinstance(value, str) else value or ()
+        for text in texts:
             if not text.isprintable():
-                raise profile.Wrong(
-                    name, f"{text!r} goes on one line: leave out line breaks and control characters"
-                )
-            if name == "env" and not profile.VARIABLE.fullmatch(text):
-                raise profile.Wrong(
-                    name,
-                    f"{text!r} is no name of a variable: letters, digits and _, no digit first",
-                )
+                message = "goes on one line: leave out line breaks and control characters"
+                raise FieldError(name, f"{text!r} {message}")

@@ -1,23 +1,39 @@
-"""From YAML to frozen dataclasses, with the line of whatever is wrong: `site.yaml, line 7: unknown field qso: ...`.
+"""A site profile: from YAML to frozen dataclasses, with the line of whatever is wrong.
 
-The dataclass is the schema. Scalars are taken as they are typed, so that an account 0123 or a qos no stays what it is.
+The dataclass is the schema, and pydantic checks against it. pydantic knows no lines, so they are
+noted while the tree of the YAML is read. Scalars stay the text that was typed: an account 0123 is
+no octal number, and a qos no is no truth value.
 """
 
 import dataclasses
-import difflib
 import re
-import types
 import typing
 from collections.abc import Mapping
 
+import pydantic
 import yaml
 
-VARIABLE = re.compile(r"[A-Za-z_]\w*", re.ASCII)
-YES, NO = ("true", "yes", "on"), ("false", "no", "off")
+from labcode.suggest import unknown
+
+T = typing.TypeVar("T")
+Path = tuple[str | int, ...]  # where a value stands: ("gpus", "per_node") or ("modules", 0)
+
+MAX_DEPTH = 5  # env.NAME.value is 3 deep; an alias that contains itself would have no end
+_FIELDS = "{path} has fields of its own: write `name: value` lines"
+_MESSAGES = {  # pydantic's type of error: what we say
+    "bool_parsing": "{path}: {value!r}: write true or false",
+    "dataclass_type": _FIELDS,
+    "dict_type": _FIELDS,
+    "int_parsing": "{path}: {value!r}: give a whole number",
+    "literal_error": "{path}: {value!r} does not exist: there are {choices}",
+    "missing": "{parent} needs {name}",
+    "string_type": "{path} is one value, not a list and not fields of its own",
+    "tuple_type": "{path} is a list: write [one, two], or a line `- one` for each",
+}
 
 
-class Wrong(ValueError):
-    """A value that its field does not allow; the reader adds file and line.
+class FieldError(ValueError):
+    """A value that its field does not allow; `read` adds the file and the line.
 
     Args:
         field: Name of the field.
@@ -29,132 +45,103 @@ class Wrong(ValueError):
         self.field = field
 
 
-def read(text: str, kind: type, where: str, given: Mapping[str, object]):
+def read(text: str, kind: type[T], file_name: str, given: Mapping[str, object]) -> T:
     """An instance of the dataclass `kind` from YAML.
 
     Args:
         text: The YAML.
-        kind: A dataclass; nested ones, tuples, mappings, Literals and None are understood.
-        where: Name of the file, for errors.
-        given: Fields that are set here and not in the file, or in place of those there.
+        kind: A dataclass; pydantic must understand the types of its fields.
+        file_name: For errors.
+        given: Fields that the caller sets, in place of what the file says.
 
     Raises:
         ValueError: "FILE, line N: what is wrong and what is allowed".
     """
+    lines: dict[Path, int] = {(): 1}
     try:
-        node = yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        line = f", line {mark.line + 1}" if mark else ""
-        raise ValueError(
-            f"{where}{line}: this is not YAML: {error.problem or error.context}"
-        ) from None
+        data = _plain(yaml.compose(text, Loader=yaml.SafeLoader), (), lines)
     except yaml.YAMLError as error:
-        raise ValueError(f"{where}: this is not YAML: {str(error).splitlines()[0]}") from None
-    unknown = sorted(set(given) - {field.name for field in dataclasses.fields(kind)})
-    if unknown:
-        raise ValueError(f"unknown field {unknown[0]}: there are {', '.join(_names(kind))}")
-    if node is None:
-        node = yaml.MappingNode(
-            "tag:yaml.org,2002:map", [], *[yaml.Mark(where, 0, 0, 0, None, None)] * 2
+        mark = getattr(error, "problem_mark", None)
+        where = f"{file_name}, line {mark.line + 1}" if mark else file_name
+        problem = getattr(error, "problem", None) or str(error).splitlines()[0]
+        raise ValueError(f"{where}: this is not YAML: {problem}") from None
+    if isinstance(data, dict):
+        data |= given
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(data)
+    except pydantic.ValidationError as error:
+        problems = [_problem(details, kind, lines) for details in error.errors()]
+    line, message = min(problems)
+    raise ValueError(f"{file_name}, line {line}: {message}")
+
+
+def _plain(node: yaml.Node | None, path: Path, lines: dict[Path, int]) -> object:
+    """The node as dicts, lists, text and None; fills `lines` with the line of each field."""
+    if node is None:  # an empty file
+        return {}
+    if len(path) > MAX_DEPTH:
+        raise yaml.MarkedYAMLError(None, None, "it is nested too deeply", node.start_mark)
+    if isinstance(node, yaml.SequenceNode):
+        items = enumerate(node.value)
+        return [_plain(item, (*path, number), lines) for number, item in items]
+    if not isinstance(node, yaml.MappingNode):
+        return None if node.tag.endswith(":null") else node.value
+    values: dict[str, object] = {}
+    for key, value in node.value:
+        if not isinstance(key, yaml.ScalarNode):
+            problem = "the name of a field is a plain word"
+            raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+        inside = (*path, key.value)
+        if inside in lines:
+            problem = f"{key.value} is there twice, first on line {lines[inside]}"
+            raise yaml.MarkedYAMLError(None, None, problem, key.start_mark)
+        lines[inside] = key.start_mark.line + 1
+        values[key.value] = _plain(value, inside, lines)
+    return values
+
+
+def _problem(
+    error: Mapping[str, typing.Any], kind: type, lines: Mapping[Path, int]
+) -> tuple[int, str]:
+    """(line, message) for one of pydantic's errors."""
+    context = error.get("ctx", {})
+    path: Path = error["loc"]
+    cause = context.get("error")
+    if isinstance(cause, FieldError):
+        path = (*path, cause.field)
+    line_of = path
+    while line_of not in lines:  # a missing field, or one that the caller gave
+        line_of = line_of[:-1]
+    words = [word for word in path if isinstance(word, str)]  # without the numbers of list items
+    *parents, name = words or [""]
+    parent = ".".join(parents)
+    dotted = ".".join(words) or "a profile"
+    if isinstance(cause, FieldError):
+        message = f"{parent}.{cause}" if parent else str(cause)
+    elif error["type"] == "unexpected_keyword_argument":
+        known = [field.name for field in dataclasses.fields(_section(kind, parents))]
+        inside = [".".join([*parents, field]) for field in known]
+        message = unknown("field", dotted, inside, quoted=False)
+    elif error["input"] is None:
+        message = f"{dotted} is empty: give a value, or leave the line out"
+    else:
+        template = _MESSAGES.get(error["type"], "{path}: {value!r}: {problem}")
+        choices = re.findall(r"'([^']*)'", context.get("expected", ""))
+        message = template.format(
+            path=dotted,
+            parent=parent,
+            name=name,
+            value=error["input"],
+            problem=error["msg"],
+            choices=", ".join(choices),
         )
-    return _Reader(where).dataclass(node, kind, "", given)
+    return lines[line_of], message
 
 
-class _Reader:
-    def __init__(self, where):
-        self.where = where
-
-    def fail(self, node, message):
-        raise ValueError(f"{self.where}, line {node.start_mark.line + 1}: {message}")
-
-    def pairs(self, node, what):
-        """`{key: (key node, value node)}` of a mapping."""
-        if not isinstance(node, yaml.MappingNode):
-            self.fail(
-                node,
-                f"{what or 'a profile'} has fields of its own: write `name: value` lines{' below it' * bool(what)}",
-            )
-        found = {}
-        for key, value in node.value:
-            if not isinstance(key, yaml.ScalarNode):
-                self.fail(key, "the name of a field is a plain word")
-            if key.value in found:
-                self.fail(
-                    key,
-                    f"{key.value} is there twice, first on line {found[key.value][0].start_mark.line + 1}",
-                )
-            found[key.value] = key, value
-        return found
-
-    def dataclass(self, node, kind, path, given=()):
-        pairs, hints = self.pairs(node, path), typing.get_type_hints(kind)
-        for name, (key, _) in pairs.items():
-            if name not in _names(kind):
-                close = difflib.get_close_matches(name, _names(kind), n=1)
-                hint = f"did you mean {close[0]}? " if close else ""
-                section = f" in {path}" if path else ""
-                self.fail(
-                    key, f"unknown field {name}{section}: {hint}there are {', '.join(_names(kind))}"
-                )
-        values = {
-            name: self.value(value, hints[name], f"{path}.{name}" if path else name)
-            for name, (_, value) in pairs.items()
-        }
-        values |= dict(given)
-        for f in dataclasses.fields(kind):
-            if (
-                f.default is dataclasses.MISSING
-                and f.default_factory is dataclasses.MISSING
-                and f.name not in values
-            ):
-                self.fail(node, f"{path} needs {f.name}")
-        try:
-            return kind(**values)
-        except Wrong as wrong:
-            inside = wrong.field in pairs and wrong.field not in given
-            self.fail(
-                pairs[wrong.field][0] if inside else node, f"{path + '.' if path else ''}{wrong}"
-            )
-
-    def value(self, node, hint, path):
-        """The node as the type that the field has."""
-        origin, options = typing.get_origin(hint), typing.get_args(hint)
-        empty = isinstance(node, yaml.ScalarNode) and node.tag.endswith(":null")
-        if origin in (types.UnionType, typing.Union):
-            return None if empty else self.value(node, options[0], path)
-        if empty:
-            self.fail(node, f"{path} is empty: give a value, or leave the line out")
-        if origin is tuple:
-            if not isinstance(node, yaml.SequenceNode):
-                self.fail(node, f"{path} is a list: write [one, two], or a line `- one` for each")
-            return tuple(self.value(item, options[0], path) for item in node.value)
-        if origin is Mapping:
-            return {
-                key: self.value(value, options[1], f"{path}.{key}")
-                for key, (_, value) in self.pairs(node, path).items()
-            }
-        if dataclasses.is_dataclass(hint):
-            return self.dataclass(node, hint, path)
-        if not isinstance(node, yaml.ScalarNode):
-            self.fail(node, f"{path} is one value, not a list and not fields of its own")
-        return self.scalar(node, hint, path, options)
-
-    def scalar(self, node, hint, path, options):
-        text = node.value
-        if options and text not in options:
-            self.fail(node, f"{path}: {text!r} does not exist: there are {', '.join(options)}")
-        if hint is bool:
-            if text.lower() not in YES + NO:
-                self.fail(node, f"{path}: {text!r}: write true or false")
-            return text.lower() in YES
-        if hint is int:
-            if not re.fullmatch(r"-?\d{1,9}", text, re.ASCII):
-                self.fail(node, f"{path}: {text!r}: give a whole number")
-            return int(text)
-        return text
-
-
-def _names(kind):
-    """The fields that a profile may have; `name` is that of its file."""
-    return [field.name for field in dataclasses.fields(kind) if field.name != "name"]
+def _section(kind: type, parents: list[str]) -> typing.Any:
+    """The dataclass of a section: `Gpus` for ["gpus"], `Setting` for ["env", "NAME"]."""
+    if not parents:
+        return kind
+    hint = typing.get_type_hints(kind)[parents[0]]
+    options = (hint, *typing.get_args(hint))
+    return next(option for option in options if dataclasses.is_dataclass(option))
