@@ -1,17 +1,23 @@
-"""Files that are there whole or not at all."""
+"""Files that exist whole or not at all."""
 
 import os
 import uuid
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
 
 
-def write_atomically(path: Path, *parts) -> None:
-    """Writes buffers one after another beside the target and renames: a full disk or a kill leaves the old file, or none.
+def write_atomically(path: Path, *parts: "Buffer") -> None:
+    """Writes a file beside `path` and renames it, so that `path` is never half written.
 
-    Several processes may write the same path at once; one of them wins, whole.
+    A full disk or a kill leaves the old file, or none if there was none.
+    Several processes may write the same path at once; one of them wins, with a whole file.
 
     Args:
-        parts: bytes or contiguous arrays.
+        path: The file; its folder exists.
+        parts: bytes or contiguous arrays, written one after another.
     """
     unfinished = path.with_name(f"{path.name}.{uuid.uuid4().hex}.partial")
     try:
@@ -19,7 +25,8 @@ def write_atomically(path: Path, *parts) -> None:
             for part in parts:
                 file.write(part)
             file.flush()
-            os.fsync(file.fileno())  # on network disks "no space left" may come only here
+            # on network disks "no space left" may come only here, before the rename
+            os.fsync(file.fileno())
         os.replace(unfinished, path)
     finally:
         unfinished.unlink(missing_ok=True)

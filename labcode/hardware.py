@@ -1,6 +1,7 @@
-"""What the hardware could do at best: the few peaks that the course needs, each with its source.
+"""Peak speed and memory of the GPUs that the course needs, each with its source.
 
-A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is worse than none.
+A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is
+worse than none.
 """
 
 from dataclasses import dataclass
@@ -23,23 +24,15 @@ class Device:
     source: str
 
 
+_V100 = {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}
 _A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 9.7e12}
 _HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 34e12}
 
-# keyed by the name that the driver reports, so that a slower variant of the same chip is not mistaken for a faster one
+# Keyed by the name that the driver reports, so that a slower variant of a chip (H100 PCIe) is not
+# mistaken for a faster one (H100 SXM).
 DEVICES = {
-    "Tesla V100-SXM2-16GB": Device(
-        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12},
-        16e9,
-        900e9,
-        "NVIDIA V100 datasheet, 2020",
-    ),
-    "Tesla V100-SXM2-32GB": Device(
-        {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12},
-        32e9,
-        900e9,
-        "NVIDIA V100 datasheet, 2020",
-    ),
+    "Tesla V100-SXM2-16GB": Device(_V100, 16e9, 900e9, "NVIDIA V100 datasheet, 2020"),
+    "Tesla V100-SXM2-32GB": Device(_V100, 32e9, 900e9, "NVIDIA V100 datasheet, 2020"),
     "NVIDIA A100-SXM4-40GB": Device(_A100, 40e9, 1555e9, "NVIDIA A100 datasheet, 2021"),
     "NVIDIA A100-SXM4-80GB": Device(_A100, 80e9, 2039e9, "NVIDIA A100 datasheet, 2021"),
     "NVIDIA H100 80GB HBM3": Device(_HOPPER, 80e9, 3.35e12, "NVIDIA H100 datasheet, 2023 (SXM)"),
@@ -48,14 +41,14 @@ DEVICES = {
 
 
 def find(device_name: str) -> Device | None:
-    """The device that the driver calls `device_name`, None if the table does not have it."""
+    """The device that the driver calls `device_name`; None if it is not in the table."""
     return DEVICES.get(device_name)
 
 
 def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:
-    """Model FLOPs utilisation, the share of the device's peak that goes into the model's own arithmetic.
+    """Model FLOPs utilisation: the share of the peak that goes into the model's own arithmetic.
 
-        MFU = (FLOPs that the model needs, recomputation not counted) / (seconds * peak)
+        MFU = (FLOPs that the model needs, without activation checkpointing) / (seconds * peak)
 
     Args:
         flops_per_s: Model FLOPs per second on one device.
@@ -67,5 +60,6 @@ def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:
     Source: Chowdhery et al. 2022 (arXiv:2204.02311), appendix B.
     """
     device = find(device_name)
-    peak = device.peak_flops_per_s.get(dtype) if device else None
-    return flops_per_s / peak if peak else None
+    if device is None or dtype not in device.peak_flops_per_s:
+        return None
+    return flops_per_s / device.peak_flops_per_s[dtype]

@@ -1,4 +1,4 @@
-"""Who is where: the ranks of a job as a grid with named axes. Pure arithmetic, no process, no torch.
+"""The ranks of a job as a grid (device mesh) with named axes: pure arithmetic, no torch.
 
 dp   data parallel: the same model, other data          cp   context parallel: parts of the sequence
 pp   pipeline parallel: groups of layers                tp   tensor parallel: parts of each layer
@@ -6,6 +6,7 @@ pp   pipeline parallel: groups of layers                tp   tensor parallel: pa
 
 import itertools
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 AXES = ("dp", "pp", "cp", "tp")
@@ -15,8 +16,9 @@ AXES = ("dp", "pp", "cp", "tp")
 class GridShape:
     """Sizes of the four axes and the order in which global ranks run through them.
 
-    With `order = "tp-cp-dp-pp"` tp varies fastest: ranks 0 and 1 differ in tp first, which puts a tensor-parallel group
-    on neighbouring GPUs of one node. The rank of the coordinates c is a number in mixed radix:
+    With `order = "tp-cp-dp-pp"` tp varies fastest: ranks 0 and 1 differ in tp first, which puts a
+    tensor-parallel group on neighbouring GPUs of one node. The rank at the coordinates c is a
+    number in mixed radix:
 
         rank = c[o0] + n[o0] * (c[o1] + n[o1] * (c[o2] + n[o2] * c[o3]))        o = order, n = sizes
 
@@ -27,8 +29,10 @@ class GridShape:
     Raises:
         ValueError: A size below 1, or an order that does not name each axis once.
 
-    Source: Megatron-LM, `megatron/core/parallel_state.py` (RankGenerator), for the meaning of `order`;
-        Narayanan et al. 2021 (arXiv:2104.04473), section 3, for which axis belongs inside a node.
+    Source: Megatron-LM, `megatron/core/parallel_state.py` (RankGenerator), for the meaning of
+        `order`; Narayanan et al. 2021 (arXiv:2104.04473), section 3, for which axis belongs inside
+        a node.
+    Held by: tests/unit/test_topology.py
     """
 
     dp: int = 1
@@ -37,7 +41,7 @@ class GridShape:
     tp: int = 1
     order: str = "tp-cp-dp-pp"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for axis in AXES:
             size = getattr(self, axis)
             if not isinstance(size, int) or size < 1:
@@ -46,7 +50,8 @@ class GridShape:
                 )
         if sorted(self.order.split("-")) != sorted(AXES):
             raise ValueError(
-                f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, as 'tp-cp-dp-pp'"
+                f"order={self.order!r}: name each of {', '.join(AXES)} once, fastest first, "
+                "as 'tp-cp-dp-pp'"
             )
 
     @property
@@ -60,8 +65,13 @@ class GridShape:
         return math.prod(self.size(axis) for axis in AXES)
 
     def size(self, *axes: str) -> int:
-        """Number of ranks along the given axes taken together, 1 for none."""
-        return math.prod(getattr(self, axis) for axis in self._known(axes))
+        """Number of ranks along the given axes taken together, 1 for none.
+
+        Raises:
+            ValueError: An unknown axis.
+        """
+        _check_axes(axes)
+        return math.prod(getattr(self, axis) for axis in axes)
 
     def check(self, world_size: int) -> "GridShape":
         """The shape itself, if a job of `world_size` ranks fills it.
@@ -71,8 +81,9 @@ class GridShape:
         """
         if self.world_size != world_size:
             raise ValueError(
-                f"dp*pp*cp*tp = {self.dp}*{self.pp}*{self.cp}*{self.tp} = {self.world_size} but WORLD_SIZE is "
-                f"{world_size}: change an axis or launch {self.world_size} ranks"
+                f"dp*pp*cp*tp = {self.dp}*{self.pp}*{self.cp}*{self.tp} = {self.world_size} "
+                f"but WORLD_SIZE is {world_size}: change an axis or launch "
+                f"{self.world_size} ranks"
             )
         return self
 
@@ -84,7 +95,8 @@ class GridShape:
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(
-                f"rank {rank} is outside a grid of {self.world_size} ranks (0 to {self.world_size - 1})"
+                f"rank {rank} is outside a grid of {self.world_size} ranks "
+                f"(0 to {self.world_size - 1})"
             )
         coords = {}
         for axis in self.axes:
@@ -97,10 +109,11 @@ class GridShape:
         Raises:
             ValueError: An unknown axis, or a coordinate outside its axis.
         """
-        self._known(coords)
+        _check_axes(coords)
         rank = 0
         for axis in reversed(self.axes):
-            coord, size = coords.get(axis, 0), self.size(axis)
+            coord = coords.get(axis, 0)
+            size = self.size(axis)
             if not 0 <= coord < size:
                 raise ValueError(
                     f"{axis}={coord} is outside an axis of size {size} (0 to {size - 1})"
@@ -111,30 +124,36 @@ class GridShape:
     def groups(self, *axes: str) -> list[list[int]]:
         """All groups along `axes`: the ranks of a group agree in every other axis.
 
-        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that share a weight's gradient, and
-        `groups()` is every rank alone. The groups are ordered by their first rank, the ranks in each run through `axes`
-        in the order of the grid, whatever order the caller names them in.
+        `groups("tp")` are the tensor-parallel groups, `groups("dp", "cp")` those that share a
+        weight's gradient, and `groups()` is every rank alone. The groups are ordered by their first
+        rank; the ranks of a group run through `axes` in the order of the grid, whatever order the
+        caller names them in.
+
+        Raises:
+            ValueError: An unknown axis.
         """
-        self._known(axes)
+        _check_axes(axes)
         inside = [axis for axis in self.axes if axis in axes]
         outside = [axis for axis in self.axes if axis not in axes]
-        return [
-            [self.rank(**dict(fixed), **dict(moving)) for moving in self._walk(inside)]
-            for fixed in self._walk(outside)
-        ]
+        groups = []
+        for fixed in self._coords_over(outside):
+            group = [self.rank(**fixed, **moving) for moving in self._coords_over(inside)]
+            groups.append(group)
+        return groups
 
-    def _walk(self, axes):
-        """All coordinates over `axes` as tuples of (axis, coordinate), the first axis varying fastest."""
-        slow_first = [
-            [(axis, coord) for coord in range(self.size(axis))] for axis in reversed(axes)
-        ]
-        return itertools.product(*slow_first)
+    def _coords_over(self, axes: list[str]) -> Iterator[dict[str, int]]:
+        """All coordinates over `axes` as `{axis: coordinate}`, the first axis varying fastest."""
+        # itertools.product varies its last argument fastest, so it gets the axes in reverse
+        slow_first = axes[::-1]
+        for coords in itertools.product(*(range(self.size(axis)) for axis in slow_first)):
+            yield dict(zip(slow_first, coords, strict=True))
 
-    def _known(self, axes):
-        for axis in axes:
-            if axis not in AXES:
-                raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")
-        return axes
+    def __str__(self) -> str:
+        sizes = " x ".join(f"{axis}={self.size(axis)}" for axis in AXES)
+        return f"{sizes} ({self.order})"
 
-    def __str__(self):
-        return " x ".join(f"{axis}={self.size(axis)}" for axis in AXES) + f" ({self.order})"
+
+def _check_axes(axes: Iterable[str]) -> None:
+    for axis in axes:
+        if axis not in AXES:
+            raise ValueError(f"there is no axis {axis!r}: the axes are {', '.join(AXES)}")

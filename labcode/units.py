@@ -1,35 +1,74 @@
-"""Units and how to print them. GB is 1e9 bytes, GiB is 2**30: memory is sold in GiB, links in GB/s."""
+"""How to print quantities. GB is 1e9 bytes, GiB is 2**30: memory is sold in GiB, links in GB/s.
 
-KB, MB, GB, TB = 1e3, 1e6, 1e9, 1e12
-KIB, MIB, GIB, TIB = 2**10, 2**20, 2**30, 2**40
+Every number is rounded before its unit is chosen: 999.9 rounded to three digits is 1000, and that
+is "1 k", not "1e+03".
+"""
 
-_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_BINARY = ((TIB, "TiB"), (GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB"), (1, "B"))
-_TIME = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+import math
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+TIB = 2**40
+
+# Smallest first: the first unit in which the number stays below the next one is taken.
+_SI = ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"), (1e18, "E"))
+_BINARY = ((1, "B"), (KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB"), (TIB, "TiB"))
+_TIME = ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
 
 
-def _largest_unit(value, units):
-    """The largest (size, name) that is not above |value|, else the smallest."""
-    return next(((size, name) for size, name in units if abs(value) >= size), units[-1])
+def _three_digits(value: float) -> float:
+    return float(f"{value:.3g}")
+
+
+def _in_thousands(value: float, units: tuple[tuple[float, str], ...]) -> str:
+    """`value` to three digits in the unit that keeps it below 1000, as "3.2 ms"."""
+    size, name = units[0]
+    for size, name in units:
+        if abs(_three_digits(value / size)) < 1000:
+            break
+    return f"{value / size:.3g} {name}"
 
 
 def si(value: float, unit: str = "") -> str:
-    """A number with an SI prefix: `si(1.75e11)` is '175 G', `si(9.9e14, "FLOP/s")` is '990 TFLOP/s'."""
-    size, prefix = _largest_unit(value, _SI)
-    return f"{value / size:.3g} {prefix}{unit}".rstrip()
+    """A number to three digits with an SI prefix.
+
+    `si(1.75e11)` is "175 G", `si(9.9e14, "FLOP/s")` is "990 TFLOP/s".
+
+    Held by: tests/unit/test_units.py
+    """
+    if not math.isfinite(value):
+        return f"{value} {unit}".rstrip()
+    return f"{_in_thousands(value, _SI)}{unit}".rstrip()
 
 
 def binary_bytes(num_bytes: float) -> str:
-    """Bytes in powers of two: `binary_bytes(3 * 2**30)` is '3.00 GiB'."""
-    size, name = _largest_unit(num_bytes, _BINARY)
-    return f"{num_bytes / size:.0f} B" if name == "B" else f"{num_bytes / size:.2f} {name}"
+    """Bytes in powers of two: `binary_bytes(3 * 2**30)` is "3.00 GiB".
+
+    Held by: tests/unit/test_units.py
+    """
+    size, name = _BINARY[0]
+    digits = 0
+    for size, name in _BINARY:
+        digits = 0 if name == "B" else 2
+        if abs(round(num_bytes / size, digits)) < 1024:
+            break
+    return f"{num_bytes / size:.{digits}f} {name}"
 
 
 def seconds(duration_s: float) -> str:
-    """A duration from nanoseconds to hours: '3.2 ms', '1 min 05 s', '2 h 10 min'."""
-    if duration_s >= 3600:
-        return f"{duration_s // 3600:.0f} h {duration_s % 3600 // 60:02.0f} min"
-    if duration_s >= 60:
-        return f"{duration_s // 60:.0f} min {duration_s % 60:02.0f} s"
-    size, name = _largest_unit(duration_s, _TIME)
-    return f"{duration_s / size:.3g} {name}"
+    """A duration from nanoseconds to hours: "3.2 ms", "1 min 05 s", "2 h 10 min".
+
+    Held by: tests/unit/test_units.py
+    """
+    if not math.isfinite(duration_s):
+        return f"{duration_s} s"
+    if duration_s < 0:
+        return f"-{seconds(-duration_s)}"
+    if _three_digits(duration_s) < 60:
+        return _in_thousands(duration_s, _TIME)
+    minutes, rest_s = divmod(round(duration_s), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest_s:02} s"
+    hours, minutes = divmod(round(duration_s / 60), 60)
+    return f"{hours} h {minutes:02} min"
