@@ -7,6 +7,7 @@ compare("bytes per rank", guess, measured)         predicted, measured, their ra
 import math
 import re
 import traceback
+from typing import Any
 
 from labcode.units import seconds, si
 
@@ -36,7 +37,7 @@ def check(exercise: str, test, praise: str = "") -> None:
         )
 
 
-def due(*values):
+def due(*values: Any) -> Any:
     """Values that the learner had to fill in: raises NotImplementedError, so "not done yet", while one is `...` or None.
 
     Returns:
