@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig
+from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations, paper_layer_bytes
@@ -50,7 +50,9 @@ def example(config, batch):
 
 def kept(rank, config, shape, sequence_parallel, batch):
     """Bytes that this rank keeps for the whole model, and for one layer of it."""
-    model = parallelize(GPT(config), Grid.create(shape), sequence_parallel=sequence_parallel)
+    model = parallelize(
+        GPT(config), Grid.create(shape), ParallelConfig(sequence_parallel=sequence_parallel)
+    )
     inputs, targets = example(config, batch)
     with saved_bytes(model.module) as saved:
         loss = model.loss(model(inputs), targets)

@@ -27,6 +27,7 @@ WAYS = ("labcode", "DTensor")
 def sharded(way, sequence, config):
     """(the model on this rank, a function loss(tokens, targets), what to call after backward)."""
     from labcode.comm.grid import Grid
+    from labcode.config import ParallelConfig
     from labcode.models import gpt
     from labcode.models.layers import initialize
     from labcode.models.parallelize import parallelize
@@ -34,7 +35,7 @@ def sharded(way, sequence, config):
 
     model, grid = initialize(gpt.GPT(config), 0), Grid.create(GridShape(tp=2))
     if way == "labcode":
-        model = parallelize(model, grid, sequence_parallel=sequence)
+        model = parallelize(model, grid, ParallelConfig(sequence_parallel=sequence))
         return (
             model,
             lambda tokens, targets: model.loss(model(tokens), targets),

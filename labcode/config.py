@@ -1,34 +1,196 @@
-"""Every knob of a training run, as frozen dataclasses; no torch. A recipe (`recipes.py`) fills them all in.
+"""Every setting of a training run, as frozen dataclasses. No torch. A recipe (`recipes.py`) fills them all in.
 
-Whoever builds one gets it checked at once: an impossible value is a `ValueError` of one line that says what to change.
+Each of them is validated on construction: an impossible value is a `ValueError` of one line that
+says what to change.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-from labcode.layout import check_layout
-from labcode.model_config import GPTConfig, ViTConfig, positive, require
 from labcode.schedules import schedule
 from labcode.topology import GridShape
 
-__all__ = [
-    "CheckpointConfig",
-    "Config",
-    "GPTConfig",
-    "GridConfig",
-    "OptimConfig",
-    "PipelineConfig",
-    "TextData",
-    "TrainConfig",
-    "ViTConfig",
-    "WeatherData",
-    "require",
-]
+# ---- models
+
+
+def require(config: "GPTConfig | ViTConfig", *names: str) -> None:
+    """Check that fields which a recipe may leave to the data have a value by now.
+
+    Raises:
+        ValueError: A field is None.
+    """
+    for name in names:
+        if getattr(config, name) is None:
+            raise ValueError(f"{name}=None: set model.{name} to a number, or take it from the data")
+
+
+def _positive(config: object, *names: str) -> None:
+    """Check that each named field is a number above zero, or None where the field allows it."""
+    for name in names:
+        value = getattr(config, name)
+        if value is not None and value <= 0:
+            raise ValueError(f"{name}={value}: give a number above 0")
+
+
+class _Transformer:
+    """What the configs of both models derive in the same way."""
+
+    num_layers: int
+    num_heads: int
+    hidden_size: int
+    ffn_size: int | None
+    dropout: float
+
+    @property
+    def head_size(self) -> int:
+        """Features of one head."""
+        return self.hidden_size // self.num_heads
+
+    @property
+    def ffn(self) -> int:
+        """Features inside the MLP."""
+        return self.ffn_size or 4 * self.hidden_size
+
+    def _layer_parameters(self, kv_heads: int) -> int:
+        """Parameters of all layers and of the final norm, biases included."""
+        hidden = self.hidden_size
+        qkv = (hidden + 1) * (self.num_heads + 2 * kv_heads) * self.head_size
+        projection = (hidden + 1) * hidden
+        mlp = (hidden + 1) * self.ffn + (self.ffn + 1) * hidden
+        norms = 4 * hidden
+        final_norm = 2 * hidden
+        return self.num_layers * (qkv + projection + mlp + norms) + final_norm
+
+    def _check_transformer(self) -> None:
+        _positive(self, "num_layers", "num_heads", "hidden_size", "ffn_size")
+        if self.hidden_size % self.num_heads:
+            raise ValueError(
+                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: "
+                "every head needs the same number of features"
+            )
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout={self.dropout}: give a probability from 0 to below 1")
+
+
+@dataclass(frozen=True)
+class GPTConfig(_Transformer):
+    """Shape of a GPT. Sizes are in features, `context_length` in tokens.
+
+    Source: Radford et al. 2019 (GPT-2) for the architecture; Su et al. 2021 (arXiv:2104.09864) for
+        rotary positions; Ainslie et al. 2023 (arXiv:2305.13245) for fewer key/value heads than
+        query heads.
+    """
+
+    vocab_size: int | None = None  # None: as many as the tokenizer of the data has
+    context_length: int = 128
+    num_layers: int = 4
+    num_heads: int = 4
+    hidden_size: int = 128
+    num_kv_heads: int | None = None  # None: as many as query heads
+    ffn_size: int | None = None  # None: 4 * hidden_size
+    positions: Literal["learned", "rotary"] = "learned"
+    tie_embeddings: bool = True
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_transformer()
+        _positive(self, "vocab_size", "context_length", "num_kv_heads")
+        if self.num_heads % self.kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}"
+            )
+        if self.positions == "rotary" and self.head_size % 2:
+            raise ValueError(
+                f"rotary positions turn pairs of features: head size {self.head_size} is odd"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        """Key/value heads."""
+        return self.num_kv_heads or self.num_heads
+
+    @property
+    def sequence_length(self) -> int:
+        """Tokens that one sample sends through the layers."""
+        return self.context_length
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model, exactly; a tied embedding counts once."""
+        require(self, "vocab_size")
+        embeddings = self.vocab_size * (1 if self.tie_embeddings else 2)
+        positions = self.context_length if self.positions == "learned" else 0
+        return (embeddings + positions) * self.hidden_size + self._layer_parameters(self.kv_heads)
+
+
+@dataclass(frozen=True)
+class ViTConfig(_Transformer):
+    """Shape of a vision transformer that maps a weather state to the next one.
+
+    A state is `[C, Y, X]`: C variables on Y latitudes and X longitudes; it is cut into patches of
+    `patch_size` squared. Forcings, such as the height of the sun, are F more input fields that are
+    not predicted.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929), with a pixel-space head in place of the
+        class token.
+    """
+
+    num_variables: int | None = None  # None: as the data has them; so are forcings, lat and lon
+    num_forcings: int | None = None
+    lat: int | None = None
+    lon: int | None = None
+    patch_size: int = 5
+    num_layers: int = 4
+    num_heads: int = 4
+    hidden_size: int = 128
+    ffn_size: int | None = None
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._check_transformer()
+        _positive(self, "num_variables", "lat", "lon", "patch_size")
+        for name in ("lat", "lon"):
+            size = getattr(self, name)
+            if size is not None and size % self.patch_size:
+                raise ValueError(
+                    f"{name}={size} is not a multiple of patch_size={self.patch_size}: "
+                    "choose a patch size that divides it"
+                )
+
+    @property
+    def patch_outputs(self) -> int:
+        """Predicted values of a patch, `C * P^2`."""
+        return self.num_variables * self.patch_size**2
+
+    @property
+    def patch_inputs(self) -> int:
+        """Input values of a patch, `(C + F) * P^2`."""
+        return self.patch_outputs + (self.num_forcings or 0) * self.patch_size**2
+
+    @property
+    def sequence_length(self) -> int:
+        """Patches that one sample sends through the layers."""
+        return (self.lat // self.patch_size) * (self.lon // self.patch_size)
+
+    @property
+    def num_parameters(self) -> int:
+        """Weights and biases of the whole model, exactly."""
+        require(self, "num_variables", "lat", "lon")
+        hidden = self.hidden_size
+        embedding = (self.patch_inputs + 1) * hidden
+        head = (hidden + 1) * self.patch_outputs
+        positions = self.sequence_length * hidden
+        return embedding + head + positions + self._layer_parameters(self.num_heads)
+
+
+ModelConfig = GPTConfig | ViTConfig
+
+# ---- data
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Text to learn. `path` None is the Shakespeare that ships with the course."""
+    """Text to learn. With `path` None it is the Shakespeare that ships with the course."""
 
     path: str | None = None  # a UTF-8 text file of yours (.txt or .txt.gz)
     tokenizer: Literal["char", "bpe"] = "char"
@@ -36,43 +198,73 @@ class TextData:
     val_fraction: float = 0.1  # the last part of the text, never trained on
     cache_dir: str | None = None  # where token files are kept; None: ~/.cache/labcode
 
-    def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction}: give a fraction between 0 and 1")
+    def __post_init__(self) -> None:
+        _check_val_fraction(self.val_fraction)
         if self.bpe_vocab_size < 257:
             raise ValueError(
-                f"bpe_vocab_size={self.bpe_vocab_size}: a byte-level BPE needs at least 257 (256 bytes and a separator)"
+                f"bpe_vocab_size={self.bpe_vocab_size}: "
+                "a byte-level BPE needs at least 257 (256 bytes and a separator)"
             )
 
 
 @dataclass(frozen=True)
 class WeatherData:
-    """Weather to predict. `path` None is the 2 degree ERA5 sample that ships with the course."""
+    """Weather to predict. With `path` None it is the 2 degree ERA5 sample of the course."""
 
     path: str | None = None  # your ERA5: a zarr folder, or HDF5/netCDF (.h5, .hdf5, .nc)
     variables: tuple[str, ...] = ("t2m", "u10", "v10", "msl")
     val_fraction: float = 0.2  # the last part of the times, never trained on
     roll: bool = (
-        False  # train on each state turned by every longitude too: where there are only few times
+        False  # also train on each state rotated by every longitude: more data from few times
     )
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
 
-    def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
-            raise ValueError(f"val_fraction={self.val_fraction}: give a fraction between 0 and 1")
+    def __post_init__(self) -> None:
+        _check_val_fraction(self.val_fraction)
         if not self.variables:
             raise ValueError("variables is empty: name at least one, for example t2m")
 
 
-@dataclass(frozen=True)
-class GridConfig:
-    """How many ranks along each axis. `dp` None takes all ranks that the other axes leave."""
+def _check_val_fraction(val_fraction: float) -> None:
+    if not 0 < val_fraction < 1:
+        raise ValueError(f"val_fraction={val_fraction}: give a fraction between 0 and 1")
 
-    dp: int | None = None
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    order: str = "tp-cp-dp-pp"
+
+# ---- the run
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How a model and its data are spread over the ranks of a job.
+
+    Sizes and `order` make the grid (device mesh); the other fields say what happens along its axes.
+
+    Source: the section of the same purpose in torchtitan, `ParallelismConfig`.
+    """
+
+    dp: int | None = None  # ranks of data parallelism; None: all that the other axes leave
+    pp: int = 1  # ranks of pipeline parallelism
+    cp: int = 1  # ranks of context parallelism
+    tp: int = 1  # ranks of tensor parallelism
+    order: str = "tp-cp-dp-pp"  # the axes, fastest-varying first: neighbouring ranks differ in tp
+    data_parallel: Literal["ddp", "labcode"] = "ddp"  # PyTorch's, or the hand-written one
+    bucket_mb: float = 25.0  # gradients travel in buckets of this size, in MB
+    sequence_parallel: bool = (
+        False  # over tp: norms, dropout and residuals on a part of the sequence
+    )
+    context_attention: Literal["ring", "all_gather"] = "ring"  # over cp: how keys and values travel
+    pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    stages_per_rank: int = 1  # more than 1 only with pipeline_schedule="interleaved"
+    layers_per_stage: tuple[int, ...] | None = None  # None: as evenly as possible
+    activation_checkpointing: Literal["none", "full"] = "none"  # full: keep only each layer's input
+    share_gpus: bool = False  # several ranks on one GPU, over gloo
+
+    def __post_init__(self) -> None:
+        _positive(self, "stages_per_rank", "bucket_mb")
+        for name, choices in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in choices:
+                raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")
 
     def shape(self, world_size: int) -> GridShape:
         """The grid for a job of `world_size` ranks.
@@ -81,46 +273,117 @@ class GridConfig:
             ValueError: The sizes do not multiply to the number of ranks.
         """
         others = GridShape(pp=self.pp, cp=self.cp, tp=self.tp, order=self.order)
-        dp = max(1, world_size // others.world_size) if self.dp is None else self.dp
+        dp = self.dp
+        if dp is None:
+            dp = max(1, world_size // others.world_size)
         return GridShape(dp, self.pp, self.cp, self.tp, self.order).check(world_size)
 
-
-@dataclass(frozen=True)
-class PipelineConfig:
-    """How the layers are dealt out over `grid.pp`, and in which order the stages run."""
-
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    stages_per_rank: int = 1  # more than 1 only with schedule="interleaved"
-    layers: tuple[int, ...] | None = (
-        None  # how many layers each stage has; None: as even as they go
-    )
-    recompute: bool = (
-        False  # keep only the input of each layer, and run its forward again in backward
-    )
-
-    def __post_init__(self):
-        positive(self, "stages_per_rank")
-
-    def ranges(self, num_layers: int, pp: int) -> tuple[range, ...]:
-        """The layers of each stage.
+    def stage_layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
+        """The layers of each pipeline stage.
 
         Raises:
-            ValueError: The layers cannot be dealt out so.
+            ValueError: The layers cannot be divided into these stages.
         """
-        stages = pp * self.stages_per_rank
-        if stages > num_layers:
+        num_stages = pp * self.stages_per_rank
+        if num_stages > num_layers:
             raise ValueError(
-                f"grid.pp*stages_per_rank = {pp}*{self.stages_per_rank} stages, but model.num_layers={num_layers}: "
-                "each stage needs a layer"
+                f"parallel.pp*stages_per_rank = {pp}*{self.stages_per_rank} stages, "
+                f"but model.num_layers={num_layers}: each stage needs a layer"
             )
-        even, longer = divmod(num_layers, stages)
-        sizes = self.layers or tuple(even + (stage < longer) for stage in range(stages))
-        if len(sizes) != stages or sum(sizes) != num_layers or min(sizes) < 1:
+        sizes = self.layers_per_stage or _even_sizes(num_layers, num_stages)
+        if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
             raise ValueError(
-                f"pipeline.layers={sizes} are not {stages} stages of {num_layers} layers: give grid.pp*stages_per_rank = "
-                f"{pp}*{self.stages_per_rank} numbers, each at least 1, that add up to model.num_layers"
+                f"parallel.layers_per_stage={sizes} does not divide {num_layers} layers into "
+                f"{num_stages} stages: give parallel.pp*stages_per_rank = {pp}*{self.stages_per_rank} "
+                "numbers, each at least 1, that add up to model.num_layers"
             )
-        return tuple(range(sum(sizes[:stage]), sum(sizes[: stage + 1])) for stage in range(stages))
+        stages = []
+        first = 0
+        for size in sizes:
+            stages.append(range(first, first + size))
+            first += size
+        return tuple(stages)
+
+    def check(self, model: ModelConfig, shape: GridShape) -> None:
+        """Check that a model fits a grid: every rank gets its part of the weights and of the sequence.
+
+        Sizes that are None, to be taken from the data, are skipped; call it again when they are known.
+
+        Args:
+            model: The whole model.
+            shape: The grid; its sizes count, not those of this config.
+
+        Raises:
+            ValueError: One line on what does not fit and what to change.
+        """
+        self.stage_layers(model.num_layers, shape.pp)
+        _check_tensor_parallel(model, shape.tp)
+        if self.activation_checkpointing == "full" and model.dropout:
+            raise ValueError(
+                f"model.dropout={model.dropout:g} with parallel.activation_checkpointing full: "
+                "the second forward would drop others, switch one off"
+            )
+        if shape.cp > 1 and model.dropout and self.context_attention == "ring":
+            raise ValueError(
+                f"model.dropout={model.dropout:g} with parallel.cp={shape.cp}: ring attention has no "
+                "dropout, set it to 0 or use --parallel.context_attention all_gather"
+            )
+        _check_sequence(model, shape, self.sequence_parallel)
+
+
+_CHOICES = {
+    "data_parallel": ("ddp", "labcode"),
+    "context_attention": ("ring", "all_gather"),
+    "pipeline_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
+    "activation_checkpointing": ("none", "full"),
+}
+
+
+def _even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
+    """Sizes that differ by at most one; the first stages get one layer more."""
+    even, longer = divmod(num_layers, num_stages)
+    sizes = [even + 1] * longer + [even] * (num_stages - longer)
+    return tuple(sizes)
+
+
+def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    """The heads and the features of the MLP are divided over tp; the rows of the vocabulary need not be equal."""
+    sizes = {"model.num_heads": model.num_heads, "model.ffn_size": model.ffn}
+    if isinstance(model, GPTConfig):
+        sizes["model.num_kv_heads"] = model.kv_heads
+    for name, size in sizes.items():
+        _check_divisible(name, size, tp, f"parallel.tp={tp}", "change one of them")
+    if isinstance(model, GPTConfig) and model.vocab_size is not None and model.vocab_size < tp:
+        raise ValueError(
+            f"model.vocab_size={model.vocab_size} is smaller than parallel.tp={tp}: some rank has no row"
+        )
+
+
+def _check_sequence(model: ModelConfig, shape: GridShape, sequence_parallel: bool) -> None:
+    """The sequence is divided over cp, and under sequence parallelism over tp as well."""
+    if isinstance(model, GPTConfig):
+        name = "model.context_length"
+        length = model.context_length
+        chunks = 2 * shape.cp  # a causal mask: two chunks on each rank give all ranks the same work
+        what = f"2*parallel.cp = 2*{shape.cp}"
+    elif model.lat is None or model.lon is None:
+        return
+    else:
+        name = "the number of patches"
+        length = model.sequence_length
+        chunks = shape.cp
+        what = f"parallel.cp={shape.cp}"
+    if shape.cp > 1:
+        _check_divisible(name, length, chunks, what, "every rank of cp takes an equal part")
+    if sequence_parallel:
+        what = f"cp*tp = {shape.cp}*{shape.tp}"
+        remedy = "change one of them or turn parallel.sequence_parallel off"
+        _check_divisible(name, length, shape.cp * shape.tp, what, remedy)
+
+
+def _check_divisible(name: str, size: int, parts: int, what: str, remedy: str) -> None:
+    if size % parts:
+        raise ValueError(f"{name}={size} is not divisible by {what}: {remedy}")
 
 
 @dataclass(frozen=True)
@@ -135,8 +398,8 @@ class OptimConfig:
     beta2: float = 0.95
     clip_norm: float = 1.0  # largest allowed norm of the whole gradient; 0 turns clipping off
 
-    def __post_init__(self):
-        positive(self, "lr")
+    def __post_init__(self) -> None:
+        _positive(self, "lr")
         if not 0 <= self.min_lr <= self.lr:
             raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
         if min(self.warmup_steps, self.weight_decay, self.clip_norm) < 0:
@@ -148,38 +411,20 @@ class TrainConfig:
     """The loop. Batches are counted in samples: sequences of text, or weather states."""
 
     steps: int = 300
-    global_batch: int = (
-        32  # samples per optimizer step over all ranks: the same run for every number of ranks
-    )
+    global_batch: int = 32  # samples per optimizer step over all ranks, whatever their number
     micro_batch: int | None = None  # samples per rank and forward; None: no gradient accumulation
     seed: int = 0
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = (
-        "auto"  # auto: bfloat16 on a GPU, float32 on a CPU
-    )
-    data_parallel: Literal["ddp", "labcode"] = (
-        "ddp"  # PyTorch's DistributedDataParallel, or the one of lesson 04
-    )
-    bucket_mb: float = 25.0  # gradients travel in buckets of this size
-    sequence_parallel: bool = (
-        False  # over tp: norms, dropout and residuals on a part of the sequence each
-    )
-    context: Literal["ring", "gather"] = (
-        "ring"  # over cp: keys and values go round, or are gathered by every rank
-    )
-    share_gpus: bool = False  # several ranks on one GPU, over gloo
+    # auto: bfloat16 on a GPU, float32 on a CPU
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
-    out: str | None = (
-        None  # folder for metrics, TensorBoard and weights; None: the next free runs/NAME-NNN
-    )
+    out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
     overwrite: bool = False  # replace an existing `out`
 
-    def __post_init__(self):
-        positive(
-            self, "steps", "global_batch", "micro_batch", "bucket_mb", "eval_batches", "log_every"
-        )
+    def __post_init__(self) -> None:
+        _positive(self, "steps", "global_batch", "micro_batch", "eval_batches", "log_every")
         if min(self.eval_every, self.sample_tokens) < 0:
             raise ValueError("eval_every and sample_tokens must not be negative")
 
@@ -190,25 +435,29 @@ class TrainConfig:
             ValueError: global_batch cannot be cut into whole micro-batches over `dp_size` ranks.
         """
         micro_batch = self.micro_batch or max(1, self.global_batch // dp_size)
-        steps, rest = divmod(self.global_batch, micro_batch * dp_size)
-        if rest or not steps:
+        count, rest = divmod(self.global_batch, micro_batch * dp_size)
+        if rest or count == 0:
             raise ValueError(
-                f"global_batch={self.global_batch} is not a multiple of micro_batch*dp = {micro_batch}*{dp_size} = "
-                f"{micro_batch * dp_size}: change train.global_batch or train.micro_batch"
+                f"global_batch={self.global_batch} is not a multiple of micro_batch*dp = "
+                f"{micro_batch}*{dp_size} = {micro_batch * dp_size}: "
+                "change train.global_batch or train.micro_batch"
             )
-        return steps
+        return count
 
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """What is kept of a run in OUT/checkpoints. With `every` or `resume`, SIGUSR1 and SIGTERM stop it with nothing lost."""
+    """What is kept of a run in OUT/checkpoints.
 
-    every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and when a signal stops the run
+    With `every` or `resume`, SIGUSR1 and SIGTERM stop the run after a last checkpoint.
+    """
+
+    every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and at a signal
     keep: int = 2  # how many of the newest are kept
-    resume: bool = False  # go on from the newest checkpoint in train.out; begin if there is none
+    resume: bool = False  # resume from the newest checkpoint in train.out; start if there is none
 
-    def __post_init__(self):
-        positive(self, "keep")
+    def __post_init__(self) -> None:
+        _positive(self, "keep")
         if self.every < 0:
             raise ValueError(
                 f"every={self.every}: give the steps between checkpoints, or 0 for none"
@@ -217,7 +466,7 @@ class CheckpointConfig:
     @property
     def on(self) -> bool:
         """Whether the run writes checkpoints at all."""
-        return bool(self.every or self.resume)
+        return self.every > 0 or self.resume
 
 
 @dataclass(frozen=True)
@@ -227,36 +476,31 @@ class Config:
     name: str
     model: GPTConfig | ViTConfig
     data: TextData | WeatherData
-    grid: GridConfig = field(default_factory=GridConfig)
-    pipeline: PipelineConfig = field(default_factory=PipelineConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.checkpoint.resume and self.train.out is None:
             raise ValueError(
                 "checkpoint.resume needs the folder of the run: name it with train.out"
             )
         if self.checkpoint.resume and self.train.overwrite:
             raise ValueError(
-                "checkpoint.resume goes on in train.out and train.overwrite removes it: choose one of them"
+                "checkpoint.resume continues the run in train.out, and train.overwrite removes it: "
+                "choose one of them"
             )
 
     def check(self, world_size: int) -> GridShape:
-        """The grid for `world_size` ranks, once everything that can be known before any work begins fits together.
+        """The grid for `world_size` ranks, after every check that is possible before any work begins.
 
         Raises:
             ValueError: One line on what does not fit and what to change.
         """
-        shape = self.grid.shape(world_size)
-        check_layout(
-            self.model,
-            shape,
-            self.train.sequence_parallel,
-            self.train.context,
-            self.pipeline.recompute,
-        )
-        stages = len(self.pipeline.ranges(self.model.num_layers, shape.pp))
-        schedule(self.pipeline.schedule, stages, self.train.accumulation(shape.dp), shape.pp)
+        shape = self.parallel.shape(world_size)
+        self.parallel.check(self.model, shape)
+        num_stages = shape.pp * self.parallel.stages_per_rank
+        num_microbatches = self.train.accumulation(shape.dp)
+        schedule(self.parallel.pipeline_schedule, num_stages, num_microbatches, shape.pp)
         return shape

@@ -109,7 +109,7 @@ def field_paths(config, prefix: str = "") -> dict[str, object]:
 
 
 def with_changes(config: Config, changes: dict[str, object]) -> Config:
-    """A copy with single fields changed: `with_changes(config, {"train.steps": 20, "grid.dp": 2})`.
+    """A copy with single fields changed: `with_changes(config, {"train.steps": 20, "parallel.dp": 2})`.
 
     Raises:
         ValueError: An unknown field, or a value that the field does not allow.

@@ -578,8 +578,8 @@ ranks.close()
 # | where | start |
 # |---|---|
 # | 8 GPUs of one machine | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
-# | with the hand-written one | add `--train.data_parallel labcode` |
-# | other buckets | add `--train.bucket_mb 50` |
+# | with the hand-written one | add `--parallel.data_parallel labcode` |
+# | other buckets | add `--parallel.bucket_mb 50` |
 # | SLURM, inside a job | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_tiny` |
 #
 # Each rank takes a GPU, NCCL replaces gloo, and the code of this lesson does not change; `Ranks(2)` takes GPUs too if there are two. Under

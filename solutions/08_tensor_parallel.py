@@ -283,10 +283,10 @@ cuts({"qkv [3H, H]": ((3 * H, H), thirds), "bias": ((3 * H,), thirds), "proj [H,
 # Here 4 query heads and 2 key/value heads work on 2 ranks. Four do not, and that is said before any process group is made.
 
 # %% tags=["raises-exception"]
-from labcode.layout import check_layout
+from labcode.config import ParallelConfig
 
 print("on 2 ranks, errors:", *ranks.run(difference, lambda: layers.Attention(64, 4, 2, causal=True), shard_attention(64, 32, 32))[0])
-check_layout(GPTConfig(num_heads=4, num_kv_heads=2), GridShape(tp=4))
+ParallelConfig().check(GPTConfig(num_heads=4, num_kv_heads=2), GridShape(tp=4))
 
 # %% [markdown]
 # **Takeaway: cut where the computation falls apart by itself: features of the MLP, heads of the attention. A fused weight is cut section
@@ -644,9 +644,9 @@ ranks.close()
 #
 # | where | start |
 # |---|---|
-# | 2 GPUs of one machine | `torchrun --nproc-per-node=2 -m labcode.train gpt_tiny --grid.tp 2` |
-# | 8 GPUs, dp = 2 | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny --grid.tp 4` |
-# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_tiny --grid.tp 4` |
+# | 2 GPUs of one machine | `torchrun --nproc-per-node=2 -m labcode.train gpt_tiny --parallel.tp 2` |
+# | 8 GPUs, dp = 2 | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny --parallel.tp 4` |
+# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_tiny --parallel.tp 4` |
 #
 # What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export `MASTER_ADDR` and
 # `MASTER_PORT` first, as in lesson 04.) In real runs two things grow in weight. Products become thin, and below some width a GPU is no

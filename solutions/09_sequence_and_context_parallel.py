@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from labcode.comm.collectives import all_gather, start_all_gather, start_reduce_scatter
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, TextData, ViTConfig
+from labcode.config import GPTConfig, ParallelConfig, TextData, ViTConfig
 from labcode.models import gpt, layers, vit
 from labcode.models.parallelize import parallelize
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
@@ -155,7 +155,7 @@ KINDS = {"norms: inputs": ("norm1", "norm2"), "norms: outputs": ("attention.qkv"
 
 def one_layer(rank, tp, sequence=False):
     """What one layer keeps on this rank, {module: bytes}, and the collectives of its forward and backward."""
-    layer = parallelize(gpt.GPT(config), Grid.create(GridShape(dp=4 // tp, tp=tp)), sequence_parallel=sequence).module.blocks[0]
+    layer = parallelize(gpt.GPT(config), Grid.create(GridShape(dp=4 // tp, tp=tp)), ParallelConfig(sequence_parallel=sequence)).module.blocks[0]
     x = torch.randn(4, 256 // tp if sequence else 256, 128, requires_grad=True)
     with saved_bytes(layer) as saved, counted() as forward:
         y = layer(x)
@@ -363,7 +363,7 @@ def steps(model, loss_of, count, sync=lambda: None):
 # %%
 def part_error(rank):
     """Distance of this rank's gradients of norms and late biases from their sums, and the table of placements."""
-    model = parallelize(build(), Grid.create(GridShape(tp=4)), sequence_parallel=True)
+    model = parallelize(build(), Grid.create(GridShape(tp=4)), ParallelConfig(sequence_parallel=True))
     shared = [param for name, param in model.module.named_parameters() if "tp" in model.placements[name].summed]
     model.loss(model(batches[0][0]), batches[0][1]).backward()
     part = torch.cat([param.grad.flatten() for param in shared])
@@ -389,7 +389,7 @@ for name, place in places.items():
 # %% tags=["figure"]
 def train(rank, shape, count, forget="", dtype=torch.float32, **options):
     """The losses, and after each step the norms and biases that this rank holds whole, in one vector."""
-    model = parallelize(build(dtype), Grid.create(shape), **options)
+    model = parallelize(build(dtype), Grid.create(shape), ParallelConfig(**options))
     for name, place in model.placements.items():
         model.placements[name] = replace(place, summed=tuple(axis for axis in place.summed if axis != forget))
     whole = [param for name, param in model.module.named_parameters() if model.placements[name].split is None and param.dim() == 1]
@@ -559,12 +559,12 @@ check("9.4", lambda: l09.chunks(my_chunks), praise="the same work for 2, 4 and 8
 # shared: each rank trains a GPT of its own on a quarter of the tokens.
 
 # %% tags=["raises-exception"]
-ranks.run(lambda: parallelize(gpt.GPT(replace(config, context_length=250)), Grid.create(GridShape(tp=4)), sequence_parallel=True))
+ranks.run(lambda: parallelize(gpt.GPT(replace(config, context_length=250)), Grid.create(GridShape(tp=4)), ParallelConfig(sequence_parallel=True)))
 
 # %% tags=["nbval-check-output"]
 truth = torch.tensor(list(steps(build(torch.float64), gpt.loss, 5)), dtype=torch.double)
 grids = {"tp 4": (GridShape(tp=4), {}), "tp 4 + sequence": (GridShape(tp=4), {"sequence_parallel": True}),
-         "cp 4, ring": (GridShape(cp=4), {}), "cp 4, gather": (GridShape(cp=4), {"context": "gather"}),
+         "cp 4, ring": (GridShape(cp=4), {}), "cp 4, gather": (GridShape(cp=4), {"context_attention": "all_gather"}),
          "cp 2, tp 2 + sequence": (GridShape(cp=2, tp=2), {"sequence_parallel": True}), "cp 4, sum forgotten": (GridShape(cp=4), {"forget": "cp"})}
 for name, (shape, options) in grids.items():
     losses, _ = ranks.run(train, shape, 5, dtype=torch.float64, **options)[0]
@@ -644,9 +644,9 @@ ranks.close()
 #
 # | where | start |
 # |---|---|
-# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --grid.tp 4 --train.sequence-parallel` |
-# | long sequences | `--grid.cp 4 --model.context-length 1024`; add `--train.context gather` for the other way |
-# | SLURM, inside a job | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --grid.cp 2 --grid.tp 2` |
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --parallel.tp 4 --parallel.sequence-parallel` |
+# | long sequences | `--parallel.cp 4 --model.context-length 1024`; add `--parallel.context_attention all_gather` for the other way |
+# | SLURM, inside a job | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
 #
 # The tensors of this notebook stay on the CPU. In training the same classes run on GPUs, where the ring takes PyTorch's fused kernels.
 # `torch.cuda.max_memory_allocated()` counts more than activations. PyTorch has `torch.distributed.tensor.experimental.context_parallel`; it is not beside ours

@@ -36,7 +36,7 @@ import torch.nn.functional as F
 
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, PipelineConfig
+from labcode.config import GPTConfig, ParallelConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.perf import alpha_beta as comm
@@ -259,7 +259,7 @@ def build():
 
 def held(rank, name):
     """Largest number of bytes that autograd holds on this rank, over that of one micro-batch."""
-    model, found = parallelize(build(), Grid.create(GridShape(pp=4)), pipeline=PipelineConfig(schedule=name)), []
+    model, found = parallelize(build(), Grid.create(GridShape(pp=4)), ParallelConfig(pipeline_schedule=name)), []
     @contextlib.contextmanager
     def look():
         yield
@@ -485,9 +485,9 @@ for validate in (torch_schedules.validate, check_schedule):
 # Five steps of AdamW in float64, against one process. In the last line the sum over the tied weight is forgotten.
 
 # %%
-def train(rank, shape, pipeline, tied=True):
+def train(rank, shape, config, tied=True):
     """Losses, all weights, and this rank's copy of the tied weight if it has one."""
-    model, losses = parallelize(build(), Grid.create(shape), pipeline=pipeline), []
+    model, losses = parallelize(build(), Grid.create(shape), config), []
     model.placements = {name: replace(place, tied=place.tied and tied) for name, place in model.placements.items()}
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=3e-3)
     for step in batches:
@@ -500,10 +500,10 @@ def train(rank, shape, pipeline, tied=True):
 # %% tags=["nbval-check-output"]
 whole = build()
 truth = adamw_steps(whole, gpt.loss, [tuple(map(torch.cat, zip(*step))) for step in batches])  # the batch uncut
-runs = {"pp 4, 1F1B": (GridShape(pp=4), PipelineConfig()), "pp 4, zero bubble": (GridShape(pp=4), PipelineConfig("zero_bubble", layers=(1, 2, 2, 1))),
-        "pp 2, dp 2, layers 4 + 2": (GridShape(dp=2, pp=2), PipelineConfig(layers=(4, 2))),
-        "pp 2, tp 2, interleaved": (GridShape(pp=2, tp=2), PipelineConfig("interleaved", stages_per_rank=3)),
-        "pp 4, tied sum forgotten": (GridShape(pp=4), PipelineConfig(), False)}
+runs = {"pp 4, 1F1B": (GridShape(pp=4), ParallelConfig()), "pp 4, zero bubble": (GridShape(pp=4), ParallelConfig(pipeline_schedule="zero_bubble", layers_per_stage=(1, 2, 2, 1))),
+        "pp 2, dp 2, layers 4 + 2": (GridShape(dp=2, pp=2), ParallelConfig(layers_per_stage=(4, 2))),
+        "pp 2, tp 2, interleaved": (GridShape(pp=2, tp=2), ParallelConfig(pipeline_schedule="interleaved", stages_per_rank=3)),
+        "pp 4, tied sum forgotten": (GridShape(pp=4), ParallelConfig(), False)}
 for name, options in runs.items():
     (losses, found, first), *_, (_, _, last) = ranks.run(train, *options)
     off = max((found[key] - weight).abs().max() for key, weight in whole.state_dict().items())
@@ -555,7 +555,7 @@ my_layers = (4, 4, 4, 2)  # four units everywhere
 check("10.4", lambda: l10.layers(my_layers), praise="no stage is slower than another")
 
 # %% tags=["nbval-check-output"]
-even = [len(layers) for layers in PipelineConfig().ranges(14, 4)]
+even = [len(layers) for layers in ParallelConfig().stage_layers(14, 4)]
 print(f"head: {50257 / (12 * 2048):.1f} layers; as even as they go, {even}: {l10.step_units(even):.0f} units a step")
 ranks.close()
 
@@ -572,9 +572,9 @@ ranks.close()
 #
 # | where | start |
 # |---|---|
-# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --grid.pp 4 --train.micro-batch 4` |
-# | another schedule | `--pipeline.schedule zero_bubble`; `--pipeline.schedule interleaved --pipeline.stages-per-rank 2 --grid.pp 2` |
-# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --grid.pp 2 --grid.tp 2` |
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.pp 4 --train.micro-batch 4` |
+# | another schedule | `--parallel.pipeline_schedule zero_bubble`; `--parallel.pipeline_schedule interleaved --parallel.stages-per-rank 2 --parallel.pp 2` |
+# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
 #
 # In the default order pp is the slowest axis, so it crosses the nodes. (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) The number of
 # micro-batches is the batch of a dp rank divided by `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. With `model.recording = True` the times of all actions

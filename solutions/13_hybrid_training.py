@@ -70,7 +70,7 @@ local_guess = 512 / 2
 micro_batches_guess = 512 / 2 / 4
 
 # %% tags=["nbval-check-output"]
-form = recipes.with_changes(recipes.get("gpt_tiny"), {"grid.tp": 8, "grid.pp": 4, "train.global_batch": 512, "train.micro_batch": 4})
+form = recipes.with_changes(recipes.get("gpt_tiny"), {"parallel.tp": 8, "parallel.pp": 4, "train.global_batch": 512, "train.micro_batch": 4})
 shape = form.grid.shape(world_size=64)
 print(shape)
 compare("copies of the model, dp", dp_guess, shape.dp, rel=0)
@@ -78,7 +78,7 @@ compare("samples of a copy", local_guess, form.train.global_batch // shape.dp, r
 compare("micro-batches", micro_batches_guess, form.train.accumulation(shape.dp), rel=0)
 
 # %% [markdown] tags=["exercise"]
-# `with_changes` does what `--grid.tp 8 --grid.pp 4 ...` does on the command line. Note what you did **not** choose: dp. Add a node in the middle of a project, and dp grows, m shrinks, and nothing else
+# `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what you did **not** choose: dp. Add a node in the middle of a project, and dp grows, m shrinks, and nothing else
 # in the form changes.
 #
 # ### Exercise 13.1 · The form
@@ -355,11 +355,11 @@ print(hybrid_lab.blank_script())
 # - The learning rate belongs to the recipe's global batch, 16.
 # - The bubble is at most 1/8 of the work; micro-batches are not smaller than they must be.
 #
-# Give a dict with `nodes`, `ranks_per_node`, `grid.tp`, `grid.pp`, `train.micro_batch`, `train.global_batch`. The check submits the job, and reads in its log who sat where, the grid, the steps and the last loss.
+# Give a dict with `nodes`, `ranks_per_node`, `parallel.tp`, `parallel.pp`, `train.micro_batch`, `train.global_batch`. The check submits the job, and reads in its log who sat where, the grid, the steps and the last loss.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
-my_form = {"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2, "train.micro_batch": 2, "train.global_batch": 16}
+my_form = {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2, "train.micro_batch": 2, "train.global_batch": 16}
 ### END SOLUTION
 
 # %% tags=["check"]
@@ -375,7 +375,7 @@ slower_guess = "longer"  # the same products, and more waits
 difference_guess = 0  # same seed, same samples: only sums are reordered
 
 # %%
-SIZE = {"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2}
+SIZE = {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2}
 done = submit(hybrid_lab.job(SIZE | {"train.micro_batch": 2, "train.global_batch": 16}))
 print(*filter(None, done.log.splitlines()), sep="\n")
 hybrid = metrics.read(done.out)
@@ -434,7 +434,7 @@ check("13.5", lambda: l13.reading(my_reading, iterations=200, samples=307200, st
 # Three forms that do not fit, on four ranks. Guess for each what is wrong, then read: what was computed, what was found, what to do.
 
 # %% tags=["nbval-check-output"]
-for changes in ({"grid.tp": 3}, {"grid.pp": 4}, {"grid.tp": 2, "grid.pp": 2, "train.micro_batch": 3}):
+for changes in ({"parallel.tp": 3}, {"parallel.pp": 4}, {"parallel.tp": 2, "parallel.pp": 2, "train.micro_batch": 3}):
     try:
         recipes.with_changes(recipes.get("gpt_tiny"), changes).check(world_size=4)
     except ValueError as error:
@@ -520,19 +520,19 @@ lab.close()
 #
 # | where | start |
 # |---|---|
-# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --grid.tp 2 --grid.pp 2 --train.micro-batch 4` |
-# | the other order, to measure it | add `--grid.order pp-dp-cp-tp` |
-# | your cluster | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --grid.tp 2 --grid.pp 2 --train.micro-batch 4 --checkpoint.every 200` |
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.tp 2 --parallel.pp 2 --train.micro-batch 4` |
+# | the other order, to measure it | add `--parallel.order pp-dp-cp-tp` |
+# | your cluster | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --parallel.tp 2 --parallel.pp 2 --train.micro-batch 4 --checkpoint.every 200` |
 # | the script alone | the same with `render` or `lint` |
 #
-# Ranks must fill one node after the other, as `srun --distribution=block` and torchrun do; else `--grid.order` means nothing. (torchrun sorts the nodes by name as text, n10 before n2; rank 0 need not be on the first.)
+# Ranks must fill one node after the other, as `srun --distribution=block` and torchrun do; else `--parallel.order` means nothing. (torchrun sorts the nodes by name as text, n10 before n2; rank 0 need not be on the first.)
 
 # %% [markdown]
 # ## Recap
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | data-parallel size | world / (tp · pp · cp) | `GridConfig.shape` |
+# | data-parallel size | world / (tp · pp · cp) | `ParallelConfig.shape` |
 # | micro-batches | m = global / (dp · micro) | `TrainConfig.accumulation` |
 # | bubble / work | (p−1)/m = (p−1)/p · N b/(B tp) | `perf.pipeline` |
 # | bytes of tp | per micro-batch 2 (t−1)/t · (4 L/p + 1) act, at the ends | `perf.placement`, `comm.counting` |

@@ -167,7 +167,7 @@ def choose_device(place: Place, share_gpus: bool = False) -> tuple[torch.device,
         return torch.device("cuda", place.local_rank % gpus), "gloo"
     raise ValueError(
         f"{place.local_world_size} ranks on this node but {gpus} GPU(s): start {gpus} per node, or share them over gloo "
-        f"with --train.share_gpus"
+        f"with --parallel.share_gpus"
     )
 
 

@@ -10,8 +10,7 @@ from torch import nn
 
 from labcode.comm.collectives import gather_from, reduce_from
 from labcode.comm.grid import Grid
-from labcode.config import PipelineConfig
-from labcode.layout import check_layout
+from labcode.config import ParallelConfig
 from labcode.models import gpt, vit
 from labcode.models.layers import initial_value
 from labcode.parallel.context import GatherAttention, RingAttention, take_own, tell_length
@@ -29,20 +28,16 @@ from labcode.parallel.tensor import (
     vocab_parallel_cross_entropy,
 )
 
-ONE_AFTER_THE_OTHER = PipelineConfig()
+DEFAULTS = ParallelConfig()
 TIED = ("embed.weight", "head.weight")
-ATTENTION = {"ring": RingAttention, "gather": GatherAttention}
+ATTENTION = {"ring": RingAttention, "all_gather": GatherAttention}
 
 
 def parallelize(
     model: nn.Module,
     grid: Grid,
+    parallel: ParallelConfig = DEFAULTS,
     *,
-    sequence_parallel: bool = False,
-    context: str = "ring",
-    data_parallel: str = "ddp",
-    bucket_mb: float = 25,
-    pipeline: PipelineConfig = ONE_AFTER_THE_OTHER,
     seed: int | None = None,
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
@@ -71,20 +66,23 @@ def parallelize(
     Held by: tests/ranks/test_parallel_parity.py
     """
     config = model.config
-    check_layout(config, grid.shape, sequence_parallel, context, pipeline.recompute)
+    parallel.check(config, grid.shape)
+    sequence_parallel, context = parallel.sequence_parallel, parallel.context_attention
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
     shapes = {
         name: tuple(param.shape) for name, param in model.named_parameters(remove_duplicate=False)
     }
-    ranges = pipeline.ranges(config.num_layers, grid.size("pp"))
+    ranges = parallel.stage_layers(config.num_layers, grid.size("pp"))
     _prune(model, grid, ranges)
     make_table, loss = _KINDS[type(model)]
     table = make_table(config, grid, sequence_parallel, context)
     table += _dropout_table(
         config, grid, sequence_parallel, Stream(_seed(seed, grid, "dp", "pp", "cp", "tp"), device)
     )
-    table += (Row("blocks.*", "recomputed in backward", recomputed),) * pipeline.recompute
+    table += (Row("blocks.*", "recomputed in backward", recomputed),) * (
+        parallel.activation_checkpointing == "full"
+    )
     change(model, table)
     _tidy(model, grid, sequence_parallel)
     placements = _placements(model, shapes, sequence_parallel, grid)
@@ -94,10 +92,13 @@ def parallelize(
     if seed is not None:
         torch.manual_seed(_seed(seed, grid, "dp", "pp", "cp"))  # alike on tp, where activations are
     replica = _replicate(
-        model, grid, "labcode" if grid.size("pp") > 1 else data_parallel, bucket_mb
+        model,
+        grid,
+        "labcode" if grid.size("pp") > 1 else parallel.data_parallel,
+        parallel.bucket_mb,
     )
     homes = {name: (_home(name, ranges, grid.size("pp")), shape) for name, shape in shapes.items()}
-    stages = Stages(ranges, pipeline.schedule, _boundary(model, grid, sequence_parallel))
+    stages = Stages(ranges, parallel.pipeline_schedule, _boundary(model, grid, sequence_parallel))
     return ParallelModel(
         replica, grid, table, placements, homes, partial(loss, config, grid), stages
     )

@@ -19,8 +19,7 @@ Held by: tests/unit/test_perf_memory.py; against measured bytes by tests/ranks/t
     benchmarks/activation_bytes.py, within 2 %
 """
 
-from labcode.config import GPTConfig, ViTConfig
-from labcode.layout import check_layout
+from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.topology import GridShape
 
 ONE_RANK = GridShape()
@@ -71,9 +70,9 @@ def layer_activations(
         ValueError: An axis that does not divide what it cuts.
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, eqs. 1, 2 and 4.
     """
-    check_layout(
-        model, shape, sequence_parallel, context="gather"
-    )  # dropout over a ring is none of this formula's business
+    # all_gather: whether a ring could have dropout is none of this formula's business
+    layout = ParallelConfig(sequence_parallel=sequence_parallel, context_attention="all_gather")
+    layout.check(model, shape)
     residual_bytes = residual_bytes or value_bytes
     tokens = batch * model.sequence_length / shape.cp  # of this rank of cp
     whole = (

@@ -32,7 +32,7 @@ _USAGE = """usage: python -m labcode.slurm COMMAND ... [--site NAME]
   cancel NUMBER      end a job
 
 Of the job: --nodes N --ranks-per-node R --minutes M --name X, and more: python -m labcode.slurm submit --help
-Of the recipe: --train.steps 20 --grid.tp 2, as for python -m labcode.train"""
+Of the recipe: --train.steps 20 --parallel.tp 2, as for python -m labcode.train"""
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ _KEEP = ("--checkpoint.every", "200")
 JOBS = {
     "ddp_2_nodes": Job("gpt_10m", _KEEP, name="ddp_2_nodes", **_SIZE),
     "hybrid_tp2_pp2": Job(
-        "gpt_10m", ("--grid.tp", "2", "--grid.pp", "2", *_KEEP), name="hybrid_tp2_pp2", **_SIZE
+        "gpt_10m",
+        ("--parallel.tp", "2", "--parallel.pp", "2", *_KEEP),
+        name="hybrid_tp2_pp2",
+        **_SIZE,
     ),
 }
 EXAMPLE_SITES = ("generic", "perlmutter")

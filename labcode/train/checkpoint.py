@@ -38,18 +38,18 @@ MAY_CHANGE = (
     "checkpoint.",
     "optim.",
     "data.cache_dir",
-    "grid.dp",
+    "parallel.dp",
     "train.steps",
     "train.out",
     "train.overwrite",
 )
 MAY_CHANGE += (
-    "train.data_parallel",
-    "train.bucket_mb",
+    "parallel.data_parallel",
+    "parallel.bucket_mb",
     "train.eval_",
     "train.log_every",
     "train.sample_tokens",
-    "train.share",
+    "parallel.share_gpus",
 )
 
 

@@ -64,11 +64,7 @@ class Trainer:
         self.model = parallelize(
             model,
             grid,
-            sequence_parallel=config.train.sequence_parallel,
-            context=config.train.context,
-            data_parallel=config.train.data_parallel,
-            bucket_mb=config.train.bucket_mb,
-            pipeline=config.pipeline,
+            config.parallel,
             seed=config.train.seed,
             device=world.device,
             dtype=torch.float64 if self.dtype == torch.float64 else torch.float32,

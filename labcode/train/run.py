@@ -16,7 +16,6 @@ from labcode.comm.agreement import PeerError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.files import write_atomically
-from labcode.layout import check_layout
 from labcode.topology import GridShape
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.loop import Diverged, Trainer
@@ -34,7 +33,7 @@ def run(config: Config) -> int:
         place = bootstrap.read_environment()
         rank = place.rank
         shape = config.check(place.world_size)
-        world = bootstrap.start(place, share_gpus=config.train.share_gpus)
+        world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
         trainer = set_up(config, world, shape)
     except KeyboardInterrupt:
         return _say(rank, "interrupted before the first step: nothing was written", INTERRUPTED)
@@ -81,11 +80,7 @@ def set_up(config: Config, world: bootstrap.World, shape: GridShape) -> Trainer:
     task = on_every_rank(lambda: make_task(config) if world.local_rank == 0 else None)
     task = on_every_rank(lambda: task or make_task(config))
     # once more, with the sizes that come from the data, before any group of the grid is made
-    on_every_rank(
-        lambda: check_layout(
-            task.model_config, shape, config.train.sequence_parallel, config.train.context
-        )
-    )
+    on_every_rank(lambda: config.parallel.check(task.model_config, shape))
     grid = Grid.create(shape)
     out = on_first_rank(lambda: make_folder(config))
     who = who_and_where(config, world, shape)

@@ -52,9 +52,9 @@ STEPS = (
 )
 
 
-@pytest.mark.parametrize("grid", [(), ("--grid.tp", "2")], ids=["dp", "tp"])
+@pytest.mark.parametrize("grid", [(), ("--parallel.tp", "2")], ids=["dp", "tp"])
 def test_two_ranks_that_share_a_gpu_over_gloo_train_like_one(tmp_path, grid):
-    for ranks, extra in ((1, ()), (2, ("--train.share_gpus", *grid))):
+    for ranks, extra in ((1, ()), (2, ("--parallel.share_gpus", *grid))):
         done = train(tmp_path, *STEPS, *extra, "--train.out", f"run{ranks}", ranks=ranks)
         assert done.returncode == 0, done.stderr
     assert losses(tmp_path / "run2") == pytest.approx(losses(tmp_path / "run1"), abs=1e-9)
@@ -64,10 +64,10 @@ def test_two_ranks_that_share_a_gpu_over_gloo_train_like_one(tmp_path, grid):
 @pytest.mark.parametrize(
     "grid",
     [
-        ("--grid.tp", "2"),
-        ("--grid.tp", "2", "--train.sequence_parallel"),
-        ("--grid.cp", "2"),
-        ("--grid.cp", "2", "--train.context", "gather"),
+        ("--parallel.tp", "2"),
+        ("--parallel.tp", "2", "--parallel.sequence_parallel"),
+        ("--parallel.cp", "2"),
+        ("--parallel.cp", "2", "--parallel.context_attention", "all_gather"),
     ],
     ids=" ".join,
 )
@@ -91,7 +91,7 @@ def test_more_ranks_than_gpus_is_one_line_that_says_what_to_do(tmp_path):
     done = train(tmp_path, "--train.steps", "1", "--train.global_batch", str(ranks), ranks=ranks)
     assert done.returncode != 0
     assert f"{ranks} ranks on this node but {ranks - 1} GPU(s)" in done.stderr
-    assert "--train.share_gpus" in done.stderr
+    assert "--parallel.share_gpus" in done.stderr
 
 
 def test_the_device_and_backend_are_the_gpu_and_nccl():

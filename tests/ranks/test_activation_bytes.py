@@ -7,7 +7,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, ViTConfig
+from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models import gpt, vit
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations
@@ -48,7 +48,9 @@ def kept_alone(config, batch=BATCH, dtype=torch.float32, autocast=False):
 
 
 def kept_by_rank(rank, config, shape, sequence_parallel):
-    model = parallelize(build(config), Grid.create(shape), sequence_parallel=sequence_parallel)
+    model = parallelize(
+        build(config), Grid.create(shape), ParallelConfig(sequence_parallel=sequence_parallel)
+    )
     inputs, targets = example(config)
     with saved_bytes(model.module) as saved:
         loss = model.loss(model(inputs), targets)

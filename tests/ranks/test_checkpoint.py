@@ -34,13 +34,13 @@ TINY = {
 }
 CONFIG = recipes.with_changes(recipes.gpt_tiny(), TINY)
 GRIDS = {
-    "dp 2, tp 2, sequence parallel": {"grid.tp": 2, "train.sequence_parallel": True},
+    "dp 2, tp 2, sequence parallel": {"parallel.tp": 2, "parallel.sequence_parallel": True},
     "dp 2, pp 2, zero bubble": {
-        "grid.pp": 2,
-        "pipeline.schedule": "zero_bubble",
-        "train.data_parallel": "labcode",
+        "parallel.pp": 2,
+        "parallel.pipeline_schedule": "zero_bubble",
+        "parallel.data_parallel": "labcode",
     },
-    "cp 2, tp 2": {"grid.cp": 2, "grid.tp": 2, "model.dropout": 0.0},
+    "cp 2, tp 2": {"parallel.cp": 2, "parallel.tp": 2, "model.dropout": 0.0},
 }
 TRAIN = [
     sys.executable,

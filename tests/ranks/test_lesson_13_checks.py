@@ -144,7 +144,12 @@ def test_the_gaps_of_a_trace(judged, answer):
 
 
 def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
-    fields = {"grid.tp": tp, "grid.pp": pp, "train.micro_batch": micro, "train.global_batch": batch}
+    fields = {
+        "parallel.tp": tp,
+        "parallel.pp": pp,
+        "train.micro_batch": micro,
+        "train.global_batch": batch,
+    }
     return {"nodes": nodes, "ranks_per_node": ranks_per_node} | fields
 
 
@@ -160,7 +165,7 @@ FORMS = {
     "smaller than it must": (form(2, 2, 1, 16), "take 2"),
     "text": (form("2", "2", "2", "16"), "whole numbers"),
     "a field forgotten": (
-        {"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2},
+        {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2},
         "the form has no train.micro_batch",
     ),
     "all ranks on one node": (form(2, 2, 2, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),

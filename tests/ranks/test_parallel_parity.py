@@ -80,8 +80,12 @@ def fit(config, forget=()):
 
 
 def changes(dp, cp, tp, sequence_parallel=False, context="ring", order="tp-cp-dp-pp", **others):
-    grid = {"grid.dp": dp, "grid.cp": cp, "grid.tp": tp, "grid.order": order}
-    return grid | {"train.sequence_parallel": sequence_parallel, "train.context": context} | others
+    grid = {"parallel.dp": dp, "parallel.cp": cp, "parallel.tp": tp, "parallel.order": order}
+    return (
+        grid
+        | {"parallel.sequence_parallel": sequence_parallel, "parallel.context_attention": context}
+        | others
+    )
 
 
 def assert_same(results, reference):
@@ -158,12 +162,16 @@ def test_every_grid_trains_like_one_process(request, reference, grid, name):
     if (
         dp > 1 or dp * cp * tp == 1
     ):  # ours, with many small buckets, and gradients added up over micro-batches
-        ours = {"train.data_parallel": "labcode", "train.bucket_mb": 1e-3, "train.micro_batch": 1}
+        ours = {
+            "parallel.data_parallel": "labcode",
+            "parallel.bucket_mb": 1e-3,
+            "train.micro_batch": 1,
+        }
         variants.append(changes(*grid, **ours))
     if tp > 1:
         variants.append(changes(*grid, sequence_parallel=True))
     if cp > 1:
-        variants.append(changes(*grid, context="gather", **{"train.micro_batch": 2}))
+        variants.append(changes(*grid, context="all_gather", **{"train.micro_batch": 2}))
     for variant in variants:
         assert_same(pool.run(fit, recipes.with_changes(MODELS[name], variant)), reference(name))
 
@@ -208,16 +216,16 @@ PIPED = {  # (dp, pp, cp, tp): the model, and what else is switched on
     (1, 2, 2, 1): ("gpt, untied, rotary, grouped queries", {}),
     (1, 2, 1, 2): (
         "gpt, tied, odd vocabulary",
-        {"train.sequence_parallel": True, "pipeline.recompute": True},
+        {"parallel.sequence_parallel": True, "parallel.activation_checkpointing": "full"},
     ),
     (2, 4, 1, 1): ("gpt, tied, odd vocabulary", {}),
     (1, 4, 2, 1): ("gpt, tied, odd vocabulary", {}),
-    (1, 4, 1, 2): ("gpt, untied, rotary, grouped queries", {"train.sequence_parallel": True}),
+    (1, 4, 1, 2): ("gpt, untied, rotary, grouped queries", {"parallel.sequence_parallel": True}),
     (1, 2, 2, 2): (
         "gpt, tied, odd vocabulary",
-        {"train.sequence_parallel": True, "grid.order": "tp-pp-cp-dp"},
+        {"parallel.sequence_parallel": True, "parallel.order": "tp-pp-cp-dp"},
     ),
-    (2, 2, 1, 2): ("vit", {"train.sequence_parallel": True}),
+    (2, 2, 1, 2): ("vit", {"parallel.sequence_parallel": True}),
 }
 
 
@@ -228,12 +236,15 @@ def piped(grid, schedule):
     base = recipes.with_changes(MODELS[name], {"model.num_layers": 8})
     extra = dict(extra)
     if extra.pop("uneven", False):
-        extra["pipeline.layers"] = (3, 5) if SCHEDULES[schedule] == 1 else (1, 2, 4, 1)
-    extra |= {"pipeline.schedule": schedule, "pipeline.stages_per_rank": SCHEDULES[schedule]}
+        extra["parallel.layers_per_stage"] = (3, 5) if SCHEDULES[schedule] == 1 else (1, 2, 4, 1)
     extra |= {
-        "grid.pp": pp,
-        "grid.cp": cp,
-        "grid.tp": tp,
+        "parallel.pipeline_schedule": schedule,
+        "parallel.stages_per_rank": SCHEDULES[schedule],
+    }
+    extra |= {
+        "parallel.pp": pp,
+        "parallel.cp": cp,
+        "parallel.tp": tp,
         "train.micro_batch": 2 // dp,
     }  # 4 micro-batches
     return base, recipes.with_changes(base, extra)

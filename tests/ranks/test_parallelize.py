@@ -6,7 +6,7 @@ import torch.distributed as dist
 
 from labcode import recipes
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, ViTConfig
+from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
@@ -42,7 +42,7 @@ def drawn(rank, shape, tie):
     grid = Grid.create(shape)
     with Largest() as largest:
         model = parallelize(
-            model, grid, seed=7, dtype=torch.float64, data_parallel="labcode"
+            model, grid, ParallelConfig(data_parallel="labcode"), seed=7, dtype=torch.float64
         )  # DDP makes buckets at once
     whole = {name: weight.clone() for name, weight in model.whole_weights()}
     return whole, largest.numbers, sum(p.numel() for p in model.parameters())
@@ -93,7 +93,7 @@ def dropped(rank, sequence_parallel, tp):
     config = replace(SMALL, dropout=0.5)
     grid = Grid.create(GridShape(tp=tp, dp=dist.get_world_size() // tp))
     model = parallelize(
-        GPT(config), grid, sequence_parallel=sequence_parallel, seed=3
+        GPT(config), grid, ParallelConfig(sequence_parallel=sequence_parallel), seed=3
     ).module.train()
     ones = torch.ones(2, 4, 64, 8)
     twice = [
@@ -129,7 +129,9 @@ def test_a_stream_goes_on_where_it_stopped_and_leaves_the_generator_alone():
 
 def described(rank):
     vit = ViT(ViTConfig(num_variables=2, lat=10, lon=20, num_layers=1, hidden_size=16, ffn_size=32))
-    return parallelize(vit, Grid.create(GridShape(tp=2)), sequence_parallel=True).describe()
+    return parallelize(
+        vit, Grid.create(GridShape(tp=2)), ParallelConfig(sequence_parallel=True)
+    ).describe()
 
 
 def test_the_table_says_what_was_done(ranks2):
@@ -159,7 +161,7 @@ def trained_bf16(rank):
             "train.global_batch": 8,
         }
         sequence = {
-            "train.sequence_parallel": "sequence" in axes,
+            "parallel.sequence_parallel": "sequence" in axes,
             "train.dtype": "bfloat16",
             "train.sample_tokens": 0,
         }
@@ -213,7 +215,9 @@ def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions
     expected = gpt.loss(whole(inputs), targets)
     expected.backward()
     model = parallelize(
-        build(), Grid.create(shape), sequence_parallel=sequence_parallel, context=context
+        build(),
+        Grid.create(shape),
+        ParallelConfig(sequence_parallel=sequence_parallel, context_attention=context),
     )
     loss = model.loss(model(inputs), targets)
     loss.backward()
@@ -244,11 +248,11 @@ FROZEN = (
     ("shape", "tokens", "options"),
     [
         (GridShape(cp=2, tp=2), 13, (False, "ring", (), "rotary")),
-        (GridShape(cp=2, tp=2), 13, (False, "gather", FROZEN, "learned")),
-        (GridShape(cp=2, tp=2), 16, (True, "gather", FROZEN, "rotary")),
+        (GridShape(cp=2, tp=2), 13, (False, "all_gather", FROZEN, "learned")),
+        (GridShape(cp=2, tp=2), 16, (True, "all_gather", FROZEN, "rotary")),
         (GridShape(cp=2, tp=2), 16, (True, "ring", FROZEN, "learned")),
         (GridShape(cp=4), 5, (False, "ring", (), "learned")),
-        (GridShape(cp=4), 5, (False, "gather", (), "rotary")),
+        (GridShape(cp=4), 5, (False, "all_gather", (), "rotary")),
     ],
 )
 def test_frozen_weights_ignored_targets_and_uneven_sequences_give_the_right_gradients(
@@ -260,7 +264,9 @@ def test_frozen_weights_ignored_targets_and_uneven_sequences_give_the_right_grad
 
 def test_a_length_that_sequence_parallelism_cannot_cut_is_refused_on_every_rank(ranks4):
     def attempt(rank):
-        model = parallelize(GPT(SMALL), Grid.create(GridShape(cp=2, tp=2)), sequence_parallel=True)
+        model = parallelize(
+            GPT(SMALL), Grid.create(GridShape(cp=2, tp=2)), ParallelConfig(sequence_parallel=True)
+        )
         with pytest.raises(ValueError, match=r"13 tokens are not divisible by cp\*tp = 4"):
             model(torch.zeros(1, 13, dtype=torch.int64))
         return True
@@ -283,7 +289,9 @@ def sent_under_autocast(rank, sequence_parallel):
     from labcode.comm.counting import counted
 
     model = parallelize(
-        GPT(SMALL), Grid.create(GridShape(tp=2)), sequence_parallel=sequence_parallel
+        GPT(SMALL),
+        Grid.create(GridShape(tp=2)),
+        ParallelConfig(sequence_parallel=sequence_parallel),
     )
     tokens = torch.zeros(3, 16, dtype=torch.int64)
     with counted() as calls, torch.autocast("cpu", torch.bfloat16):

@@ -185,9 +185,9 @@ def test_a_deferred_weight_gradient_comes_with_finish_and_not_before():
     )
 
 
-def kept_with(rank, recompute):
+def kept_with(rank, checkpointing):
     from labcode.comm.grid import Grid
-    from labcode.config import GPTConfig, PipelineConfig
+    from labcode.config import GPTConfig, ParallelConfig
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
     from labcode.perf.saved_bytes import saved_bytes
@@ -197,7 +197,7 @@ def kept_with(rank, recompute):
         GPTConfig(vocab_size=16, context_length=32, num_layers=4, hidden_size=32, num_heads=4)
     )
     model = parallelize(
-        model, Grid.create(GridShape()), pipeline=PipelineConfig(recompute=recompute)
+        model, Grid.create(GridShape()), ParallelConfig(activation_checkpointing=checkpointing)
     )
     tokens = torch.zeros(2, 32, dtype=torch.int64)
     with saved_bytes(model.module) as saved:
@@ -207,7 +207,7 @@ def kept_with(rank, recompute):
     return found
 
 
-def test_recompute_keeps_the_input_of_each_layer_alone(ranks1):
+def test_activation_checkpointing_keeps_the_input_of_each_layer_alone(ranks1):
     number = 2 * 32 * 32 * 4  # bytes of [B, S, H]
-    assert ranks1.run(kept_with, True)[0] <= 4 * number
-    assert ranks1.run(kept_with, False)[0] > 4 * 15 * number
+    assert ranks1.run(kept_with, "full")[0] <= 4 * number
+    assert ranks1.run(kept_with, "none")[0] > 4 * 15 * number

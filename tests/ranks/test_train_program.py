@@ -118,11 +118,24 @@ def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(
         "alone": (TRAIN, ()),
         "tp": (
             TORCHRUN,
-            ("--grid.tp", "2", "--grid.order", "cp-tp-dp-pp", "--train.sequence_parallel"),
+            (
+                "--parallel.tp",
+                "2",
+                "--parallel.order",
+                "cp-tp-dp-pp",
+                "--parallel.sequence_parallel",
+            ),
         ),
         "pp": (
             TORCHRUN,
-            ("--grid.pp", "2", "--train.micro_batch", "1", "--pipeline.schedule", "zero_bubble"),
+            (
+                "--parallel.pp",
+                "2",
+                "--train.micro_batch",
+                "1",
+                "--parallel.pipeline_schedule",
+                "zero_bubble",
+            ),
         ),
     }
     for name, (command, extra) in ways.items():
@@ -163,10 +176,10 @@ def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
         (["vit_tiny", "--model.patch_size", "7"], "is not a multiple of patch_size=7"),
         (["gpt_tiny", "--model.vocab_size", "5"], "model.vocab_size=5 but the text has"),
         (
-            ["gpt_tiny", "--grid.dp", "2"],
+            ["gpt_tiny", "--parallel.dp", "2"],
             "2*1*1*1 = 2 but WORLD_SIZE is 1: change an axis or launch 2 ranks",
         ),
-        (["gpt_tiny", "--grid.tp", "3"], "model.num_heads=4 is not divisible by grid.tp=3"),
+        (["gpt_tiny", "--parallel.tp", "3"], "model.num_heads=4 is not divisible by parallel.tp=3"),
     ],
 )
 def test_bad_input_is_one_line_and_leaves_nothing_behind(tmp_path, args, message):

@@ -193,7 +193,7 @@ def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, 
 
 
 def test_four_nodes_train_one_grid(cluster, tmp_path):
-    grid = {"grid.tp": 2, "grid.pp": 2, "train.sequence_parallel": True}
+    grid = {"parallel.tp": 2, "parallel.pp": 2, "parallel.sequence_parallel": True}
     submitted = Submitted(
         cluster, tmp_path, job("grid", 6, nodes=4, ranks_per_node=1, changes=grid)
     )

@@ -34,8 +34,6 @@ GROUND = {
     "files",
     "hardware",
     "topology",
-    "model_config",
-    "layout",
     "config",
     "recipes",
     "launch",

@@ -98,7 +98,7 @@ def test_device_and_backend_follow_from_ranks_and_gpus(monkeypatch, gpus, local,
 def test_more_local_ranks_than_gpus_is_an_error_that_says_how_to_share(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"4 ranks on this node but 1 GPU.*--train.share_gpus"):
+    with pytest.raises(ValueError, match=r"4 ranks on this node but 1 GPU.*--parallel.share_gpus"):
         choose_device(Place(0, 4, 0, 4))
 
 

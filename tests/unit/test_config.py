@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from labcode import hardware, recipes, units
-from labcode.config import GPTConfig, GridConfig, TextData, TrainConfig, ViTConfig, WeatherData
+from labcode.config import GPTConfig, ParallelConfig, TextData, TrainConfig, ViTConfig, WeatherData
 from labcode.train import cli
 
 
@@ -33,10 +33,10 @@ from labcode.train import cli
         ),
         (lambda: TrainConfig(global_batch=2).accumulation(4), "not a multiple"),
         (
-            lambda: GridConfig(tp=3, dp=2).shape(8),
+            lambda: ParallelConfig(tp=3, dp=2).shape(8),
             r"2\*1\*1\*3 = 6 but WORLD_SIZE is 8: .* launch 6 ranks",
         ),
-        (lambda: GridConfig(tp=3).shape(4), "= 3 but WORLD_SIZE is 4"),
+        (lambda: ParallelConfig(tp=3).shape(4), "= 3 but WORLD_SIZE is 4"),
         (
             lambda: recipes.get("gpt_huge"),
             "unknown recipe 'gpt_huge': .*gpt_tiny, gpt_10m, vit_tiny",
@@ -56,8 +56,8 @@ def test_impossible_values_are_refused_in_one_line(make, message):
 
 
 def test_dp_takes_the_ranks_that_the_other_axes_leave():
-    assert GridConfig(tp=2).shape(8).dp == 4
-    assert GridConfig().shape(1).dp == 1
+    assert ParallelConfig(tp=2).shape(8).dp == 4
+    assert ParallelConfig().shape(1).dp == 1
 
 
 def test_accumulation_keeps_the_global_batch():
@@ -76,9 +76,9 @@ def test_every_recipe_can_be_built_and_changed_field_by_field():
 
 def test_the_command_line_overrides_single_fields():
     config = cli.parse(
-        ["gpt_tiny", "--train.steps", "7", "--grid.tp", "2", "--model.positions", "rotary"]
+        ["gpt_tiny", "--train.steps", "7", "--parallel.tp", "2", "--model.positions", "rotary"]
     )
-    expected = {"train.steps": 7, "grid.tp": 2, "model.positions": "rotary"}
+    expected = {"train.steps": 7, "parallel.tp": 2, "model.positions": "rotary"}
     assert config == recipes.with_changes(recipes.gpt_tiny(), expected)
 
 
@@ -92,7 +92,7 @@ def test_the_command_line_overrides_single_fields():
         ),
         (
             ["gpt_tiny", "--nonsense", "3"],
-            "unknown field --nonsense: there are checkpoint, data, grid",
+            "unknown field --nonsense: there are checkpoint, data, model",
         ),
         (["gpt_tiny", "--train.steps", "x"], "--train.steps: .*'x'"),
         (["gpt_tiny", "--train.steps", "-3"], "steps=-3: give a number above 0"),
@@ -105,7 +105,7 @@ def test_the_command_line_overrides_single_fields():
         ),
         (
             ["gpt_tiny", "--checkpoint.resume", "--train.out", "x", "--train.overwrite"],
-            "goes on in train.out and .* choose one",
+            "continues the run in train.out, and .* choose one",
         ),
         (
             ["vit_tiny", "--model.num_heads", "5"],

@@ -134,7 +134,7 @@ def test_a_model_is_its_layers_and_its_ends():
 
 
 def test_sizes_that_do_not_fit_are_refused_in_one_line():
-    with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by grid\.tp=3"):
+    with pytest.raises(ValueError, match=r"num_heads=4 is not divisible by parallel.tp=3"):
         layer_activations(SMALL, GridShape(tp=3), batch=1)
     with pytest.raises(ValueError, match=r"context_length=6 is not divisible by cp\*tp"):
         layer_activations(

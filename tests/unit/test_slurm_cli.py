@@ -30,12 +30,12 @@ ODD = (
 
 
 def test_options_and_fields_of_the_recipe_may_be_mixed():
-    words = "gpt_tiny --train.steps 20 --nodes 2 --grid.tp=2 --site perlmutter --ranks_per_node 4 --checkpoint.resume"
+    words = "gpt_tiny --train.steps 20 --nodes 2 --parallel.tp=2 --site perlmutter --ranks_per_node 4 --checkpoint.resume"
     recipe, options, overrides = parse(words.split())
     assert recipe == "gpt_tiny" and overrides == [
         "--train.steps",
         "20",
-        "--grid.tp=2",
+        "--parallel.tp=2",
         "--checkpoint.resume",
     ]
     assert (options.nodes, options.ranks_per_node, options.site, options.keep, options.wait) == (
@@ -73,7 +73,7 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
         ("submit gpt_tiny --nodes two", "--nodes: invalid literal"),
         ("submit gpt_tiny --nodes 0", "nodes=0: give at least 1"),
         ("submit gpt_tiny more", "what is 'more'? one recipe comes first"),
-        ("render gpt_tiny --grid.tp 3", "dp*pp*cp*tp = 1*1*1*3 = 3 but WORLD_SIZE is 2"),
+        ("render gpt_tiny --parallel.tp 3", "dp*pp*cp*tp = 1*1*1*3 = 3 but WORLD_SIZE is 2"),
         ("render gpt_tiny --site perlmuter", "unknown site 'perlmuter': did you mean perlmutter?"),
         ("render gpt_tiny --site own.yaml", "own.yaml: cannot be read as a profile: No such file"),
         ("lint gpt_tinny", "gpt_tinny is neither a script nor a recipe"),
@@ -129,7 +129,7 @@ def test_no_rule_fires_on_a_script_that_we_generate(name, launcher):
     jobs = [
         Job(
             "gpt_tiny",
-            ("--grid.tp", "2", "--checkpoint.every", "9"),
+            ("--parallel.tp", "2", "--checkpoint.every", "9"),
             nodes=2,
             ranks_per_node=ranks,
             name="two words",

@@ -14,16 +14,16 @@ from labcode.slurm.script.job import Job
     [
         (dict(recipe="gpt_huge"), "unknown recipe 'gpt_huge': .*gpt_tiny"),
         (
-            dict(recipe="gpt_tiny", overrides=("--grid.tp", "3")),
+            dict(recipe="gpt_tiny", overrides=("--parallel.tp", "3")),
             r"dp\*pp\*cp\*tp = 1\*1\*1\*3 = 3 but WORLD_SIZE is 2",
         ),
         (
-            dict(recipe="gpt_tiny", overrides=("--grid.tpp", "2")),
-            "unknown field --grid.tpp: did you mean --grid.tp",
+            dict(recipe="gpt_tiny", overrides=("--parallel.tpp", "2")),
+            "unknown field --parallel.tpp: did you mean --parallel.tp",
         ),
         (
             dict(recipe="gpt_tiny", overrides=("--train.overwrite",)),
-            "checkpoint.resume goes on .* train.overwrite",
+            "checkpoint.resume continues .* train.overwrite",
         ),
         (dict(recipe="gpt_tiny", overrides=("--help",)), "trains nothing"),
         (dict(recipe="--help"), "trains nothing"),
@@ -53,7 +53,7 @@ def test_check_refuses_what_cannot_run(given, message):
         (dict(env={"A B": "1"}), "no name of a variable"),
         (dict(env={"A": "1\0"}), "NUL"),
         (dict(module="os; ls"), "module="),
-        (dict(overrides="--grid.tp 2"), "one string"),
+        (dict(overrides="--parallel.tp 2"), "one string"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_at_once(given, message):
@@ -62,7 +62,7 @@ def test_a_job_that_cannot_be_is_refused_at_once(given, message):
 
 
 def test_the_grid_takes_all_ranks_of_all_nodes():
-    job = Job("gpt_tiny", ("--grid.tp", "2", "--grid.pp", "2"), nodes=4, ranks_per_node=2)
+    job = Job("gpt_tiny", ("--parallel.tp", "2", "--parallel.pp", "2"), nodes=4, ranks_per_node=2)
     assert job.world_size == 8
     assert job.check().dp == 2
 

@@ -21,7 +21,7 @@ MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)  # not 
 export MASTER_ADDR MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 command=(
     python -m labcode.train gpt_tiny
-    --grid.tp 2 --checkpoint.resume --checkpoint.every 100
+    --parallel.tp 2 --checkpoint.resume --checkpoint.every 100
 )
 srun --kill-on-bad-exit=1 \\
     "${command[@]}" &
@@ -61,7 +61,7 @@ def test_a_script_is_read_as_sbatch_and_bash_read_it():
     assert [command.line for command in script.sruns] == [18]
     assert script.sruns[0].text == 'srun --kill-on-bad-exit=1 "${command[@]}" &'
     assert script.found("labcode.train")[0].text.endswith(
-        "--grid.tp 2 --checkpoint.resume --checkpoint.every 100 )"
+        "--parallel.tp 2 --checkpoint.resume --checkpoint.every 100 )"
     )
     assert not script.torchruns and script.option("requeue").line == 7
 

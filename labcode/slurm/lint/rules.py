@@ -50,13 +50,13 @@ def _idle_gpus(script, facts):
     "S42",
     "nodes x ranks per node is not what the grid needs",
     "the run ends before its first step: dp * pp * cp * tp must be the number of ranks",
-    _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --grid.tp 8\n",
-    _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --grid.tp 2\n",
+    _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --parallel.tp 8\n",
+    _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --parallel.tp 2\n",
 )
 def _grid(script, facts):
     world_size = script.world_size or facts.world_size
-    for command in script.found(r"--grid\.(dp|pp|cp|tp)\b"):
-        sizes = {axis: re.search(rf"--grid\.{axis}[= ]['\"]?(\d+)", command.text) for axis in _AXES}
+    for command in script.found(r"--parallel\.(dp|pp|cp|tp)\b"):
+        sizes = {axis: re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text) for axis in _AXES}
         said = {axis: int(size[1]) for axis, size in sizes.items() if size}
         product = 1
         for size in said.values():

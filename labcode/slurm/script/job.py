@@ -20,7 +20,7 @@ class Job:
 
     Args:
         recipe: Name of a recipe; for another `module` its first argument, and "" is none.
-        overrides: The rest of the command line, such as ("--grid.tp", "2").
+        overrides: The rest of the command line, such as ("--parallel.tp", "2").
         nodes: Number of nodes.
         ranks_per_node: Ranks on each of them, one per GPU where there are GPUs.
         minutes: Time limit.
@@ -54,7 +54,7 @@ class Job:
     def __post_init__(self):
         if isinstance(self.overrides, str):
             raise ValueError(
-                f"overrides={self.overrides!r} is one string: give a sequence, such as ('--grid.tp', '2')"
+                f"overrides={self.overrides!r} is one string: give a sequence, such as ('--parallel.tp', '2')"
             )
         object.__setattr__(self, "overrides", tuple(map(str, self.overrides)))
         object.__setattr__(self, "env", {name: str(value) for name, value in self.env.items()})

@@ -152,7 +152,7 @@ _STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+)")
 
 
 def form(form, nodes: int = 2, ranks_per_node: int = 2) -> None:
-    """The learner's {"nodes": .., "ranks_per_node": .., "grid.tp": .., ...} for gpt_tiny on a cluster of that size."""
+    """The learner's {"nodes": .., "ranks_per_node": .., "parallel.tp": .., ...} for gpt_tiny on a cluster of that size."""
     missing = [name for name in SIZE + FIELDS if name not in due(form)]
     assert not missing, f"the form has no {', '.join(missing)}"
     values = due(*(form[name] for name in SIZE + FIELDS))
@@ -210,7 +210,7 @@ def script(blanks, run, reference) -> None:
             f"the ranks sit on {nodes or 'one node'}: tp is not inside the nodes"
         )
     grid = (int(pp), int(tp))
-    assert grid == (blanks["grid.pp"], blanks["grid.tp"]), (
+    assert grid == (blanks["parallel.pp"], blanks["parallel.tp"]), (
         f"the log says pp {pp} x tp {tp}, and the form does not"
     )
     cut = (int(samples), int(micro))

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, PipelineConfig
+from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf import alpha_beta as comm
@@ -192,9 +192,9 @@ def timed_steps(
         )
     grid = Grid.create(shape)
     torch.manual_seed(0)
-    settings = {"data_parallel": "labcode", "pipeline": PipelineConfig(schedule)}
+    config = ParallelConfig(data_parallel="labcode", pipeline_schedule=schedule)
     device = grid.mesh.device_type
-    share = parallelize(GPT(model).to(device), grid, **settings)
+    share = parallelize(GPT(model).to(device), grid, config)
     share.recording = True
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(

@@ -1,7 +1,7 @@
 """The jobs of lesson 13: tensor 2 x pipeline 2 on a small SLURM cluster, with and without a limit on memory.
 
     submit = Submit(l12_cluster.open_lab("lesson13", nodes=2))
-    done = submit(job({"nodes": 2, "ranks_per_node": 2, "grid.tp": 2, "grid.pp": 2}))
+    done = submit(job({"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2}))
     done.outcome, done.log                   # on the cluster, or on this machine where it has no SLURM
 
 Held by: tests/ranks/test_lesson_13_checks.py
@@ -32,7 +32,7 @@ from labcode.train.tasks import make_task
 
 RECIPE = recipes.get("gpt_tiny")
 SIZE = ("nodes", "ranks_per_node")
-FIELDS = ("grid.tp", "grid.pp", "train.micro_batch", "train.global_batch")
+FIELDS = ("parallel.tp", "parallel.pp", "train.micro_batch", "train.global_batch")
 SHORT = {
     "train.steps": 12,
     "train.log_every": 3,

@@ -3,8 +3,7 @@
 import pytest
 
 from labcode import recipes
-from labcode.config import GPTConfig, ViTConfig
-from labcode.layout import check_layout
+from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.topology import GridShape
 
 GPT = GPTConfig(vocab_size=83, context_length=48, num_heads=6, hidden_size=48, num_kv_heads=2)
@@ -14,18 +13,28 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
 @pytest.mark.parametrize(
     "model, grid, options, message",
     [
-        (GPT, {"tp": 4}, {}, r"model.num_heads=6 is not divisible by grid.tp=4"),
-        (GPT, {"tp": 3}, {}, r"model.num_kv_heads=2 is not divisible by grid.tp=3"),
-        (GPTConfig(ffn_size=10), {"tp": 4}, {}, r"model.ffn_size=10 is not divisible by grid.tp=4"),
-        (GPTConfig(vocab_size=3), {"tp": 4}, {}, r"model.vocab_size=3 is smaller than grid.tp=4"),
-        (GPT, {"cp": 5}, {}, r"model.context_length=48 is not divisible by 2\*grid.cp = 2\*5"),
+        (GPT, {"tp": 4}, {}, r"model.num_heads=6 is not divisible by parallel.tp=4"),
+        (GPT, {"tp": 3}, {}, r"model.num_kv_heads=2 is not divisible by parallel.tp=3"),
+        (
+            GPTConfig(ffn_size=10),
+            {"tp": 4},
+            {},
+            r"model.ffn_size=10 is not divisible by parallel.tp=4",
+        ),
+        (
+            GPTConfig(vocab_size=3),
+            {"tp": 4},
+            {},
+            r"model.vocab_size=3 is smaller than parallel.tp=4",
+        ),
+        (GPT, {"cp": 5}, {}, r"model.context_length=48 is not divisible by 2\*parallel.cp = 2\*5"),
         (
             GPTConfig(context_length=25),
             {"tp": 2},
             {"sequence_parallel": True},
             r"=25 is not divisible by cp\*tp = 1\*2",
         ),
-        (VIT, {"cp": 5}, {}, r"the number of patches=72 is not divisible by grid.cp=5"),
+        (VIT, {"cp": 5}, {}, r"the number of patches=72 is not divisible by parallel.cp=5"),
         (
             VIT,
             {"cp": 4, "tp": 4},
@@ -36,20 +45,25 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
             GPTConfig(dropout=0.1),
             {"cp": 2},
             {},
-            r"model.dropout=0.1 with grid.cp=2: ring attention has no dropout",
+            r"model.dropout=0.1 with parallel.cp=2: ring attention has no dropout",
         ),
         (
             GPTConfig(dropout=0.1),
             {},
-            {"recompute": True},
-            r"model.dropout=0.1 with pipeline.recompute",
+            {"activation_checkpointing": "full"},
+            r"model.dropout=0.1 with parallel.activation_checkpointing",
         ),
-        (GPT, {}, {"context": "star"}, r"context='star': choose ring or gather"),
+        (
+            GPT,
+            {},
+            {"context_attention": "star"},
+            r"context_attention='star': choose ring or all_gather",
+        ),
     ],
 )
 def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, message):
     with pytest.raises(ValueError, match=message) as caught:
-        check_layout(model, GridShape(**grid), **options)
+        ParallelConfig(**options).check(model, GridShape(**grid))
     assert "\n" not in str(caught.value)
 
 
@@ -62,8 +76,8 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
             {"sequence_parallel": True},
         ),  # an odd vocabulary is shared out unevenly
         (GPTConfig(), {"tp": 4, "dp": 3}, {}),
-        (GPTConfig(dropout=0.1), {"cp": 2}, {"context": "gather"}),
-        (GPTConfig(dropout=0.1), {"tp": 2}, {"context": "ring"}),
+        (GPTConfig(dropout=0.1), {"cp": 2}, {"context_attention": "all_gather"}),
+        (GPTConfig(dropout=0.1), {"tp": 2}, {"context_attention": "ring"}),
         (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
         (
             ViTConfig(),
@@ -73,16 +87,16 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
     ],
 )
 def test_a_layout_that_works_is_let_through(model, grid, options):
-    check_layout(model, GridShape(**grid), **options)
+    ParallelConfig(**options).check(model, GridShape(**grid))
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"grid.tp": 3}, "model.num_heads=4 is not divisible"),
-        ({"grid.cp": 3}, "context_length"),
+        ({"parallel.tp": 3}, "model.num_heads=4 is not divisible"),
+        ({"parallel.cp": 3}, "context_length"),
         (
-            {"grid.pp": 3, "model.num_layers": 2},
+            {"parallel.pp": 3, "model.num_layers": 2},
             "3*1 stages, but model.num_layers=2: each stage needs a layer",
         ),
     ],
