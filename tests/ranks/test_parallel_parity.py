@@ -293,7 +293,7 @@ def diverge(config):
 
 @pytest.mark.parametrize("axis", ["dp", "tp"])
 def test_a_run_that_diverges_stops_on_every_rank_with_one_line(ranks2, axis):
-    wild = {"optim.lr": 1e300, "optim.min_lr": 1e300, "optim.clip_norm": 0, f"grid.{axis}": 2}
+    wild = {"optim.lr": 1e300, "optim.min_lr": 1e300, "optim.clip_norm": 0, f"parallel.{axis}": 2}
     messages = set(ranks2.run(diverge, recipes.with_changes(GPT, wild)))
     assert len(messages) == 1
     assert "lower optim.lr" in messages.pop()

@@ -152,7 +152,7 @@ def trained_bf16(rank):
 
     losses = []
     for axes in ({"tp": 1}, {"tp": 2}, {"tp": 2, "sequence": True}, {"cp": 2}):
-        changes = {f"grid.{axis}": size for axis, size in axes.items() if axis != "sequence"}
+        changes = {f"parallel.{axis}": size for axis, size in axes.items() if axis != "sequence"}
         small = {
             "model.num_layers": 1,
             "model.hidden_size": 32,

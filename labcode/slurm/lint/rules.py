@@ -56,7 +56,9 @@ def _idle_gpus(script, facts):
 def _grid(script, facts):
     world_size = script.world_size or facts.world_size
     for command in script.found(r"--parallel\.(dp|pp|cp|tp)\b"):
-        sizes = {axis: re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text) for axis in _AXES}
+        sizes = {
+            axis: re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text) for axis in _AXES
+        }
         said = {axis: int(size[1]) for axis, size in sizes.items() if size}
         product = 1
         for size in said.values():
