@@ -1,34 +1,34 @@
-"""How long communication takes, from the number of ranks and the size of a message: the alpha-beta model.
+"""The alpha-beta model: how long communication takes, from the size of a message and the ranks.
 
     time of one message of n bytes = alpha + n / beta
 
-alpha [s] is what a message costs before its first byte arrives, beta [bytes/s] the speed of the link. A collective is a
-number of messages one after the other and a number of bytes through each rank's link; p is the number of ranks, n the bytes
-of the whole tensor, which every rank holds before (reduce) or after (gather) the collective:
+alpha [s] is what a message costs before its first byte arrives, beta [bytes/s] the speed of the
+link. A collective is a number of messages one after the other, and a number of bytes through each
+rank's link. With p ranks and n bytes in the whole tensor, which every rank holds before the
+collective (reduce) or after it (gather):
 
     send                   1 message      n bytes
     ring all-reduce        2 (p-1)        2 (p-1)/p n
-    ring all-gather        p-1            (p-1)/p n         reduce-scatter and all-to-all the same
+    ring all-gather        p-1            (p-1)/p n         the same: reduce-scatter, all-to-all
 
-The model knows no sharing: two messages that cross one wire, or wait for one core, take longer than it says.
+The model ignores contention: two messages that cross one wire, or wait for one core, take longer
+than it says.
 
-Source: Hockney 1994 (doi 10.1016/S0167-8191(06)80021-9) for alpha and beta; Thakur, Rabenseifner, Gropp 2005 (doi
-10.1177/1094342005051521) for the collectives; Patarasuk, Yuan 2009 (doi 10.1016/j.jpdc.2008.09.002) for the ring.
-Held by: tests/unit/test_perf_comm.py; the bytes by tests/ranks/test_ring.py::test_a_ring_sends_the_bytes_of_the_formula
+Source: Hockney 1994 (doi 10.1016/S0167-8191(06)80021-9) for alpha and beta; Thakur, Rabenseifner,
+    Gropp 2005 (doi 10.1177/1094342005051521) for the collectives; Patarasuk, Yuan 2009
+    (doi 10.1016/j.jpdc.2008.09.002) for the ring.
+Held by: tests/unit/test_alpha_beta.py; the bytes by
+    tests/ranks/test_ring.py::test_a_ring_sends_the_bytes_of_the_formula
 """
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-# messages that a rank sends one after the other, and the bytes of all of them as a share of n
-_ALGORITHMS = {
-    "send": (lambda p: 1, lambda p: 1.0),
-    "all_reduce": (lambda p: 2 * (p - 1), lambda p: 2 * (p - 1) / p),
-    "all_gather": (lambda p: p - 1, lambda p: (p - 1) / p),
-    "reduce_scatter": (lambda p: p - 1, lambda p: (p - 1) / p),
-    "all_to_all": (lambda p: p - 1, lambda p: (p - 1) / p),
-}
+# How often the whole tensor goes round the ring. In one round a rank sends p-1 messages, each of
+# 1/p of the tensor. An all-reduce is a reduce-scatter and an all-gather: two rounds.
+_ROUNDS = {"all_reduce": 2, "all_gather": 1, "reduce_scatter": 1, "all_to_all": 1}
+COLLECTIVES = ("send", *_ROUNDS)
 
 
 @dataclass(frozen=True)
@@ -36,8 +36,9 @@ class Link:
     """What connects the ranks.
 
     Args:
-        alpha_s: Cost of a message of no bytes, seconds.
-        beta_bytes_per_s: Bytes per second of a message without end; infinity if size does not matter.
+        alpha_s: Cost of an empty message, in seconds.
+        beta_bytes_per_s: Speed of a very long message, in bytes per second; infinity if size does
+            not matter.
     """
 
     alpha_s: float
@@ -50,12 +51,22 @@ def messages(collective: str, p: int) -> int:
     Raises:
         ValueError: A collective that the model does not know, or no rank.
     """
-    return _algorithm(collective, p)[0](p)
+    _check(collective, p)
+    if collective == "send":
+        return 1
+    return _ROUNDS[collective] * (p - 1)
 
 
 def bytes_sent(collective: str, p: int, num_bytes: float) -> float:
-    """Bytes that each of `p` ranks sends for a tensor of `num_bytes`; it receives as many."""
-    return _algorithm(collective, p)[1](p) * num_bytes
+    """Bytes that each of `p` ranks sends for a tensor of `num_bytes`; it receives as many.
+
+    Raises:
+        ValueError: A collective that the model does not know, or no rank.
+    """
+    _check(collective, p)
+    if collective == "send":
+        return num_bytes
+    return _ROUNDS[collective] * (p - 1) / p * num_bytes
 
 
 def time_s(collective: str, p: int, num_bytes: float, link: Link) -> float:
@@ -69,29 +80,21 @@ def time_s(collective: str, p: int, num_bytes: float, link: Link) -> float:
         num_bytes: The whole tensor, see the top of the file.
         link: Between any two ranks.
     """
-    return (
-        messages(collective, p) * link.alpha_s
-        + bytes_sent(collective, p, num_bytes) / link.beta_bytes_per_s
-    )
+    latency_s = messages(collective, p) * link.alpha_s
+    return latency_s + bytes_sent(collective, p, num_bytes) / link.beta_bytes_per_s
 
 
 def balance_bytes(collective: str, p: int, link: Link) -> float:
-    """The tensor size at which latency and bandwidth cost the same; for a ring all-reduce `p * alpha * beta`.
+    """The tensor size at which latency and bandwidth cost the same.
+
+        p * alpha * beta        for a ring all-reduce
 
     Half of the link's speed is reached there (Hockney's n_1/2). One rank sends nothing: 0.
     """
     share = bytes_sent(collective, p, 1)
-    return messages(collective, p) * link.alpha_s * link.beta_bytes_per_s / share if share else 0.0
-
-
-def bus_bandwidth(collective: str, p: int, num_bytes: float, measured_s: float) -> float:
-    """Bytes per second that crossed each rank's link, to hold against what the link can do.
-
-        bytes_sent / seconds
-
-    Source: "busbw" in github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md.
-    """
-    return bytes_sent(collective, p, num_bytes) / measured_s
+    if share == 0:
+        return 0.0
+    return messages(collective, p) * link.alpha_s * link.beta_bytes_per_s / share
 
 
 def fit(collective: str, p: int, sizes_bytes: Sequence[float], times_s: Sequence[float]) -> Link:
@@ -99,7 +102,8 @@ def fit(collective: str, p: int, sizes_bytes: Sequence[float], times_s: Sequence
 
         minimise  sum over points of ((messages * alpha + bytes / beta) / time - 1)^2
 
-    Relative errors, or the largest message would decide alone. Neither alpha nor 1/beta comes out negative.
+    Relative errors, or the largest message would decide alone. Neither alpha nor 1/beta comes out
+    negative.
 
     Args:
         collective: What was timed.
@@ -108,38 +112,49 @@ def fit(collective: str, p: int, sizes_bytes: Sequence[float], times_s: Sequence
         times_s: Seconds of each.
 
     Raises:
-        ValueError: Too few different sizes, lists of two lengths, a time that is not positive, or one rank.
+        ValueError: Too few different sizes, lists of two lengths, a time that is not positive, or
+            one rank.
     """
-    if len(sizes_bytes) != len(times_s) or len(set(sizes_bytes)) < 2 or min(times_s) <= 0:
+    num_different = len(set(sizes_bytes))
+    if len(sizes_bytes) != len(times_s) or num_different < 2 or min(times_s) <= 0:
         raise ValueError(
-            f"{len(times_s)} times for {len(sizes_bytes)} sizes, {len(set(sizes_bytes))} of them different: alpha and beta "
-            f"need two or more sizes, with one time above 0 each"
+            f"{len(times_s)} times for {len(sizes_bytes)} sizes, {num_different} of them "
+            "different: alpha and beta need two or more sizes, with one time above 0 each"
         )
     if bytes_sent(collective, p, 1) == 0:
         raise ValueError(f"{collective} on p={p} sends nothing: measure on 2 ranks or more")
-    # columns of the least-squares problem A [alpha, 1/beta] = 1, each row divided by its time
-    a = [messages(collective, p) / time for time in times_s]
-    b = [bytes_sent(collective, p, size) / time for size, time in zip(sizes_bytes, times_s)]
-    aa, ab, bb, a1, b1 = _dot(a, a), _dot(a, b), _dot(b, b), math.fsum(a), math.fsum(b)
-    det = aa * bb - ab * ab
-    alpha, slowness = (a1 * bb - b1 * ab) / det, (b1 * aa - a1 * ab) / det
+    # Least squares A [alpha, 1/beta] = 1 with the columns a and b of A, each row divided by its
+    # measured time. Two unknowns: the normal equations are solved by Cramer's rule.
+    a = []
+    b = []
+    for size, time in zip(sizes_bytes, times_s, strict=True):
+        a.append(messages(collective, p) / time)
+        b.append(bytes_sent(collective, p, size) / time)
+    aa = _dot(a, a)
+    ab = _dot(a, b)
+    bb = _dot(b, b)
+    a1 = math.fsum(a)
+    b1 = math.fsum(b)
+    determinant = aa * bb - ab * ab
+    alpha = (a1 * bb - b1 * ab) / determinant
+    inverse_beta = (b1 * aa - a1 * ab) / determinant
+    # Noise can push one of the two below zero. The best fit then has it at zero.
     if alpha < 0:
-        alpha, slowness = 0.0, b1 / bb  # the best with alpha = 0
-    elif slowness <= 0:
-        alpha, slowness = a1 / aa, 0.0
-    return Link(alpha, 1 / slowness if slowness else math.inf)
+        alpha = 0.0
+        inverse_beta = b1 / bb
+    elif inverse_beta <= 0:
+        alpha = a1 / aa
+        inverse_beta = 0.0
+    beta = 1 / inverse_beta if inverse_beta else math.inf
+    return Link(alpha, beta)
 
 
-def _dot(x, y):
-    return math.fsum(i * j for i, j in zip(x, y))
+def _dot(x: Sequence[float], y: Sequence[float]) -> float:
+    return math.fsum(i * j for i, j in zip(x, y, strict=True))
 
 
-def _algorithm(collective, p):
+def _check(collective: str, p: int) -> None:
     if p < 1:
         raise ValueError(f"p={p}: a collective needs at least 1 rank")
-    try:
-        return _ALGORITHMS[collective]
-    except KeyError:
-        raise ValueError(
-            f"no formula for {collective!r}: choose one of {', '.join(_ALGORITHMS)}"
-        ) from None
+    if collective not in COLLECTIVES:
+        raise ValueError(f"no formula for {collective!r}: choose one of {', '.join(COLLECTIVES)}")

@@ -1,11 +1,12 @@
-"""Which bytes of a training step cross the boundary between nodes, for a grid and the order of its axes.
+"""Which bytes of a training step cross between nodes, for a grid and the order of its axes.
 
-Traffic is `{(from rank, to rank): bytes}`. Ranks fill the nodes in order, as launchers place them, so the node of a rank is
-`rank // ranks_per_node`.
+Traffic is `{(from rank, to rank): bytes}`. Ranks fill the nodes in order, as launchers place them,
+so the node of a rank is `rank // ranks_per_node`.
 """
 
 import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import bytes_sent
@@ -17,7 +18,7 @@ Traffic = dict[tuple[int, int], float]
 def ring(collective: str, group: list[int], message_bytes: float) -> Traffic:
     """What each rank of a ring sends to its right neighbour; one rank alone sends nothing.
 
-        bytes_sent(collective, p, message_bytes) on each of p links        (see perf.comm)
+        bytes_sent(collective, p, message_bytes) on each of p links      (see perf.alpha_beta)
 
     Args:
         collective: all_reduce, all_gather or reduce_scatter.
@@ -26,9 +27,9 @@ def ring(collective: str, group: list[int], message_bytes: float) -> Traffic:
     """
     if len(group) == 1:
         return {}
-    return dict.fromkeys(
-        zip(group, group[1:] + group[:1]), bytes_sent(collective, len(group), message_bytes)
-    )
+    sent = bytes_sent(collective, len(group), message_bytes)
+    right_neighbours = group[1:] + group[:1]
+    return {link: sent for link in zip(group, right_neighbours, strict=True)}
 
 
 def across_nodes(traffic: Traffic, ranks_per_node: int) -> float:
@@ -39,9 +40,11 @@ def across_nodes(traffic: Traffic, ranks_per_node: int) -> float:
     """
     if ranks_per_node < 1:
         raise ValueError(f"ranks_per_node={ranks_per_node}: a node holds at least 1 rank")
-    return sum(
-        size for (a, b), size in traffic.items() if a // ranks_per_node != b // ranks_per_node
-    )
+    crossing = 0
+    for (sender, receiver), num_bytes in traffic.items():
+        if sender // ranks_per_node != receiver // ranks_per_node:
+            crossing += num_bytes
+    return crossing
 
 
 def step_traffic(
@@ -49,64 +52,109 @@ def step_traffic(
     shape: GridShape,
     *,
     global_batch: int,
+    context_attention: str = "ring",
     value_bytes: int = 2,
     gradient_bytes: int = 4,
 ) -> dict[str, Traffic]:
     """The traffic of one optimizer step along each axis, all micro-batches together.
 
-        act = samples/dp * tokens/cp * hidden * value_bytes      activations of one replica's samples on one rank
+        act = samples/dp * tokens/cp * hidden * value_bytes      one replica's samples, on one rank
         tp   4 all-reduces of act for each layer of the stage: 2 forward, 2 backward
-        cp   per layer one all-gather of K and V forward, one reduce-scatter of their gradients backward
+        cp   for each layer of the stage the K and V of the whole sequence: see below
         pp   act to the next stage forward, as much to the one before backward
         dp   one all-reduce of the stage's gradients over the ranks of (dp, cp)
 
-    Left out: token embedding, loss and norm of the gradient, small beside these. Every rank of tp sends the whole act to the
-    next stage. Weights count as if tp and pp cut them evenly.
+    K and V of all tokens have `kv = 2 samples/dp * tokens * (kv_heads/tp) * head_size` numbers. On
+    cp a rank sends of them, for each layer,
+
+        all_gather   (p-1)/p kv value_bytes         forward: an all-gather
+                     (p-1)/p kv value_bytes         backward: a reduce-scatter of dK and dV
+        ring         (p-1)/p kv value_bytes         forward: each part travels on p-1 times
+                     (p-1)/p kv value_bytes         backward: K and V travel once more
+                     (p-1)/p kv wide_bytes          backward: behind them the sums of dK and dV
+
+    The sums are kept in the wide dtype, `wide_bytes = max(4, value_bytes)`. So with 16-bit numbers
+    the ring sends twice the bytes of the all-gather in all, and three times as many in backward.
+    It has its merits all the same: it holds two parts of K and V where the all-gather holds all of
+    them, and the parts travel while a block is computed.
+
+    Left out: token embedding, loss and norm of the gradient, which are small beside these. Every
+    rank of tp sends the whole act to the next stage. Weights count as if tp and pp cut them evenly.
 
     Args:
         model: Its shape, with a vocabulary size.
         shape: The grid.
         global_batch: Samples of `context_length` tokens per optimizer step.
+        context_attention: How attention works over cp, "ring" or "all_gather".
         value_bytes: Of one activation.
         gradient_bytes: Of one gradient when it is summed.
 
     Returns:
         `{"tp": traffic, "cp": ..., "pp": ..., "dp": ...}`.
+
     Raises:
-        ValueError: An axis that does not divide what it cuts.
-    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 3, for tp, pp and dp; Llama Team 2024 (arXiv:2407.21783),
-        section 3.3.2, for cp by all-gather.
-    Held by: tests/unit/test_perf_placement.py, and by the bytes counted in lesson 07.
+        ValueError: An axis that does not divide what it cuts, or an unknown `context_attention`.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), section 3, for tp, pp and dp; Llama Team 2024
+        (arXiv:2407.21783), section 3.3.2, for cp by all-gather; Liu et al. 2023 (arXiv:2310.01889)
+        for the ring.
+    Held by: tests/unit/test_traffic.py; cp against measured bytes by
+        tests/ranks/test_context_traffic.py; tp and dp by the bytes counted in lesson 07.
     """
-    tokens, heads, kv_heads = model.context_length, model.num_heads, model.kv_heads
-    cuts = {
-        "dp": {"global_batch": global_batch},
-        "pp": {"num_layers": model.num_layers},
-        "cp": {"context_length": tokens},
-    }
-    for axis, cut in (cuts | {"tp": {"num_heads": heads, "num_kv_heads": kv_heads}}).items():
-        for name, size in cut.items():
-            if size % shape.size(axis):
-                raise ValueError(
-                    f"{name}={size} is not divisible by {axis}={shape.size(axis)}: change one of them"
-                )
-    samples, layers = global_batch // shape.dp, model.num_layers // shape.pp
-    act = samples * tokens // shape.cp * model.hidden_size * value_bytes
-    keys_and_values = 2 * samples * tokens * kv_heads // shape.tp * model.head_size * value_bytes
+    _check_divisible(model, shape, global_batch)
+    samples = global_batch // shape.dp
+    layers = model.num_layers // shape.pp
+    act = samples * model.context_length // shape.cp * model.hidden_size * value_bytes
+    kv_numbers = 2 * samples * model.context_length * model.kv_heads // shape.tp * model.head_size
+    kv_bytes = layers * _kv_bytes(context_attention, kv_numbers, value_bytes)
     gradients = model.num_parameters / (shape.tp * shape.pp) * gradient_bytes
-    boundaries = [pair for group in shape.groups("pp") for pair in itertools.pairwise(group)]
     return {
-        "tp": _sum(ring("all_reduce", group, 4 * layers * act) for group in shape.groups("tp")),
-        "cp": _sum(
-            ring("all_gather", group, 2 * layers * keys_and_values) for group in shape.groups("cp")
-        ),
-        "pp": {link: act for a, b in boundaries for link in ((a, b), (b, a))},
-        "dp": _sum(ring("all_reduce", group, gradients) for group in shape.groups("dp", "cp")),
+        "tp": _over_rings("all_reduce", shape.groups("tp"), 4 * layers * act),
+        "cp": _over_rings("all_gather", shape.groups("cp"), kv_bytes),
+        "pp": _between_stages(shape, act),
+        "dp": _over_rings("all_reduce", shape.groups("dp", "cp"), gradients),
     }
 
 
-def _sum(parts) -> Traffic:
-    total = Counter()
-    for part in parts:
-        total.update(part)
+def _check_divisible(model: GPTConfig, shape: GridShape, global_batch: int) -> None:
+    cuts = (
+        ("dp", "global_batch", global_batch),
+        ("pp", "num_layers", model.num_layers),
+        ("cp", "context_length", model.context_length),
+        ("tp", "num_heads", model.num_heads),
+        ("tp", "num_kv_heads", model.kv_heads),
+    )
+    for axis, name, size in cuts:
+        if size % shape.size(axis):
+            raise ValueError(
+                f"{name}={size} is not divisible by {axis}={shape.size(axis)}: change one of them"
+            )
+
+
+def _kv_bytes(context_attention: str, kv_numbers: int, value_bytes: int) -> int:
+    """The bytes that go once round the ring of cp for one layer, forward and backward."""
+    wide_bytes = max(4, value_bytes)
+    bytes_per_number = {
+        "all_gather": value_bytes + value_bytes,
+        "ring": value_bytes + value_bytes + wide_bytes,
+    }
+    if context_attention not in bytes_per_number:
+        raise ValueError(f"context_attention={context_attention!r}: choose ring or all_gather")
+    return kv_numbers * bytes_per_number[context_attention]
+
+
+def _between_stages(shape: GridShape, act: float) -> Traffic:
+    traffic: Traffic = {}
+    for pipeline in shape.groups("pp"):
+        for stage, following in itertools.pairwise(pipeline):
+            traffic[stage, following] = act  # activations forward
+            traffic[following, stage] = act  # gradients backward
+    return traffic
+
+
+def _over_rings(collective: str, groups: Iterable[list[int]], message_bytes: float) -> Traffic:
+    """The same collective in each of the groups."""
+    total: Counter[tuple[int, int]] = Counter()
+    for group in groups:
+        total.update(ring(collective, group, message_bytes))
     return dict(total)

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.perf import alpha_beta as comm
+from labcode.perf import alpha_beta
 
 SIZES = (0, 1, 3, 8, 1024, 1021)
 
@@ -42,11 +42,11 @@ def test_a_ring_sends_the_bytes_of_the_formula(pool, request):
     for i, size in enumerate(SIZES):
         total = sum(counts[i] for counts in sent)
         assert total == pytest.approx(
-            len(ranks) * comm.bytes_sent("all_reduce", len(ranks), 4 * size)
+            len(ranks) * alpha_beta.bytes_sent("all_reduce", len(ranks), 4 * size)
         )
         if size % len(ranks) == 0:  # even chunks: the same on every rank
             assert {counts[i] for counts in sent} == {
-                comm.bytes_sent("all_reduce", len(ranks), 4 * size)
+                alpha_beta.bytes_sent("all_reduce", len(ranks), 4 * size)
             }
         star = [sizes[i][2] for sizes in results]
         assert star == [(len(ranks) - 1) * 4 * size] + [4 * size] * (len(ranks) - 1)

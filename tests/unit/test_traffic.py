@@ -1,4 +1,4 @@
-"""Bytes between nodes: the formulas against rings played message by message, and against published ones."""
+"""Bytes between nodes: the formulas against rings simulated by message, and published ones."""
 
 import itertools
 from collections import Counter
@@ -20,8 +20,12 @@ shapes = st.builds(GridShape, dp=sizes, pp=sizes, cp=sizes, tp=sizes, order=st.s
 
 
 def played_all_reduce(group, chunk_bytes):
-    """A ring of real messages: (bytes from rank to rank, what each rank holds at the end, a set of summands per chunk)."""
-    n, sent = len(group), Counter()
+    """A ring of real messages: (bytes from rank to rank, what each rank holds at the end).
+
+    What a rank holds is a set of summands for each chunk.
+    """
+    n = len(group)
+    sent = Counter()
     held = [[{me} for _ in range(n)] for me in range(n)]
     for step in range(2 * (n - 1)):
         messages = [(me, (me - step) % n, held[me][(me - step) % n]) for me in range(n)]
@@ -81,9 +85,15 @@ def test_pipeline_stages_exchange_one_activation_each_way_at_each_boundary():
 
 def test_context_parallel_ranks_pass_on_keys_values_and_their_gradients():
     model = gpt_shape("gpt_7b", num_kv_heads=8)
-    traffic = step_traffic(model, GridShape(cp=4, tp=2), global_batch=1)["cp"]
+    shape = GridShape(cp=4, tp=2)
     block = 2 * (2048 // 4) * (8 // 2) * 128 * 2  # K and V of one rank's tokens and heads, in bytes
-    assert set(traffic.values()) == {32 * 2 * 3 * block} and len(traffic) == 8
+    gathered = step_traffic(model, shape, global_batch=1, context_attention="all_gather")["cp"]
+    assert set(gathered.values()) == {32 * 2 * 3 * block} and len(gathered) == 8
+    # the ring is the default: K and V travel twice, and the sums of their gradients in 4 bytes
+    in_ring = step_traffic(model, shape, global_batch=1)["cp"]
+    assert set(in_ring.values()) == {32 * (2 + 2) * 3 * block} and len(in_ring) == 8
+    wide = step_traffic(model, shape, global_batch=1, value_bytes=8)["cp"]
+    assert set(wide.values()) == {32 * 3 * 3 * 4 * block}
 
 
 def test_gradients_are_summed_over_dp_and_cp_and_cut_by_tp_and_pp():
@@ -123,6 +133,11 @@ def test_an_axis_that_cuts_unevenly_is_refused_in_one_line(shape, batch, message
     with pytest.raises(ValueError, match=message) as caught:
         step_traffic(MODEL, shape, global_batch=batch)
     assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_way_over_cp_is_refused():
+    with pytest.raises(ValueError, match="context_attention='gather': choose ring or all_gather"):
+        step_traffic(MODEL, GridShape(), global_batch=1, context_attention="gather")
 
 
 def test_a_node_without_ranks_is_refused():
