@@ -1,22 +1,23 @@
-"""The command line of the local cluster: `slurm/cluster up 2`, `exec sinfo`, `node n2 ip addr`, `down`."""
+"""The command line of the local cluster: `slurm/cluster up 2`, `exec sinfo`, `down`."""
 
 import argparse
 import os
 import sys
+from collections.abc import Sequence
 
 from labcode.minislurm import Cluster, running
 
 _EXAMPLES = """\
 examples:
   slurm/cluster up 2                          a head and two nodes, in about a second
-  slurm/cluster exec sbatch job.sbatch        any command on the head: sinfo, squeue, scontrol, bash, ...
+  slurm/cluster exec sbatch job.sbatch        any command on the head: sinfo, squeue, scontrol, bash
   slurm/cluster node n2 ip addr               any command on a node
-  slurm/cluster slow n2 100mbit 5ms           a slow and long cable; `slow n2 off` undoes it
+  slurm/cluster slow n2 100mbit               a slow network; `slow n2 off` undoes it
   slurm/cluster kill n2; slurm/cluster boot n2
   slurm/cluster up 2 --name h100 --cpus 96 --memory-mb 1000000 --gpus 8 --gpu-type h100
   slurm/cluster down
 """
-# command -> (what it does, arguments after it)
+# command -> (what it does, its arguments)
 _COMMANDS = {
     "up": ("start a cluster, or boot the nodes that are off", ()),
     "exec": ("run a command on the head node, in this folder", ("argv",)),
@@ -25,14 +26,18 @@ _COMMANDS = {
     "boot": ("power it on again", ("node",)),
     "netdown": ("pull a node's network cable", ("node",)),
     "netup": ("put it back", ("node",)),
-    "slow": (
-        "limit a node's link: RATE such as 100mbit, DELAY such as 5ms; RATE off undoes it",
-        ("node", "rate", "delay"),
-    ),
+    "slow": ("limit a node's link to a RATE such as 100mbit; `off` undoes it", ("node", "rate")),
     "block": ("close a TCP port of a node to everybody, as a firewall does", ("node", "port")),
     "unblock": ("open it again", ("node", "port")),
     "status": ("what is up, and each node's state", ()),
     "down": ("remove the cluster: processes, mounts, interfaces, files", ()),
+}
+# options of `up`, which are fields of `Spec` -> (type, help)
+_SPEC_OPTIONS = {
+    "cpus": (int, "CPUs of each node, as SLURM is told"),
+    "memory-mb": (int, "memory of each node in MiB, as SLURM is told"),
+    "gpus": (int, "fake GPUs of each node"),
+    "gpu-type": (str, "their type, as in --gres=gpu:TYPE:N"),
 }
 
 
@@ -43,91 +48,108 @@ def _parser() -> argparse.ArgumentParser:
         epilog=_EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    # --name may stand before or after the command. The one after it has no default, because that
+    # would overwrite the one before.
+    parser.add_argument("--name", default="default", help=argparse.SUPPRESS)
     named = argparse.ArgumentParser(add_help=False)
     named.add_argument(
         "--name", default=argparse.SUPPRESS, help="which cluster, if you have several"
     )
-    parser.add_argument("--name", help=argparse.SUPPRESS)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (text, arguments) in _COMMANDS.items():
         command = commands.add_parser(name, help=text, description=text, parents=[named])
         for argument in arguments:
-            if argument == "argv":
-                command.add_argument(
-                    "--root",
-                    action="store_true",
-                    help="as the owner of the host's network and mounts",
-                )
-                command.add_argument("argv", nargs=argparse.REMAINDER, metavar="CMD ...")
-            else:
-                command.add_argument(argument, nargs="?" if argument == "delay" else None)
+            _add_argument(command, argument)
     up = commands.choices["up"]
     up.add_argument("nodes", nargs="?", type=int, help="number of nodes (2)")
-    for option, kind in (("cpus", int), ("memory-mb", int), ("gpus", int), ("gpu-type", str)):
-        up.add_argument(f"--{option}", type=kind, help=f"{option} of each node, as SLURM is told")
+    for option, (kind, text) in _SPEC_OPTIONS.items():
+        up.add_argument(f"--{option}", type=kind, help=text)
     return parser
 
 
-def _status(cluster: Cluster) -> None:
-    spec, states = cluster.spec, cluster.states()
-    kind, plural = f" {spec.gpu_type}" if spec.gpu_type else "", "s" if spec.nodes > 1 else ""
-    each = f"{spec.cpus} CPUs, {spec.memory_mb} MiB, {spec.gpus} emulated{kind} GPUs"
-    print(
-        f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {each}; state and logs in {cluster.folder}"
+def _add_argument(command: argparse.ArgumentParser, argument: str) -> None:
+    if argument != "argv":
+        command.add_argument(argument)
+        return
+    command.add_argument(
+        "--root", action="store_true", help="as the owner of the host's network and mounts"
     )
+    command.add_argument("argv", nargs=argparse.REMAINDER, metavar="CMD ...")
+
+
+def _print_status(cluster: Cluster) -> None:
+    spec = cluster.spec
+    plural = "s" if spec.nodes > 1 else ""
+    kind = f"{spec.gpu_type} " if spec.gpu_type else ""
+    print(
+        f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {spec.cpus} CPUs, "
+        f"{spec.memory_mb} MiB, {spec.gpus} fake {kind}GPUs; state and logs in {cluster.folder}"
+    )
+    states = cluster.states()
     for name, address in spec.addresses().items():
         power = "on" if cluster.host(name).pid else "off"
         print(f"  {name:5} {address:12} power {power:4} {states.get(name, '')}")
 
 
-def _enter(cluster: Cluster, node: str, argv: list[str], root: bool) -> None:
+def _enter(cluster: Cluster, node: str, argv: Sequence[str], root: bool) -> None:
     """Become the command: it has this terminal, and Ctrl-C."""
     if argv[:1] == ["--"]:
         argv = argv[1:]
     if not argv:
         raise ValueError("no command was given: as in `slurm/cluster exec sinfo`")
-    if node not in ("head", *cluster.spec.names()):
+    nodes = cluster.spec.names()
+    if node not in ("head", *nodes):
         raise ValueError(
-            f"there is no node {node!r}: the cluster {cluster.name!r} has {', '.join(cluster.spec.names())}"
+            f"there is no node {node!r}: the cluster {cluster.name!r} has {', '.join(nodes)}"
         )
     command = cluster.host(node).command(argv, root)
     sys.stdout.flush()
     os.execv(command[0], command)
 
 
-def _do(args) -> None:
-    """One command; those of `Cluster` that only take a node's name are called by theirs."""
+def _do(args: argparse.Namespace) -> None:
     if args.command == "up":
-        options = {key: getattr(args, key) for key in ("cpus", "memory_mb", "gpus", "gpu_type")}
-        _status(Cluster.up(args.nodes, name=args.name, **options))
-        return
-    if args.command == "down":
+        fields = [option.replace("-", "_") for option in _SPEC_OPTIONS]
+        options = {name: getattr(args, name) for name in fields}
+        _print_status(Cluster.up(args.nodes, name=args.name, **options))
+    elif args.command == "down":
         Cluster(args.name).down()
         print(f"cluster {args.name!r} is down, nothing is left of it")
-        return
-    cluster = running(args.name)
-    if cluster is None:
-        name = "" if args.name == "default" else f" --name {args.name}"
-        raise ValueError(
-            f"no cluster {args.name!r} is up: start it with `slurm/cluster up 2{name}`"
-        )
-    if args.command == "status":
-        _status(cluster)
-    elif args.command in ("exec", "node"):
-        _enter(cluster, getattr(args, "node", "head"), args.argv, args.root)
     else:
-        given = [getattr(args, name) for name in _COMMANDS[args.command][1]]
-        getattr(cluster, args.command)(*given)
+        _do_with(_cluster(args.name), args)
+
+
+def _cluster(name: str) -> Cluster:
+    cluster = running(name)
+    if cluster is None:
+        option = "" if name == "default" else f" --name {name}"
+        raise ValueError(f"no cluster {name!r} is up: start it with `slurm/cluster up 2{option}`")
+    return cluster
+
+
+def _do_with(cluster: Cluster, args: argparse.Namespace) -> None:
+    """One command on a cluster that is up."""
+    if args.command == "status":
+        _print_status(cluster)
+    elif args.command == "exec":
+        _enter(cluster, "head", args.argv, args.root)
+    elif args.command == "node":
+        _enter(cluster, args.node, args.argv, args.root)
+    else:
+        # The other commands are methods of `Cluster` of the same name.
+        _, names = _COMMANDS[args.command]
+        values = [getattr(args, name) for name in names]
+        getattr(cluster, args.command)(*values)
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        Exit code: 0, 1 after an error (one line on stderr); `exec` and `node` end as their command does.
+        Exit code: 0, or 1 after an error (one line on stderr); `exec` and `node` end as their
+        command does.
     """
     args = _parser().parse_args(argv)
-    args.name = args.name or "default"
     try:
         _do(args)
     except (RuntimeError, ValueError, OSError) as error:

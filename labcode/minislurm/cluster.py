@@ -2,73 +2,78 @@
 
 import os
 import shutil
+import subprocess
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from labcode.minislurm import conf, needs, network
-from labcode.minislurm.hosts import Host, hosts_of, user_name, write_scripts
+from labcode.minislurm.hosts import Host, hosts_of
 from labcode.minislurm.place import alone, base, named
 from labcode.minislurm.processes import run, wait
+from labcode.minislurm.scripts import user_name, write_scripts
+from labcode.minislurm.spec import Spec
 
-_USABLE = {
-    "idle",
-    "mix",
-    "alloc",
-    "comp",
-}  # states of a node that takes part, as `sinfo` writes them
-_MAX_PATH = 80  # the munge socket inside must stay under the kernel's 108
+# States of a node that takes part, as `sinfo` writes them.
+_USABLE = {"idle", "mix", "alloc", "comp"}
+_MAX_PATH = 80  # the munge socket inside the folder must stay under the kernel's 108 characters
 
 
 def running(name: str | None = None) -> "Cluster | None":
     """The cluster of that name if it is up on this machine, else None."""
     cluster = Cluster(named(name))
-    return cluster if cluster.host("head").pid and (cluster.folder / "up").exists() else None
+    is_up = cluster.host("head").pid and (cluster.folder / "up").exists()
+    return cluster if is_up else None
 
 
 class Cluster:
-    """A SLURM cluster on this machine, made with `Cluster.up`; as a context manager it goes down at the end.
+    """A SLURM cluster on this machine, made with `Cluster.up`; a `with` block takes it down.
 
     Args:
         name: Which of this user's clusters.
 
     Attributes:
-        folder: Its state and logs: `head/slurmctld.log`, `n1/slurmd.log`, `n1/hosts` (the /etc/hosts of n1), `etc/`.
-        exec_prefix: What to put in front of a command line to run it on the head node, also from another process.
+        folder: Its state and logs: `head/slurmctld.log`, `n1/slurmd.log`, `n1/hosts` (the
+            /etc/hosts of n1), `etc/`.
+        exec_prefix: What to put in front of a command line to run it on the head node, also from
+            another process.
     """
 
-    def __init__(self, name: str):
+    def __init__(self, name: str) -> None:
         self.name = named(name)  # never a path: `down` removes the folder of that name
         self.folder = base() / self.name
         self.exec_prefix = self.host("head").command([])
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<SLURM cluster {self.name!r} in {self.folder}>"
 
-    def __enter__(self):
+    def __enter__(self) -> "Cluster":
         return self
 
-    def __exit__(self, *error):
+    def __exit__(self, *error: object) -> None:
         self.down()
 
-    # ------------------------------------------------------------------------------------------------ up and down
+    # -------------------------------------------------------------------------------- up and down
 
     @classmethod
-    def up(cls, nodes=None, *, name: str | None = None, **site) -> "Cluster":
-        """Start a cluster and return when all nodes are idle; one that is up already is returned as it is.
+    def up(cls, nodes: int | None = None, *, name: str | None = None, **site: Any) -> "Cluster":
+        """Start a cluster and return when all nodes are idle; one that is up is returned as it is.
 
         Args:
-            nodes: Number of nodes; 2 if nothing is said.
-            name: Two clusters of different names do not see each other.
-            site: Fields of `conf.Spec`: cpus, memory_mb, gpus, gpu_type, partitions, features, accounts, qos, settings.
+            nodes: Number of nodes; 2 by default.
+            name: Clusters of different names do not see each other.
+            site: Fields of `Spec`: cpus, memory_mb, gpus, gpu_type, partitions, features, accounts,
+                qos, settings.
 
         Raises:
             Unavailable: Packages or kernel features are missing.
-            ValueError: The site is impossible, or a different cluster of this name is up.
+            ValueError: The spec is impossible, or a different cluster of this name is up.
             RuntimeError: A daemon did not start; nothing is left behind then.
         """
-        name, asked = (
-            named(name),
-            {key: v for key, v in {"nodes": nodes, **site}.items() if v is not None},
-        )
-        spec = conf.Spec.of(**asked)
+        name = named(name)
+        asked = {key: value for key, value in site.items() if value is not None}
+        if nodes is not None:
+            asked["nodes"] = nodes
+        spec = Spec.of(**asked)
         needs.check()
         with alone(name):
             cluster = running(name)
@@ -83,120 +88,137 @@ class Cluster:
                     cluster._remove()
                     raise
         for node in cluster.spec.names():
-            if not cluster.host(node).pid:
-                cluster.boot(node)
+            cluster.boot(node)
         return cluster
 
-    def _refuse_others(self, asked, spec):
-        found = {
-            key: getattr(self.spec, key)
-            for key in asked
-            if getattr(self.spec, key) != getattr(spec, key)
-        }
+    def _refuse_others(self, asked: Mapping[str, object], spec: Spec) -> None:
+        """Raise if this cluster, which is up, differs from `spec` in what was asked for."""
+        found = []
+        wanted = []
+        for key in asked:
+            here = getattr(self.spec, key)
+            want = getattr(spec, key)
+            if here != want:
+                found.append(f"{key}={here!r}")
+                wanted.append(f"{key}={want!r}")
         if found:
-            there = ", ".join(f"{key}={value!r}" for key, value in found.items())
-            want = ", ".join(f"{key}={getattr(spec, key)!r}" for key in found)
             raise ValueError(
-                f"the cluster {self.name!r} is up with {there}, not {want}: take it down first, or give the new one a name"
+                f"the cluster {self.name!r} is up with {', '.join(found)}, not {', '.join(wanted)}:"
+                " take it down first, or give the new one a name"
             )
 
-    def _start(self, spec):
+    def _start(self, spec: Spec) -> None:
+        self._write_files(spec)
+        self._power_on(spec)
+        self._start_controller()  # while the nodes boot
+        self._connect_nodes(spec)
+        self._await_controller()
+        for name in spec.names():
+            self._start_slurmd(self.host(name))
+        self._await_nodes(spec.names())
+        (self.folder / "up").touch()
+
+    def _write_files(self, spec: Spec) -> None:
         if len(str(self.folder)) > _MAX_PATH:
             raise RuntimeError(
-                f"the path {self.folder} is too long for a socket: set TMPDIR to a shorter one, such as /tmp"
+                f"the path {self.folder} is too long for a socket: "
+                "set TMPDIR to a shorter one, such as /tmp"
             )
         for part in ("", "etc", "gpu", "munge", "state", "spool"):
             (self.folder / part).mkdir(mode=0o700, exist_ok=True)
-        for i in range(spec.gpus):
-            (self.folder / f"gpu/gpu{i}").touch()
-        (self.folder / "munge/key").write_bytes(os.urandom(1024))
-        (self.folder / "munge/key").chmod(0o600)
-        etc = {"slurm.conf": conf.slurm_conf(spec, self.folder, user_name())}
-        etc |= {
+        for number in range(spec.gpus):
+            (self.folder / f"gpu/gpu{number}").touch()
+        key = self.folder / "munge/key"
+        key.write_bytes(os.urandom(1024))
+        key.chmod(0o600)
+        version = run(["slurmctld", "-V"], "slurmctld -V", 10, env=needs.CLEAN).stdout
+        etc = {
+            "slurm.conf": conf.slurm_conf(spec, self.folder, user_name()),
             "gres.conf": conf.gres_conf(spec, self.folder),
+            "cgroup.conf": conf.cgroup_conf(version),
             "job_submit.lua": conf.submit_lua(spec),
         }
-        etc["cgroup.conf"] = conf.cgroup_conf(
-            run(["slurmctld", "-V"], "slurmctld -V", 10, env=needs.CLEAN).stdout
-        )
         for file, text in etc.items():
             (self.folder / "etc" / file).write_text(text)
         (self.folder / "spec.json").write_text(spec.text())
         write_scripts(self.folder)
 
-        head, nodes, files = (
-            self.host("head"),
-            [self.host(node) for node in spec.names()],
-            conf.hosts(spec),
-        )
+    def _power_on(self, spec: Spec) -> None:
+        """Boot the head, and begin to boot the nodes."""
+        head = self.host("head")
+        files = conf.hosts(spec)
         head.start(files)
         head.wait_ready()
-        for node in nodes:
-            node.start(files, inside=head.pid)
+        for name in spec.names():
+            self.host(name).start(files, inside=head.pid)
         network.lay_bridge(head, spec)
-        munge = [
-            f"--{what}={self.folder}/munge/{what.split('-')[0]}"
-            for what in ("key-file", "socket", "pid-file")
-        ]
+
+    def _connect_nodes(self, spec: Spec) -> None:
+        for name in spec.names():
+            node = self.host(name)
+            node.wait_ready()
+            network.lay_cable(self.host("head"), node, spec)
+
+    def _start_controller(self) -> None:
+        munge = self.folder / "munge"
+        head = self.host("head")
+        # One munged serves all hosts: unix sockets cross network namespaces.
         head.call(
             [
                 "munged",
-                "--force",
-                *munge,
-                f"--log-file={self.folder}/munge/log",
-                f"--seed-file={self.folder}/munge/seed",
+                "--force",  # it refuses the owners of some folders in a user namespace
+                f"--key-file={munge}/key",
+                f"--socket={munge}/socket",
+                f"--pid-file={munge}/pid",
+                f"--log-file={munge}/log",
+                f"--seed-file={munge}/seed",
             ]
         )
         head.call(["slurmctld", "-c"])
-        for node in nodes:
-            node.wait_ready()
-            network.lay_cable(head, node, spec)
-        self._await_controller()
-        for node in nodes:
-            self._start_slurmd(node)
-        self._await_nodes(spec.names())
-        (self.folder / "up").touch()
 
-    def _start_slurmd(self, node):
+    def _start_slurmd(self, node: Host) -> None:
         try:
             node.call(["slurmd", "-N", node.name])
         except RuntimeError as error:
-            raise RuntimeError(
-                f"{error}; {self._last(f'{node.name}/slurmd.log', 'slurmd')}"
-            ) from None
+            reason = self._last_error(f"{node.name}/slurmd.log", "slurmd")
+            raise RuntimeError(f"{error}; {reason}") from None
 
-    def _await_controller(self):
-        ping = ["scontrol", "ping"]  # a slurmd that registers before it is up costs seconds
+    def _await_controller(self) -> None:
+        # A slurmd that registers before the controller is up tries again only after 3.5 s.
+        ping = ["scontrol", "ping"]
         wait(
             lambda: "is UP" in self.exec(ping, check=False).stdout,
             60,
-            lambda: self._last("head/slurmctld.log", "slurmctld"),
+            lambda: self._last_error("head/slurmctld.log", "slurmctld"),
         )
 
-    def _await_nodes(self, names):
-        wait(
-            lambda: all(self.states().get(name) in _USABLE for name in names),
-            60,
-            lambda: (
-                f"nodes are not usable: {self.states()}; "
-                + self._last(f"{names[-1]}/slurmd.log", "slurmd")
-            ),
-        )
+    def _await_nodes(self, names: Sequence[str]) -> None:
+        def all_usable() -> bool:
+            states = self.states()
+            return all(states.get(name) in _USABLE for name in names)
 
-    def _last(self, log, daemon):
+        def why_not() -> str:
+            reason = self._last_error(f"{names[-1]}/slurmd.log", "slurmd")
+            return f"nodes are not usable: {self.states()}; {reason}"
+
+        wait(all_usable, 60, why_not)
+
+    def _last_error(self, log: str, daemon: str) -> str:
         path = self.folder / log
-        lines = path.read_text(errors="replace").strip().splitlines() if path.exists() else []
-        errors = (
-            [line for line in lines if "error" in line or "fatal" in line] or lines or ["no log"]
-        )
+        text = path.read_text(errors="replace").strip() if path.exists() else ""
+        lines = text.splitlines() or ["no log"]
+        errors = [line for line in lines if "error" in line or "fatal" in line] or lines
         return f"{daemon} is not ready: {errors[-1]} (see {path})"
 
     def down(self) -> None:
-        """Remove the cluster: processes, mounts, interfaces, files. Fine if there is none, or half of one."""
+        """Remove the cluster: processes, mounts, interfaces, files.
+
+        Fine if there is none, or half of one.
+        """
         with alone(self.name):
             self._remove()
 
-    def _remove(self):
+    def _remove(self) -> None:
         (self.folder / "up").unlink(missing_ok=True)
         for name in hosts_of(self.folder):
             self.host(name).stop()
@@ -204,12 +226,12 @@ class Cluster:
         if self.folder.exists():
             raise RuntimeError(f"{self.folder} could not be removed: remove it by hand")
 
-    # --------------------------------------------------------------------------------------------------------- use
+    # ---------------------------------------------------------------------------------------- use
 
     @property
-    def spec(self) -> conf.Spec:
+    def spec(self) -> Spec:
         """What it emulates."""
-        return conf.Spec.read(self.folder / "spec.json")
+        return Spec.read(self.folder / "spec.json")
 
     def host(self, name: str) -> Host:
         """One of its hosts: "head", "n1", "n2", ..."""
@@ -224,66 +246,73 @@ class Cluster:
         return self.host(name)
 
     def states(self) -> dict[str, str]:
-        """State of each node as sinfo writes it: idle, mix, alloc, down, ... with a * if it does not answer."""
-        lines = self.exec(
-            ["sinfo", "-h", "-N", "-o", "%N %t"], check=False, timeout_s=30
-        ).stdout.splitlines()
-        return dict(line.split() for line in lines if len(line.split()) == 2)
+        """State of each node as sinfo writes it: idle, alloc, down, ...; with a * it is silent."""
+        said = self.exec(["sinfo", "-h", "-N", "-o", "%N %t"], check=False, timeout_s=30).stdout
+        states = {}
+        for line in said.splitlines():
+            words = line.split()
+            if len(words) == 2:
+                states[words[0]] = words[1]
+        return states
 
     def exec(
         self,
-        argv,
+        argv: Sequence[object],
         node: str | None = None,
         timeout_s: float = 60,
         check: bool = True,
         root: bool = False,
-        input=None,
-    ):
-        """Run a command on the head, or on a node, in the folder and with the environment of the caller.
+        input: str | None = None,
+    ) -> subprocess.CompletedProcess[str]:
+        """Run a command on a host, in the folder and with the environment of the caller.
 
         Args:
             argv: Program and arguments.
             node: "n1", "n2", ...; None for the head.
-            timeout_s: The command is ended after this time, and at once when the caller is interrupted.
+            timeout_s: The command is ended after this time, and when the caller is interrupted.
             check: Raise if it fails.
-            root: As the owner of the host's network and mounts; the same as without if the user is root.
+            root: As the owner of the host's network and mounts; no difference if the user is root.
             input: Text for its standard input.
 
         Returns:
-            subprocess.CompletedProcess with stdout and stderr as text.
+            The completed process, with stdout and stderr as text.
 
         Raises:
             RuntimeError: It failed; the last line of its errors is in the message.
             TimeoutError: The time is over.
         """
         host = self.host("head") if node in (None, "head") else self._node(node)
-        argv = [str(word) for word in argv]
-        done = run(host.command(argv, root), f"{' '.join(argv)} on {host.name}", timeout_s, input)
+        what = f"{' '.join(map(str, argv))} on {host.name}"
+        done = run(host.command(argv, root), what, timeout_s, input)
         if check and done.returncode:
-            said = (
-                done.stderr.strip() or done.stdout.strip() or f"exit code {done.returncode}"
-            ).splitlines()[-1]
-            raise RuntimeError(
-                f"{' '.join(argv)} on {host.name} failed with exit code {done.returncode}: {said}"
-            )
+            said = done.stderr.strip() or done.stdout.strip() or "it said nothing"
+            reason = said.splitlines()[-1]
+            raise RuntimeError(f"{what} failed with exit code {done.returncode}: {reason}")
         return done
 
-    def node(self, name: str, argv, **options):
+    def node(
+        self, name: str, argv: Sequence[object], **options: Any
+    ) -> subprocess.CompletedProcess[str]:
         """`exec` on a node."""
         return self.exec(argv, node=name, **options)
 
-    # --------------------------------------------------------------------------------------------- break and repair
+    # --------------------------------------------------------------------------- break and repair
 
     def kill(self, name: str) -> None:
         """Cut a node's power. SLURM notices within half a minute and requeues its jobs."""
-        self._node(name).stop()
-        network.unplug(self.host("head"), self.host(name))
+        node = self._node(name)
+        node.stop()
+        network.unplug(self.host("head"), node)
 
     def boot(self, name: str) -> None:
-        """Power a node on again, with its files as new; returns when it can take jobs. Fine for one that is on."""
-        node, head = self._node(name), self.host("head")
+        """Power a node on again, with its files as new; returns when it can take jobs.
+
+        Fine for a node that is on.
+        """
+        node = self._node(name)
         if node.pid:
             return
+        head = self.host("head")
         node.start(conf.hosts(self.spec), inside=head.pid)
         node.wait_ready()
         network.lay_cable(head, node, self.spec)
@@ -298,14 +327,14 @@ class Cluster:
         """Put it back."""
         network.set_link(self.host("head"), self._node(name), up=True)
 
-    def slow(self, name: str, rate: str, delay: str | None = None) -> None:
-        """Limit a node's link, both ways, as in `slow("n2", "100mbit", "5ms")`; `slow("n2", "off")` undoes it."""
-        network.slow(self.host("head"), self._node(name), rate, delay)
+    def slow(self, name: str, rate: str) -> None:
+        """Limit a node's link, both ways: `slow("n2", "100mbit")`; the rate "off" removes it."""
+        network.slow(self.host("head"), self._node(name), rate)
 
-    def block(self, name: str, port) -> None:
-        """Close a TCP port of a node, or a range such as "20000-29999", to everybody, as a firewall does."""
-        network.block(self._node(name), port, True)
+    def block(self, name: str, port: int | str) -> None:
+        """Close a TCP port of a node, or a range such as "20000-29999", as a firewall does."""
+        network.block(self._node(name), port, closed=True)
 
-    def unblock(self, name: str, port) -> None:
+    def unblock(self, name: str, port: int | str) -> None:
         """Open it again."""
-        network.block(self._node(name), port, False)
+        network.block(self._node(name), port, closed=False)

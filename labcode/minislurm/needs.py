@@ -1,10 +1,13 @@
-"""What the cluster needs of this machine, checked before anything starts: Debian packages and Linux namespaces."""
+"""What a cluster needs of this machine, checked before anything starts."""
 
 import os
 import shutil
 import subprocess
 
-PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # an ordinary user's PATH may lack the sbin folders
+# An ordinary user's PATH may lack the sbin folders.
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+CLEAN = {"PATH": PATH, "LC_ALL": "C.UTF-8"}  # the environment of everything that outlives the call
+# Each command that is used, and the Debian package that has it.
 PACKAGES = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
@@ -17,7 +20,6 @@ PACKAGES = {
     "nsenter": "util-linux",
     "hostname": "hostname",
 }
-CLEAN = {"PATH": PATH, "LC_ALL": "C.UTF-8"}  # the environment of everything that outlives the call
 
 
 class Unavailable(RuntimeError):
@@ -31,17 +33,8 @@ def rootless() -> bool:
 
 def namespaces() -> list[str]:
     """The `unshare` command that makes one host's namespaces, except the user namespace."""
-    return [
-        "unshare",
-        "--net",
-        "--uts",
-        "--mount",
-        "--ipc",
-        "--pid",
-        "--fork",
-        "--kill-child",
-        "--mount-proc",
-    ]
+    kinds = ["--net", "--uts", "--mount", "--ipc", "--pid"]
+    return ["unshare", *kinds, "--fork", "--kill-child", "--mount-proc"]
 
 
 def check() -> None:
@@ -50,25 +43,41 @@ def check() -> None:
     Raises:
         Unavailable: Packages are missing, or the kernel refuses namespaces.
     """
-    missing = sorted(
-        {package for command, package in PACKAGES.items() if not shutil.which(command, path=PATH)}
-    )
+    _check_packages()
+    _check_namespaces()
+
+
+def _check_packages() -> None:
+    missing = set()
+    for command, package in PACKAGES.items():
+        if not shutil.which(command, path=PATH):
+            missing.add(package)
     if missing:
         raise Unavailable(
-            f"the SLURM cluster needs {len(missing)} Debian packages that are not installed here: as root, run "
-            f"apt-get install -y --no-install-recommends {' '.join(missing)}"
+            f"the SLURM cluster needs {len(missing)} Debian packages that are not installed here: "
+            "as root, run apt-get install -y --no-install-recommends " + " ".join(sorted(missing))
         )
+
+
+def _check_namespaces() -> None:
     user = ["--user", "--map-root-user"] if rootless() else []
-    trial = [*namespaces(), *user, "true"]
     done = subprocess.run(
-        trial, env=CLEAN, capture_output=True, text=True, timeout=60, stdin=subprocess.DEVNULL
+        [*namespaces(), *user, "true"],
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        stdin=subprocess.DEVNULL,
     )
-    if done.returncode:
+    if done.returncode == 0:
+        return
+    if rootless():
         advice = (
             "an ordinary user needs unprivileged user namespaces (Ubuntu 24.04: sysctl "
             "kernel.apparmor_restrict_unprivileged_userns=0); or run it as root"
-            if rootless()
-            else "in a container, it needs the capability SYS_ADMIN and an unmasked /proc"
         )
-        found = (done.stderr.strip() or f"exit code {done.returncode}").splitlines()[-1]
-        raise Unavailable(f"this machine refuses Linux namespaces ({found}): {advice}")
+    else:
+        advice = "in a container, it needs the capability SYS_ADMIN and an unmasked /proc"
+    said = done.stderr.strip() or f"exit code {done.returncode}"
+    reason = said.splitlines()[-1]
+    raise Unavailable(f"this machine refuses Linux namespaces ({reason}): {advice}")

@@ -1,37 +1,24 @@
-"""The network between the hosts: a bridge in the head's namespace, one cable (a veth pair) to each node."""
+"""The network between the hosts: a bridge on the head, and one cable (a veth pair) to each node."""
 
 import re
 import subprocess
-import sys
-from pathlib import Path
+from collections.abc import Sequence
 
-from labcode.minislurm.conf import Spec
 from labcode.minislurm.hosts import Host
 from labcode.minislurm.needs import CLEAN, rootless
+from labcode.minislurm.spec import Spec
 
-_RATE = re.compile(r"\d+(\.\d+)?(k|m|g)?bit")
-_DELAY = re.compile(r"\d+(\.\d+)?(us|ms|s)")
-
-
-def _batch(host: Host, tool: str, lines, check=True) -> str:
-    """Run lines of `ip` or `tc` in a host's network, seen from outside, where process ids are the machine's."""
-    user = ["--user", "--preserve-credentials"] if rootless() else []
-    command = ["nsenter", "-t", str(host.pid), *user, "--net", tool, "-batch", "-"]
-    done = subprocess.run(
-        command,
-        input="\n".join(lines) + "\n",
-        env=CLEAN,
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    if check and done.returncode:
-        raise RuntimeError(f"{tool} on {host.name}: {done.stderr.strip().splitlines()[0]}")
-    return done.stdout + done.stderr
+_RATE = re.compile(r"(?P<number>\d+(\.\d+)?)(?P<scale>[kmg]?)bit")
+_SCALE = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9}
+_PORTS = re.compile(r"\d{1,5}(-\d{1,5})?")
+# A burst of 5 ms of the rate keeps the average rate exact at any timer frequency of the kernel.
+_BURST_S = 0.005
+_MIN_BURST_BYTES = 70_000  # above one segment of 64 KiB, or nothing would ever pass
+_QUEUE_BYTES = 8_000_000  # what a sender may have in flight before frames are dropped
 
 
 def lay_bridge(head: Host, spec: Spec) -> None:
-    """The switch that all cables end in, and the head's own address."""
+    """Make the switch that all cables end in, and give the head its address."""
     address = spec.addresses()["head"]
     _batch(
         head,
@@ -46,99 +33,112 @@ def lay_bridge(head: Host, spec: Spec) -> None:
 
 
 def lay_cable(head: Host, node: Host, spec: Spec) -> None:
-    """Connect a node: eth0 there, an end of the node's name on the head; beside it docker0, which leads nowhere.
+    """Connect a node: its end is eth0, the end on the head has the node's name.
 
-    Machines with Docker have the latter, all with the same address: a library that picks it cannot reach its peers.
+    Beside eth0 the node has docker0, which leads nowhere. Machines with Docker have it too, all of
+    them with the same address, and a library that picks it cannot reach its peers.
     """
     unplug(head, node)
     address = spec.addresses()[node.name]
-    mac = ":".join(
-        f"{byte:02x}" for byte in (2, 0, *map(int, address.split(".")))
-    )  # peers remember it over a boot
-    pair = f"link add {node.name} type veth peer name eth0 address {mac} netns {node.pid}"
-    _batch(head, "ip", [pair, f"link set {node.name} master br0 up"])
-    eth0 = ["link set lo up", f"addr add {address}/24 dev eth0", "link set eth0 up"]
-    docker0 = [
-        "link add docker0 type bridge",
-        "addr add 172.17.0.1/16 dev docker0",
-        "link set docker0 up",
-    ]
-    _batch(node, "ip", eth0 + docker0)
+    # The address of the card is fixed, because the peers remember it while the node boots.
+    mac = _mac(address)
+    _batch(
+        head,
+        "ip",
+        [
+            f"link add {node.name} type veth peer name eth0 address {mac} netns {node.pid}",
+            f"link set {node.name} master br0 up",
+        ],
+    )
+    _batch(
+        node,
+        "ip",
+        [
+            "link set lo up",
+            f"addr add {address}/24 dev eth0",
+            "link set eth0 up",
+            "link add docker0 type bridge",
+            "addr add 172.17.0.1/16 dev docker0",
+            "link set docker0 up",
+        ],
+    )
+
+
+def _mac(address: str) -> str:
+    """02:00 (locally administered), then the four numbers of the IP address."""
+    numbers = [2, 0, *map(int, address.split("."))]
+    return ":".join(f"{number:02x}" for number in numbers)
 
 
 def unplug(head: Host, node: Host) -> None:
-    """Remove a node's cable; the kernel does so as well, a while after the node is gone."""
-    for link in (node.name, f"{node.name}-far"):
-        _batch(head, "ip", [f"link del {link}"], check=False)
+    """Remove a node's cable; the kernel does so as well, some time after the node is gone."""
+    _batch(head, "ip", [f"link del {node.name}"], check=False)
 
 
 def set_link(head: Host, node: Host, up: bool) -> None:
     """Pull the cable out of the switch, or put it back."""
-    _batch(head, "ip", [f"link set {node.name} {'up' if up else 'down'}"])
+    state = "up" if up else "down"
+    _batch(head, "ip", [f"link set {node.name} {state}"])
 
 
-def slow(head: Host, node: Host, rate: str, delay: str | None) -> None:
-    """Limit a node's cable in both directions to `rate`, with `delay` each way; rate "off" undoes it.
+def slow(head: Host, node: Host, rate: str) -> None:
+    """Limit a node's cable in both directions to `rate`; "off" removes the limit.
+
+    There is no delay to set: many kernels come without sch_netem, the tool for it.
 
     Raises:
-        ValueError: Rate or delay is not in tc's notation.
+        ValueError: The rate is not in tc's notation.
     """
-    if rate != "off" and not _RATE.fullmatch(rate):
-        raise ValueError(f"rate {rate!r}: write it as 100mbit, 1gbit or 500kbit, or `off`")
-    if delay is not None and not _DELAY.fullmatch(delay):
-        raise ValueError(f"delay {delay!r}: write it as 5ms or 200us")
+    burst = 0 if rate == "off" else _burst_bytes(rate)
     ends = ((head, node.name), (node, "eth0"))
     for host, device in ends:
         _batch(host, "tc", [f"qdisc del dev {device} root"], check=False)
-    _batch(
-        head, "ip", [f"link del {node.name}-far"], check=False
-    )  # the program of a delay ends with it
-    _batch(head, "ip", [f"link set {node.name} promisc off master br0"])
-    if rate == "off":
-        return
-    # A burst of 5 ms of the rate keeps the average at any timer frequency; the queue holds what a sender has in flight.
-    burst = max(70_000, int(_bits_per_s(rate) / 8 * 0.005))
-    for host, device in ends:
-        _batch(
-            host,
-            "tc",
-            [
-                f"qdisc add dev {device} root tbf rate {rate} burst {burst} limit {burst + 8_000_000}"
-            ],
-        )
-    if delay is not None:
-        _lengthen(head, node, delay)
+        if burst:
+            limit = f"rate {rate} burst {burst} limit {burst + _QUEUE_BYTES}"
+            _batch(host, "tc", [f"qdisc add dev {device} root tbf {limit}"])
 
 
-def _lengthen(head, node, delay):
-    """Put a program that holds frames back between the node's cable and the bridge."""
-    near, far, inside = node.name, f"{node.name}-far", f"{node.name}-br"
-    lines = [f"link add {far} type veth peer name {inside}", f"link set {near} nomaster promisc on"]
-    lines += [
-        f"link set {far} addrgenmode none promisc on up",
-        f"link set {inside} addrgenmode none master br0 up",
-    ]
-    _batch(head, "ip", lines)
-    seconds = float(delay.rstrip("mus")) * {"us": 1e-6, "ms": 1e-3}.get(delay[-2:], 1.0)
-    head.call(
-        [sys.executable, "-I", Path(__file__).with_name("delay.py"), near, far, f"{seconds:g}"],
-        root=True,
-    )
+def _burst_bytes(rate: str) -> int:
+    """How many bytes may pass at once, at a rate as tc writes it."""
+    found = _RATE.fullmatch(rate)
+    if not found:
+        raise ValueError(f"rate {rate!r}: write it as 100mbit, 1gbit or 500kbit, or `off`")
+    bits_per_s = float(found["number"]) * _SCALE[found["scale"]]
+    return max(_MIN_BURST_BYTES, int(bits_per_s / 8 * _BURST_S))
 
 
-def _bits_per_s(rate: str) -> float:
-    number = rate.removesuffix("bit")
-    scale = {"k": 1e3, "m": 1e6, "g": 1e9}.get(number[-1], 1.0)
-    return float(number.rstrip("kmg")) * scale
+def block(node: Host, port: int | str, closed: bool) -> None:
+    """Close a TCP port of a node, or a range such as 20000-29999, or open it again.
 
-
-def block(node: Host, port: str, closed: bool) -> None:
-    """Let nobody reach a TCP port, or a range such as 20000-29999, of a node: its answers are dropped, as by a firewall.
+    The node's answers from that port are dropped in silence, as a firewall does it.
 
     Raises:
-        ValueError: The port is no number or range.
+        ValueError: The port is neither a number nor a range.
     """
-    if not re.fullmatch(r"\d{1,5}(-\d{1,5})?", str(port)):
+    if not _PORTS.fullmatch(str(port)):
         raise ValueError(f"port {port!r}: give a number or a range such as 20000-29999")
-    rule = f"pref 1 ipproto tcp sport {port} blackhole"
-    _batch(node, "ip", [f"rule add {rule}" if closed else f"rule del {rule}"])
+    action = "add" if closed else "del"
+    _batch(node, "ip", [f"rule {action} pref 1 ipproto tcp sport {port} blackhole"])
+
+
+def _batch(host: Host, tool: str, lines: Sequence[str], check: bool = True) -> None:
+    """Run lines of `ip` or `tc` in a host's network.
+
+    Only the network namespace is entered, not that of the processes: a line may name a process id
+    of this machine (`netns PID`).
+
+    Raises:
+        RuntimeError: With `check`, a line failed.
+    """
+    user = ["--user", "--preserve-credentials"] if rootless() else []
+    done = subprocess.run(
+        ["nsenter", "-t", str(host.pid), *user, "--net", tool, "-batch", "-"],
+        input="\n".join(lines) + "\n",
+        env=CLEAN,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    if check and done.returncode:
+        reason = done.stderr.strip().splitlines()[0]
+        raise RuntimeError(f"{tool} on {host.name}: {reason}")

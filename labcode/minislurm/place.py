@@ -1,4 +1,4 @@
-"""Where a user's clusters keep their state, and one process at a time to change it."""
+"""Where a user's clusters keep their state, and a lock for whoever changes one."""
 
 import contextlib
 import fcntl
@@ -6,7 +6,11 @@ import os
 import re
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}")
 
 
 def base() -> Path:
@@ -17,29 +21,22 @@ def base() -> Path:
     """
     folder = Path(tempfile.gettempdir()).resolve() / f"labcode-slurm-{os.geteuid()}"
     with contextlib.suppress(FileNotFoundError):
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid() or found.st_mode & 0o077:
+        if not _is_private_folder(folder.lstat()):
             raise RuntimeError(
-                f"{folder} is not a folder of yours alone: remove it, or set TMPDIR to another place"
+                f"{folder} is not a folder of yours alone: "
+                "remove it, or set TMPDIR to another place"
             )
     return folder
 
 
-def _lock(path):
-    while True:
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        with contextlib.suppress(FileNotFoundError):
-            lock = open(path, "a")  # noqa: SIM115 - held until the caller is done
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if os.path.samestat(
-                os.fstat(lock.fileno()), path.stat()
-            ):  # else its last owner has just removed it
-                return lock
-            lock.close()
+def _is_private_folder(found: os.stat_result) -> bool:
+    is_mine = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
+    is_open_to_others = found.st_mode & 0o077
+    return is_mine and not is_open_to_others
 
 
 @contextlib.contextmanager
-def alone(name):
+def alone(name: str) -> Iterator[None]:
     """One process at a time starts or stops a cluster of this name."""
     path = base() / f".{name}.lock"
     with _lock(path):
@@ -49,16 +46,29 @@ def alone(name):
             if not (base() / name).exists():
                 path.unlink(missing_ok=True)
                 with contextlib.suppress(OSError):
-                    path.parent.rmdir()  # unless another cluster is in it
+                    path.parent.rmdir()  # fails if another cluster is in it
+
+
+def _lock(path: Path) -> TextIO:
+    """Wait for the lock of a file, which its last owner may just remove; returns the open file."""
+    while True:
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            lock = open(path, "a")  # noqa: SIM115 - held until the caller is done
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            # The lock counts only if the file is still the one that others will open.
+            if os.path.samestat(os.fstat(lock.fileno()), path.stat()):
+                return lock
+            lock.close()
 
 
 def named(name: str | None) -> str:
-    """A cluster's name as a folder's, "default" for None.
+    """A cluster's name, "default" for None; it is also the name of its folder.
 
     Raises:
         ValueError: It is no such name.
     """
     name = name or "default"
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,30}", name):
+    if not _NAME.fullmatch(name):
         raise ValueError(f"cluster name {name!r}: use up to 31 letters, digits, _ and -")
     return name

@@ -1,21 +1,28 @@
-"""Processes of this machine: run one to its end, wait for something to become true, find out who is whose child."""
+"""Processes of this machine: run a command to its end, wait for a condition, end a command."""
 
 import contextlib
-import os
-import signal
 import subprocess
 import time
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+
+import psutil
+
+_GRACE_S = 2.0  # what a command has between the signal to end and being killed
+_POLL_S = 0.01
 
 
 def run(
-    command, what: str, timeout_s: float, input: str | None = None, env=None
-) -> subprocess.CompletedProcess:
-    """Run a command to its end and take its output; interrupted or late, it is ended.
+    command: Sequence[str],
+    what: str,
+    timeout_s: float,
+    input: str | None = None,
+    env: Mapping[str, str] | None = None,
+) -> subprocess.CompletedProcess[str]:
+    """Run a command to its end and take its output; if interrupted or late, it is ended.
 
     Args:
         command: Program and arguments.
-        what: How to call it in an error.
+        what: What to call it in an error.
         timeout_s: Time it may take.
         input: Text for its standard input.
         env: Its environment; None for that of this process.
@@ -31,32 +38,35 @@ def run(
         text=True,
         errors="replace",
         env=env,
-        start_new_session=True,  # no terminal: Ctrl-C reaches this process, which ends the command
+        # No terminal: Ctrl-C reaches this process alone, which then ends the command.
+        start_new_session=True,
     )
     try:
-        out, err = process.communicate(input, timeout=timeout_s)
-    except BaseException as error:
+        stdout, stderr = process.communicate(input, timeout=timeout_s)
+    except subprocess.TimeoutExpired:
         _end(process)
-        if isinstance(error, subprocess.TimeoutExpired):
-            raise TimeoutError(f"{what} did not end within {timeout_s:g} s") from None
+        raise TimeoutError(f"{what} did not end within {timeout_s:g} s") from None
+    except BaseException:
+        _end(process)
         raise
-    return subprocess.CompletedProcess(command, process.returncode, out, err)
+    return subprocess.CompletedProcess(command, process.returncode, stdout, stderr)
 
 
-def _end(process):
-    """End a command on a host: tini passes the signal on; what does not listen is killed."""
-    family = below(process.pid)
+def _end(process: subprocess.Popen[str]) -> None:
+    """End a command on a host: tini passes the signal on; whoever ignores it is killed."""
+    # Before the signal: once its parent is gone, a process can no longer be found through it.
+    family = children(process.pid, recursive=True)
     process.terminate()
     try:
-        process.communicate(timeout=2)
+        process.communicate(timeout=_GRACE_S)
     except subprocess.TimeoutExpired:
         for member in family:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(member, signal.SIGKILL)
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
         process.communicate()
 
 
-def wait(true, seconds: float, otherwise) -> None:
+def wait(true: Callable[[], object], seconds: float, otherwise: Callable[[], str]) -> None:
     """Return as soon as `true()` is true.
 
     Raises:
@@ -66,29 +76,20 @@ def wait(true, seconds: float, otherwise) -> None:
     while not true():
         if time.monotonic() > end:
             raise RuntimeError(otherwise())
-        time.sleep(0.01)
+        time.sleep(_POLL_S)
 
 
-def parents() -> dict[int, int]:
-    """`{pid: pid of its parent}` of all processes that can be seen."""
-    found = {}
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError, ValueError, IndexError):
-            found[int(stat.parent.name)] = int(stat.read_text().rpartition(")")[2].split()[1])
-    return found
-
-
-def below(pid: int) -> list[int]:
-    """The processes that `pid` started, and those that they started."""
-    family, tree = [pid], parents()
-    for member in family:
-        family += [child for child, parent in tree.items() if parent == member]
-    return family[1:]
+def children(pid: int, recursive: bool = False) -> list[psutil.Process]:
+    """The processes that `pid` has started, and with `recursive` those that they have started."""
+    try:
+        return psutil.Process(pid).children(recursive=recursive)
+    except psutil.NoSuchProcess:
+        return []
 
 
 def alive(pid: int) -> bool:
-    """Whether a process runs; one that has ended and is not yet fetched by its parent does not."""
+    """Whether a process runs; one that has ended but was not yet fetched by its parent does not."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except (OSError, IndexError):
+        return psutil.Process(pid).status() not in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+    except psutil.NoSuchProcess:
         return False

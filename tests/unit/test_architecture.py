@@ -163,6 +163,17 @@ def torch_without_leave(modules):
             seen |= graph[path[-1]]
 
 
+def minislurm_leaning_on_labcode(modules):
+    """Whatever minislurm/ imports from the rest of labcode: it could be published alone."""
+    for module in modules.values():
+        if module.room != "minislurm":
+            continue
+        for name in sorted(module.imports):
+            inside = (name + ".").startswith("labcode.minislurm.")
+            if name.split(".")[0] == "labcode" and not inside:
+                yield f"{module.name} imports {name}"
+
+
 def teachers_pets(modules):
     """Whoever imports teach/ without being a lesson or a test."""
     for module in modules.values():
@@ -326,7 +337,7 @@ def unannotated(modules) -> Iterator[str]:
 
 
 LAWS = (climbs, circles, torch_without_leave, teachers_pets, ranks_in_models, groups_made_elsewhere)
-LAWS += (hidden_state, unsafe_calls, undocumented)
+LAWS += (minislurm_leaning_on_labcode, hidden_state, unsafe_calls, undocumented)
 WORDING = (packed_comprehensions, multiplied_truths, tuple_assignments, unannotated)
 
 
@@ -375,6 +386,10 @@ OFFENCES = {
     "torch through another room": (
         torch_without_leave,
         {"labcode/perf/a.py": "import labcode.data.b", "labcode/data/b.py": "from torch import nn"},
+    ),
+    "minislurm with the ground under it": (
+        minislurm_leaning_on_labcode,
+        {"labcode/minislurm/a.py": "import labcode.units", "labcode/units.py": ""},
     ),
     "teach in the library": (
         teachers_pets,
