@@ -1,14 +1,19 @@
-"""From a started process to a rank: who am I, which device, which backend. The one place that reads the environment.
+"""From a started process to a rank: who am I, which device, which backend.
 
-launcher     rank            world size     local rank       local world size        rendezvous
-torchrun     RANK            WORLD_SIZE     LOCAL_RANK       LOCAL_WORLD_SIZE        MASTER_ADDR, MASTER_PORT
-srun         SLURM_PROCID    SLURM_NTASKS   SLURM_LOCALID    SLURM_NTASKS_PER_NODE   MASTER_ADDR, MASTER_PORT
-single       0               1              0                1                       none (a store in memory)
+This is the one place that reads the environment.
+
+    launcher  rank          world size            local rank     local world size           meet at
+    torchrun  RANK          WORLD_SIZE            LOCAL_RANK     LOCAL_WORLD_SIZE           MASTER_*
+    srun      SLURM_PROCID  SLURM_STEP_NUM_TASKS  SLURM_LOCALID  SLURM_STEP_TASKS_PER_NODE  MASTER_*
+    single    0             1                     0              1                          nowhere
+
+MASTER_* are MASTER_ADDR and MASTER_PORT. A single process keeps its store in its own memory.
 """
 
 import os
 import re
-from collections.abc import Mapping
+import socket
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -16,7 +21,11 @@ import torch
 import torch.distributed as dist
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_NEEDED = TORCHRUN[:2] + TORCHRUN[4:]  # a hand-made launch may leave the local ones out
+# without the local ones, which a hand-made launch may leave out
+_REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+# SLURM numbers real steps from 0; the batch script and the like have reserved numbers from here on
+_RESERVED_STEPS = 0xFFFFFFF0
+_CPU = "cpu"
 
 
 @dataclass(frozen=True)
@@ -28,10 +37,11 @@ class Place:
         world_size: Number of processes in the job.
         local_rank: Rank within this node.
         local_world_size: Number of processes on this node.
-        launcher: "torchrun", "slurm", "single", or "pool" for the engines of `comm.ranks`.
-        address: Host and port of the store where the ranks meet; None when no rendezvous over TCP is needed.
-        hosts_store: Whether this process opens that store; torchrun's agent may have opened it already.
-        attempt: How many times torchrun has restarted the job; each life meets under keys of its own.
+        launcher: "torchrun", "slurm", "single", or "pool" for the engines of `pool.ranks`.
+        address: Host and port of the store where the ranks meet; None without a rendezvous over
+            TCP.
+        hosts_store: Whether this process opens that store; torchrun's agent may have opened it.
+        attempt: How often torchrun has restarted the job; each attempt has store keys of its own.
     """
 
     rank: int = 0
@@ -46,100 +56,150 @@ class Place:
 
 @dataclass(frozen=True)
 class World:
-    """A connected process: its place, the device it computes on and the backend it talks over ("nccl" or "gloo")."""
+    """A connected process.
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    Args:
+        place: Where it stands among its peers.
+        device: What it computes on.
+        backend: What it communicates over, "nccl" or "gloo".
+    """
+
+    place: Place
     device: torch.device
     backend: str
 
+    @property
+    def rank(self) -> int:
+        return self.place.rank
+
+    @property
+    def world_size(self) -> int:
+        return self.place.world_size
+
+    @property
+    def local_rank(self) -> int:
+        return self.place.local_rank
+
+
+# ---- who am I
+
 
 def read_environment(env: Mapping[str, str] | None = None) -> Place:
-    """This process's place, as torchrun or srun describes it in environment variables; one process if neither does.
+    """This process's place, as torchrun or srun describes it; a single process if neither does.
 
     Args:
-        env: The variables; None is the process's own environment.
+        env: The environment variables; None is the process's own environment.
 
     Raises:
-        ValueError: The description is half there, is not a number, or contradicts itself.
+        ValueError: The description is incomplete, is not a number, or contradicts itself.
 
-    Source: docs.pytorch.org/docs/stable/elastic/run.html (torchrun); slurm.schedmd.com/srun.html (output environment).
+    Source: docs.pytorch.org/docs/stable/elastic/run.html (torchrun);
+        slurm.schedmd.com/srun.html (output environment variables).
     """
-    env = os.environ if env is None else env
+    if env is None:
+        env = os.environ
     if any(name in env for name in TORCHRUN[:4]):
         return _from_torchrun(env)
-    if (
-        "SLURM_PROCID" in env
-        and int(env.get("SLURM_STEP_NUM_TASKS", env.get("SLURM_NTASKS", "1"))) > 1
-    ):
+    if _num_step_tasks(env) > 1:
         return _from_slurm(env)
     return Place()
 
 
-def _from_torchrun(env) -> Place:
-    missing = [name for name in _NEEDED if not env.get(name)]
+def _from_torchrun(env: Mapping[str, str]) -> Place:
+    missing = [name for name in _REQUIRED if not env.get(name)]
     if missing:
         found = ", ".join(f"{name}={env[name]}" for name in TORCHRUN if name in env)
         raise ValueError(
-            f"half-set environment: {found} but no {', '.join(missing)}: start with torchrun, or unset them for one process"
+            f"half-set environment: {found} but no {', '.join(missing)}: "
+            "start with torchrun, or unset them for one process"
         )
-    rank, world_size = _number(env, "RANK"), _number(env, "WORLD_SIZE")
+    rank = _number(env, "RANK")
+    world_size = _number(env, "WORLD_SIZE")
     local_rank = _number(env, "LOCAL_RANK", default=rank)
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
     if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
         raise ValueError(
-            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of {local_world_size}: ranks count from 0"
+            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of "
+            f"{local_world_size}: ranks count from 0"
         )
-    address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
-    hosts_store = rank == 0 and env.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    attempt = _number(env, "TORCHELASTIC_RESTART_COUNT", default=0)
+    agent_has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     return Place(
-        rank, world_size, local_rank, local_world_size, "torchrun", address, hosts_store, attempt
+        rank,
+        world_size,
+        local_rank,
+        local_world_size,
+        launcher="torchrun",
+        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+        hosts_store=rank == 0 and not agent_has_store,
+        attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
 
 
-def _from_slurm(env) -> Place:
-    rank = _number(env, "SLURM_PROCID")
-    world_size = _number(
-        env, "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
-    )
-    local_rank = _number(env, "SLURM_LOCALID")
+def _num_step_tasks(env: Mapping[str, str]) -> int:
+    """How many tasks the srun that started this process has; 1 if no srun did.
+
+    SLURM_PROCID and SLURM_NTASKS tell nothing: a batch script has both, of the whole job, and a
+    program that it starts without srun would wait for ranks that nobody has started. Only a step
+    has variables of the step.
+    """
+    if "SLURM_STEP_NUM_TASKS" in env:
+        return _number(env, "SLURM_STEP_NUM_TASKS")
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    if step.isdecimal() and int(step) < _RESERVED_STEPS:
+        return _number(env, "SLURM_NTASKS", default=1)
+    return 1
+
+
+def _from_slurm(env: Mapping[str, str]) -> Place:
+    world_size = _num_step_tasks(env)
     missing = [name for name in ("MASTER_ADDR", "MASTER_PORT") if not env.get(name)]
     if missing:
         raise ValueError(
-            f"srun started {world_size} tasks but {' and '.join(missing)} are not set: export MASTER_ADDR=$(scontrol show "
-            f'hostnames "$SLURM_JOB_NODELIST" | head -n 1) and a free MASTER_PORT before srun'
+            f"srun started {world_size} tasks but {' and '.join(missing)} are not set: "
+            'export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1) '
+            "and a free MASTER_PORT before srun"
         )
-    # "2(x3)" is two tasks on each of three nodes, "2,1" is an uneven step: this node's own entry counts
-    per_node = (
-        env.get("SLURM_STEP_TASKS_PER_NODE")
-        or env.get("SLURM_TASKS_PER_NODE")
-        or env.get("SLURM_NTASKS_PER_NODE", "1")
-    )
-    counts = [
-        int(count)
-        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
-        for _ in range(int(times or 1))
-    ]
-    local_world_size = counts[min(_number(env, "SLURM_NODEID", default=0), len(counts) - 1)]
-    address = (env["MASTER_ADDR"], _number(env, "MASTER_PORT"))
+    rank = _number(env, "SLURM_PROCID")
     return Place(
-        rank, world_size, local_rank, local_world_size, "slurm", address, hosts_store=rank == 0
+        rank,
+        world_size,
+        local_rank=_number(env, "SLURM_LOCALID"),
+        local_world_size=_tasks_on_this_node(env),
+        launcher="slurm",
+        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+        hosts_store=rank == 0,
     )
 
 
-def _number(env, name, default=None) -> int:
+def _tasks_on_this_node(env: Mapping[str, str]) -> int:
+    """This node's entry of a list such as "2(x3),1": two tasks on each of three nodes, one on a
+    fourth.
+    """
+    per_node = "1"
+    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
+        if env.get(name):
+            per_node = env[name]
+            break
+    counts = []
+    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
+        counts += [int(count)] * int(times or 1)
+    node = _number(env, "SLURM_NODEID", default=0)
+    return counts[min(node, len(counts) - 1)]
+
+
+def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = env.get(name)
     if value is None and default is not None:
         return default
     try:
-        return int(value)
-    except (TypeError, ValueError):
+        return int(value or "")
+    except ValueError:
         raise ValueError(
             f"{name}={value!r} is not a whole number: start with torchrun or srun, or unset it"
         ) from None
+
+
+# ---- which device, which backend
 
 
 def device_type() -> str:
@@ -147,28 +207,92 @@ def device_type() -> str:
     return "cuda" if torch.cuda.is_available() and torch.cuda.device_count() else "cpu"
 
 
-def choose_device(place: Place, share_gpus: bool = False) -> tuple[torch.device, str]:
-    """The device of this rank and the backend of the job: a GPU each and NCCL, else the CPU and gloo.
+def choose_device(place: Place) -> torch.device:
+    """The device of this rank: one of the GPUs that it sees, else the CPU.
 
-    NCCL refuses two ranks on one GPU, so ranks that share one talk over gloo, which copies through host memory.
-
-    Args:
-        share_gpus: Allow more local ranks than GPUs.
-
-    Raises:
-        ValueError: More local ranks than GPUs, and sharing not asked for.
+    Ranks that see all GPUs of their node take one each. With `srun --gpus-per-task=1` each rank
+    sees one GPU, its own, and has to take number 0. The same rule serves both, and also ranks that
+    outnumber the GPUs: whether two ranks have taken the same GPU is known only when they compare
+    (`choose_backend`).
     """
     if device_type() == "cpu":
-        return torch.device("cpu"), "gloo"
-    gpus = torch.cuda.device_count()
-    if place.local_world_size <= gpus:
-        return torch.device("cuda", place.local_rank), "nccl"
+        return torch.device("cpu")
+    return torch.device("cuda", place.local_rank % torch.cuda.device_count())
+
+
+def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
+    """The backend of a job: NCCL where each rank has a GPU of its own, else gloo.
+
+    NCCL refuses two ranks on one GPU. Ranks that share one use gloo, which copies through host
+    memory.
+
+    Args:
+        devices: Of each rank, as `describe` says.
+        share_gpus: Allow several ranks on one GPU.
+
+    Raises:
+        ValueError: Several ranks on one GPU, and sharing was not asked for; or a rank without a GPU
+            beside ranks with one.
+    Held by: tests/unit/test_bootstrap.py::test_the_backend_follows_from_who_sits_on_which_gpu
+    """
+    ranks_on: dict[str, list[int]] = {}
+    for rank, device in enumerate(devices):
+        ranks_on.setdefault(device, []).append(rank)
+    without_gpu = [rank for rank, device in enumerate(devices) if _uuid(device) == _CPU]
+    num_with_gpu = len(devices) - len(without_gpu)
+    if num_with_gpu == 0:
+        return "gloo"
+    if without_gpu:
+        rank = without_gpu[0]
+        raise ValueError(
+            f"rank {rank} on node {_node(devices[rank])} sees no GPU but {num_with_gpu} of "
+            f"{len(devices)} ranks do: look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
+        )
+    crowded = [device for device, ranks in ranks_on.items() if len(ranks) > 1]
+    if not crowded:
+        return "nccl"
     if share_gpus:
-        return torch.device("cuda", place.local_rank % gpus), "gloo"
+        return "gloo"
+    node = _node(crowded[0])
+    num_ranks = sum(_node(device) == node for device in devices)
+    num_gpus = sum(_node(device) == node for device in ranks_on)
     raise ValueError(
-        f"{place.local_world_size} ranks on this node but {gpus} GPU(s): start {gpus} per node, or share them over gloo "
-        f"with --parallel.share_gpus"
+        f"{num_ranks} ranks on node {node} but {num_gpus} GPU(s): start {num_gpus} per node, "
+        "or share them over gloo with --parallel.share_gpus"
     )
+
+
+def describe(device: torch.device) -> str:
+    """A device so that ranks can compare it: node and UUID, "n1 GPU-4e2f...", or "n1 cpu".
+
+    The number of a GPU does not tell: what is 0 in this process may be 3 in another one.
+    """
+    uuid = _CPU
+    if device.type == "cuda":
+        uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"{socket.gethostname()} {uuid}"
+
+
+def _node(device: str) -> str:
+    return device.split()[0]
+
+
+def _uuid(device: str) -> str:
+    return device.split()[1]
+
+
+def exchange_devices(place: Place, device: torch.device, store: dist.Store) -> list[str]:
+    """The devices of all ranks, as `describe` says.
+
+    They travel over the store, because the backend must be known before the group is made. One
+    request fetches them all: some 40 bytes a rank.
+    """
+    store.set(f"device/{place.rank}", describe(device))
+    keys = [f"device/{rank}" for rank in range(place.world_size)]
+    return [value.decode() for value in store.multi_get(keys)]
+
+
+# ---- connected
 
 
 def start(
@@ -178,45 +302,60 @@ def start(
     timeout_s: float = 600,
     store: dist.Store | None = None,
 ) -> World:
-    """Connect this process with its peers and choose its device; for one process alone a group of size 1.
+    """Connect this process with its peers and choose its device; a single process gets a group of
+    size 1.
 
     Args:
         place: Where this process stands; None reads the environment.
-        share_gpus: See `choose_device`.
+        share_gpus: Allow several ranks on one GPU.
         timeout_s: How long a collective waits for a missing rank before it raises.
-        store: Meeting point to use in place of the address, for processes that share a folder or a parent.
+        store: Meeting point to use in place of the address, for processes that share a folder or a
+            parent.
 
     Raises:
-        ValueError: A half-set environment, too few GPUs, or a rendezvous port that another program holds.
+        ValueError: An incomplete environment, too few GPUs, or a rendezvous port that another
+            program holds.
         RuntimeError: A process group exists already.
     """
-    place = place or read_environment()
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already: call bootstrap.stop() first")
-    device, backend = choose_device(place, share_gpus)
+    if place is None:
+        place = read_environment()
+    device = choose_device(place)
+    _prepare(device, place)
+    timeout = timedelta(seconds=timeout_s)
+    if store is None:
+        store = _meet(place, timeout)
+    backend = choose_backend(exchange_devices(place, device, store), share_gpus)
+    _init_process_group(place, device, backend, store, timeout)
+    return World(place, device, backend)
+
+
+def _prepare(device: torch.device, place: Place) -> None:
+    """Make the GPU the current one, or share the cores of this node between its ranks."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
     elif place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // place.local_world_size))
-    timeout = timedelta(seconds=timeout_s)
-    store = store if store is not None else _meet(place, timeout)
+        num_cores = os.cpu_count() or 1
+        torch.set_num_threads(max(1, num_cores // place.local_world_size))
+
+
+def _init_process_group(
+    place: Place, device: torch.device, backend: str, store: dist.Store, timeout: timedelta
+) -> None:
     # both backends for a GPU job: objects and CPU tensors travel over gloo, CUDA tensors over NCCL
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    bound = {"device_id": device} if backend == "nccl" else {}
     dist.init_process_group(
         backends,
         store=store,
         rank=place.rank,
         world_size=place.world_size,
         timeout=timeout,
-        **bound,
-    )
-    return World(
-        place.rank, place.world_size, place.local_rank, place.local_world_size, device, backend
+        device_id=device if backend == "nccl" else None,
     )
 
 
-def _meet(place, timeout) -> dist.Store:
+def _meet(place: Place, timeout: timedelta) -> dist.Store:
     """The key-value store through which the ranks find each other."""
     if place.address is None:
         return dist.HashStore()
@@ -230,7 +369,7 @@ def _meet(place, timeout) -> dist.Store:
     return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
 
 
-def _reason(error) -> str:
+def _reason(error: Exception) -> str:
     text = str(error)
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return "the port is in use: set MASTER_PORT to another one"

@@ -4,9 +4,10 @@ import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from labcode.comm import bootstrap
-from labcode.comm.bootstrap import Place, choose_device, read_environment
+from labcode.comm.bootstrap import Place, choose_backend, choose_device, read_environment
 
 TORCHRUN = {
     "RANK": "3",
@@ -21,6 +22,8 @@ SLURM = {
     "SLURM_NTASKS": "6",
     "SLURM_LOCALID": "1",
     "SLURM_NODEID": "2",
+    "SLURM_STEP_ID": "0",
+    "SLURM_STEP_NUM_TASKS": "6",
     "SLURM_STEP_TASKS_PER_NODE": "2(x3)",
     "MASTER_ADDR": "n1",
     "MASTER_PORT": "12345",
@@ -42,7 +45,8 @@ def test_the_store_is_opened_once_by_the_agent_or_by_rank_0():
 
 
 def test_an_uneven_slurm_step_gives_each_node_its_own_count():
-    step = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NTASKS": "4", "SLURM_PROCID": "3"}
+    step = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_STEP_NUM_TASKS": "4"}
+    step |= {"SLURM_PROCID": "3"}
     assert read_environment(step | {"SLURM_NODEID": "0"}).local_world_size == 3
     assert read_environment(step | {"SLURM_NODEID": "1"}).local_world_size == 1
 
@@ -51,8 +55,28 @@ def test_torchrun_inside_an_allocation_wins_over_slurm():
     assert read_environment(SLURM | TORCHRUN).launcher == "torchrun"
 
 
-def test_a_batch_script_with_one_task_is_one_process():
+BATCH_SCRIPT = {  # printed by a batch script of `#SBATCH --ntasks=4`, outside of any srun
+    "SLURM_PROCID": "0",
+    "SLURM_NTASKS": "4",
+    "SLURM_NPROCS": "4",
+    "SLURM_LOCALID": "0",
+    "SLURM_NODEID": "0",
+    "SLURM_TASKS_PER_NODE": "4",
+    "MASTER_ADDR": "n1",
+    "MASTER_PORT": "12345",
+}
+
+
+def test_a_batch_script_without_srun_is_one_process():
+    assert read_environment(BATCH_SCRIPT) == Place()
     assert read_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "1"}) == Place()
+    for step in ("batch", "4294967291", "4294967290"):  # of the batch script, of a shell by salloc
+        assert read_environment(BATCH_SCRIPT | {"SLURM_STEP_ID": step}) == Place()
+
+
+def test_the_number_of_its_step_alone_shows_a_task_of_srun():
+    step = BATCH_SCRIPT | {"SLURM_STEP_ID": "1", "SLURM_PROCID": "3", "SLURM_LOCALID": "3"}
+    assert read_environment(step) == Place(3, 4, 3, 4, "slurm", ("n1", 12345))
 
 
 @pytest.mark.parametrize("missing", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
@@ -81,25 +105,75 @@ def test_an_environment_that_contradicts_itself_is_refused(env, message):
 
 
 @pytest.mark.parametrize(
-    ("gpus", "local", "share", "expected"),
+    ("gpus", "local_rank", "local_ranks", "expected"),
     [
-        (0, 4, False, ("cpu", None, "gloo")),
-        (4, 4, False, ("cuda", 3, "nccl")),
-        (2, 4, True, ("cuda", 1, "gloo")),
+        (0, 3, 4, torch.device("cpu")),
+        (4, 3, 4, torch.device("cuda", 3)),  # each rank sees all GPUs of its node
+        (1, 3, 4, torch.device("cuda", 0)),  # srun --gpus-per-task=1: each sees its own only
+        (2, 3, 4, torch.device("cuda", 1)),
     ],
 )
-def test_device_and_backend_follow_from_ranks_and_gpus(monkeypatch, gpus, local, share, expected):
+def test_a_rank_takes_one_of_the_gpus_that_it_sees(
+    monkeypatch, gpus, local_rank, local_ranks, expected
+):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
-    device, backend = choose_device(Place(3, 4, 3, local), share_gpus=share)
-    assert (device.type, device.index, backend) == expected
+    assert choose_device(Place(local_rank, 8, local_rank, local_ranks)) == expected
 
 
-def test_more_local_ranks_than_gpus_is_an_error_that_says_how_to_share(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(ValueError, match=r"4 ranks on this node but 1 GPU.*--parallel.share_gpus"):
-        choose_device(Place(0, 4, 0, 4))
+A, B = "GPU-aaaa", "GPU-bbbb"
+
+
+@pytest.mark.parametrize(
+    ("devices", "share", "backend"),
+    [
+        (["n1 cpu", "n1 cpu"], False, "gloo"),
+        ([f"n1 {A}", f"n1 {B}"], False, "nccl"),
+        ([f"n1 {A}", f"n1 {B}"], True, "nccl"),  # allowed to share, but nobody does
+        ([f"n1 {A}", f"n2 {B}", f"n2 {A}"], False, "nccl"),  # a UUID counts on its own node
+        ([f"n1 {A}", f"n1 {B}", f"n1 {A}"], True, "gloo"),
+    ],
+)
+def test_the_backend_follows_from_who_sits_on_which_gpu(devices, share, backend):
+    assert choose_backend(devices, share) == backend
+
+
+@pytest.mark.parametrize(
+    ("devices", "message"),
+    [
+        (
+            [f"n1 {A}"] * 4,
+            r"4 ranks on node n1 but 1 GPU\(s\): start 1 per node, .*--parallel.share_gpus",
+        ),
+        ([f"n1 {A}", f"n2 {A}", f"n2 {B}", f"n2 {A}"], r"3 ranks on node n2 but 2 GPU\(s\)"),
+        ([f"n1 {A}", f"n1 {B}", "n2 cpu"], "rank 2 on node n2 sees no GPU but 2 of 3 ranks do"),
+    ],
+)
+def test_ranks_that_collide_on_a_gpu_are_refused_with_the_way_to_share(devices, message):
+    with pytest.raises(ValueError, match=message):
+        choose_backend(devices)
+
+
+class FakeProperties:
+    def __init__(self, uuid):
+        self.uuid = uuid
+
+
+def test_the_ranks_tell_each_other_the_uuid_of_their_gpu_over_the_store(monkeypatch):
+    """Both ranks see one GPU as number 0: the same one, or one each, as srun binds them."""
+    monkeypatch.setattr("socket.gethostname", lambda: "n1")
+    device = torch.device("cuda", 0)
+
+    def meet(first, second):
+        store = dist.HashStore()
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeProperties(second))
+        store.set("device/1", bootstrap.describe(device))
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: FakeProperties(first))
+        return bootstrap.exchange_devices(Place(0, 2, 0, 2), device, store)
+
+    assert choose_backend(meet("aaaa", "bbbb")) == "nccl"
+    with pytest.raises(ValueError, match="2 ranks on node n1 but 1 GPU"):
+        choose_backend(meet("aaaa", "aaaa"))
 
 
 def test_a_rendezvous_port_in_use_is_one_line():
