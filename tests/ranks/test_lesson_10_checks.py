@@ -138,7 +138,7 @@ def test_two_halves_of_a_backward(judged, answer):
 LAYERS = {
     "right": ((4, 4, 4, 2), None),
     "a list": ([4, 4, 4, 2], None),
-    "as even as they go": ((4, 4, 3, 3), "sets the pace"),
+    "as evenly as possible": ((4, 4, 3, 3), "sets the pace"),
     "the head at the wrong end": ((2, 4, 4, 4), "sets the pace"),
     "too few": ((4, 4, 4, 1), "add up to 14"),
     "a stage without a layer": ((5, 5, 4, 0), "at least 1"),
