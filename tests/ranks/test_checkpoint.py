@@ -55,13 +55,13 @@ def train(config, out, start, seed):
     """(loss and gradient norm of each step, final weights of the whole model) of one run in this pool."""
     import torch.distributed as dist
 
-    from labcode.comm.bootstrap import World
+    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
     from labcode.train.loop import Trainer
     from labcode.train.tasks import make_task
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     grid = Grid.create(config.check(size))
     trainer = Trainer(config, world, grid, make_task(config), out, start)
     if not start:

@@ -56,13 +56,13 @@ def fit(config, forget=()):
     """(loss and gradient norm of each step, validation loss, whole final weights, own weights) of one run in this pool."""
     import torch.distributed as dist
 
-    from labcode.comm.bootstrap import World
+    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
     from labcode.train.loop import Trainer
     from labcode.train.tasks import make_task
 
     rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     torch.manual_seed(rank)  # ranks are seeded differently: nothing may depend on it
     trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
     for name, axis in forget:

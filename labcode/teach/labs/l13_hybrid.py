@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from labcode import recipes
-from labcode.comm.bootstrap import World
+from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
 from labcode.slurm.run.outcome import Outcome
@@ -136,7 +136,7 @@ def plain(rank: int, changes) -> list[dict[str, float]]:
     """The same short training on a pool of ranks; returns its rows of metrics."""
     size = dist.get_world_size()
     config = recipes.with_changes(RECIPE, SHORT | changes)
-    world = World(rank, size, rank, size, torch.device("cpu"), "gloo")
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     return Trainer(
         config, world, Grid.create(config.check(size)), make_task(config), out=None
     ).fit()
