@@ -79,7 +79,8 @@ class Options:
         }
         if self.ranks_per_node is None:
             values["ranks_per_node"] = self.load_site().gpus.per_node or 2
-        return Job(recipe, tuple(overrides), **values)
+        given = {name: value for name, value in values.items() if value is not None}
+        return Job(recipe, tuple(overrides), **given)
 
 
 def main(args: Sequence[str]) -> int:

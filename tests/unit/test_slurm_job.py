@@ -1,4 +1,4 @@
-"""A job: impossible ones are refused before anything is rendered, and its arguments are those of the training program."""
+"""A job: an impossible one is refused at once; its arguments are those of the training program."""
 
 import subprocess
 import sys
@@ -12,23 +12,23 @@ from labcode.slurm.script.job import Job
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(recipe="gpt_huge"), "unknown recipe 'gpt_huge': .*gpt_tiny"),
+        ({"recipe": "gpt_huge"}, "unknown recipe 'gpt_huge': .*gpt_tiny"),
         (
-            dict(recipe="gpt_tiny", overrides=("--parallel.tp", "3")),
+            {"recipe": "gpt_tiny", "overrides": ("--parallel.tp", "3")},
             r"dp\*pp\*cp\*tp = 1\*1\*1\*3 = 3 but WORLD_SIZE is 2",
         ),
         (
-            dict(recipe="gpt_tiny", overrides=("--parallel.tpp", "2")),
+            {"recipe": "gpt_tiny", "overrides": ("--parallel.tpp", "2")},
             "unknown field --parallel.tpp: did you mean --parallel.tp",
         ),
         (
-            dict(recipe="gpt_tiny", overrides=("--train.overwrite",)),
-            "checkpoint.resume continues .* train.overwrite",
+            {"recipe": "gpt_tiny", "overrides": ("--train.overwrite",)},
+            "checkpoint.resume goes on .* train.overwrite",
         ),
-        (dict(recipe="gpt_tiny", overrides=("--help",)), "trains nothing"),
-        (dict(recipe="--help"), "trains nothing"),
+        ({"recipe": "gpt_tiny", "overrides": ("--help",)}, "trains nothing"),
+        ({"recipe": "--help"}, "trains nothing"),
         (
-            dict(recipe="gpt_tiny", overrides=("--train.out", "x"), array="0-3"),
+            {"recipe": "gpt_tiny", "overrides": ("--train.out", "x"), "array": "0-3"},
             "would write into one folder",
         ),
     ],
@@ -42,18 +42,20 @@ def test_check_refuses_what_cannot_run(given, message):
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (dict(nodes=0), "nodes=0: give at least 1"),
-        (dict(ranks_per_node=-1), "ranks_per_node=-1"),
-        (dict(minutes=2, signal_s=120), "signal_s=120 is no less than the time limit of 120 s"),
-        (dict(name="a\nb"), "goes on one line"),
-        (dict(name="a/b"), "without /"),
-        (dict(name=" "), "not an empty one"),
-        (dict(array="0-3; rm -rf ~"), "array="),
-        (dict(dependency="afterok:1\n#SBATCH --uid=0"), "goes on one line"),
-        (dict(env={"A B": "1"}), "no name of a variable"),
-        (dict(env={"A": "1\0"}), "NUL"),
-        (dict(module="os; ls"), "module="),
-        (dict(overrides="--parallel.tp 2"), "one string"),
+        ({"nodes": 0}, "nodes=0: give at least 1"),
+        ({"ranks_per_node": -1}, "ranks_per_node=-1"),
+        ({"minutes": 2, "signal_s": 120}, "signal_s=120 is no less than the time limit of 120 s"),
+        ({"name": "a\nb"}, "goes on one line"),
+        ({"name": "a/b"}, "without /"),
+        ({"name": " "}, "not an empty one"),
+        ({"name": "."}, r"not an empty one, \. or \.\."),
+        ({"name": " .. "}, r"not an empty one, \. or \.\."),
+        ({"array": "0-3; rm -rf ~"}, "array="),
+        ({"dependency": "afterok:1\n#SBATCH --uid=0"}, "goes on one line"),
+        ({"env": {"A B": "1"}}, "no name of a variable"),
+        ({"env": {"A": "1\0"}}, "NUL"),
+        ({"module": "os; ls"}, "module="),
+        ({"overrides": "--parallel.tp 2"}, "one string"),
     ],
 )
 def test_a_job_that_cannot_be_is_refused_at_once(given, message):
@@ -95,10 +97,9 @@ def test_the_checkpoint_is_asked_for_in_time(minutes, signal_s):
 
 
 def test_checking_a_job_needs_no_torch():
-    code = "import sys; from labcode.slurm.script.job import Job; Job('gpt_tiny').check(); print('torch' in sys.modules)"
-    assert (
-        subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True
-        ).stdout
-        == "False\n"
+    code = (
+        "import sys; from labcode.slurm.script.job import Job; "
+        "Job('gpt_tiny').check(); print('torch' in sys.modules)"
     )
+    run = {"capture_output": True, "text": True, "check": True}
+    assert subprocess.run([sys.executable, "-c", code], **run).stdout == "False\n"

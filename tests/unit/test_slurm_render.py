@@ -9,12 +9,13 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from labcode.slurm import examples
 from labcode.slurm.script.job import Job
-from labcode.slurm.script.render import expanded, inside, literal, render
+from labcode.slurm.script.quote import expanded, inside, literal
+from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Container, Cpus, Gpus, Mail, Setting, Site, load, names
 
 NASTY = [
@@ -108,12 +109,18 @@ def test_shellcheck_passes_for_every_site_launcher_and_container(tmp_path):
     )
 
 
+def job_name(line):
+    """A name for a job that is as close to `line` as a job's name may be."""
+    name = line.replace("/", "-").strip()
+    return "x" if name in ("", ".", "..") else name  # Job refuses these; see test_slurm_job.py
+
+
 def nasty_script(text, line):
     job = Job(
         "",
         (text, text),
         module="labcode.doctor",
-        name=line.replace("/", "-").strip() or "x",
+        name=job_name(line),
         env={"A": text},
     )
     site = Site(
@@ -151,6 +158,8 @@ def test_shellcheck_passes_for_names_and_paths_that_ask_for_trouble(text, tmp_pa
     max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
 )
 @given(ARGUMENT, ON_ONE_LINE)
+@example(".", ".")
+@example("..", "..")
 def test_shellcheck_passes_for_any_text(tmp_path, text, line):
     check_shell(tmp_path, nasty_script(text, line))
 

@@ -1,4 +1,4 @@
-"""Site profiles: those that ship are whole and name their sources; a wrong one is refused by line."""
+"""Site profiles: those that ship are whole and name sources; a wrong one is refused by its line."""
 
 import dataclasses
 import re

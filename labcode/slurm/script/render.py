@@ -1,33 +1,45 @@
 """A job on a site as a batch script that a person can read: `render(job, site) -> str`.
 
-What decides is here, as tables of options; how it reads is in `templates/`. Nothing reaches the shell unquoted: what comes
-from the job is taken literally, in what comes from the site a `$NAME` is looked up by the cluster (see `site`).
+What decides is here, as tables of options; how it reads is in `templates/`. Nothing reaches the
+shell unquoted (`quote.py`): what comes from the job is taken literally, in what comes from the site
+a `$NAME` is looked up by the cluster.
 """
 
-import re
 from pathlib import Path
 
 import jinja2
 
 from labcode.slurm.script.job import Job
-from labcode.slurm.script.site import Site
+from labcode.slurm.script.quote import expanded, for_sbatch, inside, literal
+from labcode.slurm.script.site import Container, Gpus, Site
+from labcode.topology import GridShape
 
-PLAIN = re.compile(
-    r"[\w@%+=:,./-]+", re.ASCII
-)  # needs no quotes, neither in bash nor on an #SBATCH line
-VARIABLE = re.compile(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})", re.ASCII)
-ODD = re.compile(
-    r"[^\x20-\x7e\u00a1-\u1fff\u2c00-\ud7ff\U0001f300-\U0001faff]"
-)  # controls, odd spaces, typographic signs
 COLUMN = 40  # where comments begin
+
+Row = tuple[str, str | int | bool | None, str]  # option of sbatch, value, comment
+
+
+def commented(line: str, comment: str) -> str:
+    """The line with a comment beside it, if there is one."""
+    return f"{line:{COLUMN}} # {comment}" if comment else line
+
+
+def count(number: int, what: str) -> str:
+    """ "1 node", "2 nodes"."""
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 _TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent / "templates"),
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
     lstrip_blocks=True,
     keep_trailing_newline=True,
-    autoescape=False,  # bash, not HTML: each value is quoted below
+    autoescape=False,  # bash, not HTML: each value is quoted here
 )
+_TEMPLATES.filters["commented"] = commented
+_TEMPLATES.filters["literal"] = literal
+_TEMPLATES.filters["expanded"] = expanded
 
 
 def render(job: Job, site: Site) -> str:
@@ -42,260 +54,241 @@ def render(job: Job, site: Site) -> str:
     """
     shape = job.check()
     _check_fits(job, site)
-    torchrun = site.launcher == "torchrun"
-    settings = [
-        (name, expanded(setting.value), setting.reason)
-        for name, setting in site.env.items()
-        if name not in job.env
-    ]
+    # one job of an array may have the number of the whole array, and scancel would take all of it
+    this_job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID"
+    settings = {name: setting for name, setting in site.env.items() if name not in job.env}
     return _TEMPLATES.get_template("job.sh.j2").render(
         job=job,
         site=site,
         title=_title(job, shape),
-        directives=[_directive(*row) for row in _directives(job, site)],
-        modules=" ".join(map(literal, site.modules)),
-        settings=[_commented(f"export {name}={value}", reason) for name, value, reason in settings],
-        nccl_debug=job.nccl_debug and literal(job.nccl_debug),
-        job_settings=[f"export {name}={literal(value)}" for name, value in job.env.items()],
-        threads=None if "OMP_NUM_THREADS" in {*site.env, *job.env} else site.cpus_per_rank,
-        own_folder=job.own_folder,
+        directives=_directives(job, site),
+        settings=settings,
+        sets_threads="OMP_NUM_THREADS" not in {*site.env, *job.env},
         out=inside(site.scratch, "$SLURM_JOB_NAME-$SLURM_JOB_ID"),
-        folder=expanded(site.scratch) if site.container.kind != "none" else None,
-        torchrun=torchrun,
-        # one job of an array may have the number of the whole array, and scancel would take all of it
-        this_job="${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID",
-        hands_down=_hands_down(job, site, torchrun),
-        ignores=_ignores(job, site, torchrun),
-        command=" \\\n    ".join(_command(job, site, torchrun)),
+        torchrun=site.launcher == "torchrun",
+        this_job=this_job,
+        hands_down=_hands_down(job, site),
+        ignores=_ignores(job, site),
+        command=" \\\n    ".join(_command(job, site)),
     )
 
 
-def _check_fits(job, site):
+def _check_fits(job: Job, site: Site) -> None:
     """Raises ValueError for a job that the site refuses whatever else it says."""
-    limits = {
-        "minutes": site.max_minutes,
-        "nodes": site.max_nodes,
-        "ranks_per_node": site.gpus.per_node or None,
-    }
-    kinds = {"minutes": "max_minutes", "nodes": "max_nodes", "ranks_per_node": "gpus.per_node"}
-    for name, most in limits.items():
-        if most is not None and getattr(job, name) > most:
-            raise ValueError(
-                f"{name}={getattr(job, name)} is more than {kinds[name]}={most} of {site.name}: ask for less"
-            )
+    limits = (
+        ("minutes", job.minutes, "max_minutes", site.max_minutes),
+        ("nodes", job.nodes, "max_nodes", site.max_nodes),
+        ("ranks_per_node", job.ranks_per_node, "gpus.per_node", site.gpus.per_node or None),
+    )
+    for name, asked, limit, most in limits:
+        if most is not None and asked > most:
+            found = f"{name}={asked} is more than {limit}={most} of {site.name}"
+            raise ValueError(f"{found}: ask for less")
     cpus = site.cpus_per_rank * job.ranks_per_node
     if site.cpus.per_node and cpus > site.cpus.per_node:
-        raise ValueError(
-            f"{job.ranks_per_node} ranks x {site.cpus_per_rank} CPUs = {cpus} are more than the {site.cpus.per_node} CPUs "
-            f"of a node of {site.name}: change ranks_per_node or cpus.per_rank"
-        )
+        asked = f"{job.ranks_per_node} ranks x {site.cpus_per_rank} CPUs = {cpus}"
+        has = f"the {site.cpus.per_node} CPUs of a node of {site.name}"
+        raise ValueError(f"{asked} are more than {has}: change ranks_per_node or cpus.per_rank")
 
 
-def _directives(job, site):
-    """(option, value, comment) of each #SBATCH line; lines without a value are left out."""
-    torchrun, share = (
-        site.launcher == "torchrun",
-        " the ranks of a node share it" if site.launcher == "torchrun" else "",
-    )
-    mail = site.mail
-    yield "job-name", job.name, ""
-    yield "account", site.account, ""
-    yield "partition", site.partition, ""
-    yield "qos", site.qos, ""
-    yield "reservation", site.reservation, ""
-    yield "constraint", site.constraint, ""
-    yield "nodes", job.nodes, ""
-    yield (
-        "ntasks-per-node",
-        1 if torchrun else job.ranks_per_node,
-        "torchrun, which starts the ranks" if torchrun else "ranks",
-    )
-    yield (
-        "cpus-per-task",
-        site.cpus_per_rank * (job.ranks_per_node if torchrun else 1),
-        share.strip(),
-    )
-    yield from _gpus(job, site.gpus, torchrun)
-    yield "mem", site.memory, "per node"
-    yield "exclusive", True if site.exclusive else None, ""
-    yield "time", f"{job.minutes // 60:02}:{job.minutes % 60:02}:00", ""
-    yield (
-        "output",
-        job.log if site.logs == "." else f"{site.logs.rstrip('/')}/{job.log}",
-        "name and number of the job",
-    )
-    yield "open-mode", "append" if job.resumes else None, "a second life goes on in the same log"
-    yield (
-        ("requeue", True, "after a failed node too")
-        if job.resumes
-        else ("no-requeue", True, _why_not(job))
-    )
-    yield (
-        "signal",
-        f"B:USR1@{job.signal_s}" if job.resumes else None,
-        "to this script, before the time is over",
-    )
-    yield "array", job.array, ""
-    yield "dependency", job.dependency, ""
-    yield (
-        "kill-on-invalid-dep",
-        "yes" if job.dependency else None,
-        "else the job would wait for ever",
-    )
-    yield "mail-user", mail and mail.user, ""
-    yield "mail-type", mail and ",".join(mail.events), ""
-    for option in site.directives:
-        name, _, value = option.removeprefix("--").partition("=")
-        yield name, value or True, ""
-
-
-def _why_not(job):
-    return "a second life would find its folder taken" if job.trains else "it would begin again"
-
-
-def _gpus(job, gpus, torchrun):
-    if not gpus.per_node:
-        return
-    kind = f"{gpus.type}:" if gpus.type else ""
-    if gpus.request == "gres":
-        yield "gres", f"gpu:{kind}{job.ranks_per_node}", "per node"
-    else:
-        per_task = gpus.request == "gpus-per-task" and not torchrun
-        yield gpus.request, f"{kind}{1 if per_task else job.ranks_per_node}", ""
-
-
-def _directive(option, value, comment):
-    if value is None:
-        return None
-    return _commented(
-        f"#SBATCH --{option}" if value is True else f"#SBATCH --{option}={_for_sbatch(str(value))}",
-        comment,
-    )
-
-
-def _for_sbatch(value):
-    """Quoted as sbatch reads its lines: inside double quotes a backslash takes the next character as it is."""
-    return value if PLAIN.fullmatch(value) else '"' + re.sub(r'([\\"])', r"\\\1", value) + '"'
-
-
-def _command(job, site, torchrun):
-    """The lines of the command that runs on all nodes."""
-    container = site.container
-    srun = ["srun --kill-on-bad-exit=1"]
-    srun += ['--cpus-per-task="$SLURM_CPUS_PER_TASK"']
-    srun += [f"--cpu-bind={site.cpus.bind}"] if site.cpus.bind else []
-    if site.gpus.per_node and site.gpus.request == "gpus-per-task" and not torchrun:
-        srun += ["--gpu-bind=none"]
-    yield " ".join(srun)
-    if container.kind == "pyxis":
-        mounts = ",".join(bind if ":" in bind else f"{bind}:{bind}" for bind in _binds(site))
-        yield f'--container-image={expanded(container.image)} --container-workdir="$PWD"'
-        yield " ".join(
-            [f"--container-mounts={expanded(mounts)}", *map(expanded, container.options)]
-        )
-    if _hands_down(job, site, torchrun):
-        yield f'bash -c "$hand_down" {"torchrun" if torchrun else "rank"}'
-    if _wrapped(site):
-        yield " ".join(_container(site))
-    if _ignores(job, site, torchrun):
-        yield f"""bash -c 'trap "" USR1; exec "$@"' {"torchrun" if torchrun else "rank"}"""
-    if torchrun:
-        agent = f"{expanded(site.python)} -m torch.distributed.run"
-        yield f'{agent} --nnodes="$SLURM_NNODES" --nproc-per-node={job.ranks_per_node}'
-        yield '--rdzv-id="$SLURM_JOB_ID" --rdzv-backend=c10d --rdzv-endpoint="$first_node:$port"'
-    program = f"-m {job.module}" if torchrun else f"{expanded(site.python)} -m {job.module}"
-    out = "\0out"  # stands for the variable of the script, and no argument can hold a NUL
-    yield " ".join(
-        [program, *('"$out"' if word == out else literal(word) for word in job.arguments(out))]
-    )
-
-
-def _wrapped(site):
-    """Whether a program of the container stands between SLURM and ours; pyxis is part of SLURM."""
-    return site.container.kind not in ("none", "pyxis")
-
-
-def _hands_down(job, site, torchrun):
-    """Whether the ranks are not what SLURM starts and signals, but below it."""
-    return job.resumes and (torchrun or _wrapped(site))
-
-
-def _ignores(job, site, torchrun):
-    """Whether what runs has to ignore the signal by itself: `hand_down` sees to it on this side of a container alone."""
-    return job.resumes and (_wrapped(site) or not torchrun)
-
-
-def _binds(site):
-    """Folders that a container has to see, beside those that the site names."""
-    return ["$PWD", *([site.scratch] if site.scratch[0] in "/$" else []), *site.container.binds]
-
-
-def _container(site):
-    container = site.container
-    if container.kind == "shifter":  # sees the file systems of the site by itself
-        yield f"shifter --image={expanded(container.image)}"
-        yield from (
-            f"--volume={expanded(bind if ':' in bind else f'{bind}:{bind}')}"
-            for bind in container.binds
-        )
-        yield from map(expanded, container.options)
-        return
-    yield f"{container.kind} exec"
-    if site.gpus.per_node and site.gpus.vendor == "nvidia":
-        yield "--nv"
-    yield from (f"--bind {expanded(bind)}" for bind in _binds(site))
-    yield from map(expanded, container.options)
-    yield expanded(container.image)
-
-
-def literal(text: str) -> str:
-    """A word of bash that is this text and nothing else, in the plainest quotes that ShellCheck has no question about."""
-    if PLAIN.fullmatch(text):
-        return text
-    if ODD.search(text):  # $'...': control characters and typographic quotes as their bytes
-        return "$'" + ODD.sub(_as_bytes, re.sub(r"([\\'])", r"\\\1", text)) + "'"
-    return '"' + _inside_quotes(text) + '"' if re.search(r"[$`'\\]", text) else f"'{text}'"
-
-
-def expanded(text: str) -> str:
-    """A word of bash in which a `$NAME` or `${NAME}` is looked up and everything else is literal."""
-    if not VARIABLE.search(text):
-        return literal(text)
-    pieces = VARIABLE.split(text)  # literal, $NAME, literal, $NAME, ..., literal
-    if ODD.search(text):
-        return "".join(
-            f'"{piece}"' if at % 2 else literal(piece) for at, piece in enumerate(pieces) if piece
-        )
-    return (
-        '"'
-        + "".join(piece if at % 2 else _inside_quotes(piece) for at, piece in enumerate(pieces))
-        + '"'
-    )
-
-
-def inside(folder: str, name: str) -> str:
-    """A word of bash for the path `folder/name`; variables in both are looked up."""
-    return expanded(f"{folder.rstrip('/')}/{name}")
-
-
-def _inside_quotes(text):
-    return re.sub(r'([\\"$`])', r"\\\1", text)
-
-
-def _as_bytes(match):
-    return {"\n": "\\n", "\t": "\\t"}.get(match[0]) or "".join(
-        f"\\x{byte:02x}" for byte in match[0].encode()
-    )
-
-
-def _commented(line, comment):
-    return f"{line:{COLUMN}} # {comment}" if comment else line
-
-
-def _title(job, shape):
-    title = f"{job.name}: {_count(job.nodes, 'node')} x {_count(job.ranks_per_node, 'rank')}"
+def _title(job: Job, shape: GridShape | None) -> str:
+    title = f"{job.name}: {count(job.nodes, 'node')} x {count(job.ranks_per_node, 'rank')}"
     return f"{title}, {shape}" if shape else title
 
 
-def _count(number, what):
-    return f"{number} {what}{'' if number == 1 else 's'}"
+# ---------------------------------------------------------------------------------- the directives
+
+
+def _directives(job: Job, site: Site) -> list[str]:
+    """The #SBATCH lines."""
+    rows = (
+        *_place(job, site),
+        *_size(job, site),
+        *_gpus(job, site.gpus, site.launcher == "torchrun"),
+        *_limits(job, site),
+        *_restart(job),
+        *_others(job, site),
+    )
+    lines = []
+    for option, value, comment in rows:
+        if value is True:
+            lines.append(commented(f"#SBATCH --{option}", comment))
+        elif value is not None:
+            lines.append(commented(f"#SBATCH --{option}={for_sbatch(str(value))}", comment))
+    return lines
+
+
+def _place(job: Job, site: Site) -> tuple[Row, ...]:
+    return (
+        ("job-name", job.name, ""),
+        ("account", site.account, ""),
+        ("partition", site.partition, ""),
+        ("qos", site.qos, ""),
+        ("reservation", site.reservation, ""),
+        ("constraint", site.constraint, ""),
+    )
+
+
+def _size(job: Job, site: Site) -> tuple[Row, ...]:
+    if site.launcher == "torchrun":
+        cpus = site.cpus_per_rank * job.ranks_per_node
+        return (
+            ("nodes", job.nodes, ""),
+            ("ntasks-per-node", 1, "torchrun, which starts the ranks"),
+            ("cpus-per-task", cpus, "the ranks of a node share it"),
+        )
+    return (
+        ("nodes", job.nodes, ""),
+        ("ntasks-per-node", job.ranks_per_node, "ranks"),
+        ("cpus-per-task", site.cpus_per_rank, ""),
+    )
+
+
+def _gpus(job: Job, gpus: Gpus, torchrun: bool) -> tuple[Row, ...]:
+    if not gpus.per_node:
+        return ()
+    kind = f"{gpus.type}:" if gpus.type else ""
+    if gpus.request == "gres":
+        return (("gres", f"gpu:{kind}{job.ranks_per_node}", "per node"),)
+    one_rank = gpus.request == "gpus-per-task" and not torchrun
+    number = 1 if one_rank else job.ranks_per_node
+    return ((gpus.request, f"{kind}{number}", ""),)
+
+
+def _limits(job: Job, site: Site) -> tuple[Row, ...]:
+    hours, minutes = divmod(job.minutes, 60)
+    log = job.log if site.logs == "." else f"{site.logs.rstrip('/')}/{job.log}"
+    return (
+        ("mem", site.memory, "per node"),
+        ("exclusive", site.exclusive or None, ""),
+        ("time", f"{hours:02}:{minutes:02}:00", ""),
+        ("output", log, "name and number of the job"),
+    )
+
+
+def _restart(job: Job) -> tuple[Row, ...]:
+    if job.resumes:
+        return (
+            ("open-mode", "append", "a second attempt appends to the same log"),
+            ("requeue", True, "after a failed node too"),
+            ("signal", f"B:USR1@{job.signal_s}", "to this script, before the time is over"),
+        )
+    again = "a second attempt would find its folder taken" if job.trains else "it would begin again"
+    return (("no-requeue", True, again),)
+
+
+def _others(job: Job, site: Site) -> list[Row]:
+    rows: list[Row] = [("array", job.array, "")]
+    if job.dependency:
+        rows.append(("dependency", job.dependency, ""))
+        rows.append(("kill-on-invalid-dep", "yes", "else the job would wait for ever"))
+    if site.mail:
+        rows.append(("mail-user", site.mail.user, ""))
+        rows.append(("mail-type", ",".join(site.mail.events), ""))
+    for option in site.directives:
+        name, _, value = option.removeprefix("--").partition("=")
+        rows.append((name, value or True, ""))
+    return rows
+
+
+# ------------------------------------------------------------------------------------- the command
+
+
+def _command(job: Job, site: Site) -> list[str]:
+    """The lines of the command that runs on all nodes, from the outside to the inside."""
+    lines = [_srun(site)]
+    if site.container.kind == "pyxis":
+        lines += _pyxis(site)
+    if _hands_down(job, site):
+        lines.append(f'bash -c "$hand_down" {_what_runs(site)}')
+    if _wrapped(site):
+        lines.append(_container(site))
+    if _ignores(job, site):
+        lines.append(f"""bash -c 'trap "" USR1; exec "$@"' {_what_runs(site)}""")
+    python = expanded(site.python)
+    program = f"{python} -m {job.module}"
+    if site.launcher == "torchrun":
+        ranks = f'--nnodes="$SLURM_NNODES" --nproc-per-node={job.ranks_per_node}'
+        lines.append(f"{python} -m torch.distributed.run {ranks}")
+        meet = '--rdzv-backend=c10d --rdzv-endpoint="$first_node:$port"'
+        lines.append(f'--rdzv-id="$SLURM_JOB_ID" {meet}')
+        program = f"-m {job.module}"
+    typed = [literal(word) for word in job.typed]
+    lines.append(" ".join([program, *typed, *job.added('"$out"')]))
+    return lines
+
+
+def _srun(site: Site) -> str:
+    words = ["srun --kill-on-bad-exit=1", '--cpus-per-task="$SLURM_CPUS_PER_TASK"']
+    if site.cpus.bind:
+        words.append(f"--cpu-bind={site.cpus.bind}")
+    gpus = site.gpus
+    if gpus.per_node and gpus.request == "gpus-per-task" and site.launcher == "srun":
+        words.append("--gpu-bind=none")  # a rank picks its GPU by its local rank among all
+    return " ".join(words)
+
+
+def _what_runs(site: Site) -> str:
+    """What `ps` shows as the name of the bash before it."""
+    return "torchrun" if site.launcher == "torchrun" else "rank"
+
+
+def _wrapped(site: Site) -> bool:
+    """Whether a container's program stands between SLURM and ours; pyxis is part of SLURM."""
+    return site.container.kind not in ("none", "pyxis")
+
+
+def _hands_down(job: Job, site: Site) -> bool:
+    """Whether the ranks are not what SLURM starts and signals, but below it."""
+    return job.resumes and (site.launcher == "torchrun" or _wrapped(site))
+
+
+def _ignores(job: Job, site: Site) -> bool:
+    """Whether what runs has to ignore the signal without help.
+
+    `hand_down` does that for what it starts, but only on this side of a container.
+    """
+    return job.resumes and (site.launcher == "srun" or _wrapped(site))
+
+
+# ------------------------------------------------------------------------------------ the container
+
+
+def _binds(site: Site) -> list[str]:
+    """Folders that a container has to see, those that the site names last."""
+    needed = ["$PWD"]
+    if site.scratch.startswith(("/", "$")):
+        needed.append(site.scratch)
+    return [*needed, *site.container.binds]
+
+
+def _both_sides(bind: str) -> str:
+    """OUTSIDE:INSIDE for a folder that is the same on both sides."""
+    return bind if ":" in bind else f"{bind}:{bind}"
+
+
+def _options(container: Container) -> list[str]:
+    return [expanded(option) for option in container.options]
+
+
+def _pyxis(site: Site) -> list[str]:
+    """The options of srun that pyxis reads."""
+    mounts = ",".join(_both_sides(bind) for bind in _binds(site))
+    image = f"--container-image={expanded(site.container.image or '')}"
+    more = [f"--container-mounts={expanded(mounts)}", *_options(site.container)]
+    return [f'{image} --container-workdir="$PWD"', " ".join(more)]
+
+
+def _container(site: Site) -> str:
+    """The program that starts the container, with its options."""
+    container = site.container
+    image = expanded(container.image or "")
+    if container.kind == "shifter":  # sees the site's file systems without being told
+        words = ["shifter", f"--image={image}"]
+        words += [f"--volume={expanded(_both_sides(bind))}" for bind in container.binds]
+        return " ".join([*words, *_options(container)])
+    words = [container.kind, "exec"]
+    if site.gpus.per_node and site.gpus.vendor == "nvidia":
+        words.append("--nv")
+    words += [f"--bind {expanded(bind)}" for bind in _binds(site)]
+    return " ".join([*words, *_options(container), image])

@@ -49,7 +49,7 @@ class Gpus:
     type: str | None = None
     vendor: Literal["nvidia", "amd"] = "nvidia"
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_at_least(self, "per_node", 0)
         check_one_line(self, "type")
 
@@ -68,7 +68,7 @@ class Cpus:
     per_rank: int | None = None
     bind: Literal["cores", "threads", "sockets", "ldoms", "none"] | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_at_least(self, "per_node", 1)
         check_at_least(self, "per_rank", 1)
 
@@ -89,7 +89,7 @@ class Container:
     binds: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if (self.kind == "none") != (self.image is None):
             name = "image" if self.image else "kind"
             raise FieldError(name, "an image needs a kind of container, and a kind an image")
@@ -105,7 +105,7 @@ class Mail:
     user: str
     events: tuple[Event, ...] = ("END", "FAIL")
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_one_line(self, "user")
 
 
@@ -116,7 +116,7 @@ class Setting:
     value: str
     reason: str
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_one_line(self, "value", "reason")
 
 
@@ -173,7 +173,7 @@ class Site:
     mail: Mail | None = None
     directives: tuple[str, ...] = ()
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         check_at_least(self, "max_minutes", 1)
         check_at_least(self, "max_nodes", 1)
         check_one_line(self, "account", "partition", "qos", "reservation", "constraint", "memory")

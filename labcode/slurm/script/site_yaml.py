@@ -40,7 +40,7 @@ class FieldError(ValueError):
         message: What was found, and what to do.
     """
 
-    def __init__(self, field: str, message: str):
+    def __init__(self, field: str, message: str) -> None:
         super().__init__(f"{field}: {message}")
         self.field = field
 
