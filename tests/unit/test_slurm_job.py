@@ -23,7 +23,7 @@ from labcode.slurm.script.job import Job
         ),
         (
             {"recipe": "gpt_tiny", "overrides": ("--train.overwrite",)},
-            "checkpoint.resume goes on .* train.overwrite",
+            "checkpoint.resume continues .* train.overwrite",
         ),
         ({"recipe": "gpt_tiny", "overrides": ("--help",)}, "trains nothing"),
         ({"recipe": "--help"}, "trains nothing"),
