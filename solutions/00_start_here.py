@@ -333,7 +333,7 @@ check("0.3", lambda: l00.first_loss(gpt2_first_loss))
 # With four processes there are four places to fail, and the one that fails first is rarely the one whose message you see first: the
 # others wait for it, lose the connection, and complain as well. Here rank 2 finds a bad value while the others already wait for it.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 2: ValueError: my batch holds a NaN"
 def fragile(rank):
     if rank == 2:
         raise ValueError("my batch holds a NaN")

@@ -378,7 +378,7 @@ check("1.3", lambda: l01.bucket(bucket_bytes), praise="at share = 1/2 it is p al
 # loss, so why should the others bother with its mean? The group here gives up after 2 seconds; by default gloo waits for 30 minutes, NCCL
 # for 10.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 0: RuntimeError: ... Timed out waiting"
 def loss_for_the_log(rank):
     group = dist.new_group(timeout=timedelta(seconds=2))
     loss = torch.tensor(float(rank))
@@ -428,7 +428,7 @@ print("found", ranks.run(disagree)[0])
 # PyTorch can compare the calls before it runs them, at the price of an extra round per call. In a job, set
 # `TORCH_DISTRIBUTED_DEBUG=DETAIL` before the ranks start; here a group made in that mode will do.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank ... RuntimeError: Detected mismatch between collectives on ranks"
 def disagree_watched(rank):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
     try:

@@ -530,11 +530,11 @@ plot.bars({f"p = {p}": fastest[1] / fastest[p] for p in fastest}, ylabel="speed-
 # this batch. Here rank 1 leaves out the last block. Its gradients never become ready, so their bucket never leaves. With one option of
 # DDP it works; what happens without, and on which rank?
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 1: RuntimeError: Expected to have finished reduction in the prior iteration"
 def drop_a_layer(rank, **options):
     model = TorchDataParallel(build(), **options)
     if rank == 1:
-        model.module.blocks = model.module.blocks[:1]
+        model.module.blocks[-1].forward = lambda x, rotation: x  # leaves out what the block does
     for inputs, targets in batches[:2]:
         gpt.loss(model(inputs), targets).backward()
 

@@ -440,7 +440,7 @@ print(*ranks.run(careless), sep="\n")
 # The second mistake is to leave a rank out. Here rank 3 took another branch and makes no dp groups. The time-out is 3 seconds; PyTorch's default is
 # 10 minutes with NCCL and 30 with gloo.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
 def absent(rank):
     for members in ([0, 2], [1, 3]):
         if rank != 3:
@@ -456,7 +456,7 @@ ranks.run(absent)
 # The third mistake is the most frequent and the cheapest, because it is found before any group exists: sizes that do not multiply to the
 # number of ranks. Read what was computed, what was found, and what to do.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: dp*pp*cp*tp = 2*1*1*3 = 6 but WORLD_SIZE is 4"
 ranks.run(lambda: Grid.create(GridShape(dp=2, tp=3)))
 
 # %% [markdown] tags=["exercise"]

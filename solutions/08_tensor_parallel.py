@@ -282,7 +282,7 @@ cuts({"qkv [3H, H]": ((3 * H, H), thirds), "bias": ((3 * H,), thirds), "proj [H,
 #
 # Here 4 query heads and 2 key/value heads work on 2 ranks. Four do not, and that is said before any process group is made.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="ValueError: model.num_kv_heads=2 is not divisible by"
 from labcode.config import ParallelConfig
 
 print("on 2 ranks, errors:", *ranks.run(difference, lambda: layers.Attention(64, 4, 2, causal=True), shard_attention(64, 32, 32))[0])

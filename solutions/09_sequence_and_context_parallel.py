@@ -558,7 +558,7 @@ check("9.4", lambda: l09.chunks(my_chunks), praise="the same work for 2, 4 and 8
 # Then five steps of training in float64 on each grid, against one process. In the last line the sums over cp are forgotten, and over cp **every** weight is
 # shared: each rank trains a GPT of its own on a quarter of the tokens.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: model.context_length=250 is not divisible by"
 ranks.run(lambda: parallelize(gpt.GPT(replace(config, context_length=250)), Grid.create(GridShape(tp=4)), ParallelConfig(sequence_parallel=True)))
 
 # %% tags=["nbval-check-output"]

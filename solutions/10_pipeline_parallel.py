@@ -392,7 +392,7 @@ plot.bars({names[key]: {"formula": predicted[key], "measured": results[key][1].b
 # A schedule is a promise between ranks: each message has a sender, and nobody waits in a circle. If it is broken, the ranks wait for ever, and a cluster bills for it. So it is
 # refused before any rank begins. Here rank 0 wants the gradient of micro-batch 0 before it sends micro-batch 1, and rank 1 wants micro-batch 1 before it gives any gradient.
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="ValueError: rank 0 cannot start 0B0: it waits for 1B0 of rank 1"
 wrong = {0: "0F0 0B0 0F1 0B1", 1: "1F0 1F1 1B0 1B1"}
 check_schedule({rank: [Action.parse(text) for text in row.split()] for rank, row in wrong.items()}, num_stages=2, num_microbatches=2)
 

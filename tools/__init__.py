@@ -1,1 +1,1 @@
-"""Tools that build and check the course; run from the root of the repository, never imported by labcode."""
+"""What builds and checks the course; run from the repository's root, never imported by labcode."""

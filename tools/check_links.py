@@ -1,4 +1,4 @@
-"""Do the relative links in *.md and in the notebooks' prose point to files and headings that exist? Offline.
+"""Do the relative links in *.md and in the notebooks' prose point to what exists? Offline.
 
 python -m tools.check_links        prints each broken link with its file, exits with 1 if there is one
 """
@@ -11,6 +11,7 @@ import nbformat
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as well as with -m
 
+from tools import fingerprint
 from tools.notebook_run import ROOT
 
 LINK = re.compile(
@@ -21,13 +22,22 @@ SKIPPED = {"cache", "runs", "build", "node_modules"}
 
 
 def documents(root: Path) -> list[Path]:
-    """All Markdown files and notebooks of the course."""
-    found = [path for kind in ("*.md", "*.ipynb") for path in root.rglob(kind)]
-    return sorted(
-        p
-        for p in found
-        if not any(part in SKIPPED or part[0] == "." for part in p.relative_to(root).parts)
-    )
+    """All Markdown files and notebooks of the course, without notebooks that a learner edited."""
+    found = []
+    for path in [*root.rglob("*.md"), *root.rglob("*.ipynb")]:
+        folders = path.relative_to(root).parts
+        is_hidden = any(part.startswith(".") for part in folders)
+        if not is_hidden and not SKIPPED.intersection(folders) and not _is_a_learners(path):
+            found.append(path)
+    return sorted(found)
+
+
+def _is_a_learners(path: Path) -> bool:
+    if path.suffix != ".ipynb":
+        return False
+    notebook = nbformat.read(path, as_version=4)
+    is_student_version = "built" in notebook.metadata.get("lesson", {})
+    return is_student_version and fingerprint.is_edited(notebook)
 
 
 def prose(path: Path) -> str:
@@ -42,17 +52,16 @@ def prose(path: Path) -> str:
 
 
 def headings(path: Path) -> set[str]:
-    """The anchors that a document offers: GitHub's for Markdown, JupyterLab's for a notebook, and explicit ids."""
-    text = path.read_text() if path.suffix == ".md" else prose(path)
-    titles = [
-        re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", title).strip()
-        for title in re.findall(r"(?m)^#+ +(.+)$", text)
-    ]
-    if path.suffix == ".md":
-        anchors = [re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles]
-    else:
-        anchors = [title.replace(" ", "-") for title in titles]
-    return {*anchors, *re.findall(r"(?:id|name)=[\"']([^\"']+)", text)}
+    """The anchors of a document: GitHub's or, in a notebook, JupyterLab's, and explicit ids."""
+    is_markdown = path.suffix == ".md"
+    text = path.read_text() if is_markdown else prose(path)
+    anchors = set(re.findall(r"(?:id|name)=[\"']([^\"']+)", text))
+    for heading in re.findall(r"(?m)^#+ +(.+)$", text):
+        title = re.sub(r"[*`]|\[([^\]]*)\]\([^)]*\)", r"\1", heading).strip()
+        if is_markdown:
+            title = re.sub(r"[^\w\- ]", "", title.lower())
+        anchors.add(title.replace(" ", "-"))
+    return anchors
 
 
 def broken(path: Path, root: Path) -> list[str]:
@@ -79,15 +88,13 @@ def broken(path: Path, root: Path) -> list[str]:
 def main(root: Path = ROOT) -> int:
     """The command line; returns the exit code."""
     paths = documents(root)
-    problems = [line for path in paths for line in broken(path, root)]
-    print(
-        "\n".join(
-            [
-                *problems,
-                f"{len(paths)} documents: {f'{len(problems)} broken links' if problems else 'all links hold'}",
-            ]
-        )
-    )
+    problems = []
+    for path in paths:
+        problems += broken(path, root)
+    for problem in problems:
+        print(problem)
+    verdict = f"{len(problems)} broken links" if problems else "all links hold"
+    print(f"{len(paths)} documents: {verdict}")
     return 1 if problems else 0
 
 

@@ -1,4 +1,4 @@
-"""`make course`: execute every solution notebook without a browser and print lesson, seconds and result."""
+"""`make course`: execute every solution notebook without a browser and print how it went."""
 
 import sys
 import time
@@ -12,13 +12,18 @@ from tools.notebook_run import ROOT, RunError, run
 
 
 def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
-    """Run the notebooks one after the other in scratch folders; 1 if any fails. The stored notebooks are not touched."""
+    """Run the notebooks one after the other in scratch folders; the stored ones are not touched.
+
+    Args:
+        root: The folder that holds `solutions/`.
+        wanted: Beginnings of names, "04"; none or empty: all lessons.
+
+    Returns:
+        The exit code: 1 if any lesson failed.
+    """
     paths = sorted((root / "solutions").glob("[0-9][0-9]_*.ipynb"))
-    paths = [
-        path
-        for path in paths
-        if not wanted or any(path.stem.startswith(prefix) for prefix in wanted)
-    ]
+    if wanted:
+        paths = [path for path in paths if path.stem.startswith(tuple(wanted))]
     if not paths:
         print("no solution notebook found: run `make notebooks`")
         return 1
@@ -35,7 +40,8 @@ def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
             failures.append(f"{path.name}, {error}")
         print(f"{time.perf_counter() - start:7.1f}  {result}", flush=True)
     print(f"{len(paths) - len(failures)} of {len(paths)} lessons ran to the end")
-    print("\n".join(["", *failures]) if failures else "", end="")
+    for failure in failures:
+        print(f"\n{failure}")
     return 1 if failures else 0
 
 

@@ -1,19 +1,28 @@
-"""A lesson's source, `solutions/NN_topic.py` (jupytext py:percent), turned into its two notebooks, without running anything.
+"""A lesson's source, `solutions/NN_topic.py` (jupytext py:percent), as its two notebooks.
 
 ### BEGIN SOLUTION ... ### END SOLUTION   left out of the student notebook; a stub takes its place
 tag `predict`                             the student notebook keeps the names, each set to `...`
 tag `solution-only`                       the whole cell is left out of the student notebook
+tag `raises-exception`                    broken on purpose: raises="ValueError: first words" beside
+                                          the tag says what the cell must raise
+
+Nothing is executed here.
 """
 
 import ast
 import hashlib
 import re
+from typing import NamedTuple
 
 import jupytext
+from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
+from tools import fingerprint
+
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
-BEGIN, END = "### BEGIN SOLUTION", "### END SOLUTION"
+BEGIN = "### BEGIN SOLUTION"
+END = "### END SOLUTION"
 STUB = 'raise NotImplementedError("exercise: your code here")'
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
@@ -22,7 +31,15 @@ class LessonError(ValueError):
     """A source that cannot be built: one line that says where and what to do."""
 
 
-def notebooks_of(text: str, name: str):
+class Block(NamedTuple):
+    """Lines of a cell between two markers."""
+
+    kind: str  # "text" or "solution"
+    lines: list[str]
+    start: int  # number of the first line
+
+
+def notebooks_of(text: str, name: str) -> tuple[NotebookNode, NotebookNode]:
     """The solution notebook (without outputs) and the student notebook of one source.
 
     Cell ids come from the content of the cell, so a cell keeps its id when others change around it.
@@ -32,42 +49,65 @@ def notebooks_of(text: str, name: str):
         name: File name of the source, for messages and for the notebook's metadata.
 
     Raises:
-        LessonError: Unbalanced markers, a solution in a markdown cell, or a cell that is not Python.
+        LessonError: Unbalanced markers, a solution in a markdown cell, a cell that is not Python,
+            or a cell that is broken on purpose and does not say what it raises.
     """
-    solution, student, seen = [], [], {}
+    solution = []
+    student = []
+    seen: dict[str, int] = {}
     for number, cell in enumerate(jupytext.reads(text, fmt="py:percent").cells, 1):
-        tags = cell.metadata.get("tags", [])
+        where = f"{name}, cell {number}"
+        metadata = _metadata(cell, where)
         key = f"{cell.cell_type}\n{cell.source}"
         seen[key] = seen.get(key, 0) + 1
         cell_id = hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest()[:12]
-        where = f"{name}, cell {number}"
-        blanked = _blanked(cell, tags, where)
-        solution.append(_cell(cell.cell_type, _without_markers(cell.source), tags, cell_id))
-        if "solution-only" not in tags:
-            student.append(_cell(cell.cell_type, blanked, tags, cell_id))
+        for_students = _blanked(cell, where)
+        solved = _without_markers(cell.source)
+        solution.append(_cell(cell.cell_type, solved, metadata, cell_id))
+        if "solution-only" not in cell.metadata.get("tags", []):
+            student.append(_cell(cell.cell_type, for_students, metadata, cell_id))
     digest = hashlib.sha256(text.encode()).hexdigest()
-    return _notebook(solution, name, digest), _notebook(student, name, digest)
+    student_notebook = _notebook(student, name, digest)
+    student_notebook.metadata.lesson["built"] = fingerprint.of_cells(student_notebook)
+    return _notebook(solution, name, digest), student_notebook
 
 
 def solution_lines(text: str) -> list[str]:
-    """The lines between the markers and in predict cells, stripped: what the student notebook must not show."""
+    """What the student notebook must not show: solutions and predictions, their lines stripped."""
     lines = []
     for cell in jupytext.reads(text, fmt="py:percent").cells:
-        tags = cell.metadata.get("tags", [])
-        if "predict" in tags:
+        if "predict" in cell.metadata.get("tags", []):
             lines += cell.source.splitlines()
-        else:
-            blocks = _blocks(cell.source, "source")
-            lines += [line for kind, block, _ in blocks if kind == "solution" for line in block]
+            continue
+        for block in _blocks(cell.source, "source"):
+            if block.kind == "solution":
+                lines += block.lines
     return [line.strip() for line in lines if line.strip()]
 
 
-def _cell(kind, source, tags, cell_id):
+def _metadata(cell: NotebookNode, where: str) -> dict[str, object]:
+    """The metadata that goes into both notebooks: the tags, and what a broken cell raises."""
+    kept: dict[str, object] = {}
+    tags = list(cell.metadata.get("tags", []))
+    expected = cell.metadata.get("raises")
+    if tags:
+        kept["tags"] = tags
+    if ("raises-exception" in tags) != bool(expected):
+        raise LessonError(
+            f"{where}: the tag 'raises-exception' and the error go together: "
+            'write tags=["raises-exception"] raises="ValueError: its first words"'
+        )
+    if expected:
+        kept["raises"] = expected
+    return kept
+
+
+def _cell(kind: str, source: str, metadata: dict[str, object], cell_id: str) -> NotebookNode:
     make = new_code_cell if kind == "code" else new_markdown_cell
-    return make(source, id=cell_id, metadata={"tags": list(tags)} if tags else {})
+    return make(source, id=cell_id, metadata=dict(metadata))
 
 
-def _notebook(cells, name, digest):
+def _notebook(cells: list[NotebookNode], name: str, digest: str) -> NotebookNode:
     metadata = {
         "kernelspec": dict(KERNELSPEC),
         "language_info": {"name": "python"},
@@ -78,77 +118,84 @@ def _notebook(cells, name, digest):
     return notebook
 
 
-def _without_markers(source):
+def _without_markers(source: str) -> str:
     return "\n".join(line for line in source.splitlines() if line.strip() not in (BEGIN, END))
 
 
-def _blocks(source, where):
-    """The source cut at the markers: (kind, lines, number of the first line), kind "text" or "solution"."""
-    blocks, kind, lines, start = [], "text", [], 1
+def _blocks(source: str, where: str) -> list[Block]:
+    """The source, cut at the markers."""
+    blocks = []
+    block = Block("text", [], 1)
     for number, line in enumerate(source.splitlines(), 1):
-        if line.strip() in (BEGIN, END):
-            wanted = BEGIN if kind == "text" else END
-            if line.strip() != wanted:
+        found = line.strip()
+        if found in (BEGIN, END):
+            wanted = BEGIN if block.kind == "text" else END
+            if found != wanted:
                 raise LessonError(
-                    f"{where}, line {number}: found '{line.strip()}' where '{wanted}' was due"
+                    f"{where}, line {number}: found '{found}' where '{wanted}' was due"
                 )
-            blocks.append((kind, lines, start))
-            kind, lines, start = ("solution" if kind == "text" else "text"), [], number + 1
+            blocks.append(block)
+            block = Block("solution" if wanted == BEGIN else "text", [], number + 1)
         elif re.search(r"#+\s*(BEGIN|END)\s+SOLUTION", line, re.IGNORECASE):
             raise LessonError(
-                f"{where}, line {number}: write the marker alone on its line, as '{BEGIN}' or '{END}'"
+                f"{where}, line {number}: write the marker alone on its line, "
+                f"as '{BEGIN}' or '{END}'"
             )
         else:
-            lines.append(line)
-    if kind == "solution":
+            block.lines.append(line)
+    if block.kind == "solution":
         raise LessonError(f"{where}: '{BEGIN}' without '{END}'")
-    return [*blocks, (kind, lines, start)]
+    return [*blocks, block]
 
 
-def _blanked(cell, tags, where):
+def _blanked(cell: NotebookNode, where: str) -> str:
     """The cell as the student sees it."""
     blocks = _blocks(cell.source, where)
-    solved = [block for block in blocks if block[0] == "solution"]
+    has_solution = any(block.kind == "solution" for block in blocks)
+    is_prediction = "predict" in cell.metadata.get("tags", [])
     if cell.cell_type != "code":
-        if solved:
+        if has_solution:
             raise LessonError(
                 f"{where}: a solution in a markdown cell; tag the cell 'solution-only' instead"
             )
         return cell.source
-    if not solved and "predict" not in tags:
+    if not has_solution and not is_prediction:
         return cell.source
     tree = _parse(cell.source, where)
-    if "predict" in tags:
-        return _unset(tree, 1, len(cell.source.splitlines()), "", "your prediction")
-    functions = [node for node in ast.walk(tree) if isinstance(node, FUNCTIONS)]
-    original, lines = cell.source.splitlines(), []
-    for kind, block, start in blocks:
-        if kind == "text":
-            lines += block
-            continue
-        marker = original[start - 2]
-        indent = marker[: len(marker) - len(marker.lstrip())]
-        code = next(
-            (
-                start + i
-                for i, line in enumerate(block)
-                if line.strip() and not line.strip().startswith("#")
-            ),
-            None,
-        )
-        if code is None:
-            raise LessonError(f"{where}, line {start}: an empty solution")
-        inside = any(node.lineno < start and code <= node.end_lineno for node in functions)
-        lines += (
-            [indent + STUB]
-            if inside
-            else _unset(tree, start, start + len(block) - 1, indent, "your answer").splitlines()
-        )
+    original = cell.source.splitlines()
+    if is_prediction:
+        return _unset(tree, 1, len(original), "", "your prediction")
+    lines = []
+    for block in blocks:
+        if block.kind == "text":
+            lines += block.lines
+        else:
+            marker = original[block.start - 2]
+            indent = marker[: len(marker) - len(marker.lstrip())]
+            lines.append(_stub(tree, block, indent, where))
     return "\n".join(lines)
 
 
-def _parse(source, where):
-    """The cell as a syntax tree; magics count as comments, so that line numbers stay."""
+def _stub(tree: ast.Module, block: Block, indent: str, where: str) -> str:
+    """What stands in the place of a solution: an exception in a function, unset names elsewhere."""
+    first_code = None
+    for number, line in enumerate(block.lines, block.start):
+        if line.strip() and not line.strip().startswith("#"):
+            first_code = number
+            break
+    if first_code is None:
+        raise LessonError(f"{where}, line {block.start}: an empty solution")
+    for node in ast.walk(tree):
+        if isinstance(node, FUNCTIONS):
+            last = node.end_lineno or node.lineno
+            if node.lineno < block.start and first_code <= last:
+                return indent + STUB
+    end = block.start + len(block.lines) - 1
+    return _unset(tree, block.start, end, indent, "your answer")
+
+
+def _parse(source: str, where: str) -> ast.Module:
+    """The cell as a syntax tree; magics become `pass`, so that the numbers of lines stay."""
     plain = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", source)
     try:
         return ast.parse(plain)
@@ -156,25 +203,29 @@ def _parse(source, where):
         raise LessonError(f"{where}, line {error.lineno}: {error.msg}") from None
 
 
-def _unset(tree, first, last, indent, comment):
-    """`name = ...` for each name that lines first..last bind outside a function; `...` if they bind none."""
+def _unset(tree: ast.Module, first: int, last: int, indent: str, comment: str) -> str:
+    """`name = ...` for each name that lines first..last bind; `...` if they bind none."""
+    names = dict.fromkeys(_bound_names(tree, first, last))
+    lines = [f"{indent}{name} = ...  # {comment}" for name in names]
+    if not lines:
+        lines = [f"{indent}...  # {comment}"]
+    return "\n".join(lines)
+
+
+def _bound_names(parent: ast.AST, first: int, last: int) -> list[str]:
+    """The names that lines first..last bind outside functions, in order, some more than once."""
     names = []
-
-    def visit(node):
-        for child in ast.iter_child_nodes(node):
-            named = isinstance(child, (*FUNCTIONS, ast.ClassDef))
-            if named and first <= child.lineno <= last:
-                names.append(child.name)
-            elif isinstance(child, FUNCTIONS):
-                continue  # what a function binds is its own
-            elif isinstance(child, ast.Name) and isinstance(child.ctx, ast.Store):
-                if first <= child.lineno <= last and not isinstance(
-                    node, (ast.For, ast.comprehension, ast.NamedExpr)
-                ):
-                    names.append(child.id)
-            elif not isinstance(child, ast.Lambda):
-                visit(child)
-
-    visit(tree)
-    lines = [f"{indent}{name} = ...  # {comment}" for name in dict.fromkeys(names)]
-    return "\n".join(lines or [f"{indent}...  # {comment}"])
+    is_loop = isinstance(parent, (ast.For, ast.comprehension, ast.NamedExpr))
+    for child in ast.iter_child_nodes(parent):
+        line = getattr(child, "lineno", 0)
+        is_named = isinstance(child, (*FUNCTIONS, ast.ClassDef))
+        if is_named and first <= line <= last:
+            names.append(child.name)
+        elif isinstance(child, (*FUNCTIONS, ast.Lambda)):
+            continue  # what a function binds is its own
+        elif isinstance(child, ast.Name):
+            if isinstance(child.ctx, ast.Store) and first <= line <= last and not is_loop:
+                names.append(child.id)
+        else:
+            names += _bound_names(child, first, last)
+    return names

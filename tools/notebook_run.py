@@ -10,45 +10,48 @@ from jupyter_client.kernelspec import KernelSpecManager
 from jupyter_client.manager import AsyncKernelManager
 from nbclient import NotebookClient
 from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernelError
+from nbformat import NotebookNode
 from traitlets import default
 
 ROOT = Path(__file__).resolve().parents[1]
 CELL_TIMEOUT_S = 300  # hang detection: a whole lesson is meant to take 90 s
-
+WIDGET = "application/vnd.jupyter.widget-view+json"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
 
 class OwnKernelManager(AsyncKernelManager):
-    """Starts the `python3` kernel of the environment that runs this, whatever the user has installed elsewhere."""
+    """Starts the `python3` kernel of this environment, whatever else the user has installed."""
 
     @default("kernel_spec_manager")
-    def _own_specs(self):
-        return KernelSpecManager(
-            kernel_dirs=[os.path.join(sys.prefix, "share", "jupyter", "kernels")]
-        )
+    def _own_specs(self) -> KernelSpecManager:
+        kernels = os.path.join(sys.prefix, "share", "jupyter", "kernels")
+        return KernelSpecManager(kernel_dirs=[kernels])
 
 
 class RunError(RuntimeError):
     """A cell that failed: the message names the cell, its code and the error."""
 
 
-def run(notebook, timeout_s: float = CELL_TIMEOUT_S, folder: str | None = None):
+def run(
+    notebook: NotebookNode, timeout_s: float = CELL_TIMEOUT_S, folder: str | None = None
+) -> NotebookNode:
     """Execute a notebook in place, in a scratch folder that is removed afterwards, or in `folder`.
 
     Raises:
-        RunError: A cell raised (and is not tagged `raises-exception`), took too long, or killed the kernel.
+        RunError: A cell raised (and is not tagged `raises-exception`), took too long, or killed the
+            kernel.
     """
     for cell in notebook.cells:
         if cell.cell_type == "code":
-            cell.outputs, cell.execution_count = [], None
+            cell.outputs = []
+            cell.execution_count = None
     with tempfile.TemporaryDirectory(prefix="lesson-") as scratch:
         client = NotebookClient(
             notebook,
             kernel_manager_class=OwnKernelManager,
             kernel_name="python3",
-            extra_arguments=[
-                "--IPKernelApp.log_level=40"
-            ],  # errors only: no advice about encryption
+            extra_arguments=["--IPKernelApp.log_level=40"],  # errors only: no advice on encryption
             timeout=timeout_s,
             record_timing=False,
             resources={"metadata": {"path": folder or scratch}},
@@ -60,30 +63,95 @@ def run(notebook, timeout_s: float = CELL_TIMEOUT_S, folder: str | None = None):
     return tidy(notebook)
 
 
-def _explain(notebook, error, timeout_s):
+def output_problems(notebook: NotebookNode) -> list[str]:
+    """What is wrong with the outputs of an executed notebook; empty when all is well."""
+    problems = []
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type == "code":
+            problems += [f"cell {number} {problem}" for problem in _cell_problems(cell)]
+    return problems
+
+
+def _cell_problems(cell: NotebookNode) -> list[str]:
+    problems = []
+    errors = [output for output in cell.outputs if output.output_type == "error"]
+    expected = cell.metadata.get("raises")
+    if cell.execution_count is None:
+        problems.append("was not executed")
+    if errors and not expected:
+        problems.append(f"holds an error, {errors[0].ename}")
+    if expected and not errors:
+        problems.append(f"is tagged raises-exception but raised nothing, not {expected!r}")
+    if expected and errors:
+        raised = f"{errors[0].ename}: {errors[0].evalue}"
+        if not error_matches(expected, raised):
+            problems.append(f"should raise {expected!r}, but raised {raised[:300]!r}")
+    return problems
+
+
+def error_matches(expected: str, raised: str) -> bool:
+    """Whether an error begins with the words that are expected of it; `...` stands for any words.
+
+    Args:
+        expected: "ValueError: dp*pp" or "RankError: rank 1: RuntimeError: ... timed out".
+        raised: "ValueError: dp*pp*cp*tp = 6 but ...", the name of the error and its whole message.
+    """
+    words = [re.escape(part.strip()) for part in expected.split("...")]
+    return re.match(".*".join(words), raised, re.DOTALL) is not None
+
+
+def open_exercise_problems(notebook: NotebookNode) -> list[str]:
+    """The checks of an executed student notebook that do not say "not done yet"."""
+    problems = []
+    for number, cell in enumerate(notebook.cells, 1):
+        checks = CHECK.findall(cell.source) if cell.cell_type == "code" else []
+        if not checks:
+            continue
+        text = "".join(output.get("text", "") for output in cell.outputs)
+        verdicts = [line for line in text.splitlines() if re.match(r"\[.\] ", line)]
+        if verdicts != [f"[ ] {check} not done yet" for check in checks]:
+            problems.append(f"cell {number}, with its exercise open, printed {text!r}")
+    return problems
+
+
+def _explain(
+    notebook: NotebookNode,
+    error: CellExecutionError | CellTimeoutError | DeadKernelError,
+    timeout_s: float,
+) -> str:
     """`cell 7: ValueError: ...`, the lines of the cell, and the end of the traceback."""
-    code = [
-        (number, cell) for number, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"
-    ]
-    raised = [pair for pair in code if any(out.output_type == "error" for out in pair[1].outputs)]
-    begun = [pair for pair in code if pair[1].execution_count]
-    number, cell = ((raised if isinstance(error, CellExecutionError) else begun) or code)[-1]
+    number, cell = _failed_cell(notebook, isinstance(error, CellExecutionError))
     shown = "\n".join(f"    | {line}" for line in cell.source.splitlines())
-    if not isinstance(error, CellExecutionError):
-        what = (
-            f"no end after {timeout_s:g} s"
-            if isinstance(error, CellTimeoutError)
-            else "the kernel died"
-        )
-        return f"cell {number}: {what}\n{shown}"
-    output = next((out for out in cell.outputs if out.output_type == "error"), None)
+    if isinstance(error, CellTimeoutError):
+        return f"cell {number}: no end after {timeout_s:g} s\n{shown}"
+    if isinstance(error, DeadKernelError):
+        return f"cell {number}: the kernel died\n{shown}"
+    output = _first_error(cell)
     trace = ANSI.sub("", "\n".join(output.traceback)) if output else ""
     tail = "\n".join(f"    {line}" for line in trace.splitlines()[-15:])
     return f"cell {number}: {error.ename}: {error.evalue}\n{shown}\n{tail}"
 
 
-def tidy(notebook):
-    """Remove from the outputs what differs between machines and runs: paths, addresses, widgets, versions."""
+def _failed_cell(notebook: NotebookNode, has_raised: bool) -> tuple[int, NotebookNode]:
+    """The last cell that raised, or else the last one that was begun, with its number."""
+    last = (0, notebook.cells[-1])
+    for number, cell in enumerate(notebook.cells, 1):
+        if cell.cell_type != "code":
+            continue
+        if last[0] == 0:
+            last = (number, cell)
+        was_here = _first_error(cell) is not None if has_raised else bool(cell.execution_count)
+        if was_here:
+            last = (number, cell)
+    return last
+
+
+def _first_error(cell: NotebookNode) -> NotebookNode | None:
+    return next((output for output in cell.outputs if output.output_type == "error"), None)
+
+
+def tidy(notebook: NotebookNode) -> NotebookNode:
+    """Remove what differs between machines and runs: paths, addresses, widgets, versions."""
     notebook.metadata["language_info"] = {"name": "python"}
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
@@ -93,16 +161,17 @@ def tidy(notebook):
     return notebook
 
 
-def _joined(outputs):
-    """Outputs without widgets; the pieces of one stream in one, with carriage returns carried out."""
-    kept, streams = [], {}
+def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
+    """Outputs without widgets; each stream in one piece, with its carriage returns carried out."""
+    kept = []
+    streams: dict[str, NotebookNode] = {}
     for output in outputs:
-        if "application/vnd.jupyter.widget-view+json" in output.get("data", {}):
-            continue
-        if output.output_type == "stream" and output.name in streams:
-            streams[output.name].text += output.text
+        if WIDGET in output.get("data", {}):
             continue
         if output.output_type == "stream":
+            if output.name in streams:
+                streams[output.name].text += output.text
+                continue
             streams[output.name] = output
         kept.append(output)
     for output in streams.values():
@@ -110,7 +179,7 @@ def _joined(outputs):
     return kept
 
 
-def _tidy_output(output):
+def _tidy_output(output: NotebookNode) -> NotebookNode:
     if output.output_type == "stream":
         output.text = _tidy_text(output.text)
     elif output.output_type == "error":
@@ -123,7 +192,7 @@ def _tidy_output(output):
     return output
 
 
-def _tidy_text(text):
+def _tidy_text(text: str) -> str:
     for path, name in ((sys.prefix, ".venv"), (str(ROOT), "."), (str(Path.home()), "~")):
         if len(path) > 1:  # a home of "/" would match everywhere
             text = text.replace(path, name)

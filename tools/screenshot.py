@@ -1,6 +1,7 @@
 """Takes `images/lesson_in_use.png`: JupyterLab on an executed lesson, as the README shows it.
 
-python -m tools.screenshot solutions/04_data_parallel.ipynb "distance_guess = 1.0" images/lesson_in_use.png
+python -m tools.screenshot NOTEBOOK "text of a cell" PICTURE
+python -m tools.screenshot solutions/04_data_parallel.ipynb "distance_guess = 1.0" images/x.png
 """
 
 import contextlib
@@ -11,43 +12,66 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 TOKEN = "screenshot"
+NOTEBOOK_IS_OPEN = (
+    "() => window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 3"  # cells
+)
+SCROLL_TO_CELL = """async (text) => {
+    const notebook = window.jupyterapp.shell.currentWidget;
+    await notebook.context.ready;
+    const cells = notebook.content.widgets;
+    const at = cells.findIndex(cell => cell.model.sharedModel.getSource().includes(text));
+    notebook.content.activeCellIndex = at;
+    for (let i = 0; i < 5; i++) {
+        await notebook.content.scrollToItem(at, 'start');
+        await new Promise(resolve => setTimeout(resolve, 600));
+    }
+}"""
+
+
+def free_port() -> int:
+    """A port that nobody listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return probe.getsockname()[1]
+
+
+def wait_until_up(url: str, attempts: int = 300) -> None:
+    """Return when a page can be had; after all attempts too, and the browser then shows why."""
+    for _ in range(attempts):
+        try:
+            with urllib.request.urlopen(url):
+                return
+        except OSError:
+            time.sleep(0.2)
 
 
 @contextlib.contextmanager
-def server():
-    """A JupyterLab on the course, with its settings kept out of the user's own; gives the address."""
-    with socket.socket() as probe, tempfile.TemporaryDirectory() as home:
-        probe.bind(("localhost", 0))
-        port = probe.getsockname()[1]
-        probe.close()
-        config = ROOT / "tools" / "jupyter" / "jupyter_server_config.py"
-        options = [
+def server() -> Iterator[str]:
+    """A JupyterLab on the course that leaves the user's own settings alone; gives the address."""
+    port = free_port()
+    with tempfile.TemporaryDirectory() as home:
+        command = [
+            sys.executable,
+            "-m",
+            "jupyterlab",
+            f"--config={ROOT / 'tools' / 'jupyter' / 'jupyter_server_config.py'}",
             f"--ServerApp.port={port}",
             f"--IdentityProvider.token={TOKEN}",
             "--ServerApp.open_browser=False",
-        ]
-        options += [
             "--LabApp.expose_app_in_browser=True",
             f"--LabApp.workspaces_dir={home}",
             f"--LabApp.user_settings_dir={home}",
         ]
-        command = [sys.executable, "-m", "jupyterlab", "--config", str(config), *options]
-        lab = subprocess.Popen(
-            command, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        silent = subprocess.DEVNULL
+        lab = subprocess.Popen(command, cwd=ROOT, stdout=silent, stderr=silent)
         try:
-            for _ in range(300):
-                with (
-                    contextlib.suppress(OSError),
-                    urllib.request.urlopen(f"http://localhost:{port}/api?token={TOKEN}"),
-                ):
-                    break
-                time.sleep(0.2)
+            wait_until_up(f"http://localhost:{port}/api?token={TOKEN}")
             yield f"http://localhost:{port}"
         finally:
             lab.terminate()
@@ -58,7 +82,7 @@ def shoot(notebook: str, text: str, picture: str) -> None:
     """Scroll to the cell whose source holds `text` and save what is on the screen as a PNG."""
     from playwright.sync_api import sync_playwright
 
-    browser_path = next((path for path in map(shutil.which, BROWSERS) if path), None)
+    browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         raise SystemExit(f"no browser is installed (looked for {', '.join(BROWSERS)})")
     with server() as address, sync_playwright() as playwright:
@@ -67,22 +91,8 @@ def shoot(notebook: str, text: str, picture: str) -> None:
         )
         page = browser.new_page(viewport={"width": 1280, "height": 860})
         page.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}&reset")
-        page.wait_for_function(
-            "() => window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 3"
-        )
-        page.evaluate(
-            """async (text) => {
-                const content = window.jupyterapp.shell.currentWidget.content;
-                await window.jupyterapp.shell.currentWidget.context.ready;
-                const at = content.widgets.findIndex(widget => widget.model.sharedModel.getSource().includes(text));
-                content.activeCellIndex = at;
-                for (let i = 0; i < 5; i++) {
-                    await content.scrollToItem(at, 'start');
-                    await new Promise(resolve => setTimeout(resolve, 600));
-                }
-            }""",
-            text,
-        )
+        page.wait_for_function(NOTEBOOK_IS_OPEN)
+        page.evaluate(SCROLL_TO_CELL, text)
         page.wait_for_timeout(1500)
         page.screenshot(path=picture)
         browser.close()

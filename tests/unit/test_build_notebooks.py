@@ -11,9 +11,9 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tools import build_notebooks, check_links, course  # noqa: E402  (tools/ is not installed)
+from tools import build_notebooks, check_links, course, fingerprint  # noqa: E402  (tools/ is not installed)
 from tools.lesson_source import STUB, LessonError, notebooks_of, solution_lines  # noqa: E402
-from tools.notebook_run import run, tidy  # noqa: E402
+from tools.notebook_run import error_matches, open_exercise_problems, run, tidy  # noqa: E402
 
 LESSON = '''\
 # %% [markdown]
@@ -42,7 +42,7 @@ def double(x):
 from labcode.teach.check import check
 check("9.1", lambda: [None for _ in range(double(1))])
 
-# %% tags=["raises-exception"]
+# %% tags=["raises-exception"] raises="ZeroDivisionError: division"
 1 / 0
 
 # %% tags=["solution-only"]
@@ -254,10 +254,48 @@ def test_an_expected_exception_must_come(copy, capsys):
     assert "cell 6 is tagged raises-exception but raised nothing" in capsys.readouterr().out
 
 
+def test_another_error_than_the_one_named_is_a_failure(copy, capsys):
+    """`raises-exception` alone accepts any error, as of a model that is indexed wrongly."""
+    before = content(copy)
+    (copy / "solutions" / "99_try.py").write_text(LESSON.replace("1 / 0", "[][1]"))
+    assert build_notebooks.main([], copy) == 1
+    out = capsys.readouterr().out
+    assert "cell 6 should raise 'ZeroDivisionError: division'" in out
+    assert "but raised 'IndexError: list index out of range'" in out
+    assert content(copy) == before
+
+
+@pytest.mark.parametrize(
+    ("expected", "raised", "matches"),
+    [
+        ("ValueError: bad", "ValueError: bad size", True),
+        ("ValueError: bad", "ValueError: a bad size", False),
+        ("ValueError", "TypeError: bad", False),
+        (
+            "RankError: rank ... RuntimeError: ... timed out",
+            "RankError: rank 3: RuntimeError: [x]\n timed out",
+            True,
+        ),
+        (
+            "RankError: rank ... RuntimeError: ... timed out",
+            "RankError: rank 3: RuntimeError: [x]",
+            False,
+        ),
+    ],
+)
+def test_three_dots_stand_for_any_words_of_an_error(expected, raised, matches):
+    assert error_matches(expected, raised) == matches
+
+
+@pytest.mark.parametrize("head", ['tags=["raises-exception"]', 'raises="ValueError"'])
+def test_a_broken_cell_says_what_it_raises(head):
+    with pytest.raises(LessonError, match="99_try.py, cell 1: the tag 'raises-exception' and"):
+        both(f"# %% {head}\n1 / 0\n")
+
+
 def test_a_cell_that_hangs_is_named(course_of_one, capsys):
-    (course_of_one / "solutions" / "99_try.py").write_text(
-        '# %% tags=["raises-exception"]\n1 / 0\n\n# %%\nwhile True:\n    pass\n'
-    )
+    broken = '# %% tags=["raises-exception"] raises="ZeroDivisionError"\n1 / 0\n\n'
+    (course_of_one / "solutions" / "99_try.py").write_text(broken + "# %%\nwhile True:\n    pass\n")
     assert build_notebooks.main(["--timeout", "1"], course_of_one) == 1
     out = capsys.readouterr().out
     assert "99_try.py, cell 2: no end after 1 s" in out and "| while True:" in out
@@ -276,17 +314,22 @@ TAMPERING = {
         lambda nb: nb.cells[1].update(source="x"),
         "cell 2 differs from its source in source",
     ),
-    "an edited student cell": (
-        "notebooks",
-        lambda nb: nb.cells[0].update(source="x"),
-        "cell 1 differs from its source",
-    ),
     "a lost tag": (
-        "notebooks",
+        "solutions",
         lambda nb: nb.cells[2].update(metadata={}),
         "cell 3 differs from its source in metadata",
     ),
-    "a lost cell": ("notebooks", lambda nb: nb.cells.pop(), "has 5 cells, its source gives 6"),
+    "a lost cell": ("solutions", lambda nb: nb.cells.pop(), "has 6 cells, its source gives 7"),
+    "another error expected": (
+        "solutions",
+        lambda nb: nb.cells[5].metadata.update(raises="TypeError"),
+        "cell 6 differs from its source in metadata",
+    ),
+    "another error raised": (
+        "solutions",
+        lambda nb: nb.cells[5].outputs[0].update(ename="TypeError"),
+        "cell 6 should raise 'ZeroDivisionError: division', but raised 'TypeError: division by",
+    ),
     "a cell not run": (
         "solutions",
         lambda nb: nb.cells[1].update(execution_count=None),
@@ -297,12 +340,12 @@ TAMPERING = {
         lambda nb: nb.cells[1].update(outputs=nb.cells[5].outputs),
         "cell 2 holds an error, ZeroDivisionError",
     ),
-    "a student output": (
-        "notebooks",
-        lambda nb: nb.cells[1].update(execution_count=3),
-        "a student notebook has none",
-    ),
     "another hash": ("solutions", lambda nb: nb.metadata.lesson.update(sha256="0"), "metadata"),
+    "another hash for students": (
+        "notebooks",
+        lambda nb: nb.metadata.lesson.update(sha256="0"),
+        "metadata",
+    ),
 }
 
 
@@ -313,6 +356,99 @@ def test_check_finds(copy, capsys, name):
     assert build_notebooks.main(["--check"], copy) == 1
     out = capsys.readouterr().out
     assert f"{folder}/99_try.ipynb: " in out and message in out and "run `make notebooks`" in out
+
+
+# ---- a student's own notebook
+
+
+def solve(notebook):
+    notebook.cells[3].source = "def double(x):\n    return 2 * x"
+
+
+def rename(notebook):
+    notebook.metadata["kernelspec"] = {"name": "my-env", "display_name": "mine"}
+
+
+USED = {
+    "an answer": solve,
+    "a cell added": lambda nb: nb.cells.append(nbformat.v4.new_code_cell("my = 1")),
+    "a cell run": lambda nb: nb.cells[1].update(execution_count=3),
+    "a hash lost": lambda nb: (solve(nb), nb.metadata.pop("lesson")),
+}
+
+
+@pytest.mark.parametrize("name", USED)
+def test_a_students_notebook_is_left_alone(copy, capsys, name):
+    """Also when its source has changed since; with --force it is kept beside the new one."""
+    tampered(copy, "notebooks", USED[name])
+    path = copy / "notebooks" / "99_try.ipynb"
+    before = path.read_bytes()
+    assert build_notebooks.main(["--check"], copy) == 0
+    assert "notebooks/99_try.ipynb: edited or run since it was built" in capsys.readouterr().out
+    assert build_notebooks.main(["--check", "--strict"], copy) == 1
+    assert "1 edited" in capsys.readouterr().out
+
+    source = copy / "solutions" / "99_try.py"
+    source.write_text(LESSON.replace("Some prose.", "Better prose."))
+    assert build_notebooks.main([], copy) == 0
+    assert "left the edited student notebook alone" in capsys.readouterr().out
+    assert path.read_bytes() == before
+    assert build_notebooks.main(["--check"], copy) == 0
+
+    for number in (1, 2):
+        assert build_notebooks.main(["--force"], copy) == 0
+        aside = path.with_name(f"99_try.yours-{number}.ipynb")
+        assert aside.name in capsys.readouterr().out
+        assert aside.read_bytes() == before
+        assert nbformat.read(path, as_version=4).cells[0].source.endswith("Better prose.")
+        assert build_notebooks.main(["--check", "--strict"], copy) == 0
+        path.write_bytes(before)
+
+
+def test_a_stale_notebook_that_nobody_touched_is_built_anew(copy, capsys):
+    source = copy / "solutions" / "99_try.py"
+    source.write_text(LESSON.replace("Some prose.", "Better prose."))
+    assert build_notebooks.main(["--check"], copy) == 1
+    out = capsys.readouterr().out
+    assert "notebooks/99_try.ipynb: stale, cell 1 differs" in out and "edited" not in out
+    assert build_notebooks.main([], copy) == 0
+    student = nbformat.read(copy / "notebooks" / "99_try.ipynb", as_version=4)
+    assert student.cells[0].source.endswith("Better prose.")
+
+
+def test_what_jupyterlab_writes_into_a_saved_notebook_is_no_edit(copy, capsys):
+    tampered(copy, "notebooks", rename)
+    tampered(copy, "solutions", rename)
+    assert build_notebooks.main(["--check", "--strict"], copy) == 0
+
+
+def test_the_builder_runs_the_student_version_once_per_change_of_its_code(
+    copy, capsys, monkeypatch
+):
+    source = copy / "solutions" / "99_try.py"
+    student = copy / "notebooks" / "99_try.ipynb"
+    _, fresh = both(LESSON)
+    assert build_notebooks.code_last_run(nbformat.read(student, as_version=4)) == (
+        fingerprint.of_code(fresh)
+    )
+    ran = []
+    monkeypatch.setattr(build_notebooks, "run_student", lambda *_: ran.append(1))
+    source.write_text(LESSON.replace("return 2 * y", "return y + y"))  # students do not see it
+    assert build_notebooks.main([], copy) == 0
+    assert ran == []
+    source.write_text(LESSON.replace("print(sys.prefix", "print(sys.path"))
+    assert build_notebooks.main([], copy) == 0
+    assert ran == [1]
+
+
+def test_a_student_version_that_fails_writes_nothing(copy, capsys):
+    before = content(copy)
+    wrong = LESSON + "\n# %%\nprint(double(2))\n"  # uses the learner's function
+    (copy / "solutions" / "99_try.py").write_text(wrong)
+    assert build_notebooks.main([], copy) == 1
+    out = capsys.readouterr().out
+    assert "student version, cell 7: NotImplementedError" in out
+    assert content(copy) == before
 
 
 def test_check_finds_missing_notebooks_and_orphans(copy, capsys):
@@ -364,6 +500,11 @@ def test_course_prints_a_table(copy, capsys):
 def test_student_notebook_runs_to_the_end(copy):
     notebook = run(nbformat.read(copy / "notebooks" / "99_try.ipynb", as_version=4))
     assert notebook.cells[4].outputs[0].text == "[ ] 9.1 not done yet\n"
+    assert open_exercise_problems(notebook) == []
+    notebook.cells[4].outputs[0].text = "[v] 9.1\n"
+    assert open_exercise_problems(notebook) == [
+        "cell 5, with its exercise open, printed '[v] 9.1\\n'"
+    ]
     assert notebook.cells[5].execution_count == 5
 
 
