@@ -1,6 +1,8 @@
-"""The process groups of a grid of ranks: `GridShape` says who belongs together, `Grid` connects them."""
+"""The process groups of a grid of ranks (a device mesh): `GridShape` says who belongs together, `Grid` connects them."""
 
 import itertools
+from collections.abc import Iterator
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -8,6 +10,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from labcode.comm import bootstrap
 from labcode.topology import AXES, GridShape
+
+# What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are the same. Pipelines
+# of more than two ranks have a purpose of their own, because with them comes a group of their ends: whoever finds the
+# one knows that the other was made too, even a rank in the middle, which is not in it.
+AXIS = "grid: ranks along some axes"
+PIPELINE = "grid: ranks of one pipeline"
+ENDS = "grid: first and last rank of one pipeline"
+PURPOSES = (AXIS, PIPELINE, ENDS)
 
 
 class Grid:
@@ -24,40 +34,44 @@ class Grid:
         shape: GridShape,
         rank: int,
         groups: dict[frozenset[str], dist.ProcessGroup],
-        ends,
+        ends: dist.ProcessGroup | None,
         mesh: DeviceMesh,
-    ):
-        self.shape, self.rank, self.mesh = shape, rank, mesh
-        self._groups, self._ends = groups, ends
+    ) -> None:
+        self.shape = shape
+        self.rank = rank
+        self.mesh = mesh
+        self._groups = groups
+        self._ends = ends
 
     @classmethod
     def create(cls, shape: GridShape) -> "Grid":
-        """Make the groups; every rank of the job calls it, with the same shape.
+        """Connect the ranks of a grid; every rank of the job calls it, with the same shape.
 
         Axes of size 1 do not change a group, so combinations that differ by them share one group: a job of two axes has
-        4 groups per rank, not 16. A group of one rank is a real group.
+        4 groups per rank, not 16. A group of one rank is a real group, and so is the group of all ranks.
+
+        Groups of the same ranks are made once per job, however many grids use them, and last as long as the job: gloo
+        keeps three threads for each, one of which wakes a hundred times a second.
 
         Communicates: each new group meets once through the store; no tensor is sent.
+
         Raises:
             ValueError: The grid has another number of ranks than the job.
-        Held by: tests/ranks/test_grid.py::test_every_group_holds_the_ranks_that_the_shape_says
+
+        Held by: tests/ranks/test_grid.py::test_every_group_holds_the_ranks_that_the_shape_says,
+            ::test_groups_are_made_once_and_threads_do_not_pile_up
         """
         shape.check(dist.get_world_size())
         rank = dist.get_rank()
-        made: dict[frozenset[str], dist.ProcessGroup] = {}  # by the axes that count
+        pipeline, ends = _pipeline_groups(shape, rank)
+        made = {frozenset(["pp"]): pipeline} if shape.pp > 1 else {}  # by the axes that count
         groups = {}
-        for axes in (
-            _combinations()
-        ):  # the same order on every rank, or two ranks would wait for different groups
+        # Every rank goes through the combinations in this order, or two ranks would wait for different groups.
+        for axes in _combinations():
             larger = frozenset(axis for axis in axes if shape.size(axis) > 1)
             if larger not in made:
-                made[larger] = _own_group(shape.groups(*axes), rank)
+                made[larger] = _own_group(shape.groups(*larger), rank)
             groups[frozenset(axes)] = made[larger]
-        ends = groups[frozenset(["pp"])]
-        if shape.pp > 2:
-            ends = _own_group(
-                [[pipeline[0], pipeline[-1]] for pipeline in shape.groups("pp")], rank
-            )
         return cls(shape, rank, groups, ends, _mesh(shape, groups))
 
     def group(self, *axes: str) -> dist.ProcessGroup:
@@ -85,31 +99,111 @@ class Grid:
         self.shape.size(axis)
         return self.shape.coords(self.rank)[axis]
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
 
 
-def _own_group(all_groups, rank) -> dist.ProcessGroup | None:
-    """Make each of some groups that do not overlap and return the one that this rank is in."""
-    if (
-        len(all_groups[0]) == 1
-    ):  # nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them
-        return dist.new_group([rank], use_local_synchronization=True)
+def made_by_grid(group: dist.ProcessGroup) -> bool:
+    """Whether `Grid.create` made a group: then other grids may use it too, and it stays until the job ends."""
+    return group.group_desc in PURPOSES
+
+
+def _combinations() -> Iterator[tuple[str, ...]]:
+    """All combinations of axes, from none to all."""
+    for count in range(len(AXES) + 1):
+        yield from itertools.combinations(AXES, count)
+
+
+def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
+    """The group that this rank is in, of some groups along the same axes; made if no grid before has made it."""
+    world = _world()
+    if len(all_groups) == 1:
+        return world
+    own = _containing(all_groups, rank)
+    assert own is not None, f"rank {rank} is in none of {all_groups}"
+    # All ranks decide alike: one group along axes of a grid determines all others of the same axes, so where one of
+    # them was made before, all were.
+    found = _find(own, AXIS)
+    if found is not None:
+        return found
+    made = _make(all_groups, own, AXIS)
+    assert made is not None
+    return made
+
+
+def _pipeline_groups(
+    shape: GridShape, rank: int
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
+    """The group of this rank's pipeline, and that of its two ends; None in the place of the latter for a rank between."""
+    pipelines = shape.groups("pp")
+    if shape.pp <= 2:
+        group = _own_group(pipelines, rank)
+        return group, group
+    own = _containing(pipelines, rank)
+    assert own is not None, f"rank {rank} is in none of {pipelines}"
+    ends_of_all = [[pipeline[0], pipeline[-1]] for pipeline in pipelines]
+    own_ends = _containing(ends_of_all, rank)
+    found = _find(own, PIPELINE)
+    if found is not None:
+        return found, _find(own_ends, ENDS) if own_ends else None
+    return _make(pipelines, own, PIPELINE), _make(ends_of_all, own_ends, ENDS)
+
+
+def _containing(all_ranks: list[list[int]], rank: int) -> list[int] | None:
+    for ranks in all_ranks:
+        if rank in ranks:
+            return ranks
+    return None
+
+
+def _world() -> dist.ProcessGroup:
+    world = dist.group.WORLD
+    assert world is not None, "the ranks are not connected: call bootstrap.start() first"
+    return world
+
+
+def _find(ranks: list[int], purpose: str) -> dist.ProcessGroup | None:
+    """The group that an earlier grid made of these ranks.
+
+    The cache is torch's own table of groups, which ends with the job's default group: no group of ours is in a global.
+    """
+    for group in dist.distributed_c10d._world.pg_map:
+        if group.group_desc == purpose and dist.get_process_group_ranks(group) == ranks:
+            return group
+    return None
+
+
+def _make(
+    all_groups: list[list[int]], own: list[int] | None, purpose: str
+) -> dist.ProcessGroup | None:
+    """Make each of some groups that do not overlap and return this rank's own; None if it is in none of them."""
+    timeout = _timeout()
+    if len(all_groups[0]) == 1:
+        # Nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them.
+        return dist.new_group(
+            own, timeout=timeout, use_local_synchronization=True, group_desc=purpose
+        )
     # All ranks take part in making each group, members or not. Making only one's own is quicker on a large job, but torch
-    # then derives its name from the ranks alone, and a group made again after one was destroyed waits at a dead address.
-    made = {tuple(ranks): dist.new_group(ranks) for ranks in all_groups}
-    return next((group for ranks, group in made.items() if rank in ranks), None)
+    # then derives its name from the ranks and from how many groups this rank has, which differs between ranks; and a
+    # group made again after one was destroyed waits at a dead address.
+    own_group = None
+    for ranks in all_groups:
+        group = dist.new_group(ranks, timeout=timeout, group_desc=purpose)
+        if ranks == own:
+            own_group = group
+    return own_group
 
 
-def _combinations():
-    return itertools.chain.from_iterable(
-        itertools.combinations(AXES, count) for count in range(len(AXES) + 1)
-    )
+def _timeout() -> timedelta:
+    """The time-out that the job was started with: by itself a new group takes torch's default, half an hour for gloo."""
+    backend = _world()._get_backend(torch.device(bootstrap.device_type()))
+    return backend.options._timeout
 
 
-def _mesh(shape, groups) -> DeviceMesh:
+def _mesh(shape: GridShape, groups: dict[frozenset[str], dist.ProcessGroup]) -> DeviceMesh:
     slow_first = shape.axes[::-1]
-    ranks = torch.arange(shape.world_size).view([shape.size(axis) for axis in slow_first])
+    sizes = [shape.size(axis) for axis in slow_first]
+    ranks = torch.arange(shape.world_size).view(sizes)
     own = [groups[frozenset([axis])] for axis in slow_first]
     return DeviceMesh.from_group(
         own, bootstrap.device_type(), mesh=ranks, mesh_dim_names=slow_first

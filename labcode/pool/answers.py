@@ -1,11 +1,13 @@
 """What the ranks of a pool answer: results, prints and failures, and the one error made of them."""
 
-import json
 import math
 import sys
 import traceback
+from typing import Any
 
-from labcode.pool.engine import CellFailed
+from labcode.pool.stopping import CellFailed, from_cell_failure
+
+Answer = dict[str, Any]  # "out", "err" and "groups", with "result" or "failure"
 
 
 class RankError(RuntimeError):
@@ -16,65 +18,83 @@ class RankError(RuntimeError):
         rank: The rank that failed first; None when an engine died.
     """
 
-    def __init__(self, message: str, rank: int | None = None):
+    def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
 
 
-def answer_of(child) -> dict:
-    """What one rank answered: "out" and "err", and "result" or "failure"; empty while there is no answer."""
+def answers_of(reply: Any) -> list[Answer]:
+    """What the ranks answered, in rank order."""
+    return [_answer_of(child) for child in reply._children]
+
+
+def _answer_of(child: Any) -> Answer:
+    """What one rank answered; empty while there is no answer."""
     if not child.done():
         return {}
     value = child.result()
+    if isinstance(value, dict):
+        return value
     if not isinstance(value, Exception):
-        return value if isinstance(value, dict) else {}
-    if getattr(value, "ename", "") == CellFailed.__name__:
-        return {"failure": json.loads(value.evalue)}
-    name, message = (
-        getattr(value, "ename", type(value).__name__),
-        getattr(value, "evalue", str(value)),
-    )
-    rank = (getattr(value, "engine_info", None) or {}).get("engine_id")
-    return {
-        "failure": {"time": math.inf, "rank": rank, "error": name, "message": message, "frames": []}
+        return {}
+    error = getattr(value, "ename", type(value).__name__)
+    message = getattr(value, "evalue", str(value))
+    if error == CellFailed.__name__:
+        return {"failure": from_cell_failure(message)}
+    # An error outside the user's code, such as an engine that died: it comes after all others.
+    engine_info = getattr(value, "engine_info", None) or {}
+    failure = {
+        "time": math.inf,
+        "rank": engine_info.get("engine_id"),
+        "error": error,
+        "message": message,
+        "frames": [],
     }
+    return {"failure": failure}
 
 
-def any_failed(reply) -> bool:
+def any_failed(reply: Any) -> bool:
     """Whether a rank has answered with a failure."""
-    return any("failure" in answer_of(child) for child in reply._children)
+    return any("failure" in answer for answer in answers_of(reply))
 
 
-def raise_first(reply) -> None:
+def raise_first(reply: Any) -> None:
     """Raise the earliest failure in a reply, if there is one; later ones are mostly ranks that lost their peer."""
-    answers = [answer_of(child) for child in reply._children]
+    answers = answers_of(reply)
     failures = [answer["failure"] for answer in answers if "failure" in answer]
     if not failures:
         return
-    first = min(failures, key=lambda failure: failure["time"])
-    same = [
-        failure
-        for failure in failures
-        if (failure["error"], failure["message"]) == (first["error"], first["message"])
-    ]
-    first = min(
-        same, key=lambda failure: failure["rank"] or 0
-    )  # when all fail alike the message should not vary
+    first = _first(failures)
     error = RankError(f"rank {first['rank']}: {first['error']}: {first['message']}", first["rank"])
-    # formatted here and not on the rank: the source of notebook cells is known here only
-    frames = traceback.StackSummary.from_list(
-        [traceback.FrameSummary(*where, line=line) for *where, line in first["frames"]]
-    )
     if first["frames"]:
         error.add_note(
-            f"Traceback of rank {first['rank']} (most recent call last):\n{''.join(frames.format()).rstrip()}"
+            f"Traceback of rank {first['rank']} (most recent call last):\n{_traceback(first)}"
         )
-    if finished := [rank for rank, answer in enumerate(answers) if "result" in answer]:
-        error.add_note(f"finished before: {', '.join(f'rank {rank}' for rank in finished)}")
+    finished = [f"rank {rank}" for rank, answer in enumerate(answers) if "result" in answer]
+    if finished:
+        error.add_note(f"finished before: {', '.join(finished)}")
     raise error
 
 
-def print_outputs(answers: dict[int, dict]) -> None:
+def _first(failures: list[Answer]) -> Answer:
+    """The earliest failure; of several with the same message that of the lowest rank, so that the text does not vary."""
+    earliest = min(failures, key=lambda failure: failure["time"])
+    same = []
+    for failure in failures:
+        if failure["error"] == earliest["error"] and failure["message"] == earliest["message"]:
+            same.append(failure)
+    return min(same, key=lambda failure: failure["rank"] or 0)
+
+
+def _traceback(failure: Answer) -> str:
+    """The traceback as text; formatted here, because the source of notebook cells is known here only."""
+    frames = []
+    for filename, line_number, name, line in failure["frames"]:
+        frames.append(traceback.FrameSummary(filename, line_number, name, line=line))
+    return "".join(traceback.StackSummary.from_list(frames).format()).rstrip()
+
+
+def print_outputs(answers: dict[int, Answer]) -> None:
     """Print what each rank printed, in rank order, each line with its rank."""
     for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
         for rank, answer in sorted(answers.items()):

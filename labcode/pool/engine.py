@@ -1,304 +1,278 @@
-"""What runs inside an engine of a ranks pool: `python -m labcode.pool.engine ROLE FOLDER [RANK N]`.
+"""What runs inside an engine of a ranks pool: `python -m labcode.pool.engine ROLE FOLDER [RANK]`.
 
-The parent holds the other end of this process's stdin. While it lives it may write a line there: the number of the group to
-break off. When it dies, even by SIGKILL, the pipe closes and the engine ends itself.
+The parent holds the other end of this process's stdin. It may write a line there: the number of the process group to
+break off. When the parent dies, even by SIGKILL, the engine ends itself.
 """
 
 import contextlib
 import gc
 import inspect
 import io
-import json
 import os
-import select
 import shutil
-import signal
-import socket
 import sys
 import threading
-import time
-import traceback
+from collections.abc import Sequence
 from datetime import timedelta
+from typing import IO, Any
 
-from labcode.pool import wire as _wire
-
-
-class _State:
-    """What this engine is doing; one per process, never shipped."""
-
-    group = 0  # number of the process group in use; a break-off order for an older one is stale
-    busy = False  # in a call or a cell: only then may an interrupt be raised
-    lock = threading.Lock()  # for these two
-    ports: frozenset = (
-        frozenset()
-    )  # the controller's ports: connections to keep when the others are cut
-    rank = 0
-    leftover = ()  # process groups made inside the last call
-
-
-# ------------------------------------------------------------------------------------------------ called by the notebook
-
+from labcode import processes
+from labcode.pool import wire
+from labcode.pool.stopping import EngineState, as_cell_failure
 
 STORE_TIMEOUT = timedelta(seconds=60)  # to meet; a collective's own time-out may be shorter
 
 
-def open_store(group):
-    """On rank 0: the meeting point of process group number `group`; returns its port. Over TCP: `_cut` frees who waits."""
+class _State(EngineState):
+    """What this engine is doing, and what it keeps between two calls.
+
+    Attributes:
+        store: On rank 0, the meeting point of the process group in use.
+        leftover: Process groups that the last call made and that nobody needs after it.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.store: Any = None
+        self.leftover: list[Any] = []
+
+
+_state = _State()
+
+
+# ---- called by the notebook: connect
+
+
+def open_store(group: int) -> int:
+    """On rank 0: the meeting point of process group number `group`; returns its port.
+
+    It is reached over TCP, so that cutting the connections frees whoever waits there.
+    """
     import torch.distributed as dist
 
-    _enter_group(group)
-    _State.store = dist.TCPStore(
+    _state.enter_group(group)
+    _state.store = dist.TCPStore(
         "127.0.0.1", 0, None, is_master=True, wait_for_workers=False, timeout=STORE_TIMEOUT
     )
-    return _State.store.port
+    return _state.store.port
 
 
-def _enter_group(group):
-    """Before its first connection: from here on orders to break off an older group are stale."""
-    with _State.lock:
-        _State.group = group
-
-
-def join(group, n, port, timeout_s):
+def join(group: int, n: int, port: int, timeout_s: float) -> int:
     """Leave the old process group and enter number `group`; returns this engine's rank."""
     import torch
     import torch.distributed as dist
-    from IPython import get_ipython
+    from IPython.core.getipython import get_ipython
 
     from labcode.comm import bootstrap
 
-    _enter_group(group)
-    _State.leftover = ()
+    _state.enter_group(group)
+    _state.leftover = []
     gc.collect()  # models and tensors of a failed call
     bootstrap.stop()
-    rank = _State.rank
-    store = (
-        _State.store if rank == 0 else dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
-    )
+    rank = _state.rank
+    store = _state.store
+    if rank != 0:
+        store = dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
     place = bootstrap.Place(rank, n, local_rank=rank, local_world_size=n, launcher="pool")
     world = bootstrap.start(place, share_gpus=True, timeout_s=timeout_s, store=store)
     shell = get_ipython()
+    assert shell is not None
     shell.user_ns.update(rank=rank, world_size=n, device=world.device, torch=torch, dist=dist)
-    if _after_cell not in shell.events.callbacks["post_run_cell"]:
-        shell.events.register("pre_run_cell", _enter)
-        shell.events.register("post_run_cell", _after_cell)
-        # the notebook shows one error; IPython's own rendering of torch's frames takes a second, while the other ranks wait
-        shell.showtraceback = shell.showsyntaxerror = lambda *_, **__: None
+    _prepare_cells(shell)
     return rank
 
 
-def _enter(_info=None):
-    with _State.lock:
-        _State.busy = True
+def _prepare_cells(shell: Any) -> None:
+    """Let %%px cells fail as calls do; does nothing the second time."""
+    if _after_cell in shell.events.callbacks["post_run_cell"]:
+        return
+    shell.events.register("pre_run_cell", _before_cell)
+    shell.events.register("post_run_cell", _after_cell)
+    # The notebook shows one error. IPython's own rendering of torch's frames takes a second, while the other ranks wait.
+    shell.showtraceback = _show_nothing
+    shell.showsyntaxerror = _show_nothing
 
 
-def _leave():
-    """From here on no interrupt comes, so that the reply is not lost."""
-    while _State.busy:
-        with contextlib.suppress(KeyboardInterrupt), _State.lock:
-            _State.busy = False
-    with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(
-            signal.SIGINT, signal.SIG_IGN
-        )  # ipykernel puts its own handler back; raises what is pending
+def _show_nothing(*_: Any, **__: Any) -> None:
+    pass
 
 
-def call(payload, path, pass_rank):
-    """Run one function; returns its result as bytes, what it printed, and the failure if there was one. Never raises."""
-    out, err = io.StringIO(), io.StringIO()
-    answer = {}
-    _enter()
+def _before_cell(_info: Any) -> None:
+    _state.begin()
+
+
+def _after_cell(result: Any) -> None:
+    """After a %%px cell: a rank that failed frees the ones that wait for it."""
+    _state.finish()
+    error = result.error_before_exec or result.error_in_exec
+    if error:
+        result.error_before_exec = None
+        result.error_in_exec = as_cell_failure(_state.fail(error))
+
+
+# ---- called by the notebook: run a function
+
+
+def call(payload: bytes, path: Sequence[str], pass_rank: bool) -> dict[str, Any]:
+    """Run one function. Never raises.
+
+    Args:
+        payload: The function and its arguments, packed by `wire.pack_call`.
+        path: Where the caller finds modules.
+        pass_rank: Put this engine's rank before the arguments.
+
+    Returns:
+        "result" as bytes or "failure", "out" and "err" (what it printed), and "groups": how many process groups it
+        leaves behind for `drop_groups`.
+    """
+    out = io.StringIO()
+    err = io.StringIO()
+    answer: dict[str, Any] = {}
+    _state.begin()
     try:
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 answer["result"] = _call(payload, path, pass_rank)
         finally:
-            _leave()
+            _state.finish()
     except BaseException as error:
-        answer["failure"] = _fail(error)
-    return {**answer, "out": out.getvalue(), "err": err.getvalue()}
+        answer["failure"] = _state.fail(error)
+    answer["out"] = out.getvalue()
+    answer["err"] = err.getvalue()
+    answer["groups"] = len(_state.leftover)
+    return answer
 
 
-def _call(payload, path, pass_rank):
-    import torch.distributed as dist
-    from IPython import get_ipython
+def _call(payload: bytes, path: Sequence[str], pass_rank: bool) -> bytes:
+    from labcode.comm.grid import made_by_grid
 
-    for (
-        group
-    ) in _State.leftover:  # all ranks are done with them by now; each would keep its sockets open
-        dist.destroy_process_group(group)
-    _State.leftover = group = ()
-    before = set(dist.distributed_c10d._world.pg_map)
+    before = set(_groups())
     sys.path.extend(entry for entry in path if entry not in sys.path)
     try:
-        fn, args, kwargs = _wire.loads(payload)
-        names = getattr(inspect.unwrap(fn), "__globals__", {})
-        if (
-            names.get("__name__") == "__main__"
-        ):  # from a notebook: names defined by %%px are there too, as in the cell below
-            for name, value in get_ipython().user_ns.items():
-                names.setdefault(name, value)
-        value = fn(_State.rank, *args, **kwargs) if pass_rank else fn(*args, **kwargs)
+        fn, args, kwargs = wire.loads(payload)
+        _add_names_of_cells(fn)
+        if pass_rank:
+            value = fn(_state.rank, *args, **kwargs)
+        else:
+            value = fn(*args, **kwargs)
     finally:
-        _State.leftover = [
-            group for group in dist.distributed_c10d._world.pg_map if group not in before
-        ]
+        for group in _groups():
+            # Those of a grid serve the grids of the next calls: with the same ranks they are made once per pool.
+            if group not in before and not made_by_grid(group):
+                _state.leftover.append(group)
     try:
-        return _wire.dumps(value)
+        return wire.dumps(value)
     except Exception as error:
         raise TypeError(
             f"the result, a {type(value).__name__}, cannot be sent back: {error}: return numbers or tensors"
         ) from None
 
 
-# ------------------------------------------------------------------------------------------------------------- failures
+def _groups() -> list[Any]:
+    """All process groups that this engine is in."""
+    from torch.distributed import distributed_c10d
+
+    return list(distributed_c10d._world.pg_map)
 
 
-class CellFailed(Exception):
-    """Carries a failure, as JSON, in the reply to a %%px cell."""
+def _add_names_of_cells(fn: Any) -> None:
+    """A function from a notebook sees the names that %%px cells defined, as a cell does."""
+    from IPython.core.getipython import get_ipython
+
+    names = getattr(inspect.unwrap(fn), "__globals__", {})
+    if names.get("__name__") != "__main__":
+        return
+    shell = get_ipython()
+    assert shell is not None
+    for name, value in shell.user_ns.items():
+        names.setdefault(name, value)
 
 
-def _after_cell(result):
-    """After a %%px cell: a rank that failed frees the ones that wait for it."""
-    _leave()
-    if error := result.error_before_exec or result.error_in_exec:
-        result.error_before_exec, result.error_in_exec = None, CellFailed(json.dumps(_fail(error)))
+def drop_groups() -> None:
+    """Destroy the process groups that the last call made; called once all ranks are done with them.
 
-
-def _fail(error):
-    """Free the ranks that wait for this one; returns the exception as plain data.
-
-    The time in it tells the first failure from those that it causes on other ranks.
+    Gloo keeps sockets and threads of a group until nothing refers to it, and the model that does may be in a circle.
     """
-    failed_at = time.monotonic()
-    try:
-        message = str(error)
-    except Exception as broken:
-        message = f"<no message: {broken!r}>"
-    if "Timed out" in message:
-        time.sleep(0.5)  # those who wait for the same rank time out as well: let them say so
-    _cut()
-    frames = [
-        (frame.filename, frame.lineno, frame.name, frame.line)
-        for frame in traceback.extract_tb(error.__traceback__)
-        if frame.filename != __file__ and "/IPython/" not in frame.filename
-    ]
-    return {
-        "time": failed_at,
-        "rank": _State.rank,
-        "error": type(error).__name__,
-        "message": message,
-        "frames": frames,
-    }
+    import torch.distributed as dist
+
+    for group in _state.leftover:
+        with contextlib.suppress(ValueError):  # destroyed already, by a cell
+            dist.destroy_process_group(group)
+    group = None
+    _state.leftover = []
+    gc.collect()
 
 
-def _cut():
-    """Close the connections between this rank and the others, so that every wait on them ends with an error at once.
-
-    destroy_process_group does not do it: gloo's connections live on while anything (a traceback, a model) refers to a group.
-    """
-    import psutil
-
-    for link in psutil.Process().net_connections("tcp"):
-        local = (
-            link.raddr and link.raddr.ip == link.laddr.ip and link.status == psutil.CONN_ESTABLISHED
-        )
-        if local and link.raddr.port not in _State.ports:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(link.fd)) as twin:
-                if (
-                    twin.getpeername()[1] == link.raddr.port
-                ):  # the number may belong to another file by now
-                    twin.shutdown(socket.SHUT_RDWR)
-    if "torch" in sys.modules:
-        from torch.distributed import distributed_c10d
-
-        for group in list(distributed_c10d._world.pg_map):
-            with contextlib.suppress(Exception):
-                group.abort()  # frees a rank that waits in NCCL; gloo ignores it
+# ---- start
 
 
-def _watch(orders, parent, folder):
-    """Obey the parent's orders and end with it."""
-    while True:
-        ready, _, _ = select.select([orders], [], [], 1.0)
-        text = os.read(orders, 256) if ready else b""
-        if (ready and not text) or os.getppid() != parent:
-            shutil.rmtree(folder, ignore_errors=True)
-            os.killpg(
-                0, signal.SIGKILL
-            )  # this process leads a group of its own: data loader workers go with it
-        if text:
-            _break_off(int(text.split()[-1]))
-
-
-def _break_off(group):
-    """End what this rank does in process group number `group`.
-
-    The interrupt comes before the cut: gloo sometimes hangs when a connection closes at the very moment of a send.
-    """
-    with _State.lock:
-        if _State.busy and group == _State.group:
-            signal.pthread_kill(
-                threading.main_thread().ident, signal.SIGINT
-            )  # for a rank that computes or sleeps
-    time.sleep(0.3)
-    with _State.lock:
-        if group == _State.group:
-            _cut()  # for a rank that waits for another
-
-
-# ---------------------------------------------------------------------------------------------------------------- start
-
-
-def main(role, folder, rank="0", n="1"):
+def main(role: str, folder: str, rank: str = "0") -> None:
     """Run the controller, or the engine of one rank, until the parent ends."""
-    orders = os.dup(0)
-    os.dup2(
-        os.open(os.devnull, os.O_RDONLY), 0
-    )  # user code that reads stdin must not eat the orders
-    threading.Thread(target=_watch, args=(orders, os.getppid(), folder), daemon=True).start()
+    processes.end_with_parents(before_end=lambda: shutil.rmtree(folder, ignore_errors=True))
+    orders = os.fdopen(os.dup(0))
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code that reads stdin must not eat orders
+    threading.Thread(target=_obey, args=(orders,), daemon=True).start()
     arguments = [f"--profile-dir={folder}", "--log-level=ERROR"]
     if role == "controller":
-        from ipyparallel.controller.app import IPController
+        _run_controller(arguments)
+    else:
+        _run_engine(arguments, int(rank))
 
-        # threads in place of six processes; no task scheduler; engines count as present from their second heartbeat on
-        options = [
-            "--IPController.use_threads=True",
+
+def _obey(orders: IO[str]) -> None:
+    for line in orders:
+        _state.break_off(int(line))
+
+
+def _run_controller(arguments: list[str]) -> None:
+    from ipyparallel.controller.app import IPController
+
+    IPController.launch_instance(
+        [
+            *arguments,
+            "--IPController.use_threads=True",  # in place of six processes
             "--TaskScheduler.scheme_name=none",
+            # Engines count as present from their second heartbeat on.
             "--HeartMonitor.period=300",
+            # The pool sees at once when an engine dies: a busy machine must not make one look dead.
+            "--HeartMonitor.max_heartmonitor_misses=1000000",
         ]
-        # the pool itself sees at once when an engine dies: a busy machine must not make one look dead
-        IPController.launch_instance(
-            [*arguments, *options, "--HeartMonitor.max_heartmonitor_misses=1000000"]
-        )
-        return
-    _State.rank = int(rank)
-    import torch  # noqa: F401 - before the engine registers, so that the first call does not pay for it
-    from ipyparallel.engine.app import IPEngine
-
-    class Engine(IPEngine):
-        def load_connection_file(self):
-            super().load_connection_file()
-            values = [
-                port
-                for value in self.connection_info.values()
-                for port in (value if isinstance(value, list) else [value])
-            ]
-            _State.ports = frozenset(port for port in values if isinstance(port, int))
-
-    # no nanny process per engine: the pool watches its processes itself
-    options = [
-        f"--IPEngine.id={rank}",
-        "--IPEngine.enable_nanny=False",
-        "--IPEngine.wait_for_url_file=60",
-    ]
-    Engine.launch_instance(
-        [*arguments, *options, "--IPEngine.timeout=20", "--IPEngine.max_heartbeat_misses=0"]
     )
 
 
+def _run_engine(arguments: list[str], rank: int) -> None:
+    import torch  # noqa: F401 - before the engine registers, so that the first call does not wait for it
+    from ipyparallel.engine.app import IPEngine
+
+    class Engine(IPEngine):
+        def load_connection_file(self) -> None:
+            super().load_connection_file()
+            _state.ports = _ports_of(self.connection_info)
+
+    _state.rank = rank
+    Engine.launch_instance(
+        [
+            *arguments,
+            f"--IPEngine.id={rank}",
+            "--IPEngine.enable_nanny=False",  # no process that watches the engine: the pool does
+            "--IPEngine.wait_for_url_file=60",
+            "--IPEngine.timeout=20",
+            "--IPEngine.max_heartbeat_misses=0",
+        ]
+    )
+
+
+def _ports_of(connection_info: dict[str, Any]) -> frozenset[int]:
+    """The controller's ports, out of what it wrote down: single numbers and lists of them."""
+    ports = set()
+    for value in connection_info.values():
+        values = value if isinstance(value, list) else [value]
+        ports.update(port for port in values if isinstance(port, int))
+    return frozenset(ports)
+
+
 if __name__ == "__main__":
-    # the module that the notebook's calls find, not this copy of it
+    # The module that the notebook's calls find, not this copy of it.
     from labcode.pool import engine
 
     engine.main(*sys.argv[1:])

@@ -4,57 +4,57 @@ import contextlib
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import ipyparallel
 
+from labcode import processes
+
 
 class Processes:
-    """A controller and `n` engines; they end when this process does, however it ends (see `_engine._watch`).
+    """A controller and `n` engines; they end when this process does, however it ends.
 
     Args:
         n: Number of engines.
         start_timeout_s: How long they may take to start.
     """
 
-    def __init__(self, n: int, start_timeout_s: float = 120.0):
+    def __init__(self, n: int, start_timeout_s: float = 120.0) -> None:
+        self.n = n
         self.start_timeout_s = start_timeout_s
         self.owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="labcode-ranks-"))
-        self.killed, self.client = False, None
-        self.names = ["controller of the pool"] + [f"engine of rank {rank}" for rank in range(n)]
-        self.processes = []
+        self.killed = False
+        self.client: ipyparallel.Client | None = None
+        self.names = ["controller of the pool"]
+        self.names += [f"engine of rank {rank}" for rank in range(n)]
+        self.processes: list[subprocess.Popen] = []
         try:
             self.processes.append(self._spawn("controller"))
             for rank in range(n):
-                self.processes.append(self._spawn("engine", rank, n))
+                self.processes.append(self._spawn("engine", str(rank)))
         except BaseException:
             self.kill()
             raise
 
-    def _spawn(self, role, *numbers):
-        command = [
-            sys.executable,
-            "-m",
-            "labcode.pool.engine",
-            role,
-            str(self.folder),
-            *map(str, numbers),
-        ]
-        if len(self.names) > 2:  # several ranks share the cores; `env` is replaced by the engine
+    def _spawn(self, role: str, *rank: str) -> subprocess.Popen:
+        command = [sys.executable, "-m", "labcode.pool.engine", role, str(self.folder), *rank]
+        if self.n > 1:
+            # Several ranks share the cores. `env` is replaced by the engine, so that no process comes between.
             command = ["env", "OMP_NUM_THREADS=1", *command]
         with open(self._log(len(self.processes)), "wb") as log:
-            # a session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the parent only
+            # A session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the parent only.
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
 
-    def _log(self, index):
+    def _log(self, index: int) -> Path:
         return self.folder / f"process-{index}.log"
 
     def connect(self) -> ipyparallel.Client:
@@ -65,31 +65,35 @@ class Processes:
         """
         deadline = time.monotonic() + self.start_timeout_s
         info = self._wait_for(self._connection_info, deadline)
-        client = self.client = ipyparallel.Client(
+        client = ipyparallel.Client(
             info, profile_dir=str(self.folder), timeout=self.start_timeout_s
         )
-        self._wait_for(lambda: len(client.ids) == len(self.processes) - 1, deadline)
+        self.client = client
+        self._wait_for(lambda: len(client.ids) == self.n, deadline)
         return client
 
-    def _connection_info(self):
+    def _connection_info(self) -> dict[str, Any] | None:
         path = self.folder / "security" / "ipcontroller-client.json"
         with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
             return json.loads(path.read_text())
+        return None
 
-    def _wait_for(self, condition, deadline):
-        while not (value := condition()):
+    def _wait_for(self, condition: Callable[[], Any], deadline: float) -> Any:
+        """What `condition()` returns, as soon as that is true."""
+        while True:
+            value = condition()
+            if value:
+                return value
             death = self.death()
-            if death or time.monotonic() > deadline:
-                reason = (
-                    f"{death}{self._last_words()}"
-                    if death
-                    else f"not ready after {self.start_timeout_s:.0f} s"
+            if death:
+                raise RuntimeError(f"the pool of ranks did not start: {death}{self._last_words()}")
+            if time.monotonic() > deadline:
+                raise RuntimeError(
+                    f"the pool of ranks did not start: not ready after {self.start_timeout_s:.0f} s"
                 )
-                raise RuntimeError(f"the pool of ranks did not start: {reason}")
             time.sleep(0.02)
-        return value
 
-    def _last_words(self):
+    def _last_words(self) -> str:
         """The last line that the first dead process wrote."""
         for index, process in enumerate(self.processes):
             if process.poll() is not None:
@@ -102,28 +106,28 @@ class Processes:
         for name, process in zip(self.names, self.processes):
             code = process.poll()
             if code is not None:
-                return f"{name} died ({f'killed by signal {-code}' if code < 0 else f'exit code {code}'})"
+                reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
+                return f"{name} died ({reason})"
         return None
 
-    def break_off(self, group: int):
+    def break_off(self, group: int) -> None:
         """Tell every engine to end whatever it does in process group number `group`."""
         for process in self.processes[1:]:
+            assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.write(b"%d\n" % group)
                 process.stdin.flush()
 
-    def kill(self):
+    def kill(self) -> None:
         """End all processes at once and remove their files; harmless when repeated, or in a fork of the owner."""
         if self.killed or os.getpid() != self.owner:
             return
         self.killed = True
+        processes.end(self.processes)
         for process in self.processes:
-            with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(process.pid, signal.SIGKILL)
-        for process in self.processes:
+            assert process.stdin is not None
             with contextlib.suppress(OSError):
                 process.stdin.close()
-            process.wait()
         if self.client:
             with contextlib.suppress(Exception):
                 self.client.close(linger=0)

@@ -1,6 +1,7 @@
 """`%%px` on a pool of ranks: ipyparallel's magic with the pool's care around it."""
 
 import weakref
+from typing import Any
 
 from ipyparallel.client.magics import ParallelMagics
 
@@ -15,39 +16,51 @@ class PxMagics(ParallelMagics):
         pool: The `Ranks` whose processes run the cells; it keeps `.view` up to date.
     """
 
-    def __init__(self, shell, pool):
+    def __init__(self, shell: Any, pool: Any) -> None:
         super().__init__(shell, view=None)
         self._pool = weakref.ref(pool)
 
-    def parallel_execute(self, cell, block=None, groupby="type", save_name=None, **_):
+    def parallel_execute(
+        self,
+        cell: str,
+        block: bool | None = None,
+        groupby: str = "type",
+        save_name: str | None = None,
+        **_: Any,
+    ) -> Any:
         """Run `cell` on the ranks and wait; with block=False return at once, with ipyparallel's result."""
         pool = self._pool()
         if pool is None:
             raise RuntimeError("the pool of ranks is gone: make a new one with Ranks(n)")
         pool._ready()
-        reply = self.last_result = self.view.execute(cell, silent=False, block=False)
+        reply = self.view.execute(cell, silent=False, block=False)
+        self.last_result = reply
         if save_name:
             self.shell.user_ns[save_name] = reply
-        if not (self.view.block if block is None else block):
+        if block is None:
+            block = self.view.block
+        if not block:
             return reply
         try:
             pool._wait(reply)
         finally:
             _show(reply, groupby)
         raise_first(reply)
+        return None
 
 
-def _show(reply, groupby):
+def _show(reply: Any, groupby: str) -> None:
     """What the ranks printed, labelled as by `Ranks.run`; then their pictures and results, as ipyparallel shows them."""
     complete = reply.ready() and reply.wait_for_output(10)  # text may arrive after the reply
+    records = reply.metadata
+    if isinstance(records, dict):  # of one target; of several a list
+        records = [records]
     printed = {}
-    records = (
-        [reply.metadata] if isinstance(reply.metadata, dict) else reply.metadata
-    )  # one target, or several
     for index, record in enumerate(records):
         rank = index if record["engine_id"] is None else record["engine_id"]
         printed[rank] = {"out": record["stdout"], "err": record["stderr"]}
-        record["stdout"] = record["stderr"] = ""
+        record["stdout"] = ""
+        record["stderr"] = ""
     print_outputs(printed)
     if complete:
         reply.display_outputs(groupby)

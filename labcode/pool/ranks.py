@@ -3,8 +3,9 @@
     ranks = Ranks(4)                     # about 10 s, once
     ranks.run(lambda rank: rank ** 2)    # [0, 1, 4, 9], in hundredths of a second
 
-In a notebook `%%px` cells run on the same processes; there `rank`, `world_size`, `device`, `torch` and `dist` are defined.
-Both wait for all ranks, print what each printed in rank order, and turn all failures into one `RankError` with the first.
+In a notebook `%%px` cells run on the same processes; there `rank`, `world_size`, `device`, `torch` and `dist` are
+defined. Both wait for all ranks, print what each printed in rank order, and turn all failures into one `RankError` with
+the first.
 """
 
 import contextlib
@@ -13,12 +14,13 @@ import sys
 import time
 import warnings
 import weakref
+from collections.abc import Callable
+from typing import Any
 
-from IPython import get_ipython
+from IPython.core.getipython import get_ipython
 
-from labcode.pool import engine as _engine
-from labcode.pool import wire as _wire
-from labcode.pool.answers import RankError, answer_of, any_failed, print_outputs, raise_first
+from labcode.pool import engine, wire
+from labcode.pool.answers import RankError, any_failed, answers_of, print_outputs, raise_first
 from labcode.pool.processes import Processes
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
@@ -40,15 +42,18 @@ class Ranks:
         RuntimeError: The engines did not start.
     """
 
-    _in_notebook = staticmethod(lambda: None)  # weak reference to the pool that `%%px` uses
+    # A weak reference to the pool that `%%px` uses.
+    _in_notebook: Callable[[], "Ranks | None"] = staticmethod(lambda: None)
 
-    def __init__(self, n: int, *, timeout_s: float = 30.0):
+    def __init__(self, n: int, *, timeout_s: float = 30.0) -> None:
         if n < 1 or timeout_s <= 0:
             raise ValueError(
                 f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a time-out above 0 s"
             )
-        self.n, self.timeout_s = n, timeout_s
-        self._processes = self._magics = None
+        self.n = n
+        self.timeout_s = timeout_s
+        self._processes: Processes | None = None
+        self._magics: Any = None
         self.start()
 
     def start(self) -> None:
@@ -58,7 +63,8 @@ class Ranks:
         shell = get_ipython()
         if shell:
             self._take_over_notebook()
-        self._joined = self._stuck = False
+        self._joined = False  # all ranks are in a process group that works
+        self._stuck = False  # some rank does not obey: the engines must be replaced
         self._group = 0  # number of the process group; 0 is none
         try:
             self._connect()
@@ -67,30 +73,36 @@ class Ranks:
             self.close()
             raise
         if shell:
-            from labcode.pool.px import PxMagics
+            self._register_magics(shell)
 
-            self._magics = self._magics or PxMagics(shell, self)
-            self._magics.view = self._client.direct_view(list(range(self.n)), block=True)
-            shell.register_magics(self._magics)
-
-    def _take_over_notebook(self):
+    def _take_over_notebook(self) -> None:
         """One pool per notebook: running the cell with `Ranks(4)` again must not leave four idle processes behind."""
         old = Ranks._in_notebook()
         if old is not None and old is not self:
             old.close()
         Ranks._in_notebook = weakref.ref(self)
 
-    def _connect(self, attempts=2):
-        """Start processes and reach them; once more if they fail, as a port they chose may be taken before they bind it."""
-        self._processes = Processes(self.n)
-        self._end = weakref.finalize(self, self._processes.kill)
+    def _register_magics(self, shell: Any) -> None:
+        from labcode.pool.px import PxMagics
+
+        if self._magics is None:
+            self._magics = PxMagics(shell, self)
+        self._magics.view = self._client.direct_view(list(range(self.n)), block=True)
+        shell.register_magics(self._magics)
+
+    def _connect(self, attempts: int = 2) -> None:
+        """Start processes and reach them; once more if they fail, as a port may be taken before they bind it."""
+        processes = Processes(self.n)
+        self._processes = processes
+        self._end = weakref.finalize(self, processes.kill)
         try:
-            self._client = self._processes.connect()
+            self._client = processes.connect()
         except RuntimeError:
             self.close()
             if attempts == 1:
                 raise
             self._connect(attempts - 1)
+            return
         self._view = self._client.direct_view(list(range(self.n)))
 
     def close(self) -> None:
@@ -104,11 +116,23 @@ class Ranks:
         self.close()
         self.start()
 
-    def run(self, fn, *args, **kwargs) -> list:
-        """Call `fn(*args, **kwargs)` on every rank, and `fn(rank, *args, **kwargs)` if its first parameter is named `rank`.
+    def run(
+        self, fn: Callable[..., Any], *args: Any, pass_rank: bool | None = None, **kwargs: Any
+    ) -> list[Any]:
+        """Call a function on every rank: `fn(*args, **kwargs)`, or `fn(rank, *args, **kwargs)` if it asks for its rank.
+
+        A function asks for its rank by naming its first parameter `rank`:
+
+            ranks.run(lambda rank, x: rank + x, 10)     # [10, 11, 12, 13]
+            ranks.run(lambda x: x + 1, 10)              # [11, 11, 11, 11]
 
         Functions and classes travel as code with the globals that they mention, tensors as CPU tensors without a graph.
-        Process groups made inside the call are gone after it.
+        Process groups made inside the call are gone after it. Those of a `Grid` are kept for the next grid instead.
+
+        Args:
+            fn: What to call.
+            args, kwargs: Its arguments.
+            pass_rank: True or False decides whether the rank is passed, whatever the first parameter is called.
 
         Returns:
             The results in rank order.
@@ -117,20 +141,30 @@ class Ranks:
             RankError: A rank raised, or its process died. The others have been stopped; the pool can be used again.
             TypeError: `fn` or an argument cannot be sent.
         """
-        payload = _wire.pack_call(fn, args, kwargs)
+        if pass_rank is None:
+            pass_rank = _asks_for_rank(fn)
+        payload = wire.pack_call(fn, args, kwargs)
         self._ready()
-        reply = self._view.apply_async(_engine.call, payload, sys.path, _takes_rank(fn))
+        reply = self._view.apply_async(engine.call, payload, sys.path, pass_rank)
         try:
             self._wait(reply)
         finally:
-            answers = [answer_of(child) for child in reply._children]
+            answers = answers_of(reply)
             print_outputs(dict(enumerate(answers)))
             if reply.ready():
                 self._client.purge_local_results(reply)
         raise_first(reply)
-        return [_wire.loads(answer["result"]) for answer in answers]
+        if any(answer["groups"] for answer in answers):
+            self._drop_groups()
+        return [wire.loads(answer["result"]) for answer in answers]
 
-    def _ready(self):
+    def _drop_groups(self) -> None:
+        """Now that all ranks are done with the process groups that a call made: destroy them."""
+        reply = self._view.apply_async(engine.drop_groups)
+        self._wait(reply)
+        self._client.purge_local_results(reply)
+
+    def _ready(self) -> None:
         """Before a call: live engines and a fresh process group, or a clear error."""
         if not self._processes:
             raise RuntimeError(
@@ -151,25 +185,28 @@ class Ranks:
             )
             self.restart()
 
-    def _check_alive(self):
-        if death := self._processes.death():
+    def _check_alive(self) -> None:
+        assert self._processes is not None
+        death = self._processes.death()
+        if death:
             raise RankError(f"{death}: call ranks.restart()")
 
-    def _join(self):
+    def _join(self) -> None:
         """Put all ranks into a new process group. The old one is of no use once a collective in it failed."""
         self._stuck = True  # until it worked
         self._group += 1
-        port = self._client[0].apply_async(_engine.open_store, self._group)
+        port = self._client[0].apply_async(engine.open_store, self._group)
         self._wait(port)
         raise_first(port)
         joined = self._view.apply_async(
-            _engine.join, self._group, self.n, port.get(), self.timeout_s
+            engine.join, self._group, self.n, port.get(), self.timeout_s
         )
         self._wait(joined)
         raise_first(joined)
-        self._joined, self._stuck = True, False
+        self._joined = True
+        self._stuck = False
 
-    def _wait(self, reply):
+    def _wait(self, reply: Any) -> None:
         """Wait until every rank has answered; after a failure or an interrupt stop those that go on."""
         stop_at = None
         try:
@@ -184,11 +221,14 @@ class Ranks:
         except KeyboardInterrupt:
             self._stop(reply)
             raise
-        self._joined = self._joined and not any_failed(reply)
+        if any_failed(reply):
+            self._joined = False
 
-    def _stop(self, reply):
+    def _stop(self, reply: Any) -> None:
         """End what the ranks do: by breaking their connections and an interrupt, else by ending the processes."""
-        self._joined, self._stuck = False, True
+        assert self._processes is not None
+        self._joined = False
+        self._stuck = True
         self._processes.break_off(self._group)
         reply.wait(PATIENCE_S)
         if reply.ready():
@@ -196,23 +236,25 @@ class Ranks:
         else:
             self._processes.kill()
 
-    def __len__(self):
+    def __len__(self) -> int:
         return self.n
 
-    def __enter__(self):
+    def __enter__(self) -> "Ranks":
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         self.close()
 
-    def __repr__(self):
-        return f"Ranks({self.n}, {'running' if self._processes and not self._processes.death() else 'not running'})"
+    def __repr__(self) -> str:
+        running = self._processes is not None and not self._processes.death()
+        return f"Ranks({self.n}, {'running' if running else 'not running'})"
 
-    def __reduce__(self):
+    def __reduce__(self) -> str:
         raise TypeError("a pool of ranks cannot be used on its own ranks")
 
 
-def _takes_rank(fn):
-    with contextlib.suppress(TypeError, ValueError):
+def _asks_for_rank(fn: Callable[..., Any]) -> bool:
+    """Whether the first parameter of a function is named `rank`."""
+    with contextlib.suppress(TypeError, ValueError):  # a builtin may have no signature
         return next(iter(inspect.signature(fn).parameters), None) == "rank"
     return False

@@ -1,7 +1,7 @@
 """How functions, arguments and results travel between a notebook and the engines of its pool.
 
-Plain pickle sends a function as "module and name", which an engine cannot look up when the function was typed into a cell.
-cloudpickle sends the code itself with the globals that it mentions; it does the same for classes.
+Plain pickle sends a function as "module and name", which an engine cannot look up when the function was typed into a
+cell. cloudpickle sends the code itself with the globals that it mentions; it does the same for classes.
 """
 
 import contextlib
@@ -10,41 +10,39 @@ import io
 import pickle
 import sys
 import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import ModuleType
+from typing import Any
 
 import cloudpickle
 
+loads = pickle.loads
+
 
 class _Pickler(cloudpickle.Pickler):
-    """Tensors travel as CPU tensors that own their memory: no graph, and a view does not drag its whole storage along."""
+    """Tensors travel as CPU tensors that own their memory: no graph, and a view does not take its whole storage along."""
 
-    def reducer_override(self, obj):
+    def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
-        if (
-            torch is None
-            or type(obj) is not torch.Tensor
-            or obj.layout is not torch.strided
-            or obj.is_meta
-        ):
+        if torch is None or type(obj) is not torch.Tensor:
+            return super().reducer_override(obj)
+        if obj.layout is not torch.strided or obj.is_meta:
             return super().reducer_override(obj)
         plain = obj.detach().cpu()
         if plain.untyped_storage().nbytes() > plain.numel() * plain.element_size():
             plain = plain.clone()
-        return plain.requires_grad_(obj.is_leaf and obj.requires_grad).__reduce_ex__(
-            pickle.HIGHEST_PROTOCOL
-        )
+        plain.requires_grad_(obj.is_leaf and obj.requires_grad)
+        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
 
 
-def dumps(obj) -> bytes:
+def dumps(obj: Any) -> bytes:
     """`obj` as bytes, functions and classes of `__main__` by value."""
     buffer = io.BytesIO()
     _Pickler(buffer, protocol=pickle.HIGHEST_PROTOCOL).dump(obj)
     return buffer.getvalue()
 
 
-loads = pickle.loads
-
-
-def pack_call(fn, args, kwargs) -> bytes:
+def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> bytes:
     """A call as bytes.
 
     Raises:
@@ -61,26 +59,32 @@ def pack_call(fn, args, kwargs) -> bytes:
             ) from None
 
 
-def _module_of(fn):
+def _module_of(fn: Callable[..., Any]) -> ModuleType | None:
     """The module whose source `fn` comes from, through partial and bound methods."""
     while isinstance(fn, functools.partial):
         fn = fn.func
-    return sys.modules.get(getattr(getattr(fn, "__func__", fn), "__module__", None))
+    function = getattr(fn, "__func__", fn)
+    return sys.modules.get(getattr(function, "__module__", None) or "")
 
 
 @contextlib.contextmanager
-def _by_value(module):
+def _by_value(module: ModuleType | None) -> Iterator[None]:
     """Send what `module` defines as code if it is a script or a test, which the engines may not be able to import."""
-    path = getattr(module, "__file__", None) or ""
-    places = sysconfig.get_paths()
-    installed = path.startswith(
-        (places["stdlib"], places["platstdlib"], places["purelib"], places["platlib"])
-    )
-    if not path or installed or module.__name__.partition(".")[0] in ("__main__", "labcode"):
-        yield  # importable everywhere, or __main__, which cloudpickle sends by value anyway
+    if module is None or _importable_everywhere(module):
+        yield
         return
     cloudpickle.register_pickle_by_value(module)
     try:
         yield
     finally:
         cloudpickle.unregister_pickle_by_value(module)
+
+
+def _importable_everywhere(module: ModuleType) -> bool:
+    """Whether the engines can import a module, or cloudpickle sends it by value anyway (`__main__`)."""
+    path = getattr(module, "__file__", None)
+    if not path or module.__name__.partition(".")[0] in ("__main__", "labcode"):
+        return True
+    places = sysconfig.get_paths()
+    names = ("stdlib", "platstdlib", "purelib", "platlib")
+    return path.startswith(tuple(places[name] for name in names))

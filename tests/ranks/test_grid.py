@@ -102,3 +102,72 @@ def test_an_impossible_grid_and_an_unknown_axis_are_refused(ranks2):
         "dp*pp*cp*tp = 3*1*1*1 = 3 but WORLD_SIZE is 2: change an axis or launch 3 ranks"
     }
     assert "there is no axis 'ep'" in ranks2.run(grid_error, GridShape(dp=2), "ep")[0]
+
+
+def sum_over_dp(shape):
+    """One collective in a grid, which a reference cycle keeps alive after the call, as a model with hooks does."""
+    import torch
+    import torch.distributed as dist
+
+    from labcode.comm.grid import Grid
+
+    grid = Grid.create(shape)
+    circle = [grid]
+    circle.append(circle)
+    total = torch.tensor(float(grid.rank))
+    dist.all_reduce(total, group=grid.group("dp"))
+    return total.item()
+
+
+def num_threads():
+    import psutil
+
+    return psutil.Process().num_threads()
+
+
+def test_groups_are_made_once_and_threads_do_not_pile_up(ranks4):
+    shape = GridShape(dp=2, tp=2)
+    assert ranks4.run(sum_over_dp, shape) == [2.0, 4.0, 2.0, 4.0]
+    before = ranks4.run(num_threads)
+    for _ in range(20):
+        assert ranks4.run(sum_over_dp, shape) == [2.0, 4.0, 2.0, 4.0]
+    assert ranks4.run(num_threads) == before
+
+
+def shared_groups():
+    """Whether grids share a group exactly where purpose and ranks are the same."""
+    from labcode.comm.grid import Grid
+
+    data = Grid.create(GridShape(dp=4))
+    pipeline = Grid.create(GridShape(pp=4))
+    again = Grid.create(GridShape(pp=4))
+    square = Grid.create(GridShape(dp=2, tp=2))
+    other_square = Grid.create(GridShape(pp=2, cp=2, order="cp-pp-dp-tp"))
+    return {
+        "all ranks along dp and tp": data.group("dp") is square.group("dp", "tp"),
+        "a pipeline of four is apart": data.group("dp") is pipeline.group("pp"),
+        "the same pipeline": pipeline.group("pp") is again.group("pp"),
+        "its ends": pipeline.rank in (1, 2) or pipeline.ends() is again.ends(),
+        "pairs of neighbours": square.group("tp") is other_square.group("cp"),
+        "this rank alone": square.group() is data.group("tp"),
+    }
+
+
+def test_grids_share_the_groups_of_the_same_ranks(ranks4):
+    for seen in ranks4.run(shared_groups):
+        assert not seen.pop("a pipeline of four is apart")
+        assert all(seen.values()), seen
+
+
+def time_out_of(shape):
+    import torch
+
+    from labcode.comm.grid import Grid
+
+    options = Grid.create(shape).group("tp")._get_backend(torch.device("cpu")).options
+    return options._timeout.total_seconds()
+
+
+def test_groups_wait_as_long_as_the_job_was_told_to(ranks2, ranks4):
+    assert ranks4.run(time_out_of, GridShape(dp=2, tp=2)) == [ranks4.timeout_s] * 4
+    assert ranks2.run(time_out_of, GridShape(dp=2)) == [ranks2.timeout_s] * 2

@@ -111,6 +111,11 @@ def test_the_rank_is_passed_to_a_first_parameter_of_that_name_only(ranks2):
     assert ranks2.run(os.getcwd) == [os.getcwd()] * 2
 
 
+def test_the_caller_may_decide_whether_the_rank_is_passed(ranks2):
+    assert ranks2.run(lambda me, x: (me, x), 5, pass_rank=True) == [(0, 5), (1, 5)]
+    assert ranks2.run(lambda rank: rank, 5, pass_rank=False) == [5, 5]
+
+
 def test_functions_and_classes_travel_with_what_they_mention(ranks2):
     offset = 100
 
@@ -183,13 +188,22 @@ def test_each_of_several_ranks_has_one_thread(ranks2):
 
 def test_groups_of_a_call_do_not_pile_up(ranks2):
     def make_groups():
-        for _ in range(20):
-            dist.barrier(dist.new_group([0, 1]))
-        gc.collect()
-        return psutil.Process().num_fds()
+        circle = [dist.new_group([0, 1]) for _ in range(5)]
+        for group in circle:
+            dist.barrier(group)
+        circle.append(circle)  # as a model with hooks: only the garbage collector frees it
 
-    counts = [ranks2.run(make_groups)[0] for _ in range(5)]
-    assert counts[-1] < counts[1] + 20
+    def resources():
+        process = psutil.Process()
+        return process.num_threads(), process.num_fds()
+
+    ranks2.run(make_groups)
+    threads, files = ranks2.run(resources)[0]
+    for _ in range(5):
+        ranks2.run(make_groups)
+    threads_after, files_after = ranks2.run(resources)[0]
+    assert threads_after == threads
+    assert files_after < files + 5
     assert works(ranks2)
 
 

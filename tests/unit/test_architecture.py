@@ -37,6 +37,7 @@ GROUND = {
     "config",
     "recipes",
     "launch",
+    "processes",
 }
 GROUND |= {"schedules", "command", "processes", "suggest"}
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")

@@ -1,0 +1,145 @@
+"""Families of processes: end one, or end with one's parents. The launcher, the pool and local jobs share this one way.
+
+`python -m labcode.processes SUPERVISOR MODULE ARGS` runs a module that ends with the process that started it, and with
+the process of number SUPERVISOR.
+"""
+
+import contextlib
+import os
+import runpy
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+
+import psutil
+
+GRACE_S = 5.0  # how long processes may take to end after a signal, before they are killed
+CHECK_S = 1.0  # between two looks whether the parents are still there
+
+
+def family(pids: Iterable[int]) -> list[psutil.Process]:
+    """Some processes and all that they started, directly or through others; those that have ended are left out."""
+    members = []
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process = psutil.Process(pid)
+            members.append(process)
+            members.extend(process.children(recursive=True))
+    return members
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether a process runs: a zombie, which only waits to be collected by its parent, does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def end(
+    processes: Sequence[subprocess.Popen],
+    ask: signal.Signals | None = None,
+    grace_s: float | None = None,
+) -> None:
+    """End processes and all below them, and return when they have ended.
+
+    The family is looked up, because a signal to a process group does not reach all: ranks lead sessions of their own.
+
+    Args:
+        processes: Each was started with `start_new_session=True`.
+        ask: A signal that tells the processes to end by themselves first, so that ranks may close their files; torchrun
+            passes it on. None kills at once.
+        grace_s: How long they may take then; None is `GRACE_S`.
+    """
+    running = [process for process in processes if process.poll() is None]
+    members = family(process.pid for process in running)  # before children lose their parents
+    try:
+        if ask is not None:
+            _ask(running, ask, GRACE_S if grace_s is None else grace_s)
+    finally:
+        # Again, for what was started meanwhile.
+        members += family(process.pid for process in running if process.poll() is None)
+        for member in members:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        for process in processes:
+            # Children of a process that died before: they are no longer below it, but still in its process group.
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(process.pid, signal.SIGKILL)
+        for process in processes:
+            process.wait()
+
+
+def _ask(running: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: float) -> None:
+    """Send a signal to some processes and give them time to obey it."""
+    for process in running:
+        process.send_signal(ask)
+    deadline = time.monotonic() + grace_s
+    for process in running:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(max(0.1, deadline - time.monotonic()))
+
+
+def end_with_parents(*others: int, before_end: Callable[[], object] | None = None) -> None:
+    """From now on this process ends when its parent ends, or one of `others`, even by SIGKILL.
+
+    It ends by SIGKILL together with all that it started. If one of `others` ends before the parent, the parent is killed
+    as well: it is torchrun then, whose launcher is gone, and which may wait for minutes for agents that never come.
+
+    The look is repeated each second, by a thread. The kernel's own way (PR_SET_PDEATHSIG) exists on Linux alone, and
+    takes the end of the thread that started the process for that of the parent.
+
+    Args:
+        others: Numbers of further processes, such as the one that started the parent.
+        before_end: Called before the end, to remove files.
+
+    Held by: tests/unit/test_processes.py
+    """
+    parent = os.getppid()
+    watch = threading.Thread(target=_watch, args=(parent, others, before_end), daemon=True)
+    watch.start()
+
+
+def _watch(parent: int, others: Sequence[int], before_end: Callable[[], object] | None) -> None:
+    watched = []
+    for pid in others:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            watched.append(psutil.Process(pid))
+    all_there = len(watched) == len(others)
+    while all_there and os.getppid() == parent:
+        time.sleep(CHECK_S)
+        all_there = all(alive(process) for process in watched)
+    try:
+        if before_end is not None:
+            before_end()
+    finally:
+        _end_own_family(parent)
+
+
+def _end_own_family(parent: int) -> None:
+    doomed = psutil.Process().children(recursive=True)
+    if os.getppid() == parent:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            doomed.append(psutil.Process(parent))
+    for process in doomed:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.kill()
+    # The leader of a process group takes along those that lost their parents. A process that shares its group, with a
+    # shell or a pipeline of commands, must not end those.
+    if os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_with_parents(supervisor: int, module: str, *args: str) -> None:
+    """Run `module` as `__main__`; it ends with the process that started this one, and with `supervisor`."""
+    end_with_parents(supervisor)
+    sys.argv = [module, *args]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    run_with_parents(int(sys.argv[1]), *sys.argv[2:])
