@@ -7,6 +7,8 @@ backward still computes the layers below. PyTorch's DistributedDataParallel work
 Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 """
 
+import weakref
+from collections.abc import Callable
 from contextlib import contextmanager
 
 import torch
@@ -39,11 +41,9 @@ class DataParallel(nn.Module):
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor, src=first, group=group)
         self.buckets = make_buckets(module, bucket_mb)
-        bucket_of = {param: bucket for bucket in self.buckets for param in bucket.params}
-        for param, bucket in bucket_of.items():
-            param.register_post_accumulate_grad_hook(
-                lambda param, bucket=bucket: self._gradient_ready(bucket)
-            )
+        for number, bucket in enumerate(self.buckets):
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
 
     def forward(self, *args, **kwargs):
         return self.module(*args, **kwargs)
@@ -78,6 +78,21 @@ class DataParallel(nn.Module):
                 if candidate.missing > 0:
                     break
                 candidate.send(self.group)
+
+
+def _when_ready(parallel: weakref.ref, number: int) -> Callable[[torch.Tensor], None]:
+    """The hook of a parameter in bucket `number`.
+
+    It must not refer to the model, the bucket or the parameter. Autograd would hold it where Python's garbage collector
+    does not look, and none of them would ever be freed, nor the process group with its threads.
+    """
+
+    def hook(_param: torch.Tensor) -> None:
+        owner = parallel()
+        if owner is not None:
+            owner._gradient_ready(owner.buckets[number])
+
+    return hook
 
 
 class TorchDataParallel(DistributedDataParallel):

@@ -138,3 +138,26 @@ def overlap(rank):
 
 def test_a_bucket_leaves_while_backward_still_computes(ranks2):
     assert ranks2.run(overlap) == [[1, 2, 3]] * 2
+
+
+def is_freed():
+    """Whether a model and its parameters are gone once nobody uses them any more."""
+    import gc
+    import weakref
+
+    import torch
+    import torch.distributed as dist
+
+    from labcode.parallel.data import DataParallel
+
+    model = DataParallel(torch.nn.Linear(3, 3), dist.group.WORLD)
+    model(torch.ones(2, 3)).sum().backward()
+    model.finish_gradient_sync()
+    left = [weakref.ref(model), weakref.ref(model.module.weight)]
+    del model
+    gc.collect()
+    return [reference() is None for reference in left]
+
+
+def test_a_model_is_freed_with_its_last_user(ranks2):
+    assert ranks2.run(is_freed) == [[True, True]] * 2
