@@ -1,18 +1,31 @@
-"""A recipe with single fields changed, as typed after `python -m labcode.train`; errors are one line. No torch."""
+"""A recipe with single fields changed, as typed after `python -m labcode.train`. No torch.
 
-import contextlib
-import difflib
-import io
+    gpt_tiny --train.steps 20 --parallel.tp=2 --parallel.sequence_parallel --train.out None
+
+Every field of the recipe can be set: `--section.field value` or `--section.field=value`, a flag
+also as `--section.flag` and `--section.no-flag`, several values one after the other, no value as
+None. A wrong word is an error of one line that says what exists.
+"""
+
+import ast
+import inspect
 import re
-import threading
-from collections.abc import Sequence
+import textwrap
+import tokenize
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from io import StringIO
+from typing import Any, Literal, NamedTuple
+
+import pydantic
 
 from labcode import recipes
 from labcode.config import Config
 
 PROGRAM = "python -m labcode.train"
-
-_ONE_AT_A_TIME = threading.Lock()  # tyro's caches, and stderr, are shared by all threads
+HELP = ("-h", "--help")
 
 
 class UsageError(ValueError):
@@ -26,68 +39,244 @@ def parse(args: Sequence[str]) -> Config:
         UsageError: Unknown recipe, field or value.
         SystemExit: With code 0, after `--help` has been printed.
     """
-    import tyro
-
-    if not args or args[0] in ("-h", "--help"):
-        print(_overview())
+    if not args or args[0] in HELP:
+        print(_recipe_help())
         raise SystemExit(0)
     try:
         recipe = recipes.get(args[0])
     except ValueError as error:
         raise UsageError(str(error)) from None
-    box = io.StringIO()
+    words = args[1:]
+    if any(word in HELP for word in words):
+        print(_field_help(args[0], recipe))
+        raise SystemExit(0)
     try:
-        with _ONE_AT_A_TIME, contextlib.redirect_stderr(box):
-            return tyro.cli(
-                Config,
-                default=recipe,
-                args=list(args[1:]),
-                prog=f"{PROGRAM} {args[0]}",
-                config=(tyro.conf.AvoidSubcommands,),
-            )
-    except SystemExit as stop:
-        if not stop.code:
-            raise
-        raise UsageError(_one_line(box.getvalue(), recipe)) from None
+        return recipes.with_changes(recipe, read_changes(recipe, words))
+    except ValueError as error:
+        raise UsageError(str(error)) from None
 
 
-def _overview() -> str:
+# ---- reading
+
+
+class _Option(NamedTuple):
+    """One option with its values.
+
+    Args:
+        name: With underscores and without the dashes, as "train.global_batch".
+        values: What stands after "=", and the words up to the next option.
+    """
+
+    name: str
+    values: list[str]
+
+
+def read_changes(config: object, words: Sequence[str]) -> dict[str, object]:
+    """The fields that a command line sets, as `{"train.steps": 20}`; nothing is applied yet.
+
+    Args:
+        config: A dataclass, whose fields may be dataclasses.
+        words: Of the command line.
+
+    Raises:
+        UsageError: An unknown field, or a word that is no value of it.
+    """
+    known = recipes.field_paths(config)
+    changes: dict[str, object] = {}
+    for option in _options(words):
+        path, negated = _path(option.name, config, known)
+        if negated:
+            if option.values:
+                raise UsageError(f"--{option.name} takes no value, but got {option.values[0]!r}")
+            changes[path] = False
+        else:
+            changes[path] = _value(path, option.values, field_type(config, path))
+    return changes
+
+
+def _options(words: Sequence[str]) -> list[_Option]:
+    """The words in groups, each an option and its values.
+
+    Only "--" begins an option, so that a negative number is a value.
+    """
+    options: list[_Option] = []
+    for word in words:
+        if word.startswith("--"):
+            name, equals, value = word.removeprefix("--").partition("=")
+            options.append(_Option(name.replace("-", "_"), [value] if equals else []))
+        elif not options:
+            raise UsageError(f"what is {word!r}? write --section.field value")
+        else:
+            options[-1].values.append(word)
+    return options
+
+
+def _path(name: str, config: object, known: Mapping[str, object]) -> tuple[str, bool]:
+    """(The field that an option names, whether it is a flag that is switched off)."""
+    if name in known:
+        return name, False
+    section, dot, field = name.rpartition(".")
+    positive = f"{section}{dot}{field.removeprefix('no_')}"
+    if field.startswith("no_") and positive in known and field_type(config, positive) is bool:
+        return positive, True
+    raise UsageError(recipes.unknown_field(name, known, dashes="--"))
+
+
+def field_type(config: object, path: str) -> Any:
+    """The declared type of a field: `field_type(config, "train.steps")` is int."""
+    *sections, name = path.split(".")
+    for section in sections:
+        config = getattr(config, section)
+    return typing.get_type_hints(type(config))[name]
+
+
+def _value(path: str, words: Sequence[str], wanted: Any) -> object:
+    """The words after an option as a value of the type `wanted`.
+
+    Raises:
+        UsageError: They are none.
+    """
+    alternatives = _alternatives(wanted)
+    if type(None) in alternatives:
+        if list(words) == ["None"]:
+            return None
+        (wanted,) = [kind for kind in alternatives if kind is not type(None)]
+    if wanted is bool and not words:
+        return True
+    if not words:
+        raise UsageError(f"--{path} needs a value: {_described(wanted)}")
+    if typing.get_origin(wanted) is tuple:
+        element = typing.get_args(wanted)[0]
+        return tuple(_parsed(path, word, element) for word in words)
+    if len(words) > 1:
+        raise UsageError(f"--{path} takes one value, but got {' '.join(words)}")
+    return _parsed(path, words[0], wanted)
+
+
+def _alternatives(wanted: Any) -> tuple[Any, ...]:
+    """The types of a union, such as (int, NoneType) of `int | None`; otherwise the type alone."""
+    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:
+        return typing.get_args(wanted)
+    return (wanted,)
+
+
+def _parsed(path: str, word: str, wanted: Any) -> object:
+    try:
+        return pydantic.TypeAdapter(wanted).validate_strings(word)
+    except pydantic.ValidationError:
+        raise UsageError(f"--{path}: {word!r} is not {_described(wanted)}") from None
+
+
+_DESCRIBED = {
+    bool: "true or false",
+    int: "a whole number",
+    float: "a number",
+    str: "text",
+    type(None): "None",
+}
+
+
+def _described(wanted: Any) -> str:
+    """What a user may write for a type: "a whole number"."""
+    if typing.get_origin(wanted) is Literal:
+        return f"one of {', '.join(typing.get_args(wanted))}"
+    if typing.get_origin(wanted) is tuple:
+        return f"{_described(typing.get_args(wanted)[0])}, once or several times"
+    return _DESCRIBED.get(wanted, str(wanted))
+
+
+# ---- help
+
+
+def _recipe_help() -> str:
     width = max(map(len, recipes.RECIPES))
-    rows = (
-        f"  {name:{width}}  {recipe.__doc__.splitlines()[0]}"
-        for name, recipe in recipes.RECIPES.items()
-    )
-    lines = [f"usage: {PROGRAM} RECIPE [--section.field value ...]", "", "recipes:", *rows, ""]
-    return "\n".join([*lines, f"All fields of a recipe: {PROGRAM} RECIPE --help"])
+    lines = [f"usage: {PROGRAM} RECIPE [--section.field value ...]", "", "recipes:"]
+    for name, recipe in recipes.RECIPES.items():
+        lines.append(f"  {name:{width}}  {_summary(recipe)}")
+    lines += ["", f"All fields of a recipe: {PROGRAM} RECIPE --help"]
+    return "\n".join(lines)
+
+
+def _field_help(name: str, recipe: Config) -> str:
+    """All fields with their values in this recipe and what they mean, section by section."""
+    lines = [
+        f"usage: {PROGRAM} {name} [--section.field value ...]",
+        "",
+        "A flag is switched on by its name alone and off by --section.no-flag; no value is None.",
+    ]
+    lines += field_table(recipe)
+    return "\n".join(lines)
+
+
+def field_table(config: object, prefix: str = "") -> list[str]:
+    """The lines of a help text: each field of a dataclass, its type, its value and its comment.
+
+    Args:
+        config: A dataclass, whose fields may be dataclasses: each of those is a section.
+        prefix: What comes before the fields' names, such as "train.".
+    """
+    comments = _comments(type(config))
+    lines = []
+    sections = []
+    for field in fields(config):  # pyright: ignore[reportArgumentType]
+        value = getattr(config, field.name)
+        path = prefix + field.name
+        if is_dataclass(value):
+            sections += ["", f"{path}: {_summary(type(value))}"]
+            sections += field_table(value, f"{path}.")
+            continue
+        alternatives = _alternatives(field_type(config, field.name))
+        allowed = " or ".join(map(_described, alternatives))
+        lines.append(f"  --{path} {_written(value)}    ({allowed})")
+        if field.name in comments:
+            lines.append(f"        {comments[field.name]}")
+    return lines + sections
+
+
+def _summary(documented: object) -> str:
+    """The first line of a docstring."""
+    return (inspect.getdoc(documented) or "").partition("\n")[0]
+
+
+def _written(value: object) -> str:
+    """A value as it is typed."""
+    if isinstance(value, tuple):
+        return " ".join(map(str, value))
+    if isinstance(value, bool):
+        return str(value).lower()
+    return str(value)
+
+
+def _comments(kind: type) -> dict[str, str]:
+    """What stands behind `#` on the lines of each field of a dataclass, read from its source."""
+    source = textwrap.dedent(inspect.getsource(kind))
+    by_line = {}
+    for token in tokenize.generate_tokens(StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            by_line[token.start[0]] = token.string.lstrip("# ")
+    found = {}
+    (definition,) = ast.parse(source).body
+    assert isinstance(definition, ast.ClassDef)
+    for node in definition.body:
+        if not isinstance(node, ast.AnnAssign) or not isinstance(node.target, ast.Name):
+            continue
+        lines = range(node.lineno, (node.end_lineno or node.lineno) + 1)
+        text = " ".join(by_line[line] for line in lines if line in by_line)
+        if text:
+            found[node.target.id] = text
+    return found
+
+
+# ---- tyro's errors, for the options of labcode.slurm
 
 
 def in_frame(box: str) -> str:
-    """The message inside the frame that tyro draws around an error, on one line, without the title and the help below it.
+    """The message inside the frame that tyro draws around an error, on one line.
 
-    Where Python takes the terminal for one of ASCII (`LC_ALL=C`), the frame has dashes above and below, and no sides.
+    The title above it and the help below it are left out. Where Python takes the terminal for one
+    of ASCII (`LC_ALL=C`), the frame has dashes above and below, and no sides.
     """
     lines = [line.strip("│| ") for line in box.splitlines()]
     rules = [at for at, line in enumerate(lines) if re.match(r"[╭├─]─|--", line)]
-    return " ".join(line for line in lines[rules[0] + 1 : [*rules, len(lines)][1]] if line)
-
-
-def _one_line(box: str, recipe: Config) -> str:
-    message = in_frame(box)
-    unknown = re.search(r"--([\w.-]+)", message) if message.startswith("Unrecognized") else None
-    if unknown:
-        return _unknown_field(unknown[1], recipe)
-    return re.sub(
-        r"Error parsing (--)?[\w.-]+: (?=\w+=)", "", message
-    )  # our own messages name their field already
-
-
-def _unknown_field(name: str, recipe: Config) -> str:
-    paths = recipes.field_paths(recipe)
-    name = name.replace("-", "_")
-    close = difflib.get_close_matches(name, paths, n=1)
-    section = name.split(".")[0]
-    exist = [path for path in paths if path.startswith(section + ".")] or sorted(
-        {path.split(".")[0] for path in paths}
-    )
-    hint = f"did you mean --{close[0]}? " if close else ""
-    return f"unknown field --{name}: {hint}there are {', '.join(exist)}"
+    end = rules[1] if len(rules) > 1 else len(lines)
+    return " ".join(line for line in lines[rules[0] + 1 : end] if line)

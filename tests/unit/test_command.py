@@ -1,0 +1,173 @@
+"""What is typed after `python -m labcode.train` is read, or refused in one line."""
+
+import io
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from labcode import command, recipes
+
+GPT = recipes.gpt_tiny()
+
+
+def parsed(*words):
+    """The fields that differ from the recipe."""
+    before = recipes.field_paths(GPT)
+    after = recipes.field_paths(command.parse(["gpt_tiny", *words]))
+    return {path: value for path, value in after.items() if value != before[path]}
+
+
+@pytest.mark.parametrize(
+    ("words", "changes"),
+    [
+        ("--train.steps 7", {"train.steps": 7}),
+        ("--train.steps=7", {"train.steps": 7}),
+        ("--train.global-batch 4", {"train.global_batch": 4}),
+        (
+            "--train.steps 7 --parallel.tp 2 --model.positions learned",
+            {"train.steps": 7, "parallel.tp": 2, "model.positions": "learned"},
+        ),
+        ("--optim.lr 3e-3", {"optim.lr": 3e-3}),
+        ("--train.overwrite", {"train.overwrite": True}),
+        ("--train.overwrite true", {"train.overwrite": True}),
+        ("--train.overwrite=True", {"train.overwrite": True}),
+        ("--train.overwrite False", {}),
+        ("--train.no-overwrite", {}),
+        ("--train.overwrite --train.no_overwrite", {}),
+        ("--train.overwrite --train.steps 7", {"train.overwrite": True, "train.steps": 7}),
+        ("--model.no-tie-embeddings", {"model.tie_embeddings": False}),
+        ("--parallel.layers_per_stage 1 1", {"parallel.layers_per_stage": (1, 1)}),
+        ("--parallel.layers_per_stage=2", {"parallel.layers_per_stage": (2,)}),
+        ("--train.micro_batch 2 --train.micro_batch None", {}),
+        ("--train.out None", {}),
+        ("--train.out -x", {"train.out": "-x"}),
+        ("--train.steps 3 --train.steps 4", {"train.steps": 4}),
+        ("--name None", {"name": "None"}),
+    ],
+)
+def test_single_fields_are_overridden(words, changes):
+    assert parsed(*words.split()) == changes
+
+
+def test_several_words_of_text():
+    config = command.parse(["vit_tiny", "--data.variables", "t2m", "u10", "--train.steps", "3"])
+    assert config.data.variables == ("t2m", "u10")
+
+
+def typed(value):
+    """The words for a value, as a person writes them."""
+    if isinstance(value, tuple):
+        return [str(part) for part in value]
+    return [str(value)]
+
+
+@given(st.sampled_from(sorted(recipes.RECIPES)), st.data())
+def test_every_field_is_read_back_from_its_own_value(name, data):
+    recipe = recipes.get(name)
+    paths = recipes.field_paths(recipe)
+    chosen = data.draw(st.lists(st.sampled_from(sorted(paths)), unique=True))
+    words = []
+    for path in chosen:
+        words += [f"--{path}", *typed(paths[path])]
+    assert command.parse([name, *words]) == recipe
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            "--train.step 3",
+            "^unknown field --train.step: did you mean --train.steps[?] there are .*",
+        ),
+        ("--nonsense 3", "^unknown field --nonsense: there are checkpoint, data, model"),
+        ("--train 3", "^unknown field --train: .*there are train.steps"),
+        ("--train.no-steps", "^unknown field --train.no_steps: "),
+        ("--train.steps x", "^--train.steps: 'x' is not a whole number$"),
+        ("--train.steps 2.5", "^--train.steps: '2.5' is not a whole number$"),
+        ("--train.steps None", "^--train.steps: 'None' is not a whole number$"),
+        ("--train.steps", "^--train.steps needs a value: a whole number$"),
+        ("--train.steps 3 4", "^--train.steps takes one value, but got 3 4$"),
+        ("--train.steps -3", "steps=-3: give a number above 0"),
+        ("--optim.lr fast", "^--optim.lr: 'fast' is not a number$"),
+        ("--train.overwrite maybe", "^--train.overwrite: 'maybe' is not true or false$"),
+        ("--train.no-overwrite true", "^--train.no_overwrite takes no value, but got 'true'$"),
+        ("--model.positions none", "^--model.positions: 'none' is not one of learned, rotary$"),
+        ("--parallel.layers_per_stage 1 x", "^--parallel.layers_per_stage: 'x' is not a whole"),
+        ("--parallel.layers_per_stage", "^--parallel.layers_per_stage needs a value: "),
+        ("20", "^what is '20'[?] write --section.field value$"),
+        ("--checkpoint.keep 0", "keep=0: give a number above 0"),
+        ("--checkpoint.every -1", "every=-1: give the steps between checkpoints"),
+        (
+            "--checkpoint.resume",
+            "checkpoint.resume needs the folder of the run: name it with train.out",
+        ),
+        (
+            "--checkpoint.resume --train.out x --train.overwrite",
+            "continues the run in train.out, and .* choose one",
+        ),
+        ("--model.num_heads 5", "hidden_size=64 is not a multiple of num_heads=5"),
+        ("--grid.tp 2", "^--grid.tp is now --parallel.tp$"),
+        ("--pipeline.recompute", "^--pipeline.recompute is now .*activation_checkpointing full$"),
+        (
+            "--train.data-parallel labcode",
+            "^--train.data_parallel is now --parallel.data_parallel$",
+        ),
+        (
+            "--train.context=gather",
+            r"^--train.context is now --parallel.context_attention \(ring or all_gather\)$",
+        ),
+    ],
+)
+def test_a_wrong_command_line_gives_one_line_that_says_what_exists(words, message):
+    with pytest.raises(command.UsageError, match=message) as caught:
+        command.parse(["gpt_tiny", *words.split()])
+    assert "\n" not in str(caught.value)
+
+
+def test_an_unknown_recipe_is_refused_with_those_that_exist():
+    with pytest.raises(command.UsageError, match="did you mean gpt_tiny"):
+        command.parse(["gpt_tini"])
+
+
+def test_heads_and_hidden_size_are_checked_once_both_are_changed():
+    words = ["--model.num_heads", "5", "--model.hidden_size", "30"]
+    assert command.parse(["gpt_tiny", *words]).model.head_size == 6
+
+
+@pytest.mark.parametrize("name", recipes.RECIPES)
+def test_help_lists_every_field_of_the_recipe(capsys, name):
+    with pytest.raises(SystemExit) as stop:
+        command.parse([name, "--train.steps", "3", "--help"])
+    assert not stop.value.code
+    text = capsys.readouterr().out
+    for path in recipes.field_paths(recipes.get(name)):
+        assert f"--{path} " in text
+    # what a field means stands in the comment behind it
+    assert "gradients travel in buckets of this size" in text
+    assert "one of gpipe, 1f1b, interleaved, zero_bubble" in text
+
+
+def test_help_without_a_recipe_lists_the_recipes(capsys):
+    with pytest.raises(SystemExit):
+        command.parse([])
+    text = capsys.readouterr().out
+    assert all(name in text for name in recipes.RECIPES)
+
+
+def test_the_line_is_the_same_on_a_terminal_that_knows_only_ascii(monkeypatch):
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(io.BytesIO(), encoding="ascii"))
+    with pytest.raises(command.UsageError, match=r"^unknown field --train.step: did you mean"):
+        command.parse(["gpt_tiny", "--train.step", "3"])
+
+
+def test_no_help_library_is_loaded_to_read_a_command_line():
+    code = (
+        "import sys; from labcode import command; "
+        "command.parse(['gpt_tiny', '--train.steps', '3']); "
+        "print('tyro' in sys.modules, 'torch' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False False"
