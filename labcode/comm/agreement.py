@@ -1,57 +1,75 @@
-"""Do something on one rank or on all of them, so that an error anywhere becomes one message everywhere.
+"""Agree on success or failure, so that an error on one rank becomes one message everywhere.
 
-A rank that raises alone leaves the others waiting in the next collective until it times out, and whoever reads the log
-finds the wrong error first. Here the ranks tell each other how it went before any of them goes on.
+A rank that raises alone leaves the others waiting in the next collective until it times out, and
+whoever reads the log finds the wrong error first. Here the ranks tell each other whether they
+succeeded before any of them continues.
 """
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 T = TypeVar("T")
 
 
-class PeerError(RuntimeError):
+class SharedError(Exception):
+    """An error that every rank raises, with the same text: one rank may report it for all.
+
+    Classes of errors that are computed from what all ranks know, or that they have agreed on,
+    derive from it.
+    """
+
+
+class PeerError(SharedError, RuntimeError):
     """Another rank failed; the message is that rank's."""
 
 
-def on_every_rank(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
+def on_every_rank(work: Callable[[], T]) -> T:
     """Run `work` on each rank and return its result, once all ranks have succeeded.
 
     Communicates: one all-gather of a short text.
+
     Raises:
-        The rank's own exception where `work` failed; PeerError with the text of the first failing rank elsewhere.
+        Exception: What `work` raised on this rank.
+        PeerError: `work` failed on other ranks only; the text of the first of them.
     Held by: tests/ranks/test_together.py::test_an_error_on_one_rank_reaches_all_as_one_message
     """
-    result, error = None, None
+    result = None
+    error = None
     try:
         result = work()
     except Exception as caught:
         error = caught
-    texts = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        texts, None if error is None else f"{type(error).__name__}: {error}", group=group
-    )
+    own_text = None if error is None else f"{type(error).__name__}: {error}"
+    texts: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(texts, own_text)
     if error is not None:
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
             raise PeerError(f"rank {rank}: {text}")
-    return result
+    return cast(T, result)
 
 
-def on_first_rank(work: Callable[[], T], group: dist.ProcessGroup | None = None) -> T:
-    """Run `work` on the group's first rank alone and return its result on all.
+def on_first_rank(work: Callable[[], T]) -> T:
+    """Run `work` on rank 0 alone and return its result on all ranks.
 
-    Communicates: one broadcast of the pickled result.
+    Communicates: an all-gather of a short text and one broadcast of the pickled result.
+
     Raises:
-        The exception of `work` on the first rank, PeerError elsewhere.
+        Exception: What `work` raised, on rank 0.
+        PeerError: The same on the other ranks.
     """
-    first = dist.get_rank(group) == 0
-    result = on_every_rank(work if first else lambda: None, group)
+    result = None
+    if dist.get_rank() == 0:
+        result = on_every_rank(work)
+    else:
+        on_every_rank(_nothing)
     box = [result]
-    dist.broadcast_object_list(
-        box, src=dist.get_global_rank(group or dist.group.WORLD, 0), group=group
-    )
-    return box[0]
+    dist.broadcast_object_list(box, src=0)
+    return cast(T, box[0])
+
+
+def _nothing() -> None:
+    """What the ranks do that only wait for the first one."""

@@ -1,15 +1,26 @@
-"""All-reduce written out with nothing but send and receive: the star, where one rank adds for all, and the ring.
+"""All-reduce written out with nothing but send and receive: as a star, and as a ring.
 
-    star             p-1 messages to rank 0, which adds, and p-1 back: rank 0 sends (p-1) n bytes, the others n
-    ring             2 (p-1) messages between neighbours: every rank sends 2 (p-1)/p n bytes, and the sum is the same
+    star   p-1 messages to rank 0, which adds them up, and p-1 back: rank 0 sends (p-1) n bytes,
+           the others n
+    ring   2 (p-1) messages between neighbours: every rank sends 2 (p-1)/p n bytes, and in sum
+           they send as much as on the star
 
-On the ring the tensor is cut into p chunks, and each chunk is added up on its way round:
+On the ring the tensor is cut into p chunks, and each chunk is added up on its way round. With
+three ranks and chunks a, b, c, where a012 is the sum of chunk a over the ranks 0, 1 and 2:
 
-    reduce-scatter   p-1 steps: send a chunk to the right, add the one that comes from the left to one's own
-    all-gather       p-1 steps: pass the finished chunks on
+                                    rank 0            rank 1            rank 2
+    reduce-scatter, p-1 steps:
+      send to the right             a0                b1                c2
+      add what comes from the left  c02               a01               b12
+      send on                       c02               a01               b12
+      add                           b012              c012              a012
+    all-gather, p-1 steps: pass the finished chunks on until every rank has all of them
 
-For learning and for counting; `dist.all_reduce` does the same, cuts finer and overlaps adding with receiving.
-Source: Patarasuk, Yuan 2009 (doi 10.1016/j.jpdc.2008.09.002), section 3; Thakur et al. 2005 (doi 10.1177/1094342005051521).
+This is for learning and for counting. `dist.all_reduce` does the same, cuts the tensor into smaller
+pieces and overlaps adding with receiving.
+
+Source: Patarasuk, Yuan 2009 (doi 10.1016/j.jpdc.2008.09.002), section 3;
+    Thakur et al. 2005 (doi 10.1177/1094342005051521).
 Held by: tests/ranks/test_ring.py
 """
 
@@ -21,27 +32,33 @@ import torch.distributed as dist
 def exchange(
     send: torch.Tensor, to: int, receive: torch.Tensor, source: int, group: dist.ProcessGroup
 ) -> int:
-    """Send one tensor while another is received; both are under way before either is waited for.
+    """Send one tensor while receiving another; both are under way before either is waited for.
+
+    If each rank waited for its send first, all ranks of a ring could wait for each other.
 
     Args:
         send: Contiguous, for group rank `to`.
-        receive: Contiguous, filled with what group rank `source` sends; same number of elements as there.
+        receive: Contiguous, filled with what group rank `source` sends; as many elements as there.
 
     Returns:
         Bytes sent.
     """
     operations = []
+    # where p is larger than the tensor, some chunks are empty and are not sent
     if send.numel():
         operations.append(dist.P2POp(dist.isend, send, group=group, group_peer=to))
-    if receive.numel():  # an empty chunk, where p is larger than the tensor, travels no way
+    if receive.numel():
         operations.append(dist.P2POp(dist.irecv, receive, group=group, group_peer=source))
-    for work in dist.batch_isend_irecv(operations) if operations else ():
-        work.wait()
+    if operations:
+        for work in dist.batch_isend_irecv(operations):
+            work.wait()
     return send.numel() * send.element_size()
 
 
 def reduce_scatter_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -> int:
-    """Add up each chunk over the ranks, in place; then chunk `(rank + 1) % p` is finished here, the others are partial sums.
+    """Add up each chunk over the ranks, in place.
+
+    Afterwards chunk `(rank + 1) % p` is finished on this rank; the others are partial sums.
 
     Args:
         chunks: p contiguous chunks; chunk c has the same size on every rank.
@@ -49,14 +66,20 @@ def reduce_scatter_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -
     Returns:
         Bytes sent by this rank, about `(p-1)/p` of all chunks.
     """
-    rank, p = group.rank(), group.size()
-    buffer = torch.empty_like(max(chunks, key=torch.Tensor.numel))
+    rank = group.rank()
+    p = group.size()
+    right = (rank + 1) % p
+    left = (rank - 1) % p
+    largest = max(chunk.numel() for chunk in chunks)
+    buffer = chunks[0].new_empty(largest)
     sent = 0
     for step in range(p - 1):
-        out, into = chunks[(rank - step) % p], chunks[(rank - step - 1) % p]
-        arrived = buffer[: into.numel()]
-        sent += exchange(out, (rank + 1) % p, arrived, (rank - 1) % p, group)
-        into += arrived
+        outgoing = chunks[(rank - step) % p]
+        # what the left neighbour sends in this step is the chunk before ours
+        growing = chunks[(rank - step - 1) % p]
+        arrived = buffer[: growing.numel()]
+        sent += exchange(outgoing, right, arrived, left, group)
+        growing += arrived
     return sent
 
 
@@ -66,11 +89,15 @@ def all_gather_phase(chunks: list[torch.Tensor], group: dist.ProcessGroup) -> in
     Returns:
         Bytes sent by this rank, about `(p-1)/p` of all chunks.
     """
-    rank, p = group.rank(), group.size()
+    rank = group.rank()
+    p = group.size()
+    right = (rank + 1) % p
+    left = (rank - 1) % p
     sent = 0
     for step in range(p - 1):
-        out, into = chunks[(rank + 1 - step) % p], chunks[(rank - step) % p]
-        sent += exchange(out, (rank + 1) % p, into, (rank - 1) % p, group)
+        finished = chunks[(rank + 1 - step) % p]
+        next_one = chunks[(rank - step) % p]  # overwritten with the finished one
+        sent += exchange(finished, right, next_one, left, group)
     return sent
 
 
@@ -83,17 +110,18 @@ def star_all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
     Returns:
         Bytes sent by this rank.
     """
+    num_bytes = x.numel() * x.element_size()
     if group.rank() != 0:
         dist.send(x, group=group, group_dst=0)
         dist.recv(x, group=group, group_src=0)
-        return x.numel() * x.element_size()
+        return num_bytes
     arrived = torch.empty_like(x)
     for source in range(1, group.size()):
         dist.recv(arrived, group=group, group_src=source)
         x += arrived
     for to in range(1, group.size()):
         dist.send(x, group=group, group_dst=to)
-    return (group.size() - 1) * x.numel() * x.element_size()
+    return (group.size() - 1) * num_bytes
 
 
 def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
@@ -102,7 +130,8 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
         2 (p-1) messages and 2 (p-1)/p times the bytes of x, sent and received by each rank
 
     Args:
-        x: Any shape, contiguous, the same on every rank; sizes that p does not divide give uneven chunks.
+        x: Any shape, contiguous, the same on every rank; if its size is not divisible by p, the
+            chunks are uneven.
 
     Returns:
         Bytes sent by this rank.
@@ -112,17 +141,24 @@ def all_reduce(x: torch.Tensor, group: dist.ProcessGroup) -> int:
     """
     if not x.is_contiguous():
         raise ValueError(
-            f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: call .contiguous()"
+            f"a tensor of shape {list(x.shape)} and strides {x.stride()} is not contiguous: "
+            "call .contiguous()"
         )
     chunks = list(x.view(-1).tensor_split(group.size()))
-    return reduce_scatter_phase(chunks, group) + all_gather_phase(chunks, group)
+    sent = reduce_scatter_phase(chunks, group)
+    sent += all_gather_phase(chunks, group)
+    return sent
 
 
 def loopback_bytes() -> int:
-    """Bytes that the loopback device of this machine has carried since it started, for all programs.
+    """Bytes that this machine's loopback device has carried since boot, for all programs.
 
-    Messages between ranks on one machine go through it, packet headers included: the difference of two readings tells what
-    a collective really sent, whoever wrote it.
+    Messages between ranks on one machine go through it, packet headers included. The difference of
+    two readings is what a collective really sent, whoever implemented it.
     """
     devices = psutil.net_io_counters(pernic=True)
-    return sum(counters.bytes_sent for name, counters in devices.items() if name.startswith("lo"))
+    total = 0
+    for name, counters in devices.items():
+        if name.startswith("lo"):
+            total += counters.bytes_sent
+    return total

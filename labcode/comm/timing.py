@@ -13,27 +13,35 @@ def call_times(
     repeats: int = 20,
     device: torch.device | str = "cpu",
 ) -> list[float]:
-    """Seconds of each of `repeats` calls of `call(x)`, as this rank sees them; the ranks begin together.
+    """Seconds that each of `repeats` calls of `call(x)` takes, as this rank sees them.
 
-    The call is over when the slowest rank is done: take the maximum over the ranks, call by call. Noise only adds time, so
-    the fastest call shows what the link can do, and the median what one gets.
+    All ranks start together. The call is over when the slowest rank is done: take the maximum over
+    the ranks, call by call. Noise only adds time, so the fastest call shows what the link can do,
+    and the median what one usually gets.
 
     Communicates: what `call` does, and a barrier before each.
 
     Args:
-        call: Collective or not; every rank makes it. One more than `repeats` are made, since the first one warms up.
+        call: Collective or not; every rank makes it. It is made once more than `repeats`, to warm
+            up.
         num_bytes: Size of x, float32 zeros, a multiple of 4.
         repeats: Number of times returned.
-        device: Where x lies; on a GPU the queue is waited for.
+        device: Where x is; on a GPU each call is waited for.
     Held by: tests/ranks/test_ring.py::test_times_of_a_call
     """
-    x, times = torch.zeros(num_bytes // 4, device=device), []
-    wait = torch.cuda.synchronize if x.is_cuda else lambda: None
+    x = torch.zeros(num_bytes // 4, device=device)
+    times = []
     for _ in range(repeats + 1):
-        wait()
+        _wait_for_device(x)
         dist.barrier()
         start = time.perf_counter()
         call(x)
-        wait()
+        _wait_for_device(x)
         times.append(time.perf_counter() - start)
     return times[1:]
+
+
+def _wait_for_device(x: torch.Tensor) -> None:
+    """A GPU works through a queue: what was called may not have happened yet."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
