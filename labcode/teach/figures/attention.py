@@ -1,8 +1,13 @@
-"""A drawing of causal attention over ranks: who computes which part of the square of queries and keys, and in which step."""
+"""A drawing of causal attention over ranks: who computes which part of the mask, in which step.
+
+The mask is a square of queries (rows) and keys (columns). Lesson 09 uses it; `plot.causal` is the
+way in.
+"""
 
 from collections.abc import Sequence
+from typing import Any
 
-import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.patches import Polygon, Rectangle
 
 from labcode.parallel.attention_block import own_chunks
@@ -10,36 +15,57 @@ from labcode.teach.figures.style import (
     INK,
     PALE,
     RULE,
-    STYLE,
     Picture,
     blank,
     canvas,
     colour_of,
-    described,
+    figure,
     ink_on,
+    put_text,
 )
 
 MAX_RANKS = 6
 
 
 def tiles(p: int, layout: str) -> dict[tuple[int, int], tuple[int, int]]:
-    """{(query chunk, key chunk): (rank that computes it, step of the ring)} of 2p chunks, those the causal mask leaves.
+    """Who computes which tile of the causal mask over 2p chunks, and in which step of the ring.
 
     A rank computes its own queries; the keys of rank s reach rank r in step (r - s) mod p.
+
+    Args:
+        p: Number of ranks that share the sequence.
+        layout: Which chunks a rank holds, "contiguous" or "zigzag".
+
+    Returns:
+        {(query chunk, key chunk): (rank, step)}; tiles that are masked completely are missing.
+
+    Raises:
+        ValueError: An unknown layout.
     """
-    owner = {
-        chunk: rank
-        for rank in range(p)
-        for run in own_chunks(2 * p, p, rank, layout)
-        for chunk in run
-    }
-    return {
-        (q, k): (owner[q], (owner[q] - owner[k]) % p) for q in range(2 * p) for k in range(q + 1)
-    }
+    owner = _owners(p, layout)
+    found = {}
+    for query in range(2 * p):
+        for key in range(query + 1):
+            step = (owner[query] - owner[key]) % p
+            found[query, key] = (owner[query], step)
+    return found
 
 
+def _owners(p: int, layout: str) -> dict[int, int]:
+    """{chunk: the rank that holds it} of 2p chunks."""
+    owner = {}
+    for rank in range(p):
+        for chunks in own_chunks(2 * p, p, rank, layout):
+            for chunk in chunks:
+                owner[chunk] = rank
+    return owner
+
+
+@figure
 def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: str) -> Picture:
-    """The mask in 2p x 2p tiles, rows are queries and columns keys, coloured by rank; the number is the step of the ring.
+    """The mask in 2p x 2p tiles, coloured by rank; the number in a tile is the step of the ring.
+
+    Rows are chunks of queries, columns chunks of keys.
 
     Args:
         p: Number of ranks that share the sequence, 2 to 6.
@@ -51,60 +77,66 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
     """
     if not 2 <= p <= MAX_RANKS:
         raise ValueError(f"p={p}: draw the mask of 2 to {MAX_RANKS} ranks")
-    figure, all_axes = canvas(6.6, 6.6 / len(layouts) + 0.35, len(layouts))
-    with mpl.rc_context(STYLE):
-        for axes, layout in zip(all_axes, layouts):
-            _panel(axes, p, layout)
-        signs = [Rectangle((0, 0), 1, 1, facecolor=colour_of(rank), lw=0) for rank in range(p)]
-        names = [f"rank {rank}" for rank in range(p)]
-        figure.legend(
-            signs, names, loc="outside lower center", ncols=p, handlelength=1.2, handleheight=1.2
-        )
-    return Picture(figure, described(alt))
+    width_in = 6.6
+    height_in = width_in / len(layouts) + 0.35
+    picture = canvas(width_in, height_in, alt=alt, columns=len(layouts))
+    for axes, layout in zip(picture.axes, layouts):
+        _draw_mask(axes, p, layout)
+        axes.set_title(layout, loc="left", fontsize=10)
+    signs = []
+    names = []
+    for rank in range(p):
+        signs.append(Rectangle((0, 0), 1, 1, facecolor=colour_of(rank), lw=0))
+        names.append(f"rank {rank}")
+    picture.figure.legend(
+        signs,
+        names,
+        loc="outside lower center",
+        ncols=p,
+        handlelength=1.2,
+        handleheight=1.2,
+    )
+    return picture
 
 
-def _panel(axes, p, layout):
+def _draw_mask(axes: Axes, p: int, layout: str) -> None:
+    """One panel of `causal`: x counts key chunks to the right, -y query chunks downwards."""
     n = 2 * p
     axes.add_patch(Rectangle((0, -n), n, n, facecolor=PALE, edgecolor="none"))
-    for (q, k), (rank, step) in tiles(p, layout).items():
-        colour = colour_of(rank)
-        corner, style = (
-            (k, -q - 1),
-            {
-                "facecolor": colour,
-                "edgecolor": "white",
-                "lw": 0.8,
-                "gid": f"rank {rank} step {step}",
-            },
-        )
-        if q == k:  # of its own chunk a query sees the earlier half
-            axes.add_patch(Polygon([(k, -q), (k, -q - 1), (k + 1, -q - 1)], closed=True, **style))
+    for (query, key), (rank, step) in tiles(p, layout).items():
+        if query == key:
+            _draw_diagonal_tile(axes, query, rank, step, size=9 - 0.3 * n)
         else:
-            axes.add_patch(Rectangle(corner, 1, 1, **style))
-        x, y = (k + 0.3, -q - 0.7) if q == k else (k + 0.5, -q - 0.5)
-        axes.text(
-            x,
-            y,
-            str(step),
-            ha="center",
-            va="center",
-            fontsize=9 - 0.3 * n * (q == k),
-            color=ink_on(colour),
-        )
+            _draw_tile(axes, query, key, rank, step)
     axes.add_patch(Rectangle((0, -n), n, n, fill=False, edgecolor=RULE, lw=0.8))
-    for q in range(n):  # the rank of each row in words too: nothing depends on colour alone
-        axes.text(
-            n + 0.2,
-            -q - 0.5,
-            str(tiles(p, layout)[q, q][0]),
-            ha="left",
-            va="center",
-            fontsize=8,
-            color=INK,
-        )
-    axes.text(n + 0.3, 0.25, "rank", ha="center", va="bottom", fontsize=8, color=INK)
-    axes.text(n / 2, 0.25, "keys", ha="center", va="bottom", fontsize=9, color=INK)
-    axes.text(-0.25, -n / 2, "queries", ha="right", va="center", rotation=90, fontsize=9, color=INK)
-    axes.set(xlim=(-1.0, n + 0.9), ylim=(-n - 0.1, 0.9))
+    for query, rank in _owners(p, layout).items():
+        # The rank of each row in words too: nothing depends on colour alone.
+        put_text(axes, n + 0.2, -query - 0.5, str(rank), 8, ha="left", color=INK)
+    put_text(axes, n + 0.3, 0.25, "rank", 8, va="bottom", color=INK)
+    put_text(axes, n / 2, 0.25, "keys", 9, va="bottom", color=INK)
+    put_text(axes, -0.25, -n / 2, "queries", 9, ha="right", rotation=90, color=INK)
+    axes.set_xlim(-1.0, n + 0.9)
+    axes.set_ylim(-n - 0.1, 0.9)
     blank(axes)
-    axes.set_title(layout, loc="left", fontsize=10)
+
+
+def _draw_tile(axes: Axes, query: int, key: int, rank: int, step: int) -> None:
+    corner = (key, -query - 1)
+    axes.add_patch(Rectangle(corner, 1, 1, **_tile_style(rank, step)))
+    put_text(axes, key + 0.5, -query - 0.5, str(step), 9, color=ink_on(colour_of(rank)))
+
+
+def _draw_diagonal_tile(axes: Axes, chunk: int, rank: int, step: int, size: float) -> None:
+    """A triangle: of its own chunk a query sees the earlier half."""
+    corners = [(chunk, -chunk), (chunk, -chunk - 1), (chunk + 1, -chunk - 1)]
+    axes.add_patch(Polygon(corners, closed=True, **_tile_style(rank, step)))
+    put_text(axes, chunk + 0.3, -chunk - 0.7, str(step), size, color=ink_on(colour_of(rank)))
+
+
+def _tile_style(rank: int, step: int) -> dict[str, Any]:
+    return {
+        "facecolor": colour_of(rank),
+        "edgecolor": "white",
+        "lw": 0.8,
+        "gid": f"rank {rank} step {step}",
+    }

@@ -1,100 +1,172 @@
-"""Drawings of data that moves between ranks: collectives, and the ring step by step. Lessons reach them through `plot`."""
+"""Drawings of data that moves between ranks: collectives, and the ring all-reduce step by step.
+
+Lessons 00 and 01 use them; `plot.collective`, `plot.collectives` and `plot.ring` are the way in.
+"""
 
 import string
 from collections.abc import Sequence
+from typing import Any, NamedTuple
 
-import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from labcode.teach.figures.style import (
     INK,
     PALETTE,
     RULE,
-    STYLE,
     Picture,
     blank,
     canvas,
-    described,
+    figure,
     ink_on,
+    put_text,
 )
 
-GAP, LABELS = 1.6, 1.6  # between before and after, and for "rank 0", in cells
+# Lengths in cells; a cell is one slot of a rank's memory.
+GAP = 1.6  # between before and after
+LABELS = 1.6  # for "rank 0"
+ROW = 0.8  # from one rank to the next
 
 
-def _collective_states(n):
-    """For each collective what each rank holds before and after: {slot: (label, source ranks)} per rank."""
+# ---- what each rank holds
+
+
+class Box(NamedTuple):
+    """What one slot of a rank's memory holds: its label, and the ranks whose data is in it."""
+
+    label: str
+    sources: tuple[int, ...]
+
+
+Memory = dict[int, Box]  # of one rank: {slot: box}
+State = list[Memory]  # of all ranks
+
+
+def _collective_states(n: int) -> dict[str, tuple[State, State]]:
+    """For each collective what the ranks hold before and after."""
     letters = string.ascii_uppercase[:n]
     everyone = tuple(range(n))
-    total = "+".join(letters) if n <= 4 else f"{letters[0]}+…+{letters[-1]}"
+    total = "+".join(letters)
+    if n > 4:
+        total = f"{letters[0]}+…+{letters[-1]}"
 
-    whole = [{0: (letters[r], (r,))} for r in range(n)]
-    parts = [{i: (f"{letters[r]}{i}", (r,)) for i in range(n)} for r in range(n)]
-    summed, gathered = {0: (total, everyone)}, {i: (letters[i], (i,)) for i in range(n)}
-    sums = [{r: (f"Σ{r}", everyone)} for r in range(n)]
-    root = [{}] * (n - 1)
+    whole: State = []  # rank 1 holds B
+    parts: State = []  # rank 1 holds B0, B1, B2, B3
+    sums: State = []  # rank 1 holds the sum of A1, B1, C1, D1
+    diagonal: State = []  # rank 1 holds A1, one part of rank 0's
+    transposed: State = []  # rank 1 holds A1, B1, C1, D1
+    gathered: Memory = {}  # A, B, C and D
+    for rank, letter in enumerate(letters):
+        box = Box(letter, (rank,))
+        whole.append({0: box})
+        gathered[rank] = box
+        parts.append({i: Box(f"{letter}{i}", (rank,)) for i in range(n)})
+        sums.append({rank: Box(f"Σ{rank}", everyone)})
+    for rank in range(n):
+        diagonal.append({rank: parts[0][rank]})
+        transposed.append({source: parts[source][rank] for source in range(n)})
+    summed: Memory = {0: Box(total, everyone)}
+    others: State = [{}] * (n - 1)  # all but the root hold nothing
+
     return {
-        "broadcast": ([whole[0], *root], [whole[0]] * n),
-        "scatter": ([parts[0], *root], [{r: parts[0][r]} for r in range(n)]),
-        "gather": (whole, [gathered, *root]),
+        "broadcast": ([whole[0], *others], [whole[0]] * n),
+        "scatter": ([parts[0], *others], diagonal),
+        "gather": (whole, [gathered, *others]),
         "all_gather": (whole, [gathered] * n),
-        "reduce": (whole, [summed, *root]),
+        "reduce": (whole, [summed, *others]),
         "all_reduce": (whole, [summed] * n),
         "reduce_scatter": (parts, sums),
-        "all_to_all": (parts, [{i: parts[i][r] for i in range(n)} for r in range(n)]),
+        "all_to_all": (parts, transposed),
     }
 
 
-class _Panel:
-    """One collective: its states, and where its columns stand, in cells."""
+# ---- one collective
 
-    def __init__(self, name, n):
+
+class _Side:
+    """The memories of all ranks before or after a collective; lengths in cells.
+
+    Args:
+        title: "before" or "after".
+        state: What the ranks hold.
+        start: Where its left edge stands.
+        cell: Width of a slot.
+    """
+
+    def __init__(self, title: str, state: State, start: float, cell: float):
+        self.title = title
+        self.state = state
+        self.start = start
+        self.cell = cell
+        last_slots = [max(memory, default=0) for memory in state]
+        self.num_slots = 1 + max(last_slots)
+        self.stop = start + self.num_slots * cell
+
+    def draw(self, axes: Axes, scale: float, size: float) -> None:
+        middle = (self.start + self.stop) / 2
+        put_text(axes, middle, 0.25, self.title, size)
+        for rank, memory in enumerate(self.state):
+            bottom = -ROW * rank - 0.76
+            for slot in range(self.num_slots):
+                corner = (self.start + slot * self.cell, bottom)
+                _draw_slot(axes, corner, self.cell, memory.get(slot), scale)
+
+
+class _Panel:
+    """One collective: its two sides, and how wide both are together, in cells.
+
+    Args:
+        name: Of the collective.
+        n: Number of ranks.
+
+    Raises:
+        ValueError: An unknown collective, or a number of ranks that does not fit.
+    """
+
+    def __init__(self, name: str, n: int):
         if not 2 <= n <= len(PALETTE):
             raise ValueError(f"n={n}: draw 2 to {len(PALETTE)} ranks")
         states = _collective_states(n)
         if name not in states:
             raise ValueError(f"there is no drawing of {name!r}: choose one of {', '.join(states)}")
-        self.name, self.n, self.sides = name, n, states[name]
-        self.slots = [
-            1 + max((slot for held in side for slot in held), default=0) for side in self.sides
-        ]
-        # room for "A+B+C+D"
-        self.cells = (
-            (1.2, 2.7 if n > 2 else 1.9) if name in ("reduce", "all_reduce") else (1.0, 1.0)
-        )
-        self.starts = (0.0, self.slots[0] * self.cells[0] + GAP)
-        self.width = self.starts[1] + self.slots[1] * self.cells[1]
+        before, after = states[name]
+        cell_before = 1.0
+        cell_after = 1.0
+        if name in ("reduce", "all_reduce"):
+            cell_before = 1.2
+            cell_after = 2.7 if n > 2 else 1.9  # room for "A+B+C+D"
+        self.name = name
+        self.n = n
+        self.before = _Side("before", before, 0.0, cell_before)
+        self.after = _Side("after", after, self.before.stop + GAP, cell_after)
+        self.width = self.after.stop
 
-    def draw(self, axes, scale, room, size=10):
-        """Draw on `axes` where a cell is `scale` inches and `room` cells fit beside each other."""
-        for side, start, count, cell, label in zip(
-            self.sides, self.starts, self.slots, self.cells, ("before", "after")
-        ):
-            axes.text(
-                start + count * cell / 2, 0.25, label, ha="center", va="center", fontsize=size
-            )
-            for rank, held in enumerate(side):
-                for slot in range(count):
-                    _cell(
-                        axes, (start + slot * cell, -0.8 * rank - 0.76), cell, held.get(slot), scale
-                    )
+    def draw(self, axes: Axes, scale: float, room: float, size: float = 10) -> None:
+        """Draw on `axes`, where a cell is `scale` inches and `room` cells fit beside each other."""
+        self.before.draw(axes, scale, size)
+        self.after.draw(axes, scale, size)
         for rank in range(self.n):
-            axes.text(
-                -0.15, -0.8 * rank - 0.4, f"rank {rank}", ha="right", va="center", fontsize=size
-            )
+            y = -ROW * rank - 0.4
+            put_text(axes, -0.15, y, f"rank {rank}", size, ha="right")
+        middle = -ROW * self.n / 2
+        tip = (self.after.start - 0.25, middle)
+        tail = (self.after.start - 1.35, middle)
         arrow = {"arrowstyle": "-|>", "lw": 1.6, "color": INK}
-        middle = -0.4 * self.n
-        axes.annotate(
-            "", (self.starts[1] - 0.25, middle), (self.starts[1] - 1.35, middle), arrowprops=arrow
-        )
-        axes.set(xlim=(-LABELS - 0.1, room + 0.05), ylim=(-0.8 * self.n - 0.05, 0.55))
+        axes.annotate("", tip, tail, arrowprops=arrow)
+        axes.set_xlim(-LABELS - 0.1, room + 0.05)
+        axes.set_ylim(-ROW * self.n - 0.05, 0.55)
         blank(axes)
 
 
+@figure
 def collective(name: str, n: int = 4, *, alt: str) -> Picture:
-    """What every rank holds before and after a collective; the colour of a box is the rank its data comes from.
+    """What every rank holds before and after a collective.
+
+    The colour of a box is the rank that its data comes from.
 
     Args:
-        name: broadcast, scatter, gather, all_gather, reduce, all_reduce, reduce_scatter or all_to_all.
+        name: broadcast, scatter, gather, all_gather, reduce, all_reduce, reduce_scatter or
+            all_to_all.
         n: Number of ranks, 2 to 8. Rank 0 is the root where there is one.
         alt: What the figure shows.
 
@@ -102,14 +174,17 @@ def collective(name: str, n: int = 4, *, alt: str) -> Picture:
         ValueError: An unknown collective, or a number of ranks that does not fit.
     """
     panel = _Panel(name, n)
-    scale = min(0.46, 5.6 / (panel.width + LABELS))
-    figure, (axes,) = canvas((panel.width + LABELS) * scale, (n * 0.8 + 0.9) * scale + 0.2)
-    with mpl.rc_context(STYLE):
-        panel.draw(axes, scale, panel.width)
-        axes.set_title(name, loc="center", family="monospace", fontsize=11)
-    return Picture(figure, described(alt))
+    width = panel.width + LABELS
+    height = n * ROW + 0.9
+    scale = min(0.46, 5.6 / width)  # inches of a cell
+    picture = canvas(width * scale, height * scale + 0.2, alt=alt)
+    axes = picture.axes[0]
+    panel.draw(axes, scale, panel.width)
+    axes.set_title(name, loc="center", family="monospace", fontsize=11)
+    return picture
 
 
+@figure
 def collectives(names: Sequence[str], n: int = 4, *, alt: str) -> Picture:
     """Several collectives on one sheet, two beside each other, drawn as `collective` draws them.
 
@@ -124,105 +199,110 @@ def collectives(names: Sequence[str], n: int = 4, *, alt: str) -> Picture:
     panels = [_Panel(name, n) for name in names]
     if n > 4 or len(panels) < 2:
         raise ValueError(
-            f"{len(panels)} collectives on n={n} ranks: a sheet holds two or more, on at most 4 ranks"
+            f"{len(panels)} collectives on n={n} ranks: "
+            "a sheet holds two or more, on at most 4 ranks"
         )
-    columns = [panels[i::2] for i in range(2)]
-    rooms = [max(panel.width for panel in column) for column in columns]
-    scale = min(0.4, 6.4 / (sum(rooms) + 2 * LABELS + 0.6))
-    rows = len(columns[0])
+    left_room = max(panel.width for panel in panels[0::2])
+    right_room = max(panel.width for panel in panels[1::2])
+    rooms = (left_room, right_room)
+    cells_across = left_room + right_room + 2 * LABELS + 0.6
+    scale = min(0.4, 6.4 / cells_across)  # inches of a cell
     widths = [(room + LABELS) * scale for room in rooms]
-    figure, _ = canvas(sum(widths) + 0.3, rows * ((n * 0.8 + 0.75) * scale + 0.32))
-    figure.clear()
-    with mpl.rc_context(STYLE):
-        all_axes = figure.subplots(rows, 2, squeeze=False, width_ratios=widths)
-        for i, axes in enumerate(all_axes.flat):
-            if i >= len(panels):
-                axes.set_axis_off()
-                continue
-            panels[i].draw(axes, scale, rooms[i % 2], size=8)
-            axes.set_anchor("W")
-            axes.set_title(
-                panels[i].name,
-                loc="left",
-                family="monospace",
-                fontsize=10,
-                x=LABELS / (rooms[i % 2] + LABELS),
-            )
-    return Picture(figure, described(alt))
+    row_height = (n * ROW + 0.75) * scale + 0.32
+    num_rows = (len(panels) + 1) // 2
+    picture = canvas(
+        sum(widths) + 0.3,
+        num_rows * row_height,
+        alt=alt,
+        rows=num_rows,
+        columns=2,
+        width_ratios=widths,
+    )
+    for i, panel in enumerate(panels):
+        axes = picture.axes[i]
+        room = rooms[i % 2]
+        panel.draw(axes, scale, room, size=8)
+        axes.set_anchor("W")
+        over_the_boxes = LABELS / (room + LABELS)
+        axes.set_title(panel.name, loc="left", family="monospace", fontsize=10, x=over_the_boxes)
+    for axes in picture.axes[len(panels) :]:
+        axes.set_axis_off()
+    return picture
 
 
-def _cell(axes, corner, width, held, scale):
+def _draw_slot(
+    axes: Axes, corner: tuple[float, float], width: float, box: Box | None, scale: float
+) -> None:
     """One slot of a rank's memory; a sum shows a stripe of each rank's colour."""
-    (x, y), height = corner, 0.72
-    if held is None:
-        axes.add_patch(
-            Rectangle(
-                (x + 0.03, y),
-                width - 0.06,
-                height,
-                fill=False,
-                ec="#BBBBBB",
-                ls=":",
-                lw=0.9,
-                gid="empty",
-            )
-        )
+    x, y = corner
+    height = 0.72
+    inner = (x + 0.03, y)
+    inner_width = width - 0.06
+    if box is None:
+        dots: dict[str, Any] = {"ec": "#BBBBBB", "ls": ":", "lw": 0.9}
+        axes.add_patch(Rectangle(inner, inner_width, height, fill=False, gid="empty", **dots))
         return
-    label, sources = held
-    _stripes(axes, (x + 0.03, y), width - 0.06, height, sources)
-    plate = (
-        {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-        if len(sources) > 1
-        else None
-    )
-    ink = INK if plate else ink_on(PALETTE[sources[0]])
+    _draw_stripes(axes, inner, inner_width, height, box.sources)
     size = max(7, min(10, 22 * scale))
-    axes.text(
-        x + width / 2,
-        y + height / 2,
-        label,
-        ha="center",
-        va="center",
-        fontsize=size,
-        color=ink,
-        bbox=plate,
-    )
+    middle = (x + width / 2, y + height / 2)
+    style: dict[str, Any] = {"color": ink_on(PALETTE[box.sources[0]])}
+    if len(box.sources) > 1:  # no ink is legible on all colours: a white plate under the text
+        plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
+        style = {"color": INK, "bbox": plate}
+    put_text(axes, *middle, box.label, size, **style)
 
 
-def _stripes(axes, corner, width, height, sources):
+def _draw_stripes(
+    axes: Axes, corner: tuple[float, float], width: float, height: float, sources: tuple[int, ...]
+) -> None:
+    """A rectangle in the colours of `sources`, in stripes from left to right."""
+    x, y = corner
     part = width / len(sources)
     for i, rank in enumerate(sources):
-        stripe = (corner[0] + i * part, corner[1])
-        axes.add_patch(
-            Rectangle(stripe, part, height, color=PALETTE[rank], lw=0, gid=f"from {rank}")
-        )
+        stripe = (x + i * part, y)
+        look: dict[str, Any] = {"color": PALETTE[rank], "lw": 0, "gid": f"from {rank}"}
+        axes.add_patch(Rectangle(stripe, part, height, **look))
 
 
-def ring_states(n: int) -> list[list[list[tuple[int, ...]]]]:
-    """Whose numbers are added up in each chunk, before a ring all-reduce and after each of its 2 (n-1) steps.
+# ---- the ring
+
+
+RingState = list[list[tuple[int, ...]]]  # [rank][chunk] -> ranks whose numbers are added up in it
+
+
+def ring_states(n: int) -> list[RingState]:
+    """Whose numbers are added up in each chunk, before and after each step of a ring all-reduce.
 
     Returns:
         [step][rank][chunk] -> ranks in it, in the order of adding.
     """
-    states = [[[(rank,)] * n for rank in range(n)]]
+    start: RingState = []
+    for rank in range(n):
+        start.append([(rank,)] * n)
+    states = [start]
     for step in range(2 * (n - 1)):
-        before, after = states[-1], [list(chunks) for chunks in states[-1]]
+        before = states[-1]
+        after = [list(chunks) for chunks in before]
         for rank in range(n):
             left = (rank - 1) % n
-            if step < n - 1:
+            if step < n - 1:  # reduce-scatter: add what the left neighbour has added up so far
                 chunk = (left - step) % n
-                after[rank][chunk] = before[left][chunk] + before[rank][chunk]
-            else:
-                chunk = (left + 1 - (step - (n - 1))) % n
+                arrived = before[left][chunk]
+                after[rank][chunk] = arrived + before[rank][chunk]
+            else:  # all-gather: copy the chunk that the left neighbour completed or got last
+                copy_step = step - (n - 1)
+                chunk = (left + 1 - copy_step) % n
                 after[rank][chunk] = before[left][chunk]
         states.append(after)
     return states
 
 
+@figure
 def ring(n: int = 4, *, alt: str) -> Picture:
-    """A ring all-reduce step by step: rows are ranks, columns chunks, a stripe is one rank's contribution.
+    """A ring all-reduce step by step: rows are ranks, columns chunks, stripes ranks' contributions.
 
-    The chunk that arrived in a step has a thick frame. First row: reduce-scatter, second row: all-gather.
+    The chunk that arrived in a step has a thick frame. The first row of panels is the
+    reduce-scatter, the second the all-gather.
 
     Args:
         n: Number of ranks, 2 to 5.
@@ -233,49 +313,54 @@ def ring(n: int = 4, *, alt: str) -> Picture:
     """
     if not 2 <= n <= 5:
         raise ValueError(f"n={n}: draw a ring of 2 to 5 ranks")
+    picture = canvas(6.4, 6.4 / n * 1.65 + 0.5, alt=alt, rows=2, columns=n)
+    panels = list(picture.axes)
+    legend_place = panels.pop(n)  # the first of the second row, which no step needs
     states = ring_states(n)
-    figure, _ = canvas(6.4, 6.4 / n * 1.65 + 0.5)
-    figure.clear()
-    with mpl.rc_context(STYLE):
-        all_axes = figure.subplots(2, n)
-        titles = [
-            "before",
-            *(f"step {step}: add" for step in range(1, n)),
-            *(f"step {n - 1 + s}: copy" for s in range(1, n)),
-        ]
-        places = [*all_axes[0], *all_axes[1][1:]]
-        _explain(all_axes[1][0], n)
-        for step, (axes, title, state) in enumerate(zip(places, titles, states)):
-            _memories(axes, state, states[step - 1] if step else state)
-            axes.set_title(title, loc="center", fontsize=9)
-        for chunk in range(n):
-            places[0].text(chunk + 0.5, 0.02, str(chunk), ha="center", va="bottom", fontsize=8)
-    return Picture(figure, described(alt))
+    for step, axes in enumerate(panels):
+        previous = states[max(0, step - 1)]
+        _draw_memories(axes, states[step], previous)
+        axes.set_title(_step_title(step, n), loc="center", fontsize=9)
+    for chunk in range(n):
+        put_text(panels[0], chunk + 0.5, 0.02, str(chunk), 8, va="bottom")
+    _draw_ring_legend(legend_place, n)
+    return picture
 
 
-def _explain(axes, n):
-    """What the colours and the frames of a ring mean, in the corner that no step needs."""
-    signs = [Rectangle((0, 0), 1, 1, color=PALETTE[rank], lw=0) for rank in range(n)]
-    signs.append(Rectangle((0, 0), 1, 1, fill=False, ec=INK, lw=2.0))
-    names = [*(f"part of rank {rank}" for rank in range(n)), "just arrived"]
-    axes.legend(signs, names, loc="center", handlelength=1.2, handleheight=1.2, fontsize=8)
-    axes.set_axis_off()
+def _step_title(step: int, n: int) -> str:
+    if step == 0:
+        return "before"
+    if step < n:
+        return f"step {step}: add"
+    return f"step {step}: copy"
 
 
-def _memories(axes, state, before):
-    """The chunks of all ranks; those that differ from `before` are framed."""
+def _draw_memories(axes: Axes, state: RingState, previous: RingState) -> None:
+    """The chunks of all ranks; those that differ from `previous` are framed."""
     n = len(state)
+    side = 0.88
     for rank, chunks in enumerate(state):
-        axes.text(-0.12, -rank - 0.5, str(rank), ha="right", va="center", fontsize=9)
+        put_text(axes, -0.12, -rank - 0.5, str(rank), 9, ha="right")
         for chunk, sources in enumerate(chunks):
             corner = (chunk + 0.06, -rank - 0.94)
-            _stripes(axes, corner, 0.88, 0.88, sources)
-            new = sources != before[rank][chunk]
-            frame = (
-                {"ec": INK, "lw": 2.0, "gid": "arrived"}
-                if new
-                else {"ec": RULE, "lw": 0.5, "gid": "kept"}
-            )
-            axes.add_patch(Rectangle(corner, 0.88, 0.88, fill=False, **frame))
-    axes.set(xlim=(-0.4, n + 0.05), ylim=(-n - 0.05, 0.35))
+            _draw_stripes(axes, corner, side, side, sources)
+            frame: dict[str, Any] = {"ec": RULE, "lw": 0.5, "gid": "kept"}
+            if sources != previous[rank][chunk]:
+                frame = {"ec": INK, "lw": 2.0, "gid": "arrived"}
+            axes.add_patch(Rectangle(corner, side, side, fill=False, **frame))
+    axes.set_xlim(-0.4, n + 0.05)
+    axes.set_ylim(-n - 0.05, 0.35)
     blank(axes)
+
+
+def _draw_ring_legend(axes: Axes, n: int) -> None:
+    """What the colours and the frames of a ring mean."""
+    signs = []
+    names = []
+    for rank in range(n):
+        signs.append(Rectangle((0, 0), 1, 1, color=PALETTE[rank], lw=0))
+        names.append(f"part of rank {rank}")
+    signs.append(Rectangle((0, 0), 1, 1, fill=False, ec=INK, lw=2.0))
+    names.append("just arrived")
+    axes.legend(signs, names, loc="center", handlelength=1.2, handleheight=1.2, fontsize=8)
+    axes.set_axis_off()

@@ -1,19 +1,49 @@
-"""The ground under every figure: size, letters, colours, and a picture that carries its alternative text."""
+"""What all figures share: size, font, colours, and `Picture`, a figure with its alternative text.
+
+A figure function is decorated with `@figure`, which switches the style on while it draws, and
+begins with `canvas`:
+
+    @figure
+    def one_line(values: Sequence[float], *, alt: str) -> Picture:
+        picture = canvas(6.2, 3.2, alt=alt)
+        picture.axes[0].plot(values)
+        return picture
+"""
 
 import base64
 import html
 import io
+from collections.abc import Sequence
+from os import PathLike
+from typing import Any
 
 import matplotlib as mpl
+from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.text import Text
 from PIL import Image
 
-# Okabe and Ito's colours, which stay apart for colour-blind readers; the order keeps neighbours far apart in lightness too.
-PALETTE = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
-INK, PALE, RULE = "#222222", "#F2F2F2", "#888888"
-MARKERS, STYLES = "osD^vPX*", ("-", "--", "-.", ":")
-DPI, COLOURS = 144, 96
+# The colours of Okabe and Ito, which colour-blind readers can tell apart. In this order neighbours
+# also differ in lightness, so that they stay different in a black-and-white print.
+PALETTE = (
+    "#0072B2",
+    "#E69F00",
+    "#009E73",
+    "#CC79A7",
+    "#56B4E9",
+    "#D55E00",
+    "#F0E442",
+    "#999999",
+)
+INK = "#222222"  # text and emphasized lines
+PALE = "#F2F2F2"  # backgrounds
+RULE = "#888888"  # thin lines
+MARKERS = "osD^vPX*"
+STYLES = ("-", "--", "-.", ":")
+
+DPI = 144  # of the PNG; a browser shows it at 96, so it is sharp on fine screens too
+NUM_COLOURS = 96  # of the PNG's palette
 
 STYLE = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
@@ -34,68 +64,99 @@ STYLE = {
     "legend.fontsize": 9,
 }
 
+# Decorates a function that draws. matplotlib reads its settings when a text, a tick or a legend is
+# made, so the style must be on for the whole drawing, not only when the figure is created.
+figure = mpl.rc_context(STYLE)
+
 
 class Picture:
-    """A figure with its alternative text; the last expression of a cell shows it, once.
+    """A figure with its alternative text; as the last expression of a cell it is shown, once.
 
-    JupyterLab draws a plain PNG without alternative text, so the output is an HTML image that has one.
+    JupyterLab shows a plain PNG without alternative text, so the output is an HTML image with one.
+
+    Args:
+        figure: The drawing.
+        alt: What it shows, in one sentence.
+
+    Raises:
+        ValueError: `alt` is no description.
     """
 
     def __init__(self, figure: Figure, alt: str):
-        self.figure, self.alt = figure, alt
+        self.figure = figure
+        self.alt = described(alt)
 
     @property
-    def axes(self):
-        """The axes of the figure, for the one thing that a plot function does not offer."""
+    def axes(self) -> list[Axes]:
+        """The axes of the figure, row by row."""
         return self.figure.axes
 
     def png(self) -> bytes:
         """The picture as PNG, the same bytes at each call."""
-        drawn, packed = io.BytesIO(), io.BytesIO()
         with mpl.rc_context(STYLE):
             self.figure.draw_without_rendering()
-            self.figure.set_layout_engine(
-                "none"
-            )  # each drawing would move the axes a little further
+            # Each drawing would move the axes a little further, and the bytes would change.
+            self.figure.set_layout_engine("none")
+            drawn = io.BytesIO()
             self.figure.savefig(drawn, format="png", dpi=DPI, bbox_inches="tight")
         drawn.seek(0)
-        image = (
-            Image.open(drawn).convert("RGB").quantize(COLOURS, dither=Image.Dither.NONE)
-        )  # a third of the size
+        image = Image.open(drawn).convert("RGB")
+        # A palette makes the file a third of the size: notebooks hold many pictures.
+        image = image.quantize(NUM_COLOURS, dither=Image.Dither.NONE)
+        packed = io.BytesIO()
         image.save(packed, format="png", optimize=True)
         return packed.getvalue()
 
-    def save(self, path) -> None:
+    def save(self, path: str | PathLike[str]) -> None:
         """Write the PNG to `path`."""
         with open(path, "wb") as file:
             file.write(self.png())
 
-    def _repr_mimebundle_(self, include=None, exclude=None):
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
         png = self.png()
-        width = (
-            int.from_bytes(png[16:20], "big") * 96 // DPI
-        )  # CSS pixels; the PNG is finer than the screen
+        pixels = int.from_bytes(png[16:20], "big")  # the width in the PNG's header
+        css_pixels = pixels * 96 // DPI
         source = base64.b64encode(png).decode()
-        image = f'<img alt="{html.escape(self.alt)}" width="{width}" src="data:image/png;base64,{source}">'
-        return {"text/html": image, "text/plain": f"Figure: {self.alt}"}
+        alt = html.escape(self.alt)
+        image = f'<img alt="{alt}" width="{css_pixels}" src="data:image/png;base64,{source}">'
+        return {"text/html": image, "text/plain": repr(self)}
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"Figure: {self.alt}"
 
 
-def canvas(width_in: float, height_in: float, columns: int = 1):
-    """An empty figure and its list of axes, in the style of the course; not known to pyplot, so nothing shows it twice."""
-    with mpl.rc_context(STYLE):
-        figure = Figure(figsize=(width_in, height_in), layout="constrained")
-        FigureCanvasAgg(figure)
-        return figure, list(figure.subplots(1, columns, squeeze=False)[0])
+def canvas(
+    width_in: float,
+    height_in: float,
+    *,
+    alt: str,
+    rows: int = 1,
+    columns: int = 1,
+    width_ratios: Sequence[float] | None = None,
+) -> Picture:
+    """An empty picture with `rows` x `columns` axes.
+
+    pyplot does not know it: the inline backend would show it a second time.
+
+    Args:
+        width_in: Inches.
+        height_in: Inches.
+        alt: What the picture shows.
+        rows: Of axes.
+        columns: Of axes.
+        width_ratios: Relative widths of the columns; None: all the same.
+    """
+    drawing = Figure(figsize=(width_in, height_in), layout="constrained")
+    FigureCanvasAgg(drawing)
+    drawing.subplots(rows, columns, squeeze=False, width_ratios=width_ratios)
+    return Picture(drawing, alt)
 
 
 def described(alt: str) -> str:
     """The alternative text, checked.
 
     Raises:
-        ValueError: There is none worth the name.
+        ValueError: It is missing, or too short to describe anything.
     """
     if not isinstance(alt, str) or len(alt.split()) < 4:
         raise ValueError(
@@ -107,26 +168,37 @@ def described(alt: str) -> str:
 def ink_on(colour: str) -> str:
     """Black or white, whichever is legible on `colour`.
 
-    Source: WCAG 2.2, relative luminance (0.18 is where both have the same contrast).
+    Source: WCAG 2.2, relative luminance (at 0.18 black and white have the same contrast).
     """
-    channels = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
-    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-    return (
-        "#FFFFFF"
-        if 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2] < 0.18
-        else "#000000"
-    )
+    red, green, blue = bytes.fromhex(colour[1:])
+    luminance = 0.2126 * _linear(red) + 0.7152 * _linear(green) + 0.0722 * _linear(blue)
+    return "#FFFFFF" if luminance < 0.18 else "#000000"
+
+
+def _linear(channel: int) -> float:
+    """The light that a channel of an sRGB colour, 0 to 255, stands for: 0 to 1."""
+    value = channel / 255
+    if value <= 0.04045:
+        return value / 12.92
+    return ((value + 0.055) / 1.055) ** 2.4
 
 
 def colour_of(i: int) -> str:
-    """The i-th colour: the palette, then the palette half mixed with white, and so on in turn."""
+    """The i-th colour: the palette, then the palette mixed with white, then from the start."""
     colour = PALETTE[i % len(PALETTE)]
-    if i // len(PALETTE) % 2 == 0:
+    rounds = i // len(PALETTE)
+    if rounds % 2 == 0:
         return colour
-    return "#" + "".join(f"{(int(colour[k : k + 2], 16) + 255) // 2:02X}" for k in (1, 3, 5))
+    mixed = [(channel + 255) // 2 for channel in bytes.fromhex(colour[1:])]
+    return "#" + bytes(mixed).hex().upper()
 
 
-def blank(axes) -> None:
+def blank(axes: Axes) -> None:
     """Remove ticks, spines and grid: a drawing, not a plot."""
     axes.set_axis_off()
     axes.set_aspect("equal")
+
+
+def put_text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> Text:
+    """Write `text` in `size` points at (x, y), centred there unless `style` says otherwise."""
+    return axes.text(x, y, text, fontsize=size, **{"ha": "center", "va": "center"} | style)

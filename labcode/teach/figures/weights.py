@@ -1,28 +1,42 @@
-"""A drawing of weights and of who holds which rows or columns of them: the cuts of tensor parallelism, to scale."""
+"""A drawing of weights, to scale: which rank of tensor parallelism holds which rows or columns.
+
+Lesson 08 uses it; `plot.cuts` is the way in.
+"""
 
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, groupby
+from itertools import groupby
+from typing import NamedTuple
 
-import matplotlib as mpl
 import torch
+from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
 from labcode.parallel.sharding import Split
 from labcode.teach.figures.style import (
     INK,
-    STYLE,
     Picture,
     blank,
     canvas,
     colour_of,
-    described,
+    figure,
     ink_on,
+    put_text,
 )
 
-VECTOR = 0.12  # width at which a bias is drawn, as a share of the narrowest matrix
-WHOLE = "#BBBBBB"
+VECTOR = 0.12  # width at which a bias is drawn, as a fraction of the narrowest matrix
+REPLICATED = "#BBBBBB"
 
 
+class _Area(NamedTuple):
+    """A rectangle of the drawing, in elements of the weights; y is 0 on top and negative below."""
+
+    left: float
+    bottom: float
+    width: float
+    height: float
+
+
+@figure
 def cuts(
     weights: Mapping[str, tuple[Sequence[int], Split | None]],
     parts: int,
@@ -31,101 +45,112 @@ def cuts(
     title: str = "",
     section_names: Sequence[str] = ("q", "k", "v"),
 ) -> Picture:
-    """Each weight as a rectangle, rows down and columns across, its stripes coloured and numbered by rank; grey is whole.
+    """Each weight as a rectangle, rows down and columns across, coloured and numbered by rank.
+
+    Grey is replicated: every rank holds all of it.
 
     Args:
-        weights: `{"label": (shape, split)}`; what `Placement` holds. A vector is drawn as a thin column.
+        weights: `{"label": (shape, split)}`; what `Placement` holds. A vector is drawn as a thin
+            column.
         parts: Number of ranks.
         alt: What the figure shows.
+        title: Above the figure.
         section_names: Written beside the sections of a weight that has as many.
     """
-    thin = VECTOR * min(shape[1] for shape, _ in weights.values() if len(shape) > 1)
-    sizes = {
-        name: (shape[0], shape[1] if len(shape) > 1 else thin)
-        for name, (shape, _) in weights.items()
-    }
-    tall = max(height for height, _ in sizes.values())
-    gap = 0.16 * tall
-    total = sum(width for _, width in sizes.values()) + gap * len(sizes)
-    inches = min(6.4 / total, 2.6 / tall)
-    figure, (axes,) = canvas(total * inches, tall * inches + 0.75)
+    sizes = _drawn_sizes(weights)
+    tallest = max(height for height, _ in sizes.values())
+    gap = 0.16 * tallest
+    total_width = sum(width for _, width in sizes.values()) + gap * len(sizes)
+    scale = min(6.4 / total_width, 2.6 / tallest)  # inches of an element
+    picture = canvas(total_width * scale, tallest * scale + 0.75, alt=alt)
+    axes = picture.axes[0]
     left = gap / 2
-    with mpl.rc_context(STYLE):
-        for name, (_, split) in weights.items():
-            height, width = sizes[name]
-            _one(axes, (left, width, height), split, parts, numbered=width > thin)
-            if (
-                width > thin
-                and split is not None
-                and len(split.sections or ()) == len(section_names)
-            ):
-                _name_sections(axes, left - 0.15 * gap, split.sections, section_names)
-            axes.text(
-                left + width / 2,
-                -height - 0.04 * tall,
-                name,
-                ha="center",
-                va="top",
-                fontsize=8.5,
-                linespacing=1.3,
-            )
-            left += width + gap
-        axes.set(xlim=(0, total), ylim=(-1.2 * tall, 0.02 * tall))
-        blank(axes)
-        if title:
-            axes.set_title(title, loc="left")
-    return Picture(figure, described(alt))
+    for name, (shape, split) in weights.items():
+        height, width = sizes[name]
+        is_matrix = len(shape) > 1
+        area = _Area(left, -height, width, height)
+        _draw_weight(axes, area, split, parts, numbered=is_matrix)
+        sections = _sections(split)
+        if is_matrix and len(sections) == len(section_names):
+            _name_sections(axes, left - 0.15 * gap, sections, section_names)
+        below = -height - 0.04 * tallest
+        put_text(axes, left + width / 2, below, name, 8.5, va="top", linespacing=1.3)
+        left += width + gap
+    axes.set(xlim=(0, total_width), ylim=(-1.2 * tallest, 0.02 * tallest))
+    blank(axes)
+    if title:
+        axes.set_title(title, loc="left")
+    return picture
+
+
+def _drawn_sizes(
+    weights: Mapping[str, tuple[Sequence[int], Split | None]],
+) -> dict[str, tuple[float, float]]:
+    """{label: (height, width)} in elements; a vector is as wide as can be seen."""
+    widths = [shape[1] for shape, _ in weights.values() if len(shape) > 1]
+    narrowest = min(widths)
+    sizes = {}
+    for name, (shape, _) in weights.items():
+        width = shape[1] if len(shape) > 1 else VECTOR * narrowest
+        sizes[name] = (shape[0], width)
+    return sizes
+
+
+def _sections(split: Split | None) -> Sequence[int]:
+    if split is None or split.sections is None:
+        return ()
+    return split.sections
 
 
 def owners(split: Split, length: int, parts: int) -> list[tuple[int, int, int]]:
-    """(rank, first, stop) of each stripe along the dim that is cut, in order."""
+    """(rank, first, stop) of each stripe along the dim that is cut, in order.
+
+    Args:
+        split: How the weight is cut.
+        length: Its size along that dim.
+        parts: Number of ranks.
+    """
+    along_one_dim = Split(0, split.sections)
     rank_of = torch.empty(length, dtype=torch.int64)
     for rank in range(parts):
-        rank_of[Split(0, split.sections).take(torch.arange(length), rank, parts)] = rank
-    runs = [(rank, len(list(members))) for rank, members in groupby(rank_of.tolist())]
-    stops = list(accumulate(length for _, length in runs))
-    return [(rank, stop - length, stop) for (rank, length), stop in zip(runs, stops)]
+        own = along_one_dim.take(torch.arange(length), rank, parts)
+        rank_of[own] = rank
+    stripes: list[tuple[int, int, int]] = []
+    first = 0
+    for rank, members in groupby(rank_of.tolist()):
+        stop = first + len(list(members))
+        stripes.append((rank, first, stop))
+        first = stop
+    return stripes
 
 
-def _one(axes, place, split, parts, numbered):
-    """The stripes of one weight; y goes down from 0."""
-    left, width, height = place
+def _draw_weight(axes: Axes, area: _Area, split: Split | None, parts: int, numbered: bool) -> None:
+    """The stripes of one weight, or one stripe where it is replicated."""
     if split is None:
-        return _stripe(axes, (left, -height, width, height), WHOLE, "all" if numbered else "")
-    along = height if split.dim == 0 else width
-    for rank, first, stop in owners(split, along, parts):
-        box = (
-            (left, -stop, width, stop - first)
-            if split.dim == 0
-            else (left + first, -height, stop - first, height)
-        )
-        _stripe(axes, box, colour_of(rank), str(rank) if numbered else "")
+        _draw_stripe(axes, area, REPLICATED, "all" if numbered else "")
+        return
+    by_rows = split.dim == 0
+    length = area.height if by_rows else area.width
+    for rank, first, stop in owners(split, int(length), parts):
+        if by_rows:
+            stripe = _Area(area.left, -stop, area.width, stop - first)
+        else:
+            stripe = _Area(area.left + first, area.bottom, stop - first, area.height)
+        _draw_stripe(axes, stripe, colour_of(rank), str(rank) if numbered else "")
 
 
-def _stripe(axes, box, colour, text):
-    left, bottom, width, height = box
-    axes.add_patch(
-        Rectangle(
-            (left, bottom),
-            width,
-            height,
-            facecolor=colour,
-            edgecolor="white",
-            lw=1.0,
-            gid=text or None,
-        )
-    )
-    axes.text(
-        left + width / 2,
-        bottom + height / 2,
-        text,
-        ha="center",
-        va="center",
-        fontsize=8,
-        color=ink_on(colour),
-    )
+def _draw_stripe(axes: Axes, area: _Area, colour: str, text: str) -> None:
+    corner = (area.left, area.bottom)
+    patch = Rectangle(corner, area.width, area.height, gid=text or None)
+    patch.set(facecolor=colour, edgecolor="white", linewidth=1.0)
+    axes.add_patch(patch)
+    middle = (area.left + area.width / 2, area.bottom + area.height / 2)
+    put_text(axes, *middle, text, 8, color=ink_on(colour))
 
 
-def _name_sections(axes, right, sections, names):
-    for name, length, stop in zip(names, sections, accumulate(sections)):
-        axes.text(right, -stop + length / 2, name, ha="right", va="center", fontsize=8.5, color=INK)
+def _name_sections(axes: Axes, right: float, sections: Sequence[int], names: Sequence[str]) -> None:
+    """The name of each section left of it."""
+    top = 0.0
+    for name, length in zip(names, sections):
+        put_text(axes, right, top - length / 2, name, 8.5, ha="right", color=INK)
+        top -= length

@@ -1,0 +1,421 @@
+"""Plots of numbers: lines, training curves, bars, matrices and weather maps.
+
+All lessons use them; `plot.lines` and so on are the way in.
+"""
+
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.ticker import LogFormatter
+from numpy.typing import ArrayLike
+
+from labcode.teach.figures.style import (
+    INK,
+    MARKERS,
+    PALETTE,
+    RULE,
+    STYLES,
+    Picture,
+    canvas,
+    figure,
+    put_text,
+)
+from labcode.train import metrics
+
+MAX_MARKED_POINTS = 25  # a curve with more points is drawn without markers
+MAX_LABEL_CHARACTERS = 64  # bars whose labels take more characters together lie down
+
+Rows = Iterable[Mapping[str, Any]]  # of metrics, as `labcode.train.metrics.read` returns them
+
+
+# ---- lines
+
+
+@figure
+def lines(
+    series: Mapping[str, ArrayLike | tuple[ArrayLike, ArrayLike]],
+    *,
+    alt: str,
+    x: ArrayLike | None = None,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    logx: bool = False,
+    logy: bool = False,
+    marks: bool = True,
+    reference: Mapping[str, float] | None = None,
+) -> Picture:
+    """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
+
+    Args:
+        series: `{"label": y}`, or `{"label": (x, y)}` where the lines do not share `x`.
+        alt: What the figure shows.
+        x: Values for all lines; None counts 0, 1, 2, ...
+        xlabel: The quantity and its unit.
+        ylabel: The quantity and its unit.
+        title: Above the figure.
+        logx: Logarithmic x axis.
+        logy: Logarithmic y axis.
+        marks: A marker at each point.
+        reference: `{"label": y}`, horizontal dashed lines to compare with.
+    """
+    picture = canvas(6.2, 3.2, alt=alt)
+    axes = picture.axes[0]
+    for i, (label, values) in enumerate(series.items()):
+        xs, ys = _points(values, x)
+        axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, marks))
+    axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
+    _draw_references(axes.axhline, reference)
+    if len(series) > 1 or reference:
+        axes.legend(loc="best")
+    _set_title(axes, title)
+    for axis in (axes.xaxis, axes.yaxis):
+        _plain_numbers(axis)
+    return picture
+
+
+def _points(
+    values: ArrayLike | tuple[ArrayLike, ArrayLike], x: ArrayLike | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """(x, y) of one line of `lines`."""
+    if isinstance(values, tuple):
+        xs, ys = values
+        return np.asarray(xs), np.asarray(ys)
+    ys = np.asarray(values)
+    if x is None:
+        return np.arange(len(ys)), ys
+    return np.asarray(x), ys
+
+
+def _line_style(i: int, marks: bool) -> dict[str, Any]:
+    """How line number `i` looks: colour and dash, and a marker if there are `marks`."""
+    style: dict[str, Any] = {"color": _cycled(PALETTE, i)}
+    if not marks:
+        style["linestyle"] = _cycled(STYLES, i)
+        return style
+    style["marker"] = _cycled(MARKERS, i)
+    style["markersize"] = 5
+    # Markers tell lines apart already: the dash changes only when the colours begin again.
+    style["linestyle"] = _cycled(STYLES, i // len(PALETTE))
+    return style
+
+
+def _cycled(choices: Sequence[str], i: int) -> str:
+    return choices[i % len(choices)]
+
+
+def _scale(logarithmic: bool) -> str:
+    return "log" if logarithmic else "linear"
+
+
+def _plain_numbers(axis: Axis) -> None:
+    """2, 5, 10 in place of 2 x 10^0, 10^1 on a log axis over small numbers."""
+    low, high = axis.get_view_interval()
+    if axis.get_scale() == "log" and low >= 0.5 and high <= 5000:
+        axis.set_major_formatter(LogFormatter())
+        axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
+# ---- training curves
+
+
+def curves(
+    runs: Mapping[str, Rows | str | os.PathLike[str]],
+    *,
+    alt: str,
+    y: str = "loss",
+    x: str = "step",
+    xlabel: str | None = None,
+    ylabel: str | None = None,
+    title: str = "",
+    reference: Mapping[str, float] | None = None,
+    logy: bool = False,
+) -> Picture:
+    """Training curves from metrics.
+
+    Args:
+        runs: `{"label": rows or path}`: rows as `labcode.train.metrics.read` returns them, or the
+            path of their file.
+        alt: What the figure shows.
+        y: Key of the rows; a row without it is skipped, so "val_loss" works.
+        x: Key of the rows, as `y`.
+        xlabel: None: the key.
+        ylabel: None: the key.
+        title: Above the figure.
+        reference: `{"label": y}`, horizontal dashed lines.
+        logy: Logarithmic y axis.
+
+    Raises:
+        ValueError: No row of a run holds the keys.
+    """
+    series = {}
+    most_points = 0
+    for label, run in runs.items():
+        rows = _rows(run)
+        xs, ys = _columns(rows, x, y)
+        if not xs:
+            found = sorted(rows[0]) if rows else "nothing"
+            raise ValueError(f"no row of {label!r} holds both {x!r} and {y!r}: they hold {found}")
+        series[label] = (xs, ys)
+        most_points = max(most_points, len(xs))
+    return lines(
+        series,
+        alt=alt,
+        xlabel=xlabel or x,
+        ylabel=ylabel or y.replace("_", " "),
+        title=title,
+        logy=logy,
+        marks=most_points <= MAX_MARKED_POINTS,
+        reference=reference,
+    )
+
+
+def _rows(run: Rows | str | os.PathLike[str]) -> list[Mapping[str, Any]]:
+    if isinstance(run, (str, os.PathLike)):
+        return list(metrics.read(os.fspath(run)))
+    return list(run)
+
+
+def _columns(rows: Rows, x: str, y: str) -> tuple[list[float], list[float]]:
+    """The values of two keys, from the rows that hold both."""
+    xs = []
+    ys = []
+    for row in rows:
+        if row.get(x) is None or row.get(y) is None:
+            continue
+        xs.append(row[x])
+        ys.append(row[y])
+    return xs, ys
+
+
+# ---- bars
+
+
+@figure
+def bars(
+    values: Mapping[str, float | Mapping[str, float]],
+    *,
+    alt: str,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    fmt: str = "{:.3g}",
+    reference: Mapping[str, float] | None = None,
+    logy: bool = False,
+) -> Picture:
+    """Bars with their values written on them; they lie down when the labels are long.
+
+    Args:
+        values: `{"label": number}`, or `{"label": {"series": number}}` for groups of bars with a
+            legend.
+        alt: What the figure shows.
+        xlabel: What the labels are.
+        ylabel: The quantity and its unit, whichever way the bars point.
+        title: Above the figure.
+        fmt: How a value is written on its bar; "" for none.
+        reference: `{"label": value}`, dashed lines to compare with.
+        logy: Logarithmic axis for the values.
+    """
+    labels = list(map(str, values))
+    series = _by_series(values)
+    longest = max(map(len, labels))
+    horizontal = longest * len(labels) > MAX_LABEL_CHARACTERS
+    height_in = 3.0
+    if horizontal:
+        num_bars = len(labels) * len(series)
+        height_in = max(2.0, 0.9 + 0.34 * num_bars)
+    picture = canvas(6.2, height_in, alt=alt)
+    axes = picture.axes[0]
+
+    slot = 0.8 / len(series)  # the bars of a label share 0.8 of the distance between labels
+    for i, (name, sizes) in enumerate(series.items()):
+        offset = (i - (len(series) - 1) / 2) * slot
+        at = np.arange(len(labels)) + offset
+        thickness = 0.72 / len(series)
+        colour = _cycled(PALETTE, i)
+        if horizontal:
+            drawn = axes.barh(at, sizes, height=thickness, color=colour, label=name)
+        else:
+            drawn = axes.bar(at, sizes, width=thickness, color=colour, label=name)
+        if fmt:
+            axes.bar_label(drawn, labels=_formatted(sizes, fmt), padding=2, fontsize=9)
+
+    if horizontal:
+        axes.set_yticks(range(len(labels)), labels)
+        axes.set(xlabel=ylabel, ylabel=xlabel, xscale=_scale(logy))
+        axes.margins(x=0.12)
+        axes.invert_yaxis()  # the first label on top
+        axes.grid(False, axis="y")
+        _draw_references(axes.axvline, reference)
+    else:
+        axes.set_xticks(range(len(labels)), labels)
+        axes.set(xlabel=xlabel, ylabel=ylabel, yscale=_scale(logy))
+        axes.margins(y=0.12)
+        axes.grid(False, axis="x")
+        _draw_references(axes.axhline, reference)
+    _set_title(axes, title)
+    if len(series) > 1 or reference:
+        picture.figure.legend(loc="outside upper right", ncols=4)
+    return picture
+
+
+def _by_series(values: Mapping[str, float | Mapping[str, float]]) -> dict[str, list[float]]:
+    """{series: a value for each label}, nan where a label has none.
+
+    Plain numbers are a series without a name.
+    """
+    series: dict[str, list[float]] = {}
+    for place, entry in enumerate(values.values()):
+        group = entry if isinstance(entry, Mapping) else {"": entry}
+        for name, value in group.items():
+            sizes = series.setdefault(name, [np.nan] * len(values))
+            sizes[place] = value
+    return series
+
+
+def _formatted(sizes: Iterable[float], fmt: str) -> list[str]:
+    """What is written on the bars: nothing where there is none."""
+    texts = []
+    for size in sizes:
+        texts.append("" if np.isnan(size) else fmt.format(size))
+    return texts
+
+
+# ---- matrices and maps
+
+
+@figure
+def heatmap(
+    matrix: ArrayLike,
+    *,
+    alt: str,
+    rows: Sequence[Any] | None = None,
+    columns: Sequence[Any] | None = None,
+    xlabel: str = "",
+    ylabel: str = "",
+    title: str = "",
+    unit: str = "",
+    fmt: str = "{:.3g}",
+) -> Picture:
+    """A small matrix as coloured squares with numbers: bytes from rank to rank, for instance.
+
+    Args:
+        matrix: [rows, columns] numbers.
+        alt: What the figure shows.
+        rows: Names along the left side; None numbers them.
+        columns: Names along the lower side; None numbers them.
+        xlabel: What the columns are.
+        ylabel: What the rows are.
+        title: Above the figure.
+        unit: Written beside the colour bar.
+        fmt: How a number is written in its square; "" for none.
+    """
+    values = np.asarray(matrix, dtype=float)
+    height, width = values.shape
+    width_in = min(6.4, 1.8 + 0.62 * width)
+    height_in = min(5.0, 1.1 + 0.5 * height)
+    picture = canvas(width_in, height_in, alt=alt)
+    axes = picture.axes[0]
+    image = axes.imshow(values, cmap="cividis", aspect="auto")
+    for (row, column), value in np.ndenumerate(values):
+        is_dark = np.asarray(image.norm(value)) < 0.55
+        colour = "white" if is_dark else INK
+        put_text(axes, column, row, fmt.format(value), 9, color=colour)
+    axes.set_xticks(range(width), columns or range(width))
+    axes.set_yticks(range(height), rows or range(height))
+    axes.set(xlabel=xlabel, ylabel=ylabel)
+    axes.grid(False)
+    picture.figure.colorbar(image, ax=axes, label=unit)
+    _set_title(axes, title)
+    return picture
+
+
+@figure
+def field(
+    data: ArrayLike | Mapping[str, ArrayLike],
+    *,
+    alt: str,
+    unit: str = "",
+    title: str = "",
+    diverging: bool = False,
+    extent: tuple[float, float, float, float] = (0, 360, -90, 90),
+) -> Picture:
+    """Weather maps side by side on one colour scale.
+
+    Args:
+        data: [lat, lon], north first, or `{"title": [lat, lon]}`.
+        alt: What the figure shows.
+        unit: Of the values, for the colour bar.
+        title: Above the figure.
+        diverging: Zero in the middle of the scale, for differences and errors.
+        extent: Degrees: west, east, south, north.
+    """
+    named = data if isinstance(data, Mapping) else {"": data}
+    maps = {}
+    for name, values in named.items():
+        maps[name] = np.asarray(values, dtype=float)
+    several = len(maps) > 1
+
+    low = min(map(np.min, maps.values()))
+    high = max(map(np.max, maps.values()))
+    if diverging:
+        high = max(abs(low), abs(high))
+        low = -high
+
+    west, east, south, north = extent
+    width_in = 6.6 if several else 5.4
+    map_width_in = (width_in - 1.2) / len(maps)  # 1.2 inches for the colour bar and the ticks
+    map_height_in = (north - south) / (east - west) * map_width_in
+    title_in = 0.45 if title else 0.25
+    names_in = 0.3 if several else 0.2
+    height_in = map_height_in + title_in + names_in
+    picture = canvas(width_in, height_in, alt=alt, columns=len(maps))
+
+    all_axes = list(picture.axes)  # without that of the colour bar
+    image = None
+    for i, (name, values) in enumerate(maps.items()):
+        axes = all_axes[i]
+        image = axes.imshow(
+            values,
+            cmap="RdBu_r" if diverging else "viridis",
+            vmin=low,
+            vmax=high,
+            extent=extent,
+            interpolation="nearest",
+        )
+        latitudes = np.linspace(south, north, 3) if i == 0 else []
+        axes.set(title=name, xticks=np.linspace(west, east, 3), yticks=latitudes)
+        axes.tick_params(labelsize=8)
+        axes.grid(False)
+    if image is not None:
+        picture.figure.colorbar(image, ax=all_axes, label=unit, shrink=0.8, pad=0.02)
+    if title:
+        picture.figure.suptitle(title, fontsize=11)
+    return picture
+
+
+# ---- what several plots share
+
+
+def _draw_references(draw: Callable[..., Any], reference: Mapping[str, float] | None) -> None:
+    """Dashed lines to compare with, the first one in black.
+
+    Args:
+        draw: `axes.axhline` or `axes.axvline`.
+        reference: {label: value}.
+    """
+    if reference is None:
+        return
+    for i, (label, value) in enumerate(reference.items()):
+        colour = INK if i == 0 else RULE
+        dash = _cycled(STYLES[1:], i)
+        draw(value, color=colour, linestyle=dash, lw=1.3, label=label)
+
+
+def _set_title(axes: Axes, title: str) -> None:
+    if title:
+        axes.set_title(title, loc="left")
