@@ -1,5 +1,14 @@
-"""What the check cells of a lesson call: one module per lesson, `l01`, `l02`, ... `from labcode.teach.exercises import l01`.
+"""What the check cells call: one module per lesson, `from labcode.teach.exercises import l01`.
 
-Each function takes what the learner wrote (a value, a function, a class), and the ranks where it needs them, and asserts.
-The text of an AssertionError is the hint that the learner reads: say what was expected, what was found, where to look.
+    l00   a share of the items, a mean over the ranks, the first loss
+    l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a quick
+          all-reduce
+    l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
+    l07   ranks and groups of a grid, the best order, a grid for 64 GPUs
+    l08   tensor parallelism          l09   sequence and context parallelism
+    l10   pipeline parallelism        l12   SLURM and multi-node        l13   hybrid training
+
+Each function takes what the learner wrote (a value, a function, a class), and the ranks where it
+needs them, and asserts. The text of an AssertionError is the hint that the learner reads: say what
+was expected, what was found, where to look.
 """

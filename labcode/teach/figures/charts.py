@@ -279,10 +279,7 @@ def _by_series(values: Mapping[str, float | Mapping[str, float]]) -> dict[str, l
 
 def _formatted(sizes: Iterable[float], fmt: str) -> list[str]:
     """What is written on the bars: nothing where there is none."""
-    texts = []
-    for size in sizes:
-        texts.append("" if np.isnan(size) else fmt.format(size))
-    return texts
+    return ["" if np.isnan(size) else fmt.format(size) for size in sizes]
 
 
 # ---- matrices and maps

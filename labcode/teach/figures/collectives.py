@@ -93,7 +93,7 @@ class _Side:
         cell: Width of a slot.
     """
 
-    def __init__(self, title: str, state: State, start: float, cell: float):
+    def __init__(self, title: str, state: State, start: float, cell: float) -> None:
         self.title = title
         self.state = state
         self.start = start
@@ -123,7 +123,7 @@ class _Panel:
         ValueError: An unknown collective, or a number of ranks that does not fit.
     """
 
-    def __init__(self, name: str, n: int):
+    def __init__(self, name: str, n: int) -> None:
         if not 2 <= n <= len(PALETTE):
             raise ValueError(f"n={n}: draw 2 to {len(PALETTE)} ranks")
         states = _collective_states(n)

@@ -37,7 +37,7 @@ class _NodeLayout:
         boxes_per_row: How many boxes the drawing has room for beside each other.
     """
 
-    def __init__(self, num_nodes: int, ranks_per_node: int, boxes_per_row: int):
+    def __init__(self, num_nodes: int, ranks_per_node: int, boxes_per_row: int) -> None:
         self.num_nodes = num_nodes
         self.ranks_per_node = ranks_per_node
         self.columns = min(8, ranks_per_node)  # of ranks in a node
@@ -139,9 +139,7 @@ def _coordinates(shape: GridShape, rank: int) -> str:
     """The coordinates of a rank along the axes longer than 1, two to a line: "tp1 dp0"."""
     coords = shape.coords(rank)
     named = [f"{axis}{coords[axis]}" for axis in _long_axes(shape)]
-    lines = []
-    for i in range(0, len(named), 2):
-        lines.append(" ".join(named[i : i + 2]))
+    lines = [" ".join(named[i : i + 2]) for i in range(0, len(named), 2)]
     return "\n".join(lines)
 
 

@@ -45,7 +45,7 @@ STYLES = ("-", "--", "-.", ":")
 DPI = 144  # of the PNG; a browser shows it at 96, so it is sharp on fine screens too
 NUM_COLOURS = 96  # of the PNG's palette
 
-STYLE = {
+STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
     "font.size": 10,
     "axes.titlesize": 11,
@@ -82,7 +82,7 @@ class Picture:
         ValueError: `alt` is no description.
     """
 
-    def __init__(self, figure: Figure, alt: str):
+    def __init__(self, figure: Figure, alt: str) -> None:
         self.figure = figure
         self.alt = described(alt)
 
@@ -201,4 +201,6 @@ def blank(axes: Axes) -> None:
 
 def put_text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> Text:
     """Write `text` in `size` points at (x, y), centred there unless `style` says otherwise."""
-    return axes.text(x, y, text, fontsize=size, **{"ha": "center", "va": "center"} | style)
+    style.setdefault("ha", "center")
+    style.setdefault("va", "center")
+    return axes.text(x, y, text, fontsize=size, **style)

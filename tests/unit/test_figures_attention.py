@@ -1,0 +1,79 @@
+"""The drawing of the causal mask: whose tile is where, and that zigzag is balanced."""
+
+from collections import Counter
+from itertools import product
+
+import pytest
+import torch
+
+from labcode.parallel.attention_block import own_chunks, visible_block
+from labcode.teach.figures.attention import tiles
+from labcode.teach.figures.plot import causal
+
+ALT = "Four words at least"
+
+
+def positions(length, p, rank, layout):
+    """Global positions of the tokens that a rank holds."""
+    held = []
+    for chunk in own_chunks(length, p, rank, layout):
+        held += chunk
+    return torch.tensor(held)
+
+
+@pytest.mark.parametrize("p", [2, 3, 4])
+@pytest.mark.parametrize("layout", ["contiguous", "zigzag"])
+def test_tiles_are_what_the_ring_computes(p, layout):
+    """Each tile against the blocks of the real algorithm, token by token, eight tokens a chunk."""
+    length = 2 * p * 8
+    drawn = torch.full((2 * p, 2 * p, 2), -1)
+    for (q, k), found in tiles(p, layout).items():
+        drawn[q, k] = torch.tensor(found)
+    for rank in range(p):
+        for source in range(p):
+            block = visible_block(length, p, rank, source, layout, causal=True)
+            if block is None:
+                continue
+            queries = positions(length, p, rank, layout)[block.queries] // 8
+            keys = positions(length, p, source, layout)[block.keys] // 8
+            step = (rank - source) % p
+            seen = 0
+            for q, k in set(product(queries.tolist(), keys.tolist())):
+                if q >= k or not block.causal:
+                    assert drawn[q, k].tolist() == [rank, step]
+                    seen += 1
+            assert seen
+    assert (drawn[..., 0] >= 0).sum() == p * (2 * p + 1)
+
+
+@pytest.mark.parametrize("p", [2, 4])
+def test_zigzag_is_balanced_and_contiguous_is_not(p):
+    def work(layout):
+        done = Counter()
+        for (q, k), (rank, _) in tiles(p, layout).items():
+            done[rank] += 1 if q == k else 2
+        return done
+
+    assert len(set(work("zigzag").values())) == 1
+    contiguous = work("contiguous")
+    assert contiguous[p - 1] == (2 * p - 1) * contiguous[0]
+
+
+def test_the_drawing_has_a_patch_for_each_tile():
+    picture = causal(4, alt=ALT)
+    for axes, layout in zip(picture.axes, ("contiguous", "zigzag")):
+        drawn = Counter(patch.get_gid() for patch in axes.patches if patch.get_gid())
+        expected = Counter(f"rank {rank} step {step}" for rank, step in tiles(4, layout).values())
+        assert drawn == expected
+        assert axes.get_title(loc="left") == layout
+    assert len(picture.png()) < 60_000
+    assert len(causal(2, ["zigzag"], alt=ALT).axes) == 1
+
+
+def test_what_cannot_be_drawn_is_refused():
+    with pytest.raises(ValueError, match="p=7"):
+        causal(7, alt=ALT)
+    with pytest.raises(ValueError, match="striped"):
+        causal(2, ["striped"], alt=ALT)
+    with pytest.raises(ValueError, match="alt"):
+        causal(2, alt="")

@@ -1,0 +1,111 @@
+"""Plots of numbers hold what was asked for: every series, value, reference and label."""
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from labcode.teach.figures import plot
+
+ALT = "Four words at least"
+
+
+def written(texts):
+    return [text.get_text() for text in texts]
+
+
+# ---- lines and curves
+
+
+def test_lines_draws_each_series_and_the_references():
+    picture = plot.lines(
+        {"ring": [1, 2, 4], "tree": ([0, 5], [3, 3])},
+        x=[1, 10, 100],
+        xlabel="bytes",
+        logx=True,
+        reference={"floor": 1},
+        alt=ALT,
+    )
+    (axes,) = picture.axes
+    ring, tree, floor = axes.lines
+    assert [line.get_label() for line in axes.lines] == ["ring", "tree", "floor"]
+    assert list(ring.get_xdata()) == [1, 10, 100]
+    assert list(ring.get_ydata()) == [1, 2, 4]
+    assert list(tree.get_xdata()) == [0, 5]
+    assert list(tree.get_ydata()) == [3, 3]
+    assert list(floor.get_ydata()) == [1, 1]
+    assert axes.get_xscale() == "log"
+    assert axes.get_xlabel() == "bytes"
+    assert ring.get_color() != tree.get_color()
+    assert ring.get_marker() != tree.get_marker()
+    assert written(axes.get_legend().get_texts()) == ["ring", "tree", "floor"]
+
+
+@pytest.mark.parametrize(("scale", "plain"), [(1, True), (1e-3, False), (1e4, False)])
+def test_small_numbers_on_a_log_axis_are_written_plainly(scale, plain):
+    picture = plot.lines({"a": [scale * 1.7, scale * 40]}, logy=True, alt=ALT)
+    picture.png()  # labels are made when it is drawn
+    axis = picture.axes[0].yaxis
+    labels = {*written(axis.get_ticklabels()), *written(axis.get_ticklabels(minor=True))}
+    assert ({"2", "10", "40"} <= labels) == plain
+
+
+def test_curves_skip_rows_without_the_key():
+    rows = [{"step": s, "loss": 5.0 - s, "val_loss": 4.0 if s == 2 else None} for s in range(4)]
+    (loss,) = plot.curves({"run": rows}, alt=ALT).axes[0].lines
+    assert list(loss.get_ydata()) == [5, 4, 3, 2]
+    (val_loss,) = plot.curves({"run": rows}, y="val_loss", alt=ALT).axes[0].lines
+    assert list(val_loss.get_xdata()) == [2]
+    with pytest.raises(ValueError, match="no row of 'run' holds both 'step' and 'lr'"):
+        plot.curves({"run": rows}, y="lr", alt=ALT)
+
+
+def test_curves_read_the_file_of_a_run(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "loss": 3.0}\n{"step": 2, "loss": 2.0}\n')
+    for run in (path, str(path)):
+        (loss,) = plot.curves({"run": run}, alt=ALT).axes[0].lines
+        assert list(loss.get_ydata()) == [3, 2]
+
+
+# ---- bars
+
+
+def test_bars_stand():
+    axes = plot.bars({"2 ranks": 0.707, "4 ranks": 0.866}, ylabel="error", alt=ALT).axes[0]
+    assert [patch.get_height() for patch in axes.patches] == [0.707, 0.866]
+    assert axes.get_ylabel() == "error"
+    assert written(axes.texts) == ["0.707", "0.866"]
+
+
+def test_bars_with_long_labels_lie():
+    groups = {}
+    for i in range(3):
+        groups[f"a rather long label, number {i}"] = {"predicted": i + 1, "measured": i + 2}
+    axes = plot.bars(groups, ylabel="ms", alt=ALT).axes[0]
+    assert [patch.get_width() for patch in axes.patches] == [1, 2, 3, 2, 3, 4]
+    assert axes.get_xlabel() == "ms"
+    assert len({to_hex(patch.get_facecolor()) for patch in axes.patches}) == 2
+
+
+def test_a_bar_that_is_missing_in_a_group_leaves_its_place_empty():
+    picture = plot.bars({"a": {"p": 1}, "b": {"p": 2, "q": 3}}, alt=ALT)
+    assert written(picture.axes[0].texts) == ["1", "2", "", "3"]
+    assert written(picture.figure.legends[0].get_texts()) == ["p", "q"]
+
+
+# ---- matrices and maps
+
+
+def test_heatmap_writes_every_number():
+    matrix = np.arange(6).reshape(2, 3)
+    axes = plot.heatmap(matrix, rows=["a", "b"], unit="MB", alt=ALT).axes[0]
+    assert np.array_equal(axes.images[0].get_array(), matrix)
+    assert written(axes.texts) == list("012345")
+
+
+def test_maps_share_one_scale():
+    maps = {"now": np.full((4, 8), 280.0), "later": np.full((4, 8), 290.0)}
+    now, later = (axes.images[0] for axes in plot.field(maps, unit="K", alt=ALT).axes[:2])
+    assert now.get_clim() == later.get_clim() == (280, 290)
+    errors = plot.field(np.array([[-1.0, 3.0]]), diverging=True, alt=ALT).axes[0].images[0]
+    assert errors.get_clim() == (-3, 3)

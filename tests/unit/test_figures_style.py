@@ -1,0 +1,87 @@
+"""What all figures share: alternative text, small files, legible colours; shown once."""
+
+import re
+
+import matplotlib as mpl
+import matplotlib.pyplot as plt
+import numpy as np
+import pytest
+
+from labcode.parallel.sharding import Split
+from labcode.teach.figures import plot
+from labcode.teach.figures.style import PALETTE, colour_of, ink_on
+from labcode.topology import GridShape
+
+ALT = "Four words at least"
+
+FIGURES = {
+    "lines": lambda alt: plot.lines({"a": [1, 2]}, alt=alt),
+    "bars": lambda alt: plot.bars({"a": 1}, alt=alt),
+    "curves": lambda alt: plot.curves({"a": [{"step": 1, "loss": 2}]}, alt=alt),
+    "heatmap": lambda alt: plot.heatmap([[1, 2]], alt=alt),
+    "field": lambda alt: plot.field(np.random.default_rng(0).normal(size=(90, 180)), alt=alt),
+    "grid": lambda alt: plot.grid(GridShape(dp=8, tp=8), nodes=8, alt=alt),
+    "collective": lambda alt: plot.collective("all_to_all", 8, alt=alt),
+    "collectives": lambda alt: plot.collectives(["gather", "reduce"], 4, alt=alt),
+    "ring": lambda alt: plot.ring(4, alt=alt),
+    "timeline": lambda alt: plot.timeline([("a", "b", 0, 1)], alt=alt),
+    "causal": lambda alt: plot.causal(4, alt=alt),
+    "cuts": lambda alt: plot.cuts({"w": ((8, 4), Split(0))}, 2, alt=alt),
+}
+NARROW = ("heatmap", "grid", "cuts")  # as wide as their content
+
+
+@pytest.mark.parametrize("name", FIGURES)
+def test_every_figure_carries_its_alternative_text_and_is_small(name):
+    picture = FIGURES[name]('Two "quoted" <words> & more')
+    bundle = picture._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "text/plain"}
+    assert 'alt="Two &quot;quoted&quot; &lt;words&gt; &amp; more"' in bundle["text/html"]
+    width = int(re.search(r'width="(\d+)"', bundle["text/html"])[1])
+    assert 300 < width < 720 or name in NARROW
+    assert picture.png()[:4] == b"\x89PNG"
+    assert 1_000 < len(picture.png()) < 60_000
+    assert picture.png() == picture.png()
+
+
+@pytest.mark.parametrize("name", FIGURES)
+@pytest.mark.parametrize("poor", ["", "plot", None])
+def test_a_figure_without_alternative_text_is_refused(name, poor):
+    with pytest.raises(ValueError, match="say in one sentence"):
+        FIGURES[name](poor)
+
+
+def test_every_function_of_plot_is_tested_here():
+    assert set(plot.__all__) - set(FIGURES) == {"transports"}  # in the tests of NCCL's log
+
+
+def test_the_style_ends_with_the_drawing():
+    before = dict(mpl.rcParams)
+    plot.bars({"a": 1}, alt=ALT).png()
+    assert dict(mpl.rcParams) == before
+
+
+def test_a_picture_is_shown_once_and_saved(tmp_path):
+    picture = plot.bars({"a": 1}, alt=ALT)
+    # pyplot does not know it, so the inline backend does not show it a second time.
+    assert plt.get_fignums() == []
+    picture.save(tmp_path / "bars.png")
+    assert (tmp_path / "bars.png").read_bytes() == picture.png()
+    assert repr(picture) == f"Figure: {ALT}"
+
+
+def luminance(colour):
+    weights = (0.2126, 0.7152, 0.0722)
+    total = 0.0
+    for weight, channel in zip(weights, bytes.fromhex(colour[1:])):
+        value = channel / 255
+        linear = value / 12.92 if channel <= 10 else ((value + 0.055) / 1.055) ** 2.4
+        total += weight * linear
+    return total
+
+
+@pytest.mark.parametrize("i", range(2 * len(PALETTE)))
+def test_palette_is_legible(i):
+    colour = colour_of(i)
+    low, high = sorted((luminance(colour), luminance(ink_on(colour))))
+    assert (high + 0.05) / (low + 0.05) > 4.5  # WCAG AA for text
