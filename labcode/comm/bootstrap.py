@@ -42,6 +42,7 @@ class Place:
             TCP.
         hosts_store: Whether this process opens that store; torchrun's agent may have opened it.
         attempt: How often torchrun has restarted the job; each attempt has store keys of its own.
+        has_agent: Whether an agent of torchrun started this process. Then it is no use without it.
     """
 
     rank: int = 0
@@ -52,6 +53,7 @@ class Place:
     address: tuple[str, int] | None = None
     hosts_store: bool = False
     attempt: int = 0
+    has_agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -132,6 +134,7 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
         address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
         hosts_store=rank == 0 and not agent_has_store,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
+        has_agent="TORCHELASTIC_RUN_ID" in env,
     )
 
 

@@ -11,6 +11,7 @@ import psutil
 import pytest
 import torch
 
+from labcode import processes
 from labcode.train import metrics
 
 SMALL = [
@@ -229,6 +230,31 @@ def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):
     assert not psutil.wait_procs(ranks, timeout=30)[1]
     lines = (out / metrics.FILE_NAME).read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
+
+
+def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
+    out = tmp_path / "run"
+    job = subprocess.Popen(
+        [*TORCHRUN, "gpt_tiny", *SMALL, "--train.steps", "100000", "--train.out", str(out)],
+        cwd=tmp_path,
+        stdout=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    ranks = []
+    try:
+        deadline = time.monotonic() + 90
+        while not (out / metrics.FILE_NAME).is_file():
+            assert job.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+        ranks = psutil.Process(job.pid).children(recursive=True)
+        assert len(ranks) >= 2
+        job.kill()
+        assert not psutil.wait_procs(ranks, timeout=60)[1]
+    finally:
+        processes.end([job])
+        for rank in ranks:
+            if processes.alive(rank):
+                rank.kill()
 
 
 def test_a_full_disk_is_one_line_and_the_lines_written_stay(tmp_path, on_small_disk):

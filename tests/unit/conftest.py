@@ -1,13 +1,18 @@
 """What several unit tests share."""
 
 import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
 
 import psutil
 import pytest
 
+from labcode import processes
+
 
 @pytest.fixture(scope="module")
-def one_thread():
+def one_thread() -> Iterator[None]:
     """Tiny tensors: a second thread only waits, for long where the cores are busy."""
     import torch
 
@@ -18,21 +23,43 @@ def one_thread():
 
 
 @pytest.fixture
-def living():
+def living() -> Callable[[Path], list[str]]:
     """Asks what works in a folder: the command of each living process but this one."""
 
-    def find(folder):
+    def find(folder: Path) -> list[str]:
         found = []
         for process in psutil.process_iter():
             try:
-                if (
-                    process.cwd() == str(folder)
-                    and process.pid != os.getpid()
-                    and process.status() != psutil.STATUS_ZOMBIE
-                ):
+                if process.pid == os.getpid() or process.cwd() != str(folder):
+                    continue
+                if processes.alive(process):
                     found.append(" ".join(process.cmdline()))
             except psutil.Error:
                 continue
         return found
 
     return find
+
+
+@pytest.fixture
+def until() -> Callable[[Callable[[], object]], None]:
+    """Waits until something is true; the limit is for a test that hangs, not for a busy machine."""
+
+    def wait(true: Callable[[], object], within_s: float = 120.0) -> None:
+        deadline = time.monotonic() + within_s
+        while not true():
+            assert time.monotonic() < deadline, "it did not become true"
+            time.sleep(0.02)
+
+    return wait
+
+
+@pytest.fixture
+def gone(until) -> Callable[[Iterable[psutil.Process]], None]:
+    """Waits until all of some processes have ended."""
+
+    def wait(members: Iterable[psutil.Process]) -> None:
+        left = list(members)
+        until(lambda: not any(processes.alive(process) for process in left))
+
+    return wait

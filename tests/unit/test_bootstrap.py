@@ -44,6 +44,14 @@ def test_the_store_is_opened_once_by_the_agent_or_by_rank_0():
     assert read_environment(first | {"TORCHELASTIC_RESTART_COUNT": "2"}).attempt == 2
 
 
+def test_only_a_rank_of_torchrun_has_an_agent_to_end_with():
+    """A process started by hand lives on when the shell that started it is closed."""
+    assert read_environment(TORCHRUN | {"TORCHELASTIC_RUN_ID": "none"}).has_agent
+    assert not read_environment(TORCHRUN).has_agent
+    assert not read_environment(SLURM).has_agent
+    assert not read_environment({}).has_agent
+
+
 def test_an_uneven_slurm_step_gives_each_node_its_own_count():
     step = SLURM | {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_STEP_NUM_TASKS": "4"}
     step |= {"SLURM_PROCID": "3"}

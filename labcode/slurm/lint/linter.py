@@ -1,4 +1,4 @@
-"""Faults in a batch script, found before the queue is waited through: `lint(text)` -> problems with line, reason and rule.
+"""Faults in a batch script, found before the job waits in the queue.
 
 for problem in lint(Path("train.sbatch").read_text(), site=load("perlmutter")):
     print(problem)
@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 from labcode.slurm.lint.parse import Script
 from labcode.slurm.lint.rule import Facts
 from labcode.slurm.lint.rules import RULES
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.site import Site
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 
@@ -31,50 +33,52 @@ class Problem:
     why: str
     severity: str = "error"
 
-    def __str__(self):
+    def __str__(self) -> str:
         return f"line {self.line}: {self.severity} {self.rule}: {self.message}\n    why: {self.why}"
 
 
-def lint(text: str, site=None, job=None) -> list[Problem]:
+def lint(text: str, site: Site | None = None, job: Job | None = None) -> list[Problem]:
     """All faults of a batch script, in the order of its lines.
 
     Args:
         text: The script.
-        site: A `Site`, for its limits, partitions and network; None: only what holds everywhere.
-        job: The `Job` that the script was made for; None: unknown.
+        site: For its limits, partitions and network; None: only what holds everywhere.
+        job: That the script was made for; None: unknown.
     """
-    script, facts = Script(text), facts_of(site, job)
+    script = Script(text)
+    facts = facts_of(site, job)
     problems = []
     for rule in RULES:
+        severity = "warning" if rule.warning else "error"
         for line, found in rule.find(script, facts):
-            severity = "warning" if rule.warning else "error"
-            problems.append(
-                Problem(rule.number, line, f"{rule.message} ({found})", rule.why, severity)
-            )
+            message = f"{rule.message} ({found})"
+            problems.append(Problem(rule.number, line, message, rule.why, severity))
     return sorted(problems, key=lambda problem: (problem.line, problem.rule))
 
 
-def facts_of(site, job) -> Facts:
+def facts_of(site: Site | None, job: Job | None) -> Facts:
     """What a site and a job say that a script can be compared with."""
-    facts = Facts(
-        world_size=job.world_size if job else None, environment=tuple(job.env) if job else ()
-    )
+    facts = Facts()
+    if job is not None:
+        facts = replace(facts, world_size=job.world_size, environment=tuple(job.env))
     if site is None:
         return facts
-    interfaces = [site.env[name].value for name in _INTERFACES if name in site.env]
     return replace(
         facts,
         max_minutes=site.max_minutes,
         max_nodes=site.max_nodes,
         gpus_per_node=site.gpus.per_node or None,
         partitions=tuple(site.partition.split(",")) if site.partition else (),
-        interfaces=tuple(
-            {
-                name: None
-                for value in interfaces
-                if "$" not in value
-                for name in value.lstrip("=").split(",")
-            }
-        ),
+        interfaces=_interfaces(site),
         environment=(*facts.environment, *site.env),
     )
+
+
+def _interfaces(site: Site) -> tuple[str, ...]:
+    """The network interfaces that the profile names, each once; a variable is none."""
+    names: list[str] = []
+    for variable in _INTERFACES:
+        value = site.env[variable].value if variable in site.env else ""
+        if value and "$" not in value:
+            names += value.lstrip("=").split(",")
+    return tuple(dict.fromkeys(names))

@@ -1,35 +1,43 @@
-"""A batch script as sbatch and bash read it: directives that count, those that do not, and commands with their lines."""
+"""A batch script as sbatch and bash read it: directives and commands, with their lines."""
 
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
-# the options of sbatch 22.05 to 25.05 (slurm.schedmd.com/sbatch.html), and those that pyxis and shifter add to it
+# the options of sbatch 22.05 to 25.05 (slurm.schedmd.com/sbatch.html), and those that pyxis and
+# shifter add to it
 _LETTERS = """
-A=account a=array b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error F=nodefile G=gpus H=hold i=input
-J=job-name k=no-kill L=licenses M=clusters m=distribution N=nodes n=ntasks O=overcommit o=output p=partition q=qos
-S=core-spec s=oversubscribe t=time v=verbose W=wait w=nodelist x=exclude
+A=account a=array b=begin C=constraint c=cpus-per-task D=chdir d=dependency e=error F=nodefile
+G=gpus H=hold i=input J=job-name k=no-kill L=licenses M=clusters m=distribution N=nodes n=ntasks
+O=overcommit o=output p=partition q=qos S=core-spec s=oversubscribe t=time v=verbose W=wait
+w=nodelist x=exclude
 """
 _WITH_VALUE = """
-account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment consolidate-segments constraint
-container container-env container-id container-image container-mounts container-name container-save container-workdir
-core-spec cores-per-socket cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
-export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket gpus-per-task gres
-gres-flags hint image input job-name kill-on-invalid-dep licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu
-mem-per-gpu mincpus module network nice nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node
-ntasks-per-socket oom-kill-step open-mode output partition power prefer priority profile propagate qos reservation
-segment signal sockets-per-node switches thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid
-volume wait-all-nodes wckey wrap
+account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment
+consolidate-segments constraint container container-env container-id container-image
+container-mounts container-name container-save container-workdir core-spec cores-per-socket
+cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude
+export export-file extra extra-node-info gid gpu-bind gpu-freq gpus gpus-per-node gpus-per-socket
+gpus-per-task gres gres-flags hint image input job-name kill-on-invalid-dep licenses mail-type
+mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus module network nice nodefile
+nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket
+oom-kill-step open-mode output partition power prefer priority profile propagate qos reservation
+segment signal sockets-per-node switches thread-spec threads-per-core time time-min tmp tres-bind
+tres-per-task uid volume wait-all-nodes wckey wrap
 """
 _ALONE = """
-container-mount-home container-writable contiguous exclusive get-user-env help hold ignore-pbs no-bell
-no-container-mount-home no-container-remap-root no-kill no-requeue overcommit oversubscribe parsable quiet reboot requeue
-spread-job stepmgr test-only usage use-min-nodes verbose version wait
+container-mount-home container-writable contiguous exclusive get-user-env help hold ignore-pbs
+no-bell no-container-mount-home no-container-remap-root no-kill no-requeue overcommit
+oversubscribe parsable quiet reboot requeue spread-job stepmgr test-only usage use-min-nodes
+verbose version wait
 """
-SHORT = dict(pair.split("=") for pair in _LETTERS.split())
+SHORT: dict[str, str] = dict(re.findall(r"(\w)=(\S+)", _LETTERS))
 WITH_VALUE = frozenset(_WITH_VALUE.split())
+# one entry of --gpus-per-node or --gres: 4, a100:4, gpu:a100:4(S:0-1)
+_GPUS = re.compile(r"(?:gres/)?(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)(?:\(.*\))?")
 OPTIONS = WITH_VALUE | frozenset(_ALONE.split())
 
 
@@ -44,14 +52,18 @@ class Directive:
 
 @dataclass(frozen=True)
 class Command:
-    """One logical line of the script, continued lines joined, comments gone; `line` is where it starts."""
+    """One logical line of the script, continued lines joined, without its comment."""
 
     line: int
     text: str
 
+    def match(self, pattern: str) -> re.Match[str] | None:
+        """The first place at which the regular expression is found in the command."""
+        return re.search(pattern, self.text)
+
     def has(self, pattern: str) -> bool:
         """Whether the regular expression is found in the command."""
-        return re.search(pattern, self.text) is not None
+        return self.match(pattern) is not None
 
 
 class Script:
@@ -61,46 +73,59 @@ class Script:
         text: The whole script.
     """
 
-    def __init__(self, text: str):
-        self.text, self.lines = text, text.split("\n")
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.lines = text.split("\n")
         self.late: list[int] = []  # lines of directives that sbatch does not read
         self.directives: list[Directive] = []
         self.commands: list[Command] = []
         self._read()
 
-    def _read(self):
-        number, until = 0, None
+    def _read(self) -> None:
+        number = 0  # of lines that are read
         while number < len(self.lines):
-            line, start = self.lines[number].rstrip("\r"), number + 1
-            number += 1
-            if until is not None:  # inside a here-document: text, no commands
-                until = None if line.strip() == until else until
-                continue
+            line = self.lines[number].rstrip("\r")
             if line.startswith("#SBATCH"):
-                self._directive(line, start)
-                continue
-            if not line.strip() or line.lstrip().startswith("#"):
-                continue
-            text, quote = _without_comment(line)
-            while number < len(self.lines) and (quote or text.endswith("\\") or _open_list(text)):
-                more, quote = _without_comment(self.lines[number].rstrip("\r"), quote)
-                text = text.removesuffix("\\").rstrip() + " " + more.strip()
+                self._read_directive(line, number + 1)
                 number += 1
-            self.commands.append(Command(start, text.strip()))
-            here = re.search(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1", text)
-            until = here[2] if here else None
+            elif not line.strip() or line.lstrip().startswith("#"):
+                number += 1
+            else:
+                number = self._read_command(number)
 
-    def _directive(self, line, number):
+    def _read_directive(self, line: str, number: int) -> None:
         if self.commands:
             self.late.append(number)
             return
-        self.directives += [
-            Directive(number, *pair) for pair in _options(line.removeprefix("#SBATCH"))
-        ]
+        for name, value in _options(line.removeprefix("#SBATCH")):
+            self.directives.append(Directive(number, name, value))
+
+    def _read_command(self, start: int) -> int:
+        """Adds the command that begins with that line; returns the number of the next line.
+
+        A command goes on in the next line after a backslash, in a quote that is open, in an array
+        that is not closed; a here-document belongs to the command before it.
+        """
+        text, quote = _without_comment(self.lines[start].rstrip("\r"))
+        number = start + 1
+        while number < len(self.lines) and (quote or text.endswith("\\") or _open_list(text)):
+            more, quote = _without_comment(self.lines[number].rstrip("\r"), quote)
+            text = text.removesuffix("\\").rstrip() + " " + more.strip()
+            number += 1
+        self.commands.append(Command(start + 1, text.strip()))
+        here = re.search(r"(?<!<)<<-?\s*(['\"]?)(\w+)\1", text)
+        if here is None:
+            return number
+        while number < len(self.lines) and self.lines[number].strip() != here[2]:
+            number += 1
+        return number + 1
 
     def option(self, name: str) -> Directive | None:
         """The directive that counts, the last one of that name."""
-        return next((d for d in reversed(self.directives) if d.name == name), None)
+        for directive in reversed(self.directives):
+            if directive.name == name:
+                return directive
+        return None
 
     def value(self, name: str) -> str | None:
         """Its value; None without such a directive."""
@@ -133,27 +158,36 @@ class Script:
 
     @property
     def gpus_per_node(self) -> int | None:
-        """GPUs asked for on a node, in whichever of the four ways; None where the script does not say."""
+        """GPUs asked for on a node, in whichever of the four ways; None if the script is silent."""
         for name in ("gpus-per-node", "gres"):
             for entry in (self.value(name) or "").split(","):
-                counted = re.fullmatch(
-                    r"(?:gres/)?(?:gpu:)?(?:[A-Za-z][\w.-]*:)?(\d+)(?:\(.*\))?", entry.strip()
-                )
+                counted = _GPUS.fullmatch(entry.strip())
                 if counted and (name != "gres" or "gpu" in entry):
                     return int(counted[1])
-        last = re.search(r"(\d+)$", self.value("gpus-per-task") or "")
-        if last and self.number("ntasks-per-node"):
-            return int(last[1]) * self.number("ntasks-per-node")
-        last = re.search(r"(\d+)$", self.value("gpus") or "")
-        return int(last[1]) // (self.number("nodes") or 1) if last else None
+        per_task = self._last_number("gpus-per-task")
+        tasks = self.number("ntasks-per-node")
+        if per_task is not None and tasks:
+            return per_task * tasks
+        in_all = self._last_number("gpus")
+        return in_all // (self.number("nodes") or 1) if in_all is not None else None
+
+    def _last_number(self, name: str) -> int | None:
+        """The number at the end of a directive's value: 4 for a100:4."""
+        digits = re.search(r"(\d+)$", self.value(name) or "")
+        return int(digits[1]) if digits else None
 
     @property
     def ranks_per_node(self) -> int | None:
-        """Processes that train on one node: torchrun's, else the tasks of srun; None where it is not a plain number."""
-        for command in self.torchruns:
-            said = re.search(r"--nproc[-_]per[-_]node[= ]\"?([^\s\"]+)", command.text)
-            return int(said[1]) if said and said[1].isdigit() else (None if said else 1)
-        return self.number("ntasks-per-node")
+        """Processes that train on one node: torchrun's, else the tasks of srun.
+
+        None where it is not a plain number.
+        """
+        if not self.torchruns:
+            return self.number("ntasks-per-node")
+        told = self.torchruns[0].match(r"--nproc[-_]per[-_]node[= ]\"?([^\s\"]+)")
+        if told is None:
+            return 1
+        return int(told[1]) if told[1].isdigit() else None
 
     @property
     def world_size(self) -> int | None:
@@ -169,21 +203,26 @@ class Script:
 
 
 def minutes(text: str | None) -> float | None:
-    """A SLURM time limit in minutes: "90", "90:30", "1:30:00", "1-12", "1-12:30:00", "UNLIMITED"; None for what is none."""
+    """A SLURM time limit in minutes; None for what is none.
+
+    The forms are "90", "90:30", "1:30:00", "1-12", "1-12:30:00" and "UNLIMITED".
+    """
     if text and text.upper() in ("UNLIMITED", "INFINITE"):
         return math.inf
     parts = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", text or "")
     if not parts:
         return None
     days, *rest = parts.groups()
-    numbers = [int(n) for n in rest if n is not None]
+    numbers = [int(part) for part in rest if part is not None]
     if days is None and len(numbers) < 3:  # minutes, or minutes:seconds
         numbers = [0, *numbers]
-    hours, mins, secs = (*numbers, 0, 0)[:3]
-    return int(days or 0) * 1440 + hours * 60 + mins + secs / 60
+    total = int(days or 0) * 1440.0
+    for number, in_minutes in zip(numbers, (60, 1, 1 / 60)):
+        total += number * in_minutes
+    return total
 
 
-def _options(text):
+def _options(text: str) -> Iterator[tuple[str, str]]:
     """(name, value) of each option in the rest of a `#SBATCH` line."""
     try:
         words = shlex.split(text, comments=True)
@@ -197,25 +236,33 @@ def _options(text):
                 value = words.pop(0)
             yield name, value
         elif word.startswith("-") and len(word) > 1:
-            name, value = SHORT.get(word[1], word[1]), word[2:]
+            name = SHORT.get(word[1], word[1])
+            value = word[2:]
             if not value and name in WITH_VALUE and words and not words[0].startswith("-"):
                 value = words.pop(0)
             yield name, value.removeprefix("=")
 
 
-def _without_comment(line, quote=""):
-    """(the line up to a `#` that begins a comment, the quote that is open at its end); `quote` is open at its beginning."""
+def _without_comment(line: str, quote: str = "") -> tuple[str, str]:
+    """(The line up to a `#` that begins a comment, the quote that is open at its end).
+
+    Args:
+        line: One line of the script.
+        quote: The quote that is open at its beginning, "" for none.
+    """
     for at, letter in enumerate(line):
+        escaped = at > 0 and line[at - 1] == "\\"
         if quote:
-            quote = "" if letter == quote and (quote == "'" or line[at - 1] != "\\") else quote
-        elif letter in "'\"" and (at == 0 or line[at - 1] != "\\"):
+            if letter == quote and (quote == "'" or not escaped):
+                quote = ""
+        elif letter in "'\"" and not escaped:
             quote = letter
         elif letter == "#" and (at == 0 or line[at - 1].isspace()):
             return line[:at].rstrip(), ""
     return line.rstrip(), quote
 
 
-def _open_list(text):
-    """An array that goes on in the next line: `command=(` without its `)`."""
+def _open_list(text: str) -> bool:
+    """Whether an array goes on in the next line: `command=(` without its `)`."""
     begin = re.match(r"\s*(?:local\s+|declare\s+-a\s+)?\w+\+?=\(", text)
     return bool(begin) and text.count("(") > text.count(")")

@@ -1,14 +1,15 @@
-"""What a rule about batch scripts is: a number, one line to say, the reason, a wrong example, a right one, the search."""
+"""What a rule about batch scripts is: number, message, reason, a wrong example and a right one."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from labcode.slurm.lint.parse import Script
 
 
 @dataclass(frozen=True)
 class Facts:
-    """What is known besides the script, from the site and the job; what is not known is None or empty.
+    """What the site and the job say; what is not known is None or empty.
 
     Args:
         max_minutes: Longest time limit of the site.
@@ -29,7 +30,8 @@ class Facts:
     world_size: int | None = None
 
 
-Finder = Callable[[Script, Facts], Iterator[tuple[int, str]]]
+Found = Iterator[tuple[int, str]]  # (line, what was found there) for each fault
+Finder = Callable[[Script, Facts], Found]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,8 @@ class Rule:
         number: "S01" and so on; a number is never used again.
         message: The fault, in one line.
         why: What happens to the job.
-        wrong, right: Scripts on which the rule fires, and does not.
+        wrong: A script on which the rule fires.
+        right: One on which it does not.
         find: Yields (line, what was found there) for each fault.
         warning: The job can work nevertheless: said, not refused.
         facts: With which the examples are read.
@@ -56,15 +59,32 @@ class Rule:
     facts: Facts = Facts()
 
 
-def collector() -> tuple[list[Rule], Callable]:
-    """An empty list of rules, and the decorator that adds a rule to it: `@rule("S01", "message", "why", wrong, right)`."""
+def collector() -> tuple[list[Rule], Callable[..., Callable[[Finder], Finder]]]:
+    """An empty list of rules, and the decorator that adds to it.
+
+    `@rule("S01", "message", "why", wrong, right)` stands above the function that finds the fault.
+    """
     rules: list[Rule] = []
 
-    def rule(number, message, why, wrong, right, **more):
-        def add(find):
+    def rule(
+        number: str, message: str, why: str, wrong: str, right: str, **more: Any
+    ) -> Callable[[Finder], Finder]:
+        def add(find: Finder) -> Finder:
             rules.append(Rule(number, message, why, wrong, right, find, **more))
             return find
 
         return add
 
     return rules, rule
+
+
+def commands_with(pattern: str) -> Finder:
+    """Finds each command that holds the regular expression, and shows what it matched."""
+
+    def find(script: Script, facts: Facts) -> Found:
+        for command in script.commands:
+            match = command.match(pattern)
+            if match:
+                yield command.line, match[0].strip()
+
+    return find

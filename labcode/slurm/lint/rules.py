@@ -1,10 +1,16 @@
-"""All rules about batch scripts: those of the head, those of the body, and here those that compare numbers with each other,
-with the site and with the job. The table of them: `python -m labcode.slurm lint --rules`."""
+"""All rules about batch scripts: about directives, about commands, and here about numbers.
 
+The last compare numbers with each other, with the site and with the job. The table of all:
+`python -m labcode.slurm lint --rules`
+"""
+
+import math
 import re
 
 from labcode.slurm.lint import rules_commands, rules_directives
-from labcode.slurm.lint.rule import Facts, Rule, collector
+from labcode.slurm.lint.parse import Command, Script
+from labcode.slurm.lint.rule import Facts, Found, Rule, collector
+from labcode.topology import AXES
 
 _COMPARED, rule = collector()
 _TWO = "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node={}\n"
@@ -15,7 +21,6 @@ _OFF = (
     "NCCL_NET_DISABLE",
     "CUDA_LAUNCH_BLOCKING",
 )
-_AXES = ("dp", "pp", "cp", "tp")
 
 
 @rule(
@@ -25,7 +30,7 @@ _AXES = ("dp", "pp", "cp", "tp")
     _TWO.format(4) + "#SBATCH --gpus-per-node=2\nsrun -K python train.py\n",
     _TWO.format(2) + "#SBATCH --gpus-per-node=2\nsrun -K python train.py\n",
 )
-def _ranks_over_gpus(script, facts):
+def _ranks_over_gpus(script: Script, facts: Facts) -> Found:
     ranks, gpus = script.ranks_per_node, script.gpus_per_node
     if ranks and gpus and ranks > gpus and not script.found(r"--train\.share_gpus\b"):
         yield _where(script, "ntasks-per-node"), f"{ranks} ranks, {gpus} GPUs"
@@ -39,7 +44,7 @@ def _ranks_over_gpus(script, facts):
     _TWO.format(4) + "#SBATCH --gpus-per-node=4\nsrun -K python train.py\n",
     warning=True,
 )
-def _idle_gpus(script, facts):
+def _idle_gpus(script: Script, facts: Facts) -> Found:
     ranks, gpus = script.ranks_per_node, script.gpus_per_node
     started = script.torchruns or any(command.has("python") for command in script.sruns)
     if started and ranks and gpus and ranks < gpus:
@@ -53,22 +58,27 @@ def _idle_gpus(script, facts):
     _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --parallel.tp 8\n",
     _TWO.format(2) + "srun -K python -m labcode.train gpt_tiny --parallel.tp 2\n",
 )
-def _grid(script, facts):
+def _grid(script: Script, facts: Facts) -> Found:
     world_size = script.world_size or facts.world_size
+    if not world_size:
+        return
     for command in script.found(r"--parallel\.(dp|pp|cp|tp)\b"):
-        sizes = {
-            axis: re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text) for axis in _AXES
-        }
-        said = {axis: int(size[1]) for axis, size in sizes.items() if size}
-        product = 1
-        for size in said.values():
-            product *= size
-        if (
-            world_size
-            and said
-            and (product != world_size if "dp" in said else world_size % max(1, product))
-        ):
-            yield command.line, f"{'*'.join(said)} = {product}, {world_size} ranks"
+        sizes = _sizes(command)
+        product = math.prod(sizes.values())
+        # without dp it takes the ranks that are left, so the others have to divide all
+        fits = product == world_size if "dp" in sizes else world_size % max(1, product) == 0
+        if sizes and not fits:
+            yield command.line, f"{'*'.join(sizes)} = {product}, {world_size} ranks"
+
+
+def _sizes(command: Command) -> dict[str, int]:
+    """`{axis: size}` of the axes of the grid that the command names."""
+    sizes = {}
+    for axis in AXES:
+        size = re.search(rf"--parallel\.{axis}[= ]['\"]?(\d+)", command.text)
+        if size:
+            sizes[axis] = int(size[1])
+    return sizes
 
 
 @rule(
@@ -79,7 +89,7 @@ def _grid(script, facts):
     _TWO.format(4) + "srun -K python train.py\n",
     facts=Facts(world_size=8),
 )
-def _world(script, facts):
+def _world(script: Script, facts: Facts) -> Found:
     if facts.world_size and script.world_size and script.world_size != facts.world_size:
         yield _where(script, "nodes"), f"{script.world_size} ranks, the job says {facts.world_size}"
 
@@ -87,12 +97,13 @@ def _world(script, facts):
 @rule(
     "S44",
     "NCCL is told its network interface, gloo is not: export GLOO_SOCKET_IFNAME as well",
-    "gloo carries all CPU tensors and picks the interface of the host's own name, on Debian 127.0.1.1: the launch fails",
+    "gloo carries all CPU tensors and picks the interface of the host's own name, on Debian "
+    "127.0.1.1: the launch fails",
     _TWO.format(1) + "export NCCL_SOCKET_IFNAME=ib0\n",
     _TWO.format(1) + "export NCCL_SOCKET_IFNAME=ib0\nexport GLOO_SOCKET_IFNAME=ib0\n",
     warning=True,
 )
-def _interfaces(script, facts):
+def _interfaces(script: Script, facts: Facts) -> Found:
     told = script.found(r"\bNCCL_SOCKET_IFNAME=")
     if script.multi_node and told and not script.found(r"\bGLOO_SOCKET_IFNAME="):
         yield told[0].line, told[0].text
@@ -101,35 +112,39 @@ def _interfaces(script, facts):
 @rule(
     "S45",
     "an interface that does not lead to the other nodes",
-    "lo and docker0 end at this node, and a site's nodes know each other on the interface of its profile alone",
+    "lo and docker0 end at this node, and a site's nodes know each other on the interface of its "
+    "profile alone",
     _TWO.format(1) + "export GLOO_SOCKET_IFNAME=lo NCCL_SOCKET_IFNAME=lo\n",
     _TWO.format(1) + "export GLOO_SOCKET_IFNAME=hsn0 NCCL_SOCKET_IFNAME=hsn0\n",
     facts=Facts(interfaces=("hsn0",)),
 )
-def _wrong_interface(script, facts):
-    for command in script.found(r"_SOCKET_IFNAME=") if script.multi_node else ():
+def _wrong_interface(script: Script, facts: Facts) -> Found:
+    if not script.multi_node:
+        return
+    lead_away = set(facts.interfaces)
+    for command in script.found(r"_SOCKET_IFNAME="):
         for name, value in re.findall(r"(\w+_SOCKET_IFNAME)=['\"]?([\w.,^=-]+)", command.text):
-            unknown = facts.interfaces and not set(value.lstrip("=").split(",")) <= set(
-                facts.interfaces
-            )
-            if value in ("lo", "docker0") or unknown:
-                yield (
-                    command.line,
-                    f"{name}={value}"
-                    + (f", the site has {', '.join(facts.interfaces)}" if unknown else ""),
-                )
+            asked = set(value.lstrip("=").split(","))
+            if lead_away and not asked <= lead_away:
+                has = ", ".join(facts.interfaces)
+                yield command.line, f"{name}={value}, the site has {has}"
+            elif value in ("lo", "docker0"):
+                yield command.line, f"{name}={value}"
 
 
 @rule(
     "S46",
     "a fast path is switched off",
-    "left over from a search for a fault, it makes jobs several times slower; a site that needs it says so in its profile",
+    "left over from a search for a fault, it makes jobs several times slower; a site that needs "
+    "it says so in its profile",
     _TWO.format(1) + "export NCCL_IB_DISABLE=1\n",
     _TWO.format(1) + "export NCCL_DEBUG=INFO\n",
     warning=True,
 )
-def _left_over(script, facts):
-    for name in (name for name in _OFF if name not in facts.environment):
+def _left_over(script: Script, facts: Facts) -> Found:
+    for name in _OFF:
+        if name in facts.environment:
+            continue
         for command in script.found(rf"\b{name}=['\"]?1\b"):
             yield command.line, f"{name}=1"
 
@@ -142,12 +157,10 @@ def _left_over(script, facts):
     "#!/bin/bash\n#SBATCH --time=12:00:00\n",
     facts=Facts(max_minutes=24 * 60),
 )
-def _wall_time(script, facts):
+def _wall_time(script: Script, facts: Facts) -> Found:
     if facts.max_minutes and (script.minutes or 0) > facts.max_minutes:
-        yield (
-            script.option("time").line,
-            f"{script.value('time')}, the site's limit is {facts.max_minutes:g} minutes",
-        )
+        limit = f"the site's limit is {facts.max_minutes:g} minutes"
+        yield _where(script, "time"), f"{script.value('time')}, {limit}"
 
 
 @rule(
@@ -158,12 +171,10 @@ def _wall_time(script, facts):
     "#!/bin/bash\n#SBATCH --gres=gpu:a100:4\n",
     facts=Facts(gpus_per_node=4),
 )
-def _site_gpus(script, facts):
+def _site_gpus(script: Script, facts: Facts) -> Found:
     if facts.gpus_per_node and (script.gpus_per_node or 0) > facts.gpus_per_node:
-        yield (
-            _where(script, "gpus-per-node", "gres", "gpus-per-task", "gpus"),
-            f"{script.gpus_per_node} asked for, a node has {facts.gpus_per_node}",
-        )
+        line = _where(script, "gpus-per-node", "gres", "gpus-per-task", "gpus")
+        yield line, f"{script.gpus_per_node} asked for, a node has {facts.gpus_per_node}"
 
 
 @rule(
@@ -174,36 +185,39 @@ def _site_gpus(script, facts):
     "#!/bin/bash\n#SBATCH --nodes=4\n",
     facts=Facts(max_nodes=8),
 )
-def _site_nodes(script, facts):
+def _site_nodes(script: Script, facts: Facts) -> Found:
     if facts.max_nodes and (script.number("nodes") or 1) > facts.max_nodes:
-        yield (
-            script.option("nodes").line,
-            f"{script.value('nodes')} nodes, the site's limit is {facts.max_nodes}",
-        )
+        limit = f"the site's limit is {facts.max_nodes}"
+        yield _where(script, "nodes"), f"{script.value('nodes')} nodes, {limit}"
 
 
 @rule(
     "S50",
     "another partition than the site's profile says",
-    "limits and GPUs of the profile are those of its own partition; and one that does not exist is refused",
+    "limits and GPUs of the profile are those of its own partition; and one that does not exist "
+    "is refused",
     "#!/bin/bash\n#SBATCH --partition=gpus\n",
     "#!/bin/bash\n#SBATCH --partition=gpu\n",
     facts=Facts(partitions=("gpu", "debug")),
     warning=True,
 )
-def _site_partition(script, facts):
-    asked = [name for name in (script.value("partition") or "").split(",") if name]
-    for name in asked if facts.partitions else ():
-        if name not in facts.partitions:
-            yield (
-                script.option("partition").line,
-                f"{name}, the profile says {', '.join(facts.partitions)}",
-            )
+def _site_partition(script: Script, facts: Facts) -> Found:
+    if not facts.partitions:
+        return
+    for name in (script.value("partition") or "").split(","):
+        if name and name not in facts.partitions:
+            known = ", ".join(facts.partitions)
+            yield _where(script, "partition"), f"{name}, the profile says {known}"
 
 
-def _where(script, *names):
+def _where(script: Script, *names: str) -> int:
     """The line of the first of these directives that is there, else the first line."""
-    return next((script.option(name).line for name in names if script.option(name)), 1)
+    for name in names:
+        directive = script.option(name)
+        if directive:
+            return directive.line
+    return 1
 
 
-RULES: tuple[Rule, ...] = (*rules_directives.RULES, *rules_commands.RULES, *_COMPARED)
+_ALL = (*rules_directives.RULES, *rules_commands.RULES, *_COMPARED)
+RULES: tuple[Rule, ...] = tuple(sorted(_ALL, key=lambda rule: rule.number))

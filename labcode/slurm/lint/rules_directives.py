@@ -1,22 +1,24 @@
 """Rules about the head of a batch script: shebang, `#SBATCH` lines, logs and time."""
 
-import difflib
 import re
 
-from labcode.slurm.lint.parse import OPTIONS
-from labcode.slurm.lint.rule import collector
+from labcode.slurm.lint.parse import OPTIONS, Script
+from labcode.slurm.lint.rule import Facts, Found, collector
+from labcode.suggest import closest
 
 RULES, rule = collector()
+_PATHS = ("output", "error", "chdir", "input", "account")  # people write variables into these
 
 
 @rule(
     "S01",
     "this line is a comment, not a directive: write #SBATCH, without a space and in capitals",
-    "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in place of what is asked",
+    "sbatch reads only lines that begin with exactly #SBATCH; the job runs with the default in "
+    "place of what is asked",
     "#!/bin/bash\n# SBATCH --nodes=2\n",
     "#!/bin/bash\n#SBATCH --nodes=2\n",
 )
-def _inert(script, facts):
+def _inert(script: Script, facts: Facts) -> Found:
     for number, line in enumerate(script.lines, 1):
         if re.match(r"\s*#+\s*SBATCH\s+-", line, re.IGNORECASE) and not line.startswith("#SBATCH"):
             yield number, line.strip()
@@ -25,11 +27,12 @@ def _inert(script, facts):
 @rule(
     "S02",
     "directive after the first command: move it to the top",
-    "sbatch stops reading at the first line that is neither empty nor a comment; later directives do nothing",
+    "sbatch stops reading at the first line that is neither empty nor a comment; later directives "
+    "do nothing",
     "#!/bin/bash\nset -e\n#SBATCH --time=10\n",
     "#!/bin/bash\n#SBATCH --time=10\nset -e\n",
 )
-def _late(script, facts):
+def _late(script: Script, facts: Facts) -> Found:
     for number in script.late:
         yield number, script.lines[number - 1].strip()
 
@@ -41,7 +44,7 @@ def _late(script, facts):
     "#SBATCH --nodes=2\nhostname\n",
     "#!/bin/bash\n#SBATCH --nodes=2\nhostname\n",
 )
-def _shebang(script, facts):
+def _shebang(script: Script, facts: Facts) -> Found:
     if not re.match(r"#!\s*/\S*(bash|env bash)", script.lines[0]):
         yield 1, script.lines[0].strip()
 
@@ -53,14 +56,12 @@ def _shebang(script, facts):
     "#!/bin/bash\n#SBATCH --gpu-per-node=4\n",
     "#!/bin/bash\n#SBATCH --gpus-per-node=4\n",
 )
-def _unknown_option(script, facts):
+def _unknown_option(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
         if directive.name not in OPTIONS:
-            close = difflib.get_close_matches(directive.name, OPTIONS, n=1)
-            yield (
-                directive.line,
-                f"--{directive.name}" + (f": did you mean --{close[0]}?" if close else ""),
-            )
+            match = closest(directive.name, OPTIONS)
+            hint = f": did you mean --{match}?" if match else ""
+            yield directive.line, f"--{directive.name}{hint}"
 
 
 @rule(
@@ -71,32 +72,26 @@ def _unknown_option(script, facts):
     "#!/bin/bash\n#SBATCH --time=20\n",
     warning=True,
 )
-def _twice(script, facts):
+def _twice(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
         last = script.option(directive.name)
-        if last is not directive and last.value != directive.value:
-            yield (
-                directive.line,
-                f"--{directive.name}={directive.value}, and in line {last.line} {last.value}",
-            )
+        if last and last is not directive and last.value != directive.value:
+            said = f"--{directive.name}={directive.value}"
+            yield directive.line, f"{said}, and in line {last.line} {last.value}"
 
 
 @rule(
     "S06",
-    "a directive is not expanded by the shell: write the value, or give it on the command line of sbatch",
-    "no shell reads #SBATCH lines: a folder named '$HOME' would be needed, and the job ends without a log",
+    "a directive is not expanded by the shell: write the value, or give it on the command line of "
+    "sbatch",
+    "no shell reads #SBATCH lines: a folder named '$HOME' would be needed, and the job ends "
+    "without a log",
     "#!/bin/bash\n#SBATCH --output=$HOME/logs/%x-%j.out\n",
     "#!/bin/bash\n#SBATCH --output=logs/%x-%j.out\n",
 )
-def _variable(script, facts):
+def _variable(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
-        if re.search(r"\$[A-Za-z({]|^~/", directive.value) and directive.name in (
-            "output",
-            "error",
-            "chdir",
-            "input",
-            "account",
-        ):
+        if directive.name in _PATHS and re.search(r"\$[A-Za-z({]|^~/", directive.value):
             yield directive.line, f"--{directive.name}={directive.value}"
 
 
@@ -107,23 +102,23 @@ def _variable(script, facts):
     "#!/bin/bash\r\n#SBATCH --nodes=2\r\n",
     "#!/bin/bash\n#SBATCH --nodes=2\n",
 )
-def _line_ends(script, facts):
-    if any(line.endswith("\r") for line in script.lines):
-        yield (
-            next(n for n, line in enumerate(script.lines, 1) if line.endswith("\r")),
-            "carriage return",
-        )
+def _line_ends(script: Script, facts: Facts) -> Found:
+    for number, line in enumerate(script.lines, 1):
+        if line.endswith("\r"):
+            yield number, "carriage return"
+            return
 
 
 @rule(
     "S08",
     "no time limit: say --time",
-    "without one the partition's default holds, often its maximum (a long queue) or a few minutes (an early end)",
+    "without one the partition's default holds, often its maximum (a long queue) or a few minutes "
+    "(an early end)",
     "#!/bin/bash\n#SBATCH --nodes=2\nsrun hostname\n",
     "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --time=00:10:00\nsrun hostname\n",
     warning=True,
 )
-def _no_time(script, facts):
+def _no_time(script: Script, facts: Facts) -> Found:
     if script.value("time") is None:
         yield 1, "no --time"
 
@@ -135,24 +130,26 @@ def _no_time(script, facts):
     "#!/bin/bash\n#SBATCH --time=2h\n",
     "#!/bin/bash\n#SBATCH --time=2:00:00\n",
 )
-def _time_form(script, facts):
-    if script.value("time") and script.minutes is None:
-        yield script.option("time").line, script.value("time")
+def _time_form(script: Script, facts: Facts) -> Found:
+    time = script.option("time")
+    if time and time.value and script.minutes is None:
+        yield time.line, time.value
 
 
 @rule(
     "S10",
     "the log's name lacks the job's number: use %x-%j",
-    "the next job of this script overwrites the log of this one, and two at once write into one file",
+    "the next job of this script overwrites the log of this one, and two at once write into one "
+    "file",
     "#!/bin/bash\n#SBATCH --output=train.log\n",
     "#!/bin/bash\n#SBATCH --output=%x-%j.out\n",
     warning=True,
 )
-def _log_name(script, facts):
+def _log_name(script: Script, facts: Facts) -> Found:
     for name in ("output", "error"):
-        value = script.value(name)
-        if value and value != "/dev/null" and not re.search(r"%\d*[jJA]", value):
-            yield script.option(name).line, value
+        log = script.option(name)
+        if log and log.value not in ("", "/dev/null") and not re.search(r"%\d*[jJA]", log.value):
+            yield log.line, log.value
 
 
 @rule(
@@ -162,37 +159,38 @@ def _log_name(script, facts):
     "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A.out\n",
     "#!/bin/bash\n#SBATCH --array=0-3\n#SBATCH --output=%x-%A_%a.out\n",
 )
-def _array_log(script, facts):
-    value = script.value("output") or ""
-    if script.option("array") and re.search(r"%\d*A", value) and not re.search(r"%\d*[ajJ]", value):
-        yield script.option("output").line, value
+def _array_log(script: Script, facts: Facts) -> Found:
+    log = script.option("output")
+    if log is None or not script.option("array"):
+        return
+    if re.search(r"%\d*A", log.value) and not re.search(r"%\d*[ajJ]", log.value):
+        yield log.line, log.value
 
 
 @rule(
     "S12",
     "a requeued job empties its log: add --open-mode=append",
-    "the second life truncates what the first one wrote, the reason of its end included",
+    "the second attempt truncates what the first one wrote, the reason of its end included",
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%j.out\n",
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
 )
-def _append(script, facts):
-    if (script.option("requeue") or script.found(r"scontrol requeue")) and script.value(
-        "open-mode"
-    ) != "append":
-        yield (
-            (script.option("requeue").line if script.option("requeue") else 1),
-            "no --open-mode=append",
-        )
+def _append(script: Script, facts: Facts) -> Found:
+    requeue = script.option("requeue")
+    requeued = requeue or script.found(r"scontrol requeue")
+    if requeued and script.value("open-mode") != "append":
+        yield requeue.line if requeue else 1, "no --open-mode=append"
 
 
 @rule(
     "S13",
     "scontrol requeue without --requeue",
-    "where the cluster's default is not to requeue (JobRequeue=0) the order is refused and the job ends",
+    "where the cluster's default is not to requeue (JobRequeue=0) the order is refused and the "
+    "job ends",
     '#!/bin/bash\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
-    '#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
+    "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nscontrol requeue "
+    '"$SLURM_JOB_ID"\n',
 )
-def _requeue(script, facts):
+def _requeue(script: Script, facts: Facts) -> Found:
     for command in script.found(r"scontrol requeue"):
         if not script.option("requeue"):
             yield command.line, "no --requeue"
@@ -205,24 +203,26 @@ def _requeue(script, facts):
     "#!/bin/bash\n#SBATCH --signal=USR1@60\ntrap save USR1\n",
     "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
 )
-def _signal_to_shell(script, facts):
-    value = script.value("signal") or ""
-    name = re.match(r"(?:SIG)?([A-Z]+\d?)", value)
-    if name and script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
-        yield script.option("signal").line, value
+def _signal_to_shell(script: Script, facts: Facts) -> Found:
+    asked = script.option("signal")
+    name = re.match(r"(?:SIG)?([A-Z]+\d?)", asked.value) if asked else None
+    if asked and name and script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
+        yield asked.line, asked.value
 
 
 @rule(
     "S15",
     "a signal is asked for and nothing catches it: add a trap",
-    "bash dies of USR1 at once, the ranks are killed without a checkpoint, and the lead time is lost",
+    "bash dies of USR1 at once, the ranks are killed without a checkpoint, and the lead time is "
+    "lost",
     "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nsrun python train.py\n",
     "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\nsrun python train.py &\nwait\n",
 )
-def _no_trap(script, facts):
-    name = re.match(r"R?B:(?:SIG)?(\w+)", script.value("signal") or "")
-    if name and not script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
-        yield script.option("signal").line, script.value("signal")
+def _no_trap(script: Script, facts: Facts) -> Found:
+    asked = script.option("signal")
+    name = re.match(r"R?B:(?:SIG)?(\w+)", asked.value) if asked else None
+    if asked and name and not script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
+        yield asked.line, asked.value
 
 
 @rule(
@@ -232,29 +232,26 @@ def _no_trap(script, facts):
     "#!/bin/bash\n#SBATCH --time=1\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
     "#!/bin/bash\n#SBATCH --time=10\n#SBATCH --signal=B:USR1@60\ntrap save USR1\n",
 )
-def _lead(script, facts):
-    seconds = re.search(r"@(\d+)", script.value("signal") or "")
-    if seconds and script.minutes is not None and int(seconds[1]) >= script.minutes * 60:
-        yield (
-            script.option("signal").line,
-            f"{seconds[1]} s before the end of {script.value('time')}",
-        )
+def _lead(script: Script, facts: Facts) -> Found:
+    asked = script.option("signal")
+    lead = re.search(r"@(\d+)", asked.value) if asked else None
+    if asked and lead and script.minutes is not None and int(lead[1]) >= script.minutes * 60:
+        yield asked.line, f"{lead[1]} s before the end of {script.value('time')}"
 
 
 @rule(
     "S17",
     "afterok for ever: add --kill-on-invalid-dep=yes",
-    "when the job it waits for fails, this one stays pending with DependencyNeverSatisfied until somebody cancels it",
+    "when the job it waits for fails, this one stays pending with DependencyNeverSatisfied until "
+    "somebody cancels it",
     "#!/bin/bash\n#SBATCH --dependency=afterok:123\n",
     "#!/bin/bash\n#SBATCH --dependency=afterok:123\n#SBATCH --kill-on-invalid-dep=yes\n",
     warning=True,
 )
-def _dependency(script, facts):
-    if (
-        "afterok" in (script.value("dependency") or "")
-        and script.value("kill-on-invalid-dep") != "yes"
-    ):
-        yield script.option("dependency").line, script.value("dependency")
+def _dependency(script: Script, facts: Facts) -> Found:
+    asked = script.option("dependency")
+    if asked and "afterok" in asked.value and script.value("kill-on-invalid-dep") != "yes":
+        yield asked.line, asked.value
 
 
 @rule(
@@ -264,9 +261,7 @@ def _dependency(script, facts):
     "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=4\n",
     "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n",
 )
-def _placement(script, facts):
-    if script.multi_node and script.option("ntasks") and not script.option("ntasks-per-node"):
-        yield (
-            script.option("ntasks").line,
-            f"{script.value('ntasks')} tasks on {script.value('nodes')} nodes",
-        )
+def _placement(script: Script, facts: Facts) -> Found:
+    tasks = script.option("ntasks")
+    if script.multi_node and tasks and not script.option("ntasks-per-node"):
+        yield tasks.line, f"{tasks.value} tasks on {script.value('nodes')} nodes"

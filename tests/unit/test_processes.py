@@ -1,0 +1,171 @@
+"""Families of processes: ended as a whole, and ending with their parents."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import psutil
+import pytest
+
+from labcode import processes
+
+
+@pytest.fixture
+def start(tmp_path, monkeypatch):
+    """Starts Python code in a session and folder of its own; `tell(name)` in it makes a file."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), *sys.path]))
+    (tmp_path / "common.py").write_text(
+        textwrap.dedent("""
+            import os, signal, subprocess, sys, time
+            from pathlib import Path
+
+            def tell(name):
+                Path(name + ".part").write_text(str(os.getpid()))
+                Path(name + ".part").rename(name)
+
+            def sleep():
+                time.sleep(600)
+        """)
+    )
+    (tmp_path / "sleeper.py").write_text("from common import *\ntell(sys.argv[1])\nsleep()\n")
+    started = []
+
+    def run(code):
+        code = "from common import *\n" + textwrap.dedent(code)
+        process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+        started.append(process)
+        return process
+
+    yield run
+    processes.end(started)
+
+
+def read(*names):
+    """The processes that told their numbers."""
+    return [psutil.Process(int(Path(name).read_text())) for name in names]
+
+
+SLEEPER = "subprocess.Popen([sys.executable, '-m', 'sleeper', '{name}'], start_new_session={alone})"
+
+
+def test_a_family_ends_as_a_whole_whatever_sessions_it_made(start, until, gone):
+    parent = start(
+        f"""
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        {SLEEPER.format(name="same", alone=False)}
+        {SLEEPER.format(name="alone", alone=True)}
+        tell("parent")
+        sleep()
+        """
+    )
+    names = ("parent", "same", "alone")
+    until(lambda: all(Path(name).exists() for name in names))
+    members = read(*names)
+    assert set(processes.family([parent.pid])) == set(members)
+    processes.end([parent], ask=signal.SIGTERM, grace_s=0.1)
+    assert parent.returncode == -signal.SIGKILL
+    gone(members)
+    assert processes.family([parent.pid]) == []
+
+
+def test_who_is_asked_first_may_close_its_files(start, until):
+    parent = start(
+        """
+        def close(*_):
+            tell("closed")
+            sys.exit(0)
+
+        signal.signal(signal.SIGINT, close)
+        tell("ready")
+        sleep()
+        """
+    )
+    until(lambda: Path("ready").exists())
+    processes.end([parent], ask=signal.SIGINT, grace_s=60)
+    assert Path("closed").exists()
+    assert parent.returncode == 0
+
+
+def test_what_a_dead_process_left_in_its_group_is_ended_too(start, until, gone):
+    parent = start(SLEEPER.format(name="orphan", alone=False))
+    assert parent.wait() == 0
+    until(lambda: Path("orphan").exists())
+    members = read("orphan")
+    processes.end([parent])
+    gone(members)
+
+
+def test_ending_what_has_ended_is_fine(start):
+    parent = start("pass")
+    assert parent.wait() == 0
+    processes.end([parent], ask=signal.SIGTERM)
+    processes.end([])
+
+
+# A launcher starts an agent, the agent a rank, as `launch` does with torchrun; the rank has a worker.
+AGENT = """
+import labcode.processes
+command = [sys.executable, "-c", {rank!r}]
+subprocess.Popen(command, start_new_session=True)
+tell("agent")
+sleep()
+"""
+RANK = """
+from common import *
+from labcode import processes
+processes.end_with_parents({others}before_end=lambda: Path("kept").unlink())
+subprocess.Popen([sys.executable, "-m", "sleeper", "worker"])
+tell("rank")
+sleep()
+"""
+
+
+@pytest.mark.parametrize("killed", ["launcher", "agent"])
+def test_a_rank_ends_with_its_agent_and_with_its_launcher(start, until, gone, killed):
+    Path("kept").touch()
+    rank = RANK.format(others="int(Path('launcher').read_text()), ")
+    agent = "from common import *\n" + AGENT.format(rank=rank)
+    start(
+        f"""
+        tell("launcher")
+        subprocess.Popen([sys.executable, "-c", {agent!r}], start_new_session=True)
+        sleep()
+        """
+    )
+    names = ("launcher", "agent", "rank", "worker")
+    until(lambda: all(Path(name).exists() for name in names))
+    members = dict(zip(names, read(*names), strict=True))
+    members[killed].kill()
+    if killed == "agent":
+        assert processes.alive(members.pop("launcher"))
+    gone(members.values())
+    assert not Path("kept").exists()
+
+
+def test_a_rank_whose_launcher_is_gone_already_ends_at_once(start):
+    launcher = start("pass")
+    assert launcher.wait() == 0
+    Path("kept").touch()
+    rank = RANK.format(others=f"{launcher.pid}, ")
+    agent = start(AGENT.format(rank=rank))
+    assert agent.wait() == -signal.SIGKILL  # it would wait for ever
+    assert not Path("kept").exists()
+
+
+def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, until, gone):
+    parent = start(
+        f"""
+        subprocess.Popen(
+            [sys.executable, "-m", "labcode.processes", "{os.getpid()}", "sleeper", "name"]
+        )
+        sleep()
+        """
+    )
+    until(lambda: Path("name").exists())
+    members = read("name")
+    parent.kill()
+    gone(members)
