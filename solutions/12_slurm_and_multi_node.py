@@ -263,7 +263,7 @@ env:
 check("12.2", lambda: l12.site_profile(my_site), praise="render, lint and, where there is SLURM, sbatch --test-only agree")
 
 # %% [markdown]
-# The check renders a job of two nodes for your profile, lints it, and, if this machine has SLURM, starts for a second another one that pretends to be Atlas and asks `sbatch --test-only` whether it would take the script.
+# The check renders a job of two nodes for your profile, lints it, and, if this machine has SLURM, starts for a second another one that emulates Atlas and asks `sbatch --test-only` whether it would take the script.
 #
 # **Takeaway: read a script as sbatch reads it, and let rules find what eyes pass over. A cluster is ten lines of facts.**
 #
@@ -548,14 +548,14 @@ lab.close()
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | job, step, task | the script runs once, `srun` runs tasks | `slurm.job` |
-# | script | job + site | `slurm.render`, `slurm.site` |
+# | job, step, task | the script runs once, `srun` runs tasks | `slurm.script.job` |
+# | script | job + site | `slurm.script.render`, `slurm.script.site` |
 # | faults | rules with number and reason | `slurm.lint` |
-# | submit and follow | state, log, reason of the end | `slurm.submit` |
+# | submit and follow | state, log, reason of the end | `slurm.run.submit` |
 # | second life | USR1, checkpoint, requeue, resume | `train.checkpoint` |
-# | cost of the second node | $2\frac{p-1}{p}\cdot 4N$ bytes / bandwidth | `perf.comm` |
-# | who talks over what | P2P, SHM, NET/IB, NET/Socket | `slurm.nccl` |
-# | a cluster at home | network namespaces, real SLURM | `slurm.cluster` |
+# | cost of the second node | $2\frac{p-1}{p}\cdot 4N$ bytes / bandwidth | `perf.alpha_beta` |
+# | who talks over what | P2P, SHM, NET/IB, NET/Socket | `doctor.nccl_log` |
+# | a cluster at home | network namespaces, real SLURM | `minislurm` |
 #
 # ## Sources
 #
