@@ -46,7 +46,7 @@ class Link:
 
 
 def messages(collective: str, p: int) -> int:
-    """Messages that each of `p` ranks sends one after the other; ring algorithms, except for "send".
+    """Messages that each of `p` ranks sends one after the other; all but "send" on a ring.
 
     Raises:
         ValueError: A collective that the model does not know, or no rank.

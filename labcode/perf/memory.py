@@ -1,30 +1,35 @@
-"""How many bytes of activations a rank keeps for backward, from the shape of the model and of the grid alone.
+"""How many bytes of activations a rank keeps for backward, from the shapes of model and grid alone.
 
-Backward needs what forward computed: the input of each matrix product, of each norm, of GELU, and what attention keeps.
-Of one layer, with the paper's letters (s tokens, b samples, h hidden features, a heads, t ranks of tp, 16-bit numbers,
-dropout masks of one byte), that is
+Backward needs what forward computed: the input of each matrix product, of each norm, of GELU, and
+what attention keeps. Of one layer, with the paper's letters (s tokens, b samples, h hidden
+features, a heads, t ranks of tp, 16-bit numbers, dropout masks of one byte), that is
 
-    one rank                  s b h (34 + 5 a s / h)                    paper_layer_bytes, eq. 1
-    tensor parallel           s b h (10 + 24 / t + 5 a s / (h t))       eq. 2: norms, their outputs and dropout stay whole
-    + sequence parallel       s b h / t (34 + 5 a s / h)                eq. 4: nothing stays whole
+    one rank                  s b h (34 + 5 a s / h)                  paper_layer_bytes, eq. 1
+    tensor parallel           s b h (10 + 24 / t + 5 a s / (h t))     eq. 2: norms, their outputs
+                                                                      and dropout stay whole
+    + sequence parallel       s b h / t (34 + 5 a s / h)              eq. 4: nothing stays whole
 
-`layer_activations` names each term, for any width of the numbers, with a fused attention (which keeps no s x s scores) or
-without, with or without dropout, fewer key/value heads, and a sequence cut over cp. Counted are the memories that are kept
-alive, each once; weights, gradients, and what lives only for a moment inside an operation are not.
+`layer_activations` names each term, for any width of the numbers, with a fused attention (which
+keeps no s x s scores) or without, with or without dropout, with fewer key/value heads, and with a
+sequence cut over cp. Each memory that is kept alive counts once. Weights, gradients, and what lives
+only for a moment inside an operation do not count.
 
-Shapes: B samples, S tokens, H hidden features, N query heads, K key/value heads, D features of a head, F features inside the
-MLP; of a weather state C variables in patches of P x P, and I values in all that go in.
-Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4; fused attention: Dao et al. 2022 (arXiv:2205.14135).
-Held by: tests/unit/test_perf_memory.py; against measured bytes by tests/ranks/test_activation_bytes.py and
-    benchmarks/activation_bytes.py, within 2 %
+Shapes: B samples, S tokens, H hidden features, N query heads, K key/value heads, D features of a
+head, F features inside the MLP; of a weather state C variables in patches of P x P, and I values in
+all that go in.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4; fused attention: Dao et al. 2022
+    (arXiv:2205.14135).
+Held by: tests/unit/test_perf_memory.py; against measured bytes by
+    tests/ranks/test_activation_bytes.py and benchmarks/activation_bytes.py, within 2 %
 """
 
-from labcode.config import GPTConfig, ParallelConfig, ViTConfig
+from labcode.config import GPTConfig, ViTConfig, require
 from labcode.topology import GridShape
 
 ONE_RANK = GridShape()
-# Terms that plain tensor parallelism leaves whole on every rank of tp; sequence parallelism cuts them along the sequence.
-WHOLE_UNDER_TP = ("norm inputs", "norm statistics", "linear inputs", "dropout masks")
+STATISTIC_BYTES = 4  # what norms, attention and loss keep is float32, or wider with wider numbers
+INDEX_BYTES = 8  # tokens and targets are int64
 
 
 def layer_activations(
@@ -41,18 +46,20 @@ def layer_activations(
     """Bytes that one layer keeps on one rank until its backward, by kind of tensor.
 
         norm inputs          2 B S H                two norms
-        norm statistics      4 B S                  mean and deviation of each token, 4 bytes or more each
-        linear inputs        2 B S H                what qkv and the MLP's first product read: the norms' outputs
+        norm statistics      4 B S                  mean and deviation of each token, 4 bytes each
+        linear inputs        2 B S H                the norms' outputs: what qkv and the MLP read
         q, k, v              B S (N + 2K) D   / tp
-        rotated q, k         B S (N + K) D    / tp  rotary positions only: turned copies beside the memory of q, k, v
-        log-sum-exp          B S N            / tp  fused attention only, 4 bytes or more each
-        scores               B N S^2          / tp  not fused: the softmax; with dropout its mask and the product too
-        attention output     B S N D          / tp  what proj reads; the fused kernel keeps the same memory
+        rotated q, k         B S (N + K) D    / tp  rotary positions only: turned copies
+        log-sum-exp          B S N            / tp  fused attention only, 4 bytes each
+        scores               B N S^2          / tp  not fused: the softmax; with dropout its mask
+                                                    and the product too
+        attention output     B S N D          / tp  what proj reads; the fused kernel keeps it too
         GELU input, output   B S F each       / tp
         dropout masks        2 B S H                with dropout only
 
-    S is S/cp here, and the first three and the last are cut over tp as well under sequence parallelism. With cp the formula
-    is that of the ring, which keeps the rank's own keys and values; a layer that gathers them may keep more.
+    "4 bytes" are more where the numbers themselves have more. S is S/cp here. Under sequence
+    parallelism the first three and the last are cut over tp as well. With cp the formula is that of
+    the ring, which keeps the rank's own keys and values; a layer that gathers them may keep more.
 
     Args:
         model: Its shape. The sequence is `model.sequence_length` long.
@@ -60,50 +67,103 @@ def layer_activations(
         batch: Samples that this rank works on at once.
         sequence_parallel: Whether what tp leaves whole is cut along the sequence.
         value_bytes: Of one activation that a matrix product reads or writes.
-        residual_bytes: Of one number between the layers, which the norms read; None: as `value_bytes`. Autocast keeps 4.
-        mask_bytes: Of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much as for the number it drops.
-        fused_attention: Whether the scores are never stored (FlashAttention and what PyTorch calls efficient attention).
+        residual_bytes: Of one number between the layers, which the norms read; None: as
+            `value_bytes`. Autocast keeps 4.
+        mask_bytes: Of one number of a dropout mask: 1 on a GPU; on a CPU torch keeps as much as for
+            the number that it drops.
+        fused_attention: Whether the scores are never stored (FlashAttention, and what PyTorch calls
+            efficient attention).
 
     Returns:
         {kind: bytes}; kinds that do not occur are left out.
+
     Raises:
-        ValueError: An axis that does not divide what it cuts.
+        ValueError: A size that is not a multiple of what it is divided by.
+
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, eqs. 1, 2 and 4.
     """
-    # all_gather: whether a ring could have dropout is none of this formula's business
-    layout = ParallelConfig(sequence_parallel=sequence_parallel, context_attention="all_gather")
-    layout.check(model, shape)
-    residual_bytes = residual_bytes or value_bytes
-    tokens = batch * model.sequence_length / shape.cp  # of this rank of cp
-    whole = (
-        tokens / shape.tp if sequence_parallel else tokens
-    )  # of those, where tp does not cut the features
+    _check_divisible(model, shape, sequence_parallel)
+    if residual_bytes is None:
+        residual_bytes = value_bytes
+    tokens = batch * model.sequence_length / shape.cp
+    whole_tokens = _tokens_where_features_are_whole(model, shape, batch, sequence_parallel)
     hidden = model.hidden_size
+    statistic_bytes = max(STATISTIC_BYTES, residual_bytes)
     terms = {
-        "norm inputs": 2 * whole * hidden * residual_bytes,
-        "norm statistics": 4 * whole * max(4, residual_bytes),
-        "linear inputs": 2 * whole * hidden * value_bytes,
+        "norm inputs": 2 * whole_tokens * hidden * residual_bytes,
+        "norm statistics": 4 * whole_tokens * statistic_bytes,
+        "linear inputs": 2 * whole_tokens * hidden * value_bytes,
     }
     terms |= _attention(model, tokens / shape.tp, value_bytes, mask_bytes, fused_attention)
-    terms["GELU input"] = terms["GELU output"] = tokens * model.ffn * value_bytes / shape.tp
+    terms["GELU input"] = tokens * model.ffn * value_bytes / shape.tp
+    terms["GELU output"] = terms["GELU input"]
     if model.dropout:
-        terms["dropout masks"] = 2 * whole * hidden * mask_bytes
+        terms["dropout masks"] = 2 * whole_tokens * hidden * mask_bytes
     return terms
 
 
-def _attention(model, tokens, value_bytes, mask_bytes, fused):
-    """What is cut by heads; `tokens` are those of this rank of cp, divided by tp."""
-    heads, head = model.num_heads, model.head_size
-    kv_heads = getattr(model, "kv_heads", heads)
-    terms = {"q, k, v": tokens * (heads + 2 * kv_heads) * head * value_bytes}
-    if getattr(model, "positions", None) == "rotary":
-        terms["rotated q, k"] = tokens * (heads + kv_heads) * head * value_bytes
+def _check_divisible(
+    model: GPTConfig | ViTConfig, shape: GridShape, sequence_parallel: bool
+) -> None:
+    """The formula divides evenly, so it refuses sizes of which some rank would get more.
+
+    It does not ask whether the layers themselves could run so: some can with uneven parts.
+    """
+    sequence = "model.context_length" if isinstance(model, GPTConfig) else "the number of patches"
+    tp = f"parallel.tp={shape.tp}"
+    cuts = [
+        ("model.num_heads", model.num_heads, shape.tp, tp),
+        ("model.num_kv_heads", _kv_heads(model), shape.tp, tp),
+        ("model.ffn_size", model.ffn, shape.tp, tp),
+        (sequence, model.sequence_length, shape.cp, f"parallel.cp={shape.cp}"),
+    ]
+    if sequence_parallel:
+        what = f"cp*tp = {shape.cp}*{shape.tp}"
+        cuts.append((sequence, model.sequence_length, shape.cp * shape.tp, what))
+    for name, size, parts, what in cuts:
+        if size % parts:
+            raise ValueError(f"{name}={size} is not divisible by {what}: change one of them")
+
+
+def _tokens_where_features_are_whole(
+    model: GPTConfig | ViTConfig, shape: GridShape, batch: int, sequence_parallel: bool
+) -> float:
+    """The tokens of a rank in norms, residuals and dropout, of which tp cuts no features."""
+    tokens = batch * model.sequence_length / shape.cp
+    if sequence_parallel:
+        return tokens / shape.tp
+    return tokens
+
+
+def _kv_heads(model: GPTConfig | ViTConfig) -> int:
+    if isinstance(model, GPTConfig):
+        return model.kv_heads
+    return model.num_heads
+
+
+def _attention(
+    model: GPTConfig | ViTConfig, tokens: float, value_bytes: int, mask_bytes: int, fused: bool
+) -> dict[str, float]:
+    """What is cut by heads.
+
+    Args:
+        tokens: Of this rank of cp, divided by tp: cutting the heads has the same effect.
+    """
+    heads = model.num_heads
+    kv_heads = _kv_heads(model)
+    terms = {"q, k, v": tokens * (heads + 2 * kv_heads) * model.head_size * value_bytes}
+    if isinstance(model, GPTConfig) and model.positions == "rotary":
+        # besides, the memory of q, k and v stays alive: v looks into it
+        terms["rotated q, k"] = tokens * (heads + kv_heads) * model.head_size * value_bytes
     if fused:
-        terms["log-sum-exp"] = tokens * heads * max(4, value_bytes)
+        terms["log-sum-exp"] = tokens * heads * max(STATISTIC_BYTES, value_bytes)
     else:
-        score_bytes = 2 * value_bytes + mask_bytes if model.dropout else value_bytes
+        score_bytes = value_bytes
+        if model.dropout:
+            score_bytes += mask_bytes + value_bytes  # the mask, and the scores that it leaves
         terms["scores"] = tokens * heads * model.sequence_length * score_bytes
-    return terms | {"attention output": tokens * heads * head * value_bytes}
+    terms["attention output"] = tokens * heads * model.head_size * value_bytes
+    return terms
 
 
 def model_activations(
@@ -117,24 +177,31 @@ def model_activations(
     mask_bytes: int = 1,
     fused_attention: bool = True,
 ) -> dict[str, float]:
-    """Bytes of the whole model and its loss on one rank, by kind of tensor: all layers, and what comes before and after.
+    """Bytes of the whole model and its loss on one rank, by kind of tensor.
+
+    All layers, and what comes before and after them:
 
         first dropout     B S H                               with dropout only
-        final norm        B S H, and its statistics           whole under tp, cut under sequence parallelism
+        final norm        B S H, and its statistics           whole under tp, cut under sequence
+                                                              parallelism
         head input        B S H                               the same
-        loss              B S V / tp, 4 bytes or more each    GPT: the softmax; the targets and tokens, 8 bytes each, too
+        loss              B S V / tp, 4 bytes or more each    GPT: the softmax; the targets and
+                                                              tokens, 8 bytes each, too
                           B S C P^2                           ViT: the error that is squared
         patches           B S I                               ViT: what its first product reads
 
-    A pipeline is not in it: a stage holds num_layers/pp layers of as many micro-batches as are under way.
+    A pipeline is not in it: a stage holds num_layers/pp layers of as many micro-batches as are
+    under way.
 
     Args:
         All as in `layer_activations`; a GPT needs its vocabulary, a ViT its data's sizes.
 
     Returns:
         {kind: bytes}, those of the layers added up over all layers.
+
     Raises:
-        ValueError: An axis that does not divide what it cuts.
+        ValueError: A size that is not a multiple of what it is divided by.
+
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.3.
     """
     layer = layer_activations(
@@ -147,23 +214,27 @@ def model_activations(
         mask_bytes=mask_bytes,
         fused_attention=fused_attention,
     )
-    residual_bytes = residual_bytes or value_bytes
-    whole = batch * model.sequence_length / shape.cp / (shape.tp if sequence_parallel else 1)
+    if residual_bytes is None:
+        residual_bytes = value_bytes
+    whole_tokens = _tokens_where_features_are_whole(model, shape, batch, sequence_parallel)
     terms = {kind: model.num_layers * size for kind, size in layer.items()}
     if model.dropout:
-        terms["first dropout"] = whole * model.hidden_size * mask_bytes
-    terms["final norm"] = whole * (model.hidden_size * residual_bytes + 2 * max(4, residual_bytes))
-    return terms | _ends(model, batch, shape, whole, value_bytes)
-
-
-def _ends(model, batch, shape, whole, value_bytes):
-    """Head and loss, and the patches of a ViT; its loss is that of the whole state on every rank."""
-    head = {"head input": whole * model.hidden_size * value_bytes}
+        terms["first dropout"] = whole_tokens * model.hidden_size * mask_bytes
+    statistics = 2 * max(STATISTIC_BYTES, residual_bytes)
+    terms["final norm"] = whole_tokens * (model.hidden_size * residual_bytes + statistics)
+    terms["head input"] = whole_tokens * model.hidden_size * value_bytes
+    loss_bytes = max(STATISTIC_BYTES, value_bytes)
     if isinstance(model, ViTConfig):
-        error = batch * model.sequence_length * model.patch_outputs * max(4, value_bytes)
-        return head | {"loss": error, "patches": whole * model.patch_inputs * value_bytes}
-    logits = model.vocab_size / shape.tp * max(4, value_bytes)
-    return head | {"loss": batch * model.sequence_length / shape.cp * (logits + 2 * 8)}
+        # the loss is that of the whole state on every rank
+        all_tokens = batch * model.sequence_length
+        terms["loss"] = all_tokens * model.patch_outputs * loss_bytes
+        terms["patches"] = whole_tokens * model.patch_inputs * value_bytes
+    else:
+        require(model, "vocab_size")
+        assert model.vocab_size is not None
+        tokens = batch * model.sequence_length / shape.cp
+        terms["loss"] = tokens * (model.vocab_size / shape.tp * loss_bytes + 2 * INDEX_BYTES)
+    return terms
 
 
 def paper_layer_bytes(
@@ -174,22 +245,28 @@ def paper_layer_bytes(
     sequence_parallel: bool = False,
     fused_attention: bool = False,
 ) -> float:
-    """The closed form of the paper for one layer: 2 bytes a number, dropout everywhere, as many kv heads as heads, F = 4 H.
+    """The closed form of the paper for one layer.
 
-        s b h (34 + 5 a s / h)    s b h (10 + 24/t + 5 a s / (h t))    s b h / t (34 + 5 a s / h)
+        one rank      s b h (34 + 5 a s / h)
+        tp            s b h (10 + 24/t + 5 a s / (h t))
+        + sequence    s b h / t (34 + 5 a s / h)
+
+    It takes 2 bytes a number, dropout everywhere, as many kv heads as heads, and F = 4 H.
 
     Args:
         model: Its sequence length, hidden size and heads are read, nothing else.
         batch: Samples on this rank.
         tp: Ranks that share each layer.
         sequence_parallel: Eq. 4 in place of eq. 2.
-        fused_attention: Without the term of the scores, as with the selective recomputation of the paper's section 5.
+        fused_attention: Without the term of the scores, as with the selective activation
+            checkpointing of the paper's section 5.
 
     Source: Korthikanti et al. 2022 (arXiv:2205.05198), eqs. 1, 2 and 4.
     """
     tokens_hidden = model.sequence_length * batch * model.hidden_size
-    scores = (
-        0 if fused_attention else 5 * model.num_heads * model.sequence_length / model.hidden_size
-    )
-    whole, cut = (0, 34) if sequence_parallel else (10, 24)
+    scores = 0.0
+    if not fused_attention:
+        scores = 5 * model.num_heads * model.sequence_length / model.hidden_size
+    whole = 0 if sequence_parallel else 10
+    cut = 34 - whole
     return tokens_hidden * (whole + (cut + scores) / tp)

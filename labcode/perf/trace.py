@@ -1,9 +1,12 @@
-"""From a recorded profile to the rows of a time line: what a rank computed, and when its messages were under way."""
+"""From a recorded profile to a time line: what a rank computed, and when its messages travelled."""
 
 from collections.abc import Callable
+from typing import Any
 
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
+
+Row = tuple[str, str, float, float]  # lane, label, start, stop; the times in ms
 
 COMPUTING = {  # what an operation of torch is called in a figure
     "aten::mm": "matrix product",
@@ -21,12 +24,14 @@ COMPUTING = {  # what an operation of torch is called in a figure
 BACKENDS = ("gloo:", "nccl:")  # how they name the time from the start of a collective to its end
 
 
-def record(
-    step: Callable[[], object], repeats: int, lane: str
-) -> list[list[tuple[str, str, float, float]]]:
-    """Profile `step` on this rank, `repeats` times; the rows of each. The ranks begin each time together.
+def record(step: Callable[[], object], repeats: int, lane: str) -> list[list[Row]]:
+    """Profile `step` on this rank, `repeats` times; the ranks begin each time together.
 
-    Communicates: what `step` does, and a barrier before each. One more is made, since the first one warms up.
+    Communicates: what `step` does, and a barrier before each. One more is made, since the first one
+    warms up.
+
+    Returns:
+        The rows of each time.
     """
     found = []
     for _ in range(repeats + 1):
@@ -37,39 +42,50 @@ def record(
     return found[1:]
 
 
-def rows(recorded: profile, lane: str) -> list[tuple[str, str, float, float]]:
+def rows(recorded: profile, lane: str) -> list[Row]:
     """(lane, label, start, stop) in ms since the first of them, for `plot.timeline`.
 
-    Computing is in the lane `lane`, collectives in `lane + ", sending"`; a collective lasts until the last rank has come
-    and all bytes are there. An operation inside another one of the table is left out.
+    Computing is in the lane `lane`, collectives in `lane + ", sending"`; a collective lasts until
+    the last rank has come and all bytes are there. An operation inside another one of the table is
+    left out.
 
     Args:
         recorded: A profile that has ended.
         lane: Such as "rank 0".
     """
     found = []
-    for event in recorded.events():
+    for event in recorded.events() or ():
         label = COMPUTING.get(event.name)
-        if label and not _inside(event):
+        if label is not None and not _is_inside_another(event):
             found.append((lane, label, event.time_range))
         elif event.name.startswith(BACKENDS):
             label = event.name.partition(":")[2].replace("_", "-")
             found.append((f"{lane}, sending", label, event.time_range))
-    found.sort(key=lambda row: row[2].start)
-    first = found[0][2].start if found else 0
-    return [
-        (lane, label, (times.start - first) / 1e3, (times.end - first) / 1e3)
-        for lane, label, times in found
-    ]
+    if not found:
+        return []
+    found.sort(key=_start_us)
+    first_us = _start_us(found[0])
+    in_ms = []
+    for where, label, times in found:
+        in_ms.append((where, label, (times.start - first_us) / 1e3, (times.end - first_us) / 1e3))
+    return in_ms
 
 
-def share(rows_of_rank: list[tuple[str, str, float, float]], label: str) -> float:
+def share(rows_of_rank: list[Row], label: str) -> float:
     """The part of the time from the first start to the last stop that `label` takes."""
-    span = max(row[3] for row in rows_of_rank) - min(row[2] for row in rows_of_rank)
-    return sum(stop - start for _, name, start, stop in rows_of_rank if name == label) / span
+    first = min(start for _, _, start, _ in rows_of_rank)
+    last = max(stop for _, _, _, stop in rows_of_rank)
+    taken = sum(stop - start for _, name, start, stop in rows_of_rank if name == label)
+    return taken / (last - first)
 
 
-def _inside(event):
+def _start_us(found: tuple[str, str, Any]) -> float:
+    """The profiler counts in microseconds."""
+    return found[2].start
+
+
+def _is_inside_another(event: Any) -> bool:
+    """Whether an operation was called by another one of the table."""
     parent = event.cpu_parent
     while parent is not None:
         if parent.name in COMPUTING:

@@ -29,7 +29,7 @@ def ring(collective: str, group: list[int], message_bytes: float) -> Traffic:
         return {}
     sent = bytes_sent(collective, len(group), message_bytes)
     right_neighbours = group[1:] + group[:1]
-    return {link: sent for link in zip(group, right_neighbours, strict=True)}
+    return dict.fromkeys(zip(group, right_neighbours, strict=True), sent)
 
 
 def across_nodes(traffic: Traffic, ranks_per_node: int) -> float:

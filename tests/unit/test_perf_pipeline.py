@@ -233,12 +233,15 @@ def test_messages_delay_each_boundary_of_gpipe_once_in_each_direction():
 
 def test_recomputation_adds_a_forward_to_each_backward_and_keeps_the_bubbles_share():
     for name, work in {"1f1b": 4, "gpipe": 4, "zero_bubble": 4}.items():
-        timeline = simulate(made(name, 4, 8, 1), EQUAL, recompute=True)
+        timeline = simulate(made(name, 4, 8, 1), EQUAL, activation_checkpointing=True)
         assert timeline.busy_s(2) == 8 * work
         assert timeline.bubble_over_ideal() == bubble_over_ideal(
-            name, 4, 8, stage_s=EQUAL.recomputed()
+            name, 4, 8, stage_s=EQUAL.checkpointed()
         )
-    assert simulate(made("1f1b", 4, 8, 1), EQUAL, recompute=True).bubble_over_ideal() == 3 / 8
+    assert (
+        simulate(made("1f1b", 4, 8, 1), EQUAL, activation_checkpointing=True).bubble_over_ideal()
+        == 3 / 8
+    )
 
 
 def test_a_measured_timeline_is_read_by_the_same_rules():
