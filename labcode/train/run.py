@@ -11,6 +11,7 @@ from pathlib import Path
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
+from labcode import processes
 from labcode.comm import bootstrap
 from labcode.comm.agreement import PeerError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
@@ -32,6 +33,8 @@ def run(config: Config) -> int:
     try:
         place = bootstrap.read_environment()
         rank = place.rank
+        if place.has_agent:
+            processes.end_with_parents()  # a killed torchrun must not leave ranks that train on
         shape = config.check(place.world_size)
         world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
         trainer = set_up(config, world, shape)
