@@ -13,7 +13,7 @@ TIB = 2**40
 
 # Smallest first: the first unit in which the number stays below the next one is taken.
 _SI = ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"), (1e18, "E"))
-_BINARY = ((1, "B"), (KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB"), (TIB, "TiB"))
+_BINARY = ((KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB"), (TIB, "TiB"))
 _TIME = ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
 
 
@@ -23,10 +23,11 @@ def _three_digits(value: float) -> float:
 
 def _in_thousands(value: float, units: tuple[tuple[float, str], ...]) -> str:
     """`value` to three digits in the unit that keeps it below 1000, as "3.2 ms"."""
-    size, name = units[0]
-    for size, name in units:
-        if abs(_three_digits(value / size)) < 1000:
-            break
+    for size, name in units[:-1]:
+        number = _three_digits(value / size)
+        if abs(number) < 1000:
+            return f"{number:.3g} {name}"
+    size, name = units[-1]
     return f"{value / size:.3g} {name}"
 
 
@@ -47,13 +48,14 @@ def binary_bytes(num_bytes: float) -> str:
 
     Held by: tests/unit/test_units.py
     """
-    size, name = _BINARY[0]
-    digits = 0
-    for size, name in _BINARY:
-        digits = 0 if name == "B" else 2
-        if abs(round(num_bytes / size, digits)) < 1024:
-            break
-    return f"{num_bytes / size:.{digits}f} {name}"
+    if abs(round(num_bytes)) < KIB:
+        return f"{num_bytes:.0f} B"
+    for size, name in _BINARY[:-1]:
+        number = round(num_bytes / size, 2)
+        if abs(number) < 1024:
+            return f"{number:.2f} {name}"
+    size, name = _BINARY[-1]
+    return f"{num_bytes / size:.2f} {name}"
 
 
 def seconds(duration_s: float) -> str:

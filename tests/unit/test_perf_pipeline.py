@@ -1,4 +1,4 @@
-"""The simulator of pipelines, against the formulas of the papers and the longest path through the graph of actions."""
+"""The simulator of pipelines, against formulas of papers and the longest path through its graph."""
 
 import functools
 import graphlib
@@ -20,16 +20,14 @@ from labcode.perf.pipeline import (
 )
 from labcode.schedules import NAMES, Action, schedule, stage_ranks, ticks, waits_for
 
-CASES = [
-    (name, p, m, v)
-    for name in NAMES
-    for p in range(1, 9)
-    for m in range(1, 17)
-    for v in range(1, 4)
-]
-CASES = [
-    (name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)
-]
+
+def fits(name, p, m, v):
+    """Whether there is such a schedule."""
+    return m % p == 0 if name == "interleaved" else v == 1
+
+
+SIZES = itertools.product(NAMES, range(1, 9), range(1, 17), range(1, 4))
+CASES = [case for case in SIZES if fits(*case)]
 # whole numbers, so that sums are exact; W shorter and longer than F and I
 TIMES = [
     EQUAL,
@@ -57,17 +55,11 @@ def starts(timeline):
 def test_the_simulated_bubble_is_that_of_the_formula():
     for name, p, m, v in CASES:
         for stage_s in TIMES if name == "zero_bubble" else TIMES[:2]:
+            case = (name, p, m, v, stage_s)
             timeline = simulate(made(name, p, m, v), stage_s)
-            assert timeline.bubble_over_ideal() == bubble_over_ideal(name, p, m, v, stage_s), (
-                name,
-                p,
-                m,
-                v,
-                stage_s,
-            )
-            assert {timeline.bubble_over_ideal(rank) for rank in range(p)} == {
-                timeline.bubble_over_ideal()
-            }
+            simulated = timeline.bubble_over_ideal()
+            assert simulated == bubble_over_ideal(name, p, m, v, stage_s), case
+            assert {timeline.bubble_over_ideal(rank) for rank in range(p)} == {simulated}
             over_total = bubble_over_total(name, p, m, v, stage_s)
             assert timeline.bubble_over_total() == pytest.approx(over_total, rel=1e-12, abs=1e-12)
 
@@ -83,17 +75,13 @@ def test_zero_bubble_keeps_to_its_formula_for_any_times(p, m, stage_s):
 
 
 def test_the_formulas_of_the_papers_by_number():
-    assert bubble_over_ideal("gpipe", 4, 8) == bubble_over_ideal("1f1b", 4, 8) == 3 / 8
-    assert (
-        bubble_over_total("gpipe", 4, 8) == bubble_over_total("1f1b", 4, 8) == pytest.approx(3 / 11)
-    )
+    for name in ("gpipe", "1f1b"):
+        assert bubble_over_ideal(name, 4, 8) == 3 / 8
+        assert bubble_over_total(name, 4, 8) == pytest.approx(3 / 11)
     assert bubble_over_ideal("interleaved", 4, 8, 2) == 3 / 16
-    assert bubble_over_ideal("zero_bubble", 4, 8) == pytest.approx(
-        bubble_over_ideal("1f1b", 4, 8) / 3
-    )
-    assert (
-        bubble_over_ideal("1f1b", 4, 1) == 3
-    )  # one micro-batch: the naive split, three ranks of four wait
+    assert bubble_over_ideal("zero_bubble", 4, 8) == pytest.approx(3 / 8 / 3)
+    # one micro-batch: the naive split, three ranks of four wait
+    assert bubble_over_ideal("1f1b", 4, 1) == 3
     assert bubble_over_total("1f1b", 4, 1) == 3 / 4
 
 
@@ -101,13 +89,8 @@ def test_the_simulated_peak_is_that_of_the_formula():
     for name, p, m, v in CASES:
         timeline = simulate(made(name, p, m, v), EQUAL)
         for rank in range(p):
-            assert timeline.peak_microbatches(rank) == peak_microbatches(name, p, m, v, rank), (
-                name,
-                p,
-                m,
-                v,
-                rank,
-            )
+            expected = peak_microbatches(name, p, m, v, rank)
+            assert timeline.peak_microbatches(rank) == expected, (name, p, m, v, rank)
         assert timeline.peak_microbatches() == peak_microbatches(name, p, m, v)
 
 
@@ -150,19 +133,18 @@ def test_a_peak_of_a_rank_that_is_not_there_is_refused():
 
 
 def longest_path_s(actions, num_stages, stage_s, message_s):
-    """The end of the last action, from the graph of what comes before what, without playing anything."""
-    home = stage_ranks(actions)
-    exists = {action: place for order in actions.values() for place, action in enumerate(order)}
+    """End of the last action, from the graph of what comes before what, without a simulation."""
+    rank_of = stage_ranks(actions)
+    exists = set(itertools.chain.from_iterable(actions.values()))
     before = {}
     for order in actions.values():
         for place, action in enumerate(order):
-            needs = [
-                need if need in exists else need._replace(kind="B")
-                for need in waits_for(action, num_stages)
-            ]
-            before[action] = {
-                need: message_s * (home[need.stage] != home[action.stage]) for need in needs
-            }
+            before[action] = {}
+            for need in waits_for(action, num_stages):
+                if need not in exists:
+                    need = need._replace(kind="B")
+                travels = rank_of[need.stage] != rank_of[action.stage]
+                before[action][need] = message_s if travels else 0
             if place:
                 before[action].setdefault(order[place - 1], 0)
     stop = {}
@@ -187,9 +169,8 @@ def test_a_simulation_is_the_longest_path(case, message_s, data):
         bars = [row for row in timeline.rows if row.rank == rank]
         assert [row.action for row in bars] == made(*case)[rank]
         assert all(first.stop_s <= second.start_s for first, second in itertools.pairwise(bars))
-        assert timeline.busy_s(rank) == m * sum(
-            stage_s[stage].total_s for stage in range(rank, p * v, p)
-        )
+        own_s = sum(stage_s[stage].total_s for stage in range(rank, p * v, p))
+        assert timeline.busy_s(rank) == m * own_s
         assert timeline.bubble_s(rank) + timeline.busy_s(rank) == timeline.total_s
 
 
@@ -206,16 +187,11 @@ def test_a_slow_second_stage_by_hand():
     slow = [StageTimes(1, 1, 1), StageTimes(2, 2, 2)]
     timeline = simulate(schedule("gpipe", 2, 2), slow)
     bars = {str(row.action): (row.start_s, row.stop_s) for row in timeline.rows}
-    assert bars == {
-        **{"0F0": (0, 1), "0F1": (1, 2), "0B0": (9, 11), "0B1": (13, 15)},
-        **{"1F0": (1, 3), "1F1": (3, 5), "1B0": (5, 9), "1B1": (9, 13)},
-    }
-    assert (timeline.total_s, timeline.busy_s(0), timeline.busy_s(1), timeline.busy_s()) == (
-        15,
-        6,
-        12,
-        9,
-    )
+    first = {"0F0": (0, 1), "0F1": (1, 2), "0B0": (9, 11), "0B1": (13, 15)}
+    second = {"1F0": (1, 3), "1F1": (3, 5), "1B0": (5, 9), "1B1": (9, 13)}
+    assert bars == first | second
+    assert timeline.total_s == 15
+    assert (timeline.busy_s(0), timeline.busy_s(1), timeline.busy_s()) == (6, 12, 9)
     assert (timeline.bubble_s(0), timeline.bubble_s(1), timeline.bubble_s()) == (9, 3, 6)
     assert timeline.bubble_over_total() == 6 / 15 and timeline.bubble_over_total(1) == 3 / 15
     assert timeline.bubble_over_ideal() == 6 / 9 and timeline.bubble_over_ideal(0) == 9 / 6
@@ -227,21 +203,20 @@ def test_messages_delay_each_boundary_of_gpipe_once_in_each_direction():
             plain = simulate(schedule("gpipe", p, m), EQUAL)
             delayed = simulate(schedule("gpipe", p, m), EQUAL, message_s=5)
             assert delayed.total_s == plain.total_s + 2 * (p - 1) * 5
-            # 1F1B holds forwards back until a backward returns, so slow messages cost it at least as much
-            assert simulate(schedule("1f1b", p, m), EQUAL, message_s=5).total_s >= delayed.total_s
+            # 1F1B holds forwards back until a backward returns, so slow messages cost it as much
+            # at least
+            held_back = simulate(schedule("1f1b", p, m), EQUAL, message_s=5)
+            assert held_back.total_s >= delayed.total_s
 
 
-def test_recomputation_adds_a_forward_to_each_backward_and_keeps_the_bubbles_share():
-    for name, work in {"1f1b": 4, "gpipe": 4, "zero_bubble": 4}.items():
+def test_checkpointing_adds_a_forward_to_each_backward_and_keeps_the_bubbles_share():
+    for name in ("1f1b", "gpipe", "zero_bubble"):
         timeline = simulate(made(name, 4, 8, 1), EQUAL, activation_checkpointing=True)
-        assert timeline.busy_s(2) == 8 * work
-        assert timeline.bubble_over_ideal() == bubble_over_ideal(
-            name, 4, 8, stage_s=EQUAL.checkpointed()
-        )
-    assert (
-        simulate(made("1f1b", 4, 8, 1), EQUAL, activation_checkpointing=True).bubble_over_ideal()
-        == 3 / 8
-    )
+        assert timeline.busy_s(2) == 8 * 4
+        expected = bubble_over_ideal(name, 4, 8, stage_s=EQUAL.checkpointed())
+        assert timeline.bubble_over_ideal() == expected
+    timeline = simulate(made("1f1b", 4, 8, 1), EQUAL, activation_checkpointing=True)
+    assert timeline.bubble_over_ideal() == 3 / 8
 
 
 def test_a_measured_timeline_is_read_by_the_same_rules():
@@ -251,12 +226,8 @@ def test_a_measured_timeline_is_read_by_the_same_rules():
         Bar(1, Action("F", 1, 0), 0.75, 1.25),
     ]
     timeline = Timeline((*rows, Bar(1, Action("B", 1, 0), 1.25, 2.75)))
-    assert (timeline.ranks, timeline.total_s, timeline.busy_s(0), timeline.bubble_s(1)) == (
-        [0, 1],
-        4.0,
-        1.5,
-        2.0,
-    )
+    assert timeline.ranks == [0, 1]
+    assert (timeline.total_s, timeline.busy_s(0), timeline.bubble_s(1)) == (4.0, 1.5, 2.0)
     assert timeline.bubble_over_total(1) == 0.5 and timeline.peak_microbatches() == 1
 
 
@@ -275,7 +246,8 @@ def test_a_measured_timeline_is_read_by_the_same_rules():
         ),
         (
             lambda: simulate({0: [Action.parse("0B0"), Action.parse("0F0")]}, EQUAL),
-            "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: put it before",
+            "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: "
+            "put it before",
         ),
     ],
 )

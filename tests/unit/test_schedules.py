@@ -1,4 +1,4 @@
-"""Schedules as data: complete, playable, the same as PyTorch's; and what is wrong with a wrong one is said in one line."""
+"""Schedules as data: complete, runnable, as PyTorch's; wrong ones are refused in one line."""
 
 import graphlib
 import itertools
@@ -25,16 +25,14 @@ from labcode.schedules import (
 )
 from labcode.schedules import plan as plan_module
 
-CASES = [
-    (name, p, m, v)
-    for name in NAMES
-    for p in range(1, 9)
-    for m in range(1, 17)
-    for v in range(1, 4)
-]
-CASES = [
-    (name, p, m, v) for name, p, m, v in CASES if (m % p == 0 if name == "interleaved" else v == 1)
-]
+
+def fits(name, p, m, v):
+    """Whether there is such a schedule."""
+    return m % p == 0 if name == "interleaved" else v == 1
+
+
+SIZES = itertools.product(NAMES, range(1, 9), range(1, 17), range(1, 4))
+CASES = [case for case in SIZES if fits(*case)]
 
 
 def made(name, p, m, v):
@@ -47,8 +45,8 @@ def written(*rows):
 
 
 def graph(actions, num_stages):
-    """`{action: what must be done before it}`, by the order of each rank and by what each action waits for."""
-    exists = {action for order in actions.values() for action in order}
+    """`{action: what must be done before it}`, by its rank's order and by what it waits for."""
+    exists = set(itertools.chain.from_iterable(actions.values()))
     before = {action: set() for action in exists}
     for order in actions.values():
         for first, second in itertools.pairwise(order):
@@ -62,15 +60,16 @@ def graph(actions, num_stages):
 # ---- what the schedules are
 
 
-def test_every_schedule_is_complete_and_is_played_to_its_end():
+def test_every_schedule_is_complete_and_runs_to_its_end():
     assert len(CASES) == 510
     for name, p, m, v in CASES:
         actions = made(name, p, m, v)
         check_schedule(actions, p * v, m)
         assert stage_ranks(actions) == {stage: stage % p for stage in range(p * v)}
         kinds = {"F", "I", "W"} if name == "zero_bubble" else {"F", "B"}
-        assert {action.kind for order in actions.values() for action in order} == kinds
-        assert sum(map(len, actions.values())) == len(kinds) * p * v * m
+        all_actions = list(itertools.chain.from_iterable(actions.values()))
+        assert {action.kind for action in all_actions} == kinds
+        assert len(all_actions) == len(kinds) * p * v * m
 
 
 def test_orders_of_three_stages_by_hand():
@@ -145,20 +144,19 @@ def test_other_text_is_no_action(text):
 def clocked(actions, num_stages):
     """The table once more, tick by tick: who can run in this tick with what was done before it."""
     before = graph(actions, num_stages)
-    done, left, table = (
-        set(),
-        {rank: list(order) for rank, order in actions.items()},
-        {rank: [] for rank in actions},
-    )
+    done = set()
+    left = {rank: list(order) for rank, order in actions.items()}
+    table = {rank: [] for rank in actions}
     while any(left.values()):
-        now = {
-            rank: order[0] if order and before[order[0]] <= done else None
-            for rank, order in left.items()
-        }
-        for rank, action in now.items():
-            table[rank].append(action)
-            left[rank] = left[rank][action is not None :]
-        done |= set(now.values())
+        now = set()
+        for rank, order in left.items():
+            if order and before[order[0]] <= done:
+                action = order.pop(0)
+                now.add(action)
+                table[rank].append(action)
+            else:
+                table[rank].append(None)
+        done |= now
     return table
 
 
@@ -172,41 +170,30 @@ def test_every_message_is_sent_once_and_before_it_is_needed():
     for name, p, m, v in CASES:
         last = p * v - 1
         table = ticks(made(name, p, m, v), p * v)
-        when = {action: tick for row in table.values() for tick, action in enumerate(row) if action}
+        when = {}
+        for row in table.values():
+            when.update({action: tick for tick, action in enumerate(row) if action})
         sent = messages(table, p * v)
         assert len(sent) == len(table[0])
         backward = "I" if name == "zero_bubble" else "B"
-        expected = {
-            ("activation", stage + 1, i): when[Action("F", stage, i)]
-            for stage in range(last)
-            for i in range(m)
-        }
-        expected |= {
-            ("gradient", stage, i): when[Action(backward, stage + 1, i)]
-            for stage in range(last)
-            for i in range(m)
-        }
-        found = [(message, tick) for tick, column in enumerate(sent) for message in column]
-        assert {message[2:]: tick for message, tick in found} == (expected if p > 1 else {})
-        assert len(found) == (2 * last * m if p > 1 else 0)
+        expected = {}  # one rank sends nothing
+        for stage, i in itertools.product(range(last), range(m)):
+            if p > 1:
+                expected["activation", stage + 1, i] = when[Action("F", stage, i)]
+                expected["gradient", stage, i] = when[Action(backward, stage + 1, i)]
+        found = []
+        for tick, column in enumerate(sent):
+            found += [(message, tick) for message in column]
+        assert {message[2:]: tick for message, tick in found} == expected
+        assert len(found) == len(expected)
         for message, tick in found:
-            step = 1 if message.kind == "activation" else -1
-            assert (
-                message.to_rank
-                == message.stage % p
-                != message.from_rank
-                == (message.stage - step) % p
-            )
-            assert (
-                when[
-                    Action(
-                        "F" if message.kind == "activation" else backward,
-                        message.stage,
-                        message.microbatch,
-                    )
-                ]
-                > tick
-            )
+            is_activation = message.kind == "activation"
+            from_stage = message.stage - 1 if is_activation else message.stage + 1
+            assert message.to_rank == message.stage % p
+            assert message.from_rank == from_stage % p
+            assert message.to_rank != message.from_rank
+            kind = "F" if is_activation else backward
+            assert when[Action(kind, message.stage, message.microbatch)] > tick
         for column in sent:
             senders = [message.from_rank for message in column]
             assert senders == sorted(set(senders))
@@ -305,12 +292,14 @@ WRONG = {
     "a backward before its forward": (
         written("0B0 0F0", "1F0 1B0"),
         1,
-        "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: put it before",
+        "rank 0 cannot start 0B0: it waits for 0F0, which comes later on the same rank: "
+        "put it before",
     ),
     "W before I": (
         written("0F0 0W0 0I0"),
         1,
-        "rank 0 cannot start 0W0: it waits for 0I0, which comes later on the same rank: put it before",
+        "rank 0 cannot start 0W0: it waits for 0I0, which comes later on the same rank: "
+        "put it before",
     ),
     "wrong on the rank after": (
         written("0F0 0B0", "1B0 1F0"),
@@ -358,12 +347,14 @@ WRONG = {
     "a micro-batch too many": (
         written("0F0 0F1 0B0 0B1", "1F0 1F2 1B0 1B2"),
         2,
-        "rank 1 has 1F2, which is no action of 2 stages and 2 micro-batches: count both from 0, the kinds are F, B, I, W",
+        "rank 1 has 1F2, which is no action of 2 stages and 2 micro-batches: "
+        "count both from 0, the kinds are F, B, I, W",
     ),
     "something else in the list": (
         {0: [*written("0F0 0B0")[0], None]},
         1,
-        "rank 0 has None, which is no action of 2 stages and 1 micro-batches: count both from 0, the kinds are F, B, I, W",
+        "rank 0 has None, which is no action of 2 stages and 1 micro-batches: "
+        "count both from 0, the kinds are F, B, I, W",
     ),
     "a rank left out": (
         {0: [], 2: []},
@@ -464,9 +455,8 @@ def test_pytorch_accepts_every_schedule_and_keeps_its_order():
         actions = made(name, p, m, v)
         lowered = torch_schedules.validate(actions, p * v, m)
         assert torch_schedules.from_torch(lowered) == actions
-        sends = [
-            str(action) for order in lowered.values() for action in order if "SEND" in str(action)
-        ]
+        actions_of_torch = itertools.chain.from_iterable(lowered.values())
+        sends = [action for action in actions_of_torch if "SEND" in str(action)]
         assert len(sends) == sum(map(len, messages(ticks(actions, p * v), p * v)))
 
 
@@ -482,25 +472,19 @@ def kind_and_stage(action):
 def test_the_orders_are_those_of_pytorch(orders_of_pytorch):
     theirs_of = {"gpipe": "GPipe", "1f1b": "1F1B", "interleaved": "Interleaved1F1B"}
     compared = 0
-    for name, p, m, v in [
-        case for case in CASES if case[1] in (1, 2, 3, 4, 8) and case[2] in (1, 2, 3, 8, 16)
-    ]:
+    for name, p, m, v in CASES:
+        if p not in (1, 2, 3, 4, 8) or m not in (1, 2, 3, 8, 16) or name not in theirs_of:
+            continue
         # PyTorch's 1F1B needs a micro-batch per stage, its interleaved schedule two stages per rank
-        if (
-            name not in theirs_of
-            or (name == "1f1b" and m < p)
-            or (name == "interleaved" and v == 1)
-        ):
+        if (name == "1f1b" and m < p) or (name == "interleaved" and v == 1):
             continue
         orders = orders_of_pytorch(theirs_of[name], p, m, v)
         theirs = torch_schedules.from_torch(dict(enumerate(orders)))
         ours = made(name, p, m, v)
-        if (
-            name == "1f1b"
-        ):  # torch 2.13 prints the forwards of the last rank as 1 to m in place of 0 to m-1
-            assert list(map(kind_and_stage, theirs.pop(p - 1))) == list(
-                map(kind_and_stage, ours.pop(p - 1))
-            )
+        # torch 2.13 prints the forwards of the last rank as 1 to m in place of 0 to m-1
+        if name == "1f1b":
+            last_of_theirs = list(map(kind_and_stage, theirs.pop(p - 1)))
+            assert last_of_theirs == list(map(kind_and_stage, ours.pop(p - 1)))
         assert ours == theirs
         compared += 1
     assert compared == 67

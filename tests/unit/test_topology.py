@@ -1,4 +1,4 @@
-"""GridShape is arithmetic: partition, round trip, order; checked against an independent reading of Megatron's rule."""
+"""GridShape is arithmetic; checked against an independent reading of Megatron's rule."""
 
 import itertools
 import math
@@ -17,9 +17,10 @@ some_axes = st.sets(st.sampled_from(AXES)).map(sorted)
 
 
 def megatron_groups(sizes, order, wanted):
-    """Rank generation as Megatron's RankGenerator defines it, done with an array of ranks in place of its arithmetic.
+    """Rank generation as Megatron's RankGenerator defines it, with an array of ranks.
 
-    The ranks 0..N-1 are laid out with the first axis of `order` fastest; a group varies over the wanted axes.
+    The ranks 0..N-1 are laid out with the first axis of `order` fastest; a group varies over the
+    wanted axes.
     """
     names = order.split("-")
     ranks = np.arange(math.prod(sizes.values())).reshape([sizes[name] for name in reversed(names)])
@@ -37,7 +38,7 @@ def test_groups_equal_megatron_rank_generation_for_every_shape_and_order(shape, 
 
 
 def test_groups_equal_those_of_the_example_in_megatron_parallel_state():
-    # 16 GPUs, tp=2, pp=4 and so dp=2: the groups that the docstring of initialize_model_parallel lists
+    # 16 GPUs, tp=2, pp=4 and so dp=2, as in the docstring of initialize_model_parallel
     shape = GridShape(dp=2, pp=4, tp=2)
     assert shape.groups("dp") == [
         [0, 2],

@@ -1,4 +1,4 @@
-"""How quantities are printed: rounded first, then split into units; read back, they are the number."""
+"""How quantities are printed: rounded, then split into units; read back they are the number."""
 
 import re
 
