@@ -16,10 +16,22 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools import build_notebooks  # noqa: E402  (tools/ is not installed)
+from tools.lesson_source import notebooks_of  # noqa: E402
+
 TOKEN = "a-token-for-the-test"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
 BROWSER = next((path for path in map(shutil.which, BROWSERS) if path), None)
-FLAGS = ["--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-dev-shm-usage"]
+FLAGS = [
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-quic",
+    "--no-first-run",
+    "--disable-dev-shm-usage",
+]
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 HANG_S = 300
 ALL_RAN_OR_ONE_FAILED = """() => {
@@ -31,7 +43,9 @@ ALL_RAN_OR_ONE_FAILED = """() => {
 
 pytestmark = [
     pytest.mark.timeout(2 * HANG_S),
-    pytest.mark.skipif(BROWSER is None, reason=f"no browser is installed (looked for {', '.join(BROWSERS)})"),
+    pytest.mark.skipif(
+        BROWSER is None, reason=f"no browser is installed (looked for {', '.join(BROWSERS)})"
+    ),
 ]
 
 
@@ -65,10 +79,19 @@ def lab(tmp_path_factory):
     folder, home = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("home")
     for part in ("notebooks", "solutions", "tools"):
         shutil.copytree(
-            ROOT / part, folder / part, ignore=shutil.ignore_patterns("runs", "__pycache__", ".ipynb_checkpoints")
+            ROOT / part,
+            folder / part,
+            ignore=shutil.ignore_patterns("runs", "__pycache__", ".ipynb_checkpoints"),
         )
+    for source in build_notebooks.sources(ROOT, []):  # nobody's answers: the student versions as built
+        _, student = notebooks_of(source.read_text(), source.name)
+        nbformat.write(student, folder / "notebooks" / f"{source.stem}.ipynb")
     port, log = free_port(), (home / "lab.log").open("w")
-    options = [f"--ServerApp.port={port}", "--ServerApp.port_retries=0", f"--IdentityProvider.token={TOKEN}"]
+    options = [
+        f"--ServerApp.port={port}",
+        "--ServerApp.port_retries=0",
+        f"--IdentityProvider.token={TOKEN}",
+    ]
     options += ["--ServerApp.open_browser=False", "--LabApp.expose_app_in_browser=True"]
     config = folder / "tools" / "jupyter" / "jupyter_server_config.py"
     server = subprocess.Popen(
@@ -83,7 +106,9 @@ def lab(tmp_path_factory):
     try:
         deadline = time.monotonic() + 120
         while status(f"{address}/api/status?token={TOKEN}")[0] != 200:
-            assert server.poll() is None and time.monotonic() < deadline, (home / "lab.log").read_text()[-3000:]
+            assert server.poll() is None and time.monotonic() < deadline, (
+                home / "lab.log"
+            ).read_text()[-3000:]
             time.sleep(0.2)
         yield address, folder
     finally:
@@ -111,7 +136,9 @@ def page(lab):
 def open_notebook(page, url):
     """Open a notebook and wait until its kernel is there."""
     page.goto(url)
-    page.wait_for_function("() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 3")
+    page.wait_for_function(
+        "() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 3"
+    )
     page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready")
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.ready")
 
@@ -125,8 +152,13 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
     address, folder = lab
     notebook = only(folder, "notebooks/00_*.ipynb")
     open_notebook(page, f"{address}/?token={TOKEN}")  # the bare address leads to the first lesson
-    assert page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path") == f"notebooks/{notebook.name}"
-    kernel = page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.name")
+    assert (
+        page.evaluate("() => window.jupyterapp.shell.currentWidget.context.path")
+        == f"notebooks/{notebook.name}"
+    )
+    kernel = page.evaluate(
+        "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.name"
+    )
     assert kernel == "python3"
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
     page.wait_for_function(
@@ -140,7 +172,13 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
     ran = nbformat.read(notebook, as_version=4)
     code = [cell for cell in ran.cells if cell.cell_type == "code"]
     expected = [cell for cell in code if "raises-exception" in cell.metadata.get("tags", [])]
-    errors = [out.evalue for cell in code if cell not in expected for out in cell.outputs if out.output_type == "error"]
+    errors = [
+        out.evalue
+        for cell in code
+        if cell not in expected
+        for out in cell.outputs
+        if out.output_type == "error"
+    ]
     assert errors == []
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1))
     drawn = str([cell.outputs for cell in code]).count("<img alt=")

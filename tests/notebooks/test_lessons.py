@@ -1,7 +1,11 @@
-"""Every lesson runs: the solution under nbval, as stored; the student version to its end, with every exercise still open.
+"""Every lesson runs: the solution under nbval, as stored; the student version to its end.
 
-A lesson is executed twice here and nowhere else in the suite. Three run at a time, as ranks often wait for each other; a
-test waits for its own.
+Solutions run in every `make test`. A student version, with every exercise open, runs once per
+change of its code: the builder runs it and keeps the hash of what it ran in the notebook. Where the
+hash is another one it runs here; `make test-full` runs all of them. Nothing depends on what somebody
+did with the notebooks of this checkout: tests build their own.
+
+Three lessons run at a time, in the background, as ranks often wait for each other.
 """
 
 import os
@@ -20,65 +24,101 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from stderr_plugin import MARK  # noqa: E402  (beside this file)
-from tools import build_notebooks  # noqa: E402  (tools/ is not installed)
-from tools.lesson_source import BEGIN, END, solution_lines  # noqa: E402
-from tools.notebook_run import CELL_TIMEOUT_S, RunError, run  # noqa: E402
+from nbval_plugin import MARK  # noqa: E402  (beside this file)
+from tools import build_notebooks, fingerprint  # noqa: E402  (tools/ is not installed)
+from tools.lesson_source import BEGIN, END, notebooks_of, solution_lines  # noqa: E402
+from tools.notebook_run import CELL_TIMEOUT_S, CHECK, RunError  # noqa: E402
 
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 HANG_S = 1200  # for a test that waits for its turn; far above what a lesson takes
+SOLUTION_TEST = "test_solution_runs_and_says_what_is_stored"
+STUDENT_TEST = "test_student_version_was_run_since_its_code_changed"
+STUDENT_TEST_IN_FULL = "test_student_version_runs_to_the_end_with_every_exercise_open"
+
+pytestmark = pytest.mark.usefixtures(
+    "lessons"
+)  # so that they begin with the first test of this file
+
+
+def student_version(source: Path) -> nbformat.NotebookNode:
+    """The student notebook as its source gives it, whatever lies in `notebooks/`."""
+    _, student = notebooks_of(source.read_text(), source.name)
+    return student
+
+
+def was_run(source: Path) -> bool:
+    """Whether the builder has run the student version with the code that it has now."""
+    _, path = build_notebooks.targets(source)
+    if not path.exists():
+        return False
+    recorded = build_notebooks.code_last_run(nbformat.read(path, as_version=4))
+    return recorded == fingerprint.of_code(student_version(source))
 
 
 def run_nbval(notebook: Path, folder: Path):
-    """nbval on a copy in `folder`, as a pytest of its own: (exit code, its output, {outcome: number of cells})."""
+    """nbval on a copy in `folder`: (exit code, its output, {outcome: number of cells})."""
     folder.mkdir(parents=True, exist_ok=True)
-    copy, report = shutil.copy(notebook, folder), folder / "report.xml"
-    options = ["--nbval-lax", "--nbval-current-env", f"--nbval-cell-timeout={CELL_TIMEOUT_S}", f"--junitxml={report}"]
-    options += [f"--nbval-sanitize-with={Path(__file__).with_name('sanitize.cfg')}", "-p", "no:cacheprovider", "--color=no"]
-    options += ["-p", "stderr_plugin"]  # lies beside this file
-    command = [sys.executable, "-m", "pytest", *options, f"--rootdir={folder}", Path(copy).name]
-    paths = [str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])]
+    copy = shutil.copy(notebook, folder)
+    report = folder / "report.xml"
+    options = [
+        "--nbval-lax",
+        "--nbval-current-env",
+        f"--nbval-cell-timeout={CELL_TIMEOUT_S}",
+        f"--nbval-sanitize-with={Path(__file__).with_name('sanitize.cfg')}",
+        f"--junitxml={report}",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "nbval_plugin",  # lies beside this file
+        "--color=no",
+        f"--rootdir={folder}",
+    ]
+    command = [sys.executable, "-m", "pytest", *options, Path(copy).name]
+    paths = [str(Path(__file__).parent), str(ROOT)]
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S)
-    suite = ElementTree.parse(report).getroot().find("testsuite").attrib
-    return (
-        done.returncode,
-        done.stdout + done.stderr,
-        {key: int(suite[key]) for key in ("tests", "failures", "errors", "skipped")},
+    done = subprocess.run(
+        command, cwd=folder, env=env, capture_output=True, text=True, timeout=HANG_S, check=False
     )
+    suite = ElementTree.parse(report).getroot().find("testsuite").attrib
+    counts = {key: int(suite[key]) for key in ("tests", "failures", "errors", "skipped")}
+    return done.returncode, done.stdout + done.stderr, counts
 
 
-def run_student(notebook: Path):
-    """The executed student notebook, or the error that stopped it."""
+def run_student(source: Path) -> RunError | None:
+    """The error that stopped the student version, if any."""
     try:
-        return run(nbformat.read(notebook, as_version=4))
+        build_notebooks.run_student(student_version(source))
     except RunError as error:
         return error
+    return None
 
 
 @pytest.fixture(scope="session")
 def lessons(request, tmp_path_factory):
-    """Results of all runs that the selected tests ask for: `lessons(kind, source)` waits for one."""
+    """Runs what the selected tests ask for: `lessons(kind, source)` waits for one result."""
     folder = tmp_path_factory.mktemp("lessons")
     with ThreadPoolExecutor(max_workers=3) as pool:
         runs = {}
         for item in request.session.items:
-            kind, source = (
-                getattr(item, "originalname", ""),
-                getattr(getattr(item, "callspec", None), "params", {}).get("source"),
-            )
-            solution, student = build_notebooks.targets(source) if source else (None, None)
-            if kind == "test_solution_runs_and_says_what_is_stored":
-                runs[kind, source] = pool.submit(run_nbval, solution, folder / source.stem)
-            elif kind == "test_student_version_runs_to_the_end_with_every_exercise_open":
-                runs[kind, source] = pool.submit(run_student, student)
+            name = getattr(item, "originalname", "")
+            if name == SOLUTION_TEST:
+                source = item.callspec.params["source"]
+                notebook, _ = build_notebooks.targets(source)
+                runs["solution", source] = pool.submit(run_nbval, notebook, folder / source.stem)
+            elif name in (STUDENT_TEST, STUDENT_TEST_IN_FULL):
+                source = item.callspec.params["source"]
+                is_due = name == STUDENT_TEST_IN_FULL or not was_run(source)
+                if is_due and ("student", source) not in runs:
+                    runs["student", source] = pool.submit(run_student, source)
         yield lambda kind, source: runs[kind, source].result()
         for waiting in runs.values():
             waiting.cancel()
 
 
-def test_there_are_lessons(lessons):
+def test_there_are_lessons():
     assert [path.stem[:2] for path in SOURCES][:1] == ["00"]
 
 
@@ -88,9 +128,10 @@ def test_the_build_is_up_to_date(capsys):
 
 
 @each_lesson
+@pytest.mark.waits
 @pytest.mark.timeout(HANG_S)
-def test_solution_runs_and_says_what_is_stored(source, lessons, request):
-    code, output, counts = lessons(request.node.originalname, source)
+def test_solution_runs_and_says_what_is_stored(source, lessons):
+    code, output, counts = lessons("solution", source)
     assert code == 0, output
     for line in output.splitlines():
         if MARK in line:
@@ -101,26 +142,32 @@ def test_solution_runs_and_says_what_is_stored(source, lessons, request):
 
 
 @each_lesson
+@pytest.mark.waits
 @pytest.mark.timeout(HANG_S)
-def test_student_version_runs_to_the_end_with_every_exercise_open(source, lessons, request):
-    notebook = lessons(request.node.originalname, source)
-    assert not isinstance(notebook, RunError), f"{source.stem}: {notebook}"
-    code = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    assert all(cell.execution_count for cell in code)
-    checked = 0
-    for cell in code:
-        numbers = re.findall(r"\bcheck\(\s*[\"']([\w.]+)[\"']", cell.source)
-        if numbers:
-            text = "".join(output.get("text", "") for output in cell.outputs)
-            verdicts = [line for line in text.splitlines() if re.match(r"\[.\] ", line)]
-            assert verdicts == [f"[ ] {number} not done yet" for number in numbers], f"{source.stem}: {text}"
-            checked += len(numbers)
-    assert checked >= 1
+def test_student_version_was_run_since_its_code_changed(source, lessons):
+    if not was_run(source):
+        assert lessons("student", source) is None
+
+
+@each_lesson
+@pytest.mark.waits
+@pytest.mark.full
+@pytest.mark.timeout(HANG_S)
+def test_student_version_runs_to_the_end_with_every_exercise_open(source, lessons):
+    assert lessons("student", source) is None
+
+
+@each_lesson
+def test_every_lesson_checks_an_exercise(source):
+    text = "\n".join(cell.source for cell in student_version(source).cells)
+    assert CHECK.findall(text)
 
 
 def shown_to_students(text: str):
     """The lines of a source outside solutions, predictions and solution-only cells, read without the builder."""
-    lines, hidden_cell, hidden = [], False, False
+    lines = []
+    hidden_cell = False
+    hidden = False
     for line in text.splitlines():
         if line.startswith("# %%"):
             hidden_cell = "predict" in line or "solution-only" in line
@@ -134,8 +181,10 @@ def shown_to_students(text: str):
 @each_lesson
 def test_no_solution_leaks(source):
     text = source.read_text()
-    shown, student = shown_to_students(text), build_notebooks.targets(source)[1]
-    lines = [line.strip() for cell in nbformat.read(student, as_version=4).cells for line in cell.source.splitlines()]
+    shown = shown_to_students(text)
+    lines = []
+    for cell in student_version(source).cells:
+        lines += [line.strip() for line in cell.source.splitlines()]
     secrets = {line for line in solution_lines(text) if len(line) > 12}
     assert secrets or "BEGIN SOLUTION" not in text
     assert [line for line in secrets if lines.count(line) > shown.count(line)] == []
@@ -152,18 +201,24 @@ print("measured: 41.5 %")
 
 # %% tags=["nbval-check-output"]
 plot.bars({"a": 1}, alt="One bar that is one high")
+
+# %% tags=["raises-exception"] raises="ZeroDivisionError: division by zero"
+1 / 0
 """
 
 
 def test_nbval_compares_what_prose_quotes(tmp_path):
-    """The comparison bites: a stored output that is not what the cell prints fails, in tagged cells alone."""
+    """A stored output that is not what the cell prints fails, in tagged cells alone.
+
+    So does a cell that is broken on purpose and raises another error.
+    """
     source = tmp_path / "solutions" / "00_try.py"
     source.parent.mkdir()
     source.write_text(LESSON)
     build_notebooks.build(source)
     path = source.with_suffix(".ipynb")
     notebook = nbformat.read(path, as_version=4)
-    plain, quoted, figure = notebook.cells
+    plain, quoted, figure, broken = notebook.cells
     plain.outputs[0].text = "something else, not quoted\n"
     html = figure.outputs[0].data["text/html"]
     figure.outputs[0].data["text/html"] = re.sub(
@@ -171,11 +226,13 @@ def test_nbval_compares_what_prose_quotes(tmp_path):
     )
     nbformat.write(notebook, path)
     code, output, counts = run_nbval(path, tmp_path / "same")
-    assert (code, counts["tests"], counts["failures"]) == (0, 3, 0), output
+    assert (code, counts["tests"], counts["failures"]) == (0, 4, 0), output
 
     quoted.outputs[0].text = "measured: 41.6 %\n"
     figure.outputs[0].data["text/html"] = html.replace("One bar", "Two bars")
+    broken.source = "[][1]"
     nbformat.write(notebook, path)
     code, output, counts = run_nbval(path, tmp_path / "changed")
-    assert (code, counts["failures"]) == (1, 2), output
+    assert (code, counts["failures"]) == (1, 3), output
     assert "Cell outputs differ" in output and "41.6 %" in output
+    assert "should raise 'ZeroDivisionError: division by zero', but raised ['IndexError" in output

@@ -1,9 +1,10 @@
-"""The budgets of a lesson, measured on the built solution notebook: length, rhythm, figures, exercises, the fixed parts."""
+"""What every lesson has: figures with words, fixed parts, predictions, checks, nothing personal.
 
-import ast
+There are no budgets of cells, lines or words: people keep to them by packing.
+"""
+
 import base64
 import re
-import statistics
 import sys
 from pathlib import Path
 
@@ -13,8 +14,6 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 
-CELLS, CODE_LINES, CODE_MEDIAN, WORDS, LONG_WORDS, FIGURES = (35, 60), 20, (3, 8), (15, 120), 200, (3, 6)
-FUNCTION_LINES = 15
 FIGURE_BYTES = 60_000
 IMAGE = re.compile(r'<img alt="([^"]*)" width="\d+" src="data:image/png;base64,([^"]+)"')
 
@@ -25,56 +24,19 @@ def lesson(request):
 
 
 def cells_of(lesson, kind, tag=None):
-    return [c for c in lesson.cells if c.cell_type == kind and (tag is None or tag in c.metadata.get("tags", []))]
+    return [
+        c
+        for c in lesson.cells
+        if c.cell_type == kind and (tag is None or tag in c.metadata.get("tags", []))
+    ]
 
 
 def prose_of(lesson):
     return "\n\n".join(cell.source for cell in cells_of(lesson, "markdown"))
 
 
-def code_lines(cell):
-    return [line for line in cell.source.splitlines() if line.strip()]
-
-
-def tree_of(cell):
-    return ast.parse(re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", cell.source))
-
-
 def start(cell):
     return cell.source.strip().splitlines()[0][:60] if cell.source.strip() else "(empty)"
-
-
-def test_number_of_cells(lesson):
-    count = len(lesson.cells)
-    assert CELLS[0] <= count <= CELLS[1]
-
-
-def test_code_cells_are_short(lesson):
-    lengths = {start(cell): len(code_lines(cell)) for cell in cells_of(lesson, "code")}
-    assert {where: lines for where, lines in lengths.items() if not 1 <= lines <= CODE_LINES} == {}
-    short = cells_of(lesson, "code", "predict") + cells_of(lesson, "code", "check")  # one line each, by their nature
-    median = statistics.median(len(code_lines(cell)) for cell in cells_of(lesson, "code") if cell not in short)
-    assert CODE_MEDIAN[0] <= median <= CODE_MEDIAN[1]
-
-
-def test_long_functions_belong_in_labcode(lesson):
-    found = [node for cell in cells_of(lesson, "code") for node in ast.walk(tree_of(cell))]
-    functions = [node for node in found if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
-    assert [f.name for f in functions if f.end_lineno - f.lineno + 1 > FUNCTION_LINES] == []
-
-
-def test_prose_cells_are_short(lesson):
-    wrong = {}
-    for cell in cells_of(lesson, "markdown"):
-        text = re.sub(r"(?m)^#+ .*$", "", cell.source)
-        words = len(re.sub(r"<[^>]*>", " ", text).split())
-        structured = re.search(r"(?m)^\s*(\||[-*] |\d+\. |<details|!\[|```)", text) is not None
-        fragment = (
-            structured or text != cell.source or text.lstrip().startswith("**")
-        )  # a table, under a heading, a takeaway
-        if not (0 if fragment else WORDS[0]) <= words <= (LONG_WORDS if structured else WORDS[1]):
-            wrong[start(cell)] = words
-    assert wrong == {}
 
 
 def test_figures(lesson):
@@ -82,9 +44,11 @@ def test_figures(lesson):
     for cell in cells_of(lesson, "code"):
         for output in cell.outputs:
             data = output.get("data", {})
-            assert not {"image/png", "image/jpeg", "image/svg+xml"} & set(data), f"a figure without alt text: {start(cell)}"
+            assert not {"image/png", "image/jpeg", "image/svg+xml"} & set(data), (
+                f"a figure without alt text: {start(cell)}"
+            )
             found += IMAGE.findall(data.get("text/html", ""))
-    assert FIGURES[0] <= len(found) <= FIGURES[1]
+    assert found
     assert [alt for alt, _ in found if len(alt.split()) < 4] == []
     assert len({alt for alt, _ in found}) == len(found)
     assert [alt for alt, png in found if len(base64.b64decode(png)) > FIGURE_BYTES] == []
@@ -96,10 +60,14 @@ def test_fixed_parts(lesson):
     prose = prose_of(lesson)
     sections = dict(re.findall(r"(?ms)^## +([^\n]+)\n(.*?)(?=^## |\Z)", prose))
     assert {"Goals", "Recap", "Sources"} <= set(sections)
-    assert re.search(r"(?m)^\|.*\|\n\|[ :|-]+\|\n\|.*\|", sections["Recap"]), "the recap holds a table"
+    assert re.search(r"(?m)^\|.*\|\n\|[ :|-]+\|\n\|.*\|", sections["Recap"]), (
+        "the recap holds a table"
+    )
     assert re.search(r"(?m)^[-*\d]", sections["Sources"]), "the sources are a list"
     assert len(re.findall(r"\*\*Takeaway", prose)) >= 3
-    assert re.search(r"\bminutes\b|\bmin\b", prose_of(lesson)[:2500]), "the beginning says how long the lesson takes"
+    assert re.search(r"\bminutes\b|\bmin\b", prose_of(lesson)[:2500]), (
+        "the beginning says how long the lesson takes"
+    )
     assert "GPU" in prose and "SLURM" in prose, "the lesson says how it goes to GPUs and to SLURM"
 
 
@@ -108,16 +76,25 @@ def test_predictions_and_exercises(lesson):
     assert any("compare(" in cell.source for cell in cells_of(lesson, "code"))
     exercises, checks = cells_of(lesson, "code", "exercise"), cells_of(lesson, "code", "check")
     assert len(exercises) >= 2 and len(checks) >= 2
-    order = [tag for cell in lesson.cells if cell.cell_type == "code" for tag in cell.metadata.get("tags", [])]
+    order = [
+        tag
+        for cell in lesson.cells
+        if cell.cell_type == "code"
+        for tag in cell.metadata.get("tags", [])
+    ]
     order = [tag for tag in order if tag in ("exercise", "check")]
-    assert order[-1] == "check" and not any(pair == ("check", "check") for pair in zip([None, *order], order))
+    assert order[-1] == "check" and not any(
+        pair == ("check", "check") for pair in zip([None, *order], order)
+    )
 
 
 def test_every_check_passes_in_the_solution(lesson):
     for cell in cells_of(lesson, "code"):
         calls = len(re.findall(r"\bcheck\(\s*[\"']", cell.source))
         text = "".join(output.get("text", "") for output in cell.outputs)
-        assert text.count("[v] ") == calls and "[x] " not in text and "[ ] " not in text, start(cell)
+        assert text.count("[v] ") == calls and "[x] " not in text and "[ ] " not in text, start(
+            cell
+        )
         assert bool(calls) == ("check" in cell.metadata.get("tags", [])), (
             f"tag check and call check() go together: {start(cell)}"
         )
@@ -125,7 +102,9 @@ def test_every_check_passes_in_the_solution(lesson):
 
 def test_no_shell_and_no_installs(lesson):
     """The failure of a shell line passes every notebook test, so there is none."""
-    banned = re.compile(r"(?m)^\s*(!|%%?(bash|sh|system|sx|pip|conda|cd)\b)|os\.system|subprocess|torchrun +-|shell=True")
+    banned = re.compile(
+        r"(?m)^\s*(!|%%?(bash|sh|system|sx|pip|conda|cd)\b)|os\.system|subprocess|torchrun +-|shell=True"
+    )
     assert [start(cell) for cell in cells_of(lesson, "code") if banned.search(cell.source)] == []
 
 

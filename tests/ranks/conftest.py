@@ -1,4 +1,4 @@
-"""Pools of ranks that the tests of a session share, each started when first asked for; how answers are judged."""
+"""What the tests with real ranks share: one pool of each size, and how answers are judged."""
 
 import shutil
 import subprocess
@@ -8,21 +8,33 @@ import pytest
 from labcode.pool.ranks import Ranks
 
 
-def _pool(n):
-    @pytest.fixture(scope="session", name=f"ranks{n}")
-    def ranks():
-        with Ranks(n) as pool:
-            yield pool
-
-    return ranks
+@pytest.fixture(scope="session")
+def ranks1():
+    with Ranks(1) as pool:
+        yield pool
 
 
-ranks1, ranks2, ranks4 = _pool(1), _pool(2), _pool(4)
+@pytest.fixture(scope="session")
+def ranks2():
+    with Ranks(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks4():
+    with Ranks(4) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def ranks8():
+    with Ranks(8) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")
 def judged():
-    """`judged(check, hint)`: a lesson's check passes, for a hint of None, or fails with words that hold the hint."""
+    """`judged(check, hint)`: a lesson's check passes, if the hint is None, or fails with the hint."""
 
     def judged(check, hint, also=()):
         try:
@@ -40,21 +52,26 @@ def judged():
 UNSHARE = ["unshare", "--user", "--map-root-user", "--mount"]
 
 
+def may_unshare():
+    if shutil.which("unshare") is None:
+        return False
+    return subprocess.run([*UNSHARE, "true"], capture_output=True, check=False).returncode == 0
+
+
 @pytest.fixture
 def on_small_disk(tmp_path):
-    """`on_small_disk(size, *command)`: a command with a disk of that size at tmp_path/disk; run/ on it is copied away."""
-    if not (
-        shutil.which("unshare")
-        and subprocess.run([*UNSHARE, "true"], capture_output=True).returncode == 0
-    ):
-        pytest.skip(
-            "a small disk needs unshare with user namespaces, which this system does not allow"
-        )
+    """`on_small_disk(size, *command)` runs a command with a disk of that size at tmp_path/disk.
+
+    The folder run/ of that disk is copied to tmp_path, as the disk goes with the command.
+    """
+    if not may_unshare():
+        pytest.skip("a small disk needs unshare with user namespaces, which are not allowed here")
     disk = tmp_path / "disk"
     disk.mkdir()
 
     def run(size, *command):
-        script = f'mount -t tmpfs -o size={size} tmpfs "$0" && "$@"; code=$?; cp -r "$0"/run "$0"/.. ; exit $code'
+        mount = f'mount -t tmpfs -o size={size} tmpfs "$0"'
+        script = f'{mount} && "$@"; code=$?; cp -r "$0"/run "$0"/.. ; exit $code'
         command = [*UNSHARE, "sh", "-c", script, str(disk), *command]
         return subprocess.run(
             command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False

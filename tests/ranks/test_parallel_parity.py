@@ -5,9 +5,9 @@ import math
 
 import pytest
 import torch
+from covering import covering
 
 from labcode import recipes
-from labcode.pool.ranks import Ranks
 
 SMALL = {
     "model.num_heads": 4,
@@ -153,8 +153,16 @@ def plain_run(config):
     return steps, [validation], model.state_dict(), None
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("grid", GRIDS, ids=lambda grid: "dp{}-cp{}-tp{}".format(*grid))
+def name_of(value):
+    """The id of a grid; models and schedules name themselves."""
+    return "-".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+@pytest.mark.parametrize(
+    ("grid", "name"),
+    covering(list(itertools.product(GRIDS, MODELS)), lambda grid, name: (*grid, name)),
+    ids=name_of,
+)
 def test_every_grid_trains_like_one_process(request, reference, grid, name):
     pool = request.getfixturevalue(f"ranks{grid[0] * grid[1] * grid[2]}")
     dp, cp, tp = grid
@@ -174,12 +182,6 @@ def test_every_grid_trains_like_one_process(request, reference, grid, name):
         variants.append(changes(*grid, context="all_gather", **{"train.micro_batch": 2}))
     for variant in variants:
         assert_same(pool.run(fit, recipes.with_changes(MODELS[name], variant)), reference(name))
-
-
-@pytest.fixture(scope="module")
-def ranks8():
-    with Ranks(8) as pool:
-        yield pool
 
 
 def test_chosen_grids_of_eight_ranks_train_like_one_process(ranks8, reference):
@@ -263,22 +265,17 @@ def deep_reference():
     return of
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize(
+    ("schedule", "grid"),
+    covering(list(itertools.product(SCHEDULES, PIPED)), lambda schedule, grid: (schedule, *grid)),
+    ids=name_of,
+)
 def test_every_schedule_on_every_grid_trains_like_one_process(
-    ranks2, ranks4, deep_reference, schedule
+    request, deep_reference, schedule, grid
 ):
-    for grid in PIPED:
-        pool = {2: ranks2, 4: ranks4}.get(math.prod(grid))
-        if pool is not None:
-            base, config = piped(grid, schedule)
-            assert_same(pool.run(fit, config), deep_reference(base))
-
-
-def test_every_schedule_trains_like_one_process_on_eight_ranks(ranks8, deep_reference):
-    for schedule, grid in itertools.product(SCHEDULES, PIPED):
-        if math.prod(grid) == 8 and (grid[1] == 4 or schedule == "interleaved"):
-            base, config = piped(grid, schedule)
-            assert_same(ranks8.run(fit, config), deep_reference(base))
+    pool = request.getfixturevalue(f"ranks{math.prod(grid)}")
+    base, config = piped(grid, schedule)
+    assert_same(pool.run(fit, config), deep_reference(base))
 
 
 def diverge(config):

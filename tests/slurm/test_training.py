@@ -35,7 +35,10 @@ TINY = {
     "train.log_every": 1,
     "train.sample_tokens": 0,
 }
-pytestmark = pytest.mark.timeout(900)  # of a wait for a story; each wait inside has its own limit
+pytestmark = [
+    pytest.mark.timeout(900),  # of a wait for a story; each wait inside has its own limit
+    pytest.mark.usefixtures("long_runs"),  # so that the stories begin with the first test
+]
 LONG = 100_000  # steps that no test waits for
 
 
@@ -205,7 +208,7 @@ def test_four_nodes_train_one_grid(cluster, tmp_path):
     assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 6), rel=0, abs=1e-9)
 
 
-def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(long_runs, cluster, tmp_path):
+def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(cluster, tmp_path):
     hello = Job("", module="platform", ranks_per_node=1, name="hello", requeue=False)
     array = Submitted(cluster, tmp_path, dataclasses.replace(hello, name="array", array="0-2"))
     after = Submitted(
@@ -284,6 +287,7 @@ def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
     submitted.until(no_process)
 
 
+@pytest.mark.waits
 def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
     long_runs, tmp_path
 ):
@@ -306,6 +310,7 @@ def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
     )
 
 
+@pytest.mark.waits
 def test_a_node_that_loses_power_gives_its_job_a_second_life(long_runs):
     submitted = long_runs["node"].result()
     assert submitted.info["JobState"] == "COMPLETED", submitted.log
