@@ -265,18 +265,3 @@ def _comments(kind: type) -> dict[str, str]:
         if text:
             found[node.target.id] = text
     return found
-
-
-# ---- tyro's errors, for the options of labcode.slurm
-
-
-def in_frame(box: str) -> str:
-    """The message inside the frame that tyro draws around an error, on one line.
-
-    The title above it and the help below it are left out. Where Python takes the terminal for one
-    of ASCII (`LC_ALL=C`), the frame has dashes above and below, and no sides.
-    """
-    lines = [line.strip("│| ") for line in box.splitlines()]
-    rules = [at for at, line in enumerate(lines) if re.match(r"[╭├─]─|--", line)]
-    end = rules[1] if len(rules) > 1 else len(lines)
-    return " ".join(line for line in lines[rules[0] + 1 : end] if line)
