@@ -16,16 +16,20 @@ def step(link, bucket_mb=1e-9):
     from torch import nn
 
     from labcode.parallel.data import DataParallel
-    from labcode.teach.labs.l04_slow_link import SlowLink
+    from labcode.teach.labs.l04_slow_link import NO_DELAY, SlowLink
 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double()  # 200 bytes each
     model = DataParallel(net, dist.group.WORLD, bucket_mb)
-    log = SlowLink(model, link).log if link else []
-    model(torch.full((2, 5), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
-    begin = time.perf_counter()
-    model.finish_gradient_sync()
-    return torch.cat([p.grad.flatten() for p in net.parameters()]), log, begin, time.perf_counter()
+    loss = model(torch.full((2, 5), 1.0 + dist.get_rank(), dtype=torch.float64)).sum()
+    with SlowLink(link or NO_DELAY) as slow:
+        loss.backward()
+        begin = time.perf_counter()
+        model.finish_gradient_sync()
+    slow.wait()
+    end = time.perf_counter()
+    gradients = [param.grad.flatten() for param in net.parameters()]
+    return torch.cat(gradients), slow.log, begin, end
 
 
 def test_buckets_follow_one_another_for_the_time_of_the_model_and_the_wait_lasts_until_then(ranks2):

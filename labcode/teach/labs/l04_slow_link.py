@@ -1,50 +1,65 @@
-"""A slow network that costs no core, for machines whose own network is a copy in memory.
+"""Lesson 04: a slow network that costs no core, for machines whose own network is a copy in memory.
 
-On one machine gloo moves bytes with the cores that also compute, so hiding communication behind computation cannot be seen:
-the two take each other's time. A network card does not. Here a bucket's all-reduce runs as always, and then counts as under
-way for as long as a link of given alpha and beta would need; whoever waits for it sleeps.
+On one machine gloo moves bytes with the cores that also compute, so one cannot see communication
+hide behind computation: each takes the other's time. A network card takes none. Here an all-reduce
+runs as always, and then counts as under way for as long as a link of given alpha and beta would
+need; whoever waits for the gradients sleeps until then.
 """
 
 import contextlib
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from labcode.parallel.data import Bucket, DataParallel
-from labcode.perf import alpha_beta as comm
+from labcode.comm.counting import Collective, CollectiveSpy
+from labcode.parallel.data import DataParallel
+from labcode.perf.alpha_beta import Link, time_s
+from labcode.teach.labs.clock import EmulatedResource
+
+NO_DELAY = Link(0, math.inf)
 
 
-class SlowLink:
-    """Carries the buckets of a model one after the other, each for as long as the alpha-beta model says.
+class SlowLink(CollectiveSpy):
+    """Carries the all-reduces of its block one after the other.
 
         begin = max(when it is sent, when the one before it has arrived)
         end   = begin + time_s("all_reduce", p, bytes, link)
+
+    `with SlowLink(link) as slow:` around backward and `finish_gradient_sync()`; then `slow.wait()`
+    sleeps until the last one has arrived.
 
     Communicates: what the model does, nothing else; gradients stay the same.
     Held by: tests/ranks/test_slow_link.py
 
     Args:
-        model: Its buckets are sent over this link from now on.
         link: alpha and beta; `Link(0, math.inf)` adds no time, and only keeps the log.
 
     Attributes:
-        log: (begin, end) of each bucket sent, seconds of `time.perf_counter()`; the owner empties it.
+        log: (begin, end) of each all-reduce, in seconds of `time.perf_counter()`.
     """
 
-    def __init__(self, model: DataParallel, link: comm.Link):
-        self.link, self.free_at, self.log = link, 0.0, []
-        for bucket in model.buckets:
-            bucket.send = _Sender(self, bucket)
+    def __init__(self, link: Link) -> None:
+        super().__init__()
+        self.link = link
+        self.log: list[tuple[float, float]] = []
+        self._wire = EmulatedResource()
 
-    def carry(self, work: dist.Work, num_bytes: int, p: int) -> "Delayed":
-        """Put a message that was sent just now behind those under way."""
-        begin = max(self.free_at, time.perf_counter())
-        self.free_at = begin + comm.time_s("all_reduce", p, num_bytes, self.link)
-        self.log.append((begin, self.free_at))
-        return Delayed(work, self.free_at)
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        """Start it, and put it behind those that are under way."""
+        result = start()
+        if call.name == "all_reduce":
+            seconds = time_s("all_reduce", len(call.ranks), call.num_bytes, self.link)
+            self.log.append(self._wire.take(seconds))
+        return result
+
+    def wait(self) -> None:
+        """Sleep until all that was sent has arrived."""
+        self._wire.wait()
 
 
 @dataclass(frozen=True)
@@ -72,73 +87,62 @@ class Step:
         return sum(end - begin for begin, end in self.sent)
 
     def rows(self, name: str) -> list[tuple[str, str, float, float]]:
-        """Two lanes for `plot.timeline`, in milliseconds: what the core does, and what is on the link."""
-        core = [("backward", 0.0, self.backward_s), ("wait", self.backward_s, self.total_s)]
-        link = [
-            (f"bucket {number}", begin, end) for number, (begin, end) in enumerate(self.sent, 1)
+        """Two lanes for `plot.timeline`, in milliseconds: what the core does, and the link.
+
+        Args:
+            name: Of the run; it becomes a part of the lanes' names.
+        """
+        core = f"core, {name}"
+        link = f"link, {name}"
+        rows = [
+            (core, "backward", 0.0, self.backward_s * 1e3),
+            (core, "wait", self.backward_s * 1e3, self.total_s * 1e3),
         ]
-        lanes = {f"core, {name}": core, f"link, {name}": link}
-        return [
-            (lane, label, a * 1e3, b * 1e3) for lane, bars in lanes.items() for label, a, b in bars
-        ]
+        for number, (begin_s, end_s) in enumerate(self.sent, 1):
+            rows.append((link, f"bucket {number}", begin_s * 1e3, end_s * 1e3))
+        return rows
 
 
 def fastest_step(
     model: DataParallel,
     loss: Callable[[], torch.Tensor],
-    link: comm.Link,
+    link: Link,
     overlap: bool,
     repeats: int = 6,
 ) -> Step:
     """The fastest of some steps of a model over a slow link; every rank calls it.
 
     Args:
-        model: Its buckets travel over the link from now on.
+        model: Its buckets travel over the link.
         loss: The forward pass; its time does not count.
         link: See `SlowLink`.
         overlap: Buckets leave during backward; False sends them all after it.
         repeats: Number of steps.
     """
-    log, steps = SlowLink(model, link).log, []
-    for _ in range(repeats):
-        model.zero_grad()
-        value = loss()
-        log.clear()
-        dist.barrier(model.group)
-        begin = time.perf_counter()
-        with (
-            contextlib.nullcontext() if overlap else model.no_sync()
-        ):  # there the hooks send nothing
-            value.backward()
-        backward_s = time.perf_counter() - begin
-        model.finish_gradient_sync()
-        total_s = time.perf_counter() - begin
-        steps.append(
-            Step(backward_s, total_s, [(start - begin, end - begin) for start, end in log])
-        )
+    steps = [_one_step(model, loss, link, overlap) for _ in range(repeats)]
     return min(steps, key=lambda step: step.total_s)
 
 
-class Delayed:
-    """Work that is done when the real one is, but not before `until`."""
+def _one_step(
+    model: DataParallel, loss: Callable[[], torch.Tensor], link: Link, overlap: bool
+) -> Step:
+    model.zero_grad()
+    value = loss()
+    dist.barrier(model.group)
+    begin_s = time.perf_counter()
+    with SlowLink(link) as slow:
+        with _overlapping(model, overlap):
+            value.backward()
+        backward_s = time.perf_counter() - begin_s
+        model.finish_gradient_sync()
+    slow.wait()
+    total_s = time.perf_counter() - begin_s
+    sent = [(start_s - begin_s, stop_s - begin_s) for start_s, stop_s in slow.log]
+    return Step(backward_s, total_s, sent)
 
-    def __init__(self, work: dist.Work, until: float):
-        self.work, self.until = work, until
 
-    def wait(self) -> None:
-        """Wait for both."""
-        self.work.wait()
-        time.sleep(max(0.0, self.until - time.perf_counter()))
-
-
-class _Sender:
-    """Stands in for a bucket's `send`."""
-
-    def __init__(self, slow_link: SlowLink, bucket: Bucket):
-        self.slow_link, self.bucket, self.send = slow_link, bucket, bucket.send
-
-    def __call__(self, group):
-        self.send(group)
-        self.bucket.work = self.slow_link.carry(
-            self.bucket.work, self.bucket.num_bytes, dist.get_world_size(group)
-        )
+@contextlib.contextmanager
+def _overlapping(model: DataParallel, overlap: bool) -> Iterator[None]:
+    """A backward whose buckets leave at once, or, inside `no_sync`, not before it has ended."""
+    with contextlib.nullcontext() if overlap else model.no_sync():
+        yield

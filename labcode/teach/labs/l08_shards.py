@@ -1,41 +1,65 @@
-"""A module beside its share on a rank: what the lesson on tensor parallelism measures again and again."""
+"""Lesson 08, and 10: a module beside this rank's shard of it, and a few steps of training."""
 
 from collections.abc import Callable, Iterable
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 from labcode.comm.counting import counted, totals
 
 Change = Callable[[nn.Module], nn.Module]
+Totals = dict[str, tuple[int, int]]  # {kind: (how many, their bytes)}
 
 
 def difference(make: Callable[[], nn.Module], shard: Change, features: int = 64) -> tuple[str, str]:
-    """How far the output and the input gradient of this rank's share are from those of the whole module, in float64.
+    """How far the output and the input gradient of this rank's shard are from those of the whole.
 
-    Both modules are drawn from one seed and read the same [2, 16, features]; a difference is the largest one, relative to
-    the largest value, as text with one digit.
+    Both modules are drawn from one seed, in float64, and read the same [2, 16, features].
 
     Args:
         make: Makes the whole module.
-        shard: Turns it into this rank's share.
+        shard: Turns it into this rank's shard.
         features: Of the input.
+
+    Returns:
+        The largest difference relative to the largest value, as text with one digit: of the output
+        and of the input gradient.
     """
-    results = []
-    for change in (lambda module: module, shard):
-        torch.manual_seed(0)
-        x = torch.randn(2, 16, features, dtype=torch.float64, requires_grad=True)
-        y = change(make().double())(x)
-        y.square().mean().backward()
-        results.append((y.detach(), x.grad))
-    return tuple(
-        f"{((own - true).abs().max() / true.abs().max()).item():.0e}" for true, own in zip(*results)
-    )
+    true_y, true_grad = _output_and_gradient(make, features)
+    y, grad = _output_and_gradient(make, features, shard)
+    return _relative_error(y, true_y), _relative_error(grad, true_grad)
 
 
-def count_collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
-    """What one forward and one backward of `module(x)` start: for each {kind: (how many, their bytes)}."""
+def _output_and_gradient(
+    make: Callable[[], nn.Module], features: int, change: Change | None = None
+) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(0)
+    x = torch.randn(2, 16, features, dtype=torch.float64, requires_grad=True)
+    module = make().double()
+    if change is not None:
+        module = change(module)
+    y = module(x)
+    y.square().mean().backward()
+    assert x.grad is not None
+    return y.detach(), x.grad
+
+
+def _relative_error(found: Tensor, true: Tensor) -> str:
+    error = (found - true).abs().max() / true.abs().max()
+    return f"{error.item():.0e}"
+
+
+def count_collectives(module: nn.Module, x: Tensor) -> tuple[Totals, Totals]:
+    """What one forward and one backward of `module(x)` start.
+
+    Args:
+        module: On this rank.
+        x: Its input, which gets a gradient.
+
+    Returns:
+        {kind: (how many, their bytes)} of forward, and of backward.
+    """
     with counted() as forward:
         y = module(x.requires_grad_())
     with counted() as backward:
@@ -45,50 +69,69 @@ def count_collectives(module: nn.Module, x: torch.Tensor) -> tuple[dict, dict]:
 
 def adamw_steps(
     model: nn.Module,
-    loss_of: Callable,
-    batches: Iterable,
-    share: Callable = lambda x: x,
-    finish: Callable[[], None] = lambda: None,
+    loss_of: Callable[[Tensor, Tensor], Tensor],
+    batches: Iterable[tuple[Tensor, Tensor]],
+    share: Callable[[Tensor], Tensor] | None = None,
+    finish: Callable[[], None] | None = None,
     lr: float = 3e-3,
-) -> torch.Tensor:
-    """One step of AdamW for each batch; returns the losses.
+) -> Tensor:
+    """One step of AdamW for each batch.
 
     Args:
         model: Whole, or what `parallelize` made of it.
         loss_of: `loss_of(output, targets)`.
         batches: (inputs, targets), the same on every rank.
-        share: Picks the samples of this rank.
+        share: Picks the samples of this rank; None: all.
         finish: Called after each backward: `model.finish_gradient_sync` of a parallel model.
         lr: Learning rate.
+
+    Returns:
+        The losses, [batches].
     """
-    optimizer, losses = torch.optim.AdamW(model.parameters(), lr=lr), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+    losses = []
     for inputs, targets in batches:
-        loss = loss_of(model(share(inputs)), share(targets))
+        if share is not None:
+            inputs = share(inputs)
+            targets = share(targets)
+        loss = loss_of(model(inputs), targets)
         optimizer.zero_grad()
         loss.backward()
-        finish()
+        if finish is not None:
+            finish()
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
 
 
 class SeparateAttention(nn.Module):
-    """Causal attention whose q, k and v are three layers, as most published code has them: `proj(core(q(x), k(x), v(x)))`.
+    """Causal attention with three layers q, k and v, as most published code has them.
 
-    How many heads there are is read off the width of q, so each of the layers may hold a part of them.
+        proj(core(q(x), k(x), v(x)))
+
+    The number of heads is read off the width of q, so each of the layers may hold a part of them.
+
+    Args:
+        hidden_size: H.
+        num_heads: Of the whole.
     """
 
-    def __init__(self, hidden_size: int = 64, num_heads: int = 4):
+    def __init__(self, hidden_size: int = 64, num_heads: int = 4) -> None:
         super().__init__()
         self.head_size = hidden_size // num_heads
-        self.q, self.k, self.v, self.proj = (nn.Linear(hidden_size, hidden_size) for _ in range(4))
+        self.q = nn.Linear(hidden_size, hidden_size)
+        self.k = nn.Linear(hidden_size, hidden_size)
+        self.v = nn.Linear(hidden_size, hidden_size)
+        self.proj = nn.Linear(hidden_size, hidden_size)
 
-    def forward(self, x):
+    def forward(self, x: Tensor) -> Tensor:
         """[B, S, H] -> [B, S, H]."""
-        q, k, v = (
-            layer(x).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        return self.proj(
-            F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        )
+        q = self._heads(self.q(x))
+        k = self._heads(self.k(x))
+        v = self._heads(self.v(x))
+        core = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.proj(core.transpose(1, 2).flatten(2))
+
+    def _heads(self, x: Tensor) -> Tensor:
+        """[B, S, heads * head size] -> [B, heads, S, head size]."""
+        return x.unflatten(-1, (-1, self.head_size)).transpose(1, 2)
