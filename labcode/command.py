@@ -9,7 +9,6 @@ None. A wrong word is an error of one line that says what exists.
 
 import ast
 import inspect
-import re
 import textwrap
 import tokenize
 import types
