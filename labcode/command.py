@@ -180,7 +180,8 @@ def _described(wanted: Any) -> str:
     if typing.get_origin(wanted) is Literal:
         return f"one of {', '.join(typing.get_args(wanted))}"
     if typing.get_origin(wanted) is tuple:
-        return f"{_described(typing.get_args(wanted)[0])}, once or several times"
+        element = typing.get_args(wanted)[0]
+        return f"one or more values, each {_described(element)}"
     return _DESCRIBED.get(wanted, str(wanted))
 
 
@@ -225,7 +226,7 @@ def field_table(config: object, prefix: str = "") -> list[str]:
             sections += field_table(value, f"{path}.")
             continue
         alternatives = _alternatives(field_type(config, field.name))
-        allowed = " or ".join(map(_described, alternatives))
+        allowed = " or ".join(_described(kind) for kind in reversed(alternatives))  # None first
         lines.append(f"  --{path} {_written(value)}    ({allowed})")
         if field.name in comments:
             lines.append(f"        {comments[field.name]}")

@@ -12,9 +12,27 @@ GIB = 2**30
 TIB = 2**40
 
 # Smallest first: the first unit in which the number stays below the next one is taken.
-_SI = ((1.0, ""), (1e3, "k"), (1e6, "M"), (1e9, "G"), (1e12, "T"), (1e15, "P"), (1e18, "E"))
-_BINARY = ((KIB, "KiB"), (MIB, "MiB"), (GIB, "GiB"), (TIB, "TiB"))
-_TIME = ((1e-9, "ns"), (1e-6, "us"), (1e-3, "ms"), (1.0, "s"))
+_SI = (
+    (1.0, ""),
+    (1e3, "k"),
+    (1e6, "M"),
+    (1e9, "G"),
+    (1e12, "T"),
+    (1e15, "P"),
+    (1e18, "E"),
+)
+_BINARY = (
+    (KIB, "KiB"),
+    (MIB, "MiB"),
+    (GIB, "GiB"),
+    (TIB, "TiB"),
+)
+_TIME = (
+    (1e-9, "ns"),
+    (1e-6, "us"),
+    (1e-3, "ms"),
+    (1.0, "s"),
+)
 
 
 def _three_digits(value: float) -> float:
@@ -48,7 +66,7 @@ def binary_bytes(num_bytes: float) -> str:
 
     Held by: tests/unit/test_units.py
     """
-    if abs(round(num_bytes)) < KIB:
+    if abs(num_bytes) < KIB - 0.5:
         return f"{num_bytes:.0f} B"
     for size, name in _BINARY[:-1]:
         number = round(num_bytes / size, 2)

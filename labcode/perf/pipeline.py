@@ -69,6 +69,11 @@ class Bar(NamedTuple):
     start_s: float
     stop_s: float
 
+    @property
+    def duration_s(self) -> float:
+        """Seconds that the action takes."""
+        return self.stop_s - self.start_s
+
 
 @dataclass(frozen=True)
 class Timeline:
@@ -98,8 +103,8 @@ class Timeline:
         None: the mean over ranks, which is the ideal time of the whole batch.
         """
         if rank is None:
-            return sum(bar.stop_s - bar.start_s for bar in self.rows) / len(self.ranks)
-        return sum(bar.stop_s - bar.start_s for bar in self.rows if bar.rank == rank)
+            return sum(bar.duration_s for bar in self.rows) / len(self.ranks)
+        return sum(bar.duration_s for bar in self.rows if bar.rank == rank)
 
     def bubble_s(self, rank: int | None = None) -> float:
         """Seconds in which `rank` waits, at the start and at the end too; None: the mean of all."""

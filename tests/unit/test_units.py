@@ -45,7 +45,9 @@ def test_si_without_a_unit_and_with_a_long_one():
         (1024, "1.00 KiB"),
         (3 * units.GIB, "3.00 GiB"),
         (units.GIB - 1, "1.00 GiB"),
+        (1023.6, "1.00 KiB"),
         (5000 * units.TIB, "5000.00 TiB"),
+        (float("inf"), "inf TiB"),
     ],
 )
 def test_binary_bytes(num_bytes, text):
