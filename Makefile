@@ -1,11 +1,11 @@
-# make lab opens the course, make test checks all of it; both set everything up first. `make` alone lists the targets.
+# make lab opens the course, make test checks it; both set everything up first. `make` alone lists the targets.
 VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := .setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test slurm-test course notebooks check
+.PHONY: help setup lab test test-full durations slurm-test course notebooks check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -24,8 +24,14 @@ $(VENV)/$(STAMP): pyproject.toml constraints.txt
 lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a tile of its launcher
 	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py
 
-test: $(VENV)/$(STAMP)  ## the whole test suite: library, ranks, notebooks, browser, SLURM where it can be had
-	$(BIN)/python -m pytest tests
+test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, notebooks, browser, SLURM where it can be had
+	$(BIN)/python -m pytest tests --junitxml=build/test.xml
+
+test-full: $(VENV)/$(STAMP)  ## what is expensive besides: whole matrices, every student version
+	$(BIN)/python -m pytest tests -m full --junitxml=build/test-full.xml
+
+durations: $(VENV)/$(STAMP)  ## write tests/durations.md from the last `make test` and `make test-full`
+	$(BIN)/python -m tools.durations build/test.xml build/test-full.xml > tests/durations.md
 
 slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a real one; says which Debian packages it misses
 	@slurm/cluster up 1 --name check && slurm/cluster down --name check
@@ -34,11 +40,12 @@ slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a 
 course: $(VENV)/$(STAMP)  ## execute every solution notebook, print lesson, seconds, result
 	$(BIN)/python -m tools.course
 
-notebooks: $(VENV)/$(STAMP)  ## build and execute the notebooks whose source changed
+notebooks: $(VENV)/$(STAMP)  ## build and execute the notebooks whose source changed; those you edited are left alone
 	$(BIN)/python -m tools.build_notebooks
 
-check: $(VENV)/$(STAMP)  ## fast checks: ruff, notebooks not stale, links
+check: $(VENV)/$(STAMP)  ## fast checks: ruff, types, notebooks not stale, links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright --pythonpath $(BIN)/python --level error
 	$(BIN)/python -m tools.build_notebooks --check
 	$(BIN)/python -m tools.check_links

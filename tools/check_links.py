@@ -1,6 +1,6 @@
 """Do the relative links in *.md and in the notebooks' prose point to what exists? Offline.
 
-python -m tools.check_links        prints each broken link with its file, exits with 1 if there is one
+python -m tools.check_links    prints each broken link with its file, exits with 1 if there is one
 """
 
 import re

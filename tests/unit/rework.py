@@ -8,7 +8,6 @@ IN_REWORK: tuple[str, ...] = (
     "benchmarks/",
     "labcode/",
     "tests/",
-    "tools/",
 )
 
 

@@ -1,4 +1,4 @@
-"""JupyterLab's settings for the course: localhost, a token, and TensorBoard behind the same token."""
+"""JupyterLab's settings for the course: localhost, a token, TensorBoard behind the same token."""
 
 import os
 import sys
@@ -10,17 +10,17 @@ root = Path(__file__).resolve().parents[2]
 c.ServerApp.ip = "localhost"
 c.ServerApp.root_dir = str(root)
 c.ServerApp.allow_root = os.geteuid() == 0  # containers; everyone else keeps Jupyter's default
-first = next(iter(sorted(root.glob("notebooks/00_*.ipynb"))), None)
-c.LabApp.default_url = (
-    f"/lab/tree/notebooks/{first.name}" if first else "/lab"
-)  # also in the address that is printed
-c.LabApp.news_url = None  # no look-up on the network
-c.LabApp.app_settings_dir = str(
-    root / "tools" / "jupyter" / "settings"
-)  # overrides.json: no question about news
-c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 
-# A kernel's working directory is the folder of its notebook, so runs started there land in notebooks/runs.
+# Also in the address that is printed.
+first = next(iter(sorted(root.glob("notebooks/00_*.ipynb"))), None)
+c.LabApp.default_url = f"/lab/tree/notebooks/{first.name}" if first else "/lab"
+
+c.LabApp.news_url = None  # no look-up on the network
+c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
+# overrides.json: no question about news
+c.LabApp.app_settings_dir = str(root / "tools" / "jupyter" / "settings")
+
+# A kernel works in the folder of its notebook, so runs that it starts land in notebooks/runs.
 # TensorBoard watches folders that do not exist yet, and shows their runs as soon as they appear.
 folders = {
     "terminal": root / "runs",
