@@ -1,10 +1,11 @@
-"""A small SLURM for a lesson: three nodes on this machine, or the reason why there are none; its faults, made and cured.
+"""Lessons 12 and 13: a small SLURM on this machine, or the reason why there is none.
 
     lab = open_lab("lesson12")               # says what is there
-    lab.sh("srun", "--nodes=2", "hostname")  # prints the command and what it says
+    lab.sh("srun", "--nodes=2", "hostname")  # prints the command and its output
     lab.close()
 
-Where SLURM cannot be had nothing here raises: commands are shown and not run, and `lab.submit` runs the job without it.
+Where SLURM cannot be had nothing here raises: commands are shown and not run, and `lab.submit` runs
+the job without it.
 """
 
 import atexit
@@ -15,10 +16,9 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from labcode.files import write_atomically
 from labcode.minislurm import Cluster, Unavailable
 from labcode.minislurm.place import base
 from labcode.minislurm.processes import alive
@@ -27,12 +27,13 @@ from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import load
+from labcode.teach.labs.l12_faults import FAULTS
 
-CLOSED = "20000-29999"  # the ports that the fault "port" closes
-# the ranks of a lab are on the CPU, also where the machine has a GPU: its nodes only emulate them
+# The ranks of a lab are on the CPU, also where the machine has a GPU: those of the nodes are
+# emulated.
 ENV = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*Error: .+|what\(\): +.+)$")
-_SOURCE = re.compile(r"\[(?:enforce fail at )?/\S+:\d+\]\s*")
+NOT_RUN = "(not run: there is no cluster here)\n"
+POLL_S = 0.1
 
 
 class Lab:
@@ -47,69 +48,100 @@ class Lab:
         said: What the last command printed.
     """
 
-    def __init__(self, cluster: Cluster | None, missing: str = ""):
-        self.cluster, self.missing = cluster, missing
+    def __init__(self, cluster: Cluster | None, missing: str = "") -> None:
+        self.cluster = cluster
+        self.missing = missing
         self.client = Client.of(cluster) if cluster else None
         self.said = ""
         self._jobs: list[Handle] = []
 
-    def sh(self, *argv, node: str | None = None, env=None, timeout_s: float = 120) -> None:
-        """Run a command on the head node or on `node`; print both, and keep what it said in `said`.
+    def sh(
+        self,
+        *argv: object,
+        node: str | None = None,
+        env: Mapping[str, object] | None = None,
+        timeout_s: float = 120,
+    ) -> None:
+        """Run a command and print it with its output, which `said` keeps.
 
         Args:
             argv: Program and arguments.
             node: Where; None is the head node, from which one submits.
             env: More environment variables.
-            timeout_s: Then it is ended, and the output says so.
+            timeout_s: Then the command is ended, and the output says so.
         """
-        print(f"{node or 'head'}$ {shlex.join(map(str, argv))}")
-        print(
-            self._run(argv, node, env, timeout_s)
-            if self.cluster
-            else "(not run: there is no cluster here)\n",
-            end="",
-        )
+        words = [str(word) for word in argv]
+        print(f"{node or 'head'}$ {shlex.join(words)}")
+        if self.cluster is None:
+            print(NOT_RUN, end="")
+        else:
+            print(self._run(self.cluster, words, node, env, timeout_s), end="")
 
-    def _run(self, argv, node=None, env=None, timeout_s=120.0) -> str:
-        words = [f"{name}={value}" for name, value in {**ENV, **(env or {})}.items()]
+    def _run(
+        self,
+        cluster: Cluster,
+        argv: Sequence[str],
+        node: str | None = None,
+        env: Mapping[str, object] | None = None,
+        timeout_s: float = 120.0,
+    ) -> str:
+        """The output of a command, and how it ended if that was not well."""
+        variables = {**ENV, **(env or {})}
+        words = [f"{name}={value}" for name, value in variables.items()]
+        command = ["env", *words, *argv]
         try:
-            done = self.cluster.exec(
-                ["env", *words, *argv], node=node, timeout_s=timeout_s, check=False
-            )
+            done = cluster.exec(command, node=node, timeout_s=timeout_s, check=False)
         except TimeoutError:
             self.said = ""
             return f"(no end after {timeout_s:g} s)\n"
         self.said = done.stdout + done.stderr
-        return self.said + (f"(exit code {done.returncode})\n" if done.returncode else "")
+        if done.returncode:
+            return self.said + f"(exit code {done.returncode})\n"
+        return self.said
 
     def batch(self, script: str, *options: str) -> str:
-        """Submit a script, wait for its end, print its log; returns the log."""
+        """Submit a script, wait until it has ended, and print its log.
+
+        Args:
+            script: Its path.
+            options: Of sbatch.
+
+        Returns:
+            The log; "" without a cluster.
+        """
         self.sh("sbatch", *options, script)
         number = re.search(r"batch job (\d+)", self.said)
-        if not number:
+        client = self.client
+        if client is None or not number:
             return ""
-        self.until(lambda: self.client.job(number[1]).ended)
-        info = self.client.job(number[1])
-        text = info.log.read_text() if info.log and info.log.is_file() else ""
+        self.until(lambda: client.job(number[1]).ended)
+        info = client.job(number[1])
+        text = ""
+        if info.log and info.log.is_file():
+            text = info.log.read_text()
         print(f"{info.state} after {info.run_time}. The log says:\n{text}", end="")
         return text
 
-    def until(self, true: Callable[[], bool], timeout_s: float = 120) -> bool:
-        """Wait until `true()`; returns whether it came to that. At once False without a cluster."""
-        end = time.monotonic() + timeout_s
-        while self.cluster and time.monotonic() < end:
+    def until(self, true: Callable[[], object], timeout_s: float = 120) -> bool:
+        """Wait until `true()` holds.
+
+        Returns:
+            Whether it came to that; False at once without a cluster.
+        """
+        end_s = time.monotonic() + timeout_s
+        while self.cluster and time.monotonic() < end_s:
             if true():
                 return True
-            time.sleep(0.1)
+            time.sleep(POLL_S)
         return False
 
     def submit(self, job: Job) -> Handle:
-        """The job on the cluster of the lab, or without SLURM on this machine; says which."""
+        """The job on the cluster of the lab, or on this machine without SLURM; says which."""
         site = dataclasses.replace(load("local"), logs="runs")
-        handle = submit(job, site, client=self.client, here=self.client is None, echo=False)
-        print(
-            f"job {handle.number}: {'SLURM, on nodes of the lab' if self.client else handle.where}"
-        )
+        here = self.client is None
+        handle = submit(job, site, client=self.client, here=here, echo=False)
+        where = handle.where if here else "SLURM, on nodes of the lab"
+        print(f"job {handle.number}: {where}")
         self._jobs.append(handle)
         return handle
 
@@ -120,7 +152,7 @@ class Lab:
         interface: str | None = "eth0",
         kill: bool = True,
     ) -> None:
-        """Run runs/hello.py with one rank on n1 and one on n2; print what they said, or the error of each.
+        """Run runs/hello.py with one rank on n1 and one on n2; print what each rank said last.
 
         Args:
             wait_s: How long a rank waits for the other.
@@ -128,77 +160,73 @@ class Lab:
             interface: For GLOO_SOCKET_IFNAME; None leaves it to gloo.
             kill: Whether the first rank that fails ends the other, as a job should.
         """
-        env = {"MASTER_ADDR": "n1", "MASTER_PORT": port} | (
-            {"GLOO_SOCKET_IFNAME": interface} if interface else {}
-        )
+        env: dict[str, object] = {"MASTER_ADDR": "n1", "MASTER_PORT": port}
+        if interface:
+            env["GLOO_SOCKET_IFNAME"] = interface
         print(" ".join(f"{name}={value}" for name, value in env.items()))
-        srun = [
-            "srun",
-            "--nodelist=n1,n2",
-            "--ntasks-per-node=1",
-            f"--kill-on-bad-exit={int(kill)}",
-            "--label",
-        ]
-        if self.cluster:
-            self._run([*srun, sys.executable, "runs/hello.py", str(wait_s)], env=env)
-        print(told(self.said) if self.cluster else "(not run: there is no cluster here)")
+        if self.cluster is None:
+            print(NOT_RUN, end="")
+            return
+        srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", "--label"]
+        srun.append(f"--kill-on-bad-exit={int(kill)}")
+        self._run(self.cluster, [*srun, sys.executable, "runs/hello.py", str(wait_s)], env=env)
+        print(told(self.said))
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
         """Break the cluster for a while.
 
         Args:
-            name: "name": each node's /etc/hosts has its own name at 127.0.1.1, as Debian installs it. "port": n1 answers
-                on no port from 20000 to 29999. "code": n2 has another runs/hello.py, of 96 numbers.
+            name: "name", "port" or "code": see `l12_faults`.
 
         Raises:
             ValueError: An unknown fault.
         """
-        if name not in _FAULTS:
-            raise ValueError(f"there is no fault {name!r}: choose one of {', '.join(_FAULTS)}")
-        with _FAULTS[name](self.cluster) if self.cluster else contextlib.nullcontext():
+        if name not in FAULTS:
+            raise ValueError(f"there is no fault {name!r}: choose one of {', '.join(FAULTS)}")
+        with FAULTS[name](self.cluster) if self.cluster else contextlib.nullcontext():
             yield
 
     def close(self) -> None:
-        """Cancel what still runs and remove the cluster; fine if there is none."""
-        for handle in self._jobs:
-            with contextlib.suppress(Exception):  # the next line ends everything in any case
-                if handle.outcome is None and self.client is None:
-                    handle.cancel()
+        """Cancel what still runs and remove the cluster; harmless if there is none."""
+        if self.client is None:
+            for handle in self._jobs:
+                _cancel(handle)
         if self.cluster:
-            self.cluster.down()
+            self.cluster.down()  # with every process on it
             print("the cluster is gone, with every process on it")
-        self.cluster = self.client = None
+        self.cluster = None
+        self.client = None
         self.missing = "the lab is closed"
 
 
+def _cancel(handle: Handle) -> None:
+    # the processes of a job without SLURM end with this one in any case, so no error matters here
+    with contextlib.suppress(Exception):
+        if handle.outcome is None:
+            handle.cancel()
+
+
+# ---- starting a lab
+
+
 def open_lab(name: str, nodes: int = 3) -> Lab:
-    """Start the lab's cluster, and remove what a killed notebook left behind; prints what there is.
+    """Start the lab's cluster, remove what a killed notebook left behind, and print what there is.
 
     Args:
         name: Of the lesson; each process has a cluster of its own.
         nodes: n1, n2, ..., each with 4 CPUs and 2 emulated GPUs.
     """
-    for folder in base().glob(f"{name}-*"):
-        with contextlib.suppress(ValueError):
-            owner = int(folder.name.rpartition("-")[2])
-            if owner == os.getpid() or not alive(
-                owner
-            ):  # the set-up cell is run again, or its kernel was killed
-                Cluster(folder.name).down()
+    _remove_old(name)
     Path("runs").mkdir(exist_ok=True)
-    numbers = [re.search(r"-(\d+)(\.log)?$", path.name) for path in Path("runs").iterdir()]
-    first = 1 + max(
-        (int(number[1]) for number in numbers if number), default=0
-    )  # no job finds the log of another
+    settings = {"FirstJobId": _first_job_number(Path("runs"))}
     try:
-        cluster = Cluster.up(
-            nodes=nodes, name=f"{name}-{os.getpid()}", settings={"FirstJobId": first}
-        )
+        cluster = Cluster.up(nodes=nodes, name=f"{name}-{os.getpid()}", settings=settings)
     except (Unavailable, RuntimeError) as error:
         print(f"no SLURM here: {error}")
         print(
-            "The commands of this lesson are shown and not run; the training jobs run on this machine without SLURM."
+            "The commands of this lesson are shown and not run; "
+            "the training jobs run on this machine without SLURM."
         )
         return Lab(None, str(error))
     lab = Lab(cluster)
@@ -207,107 +235,112 @@ def open_lab(name: str, nodes: int = 3) -> Lab:
     return lab
 
 
+def _remove_old(name: str) -> None:
+    """Remove the clusters of this lesson whose process is gone, and this process's own.
+
+    This process has one if its set-up cell is run again.
+    """
+    for folder in base().glob(f"{name}-*"):
+        pid = folder.name.rpartition("-")[2]
+        if not pid.isdigit():
+            continue
+        owner = int(pid)
+        if owner == os.getpid() or not alive(owner):
+            Cluster(folder.name).down()
+
+
+def _first_job_number(runs: Path) -> int:
+    """One above the jobs whose logs are there, so that no job finds the log of another one."""
+    last = 0
+    for path in runs.iterdir():
+        number = re.search(r"-(\d+)(\.log)?$", path.name)
+        if number:
+            last = max(last, int(number[1]))
+    return last + 1
+
+
+# ---- what ranks say
+
+_ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*Error: .+|what\(\): +.+)$")
+_PLACE = re.compile(r"\[(?:enforce fail at )?/\S+:\d+\]\s*")
+
+
 def told(said: str) -> str:
-    """Of `srun --label` the lines of the ranks in their order; of a traceback its last line, without places in sources."""
-    errors, lines = {}, []
+    """What the ranks said in the output of `srun --label`, in the order of ranks.
+
+    Of a traceback this is the last line, without places in sources.
+
+    Args:
+        said: The output.
+    """
+    errors = {}
+    lines = []
     for line in said.splitlines():
         rank, colon, text = line.partition(": ")
-        if not (colon and rank.isdigit()):
+        if not colon or not rank.isdigit():
             continue
-        if error := _ERROR.match(text.strip()):
-            errors[int(rank)] = (
-                _SOURCE.sub("", error[1]).strip().partition(". This is typically")[0]
-            )
+        error = _ERROR.match(text.strip())
+        if error:
+            message = _PLACE.sub("", error[1]).strip()
+            errors[int(rank)] = message.partition(". This is typically")[0]
         elif text.startswith("rank "):
             lines.append(text)
     lines += [f"rank {rank}: {text}" for rank, text in errors.items()]
     return "\n".join(sorted(lines))
 
 
-# ------------------------------------------------------------------------------------------------------------ faults
+# ---- step times
 
-
-@contextlib.contextmanager
-def _own_name_is_local(cluster):
-    files = {node: cluster.folder / node / "hosts" for node in cluster.spec.names()}
-    before = {node: file.read_text() for node, file in files.items()}
-    for (
-        node,
-        file,
-    ) in files.items():  # written in place: the file is bound over the node's /etc/hosts
-        file.write_text(f"127.0.1.1 {node}\n{before[node]}")
-    try:
-        yield
-    finally:
-        for node, file in files.items():
-            file.write_text(before[node])
-
-
-@contextlib.contextmanager
-def _closed_ports(cluster):
-    cluster.block("n1", CLOSED)
-    try:
-        yield
-    finally:
-        cluster.unblock("n1", CLOSED)
-
-
-@contextlib.contextmanager
-def _other_code(cluster):
-    program, other = Path("runs/hello.py").resolve(), Path("runs/hello-old.py").resolve()
-    write_atomically(other, program.read_text().replace("HIDDEN = 64", "HIDDEN = 96").encode())
-    cluster.exec(["mount", "--bind", str(other), str(program)], node="n2", root=True)
-    try:
-        yield
-    finally:
-        cluster.exec(["umount", str(program)], node="n2", root=True)
-
-
-_FAULTS = {"name": _own_name_is_local, "port": _closed_ports, "code": _other_code}
-
-
-# -------------------------------------------------------------------------------------------------------- step times
+StepLine = tuple[int, float, float]  # step, loss, seconds
 
 _STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+) .*?([\d.]+) s/step")
 
 
-def steps(log: str) -> list[tuple[int, float, float]]:
+def steps(log: str) -> list[StepLine]:
     """(step, loss, seconds) of each line of a training log that tells them."""
     return [(int(step), float(loss), float(seconds)) for step, loss, seconds in _STEP.findall(log)]
 
 
 def at_rates(
-    lab: Lab, handle: Handle, rates, count: int = 6, timeout_s: float = 200
-) -> dict[str, list]:
-    """Change the link of n2 under a running job: {rate: steps at that rate}; without a cluster all steps of the job.
+    lab: Lab, handle: Handle, rates: Sequence[str], count: int = 6, timeout_s: float = 200
+) -> dict[str, list[StepLine]]:
+    """Change the link of n2 under a running job.
 
     Args:
+        lab: Where it runs.
         handle: A job that trains and logs each step.
         rates: As `tc` writes them, such as "100mbit"; "off" is the link as it is.
-        count: Steps at each rate. The one under way while the rate changes, and the next, are left out.
+        count: Steps at each rate. The one under way while the rate changes, and the next, are left
+            out.
         timeout_s: Limit for each rate.
+
+    Returns:
+        {rate: steps at that rate}; without a cluster {"off": all steps of the job but two}.
 
     Raises:
         JobFailed: The job ended, or did not make its steps in time.
     """
-    if not lab.cluster:
+    cluster = lab.cluster
+    if cluster is None:
         handle.wait(echo=False)
         return {"off": steps(handle.log())[2:]}
-    found = {}
 
-    def reached(number):
+    def reached(number: int) -> list[StepLine]:
+        """The steps of the job, once there are `number` of them."""
         lab.until(lambda: len(steps(handle.log())) >= number or handle.info().ended, timeout_s)
-        if len(steps(handle.log())) < number:
+        found = steps(handle.log())
+        if len(found) < number:
             handle.cancel()
             handle.wait(echo=False)  # raises, with the reason
+        return found
 
+    found = {}
     reached(3)
     try:
         for rate in rates:
-            lab.cluster.slow("n2", rate)
+            cluster.slow("n2", rate)
             first = len(steps(handle.log())) + 2
-            reached(first + count)
-            found[rate] = steps(handle.log())[first : first + count]
+            found[rate] = reached(first + count)[first : first + count]
     finally:
-        lab.cluster.slow("n2", "off")
+        cluster.slow("n2", "off")
     return found
