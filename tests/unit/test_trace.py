@@ -1,4 +1,4 @@
-"""A recorded profile as rows of a time line: the work of the CPU, and collectives in their own lane."""
+"""A recorded profile as rows of a time line: computing, and collectives in their own lane."""
 
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,59 +1,89 @@
-"""Checks for lesson 00."""
+"""Checks of lesson 00, start here. The text of each assertion is a hint."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from labcode.pool.ranks import Ranks
 from labcode.teach.check import due
 
+VOCAB_SIZE = 50257  # GPT-2's
 
-def my_share(share) -> None:
-    """`share(items, rank, world_size)` deals the items out: all of them, none twice, counts that differ by one at most."""
-    for count, world_size in ((8, 4), (10, 4), (3, 4), (7, 1)):
+
+# ---- 0.1
+
+SIZES = ((8, 4), (10, 4), (3, 4), (7, 1))  # items, ranks
+
+
+def my_share(share: Callable[[list[int], int, int], Any]) -> None:
+    """The learner's `share(items, rank, world_size)`: all items dealt out, none twice, evenly."""
+    for count, world_size in SIZES:
         items = list(range(count))
-        parts = [list(due(share(items, rank, world_size))) for rank in range(world_size)]
-        dealt = sorted(item for part in parts for item in part)
-        assert len(dealt) >= count, (
-            f"{count} items over {world_size} ranks: only {len(dealt)} were dealt out"
-        )
-        assert dealt == items, f"{count} items over {world_size} ranks: some item is on two ranks"
-        sizes = [len(part) for part in parts]
-        assert max(sizes) - min(sizes) <= 1, (
-            f"{count} items over {world_size} ranks gives shares of {sizes}: deal more evenly"
-        )
+        dealt = []
+        sizes = []
+        for rank in range(world_size):
+            part = list(due(share(items, rank, world_size)))
+            dealt += part
+            sizes.append(len(part))
+        dealt.sort()
+        case = f"{count} items over {world_size} ranks"
+        assert len(dealt) >= count, f"{case}: only {len(dealt)} were dealt out"
+        assert dealt == items, f"{case}: some item is on two ranks"
+        assert max(sizes) - min(sizes) <= 1, f"{case} gives shares of {sizes}: deal more evenly"
 
 
-def distributed_mean(mean, ranks) -> None:
-    """`mean(local)` is the mean over the values of all ranks, which need not hold the same number of them."""
+# ---- 0.2
 
-    def shares(rank):
-        local = torch.arange(float(rank + 1)) + 10 * rank  # 1, 2, 3, 4 values
-        kept = local.clone()
-        result = mean(local)
-        return None if result is None else float(result), bool(torch.equal(local, kept))
 
-    results, untouched = zip(*ranks.run(shares))
-    due(*results)
-    values = [i + 10 * rank for rank in range(len(ranks)) for i in range(rank + 1)]
-    of_means = sum(i / 2 + 10 * i for i in range(len(ranks))) / len(ranks)
-    assert all(untouched), (
+def _local_values(rank: int) -> torch.Tensor:
+    """The values of a rank: rank 0 holds 1 of them, rank 1 holds 2, ..."""
+    return torch.arange(float(rank + 1)) + 10 * rank
+
+
+def _mean_on_this_rank(rank: int, mean: Callable[[torch.Tensor], Any]) -> tuple[float | None, bool]:
+    """(what the learner's function returned, whether it left its argument as it was)."""
+    local = _local_values(rank)
+    result = mean(local)
+    untouched = torch.equal(local, _local_values(rank))
+    if result is None:
+        return None, untouched
+    return float(result), untouched
+
+
+def distributed_mean(mean: Callable[[torch.Tensor], Any], ranks: Ranks) -> None:
+    """The learner's `mean(local)`: over the values of all ranks, which hold 1, 2, ... of them."""
+    answers = ranks.run(_mean_on_this_rank, mean)
+    results = tuple(due(result) for result, _ in answers)
+    found = results[0]
+    values = [_local_values(rank) for rank in range(ranks.n)]
+    expected = torch.cat(values).mean().item()
+    means = [local.mean() for local in values]
+    mean_of_means = torch.stack(means).mean().item()
+
+    assert all(untouched for _, untouched in answers), (
         "the local values were changed: all_reduce works in place, so give it a tensor of its own"
     )
     assert len(set(results)) == 1, f"the ranks disagree: {results}"
-    wrong = "a mean of means: ranks with few values count too much; sum and count must travel separately"
-    assert not math.isclose(results[0], of_means, rel_tol=1e-5), wrong
-    expected = sum(values) / len(values)
-    assert math.isclose(results[0], expected, rel_tol=1e-5), (
-        f"the mean is {expected:.3f}, yours is {results[0]:.3f}"
+    assert not math.isclose(found, mean_of_means, rel_tol=1e-5), (
+        "a mean of means: ranks with few values count too much; "
+        "sum and count must travel separately"
+    )
+    assert math.isclose(found, expected, rel_tol=1e-5), (
+        f"the mean is {expected:.3f}, yours is {found:.3f}"
     )
 
 
-def first_loss(answer) -> None:
+# ---- 0.3
+
+
+def first_loss(answer: float | None) -> None:
     """The loss of an untrained model with GPT-2's vocabulary, in nats."""
     value = float(due(answer))
-    assert not math.isclose(value, math.log2(50257), rel_tol=1e-3), (
+    assert not math.isclose(value, math.log2(VOCAB_SIZE), rel_tol=1e-3), (
         "that is in bits: cross-entropy counts in nats, base e"
     )
-    assert math.isclose(value, math.log(50257), rel_tol=1e-3), (
-        "every token is equally likely: what is -ln(1/50257)?"
+    assert math.isclose(value, math.log(VOCAB_SIZE), rel_tol=1e-3), (
+        f"every token is equally likely: what is -ln(1/{VOCAB_SIZE})?"
     )

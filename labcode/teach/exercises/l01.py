@@ -1,174 +1,202 @@
-"""Checks of lesson 01, processes and collectives. Each assertion's text is a hint."""
+"""Checks of lesson 01, processes and collectives. The text of each assertion is a hint."""
 
+from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcode.perf import alpha_beta as comm
-from labcode.pool.ranks import RankError
+from labcode.comm.counting import Collective, CollectiveSpy
+from labcode.perf.alpha_beta import Link, messages, time_s
+from labcode.pool.ranks import RankError, Ranks
 from labcode.teach.check import due
 
 ROUNDS = 10  # one race can go well by luck
 
 
-class Traffic(TorchDispatchMode):
-    """Sees every call of this rank to torch.distributed while it is active.
+class _Traffic(CollectiveSpy):
+    """What this rank sends while it is active.
 
     Attributes:
-        sent: Bytes of each tensor sent point to point.
-        collectives: Names of the collectives called.
+        sent_bytes: Of each message sent point to point.
+        collectives: Names of the collectives called, barriers included.
     """
 
-    def __init__(self):
+    def __init__(self) -> None:
         super().__init__()
-        self.sent, self.collectives = [], []
+        self.sent_bytes: list[int] = []
+        self.collectives: list[str] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name
-        if name == "c10d::send":
-            self.sent.append(sum(tensor.nbytes for tensor in args[0]))
-        elif name.startswith("c10d::") and "recv" not in name:
-            self.collectives.append(name.removeprefix("c10d::").strip("_"))
-        return func(*args, **(kwargs or {}))
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        if call.name == "send":
+            self.sent_bytes.append(call.num_bytes)
+        elif call.name != "recv":
+            self.collectives.append(call.name)
+        return start()
 
 
-def _run(ranks, fn, *args):
-    """`ranks.run`, with a hint in place of the raw message when ranks waited for each other in vain."""
+def _run(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> list:
+    """`ranks.run`, with a hint in place of gloo's message when ranks waited in vain."""
     try:
         return ranks.run(fn, *args)
     except RankError as error:
-        if any(sign in str(error) for sign in ("Timed out waiting", "timed out", "wait timeout")):
-            raise AssertionError(
-                f"ranks waited {ranks.timeout_s:g} s for a message that never came: does each send meet a receive, and does "
-                "every rank get as far as the same call?"
-            ) from None
-        raise
+        if not _is_timeout(error):
+            raise
+        raise AssertionError(
+            f"ranks waited {ranks.timeout_s:g} s for a message that never came: "
+            "does each send meet a receive, and does every rank get as far as the same call?"
+        ) from None
+
+
+def _is_timeout(error: RankError) -> bool:
+    text = str(error)
+    return any(sign in text for sign in ("Timed out waiting", "timed out", "wait timeout"))
 
 
 # ---- 1.1
 
 
-def _arrive(rank, my_rank, port):
+def _arrive(rank: int, my_rank: Callable[[dist.Store], Any], port: int) -> list[list]:
     """The numbers that this process got, twice in each round."""
     store = dist.TCPStore("127.0.0.1", port, timeout=timedelta(seconds=5))
     numbers = []
     for number in range(ROUNDS):
         fresh = dist.PrefixStore(f"round {number}", store)
-        dist.barrier()  # all of them at the same time
-        numbers.append([my_rank(fresh), my_rank(fresh)])
+        dist.barrier()  # so that all processes arrive at the same time
+        first = my_rank(fresh)
+        second = my_rank(fresh)
+        numbers.append([first, second])
     return numbers
 
 
-def hand_out(my_rank, ranks) -> None:
+def hand_out(my_rank: Callable[[dist.Store], Any], ranks: Ranks) -> None:
     """The learner's `my_rank(store)`: each process arrives twice, as two processes would."""
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     try:
         results = ranks.run(_arrive, my_rank, store.port)
     except RankError as error:
         assert "timeout" not in str(error), (
-            "get waits for a key that nobody has set: who is the first to set it? `add` starts from 0 by itself"
+            "get waits for a key that nobody has set: "
+            "who is the first to set it? `add` starts from 0 by itself"
         )
         raise
-    arrivals = 2 * ranks.n
-    for per_rank in zip(*results):
-        numbers = [number for pair in per_rank for number in due(pair)]
-        due(*numbers)
-        assert all(type(number) is int for number in numbers), (
-            f"{numbers[0]!r} is not a whole number"
-        )
-        twice = sorted({number for number in numbers if numbers.count(number) > 1})
-        assert not twice, (
-            f"{arrivals} arrivals, and number {twice[0]} was given out more than once: between looking at a number in the "
-            "store and writing the next one, another process can come in"
-        )
-        assert min(numbers) == 0, (
-            f"the smallest of {arrivals} numbers is {min(numbers)}: ranks count from 0"
-        )
-        assert max(numbers) == arrivals - 1, (
-            f"{arrivals} arrivals got {sorted(numbers)}: no number may be left out"
-        )
+    for pairs in zip(*results):  # of one round, a pair from each rank
+        numbers = []
+        for pair in pairs:
+            numbers += due(pair)
+        _check_numbers(list(numbers))
+
+
+def _check_numbers(numbers: list) -> None:
+    """The numbers of one round are 0, 1, 2, ..., each given out once."""
+    due(*numbers)
+    arrivals = len(numbers)
+    for number in numbers:
+        assert type(number) is int, f"{number!r} is not a whole number"
+    twice = sorted({number for number in numbers if numbers.count(number) > 1})
+    assert not twice, (
+        f"{arrivals} arrivals, and number {twice[0]} was given out more than once: "
+        "between looking at a number in the store and writing the next one, "
+        "another process can come in"
+    )
+    assert min(numbers) == 0, (
+        f"the smallest of {arrivals} numbers is {min(numbers)}: ranks count from 0"
+    )
+    assert max(numbers) == arrivals - 1, (
+        f"{arrivals} arrivals got {sorted(numbers)}: no number may be left out"
+    )
 
 
 # ---- 1.2
 
 
-def _gather(rank, phase, length):
+def _gather(rank: int, phase: Callable[[list[torch.Tensor]], Any], length: int) -> None:
     p = dist.get_world_size()
     chunks = [torch.full((length,), -1.0) for _ in range(p)]
     own = (rank + 1) % p
     chunks[own] = torch.full((length,), 100.0 + own)  # as the reduce-scatter phase leaves it
-    with Traffic() as traffic:
+    with _Traffic() as traffic:
         reported = due(phase(chunks))
     assert not traffic.collectives, f"{traffic.collectives[0]} does the work for you: use exchange"
     for number, chunk in enumerate(chunks):
-        found = chunk[0].item()
-        assert (chunk == found).all(), f"chunk {number} is a mixture"
-        assert found != -1, (
-            f"chunk {number} never became complete here: which chunk did the left neighbour complete last?"
-        )
-        assert found == 100 + number, (
-            f"chunk {number} holds {found:g} and not the finished {100 + number}: copied or added to, and into which place?"
-        )
-    wanted = (p - 1) * 4 * length
-    assert sum(traffic.sent) == wanted, (
-        f"{sum(traffic.sent)} bytes were sent where {wanted} are enough"
-    )
+        _check_chunk(number, chunk)
+    wanted = (p - 1) * 4 * length  # float32
+    sent = sum(traffic.sent_bytes)
+    assert sent == wanted, f"{sent} bytes were sent where {wanted} are enough"
     assert reported == wanted, f"it returns {reported}, but {wanted} bytes were sent"
 
 
-def all_gather_phase(phase, ranks) -> None:
-    """The learner's `all_gather_phase(chunks)`: every chunk everywhere, with p-1 chunks sent by each rank."""
+def _check_chunk(number: int, chunk: torch.Tensor) -> None:
+    """Finished chunk number i holds 100 + i everywhere."""
+    found = chunk[0].item()
+    assert (chunk == found).all(), f"chunk {number} is a mixture"
+    assert found != -1, (
+        f"chunk {number} never became complete here: "
+        "which chunk did the left neighbour complete last?"
+    )
+    assert found == 100 + number, (
+        f"chunk {number} holds {found:g} and not the finished {100 + number}: "
+        "copied or added to, and into which place?"
+    )
+
+
+def all_gather_phase(phase: Callable[[list[torch.Tensor]], Any], ranks: Ranks) -> None:
+    """The learner's `all_gather_phase(chunks)`: each rank sends p-1 chunks, and has all of them."""
     for length in (1, 5):
         _run(ranks, _gather, phase, length)
 
 
 # ---- 1.3
 
+BUCKETS = (  # link, ranks, part of the time that latency may take
+    (Link(1e-4, 1e9), 4, 0.5),
+    (Link(1e-4, 1e9), 4, 0.1),
+    (Link(3e-6, 200e9), 8, 0.2),
+    (Link(5e-6, 10e9), 64, 0.02),
+)
 
-def bucket(bucket_bytes) -> None:
-    """The learner's `bucket_bytes(link, p, share)`: the size at which latency takes that share of a ring all-reduce."""
-    for link, p, share in (
-        (comm.Link(1e-4, 1e9), 4, 0.5),
-        (comm.Link(1e-4, 1e9), 4, 0.1),
-        (comm.Link(3e-6, 200e9), 8, 0.2),
-        (comm.Link(5e-6, 10e9), 64, 0.02),
-    ):
+
+def bucket(bucket_bytes: Callable[[Link, int, float], Any]) -> None:
+    """The learner's `bucket_bytes(link, p, share)`: where latency takes that share of a ring."""
+    for link, p, share in BUCKETS:
         size = due(bucket_bytes(link, p, share))
-        case = f"alpha {link.alpha_s:g} s, beta {link.beta_bytes_per_s:g} B/s, p = {p}: "
+        alpha = f"alpha {link.alpha_s:g} s"
+        beta = f"beta {link.beta_bytes_per_s:g} B/s"
+        case = f"{alpha}, {beta}, p = {p}: "
         assert size > 0, case + f"a bucket of {size:g} bytes"
-        latency = comm.messages("all_reduce", p) * link.alpha_s
-        found = latency / comm.time_s("all_reduce", p, size, link)
+        latency_s = messages("all_reduce", p) * link.alpha_s
+        found = latency_s / time_s("all_reduce", p, size, link)
         assert abs(found / share - 1) < 1e-6, (
-            case
-            + f"in a bucket of {size / 1e6:.3g} MB latency takes {found:.1%} of the time, and {share:.0%} were allowed"
+            case + f"in a bucket of {size / 1e6:.3g} MB latency takes {found:.1%} of the time, "
+            f"and {share:.0%} were allowed"
         )
 
 
 # ---- 1.4
 
 
-def _mean(rank, mean_loss):
-    loss = torch.tensor(10.0 * (rank + 1))
+def _mean(rank: int, mean_loss: Callable[[int, torch.Tensor], Any]) -> float | None:
+    """What the learner's function returns on this rank, whose loss is 10 (rank + 1)."""
+    own = 10.0 * (rank + 1)
+    loss = torch.tensor(own)
     mean = mean_loss(rank, loss)
-    assert loss.item() == 10.0 * (rank + 1), (
-        "the loss that it was given has changed: all_reduce works in place"
-    )
-    return mean.item() if isinstance(mean, torch.Tensor) else mean
+    assert loss.item() == own, "the loss that it was given has changed: all_reduce works in place"
+    if isinstance(mean, torch.Tensor):
+        return mean.item()
+    return mean
 
 
-def mended(mean_loss, ranks) -> None:
-    """The learner's `mean_loss(rank, loss)`: the mean on rank 0, None elsewhere, and nobody is left waiting."""
+def mended(mean_loss: Callable[[int, torch.Tensor], Any], ranks: Ranks) -> None:
+    """The learner's `mean_loss(rank, loss)`: the mean on rank 0, None elsewhere, nobody waits."""
     first, *others = _run(ranks, _mean, mean_loss)
     expected = 10.0 * (ranks.n + 1) / 2
+    total = ranks.n * expected
     assert first is not None, "rank 0 returned nothing"
-    assert all(value is None for value in others), (
-        f"another rank returned {next(v for v in others if v is not None)}, not None"
-    )
-    assert abs(first / (ranks.n * expected) - 1) > 1e-6 or ranks.n == 1, (
-        "that is the sum of the losses, not their mean"
-    )
+    for value in others:
+        assert value is None, f"another rank returned {value}, not None"
+    is_the_sum = abs(first / total - 1) <= 1e-6
+    assert not is_the_sum or ranks.n == 1, "that is the sum of the losses, not their mean"
     assert abs(first / expected - 1) < 1e-6, (
         f"rank 0 returned {first:g} and the mean is {expected:g}"
     )
@@ -177,28 +205,29 @@ def mended(mean_loss, ranks) -> None:
 # ---- 1.5
 
 
-def _quick(rank, quick_all_reduce, length):
+def _quick(rank: int, quick_all_reduce: Callable[[torch.Tensor], Any], length: int) -> int:
+    """The number of messages that this rank sent for a correct sum."""
     generator = torch.Generator().manual_seed(rank)
     x = torch.randint(-99, 99, (length,), generator=generator).double()
     expected = x.clone()
     dist.all_reduce(expected)
-    with Traffic() as traffic:
+    with _Traffic() as traffic:
         quick_all_reduce(x)
     assert not traffic.collectives, (
         f"{traffic.collectives[0]} does the work for you: use ring.exchange, send and recv"
     )
-    assert traffic.sent or not length, "nothing was sent from here"
+    assert traffic.sent_bytes, "nothing was sent from here"
     assert torch.equal(x, expected), (
         f"x holds {x[0].item():g} and not the sum {expected[0].item():g}; it is changed in place"
     )
-    return len(traffic.sent)
+    return len(traffic.sent_bytes)
 
 
-def quick(quick_all_reduce, ranks) -> None:
-    """The learner's `quick_all_reduce(x)` on four ranks: any algorithm in which no rank sends more than two messages."""
+def quick(quick_all_reduce: Callable[[torch.Tensor], Any], ranks: Ranks) -> None:
+    """The learner's `quick_all_reduce(x)` on four ranks: at most two messages sent by each."""
+    limit = ranks.n.bit_length() - 1
     for length in (1, 6):
         sent = _run(ranks, _quick, quick_all_reduce, length)
-        limit = ranks.n.bit_length() - 1
         assert max(sent) <= limit, (
             f"the sum is right, but one rank sends {max(sent)} messages; {limit} are allowed"
         )
