@@ -46,7 +46,7 @@ def exchange(send, receive):
 
 
 def gathered(chunks, *, first=1, steps=0, add=False):
-    """The right phase, or one with a mistake: where it begins, how long it goes on, what it does."""
+    """The right phase, or one with a mistake: where it begins, how long it is, what it does."""
     rank, p = dist.get_rank(), dist.get_world_size()
     sent = 0
     for step in range(p - 1 + steps):

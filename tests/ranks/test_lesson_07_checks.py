@@ -102,7 +102,6 @@ def test_best_order(judged, answer):
 
 DESIGNS = {
     "pipeline and tensor": (GridShape(dp=4, pp=8, tp=2), None),
-    "another": (GridShape(dp=8, pp=4, tp=2), None),
     "pipeline alone": (GridShape(dp=8, pp=8), None),
     "too few ranks": (GridShape(dp=4, tp=8), "there are 64 GPUs"),
     "does not fit": (GridShape(dp=64), "are allowed"),
