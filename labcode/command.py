@@ -16,6 +16,7 @@ import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from io import StringIO
+from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import pydantic
@@ -171,6 +172,7 @@ _DESCRIBED = {
     int: "a whole number",
     float: "a number",
     str: "text",
+    Path: "a path",
     type(None): "None",
 }
 
