@@ -167,7 +167,7 @@ LOGS = {
     "torchrun names the rank that was killed": (
         TORCHRUN.format(rank=0, code=1, peer=3, peer_code=-9),
         3,
-        "killed by SIGKILL: by hand, or by the kernel for want of memory",
+        "killed by SIGKILL: by hand, or by the kernel's out-of-memory killer",
     ),
     "torchrun's root cause with Python's last line": (
         "[rank3]: Traceback (most recent call last):\n[rank3]: ValueError: no such thing\n"

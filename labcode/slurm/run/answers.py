@@ -1,10 +1,12 @@
 """What SLURM's commands print, as data: jobs, the queue, the nodes."""
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-# states that a job does not leave again (slurm.schedmd.com/squeue.html, job state codes); a requeue is told by REQUEUED etc.
+# states that a job does not leave again (slurm.schedmd.com/squeue.html, job state codes); one that
+# is requeued passes through others
 FINAL = {
     "BOOT_FAIL",
     "CANCELLED",
@@ -100,22 +102,39 @@ NODES_FORMAT = "%R|%T|%D|%c|%m|%G|%l|%N"
 
 def parse_queue(text: str) -> list[Queued]:
     """The lines of `squeue` in our format."""
-    rows = (line.split("|", 7) for line in text.splitlines() if line.count("|") >= 7)
-    return [
-        Queued(i, name, user, partition, state, run_time, int(nodes), where)
-        for i, user, partition, state, run_time, nodes, where, name in rows
-    ]
+    jobs = []
+    for line in text.splitlines():
+        if line.count("|") < 7:  # a warning
+            continue
+        number, user, partition, state, run_time, nodes, where, name = line.split("|", 7)
+        job = Queued(number, name, user, partition, state, run_time, int(nodes), where)
+        jobs.append(job)
+    return jobs
 
 
 def parse_nodes(text: str) -> list[NodeGroup]:
     """The lines of `sinfo` in our format; "8+" (at least 8) counts as 8."""
     groups = []
     for line in text.splitlines():
-        if line.count("|") >= 7:
-            partition, state, count, cpus, memory_mb, gres, limit, names = line.split("|", 7)
-            numbers = [int(number.rstrip("+")) for number in (count, cpus, memory_mb)]
-            groups.append(NodeGroup(partition, state, names, *numbers, gres, limit))
+        if line.count("|") < 7:
+            continue
+        partition, state, count, cpus, memory_mb, gres, limit, names = line.split("|", 7)
+        group = NodeGroup(
+            partition=partition,
+            state=state,
+            nodes=names,
+            count=_at_least(count),
+            cpus=_at_least(cpus),
+            memory_mb=_at_least(memory_mb),
+            gres=gres,
+            time_limit=limit,
+        )
+        groups.append(group)
     return groups
+
+
+def _at_least(number: str) -> int:
+    return int(number.rstrip("+"))
 
 
 def parse_jobs(text: str) -> list[JobInfo]:
@@ -124,35 +143,43 @@ def parse_jobs(text: str) -> list[JobInfo]:
 
 
 def _fields(record: str) -> dict[str, str]:
-    """`Key=value` pairs; names, commands and paths may hold anything and go to the end of their line."""
-    fields = {}
+    """`Key=value` pairs; names, commands and paths may hold anything and fill their line."""
+    fields: dict[str, str] = {}
     for line in record.splitlines():
         rest = line.strip()
         while "=" in rest:
             key, _, rest = rest.partition("=")
-            after = re.search(r"\s+(?=[A-Z][\w:/]*=)", rest) if key not in _TO_LINE_END else None
-            value, rest = (rest[: after.start()], rest[after.end() :]) if after else (rest, "")
+            value = rest
+            after = re.search(r"\s+(?=[A-Z][\w:/]*=)", rest)
+            if after and key not in _TO_LINE_END:
+                value = rest[: after.start()]
             fields.setdefault(key, value)
+            rest = rest[len(value) :].lstrip()
     return fields
 
 
-def _info(fields) -> JobInfo:
+def _info(fields: Mapping[str, str]) -> JobInfo:
     number = fields["JobId"]
     if "ArrayTaskId" in fields:
         number = f"{fields['ArrayJobId']}_{fields['ArrayTaskId']}"
     code, _, by_signal = fields.get("ExitCode", "0:0").partition(":")
-    none = ("(null)", "None", "N/A", "")
-    log = fields.get("StdOut", "")
+    log = _text(fields, "StdOut")
     return JobInfo(
         id=number,
         name=fields.get("JobName", ""),
         state=fields.get("JobState", "UNKNOWN").split()[0],
-        reason="" if fields.get("Reason") in none else fields.get("Reason", ""),
+        reason=_text(fields, "Reason"),
         exit_code=(int(code or 0), int(by_signal or 0)),
         restarts=int(fields.get("Restarts", 0)),
-        nodes="" if fields.get("NodeList") in none else fields.get("NodeList", ""),
+        nodes=_text(fields, "NodeList"),
         run_time=fields.get("RunTime", ""),
         time_limit=fields.get("TimeLimit", ""),
-        log=None if log in none else Path(log),
-        fields=fields,
+        log=Path(log) if log else None,
+        fields=dict(fields),
     )
+
+
+def _text(fields: Mapping[str, str], name: str) -> str:
+    """The field's value; "" for SLURM's words for none."""
+    value = fields.get(name, "")
+    return "" if value in ("(null)", "None", "N/A") else value

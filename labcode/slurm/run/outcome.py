@@ -1,13 +1,19 @@
-"""Why a job ended, in one line: its state, what SLURM says, and which rank failed first, from what the log says."""
+"""Why a job ended, in one line: its state, what SLURM says, and which rank failed first."""
 
 import re
 import signal
 from dataclasses import dataclass
+from typing import NamedTuple
+
+from labcode.slurm.run.answers import JobInfo
 
 _STATES = {  # state: what it means, and what to do
-    "TIMEOUT": "the time limit of {limit} was reached: give more minutes, or let it go on with requeue",
-    "OUT_OF_MEMORY": "a process took more memory than the job has: lower train.micro_batch, or ask for more memory",
-    "NODE_FAIL": "a node of {nodes} failed: submit again; to go on, give its --train.out and --checkpoint.resume",
+    "TIMEOUT": "the time limit of {limit} was reached: "
+    "give more minutes, or let it resume with requeue",
+    "OUT_OF_MEMORY": "a process took more memory than the job has: "
+    "lower train.micro_batch, or ask for more memory",
+    "NODE_FAIL": "a node of {nodes} failed: "
+    "submit again; to resume, give its --train.out and --checkpoint.resume",
     "CANCELLED": "it was cancelled",
     "PREEMPTED": "a job with more priority took its nodes",
     "DEADLINE": "its deadline passed",
@@ -16,18 +22,21 @@ _STATES = {  # state: what it means, and what to do
 # reasons to be pending for ever
 NEVER = {
     "DependencyNeverSatisfied": "the job that it waits for failed: submit that one again",
-    "BadConstraints": "no node has what the job asks for: change constraint or GPUs of the site's profile",
+    "BadConstraints": "no node has what the job asks for: "
+    "change constraint or GPUs of the site's profile",
     "PartitionTimeLimit": "the partition does not allow this time limit: give fewer minutes",
     "PartitionNodeLimit": "the partition does not have that many nodes: give fewer nodes",
     "JobHoldMaxRequeue": "it was requeued too often: look for the cause in the log",
-    "launch_failed_requeued_held": "it could not be launched: look at the folder of the log and at the node",
+    "launch_failed_requeued_held": "it could not be launched: "
+    "look at the folder of the log and at the node",
 }
 
-_LIFE = re.compile(
+# what stands between two attempts
+_REQUEUED = re.compile(
     r"slurmstepd\S*: error: \*\*\* JOB .* DUE TO (?:JOB REQUEUE|NODE FAILURE).*\n"
-)  # between two lives
+)
 _TORCHRUN = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
-_SRUN = re.compile(r"srun: error: (\S+): tasks? ([\d,-]+): (.+)")
+_SRUN = re.compile(r"srun: error: (\S+): tasks? (\d+)[\d,-]*: (.+)")
 _PEER = re.compile(r"^(?:\[\w+\]:? ?)?error: .*?\brank (\d+)\b", re.MULTILINE)
 _OWN = re.compile(r"^(?:\[(?:rank ?)?(\d+)\]:? )?error: (.+)", re.MULTILINE)
 _PYTHON = re.compile(
@@ -35,13 +44,16 @@ _PYTHON = re.compile(
     re.MULTILINE,
 )
 _OOM = re.compile(
-    r"oom[_-]kill|Out Of Memory|DefaultCPUAllocator: (not enough|can't allocate) memory|CUDA out of memory|MemoryError",
+    r"oom[_-]kill|Out Of Memory|DefaultCPUAllocator: (not enough|can't allocate) memory"
+    r"|CUDA out of memory|MemoryError",
     re.IGNORECASE,
 )
 # said of a peer that is gone: not the cause
 _CAUSED = re.compile(
-    r"Connection (reset|closed|refused)|peer|SignalException|ChildFailedError|Broken pipe|RendezvousConn"
+    r"Connection (reset|closed|refused)|peer|SignalException|ChildFailedError|Broken pipe"
+    r"|RendezvousConn"
 )
+_ENDED_BY_TORCHRUN = (-signal.SIGTERM, -signal.SIGINT)  # to the ranks that had not failed
 
 
 @dataclass(frozen=True)
@@ -49,7 +61,7 @@ class Outcome:
     """How a job ended.
 
     Args:
-        state: SLURM's word: "COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", "CANCELLED", ...
+        state: SLURM's word: "COMPLETED", "FAILED", "TIMEOUT", "OUT_OF_MEMORY", "NODE_FAIL", ...
         reason: Why, in one line; "" for a job that completed.
         rank: The rank that failed first; None when no single rank is known to have.
         restarts: How many times it was requeued.
@@ -65,120 +77,130 @@ class Outcome:
         """Whether the job did what it should."""
         return self.state == "COMPLETED"
 
-    def __str__(self):
-        lives = (
-            f" after {self.restarts} restart{'s' if self.restarts > 1 else ''}"
-            if self.restarts
-            else ""
-        )
-        return f"{self.state}{lives}" + (f": {self.reason}" if self.reason else "")
+    def __str__(self) -> str:
+        text = self.state
+        if self.restarts:
+            text += f" after {self.restarts} restart"
+        if self.restarts > 1:
+            text += "s"
+        return f"{text}: {self.reason}" if self.reason else text
 
 
-def explain(info, log: str) -> Outcome:
+class Failure(NamedTuple):
+    """Which rank failed first, as far as the log tells, and what happened to it."""
+
+    rank: int | None = None
+    what: str = ""
+
+
+def explain(info: JobInfo, log: str) -> Outcome:
     """The outcome of a job that has ended, or never will begin.
 
     Args:
-        info: A `client.JobInfo`.
-        log: What the job printed, all lives of it.
+        info: What SLURM says of it.
+        log: What the job printed, all attempts of it.
     """
-    rank, fault = first_failure(_LIFE.split(log)[-1])
-    state, more = info.state, {"restarts": info.restarts}
-    own = (
-        info.reason if " " in info.reason else ""
-    )  # a sentence of our supervisor; SLURM's reasons are one word
-    if state == "COMPLETED":
-        return Outcome(state, **more)
-    never = next((text for reason, text in NEVER.items() if info.reason.startswith(reason)), None)
-    if never:
-        return Outcome(state, f"{info.reason}: {never}", **more)
-    if state == "FAILED" and _OOM.search(fault):
+    if info.state == "COMPLETED":
+        return Outcome("COMPLETED", restarts=info.restarts)
+    for reason, advice in NEVER.items():
+        if info.reason.startswith(reason):
+            return Outcome(info.state, f"{info.reason}: {advice}", restarts=info.restarts)
+    rank, what = first_failure(_REQUEUED.split(log)[-1])
+    # a sentence comes from the supervisor of a local job; SLURM's reasons are one word
+    sentence = info.reason if " " in info.reason else ""
+    state = info.state
+    if state == "FAILED" and _OOM.search(what):
         state = "OUT_OF_MEMORY"
-    if state in _STATES:
-        text = own or _STATES[state].format(
-            limit=info.time_limit or "the job", nodes=info.nodes or "the job"
-        )
-        if state == "OUT_OF_MEMORY" and rank is not None:
-            text = f"rank {rank}: {fault}; {text}"
-        return Outcome(state, text, rank if state == "OUT_OF_MEMORY" else None, **more)
+    if state not in _STATES:
+        reason = f"rank {rank}: {what}" if rank is not None else sentence or what
+        return Outcome(state, reason or exit_text(*info.exit_code), rank, info.restarts)
+    limit = info.time_limit or "the job"
+    reason = sentence or _STATES[state].format(limit=limit, nodes=info.nodes or "the job")
+    if state != "OUT_OF_MEMORY":  # whatever the ranks say, they were ended from outside
+        return Outcome(state, reason, restarts=info.restarts)
     if rank is not None:
-        return Outcome(state, f"rank {rank}: {fault}", rank, **more)
-    return Outcome(state, own or fault or exit_text(*info.exit_code), **more)
+        reason = f"rank {rank}: {what}; {reason}"
+    return Outcome(state, reason, rank, info.restarts)
 
 
-def first_failure(log: str) -> tuple[int | None, str]:
-    """(rank, what happened to it) of the rank that failed first in the job's last life; (None, "") if none is named.
+def first_failure(log: str) -> Failure:
+    """The rank that failed first in an attempt of a job, from its log.
 
-    torchrun's report names ranks; srun's lines name its tasks, which are ranks unless torchrun runs in them; our own error
-    line and Python's last line say why.
+    torchrun's report names ranks; srun's lines name its tasks, which are ranks unless torchrun runs
+    in them; our own error line and Python's last line say why.
     """
+    failure = _from_torchrun(log) or _from_srun(log)
+    if failure is not None:
+        return failure
     said = _said(log)
-    reports = [(int(rank), int(code)) for rank, code in _TORCHRUN.findall(log)]
-    ended = [
-        (rank, code) for rank, code in reports if code not in (-signal.SIGTERM, -signal.SIGINT)
-    ] or reports
-    if ended:
-        killed = [
-            pair for pair in ended if pair[1] < 0 and pair[1] != -signal.SIGABRT
-        ]  # a crash comes before what it causes
-        rank, code = (killed or ended)[0]
-        why = said.get(rank) or (said.get(None) if code > 0 else None)
-        return (_named(log) if code > 0 and _named(log) is not None else rank), why or exit_text(
-            *_code(code)
-        )
-    tasks = [
-        (node, _first(numbers), what)
-        for node, numbers, what in _SRUN.findall(log)
-        if "orced" not in what
-    ]
-    if tasks and "torch.distributed" not in log and "torchelastic" not in log:
-        killed = [task for task in tasks if "Exited" not in task[2] and "Terminated" not in task[2]]
-        node, rank, what = (killed or tasks)[0]
-        why = said.get(rank) or (said.get(None) if "Exited" in what else None)
-        named = _named(log) if "Exited" in what else None
-        return (rank if named is None else named), f"{what.lower()} on {node}" + (
-            f": {why}" if why else ""
-        )
-    if tasks:
-        return None, f"{tasks[0][2].lower()} on {tasks[0][0]}"
     rank = _named(log)
     if rank is None and len(said) == 1:
         rank = next(iter(said))
-    return rank, said.get(rank) or said.get(None) or ""
+    return Failure(rank, said.get(rank) or said.get(None) or "")
+
+
+def _from_torchrun(log: str) -> Failure | None:
+    """What torchrun's report says; None without one."""
+    reports = [(int(rank), int(code)) for rank, code in _TORCHRUN.findall(log)]
+    if not reports:
+        return None
+    first = [report for report in reports if report[1] not in _ENDED_BY_TORCHRUN] or reports
+    # a killed rank comes before the peers that abort because it is gone
+    killed = [report for report in first if report[1] < 0 and report[1] != -signal.SIGABRT]
+    rank, code = (killed or first)[0]
+    said = _said(log)
+    if code < 0:
+        return Failure(rank, said.get(rank) or exit_text(0, -code))
+    named = _named(log)
+    why = said.get(rank) or said.get(None) or exit_text(code)
+    return Failure(rank if named is None else named, why)
+
+
+def _from_srun(log: str) -> Failure | None:
+    """What srun says of its tasks; None if it says nothing."""
+    tasks = [task for task in _SRUN.findall(log) if "orced" not in task[2]]
+    if not tasks:
+        return None
+    if "torch.distributed" in log or "torchelastic" in log:  # a task is an agent, and no rank
+        node, _, what = tasks[0]
+        return Failure(None, f"{what.lower()} on {node}")
+    # a killed task comes before those that exit because it is gone, or are ended by srun
+    killed = [task for task in tasks if not re.search("Exited|Terminated", task[2])]
+    node, number, what = (killed or tasks)[0]
+    rank = int(number)
+    end = f"{what.lower()} on {node}"
+    said = _said(log)
+    why = said.get(rank)
+    if "Exited" in what:  # it could still speak, and our own line may name another rank
+        why = why or said.get(None)
+        named = _named(log)
+        rank = rank if named is None else named
+    return Failure(rank, f"{end}: {why}" if why else end)
 
 
 def exit_text(code: int, by_signal: int = 0) -> str:
     """ "exit code 2", or "killed by SIGKILL", with its usual cause."""
-    if by_signal:
-        try:
-            name = signal.Signals(by_signal).name
-        except ValueError:
-            name = f"signal {by_signal}"
-        return f"killed by {name}" + (
-            ": by hand, or by the kernel for want of memory" if name == "SIGKILL" else ""
-        )
-    return f"exit code {code}"
+    if not by_signal:
+        return f"exit code {code}"
+    if by_signal == signal.SIGKILL:
+        return "killed by SIGKILL: by hand, or by the kernel's out-of-memory killer"
+    try:
+        return f"killed by {signal.Signals(by_signal).name}"
+    except ValueError:
+        return f"killed by signal {by_signal}"
 
 
-def _said(log) -> dict[int | None, str]:
+def _said(log: str) -> dict[int | None, str]:
     """The reason each rank gave; None is the one without a number."""
     found: dict[int | None, str] = {}
-    for pattern in (_OWN, _PYTHON):
-        for rank, text in pattern.findall(log):
-            key = int(rank) if rank else None
-            if not _CAUSED.search(text):
-                found.setdefault(key, text.strip())
+    for rank, text in (*_OWN.findall(log), *_PYTHON.findall(log)):
+        key = int(rank) if rank else None
+        if not _CAUSED.search(text):
+            found.setdefault(key, text.strip())
     return found
 
 
-def _named(log) -> int | None:
+def _named(log: str) -> int | None:
     """The rank that our own error line speaks of."""
     found = _PEER.search(log)
     return int(found[1]) if found else None
-
-
-def _code(code):
-    return (0, -code) if code < 0 else (code, 0)
-
-
-def _first(numbers):
-    return int(re.match(r"\d+", numbers)[0])
