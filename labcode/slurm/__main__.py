@@ -1,4 +1,4 @@
-"""`python -m labcode.slurm render|lint|submit|status|cancel ...`: jobs for SLURM, or for this machine without it."""
+"""`python -m labcode.slurm COMMAND ...`: jobs for SLURM, or for this machine without it."""
 
 import sys
 

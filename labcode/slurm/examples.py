@@ -1,4 +1,7 @@
-"""The scripts in `slurm/`: `python -m labcode.slurm.examples` writes them anew; a test holds them up to date."""
+"""The scripts in `slurm/`: `python -m labcode.slurm.examples` writes them anew.
+
+Held by: tests/unit/test_slurm_render.py::test_the_committed_examples_are_up_to_date
+"""
 
 from pathlib import Path
 
@@ -8,28 +11,28 @@ from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
 
 FOLDER = Path(__file__).resolve().parents[2] / "slurm"
-# gpt_10m on 8 GPUs; a checkpoint every 200 steps, so that a failed node costs no more than that
-_SIZE = {"nodes": 2, "ranks_per_node": 4, "minutes": 30}
-_KEEP = ("--checkpoint.every", "200")
-JOBS = {
-    "ddp_2_nodes": Job("gpt_10m", _KEEP, name="ddp_2_nodes", **_SIZE),
-    "hybrid_tp2_pp2": Job(
-        "gpt_10m",
-        ("--parallel.tp", "2", "--parallel.pp", "2", *_KEEP),
-        name="hybrid_tp2_pp2",
-        **_SIZE,
-    ),
-}
+
+
+def _job(name: str, *overrides: str) -> Job:
+    """gpt_10m on 8 GPUs; with a checkpoint every 200 steps a failed node costs no more than that."""
+    every = ("--checkpoint.every", "200")
+    return Job("gpt_10m", (*overrides, *every), nodes=2, ranks_per_node=4, minutes=30, name=name)
+
+
+JOBS = (
+    _job("ddp_2_nodes"),
+    _job("hybrid_tp2_pp2", "--parallel.tp", "2", "--parallel.pp", "2"),
+)
 EXAMPLE_SITES = ("generic", "perlmutter")
 
 
 def scripts() -> dict[str, str]:
     """Name and text of each script."""
-    return {
-        f"{name}-{site}.sbatch": render(job, load(site))
-        for name, job in JOBS.items()
-        for site in EXAMPLE_SITES
-    }
+    texts = {}
+    for job in JOBS:
+        for site in EXAMPLE_SITES:
+            texts[f"{job.name}-{site}.sbatch"] = render(job, load(site))
+    return texts
 
 
 def build(folder: Path = FOLDER) -> list[Path]:

@@ -1,15 +1,17 @@
 """SLURM's commands as functions with a time limit, arguments as lists, and errors of one line.
 
-client = Client.find(site_name="local")      # the cluster on this machine, or the one this login node belongs to; or None
+client = Client.find(site_name="local")      # the cluster of this machine or login node, or None
 number = client.submit(Path("train.sbatch"))
 client.job(number).state                     # "PENDING", "RUNNING", "COMPLETED", "TIMEOUT", ...
 """
 
+import contextlib
 import re
 import shutil
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from labcode.slurm.run.answers import (
     NODES_FORMAT,
@@ -21,6 +23,9 @@ from labcode.slurm.run.answers import (
     parse_nodes,
     parse_queue,
 )
+
+if TYPE_CHECKING:
+    from labcode.minislurm import Cluster
 
 _BUSY = (
     "Socket timed out",
@@ -42,7 +47,10 @@ class Unreachable(SlurmError):
 
 
 class UnknownJob(SlurmError):
-    """SLURM has no such job, or has forgotten it: finished jobs are kept for MinJobAge, 5 minutes on most clusters."""
+    """SLURM has no such job, or has forgotten it.
+
+    Finished jobs are kept for MinJobAge, 5 minutes on most clusters.
+    """
 
 
 @dataclass(frozen=True)
@@ -60,7 +68,7 @@ class Client:
     timeout_s: float = 30.0
 
     @classmethod
-    def of(cls, cluster) -> "Client":
+    def of(cls, cluster: "Cluster") -> "Client":
         """The client of a `labcode.minislurm.Cluster`."""
         return cls(tuple(cluster.exec_prefix), f"SLURM cluster {cluster.name!r} on this machine")
 
@@ -83,7 +91,9 @@ class Client:
 
     @classmethod
     def find(cls, site_name: str | None = None, cluster_name: str | None = None) -> "Client | None":
-        """The cluster to submit to: for the site "local" the one on this machine, else this login node's own.
+        """The cluster to submit to.
+
+        For the site "local" it is the one on this machine, else that of this login node.
 
         Args:
             site_name: Name of the site's profile.
@@ -97,8 +107,10 @@ class Client:
         """
         from labcode.minislurm import running
 
-        if site_name != "local" and not cluster_name and (own := cls.own()):
-            return own
+        if site_name != "local" and not cluster_name:
+            own = cls.own()
+            if own is not None:
+                return own
         cluster = running(cluster_name)
         return cls.of(cluster) if cluster else None
 
@@ -120,11 +132,12 @@ class Client:
                 start_new_session=True,  # Ctrl-C is for the caller, who may have to cancel the job
             )
         except subprocess.TimeoutExpired:
-            raise Unreachable(f"{program} did not answer within {self.timeout_s:g} s") from None
+            limit = f"{self.timeout_s:g} s"
+            raise Unreachable(f"{program} did not answer within {limit}") from None
         except FileNotFoundError:
-            raise SlurmError(
-                f"{(self.prefix or argv)[0]} is not on this machine: log in to a node of the cluster"
-            ) from None
+            missing = (self.prefix or argv)[0]
+            way_out = "log in to a node of the cluster"
+            raise SlurmError(f"{missing} is not on this machine: {way_out}") from None
         if done.returncode:
             raise _error(program, done.stderr or done.stdout, done.returncode)
         return done.stdout
@@ -174,25 +187,23 @@ class Client:
 
     def cancel(self, number: str, signal: str | None = None) -> None:
         """End a job, or send a signal to its ranks; fine for one that has ended already."""
-        try:
-            self.call("scancel", *([f"--signal={signal}"] if signal else []), str(number))
-        except UnknownJob:
-            return
+        options = [f"--signal={signal}"] if signal else []
+        with contextlib.suppress(UnknownJob):
+            self.call("scancel", *options, str(number))
 
 
 def _error(program: str, said: str, code: int) -> SlurmError:
-    """The error for what a command printed: the last line that says why, without the program's name before it."""
-    lines = [
-        re.sub(rf"^({program}|slurm_\w+): (error: )?", "", line).strip()
-        for line in said.splitlines()
-    ]
-    lines = [
-        line
-        for line in lines
-        if line and not line.startswith("Batch job submission failed: Unspecified")
-    ]
+    """The error for what a command printed: the last line that says why."""
+    lines = []
+    for line in said.splitlines():
+        text = re.sub(rf"^({program}|slurm_\w+): (error: )?", "", line).strip()
+        if text and not text.startswith("Batch job submission failed: Unspecified"):
+            lines.append(text)
     failed = [line for line in lines if "failed:" in line or "rror" in line]
-    why = (failed or lines or [f"exit code {code}"])[-1]
-    kind = UnknownJob if any(text in said for text in _UNKNOWN) else SlurmError
-    kind = Unreachable if any(text in said for text in _BUSY) else kind
-    return kind(f"{program}: {why}")
+    reasons = failed or lines or [f"exit code {code}"]
+    kind = SlurmError
+    if any(text in said for text in _UNKNOWN):
+        kind = UnknownJob
+    if any(text in said for text in _BUSY):
+        kind = Unreachable
+    return kind(f"{program}: {reasons[-1]}")

@@ -1,4 +1,7 @@
-"""A submitted job in the hand: its state, its log as it grows, its end with the reason. The same on SLURM and without it."""
+"""Handle of a submitted job: its state, its log as it grows, its end with the reason.
+
+The same on SLURM and without it.
+"""
 
 import contextlib
 import re
@@ -6,6 +9,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from labcode.slurm.run.answers import JobInfo
 from labcode.slurm.run.client import Client, UnknownJob, Unreachable
@@ -18,9 +22,9 @@ _OTHER_RANK = re.compile(r"^(?:\[(?:rank |default)?([1-9]\d*)\]:? |\s*([1-9]\d*)
 
 
 class JobFailed(RuntimeError):
-    """A job that did not complete; the message is its state and the reason, `outcome` the same as data."""
+    """A job that did not complete; the message is its state and reason, `outcome` the same as data."""
 
-    def __init__(self, message: str, outcome: Outcome):
+    def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
         self.outcome = outcome
 
@@ -32,19 +36,22 @@ class Handle:
         number: Of the job.
         where: "SLURM cluster ...", or "this machine, no SLURM: ...".
         keep: Leave the job running when the wait for it is interrupted.
-        limit_s: How long one life of it may last, pending included, before `wait` gives up.
+        limit_s: How long one attempt may run before `wait` gives up.
 
     Attributes:
         script: The batch script, as it was submitted; None where there is none.
     """
 
-    def __init__(self, number: str, where: str, keep: bool, limit_s: float):
-        self.number, self.where, self.keep, self.limit_s = number, where, keep, limit_s
+    def __init__(self, number: str, where: str, keep: bool, limit_s: float) -> None:
+        self.number = number
+        self.where = where
+        self.keep = keep
+        self.limit_s = limit_s
         self.script: Path | None = None
         self.outcome: Outcome | None = None
         self._shown = 0  # bytes of the log that were printed
 
-    def __repr__(self):
+    def __repr__(self) -> str:
         return f"<job {self.number} on {self.where}: {self.outcome or self.state}>"
 
     def info(self) -> JobInfo:
@@ -66,7 +73,7 @@ class Handle:
         return self.info().log
 
     def log(self) -> str:
-        """What the job has printed until now, all ranks and lives of it."""
+        """What the job has printed until now, all ranks and attempts of it."""
         path = self.path
         if path is None or not path.is_file():
             return ""
@@ -82,11 +89,12 @@ class Handle:
         Args:
             echo: Show the log and what the job waits for.
             check: Raise if the job does not complete.
-            timeout_s: Limit of the whole wait; None is `limit_s` for each life of the job.
+            timeout_s: Limit of the whole wait; None is `limit_s` for each attempt of the job.
 
         Raises:
             JobFailed: It did not complete: "job 17 FAILED: rank 3: killed by SIGKILL ...".
-            TimeoutError: The limit of the wait is over. The job is cancelled then, unless it was submitted with keep.
+            TimeoutError: The limit of the wait is over. The job is cancelled then, unless it was
+                submitted with keep.
         """
         if self.outcome is None:
             try:
@@ -100,17 +108,20 @@ class Handle:
             raise JobFailed(f"job {self.number} {self.outcome}", self.outcome)
         return self.outcome
 
-    def _follow(self, screen, timeout_s) -> Outcome:
-        started = begun = time.monotonic()
-        info, pause, lives = self.info(), POLL_S[0], 0
+    def _follow(self, screen: "_Screen", timeout_s: float | None) -> Outcome:
+        info = self.info()
+        restarts = 0
+        pause = POLL_S[0]
+        waiting = time.monotonic()  # since when; without a timeout since this attempt began to run
         while True:
-            if info.restarts > lives:
-                lives, begun, pause = info.restarts, time.monotonic(), POLL_S[0]
-                screen.say(f"job {self.number} was requeued: life {lives + 1}")
-            if info.state == "PENDING":
-                begun = (
-                    time.monotonic()
-                )  # nobody knows how long a queue is: the limit is for a job that runs
+            if info.restarts > restarts:
+                restarts = info.restarts
+                pause = POLL_S[0]
+                screen.say(f"job {self.number} was requeued: attempt {restarts + 1}")
+                if timeout_s is None:
+                    waiting = time.monotonic()
+            if info.state == "PENDING" and timeout_s is None:  # nobody knows how long a queue is
+                waiting = time.monotonic()
             screen.state(info)
             self._show(info, screen)
             if info.ended or info.reason.split(":")[0] in NEVER:
@@ -120,36 +131,39 @@ class Handle:
                     return self._end(again, screen)
                 info = again
                 continue
-            now = time.monotonic()
-            if now > (started + timeout_s if timeout_s is not None else begun + self.limit_s):
-                limit = timeout_s if timeout_s is not None else self.limit_s
-                left = "it goes on" if self.keep else "it is cancelled"
-                raise TimeoutError(
-                    f"job {self.number} is {info.state} after {limit:g} s of waiting: {left}"
-                )
+            self._check_time(info, waiting, self.limit_s if timeout_s is None else timeout_s)
             self._pause(info, pause, screen)
             pause = min(POLL_S[1], pause * 1.2)
             info = self.info()
 
-    def _pause(self, info, seconds, screen):
+    def _check_time(self, info: JobInfo, since: float, limit_s: float) -> None:
+        if time.monotonic() > since + limit_s:
+            end = "it keeps running" if self.keep else "it is cancelled"
+            waited = f"job {self.number} is {info.state} after {limit_s:g} s of waiting"
+            raise TimeoutError(f"{waited}: {end}")
+
+    def _pause(self, info: JobInfo, seconds: float, screen: "_Screen") -> None:
         """Until the next question; the log is shown more often than the controller is asked."""
         end = time.monotonic() + seconds
-        while (left := end - time.monotonic()) > 0:
+        left = seconds
+        while left > 0:
             time.sleep(min(0.5, left))
             self._show(info, screen)
+            left = end - time.monotonic()
 
-    def _show(self, info, screen):
+    def _show(self, info: JobInfo, screen: "_Screen") -> None:
+        """Shows what is new in the log: whole lines while the job runs, at its end the rest."""
         if info.log is None or not info.log.is_file():
             return
         with open(info.log, "rb") as file:
             file.seek(self._shown)
             new = file.read()
-        whole = new.rfind(b"\n") + 1 if not info.ended else len(new)
+        whole = len(new) if info.ended else new.rfind(b"\n") + 1
         if whole:
             self._shown += whole
             screen.log(new[:whole].decode(errors="replace"))
 
-    def _end(self, info, screen) -> Outcome:
+    def _end(self, info: JobInfo, screen: "_Screen") -> Outcome:
         self._show(info, screen)
         outcome = explain(info, self.log())
         if not info.ended and not self.keep:  # it would stay in the queue for ever
@@ -160,27 +174,32 @@ class Handle:
 
 
 class _Screen:
-    """What the person sees: lines of the log, and while the job is pending one line that moves, on a terminal alone."""
+    """What the person sees: lines of the log, and what a pending job waits for.
 
-    def __init__(self, echo):
-        self.echo, self.bar, self.last = echo, None, None
+    On a terminal that is one line which moves.
+    """
 
-    def say(self, text):
+    def __init__(self, echo: bool) -> None:
+        self.echo = echo
+        self.bar: Any = None
+        self.last_reason = ""
+
+    def say(self, text: str) -> None:
         self._close()
         if self.echo:
             print(text, flush=True)
 
-    def log(self, text):
-        lines = [
-            line for line in text.removesuffix("\n").split("\n") if not _OTHER_RANK.match(line)
-        ]
+    def log(self, text: str) -> None:
+        lines = text.removesuffix("\n").split("\n")
+        lines = [line for line in lines if not _OTHER_RANK.match(line)]
         if lines:
             self._close()
         if self.echo:
             for line in lines:  # of a progress bar that was redrawn in place the last state
                 print(line.rstrip("\r").rpartition("\r")[2], flush=True)
 
-    def state(self, info):
+    def state(self, info: JobInfo) -> None:
+        reason = info.reason if info.state == "PENDING" else ""
         if info.state != "PENDING":
             self._close()
         elif self.echo and sys.stderr.isatty():
@@ -188,14 +207,13 @@ class _Screen:
                 from tqdm import tqdm
 
                 self.bar = tqdm(bar_format="{desc} {elapsed}", leave=False)
-            self.bar.set_description_str(
-                f"job {info.id} is pending{f' ({info.reason})' if info.reason else ''}"
-            )
-        elif self.echo and info.reason and self.last != info.reason:
-            print(f"job {info.id} is pending ({info.reason})", flush=True)
-        self.last = info.reason if info.state == "PENDING" else None
+            why = f" ({reason})" if reason else ""
+            self.bar.set_description_str(f"job {info.id} is pending{why}")
+        elif self.echo and reason and reason != self.last_reason:
+            print(f"job {info.id} is pending ({reason})", flush=True)
+        self.last_reason = reason
 
-    def _close(self):
+    def _close(self) -> None:
         if self.bar is not None:
             self.bar.close()
             self.bar = None
@@ -204,7 +222,9 @@ class _Screen:
 class SlurmHandle(Handle):
     """A job in a real SLURM."""
 
-    def __init__(self, client: Client, number: str, keep: bool = False, limit_s: float = 3600.0):
+    def __init__(
+        self, client: Client, number: str, keep: bool = False, limit_s: float = 3600.0
+    ) -> None:
         super().__init__(number, client.where, keep, limit_s)
         self.client = client
         self._last: JobInfo | None = None
@@ -229,9 +249,7 @@ class SlurmHandle(Handle):
                     raise
                 return self._last
             else:
-                open_jobs = [info for info in found if not info.ended]
-                failed = [info for info in found if info.state != "COMPLETED"]
-                self._last = (open_jobs or failed or found)[0]
+                self._last = _furthest(found)
                 return self._last
 
     def cancel(self) -> None:
@@ -253,7 +271,14 @@ class SlurmHandle(Handle):
             while time.monotonic() < end and not self._left():
                 time.sleep(0.3)
 
-    def _left(self):
+    def _left(self) -> bool:
         """Whether no process of it is left: ended, and not COMPLETING."""
         info = self.info()
         return info.ended and "COMPLETING" not in info.fields.get("JobState", "")
+
+
+def _furthest(jobs: list[JobInfo]) -> JobInfo:
+    """Of the jobs of an array the first that has not ended, else the first that failed."""
+    running = [info for info in jobs if not info.ended]
+    failed = [info for info in jobs if info.state != "COMPLETED"]
+    return (running or failed or jobs)[0]

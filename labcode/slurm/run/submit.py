@@ -1,4 +1,4 @@
-"""`submit(job, site)`: to SLURM where there is one, else to this machine, with the same call and the same answer.
+"""`submit(job, site)`: to SLURM where there is one, else to this machine, with the same answer.
 
 from labcode.slurm.script.job import Job
 from labcode.slurm.run.submit import submit
@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import uuid
+from collections.abc import Iterator
 from pathlib import Path
 
 from labcode.files import write_atomically
@@ -51,30 +52,39 @@ def submit(
         here: Run on this machine although there is a cluster.
 
     Raises:
-        ValueError: The job is impossible, does not fit the site, or its script breaks a rule; or the site is "local" on a
-            login node of a real cluster, where nobody should train by mistake.
+        ValueError: The job is impossible, does not fit the site, or its script breaks a rule; or
+            the site is "local" on a login node, where nobody should train by mistake.
         SlurmError: SLURM refused it; nothing is left in the queue.
     """
     site = load(site) if isinstance(site, str) else site
-    if site.name == "local" and site.python == "python":
-        site = dataclasses.replace(
-            site, python=sys.executable
-        )  # its nodes share this machine's files
+    if site.name == "local" and site.python == "python":  # its nodes share this machine's files
+        site = dataclasses.replace(site, python=sys.executable)
     text = checked(job, site)
-    client = None if here else client or Client.find(site.name)
-    if client is None and not here and (own := Client.own()):
-        raise ValueError(
-            f"this machine belongs to {own.where}: name its profile with --site; to run here all the same: --here"
-        )
+    if here:
+        client = None
+    elif client is None:
+        client = Client.find(site.name)
+        if client is None:
+            _refuse_login_node()
     folder = Path(site.logs)
     folder.mkdir(parents=True, exist_ok=True)
-    handle = (
-        _to_slurm(client, text, folder, job, keep) if client else start(job, site, folder, keep)
-    )
+    if client is not None:
+        handle: Handle = _to_slurm(client, text, folder, job, keep)
+    else:
+        handle = start(job, site, folder, keep)
     if echo:
-        hint = f" ({HINT})" if client is None and not here and site.name == "local" else ""
+        could_have = client is None and not here and site.name == "local"
+        hint = f" ({HINT})" if could_have else ""
         print(f"job {handle.number} on {handle.where}{hint}; log: {handle.path}", flush=True)
     return handle
+
+
+def _refuse_login_node() -> None:
+    """Raises ValueError on a login node: there the site "local" would train on it."""
+    own = Client.own()
+    if own is not None:
+        way_out = "name its profile with --site; to run here all the same: --here"
+        raise ValueError(f"this machine belongs to {own.where}: {way_out}")
 
 
 def checked(job: Job, site: Site) -> str:
@@ -86,14 +96,14 @@ def checked(job: Job, site: Site) -> str:
     text = render(job, site)
     errors = [problem for problem in lint(text, site, job) if problem.severity == "error"]
     if errors:
+        first = errors[0]
         more = f" (and {len(errors) - 1} more)" if len(errors) > 1 else ""
-        raise ValueError(
-            f"the script is not submitted: line {errors[0].line}: {errors[0].rule}: {errors[0].message}{more}"
-        )
+        found = f"line {first.line}: {first.rule}: {first.message}{more}"
+        raise ValueError(f"the script is not submitted: {found}")
     return text
 
 
-def _to_slurm(client, text, folder, job, keep) -> SlurmHandle:
+def _to_slurm(client: Client, text: str, folder: Path, job: Job, keep: bool) -> SlurmHandle:
     script = folder.absolute() / f"{job.name}-{uuid.uuid4().hex[:8]}.sbatch"
     write_atomically(script, text.encode())
     handle = None
@@ -111,16 +121,16 @@ def _to_slurm(client, text, folder, job, keep) -> SlurmHandle:
 
 
 @contextlib.contextmanager
-def _no_interrupt():
+def _no_interrupt() -> Iterator[None]:
     """Ctrl-C waits until the block is left."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    caught = []
-    before = signal.signal(signal.SIGINT, lambda *_: caught.append(True))
+    caught = threading.Event()
+    before = signal.signal(signal.SIGINT, lambda *_: caught.set())
     try:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if caught:
+    if caught.is_set():
         raise KeyboardInterrupt
