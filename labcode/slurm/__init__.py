@@ -1,6 +1,6 @@
 """Jobs for SLURM: the script for what is to run, its faults, and the way to its end. No torch.
 
-    script/    Job: recipe, nodes, ranks, time.  Site: one cluster as data.  render(job, site) -> text
+    script/    Job: recipe, nodes, ranks, time.  Site: a cluster as data.  render(job, site) -> str
     lint/      lint(text, site, job) -> [Problem]: numbered rules with reasons, for any script
     run/       submit(job, site) -> handle with wait() and log(), on SLURM or on this machine
     sites/     one YAML profile per cluster; package data, `slurm/sites` is a link to it

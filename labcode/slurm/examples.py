@@ -14,7 +14,7 @@ FOLDER = Path(__file__).resolve().parents[2] / "slurm"
 
 
 def _job(name: str, *overrides: str) -> Job:
-    """gpt_10m on 8 GPUs; with a checkpoint every 200 steps a failed node costs no more than that."""
+    """gpt_10m on 8 GPUs; a failed node costs no more than the 200 steps between checkpoints."""
     every = ("--checkpoint.every", "200")
     return Job("gpt_10m", (*overrides, *every), nodes=2, ranks_per_node=4, minutes=30, name=name)
 

@@ -22,7 +22,7 @@ _OTHER_RANK = re.compile(r"^(?:\[(?:rank |default)?([1-9]\d*)\]:? |\s*([1-9]\d*)
 
 
 class JobFailed(RuntimeError):
-    """A job that did not complete; the message is its state and reason, `outcome` the same as data."""
+    """A job that did not complete; the message says its state and reason, `outcome` has both."""
 
     def __init__(self, message: str, outcome: Outcome) -> None:
         super().__init__(message)
