@@ -1,7 +1,9 @@
-"""Families of processes: end one, or end with one's parents. The launcher, the pool and local jobs share this one way.
+"""Families of processes: end one, or end with one's parents.
 
-`python -m labcode.processes SUPERVISOR MODULE ARGS` runs a module that ends with the process that started it, and with
-the process of number SUPERVISOR.
+The launcher, the pool and local jobs share this one way.
+
+`python -m labcode.processes SUPERVISOR MODULE ARGS` runs a module that ends with the process that
+started it, and with the process of number SUPERVISOR.
 """
 
 import contextlib
@@ -21,7 +23,7 @@ CHECK_S = 1.0  # between two looks whether the parents are still there
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
-    """Some processes and all that they started, directly or through others; those that have ended are left out."""
+    """Some processes and all below them; those that have ended are left out."""
     members = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -32,7 +34,7 @@ def family(pids: Iterable[int]) -> list[psutil.Process]:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether a process runs: a zombie, which only waits to be collected by its parent, does not."""
+    """Whether a process runs; a zombie, which only waits for its parent to look, does not."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -46,12 +48,13 @@ def end(
 ) -> None:
     """End processes and all below them, and return when they have ended.
 
-    The family is looked up, because a signal to a process group does not reach all: ranks lead sessions of their own.
+    The family is looked up, because a signal to a process group does not reach all: ranks lead
+        sessions of their own.
 
     Args:
         processes: Each was started with `start_new_session=True`.
-        ask: A signal that tells the processes to end by themselves first, so that ranks may close their files; torchrun
-            passes it on. None kills at once.
+        ask: A signal that tells the processes to end by themselves first, so that ranks may close
+            their files; torchrun passes it on. None kills at once.
         grace_s: How long they may take then; None is `GRACE_S`.
     """
     running = [process for process in processes if process.poll() is None]
@@ -66,7 +69,8 @@ def end(
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         for process in processes:
-            # Children of a process that died before: they are no longer below it, but still in its process group.
+            # Children of a process that died before: they are no longer below it, but still in its
+            # process group.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
         for process in processes:
@@ -86,11 +90,13 @@ def _ask(running: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: floa
 def end_with_parents(*others: int, before_end: Callable[[], object] | None = None) -> None:
     """From now on this process ends when its parent ends, or one of `others`, even by SIGKILL.
 
-    It ends by SIGKILL together with all that it started. If one of `others` ends before the parent, the parent is killed
-    as well: it is torchrun then, whose launcher is gone, and which may wait for minutes for agents that never come.
+    It ends by SIGKILL together with all that it started. If one of `others` ends before the parent,
+    the parent is killed
+    as well: it is torchrun then, whose launcher is gone, and which may wait for minutes for agents
+        that never come.
 
-    The look is repeated each second, by a thread. The kernel's own way (PR_SET_PDEATHSIG) exists on Linux alone, and
-    takes the end of the thread that started the process for that of the parent.
+    The look is repeated each second, by a thread. The kernel's own way (PR_SET_PDEATHSIG) exists on
+    Linux alone, and takes the end of the thread that started the process for that of the parent.
 
     Args:
         others: Numbers of further processes, such as the one that started the parent.
@@ -127,15 +133,15 @@ def _end_own_family(parent: int) -> None:
     for process in doomed:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    # The leader of a process group takes along those that lost their parents. A process that shares its group, with a
-    # shell or a pipeline of commands, must not end those.
+    # The leader of a process group takes along those that lost their parents. A process that shares
+    # its group, with a shell or a pipeline of commands, must not end those.
     if os.getpgid(0) == os.getpid():
         os.killpg(0, signal.SIGKILL)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
 def run_with_parents(supervisor: int, module: str, *args: str) -> None:
-    """Run `module` as `__main__`; it ends with the process that started this one, and with `supervisor`."""
+    """Run `module` as `__main__`; this process ends with its parent and with `supervisor`."""
     end_with_parents(supervisor)
     sys.argv = [module, *args]
     runpy.run_module(module, run_name="__main__", alter_sys=True)

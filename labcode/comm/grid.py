@@ -1,4 +1,7 @@
-"""The process groups of a grid of ranks (a device mesh): `GridShape` says who belongs together, `Grid` connects them."""
+"""The process groups of a grid of ranks (a device mesh).
+
+`GridShape` says which ranks belong together, `Grid` connects them.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -11,9 +14,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from labcode.comm import bootstrap
 from labcode.topology import AXES, GridShape
 
-# What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are the same. Pipelines
-# of more than two ranks have a purpose of their own, because with them comes a group of their ends: whoever finds the
-# one knows that the other was made too, even a rank in the middle, which is not in it.
+# What a group is for, kept in its `group_desc`. A grid reuses a group only if purpose and ranks are
+# the same. Pipelines of more than two ranks have a purpose of their own, because with them comes a
+# group of their ends: whoever finds the one knows that the other was made too, even a rank in the
+# middle, which is not in it.
 AXIS = "grid: ranks along some axes"
 PIPELINE = "grid: ranks of one pipeline"
 ENDS = "grid: first and last rank of one pipeline"
@@ -21,12 +25,15 @@ PURPOSES = (AXIS, PIPELINE, ENDS)
 
 
 class Grid:
-    """This rank's process group along every combination of axes. Made by `Grid.create`, passed on explicitly.
+    """This rank's process group along every combination of axes.
+
+    `Grid.create` makes it; it is passed on explicitly.
 
     Attributes:
         shape: The `GridShape` behind it.
         rank: This process's global rank.
-        mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own parallelisms.
+        mesh: A `DeviceMesh` over the same groups, slowest axis first, for PyTorch's own
+            parallelisms.
     """
 
     def __init__(
@@ -47,10 +54,13 @@ class Grid:
     def create(cls, shape: GridShape) -> "Grid":
         """Connect the ranks of a grid; every rank of the job calls it, with the same shape.
 
-        Axes of size 1 do not change a group, so combinations that differ by them share one group: a job of two axes has
-        4 groups per rank, not 16. A group of one rank is a real group, and so is the group of all ranks.
+        Axes of size 1 do not change a group, so combinations that differ by them share one group: a
+            job of two axes has
+        4 groups per rank, not 16. A group of one rank is a real group, and so is the group of all
+        ranks.
 
-        Groups of the same ranks are made once per job, however many grids use them, and last as long as the job: gloo
+        Groups of the same ranks are made once per job, however many grids use them, and last as
+            long as the job: gloo
         keeps three threads for each, one of which wakes a hundred times a second.
 
         Communicates: each new group meets once through the store; no tensor is sent.
@@ -66,7 +76,8 @@ class Grid:
         pipeline, ends = _pipeline_groups(shape, rank)
         made = {frozenset(["pp"]): pipeline} if shape.pp > 1 else {}  # by the axes that count
         groups = {}
-        # Every rank goes through the combinations in this order, or two ranks would wait for different groups.
+        # Every rank goes through the combinations in this order, or two ranks would wait for
+        # different groups.
         for axes in _combinations():
             larger = frozenset(axis for axis in axes if shape.size(axis) > 1)
             if larger not in made:
@@ -75,7 +86,9 @@ class Grid:
         return cls(shape, rank, groups, ends, _mesh(shape, groups))
 
     def group(self, *axes: str) -> dist.ProcessGroup:
-        """The group of the ranks that differ from this one along `axes` only; `group()` is this rank alone.
+        """The group of the ranks that differ from this one along `axes` only.
+
+        `group()` is this rank alone.
 
         Raises:
             ValueError: An axis that does not exist.
@@ -104,7 +117,7 @@ class Grid:
 
 
 def made_by_grid(group: dist.ProcessGroup) -> bool:
-    """Whether `Grid.create` made a group: then other grids may use it too, and it stays until the job ends."""
+    """Whether `Grid.create` made a group: it then stays until the job ends, for the next grids."""
     return group.group_desc in PURPOSES
 
 
@@ -115,26 +128,24 @@ def _combinations() -> Iterator[tuple[str, ...]]:
 
 
 def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
-    """The group that this rank is in, of some groups along the same axes; made if no grid before has made it."""
+    """This rank's group among some groups along the same axes; made unless an earlier grid has."""
     world = _world()
     if len(all_groups) == 1:
         return world
     own = _containing(all_groups, rank)
     assert own is not None, f"rank {rank} is in none of {all_groups}"
-    # All ranks decide alike: one group along axes of a grid determines all others of the same axes, so where one of
-    # them was made before, all were.
+    # All ranks decide alike: one group along axes of a grid determines all others of the same axes,
+    # so where one of them was made before, all were.
     found = _find(own, AXIS)
     if found is not None:
         return found
-    made = _make(all_groups, own, AXIS)
-    assert made is not None
-    return made
+    return _made(_make(all_groups, own, AXIS))
 
 
 def _pipeline_groups(
     shape: GridShape, rank: int
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup | None]:
-    """The group of this rank's pipeline, and that of its two ends; None in the place of the latter for a rank between."""
+    """The group of this rank's pipeline, and that of its two ends: None for a rank between them."""
     pipelines = shape.groups("pp")
     if shape.pp <= 2:
         group = _own_group(pipelines, rank)
@@ -146,7 +157,8 @@ def _pipeline_groups(
     found = _find(own, PIPELINE)
     if found is not None:
         return found, _find(own_ends, ENDS) if own_ends else None
-    return _make(pipelines, own, PIPELINE), _make(ends_of_all, own_ends, ENDS)
+    pipeline = _made(_make(pipelines, own, PIPELINE))
+    return pipeline, _make(ends_of_all, own_ends, ENDS)
 
 
 def _containing(all_ranks: list[list[int]], rank: int) -> list[int] | None:
@@ -165,7 +177,8 @@ def _world() -> dist.ProcessGroup:
 def _find(ranks: list[int], purpose: str) -> dist.ProcessGroup | None:
     """The group that an earlier grid made of these ranks.
 
-    The cache is torch's own table of groups, which ends with the job's default group: no group of ours is in a global.
+    The cache is torch's own table of groups, which ends with the job's default group: no group of
+    ours is in a global.
     """
     for group in dist.distributed_c10d._world.pg_map:
         if group.group_desc == purpose and dist.get_process_group_ranks(group) == ranks:
@@ -176,26 +189,38 @@ def _find(ranks: list[int], purpose: str) -> dist.ProcessGroup | None:
 def _make(
     all_groups: list[list[int]], own: list[int] | None, purpose: str
 ) -> dist.ProcessGroup | None:
-    """Make each of some groups that do not overlap and return this rank's own; None if it is in none of them."""
+    """Make each of some groups that do not overlap; returns this rank's own, None without one."""
     timeout = _timeout()
     if len(all_groups[0]) == 1:
         # Nobody to meet: a job of 1000 ranks need not wait 1000 times for all of them.
-        return dist.new_group(
+        alone = dist.new_group(
             own, timeout=timeout, use_local_synchronization=True, group_desc=purpose
         )
-    # All ranks take part in making each group, members or not. Making only one's own is quicker on a large job, but torch
-    # then derives its name from the ranks and from how many groups this rank has, which differs between ranks; and a
-    # group made again after one was destroyed waits at a dead address.
+        assert isinstance(alone, dist.ProcessGroup)
+        return alone
+    # All ranks take part in making each group, members or not. Making only one's own is quicker on
+    # a large job, but torch then derives its name from the ranks and from how many groups this rank
+    # has, which differs between ranks; and a group made again after one was destroyed waits at a
+    # dead address.
     own_group = None
     for ranks in all_groups:
         group = dist.new_group(ranks, timeout=timeout, group_desc=purpose)
         if ranks == own:
+            assert isinstance(group, dist.ProcessGroup)
             own_group = group
     return own_group
 
 
+def _made(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    assert group is not None, "this rank is in none of the groups"
+    return group
+
+
 def _timeout() -> timedelta:
-    """The time-out that the job was started with: by itself a new group takes torch's default, half an hour for gloo."""
+    """The time-out that the job was started with.
+
+    A new group does not inherit it: torch's default for gloo is half an hour.
+    """
     backend = _world()._get_backend(torch.device(bootstrap.device_type()))
     return backend.options._timeout
 

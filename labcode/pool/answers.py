@@ -11,7 +11,9 @@ Answer = dict[str, Any]  # "out", "err" and "groups", with "result" or "failure"
 
 
 class RankError(RuntimeError):
-    """The first failure among the ranks: "rank 2: ValueError: ..."; that rank's traceback is a note of it.
+    """The first failure among the ranks: "rank 2: ValueError: ...".
+
+    That rank's traceback is a note of the error.
 
     Args:
         message: The line above.
@@ -59,7 +61,7 @@ def any_failed(reply: Any) -> bool:
 
 
 def raise_first(reply: Any) -> None:
-    """Raise the earliest failure in a reply, if there is one; later ones are mostly ranks that lost their peer."""
+    """Raise the earliest failure in a reply; later ones are mostly ranks that lost their peer."""
     answers = answers_of(reply)
     failures = [answer["failure"] for answer in answers if "failure" in answer]
     if not failures:
@@ -77,7 +79,10 @@ def raise_first(reply: Any) -> None:
 
 
 def _first(failures: list[Answer]) -> Answer:
-    """The earliest failure; of several with the same message that of the lowest rank, so that the text does not vary."""
+    """The earliest failure.
+
+    Of several with the same message it is that of the lowest rank, so that the text does not vary.
+    """
     earliest = min(failures, key=lambda failure: failure["time"])
     same = []
     for failure in failures:
@@ -87,7 +92,7 @@ def _first(failures: list[Answer]) -> Answer:
 
 
 def _traceback(failure: Answer) -> str:
-    """The traceback as text; formatted here, because the source of notebook cells is known here only."""
+    """The traceback as text. It is made here because only here the source of cells is known."""
     frames = []
     for filename, line_number, name, line in failure["frames"]:
         frames.append(traceback.FrameSummary(filename, line_number, name, line=line))

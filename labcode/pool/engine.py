@@ -1,7 +1,7 @@
 """What runs inside an engine of a ranks pool: `python -m labcode.pool.engine ROLE FOLDER [RANK]`.
 
-The parent holds the other end of this process's stdin. It may write a line there: the number of the process group to
-break off. When the parent dies, even by SIGKILL, the engine ends itself.
+The parent holds the other end of this process's stdin. It may write a line there: the number of the
+process group to break off. When the parent dies, even by SIGKILL, the engine ends itself.
 """
 
 import contextlib
@@ -88,7 +88,8 @@ def _prepare_cells(shell: Any) -> None:
         return
     shell.events.register("pre_run_cell", _before_cell)
     shell.events.register("post_run_cell", _after_cell)
-    # The notebook shows one error. IPython's own rendering of torch's frames takes a second, while the other ranks wait.
+    # The notebook shows one error. IPython's own rendering of torch's frames takes a second, while
+    # the other ranks wait.
     shell.showtraceback = _show_nothing
     shell.showsyntaxerror = _show_nothing
 
@@ -122,8 +123,8 @@ def call(payload: bytes, path: Sequence[str], pass_rank: bool) -> dict[str, Any]
         pass_rank: Put this engine's rank before the arguments.
 
     Returns:
-        "result" as bytes or "failure", "out" and "err" (what it printed), and "groups": how many process groups it
-        leaves behind for `drop_groups`.
+        "result" as bytes or "failure", "out" and "err" (what it printed), and "groups": how many
+        process groups it leaves behind for `drop_groups`.
     """
     out = io.StringIO()
     err = io.StringIO()
@@ -152,19 +153,20 @@ def _call(payload: bytes, path: Sequence[str], pass_rank: bool) -> bytes:
         fn, args, kwargs = wire.loads(payload)
         _add_names_of_cells(fn)
         if pass_rank:
-            value = fn(_state.rank, *args, **kwargs)
-        else:
-            value = fn(*args, **kwargs)
+            args = (_state.rank, *args)
+        value = fn(*args, **kwargs)
     finally:
         for group in _groups():
-            # Those of a grid serve the grids of the next calls: with the same ranks they are made once per pool.
+            # Those of a grid serve the grids of the next calls: with the same ranks they are made
+            # once per pool.
             if group not in before and not made_by_grid(group):
                 _state.leftover.append(group)
     try:
         return wire.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"the result, a {type(value).__name__}, cannot be sent back: {error}: return numbers or tensors"
+            f"the result, a {type(value).__name__}, cannot be sent back: {error}: "
+            "return numbers or tensors"
         ) from None
 
 
@@ -191,7 +193,8 @@ def _add_names_of_cells(fn: Any) -> None:
 def drop_groups() -> None:
     """Destroy the process groups that the last call made; called once all ranks are done with them.
 
-    Gloo keeps sockets and threads of a group until nothing refers to it, and the model that does may be in a circle.
+    Gloo keeps sockets and threads of a group until nothing refers to it, and the model that does
+    may be in a circle.
     """
     import torch.distributed as dist
 

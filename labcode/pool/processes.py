@@ -1,4 +1,4 @@
-"""The processes behind a ranks pool: one ipyparallel controller and n engines, which end with whoever started them."""
+"""The processes behind a ranks pool: one ipyparallel controller and n engines."""
 
 import contextlib
 import json
@@ -25,7 +25,7 @@ class Processes:
         start_timeout_s: How long they may take to start.
     """
 
-    def __init__(self, n: int, start_timeout_s: float = 120.0) -> None:
+    def __init__(self, n: int, start_timeout_s: int = 120) -> None:
         self.n = n
         self.start_timeout_s = start_timeout_s
         self.owner = os.getpid()
@@ -46,10 +46,12 @@ class Processes:
     def _spawn(self, role: str, *rank: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "labcode.pool.engine", role, str(self.folder), *rank]
         if self.n > 1:
-            # Several ranks share the cores. `env` is replaced by the engine, so that no process comes between.
+            # Several ranks share the cores. `env` is replaced by the engine, so that no process
+            # comes between.
             command = ["env", "OMP_NUM_THREADS=1", *command]
         with open(self._log(len(self.processes)), "wb") as log:
-            # A session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the parent only.
+            # A session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the
+            # parent only.
             return subprocess.Popen(
                 command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
             )
@@ -89,7 +91,7 @@ class Processes:
                 raise RuntimeError(f"the pool of ranks did not start: {death}{self._last_words()}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the pool of ranks did not start: not ready after {self.start_timeout_s:.0f} s"
+                    f"the pool of ranks did not start: not ready after {self.start_timeout_s} s"
                 )
             time.sleep(0.02)
 
@@ -102,7 +104,7 @@ class Processes:
         return ""
 
     def death(self) -> str | None:
-        """What died and of what: "engine of rank 2 died (killed by signal 9)"; None while all live."""
+        """What died: "engine of rank 2 died (killed by signal 9)"; None while all live."""
         for name, process in zip(self.names, self.processes):
             code = process.poll()
             if code is not None:
@@ -119,7 +121,10 @@ class Processes:
                 process.stdin.flush()
 
     def kill(self) -> None:
-        """End all processes at once and remove their files; harmless when repeated, or in a fork of the owner."""
+        """End all processes at once and remove their files.
+
+        It does nothing the second time, or in a fork of the owner.
+        """
         if self.killed or os.getpid() != self.owner:
             return
         self.killed = True

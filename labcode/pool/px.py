@@ -9,7 +9,9 @@ from labcode.pool.answers import print_outputs, raise_first
 
 
 class PxMagics(ParallelMagics):
-    """`%%px`, `%px` and their options; checks come before, outputs in rank order and at most one error after.
+    """`%%px`, `%px` and their options.
+
+    Checks come before, outputs in rank order and at most one error after.
 
     Args:
         shell: The notebook's IPython shell.
@@ -18,6 +20,8 @@ class PxMagics(ParallelMagics):
 
     def __init__(self, shell: Any, pool: Any) -> None:
         super().__init__(shell, view=None)
+        self.view: Any = None  # of all engines of the pool
+        self.shell: Any = shell
         self._pool = weakref.ref(pool)
 
     def parallel_execute(
@@ -28,7 +32,7 @@ class PxMagics(ParallelMagics):
         save_name: str | None = None,
         **_: Any,
     ) -> Any:
-        """Run `cell` on the ranks and wait; with block=False return at once, with ipyparallel's result."""
+        """Run `cell` on the ranks and wait; with block=False return ipyparallel's reply."""
         pool = self._pool()
         if pool is None:
             raise RuntimeError("the pool of ranks is gone: make a new one with Ranks(n)")
@@ -50,7 +54,7 @@ class PxMagics(ParallelMagics):
 
 
 def _show(reply: Any, groupby: str) -> None:
-    """What the ranks printed, labelled as by `Ranks.run`; then their pictures and results, as ipyparallel shows them."""
+    """Show what the ranks printed, labelled as by `Ranks.run`, then their pictures and results."""
     complete = reply.ready() and reply.wait_for_output(10)  # text may arrive after the reply
     records = reply.metadata
     if isinstance(records, dict):  # of one target; of several a list

@@ -1,11 +1,11 @@
-"""A pool of ranks that stays alive between cells: n processes with torch.distributed up, for notebooks and for tests.
+"""A pool of ranks that stays alive between cells: n processes with torch.distributed up.
 
     ranks = Ranks(4)                     # about 10 s, once
     ranks.run(lambda rank: rank ** 2)    # [0, 1, 4, 9], in hundredths of a second
 
-In a notebook `%%px` cells run on the same processes; there `rank`, `world_size`, `device`, `torch` and `dist` are
-defined. Both wait for all ranks, print what each printed in rank order, and turn all failures into one `RankError` with
-the first.
+In a notebook `%%px` cells run on the same processes; there `rank`, `world_size`, `device`, `torch`
+and `dist` are defined. Both wait for all ranks, print what each printed in rank order, and turn all
+failures into one `RankError` with the first.
 """
 
 import contextlib
@@ -15,12 +15,12 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from IPython.core.getipython import get_ipython
 
 from labcode.pool import engine, wire
-from labcode.pool.answers import RankError, any_failed, answers_of, print_outputs, raise_first
+from labcode.pool.answers import RankError, answers_of, any_failed, print_outputs, raise_first
 from labcode.pool.processes import Processes
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
@@ -30,8 +30,10 @@ PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its pr
 class Ranks:
     """`n` ranks on this machine; in a notebook a new pool closes the one before it.
 
-    Each has a GPU and NCCL where there are enough; else they share GPUs, or the CPU with one thread each, and use gloo.
-    After a failure all ranks enter a new process group: a group that a `%%px` cell made before is of no use any more.
+    Each has a GPU and NCCL where there are enough; else they share GPUs, or the CPU with one thread
+    each, and use gloo.
+    After a failure all ranks enter a new process group: a group that a `%%px` cell made before is
+        of no use any more.
 
     Args:
         n: Number of ranks.
@@ -42,18 +44,20 @@ class Ranks:
         RuntimeError: The engines did not start.
     """
 
-    # A weak reference to the pool that `%%px` uses.
-    _in_notebook: Callable[[], "Ranks | None"] = staticmethod(lambda: None)
+    # The pool that `%%px` uses; weak, so that it ends with its last user.
+    _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
 
     def __init__(self, n: int, *, timeout_s: float = 30.0) -> None:
         if n < 1 or timeout_s <= 0:
             raise ValueError(
-                f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a time-out above 0 s"
+                f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a "
+                "time-out above 0 s"
             )
         self.n = n
         self.timeout_s = timeout_s
         self._processes: Processes | None = None
         self._magics: Any = None
+        self._everyone: Any = list(range(n))  # ipyparallel's numbers of the engines
         self.start()
 
     def start(self) -> None:
@@ -76,8 +80,8 @@ class Ranks:
             self._register_magics(shell)
 
     def _take_over_notebook(self) -> None:
-        """One pool per notebook: running the cell with `Ranks(4)` again must not leave four idle processes behind."""
-        old = Ranks._in_notebook()
+        """One pool per notebook: a second run of the cell with `Ranks(4)` ends the first pool."""
+        old = Ranks._in_notebook() if Ranks._in_notebook else None
         if old is not None and old is not self:
             old.close()
         Ranks._in_notebook = weakref.ref(self)
@@ -87,11 +91,11 @@ class Ranks:
 
         if self._magics is None:
             self._magics = PxMagics(shell, self)
-        self._magics.view = self._client.direct_view(list(range(self.n)), block=True)
+        self._magics.view = self._client.direct_view(self._everyone, block=True)
         shell.register_magics(self._magics)
 
     def _connect(self, attempts: int = 2) -> None:
-        """Start processes and reach them; once more if they fail, as a port may be taken before they bind it."""
+        """Start processes and reach them; try again, as a port may be taken before they bind it."""
         processes = Processes(self.n)
         self._processes = processes
         self._end = weakref.finalize(self, processes.kill)
@@ -103,7 +107,7 @@ class Ranks:
                 raise
             self._connect(attempts - 1)
             return
-        self._view = self._client.direct_view(list(range(self.n)))
+        self._view = self._client.direct_view(self._everyone)
 
     def close(self) -> None:
         """End the engines; what cells defined on them is gone."""
@@ -119,26 +123,29 @@ class Ranks:
     def run(
         self, fn: Callable[..., Any], *args: Any, pass_rank: bool | None = None, **kwargs: Any
     ) -> list[Any]:
-        """Call a function on every rank: `fn(*args, **kwargs)`, or `fn(rank, *args, **kwargs)` if it asks for its rank.
+        """Call `fn(*args, **kwargs)` on every rank; if it asks for its rank, that comes first.
 
         A function asks for its rank by naming its first parameter `rank`:
 
             ranks.run(lambda rank, x: rank + x, 10)     # [10, 11, 12, 13]
             ranks.run(lambda x: x + 1, 10)              # [11, 11, 11, 11]
 
-        Functions and classes travel as code with the globals that they mention, tensors as CPU tensors without a graph.
-        Process groups made inside the call are gone after it. Those of a `Grid` are kept for the next grid instead.
+        Functions and classes travel as code with the globals that they mention, tensors as CPU
+        tensors without a graph. Process groups made inside the call are gone after it. Those of a
+        `Grid` are kept for the next grid instead.
 
         Args:
             fn: What to call.
             args, kwargs: Its arguments.
-            pass_rank: True or False decides whether the rank is passed, whatever the first parameter is called.
+            pass_rank: True or False decides whether the rank is passed, whatever the first
+                parameter is called.
 
         Returns:
             The results in rank order.
 
         Raises:
-            RankError: A rank raised, or its process died. The others have been stopped; the pool can be used again.
+            RankError: A rank raised, or its process died. The others have been stopped; the pool
+                can be used again.
             TypeError: `fn` or an argument cannot be sent.
         """
         if pass_rank is None:
@@ -192,7 +199,7 @@ class Ranks:
             raise RankError(f"{death}: call ranks.restart()")
 
     def _join(self) -> None:
-        """Put all ranks into a new process group. The old one is of no use once a collective in it failed."""
+        """Put all ranks into a new process group: a failed collective makes the old one useless."""
         self._stuck = True  # until it worked
         self._group += 1
         port = self._client[0].apply_async(engine.open_store, self._group)
@@ -207,7 +214,7 @@ class Ranks:
         self._stuck = False
 
     def _wait(self, reply: Any) -> None:
-        """Wait until every rank has answered; after a failure or an interrupt stop those that go on."""
+        """Wait until every rank has answered; after a failure or interrupt stop the others."""
         stop_at = None
         try:
             while not reply.ready():
@@ -225,7 +232,7 @@ class Ranks:
             self._joined = False
 
     def _stop(self, reply: Any) -> None:
-        """End what the ranks do: by breaking their connections and an interrupt, else by ending the processes."""
+        """End what the ranks do: by an interrupt and cut connections, else by killing them."""
         assert self._processes is not None
         self._joined = False
         self._stuck = True

@@ -1,4 +1,7 @@
-"""How an engine of a ranks pool stops: its own failure frees the ranks that wait for it, an order breaks off its work."""
+"""How an engine of a ranks pool stops.
+
+Its own failure frees the ranks that wait for it, and an order of the pool breaks off its work.
+"""
 
 import contextlib
 import json
@@ -34,7 +37,7 @@ class EngineState:
         self._lock = threading.Lock()
 
     def enter_group(self, group: int) -> None:
-        """Called before the first connection of a process group: orders to break off an older one are stale now."""
+        """Before the first connection of a group: orders to break off older ones are stale now."""
         with self._lock:
             self.group = group
 
@@ -48,20 +51,24 @@ class EngineState:
         while self.busy:
             with contextlib.suppress(KeyboardInterrupt), self._lock:
                 self.busy = False
-        # ipykernel puts its own handler back for the next cell. Setting one raises an interrupt that is pending.
+        # ipykernel puts its own handler back for the next cell. Setting one raises an interrupt
+        # that is pending.
         with contextlib.suppress(KeyboardInterrupt):
             signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def break_off(self, group: int) -> None:
         """End what this rank does in process group number `group`.
 
-        The interrupt comes before the cut: gloo sometimes hangs when a connection closes at the very moment of a send.
+        The interrupt comes before the cut: gloo sometimes hangs when a connection closes at the
+            very moment of a send.
         """
         with self._lock:
             if self.busy and group == self.group:
                 main_thread = threading.main_thread().ident
                 assert main_thread is not None
-                signal.pthread_kill(main_thread, signal.SIGINT)  # for a rank that computes or sleeps
+                signal.pthread_kill(
+                    main_thread, signal.SIGINT
+                )  # for a rank that computes or sleeps
         time.sleep(0.3)
         with self._lock:
             if group == self.group:
@@ -93,9 +100,10 @@ class EngineState:
         }
 
     def cut(self) -> None:
-        """Close the connections between this rank and the others: every wait on them ends with an error at once.
+        """Close the connections to the other ranks: every wait on them ends with an error at once.
 
-        destroy_process_group does not do it: gloo's connections stay while anything (a traceback, a model) refers to a
+        destroy_process_group does not do it: gloo's connections stay while anything (a traceback, a
+            model) refers to a
         group.
         """
         import psutil

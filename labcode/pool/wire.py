@@ -1,7 +1,8 @@
 """How functions, arguments and results travel between a notebook and the engines of its pool.
 
-Plain pickle sends a function as "module and name", which an engine cannot look up when the function was typed into a
-cell. cloudpickle sends the code itself with the globals that it mentions; it does the same for classes.
+Plain pickle sends a function as "module and name", which an engine cannot look up when the function
+was typed into a cell. cloudpickle sends the code itself with the globals that it mentions; it does
+the same for classes.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ loads = pickle.loads
 
 
 class _Pickler(cloudpickle.Pickler):
-    """Tensors travel as CPU tensors that own their memory: no graph, and a view does not take its whole storage along."""
+    """Tensors travel as CPU tensors without a graph, views without the rest of their storage."""
 
     def reducer_override(self, obj: Any) -> Any:
         torch = sys.modules.get("torch")
@@ -55,7 +56,8 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
             name = getattr(fn, "__name__", repr(fn))
             reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             raise TypeError(
-                f"{name} cannot be sent to the ranks: {reason}: pass plain values and tensors, build the rest inside {name}"
+                f"{name} cannot be sent to the ranks: {reason}: pass plain values and tensors, "
+                f"build the rest inside {name}"
             ) from None
 
 
@@ -69,7 +71,7 @@ def _module_of(fn: Callable[..., Any]) -> ModuleType | None:
 
 @contextlib.contextmanager
 def _by_value(module: ModuleType | None) -> Iterator[None]:
-    """Send what `module` defines as code if it is a script or a test, which the engines may not be able to import."""
+    """Send what `module` defines as code where the engines may not be able to import it."""
     if module is None or _importable_everywhere(module):
         yield
         return
@@ -81,7 +83,7 @@ def _by_value(module: ModuleType | None) -> Iterator[None]:
 
 
 def _importable_everywhere(module: ModuleType) -> bool:
-    """Whether the engines can import a module, or cloudpickle sends it by value anyway (`__main__`)."""
+    """Whether engines can import a module; `__main__` counts: cloudpickle sends it by value."""
     path = getattr(module, "__file__", None)
     if not path or module.__name__.partition(".")[0] in ("__main__", "labcode"):
         return True

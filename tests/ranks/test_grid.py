@@ -1,4 +1,4 @@
-"""The process groups of a grid, made for real, against the arithmetic of GridShape and PyTorch's device mesh."""
+"""The process groups of a grid against the arithmetic of GridShape and PyTorch's device mesh."""
 
 import itertools
 
@@ -16,7 +16,7 @@ COMBINATIONS = [axes for count in range(5) for axes in itertools.combinations(AX
 
 
 def members(shapes):
-    """For each shape and each combination of axes: the global ranks of this rank's group, and the sum of ranks over it."""
+    """For each shape and combination of axes: the ranks of this rank's group, and their sum."""
     import torch
     import torch.distributed as dist
 
@@ -51,7 +51,7 @@ def test_one_and_two_ranks_have_real_groups_too(ranks1, ranks2):
 
 
 def meshes(sizes, order):
-    """(our mesh, PyTorch's mesh of the same sizes) as lists of ranks, with the groups of each dim."""
+    """Our mesh and PyTorch's of the same sizes, as lists of ranks, with the groups of each dim."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
 
@@ -105,7 +105,7 @@ def test_an_impossible_grid_and_an_unknown_axis_are_refused(ranks2):
 
 
 def sum_over_dp(shape):
-    """One collective in a grid, which a reference cycle keeps alive after the call, as a model with hooks does."""
+    """One collective in a grid that a reference cycle keeps alive, as a model with hooks does."""
     import torch
     import torch.distributed as dist
 

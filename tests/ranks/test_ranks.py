@@ -1,11 +1,9 @@
 """The pool of ranks: what travels, what a failure looks like, and that nothing is left behind."""
 
 import functools
-import gc
 import os
 import pickle
 import signal
-import statistics
 import subprocess
 import sys
 import threading
@@ -17,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode.pool import wire as _wire
+from labcode import processes
+from labcode.pool import wire
 from labcode.pool.ranks import RankError, Ranks
 
-SOON_S = 15.0  # far below any collective's time-out: whoever needs longer has waited for one
 FACTOR = 3
 
 
@@ -43,14 +41,18 @@ def helper(x):
     return FACTOR * x
 
 
-def gone(processes, within_s=20.0):
-    """Whether all of them end; a zombie waits only for its new parent to look."""
+def wait_until(true, within_s=120.0):
+    """The limit is for a test that hangs, not for a busy machine."""
     deadline = time.monotonic() + within_s
-    left = list(processes)
-    while left and time.monotonic() < deadline:
-        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+    while not true():
+        assert time.monotonic() < deadline, "it did not become true"
         time.sleep(0.05)
-    return not left
+
+
+def wait_gone(members):
+    """Until all of some processes have ended."""
+    left = list(members)
+    wait_until(lambda: not any(processes.alive(process) for process in left))
 
 
 def family(pid=None):
@@ -79,7 +81,7 @@ def brief():
         yield pool
 
 
-# ---------------------------------------------------------------------------------------------------------------- calls
+# ---- calls
 
 
 def test_results_come_in_rank_order(ranks4):
@@ -93,15 +95,6 @@ def test_results_come_in_rank_order(ranks4):
 
 def test_one_rank_is_a_pool_too(ranks1):
     assert ranks1.run(lambda rank, x: (rank, x, all_reduced(5)), 7) == [(0, 7, 5)]
-
-
-def test_a_call_costs_under_a_fifth_of_a_second(ranks4):
-    times = []
-    for _ in range(20):
-        start = time.perf_counter()
-        ranks4.run(lambda rank: rank)
-        times.append(time.perf_counter() - start)
-    assert statistics.median(times) < 0.2
 
 
 def test_the_rank_is_passed_to_a_first_parameter_of_that_name_only(ranks2):
@@ -161,7 +154,7 @@ def test_tensors_travel_both_ways(ranks2):
 
 def test_a_view_does_not_carry_its_storage():
     data = torch.randn(1000, 1000)
-    sent = _wire.dumps({"batch": data[3:5], "weight": torch.nn.Parameter(torch.ones(2))})
+    sent = wire.dumps({"batch": data[3:5], "weight": torch.nn.Parameter(torch.ones(2))})
     assert len(sent) < 20_000
     assert torch.equal(pickle.loads(sent)["batch"], data[3:5])
     assert pickle.loads(sent)["weight"].requires_grad
@@ -207,7 +200,7 @@ def test_groups_of_a_call_do_not_pile_up(ranks2):
     assert works(ranks2)
 
 
-# ------------------------------------------------------------------------------------------------------------- failures
+# ---- failures
 
 
 def in_all_reduce(rank):
@@ -243,23 +236,26 @@ def asleep(rank):
 @pytest.mark.parametrize(
     "others", [in_all_reduce, in_a_subgroup, in_new_group, in_backward, in_python, asleep]
 )
-def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys):
+def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys, monkeypatch):
+    # Less than the time-out of the pool's collectives: a rank that waits for that is replaced.
+    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 0.7 * ranks4.timeout_s)
+    before = pids(ranks4)
+
     def fail_on_two(rank):
         print("started")
         if rank == 2 and others is not in_a_subgroup:
             raise ValueError("boom")
         others(rank)
 
-    start = time.monotonic()
     with pytest.raises(RankError) as caught:
         ranks4.run(fail_on_two)
-    assert time.monotonic() - start < SOON_S
     assert str(caught.value) == "rank 2: ValueError: boom" and caught.value.rank == 2
     notes = "\n".join(caught.value.__notes__)
     assert 'raise ValueError("boom")' in notes and Path(__file__).name in notes
     assert notes.count("Traceback") == 1 and "rank 0" not in notes
     assert capsys.readouterr().out.splitlines() == [f"[rank {r}] started" for r in range(4)]
     assert works(ranks4)
+    assert pids(ranks4) == before  # all of them obeyed at once
 
 
 def test_a_rank_that_leaves_is_a_failure_too(ranks2):
@@ -305,10 +301,8 @@ def test_a_missing_rank_is_an_error_after_the_time_out(brief):
         if rank == 0:
             dist.barrier()
 
-    start = time.monotonic()
-    with pytest.raises(RankError, match=r"^rank 0: .*Timed out") as caught:
+    with pytest.raises(RankError, match=r"^rank 0: .*Timed out waiting 4000ms") as caught:
         brief.run(miss)
-    assert 3.5 < time.monotonic() - start < SOON_S
     assert "finished before: rank 1" in caught.value.__notes__
     assert works(brief)
 
@@ -338,25 +332,20 @@ def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief):
     victim = pids(brief)[1]
     timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     timer.start()
-    start = time.monotonic()
     message = r"^engine of rank 1 died \(killed by signal 9\): call ranks.restart\(\)$"
     with pytest.raises(RankError, match=message):
         brief.run(lambda rank: asleep(rank))
-    assert time.monotonic() - start < SOON_S
-    start = time.monotonic()
     with pytest.raises(RankError, match=message):
         brief.run(lambda rank: rank)
-    assert time.monotonic() - start < 1.0
     assert repr(brief) == "Ranks(2, not running)"
-    mine = [
-        p for p in everything if p.pid in {process.pid for process in brief._processes.processes}
-    ]
+    own = {process.pid for process in brief._processes.processes}
+    mine = [process for process in everything if process.pid in own]
     brief.restart()
-    assert gone(mine)
+    wait_gone(mine)
     assert works(brief) and repr(brief) == "Ranks(2, running)"
 
 
-# ------------------------------------------------------------------------------------------------------------------ end
+# ---- end
 
 
 def test_a_closed_pool_says_so_and_leaves_nothing():
@@ -367,7 +356,8 @@ def test_a_closed_pool_says_so_and_leaves_nothing():
     pool.start()  # runs already
     assert len(mine) >= 2 and folder.is_dir() and pids(pool)[0] in {p.pid for p in mine}
     pool.close()
-    assert gone(mine) and not folder.exists()
+    wait_gone(mine)
+    assert not folder.exists()
     with pytest.raises(RuntimeError, match=r"^this pool of 1 ranks is closed: call restart\(\)"):
         pool.run(lambda: 1)
 
@@ -392,7 +382,7 @@ def hang(rank, folder):
     Path(folder, f"hangs-{rank}").touch()
     dist.recv(torch.ones(1), src=1 - rank)
 
-pool = Ranks(2, timeout_s=300)
+pool = Ranks(2, timeout_s=3000)
 try:
     pool.run(hang, sys.argv[1])
 except KeyboardInterrupt:
@@ -420,25 +410,21 @@ def start_owner(folder, *words):
 
 
 def wait_for_hang(folder):
-    deadline = time.monotonic() + 120
-    while len(list(Path(folder).glob("hangs-*"))) < 2:
-        assert time.monotonic() < deadline, "the ranks did not come to hang"
-        time.sleep(0.05)
+    wait_until(lambda: len(list(Path(folder).glob("hangs-*"))) == 2)
 
 
 def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(tmp_path):
     owner = start_owner(tmp_path, "again")
-    start = time.monotonic()
     owner.send_signal(signal.SIGINT)
     assert owner.stdout.readline() == "interrupted [0, 1]\n"
-    assert time.monotonic() - start < SOON_S
     wait_for_hang(tmp_path)
     children = family(owner.pid)
     assert len(children) >= 3  # two engines and their controller
     folder = Path(next(word for word in children[0].cmdline() if "labcode-ranks-" in word))
     owner.kill()
     owner.wait()
-    assert gone(children) and not folder.exists()
+    wait_gone(children)
+    wait_until(lambda: not folder.exists())
 
 
 def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path):
@@ -446,41 +432,79 @@ def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path):
     children = family(owner.pid)
     owner.send_signal(signal.SIGINT)
     assert owner.stdout.read() == "interrupted [0, 1]\n0 left\n" and owner.wait(60) == 0
-    assert gone(children)
+    wait_gone(children)
 
 
-# ------------------------------------------------------------------------------------------------------------- notebook
+# ---- notebook
 
 HANG = "open({folder!r} + '/hangs-%d' % rank, 'w').close(); dist.recv(torch.ones(1), src=1 - rank)"
-PEOPLE = "import os, psutil\nprint(os.getpid(), *(p.pid for p in psutil.Process().children(recursive=True)))"
+PEOPLE = """
+import os, psutil
+people = psutil.Process().children(recursive=True)
+print(os.getpid(), *(person.pid for person in people))
+"""
+TOTAL = """
+def total(rank, y):
+    x = torch.tensor([y + rank])
+    dist.all_reduce(x)
+    print('at', rank)
+    return x.item() + Box.size
+"""
+START = """
+from labcode.pool.ranks import Ranks
+import torch
+ranks = Ranks(2, timeout_s=3000)
+ranks
+"""
+REDUCE_STATE = """%%px
+state = torch.ones(1) * rank
+dist.all_reduce(state)
+print('rank', rank, 'of', world_size)
+"""
+FAIL_ON_ONE = """%%px
+print('on')
+if rank == 1:
+    raise ValueError('boom')
+dist.all_reduce(state)
+"""
+ALL_FAIL = """
+def fail(rank):
+    raise KeyError('all')
+
+ranks.run(fail)
+"""
+LEAVE = """%%px
+if rank == 1:
+    import os
+    os._exit(3)
+dist.barrier()
+"""
+CLOSED = "RuntimeError: this pool of 2 ranks is closed: call restart() on it, or make a new one"
+# A cell and what a reader sees after it; None where a later line of the test looks at it.
 CELLS = [
-    ("from labcode.pool.ranks import Ranks\nimport torch\nranks = Ranks(2, timeout_s=300)\nranks", "Ranks(2, running)"),
+    (START, "Ranks(2, running)"),
     ("import torch.distributed as dist\nclass Box:\n    size = 4", ""),
-    ("def total(rank, y):\n    x = torch.tensor([y + rank]); dist.all_reduce(x)\n    print('at', rank)\n"
-     "    return x.item() + Box.size", ""),
+    (TOTAL, ""),
     ("ranks.run(total, 10)", "[rank 0] at 0\n[rank 1] at 1\n[25, 25]"),
     ("class Box:\n    size = 5", ""),
     ("ranks.run(total, 10)", "[rank 0] at 0\n[rank 1] at 1\n[26, 26]"),
-    ("%%px\nstate = torch.ones(1) * rank\ndist.all_reduce(state)\nprint('rank', rank, 'of', world_size)",
-     "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2"),
+    (REDUCE_STATE, "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2"),
     ("%%px\nstate.item()", "Out[0:2]: 1.0Out[1:2]: 1.0"),
     ("ranks.run(lambda rank: state.item() + rank)", "[1.0, 2.0]"),
-    ("%%px\nprint('on')\nif rank == 1:\n    raise ValueError('boom')\ndist.all_reduce(state)",
-     "[rank 0] on\n[rank 1] on\nRankError: rank 1: ValueError: boom"),
+    (FAIL_ON_ONE, "[rank 0] on\n[rank 1] on\nRankError: rank 1: ValueError: boom"),
     ("%%px\ndist.all_reduce(state); print(state.item())", "[rank 0] 2.0\n[rank 1] 2.0"),
-    ("def fail(rank):\n    raise KeyError('all')\nranks.run(fail)", "RankError: rank 0: KeyError: 'all'"),
+    (ALL_FAIL, "RankError: rank 0: KeyError: 'all'"),
     ("%%px\n" + HANG, "KeyboardInterrupt:"),
     ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
     ("%%px --targets 1\nprint('only', rank)", "[rank 1] only 1"),
     ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
-    ("%%px\nif rank == 1:\n    import os; os._exit(3)\ndist.barrier()",
-     "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
+    (LEAVE, "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
     (PEOPLE, None),
     ("first = ranks\nranks = Ranks(2)\nfirst, ranks", "(Ranks(2, not running), Ranks(2, running))"),
-    ("first.run(print)", "RuntimeError: this pool of 2 ranks is closed: call restart() on it, or make a new one"),
+    ("first.run(print)", CLOSED),
     ("%%px\nprint(rank)", "[rank 0] 0\n[rank 1] 1"),
     (PEOPLE, None),
-]  # fmt: skip
+]
 
 
 def text_of(cell):
@@ -514,20 +538,17 @@ def test_in_a_notebook(tmp_path):
     with client.setup_kernel():
         seen, people = [], []
         for index, cell in enumerate(notebook.cells):
-            start = time.monotonic()
             if "hangs-" in cell.source:
                 threading.Thread(target=interrupt_when_it_hangs, daemon=True).start()
             client.execute_cell(cell, index)
             seen.append(text_of(cell))
             if cell.source == PEOPLE:  # the kernel and all below it
                 people.append([psutil.Process(int(pid)) for pid in seen[-1].split()])
-            if "hangs-" in cell.source or "raise" in cell.source:
-                assert time.monotonic() - start < 2 * SOON_S
         assert [text for text, (_, due) in zip(seen, CELLS) if due is not None] == [
             due for _, due in CELLS if due is not None
         ]
         (kernel, *old), (same, *new) = people
         assert kernel == same and len(new) >= 3
-        assert gone(old)  # the cell with Ranks(2) ran again: nothing of the first pool is left
+        wait_gone(old)  # the cell with Ranks(2) ran again: nothing of the first pool is left
         kernel.kill()
-        assert gone(new)
+        wait_gone(new)

@@ -37,6 +37,7 @@ GROUND = {
     "config",
     "recipes",
     "launch",
+    "launch_rank",
     "processes",
 }
 GROUND |= {"schedules", "command", "processes", "suggest"}

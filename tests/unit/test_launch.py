@@ -1,4 +1,4 @@
-"""torchrun from Python: labelled output in order, the first failure as one error, no process left."""
+"""torchrun from Python: labelled output in order, the first failure as one error, nothing left."""
 
 import os
 import re
@@ -41,22 +41,6 @@ def module(tmp_path, monkeypatch):
         return name
 
     return write
-
-
-def gone(processes, within_s=20.0):
-    deadline = time.monotonic() + within_s
-    left = list(processes)
-    while left and time.monotonic() < deadline:
-        left = [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
-        time.sleep(0.05)
-    return not left
-
-
-def wait_for(*paths):
-    deadline = time.monotonic() + 60
-    while not all(map(os.path.exists, paths)):
-        assert time.monotonic() < deadline, f"{paths} did not appear"
-        time.sleep(0.02)
 
 
 class Reader:
@@ -102,20 +86,22 @@ def test_output_streams_labelled_and_in_order(module, monkeypatch):
         "[rank 0] question",
         *(f"[rank {turn % 2}] turn {turn}" for turn in range(10)),
     ]
-    below = [
+    # The first two take another way than Python's own prints: they come somewhere among them.
+    due = [
         "from C",
         "from a child",
-    ]  # on another way than Python's own prints: somewhere among them
-    assert sorted(lines[11:]) == sorted(
-        f"[rank 1] {line}"
-        for line in [*below, "x" * 10_000, "100%", "['--steps', '3', 'a b', '$HOME'] 2 blue"]
-    )
+        "x" * 10_000,
+        "100%",
+        "['--steps', '3', 'a b', '$HOME'] 2 blue",
+    ]
+    assert sorted(lines[11:]) == sorted(f"[rank 1] {line}" for line in due)
 
 
 def test_one_rank_runs_under_torchrun_too_and_can_be_silent(module, capsys):
-    name = module(
-        "print(rank, os.environ['WORLD_SIZE'], 'TORCHELASTIC_RUN_ID' in os.environ, __name__, sys.argv)"
-    )
+    name = module("""
+        under_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        print(rank, os.environ["WORLD_SIZE"], under_torchrun, __name__, sys.argv)
+    """)
     done = launch.run(name, nproc=1, echo=False)
     assert done.output == f"[rank 0] 0 1 True __main__ ['{Path('job.py').resolve()}']"
     assert capsys.readouterr().out == ""
@@ -136,22 +122,21 @@ def test_the_first_failure_is_the_error(module):
     assert caught.value.rank == 1
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] ready", "[rank 1] ready"]
     (note,) = caught.value.__notes__
-    assert 'raise ValueError("boom")' in note and "runpy" not in note and "launch.py" not in note
+    assert 'raise ValueError("boom")' in note and "runpy" not in note and "launch_rank" not in note
 
 
 def test_the_error_of_a_rank_while_another_waits_in_a_collective(module):
     name = module("""
         from labcode.comm import bootstrap
         import torch.distributed as dist
-        bootstrap.start(timeout_s=60)
+        bootstrap.start(timeout_s=3000)
         if rank == 1:
             raise ValueError("boom")
         dist.barrier()
     """)
-    start = time.monotonic()
+    # Whoever waited for the time-out of the collective would meet that of the test first.
     with pytest.raises(launch.LaunchError, match=r"^rank 1 failed after .* s: ValueError: boom"):
-        launch.run(name, nproc=2, timeout_s=120, echo=False)
-    assert time.monotonic() - start < 45  # no one waited for the time-out of the collective
+        launch.run(name, nproc=2, timeout_s=250, echo=False)
 
 
 @pytest.mark.parametrize(
@@ -170,10 +155,11 @@ def test_other_ways_to_fail(module, code, reason):
     assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
 
 
-def test_a_time_out_ends_every_process(module, monkeypatch, living):
+def test_a_time_out_ends_every_process(module, monkeypatch, living, gone):
     def monotonic():
         """Jumps over the time-out once both ranks run."""
-        return time.monotonic() + (1000 if all(map(os.path.exists, ("pids-0", "pids-1"))) else 0)
+        both_run = os.path.exists("pids-0") and os.path.exists("pids-1")
+        return time.monotonic() + (1000 if both_run else 0)
 
     monkeypatch.setattr(
         launch, "time", SimpleNamespace(monotonic=monotonic, sleep=time.sleep, time=time.time)
@@ -195,15 +181,21 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living):
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] started", "[rank 1] started"]
     pids = [int(pid) for path in Path().glob("pids-*") for pid in path.read_text().split()]
     assert len(pids) == 4
-    assert gone([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)])
+    gone(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
     assert living(Path.cwd()) == []
 
 
-LAUNCHER = "from labcode import launch\ntry:\n    launch.run('job', nproc=2)\nfinally:\n    print('ended', flush=True)\n"
+LAUNCHER = """
+from labcode import launch
+try:
+    launch.run("job", nproc=2)
+finally:
+    print("ended", flush=True)
+"""
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how):
+def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how, until, gone):
     module("""
         tell(f"started-{rank}")
         try:
@@ -214,7 +206,7 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
     launcher = subprocess.Popen(
         [sys.executable, "-c", LAUNCHER], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     )
-    wait_for("started-0", "started-1")
+    until(lambda: os.path.exists("started-0") and os.path.exists("started-1"))
     children = psutil.Process(launcher.pid).children(recursive=True)
     assert len(children) >= 3  # torchrun and two ranks
     command = children[-1].cmdline()
@@ -222,15 +214,13 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how)
     if how == signal.SIGINT:
         out, err = launcher.communicate(timeout=60)
         assert out == "ended\n" and err.strip().endswith("KeyboardInterrupt")
-        assert os.path.exists("cleaned-0") and os.path.exists(
-            "cleaned-1"
-        )  # the ranks could close their files
-    assert gone(children)
+        # The ranks could close their files.
+        assert os.path.exists("cleaned-0")
+        assert os.path.exists("cleaned-1")
+    gone(children)
     launcher.communicate(timeout=60)
-    assert not any(
-        word.startswith("/") and "labcode-launch-" in word and os.path.exists(word)
-        for word in command
-    )
+    folders = [word for word in command if word.startswith("/") and "labcode-launch-" in word]
+    assert folders and not any(map(os.path.exists, folders))
 
 
 def test_no_rank_is_one_line():

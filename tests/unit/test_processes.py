@@ -106,7 +106,8 @@ def test_ending_what_has_ended_is_fine(start):
     processes.end([])
 
 
-# A launcher starts an agent, the agent a rank, as `launch` does with torchrun; the rank has a worker.
+# A launcher starts an agent, the agent a rank, as `launch` does with torchrun; the rank has a
+# worker.
 AGENT = """
 import labcode.processes
 command = [sys.executable, "-c", {rank!r}]

@@ -1,11 +1,13 @@
 """A job without SLURM: two emulated nodes on this machine, the same handle, and no process left."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
@@ -15,7 +17,7 @@ from labcode.slurm.run import local
 from labcode.slurm.run.client import Client
 from labcode.slurm.run.handle import JobFailed
 from labcode.slurm.run.submit import submit
-from labcode.slurm.run.supervisor import MODULE, Record
+from labcode.slurm.run.supervisor import MODULE, Plan, Record
 from labcode.slurm.script.job import Job
 
 TINY = (
@@ -32,9 +34,9 @@ TINY = (
 
 @pytest.fixture(autouse=True)
 def nothing_left(tmp_path, monkeypatch, living):
-    """Each test in a folder of its own, which ranks can import from; no process that works there outlives it."""
+    """A folder for each test, which ranks can import from; no process that works there is left."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     yield
     assert living(tmp_path) == []
 
@@ -42,13 +44,6 @@ def nothing_left(tmp_path, monkeypatch, living):
 def module(name, code):
     Path(f"{name}.py").write_text(textwrap.dedent(code))
     return name
-
-
-def until(ask, seconds=40):
-    end = time.monotonic() + seconds
-    while not ask():
-        assert time.monotonic() < end
-        time.sleep(0.1)
 
 
 def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd):
@@ -80,7 +75,12 @@ def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd
 
 
 def test_the_failing_rank_is_named_and_the_others_are_ended():
-    code = "import os, time\nif os.environ['RANK'] == '1': raise ValueError('no such thing as 7')\ntime.sleep(200)"
+    code = """
+        import os, time
+        if os.environ["RANK"] == "1":
+            raise ValueError("no such thing as 7")
+        time.sleep(200)
+    """
     handle = submit(Job("", nodes=2, ranks_per_node=1, module=module("failing", code)), here=True)
     with pytest.raises(JobFailed, match="FAILED: rank 1: ValueError: no such thing as 7") as error:
         handle.wait(echo=False, timeout_s=100)
@@ -115,7 +115,7 @@ def test_an_interrupted_submission_ends_its_job():
     assert local.find(number, Path()).state == "CANCELLED"
 
 
-def test_when_the_submitter_is_killed_the_job_ends_by_itself(tmp_path, living):
+def test_when_the_submitter_is_killed_the_job_ends_by_itself(tmp_path, living, until):
     waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
     argv = [
         sys.executable,
@@ -137,7 +137,7 @@ def test_when_the_submitter_is_killed_the_job_ends_by_itself(tmp_path, living):
     until(lambda: not living(tmp_path))
 
 
-def test_ranks_end_when_their_supervisor_is_killed(tmp_path, living):
+def test_ranks_end_when_their_supervisor_is_killed(tmp_path, living, until):
     waiting = module("waiting", "import time; print('asleep', flush=True); time.sleep(200)")
     handle = submit(Job("", ranks_per_node=1, module=waiting), here=True, keep=True)
     until(lambda: "asleep" in handle.log())
@@ -154,16 +154,14 @@ def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
         for _ in range(2000):
             time.sleep(0.1)
     """
-    start = f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{module('patient', code)}'])"  # as torchrun does
-    record, log = Path("a-1.json").absolute(), Path("a.log").absolute()
+    patient = module("patient", code)
+    # As torchrun does.
+    start = f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{patient}'])"
+    record = Path("a-1.json").absolute()
+    log = Path("a.log").absolute()
     Record("RUNNING", "a", nodes=1, minutes=12 / 60, log=str(log), started=time.time()).save(record)
-    plan = {
-        "agents": [[sys.executable, "-c", start]],
-        "record": str(record),
-        "owner": 0,
-        "usr1_s": 8,
-    }
-    subprocess.run([sys.executable, "-m", MODULE, json.dumps(plan)], check=True, timeout=60)
+    plan = Plan(agents=[[sys.executable, "-c", start]], record=str(record), usr1_s=8)
+    subprocess.run([sys.executable, "-m", MODULE, json.dumps(asdict(plan))], check=True)
     ended = Record.read(record)
     assert ended.state == "TIMEOUT" and ended.ended - ended.started > 11
     first, *others = log.read_text().split()

@@ -1,6 +1,9 @@
-"""A job without SLURM: one torchrun agent for each emulated node of this machine, rendezvous over TCP on 127.0.0.1.
+"""A job without SLURM: one torchrun agent for each emulated node of this machine.
 
-`start` begins a `supervisor` process, which starts the agents and ends them; the handle reads what it writes down.
+The agents meet over TCP on 127.0.0.1.
+
+`start` begins a `supervisor` process, which starts the agents and ends them; the handle reads what
+it writes down.
 """
 
 import contextlib
@@ -18,10 +21,12 @@ from pathlib import Path
 
 import psutil
 
+from labcode import launch
 from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
-from labcode.slurm.run.supervisor import GRACE_S, MODULE, Record
+from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
 from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import count
 from labcode.slurm.script.site import Site
 
 
@@ -35,33 +40,36 @@ class LocalHandle(Handle):
         keep: bool,
         limit_s: float,
         process: subprocess.Popen | None = None,
-    ):
+    ) -> None:
         super().__init__(record.stem.rpartition("-")[2], where, keep, limit_s)
-        self.record, self.process = record, process
+        self.record = record
+        self.process = process
 
     def info(self) -> JobInfo:
         """What the supervisor wrote down; a supervisor that was killed is a failure."""
         alive = self._alive()
         record = Record.read(self.record)  # after the question, so that what it wrote last counts
         if record.state not in FINAL and not alive:
-            record.state, record.reason = "FAILED", "the supervisor of the job was killed"
-        code = (0, -record.code) if record.code < 0 else (record.code, 0)
-        seconds = int((record.ended or time.time()) - record.started) if record.started else 0
+            record.state = "FAILED"
+            record.reason = "the supervisor of the job was killed"
+        seconds = 0
+        if record.started:
+            seconds = int((record.ended or time.time()) - record.started)
         return JobInfo(
             id=self.number,
             name=record.name,
             state=record.state,
             reason=record.reason,
-            exit_code=code,
+            exit_code=(0, -record.code) if record.code < 0 else (record.code, 0),
             restarts=0,
             nodes=f"{record.nodes} emulated",
             run_time=_clock(seconds),
             time_limit=_clock(int(record.minutes * 60)),
             log=Path(record.log),
-            fields=asdict(record),
+            fields={name: str(value) for name, value in asdict(record).items()},
         )
 
-    def _alive(self):
+    def _alive(self) -> bool:
         if self.process is not None:
             return self.process.poll() is None
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -73,11 +81,9 @@ class LocalHandle(Handle):
         """Ask the supervisor to end the job, and wait until no process of it is left."""
         end = time.monotonic() + 3 * GRACE_S
         while self._alive() and time.monotonic() < end:
+            pid = self.process.pid if self.process else Record.read(self.record).pid
             with contextlib.suppress(ProcessLookupError):
-                os.kill(
-                    self.process.pid if self.process else Record.read(self.record).pid,
-                    signal.SIGTERM,
-                )
+                os.kill(pid, signal.SIGTERM)
             time.sleep(0.2)
 
 
@@ -94,35 +100,35 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
         ValueError: The job is an array, which needs SLURM.
     """
     if job.array or job.dependency:
-        raise ValueError(
-            f"an {'array' if job.array else 'order among jobs'} needs SLURM: slurm/cluster up 2 starts one here"
-        )
+        what = "an array" if job.array else "an order among jobs"
+        raise ValueError(f"{what} needs SLURM: slurm/cluster up 2 starts one here")
     number = f"here{uuid.uuid4().hex[:6]}"
     base = folder.absolute() / f"{job.name}-{number}"
-    record, log = base.with_name(base.name + ".json"), base.with_name(base.name + ".log")
+    record = base.with_name(base.name + ".json")
+    log = base.with_name(base.name + ".log")
     out = os.path.expandvars(f"{site.scratch.rstrip('/')}/{job.name}-{number}")
-    gpus = _gpus() if site.gpus.per_node else 0
-    plan = {
-        "agents": [
-            _agent(job, node, number, port, out, gpus)
-            for port in [_free_port()]
-            for node in range(job.nodes)
-        ],
-        "record": str(record),
-        "owner": 0 if keep else os.getpid(),
-        "usr1_s": job.minutes * 60 - job.signal_s if job.resumes else None,
-    }
+    gpus = _count_gpus() if site.gpus.per_node else 0
+    port = _free_port()
+    plan = Plan(
+        agents=[_agent(job, node, number, port, out, gpus) for node in range(job.nodes)],
+        record=str(record),
+        owner=0 if keep else os.getpid(),
+        usr1_s=job.minutes * 60 - job.signal_s if job.resumes else None,
+    )
     log.touch()
     Record("RUNNING", job.name, job.nodes, job.minutes, str(log), started=time.time()).save(record)
-    process = subprocess.Popen(
-        [sys.executable, "-m", MODULE, json.dumps(plan)],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.DEVNULL,
-        stderr=open(log, "ab"),  # noqa: SIM115 (handed to the child)
-        start_new_session=True,  # Ctrl-C reaches the submitting process alone, which then cancels
-    )
-    device = "" if gpus < job.world_size else f", {gpus} GPUs"
-    where = f"this machine, no SLURM: {_count(job.nodes, 'emulated node')} x {_count(job.ranks_per_node, 'rank')}{device}"
+    with open(log, "ab") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-m", MODULE, json.dumps(asdict(plan))],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            # Ctrl-C reaches the submitting process alone, which then cancels the job.
+            start_new_session=True,
+        )
+    nodes = count(job.nodes, "emulated node")
+    device = f", {gpus} GPUs" if gpus >= job.world_size else ""
+    where = f"this machine, no SLURM: {nodes} x {count(job.ranks_per_node, 'rank')}{device}"
     return LocalHandle(record, where, keep, job.minutes * 60 + 60.0, process)
 
 
@@ -137,8 +143,25 @@ def find(number: str, folder: Path) -> LocalHandle:
     return LocalHandle(record.absolute(), "this machine, no SLURM", True, 3600.0)
 
 
-def _agent(job, node, number, port, out, gpus):
+def _agent(job: Job, node: int, number: str, port: int, out: str, gpus: int) -> list[str]:
     """The command line of the agent of one emulated node."""
+    env = _environment(job, node, gpus)
+    torchrun = launch.torchrun(
+        f"--nnodes={job.nodes}",
+        f"--rdzv-id={number}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=127.0.0.1:{port}",
+        f"--rdzv-conf=is_host={1 if node == 0 else 0}",
+        "--local-addr=127.0.0.1",
+        nproc=job.ranks_per_node,
+    )
+    settings = [f"{name}={value}" for name, value in env.items()]
+    rank = ["-m", "labcode.processes", OWN_PID, job.module, *job.arguments(out)]
+    return ["env", *settings, *torchrun, *rank]
+
+
+def _environment(job: Job, node: int, gpus: int) -> dict[str, str]:
+    """The environment variables of one emulated node."""
     cores = max(1, (os.cpu_count() or 1) // job.world_size)
     env = {
         "PYTHONUNBUFFERED": "1",
@@ -153,24 +176,14 @@ def _agent(job, node, number, port, out, gpus):
         env["CUDA_VISIBLE_DEVICES"] = ""
     if job.nccl_debug:
         env["NCCL_DEBUG"] = job.nccl_debug
-    torchrun = [
-        f"--nnodes={job.nodes}",
-        f"--nproc-per-node={job.ranks_per_node}",
-        f"--rdzv-id={number}",
-    ]
-    torchrun += [
-        "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=127.0.0.1:{port}",
-        f"--rdzv-conf=is_host={int(node == 0)}",
-    ]
-    torchrun += ["--local-addr=127.0.0.1", "-m", MODULE, "rank", job.module, *job.arguments(out)]
-    return [
-        "env", *(f"{name}={value}" for name, value in env.items()), sys.executable, "-m", "torch.distributed.run", *torchrun
-    ]  # fmt: skip
+    return env
 
 
-def _loopback():
-    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+def _loopback() -> str:
+    for _, name in socket.if_nameindex():
+        if name.startswith("lo"):
+            return name
+    return "lo"
 
 
 def _free_port() -> int:
@@ -179,22 +192,18 @@ def _free_port() -> int:
         return found.getsockname()[1]
 
 
-def _gpus() -> int:
+def _count_gpus() -> int:
     """How many GPUs the driver knows."""
     if not shutil.which("nvidia-smi"):
         return 0
     try:
-        listed = subprocess.run(
-            ["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30
-        ).stdout
+        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return 0
-    return sum(line.startswith("GPU ") for line in listed.splitlines())
+    return len([line for line in done.stdout.splitlines() if line.startswith("GPU ")])
 
 
-def _count(number, what):
-    return f"{number} {what}{'' if number == 1 else 's'}"
-
-
-def _clock(seconds):
-    return f"{seconds // 3600:02}:{seconds % 3600 // 60:02}:{seconds % 60:02}"
+def _clock(seconds: int) -> str:
+    minutes, seconds = divmod(seconds, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours:02}:{minutes:02}:{seconds:02}"
