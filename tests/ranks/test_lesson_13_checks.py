@@ -13,7 +13,7 @@ import pytest
 
 from labcode import recipes
 from labcode.comm.counting import counted, totals
-from labcode.perf import alpha_beta as comm
+from labcode.perf import alpha_beta
 from labcode.perf import step as expected
 from labcode.perf import traffic as placement
 from labcode.pool.ranks import RankError
@@ -354,7 +354,7 @@ def test_a_link_is_as_slow_as_its_slowest_part():
     assert cluster.link([0, 1]) == cluster.link([2, 3]) == cluster.inside
     assert cluster.link([1, 2]) == cluster.link([0, 1, 2, 3]) == cluster.between
     parts = expected.iteration_parts(l13.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
-    assert parts["dp"] == comm.time_s(
+    assert parts["dp"] == alpha_beta.time_s(
         "all_reduce", 4, 4 * l13.MODEL.num_parameters, cluster.between
     )
     assert parts["tp"] == parts["pp"] == parts["bubble"] == 0

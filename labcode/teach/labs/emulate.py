@@ -24,7 +24,7 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
-from labcode.perf import alpha_beta as comm
+from labcode.perf import alpha_beta
 from labcode.perf.alpha_beta import Link
 from labcode.perf.step import ClusterModel
 from labcode.perf.traffic import Traffic, ring
@@ -104,7 +104,7 @@ class _Emulator(TorchDispatchMode):
 
     def _take(self, kind, members, num_bytes):
         self.catch_up()
-        seconds = comm.time_s(kind, len(members), num_bytes, self.cluster.link(members))
+        seconds = alpha_beta.time_s(kind, len(members), num_bytes, self.cluster.link(members))
         self.sent.append(SentMessage(kind, members, num_bytes, seconds))
         time.sleep(seconds)
 
