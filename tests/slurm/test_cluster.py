@@ -9,8 +9,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -26,13 +27,18 @@ CLI = [str(ROOT / "slurm/cluster")]
 # The command takes .venv of the repository, or the first python3: let that be this one.
 CLI_ENV = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
 
+# Runs some words, and returns the completed process.
+Run = Callable[..., subprocess.CompletedProcess[str]]
+Submit = Callable[[str], subprocess.CompletedProcess[str]]
+
 
 def leftovers(name: str) -> list[object]:
     """What there still is of a cluster: its folder, its processes, its mounts, its interfaces."""
     folder = base() / name
     mounts = Path("/proc/self/mounts").read_text().splitlines()
     devices = Path("/proc/net/dev").read_text().splitlines()
-    found: list[object] = processes_of(folder)
+    found: list[object] = []
+    found += processes_of(folder)
     found += [line for line in mounts if str(folder) in line]
     found += [line for line in devices if re.match(r" *(n\d+|br0):", line)]
     if folder.exists():
@@ -66,7 +72,7 @@ def command_lines(cluster: Cluster) -> str:
 # ----------------------------------------------------------------------------------- hosts and jobs
 
 
-def test_each_node_is_a_host_of_its_own(cluster2):
+def test_each_node_is_a_host_of_its_own(cluster2: Cluster) -> None:
     script = (
         "hostname; hostname -i; readlink /proc/self/ns/pid /proc/self/ns/net; "
         "cat /proc/1/cmdline | tr '\\0' ' '"
@@ -85,7 +91,9 @@ def test_each_node_is_a_host_of_its_own(cluster2):
     assert cluster2.node("n1", ["ls", "/sys/class/net"]).stdout.split() == ["docker0", "eth0", "lo"]
 
 
-def test_a_job_runs_on_both_nodes_with_their_gpus_and_this_file_system(cluster2, tmp_path):
+def test_a_job_runs_on_both_nodes_with_their_gpus_and_this_file_system(
+    cluster2: Cluster, tmp_path: Path
+) -> None:
     show = 'echo "$(hostname) $SLURM_PROCID $CUDA_VISIBLE_DEVICES $(pwd)"'
     srun = ["srun", "-N2", "--ntasks-per-node=2", "--gpus-per-node=2", "--chdir", tmp_path]
     lines = cluster2.exec([*srun, "sh", "-c", show]).stdout.splitlines()
@@ -97,14 +105,16 @@ def test_a_job_runs_on_both_nodes_with_their_gpus_and_this_file_system(cluster2,
     ]
 
 
-def test_with_a_gpu_for_each_task_a_task_sees_one(cluster2):
+def test_with_a_gpu_for_each_task_a_task_sees_one(cluster2: Cluster) -> None:
     show = ["sh", "-c", "echo $CUDA_VISIBLE_DEVICES"]
     said = cluster2.exec(["srun", "-n2", "-N1", "--gpus-per-task=1", *show]).stdout
     assert len(said.split()) == 2
     assert "," not in said
 
 
-def test_a_step_above_its_memory_is_killed_and_the_log_says_so(cluster2, tmp_path):
+def test_a_step_above_its_memory_is_killed_and_the_log_says_so(
+    cluster2: Cluster, tmp_path: Path
+) -> None:
     grow = "import os, time; kept = os.urandom(1) * 600_000_000; time.sleep(60)"
     script = tmp_path / "grow.sbatch"
     script.write_text(
@@ -127,7 +137,9 @@ def test_a_step_above_its_memory_is_killed_and_the_log_says_so(cluster2, tmp_pat
 # --------------------------------------------------------------------------------------------- exec
 
 
-def test_exec_keeps_folder_and_environment_and_tells_of_failure(cluster2, tmp_path, monkeypatch):
+def test_exec_keeps_folder_and_environment_and_tells_of_failure(
+    cluster2: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MARK", "a b")
     said = cluster2.exec(["sh", "-c", 'pwd; echo "$MARK"; echo $0', "$(id)"]).stdout
@@ -141,7 +153,9 @@ def test_exec_keeps_folder_and_environment_and_tells_of_failure(cluster2, tmp_pa
         cluster2.node("n9", ["true"])
 
 
-def test_a_late_command_is_ended_even_if_it_ignores_signals(cluster2, tmp_path):
+def test_a_late_command_is_ended_even_if_it_ignores_signals(
+    cluster2: Cluster, tmp_path: Path
+) -> None:
     began = tmp_path / "began"
     script = f"trap '' TERM; touch {began}; while :; do sleep 0.1; done"
     with pytest.raises(TimeoutError, match="did not end within 2 s"):
@@ -151,9 +165,12 @@ def test_a_late_command_is_ended_even_if_it_ignores_signals(cluster2, tmp_path):
 
 
 @pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGKILL])
-def test_the_prefix_works_from_any_process_and_the_command_ends_with_it(cluster2, how):
+def test_the_prefix_works_from_any_process_and_the_command_ends_with_it(
+    cluster2: Cluster, how: signal.Signals
+) -> None:
     argv = [*cluster2.exec_prefix, "sh", "-c", "hostname; exec sleep 98765"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE)
+    assert process.stdout is not None
     assert process.stdout.readline() == b"head\n"
     process.send_signal(how)
     until(lambda: "98765" not in command_lines(cluster2))
@@ -174,7 +191,7 @@ def reaches(cluster: Cluster, start: str, end: str, timeout_s: float = 20) -> bo
     return cluster.node(start, argv, check=False).returncode == 0
 
 
-def test_a_node_without_its_cable_is_reached_by_nobody(breakable2):
+def test_a_node_without_its_cable_is_reached_by_nobody(breakable2: Cluster) -> None:
     assert reaches(breakable2, "n1", "n2")
     breakable2.netdown("n2")
     assert not reaches(breakable2, "n1", "n2", timeout_s=1)
@@ -182,7 +199,7 @@ def test_a_node_without_its_cable_is_reached_by_nobody(breakable2):
     assert reaches(breakable2, "n1", "n2")
 
 
-def test_a_closed_port_is_reached_by_nobody(breakable2):
+def test_a_closed_port_is_reached_by_nobody(breakable2: Cluster) -> None:
     assert reaches(breakable2, "n1", "n2")
     breakable2.block("n2", SLURMD_PORT)
     assert not reaches(breakable2, "n1", "n2", timeout_s=1)
@@ -218,11 +235,12 @@ def seconds_for_a_message(cluster: Cluster) -> float:
     """From n1 to n2, until n2 says that it has all of it."""
     argv = cluster.host("n2").command(["python3", "-c", RECEIVE])
     with subprocess.Popen(argv, stdout=subprocess.PIPE) as receiver:
+        assert receiver.stdout is not None
         assert receiver.stdout.readline() == b"ready\n"
         return float(cluster.node("n1", ["python3", "-c", SEND]).stdout)
 
 
-def test_a_slow_link_takes_at_least_as_long_as_its_rate_says(breakable2):
+def test_a_slow_link_takes_at_least_as_long_as_its_rate_says(breakable2: Cluster) -> None:
     wire_s = 8 * MESSAGE_BYTES / RATE_BITS_PER_S
     breakable2.slow("n2", "20mbit")
     limited_s = seconds_for_a_message(breakable2)
@@ -232,7 +250,7 @@ def test_a_slow_link_takes_at_least_as_long_as_its_rate_says(breakable2):
     assert limited_s > 2 * free_s
 
 
-def test_a_slow_link_is_slow_at_both_ends_and_off_undoes_both(breakable2):
+def test_a_slow_link_is_slow_at_both_ends_and_off_undoes_both(breakable2: Cluster) -> None:
     limits = breakable2.exec(["tc", "qdisc"]).stdout.count("tbf")
     breakable2.slow("n2", "1gbit")
     breakable2.slow("n2", "500kbit")
@@ -245,7 +263,7 @@ def test_a_slow_link_is_slow_at_both_ends_and_off_undoes_both(breakable2):
         breakable2.slow("n2", "fast")
 
 
-def test_a_node_without_power_comes_back_as_new(breakable2):
+def test_a_node_without_power_comes_back_as_new(breakable2: Cluster) -> None:
     (breakable2.folder / "n2/hosts").write_text("127.0.1.1 n2\n")
     assert breakable2.node("n2", ["hostname", "-i"]).stdout == "127.0.1.1\n"
     breakable2.kill("n2")
@@ -258,7 +276,7 @@ def test_a_node_without_power_comes_back_as_new(breakable2):
 # -------------------------------------------------------------------------------------- up and down
 
 
-def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2):
+def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2: Cluster) -> None:
     hosts = ("head", "n1", "n2")
     pids = [cluster2.host(name).pid for name in hosts]
     again = Cluster.up(name=cluster2.name)
@@ -269,7 +287,9 @@ def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2):
 
 
 @pytest.mark.parametrize("name", ["..", "/", "a/b", "x" * 40])
-def test_down_takes_names_and_never_paths(name, tmp_path, monkeypatch, capfd):
+def test_down_takes_names_and_never_paths(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temp"))
     (tmp_path / "kept").touch()
     (tmp_path / "temp").mkdir()
@@ -283,12 +303,15 @@ def cli(*words: str, cwd: Path | str = ROOT) -> subprocess.CompletedProcess[str]
     return subprocess.run([*CLI, *words], cwd=cwd, env=CLI_ENV, capture_output=True, text=True)
 
 
-def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(slurm, capfd):
+def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(
+    slurm: Callable[[str], str], capfd: pytest.CaptureFixture[str]
+) -> None:
     name = slurm("cli")
     done = cli("up", "1", "--name", name, "--gpus", "0")
     assert (done.returncode, done.stderr) == (0, ""), done
     assert "each 4 CPUs, 16000 MiB, 0 fake GPUs" in done.stdout
     cluster = running(name)
+    assert cluster is not None
     assert cluster.states() == {"n1": "idle"}
     assert leftovers(name) != []
     assert main(["exec", "--name", "no-such", "sinfo"]) == 1
@@ -305,7 +328,9 @@ def test_it_outlives_the_process_that_started_it_and_down_leaves_nothing(slurm, 
     "moment",
     ["spec.json", "head/outer", "head/ready", "n3/outer", "head/slurmctld.log", "n2/slurmd.log"],
 )
-def test_down_also_removes_what_a_killed_up_has_left(slurm, moment):
+def test_down_also_removes_what_a_killed_up_has_left(
+    slurm: Callable[[str], str], moment: str
+) -> None:
     name = slurm("half")
     up = subprocess.Popen(
         [*CLI, "up", "3", "--name", name],
@@ -321,7 +346,7 @@ def test_down_also_removes_what_a_killed_up_has_left(slurm, moment):
     assert leftovers(name) == []
 
 
-def test_down_finds_hosts_whose_folder_is_gone(slurm):
+def test_down_finds_hosts_whose_folder_is_gone(slurm: Callable[[str], str]) -> None:
     cluster = Cluster.up(nodes=1, name=slurm("lost"))
     shutil.rmtree(cluster.folder)
     cluster.down()
@@ -341,7 +366,7 @@ def copy_of_minislurm(folder: Path) -> None:
     shutil.copytree(ROOT / "labcode/minislurm", folder / "labcode/minislurm")
 
 
-def test_without_psutil_the_command_says_in_one_line_what_is_missing(tmp_path):
+def test_without_psutil_the_command_says_in_one_line_what_is_missing(tmp_path: Path) -> None:
     copy_of_minislurm(tmp_path / "repository")
     # -S: a Python that sees no installed package.
     python = tmp_path / "bin/python3"
@@ -363,7 +388,7 @@ ORDINARY_USER = 12345
 
 
 @pytest.fixture
-def as_ordinary_user():
+def as_ordinary_user() -> Iterator[Run]:
     """`as_ordinary_user(*words)`: `python -m labcode.minislurm` run as a user who is not root.
 
     The repository may lie where only root may look, and so may its Python: it runs a copy of the
@@ -404,7 +429,9 @@ def as_ordinary_user():
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="all other tests run as an ordinary user already")
-def test_an_ordinary_user_gets_the_same_without_root(slurm, as_ordinary_user):
+def test_an_ordinary_user_gets_the_same_without_root(
+    slurm: Callable[[str], str], as_ordinary_user: Run
+) -> None:
     up = as_ordinary_user("up", "2")
     if "refuses Linux namespaces" in up.stderr:
         pytest.skip(up.stderr.strip())
@@ -419,7 +446,9 @@ def test_an_ordinary_user_gets_the_same_without_root(slurm, as_ordinary_user):
     assert not Path(f"/tmp/labcode-slurm-{ORDINARY_USER}").exists()
 
 
-def test_missing_packages_are_named_all_at_once(monkeypatch, tmp_path):
+def test_missing_packages_are_named_all_at_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for command in ("unshare", "nsenter", "hostname", "ip", "tc", "sbatch"):
         (tmp_path / command).symlink_to("/bin/true")
     monkeypatch.setattr(needs, "PATH", str(tmp_path))
@@ -474,7 +503,7 @@ REFUSED = {
 
 
 @pytest.fixture(scope="module")
-def submit_to_site(slurm):
+def submit_to_site(slurm: Callable[[str], str]) -> Iterator[Submit]:
     """`submit_to_site(options)`: what sbatch says to a job with these options at the site."""
     with Cluster.up(2, name=slurm("h100"), **SITE) as site:
 
@@ -486,13 +515,13 @@ def submit_to_site(slurm):
 
 
 @pytest.mark.parametrize("options", ACCEPTED)
-def test_an_emulated_site_accepts_what_the_site_would(submit_to_site, options):
+def test_an_emulated_site_accepts_what_the_site_would(submit_to_site: Submit, options: str) -> None:
     done = submit_to_site(options)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("options", REFUSED)
-def test_an_emulated_site_refuses_what_the_site_would(submit_to_site, options):
+def test_an_emulated_site_refuses_what_the_site_would(submit_to_site: Submit, options: str) -> None:
     done = submit_to_site(options)
     assert done.returncode != 0
     assert REFUSED[options] in done.stderr
@@ -507,6 +536,6 @@ def test_an_emulated_site_refuses_what_the_site_would(submit_to_site, options):
         ({"partitions": {"a": {"MaxTime": "1\nSlurmUser=x"}}}, "one name, one line"),
     ],
 )
-def test_an_impossible_site_is_refused(given, message):
+def test_an_impossible_site_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Spec.of(**given)

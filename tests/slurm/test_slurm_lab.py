@@ -5,6 +5,7 @@ Each fault shows its symptom and is gone afterwards; without SLURM nothing raise
 
 import contextlib
 import re
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -35,7 +36,9 @@ OPEN_PORT = 18017
 
 
 @pytest.fixture(scope="module")
-def open_labs(slurm, tmp_path_factory):
+def open_labs(
+    slurm: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[tuple[l12_cluster.Lab, Path]]:
     """(a lab of two nodes, its folder), for all tests of this file."""
     folder = tmp_path_factory.mktemp("lab")
     with contextlib.chdir(folder):
@@ -48,7 +51,9 @@ def open_labs(slurm, tmp_path_factory):
 
 
 @pytest.fixture
-def lab(open_labs, monkeypatch):
+def lab(
+    open_labs: tuple[l12_cluster.Lab, Path], monkeypatch: pytest.MonkeyPatch
+) -> l12_cluster.Lab:
     """The lab, in its folder: a lab belongs to the folder that its notebook runs in."""
     lab, folder = open_labs
     monkeypatch.chdir(folder)
@@ -56,7 +61,7 @@ def lab(open_labs, monkeypatch):
 
 
 @pytest.fixture
-def again(slurm):
+def again(slurm: Callable[[str], str]) -> str:
     """The name of a second lab."""
     return slurm("again")
 
@@ -64,8 +69,9 @@ def again(slurm):
 # ------------------------------------------------------------------------------------------ faults
 
 
-def state_of(lab):
+def state_of(lab: l12_cluster.Lab) -> dict[tuple[str, str], str]:
     """All that a fault changes: names, rules for ports, and the program that each node runs."""
+    assert lab.cluster is not None
     found = {}
     for node in ("n1", "n2"):
         for command in ("cat /etc/hosts", "ip rule list", "cksum runs/hello.py"):
@@ -73,12 +79,12 @@ def state_of(lab):
     return found
 
 
-def test_without_a_fault_all_is_well(lab):
+def test_without_a_fault_all_is_well(lab: l12_cluster.Lab) -> None:
     lab.hello()
     assert l12_cluster.told(lab.said) == WELL, lab.said
 
 
-def test_a_node_that_takes_its_own_name_for_local_is_refused(lab):
+def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l12_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("name"):
         lab.hello(interface=None)
@@ -89,7 +95,7 @@ def test_a_node_that_takes_its_own_name_for_local_is_refused(lab):
     assert state_of(lab) == before
 
 
-def test_a_closed_port_is_a_time_out(lab):
+def test_a_closed_port_is_a_time_out(lab: l12_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("port"):
         lab.hello(wait_s=5, port=FAULT_PORT)
@@ -100,7 +106,7 @@ def test_a_closed_port_is_a_time_out(lab):
     assert state_of(lab) == before
 
 
-def test_other_code_on_one_node_is_a_message_of_another_size(lab):
+def test_other_code_on_one_node_is_a_message_of_another_size(lab: l12_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("code"):
         lab.hello()
@@ -109,12 +115,12 @@ def test_other_code_on_one_node_is_a_message_of_another_size(lab):
     assert state_of(lab) == before
 
 
-def test_the_wrong_interface_is_refused_by_its_address(lab):
+def test_the_wrong_interface_is_refused_by_its_address(lab: l12_cluster.Lab) -> None:
     lab.hello(interface="docker0")
     assert "Connection refused, remote=[172.17.0.1]" in l12_cluster.told(lab.said)
 
 
-def test_an_unknown_fault_is_refused_with_those_there_are():
+def test_an_unknown_fault_is_refused_with_those_there_are() -> None:
     refused = pytest.raises(ValueError, match="choose one of name, port, code")
     with refused, l12_cluster.Lab(None).fault("cable"):
         pass
@@ -123,7 +129,7 @@ def test_an_unknown_fault_is_refused_with_those_there_are():
 # ------------------------------------------------------------------------------------------- links
 
 
-def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
+def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l12_cluster.Lab) -> None:
     options = (
         "--train.steps=100000",
         "--train.log_every=1",
@@ -143,6 +149,8 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
     assert (len(free_s), len(slow_s)) == (3, 3)
     assert min(slow_s) > 0.8 * wire_s
     assert min(free_s) < min(slow_s)
+    assert lab.cluster is not None
+    assert lab.client is not None
     assert "tbf" not in lab.cluster.node("n2", ["tc", "qdisc"]).stdout
     lab.client.cancel(handle.number, signal="USR1")
     assert handle.wait(echo=False).state == "COMPLETED"
@@ -152,7 +160,9 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab):
 # ------------------------------------------------------------------------------ labs come and go
 
 
-def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(lab, again, capsys):
+def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(
+    lab: l12_cluster.Lab, again: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("runs/first.sbatch").write_text(FIRST)
     lab.batch("runs/first.sbatch")
     assert "COMPLETED" in capsys.readouterr().out
@@ -167,17 +177,18 @@ def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(lab, again
         second.close()
 
 
-def test_a_lab_that_was_killed_is_removed_by_the_next(lab, again):
+def test_a_lab_that_was_killed_is_removed_by_the_next(lab: l12_cluster.Lab, again: str) -> None:
     Cluster.up(nodes=1, name=f"{again}-999999999")  # of a process that cannot be
     l12_cluster.open_lab(again, nodes=1).close()
     assert not list(base().glob(f"{again}-*"))
 
 
-def test_a_set_up_cell_that_is_run_again_begins_anew(lab, again):
+def test_a_set_up_cell_that_is_run_again_begins_anew(lab: l12_cluster.Lab, again: str) -> None:
     first = l12_cluster.open_lab(again, nodes=1)
     first.sh("sbatch", "--output=/dev/null", "--wrap", "sleep 600")
     second = l12_cluster.open_lab(again, nodes=1)
     try:
+        assert second.client is not None
         assert second.client.queue() == []
     finally:
         second.close()
@@ -186,7 +197,9 @@ def test_a_set_up_cell_that_is_run_again_begins_anew(lab, again):
 # ------------------------------------------------------------------------------------ without SLURM
 
 
-def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_path, capsys):
+def test_without_slurm_commands_are_shown_and_nothing_raises(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(needs.PACKAGES, "no-such-program", "no-such-package")
     lab = l12_cluster.open_lab("test-none")
@@ -194,7 +207,7 @@ def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_pa
     with lab.fault("port"):
         lab.hello()
     assert lab.batch("runs/first.sbatch") == ""
-    assert lab.until(lambda: 1 / 0) is False
+    assert lab.until(lambda: bool(1 / 0)) is False
     lab.close()
     said = capsys.readouterr().out
     assert "no-such-package" in said
@@ -206,7 +219,7 @@ def test_without_slurm_commands_are_shown_and_nothing_raises(monkeypatch, tmp_pa
 # ------------------------------------------------------------------------------------ what logs say
 
 
-def test_errors_of_ranks_are_their_last_lines_without_places_in_sources():
+def test_errors_of_ranks_are_their_last_lines_without_places_in_sources() -> None:
     said = (
         "1: Traceback (most recent call last):\n"
         '1:   File "/somewhere/bootstrap.py", line 195, in _meet\n'
@@ -221,7 +234,7 @@ def test_errors_of_ranks_are_their_last_lines_without_places_in_sources():
     ]
 
 
-def test_step_lines_of_a_log():
+def test_step_lines_of_a_log() -> None:
     log = (
         "2 ranks on 1 node\n"
         "step 1/9 | loss 4.40 | lr 3e-04 | 0.25 s/step | 50 tokens/s\n"
