@@ -10,9 +10,11 @@ This is the one place that reads the environment.
 MASTER_* are MASTER_ADDR and MASTER_PORT. A single process keeps its store in its own memory.
 """
 
+import contextlib
 import os
 import re
 import socket
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -20,12 +22,20 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
+from labcode.comm.agreement import SharedError
+
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # without the local ones, which a hand-made launch may leave out
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # SLURM numbers real steps from 0; the batch script and the like have reserved numbers from here on
 _RESERVED_STEPS = 0xFFFFFFF0
 _CPU = "cpu"
+_LEAVE_TIMEOUT_S = 15.0  # how long to wait for ranks that still import torch
+_EXIT_S = 0.5  # how long a process with torch needs to end
+
+
+class DeviceError(SharedError, ValueError):
+    """The ranks cannot compute on the devices that they have; they compared them, and all know."""
 
 
 @dataclass(frozen=True)
@@ -234,8 +244,8 @@ def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
         share_gpus: Allow several ranks on one GPU.
 
     Raises:
-        ValueError: Several ranks on one GPU, and sharing was not asked for; or a rank without a GPU
-            beside ranks with one.
+        DeviceError: Several ranks on one GPU, and sharing was not asked for; or a rank without a
+            GPU beside ranks with one.
     Held by: tests/unit/test_bootstrap.py::test_the_backend_follows_from_who_sits_on_which_gpu
     """
     ranks_on: dict[str, list[int]] = {}
@@ -247,7 +257,7 @@ def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
         return "gloo"
     if without_gpu:
         rank = without_gpu[0]
-        raise ValueError(
+        raise DeviceError(
             f"rank {rank} on node {_node(devices[rank])} sees no GPU but {num_with_gpu} of "
             f"{len(devices)} ranks do: look at nvidia-smi and CUDA_VISIBLE_DEVICES there"
         )
@@ -259,7 +269,7 @@ def choose_backend(devices: Sequence[str], share_gpus: bool = False) -> str:
     node = _node(crowded[0])
     num_ranks = sum(_node(device) == node for device in devices)
     num_gpus = sum(_node(device) == node for device in ranks_on)
-    raise ValueError(
+    raise DeviceError(
         f"{num_ranks} ranks on node {node} but {num_gpus} GPU(s): start {num_gpus} per node, "
         "or share them over gloo with --parallel.share_gpus"
     )
@@ -316,7 +326,8 @@ def start(
             parent.
 
     Raises:
-        ValueError: An incomplete environment, too few GPUs, or a rendezvous port that another
+        DeviceError: Several ranks on one GPU, or a rank without one; on all ranks.
+        ValueError: An incomplete environment, or a rendezvous port that another
             program holds.
         RuntimeError: A process group exists already.
     """
@@ -377,6 +388,39 @@ def _reason(error: Exception) -> str:
     if "EADDRINUSE" in text or "address already in use" in text.lower():
         return "the port is in use: set MASTER_PORT to another one"
     return text.splitlines()[0]
+
+
+def leave_together(place: Place, code: int) -> int:
+    """The exit code of this rank, where all ranks are about to end with the same error.
+
+    torchrun prints eight lines about each process that fails and nine about each that it has to
+    end, so that an error that every rank finds fills the screen: 99 lines from 8 ranks. Here one
+    rank of each node fails, so that its torchrun notices; it waits until the others have gone with
+    code 0. That leaves the 35 lines that torchrun prints about a single failure.
+
+    Args:
+        place: Of this process.
+        code: The exit code of the job.
+    """
+    if not place.has_agent or place.world_size == 1:
+        return code
+    with contextlib.suppress(ValueError, RuntimeError):  # a rank that never comes, or has gone
+        _wait_until_all_have_come(place)
+    if place.local_rank > 0:
+        return 0
+    time.sleep(_EXIT_S)
+    return code
+
+
+def _wait_until_all_have_come(place: Place) -> None:
+    if dist.is_initialized():
+        dist.barrier()
+        return
+    timeout = timedelta(seconds=_LEAVE_TIMEOUT_S)
+    store = _meet(place, timeout)
+    if store.add("leaving", 1) == place.world_size:
+        store.set("all leave", "")
+    store.wait(["all leave"], timeout)
 
 
 def stop() -> None:

@@ -1,8 +1,12 @@
-"""Text as a memory-mapped file of tokens: prepared once, then read by any number of ranks without loading it.
+"""Text as a memory-mapped file of tokens.
 
-    <cache>/<sha256 of the text>-<tokenizer>.bin     tokens, raw little-endian uint16 (uint32 for more than 65535 of them)
-    <cache>/<sha256 of the text>-<tokenizer>.json    how to read it: tokenizer, number of tokens; written last, so that
-                                                     a .bin without it does not count
+It is prepared once, then read by any number of ranks without loading it.
+
+    <cache>/<sha256 of the text>-<tokenizer>.bin     tokens, raw little-endian uint16
+                                                     (uint32 for more than 65535 of them)
+    <cache>/<sha256 of the text>-<tokenizer>.json    how to read it: tokenizer, number of tokens;
+                                                     written last, so that a .bin without it does
+                                                     not count
 
 Shapes: B windows, S tokens of context.
 """
@@ -14,43 +18,62 @@ import hashlib
 import json
 import math
 import zlib
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, BinaryIO
 
 import numpy as np
 import torch
 
 from labcode.config import TextData
-from labcode.data.tokenizer import (
-    BPETokenizer,
-    CharTokenizer,
-    make_tokenizer,
-    pieces,
-    tokenizer_from_json,
-)
+from labcode.data.tokenizer import Tokenizer, make_tokenizer, pieces, tokenizer_from_json
 from labcode.files import write_atomically
 
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
-FORMAT = 1  # of the token files: those of another format are made anew
+CACHE = Path.home() / ".cache" / "labcode"
+FORMAT = 1  # of the token files: those of another format are made again
 
 
 class TextDataset:
-    """Windows of S+1 tokens, the next one beginning with the last token of the one before: each token is predicted once.
+    """Windows of S+1 tokens; each begins with the last token of the one before.
+
+    So each token but the first is predicted once.
 
     Args:
         tokens: [T] integers, usually a part of a memory-mapped file.
         context_length: S
+
+    Raises:
+        ValueError: A negative token. As a target, -100 would not count in the loss, and with
+            unequal numbers of such targets the mean over dp and micro-batches would be a mean of
+            means. Unsigned tokens, as in a token file, are not searched.
     """
 
-    def __init__(self, tokens: np.ndarray, context_length: int):
-        self.tokens, self.context_length = np.asarray(tokens), context_length
+    def __init__(self, tokens: np.ndarray, context_length: int) -> None:
+        self.tokens = np.asarray(tokens)
+        self.context_length = context_length
+        signed = np.issubdtype(self.tokens.dtype, np.signedinteger)
+        if signed and self.tokens.size and self.tokens.min() < 0:
+            raise ValueError(
+                f"token {self.tokens.min()} is negative: targets that do not count would give "
+                "ranks different weights; leave such tokens out"
+            )
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Number of windows, `(T - 1) // S`."""
         return max(0, len(self.tokens) - 1) // self.context_length
 
-    def __getitem__(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and targets, each [B, S] int64, for an array or list of B window numbers; [S] for a single number.
+    def __getitem__(
+        self, indices: int | Sequence[int] | np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Inputs and targets of some windows.
+
+        Args:
+            indices: B window numbers, or a single one.
+
+        Returns:
+            Each [B, S] int64; [S] for a single number.
 
         Raises:
             IndexError: A number beyond the last window.
@@ -61,21 +84,21 @@ class TextDataset:
             raise IndexError(
                 f"there is no window {outside[0]}: they count from 0 to {len(self) - 1}"
             )
-        places = indices[..., None] * self.context_length + np.arange(
-            self.context_length + 1
-        )  # [B, S+1]
+        starts = indices[..., None] * self.context_length
+        places = starts + np.arange(self.context_length + 1)  # [B, S+1]
         windows = torch.from_numpy(self.tokens[places].astype(np.int64))
         return windows[..., :-1].contiguous(), windows[..., 1:].contiguous()
 
     def unigram_entropy(self) -> float:
-        """The loss in nats per token of a model that knows how often each token comes, and nothing else.
+        """The loss in nats per token of a model that knows how often each token occurs, no more.
 
             H = -sum_v p(v) ln p(v)
 
         Source: Shannon 1948, section 6.
         """
         p = np.bincount(self.tokens) / len(self.tokens)
-        return float(-(p[p > 0] * np.log(p[p > 0])).sum())
+        p = p[p > 0]
+        return float(-(p * np.log(p)).sum())
 
 
 @dataclass(frozen=True)
@@ -84,66 +107,69 @@ class TextSplits:
 
     train: TextDataset
     val: TextDataset
-    tokenizer: CharTokenizer | BPETokenizer
+    tokenizer: Tokenizer
 
 
 def load(config: TextData, context_length: int, cache_dir: str | Path | None = None) -> TextSplits:
-    """The text of a config as windows of tokens, its last `val_fraction` kept for validation; prepared on first use.
+    """The text of a config as windows of tokens, its last `val_fraction` kept for validation.
 
-    The vocabulary is that of the whole text. Several ranks may call this at once: one prepares, the others wait for it.
+    The text is prepared on first use. The vocabulary is that of the whole text. Several ranks may
+    call this at once: one prepares, the others wait for it.
 
     Args:
         config: What to read.
         context_length: S, tokens in one window.
-        cache_dir: Where token files are kept; None: `~/.cache/labcode`.
+        cache_dir: Where token files are kept; None is `~/.cache/labcode`.
 
     Raises:
         ValueError: A text that is empty, not UTF-8, or too short for one window in each part.
-        OSError: A text that cannot be read, or no space for its token file; an unfinished file is removed.
+        OSError: A text that cannot be read, or no space for its token file; an unfinished file is
+            removed.
     """
     path = Path(config.path).expanduser() if config.path else SHAKESPEARE
-    tokens, tokenizer = _prepared(
-        path, config, Path(cache_dir) if cache_dir else Path.home() / ".cache" / "labcode"
-    )
-    num_val = math.ceil(len(tokens) * config.val_fraction)
-    train, val = (
-        TextDataset(part, context_length)
-        for part in (tokens[: len(tokens) - num_val], tokens[len(tokens) - num_val :])
-    )
+    cache = Path(cache_dir) if cache_dir else CACHE
+    tokens, tokenizer = _prepared(path, config, cache)
+    num_train = len(tokens) - math.ceil(len(tokens) * config.val_fraction)
+    train = TextDataset(tokens[:num_train], context_length)
+    val = TextDataset(tokens[num_train:], context_length)
     for part, dataset in (("training", train), ("validation", val)):
-        if not len(dataset):
+        if len(dataset) == 0:
             raise ValueError(
                 f"{path} is too short: {len(tokens)} tokens leave {len(dataset.tokens)} for {part} "
-                f"(val_fraction={config.val_fraction}), one window of context_length={context_length} needs "
-                f"{context_length + 1}: give a longer text or a shorter context"
+                f"(val_fraction={config.val_fraction}), one window of "
+                f"context_length={context_length} needs {context_length + 1}: "
+                "give a longer text or a shorter context"
             )
     return TextSplits(train, val, tokenizer)
 
 
-def _prepared(path, config, cache):
-    """The tokens [T] of a text, memory-mapped, and its tokenizer; made here unless a complete file is there."""
-    kind = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
-    stem = f"{_sha256(path)}-{kind}"
-    tokens_path, meta_path = cache / f"{stem}.bin", cache / f"{stem}.json"
-    try:
-        if not (found := _complete(tokens_path, meta_path)):
-            cache.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(cache / f"{stem}.lock"):
-                found = _complete(tokens_path, meta_path) or _prepare(
-                    path, config, tokens_path, meta_path
-                )
-    except OSError as error:
-        if error.errno is None:
-            raise  # about the text, and already one line
-        raise OSError(
-            f"cannot keep the tokens of {path} in {cache}: {error.strerror}; free some space there or make it writable"
-        ) from error
-    meta, tokenizer = found
-    return np.memmap(tokens_path, dtype=meta["dtype"], mode="r"), tokenizer
+# ---- token files
 
 
-def _prepare(path, config, tokens_path, meta_path):
-    """Makes and writes both files; returns what `_complete` will say of them."""
+@dataclass(frozen=True)
+class _TokenFile:
+    """The two files of a prepared text."""
+
+    tokens_path: Path
+    meta_path: Path
+    text_sha256: str
+
+    def read(self) -> tuple[dict[str, Any], Tokenizer] | None:
+        """(meta, tokenizer) of a finished file; None for one that is unfinished, damaged or
+        foreign.
+        """
+        try:
+            meta = json.loads(self.meta_path.read_text())
+            num_bytes = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
+            if meta["format"] != FORMAT or self.tokens_path.stat().st_size != num_bytes:
+                return None
+            return meta, tokenizer_from_json(meta["tokenizer"])
+        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return None
+
+
+def _prepare(path: Path, config: TextData, file: _TokenFile) -> tuple[dict[str, Any], Tokenizer]:
+    """Tokenize a text, write both files, and return what `file.read()` will."""
     text = _read(path)
     tokenizer = make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
     dtype = "<u2" if tokenizer.vocab_size <= 65535 else "<u4"
@@ -151,38 +177,63 @@ def _prepare(path, config, tokens_path, meta_path):
     meta = {
         "format": FORMAT,
         "dtype": dtype,
-        "text_sha256": tokens_path.name.split("-")[0],
+        "text_sha256": file.text_sha256,
         "num_tokens": sum(map(len, tokens)),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.as_json(),
     }
-    write_atomically(tokens_path, *tokens)
-    write_atomically(meta_path, json.dumps(meta).encode())
+    write_atomically(file.tokens_path, *tokens)  # pyright: ignore[reportArgumentType]
+    write_atomically(file.meta_path, json.dumps(meta).encode())
     return meta, tokenizer
 
 
-def _complete(tokens_path, meta_path):
-    """(meta, tokenizer) of a finished token file, or None: unfinished, damaged and foreign files are made anew."""
+def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, Tokenizer]:
+    """The tokens of a text, [T] memory-mapped, and its tokenizer; prepared here if need be."""
+    kind = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
+    sha256 = _sha256(path)
+    stem = f"{sha256}-{kind}"
+    file = _TokenFile(cache / f"{stem}.bin", cache / f"{stem}.json", sha256)
     try:
-        meta = json.loads(meta_path.read_text())
-        if (
-            meta["format"] != FORMAT
-            or tokens_path.stat().st_size != meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
-        ):
-            return None
-        return meta, tokenizer_from_json(meta["tokenizer"])
-    except (FileNotFoundError, ValueError, KeyError, TypeError):
-        return None
+        found = file.read()
+        if found is None:
+            cache.mkdir(parents=True, exist_ok=True)
+            with _one_at_a_time(cache / f"{stem}.lock"):
+                # another process may have prepared it while this one waited
+                found = file.read() or _prepare(path, config, file)
+    except OSError as error:
+        if error.errno is None:
+            raise  # about the text, and already one line
+        raise OSError(
+            f"cannot keep the tokens of {path} in {cache}: {error.strerror}; "
+            "free some space there or make it writable"
+        ) from error
+    meta, tokenizer = found
+    return np.memmap(file.tokens_path, dtype=meta["dtype"], mode="r"), tokenizer
 
 
 @contextlib.contextmanager
-def _open(path):
+def _one_at_a_time(lock_path: Path) -> Iterator[None]:
+    """Only one process at a time gets in.
+
+    It only saves work: without locks, as on some network disks, all processes do the same work.
+    """
+    with open(lock_path, "w") as lock:
+        with contextlib.suppress(OSError):
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield  # closing the file lets the next one in, and so does the end of the process
+
+
+# ---- reading the text
+
+
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[BinaryIO]:
     """A plain or gzipped file, for reading bytes; whatever is wrong with it becomes one line."""
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
             file.seek(0)
-            yield gzip.GzipFile(fileobj=file) if zipped else file
+            yield gzip.GzipFile(fileobj=file) if zipped else file  # pyright: ignore[reportReturnType]
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise ValueError(
             f"{path} is a broken gzip file ({error}): copy or pack it again"
@@ -193,30 +244,21 @@ def _open(path):
         ) from error
 
 
-def _sha256(path):
+def _sha256(path: Path) -> str:
     with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
 
 
-def _read(path):
+def _read(path: Path) -> str:
     with _open(path) as file:
         content = file.read()
     try:
         text = content.decode("utf-8-sig")  # without the mark that some Windows programs put first
     except UnicodeDecodeError as error:
         raise ValueError(
-            f"{path} is not UTF-8 text (byte {content[error.start]:#04x} at position {error.start}): convert it, for "
-            "example with iconv"
+            f"{path} is not UTF-8 text (byte {content[error.start]:#04x} at position "
+            f"{error.start}): convert it, for example with iconv"
         ) from None
     if not text:
         raise ValueError(f"{path} is empty: give a file with some text")
     return text
-
-
-@contextlib.contextmanager
-def _one_at_a_time(lock_path):
-    """Only one process at a time gets in. It saves work; without locks, as on some network disks, all do the same work."""
-    with open(lock_path, "w") as lock:
-        with contextlib.suppress(OSError):
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing the file lets the next one in, and so does the end of the process

@@ -3,23 +3,25 @@
 import json
 import re
 import sys
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeAlias
 
-SEPARATOR = (
-    "<|endoftext|>"  # between documents, here plays: one token, number 0, in both tokenizers
-)
+# between documents, here plays: one token, number 0, in both tokenizers
+SEPARATOR = "<|endoftext|>"
 PIECE_CHARACTERS = 2**20
 
 
 class CharTokenizer:
     """One token for each distinct character of a text, in sorted order after the separator.
 
-    The separator is one token and not 13 characters: it says one thing, and `<`, `>` and `|` need not be learned for it.
+    The separator is one token and not 13 characters: it says one thing, and `<`, `>` and `|` need
+    not be learned for it.
 
     Args:
         characters: Distinct, sorted.
     """
 
-    def __init__(self, characters: str):
+    def __init__(self, characters: str) -> None:
         self.characters = characters
         self.vocab_size = 1 + len(characters)
         self._texts = [SEPARATOR, *characters]
@@ -28,7 +30,10 @@ class CharTokenizer:
     @classmethod
     def train(cls, text: str) -> "CharTokenizer":
         """A tokenizer for all characters of a text."""
-        return cls("".join(sorted(set().union(*text.split(SEPARATOR)))))
+        characters = set()
+        for part in text.split(SEPARATOR):
+            characters.update(part)
+        return cls("".join(sorted(characters)))
 
     def encode(self, text: str) -> list[int]:
         """Token numbers.
@@ -36,42 +41,52 @@ class CharTokenizer:
         Raises:
             ValueError: A character that the training text does not have.
         """
-        parts = re.split(f"({re.escape(SEPARATOR)})", text)
+        tokens = []
         try:
-            return [
-                self._numbers[t] for part in parts for t in ((part,) if part == SEPARATOR else part)
-            ]
+            for part in re.split(f"({re.escape(SEPARATOR)})", text):
+                if part == SEPARATOR:
+                    tokens.append(self._numbers[SEPARATOR])
+                else:
+                    tokens += [self._numbers[character] for character in part]
         except KeyError as error:
             raise ValueError(
-                f"character {error.args[0]!r} is none of the {len(self.characters)} in the text that this tokenizer is "
-                "for: leave it out, or use tokenizer='bpe', which knows every byte"
+                f"character {error.args[0]!r} is none of the {len(self.characters)} in the text "
+                "that this tokenizer is for: leave it out, or use tokenizer='bpe', which knows "
+                "every byte"
             ) from None
+        return tokens
 
-    def decode(self, ids) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of token numbers; `decode(encode(text)) == text`."""
         return "".join(self._texts[i] for i in ids)
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         """What `tokenizer_from_json` makes it from."""
         return {"kind": "char", "characters": self.characters}
 
 
 class BPETokenizer:
-    """Byte-level byte-pair encoding: common strings of bytes become one token, and no text is unknown.
+    """Byte-level byte-pair encoding: common strings of bytes become one token.
 
-    Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1; on bytes as in Radford et al. 2019 (GPT-2), section 2.2.
+    No text is unknown to it, since every single byte is a token.
+
+    Source: Sennrich et al. 2016 (arXiv:1508.07909), algorithm 1;
+        on bytes as in Radford et al. 2019 (GPT-2), section 2.2.
 
     Args:
         model: A `tokenizers.Tokenizer`.
     """
 
-    def __init__(self, model):
+    def __init__(self, model: Any) -> None:
         self.model = model
-        self.vocab_size = model.get_vocab_size()
+        self.vocab_size: int = model.get_vocab_size()
 
     @classmethod
     def train(cls, text: str, vocab_size: int) -> "BPETokenizer":
-        """A tokenizer of at most `vocab_size` tokens, fewer where the text does not give so many; the same at every run."""
+        """A tokenizer of at most `vocab_size` tokens; fewer where the text does not give so many.
+
+        The same text and size give the same tokenizer in every run.
+        """
         from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
         model = Tokenizer(models.BPE())
@@ -90,31 +105,42 @@ class BPETokenizer:
         """Token numbers."""
         return self.model.encode(text).ids
 
-    def decode(self, ids) -> str:
+    def decode(self, ids: Iterable[int]) -> str:
         """The text of token numbers; `decode(encode(text)) == text`."""
         return self.model.decode(list(ids), skip_special_tokens=False)
 
-    def as_json(self) -> dict:
+    def as_json(self) -> dict[str, Any]:
         """What `tokenizer_from_json` makes it from."""
         return {"kind": "bpe", "model": json.loads(self.model.to_str())}
 
 
-def make_tokenizer(kind: str, text: str, vocab_size: int) -> CharTokenizer | BPETokenizer:
-    """A tokenizer for a text; `vocab_size` is for kind "bpe" alone, "char" has as many tokens as there are characters."""
-    return CharTokenizer.train(text) if kind == "char" else BPETokenizer.train(text, vocab_size)
+Tokenizer: TypeAlias = CharTokenizer | BPETokenizer
 
 
-def tokenizer_from_json(saved: dict) -> CharTokenizer | BPETokenizer:
+def make_tokenizer(kind: str, text: str, vocab_size: int) -> Tokenizer:
+    """A tokenizer for a text.
+
+    Args:
+        kind: "char" or "bpe".
+        text: What it is for.
+        vocab_size: For "bpe" alone; "char" has as many tokens as there are characters.
+    """
+    if kind == "char":
+        return CharTokenizer.train(text)
+    return BPETokenizer.train(text, vocab_size)
+
+
+def tokenizer_from_json(saved: dict[str, Any]) -> Tokenizer:
     """The tokenizer that `as_json` described."""
     if saved["kind"] == "char":
         return CharTokenizer(saved["characters"])
-    from tokenizers import Tokenizer
+    from tokenizers import Tokenizer as BPEModel
 
-    return BPETokenizer(Tokenizer.from_str(json.dumps(saved["model"])))
+    return BPETokenizer(BPEModel.from_str(json.dumps(saved["model"])))
 
 
-def pieces(text: str):
-    """A text in pieces of about a million characters, cut before a space, where no token reaches across.
+def pieces(text: str) -> Iterator[str]:
+    """A text in pieces of about a million characters, cut before a space, where no token spans.
 
     Encoding piece by piece gives the tokens of the whole and needs memory for one piece only.
     """

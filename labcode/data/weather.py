@@ -1,8 +1,11 @@
-"""Weather as pairs of a state and the next one: the ERA5 sample of the course, or a zarr or HDF5 file of yours.
+"""Weather as pairs of a state and the next one: the ERA5 sample of the course, or a zarr or HDF5
+file of yours.
 
-Shapes: B samples, T times, C variables, F forcings (known inputs that are not predicted), Y latitudes, X longitudes.
+Shapes: B samples, T times, C variables, F forcings (known inputs that are not predicted), Y
+latitudes, X longitudes.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,9 +14,8 @@ import torch
 from labcode.config import WeatherData
 from labcode.data.weather_files import WeatherFile, open_weather
 
-STATISTICS_TIMES = (
-    512  # of more training times than these, as many are read for mean and deviation, evenly spread
-)
+# of more training times than these, as many are read for mean and deviation, evenly spread
+STATISTICS_TIMES = 512
 STATISTICS_BYTES = 2**27  # read at once for that
 
 
@@ -22,34 +24,34 @@ class Statistics:
     """Mean and standard deviation of each variable, over all grid points of the training times.
 
     Args:
-        mean, std: [C, 1, 1] float32, in the units of the variables.
+        mean: [C, 1, 1] float32, in the units of the variables.
+        std: The same.
     """
 
     mean: torch.Tensor
     std: torch.Tensor
 
-    def normalise(self, states):
+    def normalise(self, states: torch.Tensor) -> torch.Tensor:
         """`(x - mean) / std`, for [..., C, Y, X] in the units of the variables."""
         return (states - self.mean.to(states)) / self.std.to(states)
-
-    def denormalise(self, states):
-        """`x * std + mean`, the inverse of `normalise`: back to K, m/s and Pa."""
-        return states * self.std.to(states) + self.mean.to(states)
 
 
 class WeatherDataset:
     """Transitions from one time of a file to the next, normalised.
 
-    With `roll` each transition comes once for each of the X longitudes that the map can begin at: sample i is transition
-    `i % n`, turned east by `i // n` grid points, n the number of transitions. A few days of weather become thousands of
-    samples, and no rank draws a random number: which turn is seen when is the sampler's order, the same for every dp.
+    With `roll` each transition occurs once for each of the X longitudes that the map can begin at:
+    sample i is transition `i % n`, turned east by `i // n` grid points, n the number of
+    transitions. A few days of weather become thousands of samples, and no rank draws a random
+    number: which turn is seen when is the sampler's order, the same for every dp.
 
     Args:
         file: Where states come from.
         statistics: How they are normalised.
         times: First time of this part, and the one after its last.
-        roll: Turn the map, as above. It moves the continents too: right where times are few, a loss where there are many.
-        sun: Append two forcings to each state, `sun_height` now and at the next time, for which no weather is needed.
+        roll: Turn the map, as above. It moves the continents too: right where times are few, a loss
+            where there are many.
+        sun: Append two forcings to each state, `sun_height` now and at the next time, for which no
+            weather is needed.
     """
 
     def __init__(
@@ -59,20 +61,32 @@ class WeatherDataset:
         times: range,
         roll: bool = False,
         sun: bool = False,
-    ):
-        self.variables, self.lat, self.lon = file.variables, file.lat, file.lon
+    ) -> None:
+        self.variables = file.variables
+        self.lat = file.lat
+        self.lon = file.lon
         self.forcings = ("sun_now", "sun_next") if sun else ()
         self.times = file.times[times.start : times.stop]
         self.num_transitions = len(times) - 1
-        self._file, self._statistics, self._start = file, statistics, times.start
+        self._file = file
+        self._statistics = statistics
+        self._start = times.start
         self._turns = len(file.lon) if roll else 1
 
-    def __len__(self):
+    def __len__(self) -> int:
         """Number of transitions, times X with `roll`."""
         return self.num_transitions * self._turns
 
-    def __getitem__(self, indices) -> tuple[torch.Tensor, torch.Tensor]:
-        """States [B, C+F, Y, X] and what follows [B, C, Y, X], float32, for B sample numbers; without B for a single number.
+    def __getitem__(
+        self, indices: int | Sequence[int] | np.ndarray
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """States and what follows them.
+
+        Args:
+            indices: B sample numbers, or a single one.
+
+        Returns:
+            [B, C+F, Y, X] and [B, C, Y, X], float32; without B for a single number.
 
         Raises:
             IndexError: A number beyond the last sample.
@@ -86,50 +100,64 @@ class WeatherDataset:
             )
         turns, transitions = np.divmod(np.atleast_1d(indices), self.num_transitions)
         now = self._start + transitions
-        needed, where = np.unique(
-            np.stack([now, now + 1]), return_inverse=True
-        )  # each time is read once
-        states = self._statistics.normalise(torch.from_numpy(self._file.read(needed)))
-        state, target = states[torch.from_numpy(where.reshape(2, -1))]  # each [B, C, Y, X]
+        state, target = self._normalised(now)
         if self.forcings:
-            suns = (
-                sun_height(self._file.times[number], self.lat, self.lon)
-                for number in (now, now + 1)
-            )
-            state = torch.cat([state, *(torch.from_numpy(sun)[:, None] for sun in suns)], dim=1)
+            state = torch.cat([state, self._sun(now), self._sun(now + 1)], dim=1)
         if turns.any():
-            state, target = (
-                torch.stack([x.roll(int(k), dims=-1) for x, k in zip(xs, turns)])
-                for xs in (state, target)
-            )
-        return (state, target) if indices.ndim else (state[0], target[0])
+            state = _turned(state, turns)
+            target = _turned(target, turns)
+        if indices.ndim == 0:
+            return state[0], target[0]
+        return state, target
+
+    def _normalised(self, now: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """The states at some times and at the next ones, each [B, C, Y, X]."""
+        # transitions that follow each other share a time: each time is read once
+        times, where = np.unique(np.stack([now, now + 1]), return_inverse=True)
+        states = self._statistics.normalise(torch.from_numpy(self._file.read(times)))
+        of_now, of_next = torch.from_numpy(where.reshape(2, -1))
+        return states[of_now], states[of_next]
+
+    def _sun(self, times: np.ndarray) -> torch.Tensor:
+        """The height of the sun, [B, 1, Y, X]."""
+        heights = sun_height(self._file.times[times], self.lat, self.lon)
+        return torch.from_numpy(heights)[:, None]
 
 
-def sun_height(times, lat, lon) -> np.ndarray:
-    """How high the sun stands: the cosine of its angle from the zenith, 1 overhead, below 0 at night.
+def _turned(maps: torch.Tensor, turns: np.ndarray) -> torch.Tensor:
+    """Each of B maps turned east by its number of grid points."""
+    turned = [one.roll(int(turn), dims=-1) for one, turn in zip(maps, turns)]
+    return torch.stack(turned)
+
+
+def sun_height(times: np.ndarray, lat: np.ndarray, lon: np.ndarray) -> np.ndarray:
+    """How high the sun stands: the cosine of its angle from the zenith, 1 overhead, below 0 at
+    night.
 
         cos z = sin(lat) sin(d) + cos(lat) cos(d) cos(h)
         d = 23.45 deg * sin(2 pi (284 + day of year) / 365),    h = 2 pi (UTC hour / 24 - 1/2) + lon
 
     Args:
         times: [T] numpy datetimes, UTC.
-        lat, lon: [Y], [X] degrees
+        lat: [Y] degrees north
+        lon: [X] degrees east
 
     Returns:
         [T, Y, X] float32
 
-    Source: Duffie and Beckman, Solar Engineering of Thermal Processes, eq. 1.6.1a (Cooper 1969) and 1.6.5, with the clock
+    Source: Duffie and Beckman, Solar Engineering of Thermal Processes, eq. 1.6.1a (Cooper 1969) and
+    1.6.5, with the clock
         for solar time: about 4 degrees off at worst.
     """
     days = (times - times.astype("datetime64[Y]")) / np.timedelta64(1, "D")  # since the new year
-    declination = (
-        np.deg2rad(23.45) * np.sin(2 * np.pi * (285 + np.floor(days)) / 365)[:, None, None]
-    )
-    hour_angle = (2 * np.pi * (days % 1 - 0.5))[:, None, None] + np.deg2rad(lon)
-    lat = np.deg2rad(lat)[:, None]
-    return (
-        np.sin(lat) * np.sin(declination) + np.cos(lat) * np.cos(declination) * np.cos(hour_angle)
-    ).astype(np.float32)
+    angle_of_year = 2 * np.pi * (285 + np.floor(days)) / 365
+    declination = np.deg2rad(23.45) * np.sin(angle_of_year)[:, None, None]  # [T, 1, 1]
+    hour = 2 * np.pi * (days % 1 - 0.5)
+    hour_angle = hour[:, None, None] + np.deg2rad(lon)  # [T, 1, X]
+    latitude = np.deg2rad(lat)[:, None]  # [Y, 1]
+    sines = np.sin(latitude) * np.sin(declination)
+    cosines = np.cos(latitude) * np.cos(declination) * np.cos(hour_angle)
+    return (sines + cosines).astype(np.float32)
 
 
 @dataclass(frozen=True)
@@ -144,48 +172,62 @@ class WeatherSplits:
 def load(config: WeatherData) -> WeatherSplits:
     """The weather of a config, the last `val_fraction` of its transitions kept for validation.
 
-    The split is in time and strict: no time of validation is input or target of training, which costs the one transition
-    between the two parts. Mean and deviation come from training times alone. Small files are held in memory, of large
-    ones each batch reads what it needs.
+    The split is in time and strict: no time of validation is input or target of training, which
+    costs the one transition between the two parts. Mean and deviation come from training times
+    alone. Small files are held in memory, of large ones each batch reads what it needs.
 
     Raises:
-        ValueError: One line on what is wrong: fewer than 4 times, a variable that never changes, or what
-            `weather_files.open_weather` finds.
+        ValueError: One line on what is wrong: fewer than 4 times, a variable that never changes, or
+            what `weather_files.open_weather` finds.
     """
     file = open_weather(config.path, config.variables)
     num_times = len(file.times)
     if num_times < 4:
         raise ValueError(
-            f"{file.name} has {num_times} times: training and validation each need a state and the next one, give at least 4"
+            f"{file.name} has {num_times} times: training and validation each need a state and "
+            "the next one, give at least 4"
         )
     num_val = max(1, min(round(config.val_fraction * (num_times - 1)), num_times - 3))
     first_val = num_times - 1 - num_val
     stats = _statistics(file, first_val)
     if config.sun and not np.issubdtype(file.times.dtype, np.datetime64):
         raise ValueError(
-            f"{file.name}: times such as {file.times[0]} are no dates, and without them data.sun cannot be True"
+            f"{file.name}: times such as {file.times[0]} are no dates, "
+            "and without them data.sun cannot be True"
         )
     train = WeatherDataset(file, stats, range(first_val), config.roll, config.sun)
     val = WeatherDataset(file, stats, range(first_val, num_times), sun=config.sun)
     return WeatherSplits(train, val, stats)
 
 
-def _statistics(file, num_times):
-    """Over the first `num_times` times, a few at once: `mean = mean_t(m_t)`, `var = mean_t(v_t) + var_t(m_t)`."""
-    times = np.unique(
-        np.linspace(0, num_times - 1, min(num_times, STATISTICS_TIMES)).round().astype(np.int64)
-    )
+def _statistics(file: WeatherFile, num_times: int) -> Statistics:
+    """Over the first `num_times` times, a few at once.
+
+    mean = mean_t(m_t),   var = mean_t(v_t) + var_t(m_t)
+    """
+    num_read = min(num_times, STATISTICS_TIMES)
+    evenly_spread = np.linspace(0, num_times - 1, num_read).round().astype(np.int64)
+    times = np.unique(evenly_spread)
     at_once = max(1, STATISTICS_BYTES // file.state_bytes)
-    means, variances = [], []
+    means_at = []
+    variances_at = []
     for start in range(0, len(times), at_once):
         states = file.read(times[start : start + at_once])
-        means.append(states.mean(axis=(2, 3), dtype=np.float64))
-        variances.append(states.var(axis=(2, 3), dtype=np.float64))
-    means, variances = np.concatenate(means), np.concatenate(variances)  # [T, C]
-    mean, std = means.mean(axis=0), np.sqrt(variances.mean(axis=0) + means.var(axis=0))
+        means_at.append(states.mean(axis=(2, 3), dtype=np.float64))
+        variances_at.append(states.var(axis=(2, 3), dtype=np.float64))
+    means = np.concatenate(means_at)  # [T, C]
+    variances = np.concatenate(variances_at)
+    mean = means.mean(axis=0)
+    std = np.sqrt(variances.mean(axis=0) + means.var(axis=0))
     for name, deviation, size in zip(file.variables, std, np.abs(mean)):
         if deviation <= 1e-7 * size:  # float32 resolves no less
             raise ValueError(
-                f"{file.name}: {name} is {size:g} everywhere in the training times: leave it out of data.variables"
+                f"{file.name}: {name} is {size:g} everywhere in the training times: "
+                "leave it out of data.variables"
             )
-    return Statistics(*(torch.from_numpy(x.astype(np.float32))[:, None, None] for x in (mean, std)))
+    return Statistics(_per_variable(mean), _per_variable(std))
+
+
+def _per_variable(values: np.ndarray) -> torch.Tensor:
+    """[C] as float32 that broadcasts over maps: [C, 1, 1]."""
+    return torch.from_numpy(values.astype(np.float32))[:, None, None]

@@ -1,51 +1,71 @@
 """The training loop: the same for every model and every grid.
 
-One optimizer step reads `global_batch` samples, whatever the number of ranks: each dp rank takes its share, in
-micro-batches whose gradients add up before they are averaged over the ranks once.
+One optimizer step reads `global_batch` samples, whatever the number of ranks: each dp rank takes
+its part, in micro-batches whose gradients add up before they are averaged over the ranks once.
 """
 
 import contextlib
-import io
 import math
-import re
-import resource
-import sys
-import time
+from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from tqdm import tqdm
 
 from labcode import hardware
+from labcode.comm.agreement import SharedError
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
-from labcode.files import write_atomically
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
 from labcode.train.checkpoint import Checkpoints, RunState, StopSignals
-from labcode.train.metrics import MetricsWriter, shown
+from labcode.train.measure import StepClock, peak_memory_bytes
+from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
+from labcode.train.result import write_result
 from labcode.train.tasks import Task
 
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 
-class Diverged(ArithmeticError):
-    """The loss or its gradient is not a number any more."""
+
+class Diverged(SharedError, ArithmeticError):
+    """The loss or its gradient is not a number any more; every rank finds the same norm."""
+
+
+class Step(NamedTuple):
+    """What one optimizer step did.
+
+    Args:
+        loss: Mean over this dp rank's samples, a float64 scalar.
+        grad_norm: 2-norm of the whole model's gradient, before clipping.
+        lr: Learning rate.
+    """
+
+    loss: torch.Tensor
+    grad_norm: float
+    lr: float
 
 
 class Trainer:
-    """One rank's part of a run: `fit()` does it all, the other methods are its steps.
+    """One rank's part of a run. `fit()` does everything; the other methods are its steps.
 
     Args:
         config: The run, checked against the number of ranks.
         world: This process, its device and backend.
         grid: The process groups.
         task: The model to build and its data.
-        out: Existing folder; rank 0 writes metrics, weights and samples into it. None writes nothing.
-        start: Checkpoint to go on from.
+        out: Existing folder; rank 0 writes metrics, weights and samples into it. None writes
+            nothing.
+        start: Checkpoint to resume from.
+
+    Attributes:
+        steps_done: Optimizer steps of the whole run, with those before it was resumed.
+        stopped_by: The signal that ended the run before its last step, or None.
+        history: The rows of metrics that were logged.
     """
 
     def __init__(
@@ -56,9 +76,18 @@ class Trainer:
         task: Task,
         out: Path | None,
         start: Path | None = None,
-    ):
-        self.config, self.world, self.grid, self.task, self.out = config, world, grid, task, out
+    ) -> None:
+        self.config = config
+        self.world = world
+        self.grid = grid
+        self.task = task
+        self.out = out
         self.dtype = pick_dtype(config.train.dtype, world.device)
+        # the dtype of weights and of floating-point data; bfloat16 is for matrix products only
+        self.wide_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.accumulation = config.train.accumulation(grid.size("dp"))
+        self.stopped_by: str | None = None
+
         with torch.device("meta"):
             model = task.build()
         self.model = parallelize(
@@ -67,200 +96,194 @@ class Trainer:
             config.parallel,
             seed=config.train.seed,
             device=world.device,
-            dtype=torch.float64 if self.dtype == torch.float64 else torch.float32,
+            dtype=self.wide_dtype,
         )
+        options = {name: self._to_device(x) for name, x in task.loss_options.items()}
+        self.loss = partial(self.model.loss, **options)
         self.optimizer = make_optimizer(self.model, config.optim)
-        share = {
-            "dp_size": grid.size("dp"),
-            "dp_coord": grid.coord("dp"),
-            "seed": config.train.seed,
-        }
-        self.batches = Batches(len(task.train), config.train.global_batch, **share)
-        self.accumulation = config.train.accumulation(grid.size("dp"))
+        self.batches = Batches(
+            len(task.train),
+            config.train.global_batch,
+            dp_size=grid.size("dp"),
+            dp_coord=grid.coord("dp"),
+            seed=config.train.seed,
+        )
+
         self.state = RunState(self.model, self.optimizer, self.batches, world.device)
-        self.checkpoints = Checkpoints(config, grid, out) if out and config.checkpoint.on else None
         if start:
             self.state.load(start)
-        self.stopped_by: str | None = None
-        self.history: list[dict[str, float]] = []
-        self.writer = MetricsWriter(out, self.steps_done) if out and world.rank == 0 else None
-        self.terminal = sys.stderr.isatty()  # which gets a bar; a log file gets a line for each row
+        self.checkpoints = Checkpoints(config, grid, out) if out and config.checkpoint.on else None
+        folder = out if world.rank == 0 else None
+        self.log = Log(folder, config.name, config.train.steps, self.steps_done)
 
     @property
     def steps_done(self) -> int:
-        """Optimizer steps of the whole run, those before it went on from a checkpoint included."""
         return self.batches.step
 
+    @property
+    def history(self) -> list[dict[str, float]]:
+        return self.log.history
+
     def fit(self) -> list[dict[str, float]]:
-        """Train to the end, or until a signal asks to stop (`stopped_by`); returns the rows of metrics that were logged.
+        """Train to the end, or until a signal asks to stop (`stopped_by`).
+
+        Returns:
+            The rows of metrics that were logged.
 
         Raises:
             Diverged: The gradient norm is not finite; on every rank at the same step.
         """
-        with StopSignals() if self.checkpoints else contextlib.nullcontext() as signals:
-            self._train(signals)
+        settings = self.config.train
+        clock = StepClock()
+        with self.log.bar(), self._stop_signals() as signals:
+            while self.steps_done < settings.steps and not self.stopped_by:
+                step = self.step()
+                clock.count()
+                if self._due(settings.log_every):
+                    self.log.write(self._row(step, clock.seconds_per_step()))
+                    clock.restart()
+                with clock.paused():
+                    if self._due(settings.eval_every):
+                        self.log.write({"step": self.steps_done, "val_loss": self.validate()})
+                    if self.checkpoints and signals:
+                        self.stopped_by = signals.agreed()
+                        if self.stopped_by or self._due(self.config.checkpoint.every):
+                            self.checkpoints.save(self.state)
+                self.log.advance()
         if not self.stopped_by:
             self._finish()
         return self.history
 
-    def _train(self, signals):
-        steps, main = self.config.train.steps, self.world.rank == 0
-        kind = {
-            "total": steps,
-            "initial": self.steps_done,
-            "desc": self.config.name,
-            "unit": "step",
-        }
-        bar = tqdm(
-            **kind, disable=not (main and self.terminal), mininterval=0.3, dynamic_ncols=True
-        )
-        since, started = 0, time.perf_counter()
-        with bar:
-            while self.steps_done < steps and not self.stopped_by:
-                loss, grad_norm, lr = self.step()
-                since += 1
-                if self._due(self.config.train.log_every):
-                    row = self._row(loss, grad_norm, lr, (time.perf_counter() - started) / since)
-                    self._log(row)
-                    bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
-                    since, started = 0, time.perf_counter()
-                if self._due(self.config.train.eval_every):
-                    before = time.perf_counter()
-                    self._log({"step": self.steps_done, "val_loss": self.validate()})
-                    started += time.perf_counter() - before  # validation is no training time
-                if self.checkpoints:
-                    before = time.perf_counter()
-                    self.stopped_by = signals.agreed()
-                    if self.stopped_by or self._due(self.config.checkpoint.every):
-                        self.checkpoints.save(self.state)
-                    started += time.perf_counter() - before  # nor is writing checkpoints
-                bar.update()
+    def step(self) -> Step:
+        """One optimizer step: forward and backward, clip, update.
 
-    def step(self) -> tuple[torch.Tensor, float, float]:
-        """One optimizer step; returns (this rank's mean loss, gradient norm before clipping, learning rate)."""
+        Raises:
+            Diverged: The gradient norm is not finite; the weights are as before the step.
+        """
         lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        micro_batches = np.array_split(self.batches.next_indices(), self.accumulation)
-        batches = [self._read(self.task.train, indices) for indices in micro_batches]
-        total = self.model.forward_backward(batches, self._loss, self._autocast)
+        indices = self.batches.indices(self.steps_done)
+        batches = self._micro_batches(self.task.train, indices, self.accumulation)
+        loss = self.model.forward_backward(batches, self.loss, self._autocast)
         grad_norm = self.model.gradient_norm().item()
         if not math.isfinite(grad_norm):
             raise Diverged(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the data")
         clip_gradients(self.model.parameters(), grad_norm, self.config.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return total, grad_norm, lr
+        # only now: a step that was broken off does not count
+        self.batches.advance()
+        return Step(loss, grad_norm, lr)
 
     @torch.no_grad()
     def validate(self) -> float:
-        """Mean loss over the first `eval_batches` global batches of held-out data, the same for every grid."""
+        """Mean loss over the first `eval_batches` global batches of held-out data.
+
+        It is the same for every grid.
+
+        Communicates: what the forward does, and one all-reduce of two numbers over dp.
+        """
         self.model.eval()
-        data, batch = self.task.val, self.config.train.global_batch
-        share = {"dp_size": self.grid.size("dp"), "dp_coord": self.grid.coord("dp")}
-        sums = torch.zeros(
-            2, dtype=torch.float64, device=self.world.device
-        )  # of losses, of samples
-        for mine in validation_batches(
-            len(data), batch, **share, max_batches=self.config.train.eval_batches
-        ):
-            if len(mine):  # a rank's part of the last batch may be empty
-                parts = np.array_split(mine, min(self.accumulation, len(mine)))
-                losses = self.model.losses(
-                    [self._read(data, part) for part in parts], self._loss, self._autocast
-                )
-                sizes = torch.tensor(
-                    [len(part) for part in parts], dtype=torch.float64, device=losses.device
-                )
-                sums += torch.stack([losses @ sizes, sizes.sum()])
+        # sum of the losses, number of samples: a rank's part of the last batch may be smaller
+        sums = torch.zeros(2, dtype=torch.float64, device=self.world.device)
+        own_batches = validation_batches(
+            len(self.task.val),
+            self.config.train.global_batch,
+            dp_size=self.grid.size("dp"),
+            dp_coord=self.grid.coord("dp"),
+            max_batches=self.config.train.eval_batches,
+        )
+        for indices in own_batches:
+            if len(indices):
+                sums += self._sum_of_losses(indices)
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
         return (sums[0] / sums[1]).item()
 
     def close(self) -> None:
         """Close the metrics files; what was written stays."""
-        if self.writer:
-            self.writer.close()
+        self.log.close()
 
-    def _loss(self, output, targets):
-        return self.task.loss(self.model.loss, output, targets)
+    def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:
+        """(sum of the losses of some validation samples, their number), [2] float64."""
+        num_parts = min(self.accumulation, len(indices))
+        batches = self._micro_batches(self.task.val, indices, num_parts)
+        losses = self.model.losses(batches, self.loss, self._autocast)
+        sizes = [len(inputs) for inputs, _ in batches]
+        counts = torch.tensor(sizes, dtype=torch.float64, device=losses.device)
+        return torch.stack([losses @ counts, counts.sum()])
 
-    def _autocast(self):
-        return torch.autocast(
-            self.world.device.type, self.dtype, enabled=self.dtype == torch.bfloat16
-        )
+    def _micro_batches(self, data: Any, indices: np.ndarray, num_parts: int) -> list[Batch]:
+        """Samples of a dataset in `num_parts` micro-batches, on the device."""
+        batches = []
+        for part in np.array_split(indices, num_parts):
+            inputs, targets = data[part]
+            batches.append((self._to_device(inputs), self._to_device(targets)))
+        return batches
 
-    def _read(self, data, indices):
-        return tuple(self._to_device(x) for x in data[indices])
+    def _to_device(self, x: torch.Tensor) -> torch.Tensor:
+        dtype = self.wide_dtype if x.is_floating_point() else x.dtype
+        return x.to(self.world.device, dtype, non_blocking=True)
 
-    def _to_device(self, x):
-        wide = torch.float64 if self.dtype == torch.float64 else None
-        return x.to(self.world.device, wide if x.is_floating_point() else None, non_blocking=True)
+    def _autocast(self) -> torch.autocast:
+        enabled = self.dtype == torch.bfloat16
+        return torch.autocast(self.world.device.type, self.dtype, enabled=enabled)
 
-    def _due(self, every):
-        last = self.steps_done == self.config.train.steps
-        return last or (every and self.steps_done % every == 0)
+    def _stop_signals(self) -> contextlib.AbstractContextManager[StopSignals | None]:
+        """Signals are remembered only where a checkpoint can answer them; else they end the
+        process.
+        """
+        return StopSignals() if self.checkpoints else contextlib.nullcontext()
 
-    def _row(self, loss, grad_norm, lr, step_s):
-        mean = loss.clone()
-        dist.all_reduce(mean, group=self.grid.group("dp"))
+    def _due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and after the last one, happens
+        now.
+        """
+        if self.steps_done == self.config.train.steps:
+            return True
+        return every > 0 and self.steps_done % every == 0
+
+    def _row(self, step: Step, step_s: float) -> dict[str, float]:
+        """The metrics of a step; all ranks call it."""
+        loss = step.loss.clone()
+        dist.all_reduce(loss, group=self.grid.group("dp"))
         samples_per_s = self.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * self.task.model_config.sequence_length
         row = {
             "step": self.steps_done,
-            "loss": mean.item() / self.grid.size("dp"),
-            "grad_norm": grad_norm,
-            "lr": lr,
+            "loss": loss.item() / self.grid.size("dp"),
+            "grad_norm": step.grad_norm,
+            "lr": step.lr,
             "step_s": step_s,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_rank": tokens_per_s / self.world.world_size,
             "memory_bytes": peak_memory_bytes(self.world.device),
         }
         mfu = self._mfu(samples_per_s / self.world.world_size)
-        return row if mfu is None else row | {"mfu": mfu}
+        if mfu is not None:
+            row["mfu"] = mfu
+        return row
 
-    def _mfu(self, samples_per_s_per_rank):
+    def _mfu(self, samples_per_s_per_rank: float) -> float | None:
         if self.world.device.type != "cuda":
             return None
         flops_per_s = samples_per_s_per_rank * training_flops_per_sample(self.task.model_config)
-        return hardware.mfu(
-            flops_per_s, torch.cuda.get_device_name(), str(self.dtype).removeprefix("torch.")
-        )
+        dtype = str(self.dtype).removeprefix("torch.")
+        return hardware.mfu(flops_per_s, torch.cuda.get_device_name(), dtype)
 
-    def _log(self, row):
-        self.history.append(row)
-        if self.writer:
-            self.writer.write(row)
-            if not self.terminal:
-                print(shown(row, self.config.train.steps), flush=True)
-
-    def _finish(self):
+    def _finish(self) -> None:
+        """Gather the whole model; rank 0 writes it, and what it can do."""
         weights = {}
-        for name, tensor in self.model.whole_weights():  # every rank takes part, rank 0 keeps them
-            if self.writer:
+        for name, tensor in self.model.whole_weights():
+            # every rank takes part, rank 0 keeps them
+            if self.log.writes:
                 weights[name] = tensor.cpu().clone()
-        if not self.writer:
-            return
-        self.close()
-        file = io.BytesIO()
-        torch.save(weights, file)
-        write_atomically(self.out / "weights.pt", file.getbuffer())
-        del file
-        result = self.task.finish(
-            self._whole(weights), self.config.train.sample_tokens, self.config.train.seed
-        )
-        write_atomically(self.out / "result.txt", (result + "\n").encode())
-        print(f"{result}\n\nmetrics, weights and TensorBoard files: {self.out}", flush=True)
-
-    def _whole(self, weights):
-        """The model as one process has it; one that was cut may not fit this device, and is put together on the CPU."""
-        if self.grid.size("pp", "cp", "tp") == 1:
-            return self.model.module.eval()
-        with torch.device("meta"):
-            whole = self.task.build()
-        whole = whole.to_empty(device="cpu").to(next(iter(weights.values())).dtype).eval()
-        whole.load_state_dict(weights)
-        return whole
+        self.log.close()
+        if self.out and self.log.writes:
+            sharded = self.grid.size("pp", "cp", "tp") > 1
+            own = None if sharded else self.model.module
+            write_result(self.out, self.task, self.config.train, weights, own)
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -268,16 +291,3 @@ def pick_dtype(name: str, device: torch.device) -> torch.dtype:
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
     return getattr(torch, name)
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """Most bytes in use so far: of the device's allocator on a GPU, resident memory of the process on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    status = Path(
-        "/proc/self/status"
-    )  # on Linux: ru_maxrss counts the process that started this one as well
-    if status.exists() and (found := re.search(r"VmHWM:\s+(\d+) kB", status.read_text())):
-        return int(found[1]) * 1024
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB

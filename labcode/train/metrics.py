@@ -1,14 +1,22 @@
-"""What a run measures of itself: one JSON object a line in `metrics.jsonl`, the same numbers to TensorBoard."""
+"""The rows of metrics of a run: kept, written, shown.
 
+Each row is one JSON object on a line of `metrics.jsonl`; the same numbers go to TensorBoard.
+"""
+
+import contextlib
 import errno
 import json
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+
+from tqdm import tqdm
 
 from labcode.files import write_atomically
 
 FILE_NAME = "metrics.jsonl"
+Row = Mapping[str, float]  # its keys: "step", and those of UNITS
 
 # name: unit, as axis labels and the lessons print them
 UNITS = {
@@ -36,33 +44,96 @@ SHOWN = {
 }
 
 
-class MetricsWriter:
-    """Writes rows as they come; whatever ends the run, the lines written so far are whole.
+class Log:
+    """The rows of one run: on a terminal a progress bar shows them, elsewhere a line each.
 
     Args:
-        folder: An existing folder; `metrics.jsonl` and `tensorboard/` are made in it.
-        after_step: Go on after this step of a run that wrote there before; what it wrote of later steps is removed.
+        folder: Where they are written; None keeps them only, as every rank but the first does.
+        name: Of the run.
+        steps: Its optimizer steps.
+        steps_done: Steps done already, when it is resumed.
+
+    Attributes:
+        history: All rows, oldest first.
+        writes: Whether this rank writes and shows anything.
 
     Raises:
         OSError: The folder cannot be written, or the disk is full.
     """
 
-    def __init__(self, folder: Path, after_step: int = 0):
+    def __init__(self, folder: Path | None, name: str, steps: int, steps_done: int) -> None:
+        self.history: list[dict[str, float]] = []
+        self.writes = folder is not None
+        self._steps = steps
+        self._on_terminal = sys.stderr.isatty()
+        self._writer = MetricsWriter(folder, steps_done) if folder else None
+        self._bar = tqdm(
+            total=steps,
+            initial=steps_done,
+            desc=name,
+            unit="step",
+            disable=not (self.writes and self._on_terminal),
+            mininterval=0.3,
+            dynamic_ncols=True,
+        )
+
+    @contextlib.contextmanager
+    def bar(self) -> Iterator[None]:
+        """The progress bar is shown within the block."""
+        with self._bar:
+            yield
+
+    def advance(self) -> None:
+        """Move the bar by one step."""
+        self._bar.update()
+
+    def write(self, row: dict[str, float]) -> None:
+        """Keep, write and show a row.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        self.history.append(row)
+        if "loss" in row:
+            self._bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
+        if self._writer:
+            self._writer.write(row)
+            if not self._on_terminal:
+                print(shown(row, self._steps), flush=True)
+
+    def close(self) -> None:
+        """Close the files; what was written stays."""
+        if self._writer:
+            self._writer.close()
+
+
+class MetricsWriter:
+    """Writes rows as they come; whatever ends the run, the lines written so far are whole.
+
+    Args:
+        folder: An existing folder; `metrics.jsonl` and `tensorboard/` are made in it.
+        after_step: Continue after this step of a run that wrote there before; what it wrote of
+            later steps is removed.
+
+    Raises:
+        OSError: The folder cannot be written, or the disk is full.
+    """
+
+    def __init__(self, folder: Path, after_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         self._path = folder / FILE_NAME
-        rows = (
-            [row for row in read(self._path) if row["step"] <= after_step]
-            if after_step and self._path.exists()
-            else []
-        )
-        write_atomically(self._path, b"".join(map(_line, rows)))
+        kept = b""
+        if after_step and self._path.exists():
+            for row in read(self._path):
+                if row["step"] <= after_step:
+                    kept += _line(row)
+        write_atomically(self._path, kept)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
-        self._board = SummaryWriter(
-            str(folder / "tensorboard"), purge_step=after_step + 1 if after_step else None
-        )
+        purge_step = after_step + 1 if after_step else None
+        self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
-    def write(self, row: Mapping[str, float]) -> None:
+    def write(self, row: Row) -> None:
         """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
 
         Raises:
@@ -70,9 +141,9 @@ class MetricsWriter:
         """
         line = _line(row)
         end = self._file.tell()
-        if self._file.write(line) < len(
-            line
-        ):  # unbuffered: a full disk takes a part, and says no only to the next write
+        written = self._file.write(line)
+        # without a buffer, a disk that fills up accepts part of a line; ENOSPC comes with the next
+        if written < len(line):
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
         for name, value in row.items():
@@ -85,63 +156,40 @@ class MetricsWriter:
         self._board.close()
 
 
-def _line(row):
+def _line(row: Row) -> bytes:
     return json.dumps(dict(row)).encode() + b"\n"
 
 
-def shown(row: Mapping[str, float], steps: int) -> str:
-    """A row as one line for people: "step 10/300 | loss 3.2101 | ..."; what is not in `SHOWN` is left out."""
-    return " | ".join(
-        [
-            f"step {row['step']}/{steps}",
-            *(text.format(row[name]) for name, text in SHOWN.items() if name in row),
-        ]
-    )
+def shown(row: Row, steps: int) -> str:
+    """A row as one line for people: "step 10/300 | loss 3.2101 | ..."; only what is in `SHOWN`."""
+    parts = [f"step {row['step']}/{steps}"]
+    for name, text in SHOWN.items():
+        if name in row:
+            parts.append(text.format(row[name]))
+    return " | ".join(parts)
 
 
 def read(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a run, from its folder or its `metrics.jsonl`; a last line cut short by a kill is left out.
+    """The rows of a run, from its folder or its `metrics.jsonl`.
+
+    A last line that was cut short by a kill is left out.
 
     Raises:
-        ValueError: No such file, or a line that is not JSON before the last.
+        ValueError: No such file, or a line before the last that is not JSON.
     """
     path = Path(path)
-    path = path / FILE_NAME if path.is_dir() else path
+    if path.is_dir():
+        path = path / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder that a training run printed")
     lines = path.read_text(encoding="utf-8").split("\n")
     rows = []
     for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
         try:
-            rows += [json.loads(line)] if line.strip() else []
+            rows.append(json.loads(line))
         except json.JSONDecodeError:
             if number < len(lines):
                 raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from None
     return rows
-
-
-def plot(
-    runs: Mapping[str, str | Path | list],
-    names: Sequence[str] = ("loss", "val_loss", "lr", "tokens_per_s"),
-):
-    """Curves of several runs over the steps, one panel a quantity; returns the matplotlib figure.
-
-    Args:
-        runs: `{label: folder, metrics file, or rows already read}`.
-        names: Keys of `UNITS`; one that no run has is left out.
-    """
-    from matplotlib.figure import Figure
-
-    rows = {label: run if isinstance(run, list) else read(run) for label, run in runs.items()}
-    names = [name for name in names if any(name in row for run in rows.values() for row in run)]
-    figure = Figure(figsize=(3.6 * len(names), 3.0), layout="constrained")
-    for axes, name in zip(figure.subplots(1, len(names), squeeze=False)[0], names):
-        for label, run in rows.items():
-            points = [(row["step"], row[name]) for row in run if name in row]
-            axes.plot(
-                *zip(*points), label=label, marker="o" if len(points) < 20 else None, markersize=3
-            )
-        axes.set(title=name, xlabel="step")
-        axes.grid(alpha=0.3)
-    figure.axes[0].legend()
-    return figure

@@ -1,4 +1,7 @@
-"""AdamW as the GPT papers use it: decay on matrices only, warm-up, half a cosine, clipping by the global norm."""
+"""The optimizer of the GPT papers.
+
+AdamW with weight decay on matrices only, warm-up, half a cosine, clipping by the global norm.
+"""
 
 import math
 from collections.abc import Iterable
@@ -10,14 +13,19 @@ from labcode.config import OptimConfig
 
 
 def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
-    """AdamW with weight decay on tensors of two dims or more; biases, norms and frozen weights are left alone.
+    """AdamW with weight decay on tensors of two dims or more, without it on biases and norms.
 
-    Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165), appendix B.
+    Frozen weights are left out.
+
+    Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165),
+    appendix B.
     """
-    params = [p for p in model.parameters() if p.requires_grad]
+    trained = [param for param in model.parameters() if param.requires_grad]
+    matrices = [param for param in trained if param.dim() >= 2]
+    vectors = [param for param in trained if param.dim() < 2]
     groups = [
-        {"params": [p for p in params if p.dim() >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in params if p.dim() < 2], "weight_decay": 0.0},
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
     ]
     return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
 
@@ -26,7 +34,7 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """The rate of optimizer step `step`, counted from 0.
 
         warm-up   lr * (step + 1) / warmup_steps
-        after     min_lr + (lr - min_lr) * (1 + cos(pi * t)) / 2,   t from 0 to 1 over the steps that are left
+        after     min_lr + (lr - min_lr) * (1 + cos(pi * t)) / 2,   t from 0 to 1 over the rest
 
     Source: Loshchilov and Hutter 2016 (arXiv:1608.03983), equation 5, without restarts.
     """
@@ -34,7 +42,8 @@ def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     if step < warmup:
         return config.lr * (step + 1) / warmup
     t = (step - warmup) / max(1, total_steps - 1 - warmup)
-    return config.min_lr + (config.lr - config.min_lr) * (1 + math.cos(math.pi * min(1.0, t))) / 2
+    half_cosine = (1 + math.cos(math.pi * min(1.0, t))) / 2
+    return config.min_lr + (config.lr - config.min_lr) * half_cosine
 
 
 def clip_gradients(params: Iterable[nn.Parameter], norm: float, max_norm: float) -> None:
@@ -42,7 +51,8 @@ def clip_gradients(params: Iterable[nn.Parameter], norm: float, max_norm: float)
 
     Args:
         params: Of this rank.
-        norm: The 2-norm of the whole model's gradient (`ParallelModel.gradient_norm`), so that all ranks scale alike.
+        norm: The 2-norm of the whole model's gradient (`ParallelModel.gradient_norm`), so that all
+            ranks scale by the same factor.
         max_norm: 0 leaves the gradients as they are.
 
     Source: Pascanu et al. 2013 (arXiv:1211.5063), section 3.2.

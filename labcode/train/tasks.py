@@ -1,7 +1,8 @@
 """What is trained on what: a GPT on text, a ViT on weather. The loop knows neither."""
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,6 +10,8 @@ from torch import nn
 
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.data import text, weather
+from labcode.data.text import Tokenizer
+from labcode.data.weather import WeatherSplits
 from labcode.models.gpt import GPT, generate
 from labcode.models.vit import ViT, latitude_weights
 from labcode.models.vit import loss as vit_loss
@@ -21,18 +24,18 @@ class Task:
     Args:
         model_config: With every size filled in from the data.
         build: Makes the model.
-        train, val: Datasets, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
-        loss: Mean loss over a batch, `loss(criterion, output, targets) -> scalar tensor`, with `ParallelModel.loss` for
-            criterion.
+        train: Dataset, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
+        val: The same, held out.
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
+        loss_options: Tensors that the model's loss takes by name, beside outputs and targets.
     """
 
     model_config: GPTConfig | ViTConfig
     build: Callable[[], nn.Module]
     train: Any
     val: Any
-    loss: Callable[[Callable, torch.Tensor, torch.Tensor], torch.Tensor]
     finish: Callable[[nn.Module, int, int], str]
+    loss_options: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
 def make_task(config: Config) -> Task:
@@ -46,69 +49,116 @@ def make_task(config: Config) -> Task:
     if isinstance(config.model, ViTConfig) and isinstance(config.data, WeatherData):
         return _weather_task(config.model, config.data)
     raise ValueError(
-        f"{type(config.model).__name__} cannot learn from {type(config.data).__name__}: a GPT reads text, a ViT weather"
+        f"{type(config.model).__name__} cannot learn from {type(config.data).__name__}: "
+        "a GPT reads text, a ViT weather"
     )
 
 
-def _text_task(model_config, data) -> Task:
+# ---- text
+
+
+def _text_task(model_config: GPTConfig, data: TextData) -> Task:
     splits = text.load(data, model_config.context_length, data.cache_dir)
-    tokenizer = splits.tokenizer
-    if model_config.vocab_size is not None and model_config.vocab_size < tokenizer.vocab_size:
+    num_tokens = splits.tokenizer.vocab_size
+    if model_config.vocab_size is not None and model_config.vocab_size < num_tokens:
         raise ValueError(
-            f"model.vocab_size={model_config.vocab_size} but the text has {tokenizer.vocab_size} tokens: "
-            f"raise it, or leave it out to take the tokenizer's"
+            f"model.vocab_size={model_config.vocab_size} but the text has {num_tokens} tokens: "
+            "raise it, or leave it out to take the tokenizer's"
         )
-    sized = replace(model_config, vocab_size=model_config.vocab_size or tokenizer.vocab_size)
-
-    def batch_loss(criterion, logits, targets):
-        return criterion(logits, targets)
-
-    def sample(model, num_tokens, seed):
-        device = next(model.parameters()).device
-        start = torch.tensor([tokenizer.encode("\n")], device=device)
-        generator = torch.Generator().manual_seed(seed)
-        tokens = generate(model, start, num_tokens, temperature=0.8, generator=generator)
-        return tokenizer.decode(tokens[0].tolist()).strip("\n")
-
-    return Task(sized, lambda: GPT(sized), splits.train, splits.val, batch_loss, sample)
+    sized = replace(model_config, vocab_size=model_config.vocab_size or num_tokens)
+    return Task(
+        sized,
+        build=partial(GPT, sized),
+        train=splits.train,
+        val=splits.val,
+        finish=partial(_sample_text, splits.tokenizer),
+    )
 
 
-def _weather_task(model_config, data) -> Task:
+class _KnownTokens(nn.Module):
+    """A GPT without the logits of tokens that the tokenizer does not have.
+
+    A vocabulary may be larger than the tokenizer's, so that tp divides it. The additional tokens
+    never occur in training, but their logits are not minus infinity: one of them is drawn
+    sometimes, and has no text.
+    """
+
+    def __init__(self, model: nn.Module, num_tokens: int) -> None:
+        super().__init__()
+        self.model = model
+        self.config = model.config
+        self.num_tokens = num_tokens
+        self.train(model.training)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.model(tokens)[..., : self.num_tokens]
+
+
+def _sample_text(tokenizer: Tokenizer, model: nn.Module, num_tokens: int, seed: int) -> str:
+    """What the model writes after a line break."""
+    device = next(model.parameters()).device
+    start = torch.tensor([tokenizer.encode("\n")], device=device)
+    generator = torch.Generator().manual_seed(seed)
+    known = _KnownTokens(model, tokenizer.vocab_size)
+    tokens = generate(known, start, num_tokens, temperature=0.8, generator=generator)
+    return tokenizer.decode(tokens[0].tolist()).strip("\n")
+
+
+# ---- weather
+
+
+def _weather_task(model_config: ViTConfig, data: WeatherData) -> Task:
     splits = weather.load(data)
     train = splits.train
-    sizes = {"num_variables": len(train.variables), "num_forcings": len(train.forcings)}
-    sizes |= {"lat": len(train.lat), "lon": len(train.lon)}
+    sizes = {
+        "num_variables": len(train.variables),
+        "num_forcings": len(train.forcings),
+        "lat": len(train.lat),
+        "lon": len(train.lon),
+    }
     for name, size in sizes.items():
-        if getattr(model_config, name) not in (None, size):
+        asked = getattr(model_config, name)
+        if asked not in (None, size):
             raise ValueError(
-                f"model.{name}={getattr(model_config, name)} but the data has {size}: leave it out to take the data's"
+                f"model.{name}={asked} but the data has {size}: leave it out to take the data's"
             )
     sized = replace(model_config, **sizes)
     weights = latitude_weights(train.lat)
-
-    def batch_loss(criterion, prediction, target):
-        return criterion(prediction, target, weights.to(target))
-
-    @torch.no_grad()
-    def skill(model, num_tokens, seed):
-        return _skill_table(model, splits, weights)
-
-    return Task(sized, lambda: ViT(sized), train, splits.val, batch_loss, skill)
-
-
-def _skill_table(model, splits, weights) -> str:
-    """Error on the held-out times beside that of persistence, "tomorrow is like today", which costs nothing."""
-    param = next(model.parameters())
-    state, target = (
-        x.to(param.device, param.dtype) for x in splits.val[list(range(len(splits.val)))]
+    return Task(
+        sized,
+        build=partial(ViT, sized),
+        train=train,
+        val=splits.val,
+        finish=partial(_skill_table, splits, weights),
+        loss_options={"weights": weights},
     )
-    rows = [f"{'normalised RMSE, held-out':28}{'model':>8}{'persistence':>13}"]
+
+
+@torch.no_grad()
+def _skill_table(
+    splits: WeatherSplits, weights: torch.Tensor, model: nn.Module, num_tokens: int, seed: int
+) -> str:
+    """Error on the held-out times, beside that of persistence: "tomorrow will be like today".
+
+    Args:
+        splits: The data.
+        weights: Of the latitudes, [Y].
+        model: The whole model.
+        num_tokens: For tasks that draw a sample; not used here.
+        seed: Likewise.
+    """
+    param = next(model.parameters())
+    everything = list(range(len(splits.val)))
+    state, target = splits.val[everything]
+    state = state.to(param.device, param.dtype)
+    target = target.to(param.device, param.dtype)
+    weights = weights.to(param)
     prediction = model(state)
+    lines = [f"{'normalised RMSE, held-out':28}{'model':>8}{'persistence':>13}"]
     for number, name in enumerate(splits.train.variables):
         channel = slice(number, number + 1)
-        model_error, persistence = (
-            vit_loss(guess[:, channel], target[:, channel], weights.to(param)).sqrt().item()
-            for guess in (prediction, state)
-        )
-        rows.append(f"{name:28}{model_error:8.3f}{persistence:13.3f}")
-    return "\n".join(rows)
+        truth = target[:, channel]
+        model_error = vit_loss(prediction[:, channel], truth, weights).sqrt().item()
+        persistence_error = vit_loss(state[:, channel], truth, weights).sqrt().item()
+        lines.append(f"{name:28}{model_error:8.3f}{persistence_error:13.3f}")
+    return "\n".join(lines)

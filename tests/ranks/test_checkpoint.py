@@ -113,7 +113,7 @@ def test_going_on_from_a_folder_that_is_not_there_yet_begins(tmp_path):
     assert run("--train.out=run", cwd=tmp_path).returncode == 2  # without resume it is not touched
     done = run("--train.out=run", "--checkpoint.resume", cwd=tmp_path)
     assert (
-        "going on from run/checkpoints/step-00000006" in done.stdout
+        "resuming from run/checkpoints/step-00000006" in done.stdout
     )  # a finished run has nothing left to do
     assert done.returncode == 0
     assert [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row] == [
@@ -158,7 +158,7 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
     assert done.returncode == 0, done.stderr
     assert "step-00000006 is damaged" in done.stdout
     assert "step-00000004 is damaged" in done.stdout
-    assert "going on from run/checkpoints/step-00000002" in done.stdout
+    assert "resuming from run/checkpoints/step-00000002" in done.stdout
     kept = sorted(
         path.name for path in folder.iterdir()
     )  # what lies behind this run's steps is damaged, or another history

@@ -101,7 +101,6 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
     assert len(logged) == 1  # of rank 0 alone; on a terminal it is a bar
     first = "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 4 samples a step = dp 2 x 2 micro-batches of 1"
     assert done.stdout.splitlines()[0] == first
-    assert len(metrics.plot({"run": out}).axes) == 4
 
 
 def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(tmp_path):
@@ -202,6 +201,101 @@ def test_over_several_ranks_a_bad_input_is_still_one_message(tmp_path):
     done = run(*TORCHRUN, "gpt_tiny", "--data.path", "nowhere.txt", cwd=tmp_path)
     assert done.returncode != 0
     assert "nowhere.txt" in error_line(done)
+
+
+def test_a_refused_grid_is_one_line_and_torchrun_reports_a_single_failure(tmp_path):
+    done = run(*TORCHRUN, "gpt_tiny", "--parallel.tp", "3", cwd=tmp_path)
+    assert done.returncode != 0
+    assert "= 3 but WORLD_SIZE is 2" in error_line(done)
+    lines = done.stderr.splitlines()
+    assert lines[-5].strip().startswith("rank      : 0")  # the only failure that torchrun lists
+    assert not [line for line in lines if "rank      : 1" in line]
+
+
+BROKEN = """
+import sys
+from labcode.comm import bootstrap
+from labcode.data.text import TextDataset
+
+where, recipe = sys.argv[1:3]
+rank = bootstrap.read_environment().rank
+choose_device, read = bootstrap.choose_device, TextDataset.__getitem__
+reads = 0
+
+def broken_device(place):
+    if place.rank == 1:
+        raise ValueError("this GPU has fallen off the bus")
+    return choose_device(place)
+
+def broken_read(dataset, indices):
+    global reads
+    reads += 1
+    if rank == 1 and reads == 4:
+        raise OSError(5, "Input/output error", "tokens.bin")
+    return read(dataset, indices)
+
+if where == "device":
+    bootstrap.choose_device = broken_device
+else:
+    TextDataset.__getitem__ = broken_read
+
+from labcode.train.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "line"),
+    [
+        ("device", "error: rank 1: this GPU has fallen off the bus"),
+        ("data", "error: rank 1: after step 3: tokens.bin: input/output error"),
+    ],
+)
+def test_an_error_that_one_rank_alone_knows_is_told_by_that_rank(tmp_path, where, line):
+    script = tmp_path / "broken.py"
+    script.write_text(BROKEN)
+    steps = ("--train.steps", "10", "--train.micro_batch", "2")
+    done = run(*TORCHRUN[:-2], str(script), where, "gpt_tiny", *SMALL, *steps, cwd=tmp_path)
+    assert done.returncode != 0
+    assert error_line(done) == line
+
+
+INTERRUPTED = """
+import sys
+import torch
+
+step = torch.optim.AdamW.step
+steps = 0
+
+def interrupted(self, *args, **options):
+    global steps
+    steps += 1
+    if steps == 3:
+        raise KeyboardInterrupt
+    return step(self, *args, **options)
+
+torch.optim.AdamW.step = interrupted
+
+from labcode.train.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_step_that_ctrl_c_broke_off_does_not_count(tmp_path):
+    script = tmp_path / "interrupted.py"
+    script.write_text(INTERRUPTED)
+    done = run(sys.executable, str(script), "gpt_tiny", *SMALL, cwd=tmp_path)
+    assert done.returncode == 130
+    assert "interrupted after step 2: its metrics are in runs/gpt_tiny-001" in done.stderr
+    assert metrics.read(tmp_path / "runs" / "gpt_tiny-001")[-1]["step"] == 2
+
+
+def test_a_vocabulary_above_the_tokenizers_gives_a_sample_all_the_same(tmp_path):
+    """One step leaves the additional tokens almost as likely as the others."""
+    args = ("--model.vocab_size", "2000", "--train.steps", "1", "--train.sample_tokens", "40")
+    done = run(*TRAIN, "gpt_tiny", *SMALL, *args, "--train.out", "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "result.txt").read_text().strip()
 
 
 def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):

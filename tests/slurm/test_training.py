@@ -297,7 +297,7 @@ def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
     stopped = int(
         re.search(r"stopped by SIGUSR1 after step (\d+), with a checkpoint", submitted.log)[1]
     )
-    assert f"checkpoints/step-{stopped:08d}" in re.search(r"going on from (\S+)", submitted.log)[1]
+    assert f"checkpoints/step-{stopped:08d}" in re.search(r"resuming from (\S+)", submitted.log)[1]
     assert 1 <= stopped < 80
     assert submitted.steps() == list(range(1, 81))
     assert losses(metrics.read(submitted.out)) == pytest.approx(
@@ -315,5 +315,5 @@ def test_a_node_that_loses_power_gives_its_job_a_second_life(long_runs):
     submitted = long_runs["node"].result()
     assert submitted.info["JobState"] == "COMPLETED", submitted.log
     assert submitted.info["Restarts"] == "1"
-    assert "going on from" in submitted.log
+    assert "resuming from" in submitted.log
     assert submitted.steps() == list(range(1, 61))

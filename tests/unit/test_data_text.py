@@ -184,6 +184,11 @@ def test_more_than_65535_tokens_take_four_bytes_each(tmp_path):
     assert splits.tokenizer.decode(all_tokens(splits).tolist()) == signs + signs[::-1]
 
 
+def test_targets_that_would_not_count_are_refused():
+    with pytest.raises(ValueError, match="token -100 is negative"):
+        text.TextDataset(np.array([1, 2, -100, 3]), 1)
+
+
 # ---- the file
 
 

@@ -27,7 +27,8 @@ from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
 from labcode.teach.labs import emulate
 from labcode.topology import GridShape
-from labcode.train.loop import Trainer, peak_memory_bytes
+from labcode.train.loop import Trainer
+from labcode.train.measure import peak_memory_bytes
 from labcode.train.tasks import make_task
 
 RECIPE = recipes.get("gpt_tiny")

@@ -1,0 +1,53 @@
+"""What is left of a run that reached its end: the weights of the whole model, and what it can
+do.
+"""
+
+import io
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from labcode.config import TrainConfig
+from labcode.files import write_atomically
+from labcode.train.tasks import Task
+
+
+def write_result(
+    out: Path,
+    task: Task,
+    settings: TrainConfig,
+    weights: dict[str, torch.Tensor],
+    model: nn.Module | None,
+) -> None:
+    """Write `weights.pt` and `result.txt`, and print the latter; on one rank.
+
+    Args:
+        out: Folder of the run.
+        task: What was trained.
+        settings: How much to sample, and from which seed.
+        weights: The whole model's state dict, on the CPU.
+        model: The trained model where this rank has all of it; None rebuilds it from the weights.
+
+    Raises:
+        OSError: No space; a file that is not written completely is removed.
+    """
+    file = io.BytesIO()
+    torch.save(weights, file)
+    write_atomically(out / "weights.pt", file.getbuffer())
+    del file
+    if model is None:
+        model = _rebuild(task, weights)
+    result = task.finish(model.eval(), settings.sample_tokens, settings.seed)
+    write_atomically(out / "result.txt", (result + "\n").encode())
+    print(f"{result}\n\nmetrics, weights and TensorBoard files: {out}", flush=True)
+
+
+def _rebuild(task: Task, weights: dict[str, torch.Tensor]) -> nn.Module:
+    """The whole model, on the CPU: one that was sharded may not fit on this device."""
+    dtype = next(iter(weights.values())).dtype
+    with torch.device("meta"):
+        whole = task.build()
+    whole = whole.to_empty(device="cpu").to(dtype)
+    whole.load_state_dict(weights)
+    return whole

@@ -1,0 +1,56 @@
+"""Who reports an error of a run, and in which words."""
+
+import errno
+
+import pytest
+
+from labcode import recipes
+from labcode.comm import bootstrap
+from labcode.comm.agreement import PeerError
+from labcode.comm.bootstrap import Place
+from labcode.train import report, run_folder
+from labcode.train.report import RefusedError
+
+NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("place", "error", "steps_done", "line"),
+    [
+        (Place(3, 8), ValueError("no GPU"), None, "error: rank 3: no GPU"),
+        (Place(0, 8), ValueError("no GPU"), None, "error: rank 0: no GPU"),
+        (Place(), ValueError("no data"), None, "error: no data"),
+        (
+            Place(3, 8),
+            NO_SPACE,
+            17,
+            "error: rank 3: after step 17: run/metrics.jsonl: no space left on device",
+        ),
+        (Place(0, 8), RefusedError("tp=3"), None, "error: tp=3"),
+        (Place(3, 8), RefusedError("tp=3"), None, ""),
+        (Place(0, 8), PeerError("rank 5: full"), 2, "error: after step 2: rank 5: full"),
+        (Place(5, 8), PeerError("rank 5: full"), 2, ""),
+    ],
+)
+def test_a_rank_reports_what_it_alone_knows_and_rank_0_what_all_know(
+    capsys, place, error, steps_done, line
+):
+    assert report.fail(place, error, steps_done) == report.FAILED
+    assert capsys.readouterr().err.strip() == line
+
+
+def test_a_wrong_command_line_is_reported_by_rank_0(capsys, monkeypatch):
+    for rank, line in ((0, "error: unknown recipe"), (1, "")):
+        monkeypatch.setattr(bootstrap, "read_environment", lambda rank=rank: Place(rank, 2))
+        assert report.refuse_command(ValueError("unknown recipe")) == report.FAILED
+        assert capsys.readouterr().err.strip() == line
+
+
+def test_runs_without_a_name_are_numbered_without_end(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    config = recipes.gpt_tiny()
+    assert run_folder.make_folder(config).name == "gpt_tiny-001"
+    for number in range(2, 1000):
+        (tmp_path / "runs" / f"gpt_tiny-{number:03d}").mkdir()
+    assert run_folder.make_folder(config).name == "gpt_tiny-1000"
+    assert run_folder.make_folder(config).name == "gpt_tiny-1001"
