@@ -22,12 +22,15 @@ from labcode.teach.figures.style import (
     figure,
     ink_on,
     put_text,
+    swatch,
 )
 
 MAX_RANKS = 6
 
+Tile = tuple[int, int]  # query chunk, key chunk
 
-def tiles(p: int, layout: str) -> dict[tuple[int, int], tuple[int, int]]:
+
+def tiles(p: int, layout: str) -> dict[Tile, tuple[int, int]]:
     """Who computes which tile of the causal mask over 2p chunks, and in which step of the ring.
 
     A rank computes its own queries; the keys of rank s reach rank r in step (r - s) mod p.
@@ -46,8 +49,9 @@ def tiles(p: int, layout: str) -> dict[tuple[int, int], tuple[int, int]]:
     found = {}
     for query in range(2 * p):
         for key in range(query + 1):
-            step = (owner[query] - owner[key]) % p
-            found[query, key] = (owner[query], step)
+            rank = owner[query]
+            step = (rank - owner[key]) % p
+            found[query, key] = (rank, step)
     return found
 
 
@@ -86,7 +90,7 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
     signs = []
     names = []
     for rank in range(p):
-        signs.append(Rectangle((0, 0), 1, 1, facecolor=colour_of(rank), lw=0))
+        signs.append(swatch(colour_of(rank)))
         names.append(f"rank {rank}")
     picture.figure.legend(
         signs,
@@ -102,16 +106,19 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
 def _draw_mask(axes: Axes, p: int, layout: str) -> None:
     """One panel of `causal`: x counts key chunks to the right, -y query chunks downwards."""
     n = 2 * p
-    axes.add_patch(Rectangle((0, -n), n, n, facecolor=PALE, edgecolor="none"))
+    square = (0, -n)
+    axes.add_patch(Rectangle(square, n, n, facecolor=PALE, edgecolor="none"))
+    diagonal_size = 9 - 0.3 * n  # points
     for (query, key), (rank, step) in tiles(p, layout).items():
         if query == key:
-            _draw_diagonal_tile(axes, query, rank, step, size=9 - 0.3 * n)
+            _draw_diagonal_tile(axes, query, rank, step, diagonal_size)
         else:
             _draw_tile(axes, query, key, rank, step)
-    axes.add_patch(Rectangle((0, -n), n, n, fill=False, edgecolor=RULE, lw=0.8))
+    axes.add_patch(Rectangle(square, n, n, fill=False, edgecolor=RULE, lw=0.8))
     for query, rank in _owners(p, layout).items():
         # The rank of each row in words too: nothing depends on colour alone.
-        put_text(axes, n + 0.2, -query - 0.5, str(rank), 8, ha="left", color=INK)
+        y = -query - 0.5
+        put_text(axes, n + 0.2, y, str(rank), 8, ha="left", color=INK)
     put_text(axes, n + 0.3, 0.25, "rank", 8, va="bottom", color=INK)
     put_text(axes, n / 2, 0.25, "keys", 9, va="bottom", color=INK)
     put_text(axes, -0.25, -n / 2, "queries", 9, ha="right", rotation=90, color=INK)
@@ -123,14 +130,18 @@ def _draw_mask(axes: Axes, p: int, layout: str) -> None:
 def _draw_tile(axes: Axes, query: int, key: int, rank: int, step: int) -> None:
     corner = (key, -query - 1)
     axes.add_patch(Rectangle(corner, 1, 1, **_tile_style(rank, step)))
-    put_text(axes, key + 0.5, -query - 0.5, str(step), 9, color=ink_on(colour_of(rank)))
+    ink = ink_on(colour_of(rank))
+    put_text(axes, key + 0.5, -query - 0.5, str(step), 9, color=ink)
 
 
 def _draw_diagonal_tile(axes: Axes, chunk: int, rank: int, step: int, size: float) -> None:
     """A triangle: of its own chunk a query sees the earlier half."""
-    corners = [(chunk, -chunk), (chunk, -chunk - 1), (chunk + 1, -chunk - 1)]
+    left = chunk
+    top = -chunk
+    corners = [(left, top), (left, top - 1), (left + 1, top - 1)]
     axes.add_patch(Polygon(corners, closed=True, **_tile_style(rank, step)))
-    put_text(axes, chunk + 0.3, -chunk - 0.7, str(step), size, color=ink_on(colour_of(rank)))
+    ink = ink_on(colour_of(rank))
+    put_text(axes, left + 0.3, top - 0.7, str(step), size, color=ink)
 
 
 def _tile_style(rank: int, step: int) -> dict[str, Any]:

@@ -5,7 +5,7 @@ Lessons 00 and 01 use them; `plot.collective`, `plot.collectives` and `plot.ring
 
 import string
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -15,11 +15,13 @@ from labcode.teach.figures.style import (
     PALETTE,
     RULE,
     Picture,
+    Point,
     blank,
     canvas,
     figure,
     ink_on,
     put_text,
+    swatch,
 )
 
 # Lengths in cells; a cell is one slot of a rank's memory.
@@ -63,8 +65,9 @@ def _collective_states(n: int) -> dict[str, tuple[State, State]]:
         parts.append({i: Box(f"{letter}{i}", (rank,)) for i in range(n)})
         sums.append({rank: Box(f"Σ{rank}", everyone)})
     for rank in range(n):
-        diagonal.append({rank: parts[0][rank]})
-        transposed.append({source: parts[source][rank] for source in range(n)})
+        column = {source: memory[rank] for source, memory in enumerate(parts)}
+        transposed.append(column)
+        diagonal.append({rank: column[0]})
     summed: Memory = {0: Box(total, everyone)}
     others: State = [{}] * (n - 1)  # all but the root hold nothing
 
@@ -231,7 +234,11 @@ def collectives(names: Sequence[str], n: int = 4, *, alt: str) -> Picture:
 
 
 def _draw_slot(
-    axes: Axes, corner: tuple[float, float], width: float, box: Box | None, scale: float
+    axes: Axes,
+    corner: Point,
+    width: float,
+    box: Box | None,
+    scale: float,
 ) -> None:
     """One slot of a rank's memory; a sum shows a stripe of each rank's colour."""
     x, y = corner
@@ -239,29 +246,41 @@ def _draw_slot(
     inner = (x + 0.03, y)
     inner_width = width - 0.06
     if box is None:
-        dots: dict[str, Any] = {"ec": "#BBBBBB", "ls": ":", "lw": 0.9}
-        axes.add_patch(Rectangle(inner, inner_width, height, fill=False, gid="empty", **dots))
+        empty = Rectangle(inner, inner_width, height, fill=False, gid="empty")
+        empty.set(edgecolor="#BBBBBB", linestyle=":", linewidth=0.9)
+        axes.add_patch(empty)
         return
     _draw_stripes(axes, inner, inner_width, height, box.sources)
     size = max(7, min(10, 22 * scale))
     middle = (x + width / 2, y + height / 2)
-    style: dict[str, Any] = {"color": ink_on(PALETTE[box.sources[0]])}
-    if len(box.sources) > 1:  # no ink is legible on all colours: a white plate under the text
-        plate = {"boxstyle": "round,pad=0.15", "facecolor": "white", "edgecolor": "none"}
-        style = {"color": INK, "bbox": plate}
-    put_text(axes, *middle, box.label, size, **style)
+    if len(box.sources) == 1:
+        colour = PALETTE[box.sources[0]]
+        put_text(axes, *middle, box.label, size, color=ink_on(colour))
+        return
+    # No ink is legible on all colours: a white plate under the text.
+    plate = {
+        "boxstyle": "round,pad=0.15",
+        "facecolor": "white",
+        "edgecolor": "none",
+    }
+    put_text(axes, *middle, box.label, size, color=INK, bbox=plate)
 
 
 def _draw_stripes(
-    axes: Axes, corner: tuple[float, float], width: float, height: float, sources: tuple[int, ...]
+    axes: Axes,
+    corner: Point,
+    width: float,
+    height: float,
+    sources: Sequence[int],
 ) -> None:
     """A rectangle in the colours of `sources`, in stripes from left to right."""
     x, y = corner
     part = width / len(sources)
     for i, rank in enumerate(sources):
-        stripe = (x + i * part, y)
-        look: dict[str, Any] = {"color": PALETTE[rank], "lw": 0, "gid": f"from {rank}"}
-        axes.add_patch(Rectangle(stripe, part, height, **look))
+        left = x + i * part
+        stripe = Rectangle((left, y), part, height, gid=f"from {rank}")
+        stripe.set(color=PALETTE[rank], linewidth=0)
+        axes.add_patch(stripe)
 
 
 # ---- the ring
@@ -313,7 +332,9 @@ def ring(n: int = 4, *, alt: str) -> Picture:
     """
     if not 2 <= n <= 5:
         raise ValueError(f"n={n}: draw a ring of 2 to 5 ranks")
-    picture = canvas(6.4, 6.4 / n * 1.65 + 0.5, alt=alt, rows=2, columns=n)
+    width_in = 6.4
+    height_in = width_in / n * 1.65 + 0.5
+    picture = canvas(width_in, height_in, alt=alt, rows=2, columns=n)
     panels = list(picture.axes)
     legend_place = panels.pop(n)  # the first of the second row, which no step needs
     states = ring_states(n)
@@ -340,14 +361,17 @@ def _draw_memories(axes: Axes, state: RingState, previous: RingState) -> None:
     n = len(state)
     side = 0.88
     for rank, chunks in enumerate(state):
-        put_text(axes, -0.12, -rank - 0.5, str(rank), 9, ha="right")
+        y = -rank - 0.5
+        put_text(axes, -0.12, y, str(rank), 9, ha="right")
         for chunk, sources in enumerate(chunks):
             corner = (chunk + 0.06, -rank - 0.94)
             _draw_stripes(axes, corner, side, side, sources)
-            frame: dict[str, Any] = {"ec": RULE, "lw": 0.5, "gid": "kept"}
-            if sources != previous[rank][chunk]:
-                frame = {"ec": INK, "lw": 2.0, "gid": "arrived"}
-            axes.add_patch(Rectangle(corner, side, side, fill=False, **frame))
+            frame = Rectangle(corner, side, side, fill=False)
+            if sources == previous[rank][chunk]:
+                frame.set(edgecolor=RULE, linewidth=0.5, gid="kept")
+            else:
+                frame.set(edgecolor=INK, linewidth=2.0, gid="arrived")
+            axes.add_patch(frame)
     axes.set_xlim(-0.4, n + 0.05)
     axes.set_ylim(-n - 0.05, 0.35)
     blank(axes)
@@ -358,9 +382,16 @@ def _draw_ring_legend(axes: Axes, n: int) -> None:
     signs = []
     names = []
     for rank in range(n):
-        signs.append(Rectangle((0, 0), 1, 1, color=PALETTE[rank], lw=0))
+        signs.append(swatch(PALETTE[rank]))
         names.append(f"part of rank {rank}")
     signs.append(Rectangle((0, 0), 1, 1, fill=False, ec=INK, lw=2.0))
     names.append("just arrived")
-    axes.legend(signs, names, loc="center", handlelength=1.2, handleheight=1.2, fontsize=8)
+    axes.legend(
+        signs,
+        names,
+        loc="center",
+        handlelength=1.2,
+        handleheight=1.2,
+        fontsize=8,
+    )
     axes.set_axis_off()

@@ -14,6 +14,7 @@ from labcode.teach.figures.style import (
     PALE,
     RULE,
     Picture,
+    Point,
     blank,
     canvas,
     colour_of,
@@ -57,12 +58,12 @@ class _NodeLayout:
         rows_above_the_last = (self.nodes_down - 1) * self.node_height
         return rows_above_the_last + self.rows + names
 
-    def node(self, number: int) -> tuple[float, float]:
+    def node(self, number: int) -> Point:
         """(left, top) of the boxes of a node."""
         row, column = divmod(number, self.nodes_across)
         return column * self.node_width, -row * self.node_height
 
-    def rank(self, rank: int) -> tuple[float, float]:
+    def rank(self, rank: int) -> Point:
         """The lower left corner of the box of a rank; ranks fill the nodes in order."""
         node, index = divmod(rank, self.ranks_per_node)
         row, column = divmod(index, self.columns)
@@ -173,7 +174,7 @@ def _draw_node(axes: Axes, layout: _NodeLayout, node: int) -> None:
 
 def _draw_rank(
     axes: Axes,
-    corner: tuple[float, float],
+    corner: Point,
     rank: int,
     group: int,
     coordinates: str,
@@ -193,7 +194,8 @@ def _draw_rank(
     height = 0.66 if coordinates else 0.42
     put_text(axes, x + 0.54, y + height, str(rank), size, weight="bold", color=ink)
     if coordinates:
-        put_text(axes, x + 0.5, y + 0.3, coordinates, 0.68 * size, color=ink, linespacing=1.1)
+        small = 0.68 * size
+        put_text(axes, x + 0.5, y + 0.3, coordinates, small, color=ink, linespacing=1.1)
     repeats, index = divmod(group, len(string.ascii_lowercase))
     letter = string.ascii_lowercase[index] * (1 + repeats)
     put_text(axes, x + 0.14, y + 0.82, letter, 0.65 * size, ha="left", color=ink)

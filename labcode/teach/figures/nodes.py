@@ -18,6 +18,7 @@ from labcode.teach.figures.style import (
     PALETTE,
     RULE,
     Picture,
+    Point,
     blank,
     canvas,
     figure,
@@ -26,7 +27,7 @@ from labcode.teach.figures.style import (
 
 MAX_RANKS = 32
 
-Point = tuple[float, float]
+Places = dict[int, Point]  # {rank: middle of its circle}
 
 
 class _Look(NamedTuple):
@@ -43,6 +44,8 @@ _LOOKS = {  # fast ones first
     "NET/IB": _Look(PALETTE[0], "-.", "NET/IB: RDMA network"),
     "NET/Socket": _Look(PALETTE[5], ":", "NET/Socket: TCP"),
 }
+
+_UNKNOWN_DASH = (0, (6, 1, 1, 1, 1, 1))  # of a transport that is not listed
 
 # Lengths of the drawing, in its own units.
 _RADIUS = 0.3  # of a rank's circle
@@ -158,7 +161,7 @@ def _place_nodes(comm: Communicator) -> list[_Node]:
     return nodes
 
 
-def _place_ranks(comm: Communicator, nodes: list[_Node]) -> dict[int, Point]:
+def _place_ranks(comm: Communicator, nodes: list[_Node]) -> Places:
     """{rank: middle of its circle}.
 
     Two ranks stand one above the other, so that arrows between nodes do not cross them. More stand
@@ -189,7 +192,7 @@ def _curve(start: Point, end: Point, bend: float, steps: int = 16) -> list[Point
     x1, y1 = end
     control_x = (x0 + x1) / 2 + bend * (y1 - y0)
     control_y = (y0 + y1) / 2 - bend * (x1 - x0)
-    points = []
+    points: list[Point] = []
     for i in range(steps + 1):
         t = i / steps
         x = _bezier(t, x0, control_x, x1)
@@ -200,7 +203,9 @@ def _curve(start: Point, end: Point, bend: float, steps: int = 16) -> list[Point
 
 def _bezier(t: float, start: float, control: float, end: float) -> float:
     """A quadratic Bezier curve at 0 <= t <= 1."""
-    return (1 - t) ** 2 * start + 2 * t * (1 - t) * control + t**2 * end
+    to_control = start + t * (control - start)
+    from_control = control + t * (end - control)
+    return to_control + t * (from_control - to_control)
 
 
 def _free_bend(start: Point, end: Point, others: list[Point]) -> float:
@@ -224,8 +229,9 @@ def _is_clear(curve: list[Point], places: list[Point]) -> bool:
 
 
 def _look(transport: str) -> _Look:
-    unknown = _Look(PALETTE[3], (0, (6, 1, 1, 1, 1, 1)), transport)
-    return _LOOKS.get(transport, unknown)
+    if transport in _LOOKS:
+        return _LOOKS[transport]
+    return _Look(PALETTE[3], _UNKNOWN_DASH, transport)
 
 
 def _draw_node(axes: Axes, node: _Node) -> None:
@@ -241,7 +247,7 @@ def _draw_node(axes: Axes, node: _Node) -> None:
     put_text(axes, node.left + 0.14, node.top - 0.24, node.name, 9, ha="left")
 
 
-def _draw_links(axes: Axes, comm: Communicator, places: dict[int, Point]) -> tuple[float, float]:
+def _draw_links(axes: Axes, comm: Communicator, places: Places) -> tuple[float, float]:
     """The arrows of all pairs; returns the lowest and the highest point that one passes."""
     heights = [0.0]
     for (source, target), transports_of in comm.pairs().items():
@@ -278,16 +284,25 @@ def _arrow(axes: Axes, start: Point, end: Point, bend: float, look: _Look) -> Fa
         zorder=2,
     )
     # matplotlib cuts the arrow off at these patches, which are not drawn themselves.
-    for place, cut_off in ((start, arrow.set_patchA), (end, arrow.set_patchB)):
-        circle = Circle(place, _RADIUS)
-        circle.set_transform(axes.transData)
-        cut_off(circle)
+    arrow.set_patchA(_invisible_circle(axes, start))
+    arrow.set_patchB(_invisible_circle(axes, end))
     return arrow
+
+
+def _invisible_circle(axes: Axes, place: Point) -> Circle:
+    circle = Circle(place, _RADIUS)
+    circle.set_transform(axes.transData)
+    return circle
 
 
 def _draw_channels(axes: Axes, place: Point, channels: int) -> None:
     """The number of channels on an arrow."""
-    plate = {"facecolor": "white", "edgecolor": "none", "pad": 0.8, "alpha": 0.85}
+    plate = {
+        "facecolor": "white",
+        "edgecolor": "none",
+        "pad": 0.8,
+        "alpha": 0.85,
+    }
     put_text(axes, *place, str(channels), 7.5, color=INK, bbox=plate, zorder=3)
 
 
@@ -297,11 +312,11 @@ def _draw_rank(axes: Axes, rank: Rank, place: Point) -> None:
     circle = Circle(place, _RADIUS, zorder=4, gid=f"rank {rank.rank}")
     circle.set(facecolor="white", edgecolor=INK, linewidth=1.3)
     axes.add_patch(circle)
-    if rank.gpu is None:
-        put_text(axes, x, y, str(rank.rank), 10, weight="bold", zorder=5)
-        return
-    put_text(axes, x, y + 0.07, str(rank.rank), 10, weight="bold", zorder=5)
-    put_text(axes, x, y - 0.14, f"GPU {rank.gpu}", 6, zorder=5)
+    number_y = y
+    if rank.gpu is not None:
+        number_y = y + 0.07
+        put_text(axes, x, y - 0.14, f"GPU {rank.gpu}", 6, zorder=5)
+    put_text(axes, x, number_y, str(rank.rank), 10, weight="bold", zorder=5)
 
 
 def _draw_legend(drawing: Figure, comm: Communicator) -> None:

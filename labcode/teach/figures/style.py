@@ -21,6 +21,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
 from matplotlib.text import Text
 from PIL import Image
 
@@ -67,6 +68,9 @@ STYLE: dict[Any, Any] = {
 # Decorates a function that draws. matplotlib reads its settings when a text, a tick or a legend is
 # made, so the style must be on for the whole drawing, not only when the figure is created.
 figure = mpl.rc_context(STYLE)
+
+
+Point = tuple[float, float]
 
 
 class Picture:
@@ -197,6 +201,11 @@ def blank(axes: Axes) -> None:
     """Remove ticks, spines and grid: a drawing, not a plot."""
     axes.set_axis_off()
     axes.set_aspect("equal")
+
+
+def swatch(colour: str, edge: float = 0) -> Rectangle:
+    """The sign of a colour in a legend, `edge` points larger on all sides."""
+    return Rectangle((0, 0), 1, 1, color=colour, lw=edge)
 
 
 def put_text(axes: Axes, x: float, y: float, text: str, size: float, **style: Any) -> Text:

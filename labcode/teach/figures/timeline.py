@@ -7,8 +7,6 @@ import math
 import re
 from collections.abc import Iterable, Sequence
 
-from matplotlib.patches import Rectangle
-
 from labcode.teach.figures.style import (
     Picture,
     canvas,
@@ -16,6 +14,7 @@ from labcode.teach.figures.style import (
     figure,
     ink_on,
     put_text,
+    swatch,
 )
 
 AXIS_IN = 5.2  # about the length of the time axis, inches
@@ -25,7 +24,11 @@ TimelineRow = tuple[str, str, float, float]  # lane, label, start, stop
 
 @figure
 def timeline(
-    rows: Iterable[Sequence], *, alt: str, xlabel: str = "time", title: str = ""
+    rows: Iterable[Sequence],
+    *,
+    alt: str,
+    xlabel: str = "time",
+    title: str = "",
 ) -> Picture:
     """Labelled bars over time, one lane each: what a rank, a stream or a bucket is doing when.
 
@@ -46,25 +49,41 @@ def timeline(
     kinds = list(shortest)
     span = _span(checked)
 
-    picture = canvas(6.4, 1.0 + 0.4 * len(lanes), alt=alt)
+    height_in = 1.0 + 0.4 * len(lanes)
+    picture = canvas(6.4, height_in, alt=alt)
     axes = picture.axes[0]
     for lane, label, start, stop in checked:
         kind = _kind(label)
         colour = colour_of(kinds.index(kind))
         y = lanes.index(lane)
         length = stop - start
-        axes.barh(y, length, left=start, height=0.74, color=colour, edgecolor="white", lw=0.8)
+        axes.barh(
+            y,
+            length,
+            left=start,
+            height=0.74,
+            color=colour,
+            edgecolor="white",
+            lw=0.8,
+        )
         # All bars of a kind show the same part of their label: that which fits the shortest.
         text = _fitting(label, shortest[kind], span)
-        put_text(axes, (start + stop) / 2, y, text, 8, color=ink_on(colour))
+        middle = (start + stop) / 2
+        put_text(axes, middle, y, text, 8, color=ink_on(colour))
     axes.set_yticks(range(len(lanes)), lanes)
-    axes.set(xlabel=xlabel, ylim=(len(lanes) - 0.45, -0.55))  # the first lane on top
+    axes.set_ylim(len(lanes) - 0.45, -0.55)  # the first lane on top
+    axes.set_xlabel(xlabel)
     axes.grid(False, axis="y")
     if title:
         axes.set_title(title, loc="left")
-    squares = [Rectangle((0, 0), 1, 1, color=colour_of(i)) for i in range(len(kinds))]
-    columns = min(5, len(kinds))
-    picture.figure.legend(squares, kinds, loc="outside upper right", ncols=columns, handlelength=1)
+    signs = [swatch(colour_of(i), edge=1) for i in range(len(kinds))]
+    picture.figure.legend(
+        signs,
+        kinds,
+        loc="outside upper right",
+        ncols=min(5, len(kinds)),
+        handlelength=1,
+    )
     return picture
 
 
@@ -82,7 +101,8 @@ def _checked(rows: Iterable[Sequence]) -> list[TimelineRow]:
 
 def _lanes(rows: Iterable[TimelineRow]) -> list[str]:
     """Each lane once, in the order of its first row."""
-    return list(dict.fromkeys(lane for lane, *_ in rows))
+    lanes = [lane for lane, *_ in rows]
+    return list(dict.fromkeys(lanes))
 
 
 def _span(rows: Iterable[TimelineRow]) -> float:

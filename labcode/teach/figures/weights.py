@@ -15,6 +15,7 @@ from labcode.parallel.sharding import Split
 from labcode.teach.figures.style import (
     INK,
     Picture,
+    Point,
     blank,
     canvas,
     colour_of,
@@ -27,6 +28,9 @@ VECTOR = 0.12  # width at which a bias is drawn, as a fraction of the narrowest 
 REPLICATED = "#BBBBBB"
 
 
+Weights = Mapping[str, tuple[Sequence[int], Split | None]]
+
+
 class _Area(NamedTuple):
     """A rectangle of the drawing, in elements of the weights; y is 0 on top and negative below."""
 
@@ -35,10 +39,16 @@ class _Area(NamedTuple):
     width: float
     height: float
 
+    @property
+    def middle(self) -> Point:
+        x = self.left + self.width / 2
+        y = self.bottom + self.height / 2
+        return x, y
+
 
 @figure
 def cuts(
-    weights: Mapping[str, tuple[Sequence[int], Split | None]],
+    weights: Weights,
     parts: int,
     *,
     alt: str,
@@ -60,9 +70,13 @@ def cuts(
     sizes = _drawn_sizes(weights)
     tallest = max(height for height, _ in sizes.values())
     gap = 0.16 * tallest
-    total_width = sum(width for _, width in sizes.values()) + gap * len(sizes)
+    total_width = gap * len(sizes)
+    for _, width in sizes.values():
+        total_width += width
     scale = min(6.4 / total_width, 2.6 / tallest)  # inches of an element
-    picture = canvas(total_width * scale, tallest * scale + 0.75, alt=alt)
+    width_in = total_width * scale
+    height_in = tallest * scale + 0.75
+    picture = canvas(width_in, height_in, alt=alt)
     axes = picture.axes[0]
     left = gap / 2
     for name, (shape, split) in weights.items():
@@ -73,25 +87,26 @@ def cuts(
         sections = _sections(split)
         if is_matrix and len(sections) == len(section_names):
             _name_sections(axes, left - 0.15 * gap, sections, section_names)
+        middle, _ = area.middle
         below = -height - 0.04 * tallest
-        put_text(axes, left + width / 2, below, name, 8.5, va="top", linespacing=1.3)
+        put_text(axes, middle, below, name, 8.5, va="top", linespacing=1.3)
         left += width + gap
-    axes.set(xlim=(0, total_width), ylim=(-1.2 * tallest, 0.02 * tallest))
+    axes.set_xlim(0, total_width)
+    axes.set_ylim(-1.2 * tallest, 0.02 * tallest)
     blank(axes)
     if title:
         axes.set_title(title, loc="left")
     return picture
 
 
-def _drawn_sizes(
-    weights: Mapping[str, tuple[Sequence[int], Split | None]],
-) -> dict[str, tuple[float, float]]:
+def _drawn_sizes(weights: Weights) -> dict[str, tuple[float, float]]:
     """{label: (height, width)} in elements; a vector is as wide as can be seen."""
-    widths = [shape[1] for shape, _ in weights.values() if len(shape) > 1]
-    narrowest = min(widths)
+    shapes = [shape for shape, _ in weights.values()]
+    narrowest = min(shape[1] for shape in shapes if len(shape) > 1)
+    thin = VECTOR * narrowest
     sizes = {}
     for name, (shape, _) in weights.items():
-        width = shape[1] if len(shape) > 1 else VECTOR * narrowest
+        width = shape[1] if len(shape) > 1 else thin
         sizes[name] = (shape[0], width)
     return sizes
 
@@ -133,9 +148,9 @@ def _draw_weight(axes: Axes, area: _Area, split: Split | None, parts: int, numbe
     length = area.height if by_rows else area.width
     for rank, first, stop in owners(split, int(length), parts):
         if by_rows:
-            stripe = _Area(area.left, -stop, area.width, stop - first)
+            stripe = area._replace(bottom=-stop, height=stop - first)
         else:
-            stripe = _Area(area.left + first, area.bottom, stop - first, area.height)
+            stripe = area._replace(left=area.left + first, width=stop - first)
         _draw_stripe(axes, stripe, colour_of(rank), str(rank) if numbered else "")
 
 
@@ -144,13 +159,13 @@ def _draw_stripe(axes: Axes, area: _Area, colour: str, text: str) -> None:
     patch = Rectangle(corner, area.width, area.height, gid=text or None)
     patch.set(facecolor=colour, edgecolor="white", linewidth=1.0)
     axes.add_patch(patch)
-    middle = (area.left + area.width / 2, area.bottom + area.height / 2)
-    put_text(axes, *middle, text, 8, color=ink_on(colour))
+    put_text(axes, *area.middle, text, 8, color=ink_on(colour))
 
 
 def _name_sections(axes: Axes, right: float, sections: Sequence[int], names: Sequence[str]) -> None:
     """The name of each section left of it."""
     top = 0.0
     for name, length in zip(names, sections):
-        put_text(axes, right, top - length / 2, name, 8.5, ha="right", color=INK)
+        middle = top - length / 2
+        put_text(axes, right, middle, name, 8.5, ha="right", color=INK)
         top -= length
