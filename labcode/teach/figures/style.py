@@ -204,7 +204,7 @@ def blank(axes: Axes) -> None:
 
 
 def swatch(colour: str, edge: float = 0) -> Rectangle:
-    """The sign of a colour in a legend, `edge` points larger on all sides."""
+    """The sign of a colour in a legend, with an edge of `edge` points in the same colour."""
     return Rectangle((0, 0), 1, 1, color=colour, lw=edge)
 
 
