@@ -1,4 +1,4 @@
-"""What a learner sees: JupyterLab, configured as `make lab` configures it, in a real browser on lesson 00."""
+"""What a learner sees: lesson 00 in JupyterLab, as `make lab` configures it, in a real browser."""
 
 import json
 import os
@@ -35,10 +35,12 @@ FLAGS = [
 FLAGS += ["--disable-background-networking", "--disable-component-update", "--disable-sync"]
 HANG_S = 300
 ALL_RAN_OR_ONE_FAILED = """() => {
-    const cells = window.jupyterapp.shell.currentWidget.content.widgets.map(w => w.model).filter(m => m.type === 'code');
+    const widgets = window.jupyterapp.shell.currentWidget.content.widgets;
+    const cells = widgets.map(widget => widget.model).filter(model => model.type === 'code');
     const failed = cell => !(cell.getMetadata('tags') ?? []).includes('raises-exception')
         && cell.outputs.toJSON().some(output => output.output_type === 'error');
-    return cells.some(failed) || cells.every(cell => cell.executionCount !== null && cell.executionState !== 'running');
+    const ran = cell => cell.executionCount !== null && cell.executionState !== 'running';
+    return cells.some(failed) || cells.every(ran);
 }"""
 
 pytestmark = [
@@ -75,7 +77,7 @@ def free_port():
 
 @pytest.fixture(scope="module")
 def lab(tmp_path_factory):
-    """A running server on a copy of the course, with a home of its own: (address, folder of the copy)."""
+    """A running server on a copy of the course: (address, folder of the copy)."""
     folder, home = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("home")
     for part in ("notebooks", "solutions", "tools"):
         shutil.copytree(
@@ -83,7 +85,7 @@ def lab(tmp_path_factory):
             folder / part,
             ignore=shutil.ignore_patterns("runs", "__pycache__", ".ipynb_checkpoints"),
         )
-    for source in build_notebooks.sources(ROOT, []):  # nobody's answers: the student versions as built
+    for source in build_notebooks.sources(ROOT, []):  # student versions as built, without answers
         _, student = notebooks_of(source.read_text(), source.name)
         nbformat.write(student, folder / "notebooks" / f"{source.stem}.ipynb")
     port, log = free_port(), (home / "lab.log").open("w")
@@ -137,7 +139,7 @@ def open_notebook(page, url):
     """Open a notebook and wait until its kernel is there."""
     page.goto(url)
     page.wait_for_function(
-        "() => window.jupyterapp && window.jupyterapp.shell.currentWidget?.content?.widgets?.length > 3"
+        "() => window.jupyterapp?.shell.currentWidget?.content?.widgets?.length > 3"
     )
     page.evaluate("() => window.jupyterapp.shell.currentWidget.context.ready")
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.ready")
@@ -165,7 +167,10 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
         ALL_RAN_OR_ONE_FAILED
     )  # after a cell that is meant to raise, the command ends before the cells do
     figures = page.evaluate(
-        "() => [...document.querySelectorAll('.jp-OutputArea img[alt]')].map(img => [img.alt, img.width])"
+        """() => {
+            const images = [...document.querySelectorAll('.jp-OutputArea img[alt]')];
+            return images.map(image => [image.alt, image.width]);
+        }"""
     )
     page.evaluate("() => window.jupyterapp.commands.execute('docmanager:save')")
 
@@ -187,7 +192,7 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
 
 
 def test_stored_figures_show_before_anything_is_run(lab, page):
-    """A solution notebook that this machine has never run is not trusted; its figures, with their alt text, show anyway."""
+    """A notebook that this machine has never run is not trusted; its figures show anyway."""
     address, folder = lab
     notebook = only(folder, "solutions/00_*.ipynb")
     open_notebook(page, f"{address}/lab/tree/solutions/{notebook.name}?token={TOKEN}&reset")

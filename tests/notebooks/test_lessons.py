@@ -2,8 +2,8 @@
 
 Solutions run in every `make test`. A student version, with every exercise open, runs once per
 change of its code: the builder runs it and keeps the hash of what it ran in the notebook. Where the
-hash is another one it runs here; `make test-full` runs all of them. Nothing depends on what somebody
-did with the notebooks of this checkout: tests build their own.
+hash is another one it runs here; `make test-full` runs all of them. Nothing depends on what
+somebody did with the notebooks of this checkout: tests build their own.
 
 Three lessons run at a time, in the background, as ranks often wait for each other.
 """
@@ -25,6 +25,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from nbval_plugin import MARK  # noqa: E402  (beside this file)
+
 from tools import build_notebooks, fingerprint  # noqa: E402  (tools/ is not installed)
 from tools.lesson_source import BEGIN, END, notebooks_of, solution_lines  # noqa: E402
 from tools.notebook_run import CELL_TIMEOUT_S, CHECK, RunError  # noqa: E402
@@ -164,7 +165,7 @@ def test_every_lesson_checks_an_exercise(source):
 
 
 def shown_to_students(text: str):
-    """The lines of a source outside solutions, predictions and solution-only cells, read without the builder."""
+    """The lines outside solutions, predictions and solution-only cells, without the builder."""
     lines = []
     hidden_cell = False
     hidden = False

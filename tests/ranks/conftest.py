@@ -34,7 +34,7 @@ def ranks8():
 
 @pytest.fixture(scope="session")
 def judged():
-    """`judged(check, hint)`: a lesson's check passes, if the hint is None, or fails with the hint."""
+    """`judged(check, hint)`: a lesson's check fails with the hint, or passes if it is None."""
 
     def judged(check, hint, also=()):
         try:

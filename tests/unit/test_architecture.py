@@ -16,7 +16,8 @@ from rework import in_rework
 ROOT = Path(__file__).resolve().parents[2]
 LABCODE = ROOT / "labcode"
 
-# A room may import its own floor and lower ones. data/ stands on the ground, beside the floors; teach/ may see everything.
+# A room may import its own floor and lower ones. data/ stands on the ground, beside the floors;
+# teach/ may see everything.
 FLOORS = {
     "ground": 0,
     "minislurm": 0,
@@ -58,7 +59,7 @@ READS_ENVIRONMENT = (
 
 
 class Module:
-    """One source file: its dotted name, its room, its syntax tree and what it imports, anywhere in the file."""
+    """One source file: its dotted name, its room, its syntax tree and all that it imports."""
 
     def __init__(self, file: str, text: str):
         self.file, self.text, self.tree = file, text, ast.parse(text)
@@ -107,7 +108,10 @@ def house():
 
 
 def edges(modules):
-    """`{module: the labcode modules that it imports}`; a package counts only where nothing inside it is named."""
+    """`{module: the labcode modules that it imports}`.
+
+    A package counts only where nothing inside it is named.
+    """
     found = {}
     for module in modules.values():
         known = {name for name in module.imports if name in modules and name != module.name}
@@ -125,7 +129,7 @@ def climbs(modules):
     for name, targets in edges(modules).items():
         room = modules[name].room
         if room not in FLOORS:
-            yield f"{name}: the room {room}/ has no floor; give it one in this test and in the design"
+            yield f"{name}: the room {room}/ has no floor; give it one in this test"
             continue
         for target in sorted(targets):
             other = modules[target].room
@@ -234,7 +238,7 @@ def unsafe_calls(modules):
 
 
 def undocumented(modules):
-    """Public modules, functions and classes without a docstring; an empty `__init__.py` needs none."""
+    """Public modules, functions and classes without a docstring; an empty file needs none."""
     for module in modules.values():
         if module.text.strip() and not ast.get_docstring(module.tree):
             yield f"{module.name} has no docstring"
@@ -272,7 +276,7 @@ def statements(tree: ast.AST) -> Iterator[tuple[ast.stmt, list[ast.AST]]]:
 
 
 def packed_comprehensions(modules) -> Iterator[str]:
-    """Statements with two comprehensions, and comprehensions of more than one `for` and one `if`."""
+    """Two comprehensions in one statement; more than one `for` and one `if` in a comprehension."""
     for module in modules.values():
         for statement, nodes in statements(module.tree):
             found = [node for node in nodes if isinstance(node, COMPREHENSIONS)]
@@ -498,6 +502,7 @@ def test_the_ground_and_the_planning_side_import_without_torch(house):
     names = [
         name for name, module in house.items() if module.room in NO_TORCH and name not in MEASURES
     ]
-    code = f"import importlib, sys; [importlib.import_module(n) for n in {names!r}]; print('torch' in sys.modules)"
+    load = f"[importlib.import_module(name) for name in {names!r}]"
+    code = f"import importlib, sys; {load}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
