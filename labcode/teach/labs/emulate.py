@@ -1,40 +1,44 @@
-"""A cluster that costs no core: real ranks, real messages and real gradients of a GPT, with emulated speeds.
+"""Lesson 13: an emulated cluster that costs no core.
 
-Four ranks on two cores have neither four devices nor two nodes. Here every matrix product counts as under way for as long
-as a device of given FLOP/s would need, every message for as long as the link between its ranks would, inside a node or
-between two. Whoever has to wait for that sleeps, and a sleeping rank needs no core. So times can be predicted, and they
-come out the same on a laptop and on a busy server, as long as its cores are faster than the emulated devices.
+Real ranks, real messages and real gradients of a GPT, with emulated speeds. Four ranks on two cores
+have neither four devices nor two nodes. Here every matrix product counts as under way for as long
+as a device of given FLOP/s would need, and every message for as long as the link between its ranks
+would, inside a node or between two. Whoever has to wait for that sleeps, and a sleeping rank needs
+no core. So times can be predicted, and they come out the same on a laptop and on a busy server, as
+long as its cores are faster than the emulated devices.
 
-Nothing overlaps here: a rank that sends does not compute. It is the plainest model of a cluster, and the slowest.
+Nothing overlaps here: a rank that sends does not compute. It is the plainest model of a cluster,
+and the slowest.
 """
 
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from labcode.comm.counting import Collective, CollectiveSpy, wait_for
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
-from labcode.perf import alpha_beta
-from labcode.perf.alpha_beta import Link
+from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.step import ClusterModel
 from labcode.perf.traffic import Traffic, ring
 from labcode.schedules import Action
+from labcode.teach.labs.clock import EmulatedResource
 from labcode.topology import GridShape
 
-LATE_S = 2e-3  # a device may be this much ahead before its rank sleeps: shorter sleeps cost more than they last
+# A device may be this much ahead before its rank sleeps: shorter sleeps cost more than they last.
+LATE_S = 2e-3
 
-
-AS_IT_IS = ClusterModel(float("inf"), Link(0.0, float("inf")), Link(0.0, float("inf")))
+NO_LINK = Link(0.0, float("inf"))
+AS_IT_IS = ClusterModel(float("inf"), inside=NO_LINK, between=NO_LINK)
 
 
 class SentMessage(NamedTuple):
@@ -55,86 +59,98 @@ class SentMessage(NamedTuple):
 
 @contextlib.contextmanager
 def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
-    """Matrix products, all-reduces and sends of this process take the time of `cluster` inside the block.
+    """Give matrix products, all-reduces and sends of this process the times of a cluster.
 
-    An all-reduce is waited for and then takes its time on every rank; a send takes its time before the message leaves. So
-    a receiver gets it as late as over the link, and the sender is kept from its work meanwhile. Groups of one send nothing.
+    An all-reduce is waited for, and then takes its time on every rank. A send takes its time before
+    the message leaves, so a receiver gets it as late as over the link, and the sender is kept from
+    its work meanwhile. Groups of one send nothing.
 
     Held by: tests/ranks/test_lesson_13_checks.py
+
+    Args:
+        cluster: Whose times.
+
+    Returns:
+        What this process sends inside the block.
     """
-    mode = _Emulator(cluster)
-    with mode:
-        yield mode.sent
-        mode.catch_up()
+    emulator = _Emulator(cluster)
+    with emulator:
+        yield emulator.sent
+        emulator.device.wait()
 
 
-class _Emulator(TorchDispatchMode):
-    """Sees every operation before it runs, in forward and in backward."""
+class _Emulator(CollectiveSpy):
+    """Lets operations run as always, and gives their time to an emulated device.
 
-    def __init__(self, cluster):
+    Attributes:
+        device: What this rank computes on.
+        sent: The messages so far.
+    """
+
+    def __init__(self, cluster: ClusterModel) -> None:
         super().__init__()
-        self.cluster, self.sent, self.free_at = cluster, [], 0.0
+        self.cluster = cluster
+        self.device = EmulatedResource()
+        self.sent: list[SentMessage] = []
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        begin, kwargs = time.perf_counter(), kwargs or {}
-        name = func._schema.name
-        if name == "c10d::allreduce_":
-            return self._all_reduce(func, args, kwargs)
-        if name == "c10d::send":
-            group = _group(args)
-            self._take(
-                "send", (dist.get_rank(), dist.get_global_rank(group, args[2])), _bytes(args[0])
-            )
-        result = func(*args, **kwargs)
-        if flops := _flops(func, args, kwargs, result):
-            self.free_at = max(self.free_at, begin) + flops / self.cluster.flops_per_s
-            if self.free_at - time.perf_counter() > LATE_S:
-                self.catch_up()
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        """All-reduces and sends take their time; nothing else is sent by a step that matters."""
+        if call.name == "all_reduce":
+            return self._all_reduce(call, start)
+        if call.name == "send":
+            self._send(call)
+        return start()
+
+    def on_operation(
+        self, operation: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any]
+    ) -> Any:
+        """The operation runs, and its matrix product is given to the device."""
+        begin_s = time.perf_counter()
+        result = operation(*args, **kwargs)
+        flops = _flops(operation, args, kwargs, result)
+        if flops:
+            self.device.take(flops / self.cluster.flops_per_s, asked_at_s=begin_s)
+            if self.device.free_at_s - time.perf_counter() > LATE_S:
+                self.device.wait()
         return result
 
-    def _all_reduce(self, func, args, kwargs):
-        members = tuple(dist.get_process_group_ranks(_group(args)))
-        if len(members) > 1:
-            self.catch_up()  # the device has not got there yet
-        result = func(*args, **kwargs)
-        dist.Work.unbox(result[1]).wait()
-        if len(members) > 1:
-            self._take("all_reduce", members, _bytes(args[0]))
+    def _all_reduce(self, call: Collective, start: Callable[[], Any]) -> Any:
+        alone = len(call.ranks) == 1
+        if not alone:
+            self.device.wait()  # the device has not got there yet
+        result = start()
+        wait_for(result)
+        if not alone:
+            self._send(call)
         return result
 
-    def _take(self, kind, members, num_bytes):
-        self.catch_up()
-        seconds = alpha_beta.time_s(kind, len(members), num_bytes, self.cluster.link(members))
-        self.sent.append(SentMessage(kind, members, num_bytes, seconds))
+    def _send(self, call: Collective) -> None:
+        """Sleep for as long as the link takes, once the device has made what is sent."""
+        self.device.wait()
+        link = self.cluster.link(call.ranks)
+        seconds = time_s(call.name, len(call.ranks), call.num_bytes, link)
+        self.sent.append(SentMessage(call.name, call.ranks, call.num_bytes, seconds))
         time.sleep(seconds)
 
-    def catch_up(self):
-        """Sleep until the device has done what it was given."""
-        time.sleep(max(0.0, self.free_at - time.perf_counter()))
 
+def _flops(
+    operation: torch._ops.OpOverload, args: tuple, kwargs: Mapping[str, Any], result: Any
+) -> float:
+    """Of an operation as `perf.flops` counts them.
 
-def _group(args):
-    boxed = (
-        arg
-        for arg in args
-        if isinstance(arg, torch.ScriptObject) and arg._type().name() == "ProcessGroup"
-    )
-    return dist.ProcessGroup.unbox(next(boxed))
-
-
-def _bytes(tensors):
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-def _flops(func, args, kwargs, result):
-    """As `perf.flops` counts them: matrix products, and attention over the full square, twice as much in backward."""
-    name = func._schema.name
-    if (
-        "scaled_dot_product" in name
-    ):  # [B, heads, S, head size]: its first argument, and in backward its gradient too
-        return (8 if name.endswith("backward") else 4) * args[0].numel() * args[0].shape[-2]
-    count = flop_registry.get(func._overloadpacket)
-    return count(*args, **kwargs, out_val=result) if count else 0
+    Matrix products, and attention over the full square, twice as much in backward.
+    """
+    packet = operation.overloadpacket
+    name = str(packet)
+    if "scaled_dot_product" in name:
+        # [B, heads, S, head size]: the query, and in backward its gradient
+        query = args[0]
+        products = 8 if name.endswith("backward") else 4
+        return products * query.numel() * query.shape[-2]
+    count = flop_registry.get(packet)
+    if count is None:
+        return 0
+    return count(*args, **kwargs, out_val=result)
 
 
 # ---- a step of training
@@ -145,9 +161,11 @@ class Stepped:
     """What some steps of training did on one rank.
 
     Args:
-        begins, ends: When each step began and ended, seconds of a clock that all ranks of a machine share.
-        rows: For each step (action, start, stop) of a pipeline; empty without one. An action starts when its input is there
-            and stops when its own messages have left, those of tensor parallelism, or its computing is done.
+        begins, ends: When each step began and ended, in seconds of a clock that all ranks of a
+            machine share.
+        rows: For each step (action, start, stop) of a pipeline; empty without one. An action starts
+            when its input is there. It stops when its computing is done and its own messages, those
+            of tensor parallelism, have left.
         sent: The messages of the last step.
         loss: Of the last step.
         num_parameters: Weights and biases on this rank.
@@ -169,9 +187,11 @@ def timed_steps(
     micro_batch: int,
     cluster: ClusterModel = AS_IT_IS,
     repeats: int = 3,
-    schedule: str = "1f1b",
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b",
 ) -> Stepped:
-    """One step without the clock and `repeats` steps on it: forward, backward, gradients averaged; no optimizer.
+    """One step without the clock and then `repeats` steps on it.
+
+    A step is forward, backward and the average of the gradients, without an optimizer.
 
     Args:
         rank: Of this process.
@@ -188,8 +208,10 @@ def timed_steps(
     count, rest = divmod(global_batch, micro_batch * shape.dp)
     if rest or not count:
         raise ValueError(
-            f"global_batch={global_batch} is no multiple of micro_batch*dp = {micro_batch}*{shape.dp}: change one"
+            f"global_batch={global_batch} is no multiple of "
+            f"micro_batch*dp = {micro_batch}*{shape.dp}: change one"
         )
+    assert model.vocab_size is not None
     grid = Grid.create(shape)
     torch.manual_seed(0)
     config = ParallelConfig(data_parallel="labcode", pipeline_schedule=schedule)
@@ -222,22 +244,43 @@ def timed_steps(
 
 
 def step_s(stepped: Sequence[Stepped]) -> float:
-    """Seconds of the step of median length, from when the first rank begins to when the last one ends."""
-    steps = [
-        max(one.ends[step] for one in stepped) - min(one.begins[step] for one in stepped)
-        for step in range(len(stepped[0].ends))
-    ]
+    """Seconds of the step of median length.
+
+    A step lasts from when the first rank begins to when the last one ends.
+
+    Args:
+        stepped: Of all ranks.
+    """
+    steps = []
+    for step in range(len(stepped[0].ends)):
+        begin_s = min(one.begins[step] for one in stepped)
+        end_s = max(one.ends[step] for one in stepped)
+        steps.append(end_s - begin_s)
     return sorted(steps)[len(steps) // 2]
 
 
 def traffic(stepped: Sequence[Stepped], at_least: int = 0) -> Traffic:
-    """{(from rank, to rank): bytes} of one step, all-reduces as rings; without messages below `at_least` bytes."""
+    """What each rank sent to each other one in a step, with all-reduces as rings.
+
+    Args:
+        stepped: Of all ranks.
+        at_least: Messages of fewer bytes do not count.
+
+    Returns:
+        {(from rank, to rank): bytes}.
+    """
     total = Counter()
     for rank, one in enumerate(stepped):
-        for kind, members, num_bytes, _ in one.sent:
-            if num_bytes >= at_least:
-                links = (
-                    {members: num_bytes} if kind == "send" else ring(kind, list(members), num_bytes)
-                )
-                total.update({link: size for link, size in links.items() if link[0] == rank})
+        for message in one.sent:
+            if message.num_bytes >= at_least:
+                total.update(_from(rank, message))
     return dict(total)
+
+
+def _from(rank: int, message: SentMessage) -> Traffic:
+    """Of a message, what `rank` itself sends; each member of an all-reduce has noted it."""
+    if message.kind == "send":
+        source, to = message.members
+        return {(source, to): message.num_bytes}
+    links = ring(message.kind, list(message.members), message.num_bytes)
+    return {link: num_bytes for link, num_bytes in links.items() if link[0] == rank}
