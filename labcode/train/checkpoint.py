@@ -15,13 +15,14 @@ import re
 import shutil
 import signal
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
-from labcode.comm.agreement import PeerError, on_first_rank
+from labcode.comm.agreement import PeerError, SharedError, on_first_rank
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches
@@ -32,25 +33,27 @@ from labcode.recipes import field_paths
 
 ABOUT = "run.json"
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
-# What may differ between the run that wrote a checkpoint and the one that goes on from it; all else must be the same.
+# What may differ between the run that wrote a checkpoint and the one that resumes from it.
 MAY_CHANGE = (
     "name",
     "checkpoint.",
     "optim.",
     "data.cache_dir",
-    "parallel.dp",
-    "train.steps",
-    "train.out",
-    "train.overwrite",
-)
-MAY_CHANGE += (
-    "parallel.data_parallel",
     "parallel.bucket_mb",
+    "parallel.data_parallel",
+    "parallel.dp",
+    "parallel.share_gpus",
     "train.eval_",
     "train.log_every",
+    "train.out",
+    "train.overwrite",
     "train.sample_tokens",
-    "parallel.share_gpus",
+    "train.steps",
 )
+
+
+class CheckpointError(SharedError, OSError):
+    """A checkpoint could not be written; all ranks know, since all took part."""
 
 
 class RunState:
@@ -161,111 +164,138 @@ class Checkpoints:
         out: Folder of the run, the same for all ranks.
     """
 
-    def __init__(self, config: Config, grid: Grid, out: Path):
-        self.config, self.grid, self.folder = config, grid, out / "checkpoints"
+    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
+        self.config = config
+        self.grid = grid
+        self.folder = out / "checkpoints"
 
     def save(self, state: RunState) -> Path:
-        """Write a checkpoint under a temporary name, rename it when every rank is done, and remove the oldest.
+        """Write a checkpoint and remove the oldest.
 
-        Communicates: what `dcp.save` does, plans gathered on rank 0 and scattered; two broadcasts of a short text.
+        It has a temporary name until every rank is done.
+
+        Communicates: what `dcp.save` does, plans gathered on rank 0 and scattered; two broadcasts
+        of a short text.
 
         Raises:
-            OSError: It could not be written, on every rank; nothing of it is left, the older ones are.
+            CheckpointError: It could not be written, on every rank; nothing of it is left, the
+                older ones are.
         Held by: tests/ranks/test_checkpoint.py::test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
         """
         folder = self.folder / f"step-{state.batches.step:08d}"
-        partial = folder.with_suffix(".partial")
-        on_first_rank(self._remove_partial)  # of an earlier life that was killed while it wrote
+        unfinished = folder.with_suffix(".partial")
+        # of an earlier attempt that was killed while it wrote
+        on_first_rank(self._remove_unfinished)
         try:
-            dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(partial))
-            on_first_rank(lambda: self._complete(partial, folder, state.batches.step))
+            dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(unfinished))
+            on_first_rank(lambda: self._complete(unfinished, folder, state.batches.step))
         except (CheckpointException, OSError, PeerError) as error:
-            on_first_rank(self._remove_partial)
-            kept = max(self._all(), default=None)
-            kept = f"; the last complete one is {kept}" if kept else ""
-            raise OSError(
-                f"checkpoint {folder} could not be written: {_cause(error)}{kept}"
-            ) from None
+            on_first_rank(self._remove_unfinished)
+            message = f"checkpoint {folder} could not be written: {_cause(error)}"
+            complete = self._complete_ones()
+            if complete:
+                message += f"; the last complete one is {complete[-1]}"
+            raise CheckpointError(message) from None
         return folder
 
-    def _complete(self, partial, folder, step):
-        files = {file.name: file.stat().st_size for file in sorted(partial.iterdir())}
+    def _complete(self, unfinished: Path, folder: Path, step: int) -> None:
+        """Describe the files that all ranks have written, rename their folder, remove old ones."""
+        sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
         about = {
             "step": step,
-            "config": _plain(self.config),
-            "grid": _plain(self.grid.shape),
-            "files": files,
+            "config": _plain(dataclasses.asdict(self.config)),
+            "grid": _plain(dataclasses.asdict(self.grid.shape)),
+            "files": sizes,
         }
-        write_atomically(partial / ABOUT, json.dumps(about, indent=2).encode())
-        shutil.rmtree(folder, ignore_errors=True)  # damaged, or this run would have gone on from it
-        os.replace(partial, folder)
-        later = [
-            other for other in self._all() if other > folder
-        ]  # damaged, or of a life that this run went back behind
-        for old in [*later, *sorted(set(self._all()) - set(later))[: -self.config.checkpoint.keep]]:
+        write_atomically(unfinished / ABOUT, json.dumps(about, indent=2).encode())
+        # one of this step is damaged, or this run would have resumed from it
+        shutil.rmtree(folder, ignore_errors=True)
+        os.replace(unfinished, folder)
+        # later ones are damaged, or from an attempt that this run resumed before
+        later = [other for other in self._complete_ones() if other > folder]
+        earlier = [other for other in self._complete_ones() if other <= folder]
+        for old in later + earlier[: -self.config.checkpoint.keep]:
             shutil.rmtree(old, ignore_errors=True)
 
-    def _remove_partial(self):
-        for partial in self.folder.glob("*.partial"):
-            shutil.rmtree(partial, ignore_errors=True)
+    def _remove_unfinished(self) -> None:
+        for unfinished in self.folder.glob("*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is whole, the same on all ranks; None if there is none.
+        """The newest checkpoint that is complete, the same on all ranks; None if there is none.
 
         Raises:
             ValueError: It was written by another model, on other data or on another grid.
         """
         return on_first_rank(self._newest)
 
-    def _newest(self):
-        for folder in sorted(self._all(), reverse=True):
-            about, problem = _read(folder)
-            if problem:
+    def _newest(self) -> Path | None:
+        for folder in reversed(self._complete_ones()):
+            try:
+                about = _read(folder)
+            except _DamagedError as error:
                 print(
-                    f"checkpoint {folder} is damaged: {problem}: looking for an older one",
-                    flush=True,
+                    f"checkpoint {folder} is damaged: {error}: looking for an older one", flush=True
                 )
                 continue
             self._check(about, folder)
             return folder
         return None
 
-    def _check(self, about, folder):
-        if about["grid"] != _plain(self.grid.shape):
+    def _check(self, about: dict[str, Any], folder: Path) -> None:
+        """Compare the run that wrote a checkpoint with this one.
+
+        Args:
+            about: Its `run.json`.
+            folder: The checkpoint.
+
+        Raises:
+            ValueError: They differ in more than `MAY_CHANGE`.
+        """
+        shape = _plain(dataclasses.asdict(self.grid.shape))
+        if about["grid"] != shape:
             raise ValueError(
-                f"{folder} was written on the grid {_grid(about['grid'])}, this run is on {_grid(_plain(self.grid.shape))}: "
-                f"start it as it was, or begin again in another train.out"
+                f"{folder} was written on the grid {_grid(about['grid'])}, "
+                f"this run is on {_grid(shape)}: "
+                "start it as it was, or begin again in another train.out"
             )
-        then, now = _flat(about["config"]), _plain(field_paths(self.config))
+        then = _flat(about["config"])
+        now = _plain(field_paths(self.config))
         for name in sorted(now.keys() | then.keys()):
             if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
                 raise ValueError(
-                    f"{folder} was written with {name}={then.get(name)}, this run has {now.get(name)}: "
-                    f"go on with the same, or begin again in another train.out"
+                    f"{folder} was written with {name}={then.get(name)}, "
+                    f"this run has {now.get(name)}: "
+                    "resume with the same, or begin again in another train.out"
                 )
 
-    def _all(self):
-        return [path for path in self.folder.glob("step-*") if re.fullmatch(r"step-\d+", path.name)]
+    def _complete_ones(self) -> list[Path]:
+        """Folders with their final name, oldest first; damaged ones included."""
+        folders = self.folder.glob("step-*")
+        return sorted(path for path in folders if re.fullmatch(r"step-\d+", path.name))
 
 
 class StopSignals:
-    """Within it SIGUSR1 and SIGTERM are remembered instead of ending the process: SLURM's and torchrun's way to say "soon".
+    """Within it SIGUSR1 and SIGTERM are remembered instead of ending the process.
 
-    A signal may reach one rank only, and never all of them in the same step.
+    They are how SLURM and torchrun announce the end. A signal may reach one rank only, and never
+    all of them in the same step.
     """
 
-    def __init__(self):
-        self._heard, self._before = 0, {}
+    def __init__(self) -> None:
+        self._heard = 0
+        self._before: dict[int, Any] = {}
 
-    def __enter__(self):
-        self._before = {number: signal.signal(number, self._hear) for number in SIGNALS}
+    def __enter__(self) -> "StopSignals":
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._hear)
         return self
 
-    def __exit__(self, *_):
+    def __exit__(self, *_: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    def _hear(self, number, _frame):
+    def _hear(self, number: int, _frame: object) -> None:
         self._heard = number
 
     def agreed(self) -> str | None:
@@ -275,43 +305,55 @@ class StopSignals:
         """
         heard = torch.tensor(self._heard)
         dist.all_reduce(heard, dist.ReduceOp.MAX)
-        return signal.Signals(heard.item()).name if heard.item() else None
+        if heard.item() == 0:
+            return None
+        return signal.Signals(int(heard.item())).name
 
 
-def _cause(error):
+class _DamagedError(Exception):
+    """A checkpoint whose files are not as they were written."""
+
+
+def _cause(error: BaseException) -> str:
+    """What went wrong, on the first rank that failed."""
     if not isinstance(error, CheckpointException):
         return str(error)
     rank, (cause, _) = min(error.failures.items())
     return f"rank {rank}: {cause}"
 
 
-def _read(folder):
-    """(what `run.json` says, None), or (None, what is wrong with the files)."""
+def _read(folder: Path) -> dict[str, Any]:
+    """`run.json` of a checkpoint, once the sizes of its files are checked.
+
+    Raises:
+        _DamagedError: A file is missing, shorter or not readable.
+    """
     try:
         about = json.loads((folder / ABOUT).read_text())
         for name, size in about["files"].items():
-            if (found := (folder / name).stat().st_size) != size:
-                return None, f"{name} has {found} bytes of {size}"
+            found = (folder / name).stat().st_size
+            if found != size:
+                raise _DamagedError(f"{name} has {found} bytes of {size}")
     except (OSError, ValueError, KeyError) as error:
-        return None, f"{type(error).__name__}: {error}"
-    return about, None
+        raise _DamagedError(f"{type(error).__name__}: {error}") from None
+    return about
 
 
-def _plain(value):
+def _plain(value: Any) -> Any:
     """As JSON gives it back: tuples become lists."""
-    return json.loads(
-        json.dumps(dataclasses.asdict(value) if dataclasses.is_dataclass(value) else value)
-    )
+    return json.loads(json.dumps(value))
 
 
-def _flat(tree, prefix=""):
+def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """{"train": {"steps": 3}} as {"train.steps": 3}."""
     flat = {}
     for name, value in tree.items():
-        flat |= (
-            _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {prefix + name: value}
-        )
+        if isinstance(value, dict):
+            flat |= _flat(value, f"{prefix}{name}.")
+        else:
+            flat[prefix + name] = value
     return flat
 
 
-def _grid(shape):
+def _grid(shape: dict[str, Any]) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in shape.items())
