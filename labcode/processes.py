@@ -24,7 +24,7 @@ CHECK_S = 1.0  # between two looks whether the parents are still there
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
     """Some processes and all below them; those that have ended are left out."""
-    members = []
+    members: list[psutil.Process] = []
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(pid)
@@ -57,14 +57,14 @@ def end(
             their files; torchrun passes it on. None kills at once.
         grace_s: How long they may take then; None is `GRACE_S`.
     """
-    running = [process for process in processes if process.poll() is None]
-    members = family(process.pid for process in running)  # before children lose their parents
+    running = _running(processes)
+    members = family(running)  # looked up now, before children lose their parents
     try:
         if ask is not None:
-            _ask(running, ask, GRACE_S if grace_s is None else grace_s)
+            _ask(processes, ask, GRACE_S if grace_s is None else grace_s)
     finally:
         # Again, for what was started meanwhile.
-        members += family(process.pid for process in running if process.poll() is None)
+        members += family(_running(processes))
         for member in members:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
@@ -77,12 +77,21 @@ def end(
             process.wait()
 
 
-def _ask(running: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: float) -> None:
+def _running(processes: Sequence[subprocess.Popen]) -> list[int]:
+    """The numbers of those that have not ended."""
+    pids = []
+    for process in processes:
+        if process.poll() is None:
+            pids.append(process.pid)
+    return pids
+
+
+def _ask(processes: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: float) -> None:
     """Send a signal to some processes and give them time to obey it."""
-    for process in running:
-        process.send_signal(ask)
+    for process in processes:
+        process.send_signal(ask)  # which does nothing where the process has ended
     deadline = time.monotonic() + grace_s
-    for process in running:
+    for process in processes:
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(max(0.1, deadline - time.monotonic()))
 

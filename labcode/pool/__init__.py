@@ -1,0 +1,10 @@
+"""A pool of ranks that stays alive between the cells of a notebook, or the tests of a session.
+
+ranks       the pool: `Ranks(4).run(fn, ...)`
+px          `%%px` cells on the same ranks
+wire        how functions, arguments and results travel
+answers     results, prints and failures of all ranks; the one error made of them
+processes   the controller and the engines, as processes
+engine      what runs inside an engine: one rank
+stopping    how an engine stops when it fails, or when the pool says so
+"""

@@ -21,7 +21,7 @@ from pathlib import Path
 
 import psutil
 
-from labcode import launch
+from labcode import launch, processes
 from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
@@ -74,7 +74,7 @@ class LocalHandle(Handle):
             return self.process.poll() is None
         with contextlib.suppress(psutil.NoSuchProcess):
             supervisor = psutil.Process(Record.read(self.record).pid)
-            return supervisor.status() != psutil.STATUS_ZOMBIE and MODULE in supervisor.cmdline()
+            return processes.alive(supervisor) and MODULE in supervisor.cmdline()
         return False
 
     def cancel(self) -> None:
