@@ -11,14 +11,13 @@ a layer without the two masks keeps 32/34 of it, or 14/16 over four ranks of tp,
 CPU keeps more: masks as wide as the numbers they drop, so 3 numbers for each score where the paper has 2.5.
 """
 
-import argparse
-import json
 import platform
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
+from side_by_side import options, write
 
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
@@ -67,10 +66,7 @@ def summary(saved):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"layers": 4, "hidden": 256, "tokens": 256, "batch": 2}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    given = options(__doc__, layers=4, hidden=256, tokens=256, batch=2).parse_args()
     sizes = {
         "num_layers": given.layers,
         "hidden_size": given.hidden,
@@ -143,11 +139,7 @@ def report(rows, config, batch):
         "python": platform.python_version(),
         "machine": platform.machine(),
     }
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(
-        json.dumps(versions | {"batch": batch, "model": asdict(config), "rows": rows}, indent=1)
-        + "\n"
-    )
+    write(RESULT, versions | {"batch": batch, "model": asdict(config), "rows": rows})
 
 
 if __name__ == "__main__":

@@ -8,9 +8,6 @@ Before anything is timed, their losses over three optimizer steps must agree: it
 the same runs there, under bf16 autocast.
 """
 
-import argparse
-import json
-import os
 import platform
 import statistics
 import time
@@ -19,6 +16,7 @@ from pathlib import Path
 
 import torch
 import transformers
+from side_by_side import cores, options, outer_quartiles, write
 
 from labcode import recipes
 from labcode.config import GPTConfig
@@ -137,7 +135,7 @@ def compare(name, config, batch, rounds, device):
             "step_ms": round(statistics.median(found) * 1e3, 3),
             "fastest_ms": round(min(found) * 1e3, 3),
             "ratio": round(statistics.median(ratios), 3),
-            "ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
+            "ratio_quartiles": outer_quartiles(ratios),
         }
     return {
         "setup": name,
@@ -158,9 +156,7 @@ def machine(device):
     """What the numbers depend on, without saying whose machine it is."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
@@ -170,8 +166,7 @@ def machine(device):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=25)
+    parser = options(__doc__, rounds=25)
     parser.add_argument(
         "--threads", type=int, help="of torch; default: its own choice, the cores of the machine"
     )
@@ -205,8 +200,7 @@ def main():
                 )
                 print("| " + " | ".join(cells) + f" | {low:.3f} to {high:.3f} |", flush=True)
     out = args.out or RESULTS / f"gpt_against_transformers_{device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(json.dumps(record, indent=1) + "\n")
+    write(out, record)
 
 
 if __name__ == "__main__":

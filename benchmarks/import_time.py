@@ -6,13 +6,13 @@ The median over fresh processes, timed inside each (the start of Python itself i
 work without torch beside it. Exits with status 1 if the target is missed.
 """
 
-import argparse
-import json
 import platform
 import statistics
 import subprocess
 import sys
 from pathlib import Path
+
+from side_by_side import options, write
 
 RESULT = Path(__file__).parent / "results" / "import_time.json"
 TARGET_S = 0.1
@@ -38,9 +38,7 @@ def probe(module):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=9)
-    rounds = parser.parse_args().rounds
+    rounds = options(__doc__, rounds=9).parse_args().rounds
     rows = {}
     print("| import | ms, median | slowest | brings torch |\n|---|---:|---:|---|")
     for module in MODULES:
@@ -61,14 +59,13 @@ def main():
             "yes" if row["torch"] else "no",
         )
         print("| " + " | ".join(cells) + " |")
-    RESULT.parent.mkdir(exist_ok=True)
     record = {
         "python": platform.python_version(),
         "machine": platform.machine(),
         "rounds": rounds,
         "imports": rows,
     }
-    RESULT.write_text(json.dumps(record, indent=1) + "\n")
+    write(RESULT, record)
     if rows["labcode"]["median_s"] >= TARGET_S or any(row["torch"] for row in rows.values()):
         sys.exit(
             f"the target is missed: import labcode below {TARGET_S} s, no torch in any of these"

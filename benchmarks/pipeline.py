@@ -11,14 +11,12 @@ long for every micro-batch: what remains is the order of the schedule and the co
 millisecond for each action, which counts for less the longer a stage takes (try --stage-ms 30).
 """
 
-import argparse
 import copy
-import json
 import statistics
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, report
+from side_by_side import HEAD, machine, options, report, write
 from torch import nn
 
 from labcode.pool.ranks import Ranks
@@ -185,17 +183,8 @@ def bubble(rank, schedule_name, v, m, seconds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {
-        "rounds": 15,
-        "hidden": 256,
-        "tokens": 256,
-        "batch": 2,
-        "layers": 8,
-        "stage-ms": 150,
-    }.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    sizes = {"hidden": 256, "tokens": 256, "batch": 2, "layers": 8}
+    given = options(__doc__, rounds=15, stage_ms=150, **sizes).parse_args()
     sizes = (given.hidden, given.tokens, given.batch, given.layers)
     rows, bubbles = [], []
     print(HEAD)
@@ -224,14 +213,8 @@ def main():
                 f"| {name} | {v} | {m} | {formula:.4f} | {measured:.4f} | {measured / formula:.3f} |",
                 flush=True,
             )
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(
-        json.dumps(
-            {"machine": machine(), "setup": vars(given), "results": rows, "bubbles": bubbles},
-            indent=1,
-        )
-        + "\n"
-    )
+    setup = {"machine": machine(), "setup": vars(given)}
+    write(RESULT, setup | {"results": rows, "bubbles": bubbles})
 
 
 if __name__ == "__main__":

@@ -9,14 +9,12 @@ the resident memory of a fresh process (on CUDA: to the allocated memory), the l
 GPUs as ranks the same runs there, in bfloat16.
 """
 
-import argparse
-import json
-import os
 import platform
 import statistics
 from pathlib import Path
 
 import torch
+from side_by_side import cores, options, outer_quartiles, slowest_rank, write
 
 from labcode.pool.ranks import Ranks
 
@@ -124,16 +122,8 @@ def resident_bytes():
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in (
-        ("length", 4096),
-        ("ranks", 2),
-        ("rounds", 15),
-        ("batch", 1),
-        ("heads", 8),
-        ("head-size", 64),
-    ):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    sizes = {"length": 4096, "batch": 1, "heads": 8, "head_size": 64}
+    parser = options(__doc__, ranks=2, rounds=15, **sizes)
     parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
     parser.add_argument("--layouts", nargs="+", default=["zigzag", "contiguous"])
     parser.add_argument(
@@ -144,9 +134,7 @@ def main():
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dtype": "bfloat16" if device == "cuda" else "float32",
@@ -156,9 +144,7 @@ def main():
     print(", ".join(f"{key} {value}" for key, value in (machine | setup).items()), "\n")
     with Ranks(args.ranks, timeout_s=120) as ranks:
         found = ranks.run(times, args.layouts, shape, args.rounds)
-    slowest = {
-        who: [max(seconds) for seconds in zip(*(rank[who] for rank in found))] for who in found[0]
-    }
+    slowest = slowest_rank(found)
     print(
         "| layout | attention | ms, median | fastest | ring / gather, median | quartiles | saved MB | peak MB |"
     )
@@ -180,7 +166,7 @@ def main():
             "fastest_ms": round(min(seconds) * 1e3, 1),
             "ring_over_gather": round(statistics.median(ratios), 3),
         }
-        row |= {"ratio_quartiles": [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]]}
+        row["ratio_quartiles"] = outer_quartiles(ratios)
         rows.append(row | {"saved_bytes": saved, "peak_bytes": peak})
         ratio, quartiles = (
             f"{row['ring_over_gather']:.3f}",
@@ -197,10 +183,7 @@ def main():
             f"| {' | '.join(map(str, cells))} | {saved / 1e6:.1f} | {peak / 1e6:.1f} |", flush=True
         )
     out = args.out or RESULTS / f"ring_attention_{device}.json"
-    out.parent.mkdir(parents=True, exist_ok=True)
-    out.write_text(
-        json.dumps({"machine": machine, "setup": setup, "results": rows}, indent=1) + "\n"
-    )
+    write(out, {"machine": machine, "setup": setup, "results": rows})
 
 
 if __name__ == "__main__":

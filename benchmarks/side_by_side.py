@@ -1,8 +1,12 @@
-"""What the benchmarks of parallel steps report alike: the slowest rank's times of two implementations, and their ratio."""
+"""What the benchmarks share: their options, the machine, the table of two implementations."""
 
+import argparse
+import json
 import os
 import platform
 import statistics
+from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -12,12 +16,31 @@ HEAD = (
 )
 
 
-def machine() -> dict:
+def options(description: str | None, **defaults: int) -> argparse.ArgumentParser:
+    """A command line of whole numbers: `options(__doc__, rounds=15, stage_ms=150)`.
+
+    Args:
+        description: The docstring of the script; its first line is shown.
+        defaults: {option: its default}; an underscore becomes a dash.
+    """
+    first_line = (description or "").splitlines()[0]
+    parser = argparse.ArgumentParser(description=first_line)
+    for name, default in defaults.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=default)
+    return parser
+
+
+def cores() -> int | None:
+    """The cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count()
+
+
+def machine() -> dict[str, Any]:
     """What the numbers belong to."""
     return {
-        "cores": len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count(),
+        "cores": cores(),
         "machine": platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -25,37 +48,53 @@ def machine() -> dict:
     }
 
 
-def report(layout: str, found: list[dict[str, list[float]]]) -> list[dict]:
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Write the record of a run, for people and for programs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(record, indent=1) + "\n")
+
+
+def outer_quartiles(values: list[float]) -> list[float]:
+    """The first and the third quartile."""
+    first, _, third = statistics.quantiles(values, n=4)
+    return [round(first, 3), round(third, 3)]
+
+
+def slowest_rank(found: list[dict[Any, list[float]]]) -> dict[Any, list[float]]:
+    """{contestant: seconds of its slowest rank in each round}, from what each rank measured."""
+    slowest = {}
+    for who in found[0]:
+        rounds = zip(*[rank[who] for rank in found], strict=True)
+        slowest[who] = [max(seconds) for seconds in rounds]
+    return slowest
+
+
+def report(layout: str, found: list[dict[str, list[float]]]) -> list[dict[str, Any]]:
     """Print a row for each implementation and return them; the ratio is the median over the rounds.
 
     Args:
         layout: Name of what was run.
         found: For each rank {implementation: seconds of each round}, ours first.
     """
-    slowest = {
-        who: [max(seconds) for seconds in zip(*(rank[who] for rank in found))] for who in found[0]
-    }
+    slowest = slowest_rank(found)
     ours, theirs = slowest.values()
-    ratios = [a / b for a, b in zip(ours, theirs)]
-    ratio, quartiles = (
-        statistics.median(ratios),
-        [round(q, 3) for q in statistics.quantiles(ratios, n=4)[::2]],
-    )
+    ratios = [a / b for a, b in zip(ours, theirs, strict=True)]
+    ratio = statistics.median(ratios)
+    quartiles = outer_quartiles(ratios)
     rows = []
     for who, seconds in slowest.items():
         row = {
             "layout": layout,
             "implementation": who,
             "median_ms": round(statistics.median(seconds) * 1e3, 1),
-        }
-        row |= {
             "fastest_ms": round(min(seconds) * 1e3, 1),
             "ratio": round(ratio, 3),
             "ratio_quartiles": quartiles,
         }
-        shown = " | " if rows else f"**{ratio:.3f}** | {quartiles[0]:.3f} to {quartiles[1]:.3f}"
-        print(
-            f"| {layout} | {who} | {row['median_ms']} | {row['fastest_ms']} | {shown} |", flush=True
-        )
+        shown = " | "
+        if not rows:  # ours
+            shown = f"**{ratio:.3f}** | {quartiles[0]:.3f} to {quartiles[1]:.3f}"
+        times = f"{row['median_ms']} | {row['fastest_ms']}"
+        print(f"| {layout} | {who} | {times} | {shown} |", flush=True)
         rows.append(row)
     return rows

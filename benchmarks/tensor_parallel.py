@@ -9,12 +9,10 @@ the same model code, the rows of the fused q | k | v in an order that lets DTens
 projections it sends the input's gradient three times), and loss_parallel, so that it does not gather the logits either.
 """
 
-import argparse
-import json
 from pathlib import Path
 
 import torch
-from side_by_side import HEAD, machine, report
+from side_by_side import HEAD, machine, options, report, write
 
 from labcode.config import GPTConfig, OptimConfig
 from labcode.pool.ranks import Ranks
@@ -166,10 +164,7 @@ def times(rank, config, batch, rounds):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    for name, default in {"rounds": 15, "batch": 4, "tokens": 256, "hidden": 256}.items():
-        parser.add_argument(f"--{name}", type=int, default=default)
-    given = parser.parse_args()
+    given = options(__doc__, rounds=15, batch=4, tokens=256, hidden=256).parse_args()
     config = GPTConfig(
         vocab_size=512,
         context_length=given.tokens,
@@ -186,10 +181,7 @@ def main():
     for sequence in (False, True):
         of_layout = [{way: rank[way, sequence] for way in WAYS} for rank in found]
         rows += report("tp 2 + sequence" if sequence else "tp 2", of_layout)
-    RESULT.parent.mkdir(exist_ok=True)
-    RESULT.write_text(
-        json.dumps({"machine": machine(), "setup": vars(given), "results": rows}, indent=1) + "\n"
-    )
+    write(RESULT, {"machine": machine(), "setup": vars(given), "results": rows})
 
 
 if __name__ == "__main__":
