@@ -50,7 +50,7 @@ def contestants(schedule_name, sizes):
 
     from labcode.models.layers import Block
     from labcode.parallel.pipeline import Pipeline
-    from labcode.schedules import schedule
+    from labcode.schedules import plan_pipeline
 
     torch.set_num_threads(1)
     hidden, tokens, batch, num_layers = sizes
@@ -68,9 +68,7 @@ def contestants(schedule_name, sizes):
     ours = copy.deepcopy(own)
     pipeline = Pipeline(
         ours,
-        schedule(schedule_name, num_stages, MICROBATCHES, ranks),
-        num_stages,
-        MICROBATCHES,
+        plan_pipeline(schedule_name, num_stages, MICROBATCHES, ranks),
         dist.group.WORLD,
         nn.functional.mse_loss,
         lambda inputs: torch.empty_like(inputs),
@@ -157,16 +155,14 @@ def bubble(rank, schedule_name, v, m, seconds):
     import torch.distributed as dist
 
     from labcode.parallel.pipeline import Pipeline
-    from labcode.schedules import schedule
+    from labcode.schedules import plan_pipeline
 
     ranks = dist.get_world_size()
     weight = torch.ones((), requires_grad=True)
     stage = lambda x, inputs: Sleep.apply((inputs if x is None else x) * weight, seconds / v)  # noqa: E731
     pipeline = Pipeline(
         dict.fromkeys(range(rank, ranks * v, ranks), stage),
-        schedule(schedule_name, ranks * v, m, ranks),
-        ranks * v,
-        m,
+        plan_pipeline(schedule_name, ranks * v, m, ranks),
         dist.group.WORLD,
         lambda out, target: out.mean(),
         lambda inputs: torch.empty_like(inputs),

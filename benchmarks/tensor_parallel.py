@@ -53,12 +53,12 @@ def theirs(model, mesh, sequence):
         parallelize_module,
     )
 
-    from labcode.parallel.sharding import Split
+    from labcode.parallel.sharding import Shard as OurShard
 
     for block in model.blocks:  # q0 k0 v0 | q1 k1 v1: DTensor cuts rows into equal runs only
         rows = block.attention.qkv.weight.shape[0] // 3
         for param in (block.attention.qkv.weight, block.attention.qkv.bias):
-            split = Split(0, (rows, rows, rows))
+            split = OurShard(0, (rows, rows, rows))
             param.data = torch.cat([split.take(param.data, index, 2) for index in range(2)])
     between = Shard(1) if sequence else Replicate()
     plan = {

@@ -1,7 +1,7 @@
-"""Every setting of a training run, as frozen dataclasses. No torch. A recipe (`recipes.py`) fills them all in.
+"""Every setting of a training run, as frozen dataclasses. No torch.
 
-Each of them is validated on construction: an impossible value is a `ValueError` of one line that
-says what to change.
+A recipe (`recipes.py`) fills them all in. Each of them is validated on construction: an impossible
+value is a `ValueError` of one line that says what to change.
 """
 
 from dataclasses import dataclass, field
@@ -294,8 +294,9 @@ class ParallelConfig:
         if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:
             raise ValueError(
                 f"parallel.layers_per_stage={sizes} does not divide {num_layers} layers into "
-                f"{num_stages} stages: give parallel.pp*stages_per_rank = {pp}*{self.stages_per_rank} "
-                "numbers, each at least 1, that add up to model.num_layers"
+                f"{num_stages} stages: give parallel.pp*stages_per_rank = "
+                f"{pp}*{self.stages_per_rank} numbers, each at least 1, "
+                "that add up to model.num_layers"
             )
         stages = []
         first = 0
@@ -305,9 +306,10 @@ class ParallelConfig:
         return tuple(stages)
 
     def check(self, model: ModelConfig, shape: GridShape) -> None:
-        """Check that a model fits a grid: every rank gets its part of the weights and of the sequence.
+        """Check that a model fits a grid: every rank gets its part of weights and sequence.
 
-        Sizes that are None, to be taken from the data, are skipped; call it again when they are known.
+        Sizes that are None, to be taken from the data, are skipped; call it again when they are
+        known.
 
         Args:
             model: The whole model.
@@ -318,15 +320,10 @@ class ParallelConfig:
         """
         self.stage_layers(model.num_layers, shape.pp)
         _check_tensor_parallel(model, shape.tp)
-        if self.activation_checkpointing == "full" and model.dropout:
-            raise ValueError(
-                f"model.dropout={model.dropout:g} with parallel.activation_checkpointing full: "
-                "the second forward would drop others, switch one off"
-            )
         if shape.cp > 1 and model.dropout and self.context_attention == "ring":
             raise ValueError(
-                f"model.dropout={model.dropout:g} with parallel.cp={shape.cp}: ring attention has no "
-                "dropout, set it to 0 or use --parallel.context_attention all_gather"
+                f"model.dropout={model.dropout:g} with parallel.cp={shape.cp}: ring attention has "
+                "no dropout, set it to 0 or use --parallel.context_attention all_gather"
             )
         _check_sequence(model, shape, self.sequence_parallel)
 
@@ -347,15 +344,28 @@ def _even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """The heads and the features of the MLP are divided over tp; the rows of the vocabulary need not be equal."""
-    sizes = {"model.num_heads": model.num_heads, "model.ffn_size": model.ffn}
+    """Every rank gets the same number of heads; all else may be cut into unequal parts."""
+    _check_divisible(
+        "model.num_heads", model.num_heads, tp, f"parallel.tp={tp}", "change one of them"
+    )
+    parts = {"model.ffn_size": model.ffn}
     if isinstance(model, GPTConfig):
-        sizes["model.num_kv_heads"] = model.kv_heads
-    for name, size in sizes.items():
-        _check_divisible(name, size, tp, f"parallel.tp={tp}", "change one of them")
-    if isinstance(model, GPTConfig) and model.vocab_size is not None and model.vocab_size < tp:
+        _check_kv_heads(model.kv_heads, tp)
+        if model.vocab_size is not None:
+            parts["model.vocab_size"] = model.vocab_size
+    for name, size in parts.items():
+        if size < tp:
+            raise ValueError(
+                f"{name}={size} is smaller than parallel.tp={tp}: some rank has no row"
+            )
+
+
+def _check_kv_heads(kv_heads: int, tp: int) -> None:
+    """Key/value heads are divided over tp, or each of them is held by the same number of ranks."""
+    if kv_heads % tp and tp % kv_heads:
         raise ValueError(
-            f"model.vocab_size={model.vocab_size} is smaller than parallel.tp={tp}: some rank has no row"
+            f"model.num_kv_heads={kv_heads} is neither a multiple nor a divisor of "
+            f"parallel.tp={tp}: change one of them"
         )
 
 
@@ -364,17 +374,19 @@ def _check_sequence(model: ModelConfig, shape: GridShape, sequence_parallel: boo
     if isinstance(model, GPTConfig):
         name = "model.context_length"
         length = model.context_length
-        chunks = 2 * shape.cp  # a causal mask: two chunks on each rank give all ranks the same work
-        what = f"2*parallel.cp = 2*{shape.cp}"
+        chunks = 2 * shape.cp  # under a causal mask each rank takes two chunks: equal work for all
+        if shape.cp > 1 and length < chunks:
+            raise ValueError(
+                f"{name}={length} is smaller than 2*parallel.cp = 2*{shape.cp}: "
+                "some rank has no token"
+            )
     elif model.lat is None or model.lon is None:
         return
     else:
         name = "the number of patches"
         length = model.sequence_length
-        chunks = shape.cp
         what = f"parallel.cp={shape.cp}"
-    if shape.cp > 1:
-        _check_divisible(name, length, chunks, what, "every rank of cp takes an equal part")
+        _check_divisible(name, length, shape.cp, what, "every rank of cp takes an equal part")
     if sequence_parallel:
         what = f"cp*tp = {shape.cp}*{shape.tp}"
         remedy = "change one of them or turn parallel.sequence_parallel off"
@@ -471,7 +483,7 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class Config:
-    """One training run, complete. `data` decides what the model reads: text for a GPT, weather for a ViT."""
+    """One training run, complete. A GPT reads text, a ViT weather."""
 
     name: str
     model: GPTConfig | ViTConfig
@@ -493,7 +505,7 @@ class Config:
             )
 
     def check(self, world_size: int) -> GridShape:
-        """The grid for `world_size` ranks, after every check that is possible before any work begins.
+        """The grid for `world_size` ranks, after every check that can be made before work begins.
 
         Raises:
             ValueError: One line on what does not fit and what to change.

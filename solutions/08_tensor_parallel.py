@@ -39,7 +39,7 @@ from labcode.comm.counting import counted, totals
 from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.parallel import tensor
-from labcode.parallel.sharding import Split
+from labcode.parallel.sharding import Shard
 from labcode.perf import alpha_beta as comm
 from labcode.perf import trace
 from labcode.pool.ranks import Ranks
@@ -261,14 +261,14 @@ def shard_attention(*sections):
     return shard
 
 blocks, make_attention = [f"{kind}{head}" for kind in "qkv" for head in range(4)], lambda: layers.Attention(64, 4, causal=True)
-got = {"plain": Split(0), "by sections": Split(0, (4, 4, 4))}
+got = {"plain": Shard(0), "by sections": Shard(0, (4, 4, 4))}
 got = {name: [blocks[i] for i in split.take(torch.arange(12), 0, 2)] for name, split in got.items()}
 compare("blocks that rank 0 needs", needed_guess, len(set(got["plain"]) & set(got["by sections"])), rel=0)
 for name, sections in {"plain": (), "by sections": (64, 64, 64)}.items():
     print(f"{name:11} rank 0 has {' '.join(got[name])}; errors", *ranks.run(difference, make_attention, shard_attention(*sections))[0])
-H, thirds = 64, Split(0, (64, 64, 64))
-cuts({"qkv [3H, H]": ((3 * H, H), thirds), "bias": ((3 * H,), thirds), "proj [H, H]": ((H, H), Split(1)), "bias ": ((H,), None),
-      "up [4H, H]": ((4 * H, H), Split(0)), "bias  ": ((4 * H,), Split(0)), "down [H, 4H]": ((H, 4 * H), Split(1)), "bias   ": ((H,), None)},
+H, thirds = 64, Shard(0, (64, 64, 64))
+cuts({"qkv [3H, H]": ((3 * H, H), thirds), "bias": ((3 * H,), thirds), "proj [H, H]": ((H, H), Shard(1)), "bias ": ((H,), None),
+      "up [4H, H]": ((4 * H, H), Shard(0)), "bias  ": ((4 * H,), Shard(0)), "down [H, 4H]": ((H, 4 * H), Shard(1)), "bias   ": ((H,), None)},
      parts=2, title="One layer on two ranks",
      alt="The fused weight is cut in each of its three sections, up along its rows, the two output projections along their columns")
 
@@ -662,7 +662,7 @@ ranks.close()
 # | g | forward a sum, backward nothing | `comm.collectives.reduce_from` |
 # | f forgotten | wrong below, √((p−1)/p) for independent paths; copies drift | |
 # | column, then row | one f, one g, bias after the sum | `parallel.tensor` |
-# | attention | whole heads, section by section | `parallel.weights.Split` |
+# | attention | whole heads, section by section | `parallel.sharding.Shard` |
 # | loss | 3 numbers per token, not V | `vocab_parallel_cross_entropy` |
 # | per layer | 4 all-reduces of B·S·H | `comm.counting` |
 # | link | 2 (p−1) Φ / (9 H β) | `perf.comm` |

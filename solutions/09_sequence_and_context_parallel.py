@@ -27,6 +27,7 @@
 # **Time**: 90 minutes. **Needs**: lesson 08 (tensor parallel), lesson 01 (bytes of collectives).
 
 # %%
+import contextlib
 import time
 from dataclasses import replace
 
@@ -362,27 +363,27 @@ def steps(model, loss_of, count, sync=lambda: None):
 
 # %%
 def part_error(rank):
-    """Distance of this rank's gradients of norms and late biases from their sums, and the table of placements."""
+    """Distance of this rank's gradients of norms and late biases from their sums, and how all weights are sharded."""
     model = parallelize(build(), Grid.create(GridShape(tp=4)), ParallelConfig(sequence_parallel=True))
-    shared = [param for name, param in model.module.named_parameters() if "tp" in model.placements[name].summed]
+    shared = [param for name, param in model.module.named_parameters() if "tp" in model.shardings[name].partial_over]
     model.loss(model(batches[0][0]), batches[0][1]).backward()
     part = torch.cat([param.grad.flatten() for param in shared])
     model.finish_gradient_sync()  # sums what is shared
     total = torch.cat([param.grad.flatten() for param in shared])
-    return ((part - total).norm() / total.norm()).item(), model.placements
+    return ((part - total).norm() / total.norm()).item(), model.shardings
 
 errors, (places, *_) = zip(*ranks.run(part_error))
 compare("error of a part, mean", part_guess, sum(errors) / 4, rel=0.05)
 for name, place in places.items():
     if "blocks.0" in name or "positions" in name:
-        print(f"{name:32}{'cut over tp' if place.split else 'whole':13}gradient summed over {', '.join(place.summed)}")
+        print(f"{name:32}{'cut over tp' if place.shards else 'whole':13}gradient summed over {', '.join(place.partial_over)}")
 
 # %% [markdown]
 # Nearer to 3/4: at the first step all quarters of the text pull norms and biases almost the same way. A part is then roughly a quarter of the sum, and AdamW
 # divides such a factor out again. Remember that when you see the loss.
 #
 # Summed over tp is every weight that is whole on ranks that see different tokens: norms, positions, biases that are added after a reduce-scatter. (Over cp all
-# are: section 5. Here cp has size 1.) `finish_gradient_sync` reads this table, `placements`, and nothing else.
+# are: section 5. Here cp has size 1.) `finish_gradient_sync` reads this table, `shardings`, and nothing else.
 #
 # Now train twice, 20 steps: once with the table, and once with `tp` deleted from its last column. What would you expect to notice in the loss?
 
@@ -390,13 +391,14 @@ for name, place in places.items():
 def train(rank, shape, count, forget="", dtype=torch.float32, **options):
     """The losses, and after each step the norms and biases that this rank holds whole, in one vector."""
     model = parallelize(build(dtype), Grid.create(shape), ParallelConfig(**options))
-    for name, place in model.placements.items():
-        model.placements[name] = replace(place, summed=tuple(axis for axis in place.summed if axis != forget))
-    whole = [param for name, param in model.module.named_parameters() if model.placements[name].split is None and param.dim() == 1]
+    for name, place in model.shardings.items():
+        model.shardings[name] = replace(place, partial_over=tuple(axis for axis in place.partial_over if axis != forget))
+    whole = [param for name, param in model.module.named_parameters() if not model.shardings[name].shards and param.dim() == 1]
     losses, weights = [], [torch.cat([param.detach() for param in whole])]
-    for loss in steps(model, model.loss, count, model.finish_gradient_sync):
-        losses.append(loss)
-        weights.append(torch.cat([param.detach() for param in whole]))
+    with model.no_sync() if forget == "cp" else contextlib.nullcontext():  # the sum over cp travels with the average over dp
+        for loss in steps(model, model.loss, count, model.finish_gradient_sync):
+            losses.append(loss)
+            weights.append(torch.cat([param.detach() for param in whole]))
     return torch.tensor(losses, dtype=torch.double), torch.stack(weights)
 
 good, bad = (ranks.run(train, GridShape(tp=4), 20, forget, sequence_parallel=True) for forget in ("", "tp"))
@@ -585,13 +587,13 @@ equal_guess = 1.0
 apart_guess = 0.9**2 + 0.1**2
 
 # %% tags=["nbval-check-output"]
-from labcode.parallel.dropout import DrawApart, Stream, seed_for
+from labcode.parallel.dropout import IsolatedRng, RngStream, seed_for
 
 
 def dropped(rank, apart):  # where this rank's part of the sequence loses features
     torch.manual_seed(0)
-    drop, stream = torch.nn.Dropout(0.1), Stream(seed_for(0, tp=rank), torch.device("cpu"))
-    return (DrawApart(drop, stream) if apart else drop)(torch.ones(64, 128)) == 0
+    drop, stream = torch.nn.Dropout(0.1), RngStream(seed_for(0, tp=rank), torch.device("cpu"))
+    return (IsolatedRng(drop, stream) if apart else drop)(torch.ones(64, 128)) == 0
 
 for name, guess, apart in (("equal seeds", equal_guess, False), ("streams of their own", apart_guess, True)):
     drawn = ranks.run(dropped, apart)

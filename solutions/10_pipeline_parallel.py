@@ -27,7 +27,6 @@
 # **Time**: 90 minutes. **Needs**: lessons 04 (gradient accumulation) and 08 (tensor parallel).
 
 # %%
-import contextlib
 import math
 from dataclasses import replace
 
@@ -260,12 +259,9 @@ def build():
 def held(rank, name):
     """Largest number of bytes that autograd holds on this rank, over that of one micro-batch."""
     model, found = parallelize(build(), Grid.create(GridShape(pp=4)), ParallelConfig(pipeline_schedule=name)), []
-    @contextlib.contextmanager
-    def look():
-        yield
-        found.append(saved.total())
+    model.on_action = lambda action, started_s, stopped_s: found.append(saved.total())
     with saved_bytes(model.module) as saved:
-        model.forward_backward(batches[0], model.loss, look)
+        model.forward_backward(batches[0])
     return max(found) / found[0]
 
 compare("GPipe, bytes of rank 0", gpipe_kept_guess, round(ranks.run(held, "gpipe")[0], 3), rel=0)
@@ -488,14 +484,14 @@ for validate in (torch_schedules.validate, check_schedule):
 def train(rank, shape, config, tied=True):
     """Losses, all weights, and this rank's copy of the tied weight if it has one."""
     model, losses = parallelize(build(), Grid.create(shape), config), []
-    model.placements = {name: replace(place, tied=place.tied and tied) for name, place in model.placements.items()}
+    model.shardings = {name: replace(place, tied=place.tied and tied) for name, place in model.shardings.items()}
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=3e-3)
     for step in batches:
         optimizer.zero_grad()
-        losses.append(model.forward_backward(step, model.loss))
+        losses.append(model.forward_backward(step))
         optimizer.step()
     own = dict(model.module.named_parameters())
-    return torch.stack(losses), dict(model.whole_weights()), own.get("embed.weight", own.get("head.weight"))
+    return torch.stack(losses), dict(model.full_state_dict()), own.get("embed.weight", own.get("head.weight"))
 
 # %% tags=["nbval-check-output"]
 whole = build()
@@ -528,7 +524,7 @@ def sends(rank, shape):
     """Bytes that this rank sends for activations and their gradients, per micro-batch."""
     model = parallelize(build(), Grid.create(shape))
     with counted() as calls:
-        model.forward_backward(batches[0], model.loss)
+        model.forward_backward(batches[0])
     kind = "send" if shape.pp > 1 else "all_reduce"
     return sum(comm.bytes_sent(call.kind, call.group_size, call.num_bytes) for call in calls if call.kind == kind) / len(batches[0])
 
@@ -577,8 +573,8 @@ ranks.close()
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
 #
 # In the default order pp is the slowest axis, so it crosses the nodes. (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) The number of
-# micro-batches is the batch of a dp rank divided by `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. With `model.recording = True` the times of all actions
-# are in `model.recorded`: put those of your stages into `simulate`, and choose before you submit.
+# micro-batches is the batch of a dp rank divided by `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. `model.on_action` is told when each action
+# ran: put the times of your stages into `simulate`, and choose before you submit.
 
 # %% [markdown]
 # ## Recap

@@ -122,4 +122,6 @@ def loss(prediction, target, weights=None):
     Source: Rasp et al. 2020 (WeatherBench, arXiv:2002.00469), eq. 1, without the root.
     """
     error = (prediction - target).square()
-    return error.mean() if weights is None else (error * weights[:, None]).mean()
+    if weights is None:
+        return error.mean()
+    return (error * weights.to(error)[:, None]).mean()

@@ -1,119 +1,103 @@
-"""The backward of a linear layer in two halves: the gradient of its input now, that of its weight later.
+"""The backward of a linear layer in two halves: the gradient of its input now, its weight's later.
 
-    dx = dy W            what the stage before waits for
-    dW = dy^T x          what nobody waits for before the optimizer does
+    dx = dy W            the stage before waits for it
+    dW = dy^T x          nobody waits for it before the optimizer does
 
-A pipeline that fills its idle time with dW has a smaller bubble. Inside `with store.watching():` every `F.linear` of a
-weight becomes one whose backward can leave dW to the store; all other gradients (norms, biases, embeddings) are small and
-are computed at once.
-Source: Qi et al. 2023 (arXiv:2401.10241), section 2; the idea of a store of weight gradients is that of its implementation.
+A pipeline that fills its idle time with dW has a smaller bubble. Inside `with store.watching():`
+every linear layer becomes one whose backward can leave dW to the store: the sharded layers ask for
+the store themselves (`parallel.linear`), and each `F.linear` of a parameter is exchanged. All other
+gradients (norms, biases, embeddings) are small and are computed at once.
+
+Source: Qi et al. 2023 (arXiv:2401.10241), section 2; the idea of a store of weight gradients is
+    that of its implementation.
 Held by: tests/ranks/test_pipeline.py
 """
 
 import contextlib
-from collections.abc import Iterator
-from contextvars import ContextVar
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from labcode.parallel.sequence import narrowed
-
-Waiting = list[
-    tuple[nn.Parameter, torch.Tensor, torch.Tensor]
-]  # a weight, and the rows of dy and x
+from labcode.parallel.linear import PLAIN_PRODUCT, current_store, deferrable_linear
 
 
-class WeightGradients:
-    """Where the weights' halves of a backward wait. One for each rank."""
+class DeferredGradient(NamedTuple):
+    """The gradient of a weight that has not been computed yet."""
 
-    def __init__(self):
-        self._waiting: Waiting | None = None
+    weight: nn.Parameter
+    compute: Callable[[], torch.Tensor]
 
-    def watching(self) -> TorchFunctionMode:
-        """Around a forward (and around its repetition in backward, where activations are recomputed)."""
-        return _Watch(self)
+
+class WeightGradientStore:
+    """Where the weights' halves of a backward wait. Each rank has one."""
+
+    def __init__(self) -> None:
+        self._waiting: list[DeferredGradient] | None = None
 
     @contextlib.contextmanager
-    def later(self) -> Iterator[Waiting]:
+    def watching(self) -> Iterator[None]:
+        """Around a forward, and around its repetition under activation checkpointing."""
+        token = current_store.set(self)
+        try:
+            with _ExchangeLinear(self):
+                yield
+        finally:
+            current_store.reset(token)
+
+    @contextlib.contextmanager
+    def later(self) -> Iterator[list[DeferredGradient]]:
         """Around a backward: what it leaves undone is in the list that this gives."""
-        self._waiting = waiting = []
+        waiting: list[DeferredGradient] = []
+        self._waiting = waiting
         try:
             yield waiting
         finally:
             self._waiting = None
 
-    def keep(self, weight, rows, x) -> bool:
+    def keep(self, weight: nn.Parameter, compute: Callable[[], torch.Tensor]) -> bool:
         """Take one product over for later; False outside `later`."""
         if self._waiting is None:
             return False
-        self._waiting.append((weight, rows, x))
+        self._waiting.append(DeferredGradient(weight, compute))
         return True
 
 
 @torch.no_grad()
-def finish(waiting: Waiting) -> None:
+def finish(waiting: list[DeferredGradient]) -> None:
     """Compute what was left undone, add it to each weight's `.grad`, and forget it."""
     while waiting:
-        weight, rows, x = waiting.pop(0)
-        grad = (rows.T @ x).to(weight.dtype)  # [outputs, tokens] @ [tokens, inputs]
+        weight, compute = waiting.pop(0)
+        grad = compute().to(weight.dtype)
         weight.grad = grad if weight.grad is None else weight.grad + grad
 
 
-_watching: ContextVar["WeightGradients | None"] = ContextVar("watching", default=None)
+def same_watch() -> AbstractContextManager[Any]:
+    """The context in which backward repeats a forward: watched if the forward is watched now."""
+    store = current_store.get()
+    if store is None:
+        return contextlib.nullcontext()
+    assert isinstance(store, WeightGradientStore)
+    return store.watching()
 
 
-def same_watch():
-    """For `checkpoint(context_fn=...)`: what is run again in backward is watched if it was the first time."""
-    store = _watching.get()
-    return contextlib.nullcontext(), contextlib.nullcontext() if store is None else store.watching()
+class _ExchangeLinear(TorchFunctionMode):
+    """Exchanges each `F.linear` of a parameter for one whose dW can be put off."""
 
-
-class _Watch(TorchFunctionMode):
-    def __init__(self, store):
+    def __init__(self, store: WeightGradientStore):
         super().__init__()
         self.store = store
 
-    def __enter__(self):
-        self.token = _watching.set(self.store)
-        return super().__enter__()
-
-    def __exit__(self, *error):
-        _watching.reset(self.token)
-        return super().__exit__(*error)
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        if (
-            func is F.linear
-            and not kwargs
-            and isinstance(args[1], nn.Parameter)
-            and torch.is_grad_enabled()
-        ):
-            x, weight, bias = (*args, None)[:3]
-            return _Linear.apply(*narrowed(x, weight, bias), weight, self.store)
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func is F.linear and not kwargs and torch.is_grad_enabled():
+            x, weight, *rest = args
+            if isinstance(weight, nn.Parameter):
+                bias = rest[0] if rest else None
+                return deferrable_linear(x, weight, bias, PLAIN_PRODUCT, self.store)
         return func(*args, **(kwargs or {}))
-
-
-class _Linear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, param, store):
-        ctx.save_for_backward(x, weight)
-        ctx.param, ctx.store = param, store
-        return F.linear(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        rows, flat = grad.flatten(0, -2), x.flatten(0, -2)
-        grad_weight = None
-        if ctx.param.requires_grad and not ctx.store.keep(ctx.param, rows, flat):
-            grad_weight = rows.T @ flat
-        return (
-            grad @ weight,
-            grad_weight,
-            rows.sum(0) if ctx.needs_input_grad[2] else None,
-            None,
-            None,
-        )

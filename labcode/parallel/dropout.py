@@ -1,15 +1,19 @@
-"""Random numbers on a grid: the same where ranks hold the same activations, different ones where each holds its part.
+"""Random numbers on a grid: the same where ranks hold the same activations, different where not.
 
-Dropout draws from the generator of the process. Ranks of tp compute the residual stream twice, and must drop the same
-features in it, or their copies would differ. Of the attention heads each rank has its own, and drawing the same numbers
-for all would drop the same places in different heads, which is a weaker noise than that of one process. So a process
-has two streams: its generator, seeded alike on the ranks that hold the same activations, and a `Stream` of its own,
-which `DrawApart` puts in place while one module runs.
-Source: Megatron-LM, `megatron/core/tensor_parallel/random.py`.
-Held by: tests/ranks/test_parallelize.py::test_dropout_draws_alike_where_replicated_and_apart_where_sharded
+Dropout draws from the generator of the process. Ranks of tp compute the residual stream twice and
+must drop the same features in it, or their copies would differ. Of the attention heads each rank
+has its own; if all drew the same numbers, they would drop the same places in different heads, which
+is a weaker noise than that of one process. So a process has two streams of random numbers: its own
+generator, seeded equally on the ranks that hold the same activations, and an `RngStream`, which
+`IsolatedRng` puts in place while one module runs.
+
+Source: Megatron-LM, `megatron/core/tensor_parallel/random.py` (CudaRNGStatesTracker).
+Held by: tests/ranks/test_parallelize.py::
+    test_dropout_draws_the_same_where_replicated_and_others_where_sharded
 """
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -17,27 +21,33 @@ from torch import nn
 
 
 def seed_for(seed: int, **coords: int) -> int:
-    """A seed for the given coordinates, such as `seed_for(0, dp=1, cp=0)`; other coordinates, other numbers."""
-    text = f"{seed}/" + ",".join(f"{axis}={coord}" for axis, coord in sorted(coords.items()))
-    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "big") >> 1
+    """A seed for the given coordinates, such as `seed_for(0, dp=1, cp=0)`.
+
+    Other coordinates give other random numbers.
+    """
+    places = ",".join(f"{axis}={coord}" for axis, coord in sorted(coords.items()))
+    digest = hashlib.sha256(f"{seed}/{places}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
 
 
-class Stream:
+class RngStream:
     """A sequence of random numbers beside that of the process.
 
     Args:
         seed: Where it starts.
         device: Whose generator it stands in for.
+
+    Attributes:
+        state: Where it is now, as a generator gives it; may be set.
     """
 
     def __init__(self, seed: int, device: torch.device):
         self.generator = _generator(device)
-        own = torch.Generator(self.generator.device).manual_seed(seed)
-        self.state = own.get_state()
+        self.state = torch.Generator(self.generator.device).manual_seed(seed).get_state()
 
     @contextmanager
-    def in_place(self):
-        """Within it the process draws from this stream; the next time it goes on where it stopped."""
+    def in_place(self) -> Iterator[None]:
+        """Within it the process draws from this stream, from where it stopped last time."""
         outer = self.generator.get_state()
         self.generator.set_state(self.state)
         try:
@@ -46,24 +56,37 @@ class Stream:
             self.state = self.generator.get_state()
             self.generator.set_state(outer)
 
+    @contextmanager
+    def replayed_from(self, state: torch.Tensor) -> Iterator[None]:
+        """Within it the stream repeats what it gave from `state` on; after it nothing has changed.
 
-class DrawApart(nn.Module):
-    """A module that draws its random numbers from a stream of its own. Holds no weights of its own."""
+        For activation checkpointing: the second forward has to drop what the first one dropped.
+        """
+        later = self.state
+        self.state = state
+        try:
+            yield
+        finally:
+            self.state = later
 
-    def __init__(self, module: nn.Module, stream: Stream):
+
+class IsolatedRng(nn.Module):
+    """A module that draws its random numbers from a stream of its own."""
+
+    def __init__(self, module: nn.Module, stream: RngStream):
         super().__init__()
-        self.module, self.stream = module, stream
+        self.module = module
+        self.stream = stream
 
-    def forward(self, *args):
-        """As that of the module."""
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """What the module does."""
         with self.stream.in_place():
             return self.module(*args)
 
 
-def _generator(device):
-    if device.type == "cuda":
-        torch.cuda.init()  # the generators exist only then
-        return torch.cuda.default_generators[
-            torch.cuda.current_device() if device.index is None else device.index
-        ]
-    return torch.default_generator
+def _generator(device: torch.device) -> torch.Generator:
+    if device.type != "cuda":
+        return torch.default_generator
+    torch.cuda.init()  # the generators exist only then
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]

@@ -1,176 +1,260 @@
-"""A sharded model seen from outside: called like the whole, with gradients and weights right over the whole grid."""
+"""A parallel model seen from outside: called like the whole model, right over the whole grid."""
 
 import contextlib
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.grid import Grid
-from labcode.parallel.pipeline import Pipeline
-from labcode.parallel.sharding import Placement, gradient_norm, sum_shared_gradients, whole_weights
-from labcode.schedules import schedule
+from labcode.parallel.pipeline import OnAction, Pipeline
+from labcode.parallel.plan import ModelPlan
+from labcode.parallel.sharding import (
+    FullWeight,
+    ParamSharding,
+    all_reduce_partial_gradients,
+    full_state_dict,
+    gradient_norm,
+)
+from labcode.schedules import plan_pipeline
+
+Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of one micro-batch
 
 
-@dataclass(frozen=True)
-class Stages:
-    """How a model is cut into the stages of a pipeline.
+class Replica(Protocol):
+    """A module whose gradients are averaged over the ranks that hold copies of it.
 
-    Args:
-        layers: The range of layers of each stage; stage s lives at pp coordinate s % pp.
-        schedule: Its name in `labcode.schedules`.
-        boundary: `boundary(inputs)`, an empty tensor like what a stage hands on.
+    `parallel.data.DataParallel` and `parallel.data.TorchDataParallel` are two of them.
     """
 
-    layers: tuple[range, ...]
-    schedule: str
-    boundary: Callable[[torch.Tensor], torch.Tensor]
+    module: nn.Module
+
+    def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the module computes."""
+        ...
+
+    def no_sync(self) -> AbstractContextManager:
+        """Within it backward only accumulates gradients."""
+        ...
+
+    def finish_gradient_sync(self) -> None:
+        """Wait until the gradients are averaged."""
+        ...
 
 
 class ParallelModel(nn.Module):
-    """This rank's share of a model, used like the whole: made by `parallelize`.
+    """This rank's part of a model, used like the whole; made by `models.parallelize`.
 
-    After the last backward of a step call `finish_gradient_sync()`; then every rank holds the gradient of its weights as
-    one process would have computed it. `forward_backward` does both.
+    After the last backward of a step call `finish_gradient_sync()`; then every rank holds the
+    gradient of its weights as one process would have computed it. `forward_backward` does both.
 
     Attributes:
-        table: What was done to which modules, rows with `.modules` and `.how`.
-        placements: Where each weight of this rank lives, by its name in the whole model.
-        homes: {name: (pp coordinate, shape of the whole)} of all weights of the whole model.
-        loss: `loss(output, targets, ...)` of this rank's outputs: the loss of its dp rank's samples, alike on tp and cp.
-        recording: With a pipeline, whether to write down when each action ran, into `recorded`.
+        replica: The sharded model, with what averages its gradients around it.
+        plan: What was done to which modules (`parallel.plan.ModelPlan`).
+        shardings: {name of a weight of this rank in the whole model: how it is spread}.
+        full_weights: {name: stage and shape} of all weights of the whole model.
+        grid: The process groups.
+        loss: `loss(output, targets) -> scalar` of this rank's output: the loss of its dp rank's
+            samples, the same on every rank of tp and cp.
+        on_action: With a pipeline: called as `on_action(action, started_s, stopped_s)` after each
+            action of `forward_backward`; None: nobody.
     """
 
     def __init__(
         self,
-        replica: nn.Module,
+        replica: Replica,
+        plan: ModelPlan,
+        shardings: dict[str, ParamSharding],
+        full_weights: dict[str, FullWeight],
         grid: Grid,
-        table: tuple,
-        placements: dict[str, Placement],
-        homes,
-        loss: Callable,
-        stages: Stages,
+        *,
+        autocast_dtype: torch.dtype | None = None,
+        loss_options: Mapping[str, Any] | None = None,
     ):
         super().__init__()
-        self.replica, self.grid, self.table, self.placements, self.homes = (
-            replica,
-            grid,
-            table,
-            placements,
-            homes,
-        )
-        self.loss, self.stages = loss, stages
-        self.recording, self.recorded = False, []
+        self.replica = replica
+        self.plan = plan
+        self.shardings = shardings
+        self.full_weights = full_weights
+        self.grid = grid
+        self.loss = partial(plan.loss, **(loss_options or {}))
+        self.autocast_dtype = autocast_dtype
+        self.on_action: OnAction | None = None
+        self._pipelines: dict[int, Pipeline] = {}
 
     @property
     def module(self) -> nn.Module:
-        """The sharded GPT or ViT itself, without what averages its gradients."""
+        """The sharded model itself, without what averages its gradients."""
         return self.replica.module
 
-    def forward(self, *args):
-        """Takes the whole samples of this dp rank, on every rank of tp and cp alike; not for a pipeline.
+    @property
+    def config(self) -> Any:
+        """The config of the whole model."""
+        return self.module.config
+
+    def forward(self, *args: torch.Tensor) -> torch.Tensor:
+        """The output for whole samples of this dp rank, the same on every rank of tp and cp.
+
+        Not for a pipeline.
 
         Returns:
-            GPT: logits of its own tokens and columns, [B, S/cp, V/tp]. ViT: the whole next state, [B, C, Y, X].
+            GPT: logits of its own tokens and columns, [B, S/cp, V/tp]. ViT: the whole next state,
+            [B, C, Y, X].
         """
         return self.replica(*args)
 
-    def forward_backward(
-        self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext
-    ):
-        """One step's gradients: all micro-batches forward and backward, through the pipeline if there is one.
+    def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """One step's gradients: all micro-batches forward and backward.
 
         Args:
             batches: (inputs, targets) of each micro-batch, the same number on every rank.
-            loss: `loss(output, targets) -> scalar`, the mean over a micro-batch.
-            context: Makes the context of each forward, such as that of autocast.
 
         Returns:
-            The mean loss, a float64 scalar, the same on every rank of pp, cp and tp.
+            This dp rank's share of the loss, a float64 scalar, the same on every rank of pp, cp and
+            tp; its mean over dp is the loss of the step.
         """
+        weights = self._weights(batches)
         if self.grid.size("pp") > 1:
-            with self.replica.no_sync():
-                total = self._pipeline(len(batches), loss, context).step(*zip(*batches))
-            dist.all_reduce(total, group=self.grid.group("pp"))
+            total = self._through_the_pipeline(batches, weights)
         else:
-            total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
-            for number, (inputs, targets) in enumerate(batches, 1):
-                with contextlib.nullcontext() if number == len(batches) else self.no_sync():
-                    with context():
-                        value = loss(self(inputs), targets) / len(batches)
-                    value.backward()
-                total += value.detach()
+            total = self._one_after_the_other(batches, weights)
         self.finish_gradient_sync()
         return total
 
     @torch.no_grad()
-    def losses(
-        self, batches: Sequence[tuple], loss: Callable, context: Callable = contextlib.nullcontext
-    ) -> torch.Tensor:
-        """The loss of each micro-batch, [micro-batches] float64, without gradients, the same on every rank of the model."""
-        if self.grid.size("pp") > 1:
-            any_number = self.grid.size(
-                "pp"
-            )  # of micro-batches: every schedule takes it, and evaluating has its own order
-            values = self._pipeline(any_number, loss, context).evaluate(*zip(*batches))
-            dist.all_reduce(values, group=self.grid.group("pp"))
-            return values
-        with context():
-            return torch.stack(
-                [loss(self(inputs), targets).double() for inputs, targets in batches]
-            )
+    def losses(self, batches: Sequence[Batch]) -> torch.Tensor:
+        """The loss of each micro-batch, without gradients; the same on every rank of the model.
 
-    def no_sync(self):
+        Returns:
+            [micro-batches] float64
+        """
+        if self.grid.size("pp") == 1:
+            values = []
+            for inputs, targets in batches:
+                values.append(self._loss_of(inputs, targets).double())
+            return torch.stack(values)
+        # Any number of micro-batches can be evaluated, whatever the training schedule asks for.
+        pipeline = self._pipeline(self.grid.size("pp"))
+        inputs, targets = zip(*batches)
+        values = pipeline.evaluate(inputs, targets)
+        dist.all_reduce(values, group=self.grid.group("pp"))
+        return values
+
+    def no_sync(self) -> AbstractContextManager:
         """Within it backward only accumulates: for all micro-batches of a step but the last."""
         return self.replica.no_sync()
 
     def finish_gradient_sync(self) -> None:
-        """Finish averaging over dp, and add up what ranks of cp and tp, and tied stages, saw of the weights they share."""
+        """Finish the average over dp and the sums of partial gradients over cp, tp and stages."""
         self.replica.finish_gradient_sync()
-        sum_shared_gradients(self._params(), self.placements, self.grid)
+        all_reduce_partial_gradients(self._params(), self.shardings, self.grid)
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""
-        return gradient_norm(self._params(), self.placements, self.grid)
+        return gradient_norm(self._params(), self.shardings, self.grid)
 
-    def whole_weights(self):
-        """(name, tensor) of the whole model's state dict, one at a time; all ranks run through it together."""
-        return whole_weights(self.module, self.placements, self.homes, self.grid)
+    def full_state_dict(self) -> Any:
+        """(name, tensor) of the whole model's state dict, one at a time.
+
+        All ranks iterate over it together.
+        """
+        return full_state_dict(self.module, self.shardings, self.full_weights, self.grid)
 
     def describe(self) -> str:
-        """The table, and beside it the weights of this rank: shapes, and the axes over which gradients are summed."""
-        lines = [f"{row.modules:26}{row.how}" for row in self.table] + [""]
+        """The plan, and this rank's weights: shapes, and where their gradients are summed."""
+        lines = [f"{entry.modules:26}{entry.how}" for entry in self.plan.entries]
+        lines.append("")
         for name, param in self._params().items():
-            place = self.placements[name]
-            shapes = f"{list(place.shape)} -> {list(param.shape)}"
-            axes = [*place.summed, *(["first and last of pp"] if place.tied else [])]
+            sharding = self.shardings[name]
+            shapes = f"{list(sharding.shape)} -> {list(param.shape)}"
+            axes = list(sharding.partial_over)
+            if sharding.tied:
+                axes.append("first and last of pp")
             lines.append(f"{name:32}{shapes:28}gradient summed over: {', '.join(axes) or '-'}")
         return "\n".join(lines)
 
-    def _pipeline(self, num_microbatches, loss, context):
-        stages, pp = self.stages, self.grid.size("pp")
-        return Pipeline(
-            {
-                s: self._stage(stages.layers[s], context)
-                for s in range(self.grid.coord("pp"), len(stages.layers), pp)
-            },
-            schedule(stages.schedule, len(stages.layers), num_microbatches, pp),
-            len(stages.layers),
-            num_microbatches,
-            self.grid.group("pp"),
-            loss,
-            stages.boundary,
-            self.recorded if self.recording else None,
-        )
+    # ---- without and with a pipeline
 
-    def _stage(self, layers, context):
-        def run(x, inputs):
-            with context():
-                return self.replica(inputs, x=x, layers=layers)
+    def _one_after_the_other(
+        self, batches: Sequence[Batch], weights: Sequence[torch.Tensor | float]
+    ) -> torch.Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
+        for number, (inputs, targets) in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.no_sync():
+                loss = self._loss_of(inputs, targets) * weights[number]
+                loss.backward()
+            total += loss.detach()
+        return total
 
-        return run
+    def _through_the_pipeline(
+        self, batches: Sequence[Batch], weights: Sequence[torch.Tensor | float]
+    ) -> torch.Tensor:
+        pipeline = self._pipeline(len(batches))
+        inputs, targets = zip(*batches)
+        with (
+            self.replica.no_sync()
+        ):  # a stage runs backward many times before its gradient is whole
+            total = pipeline.step(inputs, targets, weights, self.on_action)
+        dist.all_reduce(total, group=self.grid.group("pp"))
+        return total
 
-    def _params(self):
+    def _loss_of(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        with self._autocast():
+            return self.loss(self.replica(inputs), targets)
+
+    def _weights(self, batches: Sequence[Batch]) -> list[torch.Tensor | float]:
+        """What the mean loss of each micro-batch counts in the mean over the whole global batch.
+
+        With m micro-batches of equal size it is 1/m. Where targets can be left out (-100), a mean
+        of means would count a target more if fewer of its neighbours count.
+
+        Communicates: the number of targets, an all-reduce of one number over dp, if the plan counts
+            targets.
+        """
+        if self.plan.count_targets is None:
+            return [1 / len(batches)] * len(batches)
+        counts = [self.plan.count_targets(targets) for _, targets in batches]
+        counts = torch.stack(counts).to(torch.float64)
+        total = counts.sum()
+        dist.all_reduce(total, group=self.grid.group("dp"))
+        return list(counts * self.grid.size("dp") / total)
+
+    def _pipeline(self, num_microbatches: int) -> Pipeline:
+        """The pipeline for a number of micro-batches; planned at the first step, then kept."""
+        if num_microbatches not in self._pipelines:
+            stages = self.plan.stages
+            num_stages = len(stages.layers)
+            pp = self.grid.size("pp")
+            own_stages = {}
+            for stage in range(self.grid.coord("pp"), num_stages, pp):
+                own_stages[stage] = partial(self._run_stage, stages.layers[stage])
+            plan = plan_pipeline(stages.schedule, num_stages, num_microbatches, pp)
+            group = self.grid.group("pp")
+            self._pipelines[num_microbatches] = Pipeline(
+                own_stages, plan, group, self.loss, self._boundary
+            )
+        return self._pipelines[num_microbatches]
+
+    def _run_stage(
+        self, layers: range, x: torch.Tensor | None, inputs: torch.Tensor
+    ) -> torch.Tensor:
+        with self._autocast():
+            return self.replica(inputs, x=x, layers=layers)
+
+    def _boundary(self, inputs: torch.Tensor) -> torch.Tensor:
+        """An empty tensor like what a stage hands to the next one."""
+        example = next(self.module.parameters())
+        return example.new_empty(self.plan.stages.boundary(inputs))
+
+    def _autocast(self) -> AbstractContextManager:
+        device = self.grid.mesh.device_type
+        enabled = self.autocast_dtype is not None
+        return torch.autocast(device, self.autocast_dtype, enabled=enabled)
+
+    def _params(self) -> dict[str, nn.Parameter]:
         return dict(self.module.named_parameters())

@@ -1,25 +1,30 @@
 """Pipeline parallelism written out: one short runner that executes any schedule.
 
-The layers are cut into stages, one or several on each rank of a group; a batch is cut into micro-batches. A stage hands
-its output to the next one and gets the gradient of it back. Which rank does what in which order is data
-(`labcode.schedules`), and so is what travels: every rank computes the same table of ticks, and after tick t it sends what
-others wait for of that tick's results and begins to receive what it will need itself. Both ends of a message so agree on
-its place in the order, whatever the schedule is, and nothing can wait in a circle.
+The layers are cut into stages, one or several on each rank of a group; a batch is cut into
+micro-batches. A stage hands its output to the next one and gets the gradient of it back. Which rank
+does what in which order is data (`labcode.schedules`), and so is what travels: every rank works out
+the same table of ticks, and after tick t it sends what others wait for of that tick's results and
+begins to receive what it will need itself. Both ends of a message so agree on its place in the
+order, whatever the schedule is, and nothing can wait in a circle.
 
-Source: Huang et al. 2018 (arXiv:1811.06965) and Narayanan et al. 2021 (arXiv:2104.04473), section 2, for the schedules.
+Source: Huang et al. 2018 (arXiv:1811.06965) and Narayanan et al. 2021 (arXiv:2104.04473), section
+    2, for the schedules.
 Held by: tests/ranks/test_pipeline.py
 """
 
 import contextlib
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
-from labcode.parallel.deferred import WeightGradients, finish
-from labcode.schedules import Action, check_schedule, messages, ticks
+from labcode.parallel.deferred import DeferredGradient, WeightGradientStore, finish
+from labcode.schedules import Action, Message, PipelinePlan, evaluation_plan
+
+Stage = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
+OnAction = Callable[[Action, float, float], None]
 
 
 class StageError(RuntimeError):
@@ -29,66 +34,53 @@ class StageError(RuntimeError):
 class Pipeline:
     """This rank's stages, and the order in which it runs them.
 
-    A stage is called `stage(x, inputs)`: x is the output of the stage before (None for the first), inputs the micro-batch
-    as the data gives it.
+    A stage is called `stage(x, inputs)`: x is the output of the stage before (None for the first),
+    inputs the micro-batch as the data gives it.
 
-    Communicates: for each micro-batch and each boundary between two ranks one message forward and one backward, each of
-        the size of `boundary`.
+    Communicates: for each micro-batch and each boundary between two ranks one message forward and
+        one backward, each of the size of `boundary`.
 
     Args:
-        stages: {number: module} of this rank.
-        schedule: {rank: [Action]} of all ranks of the group, from `labcode.schedules.schedule` or written by hand.
-        num_stages, num_microbatches: Of the whole pipeline.
+        stages: {number: stage} of this rank.
+        plan: Of the whole pipeline, from `labcode.schedules.plan_pipeline`, or from `make_plan` for
+            a schedule written by hand. It was checked when it was made, and is used at every step.
         group: The ranks of the pipeline, in order.
         loss: `loss(output, targets) -> scalar` of one micro-batch, called on the last stage.
-        boundary: `boundary(inputs) -> tensor` of the shape, dtype and device of what a stage hands on; its values are
-            overwritten.
-        recorded: A list into which (action, start, stop), in seconds, is written for each action; None: none. It starts when
-            its input is there: the time in which a rank waits for another one lies between two actions.
-
-    Raises:
-        ValueError: The schedule is wrong: it would hang, or leave something out.
+        boundary: `boundary(inputs) -> tensor` of the shape, dtype and device of what a stage hands
+            on; its values are overwritten.
     """
 
     def __init__(
         self,
-        stages: Mapping[int, nn.Module],
-        schedule: Mapping[int, Sequence[Action]],
-        num_stages: int,
-        num_microbatches: int,
+        stages: Mapping[int, Stage],
+        plan: PipelinePlan,
         group: dist.ProcessGroup,
-        loss: Callable,
-        boundary: Callable,
-        recorded: list[tuple[Action, float, float]] | None = None,
+        loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
+        boundary: Callable[[torch.Tensor], torch.Tensor],
     ):
-        check_schedule(schedule, num_stages, num_microbatches)
-        self.stages, self.schedule, self.num_stages, self.group = (
-            stages,
-            schedule,
-            num_stages,
-            group,
-        )
-        self.num_microbatches, self.loss, self.boundary, self.recorded = (
-            num_microbatches,
-            loss,
-            boundary,
-            recorded,
-        )
-        self.store = WeightGradients()
-        split = any(action.kind == "W" for actions in schedule.values() for action in actions)
-        self._watching = self.store.watching if split else contextlib.nullcontext
-        self._run = {
-            "F": self._forward,
-            "B": self._backward,
-            "I": self._backward_input,
-            "W": self._backward_weight,
-        }
+        self.stages = stages
+        self.plan = plan
+        self.group = group
+        self.loss = loss
+        self.boundary = boundary
+        self.store = WeightGradientStore()
 
-    def step(self, inputs: Sequence, targets: Sequence) -> torch.Tensor:
+    def step(
+        self,
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | float] | None = None,
+        on_action: OnAction | None = None,
+    ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
         Args:
-            inputs, targets: One entry per micro-batch; every rank has them, though only some stages look at them.
+            inputs, targets: One entry per micro-batch; every rank has them, though only some stages
+                look at them.
+            weights: What the loss of each micro-batch counts; None: 1/m each.
+            on_action: Called as `on_action(action, started_s, stopped_s)` after each action, with
+                times of `time.perf_counter`. An action starts when its input is there: the time in
+                which a rank waits for another one lies between two actions.
 
         Returns:
             The mean loss of the micro-batches on the rank of the last stage, 0 on the others.
@@ -96,121 +88,186 @@ class Pipeline:
         Raises:
             StageError: An action failed on this rank.
         """
-        self._play(self.schedule, inputs, targets)
-        assert not self._live and not self._waiting, "the schedule left work behind"
-        return self._losses.sum() / self.num_microbatches
+        if weights is None:
+            weights = [1 / self.plan.num_microbatches] * self.plan.num_microbatches
+        run = _Run(self, self.plan, inputs, targets, weights, on_action)
+        run.all_ticks()
+        run.check_nothing_is_left()
+        total = torch.zeros((), dtype=torch.float64, device=run.losses.device)
+        for value, weight in zip(run.losses, weights):
+            total += value * weight
+        return total
 
     @torch.no_grad()
-    def evaluate(self, inputs: Sequence, targets: Sequence) -> torch.Tensor:
-        """The loss of each micro-batch without gradients, [micro-batches]; 0 on ranks that do not have the last stage."""
-        homes = {stage: rank for rank, actions in self.schedule.items() for _, stage, _ in actions}
-        forward = {rank: [] for rank in self.schedule}
-        for number in range(len(inputs)):
-            for stage, rank in sorted(homes.items()):
-                forward[rank].append(Action("F", stage, number))
-        self._play(forward, inputs, targets)
-        return self._losses
+    def evaluate(
+        self, inputs: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """The loss of each micro-batch without gradients.
 
-    def _play(self, schedule, inputs, targets):
-        self.inputs, self.targets = inputs, targets
-        self._live, self._waiting = (
-            {},
-            {},
-        )  # by (stage, micro-batch): input and output; products that are left undone
-        self._ready, self._arriving, self._leaving = (
-            {},
-            {},
-            [],
-        )  # by (kind, stage, micro-batch); sends under way
-        self._losses = torch.zeros(
-            len(inputs), dtype=torch.float64, device=self.boundary(inputs[0]).device
-        )
-        table = ticks(schedule, self.num_stages)
-        for action, due in zip(table[self.group.rank()], messages(table, self.num_stages)):
+        Returns:
+            [micro-batches] float64; 0 on ranks that do not have the last stage.
+        """
+        plan = evaluation_plan(self.plan.stage_ranks, len(inputs))
+        run = _Run(self, plan, inputs, targets, weights=None, on_action=None)
+        run.all_ticks()
+        return run.losses
+
+
+class _Run:
+    """One pass of some micro-batches through a pipeline, and all that is under way in it.
+
+    Attributes:
+        losses: [micro-batches] float64.
+    """
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        plan: PipelinePlan,
+        inputs: Sequence[torch.Tensor],
+        targets: Sequence[torch.Tensor],
+        weights: Sequence[torch.Tensor | float] | None,
+        on_action: OnAction | None,
+    ):
+        self.pipeline = pipeline
+        self.plan = plan
+        self.inputs = inputs
+        self.targets = targets
+        self.weights = weights
+        self.on_action = on_action
+        self.rank = pipeline.group.rank()
+        device = pipeline.boundary(inputs[0]).device
+        self.losses = torch.zeros(len(inputs), dtype=torch.float64, device=device)
+        # by (stage, micro-batch): input and output of a forward whose backward is still to come
+        self._live: dict[tuple[int, int], tuple[torch.Tensor | None, torch.Tensor]] = {}
+        # by (stage, micro-batch): gradients of weights that an I has left to its W
+        self._deferred: dict[tuple[int, int], list[DeferredGradient]] = {}
+        # by (what it is, stage that needs it, micro-batch): tensors made here, and on their way
+        self._ready: dict[tuple[str, int, int], torch.Tensor] = {}
+        self._arriving: dict[tuple[str, int, int], tuple[dist.Work, torch.Tensor]] = {}
+        # sends under way; a tensor must live until it has left
+        self._leaving: list[tuple[dist.Work, torch.Tensor]] = []
+        self._started_s = 0.0
+        self._actions = {
+            "F": self._forward,
+            "B": self._backward,
+            "I": self._backward_input,
+            "W": self._backward_weight,
+        }
+
+    def all_ticks(self) -> None:
+        """Run this rank's program to its end."""
+        for action, due in self.plan.programs[self.rank]:
             if action is not None:
                 self._act(action)
             self._exchange(due)
         for work, _ in self._leaving:
             work.wait()
 
-    def _act(self, action):
-        self._since = time.perf_counter()
+    def check_nothing_is_left(self) -> None:
+        """Every forward had its backward, and every I its W."""
+        assert not self._live, f"no backward for {sorted(self._live)}"
+        assert not self._deferred, f"no W for {sorted(self._deferred)}"
+
+    def _act(self, action: Action) -> None:
+        self._started_s = time.perf_counter()
         try:
-            self._run[action.kind](action.stage, action.microbatch)
+            self._actions[action.kind](action.stage, action.microbatch)
         except Exception as error:
-            raise StageError(
-                f"stage {action.stage} failed at {action}: {type(error).__name__}: {error}"
-            ) from error
-        if self.recorded is not None:
-            if self._losses.is_cuda:
-                torch.cuda.synchronize()  # or the clock would stop when the work is queued, not when it is done
-            self.recorded.append((action, self._since, time.perf_counter()))
+            reason = f"{type(error).__name__}: {error}"
+            raise StageError(f"stage {action.stage} failed at {action}: {reason}") from error
+        if self.on_action is not None:
+            if self.losses.is_cuda:
+                # or the clock would stop when the work is queued, not when it is done
+                torch.cuda.synchronize()
+            self.on_action(action, self._started_s, time.perf_counter())
 
-    def _forward(self, stage, number):
-        x = None if stage == 0 else self._take("activation", stage, number)
-        if x is not None and torch.is_grad_enabled():
-            x.requires_grad_()
+    def _forward(self, stage: int, number: int) -> None:
+        x = None
+        if stage > 0:
+            x = self._take("activation", stage, number)
+            if torch.is_grad_enabled():
+                x.requires_grad_()
         with self._watching():
-            y = self.stages[stage](x, self.inputs[number])
-            if stage == self.num_stages - 1:
-                y = self.loss(y, self.targets[number])
-                self._losses[number] = y.detach()
-            else:
-                self._ready["activation", stage + 1, number] = y.detach().contiguous()
+            y = self.pipeline.stages[stage](x, self.inputs[number])
+            if self._is_last(stage):
+                y = self.pipeline.loss(y, self.targets[number])
+        if self._is_last(stage):
+            self.losses[number] = y.detach()
+        else:
+            self._ready["activation", stage + 1, number] = y.detach().contiguous()
         if torch.is_grad_enabled():
-            self._live[stage, number] = x, y
+            self._live[stage, number] = (x, y)
 
-    def _backward(self, stage, number):
+    def _backward(self, stage: int, number: int) -> None:
         x, y = self._live.pop((stage, number))
-        if stage == self.num_stages - 1:
-            (y / self.num_microbatches).backward()
+        if self._is_last(stage):
+            assert self.weights is not None
+            (y * self.weights[number]).backward()
         else:
             torch.autograd.backward(y, self._take("gradient", stage, number))
-        if stage > 0:
+        if x is not None:
+            assert x.grad is not None
             self._ready["gradient", stage - 1, number] = x.grad.contiguous()
 
-    def _backward_input(self, stage, number):
-        with self.store.later() as self._waiting[stage, number]:
+    def _backward_input(self, stage: int, number: int) -> None:
+        with self.pipeline.store.later() as deferred:
             self._backward(stage, number)
+        self._deferred[stage, number] = deferred
 
-    def _backward_weight(self, stage, number):
-        finish(self._waiting.pop((stage, number)))
+    def _backward_weight(self, stage: int, number: int) -> None:
+        finish(self._deferred.pop((stage, number)))
 
-    def _take(self, *what):
+    def _is_last(self, stage: int) -> bool:
+        return stage == self.plan.num_stages - 1
+
+    def _watching(self) -> AbstractContextManager:
+        """Around a forward: with a schedule that splits the backward, dW can be put off."""
+        if self.plan.splits_backward:
+            return self.pipeline.store.watching()
+        return contextlib.nullcontext()
+
+    def _take(self, kind: str, stage: int, number: int) -> torch.Tensor:
         """A tensor that a stage needs: from another rank, or from a stage of this one."""
-        if what in self._arriving:
-            work, tensor = self._arriving.pop(what)
-            work.wait()
-            self._since = time.perf_counter()
-            return tensor
-        return self._ready.pop(what)
+        what = (kind, stage, number)
+        if what not in self._arriving:
+            return self._ready.pop(what)
+        work, tensor = self._arriving.pop(what)
+        work.wait()
+        self._started_s = time.perf_counter()  # the action starts when its input is there
+        return tensor
 
-    def _exchange(self, due):
+    def _exchange(self, due: Sequence[Message]) -> None:
         """Begin to send and receive what belongs to this tick; nothing is waited for here."""
-        me, operations, received = self.group.rank(), [], []
-        for source, to, *what in due:
-            if source == me:
-                operations.append(
-                    dist.P2POp(
-                        dist.isend, self._ready.pop(tuple(what)), group=self.group, group_peer=to
-                    )
-                )
-            elif to == me:
-                received.append((len(operations), tuple(what)))
-                buffer = self.boundary(self.inputs[what[-1]])
-                operations.append(
-                    dist.P2POp(dist.irecv, buffer, group=self.group, group_peer=source)
-                )
+        operations = []
+        received = []  # (place in operations, what it is)
+        for message in due:
+            what = (message.kind, message.stage, message.microbatch)
+            if message.from_rank == self.rank:
+                operations.append(self._send(what, message.to_rank))
+            elif message.to_rank == self.rank:
+                received.append((len(operations), what))
+                operations.append(self._receive(what, message.from_rank))
         if not operations:
             return
         works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL makes one of them all
-            works = works * len(operations)
+        if len(works) < len(operations):
+            works = works * len(operations)  # NCCL makes one work of them all
         for place, what in received:
-            self._arriving[what] = works[place], operations[place].tensor
-        self._leaving = [
-            (work, tensor) for work, tensor in self._leaving if not work.is_completed()
-        ]
-        self._leaving += [
-            (work, op.tensor) for work, op in zip(works, operations) if op.op is dist.isend
-        ]
+            self._arriving[what] = (works[place], operations[place].tensor)
+        self._forget_what_has_left()
+        for work, operation in zip(works, operations):
+            if operation.op is dist.isend:
+                self._leaving.append((work, operation.tensor))
+
+    def _send(self, what: tuple[str, int, int], to_rank: int) -> dist.P2POp:
+        tensor = self._ready.pop(what)
+        return dist.P2POp(dist.isend, tensor, group=self.pipeline.group, group_peer=to_rank)
+
+    def _receive(self, what: tuple[str, int, int], from_rank: int) -> dist.P2POp:
+        _, _, number = what
+        buffer = self.pipeline.boundary(self.inputs[number])
+        return dist.P2POp(dist.irecv, buffer, group=self.pipeline.group, group_peer=from_rank)
+
+    def _forget_what_has_left(self) -> None:
+        self._leaving = [pair for pair in self._leaving if not pair[0].is_completed()]

@@ -1,59 +1,205 @@
-"""What is to be done to a model, as a table: rows of module names and of functions that replace or wrap a module.
+"""A parallelization plan: which module of a model becomes what, and how its layers make stages.
 
-Whatever happens, a module keeps its name and its weights keep theirs, so that a state dict of a sharded model is one of the
-whole model with smaller tensors.
+A plan is data, made by one function per model (`models/gpt_plan.py`, `models/vit_plan.py`), and
+applied here. A module keeps its name and its weights keep theirs, so that the state dict of a
+sharded model is that of the whole model with smaller tensors.
 """
 
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from labcode.parallel.deferred import same_watch
+from labcode.parallel.dropout import RngStream
+from labcode.parallel.sharding import FullWeight
 
 
 @dataclass(frozen=True)
-class Row:
-    """One line of a table: which modules, what happens to them in words, and the function that does it."""
+class PlanEntry:
+    """One line of a plan.
 
-    modules: str  # a name in the model; * stands for any layer
+    Args:
+        modules: A name in the model; * stands for any layer.
+        how: What becomes of the module, in words.
+        transform: Takes the module and returns what replaces it.
+    """
+
+    modules: str
     how: str
-    change: Callable[[nn.Module], nn.Module]
+    transform: Callable[[nn.Module], nn.Module]
 
 
-def change(model: nn.Module, table: Iterable[Row]) -> None:
-    """Do what the rows say, in their order. An `nn.Identity` stands for a module that is elsewhere, and is passed over."""
-    for row in table:
-        depth = row.modules.count(".")
-        names = [
-            name for name, _ in model.named_modules() if name.count(".") == depth
-        ]  # * stands for one name
-        for name in (name for name in names if fnmatchcase(name, row.modules)):
-            parent, _, child = name.rpartition(".")
+@dataclass(frozen=True)
+class StagePlan:
+    """How the modules of a model make the stages of a pipeline.
+
+    A model that is cut into stages is called `model(inputs, x=x, layers=layers)`, as `GPT` is.
+
+    Args:
+        layers: The range of `model.blocks` of each stage; stage s is on pp coordinate s % pp.
+        schedule: Its name in `labcode.schedules`.
+        first: Modules beside the blocks that the first stage alone needs.
+        last: Modules beside the blocks that the last stage alone needs.
+        boundary: `boundary(inputs)` is the shape of what one stage hands to the next for one
+            micro-batch.
+    """
+
+    layers: tuple[range, ...]
+    schedule: str
+    first: tuple[str, ...]
+    last: tuple[str, ...]
+    boundary: Callable[[torch.Tensor], tuple[int, ...]]
+
+    def stage_of(self, name: str) -> int:
+        """The number of the stage that has a weight of the whole model."""
+        module, _, rest = name.partition(".")
+        if module == "blocks":
+            number = int(rest.partition(".")[0])
+            for stage, layers in enumerate(self.layers):
+                if number in layers:
+                    return stage
+        return 0 if module in self.first else len(self.layers) - 1
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """Everything that `parallelize` needs to know about one model on one grid.
+
+    Args:
+        entries: What becomes of which modules, in order.
+        stages: How they make the stages of a pipeline.
+        loss: `loss(output, targets, **options)` of this rank's output: the loss of its dp rank's
+            samples, the same number on every rank of cp and tp.
+        partial_over: `partial_over(is_sharded)`: the axes whose ranks each see a part of the
+            gradient of a weight, given whether tp cuts it.
+        isolated_dropout: Names of modules whose dropout has to differ between ranks of tp.
+        tied: Names of weights that are one and the same; empty if there are none.
+        count_targets: The number of targets of a micro-batch that count in its loss; None: every
+            sample counts the same.
+        prepare: Called with the model after the entries were applied, for what no entry can see.
+    """
+
+    entries: tuple[PlanEntry, ...]
+    stages: StagePlan
+    loss: Callable[..., torch.Tensor]
+    partial_over: Callable[[bool], tuple[str, ...]]
+    isolated_dropout: tuple[str, ...] = ()
+    tied: tuple[str, ...] = ()
+    count_targets: Callable[[torch.Tensor], torch.Tensor] | None = None
+    prepare: Callable[[nn.Module], None] | None = None
+
+
+def apply_plan(model: nn.Module, entries: Iterable[PlanEntry]) -> None:
+    """Do what the entries say, in their order.
+
+    An `nn.Identity` stands for a module that is on another stage, and is left alone.
+    """
+    for entry in entries:
+        for name in _matching(model, entry.modules):
             module = model.get_submodule(name)
             if not isinstance(module, nn.Identity):
-                setattr(model.get_submodule(parent), child, row.change(module))
+                replace_module(model, name, entry.transform(module))
 
 
-def takes(module: nn.Module, change: Callable) -> nn.Module:
-    """The module, with its first input changed before it runs."""
-    module.register_forward_pre_hook(lambda module, args: (change(args[0]), *args[1:]))
+def _matching(model: nn.Module, pattern: str) -> list[str]:
+    """The modules that a pattern names; a * stands for one part of a name."""
+    depth = pattern.count(".")
+    names = [name for name, _ in model.named_modules() if name.count(".") == depth]
+    return [name for name in names if fnmatchcase(name, pattern)]
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Put a module in the place of the one of that name."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def full_weights(model: nn.Module, stages: StagePlan, pp: int) -> dict[str, FullWeight]:
+    """What every rank has to know about all weights of a model that is still whole."""
+    weights = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        weights[name] = FullWeight(stages.stage_of(name) % pp, tuple(param.shape))
+    return weights
+
+
+def keep_own_stages(model: nn.Module, stages: StagePlan, coord: int, pp: int) -> None:
+    """Leave out what belongs to other stages; the rest keeps its place and its name."""
+    own_layers = set()
+    for layers in stages.layers[coord::pp]:
+        own_layers.update(layers)
+    left_out = []
+    for number in range(stages.layers[-1].stop):
+        if number not in own_layers:
+            left_out.append(f"blocks.{number}")
+    if coord > 0:
+        left_out += stages.first
+    if coord < pp - 1:
+        left_out += stages.last
+    for name in left_out:
+        replace_module(model, name, nn.Identity())
+
+
+# ---- what an entry may do to a module
+
+
+def with_sharded_input(module: nn.Module, shard: Callable[[Any], Any]) -> nn.Module:
+    """The module, whose first input is cut before it runs."""
+
+    def cut_first_input(module: nn.Module, args: tuple) -> tuple:
+        return (shard(args[0]), *args[1:])
+
+    module.register_forward_pre_hook(cut_first_input)
     return module
 
 
-def gives(module: nn.Module, change: Callable) -> nn.Module:
-    """The module, with its output changed after it ran."""
-    module.register_forward_hook(lambda module, args, output: change(output))
+def with_output(module: nn.Module, change: Callable[[Any], Any]) -> nn.Module:
+    """The module, whose output is changed after it ran."""
+
+    def changed_output(module: nn.Module, args: tuple, output: Any) -> Any:
+        return change(output)
+
+    module.register_forward_hook(changed_output)
     return module
 
 
-def recomputed(module: nn.Module) -> nn.Module:
-    """The module, whose activations are not kept: backward runs its forward once more.
+def with_attributes(module: nn.Module, values: Mapping[str, Any]) -> nn.Module:
+    """The module, with some of its attributes set."""
+    for name, value in values.items():
+        setattr(module, name, value)
+    return module
+
+
+def checkpointed(module: nn.Module, stream: RngStream) -> nn.Module:
+    """The module with activation checkpointing: its forward runs a second time in backward.
+
+    The second forward draws the random numbers of the first one again: PyTorch restores the
+    generators of the process, and `stream` is rewound here.
 
     Source: Chen et al. 2016 (arXiv:1604.06174).
+    Held by: tests/ranks/test_pipeline.py::test_activation_checkpointing_keeps_the_input_alone,
+        tests/ranks/test_parallelize.py::test_activation_checkpointing_repeats_the_dropout
     """
-    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=same_watch)
+
+    def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:
+        """The contexts of the first and of the second forward; made when the first one starts."""
+        return contextlib.nullcontext(), _second_forward(same_watch(), stream, stream.state)
+
+    module.forward = partial(checkpoint, module.forward, use_reentrant=False, context_fn=contexts)
     return module
+
+
+@contextlib.contextmanager
+def _second_forward(
+    watch: AbstractContextManager, stream: RngStream, state: torch.Tensor
+) -> Iterator[None]:
+    """Around the forward that backward repeats: watched and with random numbers like the first."""
+    with watch, stream.replayed_from(state):
+        yield

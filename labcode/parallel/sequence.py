@@ -1,22 +1,35 @@
-"""Sequence parallelism: what tensor parallelism leaves whole on every rank is cut along the sequence.
+"""Sequence parallelism: what tensor parallelism replicates is cut along the sequence.
 
-Tensor parallelism cuts the matrix products, but norms, dropout and residuals still hold [B, S, H] on every rank of tp.
-Here they hold [B, S/tp, H]; the sequence is gathered where a matrix product begins and scattered where it ends:
+Tensor parallelism cuts the matrix products, but norms, dropout and residuals still hold [B, S, H]
+on every rank of tp. Here they hold [B, S/tp, H]; the sequence is gathered where a matrix product
+begins and scattered where it ends:
 
-    tensor parallel          copy_to    -> linear .. linear -> reduce_from         all-reduce
-    + sequence parallel      all-gather -> linear .. linear -> reduce-scatter      the same bytes on a ring: an all-reduce
-                                                                                   is a reduce-scatter and an all-gather
-Backward gathers a second time what it did not keep, so that in all a rank sends a quarter more (`gathered_linear`).
-Weights that only see S/tp tokens get a part of their gradient: `parallel.weights` adds it up.
+    tensor parallel          copy_to    -> linear .. linear -> reduce_from
+    + sequence parallel      all-gather -> linear .. linear -> reduce-scatter
+
+On a ring both send the same bytes forward: an all-reduce is a reduce-scatter and an all-gather.
+Backward gathers a second time what it did not keep, so that in all a rank sends a quarter more
+(`gathered_linear`). Weights that only see S/tp tokens get a partial gradient, which
+`parallel.sharding` sums.
+
 Shapes: B samples, S tokens, H features, F features of the product, tp ranks.
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
 """
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
+from torch import nn
 
 from labcode.comm.collectives import reduce_scatter, start_all_gather, start_reduce_scatter
+from labcode.parallel.linear import (
+    PLAIN_PRODUCT,
+    GradientStore,
+    MatrixProduct,
+    current_store,
+    narrowed,
+)
 
 SEQUENCE_DIM = 1
 
@@ -30,61 +43,111 @@ def scatter_sequence(x: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gathered_linear(
-    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, group: dist.ProcessGroup
-):
+    x: torch.Tensor,
+    weight: nn.Parameter,
+    bias: torch.Tensor | None,
+    group: dist.ProcessGroup,
+    product: MatrixProduct = PLAIN_PRODUCT,
+) -> torch.Tensor:
     """`gather(x) @ weight.T + bias`, of which only this rank's part of x is kept for backward.
 
-    An all-gather followed by a linear layer would keep [B, S, H] for the weight's gradient and lose half of what sequence
-    parallelism saves. This one gathers x a second time in backward, while it computes x's gradient.
+    An all-gather followed by a linear layer would keep [B, S, H] for the weight's gradient and lose
+    half of what sequence parallelism saves. This one gathers x a second time in backward, while it
+    computes x's gradient. When the weight's gradient is put off (`parallel.deferred`), the second
+    gather is put off with it, so that nothing but the part of x is held until then.
 
-    Communicates: forward an all-gather; backward an all-gather and a reduce-scatter, each beside a matrix product.
+    Communicates: forward an all-gather; backward an all-gather and a reduce-scatter, each beside a
+        matrix product.
 
     Args:
         x: [B, S/tp, H]
         weight: [F/tp, H]
         bias: [F/tp] or None.
+        group: The ranks of tp.
+        product: The matrix products to compute with.
 
     Returns:
         [B, S, F/tp]
 
     Held by: tests/ranks/test_tensor.py::test_sequence_parallel_keeps_only_its_part_for_backward
     """
-    x, weight, bias = narrowed(x, weight, bias)  # before the gather: it halves the message
-    return _GatheredLinear.apply(x, weight, bias, group)
-
-
-def narrowed(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """The tensors in the dtype of autocast, if it is on; for what goes into a Function, where autocast does not look."""
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(
-        None if tensor is None else tensor.to(torch.get_autocast_dtype(device))
-        for tensor in tensors
+    # narrowed before the gather: it halves the message
+    x_narrow, weight_narrow, bias_narrow = narrowed(x, weight, bias)
+    store = current_store.get()
+    return _GatheredLinear.apply(
+        x_narrow, weight_narrow, bias_narrow, weight, group, product, store
     )
 
 
 class _GatheredLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return F.linear(start_all_gather(x, group, SEQUENCE_DIM)(), weight, bias)
+    """All-gather and linear layer in one. `weight` may be narrowed, `param` never is."""
 
     @staticmethod
-    def backward(ctx, grad):
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        param: nn.Parameter,
+        group: dist.ProcessGroup,
+        product: MatrixProduct,
+        store: GradientStore | None,
+    ) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.param = param
+        ctx.group = group
+        ctx.product = product
+        ctx.store = store
+        whole = start_all_gather(x, group, SEQUENCE_DIM)()  # [B, S, H]
+        return product.forward(whole, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple:
         x, weight = ctx.saved_tensors
-        wait_for_whole = start_all_gather(x, ctx.group, SEQUENCE_DIM)
-        grad_whole = grad @ weight  # [B, S, F/tp] @ [F/tp, H], while x travels
-        whole = wait_for_whole()  # [B, S, H]
-        wait_for_own = start_reduce_scatter(grad_whole, ctx.group, SEQUENCE_DIM)
-        del (
-            wait_for_whole,
-            grad_whole,
-        )  # the buffers behind them: two of [B, S, H] at the peak of backward
-        rows = grad.flatten(0, -2)  # [B*S, F/tp]
-        grad_weight = (
-            rows.T @ whole.flatten(0, -2) if ctx.needs_input_grad[1] else None
-        )  # while the gradient travels
-        grad_bias = rows.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_own(), grad_weight, grad_bias, None
+        group = ctx.group
+        product = ctx.product
+        grad_rows = grad.flatten(0, -2)  # [B*S, F/tp]
+        waiting = _Gathered(x, group)
+
+        def grad_weight() -> torch.Tensor:
+            return product.grad_weight(grad_rows, waiting.whole().flatten(0, -2))
+
+        put_off = ctx.param.requires_grad and (
+            ctx.store is not None and ctx.store.keep(ctx.param, grad_weight)
+        )
+        needs_weight = ctx.param.requires_grad and not put_off
+        if needs_weight:
+            waiting.start()  # x travels while its gradient is computed
+        grad_whole = product.grad_input(grad, weight)  # [B, S, F/tp] @ [F/tp, H]
+        if needs_weight:
+            # Arrived before the next message starts: two buffers of [B, S, H] at the peak of
+            # backward, not three.
+            waiting.whole()
+        wait_for_own = start_reduce_scatter(grad_whole, group, SEQUENCE_DIM)
+        del grad_whole
+        grad_w = grad_weight() if needs_weight else None  # while the gradient travels
+        grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
+        return wait_for_own(), grad_w, grad_bias, None, None, None, None
+
+
+class _Gathered:
+    """The whole of a sharded tensor, gathered when it is asked for or earlier."""
+
+    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup):
+        self.part = part
+        self.group = group
+        self._wait: Any = None
+        self._whole: torch.Tensor | None = None
+
+    def start(self) -> None:
+        """Start the all-gather without waiting for it."""
+        self._wait = start_all_gather(self.part, self.group, SEQUENCE_DIM)
+
+    def whole(self) -> torch.Tensor:
+        """[B, S, H]"""
+        if self._whole is None:
+            if self._wait is None:
+                self.start()
+            self._whole = self._wait()
+            self._wait = None  # and the buffers behind it
+        return self._whole

@@ -1,18 +1,27 @@
-"""Where each weight lives on the grid: cut over tp, or held whole by several ranks that must agree on it.
+"""How each weight is spread over the grid: one description for all that follows from it.
 
-A rank computes the gradient of what it saw. A weight that several ranks hold but use on different tokens (every weight
-over cp; under sequence parallelism norms and biases over tp too) gets only a part of its gradient on each, and
+A weight is sharded over some axes of the grid and replicated over the others. Drawing its values,
+making its copies equal, summing its gradient, taking the norm, collecting the full state dict and
+naming it in a checkpoint all read the same `ParamSharding`.
 
-    gradient = sum over the ranks that share the weight of their parts
+A rank computes the gradient of what it saw. A weight that several ranks hold but use on different
+tokens (every weight over cp; under sequence parallelism norms and biases over tp too) gets only a
+part of its gradient on each of them. Such a gradient is called partial:
 
-Forget it, and nothing fails: the copies drift apart, each trained on its own tokens. `Placement.summed` says over which
-axes, `sum_shared_gradients` is the only place that does it.
-Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2; Megatron-LM `finalize_model_grads`.
+    gradient = sum of the parts over the ranks that share the weight
+
+If the sum is forgotten, nothing fails: the copies drift apart, each trained on its own tokens.
+`partial_over` names the axes. The sum over cp travels together with the average over dp
+(`parallel.data`), the sum over tp is made by `all_reduce_partial_gradients`.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2; Megatron-LM
+    `finalize_model_grads`; the words Shard, replicated and partial are those of PyTorch's DTensor.
 Held by: tests/ranks/test_parallel_parity.py
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,189 +29,308 @@ from torch import nn
 
 from labcode.comm.grid import Grid
 
-MODEL_AXES = ("cp", "tp")  # the ranks that hold one copy of the model together
-
 
 @dataclass(frozen=True)
-class Split:
-    """How a whole tensor is cut into one part per rank: along `dim`, the first parts one longer where it does not go up.
+class Shard:
+    """How a whole tensor is cut into one part per rank of an axis.
 
-    With `sections` each section is cut by itself, and a part is one piece of each: the rows q | k | v of an attention
-    become q0 | k0 | v0 and q1 | k1 | v1, so that every rank gets whole heads of each kind.
+    It is cut along `dim`; if the size is not divisible, the first parts get one element more. With
+    `sections` each section is cut by itself, and a part is one piece of each: the rows q | k | v of
+    an attention become q0 | k0 | v0 and q1 | k1 | v1, so that every rank gets whole heads of each.
+
+    With `copies` a section is cut into fewer pieces than there are ranks: `copies` neighbouring
+    ranks hold the same piece. This is for attention with fewer key/value heads than ranks.
 
     Args:
         dim: The dim that is cut.
         sections: Lengths along `dim`, which add up to its size; None: one section.
+        copies: How many ranks hold the same piece, for each section; None: 1 for all.
     """
 
     dim: int
     sections: tuple[int, ...] | None = None
+    copies: tuple[int, ...] | None = None
 
     def take(self, whole: torch.Tensor, index: int, parts: int) -> torch.Tensor:
         """Part number `index` of `parts`: a copy, so that nothing holds on to the whole."""
-        return torch.cat(self._pieces(whole, index, parts), self.dim)
+        return torch.cat(self.pieces(whole, index, parts), self.dim)
 
-    def join(self, parts: list[torch.Tensor], shape: Iterable[int]) -> torch.Tensor:
+    def join(self, parts: Sequence[torch.Tensor], shape: Iterable[int]) -> torch.Tensor:
         """The whole tensor, of `shape`, from all its parts in order."""
         whole = parts[0].new_empty(tuple(shape))
         for index, part in enumerate(parts):
-            places = self._pieces(whole, index, len(parts))
-            for place, piece in zip(
-                places, part.split([place.shape[self.dim] for place in places], self.dim)
-            ):
+            places = self.pieces(whole, index, len(parts))
+            lengths = [place.shape[self.dim] for place in places]
+            for place, piece in zip(places, part.split(lengths, self.dim)):
                 place.copy_(piece)
         return whole
 
-    def _pieces(self, whole, index, parts):
+    def part_shape(self, shape: Iterable[int], index: int, parts: int) -> torch.Size:
+        """The shape of part number `index`."""
+        return self.take(torch.empty(tuple(shape), device="meta"), index, parts).shape
+
+    def copies_of(self, section: int) -> int:
+        """How many ranks hold the same piece of a section."""
+        return 1 if self.copies is None else self.copies[section]
+
+    def pieces(self, whole: torch.Tensor, index: int, parts: int) -> list[torch.Tensor]:
         """Views of what part `index` has of each section."""
-        sections = whole.split(list(self.sections or [whole.shape[self.dim]]), self.dim)
-        return [section.tensor_split(parts, self.dim)[index] for section in sections]
+        lengths = list(self.sections or [whole.shape[self.dim]])
+        pieces = []
+        for number, section in enumerate(whole.split(lengths, self.dim)):
+            copies = self.copies_of(number)
+            pieces.append(section.tensor_split(parts // copies, self.dim)[index // copies])
+        return pieces
 
 
 @dataclass(frozen=True)
-class Placement:
-    """Where one weight lives.
+class ParamSharding:
+    """Where one weight lives on the grid.
 
     Args:
         shape: Of the whole weight.
-        split: How it is cut over tp; None: every rank of tp holds all of it.
-        summed: Axes whose ranks each see a part of its gradient.
-        tied: The first and the last stage of a pipeline hold it both, and each sees a part of its gradient.
+        shards: {axis: how it is cut over the ranks of that axis}; of several axes the first one
+            cuts the whole, the next one cuts the parts of the first.
+        partial_over: Axes whose ranks each see a part of its gradient.
+        tied: It is held by the first and by the last stage of a pipeline, as an embedding that is
+            tied to the head is; each of the two sees a part of its gradient.
     """
 
     shape: tuple[int, ...]
-    split: Split | None
-    summed: tuple[str, ...]
+    shards: Mapping[str, Shard] = field(default_factory=dict)
+    partial_over: tuple[str, ...] = ()
     tied: bool = False
 
-    @property
-    def held_whole_on(self) -> tuple[str, ...]:
-        """Axes along which all ranks hold the same values."""
-        return ("cp",) if self.split else MODEL_AXES
+    def replicated_over(self, axes: Iterable[str]) -> tuple[str, ...]:
+        """Those of `axes` along which all ranks hold the same values."""
+        return tuple(axis for axis in axes if axis not in self.shards)
 
     def own(self, whole: torch.Tensor, grid: Grid) -> torch.Tensor:
         """This rank's part of the whole weight."""
-        return self.split.take(whole, grid.coord("tp"), grid.size("tp")) if self.split else whole
+        part = whole
+        for axis, shard in self.shards.items():
+            part = shard.take(part, grid.coord(axis), grid.size(axis))
+        return part
 
-    def whole(self, own: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """The whole weight on every rank of tp.
+    def full(self, own: torch.Tensor, grid: Grid) -> torch.Tensor:
+        """The whole weight, on every rank of the axes that cut it.
 
-        Communicates: a broadcast from each rank of tp, `(p-1)/p` times the weight's bytes received; nothing if not cut.
+        Communicates: for each axis that cuts it, a broadcast from each of the p ranks of that axis,
+            `(p-1)/p` times the bytes of what is put together received; nothing if it is not cut.
         """
-        if self.split is None:
-            return own
-        group, size = grid.group("tp"), grid.size("tp")
-        shapes = [
-            self.split.take(torch.empty(self.shape, device="meta"), index, size).shape
-            for index in range(size)
-        ]
-        parts = [
-            own.contiguous() if index == group.rank() else own.new_empty(shape)
-            for index, shape in enumerate(shapes)
-        ]
-        for index, part in enumerate(parts):  # broadcasts: parts may differ in size
-            dist.broadcast(part, src=dist.get_global_rank(group, index), group=group)
-        return self.split.join(parts, self.shape)
+        shapes = [torch.Size(self.shape)]
+        for axis, shard in self.shards.items():
+            shapes.append(shard.part_shape(shapes[-1], grid.coord(axis), grid.size(axis)))
+        part = own
+        outer_shapes = shapes[:-1]
+        for (axis, shard), shape in zip(reversed(self.shards.items()), reversed(outer_shapes)):
+            part = shard.join(_gather_parts(part, shard, shape, grid.group(axis)), shape)
+        return part
+
+    def key(self, grid: Grid) -> str:
+        """The name of this rank's part in a checkpoint: the coordinate of every axis that cuts it.
+
+        Ranks with the same key hold the same values, and a checkpoint keeps one of them. An axis
+        that is missing here would lose state silently.
+
+        Held by: tests/ranks/test_sharding.py::test_a_key_names_every_axis_that_cuts_the_tensor
+        """
+        axes = ("pp", *sorted(self.shards))
+        return "-".join(f"{axis}{grid.coord(axis)}" for axis in axes)
+
+
+class FullWeight(NamedTuple):
+    """A weight of the whole model, as every rank knows it: where it lives and how large it is.
+
+    Args:
+        stage: The pp coordinate that has it; of a tied weight the one under this name.
+        shape: Of the whole weight.
+    """
+
+    stage: int
+    shape: tuple[int, ...]
+
+
+Params = Mapping[str, nn.Parameter]
+Shardings = Mapping[str, ParamSharding]
 
 
 @torch.no_grad()
-def start_equal(
-    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
-) -> None:
-    """Give each weight the value of the first rank that holds it, on every rank that holds it too.
+def broadcast_parameters(params: Params, shardings: Shardings, grid: Grid) -> None:
+    """Give each weight the value of the first rank that holds it, on every rank of its model.
 
-    Communicates: a broadcast of each weight over the axes on which it is whole.
+    The copies over dp and cp are made equal by what averages their gradients (`parallel.data`).
+
+    Communicates: a broadcast over tp of each weight that is replicated there, and one between the
+        first and the last stage of each weight that is tied.
     """
     for name, param in params.items():
-        group = grid.group(*placements[name].held_whole_on)
-        dist.broadcast(param.data, src=dist.get_global_rank(group, 0), group=group)
-        if placements[name].tied:
-            dist.broadcast(param.data, src=dist.get_global_rank(grid.ends(), 0), group=grid.ends())
+        axes = shardings[name].replicated_over(("tp",))
+        _broadcast(param, grid.group(*axes))
+        if shardings[name].tied:
+            _broadcast(param, grid.ends())
 
 
 @torch.no_grad()
-def sum_shared_gradients(
-    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
-) -> None:
-    """Add up the parts of each shared weight's gradient, in place, after backward and before clipping.
+def all_reduce_partial_gradients(params: Params, shardings: Shardings, grid: Grid) -> None:
+    """Sum the parts of each partial gradient over tp and over tied stages, in place.
 
-    Kept apart from the averaging over dp so that it can be seen and forgotten. The price with cp: each gradient travels
-    twice, over dp during backward and over cp after it, and is copied once; Megatron-LM and torchtitan put cp and dp
-    into one group and send it once.
+    Call it after backward and before clipping. The axes dp and cp are not its business: their sum
+    travels in the buckets of `parallel.data`, during backward.
 
-    Communicates: one flat all-reduce for all weights that are shared on the same axes.
+    Communicates: one flat all-reduce over tp for all partial gradients, one for all sections of
+        which several ranks of tp hold copies, and one for each tied weight.
     """
-    shared: dict[tuple[str, ...], list[nn.Parameter]] = {}
-    for name, param in params.items():
-        axes = tuple(
-            axis for axis in placements[name].summed if grid.size(axis) > 1
-        )  # a lone rank has seen all there is
-        if param.requires_grad and axes:
-            shared.setdefault(axes, []).append(param)
-    for axes, members in sorted(
-        shared.items()
-    ):  # one order on all ranks: collectives match by order
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in members]
-        flat = torch.cat([grad.flatten() for grad in grads])
-        dist.all_reduce(flat, group=grid.group(*axes))
-        for param, total in zip(members, flat.split([p.numel() for p in members])):
-            param.grad = total.view_as(param)
-    for name, param in params.items():
-        if placements[name].tied and param.requires_grad:
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    partial = [param for name, param in trained.items() if "tp" in shardings[name].partial_over]
+    if partial and grid.size("tp") > 1:  # a rank alone has seen everything
+        _all_reduce_flat(partial, grid.group("tp"))
+    _sum_copied_sections(trained, shardings, grid.group("tp"))
+    for name, param in trained.items():
+        if shardings[name].tied:
             dist.all_reduce(param.grad, group=grid.ends())
 
 
 @torch.no_grad()
-def gradient_norm(
-    params: Mapping[str, nn.Parameter], placements: Mapping[str, Placement], grid: Grid
-) -> torch.Tensor:
-    """The 2-norm of the whole model's gradient: parts of cut weights are added up, whole ones count once.
+def gradient_norm(params: Params, shardings: Shardings, grid: Grid) -> torch.Tensor:
+    """The 2-norm of the whole model's gradient: shards add up, replicated gradients count once.
 
-        norm^2 = sum over pp of (sum over tp of |parts|^2 + |whole weights|^2)
+        norm^2 = sum over pp of (sum over tp of |shards|^2 + |replicated|^2)
 
-    Communicates: one number, an all-reduce over tp and one over pp.
+    Communicates: one number over each set of axes that cuts some weight, and one over pp.
+
     Returns:
         A float64 scalar, the same on every rank of the model.
     """
-    kinds: dict[bool, list[torch.Tensor]] = {True: [], False: []}
+    by_axes: dict[tuple[str, ...], list[torch.Tensor]] = {}
     for name, param in params.items():
-        again = placements[name].tied and grid.coord("pp") > 0  # the first stage counts it
-        if param.grad is not None and not again:
-            kinds[placements[name].split is not None].append(param.grad)
+        sharding = shardings[name]
+        grads = by_axes.setdefault(tuple(sharding.shards), [])
+        counted_elsewhere = sharding.tied and grid.coord("pp") > 0  # the first stage counts it
+        if param.grad is not None and not counted_elsewhere:
+            grads.extend(_counted_here(param.grad, sharding, grid))
     device = next(iter(params.values())).device
-    cut, whole = (
-        torch.nn.utils.get_total_norm(kinds[cut]).to(device, torch.float64).square()
-        for cut in (True, False)
-    )
-    dist.all_reduce(cut, group=grid.group("tp"))
-    total = cut + whole
+    total = torch.zeros((), dtype=torch.float64, device=device)
+    for axes in sorted(by_axes):  # the same order on all ranks: collectives match by order
+        squared = torch.nn.utils.get_total_norm(by_axes[axes]).to(device, torch.float64).square()
+        if axes:
+            dist.all_reduce(squared, group=grid.group(*axes))
+        total += squared
     dist.all_reduce(total, group=grid.group("pp"))
     return total.sqrt()
 
 
-def whole_weights(
+def full_state_dict(
     module: nn.Module,
-    placements: Mapping[str, Placement],
-    homes: Mapping[str, tuple[int, tuple]],
+    shardings: Shardings,
+    full_weights: Mapping[str, FullWeight],
     grid: Grid,
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """The state dict of the whole model, one entry at a time, on every rank; all ranks of the model run through it.
+    """The state dict of the whole model, one entry at a time, on every rank.
 
-    Communicates: as `Placement.whole` for each weight that is cut, and a broadcast of each whole weight over pp.
+    All ranks of the model iterate over it together.
+
+    Communicates: what `ParamSharding.full` does for each sharded weight, and a broadcast of each
+        whole weight over pp.
 
     Args:
-        module: This rank's share.
-        placements: Of its weights.
-        homes: {name: (pp coordinate that has it, shape of the whole)}, of all weights in the order of the state dict.
+        module: This rank's part of the model.
+        shardings: Of its weights.
+        full_weights: Of all weights of the whole model, in the order of the state dict.
     """
     first_names = {id(param): name for name, param in module.named_parameters()}
     own = dict(module.named_parameters(remove_duplicate=False))  # tied weights under both names
-    example, group = next(iter(own.values())), grid.group("pp")
-    for name, (home, shape) in homes.items():
-        if home == grid.coord("pp"):
+    example = next(iter(own.values()))
+    group = grid.group("pp")
+    for name, (stage, shape) in full_weights.items():
+        if stage == grid.coord("pp"):
             param = own[name]
-            whole = placements[first_names[id(param)]].whole(param.detach(), grid).contiguous()
+            sharding = shardings[first_names[id(param)]]
+            whole = sharding.full(param.detach(), grid).contiguous()
         else:
             whole = example.new_empty(shape)
-        dist.broadcast(whole, src=dist.get_global_rank(group, home), group=group)
+        dist.broadcast(whole, src=dist.get_global_rank(group, stage), group=group)
         yield name, whole
+
+
+def _broadcast(param: nn.Parameter, group: dist.ProcessGroup) -> None:
+    dist.broadcast(param.data, src=dist.get_global_rank(group, 0), group=group)
+
+
+def _gather_parts(
+    own: torch.Tensor, shard: Shard, shape: torch.Size, group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """The parts of all ranks. Broadcasts, because the parts may differ in size."""
+    parts = []
+    for index in range(group.size()):
+        if index == group.rank():
+            part = own.contiguous()
+        else:
+            part = own.new_empty(shard.part_shape(shape, index, group.size()))
+        dist.broadcast(part, src=dist.get_global_rank(group, index), group=group)
+        parts.append(part)
+    return parts
+
+
+def _all_reduce_flat(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
+    """Sum the gradients of some weights in one message; a missing gradient counts as zero."""
+    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    for param, total in zip(params, flat.split([p.numel() for p in params])):
+        param.grad = total.view_as(param)
+
+
+def _own_pieces(
+    grad: torch.Tensor, sharding: ParamSharding, index: int, parts: int
+) -> list[tuple[int, torch.Tensor]]:
+    """(copies, view of the gradient) for each section of a weight that tp cuts."""
+    shard = sharding.shards["tp"]
+    example = torch.empty(sharding.shape, device="meta")
+    lengths = [piece.shape[shard.dim] for piece in shard.pieces(example, index, parts)]
+    pieces = grad.split(lengths, shard.dim)
+    return [(shard.copies_of(number), piece) for number, piece in enumerate(pieces)]
+
+
+def _has_copies(sharding: ParamSharding) -> bool:
+    shard = sharding.shards.get("tp")
+    return shard is not None and shard.copies is not None and max(shard.copies) > 1
+
+
+def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.ProcessGroup) -> None:
+    """Sum the gradients of key/value heads over the ranks that hold copies of them.
+
+    Each of these ranks has other query heads, so each saw a part of the gradient. The ranks with
+    the same copy are no group of the grid; so all of tp sum the whole sections, to which each rank
+    adds in its own place. These sections are small: they have fewer heads than there are ranks.
+    """
+    copied = {name: param for name, param in params.items() if _has_copies(shardings[name])}
+    if not copied:
+        return
+    buffers = []
+    places = []  # (view of a gradient, view of the buffer where its sum arrives)
+    for name, param in copied.items():
+        for copies, piece in _own_pieces(param.grad, shardings[name], group.rank(), group.size()):
+            if copies == 1:
+                continue
+            num_pieces = group.size() // copies
+            buffer = piece.new_zeros((num_pieces, *piece.shape))
+            place = buffer[group.rank() // copies]
+            place.copy_(piece)
+            buffers.append(buffer)
+            places.append((piece, place))
+    flat = torch.cat([buffer.flatten() for buffer in buffers])
+    dist.all_reduce(flat, group=group)
+    for buffer, total in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
+        buffer.copy_(total.view_as(buffer))
+    for piece, place in places:
+        piece.copy_(place)
+
+
+def _counted_here(grad: torch.Tensor, sharding: ParamSharding, grid: Grid) -> list[torch.Tensor]:
+    """What this rank adds to the norm: of several copies of a section the first one counts."""
+    if not _has_copies(sharding):
+        return [grad]
+    index = grid.coord("tp")
+    pieces = _own_pieces(grad, sharding, index, grid.size("tp"))
+    return [piece for copies, piece in pieces if index % copies == 0]

@@ -3,8 +3,9 @@
     OUT/checkpoints/step-00000120/     __0_0.distcp ... .metadata      tensors, by torch.distributed.checkpoint (DCP)
                                        run.json                        step, config, grid, and the size of every file
 
-Every rank writes its own part, under a name that says which share of the model it is: ranks of dp and cp hold the same
-share, and DCP writes it once. The folder is called `....partial` until the last rank is done. Going on needs the same
+Every rank writes its own part of each tensor, under a name with the coordinate of every axis that cuts
+the tensor (`ParamSharding.key`): ranks with the same name hold the same values, and DCP writes them
+once. The folder is called `....partial` until the last rank is done. Going on needs the same
 grid. The folder must be one that all ranks see.
 """
 
@@ -27,7 +28,7 @@ from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches
 from labcode.files import write_atomically
-from labcode.parallel.dropout import DrawApart, Stream
+from labcode.parallel.dropout import IsolatedRng, RngStream
 from labcode.parallel.model import ParallelModel
 from labcode.recipes import field_paths
 
@@ -75,22 +76,22 @@ class RunState:
     ):
         self.params = dict(model.module.named_parameters())
         self.optimizer, self.batches = optimizer, batches
-        self.share = "pp{pp}-tp{tp}/".format(
-            **{axis: model.grid.coord(axis) for axis in ("pp", "tp")}
-        )
+        self.places = {name: sharding.key(model.grid) for name, sharding in model.shardings.items()}
         self.own = f"rank{dist.get_rank()}/"
         streams = {
-            id(m.stream): m.stream for m in model.modules() if isinstance(m, DrawApart)
+            id(m.stream): m.stream for m in model.modules() if isinstance(m, IsolatedRng)
         }.values()
-        self.streams = dict(enumerate(streams, 1)) | {0: Stream(0, torch.device("cpu"))}
+        self.streams = dict(enumerate(streams, 1)) | {0: RngStream(0, torch.device("cpu"))}
         self.device = device
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Everything, by name; the tensors are those of the run and not copies."""
-        found = {f"{self.share}model/{name}": param.detach() for name, param in self.params.items()}
+        found = {}
+        for name, param in self.params.items():
+            found[f"{self.places[name]}/model/{name}"] = param.detach()
         for name, param in self.params.items():
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"{self.share}optim/{name}/{key}"] = value
+                found[f"{self.places[name]}/optim/{name}/{key}"] = value
         found |= {f"{self.own}random/{name}": state for name, state in self._random().items()}
         return found | {"step": torch.tensor(self.batches.state_dict()["step"])}
 
@@ -106,7 +107,7 @@ class RunState:
         mine = {
             key: torch.empty(entry.size, dtype=entry.properties.dtype)
             for key, entry in reader.read_metadata().state_dict_metadata.items()
-            if key == "step" or key.startswith((self.share, self.own))
+            if self._is_mine(key)
         }
         with torch.no_grad():
             try:
@@ -114,7 +115,7 @@ class RunState:
             except CheckpointException as error:
                 raise OSError(f"checkpoint {folder} could not be read: {_cause(error)}") from None
             for name, param in self.params.items():
-                param.copy_(mine[f"{self.share}model/{name}"])
+                param.copy_(mine[f"{self.places[name]}/model/{name}"])
         self._load_optimizer(mine)
         self._load_random(
             {
@@ -125,12 +126,20 @@ class RunState:
         )
         self.batches.load_state_dict({"step": int(mine["step"])})
 
+    def _is_mine(self, key: str) -> bool:
+        """Whether a tensor of a checkpoint belongs to this rank."""
+        if key == "step" or key.startswith(self.own):
+            return True
+        place, kind, rest = key.split("/", 2)
+        name = rest if kind == "model" else rest.rpartition("/")[0]
+        return self.places.get(name) == place
+
     def _load_optimizer(self, mine):
         state = self.optimizer.state_dict()
         names = {param: name for name, param in self.params.items()}
         order = [names[param] for group in self.optimizer.param_groups for param in group["params"]]
         for index, name in enumerate(order):
-            prefix = f"{self.share}optim/{name}/"
+            prefix = f"{self.places[name]}/optim/{name}/"
             state["state"][index] = {
                 key.removeprefix(prefix): x for key, x in mine.items() if key.startswith(prefix)
             }

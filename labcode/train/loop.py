@@ -6,7 +6,6 @@ its part, in micro-batches whose gradients add up before they are averaged over 
 
 import contextlib
 import math
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -97,9 +96,9 @@ class Trainer:
             seed=config.train.seed,
             device=world.device,
             dtype=self.wide_dtype,
+            autocast_dtype=self.dtype if self.dtype == torch.bfloat16 else None,
+            loss_options=task.loss_options,
         )
-        options = {name: self._to_device(x) for name, x in task.loss_options.items()}
-        self.loss = partial(self.model.loss, **options)
         self.optimizer = make_optimizer(self.model, config.optim)
         self.batches = Batches(
             len(task.train),
@@ -165,7 +164,7 @@ class Trainer:
             group["lr"] = lr
         indices = self.batches.indices(self.steps_done)
         batches = self._micro_batches(self.task.train, indices, self.accumulation)
-        loss = self.model.forward_backward(batches, self.loss, self._autocast)
+        loss = self.model.forward_backward(batches)
         grad_norm = self.model.gradient_norm().item()
         if not math.isfinite(grad_norm):
             raise Diverged(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the data")
@@ -209,7 +208,7 @@ class Trainer:
         """(sum of the losses of some validation samples, their number), [2] float64."""
         num_parts = min(self.accumulation, len(indices))
         batches = self._micro_batches(self.task.val, indices, num_parts)
-        losses = self.model.losses(batches, self.loss, self._autocast)
+        losses = self.model.losses(batches)
         sizes = [len(inputs) for inputs, _ in batches]
         counts = torch.tensor(sizes, dtype=torch.float64, device=losses.device)
         return torch.stack([losses @ counts, counts.sum()])
@@ -225,10 +224,6 @@ class Trainer:
     def _to_device(self, x: torch.Tensor) -> torch.Tensor:
         dtype = self.wide_dtype if x.is_floating_point() else x.dtype
         return x.to(self.world.device, dtype, non_blocking=True)
-
-    def _autocast(self) -> torch.autocast:
-        enabled = self.dtype == torch.bfloat16
-        return torch.autocast(self.world.device.type, self.dtype, enabled=enabled)
 
     def _stop_signals(self) -> contextlib.AbstractContextManager[StopSignals | None]:
         """Signals are remembered only where a checkpoint can answer them; else they end the
@@ -275,7 +270,7 @@ class Trainer:
     def _finish(self) -> None:
         """Gather the whole model; rank 0 writes it, and what it can do."""
         weights = {}
-        for name, tensor in self.model.whole_weights():
+        for name, tensor in self.model.full_state_dict():
             # every rank takes part, rank 0 keeps them
             if self.log.writes:
                 weights[name] = tensor.cpu().clone()

@@ -1,5 +1,7 @@
 """Every grid against one process: the same losses, gradient norms, validation and final weights, to 1e-9 in float64."""
 
+import contextlib
+import dataclasses
 import itertools
 import math
 
@@ -66,15 +68,18 @@ def fit(config, forget=()):
     torch.manual_seed(rank)  # ranks are seeded differently: nothing may depend on it
     trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
     for name, axis in forget:
-        place = trainer.model.placements[name]
-        summed = tuple(kept for kept in place.summed if kept != axis)
-        trainer.model.placements[name] = type(place)(place.shape, place.split, summed)
-    rows = trainer.fit()
+        if axis == "tp":
+            sharding = trainer.model.shardings[name]
+            trainer.model.shardings[name] = dataclasses.replace(sharding, partial_over=("cp",))
+    # the sum over cp travels with the average over dp
+    forget_cp = any(axis == "cp" for _, axis in forget)
+    with trainer.model.no_sync() if forget_cp else contextlib.nullcontext():
+        rows = trainer.fit()
     steps = torch.tensor(
         [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], dtype=torch.float64
     )
     validation = [row["val_loss"] for row in rows if "val_loss" in row]
-    whole = {name: tensor.clone() for name, tensor in trainer.model.whole_weights()}
+    whole = {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
     own = {name: param.detach().clone() for name, param in trainer.model.module.named_parameters()}
     return steps, validation, whole, own
 

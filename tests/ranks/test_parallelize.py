@@ -11,7 +11,7 @@ from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.models.vit import ViT
-from labcode.parallel.dropout import DrawApart, Stream
+from labcode.parallel.dropout import IsolatedRng, RngStream
 from labcode.topology import GridShape
 
 SMALL = GPTConfig(
@@ -44,7 +44,7 @@ def drawn(rank, shape, tie):
         model = parallelize(
             model, grid, ParallelConfig(data_parallel="labcode"), seed=7, dtype=torch.float64
         )  # DDP makes buckets at once
-    whole = {name: weight.clone() for name, weight in model.whole_weights()}
+    whole = {name: weight.clone() for name, weight in model.full_state_dict()}
     return whole, largest.numbers, sum(p.numel() for p in model.parameters())
 
 
@@ -74,9 +74,9 @@ def cut_from_real_model(rank):
         for name, p in parallel.module.named_parameters()
         if name.startswith("blocks.0")
     ]
-    return {name: weight.clone() for name, weight in parallel.whole_weights()}, all(frozen) and len(
+    return {name: weight.clone() for name, weight in parallel.full_state_dict()}, all(
         frozen
-    ) > 4
+    ) and len(frozen) > 4
 
 
 def test_copies_start_equal_whatever_each_rank_drew_and_frozen_weights_stay_frozen(ranks4):
@@ -118,8 +118,8 @@ def test_a_stream_goes_on_where_it_stopped_and_leaves_the_generator_alone():
     torch.manual_seed(0)
     expected = torch.rand(4)
     torch.manual_seed(0)
-    stream = Stream(5, torch.device("cpu"))
-    draw = DrawApart(torch.nn.Dropout(0.5), stream)
+    stream = RngStream(5, torch.device("cpu"))
+    draw = IsolatedRng(torch.nn.Dropout(0.5), stream)
     first = torch.rand(2)
     apart = [draw(torch.ones(64)) for _ in range(2)]
     assert torch.equal(torch.cat((first, torch.rand(2))), expected)
@@ -228,7 +228,7 @@ def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions
         assert (grad is None) == (param.grad is None)
         if grad is not None:
             off.append(
-                (param.grad - model.placements[name].own(grad, model.grid)).abs().max().item()
+                (param.grad - model.shardings[name].own(grad, model.grid)).abs().max().item()
             )
     norm = torch.nn.utils.get_total_norm(
         [param.grad for param in whole.parameters() if param.grad is not None]

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from labcode.pool.ranks import RankError
-from labcode.schedules import schedule
+from labcode.schedules import make_plan, plan_pipeline, schedule
 
 WIDTH, BATCH, LAYERS = 6, 3, 8
 SCHEDULES = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}  # stages per rank
@@ -67,9 +67,7 @@ def piped(rank, name, num_stages, m, fail=None):
         own[fail].register_forward_pre_hook(lambda *_: 1 / 0)
     pipeline = Pipeline(
         own,
-        schedule(name, num_stages, m, ranks),
-        num_stages,
-        m,
+        plan_pipeline(name, num_stages, m, ranks),
         dist.group.WORLD,
         nn.functional.mse_loss,
         lambda inputs: torch.empty(BATCH, WIDTH, dtype=torch.float64),
@@ -119,7 +117,7 @@ def test_a_schedule_that_would_hang_is_refused_on_every_rank_before_it_starts(ra
         actions = schedule("1f1b", 2, 4)
         actions[0][0], actions[0][2] = actions[0][2], actions[0][0]  # a backward before its forward
         with pytest.raises(ValueError, match="cannot start"):
-            Pipeline({}, actions, 2, 4, dist.group.WORLD, None, None)
+            Pipeline({}, make_plan(actions, 2, 4), dist.group.WORLD, None, None)
         return True
 
     assert ranks2.run(attempt) == [True, True]
@@ -134,11 +132,9 @@ def evaluated(rank, num_stages, m):
     own = {
         stage: Stage([layers[i] for i in parts[stage]]) for stage in range(rank, num_stages, ranks)
     }
-    order = schedule("interleaved", num_stages, ranks, ranks)
+    plan = plan_pipeline("interleaved", num_stages, ranks, ranks)
     boundary = lambda inputs: torch.empty(BATCH, WIDTH, dtype=torch.float64)  # noqa: E731
-    pipeline = Pipeline(
-        own, order, num_stages, ranks, dist.group.WORLD, nn.functional.mse_loss, boundary
-    )
+    pipeline = Pipeline(own, plan, dist.group.WORLD, nn.functional.mse_loss, boundary)
     return pipeline.evaluate(*make_batches(m)), [
         p.grad for layer in layers for p in layer.parameters()
     ]
@@ -156,10 +152,10 @@ def test_evaluating_takes_any_number_of_micro_batches_and_leaves_no_gradients(ra
 
 
 def test_a_deferred_weight_gradient_comes_with_finish_and_not_before():
-    from labcode.parallel.deferred import WeightGradients, finish
+    from labcode.parallel.deferred import WeightGradientStore, finish
 
     layers = nn.Sequential(nn.Linear(4, 5), nn.Tanh(), nn.Linear(5, 3)).double()
-    x, store = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True), WeightGradients()
+    x, store = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True), WeightGradientStore()
     layers(x).square().sum().backward()
     expected, expected_dx = [p.grad.clone() for p in layers.parameters()], x.grad.clone()
     layers.zero_grad()

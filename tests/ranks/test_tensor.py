@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from labcode.parallel.sharding import Split
+from labcode.parallel.sharding import Shard
 
 TOLERANCE = {"rtol": 0, "atol": 1e-12}
 BATCH, TOKENS, HIDDEN, INSIDE, VOCAB = 3, 8, 12, 20, 23  # an odd vocabulary
@@ -153,7 +153,7 @@ def embedded(rank, sequence):
         x = part(tokens)
     (x * (weights.chunk(p, 1)[rank] if sequence else weights)).sum().backward()
     expected = whole(tokens).chunk(p, 1)[rank] if sequence else whole(tokens)
-    gradient = Split(0).take(whole.weight.grad, rank, p)
+    gradient = Shard(0).take(whole.weight.grad, rank, p)
     return (
         (x - expected).abs().max().item(),
         (part.weight.grad - gradient).abs().max().item(),
@@ -190,12 +190,12 @@ def cross_entropy(rank, dtype, scale):
     )
     (expected * weights).sum().backward()
     p = dist.get_world_size()
-    own = Split(2).take(logits.detach(), rank, p).requires_grad_()
+    own = Shard(2).take(logits.detach(), rank, p).requires_grad_()
     with counted() as forward:
         loss = vocab_parallel_cross_entropy(own, targets, dist.group.WORLD, VOCAB)
     with counted() as backward:
         (loss * weights).sum().backward()
-    gradient = Split(2).take(logits.grad, rank, p)
+    gradient = Shard(2).take(logits.grad, rank, p)
     assert loss.dtype == wide.dtype and own.grad.dtype == dtype
     difference, of_gradients = (
         (loss - expected).abs().max().item(),
@@ -247,7 +247,7 @@ def test_autocast_narrows_the_gathered_product_and_leaves_gradients_wide(ranks2)
 @pytest.mark.parametrize("parts", [1, 2, 3, 4])
 def test_the_parts_of_a_split_join_to_the_whole(sections, parts):
     whole = torch.randn(5, 13, 2)
-    split = Split(1, sections)
+    split = Shard(1, sections)
     pieces = [split.take(whole, index, parts) for index in range(parts)]
     assert max(p.shape[1] for p in pieces) - min(p.shape[1] for p in pieces) <= len(
         sections or (1,)

@@ -7,7 +7,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 
-from labcode.parallel.sharding import Split
+from labcode.parallel.sharding import Shard
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
@@ -26,7 +26,7 @@ FIGURES = {
     "ring": lambda alt: plot.ring(4, alt=alt),
     "timeline": lambda alt: plot.timeline([("a", "b", 0, 1)], alt=alt),
     "causal": lambda alt: plot.causal(4, alt=alt),
-    "cuts": lambda alt: plot.cuts({"w": ((8, 4), Split(0))}, 2, alt=alt),
+    "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),
 }
 NARROW = ("heatmap", "grid", "cuts")  # as wide as their content
 

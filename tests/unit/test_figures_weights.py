@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.parallel.sharding import Split
+from labcode.parallel.sharding import Shard
 from labcode.teach.figures.plot import cuts
 from labcode.teach.figures.weights import owners
 
@@ -19,9 +19,9 @@ def stripes(picture):
 
 
 def test_stripes_are_those_of_the_split():
-    assert owners(Split(0), 6, 2) == [(0, 0, 3), (1, 3, 6)]
-    assert owners(Split(1), 5, 3) == [(0, 0, 2), (1, 2, 4), (2, 4, 5)]
-    assert owners(Split(0, (4, 2, 2)), 8, 2) == [
+    assert owners(Shard(0), 6, 2) == [(0, 0, 3), (1, 3, 6)]
+    assert owners(Shard(1), 5, 3) == [(0, 0, 2), (1, 2, 4), (2, 4, 5)]
+    assert owners(Shard(0, (4, 2, 2)), 8, 2) == [
         (0, 0, 2),
         (1, 2, 4),
         (0, 4, 5),
@@ -32,15 +32,15 @@ def test_stripes_are_those_of_the_split():
 
 
 def test_a_matrix_is_drawn_to_scale_and_cut_where_the_split_says():
-    rows = stripes(cuts({"w": ((6, 4), Split(0))}, 2, alt=ALT))
+    rows = stripes(cuts({"w": ((6, 4), Shard(0))}, 2, alt=ALT))
     assert [(width, height) for _, _, width, height in rows] == [(4, 3), (4, 3)]
     assert list(rows.values()) == ["0", "1"]
-    columns = stripes(cuts({"w": ((6, 4), Split(1))}, 4, alt=ALT))
+    columns = stripes(cuts({"w": ((6, 4), Shard(1))}, 4, alt=ALT))
     assert [(width, height) for _, _, width, height in columns] == [(1, 6)] * 4
 
 
 def test_whole_weights_vectors_and_sections():
-    thirds = Split(0, (3, 3, 3))
+    thirds = Shard(0, (3, 3, 3))
     weights = {"w": ((9, 3), thirds), "b": ((9,), thirds), "n": ((4, 4), None)}
     picture = cuts(weights, 3, alt=ALT)
     texts = [text.get_text() for text in picture.axes[0].texts]

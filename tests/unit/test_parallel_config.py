@@ -14,20 +14,25 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
     "model, grid, options, message",
     [
         (GPT, {"tp": 4}, {}, r"model.num_heads=6 is not divisible by parallel.tp=4"),
-        (GPT, {"tp": 3}, {}, r"model.num_kv_heads=2 is not divisible by parallel.tp=3"),
         (
-            GPTConfig(ffn_size=10),
-            {"tp": 4},
+            GPT,
+            {"tp": 3},
             {},
-            r"model.ffn_size=10 is not divisible by parallel.tp=4",
+            r"model.num_kv_heads=2 is neither a multiple nor a divisor of parallel.tp=3",
         ),
+        (GPTConfig(ffn_size=3), {"tp": 4}, {}, r"model.ffn_size=3 is smaller than parallel.tp=4"),
         (
             GPTConfig(vocab_size=3),
             {"tp": 4},
             {},
             r"model.vocab_size=3 is smaller than parallel.tp=4",
         ),
-        (GPT, {"cp": 5}, {}, r"model.context_length=48 is not divisible by 2\*parallel.cp = 2\*5"),
+        (
+            GPTConfig(context_length=9),
+            {"cp": 5},
+            {},
+            r"model.context_length=9 is smaller than 2\*parallel.cp = 2\*5",
+        ),
         (
             GPTConfig(context_length=25),
             {"tp": 2},
@@ -46,12 +51,6 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
             {"cp": 2},
             {},
             r"model.dropout=0.1 with parallel.cp=2: ring attention has no dropout",
-        ),
-        (
-            GPTConfig(dropout=0.1),
-            {},
-            {"activation_checkpointing": "full"},
-            r"model.dropout=0.1 with parallel.activation_checkpointing",
         ),
         (
             GPT,
@@ -76,6 +75,10 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
             {"sequence_parallel": True},
         ),  # an odd vocabulary is shared out unevenly
         (GPTConfig(), {"tp": 4, "dp": 3}, {}),
+        (GPTConfig(num_kv_heads=2), {"tp": 4}, {}),  # two ranks hold each key/value head
+        (GPTConfig(ffn_size=10), {"tp": 4}, {}),
+        (GPT, {"cp": 5}, {}),
+        (GPTConfig(dropout=0.1), {}, {"activation_checkpointing": "full"}),
         (GPTConfig(dropout=0.1), {"cp": 2}, {"context_attention": "all_gather"}),
         (GPTConfig(dropout=0.1), {"tp": 2}, {"context_attention": "ring"}),
         (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
@@ -94,7 +97,7 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
     "changes, message",
     [
         ({"parallel.tp": 3}, "model.num_heads=4 is not divisible"),
-        ({"parallel.cp": 3}, "context_length"),
+        ({"parallel.cp": 3, "model.context_length": 5}, "context_length"),
         (
             {"parallel.pp": 3, "model.num_layers": 2},
             "3*1 stages, but model.num_layers=2: each stage needs a layer",

@@ -11,7 +11,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
 
-from labcode.parallel.sharding import Split
+from labcode.parallel.sharding import Shard
 from labcode.teach.figures.style import (
     INK,
     Picture,
@@ -28,7 +28,7 @@ VECTOR = 0.12  # width at which a bias is drawn, as a fraction of the narrowest 
 REPLICATED = "#BBBBBB"
 
 
-Weights = Mapping[str, tuple[Sequence[int], Split | None]]
+Weights = Mapping[str, tuple[Sequence[int], Shard | None]]
 
 
 class _Area(NamedTuple):
@@ -60,7 +60,7 @@ def cuts(
     Grey is replicated: every rank holds all of it.
 
     Args:
-        weights: `{"label": (shape, split)}`; what `Placement` holds. A vector is drawn as a thin
+        weights: `{"label": (shape, split)}`; what `ParamSharding` holds. A vector is drawn as a thin
             column.
         parts: Number of ranks.
         alt: What the figure shows.
@@ -111,13 +111,13 @@ def _drawn_sizes(weights: Weights) -> dict[str, tuple[float, float]]:
     return sizes
 
 
-def _sections(split: Split | None) -> Sequence[int]:
+def _sections(split: Shard | None) -> Sequence[int]:
     if split is None or split.sections is None:
         return ()
     return split.sections
 
 
-def owners(split: Split, length: int, parts: int) -> list[tuple[int, int, int]]:
+def owners(split: Shard, length: int, parts: int) -> list[tuple[int, int, int]]:
     """(rank, first, stop) of each stripe along the dim that is cut, in order.
 
     Args:
@@ -125,7 +125,7 @@ def owners(split: Split, length: int, parts: int) -> list[tuple[int, int, int]]:
         length: Its size along that dim.
         parts: Number of ranks.
     """
-    along_one_dim = Split(0, split.sections)
+    along_one_dim = Shard(0, split.sections)
     rank_of = torch.empty(length, dtype=torch.int64)
     for rank in range(parts):
         own = along_one_dim.take(torch.arange(length), rank, parts)
@@ -139,7 +139,7 @@ def owners(split: Split, length: int, parts: int) -> list[tuple[int, int, int]]:
     return stripes
 
 
-def _draw_weight(axes: Axes, area: _Area, split: Split | None, parts: int, numbered: bool) -> None:
+def _draw_weight(axes: Axes, area: _Area, split: Shard | None, parts: int, numbered: bool) -> None:
     """The stripes of one weight, or one stripe where it is replicated."""
     if split is None:
         _draw_stripe(axes, area, REPLICATED, "all" if numbered else "")

@@ -217,7 +217,6 @@ def timed_steps(
     config = ParallelConfig(data_parallel="labcode", pipeline_schedule=schedule)
     device = grid.mesh.device_type
     share = parallelize(GPT(model).to(device), grid, config)
-    share.recording = True
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(
         model.vocab_size, (global_batch, model.context_length + 1), generator=generator
@@ -227,20 +226,30 @@ def timed_steps(
     begins, ends, rows, loss = [], [], [], 0.0
     for step in range(repeats + 1):
         share.zero_grad()
-        share.recorded = []
+        recorded = []
+        share.on_action = _recorder(recorded)
         dist.barrier()
         begin = time.perf_counter()
         with emulated(cluster if step else AS_IT_IS) as sent:
-            total = share.forward_backward(batches, share.loss)
+            total = share.forward_backward(batches)
         if step:
             begins.append(begin)
             ends.append(time.perf_counter())
-            rows.append(share.recorded)
+            rows.append(recorded)
         dist.all_reduce(total, group=grid.group("dp"))
         loss = total.item() / shape.dp
     return Stepped(
         begins, ends, rows, sent, loss, sum(param.numel() for param in share.parameters())
     )
+
+
+def _recorder(rows: list[tuple[Action, float, float]]) -> Callable[[Action, float, float], None]:
+    """An `on_action` that writes down when each action ran."""
+
+    def record(action: Action, started_s: float, stopped_s: float) -> None:
+        rows.append((action, started_s, stopped_s))
+
+    return record
 
 
 def step_s(stepped: Sequence[Stepped]) -> float:

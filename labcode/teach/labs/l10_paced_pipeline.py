@@ -8,6 +8,7 @@ rank whose device is busy. Messages, their order and the waiting for them are re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -17,7 +18,7 @@ from torch import nn
 from labcode.comm.counting import counted, totals
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import Bar, StageTimes, Timeline
-from labcode.schedules import Action, Actions, ticks
+from labcode.schedules import Action, Actions, make_plan, ticks
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import Picture
 
@@ -83,21 +84,34 @@ class Played:
     gradients: dict[int, torch.Tensor]
 
 
-class Paced(Pipeline):
-    """A pipeline whose actions take `stage_s` from when their input is there; it notes how much it holds."""
+class Pace:
+    """An `on_action` of a pipeline that makes every action take its time, and takes notes.
 
-    def __init__(self, *args, recorded=None):
-        super().__init__(*args, recorded=recorded)
-        self.stage_s, self.peak = AT_ONCE, 0
-        self._run = {kind: self._paced(kind, work) for kind, work in self._run.items()}
+    Args:
+        stage_s: How long the actions of any stage take, from when their input is there.
 
-    def _paced(self, kind, work):
-        def run(stage, number):
-            work(stage, number)
-            self.peak = max(self.peak, len(self._live) + len(self._waiting))
-            time.sleep(max(0.0, self._since + self.stage_s.of(kind) - time.perf_counter()))
+    Attributes:
+        rows: (action, started_s, stopped_s) of each action.
+        peak: Most stage-micro-batches whose activations were held at once.
+    """
 
-        return run
+    # how many stage-micro-batches an action begins to hold, or lets go of
+    _HELD: ClassVar = {"F": +1, "B": -1, "I": 0, "W": -1}
+
+    def __init__(self, stage_s: StageTimes):
+        self.stage_s = stage_s
+        self.rows: list[tuple[Action, float, float]] = []
+        self.peak = 0
+        self._held = 0
+
+    def __call__(self, action: Action, started_s: float, stopped_s: float) -> None:
+        """Wait until the action has taken its time."""
+        self._held += self._HELD[action.kind]
+        self.peak = max(self.peak, self._held)
+        rest_s = started_s + self.stage_s.of(action.kind) - stopped_s
+        if rest_s > 0:
+            time.sleep(rest_s)
+        self.rows.append((action, started_s, time.perf_counter()))
 
 
 def run_schedule(
@@ -124,28 +138,26 @@ def run_schedule(
         for stage in sorted({action.stage for action in actions[rank]})
     }
     empty = torch.empty(BATCH, WIDTH, dtype=torch.float64)
-    settings = (
-        own,
-        actions,
-        num_stages,
-        num_microbatches,
-        dist.group.WORLD,
-        F.mse_loss,
-        lambda inputs: empty.clone(),
-    )
-    pipeline = Paced(*settings, recorded=[])
+
+    def boundary(inputs: torch.Tensor) -> torch.Tensor:
+        return empty.clone()
+
+    plan = make_plan(actions, num_stages, num_microbatches)
+    pipeline = Pipeline(own, plan, dist.group.WORLD, F.mse_loss, boundary)
     inputs, targets = batches(num_microbatches)
+    first = Pace(AT_ONCE)
     with counted() as calls:
-        pipeline.step(inputs, targets)
+        pipeline.step(inputs, targets, on_action=first)
     grads = {stage: module.gradient() for stage, module in own.items() if isinstance(module, Stage)}
-    rows, begins, pipeline.stage_s = [], [], stage_s
+    rows = []
+    begins = []
     for _ in range(repeats):
-        pipeline.recorded = []
+        pace = Pace(stage_s)
         dist.barrier()
         begins.append(time.perf_counter())
-        pipeline.step(inputs, targets)
-        rows.append(pipeline.recorded)
-    return Played(rows, begins, pipeline.peak, totals(calls).get("send", (0, 0)), grads)
+        pipeline.step(inputs, targets, on_action=pace)
+        rows.append(pace.rows)
+    return Played(rows, begins, first.peak, totals(calls).get("send", (0, 0)), grads)
 
 
 def timeline(played: Sequence[Played]) -> Timeline:
