@@ -132,7 +132,8 @@ def plan_pipeline(
     Raises:
         ValueError: An unknown name, or numbers that do not fit each other.
     Held by:
-        tests/unit/test_schedules.py::test_a_plan_is_simulated_once_however_many_steps_ask_for_it
+        tests/unit/test_schedules.py::test_a_plan_is_simulated_once_however_many_steps_ask_for_it;
+        over the steps of a run by tests/ranks/test_pipeline_plan.py
     """
     actions = schedule(name, num_stages, num_microbatches, num_ranks)
     return make_plan(actions, num_stages, num_microbatches)
