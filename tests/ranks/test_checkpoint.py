@@ -85,7 +85,7 @@ def test_going_on_gives_bit_for_bit_the_run_that_never_stopped(ranks4, tmp_path,
     assert whole.keys() == again.keys()
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     kept = [row["step"] for row in metrics.read(tmp_path) if "loss" in row]
-    assert kept == [1, 2, 3, 4, 5, 6]  # those of the two lives, each once
+    assert kept == [1, 2, 3, 4, 5, 6]  # those of the two attempts, each once
 
 
 def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):

@@ -109,7 +109,7 @@ def test_under_torchrun_the_failing_rank_and_its_error_are_found(client):
     assert (outcome.state, outcome.rank) == ("FAILED", 1) and "no such thing as 7" in outcome.reason
 
 
-def test_a_requeued_job_is_followed_into_its_second_life(client, tmp_path):
+def test_a_requeued_job_is_followed_into_its_second_attempt(client, tmp_path):
     script = tmp_path / "again.sbatch"
     again = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; sleep 30; fi; echo second'
     script.write_text(

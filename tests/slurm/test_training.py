@@ -1,7 +1,7 @@
-"""What the course generates, trained by a real SLURM on several nodes, and what becomes of it when things go wrong.
+"""What the course generates, trained by a real SLURM on several nodes, also when things go wrong.
 
-The stories that take long, because they wait for time limits and lost nodes, run on clusters of their own while the other
-tests are at work; their tests come last and wait for them.
+Two stories take long, because they wait for a time limit and for a lost node. Each runs on a
+cluster of its own, in the background of the other tests; their own tests only look at the end.
 """
 
 import dataclasses
@@ -119,63 +119,70 @@ def alone(folder, steps):
     return losses(metrics.read(out))
 
 
-@pytest.fixture(scope="session")
-def clusters(slurm):
-    """One for the jobs of the tests, and one for each story that takes long."""
-    with (
-        Cluster.up(nodes=4, cpus=8, name=slurm("train")) as short,
-        # with pgid, as with cgroups, a signal reaches what SLURM has started, and not the ranks of a torchrun
-        Cluster.up(
-            nodes=2, cpus=8, name=slurm("time"), settings={"ProctrackType": "proctrack/pgid"}
-        ) as clock,
-        Cluster.up(nodes=3, name=slurm("node")) as power,
-    ):
-        yield {"short": short, "time": clock, "node": power}
+@dataclasses.dataclass(frozen=True)
+class Story:
+    """A job that has ended, on a cluster that is gone.
+
+    Args:
+        job: With its log and its run.
+        info: What SLURM said of it last.
+    """
+
+    job: Submitted
+    info: dict[str, str]
 
 
 @pytest.fixture(scope="session")
-def cluster(clusters):
-    return clusters["short"]
-
-
-@pytest.fixture(scope="session")
-def long_runs(clusters, tmp_path_factory):
-    """{name: future of the finished job} of the long stories, which run while the other tests do."""
-    stories = {"time": run_into_the_time_limit, "node": lose_a_node}  # each on a cluster of its own
+def long_runs(slurm, tmp_path_factory):
+    """{name: future of the finished story}: they run while the tests do, in whatever order."""
+    stories = {"time": run_into_the_time_limit, "node": lose_a_node}
     with ThreadPoolExecutor() as pool:
         yield {
-            name: pool.submit(story, clusters[name], tmp_path_factory.mktemp(name))
+            name: pool.submit(story, slurm(name), tmp_path_factory.mktemp(name))
             for name, story in stories.items()
         }
 
 
-def run_into_the_time_limit(cluster, folder):
-    """Two minutes of wall time, of which the signal leaves a part; a slow link sets the pace until the second life begins.
+@pytest.fixture(scope="session")
+def cluster(slurm, long_runs):
+    """The cluster that all other tests share; the first of them lets the long stories begin."""
+    with Cluster.up(nodes=4, cpus=8, name=slurm("train")) as cluster:
+        yield cluster
 
-    SLURM may send the signal up to a minute early: after 0 to 60 s here. The steps would take longer than that.
+
+def run_into_the_time_limit(name, folder):
+    """Two minutes of wall time, of which the signal leaves a part.
+
+    SLURM may send the signal up to a minute early: after 0 to 60 s here. A slow link makes the
+    steps take longer than that until the second attempt begins.
     """
-    cluster.slow("n1", "512kbit")
-    submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
-    submitted.until(lambda job: job.info.get("Restarts") == "1")
-    cluster.slow("n1", "off")
-    cluster.exec(
-        ["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"]
-    )  # two lives are enough
-    submitted.end()
-    return submitted
+    # with pgid, as with cgroups, a signal reaches what SLURM has started, and no rank of a torchrun
+    settings = {"ProctrackType": "proctrack/pgid"}
+    with Cluster.up(nodes=2, cpus=8, name=name, settings=settings) as cluster:
+        cluster.slow("n1", "512kbit")
+        submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
+        submitted.until(lambda job: job.info.get("Restarts") == "1")
+        cluster.slow("n1", "off")
+        # two attempts are enough
+        cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])
+        submitted.end()
+        return Story(submitted, submitted.info)
 
 
-def lose_a_node(cluster, folder):
-    """The second of two nodes loses power; SLURM is not told, finds out, and begins the job again on nodes that are left."""
-    submitted = Submitted(cluster, folder, job("node", 60, changes={"checkpoint.every": 10}))
-    submitted.until(lambda job: len(job.steps()) >= 12)
-    second = cluster.exec(
-        ["scontrol", "show", "hostnames", submitted.info["NodeList"]]
-    ).stdout.split()[1]
-    cluster.kill(second)
-    submitted.until(lambda job: job.info.get("Restarts") == "1")
-    submitted.end()
-    return submitted
+def lose_a_node(name, folder):
+    """The second of two nodes loses power.
+
+    SLURM is not told, finds out, and begins the job again on the nodes that are left.
+    """
+    with Cluster.up(nodes=3, name=name) as cluster:
+        submitted = Submitted(cluster, folder, job("node", 60, changes={"checkpoint.every": 10}))
+        submitted.until(lambda job: len(job.steps()) >= 12)
+        names = ["scontrol", "show", "hostnames", submitted.info["NodeList"]]
+        _, second = cluster.exec(names).stdout.split()
+        cluster.kill(second)
+        submitted.until(lambda job: job.info.get("Restarts") == "1")
+        submitted.end()
+        return Story(submitted, submitted.info)
 
 
 @pytest.mark.parametrize("launcher", ["torchrun", "srun"])
@@ -291,9 +298,10 @@ def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
 def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
     long_runs, tmp_path
 ):
-    submitted = long_runs["time"].result()
-    assert submitted.info["JobState"] == "COMPLETED", submitted.log
-    assert submitted.info["Restarts"] == "1"
+    story = long_runs["time"].result()
+    submitted = story.job
+    assert story.info["JobState"] == "COMPLETED", submitted.log
+    assert story.info["Restarts"] == "1"
     stopped = int(
         re.search(r"stopped by SIGUSR1 after step (\d+), with a checkpoint", submitted.log)[1]
     )
@@ -311,9 +319,10 @@ def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
 
 
 @pytest.mark.waits
-def test_a_node_that_loses_power_gives_its_job_a_second_life(long_runs):
-    submitted = long_runs["node"].result()
-    assert submitted.info["JobState"] == "COMPLETED", submitted.log
-    assert submitted.info["Restarts"] == "1"
+def test_a_node_that_loses_power_gives_its_job_a_second_attempt(long_runs):
+    story = long_runs["node"].result()
+    submitted = story.job
+    assert story.info["JobState"] == "COMPLETED", submitted.log
+    assert story.info["Restarts"] == "1"
     assert "resuming from" in submitted.log
     assert submitted.steps() == list(range(1, 61))
