@@ -1,12 +1,13 @@
-"""A pipeline of small stages that take as long as one wants: time lines that are fair where ranks share cores.
+"""Lesson 10: a pipeline of small stages that take as long as one wants.
 
-Four ranks that compute on two cores wait for a core, not for each other, and a schedule cannot be seen. Here each action
-does its arithmetic, which is small, and then sleeps until its time is up. A sleeping rank needs no core: it stands for a
-rank whose device is busy. Messages, their order and the waiting for them are real, and so are the gradients.
+Four ranks that compute on two cores wait for a core, not for each other, and a schedule cannot be
+seen. Here each action does its arithmetic, which is small, and then sleeps until its time is up. A
+sleeping rank needs no core: it stands for a rank whose device is busy. Messages, their order and
+the waiting for them are real, and so are the gradients.
 """
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -22,45 +23,52 @@ from labcode.schedules import Action, Actions, make_plan, ticks
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import Picture
 
-WIDTH, BATCH = 16, 4
+WIDTH = 16
+BATCH = 4
 AT_ONCE = StageTimes(0, 0, 0)
 
 
 class Stage(nn.Module):
-    """`tanh(x A + b)`, float64; the first stage reads the inputs, which come as x or beside it."""
+    """`tanh(x A + b)`, float64; the first stage reads the inputs, which come as x or beside it.
 
-    def __init__(self, number: int):
+    Args:
+        number: Of the stage; its weights are drawn from it.
+    """
+
+    def __init__(self, number: int) -> None:
         super().__init__()
         generator = torch.Generator().manual_seed(number)
         self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
         for param in self.parameters():
-            param.data = (
-                torch.randn(param.shape, dtype=torch.float64, generator=generator) / WIDTH**0.5
-            )
+            drawn = torch.randn(param.shape, dtype=torch.float64, generator=generator)
+            param.data = drawn / WIDTH**0.5
 
-    def forward(self, x, inputs=None):
+    def forward(self, x: torch.Tensor | None, inputs: torch.Tensor | None = None) -> torch.Tensor:
         """[BATCH, WIDTH] -> [BATCH, WIDTH]."""
         return torch.tanh(self.linear(inputs if x is None else x))
 
     def gradient(self) -> torch.Tensor:
         """Of all weights, one row."""
-        return torch.cat([param.grad.flatten() for param in self.parameters()])
+        rows = []
+        for param in self.parameters():
+            assert param.grad is not None
+            rows.append(param.grad.flatten())
+        return torch.cat(rows)
 
 
 def batches(num_microbatches: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Inputs and targets, the same in every process: [micro-batches, BATCH, WIDTH] each."""
     generator = torch.Generator().manual_seed(1000)
-    return torch.randn(
-        2, num_microbatches, BATCH, WIDTH, dtype=torch.float64, generator=generator
-    ).unbind()
+    size = (2, num_microbatches, BATCH, WIDTH)
+    inputs, targets = torch.randn(size, dtype=torch.float64, generator=generator)
+    return inputs, targets
 
 
 def gradients(num_stages: int, num_microbatches: int) -> dict[int, torch.Tensor]:
     """{stage: gradient} of the mean loss, computed in one process without a pipeline."""
     stages = [Stage(number) for number in range(num_stages)]
-    F.mse_loss(
-        nn.Sequential(*stages)(x := batches(num_microbatches)[0]), batches(len(x))[1]
-    ).backward()
+    inputs, targets = batches(num_microbatches)
+    F.mse_loss(nn.Sequential(*stages)(inputs), targets).backward()
     return {number: stage.gradient() for number, stage in enumerate(stages)}
 
 
@@ -69,8 +77,8 @@ class Played:
     """What a schedule did on one rank.
 
     Args:
-        rows: For each step that was timed: (action, start, stop), seconds of a clock that all ranks of a machine share. An
-            action starts when its input is there.
+        rows: For each step that was timed: (action, start, stop), in seconds of a clock that all
+            ranks of a machine share. An action starts when its input is there.
         begins: When each step began.
         peak: Most stage-micro-batches whose activations the rank held at once.
         sent: (messages, their bytes) of one step.
@@ -161,67 +169,97 @@ def run_schedule(
 
 
 def timeline(played: Sequence[Played]) -> Timeline:
-    """The measured time line of all ranks, that of the step of median length."""
-    steps = []
-    for step, begins in enumerate(zip(*(one.begins for one in played))):
-        zero = min(begins)
-        rows = [
-            Bar(rank, action, start - zero, stop - zero)
-            for rank, one in enumerate(played)
-            for action, start, stop in one.rows[step]
-        ]
-        steps.append(Timeline(tuple(rows)))
-    return sorted(steps, key=lambda line: line.total_s)[len(steps) // 2]
+    """The measured time line of all ranks, that of the step of median length.
+
+    Args:
+        played: Of all ranks.
+    """
+    lines = [_step_timeline(played, step) for step in range(len(played[0].begins))]
+    return sorted(lines, key=lambda line: line.total_s)[len(lines) // 2]
+
+
+def _step_timeline(played: Sequence[Played], step: int) -> Timeline:
+    """Counted from when the first rank began."""
+    zero_s = min(one.begins[step] for one in played)
+    bars = []
+    for rank, one in enumerate(played):
+        for action, start_s, stop_s in one.rows[step]:
+            bars.append(Bar(rank, action, start_s - zero_s, stop_s - zero_s))
+    return Timeline(tuple(bars))
 
 
 def difference(played: Sequence[Played], num_stages: int, num_microbatches: int) -> float:
-    """The largest difference between a gradient of the pipeline and that of one process."""
+    """The largest difference between a gradient of the pipeline and that of one process.
+
+    Args:
+        played: Of all ranks.
+        num_stages, num_microbatches: Of the pipeline.
+    """
     whole = gradients(num_stages, num_microbatches)
-    return max(
-        (grad - whole[stage]).abs().max().item()
-        for one in played
-        for stage, grad in one.gradients.items()
-    )
+    largest = 0.0
+    for one in played:
+        for stage, grad in one.gradients.items():
+            largest = max(largest, (grad - whole[stage]).abs().max().item())
+    return largest
+
+
+# ---- what a lesson shows
 
 
 def picture(simulated: Timeline, measured: Timeline, *, title: str, alt: str) -> Picture:
     """The simulated time line above the measured one, in the same colours and on one axis."""
-    return plot.timeline(
-        bars(simulated, "simulated") + bars(measured, "measured"), xlabel="ms", title=title, alt=alt
-    )
+    rows = bars(simulated, "simulated") + bars(measured, "measured")
+    return plot.timeline(rows, xlabel="ms", title=title, alt=alt)
+
+
+def _first_stages(actions: Iterable[tuple[int, Action]]) -> dict[int, int]:
+    """{rank: the stage that it runs first}, from (rank, action) in the order of time."""
+    first: dict[int, int] = {}
+    for rank, action in actions:
+        first.setdefault(rank, action.stage)
+    return first
 
 
 def bars(line: Timeline, name: str = "rank") -> list[tuple[str, str, float, float]]:
     """Rows for `plot.timeline`, in milliseconds; a rank's second stage is written small: f and b.
 
-    Each rank's rows come by kind, not by time, because kinds get their colours in the order of their first rows.
+    Each rank's rows come by kind, not by time, because kinds get their colours in the order of
+    their first rows.
+
+    Args:
+        line: Simulated or measured.
+        name: What stands before the number of a rank.
     """
-    rows, first = [], {}
-    for rank, (kind, stage, microbatch), start, stop in line.rows:
-        letter = kind if first.setdefault(rank, stage) == stage else kind.lower()
-        rows.append(
-            (rank, "FBIWfbiw".index(letter), f"{letter} {microbatch}", 1e3 * start, 1e3 * stop)
-        )
-    return [(f"{name} {rank}", *row) for rank, _, *row in sorted(rows)]
+    first = _first_stages((bar.rank, bar.action) for bar in line.rows)
+    rows = []
+    for bar in line.rows:
+        kind = bar.action.kind
+        letter = kind if bar.action.stage == first[bar.rank] else kind.lower()
+        order = (bar.rank, "FBIWfbiw".index(letter))
+        label = f"{letter} {bar.action.microbatch}"
+        rows.append((order, label, 1e3 * bar.start_s, 1e3 * bar.stop_s))
+    rows.sort()
+    return [(f"{name} {order[0]}", label, start, stop) for order, label, start, stop in rows]
 
 
 def table(actions: Actions, num_stages: int) -> str:
-    """The schedule as text, one line for each rank and one column for each tick; a point where the rank waits."""
-    rows = ticks(actions, num_stages)
-    first = {rank: next(action.stage for action in row if action) for rank, row in rows.items()}
-    wide = (
-        3 if len(rows[0]) <= 30 else 2
-    )  # characters of a column: a line has to fit beside the file list
+    """The schedule as text: a line for each rank, a column for each tick, a point for waiting.
 
-    def cell(rank, action):
-        if action is None:
-            return "·"
-        return (action.kind if action.stage == first[rank] else action.kind.lower()) + str(
-            action.microbatch
-        )
+    Args:
+        actions: {rank: its actions}.
+        num_stages: Of the pipeline.
+    """
+    lines = []
+    for rank, row in ticks(actions, num_stages).items():
+        first = actions[rank][0].stage
+        width = 3 if len(row) <= 30 else 2  # a line has to fit beside JupyterLab's file list
+        text = "".join(_cell(action, first).ljust(width) for action in row)
+        lines.append(f"rank {rank}  {text}".rstrip())
+    return "\n".join(lines)
 
-    lines = {
-        rank: "".join(cell(rank, action).ljust(wide) for action in row)
-        for rank, row in rows.items()
-    }
-    return "\n".join(f"rank {rank}  {line}".rstrip() for rank, line in lines.items())
+
+def _cell(action: Action | None, first: int) -> str:
+    if action is None:
+        return "·"
+    kind = action.kind if action.stage == first else action.kind.lower()
+    return f"{kind}{action.microbatch}"
