@@ -22,8 +22,6 @@ IN_REWORK: tuple[str, ...] = (
     "labcode/teach/exercises/l01.py",
     "labcode/teach/exercises/l04.py",
     "labcode/teach/exercises/l07.py",
-    "labcode/teach/labs/emulate.py",
-    "labcode/teach/labs/l10_paced_pipeline.py",
     "labcode/train/checkpoint.py",
     "tests/",
 )

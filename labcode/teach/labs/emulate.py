@@ -223,10 +223,13 @@ def timed_steps(
     ).to(device)
     own = tokens.chunk(shape.dp)[grid.coord("dp")].split(micro_batch)
     batches = [(part[:, :-1], part[:, 1:]) for part in own]
-    begins, ends, rows, loss = [], [], [], 0.0
+    begins = []
+    ends = []
+    rows = []
+    loss = 0.0
     for step in range(repeats + 1):
         share.zero_grad()
-        recorded = []
+        recorded: list[tuple[Action, float, float]] = []
         share.on_action = _recorder(recorded)
         dist.barrier()
         begin = time.perf_counter()
@@ -238,9 +241,8 @@ def timed_steps(
             rows.append(recorded)
         dist.all_reduce(total, group=grid.group("dp"))
         loss = total.item() / shape.dp
-    return Stepped(
-        begins, ends, rows, sent, loss, sum(param.numel() for param in share.parameters())
-    )
+    num_parameters = sum(param.numel() for param in share.parameters())
+    return Stepped(begins, ends, rows, sent, loss, num_parameters)
 
 
 def _recorder(rows: list[tuple[Action, float, float]]) -> Callable[[Action, float, float], None]:

@@ -22,6 +22,7 @@ from labcode.perf.pipeline import Bar, StageTimes, Timeline
 from labcode.schedules import Action, Actions, make_plan, ticks
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import Picture
+from labcode.teach.labs.clock import sleep_until
 
 WIDTH = 16
 BATCH = 4
@@ -106,7 +107,7 @@ class Pace:
     # how many stage-micro-batches an action begins to hold, or lets go of
     _HELD: ClassVar = {"F": +1, "B": -1, "I": 0, "W": -1}
 
-    def __init__(self, stage_s: StageTimes):
+    def __init__(self, stage_s: StageTimes) -> None:
         self.stage_s = stage_s
         self.rows: list[tuple[Action, float, float]] = []
         self.peak = 0
@@ -116,9 +117,7 @@ class Pace:
         """Wait until the action has taken its time."""
         self._held += self._HELD[action.kind]
         self.peak = max(self.peak, self._held)
-        rest_s = started_s + self.stage_s.of(action.kind) - stopped_s
-        if rest_s > 0:
-            time.sleep(rest_s)
+        sleep_until(started_s + self.stage_s.of(action.kind))
         self.rows.append((action, started_s, time.perf_counter()))
 
 
@@ -141,18 +140,21 @@ def run_schedule(
         repeats: Steps on the clock.
         stages: Modules to take in place of `Stage`, by their number.
     """
-    own = {
-        stage: (stages or {}).get(stage) or Stage(stage)
-        for stage in sorted({action.stage for action in actions[rank]})
-    }
+    own: dict[int, nn.Module] = {}
+    for number in sorted({action.stage for action in actions[rank]}):
+        own[number] = Stage(number)
+        if stages is not None and number in stages:
+            own[number] = stages[number]
     empty = torch.empty(BATCH, WIDTH, dtype=torch.float64)
 
     def boundary(inputs: torch.Tensor) -> torch.Tensor:
         return empty.clone()
 
     plan = make_plan(actions, num_stages, num_microbatches)
-    pipeline = Pipeline(own, plan, dist.group.WORLD, F.mse_loss, boundary)
-    inputs, targets = batches(num_microbatches)
+    group = dist.group.WORLD
+    assert group is not None
+    pipeline = Pipeline(own, plan, group, F.mse_loss, boundary)
+    inputs, targets = (whole.unbind() for whole in batches(num_microbatches))
     first = Pace(AT_ONCE)
     with counted() as calls:
         pipeline.step(inputs, targets, on_action=first)
