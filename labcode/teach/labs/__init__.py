@@ -1,7 +1,7 @@
 """What the lessons run their experiments on: apparatus that makes a laptop behave like a cluster.
 
     module                lesson   what it is
-    clock                          emulated time: a device or a link that is busy while a rank sleeps
+    clock                          emulated time: a device or link is busy, the rank sleeps
     l04_slow_link         04       all-reduces over a link of given alpha and beta
     l08_shards            08, 10   a module beside its shard: errors, collectives, steps of AdamW
     l10_paced_pipeline    10, 13   a pipeline whose actions take a given time; its time lines
