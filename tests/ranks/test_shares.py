@@ -31,7 +31,7 @@ def shard(mlp):
 
 def without_f(mlp):
     mlp = shard(mlp)
-    mlp.up.multiply = lambda x, weight, bias, group, product: product(x, weight, bias)
+    mlp.up.multiply = lambda x, weight, bias, *rest: nn.functional.linear(x, weight, bias)
     return mlp
 
 
