@@ -1,16 +1,31 @@
-"""The library behind *Training at Scale*. Importing it imports nothing else: each room is imported by name.
+"""The library behind *Training at Scale*. Importing it imports nothing else: import rooms by name.
 
-The map, lowest floor first (`tests/unit/test_architecture.py` holds it):
+A map for newcomers, lowest floor first. A room imports only its own floor and the ones below it,
+never in a circle (`tests/unit/test_architecture.py` holds it).
 
-    units files hardware topology model_config layout
-    schedules config recipes command launch                  ground, no torch
-    perf/       what a step costs, from shapes alone; no torch either
-    slurm/      jobs and sites as data, batch scripts, lint, submit, a real SLURM on one machine; no torch either
-    comm/       processes, groups, collectives; the pool of ranks
-    parallel/   each parallelism written out
-    models/     GPT and ViT, which know nothing of ranks; `parallelize` puts them on a grid
-    train/      the training loop: `python -m labcode.train gpt_tiny`
-    data/       text and weather (beside the floors)      teach/   check and plot, for lessons and tests alone
+    the ground, without torch
+        units files suggest hardware      printing numbers, atomic writes, "did you mean", GPUs
+        topology                          which rank is where: the grid (device mesh) as arithmetic
+        schedules/                        the schedules of a pipeline as data
+        config recipes command            the settings of a run, named runs, the command line
+        processes launch launch_rank      ending processes; a module under torchrun on this machine
+    without torch too
+        minislurm/    a real SLURM of several nodes on this machine; stands alone
+        slurm/        script/ a job and a site -> sbatch; lint/ what is wrong with one; run/ submit
+        perf/         what a step should cost, from shapes alone (saved_bytes and trace measure it)
+    with torch
+        data/         text and weather
+        comm/         processes, process groups, collectives: communication and nothing else
+        pool/         the ranks behind a notebook, `Ranks(4).run(fn)` and `%%px`
+        doctor/       reading NCCL's log
+        parallel/     each parallelism written out, and how weights are sharded
+        models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
+        train/        the training loop: `python -m labcode.train gpt_tiny`
+        teach/        checks, figures, labs and exercises, for lessons and tests alone
+
+Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
+From the command to the loss: train/__main__ -> run.run -> Trainer.fit -> Trainer.step ->
+ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.
 """
 
 __version__ = "0.1.0"

@@ -574,7 +574,7 @@ for name, (shape, options) in grids.items():
     print(f"{name:23} losses of one process to 1e-12: {off < 1e-12}" + (f", off by more than 0.01: {off > 0.01}" if "forget" in options else ""))
 
 # %% [markdown]
-# A length must be a multiple of tp for sequence parallelism, and of 2 cp for zig-zag; what does not fit is refused before anything runs. What fits gives the losses
+# A length must be a multiple of cp·tp for sequence parallelism, while zig-zag takes any; what does not fit is refused before anything runs. What fits gives the losses
 # of one process.
 #
 # Last, dropout. Ranks that hold the **same** activations must drop the same features, or their copies differ. Ranks that hold **parts** need different draws: with

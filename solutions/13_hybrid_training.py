@@ -71,7 +71,7 @@ micro_batches_guess = 512 / 2 / 4
 
 # %% tags=["nbval-check-output"]
 form = recipes.with_changes(recipes.get("gpt_tiny"), {"parallel.tp": 8, "parallel.pp": 4, "train.global_batch": 512, "train.micro_batch": 4})
-shape = form.grid.shape(world_size=64)
+shape = form.parallel.shape(world_size=64)
 print(shape)
 compare("copies of the model, dp", dp_guess, shape.dp, rel=0)
 compare("samples of a copy", local_guess, form.train.global_batch // shape.dp, rel=0)

@@ -23,7 +23,7 @@ class GPT(nn.Module):
         ValueError: `config.vocab_size` is None.
     """
 
-    def __init__(self, config: GPTConfig):
+    def __init__(self, config: GPTConfig) -> None:
         super().__init__()
         require(config, "vocab_size")
         self.config = config

@@ -26,7 +26,7 @@ class CoreAttention(nn.Module):
     Source: Vaswani et al. 2017 (arXiv:1706.03762), eq. 1; Ainslie et al. 2023 (arXiv:2305.13245) for K < N.
     """
 
-    def __init__(self, causal: bool, dropout: float = 0.0):
+    def __init__(self, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
         self.causal, self.dropout = causal, dropout
 
@@ -65,7 +65,7 @@ class Attention(nn.Module):
         dropout: Probability, on the attention weights and on the output.
     """
 
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, *, causal, dropout=0.0):
+    def __init__(self, hidden_size, num_heads, num_kv_heads=None, *, causal, dropout=0.0) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_size = hidden_size // num_heads
@@ -106,7 +106,7 @@ class MLP(nn.Module):
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
     """
 
-    def __init__(self, hidden_size, ffn_size, dropout=0.0):
+    def __init__(self, hidden_size, ffn_size, dropout=0.0) -> None:
         super().__init__()
         self.up = nn.Linear(hidden_size, ffn_size)
         self.down = nn.Linear(ffn_size, hidden_size)
@@ -123,7 +123,7 @@ class Block(nn.Module):
     Source: Radford et al. 2019 (GPT-2), section 2.3; Xiong et al. 2020 (arXiv:2002.04745) for why the norm goes first.
     """
 
-    def __init__(self, hidden_size, num_heads, ffn_size, num_kv_heads=None, *, causal, dropout=0.0):
+    def __init__(self, hidden_size, num_heads, ffn_size, num_kv_heads=None, *, causal, dropout=0.0) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden_size)
         self.attention = Attention(
@@ -145,7 +145,7 @@ class Rotary(nn.Module):
     Source: Su et al. 2021 (arXiv:2104.09864), eq. 15.
     """
 
-    def __init__(self, head_size: int, base: float = 10000.0):
+    def __init__(self, head_size: int, base: float = 10000.0) -> None:
         super().__init__()
         self.head_size, self.base = head_size, base
 

@@ -23,7 +23,7 @@ class ViT(nn.Module):
         ValueError: `num_variables`, `lat` or `lon` is None.
     """
 
-    def __init__(self, config: ViTConfig):
+    def __init__(self, config: ViTConfig) -> None:
         super().__init__()
         require(config, "num_variables", "lat", "lon")
         self.config = config

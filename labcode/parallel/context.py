@@ -61,7 +61,7 @@ def take_own(x: torch.Tensor, group: dist.ProcessGroup, dim: int, layout: str) -
 class _ContextAttention(nn.Module):
     """What both ways have in common: the settings of the attention they replace, and who holds how much."""
 
-    def __init__(self, core: nn.Module, group: dist.ProcessGroup, layout: str):
+    def __init__(self, core: nn.Module, group: dist.ProcessGroup, layout: str) -> None:
         super().__init__()
         self.causal, self.dropout, self.group, self.layout = (
             core.causal,
@@ -212,7 +212,7 @@ class RingAttention(_ContextAttention):
         layout: str,
         *,
         kernel: Kernel | None = None,
-    ):
+    ) -> None:
         super().__init__(core, group, layout)
         self.kernel = kernel
         if core.dropout > 0:

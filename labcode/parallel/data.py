@@ -49,7 +49,7 @@ class DataParallel(nn.Module):
         group: dist.ProcessGroup,
         bucket_mb: float = 25,
         num_shares: int | None = None,
-    ):
+    ) -> None:
         super().__init__()
         self.module = module
         self.group = group
@@ -139,7 +139,7 @@ class TorchDataParallel(DistributedDataParallel):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         num_shares: int | None = None,
-    ):
+    ) -> None:
         super().__init__(module, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
         if num_shares not in (None, dist.get_world_size(process_group)):
             # DDP divides by the number of ranks; a hook replaces its average by one of our own
@@ -173,7 +173,7 @@ class Bucket:
         work: The all-reduce under way; None before it is sent.
     """
 
-    def __init__(self, params: list[nn.Parameter]):
+    def __init__(self, params: list[nn.Parameter]) -> None:
         self.params = params
         self.missing = set(params)
         self.flat: torch.Tensor | None = None

@@ -88,7 +88,7 @@ def same_watch() -> AbstractContextManager[Any]:
 class _ExchangeLinear(TorchFunctionMode):
     """Exchanges each `F.linear` of a parameter for one whose dW can be put off."""
 
-    def __init__(self, store: WeightGradientStore):
+    def __init__(self, store: WeightGradientStore) -> None:
         super().__init__()
         self.store = store
 

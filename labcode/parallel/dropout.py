@@ -41,7 +41,7 @@ class RngStream:
         state: Where it is now, as a generator gives it; may be set.
     """
 
-    def __init__(self, seed: int, device: torch.device):
+    def __init__(self, seed: int, device: torch.device) -> None:
         self.generator = _generator(device)
         self.state = torch.Generator(self.generator.device).manual_seed(seed).get_state()
 
@@ -73,7 +73,7 @@ class RngStream:
 class IsolatedRng(nn.Module):
     """A module that draws its random numbers from a stream of its own."""
 
-    def __init__(self, module: nn.Module, stream: RngStream):
+    def __init__(self, module: nn.Module, stream: RngStream) -> None:
         super().__init__()
         self.module = module
         self.stream = stream

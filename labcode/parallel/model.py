@@ -74,7 +74,7 @@ class ParallelModel(nn.Module):
         *,
         autocast_dtype: torch.dtype | None = None,
         loss_options: Mapping[str, Any] | None = None,
-    ):
+    ) -> None:
         super().__init__()
         self.replica = replica
         self.plan = plan

@@ -57,7 +57,7 @@ class Pipeline:
         group: dist.ProcessGroup,
         loss: Callable[[torch.Tensor, torch.Tensor], torch.Tensor],
         boundary: Callable[[torch.Tensor], torch.Tensor],
-    ):
+    ) -> None:
         self.stages = stages
         self.plan = plan
         self.group = group
@@ -128,7 +128,7 @@ class _Run:
         targets: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor | float] | None,
         on_action: OnAction | None,
-    ):
+    ) -> None:
         self.pipeline = pipeline
         self.plan = plan
         self.inputs = inputs

@@ -133,7 +133,7 @@ class _GatheredLinear(torch.autograd.Function):
 class _Gathered:
     """The whole of a sharded tensor, gathered when it is asked for or earlier."""
 
-    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup):
+    def __init__(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.part = part
         self.group = group
         self._wait: Any = None

@@ -57,7 +57,7 @@ class ColumnParallelLinear(nn.Module):
         copies: tuple[int, ...] | None = None,
         sequence: bool = False,
         product: MatrixProduct = PLAIN_PRODUCT,
-    ):
+    ) -> None:
         super().__init__()
         shard = Shard(0, sections, copies)
         self.group = group
@@ -97,7 +97,7 @@ class RowParallelLinear(nn.Module):
         *,
         sequence: bool = False,
         product: MatrixProduct = PLAIN_PRODUCT,
-    ):
+    ) -> None:
         super().__init__()
         shard = Shard(1)
         self.group = group
@@ -135,7 +135,7 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(
         self, embedding: nn.Embedding, group: dist.ProcessGroup, *, sequence: bool = False
-    ):
+    ) -> None:
         super().__init__()
         shard = Shard(0)
         self.group = group

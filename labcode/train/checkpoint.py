@@ -1,11 +1,12 @@
-"""Checkpoints: everything a run needs to go on as if it had never stopped, written whole or not at all.
+"""Checkpoints: all that a run needs to resume as if it had never stopped, whole or not at all.
 
-    OUT/checkpoints/step-00000120/     __0_0.distcp ... .metadata      tensors, by torch.distributed.checkpoint (DCP)
-                                       run.json                        step, config, grid, and the size of every file
+    OUT/checkpoints/step-00000120/
+        __0_0.distcp ... .metadata    tensors, by torch.distributed.checkpoint (DCP)
+        run.json                      step, config, grid, and the size of every file
 
-Every rank writes its own part of each tensor, under a name with the coordinate of every axis that cuts
-the tensor (`ParamSharding.key`): ranks with the same name hold the same values, and DCP writes them
-once. The folder is called `....partial` until the last rank is done. Going on needs the same
+Every rank writes its own part of each tensor, under a name with the coordinate of every axis that
+cuts the tensor (`ParamSharding.key`): ranks with the same name hold the same values, and DCP writes
+them once. The folder is called `....partial` until the last rank is done. Resuming needs the same
 grid. The folder must be one that all ranks see.
 """
 
@@ -26,11 +27,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from labcode.comm.agreement import PeerError, SharedError, on_first_rank
 from labcode.comm.grid import Grid
 from labcode.config import Config
-from labcode.data.sampler import Batches
 from labcode.files import write_atomically
-from labcode.parallel.dropout import IsolatedRng, RngStream
-from labcode.parallel.model import ParallelModel
 from labcode.recipes import field_paths
+from labcode.train.state import RunState, first_cause
 
 ABOUT = "run.json"
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
@@ -55,113 +54,6 @@ MAY_CHANGE = (
 
 class CheckpointError(SharedError, OSError):
     """A checkpoint could not be written; all ranks know, since all took part."""
-
-
-class RunState:
-    """What a run is made of, as named tensors: weights, optimizer, position in the data, random numbers.
-
-    Args:
-        model: This rank's share.
-        optimizer: Of that model.
-        batches: The position in the data, which is also the number of steps done.
-        device: Whose random generator the run draws from, beside that of the CPU.
-    """
-
-    def __init__(
-        self,
-        model: ParallelModel,
-        optimizer: torch.optim.Optimizer,
-        batches: Batches,
-        device: torch.device,
-    ):
-        self.params = dict(model.module.named_parameters())
-        self.optimizer, self.batches = optimizer, batches
-        self.places = {name: sharding.key(model.grid) for name, sharding in model.shardings.items()}
-        self.own = f"rank{dist.get_rank()}/"
-        streams = {
-            id(m.stream): m.stream for m in model.modules() if isinstance(m, IsolatedRng)
-        }.values()
-        self.streams = dict(enumerate(streams, 1)) | {0: RngStream(0, torch.device("cpu"))}
-        self.device = device
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Everything, by name; the tensors are those of the run and not copies."""
-        found = {}
-        for name, param in self.params.items():
-            found[f"{self.places[name]}/model/{name}"] = param.detach()
-        for name, param in self.params.items():
-            for key, value in self.optimizer.state.get(param, {}).items():
-                found[f"{self.places[name]}/optim/{name}/{key}"] = value
-        found |= {f"{self.own}random/{name}": state for name, state in self._random().items()}
-        return found | {"step": torch.tensor(self.batches.state_dict()["step"])}
-
-    def load(self, folder: Path) -> None:
-        """Put back what `tensors` gave when the checkpoint was written; the weights are filled in place.
-
-        Communicates: what `dcp.load` does, a gather and a scatter of plans; each rank reads its own tensors.
-
-        Raises:
-            OSError: It could not be read.
-        """
-        reader = dcp.FileSystemReader(folder)
-        mine = {
-            key: torch.empty(entry.size, dtype=entry.properties.dtype)
-            for key, entry in reader.read_metadata().state_dict_metadata.items()
-            if self._is_mine(key)
-        }
-        with torch.no_grad():
-            try:
-                dcp.load(mine, storage_reader=reader)
-            except CheckpointException as error:
-                raise OSError(f"checkpoint {folder} could not be read: {_cause(error)}") from None
-            for name, param in self.params.items():
-                param.copy_(mine[f"{self.places[name]}/model/{name}"])
-        self._load_optimizer(mine)
-        self._load_random(
-            {
-                key.removeprefix(f"{self.own}random/"): x
-                for key, x in mine.items()
-                if key.startswith(self.own)
-            }
-        )
-        self.batches.load_state_dict({"step": int(mine["step"])})
-
-    def _is_mine(self, key: str) -> bool:
-        """Whether a tensor of a checkpoint belongs to this rank."""
-        if key == "step" or key.startswith(self.own):
-            return True
-        place, kind, rest = key.split("/", 2)
-        name = rest if kind == "model" else rest.rpartition("/")[0]
-        return self.places.get(name) == place
-
-    def _load_optimizer(self, mine):
-        state = self.optimizer.state_dict()
-        names = {param: name for name, param in self.params.items()}
-        order = [names[param] for group in self.optimizer.param_groups for param in group["params"]]
-        for index, name in enumerate(order):
-            prefix = f"{self.places[name]}/optim/{name}/"
-            state["state"][index] = {
-                key.removeprefix(prefix): x for key, x in mine.items() if key.startswith(prefix)
-            }
-        self.optimizer.load_state_dict(
-            state
-        )  # brings each tensor to the device and the dtype that its weight asks for
-
-    def _random(self):
-        found = {"cpu": torch.get_rng_state()}
-        if self.device.type == "cuda":
-            found["cuda"] = torch.cuda.get_rng_state(self.device)
-        return found | {
-            f"stream{number}": stream.state for number, stream in self.streams.items() if number
-        }
-
-    def _load_random(self, found):
-        torch.set_rng_state(found["cpu"])
-        if self.device.type == "cuda":
-            torch.cuda.set_rng_state(found["cuda"], self.device)
-        for number, stream in self.streams.items():
-            if number:
-                stream.state = found[f"stream{number}"]
 
 
 class Checkpoints:
@@ -189,7 +81,8 @@ class Checkpoints:
         Raises:
             CheckpointError: It could not be written, on every rank; nothing of it is left, the
                 older ones are.
-        Held by: tests/ranks/test_checkpoint.py::test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
+        Held by: tests/ranks/test_checkpoint.py::
+            test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
         """
         folder = self.folder / f"step-{state.batches.step:08d}"
         unfinished = folder.with_suffix(".partial")
@@ -200,7 +93,7 @@ class Checkpoints:
             on_first_rank(lambda: self._complete(unfinished, folder, state.batches.step))
         except (CheckpointException, OSError, PeerError) as error:
             on_first_rank(self._remove_unfinished)
-            message = f"checkpoint {folder} could not be written: {_cause(error)}"
+            message = f"checkpoint {folder} could not be written: {first_cause(error)}"
             complete = self._complete_ones()
             if complete:
                 message += f"; the last complete one is {complete[-1]}"
@@ -321,14 +214,6 @@ class StopSignals:
 
 class _DamagedError(Exception):
     """A checkpoint whose files are not as they were written."""
-
-
-def _cause(error: BaseException) -> str:
-    """What went wrong, on the first rank that failed."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {cause}"
 
 
 def _read(folder: Path) -> dict[str, Any]:
