@@ -118,7 +118,8 @@ class GPTConfig(_Transformer):
     def num_parameters(self) -> int:
         """Weights and biases of the whole model, exactly; a tied embedding counts once."""
         require(self, "vocab_size")
-        embeddings = self.vocab_size * (1 if self.tie_embeddings else 2)
+        assert self.vocab_size is not None  # for the type checker
+        embeddings = self.vocab_size if self.tie_embeddings else 2 * self.vocab_size
         positions = self.context_length if self.positions == "learned" else 0
         return (embeddings + positions) * self.hidden_size + self._layer_parameters(self.kv_heads)
 
@@ -160,6 +161,8 @@ class ViTConfig(_Transformer):
     @property
     def patch_outputs(self) -> int:
         """Predicted values of a patch, `C * P^2`."""
+        require(self, "num_variables")
+        assert self.num_variables is not None
         return self.num_variables * self.patch_size**2
 
     @property
@@ -170,6 +173,8 @@ class ViTConfig(_Transformer):
     @property
     def sequence_length(self) -> int:
         """Patches that one sample sends through the layers."""
+        require(self, "lat", "lon")
+        assert self.lat is not None and self.lon is not None
         return (self.lat // self.patch_size) * (self.lon // self.patch_size)
 
     @property

@@ -1,8 +1,8 @@
 """What the check cells call: one module per lesson, `from labcode.teach.exercises import l01`.
 
     l00   a share of the items, a mean over the ranks, the first loss
-    l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a quick
-          all-reduce
+    l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a
+          quick all-reduce
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
     l07   ranks and groups of a grid, the best order, a grid for 64 GPUs
     l08   tensor parallelism          l09   sequence and context parallelism

@@ -60,7 +60,7 @@ def cuts(
     Grey is replicated: every rank holds all of it.
 
     Args:
-        weights: `{"label": (shape, split)}`; what `ParamSharding` holds. A vector is drawn as a thin
+        weights: `{"label": (shape, split)}`; a vector is drawn as a thin
             column.
         parts: Number of ranks.
         alt: What the figure shows.
