@@ -1,18 +1,22 @@
-"""GPT-2 weights from `transformers`, without importing it: a state dict and a config object are all that is read.
+"""Load GPT-2 weights from `transformers` without importing it.
 
-Usage:
+All that is read is a state dict and a config object. Usage:
 
     hf = transformers.GPT2LMHeadModel.from_pretrained("gpt2")     # or any GPT2LMHeadModel
     model = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict())
 """
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
 from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
 
-# Name in transformers, and here.
+# {name in transformers: name here}
 _EMBEDDINGS = {"wte.weight": "embed.weight", "wpe.weight": "positions.weight"}
+_HEAD = "lm_head.weight"
 _LAYER = {
     "ln_1": "norm1",
     "attn.c_attn": "attention.qkv",
@@ -21,28 +25,28 @@ _LAYER = {
     "mlp.c_fc": "mlp.up",
     "mlp.c_proj": "mlp.down",
 }
-_CAUSAL_MASKS = (
-    ".attn.bias",
-    ".attn.masked_bias",
-)  # buffers, not weights, in state dicts of older versions
-_REQUIRED = {  # what a GPT2Config must say for our GPT to be the same function
+
+# State dicts of older versions hold these buffers; they are not weights.
+_CAUSAL_MASKS = (".attn.bias", ".attn.masked_bias")
+
+# What a GPT2Config must say for our GPT to be the same function.
+_REQUIRED: dict[str, tuple] = {
     "layer_norm_epsilon": (1e-5,),
-    "activation_function": (
-        "gelu_new",
-        "gelu_pytorch_tanh",
-    ),  # two implementations of the tanh form
+    # two implementations of the tanh form
+    "activation_function": ("gelu_new", "gelu_pytorch_tanh"),
     "scale_attn_weights": (True,),
     "scale_attn_by_inverse_layer_idx": (False,),
     "add_cross_attention": (False,),
 }
+_DROPOUTS = ("resid_pdrop", "embd_pdrop", "attn_pdrop")
 
 
-def gpt2_config(hf_config, **changes) -> GPTConfig:
-    """The `GPTConfig` of the same shape as a `transformers.GPT2Config`.
+def gpt2_config(hf_config: Any, **changes: Any) -> GPTConfig:
+    """Return the `GPTConfig` of the same shape as a `transformers.GPT2Config`.
 
     Args:
         hf_config: A `GPT2Config`.
-        **changes: Fields to set otherwise, such as `dropout=0.0`.
+        **changes: Fields to override, such as `dropout=0.0`.
 
     Raises:
         ValueError: The config asks for something that GPT does not have.
@@ -50,12 +54,9 @@ def gpt2_config(hf_config, **changes) -> GPTConfig:
     for name, allowed in _REQUIRED.items():
         value = getattr(hf_config, name, allowed[0])
         if value not in allowed:
-            raise ValueError(
-                f"{name}={value!r}: GPT computes with {' or '.join(map(repr, allowed))} only"
-            )
-    dropouts = {
-        name: getattr(hf_config, name) for name in ("resid_pdrop", "embd_pdrop", "attn_pdrop")
-    }
+            choices = " or ".join(map(repr, allowed))
+            raise ValueError(f"{name}={value!r}: GPT computes with {choices} only")
+    dropouts = {name: getattr(hf_config, name) for name in _DROPOUTS}
     if len(set(dropouts.values())) > 1 and "dropout" not in changes:
         found = ", ".join(f"{name}={value}" for name, value in dropouts.items())
         raise ValueError(f"{found}: GPT has one dropout for all three, pass dropout=...")
@@ -69,77 +70,125 @@ def gpt2_config(hf_config, **changes) -> GPTConfig:
         "tie_embeddings": hf_config.tie_word_embeddings,
         "dropout": dropouts["resid_pdrop"],
     }
-    return GPTConfig(**fields | changes)
+    return GPTConfig(**(fields | changes))
 
 
 @torch.no_grad()
-def load_gpt2(model: GPT, state_dict) -> GPT:
-    """Copies the weights of a GPT-2 into `model`, whatever its dtype and device, and returns it.
+def load_gpt2(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
+    """Copy the weights of a GPT-2 into `model`, whatever its dtype and device, and return it.
 
-    Linear weights are transposed: GPT-2's `Conv1D` keeps them as [in, out], `nn.Linear` as [out, in].
+    Linear weights are transposed: GPT-2's `Conv1D` keeps them as [in, out], `nn.Linear` as
+    [out, in].
 
     Args:
         model: A GPT of the same shape (`gpt2_config`).
-        state_dict: Of a `GPT2LMHeadModel` or a `GPT2Model`, which has no `lm_head` and no `transformer.` before its names.
+        state_dict: That of a `GPT2LMHeadModel`. A model with tied embeddings also takes that of a
+            `GPT2Model`, which has no `lm_head`, and no `transformer.` in front of its names.
 
     Raises:
-        ValueError: Names that are missing or unexpected, or a shape that differs.
+        ValueError: Missing or unexpected names, a shape that differs, or a head that does not
+            match the model's `tie_embeddings`.
+
+    Held by: tests/unit/test_gpt2_weights.py
     """
-    weights = {
-        name: value for name, value in state_dict.items() if not name.endswith(_CAUSAL_MASKS)
-    }
-    found = {name.removeprefix("transformer."): value for name, value in weights.items()}
+    found = _bare_names(state_dict)
     names = _names(model.config.num_layers)
-    head = found.pop("lm_head.weight", found.get("wte.weight"))
+    head = found.pop(_HEAD, None)
     _check_names(names, found)
-    if not model.config.tie_embeddings:
-        found["lm_head.weight"], names["lm_head.weight"] = head, "head.weight"
-    elif not torch.equal(head, found["wte.weight"]):
-        raise ValueError(
-            "lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False"
-        )
+    if model.config.tie_embeddings:
+        # The head is the embedding, which is loaded anyway.
+        _check_tied_head(head, found["wte.weight"])
+    else:
+        found[_HEAD] = _own_head(head)
+        names[_HEAD] = "head.weight"
+
     target = dict(model.named_parameters())
     different = sorted(set(target) ^ set(names.values()))
     if different:
         raise ValueError(
-            f"GPT-2 and this GPT do not both have {_some(different)}: build the GPT from gpt2_config"
+            f"GPT-2 and this GPT do not both have {_some(different)}: "
+            "build the GPT from gpt2_config"
         )
     values = {}
-    for name, ours in names.items():
-        values[ours] = found[name].t() if ".c_" in name and name.endswith("weight") else found[name]
-        if values[ours].shape != target[ours].shape:
-            raise ValueError(
-                f"{name} gives {ours} the shape {list(values[ours].shape)} but the model has {list(target[ours].shape)}: "
-                "build the GPT from gpt2_config"
-            )
-    for (
-        name,
-        value,
-    ) in values.items():  # only once all of them fit: an error leaves the model as it was
+    for theirs, ours in names.items():
+        value = _as_linear(theirs, found[theirs])
+        _check_shape(theirs, value, ours, target[ours])
+        values[ours] = value
+    # Copied only once all of them fit: an error leaves the model as it was.
+    for name, value in values.items():
         target[name].copy_(value)
     return model
 
 
-def _names(num_layers):
-    """{name in transformers: name here} for all weights but the head."""
-    parts = {"ln_f": "norm"}
-    for i in range(num_layers):
-        parts |= {f"h.{i}.{theirs}": f"blocks.{i}.{ours}" for theirs, ours in _LAYER.items()}
-    kinds = ("weight", "bias")
-    return _EMBEDDINGS | {
-        f"{theirs}.{kind}": f"{ours}.{kind}" for theirs, ours in parts.items() for kind in kinds
-    }
+def _bare_names(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The weights under the names of a `GPT2Model`, without the buffers of older versions."""
+    weights = {}
+    for name, value in state_dict.items():
+        if not name.endswith(_CAUSAL_MASKS):
+            weights[name.removeprefix("transformer.")] = value
+    return weights
 
 
-def _check_names(expected, found):
-    missing, unexpected = sorted(set(expected) - set(found)), sorted(set(found) - set(expected))
-    if missing or unexpected:
+def _names(num_layers: int) -> dict[str, str]:
+    """{name in transformers: name here} of all weights but the head."""
+    modules = {"ln_f": "norm"}
+    for layer in range(num_layers):
+        for theirs, ours in _LAYER.items():
+            modules[f"h.{layer}.{theirs}"] = f"blocks.{layer}.{ours}"
+    names = dict(_EMBEDDINGS)
+    for theirs, ours in modules.items():
+        for kind in ("weight", "bias"):
+            names[f"{theirs}.{kind}"] = f"{ours}.{kind}"
+    return names
+
+
+def _as_linear(name: str, value: torch.Tensor) -> torch.Tensor:
+    """A weight in the layout of `nn.Linear`; `c_attn`, `c_proj` and `c_fc` are `Conv1D` modules."""
+    is_conv_weight = ".c_" in name and name.endswith("weight")
+    return value.t() if is_conv_weight else value
+
+
+def _own_head(head: torch.Tensor | None) -> torch.Tensor:
+    """The head of a model that does not tie it to the embedding."""
+    if head is None:
+        # The embedding would fit, but the model would then compute something else.
         raise ValueError(
-            f"the state dict is not that of a GPT-2 of this shape: missing {_some(missing)}; unexpected {_some(unexpected)}"
+            f"the state dict has no {_HEAD} but this GPT has a head of its own: "
+            "load that of a GPT2LMHeadModel or build the GPT with tie_embeddings=True"
+        )
+    return head
+
+
+def _check_tied_head(head: torch.Tensor | None, embedding: torch.Tensor) -> None:
+    if head is not None and not torch.equal(head, embedding):
+        raise ValueError(
+            f"{_HEAD} differs from wte.weight: build the GPT with tie_embeddings=False"
         )
 
 
-def _some(names, most=4):
-    """The first few names of a list, and how many more."""
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more if names else "none"
+def _check_names(expected: Iterable[str], found: Iterable[str]) -> None:
+    missing = sorted(set(expected) - set(found))
+    unexpected = sorted(set(found) - set(expected))
+    if missing or unexpected:
+        raise ValueError(
+            "the state dict is not that of a GPT-2 of this shape: "
+            f"missing {_some(missing)}; unexpected {_some(unexpected)}"
+        )
+
+
+def _check_shape(theirs: str, value: torch.Tensor, ours: str, target: torch.Tensor) -> None:
+    if value.shape != target.shape:
+        raise ValueError(
+            f"{theirs} gives {ours} the shape {list(value.shape)} "
+            f"but the model has {list(target.shape)}: build the GPT from gpt2_config"
+        )
+
+
+def _some(names: Sequence[str], most: int = 4) -> str:
+    """The first few names of a list, and how many more there are."""
+    if not names:
+        return "none"
+    listed = ", ".join(names[:most])
+    if len(names) > most:
+        return f"{listed} and {len(names) - most} more"
+    return listed

@@ -106,8 +106,18 @@ def test_an_untied_head_has_its_own_weight(hf, batch):
         match=r"lm_head.weight differs from wte.weight: build the GPT with tie_embeddings=False",
     ):
         load_gpt2(GPT(gpt2_config(hf.config)), weights)
-    load_gpt2(untied, hf.transformer.state_dict())
-    assert torch.equal(untied.head.weight, untied.embed.weight)
+
+
+def test_an_untied_head_is_never_taken_from_the_embedding(hf):
+    untied = GPT(gpt2_config(hf.config, tie_embeddings=False))
+    before = copy.deepcopy(untied.state_dict())
+    with pytest.raises(ValueError) as caught:
+        load_gpt2(untied, hf.transformer.state_dict())
+    assert str(caught.value) == (
+        "the state dict has no lm_head.weight but this GPT has a head of its own: "
+        "load that of a GPT2LMHeadModel or build the GPT with tie_embeddings=True"
+    )
+    assert all(torch.equal(before[name], value) for name, value in untied.state_dict().items())
 
 
 def test_wrong_state_dicts_are_one_line_and_change_nothing(hf):
