@@ -5,8 +5,13 @@ import torch
 
 from labcode.models.layers import CoreAttention
 from labcode.parallel import attention_block
-from labcode.parallel.attention_block import PLAIN, Kernel, fastest_kernel, visible_block
-from labcode.parallel.context import own_positions
+from labcode.parallel.attention_block import (
+    PLAIN,
+    Kernel,
+    fastest_kernel,
+    own_chunks,
+    visible_block,
+)
 
 # name: (B, N, K, S, D); odd lengths make parts of unequal length, and 3 tokens leave some of 8 chunks empty
 SHAPES = {
@@ -22,6 +27,12 @@ CASES = [("zigzag", True), ("contiguous", True), ("zigzag", False), ("contiguous
 @pytest.fixture(params=[1, 2, 4])
 def pool(request):
     return request.getfixturevalue(f"ranks{request.param}")
+
+
+def own_positions(length, group_size, rank, layout):
+    """Global positions of the tokens that a rank holds, ascending."""
+    runs = own_chunks(length, group_size, rank, layout)
+    return torch.cat([torch.arange(run.start, run.stop) for run in runs])
 
 
 def inputs(shape, dtype=torch.float64):
@@ -62,7 +73,7 @@ def part_of_attention(way, shape, layout, causal, kernel=None, dtype=torch.float
         out = attention(*leaves)
         out.backward(dout)
     untouched = all(x.equal(y) for x, y in zip((*leaves, dout), kept))
-    positions = context.own_positions(shape[3], group.size(), group.rank(), layout)
+    positions = own_positions(shape[3], group.size(), group.rank(), layout)
     return positions, out.detach(), [x.grad for x in leaves], untouched
 
 
