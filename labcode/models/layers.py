@@ -1,14 +1,18 @@
-"""What GPT and ViT are made of: attention, MLP and pre-norm block, and how their weights are drawn.
+"""What GPT and ViT are made of: attention, MLP and pre-norm block, and how weights are drawn.
 
-No layer here knows of ranks. Each is a plain module of plain modules, so that a sharded version can replace any of
-them: `attention.qkv`, `attention.core`, `attention.proj`, `mlp.up`, `mlp.down`, `norm1`, `norm2`.
+No layer here knows of ranks. Each is a plain module of plain modules, so that a sharded version can
+replace any of them: `attention.qkv`, `attention.core`, `attention.proj`, `mlp.up`, `mlp.down`,
+`norm1`, `norm2`.
 
-Shapes: B samples, S tokens (or patches), H hidden features, N query heads, K key/value heads, D features of one head
-(H = N*D), F features inside the MLP. An attention that holds a part of the heads has a part of N and of K.
+Shapes: B samples, S tokens (or patches), H hidden features, N query heads, K key/value heads, D
+features of one head (H = N*D), F features inside the MLP. An attention that holds a part of the
+heads has a part of N and of K.
 """
 
 import hashlib
 import math
+from collections.abc import Sequence
+from typing import TypeVar, cast
 
 import torch
 import torch.nn.functional as F
@@ -18,19 +22,26 @@ from labcode.config import GPTConfig, ViTConfig
 
 INITIAL_STD = 0.02
 
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cos and sin of `Rotary`, each [S, D/2]
+Model = TypeVar("Model", bound=nn.Module)
+
 
 class CoreAttention(nn.Module):
-    """Attention proper, between the projections: `softmax(q k^T / sqrt(D)) v`, in PyTorch's fused kernel.
+    """Attention between the projections, `softmax(q k^T / sqrt(D)) v`, in PyTorch's fused kernel.
 
-    It has no weights and sees each head apart. Whoever cuts the sequence replaces this module alone.
-    Source: Vaswani et al. 2017 (arXiv:1706.03762), eq. 1; Ainslie et al. 2023 (arXiv:2305.13245) for K < N.
+    It has no weights and treats each head separately. To cut the sequence, replace this module
+    alone.
+
+    Source: Vaswani et al. 2017 (arXiv:1706.03762), eq. 1; Ainslie et al. 2023 (arXiv:2305.13245)
+        for K < N.
     """
 
     def __init__(self, causal: bool, dropout: float = 0.0) -> None:
         super().__init__()
-        self.causal, self.dropout = causal, dropout
+        self.causal = causal
+        self.dropout = dropout
 
-    def forward(self, q, k, v):
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Query head n reads key/value head n // (N/K).
 
         Args:
@@ -46,16 +57,17 @@ class CoreAttention(nn.Module):
             v,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=self.causal,
-            enable_gqa=q.shape[1]
-            != k.shape[1],  # asked for only where needed: not every GPU kernel has it
+            # asked for only where it is needed: not every GPU kernel has it
+            enable_gqa=q.shape[1] != k.shape[1],
         )
 
 
 class Attention(nn.Module):
     """Multi-head attention: `proj(core(q, k, v))` with `q | k | v = qkv(x)`.
 
-    The rows of `qkv.weight` are all query heads, then all key heads, then all value heads. How many there are is read
-    off the output of `qkv`: one that holds half of the rows of each kind makes this an attention of half the heads.
+    The rows of `qkv.weight` are all query heads, then all key heads, then all value heads. Their
+    number is read from the output of `qkv`: a `qkv` that holds half of the rows of each kind makes
+    this an attention of half the heads.
 
     Args:
         hidden_size: H
@@ -65,7 +77,15 @@ class Attention(nn.Module):
         dropout: Probability, on the attention weights and on the output.
     """
 
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, *, causal, dropout=0.0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        *,
+        causal: bool,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         self.head_size = hidden_size // num_heads
@@ -75,28 +95,29 @@ class Attention(nn.Module):
         self.proj = nn.Linear(hidden_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x, rotation=None):
+    def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """Args: x [B, S, H]; rotation: cos and sin of `Rotary`, or None. Returns [B, S, H]."""
         qkv = self.qkv(x)  # [B, S, (N+2K)*D]
-        batch, length, width = (
-            qkv.shape
-        )  # not those of x: a sharded qkv may gather the sequence and has fewer heads
+        # The sizes are not those of x: a sharded qkv may gather the sequence and has fewer heads.
+        batch, length, width = qkv.shape
         qkv = qkv.view(batch, length, width // self.head_size, self.head_size)  # [B, S, N+2K, D]
         heads = qkv.shape[2]
         kv_heads = heads // (self.queries_per_kv + 2)
+        query_heads = heads - 2 * kv_heads
         assert heads == kv_heads * (self.queries_per_kv + 2), (
             f"{heads} heads are no whole groups of q, k and v"
         )
         if rotation is None:
-            q, k, v = qkv.split((heads - 2 * kv_heads, kv_heads, kv_heads), dim=2)
+            q, k, v = qkv.split((query_heads, kv_heads, kv_heads), dim=2)
         else:
-            qk, v = qkv.split((heads - kv_heads, kv_heads), dim=2)
-            q, k = rotate(qk, rotation).split((heads - 2 * kv_heads, kv_heads), dim=2)
-        # Split first, transpose after: then the backward joins the three gradients in the memory order of qkv, in one copy.
+            # q and k are neighbours in memory, so one call rotates both
+            qk, v = qkv.split((query_heads + kv_heads, kv_heads), dim=2)
+            q, k = rotate(qk, rotation).split((query_heads, kv_heads), dim=2)
+        # Split first, transpose after: backward then joins the three gradients in the memory order
+        # of qkv, in one copy.
         out = self.core(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2))  # [B, N, S, D]
-        out = out.transpose(1, 2).flatten(
-            2
-        )  # [B, S, N*D]: no copy, the kernel writes its output in this order
+        # [B, S, N*D]: no copy, because the kernel writes its output in this order
+        out = out.transpose(1, 2).flatten(2)
         return self.dropout(self.proj(out))
 
 
@@ -106,13 +127,13 @@ class MLP(nn.Module):
     Source: Hendrycks and Gimpel 2016 (arXiv:1606.08415), section 2.
     """
 
-    def __init__(self, hidden_size, ffn_size, dropout=0.0) -> None:
+    def __init__(self, hidden_size: int, ffn_size: int, dropout: float = 0.0) -> None:
         super().__init__()
         self.up = nn.Linear(hidden_size, ffn_size)
         self.down = nn.Linear(ffn_size, hidden_size)
         self.dropout = nn.Dropout(dropout)
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[B, S, H] -> [B, S, H], through [B, S, F]."""
         return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
 
@@ -120,10 +141,20 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One pre-norm layer: `x = x + attention(norm1(x)); x = x + mlp(norm2(x))`.
 
-    Source: Radford et al. 2019 (GPT-2), section 2.3; Xiong et al. 2020 (arXiv:2002.04745) for why the norm goes first.
+    Source: Radford et al. 2019 (GPT-2), section 2.3; Xiong et al. 2020 (arXiv:2002.04745) for why
+        the norm goes first.
     """
 
-    def __init__(self, hidden_size, num_heads, ffn_size, num_kv_heads=None, *, causal, dropout=0.0) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        ffn_size: int,
+        num_kv_heads: int | None = None,
+        *,
+        causal: bool,
+        dropout: float = 0.0,
+    ) -> None:
         super().__init__()
         self.norm1 = nn.LayerNorm(hidden_size)
         self.attention = Attention(
@@ -132,91 +163,118 @@ class Block(nn.Module):
         self.norm2 = nn.LayerNorm(hidden_size)
         self.mlp = MLP(hidden_size, ffn_size, dropout)
 
-    def forward(self, x, rotation=None):
+    def forward(self, x: torch.Tensor, rotation: Rotation | None = None) -> torch.Tensor:
         """[B, S, H] -> [B, S, H]."""
         x = x + self.attention(self.norm1(x), rotation)
         return x + self.mlp(self.norm2(x))
 
 
 class Rotary(nn.Module):
-    """The angles by which rotary positions turn queries and keys: `angle(s, i) = s * base**(-2i/D)`, i = 0..D/2-1.
+    """Angles by which rotary positions turn queries and keys.
 
-    No buffer: the table takes microseconds, is made once for all layers, and so survives the meta device and casts.
+        angle(s, i) = s * base**(-2i/D), i = 0..D/2-1
+
+    The table is no buffer: it takes microseconds, is made once for all layers, and so survives the
+    meta device and casts.
+
     Source: Su et al. 2021 (arXiv:2104.09864), eq. 15.
     """
 
     def __init__(self, head_size: int, base: float = 10000.0) -> None:
         super().__init__()
-        self.head_size, self.base = head_size, base
+        self.head_size = head_size
+        self.base = base
 
-    def forward(self, positions, dtype=torch.float32):
-        """Args: positions [S] integers; dtype of the activations. Returns cos and sin, each [S, D/2], float32 or wider."""
+    def forward(self, positions: torch.Tensor, dtype: torch.dtype = torch.float32) -> Rotation:
+        """Compute the angles of some positions.
+
+        Args:
+            positions: [S] integers.
+            dtype: That of the activations.
+
+        Returns:
+            cos and sin, each [S, D/2], float32 or wider.
+        """
         # Made in float64: at position 100 000 a float32 angle is already off by 0.008.
-        exponent = (
-            torch.arange(0, self.head_size, 2, device=positions.device, dtype=torch.float64)
-            / self.head_size
-        )
-        angles = positions.to(torch.float64)[:, None] * self.base**-exponent  # [S, D/2]
-        dtype = torch.promote_types(dtype, torch.float32)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        features = torch.arange(
+            0, self.head_size, 2, device=positions.device, dtype=torch.float64
+        )  # [D/2]
+        frequencies = self.base ** -(features / self.head_size)
+        angles = positions.to(torch.float64)[:, None] * frequencies  # [S, D/2]
+        wide = torch.promote_types(dtype, torch.float32)
+        return angles.cos().to(wide), angles.sin().to(wide)
 
 
-def rotate(x, rotation):
-    """Turns feature pairs (i, i + D/2) of each token by its angles: `(a, b) -> (a cos - b sin, b cos + a sin)`.
+def rotate(x: torch.Tensor, rotation: Rotation) -> torch.Tensor:
+    """Turn feature pairs (i, i + D/2) of each token by its angles.
 
-    Pairs half a head apart, as in GPT-NeoX and Llama; the paper pairs neighbours: the same, with features in another order.
+        (a, b) -> (a cos - b sin, b cos + a sin)
+
+    The two features of a pair are half a head apart, as in GPT-NeoX and Llama. The paper pairs
+    neighbours, which is the same with the features in another order.
 
     Args:
         x: [B, S, heads, D]
         rotation: cos and sin, each [S, D/2].
     """
-    cos, sin = (table[:, None] for table in rotation)  # [S, 1, D/2]: the same for all heads
+    cos, sin = rotation
+    cos = cos[:, None]  # [S, 1, D/2]: the same for all heads
+    sin = sin[:, None]
     a, b = x.chunk(2, dim=-1)  # each [B, S, heads, D/2]
     return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
 
 
-def initial_value(name: str, shape, config: GPTConfig | ViTConfig, seed: int | None = None):
-    """The first value of one parameter, float32 on the CPU, as a function of seed and name alone.
+def initial_value(
+    name: str, shape: Sequence[int], config: GPTConfig | ViTConfig, seed: int | None = None
+) -> torch.Tensor:
+    """The first value of one parameter: float32 on the CPU, a function of seed and name alone.
 
-    Weights are normal with deviation 0.02, divided by `sqrt(2*num_layers)` for the two projections of each layer that
-    add to the residual stream; norms are the identity, biases and the head of a ViT are zero. The generator is seeded by
-    a hash of seed and name, so that neither order, device, dtype nor the presence of other parameters matters: a rank
-    that holds one shard of one layer draws the values that a whole model would have.
+    Weights are normal with standard deviation 0.02, divided by `sqrt(2*num_layers)` for the two
+    projections of each layer that add to the residual stream. Norms are the identity; biases and
+    the head of a ViT are zero. The generator is seeded with a hash of seed and name, so that order,
+    device, dtype and the presence of other parameters do not matter: a rank that holds one shard of
+    one layer draws the values that a whole model would have.
 
     Args:
         name: Dotted name in the whole model, such as `blocks.3.mlp.down.weight`.
         shape: Shape of the whole parameter.
-        config: Of the whole model.
+        config: That of the whole model.
         seed: None draws from torch's global generator instead.
 
     Source: Radford et al. 2019 (GPT-2), section 2.3.
     """
     module, _, kind = name.rpartition(".")
-    if kind == "bias" or (name == "head.weight" and isinstance(config, ViTConfig)):
+    is_head_of_vit = name == "head.weight" and isinstance(config, ViTConfig)
+    if kind == "bias" or is_head_of_vit:
         return torch.zeros(shape, device="cpu")
     if module.rpartition(".")[2].startswith("norm"):
         return torch.ones(shape, device="cpu")
-    adds_to_residual = module.endswith(("attention.proj", "mlp.down"))
-    std = INITIAL_STD / math.sqrt(2 * config.num_layers) if adds_to_residual else INITIAL_STD
-    generator = None
-    if seed is not None:
-        # Not hash(): Python salts it anew in every process, and the ranks would disagree.
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
-    # Drawn in float64: the float32 sampler has one version per instruction set, and two CPUs disagree in the last bits.
-    # Rounded to float32 at once, so that a float64 model starts from exactly the values of a float32 one.
-    return (
-        torch.empty(shape, dtype=torch.float64, device="cpu")
-        .normal_(0.0, std, generator=generator)
-        .float()
-    )
+    std = INITIAL_STD
+    if module.endswith(("attention.proj", "mlp.down")):
+        std = INITIAL_STD / math.sqrt(2 * config.num_layers)
+    # Drawn in float64: the float32 sampler has one version per instruction set, and two CPUs
+    # disagree in the last bits. Rounded to float32 at once, so that a float64 model starts from
+    # exactly the values of a float32 one.
+    value = torch.empty(shape, dtype=torch.float64, device="cpu")
+    return value.normal_(0.0, std, generator=_generator_of(name, seed)).float()
+
+
+def _generator_of(name: str, seed: int | None) -> torch.Generator | None:
+    """A generator for one parameter; None, which is torch's global one, without a seed."""
+    if seed is None:
+        return None
+    # Not hash(): Python salts it anew in every process, and the ranks would disagree.
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    # 63 bits: manual_seed does not take all of 64
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
 
 
 @torch.no_grad()
-def initialize(model, seed: int | None = None):
-    """Draws every parameter of a GPT or ViT anew (`initial_value`), in place, and returns the model.
+def initialize(model: Model, seed: int | None = None) -> Model:
+    """Draw every parameter of a GPT or ViT anew (`initial_value`), in place, and return the model.
 
-    Costs about 40 ns a parameter: 4 s for 100 M. Tied weights are drawn once, under their first name.
+    Costs about 40 ns per parameter: 4 s for 100 million. Tied weights are drawn once, under their
+    first name.
 
     Args:
         model: A whole GPT or ViT on any device, in any dtype.
@@ -225,10 +283,12 @@ def initialize(model, seed: int | None = None):
     Raises:
         ValueError: Parameters are still on the meta device.
     """
+    config = cast(GPTConfig | ViTConfig, model.config)
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             raise ValueError(
-                f"{name} is on the meta device, which holds no values: call model.to_empty(device=...) first"
+                f"{name} is on the meta device, which holds no values: "
+                "call model.to_empty(device=...) first"
             )
-        parameter.copy_(initial_value(name, parameter.shape, model.config, seed))
+        parameter.copy_(initial_value(name, parameter.shape, config, seed))
     return model

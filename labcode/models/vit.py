@@ -1,8 +1,11 @@
-"""A vision transformer for weather: from the state of the atmosphere to the next one; knows nothing of ranks.
+"""A vision transformer that forecasts the next state of the atmosphere; knows nothing of ranks.
 
-Shapes: B samples, C variables, F forcings, Y latitudes, X longitudes, P patch size, S = Y/P * X/P patches, H hidden
-features.
+Shapes: B samples, C variables, F forcings, Y latitudes, X longitudes, P patch size, S = Y/P * X/P
+patches, H hidden features.
 """
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import nn
@@ -10,14 +13,21 @@ from torch import nn
 from labcode.config import ViTConfig, require
 from labcode.models.layers import Block, initialize
 
+if TYPE_CHECKING:
+    import numpy as np
+
 
 class ViT(nn.Module):
-    """A bidirectional transformer over patches that predicts a change: `next = state + head(norm(blocks(embed(patches))))`.
+    """A bidirectional transformer over patches that predicts a change.
 
-    The head starts at zero, so that an untrained model is persistence exactly (tomorrow is as today), the baseline to beat.
-    It expects fields normalised per variable. Weights: as for `GPT`.
+        next = state + head(norm(blocks(embed(patches))))
 
-    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929); Lam et al. 2022 (arXiv:2212.12794, GraphCast) for the change.
+    The head starts at zero, so that an untrained model is persistence exactly (tomorrow is like
+    today), the baseline to beat. It expects fields normalised per variable. Weights are drawn as
+    those of `GPT`.
+
+    Source: Dosovitskiy et al. 2020 (arXiv:2010.11929); Lam et al. 2022 (arXiv:2212.12794,
+        GraphCast) for the change.
 
     Raises:
         ValueError: `num_variables`, `lat` or `lon` is None.
@@ -30,17 +40,18 @@ class ViT(nn.Module):
         self.embed = nn.Linear(config.patch_inputs, config.hidden_size)
         self.positions = nn.Embedding(config.sequence_length, config.hidden_size)
         self.dropout = nn.Dropout(config.dropout)
-        sizes = (config.hidden_size, config.num_heads, config.ffn)
-        self.blocks = nn.ModuleList(
-            Block(*sizes, causal=False, dropout=config.dropout) for _ in range(config.num_layers)
-        )
+        self.blocks = nn.ModuleList(_block(config) for _ in range(config.num_layers))
         self.norm = nn.LayerNorm(config.hidden_size)
         self.head = nn.Linear(config.hidden_size, config.patch_outputs)
         if not self.embed.weight.is_meta:
             initialize(self)
 
-    def forward(self, state, x=None, layers=None):
-        """The next state; or a part of the way there, for a model that is cut into stages.
+    def forward(
+        self, state: torch.Tensor, x: torch.Tensor | None = None, layers: range | None = None
+    ) -> torch.Tensor:
+        """The next state, or the output of some of the layers.
+
+        The second form is for a model that is cut into stages.
 
         Args:
             state: [B, C+F, Y, X], normalised; the forcings come last.
@@ -53,46 +64,72 @@ class ViT(nn.Module):
             ValueError: The state has another shape than the model was built for.
         """
         config = self.config
-        expected = (config.num_variables + (config.num_forcings or 0), config.lat, config.lon)
-        if state.dim() != 4 or state.shape[1:] != expected:
-            raise ValueError(
-                f"state is {list(state.shape)} but this model takes [B, {', '.join(map(str, expected))}]: "
-                "change the data, or num_variables, num_forcings, lat and lon of the model"
-            )
+        variables, lat, lon = _state_shape(config)
+        self._check_state(state, (variables + (config.num_forcings or 0), lat, lon))
         layers = layers or range(config.num_layers)
         if layers.start == 0:
             patches = patchify(state, config.patch_size)  # [B, S, (C+F)*P*P]
             positions = torch.arange(patches.shape[1], device=patches.device)
             x = self.dropout(self.embed(patches) + self.positions(positions))  # [B, S, H]
+        assert x is not None, f"layers {layers} need the output of the layer before them"
+        hidden = x
         for number in layers:
-            x = self.blocks[number](x)
+            hidden = self.blocks[number](hidden)
         if layers.stop < config.num_layers:
-            return x
-        change = unpatchify(
-            self.head(self.norm(x)), config.num_variables, config.lat, config.lon, config.patch_size
-        )
-        return state[:, : config.num_variables] + change
+            return hidden
+        patches = self.head(self.norm(hidden))  # [B, S, C*P*P]
+        change = unpatchify(patches, variables, lat, lon, config.patch_size)
+        return state[:, :variables] + change
+
+    def _check_state(self, state: torch.Tensor, expected: tuple[int, int, int]) -> None:
+        if state.dim() != 4 or state.shape[1:] != expected:
+            sizes = ", ".join(map(str, expected))
+            raise ValueError(
+                f"state is {list(state.shape)} but this model takes [B, {sizes}]: "
+                "change the data, or num_variables, num_forcings, lat and lon of the model"
+            )
 
 
-def patchify(state, patch_size: int):
-    """Cuts fields into patches, row by row from the first latitude: [B, C, Y, X] -> [B, S, C*P*P]."""
-    batch, variables, lat, lon = state.shape
-    p = patch_size
-    patches = state.reshape(batch, variables, lat // p, p, lon // p, p)  # [B, C, Y/P, P, X/P, P]
-    return patches.permute(0, 2, 4, 1, 3, 5).reshape(
-        batch, (lat // p) * (lon // p), variables * p * p
+def _block(config: ViTConfig) -> Block:
+    return Block(
+        config.hidden_size, config.num_heads, config.ffn, causal=False, dropout=config.dropout
     )
 
 
-def unpatchify(patches, variables: int, lat: int, lon: int, patch_size: int):
-    """Puts patches back in their places, the inverse of `patchify`: [B, S, C*P*P] -> [B, C, Y, X]."""
+def _state_shape(config: ViTConfig) -> tuple[int, int, int]:
+    """[C, Y, X]; `ViT` has refused a config in which one of them is None."""
+    return cast(tuple[int, int, int], (config.num_variables, config.lat, config.lon))
+
+
+def patchify(state: torch.Tensor, patch_size: int) -> torch.Tensor:
+    """Cut fields into patches, row by row from the first latitude.
+
+    [B, C, Y, X] -> [B, S, C*P*P]
+    """
+    batch, variables, lat, lon = state.shape
+    p = patch_size
+    rows = lat // p
+    columns = lon // p
+    patches = state.reshape(batch, variables, rows, p, columns, p)  # [B, C, Y/P, P, X/P, P]
+    patches = patches.permute(0, 2, 4, 1, 3, 5)  # [B, Y/P, X/P, C, P, P]
+    return patches.reshape(batch, rows * columns, variables * p * p)
+
+
+def unpatchify(
+    patches: torch.Tensor, variables: int, lat: int, lon: int, patch_size: int
+) -> torch.Tensor:
+    """Put patches back in their places, the inverse of `patchify`.
+
+    [B, S, C*P*P] -> [B, C, Y, X]
+    """
     p = patch_size
     state = patches.reshape(-1, lat // p, lon // p, variables, p, p)  # [B, Y/P, X/P, C, P, P]
-    return state.permute(0, 3, 1, 4, 2, 5).reshape(-1, variables, lat, lon)
+    state = state.permute(0, 3, 1, 4, 2, 5)  # [B, C, Y/P, P, X/P, P]
+    return state.reshape(-1, variables, lat, lon)
 
 
-def latitude_weights(latitudes):
-    """How much a grid row counts: proportional to its area, `w(y) = cos(lat_y) / mean(cos(lat))`.
+def latitude_weights(latitudes: "torch.Tensor | np.ndarray | Sequence[float]") -> torch.Tensor:
+    """How much a grid row counts: in proportion to its area, `w(y) = cos(lat_y) / mean(cos(lat))`.
 
     Args:
         latitudes: [Y] degrees north, -90 to 90; tensor, array or list.
@@ -105,15 +142,20 @@ def latitude_weights(latitudes):
 
     Source: Rasp et al. 2020 (WeatherBench, arXiv:2002.00469), eq. 2.
     """
-    latitudes = torch.as_tensor(latitudes, dtype=torch.float64)
-    if latitudes.abs().max() > 90:
-        raise ValueError(f"latitudes reach {latitudes.abs().max():g}: give degrees from -90 to 90")
-    weights = latitudes.deg2rad().cos()
+    degrees = torch.as_tensor(latitudes, dtype=torch.float64)
+    highest = degrees.abs().max()
+    if highest > 90:
+        raise ValueError(f"latitudes reach {highest:g}: give degrees from -90 to 90")
+    weights = degrees.deg2rad().cos()
     return (weights / weights.mean()).float()
 
 
-def loss(prediction, target, weights=None):
-    """Mean squared error over samples, variables and grid points: `mean(w(y) * (prediction - target)**2)`.
+def loss(
+    prediction: torch.Tensor, target: torch.Tensor, weights: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Mean squared error over samples, variables and grid points.
+
+        mean(w(y) * (prediction - target)**2)
 
     Args:
         prediction, target: [B, C, Y, X]
