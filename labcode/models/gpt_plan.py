@@ -4,6 +4,7 @@ Every rank gets whole sequences of tokens. Attention is causal, so cp cuts them 
 """
 
 from functools import partial
+from typing import cast
 
 import torch
 from torch import nn
@@ -72,7 +73,7 @@ def gpt_plan(config: GPTConfig, grid: Grid, parallel: ParallelConfig) -> ModelPl
 
 
 def _embed(parts: SequenceParts, sequence_parallel: bool) -> PlanEntry:
-    def transform(module: nn.Module) -> nn.Module:
+    def transform(module: nn.Embedding) -> nn.Module:
         tp = parts.grid.group("tp")
         embedding = VocabParallelEmbedding(module, tp, sequence=sequence_parallel)
         return with_sharded_input(embedding, cut(parts.over_cp, SEQUENCE_DIM))
@@ -94,7 +95,7 @@ def _positions(parts: SequenceParts, learned: bool) -> PlanEntry:
 
 
 def _head(grid: Grid, sequence_parallel: bool) -> PlanEntry:
-    def transform(module: nn.Module) -> nn.Module:
+    def transform(module: nn.Linear) -> nn.Module:
         return ColumnParallelLinear(module, grid.group("tp"), sequence=sequence_parallel)
 
     return PlanEntry("head", "column-parallel: logits of its own part of the vocabulary", transform)
@@ -133,7 +134,8 @@ def gpt_loss(
         The same number on every rank of cp and tp.
     """
     own = take_own_targets(grid, targets)
-    losses = vocab_parallel_cross_entropy(logits, own, grid.group("tp"), config.vocab_size)
+    vocab_size = cast(int, config.vocab_size)  # a GPT has been built from this config
+    losses = vocab_parallel_cross_entropy(logits, own, grid.group("tp"), vocab_size)
     return reduce_from(losses.sum() / count_targets(targets), grid.group("cp"))
 
 

@@ -6,13 +6,13 @@ these files and this one are the only places that know both a model and the grid
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from labcode.comm.grid import Grid
-from labcode.config import ParallelConfig
+from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
 from labcode.models.gpt_plan import gpt_plan
 from labcode.models.layers import initial_value
@@ -168,9 +168,10 @@ def _draw(
         raise ValueError(
             "a model on the meta device has no values: give the seed from which to draw them"
         )
+    config = cast(GPTConfig | ViTConfig, model.config)
     for name, param in model.named_parameters():
         drawn_as = tied[0] if name in tied else name  # tied weights have the values of the first
-        whole = initial_value(drawn_as, shardings[name].shape, model.config, seed)
+        whole = initial_value(drawn_as, shardings[name].shape, config, seed)
         param.copy_(shardings[name].own(whole, grid))
 
 

@@ -82,7 +82,7 @@ def block_entries(
     column = partial(ColumnParallelLinear, group=tp, sequence=sequence)
     row = partial(RowParallelLinear, group=tp, sequence=sequence)
 
-    def qkv(module: nn.Module) -> nn.Module:
+    def qkv(module: nn.Linear) -> nn.Module:
         return column(module, sections=heads.sections, copies=heads.copies)
 
     def around_the_heads(module: nn.Module) -> nn.Module:

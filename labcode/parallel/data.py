@@ -12,6 +12,7 @@ Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,7 +65,7 @@ class DataParallel(nn.Module):
             for param in bucket.params:
                 param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
 
-    def forward(self, *args, **kwargs) -> torch.Tensor:  # noqa: ANN002, ANN003
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
         return self.module(*args, **kwargs)
 
@@ -89,7 +90,7 @@ class DataParallel(nn.Module):
         for bucket in self.buckets:
             bucket.receive()
 
-    def _gradient_ready(self, bucket: "Bucket", param: torch.Tensor) -> None:
+    def _gradient_ready(self, bucket: "Bucket", param: nn.Parameter) -> None:
         if not self._syncing:
             return
         if param not in bucket.missing:
@@ -109,7 +110,7 @@ class DataParallel(nn.Module):
             candidate.send(self.group, self.num_shares)
 
 
-def _when_ready(parallel: weakref.ref, number: int) -> Callable[[torch.Tensor], None]:
+def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], None]:
     """The hook of a parameter in bucket `number`.
 
     It must not refer to the model, the bucket or the parameter. Autograd would hold it where
@@ -117,7 +118,7 @@ def _when_ready(parallel: weakref.ref, number: int) -> Callable[[torch.Tensor], 
     group with its threads.
     """
 
-    def hook(param: torch.Tensor) -> None:
+    def hook(param: nn.Parameter) -> None:
         alive = parallel()
         if alive is not None:
             alive._gradient_ready(alive.buckets[number], param)
@@ -156,6 +157,7 @@ def _sum_then_divide(
     group, num_shares = state
     flat = bucket.buffer().div_(num_shares)  # before the sum, as in `Bucket.send`
     work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None, "this rank is not in the group of its DDP"
     return work.get_future().then(_first_value)
 
 

@@ -29,12 +29,13 @@ class PlanEntry:
     Args:
         modules: A name in the model; * stands for any layer.
         how: What becomes of the module, in words.
-        transform: Takes the module and returns what replaces it.
+        transform: Takes the module, of whatever type the entry expects there, and returns what
+            replaces it.
     """
 
     modules: str
     how: str
-    transform: Callable[[nn.Module], nn.Module]
+    transform: Callable[[Any], nn.Module]
 
 
 @dataclass(frozen=True)
@@ -94,7 +95,7 @@ class ModelPlan:
     isolated_dropout: tuple[str, ...] = ()
     tied: tuple[str, ...] = ()
     count_targets: Callable[[torch.Tensor], torch.Tensor] | None = None
-    prepare: Callable[[nn.Module], None] | None = None
+    prepare: Callable[[Any], None] | None = None
 
 
 def apply_plan(model: nn.Module, entries: Iterable[PlanEntry]) -> None:

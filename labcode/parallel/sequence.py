@@ -16,6 +16,7 @@ Shapes: B samples, S tokens, H features, F features of the product, tp ranks.
 Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.2.2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -136,7 +137,7 @@ class _Gathered:
     def __init__(self, part: torch.Tensor, group: dist.ProcessGroup) -> None:
         self.part = part
         self.group = group
-        self._wait: Any = None
+        self._wait: Callable[[], torch.Tensor] | None = None
         self._whole: torch.Tensor | None = None
 
     def start(self) -> None:
@@ -145,9 +146,9 @@ class _Gathered:
 
     def whole(self) -> torch.Tensor:
         """[B, S, H]"""
-        if self._whole is None:
-            if self._wait is None:
-                self.start()
-            self._whole = self._wait()
-            self._wait = None  # and the buffers behind it
+        if self._whole is not None:
+            return self._whole
+        wait = self._wait or start_all_gather(self.part, self.group, SEQUENCE_DIM)
+        self._wait = None  # and the buffers behind it
+        self._whole = wait()
         return self._whole

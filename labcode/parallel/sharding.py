@@ -123,7 +123,8 @@ class ParamSharding:
             shapes.append(shard.part_shape(shapes[-1], grid.coord(axis), grid.size(axis)))
         part = own
         outer_shapes = shapes[:-1]
-        for (axis, shard), shape in zip(reversed(self.shards.items()), reversed(outer_shapes)):
+        cuts = list(self.shards.items())
+        for (axis, shard), shape in zip(reversed(cuts), reversed(outer_shapes)):
             part = shard.join(_gather_parts(part, shard, shape, grid.group(axis)), shape)
         return part
 
@@ -310,7 +311,9 @@ def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.Proce
     buffers = []
     places = []  # (view of a gradient, view of the buffer where its sum arrives)
     for name, param in copied.items():
-        for copies, piece in _own_pieces(param.grad, shardings[name], group.rank(), group.size()):
+        grad = param.grad
+        assert grad is not None, f"{name} has no gradient to sum"
+        for copies, piece in _own_pieces(grad, shardings[name], group.rank(), group.size()):
             if copies == 1:
                 continue
             num_pieces = group.size() // copies

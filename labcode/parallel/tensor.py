@@ -247,7 +247,7 @@ def _check_in_vocabulary(tokens: torch.Tensor, vocab_size: int) -> None:
     torch._assert_async(inside, f"a token is outside 0 to {vocab_size - 1}")
 
 
-def own_part(whole: nn.Parameter, shard: Shard, group: dist.ProcessGroup) -> nn.Parameter:
+def own_part(whole: torch.Tensor, shard: Shard, group: dist.ProcessGroup) -> nn.Parameter:
     """This rank's part of a whole parameter, as a parameter of its own; frozen if the whole is."""
     part = shard.take(whole.detach(), group.rank(), group.size())
     return nn.Parameter(part, requires_grad=whole.requires_grad)

@@ -6,8 +6,6 @@ the laws on wording in `test_architecture.py` and by `test_style_checks.py`, and
 
 IN_REWORK: tuple[str, ...] = (
     "benchmarks/",
-    "labcode/models/",
-    "labcode/parallel/",
     "tests/",
 )
 
