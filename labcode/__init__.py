@@ -24,7 +24,7 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         teach/        checks, figures, labs and exercises, for lessons and tests alone
 
 Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
-From the command to the loss: train/__main__ -> run.run -> Trainer.fit -> Trainer.step ->
+From the command to the loss: train/__main__.main -> run.run -> _train -> Trainer.fit -> step ->
 ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.
 """
 

@@ -132,6 +132,7 @@ class TorchDataParallel(DistributedDataParallel):
     Args:
         module, process_group, bucket_cap_mb: As those of DDP.
         num_shares: As that of `DataParallel`.
+        options: More arguments of DDP, such as `find_unused_parameters`.
     """
 
     def __init__(
@@ -140,8 +141,11 @@ class TorchDataParallel(DistributedDataParallel):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         num_shares: int | None = None,
+        **options: Any,
     ) -> None:
-        super().__init__(module, process_group=process_group, bucket_cap_mb=bucket_cap_mb)
+        super().__init__(
+            module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
+        )
         if num_shares not in (None, dist.get_world_size(process_group)):
             # DDP divides by the number of ranks; a hook replaces its average by one of our own
             self.register_comm_hook((process_group, num_shares), _sum_then_divide)

@@ -120,8 +120,16 @@ class ParallelModel(nn.Module):
         weights = self._weights(batches)
         if self.grid.size("pp") > 1:
             total = self._through_the_pipeline(batches, weights)
-        else:
-            total = self._one_after_the_other(batches, weights)
+            self.finish_gradient_sync()
+            return total
+        total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
+        for number, (inputs, targets) in enumerate(batches):
+            is_last = number == len(batches) - 1
+            with contextlib.nullcontext() if is_last else self.no_sync():
+                with self._autocast():
+                    loss = self.loss(self(inputs), targets)
+                (loss * weights[number]).backward()
+            total += loss.detach() * weights[number]
         self.finish_gradient_sync()
         return total
 
@@ -134,8 +142,9 @@ class ParallelModel(nn.Module):
         """
         if self.grid.size("pp") == 1:
             values = []
-            for inputs, targets in batches:
-                values.append(self._loss_of(inputs, targets).double())
+            with self._autocast():
+                for inputs, targets in batches:
+                    values.append(self.loss(self(inputs), targets).double())
             return torch.stack(values)
         # Any number of micro-batches can be evaluated, whatever the training schedule asks for.
         pipeline = self._pipeline(self.grid.size("pp"))
@@ -177,20 +186,6 @@ class ParallelModel(nn.Module):
             lines.append(f"{name:32}{shapes:28}gradient summed over: {', '.join(axes) or '-'}")
         return "\n".join(lines)
 
-    # ---- without and with a pipeline
-
-    def _one_after_the_other(
-        self, batches: Sequence[Batch], weights: Sequence[torch.Tensor | float]
-    ) -> torch.Tensor:
-        total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
-        for number, (inputs, targets) in enumerate(batches):
-            is_last = number == len(batches) - 1
-            with contextlib.nullcontext() if is_last else self.no_sync():
-                loss = self._loss_of(inputs, targets) * weights[number]
-                loss.backward()
-            total += loss.detach()
-        return total
-
     def _through_the_pipeline(
         self, batches: Sequence[Batch], weights: Sequence[torch.Tensor | float]
     ) -> torch.Tensor:
@@ -202,10 +197,6 @@ class ParallelModel(nn.Module):
             total = pipeline.step(inputs, targets, weights, self.on_action)
         dist.all_reduce(total, group=self.grid.group("pp"))
         return total
-
-    def _loss_of(self, inputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        with self._autocast():
-            return self.loss(self.replica(inputs), targets)
 
     def _weights(self, batches: Sequence[Batch]) -> list[torch.Tensor | float]:
         """What the mean loss of each micro-batch counts in the mean over the whole global batch.

@@ -122,10 +122,13 @@ class ParamSharding:
         for axis, shard in self.shards.items():
             shapes.append(shard.part_shape(shapes[-1], grid.coord(axis), grid.size(axis)))
         part = own
-        outer_shapes = shapes[:-1]
-        cuts = list(self.shards.items())
-        for (axis, shard), shape in zip(reversed(cuts), reversed(outer_shapes)):
-            part = shard.join(_gather_parts(part, shard, shape, grid.group(axis)), shape)
+        axes = list(self.shards)
+        for number in reversed(range(len(axes))):  # the innermost cut first
+            axis = axes[number]
+            shard = self.shards[axis]
+            shape = shapes[number]
+            parts = _gather_parts(part, shard, shape, grid.group(axis))
+            part = shard.join(parts, shape)
         return part
 
     def key(self, grid: Grid) -> str:
@@ -182,14 +185,25 @@ def all_reduce_partial_gradients(params: Params, shardings: Shardings, grid: Gri
     Communicates: one flat all-reduce over tp for all partial gradients, one for all sections of
         which several ranks of tp hold copies, and one for each tied weight.
     """
-    trained = {name: param for name, param in params.items() if param.requires_grad}
-    partial = [param for name, param in trained.items() if "tp" in shardings[name].partial_over]
+    partial = []
+    copied = {}
+    tied = []
+    for name, param in params.items():
+        if not param.requires_grad:
+            continue
+        sharding = shardings[name]
+        if "tp" in sharding.partial_over:
+            partial.append(param)
+        if _has_copies(sharding):
+            copied[name] = param
+        if sharding.tied:
+            tied.append(param)
     if partial and grid.size("tp") > 1:  # a rank alone has seen everything
-        _all_reduce_flat(partial, grid.group("tp"))
-    _sum_copied_sections(trained, shardings, grid.group("tp"))
-    for name, param in trained.items():
-        if shardings[name].tied:
-            dist.all_reduce(param.grad, group=grid.ends())
+        _all_reduce_in_one_message(_gradients(partial), grid.group("tp"))
+    if copied:
+        _sum_copied_sections(copied, shardings, grid.group("tp"))
+    for grad in _gradients(tied):
+        dist.all_reduce(grad, group=grid.ends())
 
 
 @torch.no_grad()
@@ -273,13 +287,25 @@ def _gather_parts(
     return parts
 
 
-def _all_reduce_flat(params: Sequence[nn.Parameter], group: dist.ProcessGroup) -> None:
-    """Sum the gradients of some weights in one message; a missing gradient counts as zero."""
-    grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
-    flat = torch.cat([grad.flatten() for grad in grads])
+def _all_reduce_in_one_message(tensors: Sequence[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Sum some tensors over the group, in place."""
+    flat = torch.cat([tensor.flatten() for tensor in tensors])
     dist.all_reduce(flat, group=group)
-    for param, total in zip(params, flat.split([p.numel() for p in params])):
-        param.grad = total.view_as(param)
+    first = 0
+    for tensor in tensors:
+        last = first + tensor.numel()
+        tensor.copy_(flat[first:last].view_as(tensor))
+        first = last
+
+
+def _gradients(params: Sequence[nn.Parameter]) -> list[torch.Tensor]:
+    """The gradients of some weights; one that took no part in backward has a gradient of zero."""
+    grads = []
+    for param in params:
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        grads.append(param.grad)
+    return grads
 
 
 def _own_pieces(
@@ -305,27 +331,21 @@ def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.Proce
     the same copy are no group of the grid; so all of tp sum the whole sections, to which each rank
     adds in its own place. These sections are small: they have fewer heads than there are ranks.
     """
-    copied = {name: param for name, param in params.items() if _has_copies(shardings[name])}
-    if not copied:
-        return
-    buffers = []
+    rank = group.rank()
+    buffers = []  # whole sections
     places = []  # (view of a gradient, view of the buffer where its sum arrives)
-    for name, param in copied.items():
-        grad = param.grad
-        assert grad is not None, f"{name} has no gradient to sum"
-        for copies, piece in _own_pieces(grad, shardings[name], group.rank(), group.size()):
+    for name, param in params.items():
+        (grad,) = _gradients([param])
+        for copies, piece in _own_pieces(grad, shardings[name], rank, group.size()):
             if copies == 1:
                 continue
             num_pieces = group.size() // copies
             buffer = piece.new_zeros((num_pieces, *piece.shape))
-            place = buffer[group.rank() // copies]
+            place = buffer[rank // copies]
             place.copy_(piece)
             buffers.append(buffer)
             places.append((piece, place))
-    flat = torch.cat([buffer.flatten() for buffer in buffers])
-    dist.all_reduce(flat, group=group)
-    for buffer, total in zip(buffers, flat.split([buffer.numel() for buffer in buffers])):
-        buffer.copy_(total.view_as(buffer))
+    _all_reduce_in_one_message(buffers, group)
     for piece, place in places:
         piece.copy_(place)
 
