@@ -106,7 +106,7 @@ def lab(tmp_path_factory):
     )
     address = f"http://localhost:{port}"
     try:
-        deadline = time.monotonic() + 120
+        deadline = time.monotonic() + 280
         while status(f"{address}/api/status?token={TOKEN}")[0] != 200:
             assert server.poll() is None and time.monotonic() < deadline, (
                 home / "lab.log"
@@ -229,7 +229,7 @@ def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, pag
         writer = EventFileWriter(str(folder / place / "later"))
         writer.add_event(Event(wall_time=1.0, step=1))
         writer.close()
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 280
     while not later <= set(json.loads(status(runs)[1] or "[]")):
         assert time.monotonic() < deadline, status(runs)
         time.sleep(0.5)

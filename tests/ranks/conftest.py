@@ -74,7 +74,7 @@ def on_small_disk(tmp_path):
         script = f'{mount} && "$@"; code=$?; cp -r "$0"/run "$0"/.. ; exit $code'
         command = [*UNSHARE, "sh", "-c", script, str(disk), *command]
         return subprocess.run(
-            command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+            command, cwd=tmp_path, capture_output=True, text=True, timeout=280, check=False
         )
 
     return run

@@ -103,7 +103,7 @@ def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):
 
 def run(*args, cwd):
     return subprocess.run(
-        [*TRAIN, *args], cwd=cwd, capture_output=True, text=True, timeout=120, check=False
+        [*TRAIN, *args], cwd=cwd, capture_output=True, text=True, timeout=280, check=False
     )
 
 
@@ -230,7 +230,7 @@ def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(
             psutil.Process(job.pid).children(), key=lambda child: int(child.environ()["RANK"])
         )
         os.kill(last.pid, number)
-        stderr = job.communicate(timeout=60)[1]
+        stderr = job.communicate(timeout=280)[1]
     finally:
         if job.poll() is None:
             os.killpg(job.pid, signal.SIGKILL)

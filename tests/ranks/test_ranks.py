@@ -527,7 +527,7 @@ def test_in_a_notebook(tmp_path):
     notebook = nbformat.v4.new_notebook(
         cells=[nbformat.v4.new_code_cell(source) for source in sources]
     )
-    client = NotebookClient(notebook, timeout=120, allow_errors=True, kernel_name="python3")
+    client = NotebookClient(notebook, timeout=280, allow_errors=True, kernel_name="python3")
 
     def interrupt_when_it_hangs():
         wait_for_hang(tmp_path)

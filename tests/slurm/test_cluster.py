@@ -409,7 +409,7 @@ def as_ordinary_user() -> Iterator[Run]:
     def run(*words: str) -> subprocess.CompletedProcess[str]:
         argv = [*user, python, *words]
         return subprocess.run(
-            argv, cwd="/tmp", env=env, capture_output=True, text=True, timeout=120
+            argv, cwd="/tmp", env=env, capture_output=True, text=True, timeout=280
         )
 
     def cluster(*words: str) -> subprocess.CompletedProcess[str]:

@@ -78,7 +78,7 @@ def test_output_streams_labelled_and_in_order(module, monkeypatch):
     reader = Reader()
     monkeypatch.setattr(sys, "stdout", reader)
     done = launch.run(
-        name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=60
+        name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=250
     )
     lines = done.output.splitlines()
     assert reader.text == done.output + "\n" and done.seconds > 0
@@ -117,7 +117,7 @@ def test_the_first_failure_is_the_error(module):
         raise RuntimeError("lost my peer")
     """)
     with pytest.raises(launch.LaunchError) as caught:
-        launch.run(name, nproc=2, timeout_s=60)
+        launch.run(name, nproc=2, timeout_s=250)
     assert re.fullmatch(r"rank 1 failed after \d+\.\d s: ValueError: boom", str(caught.value))
     assert caught.value.rank == 1
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] ready", "[rank 1] ready"]
@@ -151,7 +151,7 @@ def test_the_error_of_a_rank_while_another_waits_in_a_collective(module):
 def test_other_ways_to_fail(module, code, reason):
     name = module(f"if rank == 1:\n    {code}\nwait('never')")
     with pytest.raises(launch.LaunchError) as caught:
-        launch.run(name, nproc=2, timeout_s=60, echo=False)
+        launch.run(name, nproc=2, timeout_s=250, echo=False)
     assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
 
 
@@ -212,13 +212,13 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how,
     command = children[-1].cmdline()
     launcher.send_signal(how)
     if how == signal.SIGINT:
-        out, err = launcher.communicate(timeout=60)
+        out, err = launcher.communicate(timeout=280)
         assert out == "ended\n" and err.strip().endswith("KeyboardInterrupt")
         # The ranks could close their files.
         assert os.path.exists("cleaned-0")
         assert os.path.exists("cleaned-1")
     gone(children)
-    launcher.communicate(timeout=60)
+    launcher.communicate(timeout=280)
     folders = [word for word in command if word.startswith("/") and "labcode-launch-" in word]
     assert folders and not any(map(os.path.exists, folders))
 

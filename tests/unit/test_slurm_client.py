@@ -1,7 +1,6 @@
 """What SLURM's commands print, read; and why a job ended, from its state and its log."""
 
 import sys
-import time
 
 import pytest
 
@@ -114,13 +113,10 @@ def test_an_error_is_one_line_of_the_right_kind(said, kind, message):
 
 
 def test_a_command_that_does_not_answer_is_given_up():
-    client, began = (
-        Client((sys.executable, "-c", "import time; time.sleep(60)"), timeout_s=0.3),
-        time.monotonic(),
-    )
+    # a client that waited for the answer would not come back before the test's own limit
+    client = Client((sys.executable, "-c", "import time; time.sleep(6000)"), timeout_s=0.3)
     with pytest.raises(Unreachable, match=r"squeue did not answer within 0.3 s"):
         client.queue()
-    assert time.monotonic() - began < 10
 
 
 def test_a_machine_without_slurm_is_told_apart(monkeypatch):

@@ -53,7 +53,7 @@ def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd
         )  # a machine without any SLURM
     handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
     assert handle.where == "this machine, no SLURM: 2 emulated nodes x 1 rank"
-    outcome = handle.wait(timeout_s=100)
+    outcome = handle.wait(timeout_s=250)
     assert (outcome.state, handle.state, str(outcome)) == ("COMPLETED", "COMPLETED", "COMPLETED")
     out = capfd.readouterr().out
     first, *_, last = out.splitlines()
@@ -83,7 +83,7 @@ def test_the_failing_rank_is_named_and_the_others_are_ended():
     """
     handle = submit(Job("", nodes=2, ranks_per_node=1, module=module("failing", code)), here=True)
     with pytest.raises(JobFailed, match="FAILED: rank 1: ValueError: no such thing as 7") as error:
-        handle.wait(echo=False, timeout_s=100)
+        handle.wait(echo=False, timeout_s=250)
     assert error.value.outcome.rank == 1
 
 

@@ -70,7 +70,7 @@ def check_shell(folder, scripts):
         ["shellcheck", "--severity=style", "--exclude=SC1091", "--format=gcc", *files],
         capture_output=True,
         text=True,
-        timeout=100,
+        timeout=280,
     )
     assert (done.returncode, done.stdout) == (0, "")
 
@@ -194,7 +194,7 @@ def run_with_stubs(folder, script, **env):
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     return (folder / "record").read_bytes().decode().split("\0")[:-1]

@@ -61,7 +61,7 @@ def test_the_installed_package_finds_its_sites_and_its_templates(installed):
         env={"PYTHONPATH": str(installed)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=280,
     )
     assert done.returncode == 0, done.stderr
     where, found = done.stdout.splitlines()
