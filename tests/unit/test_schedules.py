@@ -452,7 +452,7 @@ def test_a_swap_is_refused_if_and_only_if_it_closes_a_circle(case, data):
 
 
 def computation(action):
-    """The actions that compute in one of PyTorch's: none, itself, or the parts of an overlapped one."""
+    """What computes in an action of PyTorch's: itself, or the parts of an overlapped one."""
     if action is None:  # a gap
         return []
     parts = getattr(action, "sub_actions", None)
