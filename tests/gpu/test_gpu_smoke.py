@@ -1,4 +1,7 @@
-"""The same commands on a GPU: NCCL and bfloat16 without a change; several ranks on one GPU over gloo."""
+"""The same commands on a GPU: NCCL and bfloat16 without a change.
+
+Several ranks on one GPU speak over gloo.
+"""
 
 import subprocess
 import sys

@@ -163,9 +163,8 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
     )
     assert kernel == "python3"
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
-    page.wait_for_function(
-        ALL_RAN_OR_ONE_FAILED
-    )  # after a cell that is meant to raise, the command ends before the cells do
+    # after a cell that is meant to raise, the command ends before the cells do
+    page.wait_for_function(ALL_RAN_OR_ONE_FAILED)
     figures = page.evaluate(
         """() => {
             const images = [...document.querySelectorAll('.jp-OutputArea img[alt]')];

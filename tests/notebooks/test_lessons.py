@@ -37,9 +37,8 @@ SOLUTION_TEST = "test_solution_runs_and_says_what_is_stored"
 STUDENT_TEST = "test_student_version_was_run_since_its_code_changed"
 STUDENT_TEST_IN_FULL = "test_student_version_runs_to_the_end_with_every_exercise_open"
 
-pytestmark = pytest.mark.usefixtures(
-    "lessons"
-)  # so that they begin with the first test of this file
+# so that they begin with the first test of this file
+pytestmark = pytest.mark.usefixtures("lessons")
 
 
 def student_version(source: Path) -> nbformat.NotebookNode:

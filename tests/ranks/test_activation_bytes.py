@@ -75,7 +75,8 @@ def test_with_dropout_a_cpu_keeps_the_scores_and_wide_masks(config):
 
 
 def test_under_autocast_the_residuals_stay_wide():
-    # one sample more: copies of weights, which autocast makes for the pass, do not depend on the number of samples
+    # one sample more: the copies of weights that autocast makes for the pass do not depend on the
+    # number of samples
     found = kept_alone(GPT, batch=3, autocast=True)[0] - kept_alone(GPT, batch=2, autocast=True)[0]
     terms = model_activations(GPT, batch=1, value_bytes=2, residual_bytes=4)
     assert found == pytest.approx(sum(terms.values()), rel=0.01)
@@ -86,12 +87,10 @@ def test_memories_are_counted_once_under_the_module_that_keeps_them():
     number = BATCH * GPT.context_length * GPT.hidden_size * 4
     for layer in ("blocks.0", "blocks.1"):
         assert by_module[f"{layer}.attention.qkv"] == by_module[f"{layer}.mlp.up"] == number
-        assert (
-            by_module[f"{layer}.mlp"] == by_module[f"{layer}.mlp.down"] == 4 * number
-        )  # GELU's input, its output
-        assert (
-            f"{layer}.attention.proj" not in by_module
-        )  # it reads what the attention keeps anyway
+        # GELU's input, its output
+        assert by_module[f"{layer}.mlp"] == by_module[f"{layer}.mlp.down"] == 4 * number
+        # it reads what the attention keeps anyway
+        assert f"{layer}.attention.proj" not in by_module
     assert by_module[""] >= BATCH * GPT.context_length * GPT.vocab_size * 4  # the loss
 
 

@@ -1,4 +1,7 @@
-"""A run that was stopped and goes on is the run that was never stopped; a checkpoint is whole or it is not used."""
+"""A run that was stopped and goes on is the run that was never stopped.
+
+A checkpoint is whole or it is not used.
+"""
 
 import json
 import os
@@ -52,7 +55,7 @@ TRAIN = [
 
 
 def train(config, out, start, seed):
-    """(loss and gradient norm of each step, final weights of the whole model) of one run in this pool."""
+    """One run in this pool: (loss and gradient norm of each step, final weights of the model)."""
     import torch.distributed as dist
 
     from labcode.comm.bootstrap import Place, World
@@ -65,9 +68,8 @@ def train(config, out, start, seed):
     grid = Grid.create(config.check(size))
     trainer = Trainer(config, world, grid, make_task(config), out, start)
     if not start:
-        torch.manual_seed(
-            seed + grid.coord("dp")
-        )  # a state of the generators that no fresh run would have
+        # a state of the generators that no fresh run would have
+        torch.manual_seed(seed + grid.coord("dp"))
     rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.fit() if "loss" in row]
     trainer.close()
     return rows, {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
@@ -113,9 +115,8 @@ def test_going_on_from_a_folder_that_is_not_there_yet_begins(tmp_path):
     assert "going on" not in done.stdout
     assert run("--train.out=run", cwd=tmp_path).returncode == 2  # without resume it is not touched
     done = run("--train.out=run", "--checkpoint.resume", cwd=tmp_path)
-    assert (
-        "resuming from run/checkpoints/step-00000006" in done.stdout
-    )  # a finished run has nothing left to do
+    # a finished run has nothing left to do
+    assert "resuming from run/checkpoints/step-00000006" in done.stdout
     assert done.returncode == 0
     assert [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row] == [
         1,
@@ -146,9 +147,8 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
     data = next((folder / "step-00000006").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
     (folder / "step-00000004" / ".metadata").unlink()
-    shutil.copytree(
-        folder / "step-00000002", folder / "step-00000008.partial"
-    )  # killed while it was written
+    # killed while it was written
+    shutil.copytree(folder / "step-00000002", folder / "step-00000008.partial")
     done = run(
         "--train.out=run",
         "--checkpoint.resume",
@@ -160,9 +160,8 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
     assert "step-00000006 is damaged" in done.stdout
     assert "step-00000004 is damaged" in done.stdout
     assert "resuming from run/checkpoints/step-00000002" in done.stdout
-    kept = sorted(
-        path.name for path in folder.iterdir()
-    )  # what lies behind this run's steps is damaged, or another history
+    # what lies behind this run's steps is damaged, or another history
+    kept = sorted(path.name for path in folder.iterdir())
     assert kept == ["step-00000002", "step-00000003", "step-00000005"]
 
 

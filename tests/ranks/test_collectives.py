@@ -1,4 +1,4 @@
-"""Each autograd pair on 1, 2 and 4 ranks in float64, held to formulas over the inputs of all ranks."""
+"""Each autograd pair on 1, 2 and 4 ranks in float64, held to formulas over all ranks' inputs."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ def split(x, p, r, dim):
     return x.chunk(p, dim)[r]
 
 
-# name: (extra arguments, forward(inputs, r), backward(output gradients, r)), both from the tensors of all ranks
+# name: (extra arguments, forward(inputs, r), backward(output gradients, r)); both functions take
+# the tensors of all ranks
 OPERATIONS = {
     "copy_to": ((), lambda x, r: x[r], lambda g, r: sum(g)),
     "reduce_from": ((), lambda x, r: sum(x), lambda g, r: g[r]),
@@ -38,7 +39,10 @@ OPERATIONS = {
 
 
 def forward_and_backward(rank, name, extra, contiguous):
-    """(input, output, output gradient, input gradient, whether input and output gradient were left alone)."""
+    """(input, output, output gradient, input gradient, whether what was given is unchanged).
+
+    What was given is the input and the output gradient.
+    """
     import torch
     import torch.distributed as dist
 
@@ -82,7 +86,10 @@ def test_forward_and_backward_equal_the_single_process_result(pool, name, contig
 
 
 def mlp(rank):
-    """A sharded two-layer MLP three ways, each with its loss, input gradient and gradient of its weight shards."""
+    """A sharded two-layer MLP three ways.
+
+    Each comes with its loss, its input gradient and the gradient of its weight shards.
+    """
     import torch
     import torch.distributed as dist
 
@@ -154,8 +161,6 @@ def test_every_public_collective_is_tested_here():
         for name, value in vars(collectives).items()
         if getattr(value, "__module__", "") == collectives.__name__
     }
-    halves = {
-        "start_all_gather",
-        "start_reduce_scatter",
-    }  # all_gather and reduce_scatter are made of them
+    # all_gather and reduce_scatter are made of them
+    halves = {"start_all_gather", "start_reduce_scatter"}
     assert {name for name in public if not name.startswith("_")} == set(OPERATIONS) | halves

@@ -1,4 +1,4 @@
-"""Ring and gather attention on 1, 2 and 4 ranks, held to full attention on one process, in float64."""
+"""Ring and gather attention on 1, 2 and 4 ranks against one process's attention, in float64."""
 
 import pytest
 import torch
@@ -13,7 +13,8 @@ from labcode.parallel.attention_block import (
     visible_block,
 )
 
-# name: (B, N, K, S, D); odd lengths make parts of unequal length, and 3 tokens leave some of 8 chunks empty
+# name: (B, N, K, S, D); odd lengths make parts of unequal length, and 3 tokens leave some of the 8
+# chunks empty
 SHAPES = {
     "even": (2, 4, 4, 16, 8),
     "odd": (3, 2, 2, 13, 5),
@@ -36,7 +37,10 @@ def own_positions(length, group_size, rank, layout):
 
 
 def inputs(shape, dtype=torch.float64):
-    """The output of the layer's projection [B, S, N+2K, D], and the gradient of attention's output [B, S, N, D]."""
+    """The output of the layer's projection, and the gradient of attention's output.
+
+    Their shapes are [B, S, N+2K, D] and [B, S, N, D].
+    """
     import torch
 
     batch, heads, kv_heads, length, head_size = shape
@@ -46,7 +50,10 @@ def inputs(shape, dtype=torch.float64):
 
 
 def own_leaves(shape, layout, dtype=torch.float64):
-    """This rank's q, k, v as the layer hands them over, transposed views of one tensor, and its gradient of the output."""
+    """This rank's q, k, v as the layer hands them over, and its gradient of the output.
+
+    The three are transposed views of one tensor.
+    """
     import torch.distributed as dist
 
     from labcode.parallel import context
@@ -150,7 +157,11 @@ def test_the_blocks_are_what_a_causal_mask_shows(layout):
 
 
 def counted(rank, layout, causal, shape, dtype):
-    """For forward and backward: scores of each block, bytes of each message, and exchanges under way during each block."""
+    """What forward and backward do.
+
+    For each of the two: the scores of each block, the bytes of each message, and the exchanges that
+    are under way during each block.
+    """
     import torch.distributed as dist
 
     from labcode.models.layers import CoreAttention
@@ -246,12 +257,14 @@ def test_uneven_parts_send_their_own_bytes_and_no_padding(ranks4):
 
 
 def test_the_next_part_travels_while_a_block_is_computed(ranks4):
-    """A send and a receive are under way in each step but the last; in the backward, those of a sum from step 2 on."""
+    """A send and a receive are under way in each step but the last.
+
+    In the backward, those of a sum are too, from step 2 on.
+    """
     for forward, backward in ranks4.run(counted, "zigzag", True, (1, 2, 2, 16, 4), torch.float32):
         assert forward[2] == [2, 2, 2, 0]
-        assert (
-            backward[2] == [2, 2, 4, 2] and len(backward[1]) == 6
-        )  # the last sum goes home when all is computed
+        # the last sum goes home when all is computed
+        assert backward[2] == [2, 2, 4, 2] and len(backward[1]) == 6
 
 
 def gathered(rank, shape):
@@ -324,7 +337,7 @@ def test_merging_blocks_of_large_scores_overflows_nowhere():
 
 
 def behaviours(rank):
-    """What else has to hold, in one trip: messages of errors, dropout, memory held for the backward."""
+    """What else has to hold, in one trip: messages of errors, dropout, memory for the backward."""
     import torch
     import torch.distributed as dist
 

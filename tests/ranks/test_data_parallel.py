@@ -77,9 +77,8 @@ def bucket_sizes(bucket_mb):
 
     from labcode.parallel.data import make_buckets
 
-    net = nn.Sequential(
-        *(nn.Linear(100, 100, bias=False) for _ in range(5))
-    )  # 40 kB each in float32
+    # 40 kB each in float32
+    net = nn.Sequential(*(nn.Linear(100, 100, bias=False) for _ in range(5)))
     buckets = make_buckets(net, bucket_mb)
     order = [id(param) for bucket in buckets for param in bucket.params]
     return [bucket.num_bytes for bucket in buckets], order == [

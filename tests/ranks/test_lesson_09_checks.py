@@ -1,4 +1,4 @@
-"""The checks of lesson 09 let right answers pass and give plausible wrong ones the hint that is meant for them."""
+"""The checks of lesson 09 pass right answers, and give plausible wrong ones their own hint."""
 
 import pytest
 import torch

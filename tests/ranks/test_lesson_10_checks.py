@@ -1,4 +1,4 @@
-"""The checks of lesson 10 let right answers pass and give plausible wrong ones the hint that is meant for them."""
+"""The checks of lesson 10 pass right answers, and give plausible wrong ones their own hint."""
 
 import math
 
@@ -41,7 +41,7 @@ def test_how_many_micro_batches_are_enough(judged, answer):
 def order(
     rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: range(m), swapped=False
 ):
-    """1F1B, or what is left of it with another warm-up, other backwards, or backward before forward."""
+    """1F1B, or what is left of it with another warm-up, other backwards, or backward first."""
     first = min(warmup(rank, p), m)
     forward = [Action("F", rank, i) for i in range(m)]
     backward = [Action("B", rank, i) for i in backwards(m)]

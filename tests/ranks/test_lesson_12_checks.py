@@ -1,4 +1,4 @@
-"""The checks of lesson 12 let right answers pass and give plausible wrong ones the hint that is meant for them."""
+"""The checks of lesson 12 pass right answers, and give plausible wrong ones their own hint."""
 
 import re
 from pathlib import Path

@@ -1,6 +1,7 @@
-"""The checks of lesson 13 let right answers pass and give plausible wrong ones the hint that is meant for them.
+"""The checks of lesson 13 pass right answers, and give plausible wrong ones their own hint.
 
-Beside them what the lesson stands on: an emulated cluster computes what one process does, and takes the time it should.
+Beside them what the lesson stands on: an emulated cluster computes what one process does, and takes
+the time it should.
 """
 
 import contextlib
@@ -177,7 +178,8 @@ FORMS = {
 }
 FIRST = "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
 FIRST += "16 samples a step = dp 1 x 8 micro-batches of 2"
-LOG = f"{FIRST}\nstep 3/12 | loss 3.9000 | lr 1e-3\nstep 12/12 | loss 3.3115 | lr 1e-3\nstep 12/12 | validation loss 3.3\n"
+LOG = f"{FIRST}\nstep 3/12 | loss 3.9000 | lr 1e-3\n"
+LOG += "step 12/12 | loss 3.3115 | lr 1e-3\nstep 12/12 | validation loss 3.3\n"
 HERE = LOG.replace("2 nodes (n1: 0, 1; n2: 2, 3)", "1 node")
 REFERENCE = [{"step": 3, "loss": 3.9}, {"step": 12, "loss": 3.31152}, {"step": 12, "val_loss": 3.3}]
 OTHER_PLACES = LOG.replace("n1: 0, 1; n2: 2, 3", "n1: 0, 2; n2: 1, 3")
@@ -316,7 +318,8 @@ def test_an_emulated_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, n
     run = ranks4.run(emulate.timed_steps, l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER, repeats=1)
     assert all(math.isclose(one.loss, alone, rel_tol=1e-5) for one in run)
     parts = expected.iteration_parts(l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER)
-    # not below what the model says: sleeps can only be late. The head counts for one stage and the mean for the model
+    # not below what the model says: sleeps can only be late. The head counts for one stage and the
+    # mean for the model
     assert emulate.step_s(run) > 0.95 * sum(parts.values())
 
 

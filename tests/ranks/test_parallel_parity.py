@@ -1,4 +1,7 @@
-"""Every grid against one process: the same losses, gradient norms, validation and final weights, to 1e-9 in float64."""
+"""Every grid against one process, to 1e-9 in float64.
+
+Losses, gradient norms, validation and final weights are the same.
+"""
 
 import contextlib
 import dataclasses
@@ -48,14 +51,18 @@ MODELS = {
     "vit": VIT,
 }
 SIZES = (1, 2, 4)
+# dp, cp, tp
 GRIDS = [
     grid for grid in itertools.product(SIZES, repeat=3) if grid[0] * grid[1] * grid[2] in SIZES
-]  # dp, cp, tp
+]
 LARGE = [(2, 2, 2, "tp-cp-dp-pp"), (1, 2, 4, "dp-cp-tp-pp"), (1, 4, 2, "cp-dp-tp-pp")]
 
 
 def fit(config, forget=()):
-    """(loss and gradient norm of each step, validation loss, whole final weights, own weights) of one run in this pool."""
+    """What one run in this pool gives.
+
+    It is (loss and gradient norm of each step, validation loss, whole final weights, own weights).
+    """
     import torch.distributed as dist
 
     from labcode.comm.bootstrap import Place, World
@@ -103,7 +110,7 @@ def assert_same(results, reference):
 
 @pytest.fixture(scope="module")
 def reference():
-    """What one process gets, without the sharded layers: computed by the plain models and AdamW alone."""
+    """What one process gets without the sharded layers, by the plain models and AdamW alone."""
     made = {}
 
     def of(name):
@@ -141,9 +148,8 @@ def plain_run(config):
         loss.backward()
         grads = [param.grad for param in model.parameters()]
         norm = torch.nn.utils.get_total_norm(grads)
-        if (
-            norm > config.optim.clip_norm
-        ):  # clip_grad_norm_ does the same, but adds 1e-6 to the norm
+        # clip_grad_norm_ does the same, but adds 1e-6 to the norm
+        if norm > config.optim.clip_norm:
             torch._foreach_mul_(grads, config.optim.clip_norm / norm)
         optimizer.step()
         optimizer.zero_grad()
@@ -172,9 +178,8 @@ def test_every_grid_trains_like_one_process(request, reference, grid, name):
     pool = request.getfixturevalue(f"ranks{grid[0] * grid[1] * grid[2]}")
     dp, cp, tp = grid
     variants = [changes(*grid)]
-    if (
-        dp > 1 or dp * cp * tp == 1
-    ):  # ours, with many small buckets, and gradients added up over micro-batches
+    # ours, with many small buckets, and gradients added up over micro-batches
+    if dp > 1 or dp * cp * tp == 1:
         ours = {
             "parallel.data_parallel": "labcode",
             "parallel.bucket_mb": 1e-3,
@@ -252,8 +257,8 @@ def piped(grid, schedule):
         "parallel.pp": pp,
         "parallel.cp": cp,
         "parallel.tp": tp,
-        "train.micro_batch": 2 // dp,
-    }  # 4 micro-batches
+        "train.micro_batch": 2 // dp,  # 4 micro-batches
+    }
     return base, recipes.with_changes(base, extra)
 
 

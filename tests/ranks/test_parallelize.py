@@ -1,4 +1,4 @@
-"""Putting a model on the grid: whose weights, which random numbers, and the programs that train so."""
+"""Putting a model on the grid: whose weights, which random numbers, and programs that train so."""
 
 import pytest
 import torch
@@ -21,7 +21,10 @@ SHAPES = [GridShape(tp=4), GridShape(tp=2, cp=2), GridShape(dp=2, tp=2, order="d
 
 
 def drawn(rank, shape, tie):
-    """(weights as parts of a model on the meta device, put together again; largest tensor made; numbers kept)."""
+    """(weights, largest tensor made, numbers kept) of a model on the meta device.
+
+    The weights are drawn as parts and put together again.
+    """
     from dataclasses import replace
 
     from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,9 +44,10 @@ def drawn(rank, shape, tie):
         model = GPT(replace(SMALL, tie_embeddings=tie))
     grid = Grid.create(shape)
     with Largest() as largest:
+        # DDP makes buckets at once
         model = parallelize(
             model, grid, ParallelConfig(data_parallel="labcode"), seed=7, dtype=torch.float64
-        )  # DDP makes buckets at once
+        )
     whole = {name: weight.clone() for name, weight in model.full_state_dict()}
     return whole, largest.numbers, sum(p.numel() for p in model.parameters())
 
@@ -58,9 +62,8 @@ def test_parts_are_drawn_as_the_whole_model_is_without_holding_it(ranks4, shape,
     for whole, largest, kept in ranks4.run(drawn, shape, tie):
         assert whole.keys() == expected.keys()
         assert all(torch.equal(whole[name], expected[name]) for name in expected)
-        assert largest <= max(
-            weight.numel() for weight in expected.values()
-        )  # one whole weight at most
+        # one whole weight at most
+        assert largest <= max(weight.numel() for weight in expected.values())
         assert kept < total * (0.75 if shape.tp == 2 else 0.5)
 
 
@@ -87,7 +90,10 @@ def test_copies_start_equal_whatever_each_rank_drew_and_frozen_weights_stay_froz
 
 
 def dropped(rank, sequence_parallel, tp):
-    """What dropout leaves of ones: (in the residual stream, inside attention), and the generator's state after."""
+    """What dropout leaves of ones, and the generator's state after.
+
+    What it leaves is (in the residual stream, inside attention).
+    """
     from dataclasses import replace
 
     config = replace(SMALL, dropout=0.5)
@@ -174,9 +180,8 @@ def trained_bf16(rank):
 
 def test_bfloat16_trains_on_every_axis(ranks2):
     alone, *others = ranks2.run(trained_bf16)[0]
-    assert others == pytest.approx(
-        [alone] * 3, rel=5e-4
-    )  # every f forgotten: 0.9 %; sums of shared gradients forgotten: 0.14 %
+    # every f forgotten: 0.9 %; sums of shared gradients forgotten: 0.14 %
+    assert others == pytest.approx([alone] * 3, rel=5e-4)
 
 
 def test_a_meta_model_without_a_seed_is_refused(ranks1):
@@ -191,7 +196,10 @@ def test_a_meta_model_without_a_seed_is_refused(ranks1):
 
 
 def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions):
-    """How far loss, gradients and gradient norm are from those of one process, with ignored targets and odd lengths."""
+    """How far loss, gradients and gradient norm are from those of one process.
+
+    Some targets are ignored, and lengths are odd.
+    """
     from labcode.models import gpt
 
     config = GPTConfig(
@@ -301,7 +309,8 @@ def sent_under_autocast(rank, sequence_parallel):
 
 
 def test_activations_travel_in_the_dtype_of_autocast(ranks2):
-    # the embedding's output is float32, 4 bytes a number, and so is its gradient; qkv, proj, up, down and head have 2
+    # the embedding's output is float32, 4 bytes a number, and so is its gradient; qkv, proj, up,
+    # down and head have 2
     for sequence_parallel, wide in ((False, 1), (True, 2)):
         sent = sorted(ranks2.run(sent_under_autocast, sequence_parallel)[0])
         assert sent == [2.0] * (len(sent) - wide) + [4.0] * wide and len(sent) > 5

@@ -1,4 +1,4 @@
-"""The pipeline's runner against one process, for every schedule, with stages that are small and uneven."""
+"""The pipeline's runner against one process, for every schedule, with small and uneven stages."""
 
 import pytest
 import torch

@@ -144,9 +144,8 @@ def test_tensors_travel_both_ways(ranks2):
         1
     ]
     assert torch.equal(back["whole"], x) and torch.equal(back["view"], x[1:])
-    assert (
-        torch.equal(back["grown"], 2 * x) and not back["grown"].requires_grad
-    )  # a result carries no graph
+    # a result carries no graph
+    assert torch.equal(back["grown"], 2 * x) and not back["grown"].requires_grad
     big = torch.arange(12_500_000, dtype=torch.float32)  # 50 MB
     sums = ranks2.run(lambda rank, x: (x + rank, x.double().sum().item()), big)
     assert torch.equal(sums[1][0], big + 1) and sums[0][1] == big.double().sum().item()

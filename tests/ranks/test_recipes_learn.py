@@ -15,9 +15,9 @@ from labcode.data import text
 from labcode.train import metrics
 
 RUNS = {
-    "gpt_tiny": ("--train.sample_tokens", "1000"),
+    "gpt_tiny": ("--train.sample_tokens", "1000"),  # in 300 tokens there may be no speaker
     "vit_tiny": (),
-}  # in 300 tokens there may be no speaker
+}
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500), pytest.mark.usefixtures("runs")]
 
 
@@ -68,9 +68,10 @@ def test_gpt_tiny_falls_far_below_unigram_entropy_and_writes_in_the_layout_of_a_
     assert rows[-1]["val_loss"] < 0.6 * unigram
     lines = sample.splitlines()
     assert len(sample) > 200
+    # a speaker
     assert sum(re.fullmatch(r"[A-Z][A-Z' .]+[:.]?", line) is not None for line in lines) >= 1, (
         sample
-    )  # a speaker
+    )
     assert max(map(len, lines)) < 90  # verse and speech are broken into lines
     assert sum(character.islower() or character == " " for character in sample) > 0.6 * len(sample)
 

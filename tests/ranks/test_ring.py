@@ -8,7 +8,10 @@ SIZES = (0, 1, 3, 8, 1024, 1021)
 
 
 def rings(rank, dtype):
-    """For each size (star and ring are equal to dist.all_reduce, bytes that the ring sent, bytes that the star sent)."""
+    """For each size (equality, bytes that the ring sent, bytes that the star sent).
+
+    Equality: star and ring give what dist.all_reduce gives.
+    """
     import torch
     import torch.distributed as dist
 
@@ -120,9 +123,8 @@ def timed(rank):
 
 def test_times_of_a_call(ranks2):
     results = ranks2.run(timed)
-    assert [(count, seen) for count, _, seen in results] == [
-        (3, [400] * 4)
-    ] * 2  # the first call warms up
+    # the first call warms up
+    assert [(count, seen) for count, _, seen in results] == [(3, [400] * 4)] * 2
     assert results[0][1] > 0 and results[1][1] > 0.05  # the slower rank decides
 
 

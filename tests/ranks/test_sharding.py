@@ -1,4 +1,4 @@
-"""One description of how a weight is spread: parts, keys of checkpoints, gradients of copied heads."""
+"""One description of how a weight is spread: parts, checkpoint keys, gradients of copied heads."""
 
 import pytest
 import torch
@@ -13,7 +13,7 @@ from labcode.topology import GridShape
 
 
 def parts_and_keys(rank):
-    """What each rank holds of a weight that two axes cut, whether it comes back whole, and its keys."""
+    """What each rank holds of a weight cut by two axes, whether it comes back whole, its keys."""
     grid = Grid.create(GridShape(dp=2, tp=2))
     whole = torch.arange(30.0).view(10, 3)
     sharding = ParamSharding((10, 3), {"tp": Shard(0, (6, 4)), "dp": Shard(0)})

@@ -1,4 +1,4 @@
-"""What lesson 08 measures with: the error of a share, its collectives, and a few steps of training."""
+"""What lesson 08 measures with: the error of a share, its collectives, a few steps of training."""
 
 import torch
 import torch.distributed as dist

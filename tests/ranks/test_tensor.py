@@ -1,4 +1,7 @@
-"""The sharded layers against the plain ones they are made from: outputs, input and weight gradients, in float64."""
+"""The sharded layers against the plain ones they are made from, in float64.
+
+Outputs, input gradients and weight gradients are compared.
+"""
 
 import pytest
 import torch
@@ -217,9 +220,8 @@ def test_the_loss_of_logits_cut_over_the_vocabulary_equals_the_whole(pool, dtype
     for difference, gradient_difference, forward, backward in pool.run(cross_entropy, dtype, scale):
         assert max(difference, gradient_difference) < tolerance
         per_token = BATCH * TOKENS * torch.promote_types(dtype, torch.float32).itemsize
-        assert forward == {
-            "all_reduce": (2, 3 * per_token)
-        }  # three numbers a token, however large the vocabulary
+        # three numbers a token, however large the vocabulary
+        assert forward == {"all_reduce": (2, 3 * per_token)}
         assert backward == {}
 
 

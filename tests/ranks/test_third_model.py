@@ -1,7 +1,7 @@
-"""A model that the library does not know: `x.py` and `x_plan.py` are all that it takes, about 100 lines.
+"""A model that the library does not know: `x.py` and `x_plan.py` are all that it takes.
 
-An MLP-mixer for tokens: in each block one MLP mixes the tokens, another one the features.
-Source: Tolstikhin et al. 2021 (arXiv:2105.01601).
+They are about 100 lines. The model is an MLP-mixer for tokens: in each block one MLP mixes the
+tokens, another one the features. Source: Tolstikhin et al. 2021 (arXiv:2105.01601).
 """
 
 from dataclasses import dataclass

@@ -99,7 +99,8 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
     assert not list(out.glob("*.partial"))
     logged = [line for line in done.stdout.splitlines() if line.startswith("step 4/4 | loss ")]
     assert len(logged) == 1  # of rank 0 alone; on a terminal it is a bar
-    first = "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 4 samples a step = dp 2 x 2 micro-batches of 1"
+    first = "2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; "
+    first += "4 samples a step = dp 2 x 2 micro-batches of 1"
     assert done.stdout.splitlines()[0] == first
 
 

@@ -1,4 +1,7 @@
-"""Every profile's script before a real SLURM that has that site's partition, GPUs, features, qos and memory."""
+"""Every profile's script before a real SLURM that looks like its site.
+
+That is, it has the site's partition, GPUs, features, qos and memory.
+"""
 
 import re
 from dataclasses import replace
@@ -104,9 +107,8 @@ def shown(cluster2, tmp_path_factory):
             lines = cluster2.exec(["scontrol", "show", "job", number]).stdout.splitlines()
         finally:
             cluster2.exec(["scancel", number])
-        first = dict(
-            [lines[0].split(" ", 1)[1].split("=", 1)]
-        )  # the name may hold anything, and is alone with the number
+        # the name may hold anything, and is alone with the number
+        first = dict([lines[0].split(" ", 1)[1].split("=", 1)])
         whole = {
             key: value
             for line in lines

@@ -1,4 +1,7 @@
-"""`submit` on a real SLURM: the log comes, the end has a state and a reason, and an interrupt leaves no job behind."""
+"""`submit` on a real SLURM: the log comes, and the end has a state and a reason.
+
+An interrupt leaves no job behind.
+"""
 
 import dataclasses
 import re
@@ -31,7 +34,10 @@ QUICK = [
 
 @pytest.fixture
 def client(cluster2, tmp_path, monkeypatch):
-    """The client of the cluster; jobs of the test write into a folder of its own, and import modules from there."""
+    """The client of the cluster.
+
+    Jobs of the test write into a folder of its own, and import modules from there.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     client = Client.of(cluster2)
@@ -84,7 +90,8 @@ def test_the_rank_that_fails_is_named_and_a_job_that_waits_for_it_never_starts(
 ):
     failing = module(
         "failing",
-        "import os, time; print('hello', flush=True); time.sleep(1); os._exit(5 * (os.environ['SLURM_PROCID'] == '3'))",
+        "import os, time; print('hello', flush=True); time.sleep(1); "
+        "os._exit(5 * (os.environ['SLURM_PROCID'] == '3'))",
     )
     job = Job("", nodes=2, module=failing)
     handle = submit(job, ranks, client=client)
@@ -111,10 +118,10 @@ def test_under_torchrun_the_failing_rank_and_its_error_are_found(client):
 
 def test_a_requeued_job_is_followed_into_its_second_attempt(client, tmp_path):
     script = tmp_path / "again.sbatch"
-    again = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then scontrol requeue "$SLURM_JOB_ID"; sleep 30; fi; echo second'
-    script.write_text(
-        f"#!/bin/bash\n#SBATCH --requeue --open-mode=append --output=again.log\necho first\n{again}\n"
-    )
+    options = "#SBATCH --requeue --open-mode=append --output=again.log"
+    again = 'if [ "${SLURM_RESTART_COUNT:-0}" = 0 ]; then '
+    again += 'scontrol requeue "$SLURM_JOB_ID"; sleep 30; fi; echo second'
+    script.write_text(f"#!/bin/bash\n{options}\necho first\n{again}\n")
     handle = SlurmHandle(client, client.submit(script))
     outcome = handle.wait(timeout_s=250)
     assert (outcome.state, outcome.restarts, str(outcome)) == (

@@ -208,10 +208,9 @@ def test_four_nodes_train_one_grid(cluster, tmp_path):
         cluster, tmp_path, job("grid", 6, nodes=4, ranks_per_node=1, changes=grid)
     )
     assert submitted.end() == "COMPLETED", submitted.log
-    assert (
-        "4 ranks on 4 nodes (n1: 0; n2: 1; n3: 2; n4: 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2"
-        in submitted.log
-    )
+    first = "4 ranks on 4 nodes (n1: 0; n2: 1; n3: 2; n4: 3), gloo on cpu; "
+    first += "grid dp 1 x pp 2 x cp 1 x tp 2"
+    assert first in submitted.log
     assert losses(metrics.read(submitted.out)) == pytest.approx(alone(tmp_path, 6), rel=0, abs=1e-9)
 
 
@@ -256,9 +255,8 @@ def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, t
         }
 
     array.until(lambda _: len(tasks()) == 2 and all("step 2/" in log(task) for task in "01"))
-    asked = next(
-        task for task, info in tasks().items() if info["JobId"] == str(array.number)
-    )  # also the array's number
+    # also the array's number
+    asked = next(task for task, info in tasks().items() if info["JobId"] == str(array.number))
     cluster.exec(["scancel", "--batch", "--signal=USR1", f"{array.number}_{asked}"])
     array.until(lambda _: tasks()[asked]["Restarts"] == "1")
     (other,) = set("01") - {asked}
@@ -271,9 +269,8 @@ def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, t
 def test_a_killed_rank_ends_the_job_as_failed_and_long_before_its_end(cluster, tmp_path):
     submitted = Submitted(cluster, tmp_path, job("killed", LONG), LOCAL, "--nodelist=n1,n2")
     submitted.until(lambda job: len(job.steps()) >= 2)
-    cluster.exec(
-        ["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2"
-    )  # a rank, not its torchrun
+    # a rank, not its torchrun
+    cluster.exec(["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2")
     # `until` gives up long before LONG would have ended by itself
     submitted.until(lambda job: job.info["JobState"] not in ("RUNNING", "COMPLETING"))
     assert submitted.info["JobState"] == "FAILED"

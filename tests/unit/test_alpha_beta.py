@@ -90,9 +90,8 @@ def test_a_fit_weighs_relative_errors():
 
 
 def test_noise_never_gives_a_negative_link():
-    assert (
-        alpha_beta.fit("send", 2, [1e3, 1e6], [2e-3, 1e-3]).beta_bytes_per_s == math.inf
-    )  # the larger one was faster
+    # the larger one was faster
+    assert alpha_beta.fit("send", 2, [1e3, 1e6], [2e-3, 1e-3]).beta_bytes_per_s == math.inf
     steep = alpha_beta.fit("send", 2, [1e6, 2e6], [1e-3, 5e-3])
     assert steep.alpha_s == 0 and steep.beta_bytes_per_s > 0
     assert alpha_beta.time_s("send", 2, 1e9, Link(1e-3, math.inf)) == 1e-3

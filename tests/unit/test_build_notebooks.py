@@ -204,10 +204,8 @@ def test_build_executes_and_stores(built):
     assert ran[3].outputs[0].text == "[v] 9.1\n"
     assert ran[4].outputs[0].ename == "ZeroDivisionError"
     stdout, stderr = (output.text for output in ran[0].outputs)
-    assert (stdout, stderr) == (
-        "<scratch>\n",
-        ".venv\n",
-    )  # neither this machine's folders nor the scratch folder's name
+    # neither this machine's folders nor the scratch folder's name
+    assert (stdout, stderr) == ("<scratch>\n", ".venv\n")
     assert all(
         not cell.get("outputs") and cell.get("execution_count") is None for cell in student.cells
     )

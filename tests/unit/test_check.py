@@ -30,9 +30,8 @@ def test_the_assertion_is_the_hint(capsys):
 
 
 def test_an_assertion_without_text_shows_what_does_not_hold(capsys, tmp_path):
-    file = (
-        tmp_path / "exercise.py"
-    )  # pytest rewrites the assertions of this module, but not of that one
+    # pytest rewrites the assertions of this module, but not of that one
+    file = tmp_path / "exercise.py"
     file.write_text("def test():\n    total = 3\n    assert total == 4\n")
     names = {}
     exec(compile(file.read_text(), str(file), "exec"), names)

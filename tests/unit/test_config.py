@@ -1,4 +1,7 @@
-"""Configs refuse what cannot work before anything starts, each with one line that says what to change."""
+"""Configs refuse what cannot work before anything starts.
+
+Each says in one line what to change.
+"""
 
 import pytest
 

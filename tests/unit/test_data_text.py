@@ -1,4 +1,7 @@
-"""Text: tokenizers, the memory-mapped token file, windows, and what happens to bad input and half-written files."""
+"""Text: tokenizers, the memory-mapped token file, windows.
+
+Also what happens to bad input and half-written files.
+"""
 
 import gzip
 import json
@@ -61,9 +64,8 @@ def test_shakespeare_is_83_tokens_of_characters_and_comes_back_whole(shakespeare
 
 
 def test_unigram_entropy_of_shakespeare_and_of_equal_counts(shakespeare):
-    assert shakespeare.train.unigram_entropy() == pytest.approx(
-        3.345, abs=0.001
-    )  # nats per character
+    # nats per character
+    assert shakespeare.train.unigram_entropy() == pytest.approx(3.345, abs=0.001)
     assert text.TextDataset(np.arange(40) % 8, 4).unigram_entropy() == pytest.approx(np.log(8))
 
 
@@ -114,9 +116,8 @@ def test_windows_never_share_a_prediction(num_tokens, context_length):
     windows = text.TextDataset(np.arange(num_tokens), context_length)
     predicted = windows[range(len(windows))][1].flatten().tolist()
     assert predicted == list(range(1, len(windows) * context_length + 1))
-    assert (
-        num_tokens - 1 - len(predicted) < context_length
-    )  # what is left over does not fill a window
+    # what is left over does not fill a window
+    assert num_tokens - 1 - len(predicted) < context_length
 
 
 def test_validation_is_the_last_part_and_nothing_of_it_is_trained_on(verses, tmp_path):
@@ -152,9 +153,8 @@ def test_byte_pairs_shorten_the_text_and_know_every_character(verses, tmp_path, 
     original = verses.read_text()
     assert 257 < splits.tokenizer.vocab_size <= 300
     assert len(all_tokens(splits)) < len(original) / 2
-    assert all_tokens(splits).tolist() == splits.tokenizer.encode(
-        original
-    )  # written piece by piece, the same
+    # written piece by piece, the same
+    assert all_tokens(splits).tolist() == splits.tokenizer.encode(original)
     assert splits.tokenizer.decode(all_tokens(splits)) == original
     assert (all_tokens(splits) == 0).sum() == 1  # the separator
     unseen = "5 \u20ac \N{SNOWMAN}"
@@ -302,9 +302,8 @@ def test_no_space_left_is_one_clear_line_and_keeps_what_was_there(verses, tmp_pa
     large = tmp_path / "large.txt"
     large.write_text(VERSE * 1000)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(
-        resource.RLIMIT_FSIZE, (2**16, limits[1])
-    )  # no file grows beyond 64 KiB, as on a full disk
+    # no file grows beyond 64 KiB, as on a full disk
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**16, limits[1]))
     try:
         message = complaint(large, tmp_path, error=OSError)
     finally:

@@ -1,4 +1,7 @@
-"""Weather: the sample, files in zarr and HDF5, the split in time, normalisation, turned maps, the sun, damaged files."""
+"""Weather: the sample, files in zarr and HDF5, the split in time, normalisation.
+
+Also turned maps, the sun and damaged files.
+"""
 
 import shutil
 import sys
@@ -102,10 +105,8 @@ def test_the_sample_is_a_week_of_the_whole_globe(sample):
     assert (len(train), len(val)) == (17, 5)
     states = denormalised(sample.stats, val[list(range(5))][0])
     assert states.shape == (5, 4, 90, 180) and states.dtype == torch.float32
-    temperature, pressure = (
-        states[:, 0].mean((0, 2)),
-        states[:, 3].mean((0, 2)),
-    )  # along each latitude
+    temperature = states[:, 0].mean((0, 2))  # along each latitude
+    pressure = states[:, 3].mean((0, 2))
     assert 295 < temperature[45] < 305 and temperature[0] < 265 and temperature[-1] < 245
     assert pressure.min() > 98_000 and pressure.max() < 103_500
 
@@ -244,15 +245,14 @@ def test_the_sun_is_overhead_at_noon_on_the_equator_and_gone_at_midnight():
         np.array(["2026-03-20T12", "2026-03-20T06", "2026-06-21T12"], "datetime64[s]"), lat, lon
     )
     assert height.shape == (3, 3, 3) and height.dtype == np.float32
-    np.testing.assert_allclose(
-        height[0], [[0, 0, 0], [1, 0, -1], [0, 0, 0]], atol=0.02
-    )  # the equinox
-    np.testing.assert_allclose(
-        height[1, 1], [0, 1, 0], atol=0.02
-    )  # noon is six hours earlier 90 degrees further east
+    # the equinox
+    np.testing.assert_allclose(height[0], [[0, 0, 0], [1, 0, -1], [0, 0, 0]], atol=0.02)
+    # noon is six hours earlier 90 degrees further east
+    np.testing.assert_allclose(height[1, 1], [0, 1, 0], atol=0.02)
+    # the solstice
     np.testing.assert_allclose(
         height[2, :, 0], np.sin(np.deg2rad([23.44, 66.56, -23.44])), atol=0.01
-    )  # the solstice
+    )
 
 
 def test_the_sun_is_two_more_inputs_that_turn_with_the_map(sample):
@@ -391,7 +391,6 @@ def test_a_file_of_an_unknown_kind_is_one_clear_line(tmp_path):
 @pytest.mark.parametrize("package", ["xarray", "zarr"])
 def test_a_missing_package_is_named_with_the_way_to_get_it(tmp_path, monkeypatch, package):
     path = write_zarr(tmp_path)
-    monkeypatch.setitem(
-        sys.modules, package, None
-    )  # how Python marks a module that cannot be imported
+    # how Python marks a module that cannot be imported
+    monkeypatch.setitem(sys.modules, package, None)
     assert f"needs the package {package}: pip install labcode[weather]" in complaint(path)

@@ -48,9 +48,8 @@ def test_flops_equal_those_that_torch_counts(config):
 
 def test_flops_of_the_vit_equal_those_that_torch_counts_but_for_the_input_gradient():
     config = ViTConfig(num_variables=3, lat=20, lon=40, hidden_size=32, num_layers=2)
-    state = torch.zeros(
-        2, 3, 20, 40, requires_grad=True
-    )  # with it the patch embedding has both halves of its backward
+    # with it the patch embedding has both halves of its backward
+    state = torch.zeros(2, 3, 20, 40, requires_grad=True)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
         assert counted(ViT(config), state) == 2 * training_flops_per_sample(config)
 

@@ -23,7 +23,8 @@ def hf():
     """A small GPT-2 with weights and biases that are all far from zero and from one another."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
-        vocab_size=61, n_positions=24, n_embd=48, n_layer=3, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
+        vocab_size=61, n_positions=24, n_embd=48, n_layer=3, n_head=4,
+        resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
         bos_token_id=0, eos_token_id=0, attn_implementation="eager",
     )  # fmt: skip
     model = transformers.GPT2LMHeadModel(config)

@@ -36,7 +36,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.fixture(scope="module")
 def elsewhere():
-    """What another process finds: the modules that the models bring along, and one initial value."""
+    """What another process finds: the modules that the models bring, and one initial value."""
     code = """if True:
         import json, sys
         from labcode.config import GPTConfig
@@ -221,7 +221,10 @@ def test_attention_equals_softmax_written_out():
 
 @pytest.mark.parametrize("rotary", [False, True])
 def test_grouped_queries_equal_repeated_key_value_heads(rotary):
-    """An attention with 4 query and 2 kv heads is one with 4 and 4 whose kv heads are there twice; gradients add up."""
+    """An attention with 4 query and 2 kv heads is one with 4 and 4 whose kv heads are there twice.
+
+    Gradients of the two copies add up.
+    """
     grouped, full = (
         Attention(32, 4, 2, causal=True).double(),
         Attention(32, 4, 4, causal=True).double(),
@@ -250,7 +253,10 @@ def test_grouped_queries_equal_repeated_key_value_heads(rotary):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_attention_of_a_part_of_the_heads(kv_heads):
-    """Halves of q, k and v heads with the matching columns of proj add up to the whole, as tensor parallelism needs."""
+    """Halves of q, k and v heads with the matching columns of proj add up to the whole.
+
+    Tensor parallelism needs that.
+    """
     whole = Attention(32, 4, kv_heads, causal=True).double()
     x = torch.randn(2, 6, 32, dtype=torch.float64)
     rotation = Rotary(8)(torch.arange(6), x.dtype)
@@ -392,7 +398,10 @@ def test_num_parameters_of_every_variant(variant):
 
 
 def test_published_numbers_of_parameters():
-    """Brown et al. 2020, table 2.1, to the digits printed there; GPT-2's own count is of context 1024."""
+    """Brown et al. 2020, table 2.1, to the digits printed there.
+
+    GPT-2's own count is of context 1024.
+    """
     assert recipes.gpt_shape("gpt_175b").num_parameters == pytest.approx(175.0e9, rel=0.005)
     assert recipes.gpt_shape("gpt_13b").num_parameters == pytest.approx(13.0e9, rel=0.02)
     assert recipes.gpt_shape("gpt_124m", context_length=1024).num_parameters == 124_439_808
@@ -422,10 +431,8 @@ def test_patches_go_back_to_their_places(shape, patch):
     patches = patchify(state, patch)
     assert patches.shape == (shape[0], shape[2] * shape[3] // patch**2, shape[1] * patch**2)
     assert torch.equal(unpatchify(patches, *shape[1:], patch), state)
-    for s in (
-        0,
-        patches.shape[1] - 1,
-    ):  # patch s is one square of all variables, counted along a latitude first
+    # patch s is one square of all variables, counted along a latitude first
+    for s in (0, patches.shape[1] - 1):
         y, x = divmod(s, shape[3] // patch)
         square = state[:, :, y * patch : (y + 1) * patch, x * patch : (x + 1) * patch]
         assert torch.equal(patches[:, s], square.flatten(1))
@@ -435,9 +442,8 @@ def test_an_untrained_vit_is_persistence_exactly_and_learns():
     model = initialize(ViT(WEATHER), 0)
     state = torch.randn(2, 3, 6, 10)
     assert torch.equal(model(state), state)
-    target = state.roll(
-        2, dims=3
-    )  # the wind blows it round the globe: no patch holds its own answer
+    # the wind blows it round the globe: no patch holds its own answer
+    target = state.roll(2, dims=3)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     first = vit.loss(model(state), target).item()
     for _ in range(80):
@@ -464,9 +470,8 @@ def test_latitude_weights_follow_the_area_of_a_row():
     assert weights.shape == (90,) and weights.dtype == torch.float32
     assert weights.mean().item() == pytest.approx(1)
     assert weights[0].item() == pytest.approx(0, abs=1e-6)  # the pole is a point
-    assert (weights[15] / weights[45]).item() == pytest.approx(
-        0.5
-    )  # 60 degrees north against the equator
+    # 60 degrees north against the equator
+    assert (weights[15] / weights[45]).item() == pytest.approx(0.5)
     with pytest.raises(ValueError, match="latitudes reach 180: give degrees from -90 to 90"):
         latitude_weights([0, 180])
 

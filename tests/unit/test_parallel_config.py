@@ -69,11 +69,8 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
 @pytest.mark.parametrize(
     "model, grid, options",
     [
-        (
-            GPT,
-            {"tp": 2, "cp": 4},
-            {"sequence_parallel": True},
-        ),  # an odd vocabulary is shared out unevenly
+        # an odd vocabulary is shared out unevenly
+        (GPT, {"tp": 2, "cp": 4}, {"sequence_parallel": True}),
         (GPTConfig(), {"tp": 4, "dp": 3}, {}),
         (GPTConfig(num_kv_heads=2), {"tp": 4}, {}),  # two ranks hold each key/value head
         (GPTConfig(ffn_size=10), {"tp": 4}, {}),
@@ -82,11 +79,8 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
         (GPTConfig(dropout=0.1), {"cp": 2}, {"context_attention": "all_gather"}),
         (GPTConfig(dropout=0.1), {"tp": 2}, {"context_attention": "ring"}),
         (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
-        (
-            ViTConfig(),
-            {"cp": 7},
-            {},
-        ),  # sizes that come from the data are checked when they are known
+        # sizes that come from the data are checked when they are known
+        (ViTConfig(), {"cp": 7}, {}),
     ],
 )
 def test_a_layout_that_works_is_let_through(model, grid, options):

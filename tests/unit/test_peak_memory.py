@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-ASK = "import torch; from labcode.train.measure import peak_memory_bytes; print(peak_memory_bytes(torch.device('cpu')))"
+ASK = "import torch; from labcode.train.measure import peak_memory_bytes; "
+ASK += "print(peak_memory_bytes(torch.device('cpu')))"
 
 
 @pytest.mark.skipif(

@@ -1,4 +1,7 @@
-"""Which samples each rank takes: partition, coverage, resumption, the same batches for every number of ranks."""
+"""Which samples each rank takes: partition, coverage, resumption.
+
+Batches are the same for every number of ranks.
+"""
 
 import numpy as np
 import pytest

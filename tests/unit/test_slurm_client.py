@@ -64,7 +64,8 @@ def test_a_name_cannot_pass_itself_off_as_a_state(name):
 
 def test_the_jobs_of_an_array_have_their_own_records():
     one = "JobId=18 ArrayJobId=17 ArrayTaskId=0 JobName=a\n   JobState=COMPLETED Reason=None\n\n"
-    two = "JobId=17 ArrayJobId=17 ArrayTaskId=1 JobName=a\n   JobState=FAILED Reason=NonZeroExitCode\n\n"
+    two = "JobId=17 ArrayJobId=17 ArrayTaskId=1 JobName=a\n   "
+    two += "JobState=FAILED Reason=NonZeroExitCode\n\n"
     assert [(info.id, info.state, info.ended) for info in parse_jobs(one + two)] == [
         ("17_0", "COMPLETED", True),
         ("17_1", "FAILED", True),
@@ -86,7 +87,10 @@ def test_queue_and_nodes_are_read_even_with_our_separator_in_a_name():
 
 
 def speaking(text, code=1, seconds=0.0):
-    """A client whose every command prints `text` and fails: a program stands where the prefix of a cluster would."""
+    """A client whose every command prints `text` and fails.
+
+    A program stands where the prefix of a cluster would.
+    """
     script = (
         f"import sys, time; time.sleep({seconds}); sys.stderr.write({text!r}); sys.exit({code})"
     )
@@ -96,14 +100,30 @@ def speaking(text, code=1, seconds=0.0):
 @pytest.mark.parametrize(
     ("said", "kind", "message"),
     [
-        ("sbatch: error: invalid partition specified: x\nsbatch: error: Batch job submission failed: Invalid partition name "
-         "specified\n", SlurmError, "sbatch: Batch job submission failed: Invalid partition name specified"),
-        ("slurm_load_jobs error: Invalid job id specified\n", UnknownJob, "Invalid job id specified"),
-        ("slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n", Unreachable, "Unable to contact"),
-        ("slurm_load_jobs error: Socket timed out on send/recv operation\n", Unreachable, "Socket timed out"),
+        (
+            "sbatch: error: invalid partition specified: x\n"
+            "sbatch: error: Batch job submission failed: Invalid partition name specified\n",
+            SlurmError,
+            "sbatch: Batch job submission failed: Invalid partition name specified",
+        ),
+        (
+            "slurm_load_jobs error: Invalid job id specified\n",
+            UnknownJob,
+            "Invalid job id specified",
+        ),
+        (
+            "slurm_load_jobs error: Unable to contact slurm controller (connect failure)\n",
+            Unreachable,
+            "Unable to contact",
+        ),
+        (
+            "slurm_load_jobs error: Socket timed out on send/recv operation\n",
+            Unreachable,
+            "Socket timed out",
+        ),
         ("", SlurmError, "exit code 1"),
     ],
-)  # fmt: skip
+)
 def test_an_error_is_one_line_of_the_right_kind(said, kind, message):
     with pytest.raises(SlurmError, match=r"^sbatch: ") as error:
         speaking(said).call("sbatch", "x")
@@ -223,7 +243,8 @@ def test_the_rank_that_failed_first_is_found_in_the_log(name):
         (
             "FAILED",
             "NonZeroExitCode",
-            "srun: error: n1: task 0: Killed\nslurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT x DUE TO JOB REQUEUE ***\n",
+            "srun: error: n1: task 0: Killed\n"
+            "slurmstepd-n1: error: *** JOB 1 ON n1 CANCELLED AT x DUE TO JOB REQUEUE ***\n",
             "FAILED: exit code 3",
         ),
     ],

@@ -1,4 +1,7 @@
-"""Rules about batch scripts: each fires on its wrong example, not on its right one, and on no script that we generate."""
+"""Rules about batch scripts: each fires on its wrong example and not on its right one.
+
+None fires on a script that we generate.
+"""
 
 import pytest
 

@@ -48,9 +48,8 @@ def module(name, code):
 
 def test_a_recipe_trains_on_two_emulated_nodes_and_says_where(monkeypatch, capfd):
     for ask in ("find", "own"):
-        monkeypatch.setattr(
-            Client, ask, classmethod(lambda *_: None)
-        )  # a machine without any SLURM
+        # a machine without any SLURM
+        monkeypatch.setattr(Client, ask, classmethod(lambda *_: None))
     handle = submit(Job("gpt_tiny", TINY, nodes=2, ranks_per_node=1, name="two words"))
     assert handle.where == "this machine, no SLURM: 2 emulated nodes x 1 rank"
     outcome = handle.wait(timeout_s=250)
@@ -165,6 +164,5 @@ def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
     ended = Record.read(record)
     assert ended.state == "TIMEOUT" and ended.ended - ended.started > 11
     first, *others = log.read_text().split()
-    assert first == "ready" and set(others) == {
-        "told"
-    }  # again and again, and not before it listens
+    # again and again, and not before it listens
+    assert first == "ready" and set(others) == {"told"}

@@ -1,4 +1,7 @@
-"""Batch scripts: what they say for each kind of site, and that no text a user can give breaks out of its place."""
+"""Batch scripts: what they say for each kind of site.
+
+No text that a user can give breaks out of its place.
+"""
 
 import contextlib
 import itertools
@@ -257,11 +260,15 @@ def test_a_literal_is_one_word_on_one_line(text):
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(code)`: a script that can go on, its step running until the ranks are signalled, when it ends with `code`."""
+    """`start(code)`: a script that can go on.
+
+    Its step runs until the ranks are signalled, when it ends with `code`.
+    """
     (tmp_path / "bin").mkdir()
     os.mkfifo(tmp_path / "started")
+    wait = 'until [ "$(grep -c signal said)" -ge "$SIGNALS" ]; do sleep 0.02; done'
     stubs = {
-        "srun": 'echo > started; until [ "$(grep -c signal said)" -ge "$SIGNALS" ]; do sleep 0.02; done; exit "$CODE"',
+        "srun": f'echo > started; {wait}; exit "$CODE"',
         "scancel": 'echo "$@" >> said',
         "scontrol": 'if [ "$1" = show ]; then echo n1; else echo "$@" >> said; fi',
     }
@@ -340,7 +347,8 @@ def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_firs
     at = found.index("torch.distributed.run")
     assert found[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=3"]
     assert found[at + 1 : -1] == [
-        "--nnodes=2", "--nproc-per-node=2", "--rdzv-id=12345", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:22345",
+        "--nnodes=2", "--nproc-per-node=2",
+        "--rdzv-id=12345", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:22345",
         "-m", "labcode.train", "gpt_tiny", "--train.steps", "7",
         "--train.out", "/w k/runs/a name-12345", "--checkpoint.resume",
     ]  # fmt: skip
@@ -379,12 +387,27 @@ def test_gpus_are_asked_for_in_the_way_of_the_site(gpus, launcher, option, value
 @pytest.mark.parametrize(
     ("container", "words"),
     [
-        (CONTAINERS[1], ['exec --nv --bind "$PWD" --bind "$SCRATCH/runs" --bind /data --bind "$HOME/x y:/inside"']),
-        (CONTAINERS[3], ['="$PWD:$PWD,$SCRATCH/runs:$SCRATCH/runs,/data:/data:ro" ', ' --container-workdir="$PWD" ']),
-        (CONTAINERS[4], ["shifter --image=docker:nersc/pytorch --volume=/data:/data --module=gpu \\"]),
+        (
+            CONTAINERS[1],
+            [
+                'exec --nv --bind "$PWD" --bind "$SCRATCH/runs" --bind /data '
+                '--bind "$HOME/x y:/inside"'
+            ],
+        ),
+        (
+            CONTAINERS[3],
+            [
+                '="$PWD:$PWD,$SCRATCH/runs:$SCRATCH/runs,/data:/data:ro" ',
+                ' --container-workdir="$PWD" ',
+            ],
+        ),
+        (
+            CONTAINERS[4],
+            ["shifter --image=docker:nersc/pytorch --volume=/data:/data --module=gpu \\"],
+        ),
     ],
     ids=lambda value: getattr(value, "kind", ""),
-)  # fmt: skip
+)
 def test_a_container_sees_the_working_folder_and_scratch(container, words):
     script = render(
         Job("gpt_tiny"), Site(gpus=Gpus(4), container=container, scratch="$SCRATCH/runs")

@@ -55,11 +55,8 @@ mail: {user: me@example.org}
 """,
     )
     site = load(path)
-    assert (site.name, site.account, site.qos) == (
-        "mine",
-        "0123",
-        "no",
-    )  # as typed: no octal number, no truth value
+    # as typed: no octal number, no truth value
+    assert (site.name, site.account, site.qos) == ("mine", "0123", "no")
     assert (site.gpus.type, site.cpus_per_rank, site.max_minutes) == ("h100", 12, 2880)
     assert site.env["NCCL_SOCKET_IFNAME"].reason == "the fast network"
     assert site.mail.events == ("END", "FAIL")
