@@ -1,20 +1,23 @@
-"""Bytes that each rank keeps for backward, against the formula: within 2 % for tp and for tp + sequence parallel.
+"""Bytes that each rank keeps for backward, against the formula: they agree within 2 %.
 
     python benchmarks/activation_bytes.py [--layers 4 --hidden 256 --tokens 256 --batch 2]
 
-Four processes on this machine, one thread each, one forward of a GPT for each layout; what is held by autograd is counted
-(`labcode.perf.saved_bytes.saved_bytes`), weights left out. Formula and measurement come from one run. Exits with status 1 if a
-layout is off by more than 2 %. About 40 seconds.
+Four processes on this machine, one thread each, one forward of a GPT for each layout, with tensor,
+sequence and context parallelism. What is held by autograd is counted, weights left out
+(`labcode.perf.saved_bytes.saved_bytes`). Formula and measurement come from one run. Exits with
+status 1 if a layout is off by more than 2 %. About 40 seconds.
 
-Beside it stands the closed form of Korthikanti et al. 2022 for a layer, with 4 bytes a number in place of 2. It has dropout:
-a layer without the two masks keeps 32/34 of it, or 14/16 over four ranks of tp, where the masks stay whole. With dropout the
-CPU keeps more: masks as wide as the numbers they drop, so 3 numbers for each score where the paper has 2.5.
+Beside it stands the closed form of Korthikanti et al. 2022 for a layer, with 4 bytes a number in
+place of 2. It has dropout: a layer without the two masks keeps 32/34 of it, or 14/16 over four
+ranks of tp, where the masks stay whole. With dropout the CPU keeps more: masks as wide as the
+numbers they drop, so 3 numbers for each score where the paper has 2.5.
 """
 
 import platform
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from side_by_side import options, write
@@ -24,7 +27,7 @@ from labcode.config import GPTConfig, ParallelConfig
 from labcode.models.gpt import GPT
 from labcode.models.parallelize import parallelize
 from labcode.perf.memory import model_activations, paper_layer_bytes
-from labcode.perf.saved_bytes import saved_bytes
+from labcode.perf.saved_bytes import Saved, saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.topology import GridShape
 
@@ -42,12 +45,14 @@ LAYOUTS = {  # name: (grid, sequence parallel)
 }
 
 
-def example(config, batch):
+def example(config: GPTConfig, batch: int) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.randint(config.vocab_size, (batch, config.context_length + 1))
     return tokens[:, :-1], tokens[:, 1:]
 
 
-def kept(rank, config, shape, sequence_parallel, batch):
+def kept(
+    rank: int, config: GPTConfig, shape: GridShape, sequence_parallel: bool, batch: int
+) -> tuple[int, int]:
     """Bytes that this rank keeps for the whole model, and for one layer of it."""
     model = parallelize(
         GPT(config), Grid.create(shape), ParallelConfig(sequence_parallel=sequence_parallel)
@@ -60,12 +65,12 @@ def kept(rank, config, shape, sequence_parallel, batch):
     return found
 
 
-def summary(saved):
+def summary(saved: Saved) -> tuple[int, int]:
     layer = sum(size for name, size in saved.by_module().items() if name.startswith("blocks.1."))
     return saved.total(), layer
 
 
-def main():
+def main() -> None:
     given = options(__doc__, layers=4, hidden=256, tokens=256, batch=2).parse_args()
     sizes = {
         "num_layers": given.layers,
@@ -89,9 +94,8 @@ def main():
             )
             rows.append(row(name, found, terms, 2 * paper / shape.cp))
         dropped = replace(config, dropout=0.1)
-        for name, (shape, sequence) in {
-            name: LAYOUTS[name] for name in ("dp 4", "tp 4", "tp 4 + sequence")
-        }.items():
+        for name in ("dp 4", "tp 4", "tp 4 + sequence"):
+            shape, sequence = LAYOUTS[name]
             found = max(ranks.run(kept, dropped, shape, sequence, given.batch))
             sizes = {"batch": given.batch, "sequence_parallel": sequence}
             terms = model_activations(
@@ -110,7 +114,7 @@ def main():
         sys.exit(f"more than {TARGET:.0%} from the formula: {', '.join(off)}")
 
 
-def row(name, found, terms, paper):
+def row(name: str, found: tuple[int, int], terms: dict[str, float], paper: float) -> dict[str, Any]:
     total, layer = found
     return {
         "layout": name,
@@ -121,10 +125,10 @@ def row(name, found, terms, paper):
     }
 
 
-def report(rows, config, batch):
+def report(rows: list[dict[str, Any]], config: GPTConfig, batch: int) -> None:
     """Print the table and write it down."""
-    sizes = f"{config.num_layers} layers, hidden size {config.hidden_size}, {config.context_length} tokens"
-    print(f"{sizes}, batch {batch}, float32\n")
+    sizes = f"{config.num_layers} layers, hidden size {config.hidden_size}"
+    print(f"{sizes}, {config.context_length} tokens, batch {batch}, float32\n")
     heads = ("layout", "MB kept, whole model", "formula", "measured / formula")
     heads += ("MB of a layer", "paper's closed form, 4 bytes a number", "layer / paper")
     print("| " + " | ".join(heads) + " |\n|---" + "|---:" * (len(heads) - 1) + "|")

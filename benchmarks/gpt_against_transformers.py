@@ -1,22 +1,27 @@
-"""Time of one training step of our GPT against the same GPT-2 of `transformers`: forward, backward and AdamW.
+"""Time of one training step of our GPT against the same GPT-2 of `transformers`.
 
-    python benchmarks/gpt_against_transformers.py [--rounds 25] [--threads 1] [--only gpt_tiny] [--out FILE.json]
+    python benchmarks/gpt_against_transformers.py \\
+        [--rounds 25] [--threads 1] [--only gpt_tiny] [--out FILE.json]
 
-All contestants start from the same weights, see the same tokens and take turns in one process, in changing order, so that
-whatever else the machine does hits them alike. The ratio is the median over the rounds of (ours / theirs in that round).
-Before anything is timed, their losses over three optimizer steps must agree: it is the same work. On a machine with CUDA
-the same runs there, under bf16 autocast.
+A step is forward, backward and AdamW. All contestants start from the same weights, see the same
+tokens and take turns in one process, in changing order, so that whatever else the machine does hits
+them alike. The ratio is the median over the rounds of (ours / theirs in that round). Before
+anything is timed, their losses over three optimizer steps must agree: it is the same work. On a
+machine with CUDA the same runs there, under bf16 autocast.
 """
 
 import platform
 import statistics
 import time
+from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from side_by_side import cores, options, outer_quartiles, write
+from torch import nn
 
 from labcode import recipes
 from labcode.config import GPTConfig
@@ -24,23 +29,25 @@ from labcode.models.gpt import GPT, loss
 from labcode.models.gpt2_weights import load_gpt2
 
 RESULTS = Path(__file__).parent / "results"
-TARGET_S = 0.3  # of work per contestant and round: short turns meet the same neighbours, shorter ones the clock
+# Work per contestant and round: short turns meet the same neighbours, shorter ones the clock.
+TARGET_S = 0.3
 
 
 def setups() -> dict[str, tuple[GPTConfig, int]]:
-    """{name: (model, batch)}: the models of the recipes, with learned positions since GPT-2 has no others."""
+    """{name: (model, batch)}: the models of the recipes, with learned positions.
+
+    GPT-2 has no others.
+    """
+    vocab_sizes = {"gpt_tiny": 84, "gpt_10m": 8192}  # of the recipes' tokenizers, within a token
     found = {}
-    for name, vocab_size in (
-        ("gpt_tiny", 84),
-        ("gpt_10m", 8192),
-    ):  # as the tokenizers of the recipes, to within a token
+    for name, vocab_size in vocab_sizes.items():
         changes = {"model.vocab_size": vocab_size, "model.positions": "learned"}
         recipe = recipes.with_changes(recipes.get(name), changes)
         found[name] = (recipe.model, recipe.train.micro_batch or recipe.train.global_batch)
     return found
 
 
-def gpt2(config: GPTConfig, activation: str):
+def gpt2(config: GPTConfig, activation: str) -> transformers.GPT2LMHeadModel:
     """A randomly initialised GPT2LMHeadModel of the shape of `config`."""
     torch.manual_seed(0)
     return transformers.GPT2LMHeadModel(
@@ -64,14 +71,19 @@ def gpt2(config: GPTConfig, activation: str):
 class Contestant:
     """A model with its optimizer; `forward` maps tokens to logits."""
 
-    def __init__(self, model, forward, device):
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Callable[[nn.Module, torch.Tensor], torch.Tensor],
+        device: str,
+    ) -> None:
         self.model = model.to(device).train()
         self.forward, self.device = forward, device
         self.optimizer = torch.optim.AdamW(
             self.model.parameters(), lr=1e-3, weight_decay=0.1, fused=True
         )
 
-    def step(self, tokens, targets):
+    def step(self, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         """One training step on the batch; returns the loss before it."""
         with torch.autocast("cuda", torch.bfloat16) if self.device == "cuda" else nullcontext():
             value = loss(self.forward(self.model, tokens), targets)
@@ -80,21 +92,24 @@ class Contestant:
         self.optimizer.zero_grad(set_to_none=True)
         return value.detach()
 
-    def seconds(self, tokens, targets, steps):
+    def seconds(self, tokens: torch.Tensor, targets: torch.Tensor, steps: int) -> float:
         """Mean time of a step over `steps` of them."""
         start = self._now()
         for _ in range(steps):
             self.step(tokens, targets)
         return (self._now() - start) / steps
 
-    def _now(self):
+    def _now(self) -> float:
         if self.device == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
 
-def contestants(config, device):
-    """Ours; GPT-2 as it comes; GPT-2 with PyTorch's one-kernel GELU in place of the six operations of `gelu_new`."""
+def contestants(config: GPTConfig, device: str) -> dict[str, Contestant]:
+    """Ours; GPT-2 as it comes; GPT-2 with a fused GELU.
+
+    The fused one is PyTorch's single kernel in place of the six operations of `gelu_new`.
+    """
     as_it_comes, one_kernel = gpt2(config, "gelu_new"), gpt2(config, "gelu_pytorch_tanh")
     ours = load_gpt2(GPT(config), as_it_comes.state_dict())
     return {
@@ -108,7 +123,7 @@ def contestants(config, device):
     }
 
 
-def compare(name, config, batch, rounds, device):
+def compare(name: str, config: GPTConfig, batch: int, rounds: int, device: str) -> dict[str, Any]:
     """Runs one setup and returns its record."""
     field = contestants(config, device)
     generator = torch.Generator().manual_seed(1)
@@ -116,7 +131,9 @@ def compare(name, config, batch, rounds, device):
         config.vocab_size, (batch, config.context_length + 1), generator=generator
     ).to(device)
     tokens, targets = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    losses = {who: [c.step(tokens, targets).item() for _ in range(3)] for who, c in field.items()}
+    losses = {}
+    for who, contestant in field.items():
+        losses[who] = [contestant.step(tokens, targets).item() for _ in range(3)]
     for who in field:
         torch.testing.assert_close(
             losses[who], losses["labcode"], rtol=1e-2 if device == "cuda" else 1e-4, atol=0
@@ -152,7 +169,7 @@ def compare(name, config, batch, rounds, device):
     }
 
 
-def machine(device):
+def machine(device: str) -> dict[str, Any]:
     """What the numbers depend on, without saying whose machine it is."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
@@ -165,7 +182,7 @@ def machine(device):
     }
 
 
-def main():
+def main() -> None:
     parser = options(__doc__, rounds=25)
     parser.add_argument(
         "--threads", type=int, help="of torch; default: its own choice, the cores of the machine"
@@ -177,12 +194,14 @@ def main():
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
-    transformers.logging.set_verbosity_error()  # it warns that the vocabulary lacks GPT-2's end-of-text token
+    # else it warns that the vocabulary lacks GPT-2's end-of-text token
+    transformers.logging.set_verbosity_error()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     record = {"machine": machine(device), "setups": []}
     print(", ".join(f"{key} {value}" for key, value in record["machine"].items()), "\n")
     print(
-        "| model | implementation | ms per step, median | fastest | ours / this, median | quartiles |"
+        "| model | implementation | ms per step, median | fastest "
+        "| ours / this, median | quartiles |"
     )
     print("|---|---|---:|---:|---:|---:|")
     for name, (config, batch) in setups().items():

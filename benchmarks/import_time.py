@@ -1,9 +1,9 @@
-"""Time of `import labcode` in a fresh process, and whether it brings in torch: target below 0.1 s, without torch.
+"""Time of `import labcode` in a fresh process: the target is below 0.1 s, without torch.
 
     python benchmarks/import_time.py [--rounds 9]
 
-The median over fresh processes, timed inside each (the start of Python itself is not counted), with the ground modules that
-work without torch beside it. Exits with status 1 if the target is missed.
+The median over fresh processes, timed inside each (the start of Python itself is not counted), with
+the ground modules that work without torch beside it. Exits with status 1 if the target is missed.
 """
 
 import platform
@@ -25,7 +25,7 @@ print(time.perf_counter() - start, "torch" in sys.modules)
 """
 
 
-def probe(module):
+def probe(module: str) -> tuple[float, bool]:
     """(seconds, torch imported) of one fresh process."""
     done = subprocess.run(
         [sys.executable, "-c", PROBE.format(module=module)],
@@ -37,7 +37,7 @@ def probe(module):
     return float(seconds), torch == "True"
 
 
-def main():
+def main() -> None:
     rounds = options(__doc__, rounds=9).parse_args().rounds
     rows = {}
     print("| import | ms, median | slowest | brings torch |\n|---|---:|---:|---|")

@@ -1,19 +1,24 @@
-"""Our pipeline runner against torch.distributed.pipelining, and the measured bubble against (p-1)/(v m).
+"""Our pipeline runner against torch.distributed.pipelining, and the bubble against (p-1)/(v m).
 
-    python benchmarks/pipeline.py [--rounds 15] [--hidden 256] [--tokens 256] [--batch 2] [--stage-ms 150]
+    python benchmarks/pipeline.py \\
+        [--rounds 15] [--hidden 256] [--tokens 256] [--batch 2] [--stage-ms 150]
 
-Speed: 1F1B and interleaved 1F1B on two ranks, one thread each, the same stages (layers of our GPT) and micro-batches; a step
-is forward and backward of all micro-batches. Contestants take turns in changing order, the slowest rank's time counts, the
-ratio is the median over the rounds of ours / theirs. Before anything is timed, losses and gradients must agree.
+Speed: 1F1B and interleaved 1F1B on two ranks, one thread each, the same stages (layers of our GPT)
+and micro-batches; a step is forward and backward of all micro-batches. Contestants take turns in
+changing order, the slowest rank's time counts, the ratio is the median over the rounds of
+ours / theirs. Before anything is timed, losses and gradients must agree.
 
-Bubble: four ranks on two cores would wait for cores and not for each other, so here a stage sleeps in place of computing, as
-long for every micro-batch: what remains is the order of the schedule and the cost of the runner and its messages, about a
-millisecond for each action, which counts for less the longer a stage takes (try --stage-ms 30).
+Bubble: four ranks on two cores would wait for cores and not for each other, so here a stage sleeps
+in place of computing, as long for every micro-batch. What remains is the order of the schedule and
+the cost of the runner and its messages. It is about a millisecond for each action, which counts for
+less the longer a stage takes (try --stage-ms 30).
 """
 
 import copy
 import statistics
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 from side_by_side import HEAD, machine, options, report, write
@@ -24,27 +29,29 @@ from labcode.pool.ranks import Ranks
 RESULT = Path(__file__).parent / "results" / "pipeline_cpu.json"
 MICROBATCHES = 8
 SCHEDULES = {"1f1b": 1, "interleaved": 2}  # stages on each rank
-BUBBLES = [
+BUBBLES = [  # schedule, v, m, on four ranks
     ("gpipe", 1, 8),
     ("1f1b", 1, 8),
     ("1f1b", 1, 16),
     ("interleaved", 2, 8),
-]  # schedule, v, m, on four ranks
+]
+Sizes = tuple[int, int, int, int]  # hidden, tokens, batch, layers
+Step = Callable[[], tuple[float, list[torch.Tensor]]]  # (loss on the last rank, gradients)
 
 
 class Stage(nn.Module):
     """Some layers, called as both runners like it."""
 
-    def __init__(self, layers):
+    def __init__(self, layers: Iterable[nn.Module]) -> None:
         super().__init__()
         self.layers = nn.Sequential(*layers)
 
-    def forward(self, x, inputs=None):
+    def forward(self, x: torch.Tensor | None, inputs: torch.Tensor | None = None) -> torch.Tensor:
         return self.layers(inputs if x is None else x)
 
 
-def contestants(schedule_name, sizes):
-    """{implementation: function that runs one step and returns (loss on the last rank, gradients)}."""
+def contestants(schedule_name: str, sizes: Sizes) -> dict[str, Step]:
+    """{implementation: function that runs one step}."""
     import torch.distributed as dist
     from torch.distributed import pipelining
 
@@ -74,7 +81,7 @@ def contestants(schedule_name, sizes):
         lambda inputs: torch.empty_like(inputs),
     )
 
-    def step_of_ours():
+    def step_of_ours() -> float:
         return pipeline.step(x.chunk(MICROBATCHES), y.chunk(MICROBATCHES)).item()
 
     stages = [
@@ -88,17 +95,21 @@ def contestants(schedule_name, sizes):
             stages, MICROBATCHES, loss_fn=nn.functional.mse_loss
         )
 
-    def step_of_theirs():
+    def step_of_theirs() -> float:
         losses = []
         last = {"target": y, "losses": losses} if rank == ranks - 1 else {}
         runner.step(*([x] if rank == 0 else []), **last)
         return sum(loss.item() for loss in losses) / MICROBATCHES
 
-    def with_gradients(step, modules):
-        def run():
+    def with_gradients(step: Callable[[], float], modules: dict[int, Stage]) -> Step:
+        def run() -> tuple[float, list[torch.Tensor]]:
             for module in modules.values():
                 module.zero_grad()
-            return step(), [p.grad for module in modules.values() for p in module.parameters()]
+            loss = step()
+            gradients = []
+            for module in modules.values():
+                gradients += [param.grad for param in module.parameters()]
+            return loss, gradients
 
         return run
 
@@ -108,7 +119,7 @@ def contestants(schedule_name, sizes):
     }
 
 
-def times(rank, schedule_name, sizes, rounds):
+def times(rank: int, schedule_name: str, sizes: Sizes, rounds: int) -> dict[str, list[float]]:
     """{implementation: seconds of each round on this rank}."""
     import time
 
@@ -133,7 +144,7 @@ class Sleep(torch.autograd.Function):
     """Takes its time forward, and twice that backward."""
 
     @staticmethod
-    def forward(ctx, x, seconds):
+    def forward(ctx: Any, x: torch.Tensor, seconds: float) -> torch.Tensor:
         import time
 
         ctx.seconds = seconds
@@ -141,15 +152,18 @@ class Sleep(torch.autograd.Function):
         return x * 1
 
     @staticmethod
-    def backward(ctx, grad):
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         import time
 
         time.sleep(2 * ctx.seconds)
         return grad, None
 
 
-def bubble(rank, schedule_name, v, m, seconds):
-    """Bubble over ideal time of one step with stages that sleep, the median of three; the same on every rank."""
+def bubble(rank: int, schedule_name: str, v: int, m: int, seconds: float) -> float:
+    """Bubble over ideal time of one step with stages that sleep, the median of three.
+
+    It is the same on every rank.
+    """
     import time
 
     import torch.distributed as dist
@@ -159,7 +173,10 @@ def bubble(rank, schedule_name, v, m, seconds):
 
     ranks = dist.get_world_size()
     weight = torch.ones((), requires_grad=True)
-    stage = lambda x, inputs: Sleep.apply((inputs if x is None else x) * weight, seconds / v)  # noqa: E731
+
+    def stage(x: torch.Tensor | None, inputs: torch.Tensor) -> torch.Tensor:
+        return Sleep.apply((inputs if x is None else x) * weight, seconds / v)
+
     pipeline = Pipeline(
         dict.fromkeys(range(rank, ranks * v, ranks), stage),
         plan_pipeline(schedule_name, ranks * v, m, ranks),
@@ -178,7 +195,7 @@ def bubble(rank, schedule_name, v, m, seconds):
     return statistics.median(found[1:])
 
 
-def main():
+def main() -> None:
     sizes = {"hidden": 256, "tokens": 256, "batch": 2, "layers": 8}
     given = options(__doc__, rounds=15, stage_ms=150, **sizes).parse_args()
     sizes = (given.hidden, given.tokens, given.batch, given.layers)
@@ -187,15 +204,12 @@ def main():
     with Ranks(2, timeout_s=120) as ranks:
         for name in SCHEDULES:
             rows += report(name, ranks.run(times, name, sizes, given.rounds))
-    print(
-        "\n| schedule, 4 ranks | v | m | (p-1)/(v m) | measured | measured / formula |\n|---|---:|---:|---:|---:|---:|"
-    )
+    print("\n| schedule, 4 ranks | v | m | (p-1)/(v m) | measured | measured / formula |")
+    print("|---|---:|---:|---:|---:|---:|")
     with Ranks(4, timeout_s=120) as ranks:
         for name, v, m in BUBBLES:
-            formula, measured = (
-                3 / (v * m),
-                max(ranks.run(bubble, name, v, m, given.stage_ms / 1e3)),
-            )
+            formula = 3 / (v * m)
+            measured = max(ranks.run(bubble, name, v, m, given.stage_ms / 1e3))
             bubbles.append(
                 {
                     "schedule": name,
@@ -205,10 +219,8 @@ def main():
                     "measured": round(measured, 4),
                 }
             )
-            print(
-                f"| {name} | {v} | {m} | {formula:.4f} | {measured:.4f} | {measured / formula:.3f} |",
-                flush=True,
-            )
+            numbers = f"{formula:.4f} | {measured:.4f} | {measured / formula:.3f}"
+            print(f"| {name} | {v} | {m} | {numbers} |", flush=True)
     setup = {"machine": machine(), "setup": vars(given)}
     write(RESULT, setup | {"results": rows, "bubbles": bubbles})
 

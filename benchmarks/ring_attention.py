@@ -1,16 +1,20 @@
-"""Time and memory of ring attention against gathering K and V: causal attention of one layer, forward and backward.
+"""Time and memory of ring attention against gathering K and V.
 
-    python benchmarks/ring_attention.py [--length 4096] [--ranks 2] [--rounds 15] [--batch 1] [--heads 8] [--kv-heads 8]
+    python benchmarks/ring_attention.py \\
+        [--length 4096] [--ranks 2] [--rounds 15] [--batch 1] [--heads 8] [--kv-heads 8]
 
-Both run on the same ranks in turns, in changing order; the slowest rank's time counts, and the ratio is the median over the
-rounds of (ring / gather in that round). Before anything is timed, their outputs and gradients must agree. Saved bytes are
-those that autograd holds from forward to backward, each storage once. Peak memory is what one forward and backward adds to
-the resident memory of a fresh process (on CUDA: to the allocated memory), the largest rank's. On a machine with as many
-GPUs as ranks the same runs there, in bfloat16.
+It is the causal attention of one layer, forward and backward. Both run on the same ranks in turns,
+in changing order; the slowest rank's time counts, and the ratio is the median over the rounds of
+(ring / gather in that round). Before anything is timed, their outputs and gradients must agree.
+Saved bytes are those that autograd holds from forward to backward, each storage once. Peak memory
+is what one forward and backward adds to the resident memory of a fresh process (on CUDA: to the
+allocated memory), the largest rank's. On a machine with as many GPUs as ranks the same runs there,
+in bfloat16.
 """
 
 import platform
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -20,10 +24,14 @@ from labcode.pool.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results"
 WAYS = ("RingAttention", "GatherAttention")
+Shape = tuple[int, int, int, int, int]  # batch, heads, kv heads, length, head size
 
 
-def contestant(way, layout, shape):
-    """A function that runs one forward and backward on this rank and returns [output, gradients of q, k, v]."""
+def contestant(way: str, layout: str, shape: Shape) -> Callable[[], list[torch.Tensor]]:
+    """A function that runs one forward and backward on this rank.
+
+    It returns [output, gradients of q, k, v].
+    """
     import torch
     import torch.distributed as dist
 
@@ -46,7 +54,7 @@ def contestant(way, layout, shape):
     ]
     del qkv
 
-    def run():
+    def run() -> list[torch.Tensor]:
         for leaf in leaves:
             leaf.grad = None
         out = attention(*leaves)
@@ -56,19 +64,24 @@ def contestant(way, layout, shape):
     return run
 
 
-def times(rank, layouts, shape, rounds):
+def times(
+    rank: int, layouts: list[str], shape: Shape, rounds: int
+) -> dict[tuple[str, str], list[float]]:
     """{(way, layout): seconds on this rank in each round}; all contestants take turns."""
     import time
 
     import torch
     import torch.distributed as dist
 
-    def wait():
+    def wait() -> None:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         dist.barrier()
 
-    field = {(way, layout): contestant(way, layout, shape) for layout in layouts for way in WAYS}
+    field = {}
+    for layout in layouts:
+        for way in WAYS:
+            field[way, layout] = contestant(way, layout, shape)
     for layout in layouts:
         for a, b in zip(*(field[way, layout]() for way in WAYS)):
             tolerance = 0.05 if a.dtype == torch.bfloat16 else 1e-3
@@ -86,16 +99,15 @@ def times(rank, layouts, shape, rounds):
     return found
 
 
-def memory(rank, way, layout, shape):
-    """(bytes saved for the backward, bytes of the peak above the start) of one forward and backward."""
+def memory(rank: int, way: str, layout: str, shape: Shape) -> tuple[int, int]:
+    """Bytes that one forward and backward saves, and bytes of its peak above the start."""
     import torch
 
-    contestant(
-        way, layout, (*shape[:3], 64, shape[4])
-    )()  # libraries and connections have their memory already
+    # a short sequence first: after it libraries and connections have their memory already
+    contestant(way, layout, (*shape[:3], 64, shape[4]))()
     run, saved = contestant(way, layout, shape), {}
 
-    def pack(x):
+    def pack(x: torch.Tensor) -> torch.Tensor:
         saved[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
         return x
 
@@ -113,7 +125,7 @@ def memory(rank, way, layout, shape):
     return sum(saved.values()), peak - before
 
 
-def resident_bytes():
+def resident_bytes() -> tuple[int, ...]:
     """(now, at its highest) of this process, as Linux counts them."""
     from pathlib import Path
 
@@ -121,7 +133,7 @@ def resident_bytes():
     return tuple(int(fields[name].split()[0]) * 1024 for name in ("VmRSS", "VmHWM"))
 
 
-def main():
+def main() -> None:
     sizes = {"length": 4096, "batch": 1, "heads": 8, "head_size": 64}
     parser = options(__doc__, ranks=2, rounds=15, **sizes)
     parser.add_argument("--kv-heads", type=int, help="default: as many as heads")
@@ -146,7 +158,8 @@ def main():
         found = ranks.run(times, args.layouts, shape, args.rounds)
     slowest = slowest_rank(found)
     print(
-        "| layout | attention | ms, median | fastest | ring / gather, median | quartiles | saved MB | peak MB |"
+        "| layout | attention | ms, median | fastest "
+        "| ring / gather, median | quartiles | saved MB | peak MB |"
     )
     print("|---|---|---:|---:|---:|---:|---:|---:|")
     rows = []

@@ -11,8 +11,9 @@ from typing import Any
 import torch
 
 HEAD = (
-    "| layout | implementation | ms per step, median | fastest | ours / theirs, median | quartiles |\n"
-    + "|---|---|---:|---:|---:|---:|"
+    "| layout | implementation | ms per step, median | fastest "
+    "| ours / theirs, median | quartiles |\n"
+    "|---|---|---:|---:|---:|---:|"
 )
 
 

@@ -1,18 +1,25 @@
-"""One training step of a 6-layer GPT with tp=2, and with sequence parallelism, against DTensor's parallelize_module.
+"""One training step of a 6-layer GPT with tp=2 against DTensor's parallelize_module.
 
     python benchmarks/tensor_parallel.py [--rounds 15] [--batch 4] [--tokens 256] [--hidden 256]
 
-A step is forward, loss, backward, gradient synchronisation and AdamW. Contestants take turns on the same two ranks, one
-thread each, in changing order. The slowest rank's time counts, the ratio is the median over the rounds of ours / theirs
-within it. Before anything is timed, the losses of three steps must agree with one process. The peer is given its best:
-the same model code, the rows of the fused q | k | v in an order that lets DTensor cut them into whole heads (with separate
-projections it sends the input's gradient three times), and loss_parallel, so that it does not gather the logits either.
+Both run without and with sequence parallelism. A step is forward, loss, backward, gradient
+synchronisation and AdamW. Contestants take turns on the same two ranks, one thread each, in
+changing order. The slowest rank's time counts, the ratio is the median over the rounds of
+ours / theirs within it. Before anything is timed, the losses of three steps must agree with one
+process.
+
+The peer is given its best: the same model code; the rows of the fused q | k | v in an order that
+lets DTensor cut them into whole heads (with separate projections it sends the input's gradient
+three times); and loss_parallel, so that it does not gather the logits either.
 """
 
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
 from side_by_side import HEAD, machine, options, report, write
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from labcode.config import GPTConfig, OptimConfig
 from labcode.pool.ranks import Ranks
@@ -20,9 +27,12 @@ from labcode.pool.ranks import Ranks
 RESULT = Path(__file__).parent / "results" / "tensor_parallel_cpu.json"
 TARGET = 1.0
 WAYS = ("labcode", "DTensor")
+LossOf = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]  # of (tokens, targets)
 
 
-def sharded(way, sequence, config):
+def sharded(
+    way: str, sequence: bool, config: GPTConfig
+) -> tuple[nn.Module, LossOf, Callable[[], None]]:
     """(the model on this rank, a function loss(tokens, targets), what to call after backward)."""
     from labcode.comm.grid import Grid
     from labcode.config import ParallelConfig
@@ -43,7 +53,7 @@ def sharded(way, sequence, config):
     return model, lambda tokens, targets: gpt.loss(model(tokens), targets), lambda: None
 
 
-def theirs(model, mesh, sequence):
+def theirs(model: nn.Module, mesh: DeviceMesh, sequence: bool) -> None:
     """The same cuts through DTensor, as PyTorch's tutorial on tensor parallelism makes them."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.parallel import (
@@ -76,7 +86,7 @@ def theirs(model, mesh, sequence):
     parallelize_module(model, mesh, plan)
 
 
-def stepper(way, sequence, config, batch):
+def stepper(way: str, sequence: bool, config: GPTConfig, batch: int) -> Callable[[], torch.Tensor]:
     """A function that trains one step on this rank and returns the loss."""
     import contextlib
 
@@ -88,9 +98,8 @@ def stepper(way, sequence, config, batch):
     torch.set_num_threads(1)
     model, loss_of, finish = sharded(way, sequence, config)
     optimizer = make_optimizer(model, OptimConfig())
-    for group in list(
-        optimizer.param_groups
-    ):  # a fused kernel takes DTensors or plain tensors, not both
+    # a fused kernel takes DTensors or plain tensors, not both
+    for group in list(optimizer.param_groups):
         plain = [p for p in group["params"] if not isinstance(p, DTensor)]
         group["params"] = [p for p in group["params"] if isinstance(p, DTensor)]
         optimizer.add_param_group({**group, "params": plain})
@@ -101,7 +110,7 @@ def stepper(way, sequence, config, batch):
         generator=torch.Generator().manual_seed(1),
     )
 
-    def step():
+    def step() -> torch.Tensor:
         with loss_parallel() if way == "DTensor" else contextlib.nullcontext():
             loss = loss_of(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
@@ -113,7 +122,7 @@ def stepper(way, sequence, config, batch):
     return step
 
 
-def alone(config, batch, steps):
+def alone(config: GPTConfig, batch: int, steps: int) -> list[float]:
     """Losses of one process without any cut."""
     from labcode.models import gpt
     from labcode.models.layers import initialize
@@ -136,17 +145,18 @@ def alone(config, batch, steps):
     return losses
 
 
-def times(rank, config, batch, rounds):
+def times(
+    rank: int, config: GPTConfig, batch: int, rounds: int
+) -> dict[tuple[str, bool], list[float]]:
     """{(way, sequence parallel): seconds of each round on this rank}."""
     import time
 
     import torch.distributed as dist
 
-    field = {
-        (way, sequence): stepper(way, sequence, config, batch)
-        for sequence in (False, True)
-        for way in WAYS
-    }
+    field = {}
+    for sequence in (False, True):
+        for way in WAYS:
+            field[way, sequence] = stepper(way, sequence, config, batch)
     expected = torch.tensor(alone(config, batch, 3))
     for step in field.values():
         torch.testing.assert_close(
@@ -163,7 +173,7 @@ def times(rank, config, batch, rounds):
     return found
 
 
-def main():
+def main() -> None:
     given = options(__doc__, rounds=15, batch=4, tokens=256, hidden=256).parse_args()
     config = GPTConfig(
         vocab_size=512,
@@ -179,7 +189,9 @@ def main():
     print(HEAD)
     rows = []
     for sequence in (False, True):
-        of_layout = [{way: rank[way, sequence] for way in WAYS} for rank in found]
+        of_layout = []
+        for rank in found:
+            of_layout.append({way: rank[way, sequence] for way in WAYS})
         rows += report("tp 2 + sequence" if sequence else "tp 2", of_layout)
     write(RESULT, {"machine": machine(), "setup": vars(given), "results": rows})
 

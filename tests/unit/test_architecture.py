@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from rework import in_rework
 
 ROOT = Path(__file__).resolve().parents[2]
 LABCODE = ROOT / "labcode"
@@ -43,10 +42,8 @@ GROUND = {
 }
 GROUND |= {"schedules", "command", "processes", "suggest"}
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")
-MEASURES = (
-    "labcode.perf.saved_bytes",
-    "labcode.perf.trace",
-)  # what perf predicts, measured: these two need torch
+# what perf predicts, measured: these two need torch
+MEASURES = ("labcode.perf.saved_bytes", "labcode.perf.trace")
 NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
 GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
@@ -251,7 +248,7 @@ def undocumented(modules):
                 yield f"{module.name}.{node.name} has no docstring"
 
 
-# ---- the laws of wording: one statement, one thought. Files in rework are exempt, see rework.py
+# ---- the laws of wording: one statement, one thought
 
 COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
@@ -355,16 +352,14 @@ def test_the_house_keeps_the_law(law, house):
 
 @pytest.mark.parametrize("law", WORDING, ids=lambda law: law.__name__)
 def test_one_statement_holds_one_thought(law, house):
-    finished = {name: module for name, module in house.items() if not in_rework(module.file)}
-    assert list(law(finished)) == []
+    assert list(law(house)) == []
 
 
 @pytest.mark.parametrize("law", WORDING, ids=lambda law: law.__name__)
 def test_tools_and_benchmarks_are_worded_like_the_library(law):
     files = [*(ROOT / "tools").rglob("*.py"), *(ROOT / "benchmarks").rglob("*.py")]
     sources = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(files)}
-    finished = {file: text for file, text in sources.items() if not in_rework(file)}
-    assert list(law(modules_of(finished))) == []
+    assert list(law(modules_of(sources))) == []
 
 
 DOC = '"""Text."""\n'

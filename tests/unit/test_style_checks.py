@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rework import IN_REWORK, in_rework
 
 ROOT = Path(__file__).resolve().parents[2]
 BIN = Path(sys.executable).parent
@@ -29,8 +28,7 @@ def test_ruff_finds_nothing() -> None:
     found = []
     for problem in json.loads(run_tool(str(BIN / "ruff"), "check", ".", "--output-format", "json")):
         file = path_from_root(problem["filename"])
-        if not in_rework(file):
-            found.append(f"{file}:{problem['location']['row']}: {problem['message']}")
+        found.append(f"{file}:{problem['location']['row']}: {problem['message']}")
     assert found == []
 
 
@@ -38,7 +36,7 @@ def test_the_formatter_changes_nothing() -> None:
     found = []
     for line in run_tool(str(BIN / "ruff"), "format", "--check", ".").splitlines():
         verdict, _, file = line.partition(": ")
-        if verdict == "Would reformat" and not in_rework(file):
+        if verdict == "Would reformat":
             found.append(file)
     assert found == []
 
@@ -51,9 +49,8 @@ def test_types_are_right() -> None:
     found = []
     for problem in report["generalDiagnostics"]:
         file = path_from_root(problem["file"])
-        if not in_rework(file):
-            line = problem["range"]["start"]["line"] + 1
-            found.append(f"{file}:{line}: {problem['message']}")
+        line = problem["range"]["start"]["line"] + 1
+        found.append(f"{file}:{line}: {problem['message']}")
     assert found == []
 
 
@@ -83,7 +80,3 @@ def test_code_of_a_lesson_fits_the_page(lesson: str) -> None:
 def test_long_code_lines_are_found_in_code_alone() -> None:
     long = "x = " + "1" * LESSON_COLUMNS
     assert long_code_lines(f"# %% [markdown]\n# {long}\n\n# %%\n{long}\nx = 1\n") == [5]
-
-
-def test_exemptions_name_what_exists() -> None:
-    assert [entry for entry in IN_REWORK if not (ROOT / entry).exists()] == []
