@@ -277,7 +277,7 @@ class RingAttention(_ContextAttention):
         if self.dropout > 0:
             raise ValueError(
                 f"ring attention keeps no attention weights to drop but dropout is {self.dropout}: "
-                "use GatherAttention (context gather) or set dropout 0"
+                "use GatherAttention (--parallel.context_attention all_gather) or set dropout 0"
             )
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
