@@ -51,6 +51,11 @@ MAY_CHANGE = (
     "train.steps",
 )
 
+TORCH_WRITER = (
+    "inline_container"  # the file of torch that writes tensors; it names itself in errors
+)
+FULL_DISK_BYTES = 64 * 1024  # fewer are free where a write has just failed for want of space
+
 
 class CheckpointError(SharedError, OSError):
     """A checkpoint could not be written; all ranks know, since all took part."""
@@ -92,13 +97,29 @@ class Checkpoints:
             dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(unfinished))
             on_first_rank(lambda: self._complete(unfinished, folder, state.batches.step))
         except (CheckpointException, OSError, PeerError) as error:
+            cause = self._cause(error)
             on_first_rank(self._remove_unfinished)
-            message = f"checkpoint {folder} could not be written: {first_cause(error)}"
+            message = f"checkpoint {folder} could not be written: {cause}"
             complete = self._complete_ones()
             if complete:
                 message += f"; the last complete one is {complete[-1]}"
             raise CheckpointError(message) from None
         return folder
+
+    def _cause(self, error: BaseException) -> str:
+        """What went wrong, also where torch does not say that the disk was full.
+
+        The writer of its files gives the reason of the system only if the first bytes of a tensor
+        fail; if later ones do, it counts positions. So look at the disk while the files are there.
+        """
+        cause = first_cause(error)
+        if TORCH_WRITER not in cause or "No space left" in cause:
+            return cause
+        free_bytes = shutil.disk_usage(self.folder.parent).free
+        if free_bytes >= FULL_DISK_BYTES:
+            return cause
+        rank, _, _ = cause.partition(":")
+        return f"{rank}: No space left on device ({free_bytes} bytes are free)"
 
     def _complete(self, unfinished: Path, folder: Path, step: int) -> None:
         """Describe the files that all ranks have written, rename their folder, remove old ones."""
