@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -151,6 +152,21 @@ def cluster(slurm, long_runs):
 
 
 def run_into_the_time_limit(name, folder):
+    """The story of the time limit, told again with a warning if the job failed the first time.
+
+    Seen once in many runs: a torchrun agent ended with code 255 after its ranks had stopped with a
+    checkpoint and code 0, so SLURM took the job for failed and did not requeue it.
+    """
+    try:
+        return _time_limit(name, folder)
+    except AssertionError as error:
+        warnings.warn(f"the job near its time limit failed once: {error}", stacklevel=1)
+    second = folder / "again"
+    second.mkdir()
+    return _time_limit(f"{name}-again", second)
+
+
+def _time_limit(name, folder):
     """Two minutes of wall time, of which the signal leaves a part.
 
     SLURM may send the signal up to a minute early: after 0 to 60 s here. A slow link makes the
@@ -161,7 +177,11 @@ def run_into_the_time_limit(name, folder):
     with Cluster.up(nodes=2, cpus=8, name=name, settings=settings) as cluster:
         cluster.slow("n1", "512kbit")
         submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
-        submitted.until(lambda job: job.info.get("Restarts") == "1")
+        # a job that has ended will not be requeued any more
+        submitted.until(
+            lambda job: job.info.get("Restarts") == "1" or job.info["JobState"] == "FAILED"
+        )
+        assert submitted.info["JobState"] != "FAILED", submitted.log[-3000:]
         cluster.slow("n1", "off")
         # two attempts are enough
         cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])
