@@ -21,11 +21,12 @@ from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
-from labcode.train.checkpoint import Checkpoints, StopSignals
+from labcode.train.checkpoint import Checkpoints
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.result import write_result
+from labcode.train.signals import StopSignals
 from labcode.train.state import RunState
 from labcode.train.tasks import Task
 

@@ -1,0 +1,44 @@
+"""Signals that ask a run to stop: remembered, agreed on by all ranks, answered by a checkpoint."""
+
+import signal
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
+
+
+class StopSignals:
+    """Within it SIGUSR1 and SIGTERM are remembered instead of ending the process.
+
+    They are how SLURM and torchrun announce the end. A signal may reach one rank only, and never
+    all of them in the same step.
+    """
+
+    def __init__(self) -> None:
+        self._heard = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> "StopSignals":
+        for number in SIGNALS:
+            self._before[number] = signal.signal(number, self._hear)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _hear(self, number: int, _frame: object) -> None:
+        self._heard = number
+
+    def agreed(self) -> str | None:
+        """The name of a signal that any rank has heard, the same on all.
+
+        Communicates: an all-reduce of one number, on the CPU.
+        """
+        heard = torch.tensor(self._heard)
+        dist.all_reduce(heard, dist.ReduceOp.MAX)
+        if heard.item() == 0:
+            return None
+        return signal.Signals(int(heard.item())).name
