@@ -103,11 +103,18 @@ class TextDataset:
 
 @dataclass(frozen=True)
 class TextSplits:
-    """Training and validation windows of one text, and what turns tokens back into characters."""
+    """Training and validation windows of one text, and what turns tokens back into characters.
+
+    Args:
+        train, val: The windows.
+        tokenizer: Of this text.
+        sha256: Of the text as it was read, unpacked: a run that resumes must find the same.
+    """
 
     train: TextDataset
     val: TextDataset
     tokenizer: Tokenizer
+    sha256: str
 
 
 def load(config: TextData, context_length: int, cache_dir: str | Path | None = None) -> TextSplits:
@@ -128,7 +135,7 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
     """
     path = Path(config.path).expanduser() if config.path else SHAKESPEARE
     cache = Path(cache_dir) if cache_dir else CACHE
-    tokens, tokenizer = _prepared(path, config, cache)
+    tokens, tokenizer, sha256 = _prepared(path, config, cache)
     num_train = len(tokens) - math.ceil(len(tokens) * config.val_fraction)
     train = TextDataset(tokens[:num_train], context_length)
     val = TextDataset(tokens[num_train:], context_length)
@@ -140,7 +147,7 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
                 f"context_length={context_length} needs {context_length + 1}: "
                 "give a longer text or a shorter context"
             )
-    return TextSplits(train, val, tokenizer)
+    return TextSplits(train, val, tokenizer, sha256)
 
 
 # ---- token files
@@ -187,8 +194,8 @@ def _prepare(path: Path, config: TextData, file: _TokenFile) -> tuple[dict[str, 
     return meta, tokenizer
 
 
-def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, Tokenizer]:
-    """The tokens of a text, [T] memory-mapped, and its tokenizer; prepared here if need be."""
+def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, Tokenizer, str]:
+    """(The tokens of a text, [T] memory-mapped, its tokenizer and its sha256)."""
     kind = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
     sha256 = _sha256(path)
     stem = f"{sha256}-{kind}"
@@ -208,7 +215,8 @@ def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, To
             "free some space there or make it writable"
         ) from error
     meta, tokenizer = found
-    return np.memmap(file.tokens_path, dtype=meta["dtype"], mode="r"), tokenizer
+    tokens = np.memmap(file.tokens_path, dtype=meta["dtype"], mode="r")
+    return tokens, tokenizer, sha256
 
 
 @contextlib.contextmanager

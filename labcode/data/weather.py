@@ -5,6 +5,7 @@ Shapes: B samples, T times, C variables, F forcings (known inputs that are not p
 latitudes, X longitudes.
 """
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from labcode.data.weather_files import WeatherFile, open_weather
 # of more training times than these, as many are read for mean and deviation, evenly spread
 STATISTICS_TIMES = 512
 STATISTICS_BYTES = 2**27  # read at once for that
+FINGERPRINT_TIMES = 8  # of a file that is not held in memory
 
 
 @dataclass(frozen=True)
@@ -162,11 +164,18 @@ def sun_height(times: np.ndarray, lat: np.ndarray, lon: np.ndarray) -> np.ndarra
 
 @dataclass(frozen=True)
 class WeatherSplits:
-    """Training and validation transitions of one file, and how both are normalised."""
+    """Training and validation transitions of one file, and how both are normalised.
+
+    Args:
+        train, val: The transitions.
+        stats: Mean and deviation of the training times.
+        sha256: Of what was read (`fingerprint`): a run that resumes must find the same.
+    """
 
     train: WeatherDataset
     val: WeatherDataset
     stats: Statistics
+    sha256: str
 
 
 def load(config: WeatherData) -> WeatherSplits:
@@ -197,7 +206,31 @@ def load(config: WeatherData) -> WeatherSplits:
         )
     train = WeatherDataset(file, stats, range(first_val), config.roll, config.sun)
     val = WeatherDataset(file, stats, range(first_val, num_times), sun=config.sun)
-    return WeatherSplits(train, val, stats)
+    return WeatherSplits(train, val, stats, fingerprint(file))
+
+
+def fingerprint(file: WeatherFile) -> str:
+    """A sha256 that tells one weather from another: names, coordinates, times and states.
+
+    All states of a file that is held in memory, `FINGERPRINT_TIMES` evenly spread ones of a larger
+    file. Of the values themselves and not of their mean, whose last digits depend on the processor.
+    """
+    digest = hashlib.sha256()
+    digest.update(repr(file.variables).encode())
+    for coordinate in (file.times, file.lat, file.lon):
+        values = np.ascontiguousarray(coordinate)
+        digest.update(f"{values.dtype.str}{values.shape}".encode())
+        digest.update(values.tobytes())
+    num_times = len(file.times)
+    num_read = num_times if file.in_memory else min(num_times, FINGERPRINT_TIMES)
+    for number in _evenly_spread(num_times, num_read):
+        digest.update(np.ascontiguousarray(file.read([number]), dtype="<f4").tobytes())
+    return digest.hexdigest()
+
+
+def _evenly_spread(num_times: int, num_read: int) -> np.ndarray:
+    """`num_read` of the numbers below `num_times`, the first and the last among them."""
+    return np.unique(np.linspace(0, num_times - 1, num_read).round().astype(np.int64))
 
 
 def _statistics(file: WeatherFile, num_times: int) -> Statistics:
@@ -205,9 +238,7 @@ def _statistics(file: WeatherFile, num_times: int) -> Statistics:
 
     mean = mean_t(m_t),   var = mean_t(v_t) + var_t(m_t)
     """
-    num_read = min(num_times, STATISTICS_TIMES)
-    evenly_spread = np.linspace(0, num_times - 1, num_read).round().astype(np.int64)
-    times = np.unique(evenly_spread)
+    times = _evenly_spread(num_times, min(num_times, STATISTICS_TIMES))
     at_once = max(1, STATISTICS_BYTES // file.state_bytes)
     means_at = []
     variances_at = []

@@ -57,6 +57,11 @@ class WeatherFile:
         """Size of the state at one time, unpacked."""
         return 4 * len(self.variables) * len(self.lat) * len(self.lon)
 
+    @property
+    def in_memory(self) -> bool:
+        """Whether all states together are small enough to be read once and kept."""
+        return self.state_bytes * len(self.times) <= IN_MEMORY_BYTES
+
 
 def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
     """The user's file, or the sample where `path` is None.
@@ -73,7 +78,7 @@ def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
         file = _open_sample(tuple(variables))
     _check_order(file)
     file = replace(file, read=partial(_read_checked, file))
-    if file.state_bytes * len(file.times) <= IN_MEMORY_BYTES:
+    if file.in_memory:
         states = file.read(range(len(file.times)))
         file = replace(file, read=partial(_take, states))
     return file

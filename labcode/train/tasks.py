@@ -27,6 +27,7 @@ class Task:
         train: Dataset, `dataset[indices] -> (inputs [B, ..], targets [B, ..])`.
         val: The same, held out.
         finish: After training, on one rank: `finish(model, num_tokens, seed) -> text to show`.
+        data_sha256: Of the data: the same for the same data, on every rank and in every attempt.
         loss_options: Tensors that the model's loss takes by name, beside outputs and targets.
     """
 
@@ -35,6 +36,7 @@ class Task:
     train: Any
     val: Any
     finish: Callable[[nn.Module, int, int], str]
+    data_sha256: str = ""
     loss_options: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
 
@@ -72,6 +74,7 @@ def _text_task(model_config: GPTConfig, data: TextData) -> Task:
         train=splits.train,
         val=splits.val,
         finish=partial(_sample_text, splits.tokenizer),
+        data_sha256=splits.sha256,
     )
 
 
@@ -130,6 +133,7 @@ def _weather_task(model_config: ViTConfig, data: WeatherData) -> Task:
         train=train,
         val=splits.val,
         finish=partial(_skill_table, splits, weights),
+        data_sha256=splits.sha256,
         loss_options={"weights": weights},
     )
 

@@ -4,6 +4,7 @@ Also what happens to bad input and half-written files.
 """
 
 import gzip
+import hashlib
 import json
 import resource
 from concurrent.futures import ThreadPoolExecutor
@@ -201,14 +202,16 @@ def test_the_same_text_is_prepared_once_packed_or_not(verses, tmp_path, monkeypa
         again = load(path, tmp_path)
         assert all_tokens(again).tolist() == all_tokens(first).tolist()
         assert again.tokenizer.characters == first.tokenizer.characters
+        assert again.sha256 == first.sha256 == hashlib.sha256(verses.read_bytes()).hexdigest()
     files = sorted(file.suffix for file in (tmp_path / "cache").iterdir())
     assert files == [".bin", ".json", ".lock"]
 
 
 def test_another_text_under_the_same_name_is_another_file(verses, tmp_path):
-    load(verses, tmp_path)
+    before = load(verses, tmp_path)
     verses.write_text("something else, " * 20)
     splits = load(verses, tmp_path)
+    assert splits.sha256 != before.sha256
     assert splits.tokenizer.decode(all_tokens(splits).tolist()) == "something else, " * 20
 
 

@@ -164,6 +164,27 @@ def test_a_large_file_is_read_batch_by_batch_and_each_time_once(tmp_path, monkey
     assert read == [[0, 1, 2, 3, 4]] * len(NAMES)
 
 
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_the_fingerprint_is_that_of_the_weather_and_not_of_its_packing(
+    tmp_path, monkeypatch, in_memory
+):
+    if not in_memory:
+        monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
+    path = write_zarr(tmp_path)
+    first = load(path).sha256
+    assert len(first) == 64 and load(path).sha256 == first
+    (tmp_path / "chunked").mkdir()
+    assert load(write_zarr(tmp_path / "chunked", time_chunk=5)).sha256 == first
+    assert load(path, variables=NAMES[:1]).sha256 != first
+    later = dataset().assign_coords(time=dataset().time + np.timedelta64(1, "h"))
+    changed = dataset()
+    changed["u10"][-1, 2, 3] += 1
+    turned = dataset().isel(latitude=slice(None, None, -1))
+    for number, other in enumerate((later, changed, turned)):
+        (tmp_path / str(number)).mkdir()
+        assert load(write_zarr(tmp_path / str(number), other)).sha256 != first
+
+
 # ---- split and normalisation
 
 
