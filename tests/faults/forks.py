@@ -1,0 +1,400 @@
+"""Trainings as forks of a process that has torch imported: 0.3 s each in place of 5.
+
+    done = train(["gpt_tiny", *SMALL, "--train.out", "run"], cwd=tmp_path, ranks=2)
+    assert done.codes == [2, 2]
+    assert done.errors == ["error: ..."]
+
+    running = start(args, cwd=tmp_path, ranks=2)
+    running.signal(1, signal.SIGTERM)
+    done = running.wait()
+
+Each rank is a process as `python -m labcode.train` would be: a session and a process group of its
+own, its own folder, environment, descriptors 1 and 2, signal handlers, and exit code. Several ranks
+get the variables of torchrun, but there is no agent. What differs from a real process: torch and
+labcode were imported before the fork, so that what they read from the environment while they are
+imported is that of the tests.
+
+Tests import this module as `faults.forks`.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import multiprocessing
+import os
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing.context import ForkServerContext, ForkServerProcess
+from pathlib import Path
+
+import cloudpickle
+import psutil
+
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # optimizers import it at their first step
+    "torch.distributed.checkpoint",
+    "torch.utils.tensorboard",
+    "labcode.train.__main__",
+    "labcode.train.run",
+    "tokenizers",
+    "xarray",
+    "zarr",
+    "h5netcdf",
+    "psutil",
+    __name__,
+)
+# Of a parent that is itself a rank, or runs under SLURM: a rank here gets its own.
+LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM")
+LEAVING_S = 3.0  # how long what a rank has started may need to end after it
+PR_SET_PDEATHSIG = 1
+
+Patch = Callable[[], object]
+Env = Mapping[str, str | None]
+
+
+@dataclass
+class Done:
+    """What became of a training.
+
+    Args:
+        codes: The exit code of each rank; negative: the signal that ended it.
+        out: What each rank wrote to stdout.
+        err: What each rank wrote to stderr.
+        hung: It did not end in time and was killed.
+        left: Processes that ran on after their rank, and were killed.
+        seconds: Wall time.
+    """
+
+    codes: list[int]
+    out: list[str]
+    err: list[str]
+    hung: bool
+    left: list[str]
+    seconds: float
+
+    @property
+    def errors(self) -> list[str]:
+        """All lines of all ranks that begin with "error: "."""
+        lines = "\n".join(self.err).splitlines()
+        return [line for line in lines if line.startswith("error: ")]
+
+    @property
+    def tracebacks(self) -> int:
+        """How many tracebacks the ranks printed."""
+        return "\n".join(self.err).count("Traceback (most recent call last)")
+
+
+class Running:
+    """A training that runs. `wait` must be called, or it must be used in a `with` block.
+
+    Args:
+        processes: The ranks.
+        folder: Where their output goes; removed at the end.
+        timeout_s: Time after which all are killed.
+    """
+
+    def __init__(self, processes: list[ForkServerProcess], folder: Path, timeout_s: float) -> None:
+        self._processes = processes
+        self._folder = folder
+        self._started = time.monotonic()
+        self._timeout_s = timeout_s
+
+    @property
+    def pids(self) -> list[int]:
+        """The process number of each rank."""
+        return [process.pid or 0 for process in self._processes]
+
+    def signal(self, rank: int, number: int) -> None:
+        """Send a signal to one rank; nothing happens if it has ended."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pids[rank], number)
+
+    def kill(self, rank: int) -> None:
+        """Kill one rank."""
+        self.signal(rank, signal.SIGKILL)
+
+    def alive(self) -> bool:
+        """Whether any rank runs."""
+        return any(process.is_alive() for process in self._processes)
+
+    def text(self, rank: int = 0) -> str:
+        """What a rank has written to stdout so far."""
+        return _text(self._folder / f"{rank}.out")
+
+    def wait(self) -> Done:
+        """Wait for all ranks; kill them when the time is over. Nothing of them is left then."""
+        deadline = self._started + self._timeout_s
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        seconds = time.monotonic() - self._started
+        hung = self.alive()
+        left = [] if hung else self._left()
+        self._end()
+        done = Done(
+            codes=[_code(process) for process in self._processes],
+            out=[_text(self._folder / f"{rank}.out") for rank in range(len(self._processes))],
+            err=[_text(self._folder / f"{rank}.err") for rank in range(len(self._processes))],
+            hung=hung,
+            left=left,
+            seconds=seconds,
+        )
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return done
+
+    def __enter__(self) -> "Running":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _left(self) -> list[str]:
+        """What still runs in the ranks' sessions, after it had some time to end."""
+        deadline = time.monotonic() + LEAVING_S
+        left = _in_sessions(self.pids)
+        while left and time.monotonic() < deadline:
+            time.sleep(0.05)
+            left = _in_sessions(self.pids)
+        return [_described(process) for process in left]
+
+    def _end(self) -> None:
+        for member in _in_sessions(self.pids):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+        for process in self._processes:
+            with contextlib.suppress(ProcessLookupError):
+                process.kill()
+            process.join()
+
+
+def train(
+    args: Sequence[str],
+    *,
+    cwd: Path,
+    ranks: int = 1,
+    env: Env | Sequence[Env] | None = None,
+    timeout_s: float = 60,
+    patch: Patch | None = None,
+) -> Done:
+    """`python -m labcode.train ARGS` on some ranks, until all have ended.
+
+    Args:
+        args: Of the command line, the recipe first.
+        cwd: The folder in which they run.
+        ranks: How many.
+        env: Environment variables to set, or to unset where the value is None; of all ranks, or
+            one mapping for each.
+        timeout_s: Time after which all are killed.
+        patch: Called in each rank before the training; the rank's number is in RANK. A function of
+            a module, a `functools.partial`, or anything that cloudpickle takes.
+    """
+    running = start(args, cwd=cwd, ranks=ranks, env=env, timeout_s=timeout_s, patch=patch)
+    with running:
+        return running.wait()
+
+
+def start(
+    args: Sequence[str],
+    *,
+    cwd: Path,
+    ranks: int = 1,
+    env: Env | Sequence[Env] | None = None,
+    timeout_s: float = 60,
+    patch: Patch | None = None,
+) -> Running:
+    """As `train`, but return at once."""
+    folder = Path(tempfile.mkdtemp(prefix="labcode-forks-"))
+    common = _clean_environment()
+    if ranks > 1:
+        common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    packed = cloudpickle.dumps(patch)
+    processes = []
+    for rank in range(ranks):
+        own = dict(common)
+        if ranks > 1:
+            own |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
+        changes = env if isinstance(env, Mapping) or env is None else env[rank]
+        own = _changed(own, changes or {})
+        process = _server().Process(
+            target=_rank,
+            args=(list(map(str, args)), str(cwd), own, str(folder / str(rank)), packed),
+            daemon=True,
+        )
+        process.start()
+        processes.append(process)
+    return Running(processes, folder, timeout_s)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+# ---- the server
+
+
+_started_server: list[ForkServerContext] = []
+_starting = threading.Lock()
+
+
+def _server() -> ForkServerContext:
+    """The process that ranks are forked from; it ends with this one."""
+    with _starting:
+        if not _started_server:
+            context = multiprocessing.get_context("forkserver")
+            main = getattr(sys.modules["__main__"], "__spec__", None)
+            own = [main.name] if main else []
+            context.set_forkserver_preload([*PRELOADED, *own])
+            path = os.pathsep.join(filter(None, sys.path))
+            with _environment(_clean_environment() | {"PYTHONPATH": path}):
+                # the server starts here, and takes the environment of this moment
+                process = context.Process(target=_nothing)
+                process.start()
+            process.join()
+            _started_server.append(context)
+    return _started_server[0]
+
+
+def _nothing() -> None:
+    """What the first child does."""
+
+
+@contextlib.contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    _set_environment(variables)
+    try:
+        yield
+    finally:
+        _set_environment(before)
+
+
+def _set_environment(variables: Mapping[str, str]) -> None:
+    os.environ.clear()
+    os.environ.update(variables)
+
+
+def _clean_environment() -> dict[str, str]:
+    """This process's environment, with one thread and without what launchers set."""
+    inherited = os.environ.items()
+    clean = {name: value for name, value in inherited if not name.startswith(LAUNCHERS)}
+    return clean | {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
+
+
+def _changed(env: dict[str, str], changes: Env) -> dict[str, str]:
+    changed = dict(env)
+    for name, value in changes.items():
+        if value is None:
+            changed.pop(name, None)
+        else:
+            changed[name] = value
+    return changed
+
+
+# ---- a rank
+
+
+def _rank(args: list[str], cwd: str, env: dict[str, str], output: str, packed: bytes) -> None:
+    """The life of a rank, from the fork to its exit code."""
+    os.setsid()
+    # with the server, and so with the tests, even if those are killed
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+    # a job in the background of a shell ignores it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _redirect(output)
+    _set_environment(env)
+    os.chdir(cwd)
+    sys.argv = ["labcode.train", *args]
+    code = _finished(args, packed)
+    with contextlib.suppress(BaseException):
+        threading._shutdown()  # waits for threads that are no daemons, as every process does
+        atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(BaseException):
+            stream.flush()
+    if code == -signal.SIGINT:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
+    os._exit(code & 0xFF)
+
+
+def _finished(args: list[str], packed: bytes) -> int:
+    """Run the program to its end; the exit code that Python would give the process."""
+    try:
+        patch = cloudpickle.loads(packed)
+        if patch is not None:
+            patch()
+        from labcode.train.__main__ import main
+
+        return main(args)
+    except SystemExit as stop:
+        if stop.code is None:
+            return 0
+        if isinstance(stop.code, int):
+            return stop.code
+        print(stop.code, file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        return -signal.SIGINT
+    except BaseException:
+        traceback.print_exc()
+        return 1
+
+
+def _redirect(output: str) -> None:
+    """Descriptors 1 and 2 go to files, and so does what C++ and child processes write."""
+    for descriptor, suffix in ((1, ".out"), (2, ".err")):
+        file = os.open(output + suffix, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        os.dup2(file, descriptor)
+        os.close(file)
+    sys.stdout = open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
+    sys.stderr = open(  # noqa: SIM115
+        2, "w", encoding="utf-8", errors="backslashreplace", buffering=1, closefd=False
+    )
+
+
+# ---- afterwards
+
+
+def _in_sessions(leaders: Sequence[int]) -> list[psutil.Process]:
+    """The processes, no zombies, in the sessions of some ranks."""
+    found = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, PermissionError, psutil.NoSuchProcess):
+            running = process.status() != psutil.STATUS_ZOMBIE
+            if running and os.getsid(process.pid) in leaders:
+                found.append(process)
+    return found
+
+
+def _described(process: psutil.Process) -> str:
+    with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+        return f"{process.pid} {' '.join(process.cmdline())[:200]}"
+    return str(process.pid)
+
+
+def _code(process: ForkServerProcess) -> int:
+    return -signal.SIGKILL if process.exitcode is None else process.exitcode
+
+
+def _text(path: Path) -> str:
+    """What a rank wrote; nothing if it never came so far."""
+    try:
+        return path.read_bytes().decode(errors="replace")
+    except FileNotFoundError:
+        return ""
