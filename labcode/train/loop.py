@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 
 from labcode import hardware
-from labcode.comm.agreement import SharedError
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
@@ -22,6 +21,7 @@ from labcode.data.sampler import Batches, validation_batches
 from labcode.models.parallelize import parallelize
 from labcode.perf.flops import training_flops_per_sample
 from labcode.train.checkpoint import Checkpoints
+from labcode.train.finite import CURE, Diverged
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
@@ -31,10 +31,6 @@ from labcode.train.state import RunState
 from labcode.train.tasks import Task
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
-
-
-class Diverged(SharedError, ArithmeticError):
-    """The loss or its gradient is not a number any more; every rank finds the same norm."""
 
 
 class Step(NamedTuple):
@@ -169,7 +165,7 @@ class Trainer:
         loss = self.model.forward_backward(batches)
         grad_norm = self.model.gradient_norm().item()
         if not math.isfinite(grad_norm):
-            raise Diverged(f"the gradient norm is {grad_norm}: lower optim.lr, or look at the data")
+            raise Diverged(f"the gradient norm is {grad_norm}: {CURE}")
         clip_gradients(self.model.parameters(), grad_norm, self.config.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
