@@ -423,6 +423,55 @@ def _wait_until_all_have_come(place: Place) -> None:
     store.wait(["all leave"], timeout)
 
 
+# ---- a peer that is gone
+
+# What gloo, NCCL and the store of torch 2.13 say when the other end of a connection is gone. NCCL
+# says so of a peer that died; one that only hangs is found by the time-outs below.
+_GONE = re.compile(
+    r"connection (was likely )?(closed|reset|refused)|broken pipe|transport endpoint is not connec"
+    r"|ncclRemoteError|remote process exited|communicator was aborted"
+    r"|failed to (recv|send), got",
+    re.IGNORECASE,
+)
+# Who was waited for in vain may live: it may be slow, stopped, or in another collective.
+_LATE = re.compile(
+    r"timed out waiting \d+\s*ms|application timeout|wait timeout after|socket timeout"
+    r"|(read|write|connect) timeout|collective operation timeout|failed to pass monitoredbarrier"
+    r"|timed out after \d+ seconds waiting for clients",
+    re.IGNORECASE,
+)
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether an error of a collective, or of the store, says that another rank is gone or does not
+    come.
+
+    The cause is known to that rank alone, or to nobody if it was killed. None of the errors has a
+    class of its own in every backend: gloo raises plain RuntimeErrors, so that the text decides.
+
+    Source: the texts of torch 2.13 with gloo, and of NCCL 2.21 to 2.28 (github.com/NVIDIA/nccl,
+        issues 795, 1928 and 2076).
+    Held by: tests/faults/test_lost_peers.py
+    """
+    if not isinstance(error, RuntimeError | ConnectionError):
+        return False
+    text = str(error)
+    return bool(_GONE.search(text) or _LATE.search(text))
+
+
+def lost_peer_message(error: BaseException) -> str:
+    """The line for an error that `is_lost_peer`: what happened, and where to look."""
+    if _GONE.search(str(error)):
+        return (
+            "the connection to another rank was lost: it was killed or has crashed; look for its "
+            "own last lines, and for 'out of memory' in the log of its machine"
+        )
+    return (
+        "another rank did not answer in time: it hangs, or waits somewhere else; look for its own "
+        "last lines, and with `py-spy dump --pid` where it is"
+    )
+
+
 def stop() -> None:
     """Leave the process group; does nothing if there is none."""
     if dist.is_initialized():
