@@ -53,11 +53,7 @@ class Batches:
                 f"global_batch={global_batch} cannot be cut into dp_size={dp_size} equal parts: "
                 "give a multiple of it"
             )
-        if num_samples < global_batch:
-            raise ValueError(
-                f"{num_samples} samples do not fill one global batch of {global_batch}: "
-                "give more data or a smaller batch"
-            )
+        check_batch_is_filled(num_samples, global_batch)
         self.num_samples = num_samples
         self.global_batch = global_batch
         self.dp_size = dp_size
@@ -171,6 +167,19 @@ def validation_batches(
         batch = np.arange(start, stop, dtype=np.int64)
         parts.append(np.array_split(batch, dp_size)[dp_coord])
     return parts
+
+
+def check_batch_is_filled(num_samples: int, global_batch: int) -> None:
+    """Refuse a global batch that is larger than the data; no model and no grid is needed to know.
+
+    Raises:
+        ValueError: Too few samples for one batch.
+    """
+    if num_samples < global_batch:
+        raise ValueError(
+            f"{num_samples} samples do not fill one global batch of {global_batch}: "
+            "give more data or a smaller train.global_batch"
+        )
 
 
 def _check_dp(dp_size: int, dp_coord: int) -> None:

@@ -4,9 +4,12 @@ It is prepared once, then read by any number of ranks without loading it.
 
     <cache>/<sha256 of the text>-<tokenizer>.bin     tokens, raw little-endian uint16
                                                      (uint32 for more than 65535 of them)
-    <cache>/<sha256 of the text>-<tokenizer>.json    how to read it: tokenizer, number of tokens;
-                                                     written last, so that a .bin without it does
-                                                     not count
+    <cache>/<sha256 of the text>-<tokenizer>.json    how to read it: tokenizer, number of tokens,
+                                                     checksums of both files; written last, so that
+                                                     a .bin without it does not count
+
+Every process that opens a prepared text compares the checksums: 1 s for a GB. A file that is
+damaged is made again.
 
 Shapes: B windows, S tokens of context.
 """
@@ -17,22 +20,29 @@ import gzip
 import hashlib
 import json
 import math
+import sys
 import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import torch
 
 from labcode.config import TextData
+from labcode.data.paths import check_is_file, user_path
 from labcode.data.tokenizer import Tokenizer, make_tokenizer, pieces, tokenizer_from_json
 from labcode.files import write_atomically
+from labcode.units import si
 
 SHAKESPEARE = Path(__file__).parents[1] / "assets" / "shakespeare.txt.gz"
-CACHE = Path.home() / ".cache" / "labcode"
-FORMAT = 1  # of the token files: those of another format are made again
+CACHE = "~/.cache/labcode"
+FORMAT = 2  # of the token files: those of another format are made again
+# Of a text, unpacked. Its characters and its tokens are in memory together once, and a packed file
+# of 4 MB may hold as much.
+MOST_TEXT_BYTES = 4 * 10**9
+READ_BYTES = 2**20  # at once
 
 
 class TextDataset:
@@ -129,12 +139,13 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
         cache_dir: Where token files are kept; None is `~/.cache/labcode`.
 
     Raises:
-        ValueError: A text that is empty, not UTF-8, or too short for one window in each part.
+        ValueError: A text that is empty, too large, no file, not UTF-8, changed while it was read,
+            or too short for one window in each part.
         OSError: A text that cannot be read, or no space for its token file; an unfinished file is
             removed.
     """
-    path = Path(config.path).expanduser() if config.path else SHAKESPEARE
-    cache = Path(cache_dir) if cache_dir else CACHE
+    path = SHAKESPEARE if config.path is None else user_path(config.path, "data.path")
+    cache = user_path(CACHE if cache_dir is None else cache_dir, "data.cache_dir")
     tokens, tokenizer, sha256 = _prepared(path, config, cache)
     num_train = len(tokens) - math.ceil(len(tokens) * config.val_fraction)
     train = TextDataset(tokens[:num_train], context_length)
@@ -143,8 +154,8 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
         if len(dataset) == 0:
             raise ValueError(
                 f"{path} is too short: {len(tokens)} tokens leave {len(dataset.tokens)} for {part} "
-                f"(val_fraction={config.val_fraction}), one window of "
-                f"context_length={context_length} needs {context_length + 1}: "
+                f"(data.val_fraction={config.val_fraction}), one window of "
+                f"model.context_length={context_length} needs {context_length + 1}: "
                 "give a longer text or a shorter context"
             )
     return TextSplits(train, val, tokenizer, sha256)
@@ -153,82 +164,169 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
 # ---- token files
 
 
+class _Prepared(NamedTuple):
+    """A text that can be trained on.
+
+    Args:
+        tokens: [T], memory-mapped.
+        tokenizer: Of the text.
+    """
+
+    tokens: np.ndarray
+    tokenizer: Tokenizer
+
+
 @dataclass(frozen=True)
 class _TokenFile:
-    """The two files of a prepared text."""
+    """The two files of a prepared text.
 
-    tokens_path: Path
-    meta_path: Path
+    Args:
+        stem: Path of both, without the suffix.
+        text_sha256: Of the text.
+    """
+
+    stem: Path
     text_sha256: str
 
-    def read(self) -> tuple[dict[str, Any], Tokenizer] | None:
-        """(meta, tokenizer) of a finished file; None for one that is unfinished, damaged or
-        foreign.
+    @property
+    def tokens_path(self) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.bin")
+
+    @property
+    def meta_path(self) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.json")
+
+    @property
+    def lock_path(self) -> Path:
+        return self.stem.with_name(f"{self.stem.name}.lock")
+
+    def read(self, report: bool = False) -> _Prepared | None:
+        """What a finished file holds; None for one that is unfinished, damaged or foreign.
+
+        Args:
+            report: Say so on stderr if it is damaged.
+
+        Raises:
+            OSError: A file that is there and cannot be read.
         """
         try:
-            meta = json.loads(self.meta_path.read_text())
-            num_bytes = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
-            if meta["format"] != FORMAT or self.tokens_path.stat().st_size != num_bytes:
+            saved = json.loads(self.meta_path.read_bytes())
+            if saved["format"] != FORMAT:
                 return None
-            return meta, tokenizer_from_json(meta["tokenizer"])
-        except (FileNotFoundError, ValueError, KeyError, TypeError):
+            return self._checked(saved["sha256"], saved["meta"])
+        except FileNotFoundError:
+            return None
+        except OSError:
+            raise
+        except Exception as error:  # whatever JSON, numpy and tokenizers make of damage
+            if report:
+                reason = str(error) if isinstance(error, _DamagedError) else "it is damaged"
+                print(f"{self.meta_path}: {reason}; it is made again", file=sys.stderr, flush=True)
             return None
 
+    def _checked(self, meta_sha256: str, meta: dict[str, Any]) -> _Prepared:
+        if _sha256_of_json(meta) != meta_sha256:
+            raise _DamagedError("its checksum does not match")
+        num_bytes = meta["num_tokens"] * np.dtype(meta["dtype"]).itemsize
+        if self.tokens_path.stat().st_size != num_bytes:
+            raise _DamagedError(f"{self.tokens_path.name} has another size than it says")
+        with open(self.tokens_path, "rb") as file:
+            tokens_sha256 = hashlib.file_digest(file, "sha256").hexdigest()
+        if tokens_sha256 != meta["tokens_sha256"]:
+            raise _DamagedError(f"the checksum of {self.tokens_path.name} does not match")
+        tokens = np.memmap(self.tokens_path, dtype=meta["dtype"], mode="r")
+        return _Prepared(tokens, tokenizer_from_json(meta["tokenizer"]))
 
-def _prepare(path: Path, config: TextData, file: _TokenFile) -> tuple[dict[str, Any], Tokenizer]:
+    def write(self, tokens: list[np.ndarray], tokenizer: Tokenizer) -> _Prepared:
+        """Write both files.
+
+        Args:
+            tokens: Parts of the text, each [t], all of one dtype.
+            tokenizer: Of the text.
+        """
+        digest = hashlib.sha256()
+        for part in tokens:
+            digest.update(part)  # pyright: ignore[reportArgumentType]
+        meta = {
+            "dtype": tokens[0].dtype.str,
+            "text_sha256": self.text_sha256,
+            "tokens_sha256": digest.hexdigest(),
+            "num_tokens": sum(map(len, tokens)),
+            "vocab_size": tokenizer.vocab_size,
+            "tokenizer": tokenizer.as_json(),
+        }
+        saved = {"format": FORMAT, "sha256": _sha256_of_json(meta), "meta": meta}
+        write_atomically(self.tokens_path, *tokens)  # pyright: ignore[reportArgumentType]
+        write_atomically(self.meta_path, json.dumps(saved).encode())
+        return _Prepared(np.memmap(self.tokens_path, meta["dtype"], mode="r"), tokenizer)
+
+    def remove_unfinished(self) -> None:
+        """Remove what a process that was killed has left; only while nobody else writes."""
+        for unfinished in self.stem.parent.glob(f"{self.stem.name}.*.partial"):
+            unfinished.unlink(missing_ok=True)
+
+
+class _DamagedError(ValueError):
+    """A token file that is not as it was written."""
+
+
+def _sha256_of_json(meta: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(meta, sort_keys=True).encode()).hexdigest()
+
+
+def _prepare(path: Path, config: TextData, file: _TokenFile) -> _Prepared:
     """Tokenize a text, write both files, and return what `file.read()` will."""
-    text = _read(path)
-    tokenizer = make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
-    dtype = "<u2" if tokenizer.vocab_size <= 65535 else "<u4"
-    tokens = [np.array(tokenizer.encode(piece), dtype) for piece in pieces(text)]
-    meta = {
-        "format": FORMAT,
-        "dtype": dtype,
-        "text_sha256": file.text_sha256,
-        "num_tokens": sum(map(len, tokens)),
-        "vocab_size": tokenizer.vocab_size,
-        "tokenizer": tokenizer.as_json(),
-    }
-    write_atomically(file.tokens_path, *tokens)  # pyright: ignore[reportArgumentType]
-    write_atomically(file.meta_path, json.dumps(meta).encode())
-    return meta, tokenizer
+    try:
+        text = _read(path, file.text_sha256)
+        tokenizer = make_tokenizer(config.tokenizer, text, config.bpe_vocab_size)
+        dtype = "<u2" if tokenizer.vocab_size <= 65535 else "<u4"
+        tokens = [np.array(tokenizer.encode(piece), dtype) for piece in pieces(text)]
+    except MemoryError:
+        raise ValueError(
+            f"{path} does not fit into memory as a whole: give a part of it, or a machine with more"
+        ) from None
+    return file.write(tokens, tokenizer)
 
 
 def _prepared(path: Path, config: TextData, cache: Path) -> tuple[np.ndarray, Tokenizer, str]:
     """(The tokens of a text, [T] memory-mapped, its tokenizer and its sha256)."""
     kind = "char" if config.tokenizer == "char" else f"bpe{config.bpe_vocab_size}"
     sha256 = _sha256(path)
-    stem = f"{sha256}-{kind}"
-    file = _TokenFile(cache / f"{stem}.bin", cache / f"{stem}.json", sha256)
+    file = _TokenFile(cache / f"{sha256}-{kind}", sha256)
     try:
         found = file.read()
         if found is None:
             cache.mkdir(parents=True, exist_ok=True)
-            with _one_at_a_time(cache / f"{stem}.lock"):
+            with _one_at_a_time(file.lock_path) as alone:
+                if alone:
+                    file.remove_unfinished()
                 # another process may have prepared it while this one waited
-                found = file.read() or _prepare(path, config, file)
+                found = file.read(report=True) or _prepare(path, config, file)
     except OSError as error:
         if error.errno is None:
             raise  # about the text, and already one line
+        where = error.filename2 or error.filename or cache
         raise OSError(
-            f"cannot keep the tokens of {path} in {cache}: {error.strerror}; "
-            "free some space there or make it writable"
+            f"cannot keep the tokens of {path} in {cache}: {error.strerror} ({where}); "
+            "free some space there, make it writable, or choose another data.cache_dir"
         ) from error
-    meta, tokenizer = found
-    tokens = np.memmap(file.tokens_path, dtype=meta["dtype"], mode="r")
-    return tokens, tokenizer, sha256
+    return found.tokens, found.tokenizer, sha256
 
 
 @contextlib.contextmanager
-def _one_at_a_time(lock_path: Path) -> Iterator[None]:
-    """Only one process at a time gets in.
+def _one_at_a_time(lock_path: Path) -> Iterator[bool]:
+    """Only one process at a time gets in; yields whether that is sure.
 
-    It only saves work: without locks, as on some network disks, all processes do the same work.
+    It only saves work: without locks, as on some network disks, all processes do the same work. The
+    lock of a process that is killed is free again, even if it was stopped by SIGKILL.
     """
     with open(lock_path, "w") as lock:
-        with contextlib.suppress(OSError):
+        try:
             fcntl.flock(lock, fcntl.LOCK_EX)
-        yield  # closing the file lets the next one in, and so does the end of the process
+            alone = True
+        except OSError:
+            alone = False
+        yield alone  # closing the file lets the next one in, and so does the end of the process
 
 
 # ---- reading the text
@@ -237,6 +335,7 @@ def _one_at_a_time(lock_path: Path) -> Iterator[None]:
 @contextlib.contextmanager
 def _open(path: Path) -> Iterator[BinaryIO]:
     """A plain or gzipped file, for reading bytes; whatever is wrong with it becomes one line."""
+    check_is_file(path, "text")
     try:
         with open(path, "rb") as file:
             zipped = file.read(2) == b"\x1f\x8b"
@@ -252,14 +351,36 @@ def _open(path: Path) -> Iterator[BinaryIO]:
         ) from error
 
 
+def _chunks(path: Path) -> Iterator[bytes]:
+    """The bytes of a text, unpacked, one part after another."""
+    num_bytes = 0
+    with _open(path) as file:
+        while chunk := file.read(READ_BYTES):
+            num_bytes += len(chunk)
+            if num_bytes > MOST_TEXT_BYTES:
+                raise ValueError(
+                    f"{path} holds more than {si(MOST_TEXT_BYTES, 'B')} of text, and a text is "
+                    "read into memory whole: give a part of it"
+                )
+            yield chunk
+
+
 def _sha256(path: Path) -> str:
-    with _open(path) as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()  # pyright: ignore[reportArgumentType]
+    digest = hashlib.sha256()
+    for chunk in _chunks(path):
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
-def _read(path: Path) -> str:
-    with _open(path) as file:
-        content = file.read()
+def _read(path: Path, sha256: str) -> str:
+    """The text whose checksum was found before."""
+    content = bytearray()
+    for chunk in _chunks(path):
+        content += chunk
+    if hashlib.sha256(content).hexdigest() != sha256:
+        raise ValueError(
+            f"{path} changed while it was read: start again when it is complete, or copy it first"
+        )
     try:
         text = content.decode("utf-8-sig")  # without the mark that some Windows programs put first
     except UnicodeDecodeError as error:

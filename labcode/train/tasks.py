@@ -10,7 +10,8 @@ from torch import nn
 
 from labcode.config import Config, GPTConfig, TextData, ViTConfig, WeatherData
 from labcode.data import text, weather
-from labcode.data.text import Tokenizer
+from labcode.data.sampler import check_batch_is_filled
+from labcode.data.text import TextSplits, Tokenizer
 from labcode.data.weather import WeatherSplits
 from labcode.models.gpt import GPT, generate
 from labcode.models.vit import ViT, latitude_weights
@@ -44,16 +45,20 @@ def make_task(config: Config) -> Task:
     """The task of a config; reads the data, and prepares it where that has not been done.
 
     Raises:
-        ValueError: Data that cannot be read, or a model that does not fit it.
+        ValueError: Data that cannot be read or does not fill one batch, or a model that does not
+            fit it.
     """
     if isinstance(config.model, GPTConfig) and isinstance(config.data, TextData):
-        return _text_task(config.model, config.data)
-    if isinstance(config.model, ViTConfig) and isinstance(config.data, WeatherData):
-        return _weather_task(config.model, config.data)
-    raise ValueError(
-        f"{type(config.model).__name__} cannot learn from {type(config.data).__name__}: "
-        "a GPT reads text, a ViT weather"
-    )
+        task = _text_task(config.model, config.data)
+    elif isinstance(config.model, ViTConfig) and isinstance(config.data, WeatherData):
+        task = _weather_task(config.model, config.data)
+    else:
+        raise ValueError(
+            f"{type(config.model).__name__} cannot learn from {type(config.data).__name__}: "
+            "a GPT reads text, a ViT weather"
+        )
+    check_batch_is_filled(len(task.train), config.train.global_batch)
+    return task
 
 
 # ---- text
@@ -73,7 +78,7 @@ def _text_task(model_config: GPTConfig, data: TextData) -> Task:
         build=partial(GPT, sized),
         train=splits.train,
         val=splits.val,
-        finish=partial(_sample_text, splits.tokenizer),
+        finish=partial(_sample_text, splits.tokenizer, _beginning(splits)),
         data_sha256=splits.sha256,
     )
 
@@ -97,10 +102,22 @@ class _KnownTokens(nn.Module):
         return self.model(tokens)[..., : self.num_tokens]
 
 
-def _sample_text(tokenizer: Tokenizer, model: nn.Module, num_tokens: int, seed: int) -> str:
-    """What the model writes after a line break."""
+def _beginning(splits: TextSplits) -> list[int]:
+    """The tokens that a sample begins with: a line break, or how a text without one begins."""
+    try:
+        return splits.tokenizer.encode("\n")
+    except ValueError:  # not a character of this text
+        return [int(splits.train.tokens[0])]
+
+
+def _sample_text(
+    tokenizer: Tokenizer, beginning: list[int], model: nn.Module, num_tokens: int, seed: int
+) -> str:
+    """What the model writes after the tokens of `beginning`; nothing where none is asked for."""
+    if num_tokens == 0:
+        return ""
     device = next(model.parameters()).device
-    start = torch.tensor([tokenizer.encode("\n")], device=device)
+    start = torch.tensor([beginning], device=device)
     generator = torch.Generator().manual_seed(seed)
     known = _KnownTokens(model, tokenizer.vocab_size)
     tokens = generate(known, start, num_tokens, temperature=0.8, generator=generator)
@@ -152,17 +169,24 @@ def _skill_table(
         seed: Likewise.
     """
     param = next(model.parameters())
-    everything = list(range(len(splits.val)))
-    state, target = splits.val[everything]
-    state = state.to(param.device, param.dtype)
-    target = target.to(param.device, param.dtype)
     weights = weights.to(param)
-    prediction = model(state)
+    num_variables = len(splits.train.variables)
+    # sums of squared errors, one state at a time: all of a large file would not fit into memory
+    model_errors = torch.zeros(num_variables, dtype=torch.float64)
+    persistence_errors = torch.zeros(num_variables, dtype=torch.float64)
+    for number in range(len(splits.val)):
+        state, target = splits.val[[number]]
+        state = state.to(param.device, param.dtype)
+        target = target.to(param.device, param.dtype)
+        prediction = model(state)
+        for variable in range(num_variables):
+            channel = slice(variable, variable + 1)
+            truth = target[:, channel]
+            model_errors[variable] += vit_loss(prediction[:, channel], truth, weights).item()
+            persistence_errors[variable] += vit_loss(state[:, channel], truth, weights).item()
     lines = [f"{'normalised RMSE, held-out':28}{'model':>8}{'persistence':>13}"]
-    for number, name in enumerate(splits.train.variables):
-        channel = slice(number, number + 1)
-        truth = target[:, channel]
-        model_error = vit_loss(prediction[:, channel], truth, weights).sqrt().item()
-        persistence_error = vit_loss(state[:, channel], truth, weights).sqrt().item()
-        lines.append(f"{name:28}{model_error:8.3f}{persistence_error:13.3f}")
+    model_rmse = (model_errors / len(splits.val)).sqrt().tolist()
+    persistence_rmse = (persistence_errors / len(splits.val)).sqrt().tolist()
+    for name, own, of_persistence in zip(splits.train.variables, model_rmse, persistence_rmse):
+        lines.append(f"{name:28}{own:8.3f}{of_persistence:13.3f}")
     return "\n".join(lines)

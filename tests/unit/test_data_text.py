@@ -6,7 +6,11 @@ Also what happens to bad input and half-written files.
 import gzip
 import hashlib
 import json
+import os
+import re
 import resource
+import signal
+import socket
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 
@@ -162,7 +166,12 @@ def test_byte_pairs_shorten_the_text_and_know_every_character(verses, tmp_path, 
     assert splits.tokenizer.decode(splits.tokenizer.encode(unseen)) == unseen
 
 
-@given(st.text(alphabet="ab \n\t'<|endoftx>", max_size=300), st.integers(1, 20))
+@given(
+    st.lists(st.sampled_from([*"ab \n\t'<|endoftx>", tokenizer.SEPARATOR]), max_size=300).map(
+        "".join
+    ),
+    st.integers(1, 20),
+)
 def test_pieces_are_the_text_and_cut_before_a_space_after_a_word(sample, size):
     original, tokenizer.PIECE_CHARACTERS = tokenizer.PIECE_CHARACTERS, size
     try:
@@ -171,9 +180,34 @@ def test_pieces_are_the_text_and_cut_before_a_space_after_a_word(sample, size):
         tokenizer.PIECE_CHARACTERS = original
     assert "".join(pieces) == sample
     assert all(len(piece) >= size for piece in pieces[:-1])
-    assert all(
-        after[0].isspace() and not before[-1].isspace() for before, after in pairwise(pieces)
+    assert sum(piece.count(tokenizer.SEPARATOR) for piece in pieces) == sample.count(
+        tokenizer.SEPARATOR
     )
+    for before, after in pairwise(pieces):
+        if after[0].isspace() and not before[-1].isspace():
+            continue
+        # elsewhere only where no such place was near: no piece may be as long as the whole text
+        assert len(before) >= 2 * size
+        assert not re.search(r"\S\s", before[size - 1 : 2 * size])
+    assert all(len(piece) < 2 * size + len(tokenizer.SEPARATOR) for piece in pieces)
+
+
+@pytest.mark.parametrize("word", ["ab", " ", "\N{GRINNING FACE}", "<|endoftext|"])
+def test_a_text_without_a_break_gives_no_endless_tokens(word):
+    """Learning one word as long as the text takes time that grows with its square."""
+    sample = word * 3000
+    made = tokenizer.BPETokenizer.train(sample, 400)
+    assert max(map(len, made.model.get_vocab())) <= tokenizer.WORD_BYTES
+    assert made.decode(made.encode(sample)) == sample
+    again = tokenizer.tokenizer_from_json(json.loads(json.dumps(made.as_json())))
+    assert again.encode(sample) == made.encode(sample)
+
+
+def test_words_of_a_language_are_not_cut(shakespeare):
+    sample = shakespeare.tokenizer.decode(shakespeare.val.tokens[:20_000].tolist())
+    assert not tokenizer.LONG_WORD.search(sample)
+    made = tokenizer.BPETokenizer.train(sample, 400)
+    assert made.as_json()["model"]["pre_tokenizer"]["type"] == "ByteLevel"
 
 
 def test_more_than_65535_tokens_take_four_bytes_each(tmp_path):
@@ -232,18 +266,111 @@ def _half_a_description(tokens, description):
 
 
 def _another_format(tokens, description):
-    description.write_text(json.dumps(json.loads(description.read_text()) | {"format": 0}))
+    description.write_text(json.dumps(json.loads(description.read_text()) | {"format": 1}))
+
+
+def _changed(description, **fields):
+    saved = json.loads(description.read_text())
+    saved["meta"] |= fields
+    description.write_text(json.dumps(saved))
+
+
+def _zeroed_tokens(tokens, description):
+    tokens.write_bytes(bytes(tokens.stat().st_size))
+
+
+def _tokens_of_ones(tokens, description):
+    tokens.write_bytes(b"\xff" * tokens.stat().st_size)
+
+
+def _one_bit(tokens, description):
+    content = bytearray(tokens.read_bytes())
+    content[100] ^= 4
+    tokens.write_bytes(content)
+
+
+def _another_dtype(tokens, description):
+    _changed(description, dtype="<i2")
+
+
+def _fewer_characters(tokens, description):
+    _changed(description, tokenizer={"kind": "char", "characters": "abc"})
+
+
+def _a_model_that_is_none(tokens, description):
+    _changed(description, tokenizer={"kind": "bpe", "model": {"version": "1.0"}})
+
+
+def _a_list(tokens, description):
+    description.write_text("[1, 2, 3]")
+
+
+def _nothing(tokens, description):
+    description.write_text("null")
+
+
+def _nested(tokens, description):
+    description.write_text("[" * 100_000)
+
+
+def _huge_numbers(tokens, description):
+    description.write_text('{"format": 2, "sha256": 1e999, "meta": -1e999}')
+
+
+def _bytes(tokens, description):
+    description.write_bytes(bytes(range(256)))
 
 
 @pytest.mark.parametrize(
-    "damage", [_no_description, _short_tokens, _no_tokens, _half_a_description, _another_format]
+    "damage", [_no_description, _no_tokens, _another_format], ids=lambda damage: damage.__name__
 )
-def test_a_half_written_file_does_not_count(verses, tmp_path, damage):
+def test_a_half_written_file_does_not_count(verses, tmp_path, capsys, damage):
     load(verses, tmp_path)
     (tokens,) = (tmp_path / "cache").glob("*.bin")
     damage(tokens, tokens.with_suffix(".json"))
     splits = load(verses, tmp_path)
     assert splits.tokenizer.decode(all_tokens(splits).tolist()) == verses.read_text()
+    assert not capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        _short_tokens,
+        _half_a_description,
+        _zeroed_tokens,
+        _tokens_of_ones,
+        _one_bit,
+        _another_dtype,
+        _fewer_characters,
+        _a_model_that_is_none,
+        _a_list,
+        _nothing,
+        _nested,
+        _huge_numbers,
+        _bytes,
+    ],
+    ids=lambda damage: damage.__name__,
+)
+def test_a_damaged_file_is_made_again_and_named(verses, tmp_path, capsys, damage):
+    load(verses, tmp_path)
+    (tokens,) = (tmp_path / "cache").glob("*.bin")
+    damage(tokens, tokens.with_suffix(".json"))
+    splits = load(verses, tmp_path)
+    assert splits.tokenizer.decode(all_tokens(splits).tolist()) == verses.read_text()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(str(tokens.with_suffix(".json"))) and line.endswith("; it is made again")
+    load(verses, tmp_path)
+    assert not capsys.readouterr().err
+
+
+def test_a_description_of_byte_pairs_that_is_damaged_is_made_again(verses, tmp_path, capsys):
+    first = load(verses, tmp_path, context_length=4, tokenizer="bpe", bpe_vocab_size=300)
+    (description,) = (tmp_path / "cache").glob("*.json")
+    description.write_text(description.read_text().replace('"merges": [[', '"merges": [[["', 1))
+    again = load(verses, tmp_path, context_length=4, tokenizer="bpe", bpe_vocab_size=300)
+    assert all_tokens(again).tolist() == all_tokens(first).tolist()
+    assert "; it is made again" in capsys.readouterr().err
 
 
 def test_of_many_at_once_one_prepares(verses, tmp_path, monkeypatch):
@@ -270,6 +397,28 @@ def test_where_locks_do_not_work_many_at_once_get_the_same(verses, tmp_path, mon
         verses.read_text()
     }
     assert not list((tmp_path / "cache").glob("*.partial"))
+
+
+def test_a_process_killed_while_it_prepares_holds_nobody_up(verses, tmp_path):
+    """The kernel gives its lock back, and what it had begun to write is removed."""
+    cache = tmp_path / "cache"
+    cache.mkdir()
+    sha256 = hashlib.sha256(verses.read_bytes()).hexdigest()
+    file = text._TokenFile(cache / f"{sha256}-char", sha256)
+    ready, told = os.pipe()
+    child = os.fork()
+    if child == 0:
+        with text._one_at_a_time(file.lock_path):
+            (cache / f"{file.tokens_path.name}.0123.partial").write_bytes(b"half of it")
+            os.write(told, b"x")
+            signal.pause()
+        os._exit(1)
+    os.read(ready, 1)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    splits = load(verses, tmp_path)
+    assert splits.tokenizer.decode(all_tokens(splits).tolist()) == verses.read_text()
+    assert not list(cache.glob("*.partial"))
 
 
 # ---- bad input
@@ -325,3 +474,101 @@ def test_no_space_left_is_one_clear_line_and_keeps_what_was_there(verses, tmp_pa
 def test_a_cache_that_cannot_be_made_is_one_clear_line(verses, tmp_path):
     (tmp_path / "cache").write_text("a file where the folder should be")
     assert "cannot keep the tokens of" in complaint(verses, tmp_path, error=OSError)
+
+
+@pytest.mark.parametrize("suffix", [".bin", ".json", ".lock"])
+@pytest.mark.parametrize("kind", ["a folder", "a loop of links"])
+def test_what_stands_where_a_token_file_belongs_is_named(verses, tmp_path, suffix, kind):
+    sha256 = hashlib.sha256(verses.read_bytes()).hexdigest()
+    place = tmp_path / "cache" / f"{sha256}-char{suffix}"
+    place.parent.mkdir()
+    if kind == "a folder":
+        place.mkdir()
+    else:
+        place.symlink_to(place)
+    try:
+        splits = load(verses, tmp_path)
+    except OSError as error:
+        assert str(error).startswith(f"cannot keep the tokens of {verses} in {place.parent}: ")
+        assert f"({place}); free some space there" in str(error) and "\n" not in str(error)
+    else:  # a link is replaced by the file
+        assert kind == "a loop of links" and suffix == ".bin"
+        assert splits.tokenizer.decode(all_tokens(splits).tolist()) == verses.read_text()
+
+
+def _fifo(path):
+    os.mkfifo(path)
+
+
+def _socket(path):
+    # kept open by nobody: its name is what is asked for
+    with socket.socket(socket.AF_UNIX) as server, pytest.MonkeyPatch.context() as patch:
+        patch.chdir(path.parent)  # its path may have 107 characters
+        server.bind(path.name)
+
+
+def _endless(path):
+    path.symlink_to("/dev/zero")
+
+
+@pytest.mark.parametrize(
+    ("make", "name"),
+    [(_fifo, "a named pipe"), (_socket, "a socket"), (_endless, "a device")],
+)
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path, make, name):
+    path = tmp_path / "text"
+    make(path)
+    message = complaint(path, tmp_path)
+    assert message == (f"text {path} is {name}: it is read more than once, give the path of a file")
+
+
+def test_a_text_that_unpacks_to_too_much_is_refused(tmp_path, monkeypatch):
+    bomb = tmp_path / "bomb.txt.gz"
+    bomb.write_bytes(gzip.compress(b"a" * 5_000_000))
+    monkeypatch.setattr(text, "MOST_TEXT_BYTES", 3 * 10**6)
+    message = complaint(bomb, tmp_path)
+    assert message == (
+        f"{bomb} holds more than 3 MB of text, and a text is read into memory whole: "
+        "give a part of it"
+    )
+
+
+def test_a_text_that_is_still_being_written_is_refused(verses, tmp_path, monkeypatch):
+    sha256 = text._sha256
+
+    def and_then_it_grows(path):
+        found = sha256(path)
+        with open(path, "a") as file:
+            file.write("more")
+        return found
+
+    monkeypatch.setattr(text, "_sha256", and_then_it_grows)
+    assert "changed while it was read: start again when it is complete" in complaint(
+        verses, tmp_path
+    )
+    assert not list((tmp_path / "cache").glob("*.bin"))
+
+
+def test_a_text_that_memory_does_not_hold_is_refused(verses, tmp_path, monkeypatch):
+    def give_up(self, sample):
+        raise MemoryError
+
+    monkeypatch.setattr(tokenizer.CharTokenizer, "encode", give_up)
+    assert "does not fit into memory as a whole" in complaint(verses, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "fields, field", [({}, "data.path"), ({"cache_dir": "~nobody_here/c"}, "data.cache_dir")]
+)
+def test_the_home_folder_of_nobody_is_one_clear_line(verses, fields, field):
+    path = verses if fields else "~nobody_here/x"
+    with pytest.raises(ValueError, match=f"^{field}=~nobody_here/") as caught:
+        text.load(TextData(path=str(path)), 16, fields.get("cache_dir"))
+    assert "there is no home folder for ~nobody_here; write the whole path" in str(caught.value)
+
+
+def test_the_home_folder_is_that_of_the_user(verses, monkeypatch):
+    monkeypatch.setenv("HOME", str(verses.parent))
+    splits = text.load(TextData(path="~/verses.txt"), 16, "~/cache")
+    assert splits.tokenizer.decode(all_tokens(splits).tolist()) == verses.read_text()
+    assert list((verses.parent / "cache").glob("*.bin"))
