@@ -13,7 +13,7 @@ PIECE_CHARACTERS = 2**20
 # that it merges: in a text without breaks, which is one word, that is quadratic.
 WORD_BYTES = 256
 # a word of more than WORD_BYTES has at least so many characters, of 4 bytes in UTF-8
-LONG_WORD = re.compile(r"\S{%d}|\s{%d}" % (WORD_BYTES // 4, WORD_BYTES // 4))
+LONG_WORD = re.compile(rf"\S{{{WORD_BYTES // 4}}}|\s{{{WORD_BYTES // 4}}}")
 
 
 class CharTokenizer:
@@ -163,10 +163,7 @@ def pieces(text: str) -> Iterator[str]:
     while start < len(text):
         latest = start + 2 * PIECE_CHARACTERS
         match = space_after_word.search(text, start + PIECE_CHARACTERS, latest)
-        if match:
-            end = match.start()
-        else:
-            end = _outside_separator(text, latest)
+        end = match.start() if match else _outside_separator(text, latest)
         yield text[start:end]
         start = end
 

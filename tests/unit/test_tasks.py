@@ -60,7 +60,7 @@ def test_no_sample_of_no_tokens(tmp_path, monkeypatch):
 
 def test_data_that_does_not_fill_a_batch_is_refused_before_there_is_a_model(tmp_path):
     with pytest.raises(
-        ValueError, match="^50 samples do not fill one global batch of 51: "
+        ValueError, match=r"^50 samples do not fill one global batch of 51: "
     ) as error:
         text_task(tmp_path, b"abcdefgh " * 100, **{"train.global_batch": 51})
     assert "a smaller train.global_batch" in str(error.value)
