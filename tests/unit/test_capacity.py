@@ -1,0 +1,172 @@
+"""What no memory holds is refused before anything is made, with both numbers; nothing else is."""
+
+from dataclasses import replace
+
+import psutil
+import pytest
+import torch
+
+from labcode import recipes
+from labcode.comm.bootstrap import Place, World
+from labcode.config import ParallelConfig
+from labcode.topology import GridShape
+from labcode.train import capacity
+from labcode.train.capacity import check_memory
+
+GPT_RUN = recipes.with_changes(recipes.gpt_tiny(), {"model.vocab_size": 83})
+VIT_RUN = recipes.vit_tiny()
+VIT_MODEL = replace(VIT_RUN.model, num_variables=4, num_forcings=2, lat=90, lon=180)
+
+
+def needed(config=GPT_RUN, model=None, shape=None, ranks=1, **options):
+    """The predicted bytes of a rank: the least memory that is not refused, found by halving."""
+    model = model or config.model
+    shape = shape or GridShape()
+    low, high = 0, 2**60
+    while low + 1 < high:
+        middle = (low + high) // 2
+        try:
+            check_memory(model, config, shape, ranks, middle, **options)
+            high = middle
+        except ValueError:
+            low = middle
+    return high / ranks
+
+
+def test_sizes_that_no_memory_holds_are_refused_with_both_numbers():
+    changes = {"model.hidden_size": 200_000, "model.num_layers": 96}
+    config = recipes.with_changes(GPT_RUN, changes)
+    with pytest.raises(ValueError) as caught:
+        check_memory(config.model, config, GridShape(dp=2), 2, 25_200_000_000)
+    assert str(caught.value) == (
+        "the run needs at least 737 TB on each of 2 ranks, which share 25.2 GB of memory: "
+        "lower model.vocab_size, model.hidden_size or model.num_layers, "
+        "or use more nodes with parallel.tp or parallel.pp"
+    )
+    with pytest.raises(ValueError, match=r"at least 737 TB on a rank, which has [\d.]+ [GT]B of"):
+        check_memory(config.model, config, GridShape(), 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "fields"),
+    [
+        ({"model.vocab_size": 2**31 - 1}, "lower train.micro_batch, .* or model.vocab_size"),
+        ({"model.num_layers": 10_000, "model.hidden_size": 8192}, "lower model.vocab_size"),
+        ({"model.context_length": 2**31 - 1}, "lower train.micro_batch, model.context_length or"),
+        ({"train.global_batch": 2**31 - 1, "train.micro_batch": 1}, "lower train.global_batch"),
+        ({"train.global_batch": 2**31 - 1}, "lower train.micro_batch, model.context_length or"),
+    ],
+)
+def test_the_fields_of_the_largest_part_are_named(changes, fields):
+    config = recipes.with_changes(GPT_RUN, changes)
+    with pytest.raises(ValueError, match=fields) as caught:
+        check_memory(config.model, config, GridShape(), 1, 10**12)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_permutation_of_too_many_samples_is_refused():
+    check_memory(GPT_RUN.model, GPT_RUN, GridShape(), 1, 10**9, num_samples=10**7)
+    with pytest.raises(ValueError, match="at least 8"):
+        check_memory(GPT_RUN.model, GPT_RUN, GridShape(), 1, 10**9, num_samples=10**9)
+
+
+@pytest.mark.parametrize("dtype, value_bytes", [("float32", 4), ("bfloat16", 4), ("float64", 8)])
+def test_a_weight_takes_four_numbers(dtype, value_bytes):
+    config = recipes.with_changes(GPT_RUN, {"train.dtype": dtype, "train.global_batch": 1})
+    large = replace(config.model, vocab_size=10**6)
+    # one sample of 128 tokens over a million words: less than their weights
+    weights = 4 * value_bytes * large.num_parameters
+    assert needed(config, large) == pytest.approx(weights, rel=1e-3)
+
+
+def test_a_prediction_is_below_what_a_step_needs():
+    """The lower bound of the recipes, against the tensors that a step has at least."""
+    for config, model_config in ((GPT_RUN, GPT_RUN.model), (VIT_RUN, VIT_MODEL)):
+        weights = model_config.num_parameters
+        assert 16 * weights <= needed(config, model_config) < 64 * weights
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"tp": 2}, {"pp": 2}, {"dp": 2}, {"cp": 2}, {"pp": 2, "tp": 2}, {"dp": 4}]
+)
+def test_a_node_holds_what_its_ranks_hold(sizes):
+    """All the ranks together hold at least the model, once for each copy."""
+    shape = GridShape(**sizes)
+    sizes_of_model = {"model.vocab_size": 10**5, "model.hidden_size": 1024}
+    few_tokens = {"model.context_length": 16, "train.global_batch": 4}
+    config = recipes.with_changes(GPT_RUN, sizes_of_model | few_tokens)
+    copies = shape.dp * shape.cp
+    model_bytes = 16 * config.model.num_parameters
+    whole = needed(config, shape=shape, ranks=shape.world_size) * shape.world_size
+    assert 0.99 * copies * model_bytes < whole < 2.1 * copies * model_bytes
+    # one rank to a node: the least of them
+    assert needed(config, shape=shape) <= whole / shape.world_size + 1
+
+
+def test_the_place_in_a_pipeline_with_the_least_to_hold_counts():
+    config = replace(
+        recipes.with_changes(GPT_RUN, {"model.num_layers": 5, "model.vocab_size": 100_000}),
+        parallel=ParallelConfig(pp=3, layers_per_stage=(1, 3, 1)),
+    )
+    layer = 12 * 64 * 64 + 13 * 64
+    least = 16 * 3 * layer  # the middle one has no vocabulary
+    assert needed(config, shape=GridShape(pp=3)) == pytest.approx(least, rel=0.5)
+
+
+def test_the_memory_of_a_node_is_shared_and_that_of_a_gpu_is_not(monkeypatch):
+    place = Place(world_size=4, local_world_size=4)
+    on_cpu = World(place, torch.device("cpu"), "gloo")
+    ranks, num_bytes = capacity.shared_memory(on_cpu)
+    assert ranks == 4 and num_bytes == capacity.machine_memory_bytes()
+    on_gpu = World(place, torch.device("cuda", 0), "nccl")
+    properties = type("Properties", (), {"total_memory": 80 * 10**9})
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert capacity.shared_memory(on_gpu) == (1, 80 * 10**9)
+    assert capacity.shared_memory(on_gpu, share_gpus=True) == (2, 80 * 10**9)
+
+
+# ---- the machine
+
+
+def test_the_machine_has_its_ram_and_its_swap(monkeypatch):
+    monkeypatch.setattr(capacity, "_cgroup_limits", list)
+    whole = psutil.virtual_memory().total + psutil.swap_memory().total
+    assert capacity.machine_memory_bytes() == whole
+    monkeypatch.setattr(capacity, "_cgroup_limits", lambda: [2**20, 2**30])
+    assert capacity.machine_memory_bytes() == 2**20 + psutil.swap_memory().total
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "limits"),
+    [
+        (
+            "0::/system.slice/job_7/step_0",
+            {
+                "memory.max": "max",
+                "system.slice/memory.max": "9000",
+                "system.slice/job_7/memory.max": "5000\n",
+                "system.slice/job_7/step_0/memory.max": "max",
+            },
+            [5000, 9000],
+        ),
+        (
+            "9:name=systemd:/x\n4:cpu,memory:/x/y\n0::/",
+            {"memory/x/y/memory.limit_in_bytes": "7000", "memory/x/memory.limit_in_bytes": "??"},
+            [7000],
+        ),
+        ("0::/a/group/of/another/container", {"memory.max": "6000"}, [6000]),
+        ("", {}, []),
+        (None, {}, []),
+    ],
+)
+def test_limits_of_cgroups_are_read(tmp_path, monkeypatch, own, files, limits):
+    tree = tmp_path / "cgroup"
+    for name, content in files.items():
+        (tree / name).parent.mkdir(parents=True, exist_ok=True)
+        (tree / name).write_text(content)
+    if own is not None:
+        (tmp_path / "own").write_text(own)
+    monkeypatch.setattr(capacity, "CGROUPS", tree)
+    monkeypatch.setattr(capacity, "OWN_CGROUPS", tmp_path / "own")
+    assert capacity._cgroup_limits() == limits
