@@ -1,13 +1,18 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, whole or not at all.
 
     OUT/checkpoints/step-00000120/
-        __0_0.distcp ... .metadata    tensors, by torch.distributed.checkpoint (DCP)
-        run.json                      step, config, grid, and the size of every file
+        __0_0.distcp ...    tensors, by torch.distributed.checkpoint (DCP)
+        tensors.json        where each of them lies
+        run.json            step, config, grid, data; size and sha256 of every file
 
 Every rank writes its own part of each tensor, under a name with the coordinate of every axis that
 cuts the tensor (`ParamSharding.key`): ranks with the same name hold the same values, and DCP writes
 them once. The folder is called `....partial` until the last rank is done. Resuming needs the same
 grid. The folder must be one that all ranks see.
+
+A run never removes what it did not write, unless it is older than what it has written and
+`checkpoint.keep` asks for it. A later checkpoint that it could not resume from makes room for its
+own under another name, `step-00000120.unused`.
 """
 
 import dataclasses
@@ -15,20 +20,38 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
-from labcode.comm.agreement import PeerError, SharedError, on_first_rank
+from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
 from labcode.config import Config
-from labcode.files import write_atomically
+from labcode.files import sync_folder, write_atomically
 from labcode.recipes import field_paths
-from labcode.train.state import RunState, first_cause
+from labcode.train import finite
+from labcode.train.checkpoint_files import (
+    ABOUT,
+    INDEX,
+    About,
+    DamagedError,
+    StoredFile,
+    read_about,
+    read_index,
+    share_of,
+    step_name,
+    stored,
+    verify,
+)
+from labcode.train.report import text_of
+from labcode.train.state import RunState, Tensors, first_cause
+from labcode.train.tensor_index import to_tree
 
-ABOUT = "run.json"
 # What may differ between the run that wrote a checkpoint and the one that resumes from it.
 MAY_CHANGE = (
     "name",
@@ -47,6 +70,10 @@ MAY_CHANGE = (
     "train.steps",
 )
 
+T = TypeVar("T")
+Together = Callable[[Callable[[], Any]], Any]  # on_every_rank or on_first_rank
+
+STEP = re.compile(r"step-\d{1,20}")  # the folder of a checkpoint that is complete
 TORCH_WRITER = (
     "inline_container"  # the file of torch that writes tensors; it names itself in errors
 )
@@ -54,7 +81,7 @@ FULL_DISK_BYTES = 64 * 1024  # fewer are free where a write has just failed for 
 
 
 class CheckpointError(SharedError, OSError):
-    """A checkpoint could not be written; all ranks know, since all took part."""
+    """A checkpoint could not be written, or none could be read; all ranks know."""
 
 
 class Checkpoints:
@@ -64,35 +91,47 @@ class Checkpoints:
         config: The run.
         grid: Its process groups.
         out: Folder of the run, the same for all ranks.
+        data_sha256: Of its data (`Task.data_sha256`); empty if that is not known.
     """
 
-    def __init__(self, config: Config, grid: Grid, out: Path) -> None:
+    def __init__(self, config: Config, grid: Grid, out: Path, data_sha256: str = "") -> None:
         self.config = config
         self.grid = grid
         self.folder = out / "checkpoints"
+        self.data_sha256 = data_sha256
+
+    # ---- writing
 
     def save(self, state: RunState) -> Path:
         """Write a checkpoint and remove the oldest.
 
-        It has a temporary name until every rank is done.
+        It has a temporary name until every rank is done. Each rank hashes the files that it wrote.
 
-        Communicates: what `dcp.save` does, plans gathered on rank 0 and scattered; two broadcasts
-        of a short text.
+        Communicates: what `dcp.save` does, plans gathered on rank 0 and scattered; an all-gather of
+            the checksums; a few broadcasts of a short text.
 
         Raises:
+            Diverged: A weight, or what the optimizer keeps for it, is not finite; on every rank.
             CheckpointError: It could not be written, on every rank; nothing of it is left, the
                 older ones are.
+            KeyboardInterrupt: As it came, or as it came to another rank.
         Held by: tests/ranks/test_checkpoint.py::
             test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
         """
-        folder = self.folder / f"step-{state.batches.step:08d}"
+        self._check_finite(state)
+        folder = self.folder / step_name(state.batches.step)
         unfinished = folder.with_suffix(".partial")
         # of an earlier attempt that was killed while it wrote
         on_first_rank(self._remove_unfinished)
         try:
-            dcp.save(state.tensors(), storage_writer=dcp.FileSystemWriter(unfinished))
-            on_first_rank(lambda: self._complete(unfinished, folder, state.batches.step))
+            self._write(state, unfinished, folder)
+        except KeyboardInterrupt:
+            self._clean_up_alone()
+            raise
         except (CheckpointException, OSError, PeerError) as error:
+            if _is_interrupt(error):
+                self._clean_up_alone()
+                raise KeyboardInterrupt from None
             cause = self._cause(error)
             on_first_rank(self._remove_unfinished)
             message = f"checkpoint {folder} could not be written: {cause}"
@@ -101,6 +140,61 @@ class Checkpoints:
                 message += f"; the last complete one is {complete[-1]}"
             raise CheckpointError(message) from None
         return folder
+
+    def _check_finite(self, state: RunState) -> None:
+        """A checkpoint of a run that has diverged would take the place of one that can be used."""
+        try:
+            finite.check(state.model, state.optimizer)
+        except finite.Diverged as error:
+            complete = on_first_rank(self._complete_ones)
+            if not complete:
+                raise
+            raise finite.Diverged(f"{error}; the last checkpoint is {complete[-1]}") from None
+
+    def _write(self, state: RunState, unfinished: Path, folder: Path) -> None:
+        """All files of a checkpoint, then its final name."""
+        writer = dcp.FileSystemWriter(unfinished)  # which brings its files to the disk
+        metadata = dcp.save(state.tensors(), storage_writer=writer)
+        on_first_rank(lambda: _write_index(unfinished, metadata))
+        about = About(
+            step=state.batches.step,
+            config=dataclasses.asdict(self.config),
+            grid=dataclasses.asdict(self.grid.shape),
+            data_sha256=self.data_sha256,
+            files=_stored_by_all(unfinished),
+        )
+        on_first_rank(lambda: self._complete(unfinished, folder, about))
+
+    def _complete(self, unfinished: Path, folder: Path, about: About) -> None:
+        """Describe the files that all ranks have written, rename their folder, remove old ones."""
+        try:
+            read_index(unfinished, about)
+        except DamagedError as error:
+            raise OSError(str(error)) from None
+        write_atomically(unfinished / ABOUT, about.to_json())
+        # of this step or later ones: damaged, or this run would have resumed from the last of them
+        for other in self._complete_ones():
+            if _step_of(other) >= about.step:
+                _put_aside(other)
+        os.replace(unfinished, folder)
+        sync_folder(self.folder)
+        for old in self._complete_ones()[: -self.config.checkpoint.keep]:
+            # a kill leaves no folder with the name of a checkpoint that lacks some of its files
+            doomed = old.with_suffix(".partial")
+            os.replace(old, doomed)
+            shutil.rmtree(doomed, ignore_errors=True)
+
+    def _remove_unfinished(self) -> None:
+        for unfinished in self.folder.glob("step-*.partial"):
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+    def _clean_up_alone(self) -> None:
+        """Remove what is unfinished, without asking the others: they may have gone already.
+
+        Rank 0 alone does it: under another rank's hands it may be giving the folder its final name.
+        """
+        if dist.get_rank() == 0:
+            self._remove_unfinished()
 
     def _cause(self, error: BaseException) -> str:
         """What went wrong, also where torch does not say that the disk was full.
@@ -117,102 +211,260 @@ class Checkpoints:
         rank, _, _ = cause.partition(":")
         return f"{rank}: No space left on device ({free_bytes} bytes are free)"
 
-    def _complete(self, unfinished: Path, folder: Path, step: int) -> None:
-        """Describe the files that all ranks have written, rename their folder, remove old ones."""
-        sizes = {file.name: file.stat().st_size for file in sorted(unfinished.iterdir())}
-        about = {
-            "step": step,
-            "config": _plain(dataclasses.asdict(self.config)),
-            "grid": _plain(dataclasses.asdict(self.grid.shape)),
-            "files": sizes,
-        }
-        write_atomically(unfinished / ABOUT, json.dumps(about, indent=2).encode())
-        # one of this step is damaged, or this run would have resumed from it
-        shutil.rmtree(folder, ignore_errors=True)
-        os.replace(unfinished, folder)
-        # later ones are damaged, or from an attempt that this run resumed before
-        later = [other for other in self._complete_ones() if other > folder]
-        earlier = [other for other in self._complete_ones() if other <= folder]
-        for old in later + earlier[: -self.config.checkpoint.keep]:
-            shutil.rmtree(old, ignore_errors=True)
-
-    def _remove_unfinished(self) -> None:
-        for unfinished in self.folder.glob("*.partial"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+    # ---- reading
 
     def newest(self) -> Path | None:
-        """The newest checkpoint that is complete, the same on all ranks; None if there is none.
+        """The newest checkpoint that is whole, the same on all ranks; None if there is none at all.
+
+        A damaged one is told, and the next older one is taken. Every file is read and compared with
+        its checksum; the ranks share that work.
+
+        Communicates: a broadcast and two all-gathers of short texts for each checkpoint looked at.
 
         Raises:
-            ValueError: It was written by another model, on other data or on another grid.
+            ValueError: It was written by another model, on other data or on another grid, or it is
+                later than the end of the run.
+            CheckpointError: There are some and none is whole, or one cannot be read for a reason
+                that says nothing about it, such as a missing right.
+        Held by: tests/ranks/test_checkpoint.py
         """
-        return on_first_rank(self._newest)
+        folders = on_first_rank(self._complete_ones)
+        if not folders:
+            return None
+        newest = self._newest_of(folders, [])
+        steps = self.config.train.steps
+        if _step_of(newest) > steps:
+            raise ValueError(
+                f"{newest} is later than the end of this run, train.steps={steps}: "
+                f"give {_step_of(newest)} steps or more"
+            )
+        return newest
 
-    def _newest(self) -> Path | None:
-        for folder in reversed(self._complete_ones()):
-            try:
-                about = _read(folder)
-            except _DamagedError as error:
-                print(
-                    f"checkpoint {folder} is damaged: {error}: looking for an older one", flush=True
-                )
-                continue
-            self._check(about, folder)
-            return folder
-        return None
+    def load(self, state: RunState, start: Path) -> Path:
+        """Fill a run from a checkpoint or, if that cannot be read, from the next older one.
 
-    def _check(self, about: dict[str, Any], folder: Path) -> None:
-        """Compare the run that wrote a checkpoint with this one.
+        Nothing of the run is changed before every rank has read all that it needs.
+
+        Communicates: an all-gather of a short text for each checkpoint tried.
 
         Args:
-            about: Its `run.json`.
+            state: Of a run as it was set up.
+            start: As from `newest`.
+
+        Returns:
+            The checkpoint that was taken.
+
+        Raises:
+            CheckpointError: None can be read.
+        """
+        wrong: list[str] = []
+        folder = start
+        while True:
+            tensors = self._read(state, folder, wrong)
+            if tensors is not None:
+                state.fill(tensors)
+                return folder
+            complete = on_first_rank(self._complete_ones)
+            older = [other for other in complete if _step_of(other) < _step_of(folder)]
+            folder = self._newest_of(older, wrong)
+            if dist.get_rank() == 0:
+                print(f"resuming from {folder}", flush=True)
+
+    def _newest_of(self, folders: list[Path], wrong: list[str]) -> Path:
+        """The last of some checkpoints that is whole.
+
+        Args:
+            folders: The oldest first.
+            wrong: What was found wrong with others; it grows by what is found here.
+
+        Raises:
+            CheckpointError: None of them is.
+        """
+        for folder in reversed(folders):
+            if self._is_whole(folder, wrong):
+                return folder
+        more = f"; and {len(wrong) - 5} more" if len(wrong) > 5 else ""
+        raise CheckpointError(
+            f"no checkpoint in {self.folder} can be read ({'; '.join(wrong[:5])}{more}): "
+            "nothing was changed; put back what is missing, or begin again in another train.out"
+        )
+
+    def _is_whole(self, folder: Path, wrong: list[str]) -> bool:
+        """Whether all files of a checkpoint are as they were written, in the eyes of all ranks."""
+
+        def look() -> About:
+            about = read_about(folder)
+            self._check(about, folder)
+            return about
+
+        about = self._agreed(folder, wrong, look, on_first_rank)
+        if about is None:
+            return False
+
+        def compare() -> bool:
+            share = share_of(dist.get_rank(), dist.get_world_size(), about.files)
+            verify(folder, about.files, share)
+            return True
+
+        return self._agreed(folder, wrong, compare, on_every_rank) is not None
+
+    def _read(self, state: RunState, folder: Path, wrong: list[str]) -> Tensors | None:
+        """This rank's tensors of a checkpoint; None if any rank cannot read its own."""
+
+        def read() -> Tensors:
+            about = read_about(folder)
+            tensors = state.read(folder, read_index(folder, about))
+            step = int(tensors["step"])
+            if step != about.step:
+                raise DamagedError(f"its tensors are of step {step}")
+            return tensors
+
+        return self._agreed(folder, wrong, read, on_every_rank)
+
+    def _agreed(
+        self, folder: Path, wrong: list[str], work: Callable[[], T], together: Together
+    ) -> T | None:
+        """What `work` finds in a checkpoint; None if it is damaged in the eyes of any rank.
+
+        Args:
             folder: The checkpoint.
+            wrong: Gets a line about the damage.
+            work: Reads; raises `DamagedError`, or `OSError` for what says nothing about the files.
+            together: `on_every_rank`, or `on_first_rank` where one finds it out for all.
+        """
+
+        def told() -> tuple[T | None, str]:
+            try:
+                return work(), ""
+            except DamagedError as error:
+                return None, str(error)
+            except OSError as error:
+                _refuse(folder, error)
+
+        found, own_damage = together(told)
+        damages = [""] * dist.get_world_size()
+        dist.all_gather_object(damages, own_damage)
+        for rank, damage in enumerate(damages):
+            if damage:
+                seen_by = f" (on rank {rank})" if rank > 0 else ""
+                wrong.append(f"{folder.name}: {damage}{seen_by}")
+                if dist.get_rank() == 0:
+                    print(
+                        f"checkpoint {folder} is damaged: {damage}{seen_by}: "
+                        "looking for an older one",
+                        flush=True,
+                    )
+                return None
+        return found
+
+    def _check(self, about: About, folder: Path) -> None:
+        """Compare the run that wrote a checkpoint with this one.
 
         Raises:
             ValueError: They differ in more than `MAY_CHANGE`.
         """
+        then = _flat(about.config)
+        now = _plain(field_paths(self.config))
+        differing = []
+        for name in sorted(now.keys() | then.keys()):
+            if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
+                differing.append(name)
+        self._check_recipe(then, now, differing, folder)
         shape = _plain(dataclasses.asdict(self.grid.shape))
-        if about["grid"] != shape:
+        if about.grid != shape:
             raise ValueError(
-                f"{folder} was written on the grid {_grid(about['grid'])}, "
+                f"{folder} was written on the grid {_grid(about.grid)}, "
                 f"this run is on {_grid(shape)}: "
                 "start it as it was, or begin again in another train.out"
             )
-        then = _flat(about["config"])
-        now = _plain(field_paths(self.config))
-        for name in sorted(now.keys() | then.keys()):
-            if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
-                raise ValueError(
-                    f"{folder} was written with {name}={then.get(name)}, "
-                    f"this run has {now.get(name)}: "
-                    "resume with the same, or begin again in another train.out"
-                )
+        for name in differing:
+            raise ValueError(
+                f"{folder} was written with {name}={then.get(name)}, "
+                f"this run has {now.get(name)}: "
+                "resume with the same, or begin again in another train.out"
+            )
+        if about.data_sha256 and self.data_sha256 and about.data_sha256 != self.data_sha256:
+            raise ValueError(
+                f"the data has changed since {folder} was written "
+                f"(its sha256 was {about.data_sha256[:12]}..., now it is "
+                f"{self.data_sha256[:12]}...): put it back, or begin again in another train.out"
+            )
+
+    def _check_recipe(
+        self, then: dict[str, Any], now: dict[str, Any], differing: list[str], folder: Path
+    ) -> None:
+        """Two recipes differ in many fields; their names say it best."""
+        if differing and then.get("name") != now["name"]:
+            few = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
+            raise ValueError(
+                f"{folder} was written by the recipe {then.get('name')}, this run is {now['name']} "
+                f"(they differ in {few}): "
+                "resume with the same recipe, or begin again in another train.out"
+            )
 
     def _complete_ones(self) -> list[Path]:
-        """Folders with their final name, oldest first; damaged ones included."""
-        folders = self.folder.glob("step-*")
-        return sorted(path for path in folders if re.fullmatch(r"step-\d+", path.name))
+        """Folders with their final name, oldest first; damaged ones included.
+
+        Raises:
+            OSError: The folder cannot be listed, which is not the same as an empty one.
+        """
+        try:
+            names = os.listdir(self.folder)
+        except FileNotFoundError:
+            return []
+        folders = [self.folder / name for name in names if STEP.fullmatch(name)]
+        return sorted(folders, key=_step_of)
 
 
-class _DamagedError(Exception):
-    """A checkpoint whose files are not as they were written."""
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    """`run.json` of a checkpoint, once the sizes of its files are checked.
+def _write_index(folder: Path, metadata: Metadata) -> None:
+    write_atomically(folder / INDEX, json.dumps(to_tree(metadata)).encode())
 
-    Raises:
-        _DamagedError: A file is missing, shorter or not readable.
-    """
-    try:
-        about = json.loads((folder / ABOUT).read_text())
-        for name, size in about["files"].items():
-            found = (folder / name).stat().st_size
-            if found != size:
-                raise _DamagedError(f"{name} has {found} bytes of {size}")
-    except (OSError, ValueError, KeyError) as error:
-        raise _DamagedError(f"{type(error).__name__}: {error}") from None
-    return about
+
+def _stored_by_all(folder: Path) -> dict[str, StoredFile]:
+    """Sizes and checksums of the files of a checkpoint, each from the rank that wrote it."""
+
+    def own_files() -> dict[str, StoredFile]:
+        names = share_of(dist.get_rank(), dist.get_world_size(), os.listdir(folder))
+        return {name: stored(folder / name) for name in names}
+
+    own = on_every_rank(own_files)
+    parts: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+    dist.all_gather_object(parts, own)
+    files = {}
+    for part in parts:
+        files |= part
+    return dict(sorted(files.items()))
+
+
+def _put_aside(folder: Path) -> None:
+    """Give a checkpoint that was not resumed from a name that is no checkpoint's."""
+    aside = folder.with_suffix(".unused")
+    number = 1
+    while aside.exists():
+        number += 1
+        aside = folder.with_suffix(f".unused-{number}")
+    os.replace(folder, aside)
+    print(f"{folder} was not resumed from: it is kept as {aside.name}", flush=True)
+
+
+def _is_interrupt(error: BaseException) -> bool:
+    """Whether Ctrl-C reached some rank while torch was writing, which tells all of them."""
+    if not isinstance(error, CheckpointException):
+        return False
+    causes = [cause for cause, _ in error.failures.values()]
+    return any(isinstance(cause, KeyboardInterrupt) for cause in causes)
+
+
+def _refuse(folder: Path, error: OSError) -> NoReturn:
+    """An older checkpoint is no answer to a disk that cannot be read now."""
+    raise OSError(
+        f"checkpoint {folder} cannot be read: {text_of(error)}: nothing was changed; "
+        "mend that, or move the checkpoint away to resume from an older one"
+    )
 
 
 def _plain(value: Any) -> Any:

@@ -107,9 +107,10 @@ class Trainer:
         )
 
         self.state = RunState(self.model, self.optimizer, self.batches, world.device)
-        if start:
-            self.state.load(start)
-        self.checkpoints = Checkpoints(config, grid, out) if out and config.checkpoint.on else None
+        checkpoints = Checkpoints(config, grid, out, task.data_sha256) if out else None
+        if checkpoints and start:
+            checkpoints.load(self.state, start)
+        self.checkpoints = checkpoints if config.checkpoint.on else None
         folder = out if world.rank == 0 else None
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
 

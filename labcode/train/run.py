@@ -107,7 +107,7 @@ def set_up(config: Config, world: World, shape: GridShape) -> Trainer:
     print_on_first_rank(world, who_and_where(config, world, shape))
     start = None
     if config.checkpoint.resume:
-        start = Checkpoints(config, grid, out).newest()
+        start = Checkpoints(config, grid, out, task.data_sha256).newest()
         if start:
             print_on_first_rank(world, f"resuming from {start}")
     # only now: a run that may not be resumed has left the folder as it was

@@ -3,8 +3,11 @@
 A checkpoint is whole or it is not used.
 """
 
+import dataclasses
+import errno
 import json
 import os
+import pickle
 import shutil
 import signal
 import subprocess
@@ -14,6 +17,7 @@ import time
 import psutil
 import pytest
 import torch
+from faults import forks
 
 from labcode import recipes
 from labcode.train import metrics
@@ -103,35 +107,28 @@ def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):
     assert len(stored) == len(weights)
 
 
-def run(*args, cwd):
-    return subprocess.run(
-        [*TRAIN, *args], cwd=cwd, capture_output=True, text=True, timeout=280, check=False
-    )
+def run(*args, cwd, **options):
+    """`python -m labcode.train gpt_tiny ...` with the settings of TINY."""
+    return forks.train([*TRAIN[3:], *args], cwd=cwd, timeout_s=280, **options)
 
 
 def test_going_on_from_a_folder_that_is_not_there_yet_begins(tmp_path):
     done = run("--train.out=run", "--checkpoint.resume", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "going on" not in done.stdout
-    assert run("--train.out=run", cwd=tmp_path).returncode == 2  # without resume it is not touched
+    assert done.codes == [0], done.err
+    assert "resuming" not in done.out[0]
+    assert run("--train.out=run", cwd=tmp_path).codes == [2]  # without resume it is not touched
     done = run("--train.out=run", "--checkpoint.resume", cwd=tmp_path)
     # a finished run has nothing left to do
-    assert "resuming from run/checkpoints/step-00000006" in done.stdout
-    assert done.returncode == 0
-    assert [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row] == [
-        1,
-        2,
-        3,
-        4,
-        5,
-        6,
-    ]
+    assert "resuming from run/checkpoints/step-00000006" in done.out[0]
+    assert done.codes == [0]
+    steps = [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row]
+    assert steps == [1, 2, 3, 4, 5, 6]
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     folder = tmp_path_factory.mktemp("finished")
-    assert run("--train.out=run", cwd=folder).returncode == 0
+    assert run("--train.out=run", cwd=folder).codes == [0]
     return folder
 
 
@@ -142,13 +139,28 @@ def written(finished, tmp_path):
     return tmp_path
 
 
+def contents(folder):
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def flip_a_bit(path, place):
+    content = bytearray(path.read_bytes())
+    content[place] ^= 1
+    path.write_bytes(content)
+
+
 def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
     folder = written / "run" / "checkpoints"
     data = next((folder / "step-00000006").glob("*.distcp"))
     data.write_bytes(data.read_bytes()[:-1])
-    (folder / "step-00000004" / ".metadata").unlink()
+    (folder / "step-00000004" / "tensors.json").unlink()
     # killed while it was written
     shutil.copytree(folder / "step-00000002", folder / "step-00000008.partial")
+    damaged = contents(folder / "step-00000006")
     done = run(
         "--train.out=run",
         "--checkpoint.resume",
@@ -156,13 +168,245 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
         "--checkpoint.every=3",
         cwd=written,
     )
-    assert done.returncode == 0, done.stderr
-    assert "step-00000006 is damaged" in done.stdout
-    assert "step-00000004 is damaged" in done.stdout
-    assert "resuming from run/checkpoints/step-00000002" in done.stdout
-    # what lies behind this run's steps is damaged, or another history
-    kept = sorted(path.name for path in folder.iterdir())
-    assert kept == ["step-00000002", "step-00000003", "step-00000005"]
+    assert done.codes == [0], done.err
+    assert "step-00000006 is damaged: __0_0.distcp has" in done.out[0]
+    assert "step-00000004 is damaged: tensors.json is missing" in done.out[0]
+    assert "resuming from run/checkpoints/step-00000002" in done.out[0]
+    # They used to be removed here. But what this attempt calls damaged may be a disk that was not
+    # ready, and it is somebody's work: it makes room under another name, and is counted no more.
+    assert names(folder) == [
+        "step-00000002",
+        "step-00000003",
+        "step-00000004.unused",
+        "step-00000005",
+        "step-00000006.unused",
+    ]
+    assert "step-00000006 was not resumed from: it is kept as step-00000006.unused" in done.out[0]
+    kept = contents(folder / "step-00000006.unused")
+    assert list(kept.values()) == list(damaged.values())
+
+
+def test_nothing_begins_where_no_checkpoint_can_be_read(written):
+    folder = written / "run" / "checkpoints"
+    (folder / "step-00000002" / "run.json").unlink()
+    (folder / "step-00000004" / "run.json").write_text("[]")
+    flip_a_bit(next((folder / "step-00000006").glob("*.distcp")), 3000)
+    before = contents(written)
+    done = run("--train.out=run", "--checkpoint.resume", "--checkpoint.keep=1", cwd=written)
+    assert done.codes == [2]
+    (line,) = done.errors
+    assert "no checkpoint in run/checkpoints can be read" in line
+    assert "step-00000002: run.json is missing" in line
+    assert "step-00000004: run.json is a list" in line
+    assert "step-00000006: __0_0.distcp is not as it was written" in line
+    assert contents(written) == before
+
+
+def test_a_checkpoint_of_this_attempt_replaces_none_that_it_did_not_resume_from(ranks1, written):
+    folder = written / "run" / "checkpoints"
+    shutil.copytree(folder / "step-00000006", folder / "step-00000006.unused")
+    ranks1.run(train, CONFIG, written / "run", folder / "step-00000004", 3)
+    assert names(folder) == [
+        "step-00000002",
+        "step-00000004",
+        "step-00000006",
+        "step-00000006.unused",
+        "step-00000006.unused-2",
+    ]
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json", "tensors.json"])
+def test_a_flipped_bit_anywhere_is_seen(ranks1, written, name):
+    folder = written / "run" / "checkpoints"
+    path = folder / "step-00000006" / name
+    content = path.read_bytes()
+    for place in (len(content) // 3, len(content) // 2, len(content) - 2):
+        flip_a_bit(path, place)
+        (found,) = ranks1.run(newest, CONFIG, written / "run")
+        assert found == folder / "step-00000004"
+        path.write_bytes(content)
+
+
+def test_files_of_an_older_step_are_seen(ranks1, written):
+    folder = written / "run" / "checkpoints"
+    older = folder / "step-00000002"
+    shutil.copy(older / "__0_0.distcp", folder / "step-00000006" / "__0_0.distcp")
+    shutil.rmtree(folder / "step-00000004")
+    shutil.copytree(older, folder / "step-00000004")
+    assert ranks1.run(newest, CONFIG, written / "run") == [older]
+
+
+@pytest.mark.parametrize("name", ["run.json", "__0_0.distcp"])
+def test_links_and_pipes_in_a_checkpoint_are_not_followed(ranks1, written, name):
+    folder = written / "run" / "checkpoints"
+    path = folder / "step-00000006" / name
+    path.rename(written / name)
+    path.symlink_to(written / name)
+    assert ranks1.run(newest, CONFIG, written / "run") == [folder / "step-00000004"]
+    path.unlink()
+    os.mkfifo(path)
+    assert ranks1.run(newest, CONFIG, written / "run") == [folder / "step-00000004"]
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_disk_that_cannot_be_read_now_is_no_damage(written, number):
+    def patch():
+        from labcode.train import checkpoint_files
+
+        def fail(path):
+            raise OSError(number, os.strerror(number), str(path))
+
+        checkpoint_files.stored = fail
+
+    before = contents(written)
+    done = run("--train.out=run", "--checkpoint.resume", cwd=written, patch=patch)
+    assert done.codes == [2]
+    (line,) = done.errors
+    assert "step-00000006 cannot be read: " in line and os.strerror(number).lower() in line
+    assert "nothing was changed; mend that" in line
+    assert contents(written) == before
+
+
+def test_a_folder_of_checkpoints_that_cannot_be_listed_is_not_an_empty_one(written):
+    folder = written / "run" / "checkpoints"
+    folder.rename(written / "elsewhere")
+    folder.write_bytes(b"")
+    done = run("--train.out=run", "--checkpoint.resume", cwd=written)
+    assert done.codes == [2]
+    assert "checkpoints: not a directory" in done.errors[0]
+
+
+def pick_a_pickle():
+    """A pickle that leaves a file behind if it is loaded."""
+
+    class Evil:
+        def __reduce__(self):
+            return os.mkdir, ("was-here",)
+
+    return pickle.dumps(Evil())
+
+
+def test_what_a_stranger_puts_into_the_index_is_never_run(written):
+    folder = written / "run" / "checkpoints" / "step-00000006"
+    (folder / ".metadata").write_bytes(pick_a_pickle())
+    tell_what_is_there(folder)
+    done = run("--train.out=run", "--checkpoint.resume", "--train.steps=8", cwd=written)
+    assert done.codes == [0], done.err
+    # the checksums are right, as a stranger would make them: it is taken, by way of tensors.json
+    assert "resuming from run/checkpoints/step-00000006" in done.out[0]
+    assert not (written / "was-here").exists()
+
+
+def test_what_a_stranger_puts_in_the_place_of_tensors_is_never_run(written):
+    folder = written / "run" / "checkpoints" / "step-00000006"
+    data = folder / "__0_0.distcp"
+    data.write_bytes(pick_a_pickle().ljust(data.stat().st_size, b"\0"))
+    tell_what_is_there(folder)
+    done = run("--train.out=run", "--checkpoint.resume", cwd=written)
+    assert done.codes == [0], done.err
+    assert "step-00000006 is damaged: its tensors cannot be read" in done.out[0]
+    assert "resuming from run/checkpoints/step-00000004" in done.out[0]
+    assert not (written / "was-here").exists()
+
+
+def tell_what_is_there(folder):
+    """Write a `run.json` that fits the files, as they are now."""
+    from labcode.train.checkpoint_files import read_about, stored
+
+    about = read_about(folder)
+    files = {name: stored(folder / name) for name in about.files}
+    (folder / "run.json").write_bytes(dataclasses.replace(about, files=files).to_json())
+
+
+def change_index(folder, change):
+    path = folder / "tensors.json"
+    index = json.loads(path.read_text())
+    change(index)
+    path.write_text(json.dumps(index))
+    tell_what_is_there(folder)
+
+
+WEIGHT = "pp0/model/norm.weight"
+
+
+def without_a_weight(index):
+    del index[WEIGHT]
+
+
+def with_another_shape(index):
+    index[WEIGHT]["size"] = [4]
+    index[WEIGHT]["chunks"][0]["sizes"] = [4]
+
+
+def with_another_dtype(index):
+    index[WEIGHT]["dtype"] = "float32"
+
+
+def without_a_moment(index):
+    del index["pp0/optim/norm.weight/exp_avg"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without_a_weight, f"it has no {WEIGHT}"),
+        (with_another_shape, f"{WEIGHT} is [4] float64, and this run needs [16] float64"),
+        (with_another_dtype, f"{WEIGHT} is [16] float32, and this run needs [16] float64"),
+        (without_a_moment, "it has no pp0/optim/norm.weight/exp_avg"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named_and_an_older_checkpoint_is_taken(
+    written, change, message
+):
+    change_index(written / "run" / "checkpoints" / "step-00000006", change)
+    done = run("--train.out=run", "--checkpoint.resume", cwd=written)
+    assert done.codes == [0], done.err
+    assert f"step-00000006 is damaged: {message}" in done.out[0]
+    assert "resuming from run/checkpoints/step-00000004" in done.out[0]
+
+
+def load(config, out, broken):
+    """What `load` takes if reading `broken` fails on the last rank, and what was filled by then."""
+    import torch.distributed as dist
+
+    from labcode.comm.bootstrap import Place, World
+    from labcode.comm.grid import Grid
+    from labcode.train.checkpoint import Checkpoints
+    from labcode.train.checkpoint_files import DamagedError
+    from labcode.train.loop import Trainer
+    from labcode.train.tasks import make_task
+
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
+    grid = Grid.create(config.check(size))
+    trainer = Trainer(config, world, grid, make_task(config), None)
+    before = {name: param.clone() for name, param in trainer.state.params.items()}
+    checkpoints = Checkpoints(config, grid, out)
+    read = trainer.state.read
+    untouched = []
+
+    def read_or_fail(folder, index):
+        same = [torch.equal(param, before[name]) for name, param in trainer.state.params.items()]
+        untouched.append(all(same) and not trainer.optimizer.state)
+        tensors = read(folder, index)
+        if rank == size - 1 and folder.name in broken:
+            raise DamagedError("the last tensor is missing")
+        return tensors
+
+    trainer.state.read = read_or_fail
+    taken = checkpoints.load(trainer.state, checkpoints.newest())
+    return taken.name, trainer.steps_done, untouched
+
+
+def test_a_rank_that_cannot_read_its_part_sends_all_to_the_older_one_unchanged(ranks2, tmp_path):
+    config = recipes.with_changes(CONFIG, {"parallel.pp": 2, "parallel.pipeline_schedule": "1f1b"})
+    ranks2.run(train, config, tmp_path, None, 3)
+    results = ranks2.run(load, config, tmp_path, ["step-00000006"])
+    assert results == [("step-00000004", 4, [True, True])] * 2
+    everything = names(tmp_path / "checkpoints")
+    with pytest.raises(Exception, match=r"step-00000002: the last tensor is missing \(on rank 1\)"):
+        ranks2.run(load, config, tmp_path, everything)
 
 
 @pytest.mark.parametrize(
@@ -173,17 +417,34 @@ def test_a_damaged_checkpoint_is_told_and_an_older_one_taken(written):
             "step-00000006 was written with model.hidden_size=16, this run has 32",
         ),
         (["--train.global_batch=4"], "was written with train.global_batch=8, this run has 4"),
+        (["--train.steps=5"], "step-00000006 is later than the end of this run, train.steps=5"),
     ],
 )
 def test_what_cannot_go_on_is_refused_in_one_line_and_nothing_is_lost(written, args, message):
-    before = {path: path.read_bytes() for path in (written / "run").rglob("*") if path.is_file()}
+    before = contents(written / "run")
     done = run("--train.out=run", "--checkpoint.resume", *args, cwd=written)
-    assert done.returncode == 2, done.stdout
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and message in errors[0], done.stderr
-    assert {
-        path: path.read_bytes() for path in (written / "run").rglob("*") if path.is_file()
-    } == before
+    assert done.codes == [2], done.out
+    assert len(done.errors) == 1 and message in done.errors[0], done.err
+    assert contents(written / "run") == before
+
+
+def test_another_recipe_is_called_by_its_name(written):
+    args = ["vit_tiny", "--train.out=run", "--checkpoint.resume"]
+    done = forks.train(args, cwd=written)
+    assert done.codes == [2]
+    expected = "step-00000006 was written by the recipe gpt_tiny, this run is vit_tiny (they differ"
+    assert expected in done.errors[0]
+
+
+def test_a_text_that_has_changed_is_refused(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("to be or not to be\n" * 500)
+    args = ["--train.out=run", "--checkpoint.resume", "--data.path=text.txt"]
+    assert run(*args, "--train.steps=2", cwd=tmp_path).codes == [0]
+    text.write_text("to eb or not to be\n" * 500)  # the same letters, the same length
+    done = run(*args, cwd=tmp_path)
+    assert done.codes == [2]
+    assert "the data has changed since run/checkpoints/step-00000002 was written" in done.errors[0]
 
 
 def test_another_grid_is_refused_with_both_grids_named(ranks2, written):
@@ -200,6 +461,74 @@ def newest(config, out):
     from labcode.train.checkpoint import Checkpoints
 
     return Checkpoints(config, Grid.create(config.check(dist.get_world_size())), out).newest()
+
+
+def save_with_damage(config, out, start):
+    """What saving says after the last rank has got a weight that is not a number."""
+    import torch.distributed as dist
+
+    from labcode.comm.bootstrap import Place, World
+    from labcode.comm.grid import Grid
+    from labcode.train.finite import Diverged
+    from labcode.train.loop import Trainer
+    from labcode.train.tasks import make_task
+
+    rank = dist.get_rank()
+    size = dist.get_world_size()
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
+    grid = Grid.create(config.check(size))
+    trainer = Trainer(config, world, grid, make_task(config), out, start)
+    trainer.close()
+    trainer.step()
+    if rank == size - 1:
+        next(iter(trainer.state.params.values())).data.view(-1)[0] = float("nan")
+    with pytest.raises(Diverged) as error:
+        trainer.checkpoints.save(trainer.state)
+    return str(error.value)
+
+
+def test_a_run_that_has_diverged_does_not_replace_its_last_checkpoint(ranks2, tmp_path):
+    changes = {"parallel.tp": 2, "checkpoint.keep": 1, "train.steps": 2}
+    config = recipes.with_changes(CONFIG, changes)
+    ranks2.run(train, config, tmp_path, None, 3)
+    folder = tmp_path / "checkpoints"
+    before = contents(folder)
+    first, second = ranks2.run(save_with_damage, config, tmp_path, folder / "step-00000002")
+    assert first == second
+    assert "has 1 value that is not finite on rank 1: lower optim.lr" in first
+    assert first.endswith(f"the last checkpoint is {folder / 'step-00000002'}")
+    assert contents(folder) == before
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("moment", ["save", "stored", "write_atomically"])
+def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
+    def patch():
+        """Rank 0 stops in the middle of its second checkpoint, and the others wait for it."""
+        import labcode.train.checkpoint as module
+
+        holder = torch if moment == "save" else module
+        original = getattr(holder, moment)
+
+        def slow(*args, **kwargs):
+            is_there = (tmp_path / "run" / "checkpoints" / "step-00000004.partial").exists()
+            if is_there and os.environ.get("RANK", "0") == "0":
+                print("in the middle", flush=True)
+                time.sleep(60)
+            return original(*args, **kwargs)
+
+        setattr(holder, moment, slow)
+
+    args = [*TRAIN[3:], "--train.out=run"]
+    with forks.start(args, cwd=tmp_path, ranks=ranks, patch=patch) as running:
+        while running.alive() and "in the middle" not in running.text():
+            time.sleep(0.02)
+        for rank in range(ranks):
+            running.signal(rank, signal.SIGINT)
+        done = running.wait()
+    assert done.codes == [130] * ranks, done.err
+    assert done.tracebacks == 0 and not done.errors, done.err
+    assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
