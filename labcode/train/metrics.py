@@ -58,6 +58,7 @@ class Log:
         writes: Whether this rank writes and shows anything.
 
     Raises:
+        ValueError: The metrics of the resumed run cannot be read; they are left as they are.
         OSError: The folder cannot be written, or the disk is full.
     """
 
@@ -116,6 +117,7 @@ class MetricsWriter:
             later steps is removed.
 
     Raises:
+        ValueError: What was written there is no file of metrics; it is left as it is.
         OSError: The folder cannot be written, or the disk is full.
     """
 
@@ -125,9 +127,9 @@ class MetricsWriter:
         self._path = folder / FILE_NAME
         kept = b""
         if after_step and self._path.exists():
-            for row in read(self._path):
+            for line, row in _rows(self._path):
                 if row["step"] <= after_step:
-                    kept += _line(row)
+                    kept += line + b"\n"
         write_atomically(self._path, kept)
         self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
         purge_step = after_step + 1 if after_step else None
@@ -175,21 +177,57 @@ def read(path: str | Path) -> list[dict[str, float]]:
     A last line that was cut short by a kill is left out.
 
     Raises:
-        ValueError: No such file, or a line before the last that is not JSON.
+        ValueError: No such file, or a line before the last that is not a row of metrics.
+    Held by: tests/unit/test_metrics.py
     """
     path = Path(path)
     if path.is_dir():
         path = path / FILE_NAME
     if not path.is_file():
         raise ValueError(f"{path} does not exist: give the folder that a training run printed")
-    lines = path.read_text(encoding="utf-8").split("\n")
-    rows = []
+    return [row for _, row in _rows(path)]
+
+
+def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
+    """Each line that is whole, as it stands in the file and as it reads."""
+    *lines, cut_short = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not JSON: {line[:60]!r}") from None
-    return rows
+            yield line, _row(line)
+        except ValueError as error:
+            raise ValueError(
+                f"{path}, line {number} is not {error}: {_start_of(line)}: "
+                "remove that line, or put the file back as it was"
+            ) from None
+    try:
+        # all of the last line may be there, without its end
+        yield cut_short, _row(cut_short)
+    except ValueError:
+        return
+
+
+def _row(line: bytes) -> dict[str, float]:
+    """A line as a row.
+
+    Raises:
+        ValueError: It is none; the text says what it is not.
+    """
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        raise ValueError("JSON") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"a row of metrics but of type {type(row).__name__}")
+    if type(row.get("step")) is not int:
+        raise ValueError("a row of metrics, as it has no step")
+    for name, value in row.items():
+        if type(value) not in (int, float):
+            raise ValueError(f"a row of metrics, as {name} is no number")
+    return row
+
+
+def _start_of(line: bytes) -> str:
+    """What can be shown of a line that may be anything."""
+    return repr(line[:60].decode(errors="replace"))

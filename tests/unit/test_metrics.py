@@ -1,0 +1,69 @@
+"""The rows of a run: whole after a kill, cut at a resume, and told apart from anything else."""
+
+import json
+
+import pytest
+
+from labcode.train import metrics
+
+ROWS = [{"step": step, "loss": 3.0 - step / 10} for step in range(1, 5)]
+
+
+def text_of(rows):
+    return b"".join(json.dumps(row).encode() + b"\n" for row in rows)
+
+
+def test_a_last_line_that_a_kill_cut_short_is_left_out(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    whole = text_of(ROWS)
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        found = metrics.read(tmp_path)
+        assert found == ROWS[: len(found)]
+    # after a loss of power a file may end with zeros, or in the middle of a letter
+    for end in (b"\0" * 100, b"\xc3", b"3", b"[]"):
+        path.write_bytes(whole + end)
+        assert metrics.read(path) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[]", "a row of metrics but of type list"),
+        (b"3", "a row of metrics but of type int"),
+        (b"null", "a row of metrics but of type NoneType"),
+        (b'"text"', "a row of metrics but of type str"),
+        (b"{}", "a row of metrics, as it has no step"),
+        (b'{"loss": 3.0}', "a row of metrics, as it has no step"),
+        (b'{"step": "4"}', "a row of metrics, as it has no step"),
+        (b'{"step": 4.5}', "a row of metrics, as it has no step"),
+        (b'{"step": true}', "a row of metrics, as it has no step"),
+        (b'{"step": 3, "loss": "3.0"}', "a row of metrics, as loss is no number"),
+        (b'{"step": 3, "loss": null}', "a row of metrics, as loss is no number"),
+        (b"\0\0\0", "is not JSON"),
+        (b"\xff\xfe", "is not JSON"),
+        (b"[" * 100_000, "is not JSON"),
+        (b"9" * 5000, "is not JSON"),
+    ],
+)
+def test_a_line_that_is_no_row_is_named_and_left_as_it_is(tmp_path, line, message):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(text_of(ROWS[:2]) + line + b"\n" + text_of(ROWS[2:]))
+    before = path.read_bytes()
+    for use in (lambda: metrics.read(path), lambda: metrics.MetricsWriter(tmp_path, after_step=3)):
+        with pytest.raises(ValueError, match=r"is not JSON") as error:
+            use()
+        assert message in str(error.value)
+        assert "\n" not in str(error.value) and len(str(error.value)) < 400 + len(str(tmp_path))
+    assert path.read_bytes() == before
+
+
+def test_a_resumed_run_keeps_the_lines_up_to_its_step_as_they_were(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step":1,  "loss": NaN}\n\n' + text_of(ROWS[1:]) + b'{"step": 5, "lo')
+    writer = metrics.MetricsWriter(tmp_path, after_step=2)
+    writer.write({"step": 3, "loss": 1.0})
+    writer.close()
+    assert path.read_bytes() == b'{"step":1,  "loss": NaN}\n' + text_of([ROWS[1]]) + text_of(
+        [{"step": 3, "loss": 1.0}]
+    )
