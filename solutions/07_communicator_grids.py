@@ -84,8 +84,8 @@ shape = GridShape(dp=2, pp=2, tp=4)  # order="tp-cp-dp-pp"
 coords = shape.coords(13)
 print(coords)
 for axis, guess in {"tp": tp_guess, "dp": dp_guess, "pp": pp_guess}.items():
-    compare(f"{axis} coordinate of rank 13", guess, coords[axis], rel=0)
-compare("the other rank of its dp group", partner_guess, shape.rank(**coords | {"dp": 0}), rel=0)
+    compare(f"{axis} coordinate of rank 13", guess, coords[axis], within=1)
+compare("the other rank of its dp group", partner_guess, shape.rank(**coords | {"dp": 0}), within=1)
 
 # %% [markdown]
 # A **group** along an axis holds the ranks that differ in this axis alone. Fix all other coordinates, let one run: that is a group. So every
@@ -116,7 +116,7 @@ def my_rank(shape, tp, cp, dp, pp):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.1", lambda: l07.rank_of(my_rank), praise="no rank twice, none left out")
+check("7.1", lambda: l07.rank_of(my_rank))
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 7.2 · Groups from coordinates
@@ -135,7 +135,7 @@ def my_groups(shape, axis):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.2", lambda: l07.groups_of(my_groups), praise="a partition along every axis, in every order")
+check("7.2", lambda: l07.groups_of(my_groups))
 
 # %% [markdown]
 # ## 2. The same sizes in another order
@@ -154,8 +154,8 @@ last_guess = 3 * 4
 turned = replace(shape, order="dp-pp-tp-cp")
 first = turned.groups("tp")[0]
 print("tp group of rank 0:", first)
-compare("stride of tp", stride_guess, first[1] - first[0], rel=0)
-compare("last member", last_guess, first[-1], rel=0)
+compare("stride of tp", stride_guess, first[1] - first[0], within=1)
+compare("last member", last_guess, first[-1], within=1)
 plot.grid(turned, color_by="tp", nodes=2, alt="The same two nodes in the order dp-pp-tp: every tensor-parallel group has two ranks on each node")
 
 # %% [markdown]
@@ -221,8 +221,8 @@ factor_guess = tp_crossing_guess / dp_crossing_guess
 for order, ordered in SHAPES.items():
     print(f"{order}: ", "   ".join(f"{axis} {si(size, 'B')}" for axis, size in crossing(ordered).items() if size))
 worst, good = (sum(crossing(SHAPES[order]).values()) for order in ("dp-pp-tp", "tp-pp-dp"))
-compare("bytes that cross, tp-pp-dp", dp_crossing_guess, good, rel=0.01, unit="B")
-compare("dp-pp-tp, times as many", factor_guess, worst / good, rel=0.01)
+compare("bytes that cross, tp-pp-dp", dp_crossing_guess, good, within=1.01, unit="B")
+compare("dp-pp-tp, times as many", factor_guess, worst / good, within=1.01)
 
 # %% [markdown]
 # On two nodes only the **slowest** axis crosses: the faster ones fill a node before it ticks. Tensor parallelism sends by far the most, because it
@@ -292,7 +292,7 @@ def best_order(model, shape, ranks_per_node, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.3", lambda: l07.best_order(best_order, model), praise="the best of 24, for small and large batches and nodes")
+check("7.3", lambda: l07.best_order(best_order, model))
 
 # %% [markdown]
 # ## 4. Now run it
@@ -321,8 +321,8 @@ def sums(rank, shape):
 small_grid = GridShape(dp=2, tp=2)
 by_rank = ranks.run(sums, small_grid)
 print(*by_rank, sep="\n")
-compare("rank 3, sum over tp", tp_sum_guess, by_rank[3]["tp"], rel=0)
-compare("rank 3, sum over dp", dp_sum_guess, by_rank[3]["dp"], rel=0)
+compare("rank 3, sum over tp", tp_sum_guess, by_rank[3]["tp"], within=1)
+compare("rank 3, sum over dp", dp_sum_guess, by_rank[3]["dp"], within=1)
 
 # %% [markdown]
 # The sum over pp is the rank itself: a group of one is a real group, so that model code never has to ask whether an axis is in use.
@@ -380,13 +380,13 @@ orders = {"tp-dp": small_grid, "dp-tp": replace(small_grid, order="dp-tp-cp-pp")
 runs = {name: [ranks.run(replay, ordered) for _ in range(3)] for name, ordered in orders.items()}
 counted = {name: sum((sent for sent, _ in run[0]), Counter()) for name, run in runs.items()}
 good_s, bad_s = (sorted(max(s for _, s in run) for run in of_order)[1] for of_order in runs.values())  # the median of three
-compare("one step, tp-dp", good_s_guess, good_s, rel=1.0, unit="s")
-compare("one step, dp-tp", bad_s_guess, bad_s, rel=0.5, unit="s")
+compare("one step, tp-dp", good_s_guess, good_s, within=2, unit="s")
+compare("one step, dp-tp", bad_s_guess, bad_s, within=1.5, unit="s")
 print(f"dp-tp takes {bad_s / good_s:.0f} times as long as tp-dp")
 
 # %% tags=["nbval-check-output"]
-compare("bytes between nodes, tp-dp", good_bytes_guess, placement.across_nodes(counted["tp-dp"], 2), rel=0, unit="B")
-compare("bytes between nodes, dp-tp", bad_bytes_guess, placement.across_nodes(counted["dp-tp"], 2), rel=0, unit="B")
+compare("bytes between nodes, tp-dp", good_bytes_guess, placement.across_nodes(counted["tp-dp"], 2), within=1, unit="B")
+compare("bytes between nodes, dp-tp", bad_bytes_guess, placement.across_nodes(counted["dp-tp"], 2), within=1, unit="B")
 for name, ordered in orders.items():
     step = placement.step_traffic(small, ordered, global_batch=BATCH, value_bytes=4)
     predicted = sum((Counter(sent) for sent in step.values()), Counter())
@@ -479,7 +479,7 @@ my_grid = GridShape(dp=4, pp=8, tp=2)  # 13 GB per GPU; stages one node apart, t
 ### END SOLUTION
 
 # %% tags=["check"]
-check("7.4", lambda: l07.design(my_grid), praise="it fits, and communication and idling cost little beside 3.4 s of computing")
+check("7.4", lambda: l07.design(my_grid))
 
 # %%
 ranks.close()

@@ -157,7 +157,7 @@ class ReduceFrom(torch.autograd.Function):  # g
         return grad, None
 
 # %% tags=["check"]
-check("8.1", lambda: l08.copy_and_reduce(CopyTo, ReduceFrom, ranks), praise="two mirror images, and nothing was overwritten")
+check("8.1", lambda: l08.copy_and_reduce(CopyTo, ReduceFrom, ranks))
 
 # %%
 def f(x):
@@ -207,7 +207,7 @@ def make_mlp():
 
 shapes = ranks.run(lambda: {name: list(param.shape) for name, param in shard_mlp(make_mlp()).named_parameters()})[0]
 print(shapes)
-compare("parameters on a rank", held_guess, sum(math.prod(shape) for shape in shapes.values()), rel=0)
+compare("parameters on a rank", held_guess, sum(math.prod(shape) for shape in shapes.values()), within=1)
 print("exact on each rank:", [max(map(float, errors)) < 1e-12 for errors in ranks.run(difference, make_mlp, shard_mlp)])
 
 # %% [markdown]
@@ -263,7 +263,7 @@ def shard_attention(*sections):
 blocks, make_attention = [f"{kind}{head}" for kind in "qkv" for head in range(4)], lambda: layers.Attention(64, 4, causal=True)
 got = {"plain": Shard(0), "by sections": Shard(0, (4, 4, 4))}
 got = {name: [blocks[i] for i in split.take(torch.arange(12), 0, 2)] for name, split in got.items()}
-compare("blocks that rank 0 needs", needed_guess, len(set(got["plain"]) & set(got["by sections"])), rel=0)
+compare("blocks that rank 0 needs", needed_guess, len(set(got["plain"]) & set(got["by sections"])), within=1)
 for name, sections in {"plain": (), "by sections": (64, 64, 64)}.items():
     print(f"{name:11} rank 0 has {' '.join(got[name])}; errors", *ranks.run(difference, make_attention, shard_attention(*sections))[0])
 H, thirds = 64, Shard(0, (64, 64, 64))
@@ -328,9 +328,9 @@ def both_losses(tokens=512, vocab=50304):
     return totals(gathering)["all_gather"][1], totals(reducing)["all_reduce"][1], abs(gathered - reduced).item()
 
 gathered, three, apart = ranks.run(both_losses)[0]
-compare("bytes of the logits", gathered_guess, gathered, rel=0, unit="B")
-compare("bytes of three numbers", three_guess, three, rel=0, unit="B")
-compare("ratio of the tensors", ratio_guess, gathered / three, rel=0)
+compare("bytes of the logits", gathered_guess, gathered, within=1, unit="B")
+compare("bytes of three numbers", three_guess, three, within=1, unit="B")
+compare("ratio of the tensors", ratio_guess, gathered / three, within=1)
 print("same loss:", apart < 1e-5, "  Llama 3's logits of 8192 tokens:", f"{8192 * 128256 * 4 / 1e9:.1f} GB")
 
 # %% [markdown] tags=["exercise"]
@@ -362,7 +362,7 @@ def my_loss(logits, targets, first, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.2", lambda: l08.vocabulary_loss(my_loss, ranks), praise="42 and 41 columns, large logits too, and few bytes")
+check("8.2", lambda: l08.vocabulary_loss(my_loss, ranks))
 
 # %% [markdown]
 # ## 5. Count, then look
@@ -385,9 +385,9 @@ def sharded_layer():
     return block
 
 forward, backward = ranks.run(lambda: count_collectives(sharded_layer(), torch.randn(8, 128, 256)))[0]
-compare("all-reduces forward", forward_guess, forward["all_reduce"][0], rel=0)
-compare("all-reduces backward", backward_guess, backward["all_reduce"][0], rel=0)
-compare("their bytes", layer_bytes_guess, forward["all_reduce"][1] + backward["all_reduce"][1], rel=0, unit="B")
+compare("all-reduces forward", forward_guess, forward["all_reduce"][0], within=1)
+compare("all-reduces backward", backward_guess, backward["all_reduce"][0], within=1)
+compare("their bytes", layer_bytes_guess, forward["all_reduce"][1] + backward["all_reduce"][1], within=1, unit="B")
 
 # %% [markdown]
 # Four all-reduces of B·S·H numbers in each layer, whatever p is; on a ring a rank sends 2(p − 1)/p of that. How many weights the layer
@@ -417,7 +417,7 @@ def profiles(rank):
 steps = list(zip(*ranks.run(profiles)))  # [(rows of rank 0, rows of rank 1), ...]
 sending = [[stop - start for _, label, start, stop in rows if label == "all-reduce"] for step in steps for rows in step]
 print("all-reduces in each profile:", {len(one) for one in sending})
-compare("four all-reduces", 4 * comm.time_s("all_reduce", 2, act_bytes, link), sum(map(min, zip(*sending))) / 1e3, rel=1.0, unit="s")
+compare("four all-reduces", 4 * comm.time_s("all_reduce", 2, act_bytes, link), sum(map(min, zip(*sending))) / 1e3, within=2, unit="s")
 shortest = min(steps, key=lambda step: max(row[3] for rows in step for row in rows))
 plot.timeline([row for rows in shortest for row in rows], xlabel="ms", title="One layer, forward and backward",
               alt="On both ranks four all-reduces interrupt the computing, two in the forward half and two in the backward half")
@@ -475,7 +475,7 @@ def traffic(config, batch, value_bytes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.3", lambda: l08.traffic(traffic, ranks), praise="to the byte, in float32 and in bfloat16")
+check("8.3", lambda: l08.traffic(traffic, ranks))
 
 # %% [markdown]
 # ## 6. The same with DTensor
@@ -515,8 +515,8 @@ enters_once = {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_l
 def backward_sums(make, plan):
     return ranks.run(lambda: count_collectives(by_plan(plan)(make()), torch.randn(2, 16, 64)))[0][1]["all_reduce"][0]
 
-compare("MLP, all-reduces backward", mlp_guess, backward_sums(make_mlp, mlp_plan), rel=0)
-compare("q, k, v apart", separate_guess, backward_sums(SeparateAttention, plan), rel=0)
+compare("MLP, all-reduces backward", mlp_guess, backward_sums(make_mlp, mlp_plan), within=1)
+compare("q, k, v apart", separate_guess, backward_sums(SeparateAttention, plan), within=1)
 print("q, k, v apart, x made a DTensor before it branches:", backward_sums(SeparateAttention, plan | enters_once))
 for name, case in {"MLP": (make_mlp, mlp_plan), "q, k, v": (SeparateAttention, plan), "fused": (make_attention, fused_plan)}.items():
     print(f"{name:8} exact: {all(float(error) < 1e-12 for error in ranks.run(difference, case[0], by_plan(case[1]))[0])}")
@@ -548,7 +548,7 @@ def my_swiglu(x, gate, up, down, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.4", lambda: l08.swiglu(my_swiglu, ranks), praise="one sum each way, although x is used twice")
+check("8.4", lambda: l08.swiglu(my_swiglu, ranks))
 
 # %% [markdown]
 # ## 7. A whole GPT
@@ -606,7 +606,7 @@ truth = adamw_steps(build(), gpt.loss, batches)
 runs = {"dp=2 x tp=2": ranks.run(train_on, GridShape(dp=2, tp=2)), "tp=4": ranks.run(train_on, GridShape(tp=4)),
         "tp=4, f forgotten": ranks.run(train_on, GridShape(tp=4), forget_f)}
 fall, broken_fall = ((losses[0] - losses[-1]).item() for losses in (truth, runs["tp=4, f forgotten"][0][0]))
-compare("fall without f", fall_guess, broken_fall / fall, rel=0.5)
+compare("fall without f", fall_guess, broken_fall / fall, within=1.5)
 for name, run in runs.items():
     copies = max((copy - run[0][1]).abs().max() for _, copy in run)
     print(f"{name:18} largest difference of a loss {(run[0][0] - truth).abs().max():.0e}, between copies of a norm {copies:.0e}")

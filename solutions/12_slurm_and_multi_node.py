@@ -78,8 +78,8 @@ Path("runs/first.sbatch").write_text(FIRST)
 lab.sh("sinfo")
 log = lab.batch("runs/first.sbatch")
 if log:
-    compare("lines without srun", without_srun_guess, log.count("script on"), rel=0)
-    compare("lines with srun", with_srun_guess, log.count("task "), rel=0)
+    compare("lines without srun", without_srun_guess, log.count("script on"), within=1)
+    compare("lines with srun", with_srun_guess, log.count("task "), within=1)
 
 # %% [markdown]
 # `sinfo` shows the **partition** `debug`, a queue with limits of its own, and the state of its nodes. The commonest mistake of the first week is in the two numbers: whatever stands in the script without `srun`
@@ -103,7 +103,7 @@ lab.until(lambda: states().get("third") == "RUNNING")
 QUEUE = ["squeue", "--sort=i", "--format=%.5i %.8j %.8T %.5D %R"]
 lab.sh(*QUEUE)
 if lab.said:
-    compare("jobs that run", running_guess, list(states().values()).count("RUNNING"), rel=0)
+    compare("jobs that run", running_guess, list(states().values()).count("RUNNING"), within=1)
 lab.sh("scancel", "--name=first")
 lab.until(lambda: states().get("second") == "RUNNING")
 lab.sh(*QUEUE)
@@ -144,9 +144,9 @@ print("set -euo pipefail" + body)
 request = Script(script)
 torchruns = request.number("nodes") * request.number("ntasks-per-node")
 base, span = map(int, re.search(r"\((\d+) \+ SLURM_JOB_ID % (\d+)\)", script).groups())
-compare("torchruns", torchruns_guess, torchruns, rel=0)
-compare("ranks", ranks_guess, torchruns * int(re.search(r"--nproc-per-node=(\d+)", script)[1]), rel=0)
-compare("port of job 31337", port_guess, base + 31337 % span, rel=0)
+compare("torchruns", torchruns_guess, torchruns, within=1)
+compare("ranks", ranks_guess, torchruns * int(re.search(r"--nproc-per-node=(\d+)", script)[1]), within=1)
+compare("port of job 31337", port_guess, base + 31337 % span, within=1)
 
 # %% [markdown]
 # - `set -euo pipefail` makes bash stop at the first command that fails. Else a job whose training died ends as COMPLETED, because its last `echo` was fine.
@@ -202,7 +202,7 @@ faults_guess = 10  # one of them is seen by no rule: read the time limit
 problems = lint(l12.BAD, load("local"))
 for problem in problems:
     print(f"line {problem.line}, {problem.rule}: {problem.message}\n    {problem.why}")
-compare("faults", faults_guess, len(problems), rel=0.2)
+compare("faults", faults_guess, len(problems), within=1.2)
 
 # %% [markdown] tags=["exercise"]
 # Most of these run. They run without GPUs, with the default memory, with their log overwritten, or hang for hours: sbatch says nothing. And one fault has no rule, because it is legal: `1:30` is one minute and a half.
@@ -229,7 +229,7 @@ srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.out "runs/$SL
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.1", lambda: l12.mended(my_script), praise="nothing left for the queue to find")
+check("12.1", lambda: l12.mended(my_script))
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 12.2 · Your cluster in a dozen lines
@@ -260,7 +260,7 @@ env:
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.2", lambda: l12.site_profile(my_site), praise="render, lint and, where there is SLURM, sbatch --test-only agree")
+check("12.2", lambda: l12.site_profile(my_site))
 
 # %% [markdown]
 # The check renders a job of two nodes for your profile, lints it, and, if this machine has SLURM, starts for a second another one that emulates Atlas and asks `sbatch --test-only` whether it would take the script.
@@ -301,7 +301,7 @@ def ranks_by_node(log):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.3", lambda: l12.ranks_by_node(ranks_by_node), praise="whatever the nodes are called")
+check("12.3", lambda: l12.ranks_by_node(ranks_by_node))
 
 # %% [markdown]
 # Now the same two ranks on two nodes, and the same job otherwise. Each step ends with a ring all-reduce of the gradients. In a ring of $p$ ranks each sends
@@ -320,7 +320,7 @@ added_s_guess = bytes_guess / (100e6 / 8)  # 8 bits to the byte
 # %%
 model = GPTConfig(num_layers=1, num_heads=4, hidden_size=256, context_length=16, vocab_size=65)
 sent = comm.bytes_sent("all_reduce", 2, 4 * model.num_parameters)
-compare("bytes that a rank sends", bytes_guess, sent, rel=0.01, unit="B")
+compare("bytes that a rank sends", bytes_guess, sent, within=1.01, unit="B")
 endless = {"train.steps": 100_000} if lab.cluster else {}  # until we stop it
 two = lab.submit(Job("gpt_tiny", options(MODEL | TRAIN | endless), nodes=2, ranks_per_node=1, name="two-nodes"))
 RATES = ["off", "400mbit", "200mbit", "100mbit"]
@@ -334,9 +334,9 @@ step_s = {rate: min(seconds for *_, seconds in rows) for rate, rows in found.ite
 print(f"a step on two nodes, the link as it is: {step_s['off'] / min(t for *_, t in first):.2f} of that on one")
 wires = {rate: sent / (int(rate.removesuffix("mbit")) * 1e6 / 8) for rate in found if rate != "off"}
 for rate, wire_s in wires.items():
-    compare(f"added to a step at {rate}", wire_s, step_s[rate] - step_s["off"], rel=0.5, unit="s")
+    compare(f"added to a step at {rate}", wire_s, step_s[rate] - step_s["off"], within=1.5, unit="s")
 if wires:
-    compare("your prediction, 100mbit", added_s_guess, step_s["100mbit"] - step_s["off"], rel=0.5, unit="s")
+    compare("your prediction, 100mbit", added_s_guess, step_s["100mbit"] - step_s["off"], within=1.5, unit="s")
 series = {rate.replace("mbit", " Mbit/s").replace("off", "as it is"): ([s for s, *_ in rows], [1e3 * t for *_, t in rows])
           for rate, rows in found.items()}
 picture = plot.lines(series, xlabel="step", ylabel="ms per step", title="One job, its link slowed down three times",
@@ -393,7 +393,7 @@ good = nccl.parse(text)
 host = {rank: place.host for rank, place in good.main.ranks.items()}
 print("\nring:", good.main.rings[0], " hosts:", good.main.hosts)
 print("inside a node:", *good.main.transports(between_hosts=False), " between nodes:", *good.main.transports(between_hosts=True))
-compare("links that leave a node", leaving_guess, sum(host[a] != host[b] for a, b in good.main.pairs()), rel=0)
+compare("links that leave a node", leaving_guess, sum(host[a] != host[b] for a, b in good.main.pairs()), within=1)
 plot.transports(good, title="As it should be",
                 alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over InfiniBand between them")
 
@@ -423,7 +423,7 @@ def between(comm):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.4", lambda: l12.between(between), praise="the network is what you paid for")
+check("12.4", lambda: l12.between(between))
 
 # %% [markdown]
 # **Takeaway: run the first job on a cluster with NCCL_DEBUG=INFO, and look for P2P inside a node and, between nodes, for the site's network: NET/IB, or NET/AWS Libfabric on Slingshot and EFA. NET/Socket is no error, only slow.**
@@ -526,7 +526,7 @@ my_diagnosis = {"A": "name", "B": "port", "C": "code", "D": "interface", "E": "n
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.5", lambda: l12.diagnosis(my_diagnosis), praise="five of five")
+check("12.5", lambda: l12.diagnosis(my_diagnosis))
 
 # %%
 lab.close()

@@ -73,9 +73,9 @@ micro_batches_guess = 512 / 2 / 4
 form = recipes.with_changes(recipes.get("gpt_tiny"), {"parallel.tp": 8, "parallel.pp": 4, "train.global_batch": 512, "train.micro_batch": 4})
 shape = form.parallel.shape(world_size=64)
 print(shape)
-compare("copies of the model, dp", dp_guess, shape.dp, rel=0)
-compare("samples of a copy", local_guess, form.train.global_batch // shape.dp, rel=0)
-compare("micro-batches", micro_batches_guess, form.train.accumulation(shape.dp), rel=0)
+compare("copies of the model, dp", dp_guess, shape.dp, within=1)
+compare("samples of a copy", local_guess, form.train.global_batch // shape.dp, within=1)
+compare("micro-batches", micro_batches_guess, form.train.accumulation(shape.dp), within=1)
 
 # %% [markdown] tags=["exercise"]
 # `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what you did **not** choose: dp. Add a node in the middle of a project, and dp grows, m shrinks, and nothing else
@@ -98,7 +98,7 @@ def my_layout(world, tp, pp, global_batch, micro_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.1", lambda: l13.layout(my_layout), praise="and what does not fit is refused before anything starts")
+check("13.1", lambda: l13.layout(my_layout))
 
 # %% [markdown]
 # **More GPUs, same batch.** A pipeline of p stages takes $m + p - 1$ turns for $m$ micro-batches (lesson 10), so its GPUs work for the share $m/(m+p-1)$ of the time. More copies mean fewer
@@ -121,7 +121,7 @@ for name, (tp, pp, batch, found) in PUBLISHED.items():
     predicted = [next(iter(found.values())) * share / shares[0] for share in shares]
     print(name, {world: f"m = {m[world]}, predicted {value:.0f}, published {found[world]}" for world, value in zip(found, predicted)})
     series |= {f"{name}, published": (list(found), list(found.values())), f"{name}, from m": (list(found), predicted)}
-compare("TFLOP/s of a GPU, of 1536", tflops_guess, PUBLISHED["GPT-3, 175 billion"][3][1536], rel=0.02)
+compare("TFLOP/s of a GPU, of 1536", tflops_guess, PUBLISHED["GPT-3, 175 billion"][3][1536], within=1.02)
 picture = plot.lines(series, xlabel="GPUs", ylabel="TFLOP/s of each GPU", title="More copies, the same batch",
                      alt="Published speed per GPU falls by 7 to 8 percent from the fewest to the most GPUs; the bubble alone predicts nearly the same fall")
 for published in picture.axes[0].lines[::2]:
@@ -176,11 +176,11 @@ def links(shape):
     return emulate.traffic(ranks.run(emulate.timed_steps, model, shape, 8, 2, repeats=1), at_least=2000)
 
 sent = {"tp inside the node": links(inside), "tp across": links(across)}
-compare("rank 0 to its tp neighbour, 1", tp_guess, sent["tp inside the node"][0, 1], rel=0, unit="B")
-compare("rank 0 to its pp neighbour, 2", pp_guess, sent["tp inside the node"][0, 2], rel=0, unit="B")
+compare("rank 0 to its tp neighbour, 1", tp_guess, sent["tp inside the node"][0, 1], within=1, unit="B")
+compare("rank 0 to its pp neighbour, 2", pp_guess, sent["tp inside the node"][0, 2], within=1, unit="B")
 crossing = {name: placement.across_nodes(traffic, 2) for name, traffic in sent.items()}
 print("between the nodes:", {name: si(size, "B") for name, size in crossing.items()})
-compare("times as many", factor_guess, crossing["tp across"] / crossing["tp inside the node"], rel=0)
+compare("times as many", factor_guess, crossing["tp across"] / crossing["tp inside the node"], within=1)
 
 # %% [markdown]
 # Four processes did a real step, forward and backward, and every message was written down with its group as it left, the way `comm.counting` does it. The prediction is right to the byte.
@@ -234,7 +234,7 @@ def my_iteration(m, pp, micro_s, dp_s):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.2", lambda: l13.iteration(my_iteration), praise="bubble included, and gradients once a step")
+check("13.2", lambda: l13.iteration(my_iteration))
 
 # %% [markdown]
 # **Predict** for a global batch of 8, with the numbers above:
@@ -253,7 +253,7 @@ layouts = {"dp 4": GridShape(dp=4), "tp inside, pp across": inside, "tp across, 
 runs = {name: ranks.run(emulate.timed_steps, model, layout, 8, 2, cluster, repeats=1) for name, layout in layouts.items()}
 measured = {name: emulate.step_s(run) for name, run in runs.items()}
 for name, guess in zip(layouts, (dp_iteration_guess, inside_iteration_guess, across_iteration_guess)):
-    compare(name, guess, measured[name], rel=1, unit="s")
+    compare(name, guess, measured[name], within=2, unit="s")
 parts = {name: expected.iteration_parts(model, layout, 8, 2, cluster) for name, layout in layouts.items()}
 plot.bars({name: {"predicted": sum(parts[name].values()), "measured": measured[name]} for name in layouts}, ylabel="seconds of one iteration",
           fmt="{:.2f}", title="Four ranks on two emulated nodes, global batch 8",
@@ -301,7 +301,7 @@ idle_guess = 1 - 4 * (compute_s + 5 * reduce_s["inside"]) / (5 * (compute_s + 5 
 
 # %% tags=["figure"]
 line = stages.timeline(runs["tp inside, pp across"])
-compare("share of the time idle", idle_guess, line.bubble_over_total(), rel=0.5)
+compare("share of the time idle", idle_guess, line.bubble_over_total(), within=1.5)
 ideal = expected.time_line(model, inside, 8, 2, cluster)
 plot.timeline(stages.bars(ideal, "simulated stage") + stages.bars(line, "measured rank"), xlabel="ms", title="tp 2 x pp 2, four micro-batches",
               alt="Ranks 0 and 1 run the same actions at the same times, ranks 2 and 3 start one forward later; the gaps of the simulated stages reappear")
@@ -326,7 +326,7 @@ def my_gaps(line, rank):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.3", lambda: l13.gaps(my_gaps), praise="the same for a trace of any profiler")
+check("13.3", lambda: l13.gaps(my_gaps))
 
 # %% [markdown]
 # What makes the idle share smaller? With twice the batch, m = 8, the bubble is one turn of 9 instead of 5: twice the work in 1.8 times the time. Messages are paid with each micro-batch, unless they overlap.
@@ -363,7 +363,7 @@ my_form = {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2, 
 ### END SOLUTION
 
 # %% tags=["check"]
-check("13.4", lambda: l13.script(my_form, submit, plain), praise="four ranks on two nodes, and the loss of plain dp")
+check("13.4", lambda: l13.script(my_form, submit, plain))
 
 # %% [markdown]
 # The hybrid and plain dp do the same arithmetic. But the hybrid sends, per step and rank, 8 · (5 + 1) messages and more, each a wait for another process, and plain dp a single all-reduce.
@@ -402,9 +402,9 @@ print(f"step of the hybrid / of dp: {steps['hybrid'][-1]['step_s'] / steps['plai
 
 # %% tags=["nbval-check-output"]
 last = steps["hybrid"][-1]
-compare("tokens of one step", 16 * 128, round(last["tokens_per_s"] * last["step_s"]), rel=0)
+compare("tokens of one step", 16 * 128, round(last["tokens_per_s"] * last["step_s"]), within=1)
 off = max(abs(a["loss"] - b["loss"]) for a, b in zip(steps["hybrid"], steps["plain"]))
-compare("difference of the losses, nats", difference_guess, round(off, 3), rel=0)
+compare("difference of the losses, nats", difference_guess, round(off, 3), within=1)
 
 # %% [markdown] tags=["exercise"]
 # The curves are the same; that is the first thing to check after a change of layout. The hybrid is slower, as it must be on one machine: there is no slow link to avoid, no memory to save, and a price for each message.
@@ -473,9 +473,9 @@ for micro, guess in ((2, logits_2_guess), (32, logits_32_guess)):
     grown = ranks.run(hybrid_lab.one_step, wide, inside, 32, micro)  # (loss, bytes) of each rank
     losses[micro] = grown[0][0]
     print(f"micro-batch {micro}: to be kept on the last stage {si(sum(kept.values()), 'B')}, of which loss {si(kept['loss'], 'B')}")
-    compare("  one tensor, of what is kept", guess, kept["loss"], rel=0.01, unit="B")
+    compare("  one tensor, of what is kept", guess, kept["loss"], within=1.01, unit="B")
     print("   ranks grew by at most", *(si(size, "B") for _, size in grown))
-compare("difference of the losses", loss_guess, round(abs(losses[2] - losses[32]), 3), rel=0)
+compare("difference of the losses", loss_guess, round(abs(losses[2] - losses[32]), 3), within=1)
 
 # %% [markdown]
 # The result is the same. With micro-batch 32 the last stage grows by **three** tensors: the backward of the loss has the softmax that was kept, a corrected copy, and the gradient. What
@@ -498,7 +498,7 @@ for micro in (32, 2):
 died = {int(rank) for rank in re.findall(r"\[rank(\d)\]: RuntimeError: .*can't allocate", ends[32].log)}
 print("out of memory:", died, " predicted:", out_of_memory_guess)
 for size in re.findall(r"you tried to allocate (\d+)", ends[32].log)[:1]:
-    compare("bytes that were asked for", logits_32_guess, int(size), rel=0, unit="B")
+    compare("bytes that were asked for", logits_32_guess, int(size), within=1, unit="B")
 ranks.close()
 lab.close()
 

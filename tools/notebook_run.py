@@ -100,6 +100,17 @@ def error_matches(expected: str, raised: str) -> bool:
     return re.match(".*".join(words), raised, re.DOTALL) is not None
 
 
+def text_of(cell: NotebookNode) -> str:
+    """All that a code cell printed or showed, as plain text; each output begins a line."""
+    shown = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            shown.append(output.text)
+        else:
+            shown.append(output.get("data", {}).get("text/plain", ""))
+    return "\n".join(text.rstrip("\n") for text in shown)
+
+
 def open_exercise_problems(notebook: NotebookNode) -> list[str]:
     """The checks of an executed student notebook that do not say "not done yet"."""
     problems = []
@@ -107,7 +118,7 @@ def open_exercise_problems(notebook: NotebookNode) -> list[str]:
         checks = CHECK.findall(cell.source) if cell.cell_type == "code" else []
         if not checks:
             continue
-        text = "".join(output.get("text", "") for output in cell.outputs)
+        text = text_of(cell)
         verdicts = [line for line in text.splitlines() if re.match(r"\[.\] ", line)]
         if verdicts != [f"[ ] {check} not done yet" for check in checks]:
             problems.append(f"cell {number}, with its exercise open, printed {text!r}")
@@ -162,20 +173,26 @@ def tidy(notebook: NotebookNode) -> NotebookNode:
 
 
 def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
-    """Outputs without widgets; each stream in one piece, with its carriage returns carried out."""
+    """Outputs without widgets; what is printed is in one piece up to the next thing shown.
+
+    How a stream is cut into messages differs from run to run. Carriage returns are carried out.
+    """
     kept = []
     streams: dict[str, NotebookNode] = {}
     for output in outputs:
         if WIDGET in output.get("data", {}):
             continue
-        if output.output_type == "stream":
-            if output.name in streams:
-                streams[output.name].text += output.text
-                continue
+        if output.output_type != "stream":
+            streams = {}
+        elif output.name in streams:
+            streams[output.name].text += output.text
+            continue
+        else:
             streams[output.name] = output
         kept.append(output)
-    for output in streams.values():
-        output.text = re.sub(r"(?m)^.*\r(?=[^\n])", "", output.text)
+    for output in kept:
+        if output.output_type == "stream":
+            output.text = re.sub(r"(?m)^.*\r(?=[^\n])", "", output.text)
     return kept
 
 

@@ -1,7 +1,7 @@
 """What lessons use and no other room: nothing else of labcode imports this one.
 
-check.py     check(), which runs an exercise's check and prints its hint; compare(), a prediction
-             beside a measurement
+check.py     what lessons import: check(), which runs an exercise's check and says what is wrong;
+             hint(); with compare.py, a prediction beside a measurement, and show.py, show_source()
 figures/     every figure; lessons import `plot` from here
 labs/        the apparatus of single lessons, lNN_*.py: a slow link, a paced pipeline, a cluster
 exercises/   lNN.py: what the check cells of lesson NN call

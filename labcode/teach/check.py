@@ -1,44 +1,82 @@
-"""Exercises that check themselves, and a prediction beside a measurement.
+"""What the cells of a lesson call: exercises that check themselves, hints, predictions, sources.
 
-check("1.2", lambda: l01.ring(my_ring, ranks))   prints [v] 1.2 or [x] 1.2 hint or [ ] not done yet
-compare("bytes per rank", guess, measured)       prints both, their ratio, and whether it is close
+check("1.2", lambda: l01.ring(my_ring, ranks))   right, wrong (with what is wrong), or not done yet
+hint("1.2")                                      the next hint for this exercise
+compare("bytes per rank", guess, measured)       both, and whether the prediction is right or close
+show_source(ring_all_reduce)                     the source of a function or a class
 
-Neither raises, so that Run All reaches the end of a notebook whatever a learner has written.
+`check`, `hint` and `compare` do not raise, so that Run All reaches the end of a notebook whatever a
+learner has written.
 """
 
-import math
+import importlib
 import re
 import traceback
+from collections import Counter
 from collections.abc import Callable
+from dataclasses import dataclass
 from types import CellType
-from typing import Any
+from typing import Any, NamedTuple
 
-from labcode.units import seconds, si
+from labcode import suggest
+from labcode.teach import show
+from labcode.teach.compare import compare
+from labcode.teach.show import show_source
+
+__all__ = ["Exercise", "check", "compare", "due", "hint", "show_source"]
 
 NOT_DONE = "not done yet"
+RETURNED_NONE = "it returned None: is there a `return`?"
 MAX_HINT_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Exercise:
+    """What is said about an exercise; in `labcode.teach.exercises.lNN.EXERCISES`, by its number.
+
+    Args:
+        praise: What a right answer is told, for instance what the number means.
+        hints: Each says a little more than the one before; none of them the answer.
+    """
+
+    praise: str = ""
+    hints: tuple[str, ...] = ()
+
+
+class _Verdict(NamedTuple):
+    """What is shown: "[v] 1.2 right: praise"."""
+
+    mark: str  # of the plain text
+    badge: show.Badge
+    word: str
+    text: str = ""
 
 
 # ---- check
 
 
-def check(exercise: str, test: Callable[[], Any], praise: str = "") -> None:
-    """Run `test` and print one line: passed, failed with a hint, or not done yet.
+def check(exercise: str, test: Callable[[], Any]) -> None:
+    """Run `test` and say in one line: right, wrong and what is wrong, or not done yet.
 
     A stub counts as not done: a function that raises NotImplementedError (here or on a rank), or a
-    name that is still `...`.
+    name that is still `...`. A pass is praised with the words of the exercise.
 
     Args:
         exercise: Its number, "1.2".
         test: Called without arguments; raises AssertionError with a hint when the learner's code is
             wrong.
-        praise: Printed after a pass, for instance what the number means.
     """
-    print(_verdict(exercise, test, praise))
+    verdict = _verdict(exercise, test)
+    plain = f"{verdict.mark} {exercise} {verdict.word}"
+    rich = f"{verdict.badge.html(verdict.word)} <b>{exercise}</b>"
+    if verdict.text:
+        plain = f"{plain}: {verdict.text}"
+        rich = f"{rich} {show.sentence(verdict.text)}"
+    show.say(plain, f"<div>{rich}</div>")
 
 
-def _verdict(exercise: str, test: Callable[[], Any], praise: str) -> str:
-    not_done = f"[ ] {exercise} {NOT_DONE}"
+def _verdict(exercise: str, test: Callable[[], Any]) -> _Verdict:
+    not_done = _Verdict("[ ]", show.OPEN, NOT_DONE)
     if _uses_unset_name(test):
         return not_done
     try:
@@ -46,10 +84,11 @@ def _verdict(exercise: str, test: Callable[[], Any], praise: str) -> str:
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
         if _is_stub(error):
             return not_done
-        return f"[x] {exercise} {_hint(error)}"
+        return _Verdict("[x]", show.WRONG, "wrong", _reason(error))
     if result is ...:
         return not_done
-    return f"[v] {exercise} {praise}".rstrip()
+    praise = _exercises(exercise).get(exercise, Exercise()).praise
+    return _Verdict("[v]", show.RIGHT, "right", praise)
 
 
 def due(*values: Any) -> Any:
@@ -59,14 +98,64 @@ def due(*values: Any) -> Any:
         The value, or a tuple of several.
 
     Raises:
-        NotImplementedError: One is `...` or None; `check` then says "not done yet".
+        NotImplementedError: One is `...`; `check` then says "not done yet".
+        AssertionError: One is None, which is what a function without `return` gives.
     """
-    for value in values:
-        if value is None or value is ...:
-            raise NotImplementedError("exercise")
+    if any(value is ... for value in values):
+        raise NotImplementedError("exercise")
+    assert all(value is not None for value in values), RETURNED_NONE
     if len(values) == 1:
         return values[0]
     return values
+
+
+def _exercises(exercise: str) -> dict[str, Exercise]:
+    """What the module of an exercise's lesson says about its exercises, by number."""
+    lesson = exercise.partition(".")[0]
+    try:
+        module = importlib.import_module(f"labcode.teach.exercises.l{lesson:>02}")
+    except ModuleNotFoundError:
+        return {}
+    return getattr(module, "EXERCISES", {})
+
+
+# ---- hint
+
+_shown: Counter[str] = Counter()  # hints that were shown in this kernel, by exercise
+
+
+def hint(exercise: str, number: int | None = None) -> None:
+    """Show the next hint for an exercise; after the last one say that there is no further one.
+
+    Args:
+        exercise: Its number, "1.2".
+        number: Which hint to show, from 1; None: the next one.
+    """
+    known = _exercises(exercise)
+    if exercise not in known:
+        with_hints = sorted(name for name, about in known.items() if about.hints)
+        _say_hint(suggest.unknown("exercise", exercise, known, listed=with_hints or None))
+        return
+    hints = known[exercise].hints
+    if not hints:
+        _say_hint(f"there are no hints for exercise {exercise}: what `check` says is all there is")
+        return
+    wanted = number
+    if wanted is None:
+        _shown[exercise] += 1
+        wanted = _shown[exercise]
+    if 1 <= wanted <= len(hints):
+        _say_hint(hints[wanted - 1], f"hint {wanted} of {len(hints)} for {exercise}: ")
+        return
+    count = "the only one" if len(hints) == 1 else f"the last of {len(hints)}"
+    _say_hint(
+        f'no further hint for {exercise}: that was {count}; `hint("{exercise}", 1)` '
+        "shows the first again"
+    )
+
+
+def _say_hint(text: str, head: str = "") -> None:
+    show.say(f"{head}{text}", f"<div><b>{head}</b>{show.sentence(text)}</div>")
 
 
 # ---- what is not done
@@ -94,12 +183,15 @@ def _content(cell: CellType) -> Any:
 def _is_stub(error: BaseException) -> bool:
     """Whether an error, or one that caused it, comes from code that is still to be written.
 
-    That is NotImplementedError, also as the text of a rank's error, or `...` used as a value.
+    That is NotImplementedError of a stub, also as the text of a rank's error, or `...` used as a
+    value. PyTorch raises NotImplementedError too, for what it cannot do; that is no stub.
     """
     cause: BaseException | None = error
     while cause is not None:
         text = str(cause)
-        if isinstance(cause, NotImplementedError) or "NotImplementedError: exercise" in text:
+        if isinstance(cause, NotImplementedError) and (not text or text.startswith("exercise")):
+            return True
+        if "NotImplementedError: exercise" in text:
             return True
         if isinstance(cause, (TypeError, AttributeError)) and "ellipsis" in text.lower():
             return True
@@ -107,10 +199,10 @@ def _is_stub(error: BaseException) -> bool:
     return False
 
 
-# ---- hints
+# ---- what is wrong
 
 
-def _hint(error: BaseException) -> str:
+def _reason(error: BaseException) -> str:
     """One line, the same at each run: the assertion's text, or the error and the learner's line."""
     text = _first_line(str(error))
     text = re.sub(r"\bat 0x[0-9a-f]+", "", text)  # addresses differ from run to run
@@ -121,7 +213,11 @@ def _hint(error: BaseException) -> str:
         return f"on {rank}: {assertion or 'a check failed'}"
     if isinstance(error, AssertionError):
         return text or f"this does not hold: {_failed_condition(error)}"
-    return f"{type(error).__name__}: {text}{_place(error)}"
+    place = _place(error)
+    if "NoneType" in text and not place:
+        # what the learner's function gave back could not be used
+        return f"{type(error).__name__}: {text}; if that is your function's result, {RETURNED_NONE}"
+    return f"{type(error).__name__}: {text}{place}"
 
 
 def _first_line(text: str) -> str:
@@ -149,56 +245,3 @@ def _place(error: BaseException) -> str:
         if in_a_cell and in_a_function:
             place = f" (line {frame.lineno} of your cell, in {frame.name})"
     return place
-
-
-# ---- compare
-
-
-def compare(
-    what: str,
-    predicted: float | None,
-    measured: float,
-    rel: float = 0.25,
-    unit: str = "",
-) -> None:
-    """Print a prediction beside its measurement, their ratio, and whether it is within `rel` of 1.
-
-    Args:
-        what: What was measured, a few words.
-        predicted: The number guessed or calculated beforehand; `...` or None while there is none.
-        measured: The number found.
-        rel: How much larger than the other either may be: 0.25 accepts ratios from 1/1.25 to 1.25,
-            1 a factor of two.
-        unit: "s" is printed in ms, us, ...; any other unit gets an SI prefix ("B", "FLOP/s"); ""
-            prints plain numbers.
-    """
-    found = f"measured {_number(measured, unit):>11}"
-    if predicted is None or predicted is ...:
-        print(f"{what:<30} predicted {'nothing yet':>11}  {found}")
-        return
-    ratio = _ratio(predicted, measured)
-    factor = max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    is_close = factor <= 1 + rel or measured == predicted
-    verdict = "within" if is_close else "NOT within"
-    # Narrow enough for one line beside JupyterLab's file list.
-    expected = f"predicted {_number(predicted, unit):>11}"
-    print(f"{what:<30} {expected}  {found}  ratio {ratio:5.2f}, {verdict} {rel:.0%}")
-
-
-def _ratio(predicted: float, measured: float) -> float:
-    """Measured over predicted; 1 where both are 0."""
-    if predicted:
-        return measured / predicted
-    return 1.0 if measured == 0 else math.inf
-
-
-def _number(value: Any, unit: str) -> str:
-    if hasattr(value, "item"):  # of a tensor or of numpy
-        value = value.item()
-    if unit == "s":
-        return seconds(value)
-    if unit:
-        return si(value, unit)
-    if isinstance(value, int):
-        return f"{value:,}"
-    return f"{value:,.4g}"

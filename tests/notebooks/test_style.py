@@ -12,6 +12,10 @@ import nbformat
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools.notebook_run import text_of  # noqa: E402  (tools/ is not installed)
+
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 
 FIGURE_BYTES = 60_000
@@ -91,7 +95,7 @@ def test_predictions_and_exercises(lesson):
 def test_every_check_passes_in_the_solution(lesson):
     for cell in cells_of(lesson, "code"):
         calls = len(re.findall(r"\bcheck\(\s*[\"']", cell.source))
-        text = "".join(output.get("text", "") for output in cell.outputs)
+        text = text_of(cell)
         assert text.count("[v] ") == calls and "[x] " not in text and "[ ] " not in text, start(
             cell
         )

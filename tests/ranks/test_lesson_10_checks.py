@@ -153,9 +153,15 @@ def test_layers_of_each_stage(judged, answer):
 
 
 def test_what_is_missing_is_not_done_yet():
-    for test in (lambda: l10.enough(lambda p, share: None), lambda: l10.layers(...)):
+    for test in (lambda: l10.enough(lambda p, share: ...), lambda: l10.layers(...)):
         with pytest.raises(NotImplementedError):
             test()
+
+
+def test_a_forgotten_return_is_named():
+    """It once counted as not done, and the learner looked for the fault elsewhere."""
+    with pytest.raises(AssertionError, match="it returned None"):
+        l10.enough(lambda p, share: None)
 
 
 # ---- the emulated stages

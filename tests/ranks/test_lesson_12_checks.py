@@ -195,11 +195,17 @@ def test_from_symptom_to_cause(judged, answer):
 def test_what_is_missing_is_not_done_yet():
     tests = (
         lambda: l12.mended(...),
-        lambda: l12.site_profile(None),
-        lambda: l12.ranks_by_node(lambda log: None),
+        lambda: l12.site_profile(...),
+        lambda: l12.ranks_by_node(lambda log: ...),
         lambda: l12.between(lambda comm: ...),
         lambda: l12.diagnosis(RIGHT | {"A": ...}),
     )
     for test in tests:
         with pytest.raises(NotImplementedError):
             test()
+
+
+def test_a_forgotten_return_is_named():
+    """It once counted as not done, and the learner looked for the fault elsewhere."""
+    with pytest.raises(AssertionError, match="it returned None"):
+        l12.ranks_by_node(lambda log: None)

@@ -278,10 +278,10 @@ def test_the_reading_of_a_log_line(judged, answer):
 
 
 def test_what_is_missing_is_not_done_yet():
-    nothing = lambda *args: None  # noqa: E731
+    nothing = lambda *args: ...  # noqa: E731
     missing = [
         lambda: l13.form(...),
-        lambda: l13.form(form(2, 2, None, 16)),
+        lambda: l13.form(form(2, 2, ..., 16)),
         lambda: l13.reading(..., **LINE),
     ]
     missing += [
@@ -294,6 +294,13 @@ def test_what_is_missing_is_not_done_yet():
     ):
         with pytest.raises(NotImplementedError):
             test()
+
+
+@pytest.mark.parametrize("exercise", [l13.layout, l13.iteration, l13.gaps])
+def test_a_forgotten_return_is_named(exercise):
+    """It once counted as not done, and the learner looked for the fault elsewhere."""
+    with pytest.raises(AssertionError, match="it returned None"):
+        exercise(lambda *args: None)
 
 
 # ---- the emulated cluster

@@ -17,7 +17,13 @@ sys.path.insert(0, str(ROOT))
 # tools/ is not installed
 from tools import build_notebooks, check_links, course, fingerprint  # noqa: E402
 from tools.lesson_source import STUB, LessonError, notebooks_of, solution_lines  # noqa: E402
-from tools.notebook_run import error_matches, open_exercise_problems, run, tidy  # noqa: E402
+from tools.notebook_run import (  # noqa: E402
+    error_matches,
+    open_exercise_problems,
+    run,
+    text_of,
+    tidy,
+)
 
 LESSON = '''\
 # %% [markdown]
@@ -44,7 +50,7 @@ def double(x):
 
 # %% tags=["check"]
 from labcode.teach.check import check
-check("9.1", lambda: [None for _ in range(double(1))])
+check("99.1", lambda: [None for _ in range(double(1))])
 
 # %% tags=["raises-exception"] raises="ZeroDivisionError: division"
 1 / 0
@@ -201,7 +207,8 @@ def test_build_executes_and_stores(built):
     student = nbformat.read(built / "notebooks" / "99_try.ipynb", as_version=4)
     ran = [cell for cell in solution.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in ran] == [1, 2, 3, 4, 5, 6]
-    assert ran[3].outputs[0].text == "[v] 9.1\n"
+    assert ran[3].outputs[0].data["text/plain"] == "[v] 99.1 right"
+    assert "✓ right</span> <b>99.1</b>" in ran[3].outputs[0].data["text/html"]
     assert ran[4].outputs[0].ename == "ZeroDivisionError"
     stdout, stderr = (output.text for output in ran[0].outputs)
     # neither this machine's folders nor the scratch folder's name
@@ -484,6 +491,19 @@ def test_tidy_joins_streams_and_drops_widgets():
     assert "widgets" not in notebook.metadata
 
 
+def test_what_is_shown_stays_between_what_is_printed_before_and_after():
+    output = nbformat.v4.new_output
+    cell = nbformat.v4.new_code_cell("x")
+    cell.outputs = [
+        output("stream", name="stdout", text="be"),
+        output("stream", name="stdout", text="fore\n"),
+        output("display_data", data={"text/plain": "[v] 1.1 right"}),
+        output("stream", name="stdout", text="after\n"),
+    ]
+    tidy(nbformat.v4.new_notebook(cells=[cell]))
+    assert text_of(cell) == "before\n[v] 1.1 right\nafter"
+
+
 def test_course_prints_a_table(copy, capsys):
     assert course.main(copy) == 0
     out = capsys.readouterr().out
@@ -501,11 +521,12 @@ def test_course_prints_a_table(copy, capsys):
 
 def test_student_notebook_runs_to_the_end(copy):
     notebook = run(nbformat.read(copy / "notebooks" / "99_try.ipynb", as_version=4))
-    assert notebook.cells[4].outputs[0].text == "[ ] 9.1 not done yet\n"
+    shown = notebook.cells[4].outputs[0].data
+    assert shown["text/plain"] == "[ ] 99.1 not done yet"
     assert open_exercise_problems(notebook) == []
-    notebook.cells[4].outputs[0].text = "[v] 9.1\n"
+    shown["text/plain"] = "[v] 99.1 right"
     assert open_exercise_problems(notebook) == [
-        "cell 5, with its exercise open, printed '[v] 9.1\\n'"
+        "cell 5, with its exercise open, printed '[v] 99.1 right'"
     ]
     assert notebook.cells[5].execution_count == 5
 

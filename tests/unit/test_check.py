@@ -1,16 +1,47 @@
-"""check and compare: one line each, never an exception, the same text at each run."""
+"""check, hint, compare, show_source: one line each, the same text at each run, no exception."""
+
+import functools
+import sys
+import types
 
 import pytest
+import torch
 
-from labcode.teach.check import check, compare, due
+from labcode.teach import show
+from labcode.teach.check import Exercise, check, compare, due, hint, show_source
+
+
+@pytest.fixture(autouse=True)
+def lesson_99(monkeypatch):
+    """The words of a lesson that does not exist."""
+    module = types.ModuleType("labcode.teach.exercises.l99")
+    module.EXERCISES = {
+        "99.1": Exercise(),
+        "99.2": Exercise("that is 94 %", hints=("count `both` directions", "and the way back")),
+        "99.3": Exercise(hints=("only this",)),
+    }
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+
+
+@pytest.fixture
+def notebook(monkeypatch):
+    """As in a kernel: what is shown, as (text/html, text/plain)."""
+    shown = []
+
+    def take(data, raw):
+        shown.append((data["text/html"], data["text/plain"]))
+
+    monkeypatch.setattr(show, "in_notebook", lambda: True)
+    monkeypatch.setattr(show, "display", take)
+    return shown
 
 
 def stub(*_):
     raise NotImplementedError("exercise: your code here")
 
 
-def said(capsys, test, **options):
-    check("1.2", test, **options)
+def said(capsys, test, exercise="99.1"):
+    check(exercise, test)
     return capsys.readouterr().out
 
 
@@ -18,14 +49,22 @@ def fail(text):
     raise AssertionError(text)
 
 
+def raised(error):
+    raise error
+
+
+# ---- check
+
+
 def test_passes(capsys):
-    assert said(capsys, lambda: None) == "[v] 1.2\n"
-    assert said(capsys, lambda: None, praise="that is 94 %") == "[v] 1.2 that is 94 %\n"
+    assert said(capsys, lambda: None) == "[v] 99.1 right\n"
+    assert said(capsys, lambda: None, "99.2") == "[v] 99.2 right: that is 94 %\n"
+    assert said(capsys, lambda: None, "77.7") == "[v] 77.7 right\n"  # without a module
 
 
 def test_the_assertion_is_the_hint(capsys):
     assert said(capsys, lambda: fail("got 3, expected 4: count both directions\nlong diff")) == (
-        "[x] 1.2 got 3, expected 4: count both directions\n"
+        "[x] 99.1 wrong: got 3, expected 4: count both directions\n"
     )
 
 
@@ -35,7 +74,37 @@ def test_an_assertion_without_text_shows_what_does_not_hold(capsys, tmp_path):
     file.write_text("def test():\n    total = 3\n    assert total == 4\n")
     names = {}
     exec(compile(file.read_text(), str(file), "exec"), names)
-    assert said(capsys, names["test"]) == "[x] 1.2 this does not hold: total == 4\n"
+    assert said(capsys, names["test"]) == "[x] 99.1 wrong: this does not hold: total == 4\n"
+
+
+def test_verdicts_have_colour_symbol_and_word(notebook):
+    check("99.2", lambda: None)
+    check("99.2", lambda: fail("look at `x < 3` again"))
+    check("99.2", stub)
+    badges = [rich.partition("</span>")[0] for rich, _ in notebook]
+    assert [badge.rpartition(">")[2] for badge in badges] == [
+        "✓ right",
+        "✗ wrong",
+        "○ not done yet",
+    ]
+    assert len({badge.partition(";")[0] for badge in badges}) == 3  # three colours
+    assert "look at <code>x &lt; 3</code> again" in notebook[1][0]
+    assert [plain for _, plain in notebook] == [
+        "[v] 99.2 right: that is 94 %",
+        "[x] 99.2 wrong: look at `x < 3` again",
+        "[ ] 99.2 not done yet",
+    ]
+
+
+@pytest.mark.parametrize("badge", [show.RIGHT, show.WRONG, show.OPEN])
+def test_white_can_be_read_on_every_badge(badge):
+    def linear(channel):
+        value = channel / 255
+        return value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4
+
+    red, green, blue = map(linear, bytes.fromhex(badge.colour[1:]))
+    luminance = 0.2126 * red + 0.7152 * green + 0.0722 * blue
+    assert 1.05 / (luminance + 0.05) >= 4.5
 
 
 def chained():
@@ -50,22 +119,53 @@ unfilled = ...
 NOT_DONE = {
     "a stub": lambda: stub(),
     "a stub inside another error": chained,
-    "a stub on a rank": lambda: (_ for _ in ()).throw(RuntimeError(RANK_STUB)),
+    "a stub on a rank": lambda: raised(RuntimeError(RANK_STUB)),
+    "a stub of the learner's own": lambda: raised(NotImplementedError),
     "a name still unset": lambda: fail("never reached") if unfilled else None,
     "an unset value in arithmetic": lambda: 1 + ...,
-    "a value that is due": lambda: due(None),
+    "a value that is due": lambda: due(...),
     "an unset result": lambda: ...,
 }
 
 
 @pytest.mark.parametrize("case", NOT_DONE)
 def test_not_done_yet(capsys, case):
-    assert said(capsys, NOT_DONE[case]) == "[ ] 1.2 not done yet\n"
+    assert said(capsys, NOT_DONE[case]) == "[ ] 99.1 not done yet\n"
 
 
 def test_a_closure_that_is_still_unset(capsys):
     answer = ...
-    assert said(capsys, lambda: fail(f"{answer}")) == "[ ] 1.2 not done yet\n"
+    assert said(capsys, lambda: fail(f"{answer}")) == "[ ] 99.1 not done yet\n"
+
+
+RETURNED_NONE = "it returned None: is there a `return`?"
+FORGOTTEN = {
+    "where a value is due": (lambda: due(None), RETURNED_NONE),
+    "among several values": (lambda: due(1, None), RETURNED_NONE),
+    "on a rank": (
+        lambda: raised(RuntimeError(f"rank 1: AssertionError: {RETURNED_NONE}")),
+        f"on rank 1: {RETURNED_NONE}",
+    ),
+    "and then used": (
+        lambda: None + 1,
+        "TypeError: unsupported operand type(s) for +: 'NoneType' and 'int'; "
+        f"if that is your function's result, {RETURNED_NONE}",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", FORGOTTEN)
+def test_none_is_a_forgotten_return(capsys, case):
+    """Once it counted as not done: whoever forgot `return` looked for the fault elsewhere."""
+    test, hint_text = FORGOTTEN[case]
+    assert said(capsys, test) == f"[x] 99.1 wrong: {hint_text}\n"
+
+
+def test_what_pytorch_has_not_implemented_is_no_stub(capsys):
+    def strange():
+        raise NotImplementedError("Could not run 'aten::foo' with arguments from the backend")
+
+    assert "[x] 99.1 wrong: NotImplementedError: Could not run" in said(capsys, strange)
 
 
 def test_due_returns_what_was_filled_in():
@@ -73,16 +173,18 @@ def test_due_returns_what_was_filled_in():
     assert due(0, "b") == (0, "b")
     with pytest.raises(NotImplementedError):
         due(1, ...)
+    with pytest.raises(AssertionError, match="it returned None"):
+        due(None)
 
 
 def test_errors_become_one_line(capsys):
-    assert said(capsys, lambda: {}["x"]) == "[x] 1.2 KeyError: 'x'\n"
+    assert said(capsys, lambda: {}["x"]) == "[x] 99.1 wrong: KeyError: 'x'\n"
     assert said(capsys, lambda: int("a\nb")).count("\n") == 1
-    assert said(capsys, lambda: exec("raise SystemExit(1)")) == "[x] 1.2 SystemExit: 1\n"
+    assert said(capsys, lambda: exec("raise SystemExit(1)")) == "[x] 99.1 wrong: SystemExit: 1\n"
     rank_error = RuntimeError("rank 2: AssertionError: the sum is 3, expected 6")
     assert (
-        said(capsys, lambda: (_ for _ in ()).throw(rank_error))
-        == "[x] 1.2 on rank 2: the sum is 3, expected 6\n"
+        said(capsys, lambda: raised(rank_error))
+        == "[x] 99.1 wrong: on rank 2: the sum is 3, expected 6\n"
     )
 
 
@@ -95,7 +197,7 @@ def test_the_learners_own_line_is_named(capsys):
     names = {}
     exec(code, names)
     assert said(capsys, lambda: names["ring"](0)) == (
-        "[x] 1.2 ZeroDivisionError: division by zero (line 3 of your cell, in ring)\n"
+        "[x] 99.1 wrong: ZeroDivisionError: division by zero (line 3 of your cell, in ring)\n"
     )
 
 
@@ -104,24 +206,172 @@ def test_an_interrupt_is_not_swallowed():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        check("1.2", interrupted)
+        check("99.1", interrupted)
 
 
-def test_compare(capsys):
+# ---- hint
+
+
+def test_hints_come_one_by_one(capsys, notebook, monkeypatch):
+    for _ in range(4):
+        hint("99.2")
+    hint("99.2", 1)
+    first = "hint 1 of 2 for 99.2: count `both` directions"
+    end = (
+        'no further hint for 99.2: that was the last of 2; `hint("99.2", 1)` shows the first again'
+    )
+    assert [plain for _, plain in notebook] == [
+        first,
+        "hint 2 of 2 for 99.2: and the way back",
+        end,
+        end,
+        first,
+    ]
+    assert "<code>both</code>" in notebook[0][0]
+    monkeypatch.setattr(show, "in_notebook", lambda: False)
+    hint("99.2", 1)
+    assert capsys.readouterr().out == f"{first}\n"
+
+
+def test_a_hint_that_does_not_exist(capsys):
+    hint("99.1")
+    hint("99.4")
+    hint("77.7")
+    none, unknown, no_lesson = capsys.readouterr().out.splitlines()
+    assert none == "there are no hints for exercise 99.1: what `check` says is all there is"
+    assert unknown.startswith("unknown exercise '99.4': did you mean 99.")
+    assert no_lesson == "unknown exercise '77.7': there are none"
+
+
+# ---- compare
+
+RIGHT = {
+    "a count": (4, 4, {"within": 1}, "predicted 4 measured 4 right"),
+    "a wrong count": (4, 5, {"within": 1}, "predicted 4 measured 5 wrong, it is 5"),
+    "rounding": (0.1 + 0.2, 0.3, {"within": 1}, "predicted 0.3 measured 0.3 right"),
+    "nearly": (
+        0.33333,
+        1 / 3,
+        {"within": 1},
+        "predicted 0.3333 measured 0.3333 wrong, it is 0.333333333333",
+    ),
+    "a byte too many": (
+        25_165_824,
+        25_165_825,
+        {"within": 1, "unit": "B"},
+        "predicted 25.2 MB measured 25.2 MB wrong, it is 25,165,825 B",
+    ),
+    "a word": ("inf", "nan", {}, "predicted inf measured nan wrong, it is nan"),
+    "a word for a number": ("ten", 10, {}, "predicted ten measured 10 wrong, it is 10"),
+    "a truth": (True, True, {"within": 2}, "predicted True measured True right"),
+    "a truth for a number": (True, 1, {}, "predicted True measured 1 wrong, it is 1"),
+    "a list for a tuple": ([0, 2], (0, 2), {}, "predicted [0, 2] measured (0, 2) right"),
+    "a shape": ((4, 2), torch.zeros(4, 3).shape, {}, "wrong, it is torch.Size([4, 3])"),
+    "a tensor": (0.5, torch.tensor(0.5), {"within": 1}, "predicted 0.5 measured 0.5 right"),
+    "many numbers": ([1, 2], torch.tensor([1, 2]), {}, "predicted [1, 2] measured [1, 2] right"),
+    "close": (
+        0.020,
+        0.026,
+        {"within": 1.5, "unit": "s"},
+        "predicted 20 ms measured 26 ms within a factor of 1.5",
+    ),
+    "too long": (
+        0.020,
+        0.042,
+        {"unit": "s"},
+        "predicted 20 ms measured 42 ms NOT within a factor of 1.25: 2.1 times as long",
+    ),
+    "too few": (
+        3_000_000,
+        6_000_000,
+        {"unit": "B"},
+        "predicted 3 MB measured 6 MB NOT within a factor of 1.25: 2 times as much",
+    ),
+    "half": (2, 1, {}, "NOT within a factor of 1.25: 0.5 times as much"),
+    "the other sign": (-1.0, 1.0, {"within": 2}, "NOT within a factor of 2: it is 1"),
+    "from nothing": (0, 1, {}, "NOT within a factor of 1.25: it is 1"),
+    "nothing at all": (0, 0, {}, "predicted 0 measured 0 within a factor of 1.25"),
+    "huge": (10**400, 5, {"unit": "B"}, "NOT within a factor of 1.25: it is 5 B"),
+    "no number": (float("nan"), 5, {}, "NOT within a factor of 1.25: it is 5"),
+    "not guessed": (..., 0.25, {}, "predicted nothing yet measured 0.25"),
+}
+
+
+@pytest.mark.parametrize("case", RIGHT)
+def test_compare_speaks_plainly(capsys, case):
+    predicted, measured, options, expected = RIGHT[case]
+    compare("it", predicted, measured, **options)
+    line = " ".join(capsys.readouterr().out.split())
+    assert line.endswith(expected)
+    assert line.startswith("it predicted ")
+
+
+def test_compare_is_aligned_and_narrow(capsys):
     compare("relative error of dX", 0.71, 0.7071)
-    compare("bytes per rank", 3_000_000, 6_000_000, unit="B")
-    compare("one step", 0.010, 0.0119, unit="s")
-    compare("messages", 6, 6)
-    compare("not guessed", ..., 0.25)
-    compare("nothing at all", 0, 0)
-    compare("something from nothing", 0, 1)
-    out = capsys.readouterr().out.splitlines()
-    found = " ".join(out[0].split())
-    assert found == "relative error of dX predicted 0.71 measured 0.7071 ratio 1.00, within 25%"
-    assert "3 MB" in out[1] and "6 MB" in out[1] and "ratio  2.00, NOT within 25%" in out[1]
-    assert "10 ms" in out[2] and "11.9 ms" in out[2] and ", within" in out[2]
-    assert out[3].count(" 6 ") == 2
-    assert "nothing yet" in out[4] and "0.25" in out[4]
-    assert ", within" in out[5] and "NOT within" in out[6]
-    columns = {line.index("predicted") for line in out} | {line.index("measured") for line in out}
-    assert len(columns) == 2  # aligned
+    compare("one step", 0.010, 0.0219, unit="s")
+    compare("bytes", 3_000_000, 6_000_000, unit="B")
+    lines = capsys.readouterr().out.splitlines()
+    columns = {(line.index("predicted"), line.index("measured")) for line in lines}
+    assert len(columns) == 1
+    assert max(map(len, lines)) <= 127  # what a cell shows beside the file list
+
+
+def test_compare_in_colour(notebook):
+    compare("a < b", 4, 5, within=1)
+    compare("a < b", 4, 4)
+    compare("a < b", ..., 4)
+    wrong, right, unanswered = (rich for rich, _ in notebook)
+    assert "a &lt; b" in wrong and "✗ wrong, it is 5</span>" in wrong
+    assert "✓ within a factor of 1.25</span>" in right
+    assert "<span" not in unanswered
+    assert notebook[0][1].endswith("wrong, it is 5")
+
+
+def test_a_factor_below_one_is_a_mistake_of_the_lesson():
+    with pytest.raises(ValueError, match=r"within=0.25 is no factor"):
+        compare("it", 1, 1, within=0.25)
+
+
+# ---- show_source
+
+
+def twice(x):
+    """Twice x."""
+    return 2 * x  # not x * x
+
+
+class Box:
+    def open(self):
+        """Open <it>."""
+        return self
+
+    @property
+    def size(self):
+        return 3
+
+
+def test_show_source(notebook):
+    show_source(twice)
+    show_source(Box.open)
+    show_source(Box.size)
+    rich, plain = notebook[0]
+    assert plain.splitlines()[1:] == [
+        "def twice(x):",
+        '    """Twice x."""',
+        "    return 2 * x  # not x * x",
+    ]
+    assert "<pre" in rich and "style=" in rich and "class=" not in rich.replace('class="high', "")
+    assert notebook[1][1].splitlines()[1] == "def open(self):"
+    assert "&lt;it&gt;" in notebook[1][0]
+    assert notebook[2][1].splitlines()[1] == "@property"
+
+
+def test_show_source_names_the_file_from_its_package_on(capsys):
+    show_source(due)
+    assert capsys.readouterr().out.startswith("# labcode/teach/check.py\ndef due(")
+
+
+@pytest.mark.parametrize("obj", [len, 3, functools.partial(twice, 1)])
+def test_what_has_no_source_is_one_line(obj):
+    with pytest.raises(TypeError, match=r"there is no Python source; pass a function"):
+        show_source(obj)

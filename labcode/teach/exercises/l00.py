@@ -7,7 +7,13 @@ from typing import Any
 import torch
 
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
+
+EXERCISES = {
+    "0.1": Exercise("every item on exactly one rank, also when they do not divide evenly"),
+    "0.2": Exercise("sum and count travel together, one division at the end"),
+    "0.3": Exercise(),
+}
 
 VOCAB_SIZE = 50257  # GPT-2's
 

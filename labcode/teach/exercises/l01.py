@@ -10,7 +10,15 @@ import torch.distributed as dist
 from labcode.comm.counting import Collective, CollectiveSpy
 from labcode.perf.alpha_beta import Link, messages, time_s
 from labcode.pool.ranks import RankError, Ranks
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
+
+EXERCISES = {
+    "1.1": Exercise("ten times eight simultaneous arrivals, no number twice"),
+    "1.2": Exercise("three quarters of the tensor sent by each rank, not a byte more"),
+    "1.3": Exercise("at share = 1/2 it is p alpha beta, the bend of the curve"),
+    "1.4": Exercise("all ranks take part, one of them prints"),
+    "1.5": Exercise("two rounds in place of six"),
+}
 
 ROUNDS = 10  # one race can go well by luck
 

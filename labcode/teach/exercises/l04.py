@@ -20,7 +20,14 @@ from labcode.models.gpt import loss as gpt_loss
 from labcode.models.layers import initialize
 from labcode.parallel.data import make_buckets
 from labcode.pool.ranks import RankError, Ranks
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
+
+EXERCISES = {
+    "4.1": Exercise("7 + 3 + 3 + 3 samples, the gradient of 16"),
+    "4.2": Exercise("the same buckets as the library's"),
+    "4.3": Exercise("one all-reduce for 1, 2 and 4 micro-batches"),
+    "4.4": Exercise("half the bytes, the mean to two or three digits"),
+}
 
 SAMPLES = 16
 

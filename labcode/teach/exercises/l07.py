@@ -9,9 +9,16 @@ from labcode.config import GPTConfig
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.traffic import across_nodes, step_traffic
 from labcode.recipes import gpt_shape
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
 from labcode.topology import AXES, GridShape
 from labcode.units import si
+
+EXERCISES = {
+    "7.1": Exercise("no rank twice, none left out"),
+    "7.2": Exercise("a partition along every axis, in every order"),
+    "7.3": Exercise("the best of 24, for small and large batches and nodes"),
+    "7.4": Exercise("it fits, and communication and idling cost little beside 3.4 s of computing"),
+}
 
 # Bytes per second each way and GPU; sources in the lesson.
 NVLINK = 450e9

@@ -17,9 +17,17 @@ from labcode.perf.memory import model_activations
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
 from labcode.topology import GridShape
 from labcode.units import si
+
+EXERCISES = {
+    "9.1": Exercise("now put the numbers of the table in"),
+    "9.2": Exercise("right gradients, a quarter of the bytes"),
+    "9.3": Exercise("blocks of any size, in any order"),
+    "9.4": Exercise("the same work for 2, 4 and 8 ranks"),
+    "9.5": Exercise("it fits, and most of the time is spent computing"),
+}
 
 TOLERANCE = 1e-9
 

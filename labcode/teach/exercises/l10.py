@@ -10,8 +10,15 @@ from torch import Tensor
 from labcode.perf.pipeline import StageTimes, bubble_over_total, peak_microbatches, simulate
 from labcode.pool.ranks import Ranks
 from labcode.schedules import Action, check_schedule, schedule
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
 from labcode.teach.labs import l10_paced_pipeline
+
+EXERCISES = {
+    "10.1": Exercise("many micro-batches, and GPipe keeps them all"),
+    "10.2": Exercise("the order of the library, and the gradients of one process"),
+    "10.3": Exercise("together they are backward, and they need not be together"),
+    "10.4": Exercise("no stage is slower than another"),
+}
 
 # ---- 10.1
 

@@ -19,8 +19,16 @@ from labcode.slurm.run.client import Client, SlurmError
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Site, load
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
 from labcode.teach.labs import l12_nccl_example
+
+EXERCISES = {
+    "12.1": Exercise("nothing left for the queue to find"),
+    "12.2": Exercise("render, lint and, where there is SLURM, sbatch --test-only agree"),
+    "12.3": Exercise("whatever the nodes are called"),
+    "12.4": Exercise("the network is what you paid for"),
+    "12.5": Exercise("five of five"),
+}
 
 # ---- 12.1
 

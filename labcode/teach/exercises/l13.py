@@ -13,9 +13,17 @@ from labcode.perf.pipeline import StageTimes, Timeline, simulate
 from labcode.perf.step import ClusterModel, iteration_parts
 from labcode.schedules import schedule
 from labcode.slurm.script.job import Job
-from labcode.teach.check import due
+from labcode.teach.check import Exercise, due
 from labcode.teach.labs.l13_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
+
+EXERCISES = {
+    "13.1": Exercise("and what does not fit is refused before anything starts"),
+    "13.2": Exercise("bubble included, and gradients once a step"),
+    "13.3": Exercise("the same for a trace of any profiler"),
+    "13.4": Exercise("four ranks on two nodes, and the loss of plain dp"),
+    "13.5": Exercise(),
+}
 
 # ---- 13.1
 

@@ -1,0 +1,138 @@
+"""A prediction beside its measurement: `compare("bytes per rank", guess, measured, unit="B")`."""
+
+import html
+import math
+from typing import Any
+
+from labcode.teach import show
+from labcode.units import seconds, si
+
+EXACT_REL = 1e-9  # what rounding may do to a float that is meant to be exact
+LARGEST = 10**300
+
+
+def compare(
+    what: str,
+    predicted: Any,
+    measured: Any,
+    *,
+    unit: str = "",
+    within: float = 1.25,
+) -> None:
+    """Show a prediction beside its measurement, and say whether it is right or close.
+
+    Numbers are close when neither is more than `within` times the other. Text, truth values and
+    sequences are compared exactly, whatever `within` says. Whatever a learner predicts, this does
+    not raise.
+
+    Args:
+        what: What was measured, a few words.
+        predicted: What was guessed or calculated beforehand; `...` or None while there is nothing.
+        measured: What was found.
+        unit: "s" is printed in ms, us, ...; any other unit gets an SI prefix ("B", "FLOP/s"); ""
+            prints plain numbers.
+        within: A factor: 1.25 accepts measurements from 1/1.25 to 1.25 times the prediction, 2 is
+            "within a factor of 2", 1 asks for the number itself (floats to 1e-9).
+
+    Raises:
+        ValueError: `within` is below 1.
+    """
+    if not within >= 1:
+        raise ValueError(f"within={within:g} is no factor: 1 asks for the exact number, 2 is twice")
+    predicted = _plain(predicted)
+    measured = _plain(measured)
+    found = f"measured {_text(measured, unit):>11}"
+    if predicted is None or predicted is ...:
+        _say(what, f"predicted {'nothing yet':>11}  {found}", "", show.OPEN)
+        return
+    if within == 1 or not (_is_number(predicted) and _is_number(measured)):
+        is_right = _same(predicted, measured)
+        verdict = "right" if is_right else f"wrong, it is {_distinct(measured, predicted, unit)}"
+    else:
+        is_right = _factor(predicted, measured) <= within or predicted == measured
+        verdict = f"within a factor of {within:g}"
+        if not is_right:
+            verdict = f"NOT {verdict}: {_how_much(predicted, measured, unit)}"
+    expected = f"predicted {_text(predicted, unit):>11}"
+    # Narrow enough for one line beside JupyterLab's file list.
+    _say(what, f"{expected}  {found}", verdict, show.RIGHT if is_right else show.WRONG)
+
+
+def _say(what: str, numbers: str, verdict: str, badge: show.Badge) -> None:
+    """One aligned line, with the verdict in colour where there are colours."""
+    line = f"{what:<30} {numbers}"
+    rich = html.escape(line, quote=False)
+    if verdict:
+        line = f"{line}  {verdict}"
+        rich = f"{rich}  {badge.html(verdict)}"
+    show.say(line, f'<pre style="margin: 0; white-space: pre-wrap">{rich}</pre>')
+
+
+# ---- whether it is right
+
+
+def _plain(value: Any) -> Any:
+    """A Python number, or a list, for what comes from torch or numpy."""
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    if isinstance(value, int) and abs(value) > LARGEST:
+        return math.inf if value > 0 else -math.inf  # no float can hold it
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _same(predicted: Any, measured: Any) -> bool:
+    """Equal; floats to 1e-9, and a list is as good as a tuple."""
+    if _is_number(predicted) and _is_number(measured):
+        return predicted == measured or math.isclose(predicted, measured, rel_tol=EXACT_REL)
+    if isinstance(predicted, (list, tuple)) and isinstance(measured, (list, tuple)):
+        if len(predicted) != len(measured):
+            return False
+        return all(_same(_plain(one), _plain(other)) for one, other in zip(predicted, measured))
+    # True == 1, but a truth value is no answer to "how many"
+    return isinstance(predicted, bool) == isinstance(measured, bool) and predicted == measured
+
+
+def _factor(predicted: float, measured: float) -> float:
+    """How many times the one is the other, the larger by the smaller; infinite if there is none."""
+    if predicted * measured <= 0:
+        return math.inf
+    ratio = measured / predicted
+    if ratio == 0 or math.isnan(ratio):  # so small that it vanishes; not a number
+        return math.inf
+    return max(ratio, 1 / ratio)
+
+
+def _how_much(predicted: float, measured: float, unit: str) -> str:
+    """The measurement in terms of the prediction: "2.1 times as long"."""
+    if not math.isfinite(_factor(predicted, measured)):
+        return f"it is {_text(measured, unit)}"
+    return f"{measured / predicted:.3g} times as {'long' if unit == 's' else 'much'}"
+
+
+# ---- how it is printed
+
+
+def _distinct(measured: Any, predicted: Any, unit: str) -> str:
+    """The measurement, with all its digits where it would look like the prediction."""
+    text = _text(measured, unit)
+    if text != _text(predicted, unit):
+        return text
+    if _is_number(measured):
+        return f"{measured:,.12g} {unit}".rstrip()
+    return repr(measured)
+
+
+def _text(value: Any, unit: str) -> str:
+    if not _is_number(value):
+        return str(value)
+    if unit == "s":
+        return seconds(value)
+    if unit:
+        return si(value, unit)
+    if isinstance(value, int):
+        return f"{value:,}"
+    return f"{value:,.4g}"
