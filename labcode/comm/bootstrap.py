@@ -23,47 +23,25 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm.agreement import SharedError
+from labcode.comm.meeting import Patience, meet, store_of_agent
+from labcode.comm.place import Place
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # without the local ones, which a hand-made launch may leave out
 _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # SLURM numbers real steps from 0; the batch script and the like have reserved numbers from here on
 _RESERVED_STEPS = 0xFFFFFFF0
+_MAX_RANKS = 2**20
 _CPU = "cpu"
+# How long ranks wait for each other, unless LABCODE_MEET_TIMEOUT_S says so.
+MEET_BY_HAND_S = 45.0
+MEET_LAUNCHED_S = 300.0
 _LEAVE_TIMEOUT_S = 15.0  # how long to wait for ranks that still import torch
 _EXIT_S = 0.5  # how long a process with torch needs to end
 
 
 class DeviceError(SharedError, ValueError):
     """The ranks cannot compute on the devices that they have; they compared them, and all know."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """Where a process stands among its peers, before anything is connected.
-
-    Args:
-        rank: Global rank, 0 to `world_size` - 1.
-        world_size: Number of processes in the job.
-        local_rank: Rank within this node.
-        local_world_size: Number of processes on this node.
-        launcher: "torchrun", "slurm", "single", or "pool" for the engines of `pool.ranks`.
-        address: Host and port of the store where the ranks meet; None without a rendezvous over
-            TCP.
-        hosts_store: Whether this process opens that store; torchrun's agent may have opened it.
-        attempt: How often torchrun has restarted the job; each attempt has store keys of its own.
-        has_agent: Whether an agent of torchrun started this process. Then it is no use without it.
-    """
-
-    rank: int = 0
-    world_size: int = 1
-    local_rank: int = 0
-    local_world_size: int = 1
-    launcher: str = "single"
-    address: tuple[str, int] | None = None
-    hosts_store: bool = False
-    attempt: int = 0
-    has_agent: bool = False
 
 
 @dataclass(frozen=True)
@@ -110,6 +88,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Place:
     """
     if env is None:
         env = os.environ
+    _check_threads(env)
     if any(name in env for name in TORCHRUN[:4]):
         return _from_torchrun(env)
     if _num_step_tasks(env) > 1:
@@ -129,22 +108,26 @@ def _from_torchrun(env: Mapping[str, str]) -> Place:
     world_size = _number(env, "WORLD_SIZE")
     local_rank = _number(env, "LOCAL_RANK", default=rank)
     local_world_size = _number(env, "LOCAL_WORLD_SIZE", default=world_size)
-    if not (0 <= rank < world_size and 0 <= local_rank < local_world_size):
+    _check_ranks(("RANK", rank), ("WORLD_SIZE", world_size))
+    _check_ranks(("LOCAL_RANK", local_rank), ("LOCAL_WORLD_SIZE", local_world_size))
+    if local_world_size > world_size:
         raise ValueError(
-            f"RANK={rank} of WORLD_SIZE={world_size}, LOCAL_RANK={local_rank} of "
-            f"{local_world_size}: ranks count from 0"
+            f"LOCAL_WORLD_SIZE={local_world_size} of WORLD_SIZE={world_size}: a node has no more "
+            "ranks than the job; start with torchrun, or unset LOCAL_WORLD_SIZE"
         )
     agent_has_store = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    run_id = env.get("TORCHELASTIC_RUN_ID")
     return Place(
         rank,
         world_size,
         local_rank,
         local_world_size,
         launcher="torchrun",
-        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+        address=_address(env),
         hosts_store=rank == 0 and not agent_has_store,
         attempt=_number(env, "TORCHELASTIC_RESTART_COUNT", default=0),
-        has_agent="TORCHELASTIC_RUN_ID" in env,
+        has_agent=run_id is not None,
+        job=f"torchrun's job {run_id}" if run_id else "",
     )
 
 
@@ -173,43 +156,123 @@ def _from_slurm(env: Mapping[str, str]) -> Place:
             "and a free MASTER_PORT before srun"
         )
     rank = _number(env, "SLURM_PROCID")
+    tasks = "SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in env else "SLURM_NTASKS"
+    _check_ranks(("SLURM_PROCID", rank), (tasks, world_size))
+    local_rank = _number(env, "SLURM_LOCALID")
+    _check_ranks(("SLURM_LOCALID", local_rank), (tasks, world_size))
     return Place(
         rank,
         world_size,
-        local_rank=_number(env, "SLURM_LOCALID"),
-        local_world_size=_tasks_on_this_node(env),
+        local_rank,
+        local_world_size=_tasks_on_this_node(env, world_size),
         launcher="slurm",
-        address=(env["MASTER_ADDR"], _number(env, "MASTER_PORT")),
+        address=_address(env),
         hosts_store=rank == 0,
+        job=_slurm_job(env),
     )
 
 
-def _tasks_on_this_node(env: Mapping[str, str]) -> int:
+def _slurm_job(env: Mapping[str, str]) -> str:
+    """What SLURM calls this step; "" if it has no number."""
+    number = env.get("SLURM_HET_JOB_ID") or env.get("SLURM_JOB_ID")
+    step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
+    return f"SLURM's job {number}.{step}" if number else ""
+
+
+def _tasks_on_this_node(env: Mapping[str, str], world_size: int) -> int:
     """This node's entry of a list such as "2(x3),1": two tasks on each of three nodes, one on a
     fourth.
     """
-    per_node = "1"
-    for name in ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE"):
-        if env.get(name):
-            per_node = env[name]
-            break
-    counts = []
-    for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node):
-        counts += [int(count)] * int(times or 1)
+    names = ("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = next((name for name in names if env.get(name)), "")
+    if not name:
+        return world_size
     node = _number(env, "SLURM_NODEID", default=0)
-    return counts[min(node, len(counts) - 1)]
+    if node < 0:
+        raise ValueError(f"SLURM_NODEID={node}: nodes count from 0; unset it, or start with srun")
+    count = 0
+    nodes = 0
+    for part in env[name].split(","):
+        entry = re.fullmatch(r"(\d{1,7})(?:\(x(\d{1,7})\))?", part.strip(), re.ASCII)
+        if entry is None:
+            raise ValueError(
+                f"{name}={env[name]!r} is no list of tasks such as 2(x3),1: "
+                "unset it, or start with srun"
+            )
+        count = int(entry[1])
+        nodes += int(entry[2] or 1)
+        if node < nodes:
+            break
+    return count
+
+
+def _check_ranks(rank: tuple[str, int], size: tuple[str, int]) -> None:
+    """Raises ValueError unless a rank is below the number of ranks; both with their names."""
+    name, number = rank
+    if not 0 <= number < size[1]:
+        raise ValueError(
+            f"{name}={number} of {size[0]}={size[1]}: ranks count from 0; "
+            "start with torchrun or srun"
+        )
+    if size[1] > _MAX_RANKS:
+        raise ValueError(f"{size[0]}={size[1]}: no job has more than {_MAX_RANKS} ranks")
+
+
+def _address(env: Mapping[str, str]) -> tuple[str, int]:
+    port = _number(env, "MASTER_PORT")
+    if not 1 <= port <= 65535:
+        raise ValueError(f"MASTER_PORT={port}: set it to a free port, a number from 1 to 65535")
+    return env["MASTER_ADDR"], port
 
 
 def _number(env: Mapping[str, str], name: str, default: int | None = None) -> int:
     value = env.get(name)
     if value is None and default is not None:
         return default
-    try:
-        return int(value or "")
-    except ValueError:
+    # int() would take "1_0" too, and other scripts' digits
+    if value is None or not re.fullmatch(r"\s*[+-]?\d{1,18}\s*", value, re.ASCII):
         raise ValueError(
             f"{name}={value!r} is not a whole number: start with torchrun or srun, or unset it"
-        ) from None
+        )
+    return int(value)
+
+
+def _check_threads(env: Mapping[str, str]) -> None:
+    """OMP_NUM_THREADS is a number, or one for each nesting level; OpenMP would ignore the rest."""
+    threads = env.get("OMP_NUM_THREADS", "")
+    if threads and not re.fullmatch(r"\s*0*[1-9]\d{0,8}\s*(,\s*\d{1,9}\s*)*", threads, re.ASCII):
+        raise ValueError(
+            f"OMP_NUM_THREADS={threads!r} is no number of threads: set it to 1 or more, or unset it"
+        )
+
+
+def _check_interfaces(env: Mapping[str, str]) -> None:
+    """The network interfaces that gloo is to use exist; its own error does not name them."""
+    wanted = env.get("GLOO_SOCKET_IFNAME", "")
+    existing = [name for _, name in socket.if_nameindex()]
+    missing = [name for name in wanted.split(",") if name not in existing]
+    if wanted and missing:
+        raise ValueError(
+            f"GLOO_SOCKET_IFNAME={wanted}: {socket.gethostname()} has no interface {missing[0]!r}, "
+            f"but {', '.join(existing)}: set it to one of these, or unset it"
+        )
+
+
+def _patience(place: Place, env: Mapping[str, str]) -> Patience:
+    """How long this rank waits for the others.
+
+    An agent or srun starts ranks on machines that may take minutes to load a container, and who
+    gives up there loses its place in a queue. By hand, the ranks are typed into two terminals.
+    """
+    chosen = env.get("LABCODE_MEET_TIMEOUT_S")
+    if not chosen:
+        by_hand = place.launcher == "torchrun" and not place.has_agent
+        return Patience(place, MEET_BY_HAND_S if by_hand else MEET_LAUNCHED_S)
+    if not re.fullmatch(r"\d{1,9}(\.\d*)?", chosen, re.ASCII) or not float(chosen):
+        raise ValueError(
+            f"LABCODE_MEET_TIMEOUT_S={chosen!r} is no time: set it to seconds, such as 600"
+        )
+    return Patience(place, float(chosen), hopeless_s=float(chosen))
 
 
 # ---- which device, which backend
@@ -321,25 +384,29 @@ def start(
     Args:
         place: Where this process stands; None reads the environment.
         share_gpus: Allow several ranks on one GPU.
-        timeout_s: How long a collective waits for a missing rank before it raises.
+        timeout_s: How long a collective waits for a missing rank before it raises. How long the
+            ranks wait for each other at first is another matter (LABCODE_MEET_TIMEOUT_S).
         store: Meeting point to use in place of the address, for processes that share a folder or a
             parent.
 
     Raises:
         DeviceError: Several ranks on one GPU, or a rank without one; on all ranks.
-        ValueError: An incomplete environment, or a rendezvous port that another
-            program holds.
+        ValueError: An incomplete environment, or ranks that do not find each other
+            (`meeting.MeetingError`).
         RuntimeError: A process group exists already.
     """
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already: call bootstrap.stop() first")
     if place is None:
         place = read_environment()
+    _check_interfaces(os.environ)
     device = choose_device(place)
     _prepare(device, place)
+    if store is None and place.address is None:
+        store = dist.HashStore()
+    elif store is None:
+        store = meet(place, _patience(place, os.environ), timeout_s)
     timeout = timedelta(seconds=timeout_s)
-    if store is None:
-        store = _meet(place, timeout)
     backend = choose_backend(exchange_devices(place, device, store), share_gpus)
     _init_process_group(place, device, backend, store, timeout)
     return World(place, device, backend)
@@ -349,7 +416,7 @@ def _prepare(device: torch.device, place: Place) -> None:
     """Make the GPU the current one, or share the cores of this node between its ranks."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    elif place.local_world_size > 1 and "OMP_NUM_THREADS" not in os.environ:
+    elif place.local_world_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
         num_cores = os.cpu_count() or 1
         torch.set_num_threads(max(1, num_cores // place.local_world_size))
 
@@ -367,27 +434,6 @@ def _init_process_group(
         timeout=timeout,
         device_id=device if backend == "nccl" else None,
     )
-
-
-def _meet(place: Place, timeout: timedelta) -> dist.Store:
-    """The key-value store through which the ranks find each other."""
-    if place.address is None:
-        return dist.HashStore()
-    host, port = place.address
-    try:
-        store = dist.TCPStore(host, port, place.world_size, place.hosts_store, timeout)
-    except (RuntimeError, OSError) as error:
-        raise ValueError(
-            f"rank {place.rank} cannot meet the others at {host}:{port}: {_reason(error)}"
-        ) from error
-    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
-
-
-def _reason(error: Exception) -> str:
-    text = str(error)
-    if "EADDRINUSE" in text or "address already in use" in text.lower():
-        return "the port is in use: set MASTER_PORT to another one"
-    return text.splitlines()[0]
 
 
 def leave_together(place: Place, code: int) -> int:
@@ -416,11 +462,10 @@ def _wait_until_all_have_come(place: Place) -> None:
     if dist.is_initialized():
         dist.barrier()
         return
-    timeout = timedelta(seconds=_LEAVE_TIMEOUT_S)
-    store = _meet(place, timeout)
+    store = store_of_agent(place, _LEAVE_TIMEOUT_S)
     if store.add("leaving", 1) == place.world_size:
         store.set("all leave", "")
-    store.wait(["all leave"], timeout)
+    store.wait(["all leave"], timedelta(seconds=_LEAVE_TIMEOUT_S))
 
 
 # ---- a peer that is gone

@@ -105,11 +105,80 @@ def test_a_half_set_environment_names_what_is_missing(missing):
             {k: v for k, v in SLURM.items() if k != "MASTER_ADDR"},
             "srun started 6 tasks but MASTER_ADDR",
         ),
+        (TORCHRUN | {"MASTER_PORT": "-1"}, "MASTER_PORT=-1: set it to a free port, a number from"),
+        (TORCHRUN | {"MASTER_PORT": "70000"}, "MASTER_PORT=70000: set it to a free port"),
+        (TORCHRUN | {"MASTER_PORT": "abc"}, "MASTER_PORT='abc' is not a whole number: start with"),
+        (TORCHRUN | {"MASTER_PORT": "29_500"}, "MASTER_PORT='29_500' is not a whole number"),
+        (TORCHRUN | {"LOCAL_RANK": "-1"}, "LOCAL_RANK=-1 of LOCAL_WORLD_SIZE=2: ranks count"),
+        (
+            TORCHRUN | {"LOCAL_RANK": "2"},
+            "LOCAL_RANK=2 of LOCAL_WORLD_SIZE=2: ranks count from 0",
+        ),
+        (TORCHRUN | {"LOCAL_WORLD_SIZE": "9"}, "LOCAL_WORLD_SIZE=9 of WORLD_SIZE=8: a node has"),
+        (TORCHRUN | {"WORLD_SIZE": "1" + 15 * "0"}, "WORLD_SIZE=1000000000000000: no job has more"),
+        (TORCHRUN | {"WORLD_SIZE": "1" + 99 * "0"}, "WORLD_SIZE='10+' is not a whole number"),
+        (TORCHRUN | {"TORCHELASTIC_RESTART_COUNT": "x"}, "TORCHELASTIC_RESTART_COUNT='x' is not a"),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "two"},
+            "SLURM_STEP_TASKS_PER_NODE='two' is no list",
+        ),
+        (
+            SLURM | {"SLURM_STEP_TASKS_PER_NODE": "2(x"},
+            r"SLURM_STEP_TASKS_PER_NODE='2\(x' is no list",
+        ),
+        (SLURM | {"SLURM_NODEID": "-9"}, "SLURM_NODEID=-9: nodes count from 0"),
+        (SLURM | {"SLURM_LOCALID": "-1"}, "SLURM_LOCALID=-1 of SLURM_STEP_NUM_TASKS=6: ranks"),
+        (SLURM | {"SLURM_PROCID": "6"}, "SLURM_PROCID=6 of SLURM_STEP_NUM_TASKS=6: ranks"),
+        (
+            SLURM | {"SLURM_STEP_NUM_TASKS": "abc"},
+            "SLURM_STEP_NUM_TASKS='abc' is not a whole number",
+        ),
+        ({"SLURM_STEP_ID": "0", "SLURM_NTASKS": "abc"}, "SLURM_NTASKS='abc' is not a whole number"),
+        (
+            {"OMP_NUM_THREADS": "many"},
+            "OMP_NUM_THREADS='many' is no number of threads: set it to 1",
+        ),
+        ({"OMP_NUM_THREADS": "0"}, "OMP_NUM_THREADS='0' is no number of threads"),
     ],
 )
 def test_an_environment_that_contradicts_itself_is_refused(env, message):
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=f"^{message}"):
         read_environment(env)
+
+
+def test_variables_that_are_empty_or_say_more_than_needed_are_taken_as_they_are_meant():
+    step = {"SLURM_STEP_TASKS_PER_NODE": "", "SLURM_TASKS_PER_NODE": "4,2(x900000)"}
+    assert read_environment(SLURM | step).local_world_size == 2
+    nothing = {"SLURM_STEP_TASKS_PER_NODE": ""}
+    assert read_environment(SLURM | nothing).local_world_size == 6
+    assert read_environment({"OMP_NUM_THREADS": "4,2"}) == Place()
+    assert read_environment({"OMP_NUM_THREADS": ""}) == Place()
+
+
+def test_a_job_is_known_by_what_its_launcher_calls_it():
+    """So that the ranks of two jobs at one port do not take each other for their own."""
+    assert read_environment(TORCHRUN).job == ""
+    assert read_environment(TORCHRUN | {"TORCHELASTIC_RUN_ID": "abc"}).job == "torchrun's job abc"
+    assert read_environment(SLURM | {"SLURM_JOB_ID": "17"}).job == "SLURM's job 17.0"
+    of_two_kinds = SLURM | {"SLURM_JOB_ID": "18", "SLURM_HET_JOB_ID": "17"}
+    assert read_environment(of_two_kinds).job == "SLURM's job 17.0"
+
+
+@pytest.mark.parametrize("chosen", ["soon", "-1", "0", "nan", "1e3", "inf"])
+def test_a_time_to_wait_that_is_none_is_refused(monkeypatch, chosen):
+    monkeypatch.setenv("LABCODE_MEET_TIMEOUT_S", chosen)
+    place = Place(0, 2, 0, 2, "torchrun", ("localhost", 29500), hosts_store=True)
+    with pytest.raises(ValueError, match=f"LABCODE_MEET_TIMEOUT_S='{chosen}' is no time: set it"):
+        bootstrap.start(place)
+
+
+def test_an_interface_that_this_machine_does_not_have_is_refused(monkeypatch):
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib9")
+    with pytest.raises(
+        ValueError,
+        match=r"^GLOO_SOCKET_IFNAME=lo,ib9: .* has no interface 'ib9', but .*lo.*: set it to one",
+    ):
+        bootstrap.start(Place())
 
 
 @pytest.mark.parametrize(

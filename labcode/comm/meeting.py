@@ -1,0 +1,416 @@
+"""How the ranks of a job find each other: one store, and a roll call in it.
+
+torch would do it in one call, `TCPStore(host, port, world_size, ...)`. That call waits for as long
+as a collective may take, ten minutes, without a word and deaf to Ctrl-C; then it prints the stack
+of its C++ code and not who was missing. Here the waiting is done in Python, in three steps:
+
+1. Somebody listens at MASTER_ADDR:MASTER_PORT. Until then the reason is known: the name does not
+   resolve, or nobody is there.
+2. It is a store of torch, and the store of this job.
+3. Each rank writes down that it is here; all go on when the last one has come.
+
+Who waits says so after ten seconds and then from time to time, once for each node. Ranks do start
+at different times, where containers are loaded or a file system is slow: so the last word comes
+much later than the first.
+
+Held by: tests/faults/test_meeting.py
+"""
+
+import contextlib
+import os
+import queue
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from labcode.comm.agreement import SharedError
+from labcode.comm.place import Place
+
+SAY_AFTER_S = 10.0  # of silence, before the first line
+SAY_EVERY_S = 30.0
+HOPELESS_S = 25.0  # for what waiting hardly ever cures: an unknown name, a stranger at the port
+CONNECT_S = 5.0  # for one attempt to reach a port
+OPEN_S = 20.0  # for one attempt to speak with the store behind it
+MAX_LISTED = 4096  # ranks that a message looks at; each costs a request to the store
+READ_S = 1.5  # how long the store stays open, for ranks that have yet to read why all end
+_COMPLETE = "complete"  # keys of the store
+_VERDICT = "verdict"
+_WAIT_LONGER = "set LABCODE_MEET_TIMEOUT_S to wait longer"
+
+
+class MeetingError(ValueError):
+    """This rank cannot meet the others; they may not know."""
+
+
+class RollCallError(SharedError, MeetingError):
+    """The ranks that have come know that others are missing, or too many."""
+
+
+class Patience:
+    """How long to wait, and when to say so.
+
+    Args:
+        place: Of this process.
+        limit_s: Time after which waiting is given up.
+        hopeless_s: The same for what waiting hardly ever cures.
+    """
+
+    def __init__(self, place: Place, limit_s: float, hopeless_s: float = HOPELESS_S) -> None:
+        self.limit_s = limit_s
+        self.hopeless_s = min(limit_s, hopeless_s)
+        self._started = time.monotonic()
+        self._hopeless_since_s: float | None = None
+        self._next_word_s = SAY_AFTER_S
+        self._pause_s = 0.02
+        # Rank 0 may be the one who is missing: then rank 1 speaks for its node.
+        self._speaks = place.local_rank == 0 or place.rank == 1
+
+    @property
+    def waited_s(self) -> float:
+        return time.monotonic() - self._started
+
+    @property
+    def in_vain(self) -> str:
+        return f" within {self.waited_s:.0f} s"
+
+    def is_over(self, hopeless: bool = False) -> bool:
+        """Whether to give up.
+
+        Args:
+            hopeless: What this rank has just met is hardly ever cured by waiting.
+        """
+        if not hopeless:
+            self._hopeless_since_s = None
+        elif self._hopeless_since_s is None:
+            self._hopeless_since_s = self.waited_s
+        elif self.waited_s - self._hopeless_since_s >= self.hopeless_s:
+            return True
+        return self.waited_s >= self.limit_s
+
+    def is_due(self) -> bool:
+        """Whether it is time for another line that says what this rank waits for."""
+        return self._speaks and self.waited_s >= self._next_word_s
+
+    def say(self, what: str) -> None:
+        """Tell what this rank waits for."""
+        self._next_word_s = self.waited_s + SAY_EVERY_S
+        line = f"waiting for {what} ({self.waited_s:.0f} s so far, {self.limit_s:g} s at most)"
+        print(line, file=sys.stderr, flush=True)
+
+    def pause(self) -> None:
+        """Sleep before the next look: short at first, then longer, for the sake of the store."""
+        time.sleep(self._pause_s)
+        self._pause_s = min(0.5, 1.5 * self._pause_s)
+
+
+def meet(place: Place, patience: Patience, timeout_s: float) -> dist.Store:
+    """The store of a job whose ranks have all come.
+
+    Args:
+        place: Of this process; it has an address.
+        patience: How long to wait for the others.
+        timeout_s: How long later requests to the store may take.
+
+    Raises:
+        MeetingError: The place to meet cannot be reached, or is no store, or another job's.
+        RollCallError: Ranks are missing, or one came twice.
+    """
+    store = _reach(place, patience)
+    _hold_roll_call(place, store, patience)
+    return _of_this_attempt(place, store, timeout_s)
+
+
+def store_of_agent(place: Place, timeout_s: float) -> dist.Store:
+    """The store of a job whose ranks have an agent, without waiting for the other ranks.
+
+    Raises:
+        MeetingError: It cannot be reached.
+    """
+    return _of_this_attempt(place, _reach(place, Patience(place, timeout_s)), timeout_s)
+
+
+def _reach(place: Place, patience: Patience) -> dist.TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT, opened by rank 0 if no agent has done so."""
+    while True:
+        _find(place, patience)
+        if place.hosts_store:
+            return _open_own(place)
+        store = _connect(place, patience)
+        if store is not None:
+            return store
+        patience.pause()
+
+
+def _of_this_attempt(place: Place, store: dist.TCPStore, timeout_s: float) -> dist.Store:
+    """The keys of a store that belong to this attempt of the job."""
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
+
+
+# ---- 1. somebody listens
+
+
+def _find(place: Place, patience: Patience) -> None:
+    """Wait until the name of the host resolves and, but for rank 0, somebody listens there."""
+    host, port = _address(place)
+    while True:
+        try:
+            socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+            if not place.hosts_store:
+                socket.create_connection((host, port), timeout=CONNECT_S).close()
+            return
+        except (socket.gaierror, UnicodeError) as error:
+            trouble = (
+                f"MASTER_ADDR={host} does not resolve on {socket.gethostname()} "
+                f"({_without_number(error)})"
+            )
+            advice = "set it to the host of rank 0"
+            hopeless = True
+        except OSError as error:
+            trouble = f"nobody answers at {_where(place)} ({_without_number(error)})"
+            advice = "start rank 0, which is to open it, with this MASTER_ADDR and MASTER_PORT"
+            hopeless = False
+        if patience.is_over(hopeless):
+            raise MeetingError(f"{trouble}{patience.in_vain}: {advice}, or {_WAIT_LONGER}")
+        if patience.is_due():
+            patience.say(f"rank 0 of {place.world_size}: {trouble}")
+        patience.pause()
+
+
+def _without_number(error: Exception) -> str:
+    """The text of an error of the network: "connection refused"."""
+    if isinstance(error, TimeoutError):
+        return "no answer"
+    if isinstance(error, OSError) and error.strerror:
+        return error.strerror.lower()
+    return str(error).splitlines()[0]
+
+
+def _address(place: Place) -> tuple[str, int]:
+    assert place.address is not None, "a single process has nobody to meet"
+    return place.address
+
+
+def _where(place: Place) -> str:
+    """The place to meet, with what its name stands for: "n1:29500 (10.0.0.1)"."""
+    host, port = _address(place)
+    addresses: list[str] = []
+    with contextlib.suppress(OSError, UnicodeError):
+        for found in socket.getaddrinfo(host, port, type=socket.SOCK_STREAM):
+            address = str(found[4][0])
+            if address not in (*addresses, host):
+                addresses.append(address)
+    return f"{host}:{port}" + (f" ({', '.join(addresses)})" if addresses else "")
+
+
+# ---- 2. it is a store, and this job's
+
+
+def _open_own(place: Place) -> dist.TCPStore:
+    """On rank 0, where no agent has done so: open the store."""
+    try:
+        return _make_store(place)
+    except _NoStoreError as error:
+        if "eaddrinuse" in error.reason.lower() or "already in use" in error.reason.lower():
+            host, port = _address(place)
+            reason = "the port is in use: set MASTER_PORT to another one"
+            raise MeetingError(
+                f"rank 0 cannot meet the others at {host}:{port}: {reason}, "
+                "and RANK=0 for one process only"
+            ) from None
+        raise MeetingError(
+            f"rank 0 runs on {socket.gethostname()}, and cannot reach the port that it opened "
+            f"as {_where(place)} ({error.reason}): set MASTER_ADDR to the host of rank 0"
+        ) from None
+
+
+def _connect(place: Place, patience: Patience) -> dist.TCPStore | None:
+    """Connect to a store where somebody listens; None if it is worth another try."""
+    try:
+        return _make_store(place)
+    except _NoStoreError as error:
+        # A store that has just been closed, or a forwarded port behind which nobody listens yet,
+        # closes the connection; a store that is only slow does not answer in time.
+        is_stranger = "ping failed" in error.reason.lower()
+        if is_stranger or patience.is_over(hopeless=True):
+            raise MeetingError(
+                f"what listens at {_where(place)} is not rank 0 of this job, nor any store of "
+                f"PyTorch ({error.reason}): set MASTER_PORT to a port that nobody else uses"
+            ) from None
+        return None
+
+
+class _NoStoreError(Exception):
+    """torch could not open a store, or connect with one.
+
+    Args:
+        reason: Its first words about it.
+    """
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+def _make_store(place: Place) -> dist.TCPStore:
+    """A store or a client of one, within `OPEN_S`.
+
+    torch waits for a silent stranger without any limit, so a thread of its own does it, which may
+    be left behind. And torch writes its stack to stderr, some 20 lines for each attempt, where our
+    one line says what is wrong.
+    """
+    host, port = _address(place)
+    answers: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def make() -> None:
+        try:
+            store = dist.TCPStore(
+                host,
+                port,
+                None,  # any number of ranks: they are counted in the roll call
+                place.hosts_store,
+                timedelta(seconds=OPEN_S / 2),
+                wait_for_workers=False,
+            )
+        except Exception as error:
+            answers.put(error)
+        else:
+            answers.put(store)
+
+    with _native_stderr_closed():
+        threading.Thread(target=make, daemon=True).start()
+        try:
+            answer = answers.get(timeout=OPEN_S)
+        except queue.Empty:
+            raise _NoStoreError("it accepts the connection and says nothing") from None
+    if isinstance(answer, Exception):
+        raise _NoStoreError(str(answer).splitlines()[0]) from None
+    return answer
+
+
+@contextlib.contextmanager
+def _native_stderr_closed() -> Iterator[None]:
+    """Send what C++ writes to stderr nowhere, until the end of the block."""
+    try:
+        stderr = os.dup(2)
+    except OSError:  # closed already
+        yield
+        return
+    with open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 2)
+    try:
+        yield
+    finally:
+        os.dup2(stderr, 2)
+        os.close(stderr)
+
+
+# ---- 3. the roll call
+
+
+def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) -> None:
+    """Return when all ranks have come."""
+    try:
+        _check_job(place, dist.PrefixStore("labcode", tcp_store))
+        store = dist.PrefixStore(f"labcode/attempt_{place.attempt}/roll_call", tcp_store)
+        _say_here(place, store)
+        while not store.check([_COMPLETE]):
+            if store.check([_VERDICT]):
+                raise RollCallError(store.get(_VERDICT).decode())
+            if patience.is_over():
+                raise _give_up(place, store, patience)
+            if patience.is_due():
+                present, missing = _roll(place, store)
+                patience.say(
+                    f"{_ranks(missing)} of {place.world_size} at {_where(place)}; "
+                    f"here: {_ranks(present)}"
+                )
+            patience.pause()
+    except RollCallError:
+        if place.hosts_store:
+            time.sleep(READ_S)
+        raise
+    except dist.DistError:
+        raise MeetingError(
+            f"rank 0, whose store at {_where(place)} all meet in, has ended before all had come: "
+            "look for its own last lines"
+        ) from None
+
+
+def _check_job(place: Place, store: dist.Store) -> None:
+    """All ranks at one store are of the same job: it has a name, or at least a size."""
+    own = f"{place.job or 'a job'} of {place.world_size} ranks"
+    found = store.compare_set("job", "", own).decode()
+    if found != own:
+        raise MeetingError(
+            f"at {_where(place)} meet the ranks of {found}, and this is rank {place.rank} of "
+            f"{own}: "
+            "set MASTER_PORT to another port for each job, and WORLD_SIZE alike for its ranks"
+        )
+
+
+def _say_here(place: Place, store: dist.Store) -> None:
+    """Write down that this rank has come, and whether it is the last one."""
+    own = f"on {socket.gethostname()}, process {os.getpid()}"
+    # An agent starts each rank once. It may start all of them again, without a new number of the
+    # attempt where the number of nodes changes.
+    first = store.compare_set(_here(place.rank), "", own).decode()
+    if first != own and not place.has_agent:
+        text = f"two processes have rank {place.rank} of {place.world_size}: {first}, and {own}"
+        text += f" at {_where(place)}: give each a RANK of its own"
+        store.set(_VERDICT, text)
+        raise MeetingError(text)
+    if store.add("number", 1) == place.world_size:
+        store.set(_COMPLETE, "")
+
+
+def _give_up(place: Place, store: dist.Store, patience: Patience) -> MeetingError:
+    """The error of whoever has waited long enough; the others are told the same."""
+    present, missing = _roll(place, store)
+    are_missing = "has" if len(missing) == 1 else "have"
+    are_here = "has" if len(present) == 1 else "have"
+    text = (
+        f"{_ranks(missing)} of {place.world_size} {are_missing} not come to {_where(place)}"
+        f"{patience.in_vain}, {_ranks(present)} {are_here}: start every rank with this MASTER_ADDR "
+        f"and MASTER_PORT, or {_WAIT_LONGER}; for one process unset RANK and WORLD_SIZE"
+    )
+    store.set(_VERDICT, text)
+    # rank 0 reports what all know
+    return RollCallError(text) if 0 in present else MeetingError(text)
+
+
+def _roll(place: Place, store: dist.Store) -> tuple[list[int], list[int]]:
+    """The ranks that have come and those that have not, of the first `MAX_LISTED`."""
+    present = []
+    missing = []
+    for rank in range(min(place.world_size, MAX_LISTED)):
+        if store.check([_here(rank)]):
+            present.append(rank)
+        else:
+            missing.append(rank)
+    return present, missing
+
+
+def _here(rank: int) -> str:
+    return f"here/{rank}"
+
+
+def _ranks(ranks: Sequence[int]) -> str:
+    """ "rank 3", or "ranks 0-2, 5": neighbours together, and no more than six of them."""
+    first_and_last: list[tuple[int, int]] = []
+    for rank in ranks:
+        if first_and_last and first_and_last[-1][1] == rank - 1:
+            first_and_last[-1] = (first_and_last[-1][0], rank)
+        else:
+            first_and_last.append((rank, rank))
+    parts = []
+    for first, last in first_and_last[:6]:
+        parts.append(str(first) if first == last else f"{first}-{last}")
+    if len(first_and_last) > 6:
+        parts.append("...")
+    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

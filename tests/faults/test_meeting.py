@@ -1,0 +1,228 @@
+"""Ranks that do not find each other: real processes, and one line that says who and where."""
+
+import os
+import re
+import signal
+import socket
+import threading
+import time
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+from faults.forks import free_port, start, train
+
+from labcode.comm import bootstrap, meeting
+
+LOOKING = "looking for the others"
+TOGETHER = "together"
+
+
+def connect(patience_s=30.0, say_after_s=60.0, late_s=(0.0, 0.0)):
+    """Stands in for the training: meet, and say so."""
+    meeting.SAY_AFTER_S = say_after_s
+    meeting.OPEN_S = 1.5
+    meeting.READ_S = 0.8
+    bootstrap.MEET_BY_HAND_S = patience_s
+    bootstrap.MEET_LAUNCHED_S = patience_s
+    place = bootstrap.read_environment()
+    time.sleep(late_s[place.rank])
+    print(LOOKING, flush=True)
+    bootstrap.start(place)
+    print(TOGETHER, flush=True)
+    bootstrap.stop()
+    os._exit(0)
+
+
+def meet_only(**chosen):
+    """As `connect`, with the errors that the training would print."""
+    from labcode.train.report import fail
+
+    try:
+        connect(**chosen)
+    except ValueError as error:
+        os._exit(fail(bootstrap.read_environment(), error))
+
+
+def by_hand(rank, port, world_size=2, host="127.0.0.1"):
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world_size),
+        "MASTER_ADDR": host,
+        "MASTER_PORT": str(port),
+    }
+
+
+def by_srun(rank, port, job):
+    return {
+        "SLURM_PROCID": str(rank),
+        "SLURM_LOCALID": str(rank),
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_STEP_ID": "0",
+        "SLURM_JOB_ID": str(job),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "RANK": None,
+        "WORLD_SIZE": None,
+        "LOCAL_RANK": None,
+        "LOCAL_WORLD_SIZE": None,
+    }
+
+
+def the_error(done):
+    """The only line of a job that ended in time with an error."""
+    assert not done.hung
+    assert done.tracebacks == 0
+    text = "\n".join(done.err)
+    assert "frame #" not in text, "the stack of torch's C++ code"
+    assert len(done.errors) == 1, text
+    return done.errors[0]
+
+
+def test_one_process_of_two_says_who_is_missing_and_where_it_looked(tmp_path):
+    port = free_port()
+    patch = partial(meet_only, patience_s=1.0, say_after_s=0.3)
+    done = train([], cwd=tmp_path, env=by_hand(0, port), patch=patch)
+    assert done.codes == [2]
+    waiting, error = done.err[0].splitlines()
+    assert re.fullmatch(
+        rf"waiting for rank 1 of 2 at 127.0.0.1:{port}; here: rank 0 "
+        r"\(\d+ s so far, 1 s at most\)",
+        waiting,
+    )
+    assert re.fullmatch(
+        rf"error: rank 1 of 2 has not come to 127.0.0.1:{port} within \d+ s, rank 0 has: "
+        "start every rank with this MASTER_ADDR and MASTER_PORT, or set LABCODE_MEET_TIMEOUT_S "
+        "to wait longer; for one process unset RANK and WORLD_SIZE",
+        error,
+    )
+
+
+def test_all_that_have_come_end_with_one_line(tmp_path):
+    port = free_port()
+    envs = [by_hand(rank, port, world_size=4) for rank in (0, 2)]
+    patch = partial(meet_only, patience_s=1.0, late_s=(0.0, 0.0, 0.2))
+    done = train([], cwd=tmp_path, ranks=2, env=envs, patch=patch)
+    assert done.codes == [2, 2]
+    assert "error: ranks 1, 3 of 4 have not come to" in the_error(done)
+
+
+def test_without_rank_0_the_place_is_named(tmp_path):
+    port = free_port()
+    done = train(
+        [],
+        cwd=tmp_path,
+        env=by_hand(1, port, host="localhost") | {"LABCODE_MEET_TIMEOUT_S": "0.5"},
+        patch=meet_only,
+    )
+    error = the_error(done)
+    assert error.startswith(f"error: rank 1: nobody answers at localhost:{port} (127.0.0.1")
+    assert "(connection refused)" in error
+    assert "start rank 0, which is to open it" in error
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_name_that_does_not_resolve_is_named(tmp_path, rank):
+    env = by_hand(rank, 29500, host="nowhere.invalid")
+    done = train([], cwd=tmp_path, env=env, patch=partial(meet_only, patience_s=0.5))
+    assert re.match(
+        rf"error: rank {rank}: MASTER_ADDR=nowhere.invalid does not resolve on .*: "
+        "set it to the host of rank 0",
+        the_error(done),
+    )
+
+
+@contextmanager
+def stranger(answer):
+    """A program at a port that is no store; b"" says nothing."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    taken = []
+
+    def serve():
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            taken.append(connection)
+            if answer:
+                connection.sendall(answer)
+
+    threading.Thread(target=serve, daemon=True).start()
+    yield listener.getsockname()[1]
+    listener.close()
+    for connection in taken:
+        connection.close()
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.1 400 Bad Request\r\n\r\n" * 20, b""])
+def test_a_stranger_at_the_port_is_told_from_rank_0(tmp_path, answer):
+    with stranger(answer) as port:
+        done = train(
+            [], cwd=tmp_path, env=by_hand(1, port), patch=partial(meet_only, patience_s=1.0)
+        )
+    assert f"what listens at 127.0.0.1:{port} is not rank 0 of this job" in the_error(done)
+
+
+def test_two_processes_of_the_same_rank_are_both_named(tmp_path):
+    port = free_port()
+    envs = [by_hand(rank, port, world_size=3) for rank in (0, 1, 1)]
+    patch = partial(meet_only, late_s=(0.0, 0.0))
+    done = train([], cwd=tmp_path, ranks=3, env=envs, patch=patch)
+    assert done.codes == [2, 2, 2]
+    for error in done.errors:
+        assert re.search(
+            r"two processes have rank 1 of 3: on \S+, process \d+, and on \S+, process \d+ at "
+            rf"127.0.0.1:{port}: give each a RANK of its own",
+            error,
+        )
+    # rank 0, for all who know; and the one that came second, for itself
+    assert len(done.errors) == 2
+
+
+@pytest.mark.parametrize("different", ["job", "size"])
+def test_ranks_of_two_jobs_at_one_port_do_not_train_together(tmp_path, different):
+    port = free_port()
+    envs = [by_hand(0, port, world_size=2), by_hand(1, port, world_size=3)]
+    found = "a job of 2 ranks, and this is rank 1 of a job of 3 ranks"
+    if different == "job":
+        envs = [by_srun(0, port, job=17), by_srun(1, port, job=18)]
+        found = "SLURM's job 17.0 of 2 ranks, and this is rank 1 of SLURM's job 18.0 of 2 ranks"
+    patch = partial(meet_only, patience_s=1.0, late_s=(0.0, 0.2))
+    done = train([], cwd=tmp_path, ranks=2, env=envs, patch=patch)
+    assert done.codes == [2, 2]
+    of_rank_0, of_rank_1 = done.errors
+    assert "rank 1 of 2 has not come" in of_rank_0
+    assert f"at 127.0.0.1:{port} meet the ranks of {found}: set MASTER_PORT" in of_rank_1
+
+
+@pytest.mark.parametrize(
+    ("host", "late_s"), [("localhost", (0.3, 0.0)), ("127.0.0.1", (0.0, 0.3)), ("::1", (0.0, 0.0))]
+)
+def test_ranks_that_start_at_different_times_meet(tmp_path, host, late_s):
+    port = free_port()
+    envs = [by_hand(rank, port, host=host) for rank in (0, 1)]
+    done = train([], cwd=tmp_path, ranks=2, env=envs, patch=partial(connect, late_s=late_s))
+    assert done.codes == [0, 0]
+    assert done.out == [f"{LOOKING}\n{TOGETHER}\n"] * 2
+    assert done.err == ["", ""]
+
+
+def test_rank_0_on_another_machine_than_its_address_says_so(tmp_path):
+    # reserved for documentation: no machine has it
+    env = by_hand(0, free_port(), host="192.0.2.1")
+    error = the_error(train([], cwd=tmp_path, env=env, patch=meet_only))
+    assert f"rank 0 runs on {socket.gethostname()}, and cannot reach the port" in error
+    assert "set MASTER_ADDR to the host of rank 0" in error
+
+
+def test_whoever_waits_hears_ctrl_c(tmp_path):
+    with start([], cwd=tmp_path, env=by_hand(0, free_port()), patch=meet_only) as running:
+        deadline = time.monotonic() + 60
+        while LOOKING not in running.text() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.3)
+        running.signal(0, signal.SIGINT)
+        done = running.wait()
+    assert done.codes == [-signal.SIGINT]
+    assert done.seconds < 20
