@@ -4,28 +4,29 @@
 
 Every field of the recipe can be set: `--section.field value` or `--section.field=value`, a flag
 also as `--section.flag` and `--section.no-flag`, several values one after the other, no value as
-None. A wrong word is an error of one line that says what exists.
+None. Of an option that is given twice the last one counts, so that a script can put its own words
+behind those of its caller. A wrong word is an error of one line that says what exists.
 """
 
 import ast
 import inspect
 import textwrap
 import tokenize
-import types
 import typing
 from collections.abc import Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from io import StringIO
-from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import pydantic
 
 from labcode import recipes
 from labcode.config import Config
+from labcode.fields import SHOWN_CHARACTERS, alternatives, described, shown
 
 PROGRAM = "python -m labcode.train"
 HELP = ("-h", "--help")
+MOST_NAME_CHARACTERS = 100  # of an option
 
 
 class UsageError(ValueError):
@@ -87,7 +88,9 @@ def read_changes(config: object, words: Sequence[str]) -> dict[str, object]:
         path, negated = _path(option.name, config, known)
         if negated:
             if option.values:
-                raise UsageError(f"--{option.name} takes no value, but got {option.values[0]!r}")
+                raise UsageError(
+                    f"--{option.name} takes no value, but got {shown(option.values[0])}"
+                )
             changes[path] = False
         else:
             changes[path] = _value(path, option.values, field_type(config, path))
@@ -103,9 +106,11 @@ def _options(words: Sequence[str]) -> list[_Option]:
     for word in words:
         if word.startswith("--"):
             name, equals, value = word.removeprefix("--").partition("=")
+            if not name.isprintable() or len(name) > MOST_NAME_CHARACTERS:
+                raise UsageError(f"what is {shown(word)}? write --section.field value")
             options.append(_Option(name.replace("-", "_"), [value] if equals else []))
         elif not options:
-            raise UsageError(f"what is {word!r}? write --section.field value")
+            raise UsageError(f"what is {shown(word)}? write --section.field value")
         else:
             options[-1].values.append(word)
     return options
@@ -136,55 +141,31 @@ def _value(path: str, words: Sequence[str], wanted: Any) -> object:
     Raises:
         UsageError: They are none.
     """
-    alternatives = _alternatives(wanted)
-    if type(None) in alternatives:
+    kinds = alternatives(wanted)
+    if type(None) in kinds:
         if list(words) == ["None"]:
             return None
-        (wanted,) = [kind for kind in alternatives if kind is not type(None)]
+        (wanted,) = [kind for kind in kinds if kind is not type(None)]
     if wanted is bool and not words:
         return True
     if not words:
-        raise UsageError(f"--{path} needs a value: {_described(wanted)}")
+        raise UsageError(f"--{path} needs a value: {described(wanted)}")
     if typing.get_origin(wanted) is tuple:
         element = typing.get_args(wanted)[0]
         return tuple(_parsed(path, word, element) for word in words)
     if len(words) > 1:
-        raise UsageError(f"--{path} takes one value, but got {' '.join(words)}")
+        typed = " ".join(words)
+        if not typed.isprintable() or len(typed) > SHOWN_CHARACTERS:
+            typed = shown(typed)
+        raise UsageError(f"--{path} takes one value, but got {typed}")
     return _parsed(path, words[0], wanted)
-
-
-def _alternatives(wanted: Any) -> tuple[Any, ...]:
-    """The types of a union, such as (int, NoneType) of `int | None`; otherwise the type alone."""
-    if isinstance(wanted, types.UnionType) or typing.get_origin(wanted) is typing.Union:
-        return typing.get_args(wanted)
-    return (wanted,)
 
 
 def _parsed(path: str, word: str, wanted: Any) -> object:
     try:
         return pydantic.TypeAdapter(wanted).validate_strings(word)
     except pydantic.ValidationError:
-        raise UsageError(f"--{path}: {word!r} is not {_described(wanted)}") from None
-
-
-_DESCRIBED = {
-    bool: "true or false",
-    int: "a whole number",
-    float: "a number",
-    str: "text",
-    Path: "a path",
-    type(None): "None",
-}
-
-
-def _described(wanted: Any) -> str:
-    """What a user may write for a type: "a whole number"."""
-    if typing.get_origin(wanted) is Literal:
-        return f"one of {', '.join(typing.get_args(wanted))}"
-    if typing.get_origin(wanted) is tuple:
-        element = typing.get_args(wanted)[0]
-        return f"one or more values, each {_described(element)}"
-    return _DESCRIBED.get(wanted, str(wanted))
+        raise UsageError(f"--{path}: {shown(word)} is not {described(wanted)}") from None
 
 
 # ---- help
@@ -205,6 +186,7 @@ def _field_help(name: str, recipe: Config) -> str:
         f"usage: {PROGRAM} {name} [--section.field value ...]",
         "",
         "A flag is switched on by its name alone and off by --section.no-flag; no value is None.",
+        "Of an option that is given twice the last one counts.",
     ]
     lines += field_table(recipe)
     return "\n".join(lines)
@@ -227,8 +209,8 @@ def field_table(config: object, prefix: str = "") -> list[str]:
             sections += ["", f"{path}: {_summary(type(value))}"]
             sections += field_table(value, f"{path}.")
             continue
-        alternatives = _alternatives(field_type(config, field.name))
-        allowed = " or ".join(_described(kind) for kind in reversed(alternatives))  # None first
+        kinds = alternatives(field_type(config, field.name))
+        allowed = " or ".join(described(kind) for kind in reversed(kinds))  # None first
         lines.append(f"  --{path} {_written(value)}    ({allowed})")
         if field.name in comments:
             lines.append(f"        {comments[field.name]}")

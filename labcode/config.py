@@ -1,12 +1,26 @@
 """Every setting of a training run, as frozen dataclasses. No torch.
 
 A recipe (`recipes.py`) fills them all in. Each of them is validated on construction: an impossible
-value is a `ValueError` of one line that says what to change.
+value is a `ValueError` of one line that says what to change, with the field's name as it is written
+on the command line.
 """
 
 from dataclasses import dataclass, field
 from typing import Literal
 
+from labcode.fields import (
+    COUNT,
+    COUNT_OR_ZERO,
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    PROBABILITY,
+    SEED,
+    SIZE,
+    Range,
+    check_fields,
+    shown,
+)
 from labcode.schedules import schedule
 from labcode.topology import GridShape
 
@@ -24,12 +38,15 @@ def require(config: "GPTConfig | ViTConfig", *names: str) -> None:
             raise ValueError(f"{name}=None: set model.{name} to a number, or take it from the data")
 
 
-def _positive(config: object, *names: str) -> None:
-    """Check that each named field is a number above zero, or None where the field allows it."""
-    for name in names:
-        value = getattr(config, name)
-        if value is not None and value <= 0:
-            raise ValueError(f"{name}={value}: give a number above 0")
+# each layer is a dozen Python objects, and the deepest transformers have a thousand of them
+LAYERS = Range(1, 10_000, "give a number above 0")
+TRANSFORMER_RANGES = {
+    "num_layers": LAYERS,
+    "num_heads": SIZE,
+    "hidden_size": SIZE,
+    "ffn_size": SIZE,
+    "dropout": PROBABILITY,
+}
 
 
 class _Transformer:
@@ -62,14 +79,12 @@ class _Transformer:
         return self.num_layers * (qkv + projection + mlp + norms) + final_norm
 
     def _check_transformer(self) -> None:
-        _positive(self, "num_layers", "num_heads", "hidden_size", "ffn_size")
         if self.hidden_size % self.num_heads:
             raise ValueError(
-                f"hidden_size={self.hidden_size} is not a multiple of num_heads={self.num_heads}: "
-                "every head needs the same number of features"
+                f"model.hidden_size={self.hidden_size} is not a multiple of "
+                f"num_heads={self.num_heads}: every head needs the same number of features, change "
+                "model.hidden_size or model.num_heads"
             )
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout={self.dropout}: give a probability from 0 to below 1")
 
 
 @dataclass(frozen=True)
@@ -93,15 +108,19 @@ class GPTConfig(_Transformer):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        sizes = {"vocab_size": SIZE, "context_length": SIZE, "num_kv_heads": SIZE}
+        check_fields(self, "model", TRANSFORMER_RANGES | sizes)
         self._check_transformer()
-        _positive(self, "vocab_size", "context_length", "num_kv_heads")
         if self.num_heads % self.kv_heads:
             raise ValueError(
-                f"num_heads={self.num_heads} is not a multiple of num_kv_heads={self.kv_heads}"
+                f"model.num_heads={self.num_heads} is not a multiple of "
+                f"num_kv_heads={self.kv_heads}: change model.num_heads or model.num_kv_heads"
             )
         if self.positions == "rotary" and self.head_size % 2:
             raise ValueError(
-                f"rotary positions turn pairs of features: head size {self.head_size} is odd"
+                f"model.positions=rotary turns pairs of features, and head size {self.head_size} "
+                f"is odd (model.hidden_size={self.hidden_size} over "
+                f"model.num_heads={self.num_heads}): change one of them"
             )
 
     @property
@@ -148,14 +167,16 @@ class ViTConfig(_Transformer):
     dropout: float = 0.0
 
     def __post_init__(self) -> None:
+        sizes = {"num_variables": SIZE, "lat": SIZE, "lon": SIZE, "patch_size": SIZE}
+        sizes["num_forcings"] = Range(0, SIZE.most, "must not be negative")
+        check_fields(self, "model", TRANSFORMER_RANGES | sizes)
         self._check_transformer()
-        _positive(self, "num_variables", "lat", "lon", "patch_size")
         for name in ("lat", "lon"):
             size = getattr(self, name)
             if size is not None and size % self.patch_size:
                 raise ValueError(
-                    f"{name}={size} is not a multiple of patch_size={self.patch_size}: "
-                    "choose a patch size that divides it"
+                    f"model.{name}={size} is not a multiple of patch_size={self.patch_size}: "
+                    "choose a model.patch_size that divides it"
                 )
 
     @property
@@ -204,12 +225,8 @@ class TextData:
     cache_dir: str | None = None  # where token files are kept; None: ~/.cache/labcode
 
     def __post_init__(self) -> None:
-        _check_val_fraction(self.val_fraction)
-        if self.bpe_vocab_size < 257:
-            raise ValueError(
-                f"bpe_vocab_size={self.bpe_vocab_size}: "
-                "a byte-level BPE needs at least 257 (256 bytes and a separator)"
-            )
+        sizes = Range(257, 10**6, "a byte-level BPE needs at least 257 (256 bytes and a separator)")
+        check_fields(self, "data", {"val_fraction": FRACTION, "bpe_vocab_size": sizes})
 
 
 @dataclass(frozen=True)
@@ -225,17 +242,19 @@ class WeatherData:
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
 
     def __post_init__(self) -> None:
-        _check_val_fraction(self.val_fraction)
+        check_fields(self, "data", {"val_fraction": FRACTION})
         if not self.variables:
-            raise ValueError("variables is empty: name at least one, for example t2m")
-
-
-def _check_val_fraction(val_fraction: float) -> None:
-    if not 0 < val_fraction < 1:
-        raise ValueError(f"val_fraction={val_fraction}: give a fraction between 0 and 1")
+            raise ValueError("data.variables is empty: name at least one, for example t2m")
+        for name in self.variables:
+            if self.variables.count(name) > 1:
+                raise ValueError(f"data.variables has {name} more than once: name it once")
 
 
 # ---- the run
+
+
+# in bytes it must be an int64
+BUCKET_MB = Range(0, 10**6, "give a number above 0", above=True)
 
 
 @dataclass(frozen=True)
@@ -265,11 +284,17 @@ class ParallelConfig:
     share_gpus: bool = False  # several ranks on one GPU, over gloo
 
     def __post_init__(self) -> None:
-        _positive(self, "stages_per_rank", "bucket_mb")
-        for name, choices in _CHOICES.items():
-            value = getattr(self, name)
-            if value not in choices:
-                raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")
+        ranks = dict.fromkeys(("dp", "pp", "cp", "tp"), SIZE)
+        others = {"stages_per_rank": LAYERS, "layers_per_stage": LAYERS, "bucket_mb": BUCKET_MB}
+        check_fields(self, "parallel", ranks | others)
+        if self.layers_per_stage == ():
+            raise ValueError(
+                "parallel.layers_per_stage is empty: give a number for each stage, or None"
+            )
+        try:
+            GridShape(order=self.order)
+        except ValueError as error:
+            raise ValueError(f"parallel.{error}") from None
 
     def shape(self, world_size: int) -> GridShape:
         """The grid for a job of `world_size` ranks.
@@ -331,14 +356,6 @@ class ParallelConfig:
                 "no dropout, set it to 0 or use --parallel.context_attention all_gather"
             )
         _check_sequence(model, shape, self.sequence_parallel)
-
-
-_CHOICES = {
-    "data_parallel": ("ddp", "labcode"),
-    "context_attention": ("ring", "all_gather"),
-    "pipeline_schedule": ("gpipe", "1f1b", "interleaved", "zero_bubble"),
-    "activation_checkpointing": ("none", "full"),
-}
 
 
 def _even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -416,11 +433,24 @@ class OptimConfig:
     clip_norm: float = 1.0  # largest allowed norm of the whole gradient; 0 turns clipping off
 
     def __post_init__(self) -> None:
-        _positive(self, "lr")
-        if not 0 <= self.min_lr <= self.lr:
-            raise ValueError(f"min_lr={self.min_lr} must lie between 0 and lr={self.lr}")
-        if min(self.warmup_steps, self.weight_decay, self.clip_norm) < 0:
-            raise ValueError("warmup_steps, weight_decay and clip_norm must not be negative")
+        ranges = {
+            "lr": POSITIVE,
+            "min_lr": NOT_NEGATIVE,
+            "warmup_steps": COUNT_OR_ZERO,
+            "weight_decay": NOT_NEGATIVE,
+            "beta1": PROBABILITY,
+            "beta2": PROBABILITY,
+            "clip_norm": NOT_NEGATIVE,
+        }
+        check_fields(self, "optim", ranges)
+        if self.min_lr > self.lr:
+            raise ValueError(
+                f"optim.min_lr={self.min_lr} is larger than optim.lr={self.lr}: change one of them"
+            )
+
+
+# a schedule lists every one of them
+MOST_MICRO_BATCHES = 100_000
 
 
 @dataclass(frozen=True)
@@ -441,15 +471,24 @@ class TrainConfig:
     overwrite: bool = False  # replace an existing `out`
 
     def __post_init__(self) -> None:
-        _positive(self, "steps", "global_batch", "micro_batch", "eval_batches", "log_every")
-        if min(self.eval_every, self.sample_tokens) < 0:
-            raise ValueError("eval_every and sample_tokens must not be negative")
+        ranges = {
+            "steps": COUNT,
+            "global_batch": SIZE,
+            "micro_batch": SIZE,
+            "seed": SEED,
+            "eval_every": COUNT_OR_ZERO,
+            "eval_batches": COUNT,
+            "log_every": COUNT,
+            "sample_tokens": COUNT_OR_ZERO,
+        }
+        check_fields(self, "train", ranges)
 
     def accumulation(self, dp_size: int) -> int:
         """Micro-batches that one rank adds up before each optimizer step.
 
         Raises:
-            ValueError: global_batch cannot be cut into whole micro-batches over `dp_size` ranks.
+            ValueError: global_batch cannot be cut into whole micro-batches over `dp_size` ranks, or
+                only into far too many.
         """
         micro_batch = self.micro_batch or max(1, self.global_batch // dp_size)
         count, rest = divmod(self.global_batch, micro_batch * dp_size)
@@ -458,6 +497,12 @@ class TrainConfig:
                 f"global_batch={self.global_batch} is not a multiple of micro_batch*dp = "
                 f"{micro_batch}*{dp_size} = {micro_batch * dp_size}: "
                 "change train.global_batch or train.micro_batch"
+            )
+        if count > MOST_MICRO_BATCHES:
+            raise ValueError(
+                f"train.global_batch={self.global_batch} over {dp_size} ranks of dp is {count} "
+                f"micro-batches of {micro_batch} a step, and {MOST_MICRO_BATCHES} are the most: "
+                "give a larger train.micro_batch"
             )
         return count
 
@@ -474,16 +519,16 @@ class CheckpointConfig:
     resume: bool = False  # resume from the newest checkpoint in train.out; start if there is none
 
     def __post_init__(self) -> None:
-        _positive(self, "keep")
-        if self.every < 0:
-            raise ValueError(
-                f"every={self.every}: give the steps between checkpoints, or 0 for none"
-            )
+        steps = Range(0, COUNT.most, "give the steps between checkpoints, or 0 for none")
+        check_fields(self, "checkpoint", {"every": steps, "keep": COUNT})
 
     @property
     def on(self) -> bool:
         """Whether the run writes checkpoints at all."""
         return self.every > 0 or self.resume
+
+
+MOST_NAME_CHARACTERS = 100
 
 
 @dataclass(frozen=True)
@@ -499,6 +544,12 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
 
     def __post_init__(self) -> None:
+        check_fields(self, "", {})
+        if "/" in self.name or len(self.name) > MOST_NAME_CHARACTERS:
+            raise ValueError(
+                f"name={shown(self.name)}: it becomes part of the name of a folder, give one of at "
+                f"most {MOST_NAME_CHARACTERS} characters without a slash"
+            )
         if self.checkpoint.resume and self.train.out is None:
             raise ValueError(
                 "checkpoint.resume needs the folder of the run: name it with train.out"

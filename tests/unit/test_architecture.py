@@ -40,7 +40,7 @@ GROUND = {
     "launch_rank",
     "processes",
 }
-GROUND |= {"schedules", "command", "processes", "suggest"}
+GROUND |= {"schedules", "command", "fields", "processes", "suggest"}
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")
 # what perf predicts, measured: these two need torch
 MEASURES = ("labcode.perf.saved_bytes", "labcode.perf.trace")
