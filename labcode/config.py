@@ -247,7 +247,7 @@ class WeatherData:
             raise ValueError("data.variables is empty: name at least one, for example t2m")
         for name in self.variables:
             if self.variables.count(name) > 1:
-                raise ValueError(f"data.variables has {name} more than once: name it once")
+                raise ValueError(f"data.variables has {shown(name)} more than once: name it once")
 
 
 # ---- the run

@@ -185,7 +185,7 @@ SECTIONS = {
         ("data.cache_dir", "", "is empty"),
         ("data.bpe_vocab_size", 10**20, "give at most 1000000"),
         ("data.val_fraction", math.nan, "give a finite number"),
-        ("data.variables", ("t2m", "u10", "t2m"), "data.variables has t2m more than once"),
+        ("data.variables", ("t2m", "u10", "t2m"), "data.variables has 't2m' more than once"),
         ("data.variables", ("t2m", ""), "is empty"),
         ("data.variables", (), "is empty: name at least one"),
         ("model.dropout", math.nan, "give a finite number"),
