@@ -511,7 +511,7 @@ def test_bfloat16_autocast_runs_every_variant():
 def test_models_know_nothing_of_ranks(elsewhere):
     rooms = {module.split(".")[1] for module in elsewhere["modules"] if module.count(".")}
     assert (
-        rooms <= {"models", "config", "schedules", "topology", "units"}
+        rooms <= {"models", "config", "fields", "schedules", "topology", "units"}
         and "transformers" not in elsewhere["modules"]
     )
     for module in (layers, gpt, vit):
