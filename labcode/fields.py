@@ -97,7 +97,7 @@ def _check_range(path: str, value: float | None, allowed: Range) -> None:
         raise ValueError(f"{path}={shown(value)}: {problem}")
 
 
-def _of_type(path: str, value: object, wanted: Any) -> object:
+def _of_type(path: str, value: object, wanted: Any) -> Any:
     """A value as one of the type `wanted`."""
     alternatives_ = alternatives(wanted)
     if value is None and type(None) in alternatives_:
@@ -116,7 +116,7 @@ def _of_type(path: str, value: object, wanted: Any) -> object:
     return _single(path, value, kind)
 
 
-def _single(path: str, value: object, kind: Any) -> object:
+def _single(path: str, value: object, kind: Any) -> Any:
     """A value that is no tuple."""
     if typing.get_origin(kind) is Literal:
         choices = typing.get_args(kind)
