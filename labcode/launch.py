@@ -7,6 +7,7 @@ leave ranks behind. What runs on each rank is in `labcode.launch_rank`. A job wi
 (`labcode.slurm.run.local`) starts its agents with `torchrun` below, too.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -25,6 +26,7 @@ from typing import Any
 from labcode import processes
 
 GRACE_S = 5.0  # how long ranks may take to end after an interrupt, before they are killed
+MAX_NPROC = 512
 # In torchrun's account of a failure.
 _REPORT = re.compile(r"rank\s*: (\d+) \(local_rank: \d+\)\s+exitcode\s*: (-?\d+)")
 # How the ranks end that torchrun ends because another one failed.
@@ -81,12 +83,15 @@ def run(
 
     Raises:
         LaunchError: A rank failed, or the time is over. No process is left then, nor after Ctrl-C.
-        ValueError: `nproc` is not positive.
+        ValueError: `nproc`, `timeout_s` or `module` is no number of ranks, no time, or no name.
     """
-    if nproc < 1:
-        raise ValueError(f"nproc={nproc}: launch at least 1 rank")
-    with tempfile.TemporaryDirectory(prefix="labcode-launch-") as folder:
-        command = torchrun("--standalone", f"--log-dir={folder}", nproc=nproc)
+    _check(module, nproc, timeout_s)
+    with tempfile.TemporaryDirectory(
+        prefix="labcode-launch-", ignore_cleanup_errors=True
+    ) as folder:
+        command = _ending_with_this_process(
+            torchrun("--standalone", f"--log-dir={folder}", nproc=nproc), folder
+        )
         # torchrun fills in the rank.
         command += ["-m", "labcode.launch_rank", str(os.getpid()), folder, "${local_rank}"]
         command += [module, *map(str, args)]
@@ -114,6 +119,31 @@ def torchrun(*options: str, nproc: int) -> list[str]:
     """The command of one torchrun agent with `nproc` ranks; what they run is to be appended."""
     agent = [sys.executable, "-m", "torch.distributed.run"]
     return [*agent, *options, f"--nproc-per-node={nproc}"]
+
+
+def _check(module: str, nproc: int, timeout_s: float) -> None:
+    """Raises ValueError for arguments that cannot be meant."""
+    if isinstance(nproc, bool) or not isinstance(nproc, int):
+        raise ValueError(f"nproc={nproc!r}: it is the number of ranks, such as 2")
+    if nproc < 1:
+        raise ValueError(f"nproc={nproc}: launch at least 1 rank")
+    if nproc > MAX_NPROC:
+        raise ValueError(f"nproc={nproc}: launch at most {MAX_NPROC} ranks on one machine")
+    # not "<= 0", which nan is not either; and no thread can wait for ever
+    if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
+        raise ValueError(f"timeout_s={timeout_s!r}: it is a time in seconds, above 0, such as 600")
+    if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
+        raise ValueError(f"module={module!r}: it is a dotted name, such as 'labcode.train'")
+
+
+def _ending_with_this_process(agent: list[str], folder: str) -> list[str]:
+    """The command of an agent of torchrun that does not outlive this process.
+
+    The ranks see to that too, once they run; that takes torchrun some seconds.
+    """
+    python, _m, module, *options = agent
+    watched = ["-m", "labcode.processes", "--remove", folder, str(os.getpid())]
+    return [python, *watched, module, *options]
 
 
 def _start(command: Sequence[str], folder: Path, env_extra: dict[str, str]) -> subprocess.Popen:
@@ -187,12 +217,16 @@ class _Output:
 
 def _error(folder: Path, code: int, seconds: float, output: str) -> LaunchError:
     """The first failure, from what the ranks noted and from torchrun's report."""
-    log = (folder / "torchrun.log").read_text(errors="replace")
+    log = ""
+    with contextlib.suppress(FileNotFoundError):  # somebody tidied up the folder
+        log = (folder / "torchrun.log").read_text(errors="replace")
     notes = [json.loads(path.read_text()) for path in folder.glob("rank-*.json")]
     notes += _crashes(log, {note["rank"] for note in notes})
     if not notes:
         lines = [line for line in log.splitlines() if line.strip()]
         reason = lines[-1] if lines else f"exit code {code}"
+        if code < 0:
+            reason = f"killed by signal {-code}"
         return LaunchError(f"torchrun failed after {seconds:.1f} s: {reason}", None, output)
     earliest = min(notes, key=lambda note: note["time"])
     # When all ranks fail with the same message the text should not vary: the lowest one is named.

@@ -20,6 +20,8 @@ import time
 import traceback
 from pathlib import Path
 
+import psutil
+
 from labcode import processes
 
 
@@ -93,9 +95,9 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
     stream = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)  # pyright: ignore[reportArgumentType]
     sys.stdout = stream
     sys.stderr = stream
-    # A closed notebook must not go on training.
+    # A closed notebook must not go on training. torchrun's main thread has started this process.
     processes.end_with_parents(
-        int(launcher), before_end=lambda: shutil.rmtree(folder, ignore_errors=True)
+        int(launcher), before_end=lambda: _remove_for(int(launcher), folder), at_once=True
     )
     sys.argv = [module, *args]
     try:
@@ -116,6 +118,12 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
         sys.exit(1)
     finally:
         out.finish()
+
+
+def _remove_for(launcher: int, folder: str) -> None:
+    """Remove the folder of a launcher that cannot do so; one that lives will read it."""
+    if not psutil.pid_exists(launcher):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _forget_own_frames(stack: traceback.StackSummary) -> None:

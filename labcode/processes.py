@@ -2,13 +2,17 @@
 
 The launcher, the pool and local jobs share this one way.
 
-`python -m labcode.processes SUPERVISOR MODULE ARGS` runs a module that ends with the process that
-started it, and with the process of number SUPERVISOR.
+`python -m labcode.processes [--remove FOLDER] SUPERVISOR MODULE ARGS` runs a module that ends with
+the process that started it, and with the process of number SUPERVISOR; before such an end it
+removes FOLDER.
 """
 
 import contextlib
+import ctypes
+import functools
 import os
 import runpy
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +24,7 @@ import psutil
 
 GRACE_S = 5.0  # how long processes may take to end after a signal, before they are killed
 CHECK_S = 1.0  # between two looks whether the parents are still there
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:
@@ -96,24 +101,33 @@ def _ask(processes: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: fl
             process.wait(max(0.1, deadline - time.monotonic()))
 
 
-def end_with_parents(*others: int, before_end: Callable[[], object] | None = None) -> None:
+def end_with_parents(
+    *others: int, before_end: Callable[[], object] | None = None, at_once: bool = False
+) -> None:
     """From now on this process ends when its parent ends, or one of `others`, even by SIGKILL.
 
     It ends by SIGKILL together with all that it started. If one of `others` ends before the parent,
-    the parent is killed
-    as well: it is torchrun then, whose launcher is gone, and which may wait for minutes for agents
-        that never come.
+    the parent is killed as well: it is torchrun then, whose launcher is gone, and which may wait
+    for minutes for agents that never come.
 
-    The look is repeated each second, by a thread. The kernel's own way (PR_SET_PDEATHSIG) exists on
-    Linux alone, and takes the end of the thread that started the process for that of the parent.
+    A thread looks each second. A process that is stopped (SIGSTOP) cannot look, and would stay for
+    ever: with `at_once` the kernel ends it, on Linux, in the moment in which its parent ends. But
+    the kernel takes the end of the *thread* that started this process for that of its parent
+    (prctl(2), PR_SET_PDEATHSIG), and a notebook or a test may start processes from any thread. So
+    that is for parents of whom it is known that their main thread starts processes, as torchrun
+    does; and it is an addition, because it reaches neither `others` nor what this process has
+    started itself.
 
     Args:
         others: Numbers of further processes, such as the one that started the parent.
-        before_end: Called before the end, to remove files.
+        before_end: Called before the end, to remove files; not if the kernel is faster.
+        at_once: The main thread of the parent started this process.
 
     Held by: tests/unit/test_processes.py
     """
     parent = os.getppid()
+    if at_once and sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     watch = threading.Thread(target=_watch, args=(parent, others, before_end), daemon=True)
     watch.start()
 
@@ -149,12 +163,18 @@ def _end_own_family(parent: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def run_with_parents(supervisor: int, module: str, *args: str) -> None:
-    """Run `module` as `__main__`; this process ends with its parent and with `supervisor`."""
-    end_with_parents(supervisor)
-    sys.argv = [module, *args]
+def _main(arguments: Sequence[str]) -> None:
+    """Run a module as `__main__`, in a process that ends with its parent and a supervisor."""
+    rest = list(arguments)
+    before_end = None
+    if rest[0] == "--remove":
+        before_end = functools.partial(shutil.rmtree, rest[1], ignore_errors=True)
+        del rest[:2]
+    supervisor, module, *rest = rest
+    end_with_parents(int(supervisor), before_end=before_end)
+    sys.argv = [module, *rest]
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 if __name__ == "__main__":
-    run_with_parents(int(sys.argv[1]), *sys.argv[2:])
+    _main(sys.argv[1:])

@@ -33,7 +33,7 @@ def run(config: Config) -> int:
     try:
         place = bootstrap.read_environment()
         if place.has_agent:
-            processes.end_with_parents()  # a killed torchrun must not leave ranks that train on
+            processes.end_with_parents(at_once=True)  # a killed torchrun must leave no rank behind
         shape = _grid_shape(config, place)
         world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
         trainer = _set_up_or_refuse(config, world, shape)

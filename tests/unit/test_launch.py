@@ -223,6 +223,39 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how,
     assert folders and not any(map(os.path.exists, folders))
 
 
-def test_no_rank_is_one_line():
-    with pytest.raises(ValueError, match=r"^nproc=0: launch at least 1 rank$"):
-        launch.run("job", nproc=0)
+def test_a_killed_torchrun_is_the_error(module, until, gone):
+    """The ranks end with it, and leave the folder to the launcher, which reads what it holds."""
+    name = module("""
+        tell(f"started-{rank}")
+        if rank == 0:
+            wait("started-1")
+            os.kill(os.getppid(), 9)
+        wait("never")
+    """)
+    before = set(psutil.Process().children(recursive=True))
+    with pytest.raises(
+        launch.LaunchError, match=r"^torchrun failed after \d+\.\d s: killed by signal 9$"
+    ):
+        launch.run(name, nproc=2, timeout_s=250, echo=False)
+    gone(set(psutil.Process().children(recursive=True)) - before)
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ({"nproc": 0}, r"nproc=0: launch at least 1 rank"),
+        ({"nproc": "2"}, r"nproc='2': it is the number of ranks, such as 2"),
+        ({"nproc": True}, r"nproc=True: it is the number of ranks, such as 2"),
+        ({"nproc": 1.0}, r"nproc=1.0: it is the number of ranks, such as 2"),
+        ({"nproc": 10**9}, r"nproc=1000000000: launch at most 512 ranks on one machine"),
+        ({"timeout_s": 0}, r"timeout_s=0: it is a time in seconds, above 0, such as 600"),
+        ({"timeout_s": float("nan")}, r"timeout_s=nan: it is a time in seconds.*"),
+        ({"timeout_s": float("inf")}, r"timeout_s=inf: it is a time in seconds.*"),
+        ({"timeout_s": "60"}, r"timeout_s='60': it is a time in seconds.*"),
+        ({"module": "my job.py"}, r"module='my job.py': it is a dotted name, such as .*"),
+        ({"module": ""}, r"module='': it is a dotted name, such as 'labcode.train'"),
+    ],
+)
+def test_what_cannot_be_launched_is_one_line(odd, message):
+    with pytest.raises(ValueError, match=f"^{message}$"):
+        launch.run(**{"module": "job"} | odd)

@@ -170,3 +170,41 @@ def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, unti
     members = read("name")
     parent.kill()
     gone(members)
+
+
+STOPPED_RANK = """
+from common import *
+from labcode import processes
+processes.end_with_parents(at_once=True)
+tell("rank")
+os.kill(os.getpid(), signal.SIGSTOP)
+sleep()
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
+def test_a_stopped_rank_ends_with_its_agent(start, until, gone):
+    """It cannot look whether the agent is there."""
+    start(AGENT.format(rank=STOPPED_RANK))
+    until(lambda: Path("agent").exists() and Path("rank").exists())
+    members = dict(zip(("agent", "rank"), read("agent", "rank"), strict=True))
+    until(lambda: members["rank"].status() == psutil.STATUS_STOPPED)
+    members["agent"].kill()
+    gone([members["rank"]])
+
+
+def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, until, gone):
+    Path("folder").mkdir()
+    Path("folder/file").touch()
+    parent = start(
+        f"""
+        options = ["--remove", "folder", "{os.getpid()}"]
+        subprocess.Popen([sys.executable, "-m", "labcode.processes", *options, "sleeper", "name"])
+        sleep()
+        """
+    )
+    until(lambda: Path("name").exists())
+    members = read("name")
+    parent.kill()
+    gone(members)
+    assert not Path("folder").exists()
