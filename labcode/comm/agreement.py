@@ -5,12 +5,17 @@ whoever reads the log finds the wrong error first. Here the ranks tell each othe
 succeeded before any of them continues.
 """
 
-from collections.abc import Callable
+import contextlib
+import sys
+import threading
+from collections.abc import Callable, Iterator
 from typing import TypeVar, cast
 
 import torch.distributed as dist
 
 T = TypeVar("T")
+
+PATIENCE_S = 5.0  # a rank that failed says so by itself if the others come later than this
 
 
 class SharedError(Exception):
@@ -28,10 +33,13 @@ class PeerError(SharedError, RuntimeError):
 def on_every_rank(work: Callable[[], T]) -> T:
     """Run `work` on each rank and return its result, once all ranks have succeeded.
 
+    `work` must not communicate: a rank that fails in it would come here, while the others wait for
+    it there.
+
     Communicates: one all-gather of a short text.
 
     Raises:
-        Exception: What `work` raised on this rank.
+        Exception: What `work` raised on this rank; `is_shared` says that the others know.
         PeerError: `work` failed on other ranks only; the text of the first of them.
     Held by: tests/ranks/test_together.py::test_an_error_on_one_rank_reaches_all_as_one_message
     """
@@ -41,10 +49,9 @@ def on_every_rank(work: Callable[[], T]) -> T:
         result = work()
     except Exception as caught:
         error = caught
-    own_text = None if error is None else f"{type(error).__name__}: {error}"
-    texts: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(texts, own_text)
+    texts = _texts_of_all(error)
     if error is not None:
+        error.__dict__["shared"] = True
         raise error
     for rank, text in enumerate(texts):
         if text is not None:
@@ -65,11 +72,59 @@ def on_first_rank(work: Callable[[], T]) -> T:
     if dist.get_rank() == 0:
         result = on_every_rank(work)
     else:
-        on_every_rank(_nothing)
+        wait_for_all()
     box = [result]
     dist.broadcast_object_list(box, src=0)
     return cast(T, box[0])
 
 
+def wait_for_all() -> None:
+    """Return once every rank has come here, or to `on_every_rank` without an error.
+
+    Communicates: one all-gather of a short text.
+
+    Raises:
+        PeerError: Another rank failed.
+    """
+    on_every_rank(_nothing)
+
+
+def is_shared(error: BaseException) -> bool:
+    """Whether every rank knows of an error, so that one may report it for all."""
+    return isinstance(error, SharedError) or getattr(error, "shared", False)
+
+
+def _texts_of_all(error: Exception | None) -> list[str | None]:
+    """What went wrong on each rank; None where nothing did.
+
+    Raises:
+        Exception: `error`, if the others cannot be told.
+    """
+    texts: list[str | None] = [None] * dist.get_world_size()
+    if error is None:
+        dist.all_gather_object(texts, None)
+        return texts
+    own_text = f"{type(error).__name__}: {error}".removesuffix(": ")
+    try:
+        with _said_if_others_are_late(own_text):
+            dist.all_gather_object(texts, own_text)
+    except RuntimeError:
+        raise error from None
+    return texts
+
+
+@contextlib.contextmanager
+def _said_if_others_are_late(text: str) -> Iterator[None]:
+    """While this rank waits to tell the others of an error, its log shall say it."""
+    line = f"rank {dist.get_rank()} has failed, and waits to tell the other ranks: {text}"
+    timer = threading.Timer(PATIENCE_S, print, [line], {"file": sys.stderr, "flush": True})
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+
+
 def _nothing() -> None:
-    """What the ranks do that only wait for the first one."""
+    """What the ranks do that only wait."""

@@ -11,6 +11,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
+from labcode.comm.agreement import on_every_rank
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.models.gpt import GPT
@@ -86,8 +87,8 @@ def parallelize(
         plan.prepare(model)
     shardings = _describe_parameters(model, plan, weights, grid)
     if on_meta:
-        model = model.to_empty(device=device).to(device, dtype)
-        _draw(model, shardings, grid, seed, plan.tied)
+        # no rank waits in the broadcasts below for one that has not enough memory
+        on_every_rank(lambda: _draw_on(device, dtype, model, shardings, grid, seed, plan.tied))
     broadcast_parameters(dict(model.named_parameters()), shardings, grid)
     if seed is not None:
         # the same on tp, where the same activations are
@@ -153,6 +154,20 @@ def _describe_parameters(
             tied=name in plan.tied and grid.size("pp") > 1,
         )
     return shardings
+
+
+def _draw_on(
+    device: torch.device,
+    dtype: torch.dtype | None,
+    model: nn.Module,
+    shardings: Mapping[str, ParamSharding],
+    grid: Grid,
+    seed: int | None,
+    tied: tuple[str, ...],
+) -> None:
+    """Take the memory for a meta model's weights, and draw them; nothing is communicated."""
+    model.to_empty(device=device).to(device, dtype)
+    _draw(model, shardings, grid, seed, tied)
 
 
 @torch.no_grad()

@@ -6,10 +6,24 @@ import sys
 from collections.abc import Sequence
 
 from labcode.command import UsageError, parse
+from labcode.train.ctrl_c import INTERRUPTED, CtrlC
 
 
 def main(args: Sequence[str]) -> int:
     """Run the program; returns its exit code: 0, 2 after a user error, 130 after Ctrl-C."""
+    ctrl_c = CtrlC()
+    ctrl_c.listen()
+    try:
+        return _main(args, ctrl_c)
+    except BaseException:
+        if not ctrl_c.heard:
+            raise
+        # while torch was imported; an interrupted import may raise anything
+        print("interrupted before the first step: nothing was written", file=sys.stderr)
+        return INTERRUPTED
+
+
+def _main(args: Sequence[str], ctrl_c: CtrlC) -> int:
     try:
         config = parse(args)
     except UsageError as error:
@@ -19,7 +33,7 @@ def main(args: Sequence[str]) -> int:
     # imports torch, which takes seconds: `--help` need not wait for it
     from labcode.train.run import run
 
-    return run(config) or 0
+    return run(config, ctrl_c) or 0  # what torch wraps around it may return None
 
 
 if __name__ == "__main__":

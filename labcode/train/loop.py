@@ -6,6 +6,7 @@ its part, in micro-batches whose gradients add up before they are averaged over 
 
 import contextlib
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,17 +15,21 @@ import torch
 import torch.distributed as dist
 
 from labcode import hardware
+from labcode.comm.agreement import on_every_rank
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
 from labcode.models.parallelize import parallelize
+from labcode.parallel.model import ParallelModel
 from labcode.perf.flops import training_flops_per_sample
+from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.finite import CURE, Diverged
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
+from labcode.train.report import DataError
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
 from labcode.train.state import RunState
@@ -58,6 +63,7 @@ class Trainer:
         out: Existing folder; rank 0 writes metrics, weights and samples into it. None writes
             nothing.
         start: Checkpoint to resume from.
+        signals: What has been heard since the process was started; None listens during `fit` only.
 
     Attributes:
         steps_done: Optimizer steps of the whole run, with those before it was resumed.
@@ -73,46 +79,70 @@ class Trainer:
         task: Task,
         out: Path | None,
         start: Path | None = None,
+        signals: StopSignals | None = None,
     ) -> None:
         self.config = config
         self.world = world
         self.grid = grid
         self.task = task
-        self.out = out
+        self.signals = signals
         self.dtype = pick_dtype(config.train.dtype, world.device)
         # the dtype of weights and of floating-point data; bfloat16 is for matrix products only
         self.wide_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.accumulation = config.train.accumulation(grid.size("dp"))
         self.stopped_by: str | None = None
 
-        with torch.device("meta"):
-            model = task.build()
-        self.model = parallelize(
-            model,
-            grid,
-            config.parallel,
-            seed=config.train.seed,
-            device=world.device,
-            dtype=self.wide_dtype,
-            autocast_dtype=self.dtype if self.dtype == torch.bfloat16 else None,
-            loss_options=task.loss_options,
-        )
-        self.optimizer = make_optimizer(self.model, config.optim)
-        self.batches = Batches(
-            len(task.train),
-            config.train.global_batch,
-            dp_size=grid.size("dp"),
-            dp_coord=grid.coord("dp"),
-            seed=config.train.seed,
+        # before the model, which may take minutes: a batch may be too large for the data
+        self.batches = on_every_rank(self._batches)
+        self.model = self._build()
+        self.optimizer = on_every_rank(lambda: make_optimizer(self.model, config.optim))
+        self.state = RunState(self.model, self.optimizer, self.batches, world.device)
+        if start:
+            self._checkpoints_in(start.parents[1]).load(self.state, start)
+        self.steps_before = self.steps_done
+        self.open(out)
+
+    def _batches(self) -> Batches:
+        """This dp rank's samples of every step."""
+        return Batches(
+            len(self.task.train),
+            self.config.train.global_batch,
+            dp_size=self.grid.size("dp"),
+            dp_coord=self.grid.coord("dp"),
+            seed=self.config.train.seed,
         )
 
-        self.state = RunState(self.model, self.optimizer, self.batches, world.device)
-        checkpoints = Checkpoints(config, grid, out, task.data_sha256) if out else None
-        if checkpoints and start:
-            checkpoints.load(self.state, start)
-        self.checkpoints = checkpoints if config.checkpoint.on else None
-        folder = out if world.rank == 0 else None
+    def _build(self) -> ParallelModel:
+        """This rank's part of the model, with its initial weights."""
+        with torch.device("meta"):
+            model = self.task.build()
+        return parallelize(
+            model,
+            self.grid,
+            self.config.parallel,
+            seed=self.config.train.seed,
+            device=self.world.device,
+            dtype=self.wide_dtype,
+            autocast_dtype=self.dtype if self.dtype == torch.bfloat16 else None,
+            loss_options=self.task.loss_options,
+        )
+
+    def open(self, out: Path | None) -> None:
+        """From now on write into this folder; None writes nothing.
+
+        Raises:
+            OSError: It cannot be written, on rank 0.
+        """
+        config = self.config
+        self.out = out
+        self.checkpoints: Checkpoints | None = None
+        if out and config.checkpoint.on:
+            self.checkpoints = self._checkpoints_in(out)
+        folder = out if self.world.rank == 0 else None
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
+
+    def _checkpoints_in(self, out: Path) -> Checkpoints:
+        return Checkpoints(self.config, self.grid, out, self.task.data_sha256)
 
     @property
     def steps_done(self) -> int:
@@ -122,14 +152,23 @@ class Trainer:
     def history(self) -> list[dict[str, float]]:
         return self.log.history
 
-    def fit(self) -> list[dict[str, float]]:
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has done an optimizer step."""
+        return self.steps_done > self.steps_before
+
+    def fit(self, after_first_step: Callable[[], object] | None = None) -> list[dict[str, float]]:
         """Train to the end, or until a signal asks to stop (`stopped_by`).
+
+        Args:
+            after_first_step: Called once, when a step is done and its row is written.
 
         Returns:
             The rows of metrics that were logged.
 
         Raises:
-            Diverged: The gradient norm is not finite; on every rank at the same step.
+            Diverged: A loss, the gradient norm or a weight is not finite; on every rank at the same
+                step.
         """
         settings = self.config.train
         clock = StepClock()
@@ -141,16 +180,26 @@ class Trainer:
                     self.log.write(self._row(step, clock.seconds_per_step()))
                     clock.restart()
                 with clock.paused():
+                    if after_first_step:
+                        after_first_step()
+                        after_first_step = None
                     if self._due(settings.eval_every):
                         self.log.write({"step": self.steps_done, "val_loss": self.validate()})
                     if self.checkpoints and signals:
-                        self.stopped_by = signals.agreed()
-                        if self.stopped_by or self._due(self.config.checkpoint.every):
-                            self.checkpoints.save(self.state)
+                        self._save_if_due(self.checkpoints, signals)
                 self.log.advance()
         if not self.stopped_by:
-            self._finish()
+            with StopSignals():  # what is left is short, and would have to be done again
+                self._finish()
         return self.history
+
+    def _save_if_due(self, checkpoints: Checkpoints, signals: StopSignals) -> None:
+        """Write a checkpoint where one is due, or asked for by a signal, which ends the run."""
+        # after the last step there is nothing to stop: the run finishes
+        if self.steps_done < self.config.train.steps:
+            self.stopped_by = signals.agreed()
+        if self.stopped_by or self._due(self.config.checkpoint.every):
+            checkpoints.save(self.state)
 
     def step(self) -> Step:
         """One optimizer step: forward and backward, clip, update.
@@ -181,6 +230,9 @@ class Trainer:
         It is the same for every grid.
 
         Communicates: what the forward does, and one all-reduce of two numbers over dp.
+
+        Raises:
+            Diverged: It is not finite; on every rank.
         """
         self.model.eval()
         # sum of the losses, number of samples: a rank's part of the last batch may be smaller
@@ -197,7 +249,11 @@ class Trainer:
                 sums += self._sum_of_losses(indices)
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
-        return (sums[0] / sums[1]).item()
+        loss = (sums[0] / sums[1]).item()
+        if not math.isfinite(loss):
+            finite.check(self.model)  # names the weight that is the reason
+        finite.check_loss("the validation loss", loss)
+        return loss
 
     def close(self) -> None:
         """Close the metrics files; what was written stays."""
@@ -216,7 +272,7 @@ class Trainer:
         """Samples of a dataset in `num_parts` micro-batches, on the device."""
         batches = []
         for part in np.array_split(indices, num_parts):
-            inputs, targets = data[part]
+            inputs, targets = _read(data, part)
             batches.append((self._to_device(inputs), self._to_device(targets)))
         return batches
 
@@ -228,6 +284,8 @@ class Trainer:
         """Signals are remembered only where a checkpoint can answer them; else they end the
         process.
         """
+        if self.signals:
+            return contextlib.nullcontext(self.signals)
         return StopSignals() if self.checkpoints else contextlib.nullcontext()
 
     def _due(self, every: int) -> bool:
@@ -239,14 +297,20 @@ class Trainer:
         return every > 0 and self.steps_done % every == 0
 
     def _row(self, step: Step, step_s: float) -> dict[str, float]:
-        """The metrics of a step; all ranks call it."""
-        loss = step.loss.clone()
-        dist.all_reduce(loss, group=self.grid.group("dp"))
+        """The metrics of a step; all ranks call it.
+
+        Raises:
+            Diverged: The loss is not finite.
+        """
+        total = step.loss.clone()
+        dist.all_reduce(total, group=self.grid.group("dp"))
+        loss = total.item() / self.grid.size("dp")
+        finite.check_loss("the loss", loss)
         samples_per_s = self.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * self.task.model_config.sequence_length
         row = {
             "step": self.steps_done,
-            "loss": loss.item() / self.grid.size("dp"),
+            "loss": loss,
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "step_s": step_s,
@@ -267,7 +331,12 @@ class Trainer:
         return hardware.mfu(flops_per_s, torch.cuda.get_device_name(), dtype)
 
     def _finish(self) -> None:
-        """Gather the whole model; rank 0 writes it, and what it can do."""
+        """Gather the whole model; rank 0 writes it, and what it can do.
+
+        Raises:
+            Diverged: A weight is not finite: the gradient of the last step was, its update was not.
+        """
+        finite.check(self.model)
         weights = {}
         for name, tensor in self.model.full_state_dict():
             # every rank takes part, rank 0 keeps them
@@ -278,6 +347,19 @@ class Trainer:
             sharded = self.grid.size("pp", "cp", "tp") > 1
             own = None if sharded else self.model.module
             write_result(self.out, self.task, self.config.train, weights, own)
+
+
+def _read(data: Any, part: np.ndarray) -> Batch:
+    """Some samples of a dataset.
+
+    Raises:
+        DataError: It has found something wrong in them, such as NaN in a file that is read as it
+            is needed.
+    """
+    try:
+        return data[part]
+    except ValueError as error:
+        raise DataError(str(error)) from error
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -1,23 +1,35 @@
 """How a run that failed says so: one line for the job, whichever rank failed and however early.
 
-There are two kinds of errors. Some are known to every rank: a grid that does not fit, a gradient
+There are three kinds of errors. Some are known to every rank: a grid that does not fit, a gradient
 that is not finite, whatever the ranks have told each other (`comm.agreement`). Rank 0 reports
-those. The others are known to one rank alone: a GPU that is gone, a port in use, a full disk. That
-rank reports them itself, with its number, since the others may never hear of them.
+those. Others are known to one rank alone: a GPU that is gone, a port in use, a full disk. That
+rank reports them itself, with its number, since the others may never hear of them. The others only
+see that it is gone, which is the third kind, and no reason for a traceback.
 """
 
+import contextlib
+import os
 import sys
 
+import torch
+
 from labcode.comm import bootstrap
-from labcode.comm.agreement import SharedError
+from labcode.comm.agreement import SharedError, is_shared
 from labcode.comm.bootstrap import Place
+from labcode.train.ctrl_c import INTERRUPTED
 
 FAILED = 2
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+# how the CPU's allocator says it, in a RuntimeError
+NO_MEMORY = ("can't allocate memory", "not enough memory")
+TOLD_BY = 2  # ranks of each node that report a lost one: one of the two may be the one
 
 
 class RefusedError(SharedError, ValueError):
     """What was asked for cannot be run; every rank finds the same."""
+
+
+class DataError(ValueError):
+    """A sample cannot be read; only the ranks that read it know."""
 
 
 def refuse_command(error: Exception) -> int:
@@ -34,29 +46,83 @@ def fail(place: Place, error: Exception, steps_done: int | None = None) -> int:
 
     Args:
         place: Of this process.
-        error: With the text to show. A `SharedError` is reported by rank 0 for all.
+        error: With the text to show. One that all know is reported by rank 0.
         steps_done: Optimizer steps before the error; None before training began.
 
     Held by: tests/unit/test_report.py
     """
     when = "" if steps_done is None else f"after step {steps_done}: "
-    if isinstance(error, SharedError):
+    who = f"rank {place.rank}: " if place.world_size > 1 else ""
+    if is_shared(error):
         say(place, f"error: {when}{text_of(error)}")
         return bootstrap.leave_together(place, FAILED)
-    who = f"rank {place.rank}: " if place.world_size > 1 else ""
-    print(f"error: {who}{when}{text_of(error)}", file=sys.stderr, flush=True)
+    if not is_lost_peer(error):
+        _tell(f"error: {who}{when}{text_of(error)}")
+    elif place.local_rank < TOLD_BY:
+        _tell(f"{who}{when}{bootstrap.lost_peer_message(error)}")
     return FAILED
+
+
+def interrupted(place: Place, message: str) -> int:
+    """Say that Ctrl-C has ended the run; returns the exit code."""
+    say(place, f"interrupted {message}")
+    return INTERRUPTED
+
+
+def is_expected(error: BaseException, is_set_up: bool) -> bool:
+    """Whether an error is no bug, so that one line says it better than a traceback.
+
+    Args:
+        error: What ended the run.
+        is_set_up: Whether training began. A ValueError before that is about what was asked for.
+    """
+    if isinstance(error, OSError | SharedError | DataError):
+        return True
+    if is_out_of_memory(error) or is_lost_peer(error):
+        return True
+    return isinstance(error, ValueError) and not is_set_up
+
+
+def is_lost_peer(error: BaseException) -> bool:
+    """Whether this rank knows no more than that another one is gone, or does not answer."""
+    own = is_shared(error) or isinstance(error, OSError)  # a broken pipe is that of the output
+    return not own and bootstrap.is_lost_peer(error)
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether the memory of the machine or of the GPU did not suffice."""
+    if isinstance(error, MemoryError | torch.OutOfMemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 def say(place: Place, message: str) -> None:
     """Print a line to stderr, once for the whole job."""
     if place.rank == 0:
-        print(message, file=sys.stderr, flush=True)
+        _tell(message)
 
 
-def text_of(error: Exception) -> str:
+def _tell(line: str) -> None:
+    with contextlib.suppress(OSError):  # nobody reads it: the exit code says enough
+        print(line, file=sys.stderr, flush=True)
+
+
+def text_of(error: BaseException) -> str:
     """The text of an error on one line; one of the operating system without its number."""
+    if isinstance(error, BrokenPipeError):
+        _drop_output()
+        return "the program that reads this one's output has ended"
     if isinstance(error, OSError) and error.strerror:
         reason = error.strerror.lower()
         return f"{error.filename}: {reason}" if error.filename else reason
-    return str(error)
+    text = " ".join(str(error).split())
+    if is_out_of_memory(error) and not isinstance(error, SharedError):
+        return f"not enough memory: {text}" if text else "not enough memory"
+    return text
+
+
+def _drop_output() -> None:
+    """Let what is still to be printed go nowhere: the end of the process would try it again."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)

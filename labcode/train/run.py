@@ -2,55 +2,67 @@
 
 import contextlib
 import socket
+import time
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
 from labcode import processes
 from labcode.comm import bootstrap
-from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
+from labcode.comm.agreement import on_every_rank, on_first_rank, wait_for_all
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.topology import GridShape
+from labcode.train import report
+from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
+from labcode.train.ctrl_c import CtrlC
 from labcode.train.loop import Trainer
-from labcode.train.report import INTERRUPTED, RefusedError, fail, say, text_of
-from labcode.train.run_folder import make_folder, write_config
+from labcode.train.report import RefusedError
+from labcode.train.run_folder import RunFolder
+from labcode.train.run_lock import LOCK_NAME
+from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
 
 RESUME = "resume from it with the same command, --checkpoint.resume and the same --train.out"
+SHARED_WAIT_S = 5.0  # after which every node sees what one has written to a shared disk
 
 
 @record
-def run(config: Config) -> int:
+def run(config: Config, ctrl_c: CtrlC | None = None) -> int:
     """Train as `config` says, as one rank of whatever job this process was started in.
+
+    Args:
+        config: The run.
+        ctrl_c: What remembers Ctrl-C; None: Ctrl-C is as Python has it.
 
     Returns:
         The exit code. User errors and interruptions are one line; a bug keeps its traceback.
     """
+    ctrl_c = ctrl_c or CtrlC()
     place = Place()
+    trainer = None
+    folder = RunFolder(config)
     try:
         place = bootstrap.read_environment()
         if place.has_agent:
             processes.end_with_parents(at_once=True)  # a killed torchrun must leave no rank behind
         shape = _grid_shape(config, place)
         world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
-        trainer = _set_up_or_refuse(config, world, shape)
-    except KeyboardInterrupt:
-        bootstrap.stop()
-        say(place, "interrupted before the first step: nothing was written")
-        return INTERRUPTED
-    except (ValueError, OSError, SharedError) as error:
-        code = fail(place, error)
-        bootstrap.stop()
+        trainer = set_up(config, world, shape, folder)
+        _train(trainer, folder)
+    except (Exception, KeyboardInterrupt) as error:
+        _leave(trainer, folder, ctrl_c)
+        code = _code_after(error, place, trainer, ctrl_c)
+        if code is None:
+            raise
         return code
-    try:
-        return _train(trainer)
+    else:
+        _leave(trainer, folder, ctrl_c)
+        return 0
     finally:
-        # closing may fail for the reason just reported, such as a full disk
-        with contextlib.suppress(OSError):
-            trainer.close()
         bootstrap.stop()
 
 
@@ -62,57 +74,153 @@ def _grid_shape(config: Config, place: Place) -> GridShape:
         raise RefusedError(str(error)) from None
 
 
-def _set_up_or_refuse(config: Config, world: World, shape: GridShape) -> Trainer:
-    """`set_up`; its errors are known to every rank: rank 0 has its own or that of another rank."""
-    try:
-        return set_up(config, world, shape)
-    except (ValueError, OSError, PeerError) as error:
-        raise RefusedError(text_of(error)) from None
-
-
-def _train(trainer: Trainer) -> int:
-    place = trainer.world.place
-    try:
-        trainer.fit()
-    except KeyboardInterrupt:
-        done = trainer.steps_done
-        say(place, f"interrupted after step {done}: its metrics are in {trainer.out}")
-        return INTERRUPTED
-    except (SharedError, OSError) as error:
-        return fail(place, error, trainer.steps_done)
-    if trainer.stopped_by:
-        say(
-            place,
-            f"stopped by {trainer.stopped_by} after step {trainer.steps_done}, "
-            f"with a checkpoint: {RESUME}",
-        )
-    return 0
-
-
-def set_up(config: Config, world: World, shape: GridShape) -> Trainer:
+def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) -> Trainer:
     """Data, process groups, model and output folder.
 
-    Every error that can be found before the first step is found here. It ends the set-up on all
-    ranks: the rank that found it raises it, the others raise `PeerError`.
+    Every error that can be found before the first step is found here, and nothing is written
+    before that. What may fail on one rank alone is agreed on by all; what communicates is not
+    wrapped in such an agreement, in which the others would not take part.
 
     Raises:
-        ValueError, OSError: On the rank that found something.
+        ValueError, OSError, MemoryError: On the rank that found something.
         PeerError: On the others.
     """
+    signals = _listen_if_it_can_stop(config)
     task = _make_task_once_per_node(config, world)
-    # once more, with the sizes that come from the data, before any group of the grid is made
-    on_every_rank(lambda: config.parallel.check(task.model_config, shape))
+    # before any group of the grid is made
+    on_every_rank(lambda: _check_sizes(config, world, shape, task))
     grid = Grid.create(shape)
-    out = on_first_rank(lambda: make_folder(config))
+    out = on_first_rank(folder.look)
+    _check_that_all_see(config, folder, out)
     print_on_first_rank(world, who_and_where(config, world, shape))
     start = None
     if config.checkpoint.resume:
         start = Checkpoints(config, grid, out, task.data_sha256).newest()
         if start:
             print_on_first_rank(world, f"resuming from {start}")
-    # only now: a run that may not be resumed has left the folder as it was
-    on_first_rank(lambda: write_config(config, out))
-    return on_every_rank(lambda: Trainer(config, world, grid, task, out, start))
+    trainer = Trainer(config, world, grid, task, None, start, signals)
+    # only now: a run that cannot begin leaves all as it was
+    out = on_first_rank(folder.claim)
+    _check_that_all_see(config, folder, out)
+    on_every_rank(lambda: trainer.open(out))
+    return trainer
+
+
+def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:
+    """What can be checked only with the sizes that come from the data.
+
+    Raises:
+        ValueError: The grid does not fit the model, or no memory holds it.
+    """
+    config.parallel.check(task.model_config, shape)
+    ranks, memory_bytes = shared_memory(world, config.parallel.share_gpus)
+    check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))
+
+
+def _train(trainer: Trainer, folder: RunFolder) -> None:
+    """Train to the end, or to a signal; once the first step stands the folder is the run's own."""
+    done = trainer.steps_done
+    steps = trainer.config.train.steps
+    if done >= steps:
+        line = f"{done} steps are done, train.steps is {steps}: only the result is written"
+        print_on_first_rank(trainer.world, line)
+
+    def keep() -> None:
+        wait_for_all()  # the first step may fail on one rank for want of memory
+        folder.keep()
+
+    trainer.fit(after_first_step=keep)
+    folder.keep()
+    if trainer.stopped_by:
+        report.say(
+            trainer.world.place,
+            f"stopped by {trainer.stopped_by} after step {trainer.steps_done}, "
+            f"with a checkpoint: {RESUME}",
+        )
+
+
+def _leave(trainer: Trainer | None, folder: RunFolder, ctrl_c: CtrlC) -> None:
+    """Close the files, and put everything back if the run has not begun."""
+    ctrl_c.stop_raising()
+    if trainer is not None:
+        # closing may fail for the reason that ended the run, such as a full disk
+        with contextlib.suppress(OSError):
+            trainer.close()
+    try:
+        folder.close()
+    except (OSError, ValueError) as error:
+        print(f"{folder.path} could not be put back: {report.text_of(error)}", flush=True)
+
+
+def _code_after(
+    error: BaseException, place: Place, trainer: Trainer | None, ctrl_c: CtrlC
+) -> int | None:
+    """Report what has ended the run.
+
+    Returns:
+        The exit code of this rank; None for a bug, whose traceback is wanted.
+    """
+    if isinstance(error, KeyboardInterrupt) or ctrl_c.heard:
+        return report.interrupted(place, _how_far(trainer))
+    if report.is_lost_peer(error) and ctrl_c.heard_soon():
+        return report.interrupted(place, _how_far(trainer))
+    if not isinstance(error, Exception) or not report.is_expected(error, trainer is not None):
+        return None
+    return report.fail(place, error, None if trainer is None else trainer.steps_done)
+
+
+def _how_far(trainer: Trainer | None) -> str:
+    """When a run was broken off, and what there is of it."""
+    if trainer is None or not trainer.has_begun:
+        return "before the first step: nothing was written"
+    return f"after step {trainer.steps_done}: its metrics are in {trainer.out}"
+
+
+def _listen_if_it_can_stop(config: Config) -> StopSignals | None:
+    """From now on a signal is answered by a checkpoint, after the first step if it comes earlier.
+
+    Without checkpoints a signal ends the process, as it ends any other.
+    """
+    if not config.checkpoint.on:
+        return None
+    signals = StopSignals()
+    signals.listen()
+    return signals
+
+
+def _check_that_all_see(config: Config, folder: RunFolder, out: Path) -> None:
+    """Look on every rank whether the folder is the one that rank 0 sees.
+
+    Only where all ranks write into it: without checkpoints rank 0 is the only one.
+
+    Raises:
+        ValueError: On a rank that does not see it.
+        PeerError: On the others.
+    """
+    if not config.checkpoint.on:
+        return
+    host, mark = on_first_rank(lambda: (socket.gethostname(), folder.mark))
+    if mark:
+        on_every_rank(lambda: _check_that_this_rank_sees(out, mark, host))
+
+
+def _check_that_this_rank_sees(out: Path, mark: str, host: str) -> None:
+    """Look for a mark in a folder.
+
+    Args:
+        out: The folder.
+        mark: What rank 0 has written there.
+        host: Where rank 0 runs.
+    """
+    path = out / LOCK_NAME
+    deadline = time.monotonic() + SHARED_WAIT_S
+    while not (path.is_file() and path.read_text(errors="replace") == mark):
+        if time.monotonic() > deadline:
+            raise ValueError(
+                f"{out} as this rank sees it on {socket.gethostname()} is not the folder of rank 0 "
+                f"on {host}: choose a train.out that all nodes share"
+            )
+        time.sleep(0.1)
 
 
 def _make_task_once_per_node(config: Config, world: World) -> Task:

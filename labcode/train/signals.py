@@ -1,6 +1,7 @@
 """Signals that ask a run to stop: remembered, agreed on by all ranks, answered by a checkpoint."""
 
 import signal
+import threading
 from typing import Any
 
 import torch
@@ -20,9 +21,17 @@ class StopSignals:
         self._heard = 0
         self._before: dict[int, Any] = {}
 
-    def __enter__(self) -> "StopSignals":
+    def listen(self) -> None:
+        """Begin to remember, for good: a process that has done its work is not to die of a signal
+        that a job script repeats until it has ended.
+        """
+        if threading.current_thread() is not threading.main_thread():
+            return  # a thread cannot listen to signals
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._hear)
+
+    def __enter__(self) -> "StopSignals":
+        self.listen()
         return self
 
     def __exit__(self, *_: object) -> None:

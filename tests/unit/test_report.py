@@ -8,8 +8,9 @@ from labcode import recipes
 from labcode.comm import bootstrap
 from labcode.comm.agreement import PeerError
 from labcode.comm.bootstrap import Place
-from labcode.train import report, run_folder
+from labcode.train import report
 from labcode.train.report import RefusedError
+from labcode.train.run_folder import RunFolder
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
 
@@ -46,11 +47,20 @@ def test_a_wrong_command_line_is_reported_by_rank_0(capsys, monkeypatch):
         assert capsys.readouterr().err.strip() == line
 
 
+def made():
+    """The folder of a run whose first step stands."""
+    folder = RunFolder(recipes.gpt_tiny())
+    folder.look()
+    out = folder.claim()
+    folder.keep()
+    folder.close()
+    return out
+
+
 def test_runs_without_a_name_are_numbered_without_end(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    config = recipes.gpt_tiny()
-    assert run_folder.make_folder(config).name == "gpt_tiny-001"
+    assert made().name == "gpt_tiny-001"
     for number in range(2, 1000):
         (tmp_path / "runs" / f"gpt_tiny-{number:03d}").mkdir()
-    assert run_folder.make_folder(config).name == "gpt_tiny-1000"
-    assert run_folder.make_folder(config).name == "gpt_tiny-1001"
+    assert made().name == "gpt_tiny-1000"
+    assert made().name == "gpt_tiny-1001"

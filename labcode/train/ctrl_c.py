@@ -1,0 +1,56 @@
+"""Ctrl-C ends a run in order: once, however often it is pressed."""
+
+import os
+import signal
+import time
+
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+PATIENCE_S = 3.0  # whoever presses Ctrl-C again after this time wants the end at once
+
+
+class CtrlC:
+    """The first SIGINT raises KeyboardInterrupt, those that follow do not.
+
+    A second Ctrl-C in the same moment would break off the closing of files, and print a traceback
+    of it. One that comes later ends the process: something hangs.
+
+    Attributes:
+        heard: Whether there was one. It may show itself as another error, such as that of a
+            library which was interrupted, or of a connection that another rank has closed.
+    """
+
+    def __init__(self) -> None:
+        self.heard = False
+        self._heard_s = 0.0
+        self._may_raise = True
+
+    def listen(self) -> None:
+        """From now on SIGINT means this; where it is ignored, as in the background, it stays so."""
+        if signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
+            signal.signal(signal.SIGINT, self._hear)
+
+    def stop_raising(self) -> None:
+        """From now on a Ctrl-C is remembered only: the run is about to end anyway."""
+        self._may_raise = False
+
+    def heard_soon(self, wait_s: float = 0.5) -> bool:
+        """Whether there was one, or comes within a moment.
+
+        A terminal sends SIGINT to all ranks, but one may see the closed connection of another
+        before its own signal.
+        """
+        self.stop_raising()
+        deadline = time.monotonic() + wait_s
+        while not self.heard and time.monotonic() < deadline:
+            time.sleep(0.02)
+        return self.heard
+
+    def _hear(self, _number: int, _frame: object) -> None:
+        now = time.monotonic()
+        if not self.heard:
+            self.heard = True
+            self._heard_s = now
+            if self._may_raise:
+                raise KeyboardInterrupt
+        elif now - self._heard_s > PATIENCE_S:
+            os._exit(INTERRUPTED)
