@@ -336,7 +336,7 @@ class Checkpoints:
         def told() -> tuple[T | None, str]:
             try:
                 return work(), ""
-            except DamagedError as error:
+            except (DamagedError, RecursionError) as error:
                 return None, str(error)
             except OSError as error:
                 _refuse(folder, error)

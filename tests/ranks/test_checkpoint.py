@@ -5,6 +5,7 @@ A checkpoint is whole or it is not used.
 
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import pickle
@@ -498,6 +499,65 @@ def test_a_run_that_has_diverged_does_not_replace_its_last_checkpoint(ranks2, tm
     assert "has 1 value that is not finite on rank 1: lower optim.lr" in first
     assert first.endswith(f"the last checkpoint is {folder / 'step-00000002'}")
     assert contents(folder) == before
+
+
+# nobody catches it, as nobody catches SIGKILL; and torch can send it to the other ranks
+Killed = GeneratorExit
+
+
+def save_and_die_at_every_moment(config, out):
+    """What is found in the folder after each of the saves that ended before their time."""
+    from labcode.comm.bootstrap import Place, World
+    from labcode.comm.grid import Grid
+    from labcode.train.loop import Trainer
+    from labcode.train.tasks import make_task
+
+    world = World(Place(0, 1, 0, 1), torch.device("cpu"), "gloo")
+    trainer = Trainer(config, world, Grid.create(config.check(1)), make_task(config), out)
+    trainer.close()
+    trainer.step()
+    checkpoints = trainer.checkpoints
+    checkpoints.save(trainer.state)
+    found = []
+    moment = 0
+    ended = False
+    while not ended:
+        moment += 1
+        trainer.step()
+        calls = itertools.count(1)
+        with pytest.MonkeyPatch.context() as patched:
+            for holder, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):
+                patched.setattr(holder, name, dying(getattr(holder, name), calls, moment))
+            try:
+                checkpoints.save(trainer.state)
+                ended = True
+            except (Killed, OSError):
+                pass
+        whole = checkpoints.newest()
+        found.append((trainer.steps_done, int(whole.name[5:]), names(checkpoints.folder)))
+    return found
+
+
+def dying(function, calls, moment):
+    def until_the_end(*args, **kwargs):
+        if next(calls) == moment:
+            raise Killed
+        return function(*args, **kwargs)
+
+    return until_the_end
+
+
+def test_whenever_a_save_ends_a_whole_checkpoint_is_there(ranks1, tmp_path):
+    config = recipes.with_changes(CONFIG, {"checkpoint.keep": 1, "train.steps": 100})
+    (found,) = ranks1.run(save_and_die_at_every_moment, config, tmp_path)
+    assert len(found) > 8
+    before = 1
+    for step, newest_step, everything in found:
+        assert newest_step in (before, step)
+        assert len([name for name in everything if name.endswith(".partial")]) <= 1
+        assert len(everything) <= 3
+        before = newest_step
+    assert found[-1][2] == [f"step-{found[-1][0]:08d}"]
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
