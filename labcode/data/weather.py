@@ -18,6 +18,9 @@ from labcode.data.weather_files import WeatherFile, open_weather
 # of more training times than these, as many are read for mean and deviation, evenly spread
 STATISTICS_TIMES = 512
 STATISTICS_BYTES = 2**27  # read at once for that
+# between them, squares are neither zero nor infinite
+FLOAT32_LEAST = 1e-18
+FLOAT32_MOST = 1e18
 FINGERPRINT_TIMES = 8  # of a file that is not held in memory
 
 
@@ -255,6 +258,11 @@ def _statistics(file: WeatherFile, num_times: int) -> Statistics:
             raise ValueError(
                 f"{file.name}: {name} is {size:g} everywhere in the training times: "
                 "leave it out of data.variables"
+            )
+        if not FLOAT32_LEAST < deviation < FLOAT32_MOST or size > FLOAT32_MOST:
+            raise ValueError(
+                f"{file.name}: {name} is {size:g} with a deviation of {deviation:g}, which float32 "
+                "cannot compute with: write it in another unit"
             )
     return Statistics(_per_variable(mean), _per_variable(std))
 

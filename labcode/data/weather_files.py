@@ -16,6 +16,9 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from labcode.data.paths import check_is_file, user_path
+from labcode.fields import shown
+
 Numbers: TypeAlias = Sequence[int] | np.ndarray  # of times
 
 SAMPLE = Path(__file__).parents[1] / "assets" / "era5_2deg.npz"
@@ -26,6 +29,8 @@ AXES = (
     ("longitude", "lon"),
 )
 PACKAGES = {"zarr": ("xarray", "zarr"), "h5netcdf": ("xarray", "h5netcdf", "h5py")}
+NUMBERS = "fiu"  # kinds of numpy's dtypes: real numbers
+TIMES = "MmfiuO"  # dates and numbers; dates of other calendars are objects
 HDF5_SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4")
 # a file that unpacks to no more is read once, a larger one again for every batch
 IN_MEMORY_BYTES = 2**28
@@ -70,13 +75,21 @@ def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
 
     Raises:
         ValueError: One line on what is wrong: a package missing, no such file, damaged, no such
-            variable, not a grid, times out of order, values missing.
+            variable, not a grid, values that are no numbers or missing, times or coordinates out of
+            order, twice, or no place on Earth.
     """
-    if path:
-        file = _open_file(Path(path).expanduser(), tuple(variables))
-    else:
+    if path is None:
         file = _open_sample(tuple(variables))
-    _check_order(file)
+    else:
+        file = _open_file(user_path(path, "data.path"), tuple(variables))
+    for axis, values in (("time", file.times), ("latitude", file.lat), ("longitude", file.lon)):
+        if not len(values):
+            raise ValueError(f"{file.name} has no {axis}: that axis is empty, give another file")
+    _check_times(file)
+    _check_degrees(file.name, "latitude", file.lat, 90)
+    _check_direction(file.name, "latitude", file.lat)
+    _check_degrees(file.name, "longitude", file.lon, 360)
+    _check_longitudes(file.name, file.lon)
     file = replace(file, read=partial(_read_checked, file))
     if file.in_memory:
         states = file.read(range(len(file.times)))
@@ -88,13 +101,60 @@ def _take(states: np.ndarray, numbers: Numbers) -> np.ndarray:
     return states[np.asarray(numbers)]
 
 
-def _check_order(file: WeatherFile) -> None:
-    later = file.times[1:] > file.times[:-1]
+def _check_times(file: WeatherFile) -> None:
+    try:
+        later = file.times[1:] > file.times[:-1]
+    except TypeError:
+        raise ValueError(
+            f"{file.name}: times such as {shown(file.times[0])} cannot be put in order: "
+            "write them as dates or as numbers"
+        ) from None
     if not np.all(later):
         where = int(np.argmin(later))
         raise ValueError(
             f"{file.name}: time {where + 1} ({file.times[where + 1]}) is not after time {where} "
             f"({file.times[where]}): sort the file by time and drop what comes twice"
+        )
+
+
+def _check_degrees(name: str, axis: str, values: np.ndarray, most: float) -> None:
+    """Every value of a coordinate is a number of degrees from -`most` to `most`."""
+    for number, value in enumerate(values.tolist()):
+        if not np.isfinite(value):
+            raise ValueError(
+                f"{name}: {axis} {number} is {value}, as it is where a chunk is missing: "
+                "copy the file again, or write that coordinate anew"
+            )
+        if abs(value) > most:
+            raise ValueError(
+                f"{name}: {axis} {number} is {value:g}, beyond {most:g} degrees: "
+                "write that coordinate in degrees"
+            )
+
+
+def _check_direction(name: str, axis: str, values: np.ndarray) -> None:
+    """A coordinate rises everywhere or falls everywhere, and no value comes twice."""
+    steps = np.sign(np.diff(values))
+    if len(steps) and not (steps[0] and np.all(steps == steps[0])):
+        usual = np.sign(steps.sum())
+        where = int(np.argmax(steps != usual)) if usual else int(np.argmin(np.abs(steps)))
+        raise ValueError(
+            f"{name}: {axis} {where + 1} ({values[where + 1]:g}) after {axis} {where} "
+            f"({values[where]:g}) breaks the order: "
+            f"sort the file by {axis} and drop what comes twice"
+        )
+
+
+def _check_longitudes(name: str, lon: np.ndarray) -> None:
+    """As for latitudes, but they may begin anywhere on the circle: 180, ..., 359, 0, ..., 179."""
+    rising = np.roll(lon, -np.argmin(lon))
+    falling = np.roll(lon, -np.argmax(lon))
+    if not (np.all(np.diff(rising) > 0) or np.all(np.diff(falling) < 0)):
+        _check_direction(name, "longitude", lon)
+    if lon.max() - lon.min() >= 360:
+        raise ValueError(
+            f"{name}: longitudes {lon.min():g} and {lon.max():g} are the same place or beyond it: "
+            "let them go once around the Earth"
         )
 
 
@@ -158,7 +218,12 @@ def _open_file(path: Path, variables: tuple[str, ...]) -> WeatherFile:
     present = [str(name) for name, field in dataset.data_vars.items() if field.ndim >= 3]
     _check_variables(str(path), variables, present)
     fields = [_time_lat_lon(path, dataset[name]) for name in variables]
+    for field in fields:
+        _check_kind(f"{path}: {field.name}", field.dtype, NUMBERS)
     times, lat, lon = [_coordinate(path, dataset, names) for names in AXES]
+    _check_kind(f"{path}: time", times.dtype, TIMES)
+    _check_kind(f"{path}: latitude", lat.dtype, NUMBERS)
+    _check_kind(f"{path}: longitude", lon.dtype, NUMBERS)
     shape = (len(times), len(lat), len(lon))
     for field in fields:
         if field.shape != shape:
@@ -178,9 +243,22 @@ def _open_file(path: Path, variables: tuple[str, ...]) -> WeatherFile:
     )
 
 
+def _check_kind(what: str, dtype: np.dtype, kinds: str) -> None:
+    if dtype.kind not in kinds:
+        raise ValueError(
+            f"{what} holds values of the type {dtype}, which are no numbers to learn from: "
+            "convert them, or leave the variable out"
+        )
+
+
 def _engine(path: Path) -> str:
     """Which of xarray's engines reads a path; all packages that it needs are installed."""
-    if not path.exists():
+    check_is_file(path, "weather file")
+    try:
+        exists = path.exists()
+    except OSError as error:  # such as a name that is too long
+        raise ValueError(f"weather file {path} cannot be read: {error.strerror}") from None
+    if not exists:
         raise ValueError(
             f"there is no weather file {path}: give the path of a zarr folder "
             "or of an HDF5 or netCDF file"
@@ -224,7 +302,8 @@ def _time_lat_lon(path: Path, field: Any) -> Any:
             f"{path}: {field.name} has the axes {', '.join(map(str, field.dims))}; a variable here "
             "is time x latitude x longitude: take one level of it first"
         )
-    return field.transpose(*dims)
+    with _one_line(f"{path}: {field.name} cannot be read"):
+        return field.transpose(*dims)
 
 
 def _first_in(dims: Sequence[Any], names: Sequence[str]) -> str | None:
@@ -271,7 +350,11 @@ def _read_fields(path: Path, fields: Sequence[Any], numbers: Numbers) -> np.ndar
 
 def _values(path: Path, field: Any, numbers: np.ndarray) -> np.ndarray:
     first, last = numbers.min(), numbers.max()
-    with _one_line(f"{path}: {field.name} cannot be read at times {first} to {last}"):
+    # a number too large for float32 becomes infinite, which is told as such
+    with (
+        _one_line(f"{path}: {field.name} cannot be read at times {first} to {last}"),
+        np.errstate(over="ignore"),
+    ):
         return field[numbers].values.astype(np.float32)
 
 

@@ -3,6 +3,7 @@
 Also turned maps, the sun and damaged files.
 """
 
+import os
 import shutil
 import sys
 
@@ -399,6 +400,131 @@ def test_a_missing_value_is_found_where_it_is(tmp_path):
 )
 def test_a_file_of_another_form_is_one_clear_line(tmp_path, change, reason):
     assert reason in complaint(write_zarr(tmp_path, change(dataset())))
+
+
+def _coordinates(**values):
+    """Another latitude or longitude, of as many points."""
+    return lambda d: d.assign_coords({name: list(v) for name, v in values.items()})
+
+
+def _times(values):
+    return lambda d: d.assign_coords(time=values)
+
+
+def _u10(dtype):
+    return lambda d: d.assign(u10=d.u10.astype(dtype))
+
+
+@pytest.mark.parametrize(
+    "change, reason",
+    [
+        (
+            _coordinates(latitude=[75, 45, np.nan, -15, -45, -75]),
+            "latitude 2 is nan, as it is where a chunk is missing",
+        ),
+        (
+            _coordinates(latitude=[75, 45, 45, -15, -45, -75]),
+            "latitude 2 (45) after latitude 1 (45) breaks the order: sort the file by latitude",
+        ),
+        (
+            _coordinates(latitude=[75, 15, 45, -15, -45, -75]),
+            "latitude 2 (45) after latitude 1 (15)",
+        ),
+        (_coordinates(latitude=[90] * Y), "latitude 1 (90) after latitude 0 (90) breaks the order"),
+        (_coordinates(latitude=[95, 45, 15, -15, -45, -75]), "latitude 0 is 95, beyond 90 degrees"),
+        (_coordinates(latitude="abcdef"), "latitude holds values of the type"),
+        (_coordinates(latitude=np.arange(Y) + 1j), "latitude holds values of the type complex128"),
+        (_coordinates(longitude=[np.inf, *range(1, X)]), "longitude 0 is inf"),
+        (_coordinates(longitude=[7] * X), "longitude 1 (7) after longitude 0 (7) breaks the order"),
+        (
+            _coordinates(longitude=[0, 2, 1, *range(3, X)]),
+            "longitude 2 (1) after longitude 1 (2) breaks the order: sort the file by longitude",
+        ),
+        (_coordinates(longitude=np.arange(X) * 1e5), "longitude 1 is 100000, beyond 360 degrees"),
+        (
+            _coordinates(longitude=np.linspace(0, 360, X)),
+            "longitudes 0 and 360 are the same place or beyond it",
+        ),
+        (_times([f"day {n:02}" for n in range(T)]), "time holds values of the type"),
+        (_times(np.array([np.nan, *range(1, T)])), "time 1 (1.0) is not after time 0 (nan)"),
+        (lambda d: d.isel(time=slice(0)), "has no time: that axis is empty"),
+        (lambda d: d.isel(latitude=slice(0)), "has no latitude: that axis is empty"),
+        (_u10(np.complex64), "u10 holds values of the type complex64, which are no numbers"),
+        (_u10(str), "u10 holds values of the type"),
+        (_u10(bool), "u10 holds values of the type bool"),
+        (lambda d: d.assign(u10=d.u10.astype(float) * 1e300), "u10 is inf at time 2020-02-28"),
+        (lambda d: d.assign(u10=d.u10.astype(float) * 1e25), "float32 cannot compute with"),
+        (lambda d: d.assign(u10=d.u10.astype(float) * 1e-25), "float32 cannot compute with"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore")  # xarray's, about types that zarr version 3 does not list
+def test_coordinates_and_values_that_are_none_are_one_clear_line(tmp_path, change, reason):
+    assert reason in complaint(write_zarr(tmp_path, change(dataset())))
+
+
+def test_objects_are_one_clear_line(tmp_path, monkeypatch):
+    file = weather_files.WeatherFile(
+        str(tmp_path), ("t",), np.zeros(1), np.zeros(1), np.array([object(), "x"]), None
+    )
+    monkeypatch.setattr(weather_files, "_open_file", lambda *_: file)
+    assert "cannot be put in order: write them as dates or as numbers" in complaint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda d: d.isel(latitude=slice(None, None, -1)),
+        lambda d: d.isel(longitude=slice(None, None, -1)),
+        lambda d: d.roll(longitude=4, roll_coords=True),  # 216, ..., 324, 0, ..., 180
+        lambda d: d.isel(longitude=slice(None, None, -1)).roll(longitude=4, roll_coords=True),
+        lambda d: d.assign_coords(longitude=d.longitude - 180),
+        lambda d: d.assign_coords(longitude=d.longitude / 40 + 5),  # a region
+        lambda d: d.isel(latitude=slice(1), longitude=slice(1)),
+        lambda d: d.isel(longitude=[0, 3, 9]),
+    ],
+)
+def test_latitudes_and_longitudes_may_fall_and_begin_anywhere(tmp_path, change):
+    changed = change(dataset())
+    train = load(write_zarr(tmp_path, changed)).train
+    assert train.lat.tolist() == changed.latitude.values.tolist()
+    assert train.lon.tolist() == changed.longitude.values.tolist()
+
+
+def test_a_latitude_whose_chunk_is_missing_is_told(tmp_path):
+    path = write_zarr(tmp_path)
+    shutil.rmtree(path / "latitude" / "c")
+    message = complaint(path)
+    assert "latitude 0 is nan, as it is where a chunk is missing" in message
+
+
+def test_a_missing_value_of_a_large_file_is_found_when_it_is_read(tmp_path, monkeypatch):
+    monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
+    values = fields()
+    values[1, -1, 2, 3] = np.nan  # the last time: no statistics, only a validation target
+    monkeypatch.setattr(weather, "fingerprint", lambda file: "")
+    val = load(write_zarr(tmp_path, dataset(values))).val
+    val[[0]]
+    with pytest.raises(ValueError) as caught:
+        val[[len(val) - 1]]
+    message = str(caught.value)
+    assert str(tmp_path / "era5.zarr") in message and "\n" not in message
+    assert "u10 is nan at time 2020-03-01T18" in message
+
+
+def test_what_is_no_file_is_refused_before_it_is_read(tmp_path):
+    path = tmp_path / "era5.nc"
+    os.mkfifo(path)
+    assert f"weather file {path} is a named pipe" in complaint(path)
+
+
+def test_a_name_that_no_disk_takes_is_one_clear_line(tmp_path):
+    path = tmp_path / ("x" * 300 + ".nc")
+    assert "cannot be read: File name too long" in complaint(path)
+
+
+def test_the_home_folder_of_nobody_is_one_clear_line():
+    with pytest.raises(ValueError, match=r"^data.path=~nobody_here/x.nc: there is no home folder"):
+        load("~nobody_here/x.nc")
 
 
 def test_a_file_of_an_unknown_kind_is_one_clear_line(tmp_path):
