@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from labcode import launch
+from labcode import launch, processes
 
 COMMON = """
 import atexit, os, subprocess, sys, time
@@ -186,7 +186,7 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living, gone):
 
 
 LAUNCHER = """
-from labcode import launch
+from labcode import launch, processes
 try:
     launch.run("job", nproc=2)
 finally:
@@ -259,3 +259,60 @@ def test_a_killed_torchrun_is_the_error(module, until, gone):
 def test_what_cannot_be_launched_is_one_line(odd, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         launch.run(**{"module": "job"} | odd)
+
+
+STOPPABLE = """
+import signal
+from labcode import processes
+
+processes.end_with_parents(at_once=True)
+
+def stop(number, frame):
+    tell(f"{sys.argv[1]}-checkpoint-{rank}")
+    sys.exit(0)
+
+signal.signal(signal.SIGUSR1, stop)
+signal.signal(signal.SIGTERM, stop)
+tell(f"{sys.argv[1]}-started-{rank}")
+wait("never")
+"""
+PASSED_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
+
+
+def test_what_torchrun_does_with_a_signal_is_what_the_readme_says(module, until, gone):
+    """To the ranks: code 0. To torchrun: SIGUSR1 kills it, and its ranks end without a checkpoint;
+    SIGTERM is passed on, the ranks write one, and torchrun ends with 1.
+    """
+    cases = {
+        # name: options of torchrun, signal, who gets it, its code, whether ranks could stop
+        "ranks": ([], signal.SIGUSR1, "ranks", 0, True),
+        "usr1": ([], signal.SIGUSR1, "torchrun", -signal.SIGUSR1, False),
+        "term": ([], signal.SIGTERM, "torchrun", 1, True),
+        "passed": ([PASSED_ON], signal.SIGUSR1, "torchrun", 1, True),
+    }
+    name = module(STOPPABLE)
+    running = {}
+    for case, (options, *_) in cases.items():
+        command = [*launch.torchrun("--standalone", *options, nproc=2), "-m", name, case]
+        running[case] = subprocess.Popen(command, stderr=subprocess.DEVNULL, start_new_session=True)
+    ranks = []
+    try:
+        for case, (_, number, whom, *_) in cases.items():
+            until(lambda case=case: all(os.path.exists(f"{case}-started-{n}") for n in (0, 1)))
+            own_ranks = psutil.Process(running[case].pid).children()
+            ranks += own_ranks
+            if whom == "torchrun":
+                running[case].send_signal(number)
+            else:
+                # what the README advises
+                subprocess.run(["pkill", "-USR1", "-P", str(running[case].pid)], check=True)
+        for case, (*_, code, has_checkpoint) in cases.items():
+            assert running[case].wait(timeout=120) == code, case
+            found = [os.path.exists(f"{case}-checkpoint-{n}") for n in (0, 1)]
+            assert found == [has_checkpoint] * 2, case
+        gone(ranks)
+    finally:
+        processes.end(list(running.values()))
+    readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()
+    assert "pkill -USR1 -P" in readme
+    assert PASSED_ON in readme
