@@ -5,6 +5,10 @@ px          `%%px` cells on the same ranks
 wire        how functions, arguments and results travel
 answers     results, prints and failures of all ranks; the one error made of them
 processes   the controller and the engines, as processes
+record      what each rank has called last of torch.distributed: mismatches and hangs explained
+recorder    how an engine writes that down
+limits      what a pool needs of the machine, checked before it starts
+family      the processes of a pool end one another
 engine      what runs inside an engine: one rank
 stopping    how an engine stops when it fails, or when the pool says so
 """

@@ -1,11 +1,16 @@
 """What the ranks of a pool answer: results, prints and failures, and the one error made of them."""
 
 import math
+import re
 import sys
 import traceback
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from labcode.pool.stopping import CellFailed, from_cell_failure
+from labcode.pool.stopping import CALLED_EXIT, CellFailed, from_cell_failure
+
+WAITED_IN_VAIN = re.compile(r"[Tt]imed out|wait timeout")  # of gloo, NCCL and the store
+MISMATCH = "CollectiveMismatch"  # of `recorder`: its text names the ranks, not only one of them
 
 Answer = dict[str, Any]  # "out", "err" and "groups", with "result" or "failure"
 
@@ -23,6 +28,10 @@ class RankError(RuntimeError):
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank
+
+
+class HangError(RankError):
+    """Ranks waited for a call that another rank never made; the text says what each did."""
 
 
 def answers_of(reply: Any) -> list[Answer]:
@@ -60,14 +69,45 @@ def any_failed(reply: Any) -> bool:
     return any("failure" in answer for answer in answers_of(reply))
 
 
-def raise_first(reply: Any) -> None:
-    """Raise the earliest failure in a reply; later ones are mostly ranks that lost their peer."""
+def raise_first(reply: Any, explain: Callable[[list[int]], str] | None = None) -> None:
+    """Raise the earliest failure in a reply; later ones are mostly ranks that lost their peer.
+
+    Args:
+        reply: Of ipyparallel.
+        explain: What to say if the failure is that a rank waited in vain; it is given the ranks
+            that have finished.
+    """
     answers = answers_of(reply)
     failures = [answer["failure"] for answer in answers if "failure" in answer]
     if not failures:
         return
     first = _first(failures)
-    error = RankError(f"rank {first['rank']}: {first['error']}: {first['message']}", first["rank"])
+    text = _text(first)
+    if explain is not None and WAITED_IN_VAIN.search(first["message"]):
+        finished = [rank for rank, answer in enumerate(answers) if "result" in answer]
+        text = f"{text}: {explain(finished)}"
+    raise _with_notes(RankError(text, first["rank"]), first, answers)
+
+
+def raise_hang(reply: Any, text: str, waiting: int) -> None:
+    """Raise a `HangError` with the traceback of a rank that waited, as it was stopped."""
+    answers = answers_of(reply)
+    failure = answers[waiting].get("failure", {"frames": [], "rank": waiting})
+    raise _with_notes(HangError(text, waiting), failure, answers)
+
+
+def _text(failure: Answer) -> str:
+    """ "rank 2: ValueError: ..."."""
+    rank = failure["rank"]
+    if failure["error"] == CALLED_EXIT:
+        return f"rank {rank} called exit({failure['message']}): its process is needed: use return"
+    if failure["error"] == MISMATCH:
+        return failure["message"]
+    return f"rank {rank}: {failure['error']}: {failure['message']}"
+
+
+def _with_notes(error: RankError, first: Answer, answers: Sequence[Answer]) -> RankError:
+    """The error with the traceback of its rank, and who had finished by then."""
     if first["frames"]:
         error.add_note(
             f"Traceback of rank {first['rank']} (most recent call last):\n{_traceback(first)}"
@@ -75,7 +115,7 @@ def raise_first(reply: Any) -> None:
     finished = [f"rank {rank}" for rank, answer in enumerate(answers) if "result" in answer]
     if finished:
         error.add_note(f"finished before: {', '.join(finished)}")
-    raise error
+    return error
 
 
 def _first(failures: list[Answer]) -> Answer:

@@ -10,6 +10,7 @@ import inspect
 import io
 import os
 import shutil
+import signal
 import sys
 import threading
 from collections.abc import Sequence
@@ -17,8 +18,8 @@ from datetime import timedelta
 from typing import IO, Any
 
 from labcode import processes
-from labcode.pool import wire
-from labcode.pool.stopping import EngineState, as_cell_failure
+from labcode.pool import family, wire
+from labcode.pool.stopping import EngineState, as_cell_failure, text_of
 
 STORE_TIMEOUT = timedelta(seconds=60)  # to meet; a collective's own time-out may be shorter
 
@@ -29,12 +30,28 @@ class _State(EngineState):
     Attributes:
         store: On rank 0, the meeting point of the process group in use.
         leftover: Process groups that the last call made and that nobody needs after it.
+        folder: Of the pool.
+        recorder: The module that records the calls of torch.distributed, once torch is there.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.store: Any = None
         self.leftover: list[Any] = []
+        self.folder = ""
+        self.recorder: Any = None
+
+    def begin(self) -> None:
+        """A call or a cell begins: its collectives are counted from here on."""
+        if self.recorder is not None:
+            self.recorder.begin()
+        super().begin()
+
+    def finish(self) -> None:
+        """It ends: the pool is told what state it leaves the process group in."""
+        super().finish()
+        if self.recorder is not None:
+            self.recorder.finish()
 
 
 _state = _State()
@@ -64,17 +81,21 @@ def join(group: int, n: int, port: int, timeout_s: float) -> int:
     from IPython.core.getipython import get_ipython
 
     from labcode.comm import bootstrap
+    from labcode.pool import recorder
 
     _state.enter_group(group)
     _state.leftover = []
     gc.collect()  # models and tensors of a failed call
     bootstrap.stop()
     rank = _state.rank
+    recorder.start(_state.folder, rank, n)
+    _state.recorder = recorder
     store = _state.store
     if rank != 0:
         store = dist.TCPStore("127.0.0.1", port, None, timeout=STORE_TIMEOUT)
     place = bootstrap.Place(rank, n, local_rank=rank, local_world_size=n, launcher="pool")
     world = bootstrap.start(place, share_gpus=True, timeout_s=timeout_s, store=store)
+    recorder.finish()
     shell = get_ipython()
     assert shell is not None
     shell.user_ns.update(rank=rank, world_size=n, device=world.device, torch=torch, dist=dist)
@@ -88,6 +109,10 @@ def _prepare_cells(shell: Any) -> None:
         return
     shell.events.register("pre_run_cell", _before_cell)
     shell.events.register("post_run_cell", _after_cell)
+    # `exit` in a cell would end the engine after its answer.
+    shell.ask_exit = sys.exit
+    # So would SIGTERM: ipyparallel ends the loop in which calls arrive, not the call.
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The notebook shows one error. IPython's own rendering of torch's frames takes a second, while
     # the other ranks wait.
     shell.showtraceback = _show_nothing
@@ -129,12 +154,17 @@ def call(payload: bytes, path: Sequence[str], pass_rank: bool) -> dict[str, Any]
     out = io.StringIO()
     err = io.StringIO()
     answer: dict[str, Any] = {}
+    engine = os.getpid()
     _state.begin()
     try:
         try:
             with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
                 answer["result"] = _call(payload, path, pass_rank)
         finally:
+            if os.getpid() != engine:
+                # A fork made by the user's code comes out of it as well. It must not answer: there
+                # is one engine, and one answer.
+                os._exit(0)
             _state.finish()
     except BaseException as error:
         answer["failure"] = _state.fail(error)
@@ -165,7 +195,7 @@ def _call(payload: bytes, path: Sequence[str], pass_rank: bool) -> bytes:
         return wire.dumps(value)
     except Exception as error:
         raise TypeError(
-            f"the result, a {type(value).__name__}, cannot be sent back: {error}: "
+            f"the result, a {type(value).__name__}, cannot be sent back: {text_of(error)}: "
             "return numbers or tensors"
         ) from None
 
@@ -211,7 +241,8 @@ def drop_groups() -> None:
 
 def main(role: str, folder: str, rank: str = "0") -> None:
     """Run the controller, or the engine of one rank, until the parent ends."""
-    processes.end_with_parents(before_end=lambda: shutil.rmtree(folder, ignore_errors=True))
+    _state.folder = folder
+    processes.end_with_parents(before_end=lambda: _leave(folder))
     orders = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code that reads stdin must not eat orders
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()
@@ -220,6 +251,16 @@ def main(role: str, folder: str, rank: str = "0") -> None:
         _run_controller(arguments)
     else:
         _run_engine(arguments, int(rank))
+
+
+def _leave(folder: str) -> None:
+    """Before this process ends with its parent.
+
+    It takes along the others of its pool: one that is stopped, by SIGSTOP or a debugger, does not
+    see that the parent has gone.
+    """
+    family.kill_others(folder)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def _obey(orders: IO[str]) -> None:

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from typing import Any
 import ipyparallel
 
 from labcode import processes
+from labcode.pool import family, record
 
 
 class Processes:
@@ -36,9 +38,12 @@ class Processes:
         self.names += [f"engine of rank {rank}" for rank in range(n)]
         self.processes: list[subprocess.Popen] = []
         try:
+            record.create(self.folder, n)
+            self.record = record.Record(self.folder, n)
             self.processes.append(self._spawn("controller"))
             for rank in range(n):
                 self.processes.append(self._spawn("engine", str(rank)))
+            family.write(self.folder, [process.pid for process in self.processes])
         except BaseException:
             self.kill()
             raise
@@ -108,9 +113,19 @@ class Processes:
         for name, process in zip(self.names, self.processes):
             code = process.poll()
             if code is not None:
-                reason = f"killed by signal {-code}" if code < 0 else f"exit code {code}"
-                return f"{name} died ({reason})"
+                return f"{name} died ({_reason(code)})"
         return None
+
+    def why(self) -> str:
+        """What the ranks called before one of them died: ": rank 0 called ..."; "" is not known."""
+        mismatch = self.record.mismatch()
+        if mismatch:
+            return f": {mismatch}"
+        for rank, process in enumerate(self.processes[1:]):
+            last = self.record.last(rank)
+            if process.poll() == -signal.SIGABRT and last is not None:
+                return f": the last that it called is {last}"
+        return ""
 
     def break_off(self, group: int) -> None:
         """Tell every engine to end whatever it does in process group number `group`."""
@@ -137,3 +152,10 @@ class Processes:
             with contextlib.suppress(Exception):
                 self.client.close(linger=0)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def _reason(code: int) -> str:
+    """How a process ended: "killed by signal 9", "exit code 3"."""
+    if code == -signal.SIGTERM:
+        return "told to end by SIGTERM"
+    return f"killed by signal {-code}" if code < 0 else f"exit code {code}"

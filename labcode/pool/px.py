@@ -5,7 +5,7 @@ from typing import Any
 
 from ipyparallel.client.magics import ParallelMagics
 
-from labcode.pool.answers import print_outputs, raise_first
+from labcode.pool.answers import print_outputs
 
 
 class PxMagics(ParallelMagics):
@@ -36,6 +36,12 @@ class PxMagics(ParallelMagics):
         pool = self._pool()
         if pool is None:
             raise RuntimeError("the pool of ranks is gone: make a new one with Ranks(n)")
+        with pool._turn:
+            return self._execute(pool, cell, block, groupby, save_name)
+
+    def _execute(
+        self, pool: Any, cell: str, block: bool | None, groupby: str, save_name: str | None
+    ) -> Any:
         pool._ready()
         reply = self.view.execute(cell, silent=False, block=False)
         self.last_result = reply
@@ -49,7 +55,7 @@ class PxMagics(ParallelMagics):
             pool._wait(reply)
         finally:
             _show(reply, groupby)
-        raise_first(reply)
+        pool._raise(reply)
         return None
 
 

@@ -10,7 +10,9 @@ failures into one `RankError` with the first.
 
 import contextlib
 import inspect
+import os
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -20,10 +22,22 @@ from typing import Any, ClassVar
 from IPython.core.getipython import get_ipython
 
 from labcode.pool import engine, wire
-from labcode.pool.answers import RankError, answers_of, any_failed, print_outputs, raise_first
+from labcode.pool.answers import (
+    RankError,
+    answers_of,
+    any_failed,
+    print_outputs,
+    raise_first,
+    raise_hang,
+)
+from labcode.pool.limits import check_arguments, make_room
 from labcode.pool.processes import Processes
+from labcode.pool.record import LastCollective
+from labcode.pool.stopping import text_of
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
+HANG_S = 5.0  # how long ranks may wait for one that does not come, before the pool says so
+LOOK_S = 0.5  # between two looks at what the ranks wait for
 PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its process is ended
 
 
@@ -40,7 +54,8 @@ class Ranks:
         timeout_s: How long a collective waits for a rank that does not come.
 
     Raises:
-        ValueError: `n` or `timeout_s` is not positive.
+        ValueError: `n` is no whole number above 0, or more than this machine has memory or files
+            for; `timeout_s` is no number of seconds.
         RuntimeError: The engines did not start.
     """
 
@@ -48,13 +63,12 @@ class Ranks:
     _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
 
     def __init__(self, n: int, *, timeout_s: float = 30.0) -> None:
-        if n < 1 or timeout_s <= 0:
-            raise ValueError(
-                f"Ranks(n={n}, timeout_s={timeout_s}): a pool needs at least 1 rank and a "
-                "time-out above 0 s"
-            )
+        check_arguments(n, timeout_s)
+        make_room(n)
         self.n = n
         self.timeout_s = timeout_s
+        self._turn = threading.RLock()  # one call at a time, whichever thread asks for it
+        self._hang: tuple[str, int] | None = None  # what the ranks waited for, and one that did
         self._processes: Processes | None = None
         self._magics: Any = None
         self._everyone: Any = list(range(n))  # ipyparallel's numbers of the engines
@@ -151,6 +165,10 @@ class Ranks:
         if pass_rank is None:
             pass_rank = _asks_for_rank(fn)
         payload = wire.pack_call(fn, args, kwargs)
+        with self._turn:
+            return self._run(payload, pass_rank)
+
+    def _run(self, payload: bytes, pass_rank: bool) -> list[Any]:
         self._ready()
         reply = self._view.apply_async(engine.call, payload, sys.path, pass_rank)
         try:
@@ -160,10 +178,32 @@ class Ranks:
             print_outputs(dict(enumerate(answers)))
             if reply.ready():
                 self._client.purge_local_results(reply)
-        raise_first(reply)
+        self._raise(reply)
         if any(answer["groups"] for answer in answers):
             self._drop_groups()
-        return [wire.loads(answer["result"]) for answer in answers]
+        return [_result(rank, answer) for rank, answer in enumerate(answers)]
+
+    def _raise(self, reply: Any) -> None:
+        """The one error of a call, if it has one."""
+        assert self._processes is not None
+        if self._hang is not None:
+            raise_hang(reply, *self._hang)
+        raise_first(reply, self._processes.record.explain)
+
+    def last_collectives(self) -> list[LastCollective | None]:
+        """What each rank has called last of `torch.distributed`, in rank order.
+
+        None is a rank that has called nothing since the last call of the pool, or cell, began.
+        Also after a failure, and after the death of an engine; a restart forgets it. Collectives
+        that C++ starts by itself, as those of DDP, are not seen.
+
+            str(ranks.last_collectives()[1])      # "broadcast of float32 [3] from rank 0"
+
+        Held by: tests/ranks/test_pool_collectives.py::test_the_last_collectives_can_be_asked_for
+        """
+        self._check_open()
+        assert self._processes is not None
+        return [self._processes.record.last(rank) for rank in range(self.n)]
 
     def _drop_groups(self) -> None:
         """Now that all ranks are done with the process groups that a call made: destroy them."""
@@ -173,12 +213,15 @@ class Ranks:
 
     def _ready(self) -> None:
         """Before a call: live engines and a fresh process group, or a clear error."""
-        if not self._processes:
-            raise RuntimeError(
-                f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one"
-            )
+        self._check_open()
+        assert self._processes is not None
+        self._hang = None
         if not self._stuck:
             self._check_alive()
+            left = self._processes.record.left() if self._joined else None
+            if left:
+                warnings.warn(f"{left}: all ranks enter a new process group", stacklevel=4)
+                self._joined = False
             if not self._joined:
                 try:
                     self._join()
@@ -188,15 +231,26 @@ class Ranks:
         if self._stuck:
             warnings.warn(
                 "the ranks did not stop and are started again: what %%px cells defined is gone",
-                stacklevel=3,
+                stacklevel=4,
             )
             self.restart()
+
+    def _check_open(self) -> None:
+        if not self._processes:
+            raise RuntimeError(
+                f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one"
+            )
+        if self._processes.owner != os.getpid():
+            raise RuntimeError(
+                f"this pool of {self.n} ranks belongs to process {self._processes.owner}, and this "
+                "one is a fork of it: make a pool here, with Ranks(n)"
+            )
 
     def _check_alive(self) -> None:
         assert self._processes is not None
         death = self._processes.death()
         if death:
-            raise RankError(f"{death}: call ranks.restart()")
+            raise RankError(f"{death}{self._processes.why()}: call ranks.restart()")
 
     def _join(self) -> None:
         """Put all ranks into a new process group: a failed collective makes the old one useless."""
@@ -216,6 +270,7 @@ class Ranks:
     def _wait(self, reply: Any) -> None:
         """Wait until every rank has answered; after a failure or interrupt stop the others."""
         stop_at = None
+        watch = _Watch(self._processes, self.n)
         try:
             while not reply.ready():
                 self._check_alive()
@@ -225,10 +280,15 @@ class Ranks:
                 if stop_at is not None and time.monotonic() > stop_at:
                     self._stop(reply)
                     return
+                if stop_at is None and watch.sees_hang(reply):
+                    self._hang = watch.explanation(reply)
+                    self._stop(reply)
+                    return
         except KeyboardInterrupt:
             self._stop(reply)
             raise
         if any_failed(reply):
+            self._check_alive()
             self._joined = False
 
     def _stop(self, reply: Any) -> None:
@@ -258,6 +318,60 @@ class Ranks:
 
     def __reduce__(self) -> str:
         raise TypeError("a pool of ranks cannot be used on its own ranks")
+
+
+class _Watch:
+    """Looks, while a call runs, whether its ranks wait for one that will never come.
+
+    Args:
+        processes: Of the pool.
+        n: Number of ranks.
+    """
+
+    def __init__(self, processes: Processes | None, n: int) -> None:
+        assert processes is not None
+        self._record = processes.record
+        self._n = n
+        self._look_at = time.monotonic() + LOOK_S
+        self._progress: list[tuple[int, int]] = []
+        self._since = 0.0
+
+    def sees_hang(self, reply: Any) -> bool:
+        """Whether nothing has moved for `HANG_S` in a state in which nothing can."""
+        now = time.monotonic()
+        if now < self._look_at or len(reply) != self._n:
+            return False
+        self._look_at = now + LOOK_S
+        progress = self._record.progress()
+        if progress != self._progress or not self._record.deadlock(_answered(reply)):
+            self._progress = progress
+            self._since = now
+            return False
+        return now - self._since >= HANG_S
+
+    def explanation(self, reply: Any) -> tuple[str, int]:
+        """What to say of it, and a rank that waits."""
+        answered = _answered(reply)
+        waiting = next(rank for rank in range(self._n) if rank not in answered)
+        text = f"{self._record.explain(answered)}: every rank that a call needs has to make it"
+        return text, waiting
+
+
+def _answered(reply: Any) -> list[int]:
+    """The ranks whose answers have come."""
+    return [rank for rank, child in enumerate(reply._children) if child.done()]
+
+
+def _result(rank: int, answer: dict[str, Any]) -> Any:
+    """The result of one rank; to unpickle it may run code of the user's, and fail."""
+    try:
+        return wire.loads(answer["result"])
+    except (Exception, SystemExit) as error:
+        raise RankError(
+            f"rank {rank}: the result arrived but cannot be read here: {type(error).__name__}: "
+            f"{text_of(error)}: return numbers or tensors",
+            rank,
+        ) from None
 
 
 def _asks_for_rank(fn: Callable[..., Any]) -> bool:

@@ -14,6 +14,9 @@ import time
 import traceback
 from typing import Any
 
+MAX_TEXT = 4000  # characters of an error's message; a data set in it helps nobody
+CALLED_EXIT = "exit()"  # in place of the name of an error: the message is the exit code
+
 
 class CellFailed(Exception):
     """Carries a failure, as JSON, in the reply to a %%px cell."""
@@ -80,10 +83,7 @@ class EngineState:
         The time in it tells the first failure from those that it causes on other ranks.
         """
         failed_at = time.monotonic()
-        try:
-            message = str(error)
-        except Exception as broken:
-            message = f"<no message: {broken!r}>"
+        message = text_of(error)
         if "Timed out" in message:
             time.sleep(0.5)  # those who wait for the same rank time out as well: let them say so
         self.cut()
@@ -91,10 +91,14 @@ class EngineState:
         for frame in traceback.extract_tb(error.__traceback__):
             if "/labcode/pool/" not in frame.filename and "/IPython/" not in frame.filename:
                 frames.append((frame.filename, frame.lineno, frame.name, frame.line))
+        name = type(error).__name__
+        if isinstance(error, SystemExit) and not isinstance(error.code, str):
+            name = CALLED_EXIT
+            message = "" if error.code is None else text_of(error)
         return {
             "time": failed_at,
             "rank": self.rank,
-            "error": type(error).__name__,
+            "error": name,
             "message": message,
             "frames": frames,
         }
@@ -117,6 +121,22 @@ class EngineState:
             for group in list(distributed_c10d._world.pg_map):
                 with contextlib.suppress(Exception):
                     group.abort()  # frees a rank that waits in NCCL; gloo ignores it
+
+
+def text_of(error: BaseException) -> str:
+    """The message of an error, cut in its middle if it is long.
+
+    `__str__` may be the user's and raise whatever it likes, also what is no Exception.
+    """
+    try:
+        text = str(error)
+    except BaseException as broken:
+        return f"<no message: its __str__ raised {type(broken).__name__}>"
+    left_out = len(text) - MAX_TEXT
+    if left_out <= 0:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]} ... [{left_out} characters left out] ... {text[-half:]}"
 
 
 def _is_local(link: Any) -> bool:

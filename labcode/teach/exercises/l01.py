@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from labcode.comm.counting import Collective, CollectiveSpy
 from labcode.perf.alpha_beta import Link, messages, time_s
+from labcode.pool.answers import HangError
 from labcode.pool.ranks import RankError, Ranks
 from labcode.teach.check import Exercise, due
 
@@ -58,6 +59,8 @@ def _run(ranks: Ranks, fn: Callable[..., Any], *args: Any) -> list:
 
 
 def _is_timeout(error: RankError) -> bool:
+    if isinstance(error, HangError):
+        return True
     text = str(error)
     return any(sign in text for sign in ("Timed out waiting", "timed out", "wait timeout"))
 

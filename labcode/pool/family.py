@@ -1,0 +1,42 @@
+"""The processes of a pool know one another, so that those that still run can end the rest."""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+
+import psutil
+
+SAME_START_S = 2.0  # the time of a start is reckoned from that of the machine, which is adjusted
+_FILE = "processes.json"
+
+
+def write(folder: str | Path, pids: Iterable[int]) -> None:
+    """Write down the processes of a pool, with the time of their start: numbers are used again."""
+    started = {}
+    for pid in pids:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            started[pid] = psutil.Process(pid).create_time()
+    Path(folder, _FILE).write_text(json.dumps(started))
+
+
+def kill_others(folder: str | Path) -> None:
+    """Kill the other processes of the pool and what they have started, whatever state they are in.
+
+    Held by: tests/ranks/test_pool_faults.py::test_a_stopped_engine_ends_with_its_owner
+    """
+    with contextlib.suppress(OSError, ValueError):
+        for pid, created in json.loads(Path(folder, _FILE).read_text()).items():
+            if int(pid) != os.getpid():
+                _kill(int(pid), created)
+
+
+def _kill(pid: int, created: float) -> None:
+    with contextlib.suppress(psutil.NoSuchProcess):
+        process = psutil.Process(pid)
+        if abs(process.create_time() - created) > SAME_START_S:
+            return
+        for member in [*process.children(recursive=True), process]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()

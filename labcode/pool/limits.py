@@ -1,0 +1,88 @@
+"""What a pool needs of this machine, checked before it starts: numbers, memory, open files."""
+
+import contextlib
+import numbers
+import resource
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from labcode.units import binary_bytes
+
+# Of one engine with torch, by itself: 170 to 230 MiB of unique memory (`uss` of psutil), measured
+# with 1 to 8 ranks; what it computes comes on top.
+ENGINE_BYTES = 200 * 2**20
+MAX_TIMEOUT_S = 1e6  # gloo counts milliseconds in 32 bits
+# Open files of the process that has most, which is the controller: 93 and 5 per rank were measured.
+FILES = 128
+FILES_PER_RANK = 8
+# Of the owner, on top of what it has open: 19 and 2 per rank were measured.
+OWN_FILES = 40
+OWN_FILES_PER_RANK = 3
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def check_arguments(n: Any, timeout_s: Any) -> None:
+    """See that a pool can have these arguments.
+
+    Raises:
+        ValueError: `n` is no whole number above 0, or `timeout_s` no number of seconds.
+    """
+    called = f"Ranks(n={n!r}, timeout_s={timeout_s!r})"
+    if not _is_number(n, numbers.Integral) or not _is_number(timeout_s, numbers.Real):
+        raise ValueError(
+            f"{called}: the number of ranks is a whole number such as 4, and the time-out a number "
+            "of seconds such as 30.0"
+        )
+    if n < 1 or timeout_s <= 0:
+        raise ValueError(f"{called}: a pool needs at least 1 rank and a time-out above 0 s")
+    if not timeout_s <= MAX_TIMEOUT_S:
+        raise ValueError(
+            f"{called}: a time-out is at most {MAX_TIMEOUT_S:.0f} s: leave it out for 30 s"
+        )
+
+
+def _is_number(value: Any, kind: type) -> bool:
+    return isinstance(value, kind) and not isinstance(value, bool)
+
+
+def make_room(n: int) -> None:
+    """See that the machine holds `n` ranks; raise the limit of open files if that is in the way.
+
+    The limit is that of this process, and of those that it starts: the soft one goes up to what is
+    needed, as far as the hard one allows.
+
+    Raises:
+        ValueError: The machine has not enough memory for `n` ranks, or allows too few open files.
+    """
+    needed_bytes = n * ENGINE_BYTES
+    free_bytes = free_memory_bytes()
+    if needed_bytes > free_bytes:
+        raise ValueError(
+            f"Ranks(n={n}): a rank is a process of some {binary_bytes(ENGINE_BYTES)} before it "
+            f"computes anything, {n} of them need {binary_bytes(needed_bytes)}, and this machine "
+            f"has {binary_bytes(free_bytes)} free: take at most {free_bytes // ENGINE_BYTES} ranks"
+        )
+    own_files = psutil.Process().num_fds() + OWN_FILES + OWN_FILES_PER_RANK * n
+    needed = max(own_files, FILES + FILES_PER_RANK * n)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY or soft >= needed:
+        return
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        raise ValueError(
+            f"Ranks(n={n}): {n} ranks need {needed} open files in one process, and this one may "
+            f"have {hard} (ulimit -Hn): raise that limit, or take fewer ranks"
+        )
+    resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
+
+
+def free_memory_bytes() -> int:
+    """What this machine has free, or this container if that has less."""
+    free_bytes = psutil.virtual_memory().available
+    # A limit of a container (cgroup v2); without one the file says "max".
+    with contextlib.suppress(OSError, ValueError):
+        limit = int((CGROUP / "memory.max").read_text())
+        used = int((CGROUP / "memory.current").read_text())
+        free_bytes = min(free_bytes, max(0, limit - used))
+    return free_bytes
