@@ -38,8 +38,9 @@ def require(config: "GPTConfig | ViTConfig", *names: str) -> None:
             raise ValueError(f"{name}=None: set model.{name} to a number, or take it from the data")
 
 
-# each layer is a dozen Python objects, and the deepest transformers have a thousand of them
-LAYERS = Range(1, 10_000, "give a number above 0")
+# the deepest transformers have a thousand (Wang et al. 2022, arXiv:2203.00555), and each of them is
+# a dozen Python objects that take time to make
+LAYERS = Range(1, 1000, "give a number above 0")
 TRANSFORMER_RANGES = {
     "num_layers": LAYERS,
     "num_heads": SIZE,

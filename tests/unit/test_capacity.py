@@ -51,7 +51,7 @@ def test_sizes_that_no_memory_holds_are_refused_with_both_numbers():
     ("changes", "fields"),
     [
         ({"model.vocab_size": 2**31 - 1}, "lower train.micro_batch, .* or model.vocab_size"),
-        ({"model.num_layers": 10_000, "model.hidden_size": 8192}, "lower model.vocab_size"),
+        ({"model.num_layers": 1000, "model.hidden_size": 32_768}, "lower model.vocab_size"),
         ({"model.context_length": 2**31 - 1}, "lower train.micro_batch, model.context_length or"),
         ({"train.global_batch": 2 * 10**9, "train.micro_batch": 20_000}, "lower train.global"),
         ({"train.global_batch": 2**31 - 1}, "lower train.micro_batch, model.context_length or"),

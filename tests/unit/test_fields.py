@@ -190,7 +190,7 @@ SECTIONS = {
         ("data.variables", (), "is empty: name at least one"),
         ("model.dropout", math.nan, "give a finite number"),
         ("model.context_length", 10**12, "give at most 2147483647"),
-        ("model.num_layers", 10**6, "give at most 10000"),
+        ("model.num_layers", 10**6, "give at most 1000"),
         ("model.num_forcings", -1, "must not be negative"),
     ],
 )
