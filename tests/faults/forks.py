@@ -126,6 +126,10 @@ class Running:
         """Whether any rank runs."""
         return any(process.is_alive() for process in self._processes)
 
+    def ended(self, rank: int) -> bool:
+        """Whether one rank has ended."""
+        return not self._processes[rank].is_alive()
+
     def text(self, rank: int = 0) -> str:
         """What a rank has written to stdout so far."""
         return _text(self._folder / f"{rank}.out")
@@ -258,7 +262,10 @@ def _server() -> ForkServerContext:
             own = [main.name] if main else []
             context.set_forkserver_preload([*PRELOADED, *own])
             path = os.pathsep.join(filter(None, sys.path))
-            with _environment(_clean_environment() | {"PYTHONPATH": path}):
+            # a rank that is killed cannot give back its semaphores; no need to tell
+            warnings = "ignore::UserWarning:multiprocessing.resource_tracker"
+            own_variables = {"PYTHONPATH": path, "PYTHONWARNINGS": warnings}
+            with _environment(_clean_environment() | own_variables):
                 # the server starts here, and takes the environment of this moment
                 process = context.Process(target=_nothing)
                 process.start()

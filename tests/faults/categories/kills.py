@@ -1,0 +1,136 @@
+"""SIGKILL at chosen moments of a run, then the same command again: it must go on bit for bit."""
+
+import random
+import signal
+import time
+from functools import partial
+from pathlib import Path
+
+from .. import fixtures, forks
+from ..cases import BASE, TRAINS, Case, Room, contents, scaled
+from ..fixtures import LONG, RESUME
+from ..forks import Running
+from ..injection import at_event, count_events, die, on_rank
+
+PEERS_S = 0.3  # how soon torchrun tells the others
+NEW = "new run"
+RESUMED = "resumed run"
+OVERWRITTEN = "run that replaces another"
+# what is killed, on how many ranks: how many moments
+PLANS = {
+    (NEW, 1): 80,
+    (NEW, 2): 40,
+    (RESUMED, 1): 40,
+    (RESUMED, 2): 15,
+    (OVERWRITTEN, 1): 34,
+}
+EVENTS = 300  # about as many as the longest has; a number beyond the last one kills nothing
+
+
+def cases(rng: random.Random) -> list[Case]:
+    made = []
+    for (what, ranks), count in PLANS.items():
+        moments = _spread(rng, count)
+        for moment in moments:
+            rank = rng.randrange(ranks)
+            made.append(
+                Case(
+                    f"{what}, rank {rank} of {ranks} killed at {100 * moment:.1f} % of its events",
+                    answer=TRAINS,
+                    ranks=ranks,
+                    prepare=_prepare(what, ranks),
+                    act=partial(_kill_and_go_on, what, rank, moment),
+                    replaced=["run"],
+                )
+            )
+    return made
+
+
+def _spread(rng: random.Random, count: int) -> list[float]:
+    """Parts of a run, evenly spread, each moved a little; the first twelve events are all there."""
+    first = [event / EVENTS for event in range(1, 13)]
+    rest = count - len(first)
+    return first + [(number + rng.random()) / rest for number in range(rest)]
+
+
+def _prepare(what: str, ranks: int):
+    if what == RESUMED:
+        return partial(fixtures.put_killed_run, ranks=ranks)
+    if what == OVERWRITTEN:
+        return _old_run
+    return None
+
+
+def _old_run(folder: Path) -> None:
+    fixtures.put_finished_run(folder)
+    (folder / "run" / "mark.txt").write_text("the old run")
+
+
+@fixtures.once
+def num_events(what: str, ranks: int, rank: int) -> int:
+    """How many events a rank has, counted in a run that nobody kills."""
+    folder = fixtures.made(f"events-{what}-{ranks}-{rank}".replace(" ", "-"))
+    counted = folder / "count"
+    place = folder / "folder"
+    place.mkdir()
+    prepare = _prepare(what, ranks)
+    if prepare is not None:
+        prepare(place)
+    patch = partial(on_rank, rank, partial(count_events, str(counted)))
+    command = [*BASE, f"--data.cache_dir={fixtures.cache()}", *_args(what)]
+    forks.train(command, cwd=place, ranks=ranks, patch=patch, timeout_s=scaled(120))
+    return int(counted.read_text().strip() or 0)
+
+
+def _args(what: str) -> tuple[str, ...]:
+    if what == OVERWRITTEN:
+        return (*LONG, "--train.overwrite")
+    return RESUME
+
+
+def _kill_and_go_on(what: str, rank: int, moment: float, room: Room) -> None:
+    event = max(1, round(moment * num_events(what, room.case.ranks, rank)))
+    if moment * EVENTS < 12.5 and abs(moment * EVENTS - round(moment * EVENTS)) < 1e-6:
+        event = round(moment * EVENTS)  # one of the first, as it is
+    before = contents(room.folder)
+    patch = partial(on_rank, rank, partial(at_event, event, die))
+    with room.start(*_args(what), patch=patch) as running:
+        end_with_peers(running, rank)
+        first = running.wait()
+    if first.hung:
+        room.flag("wrong", "the other ranks did not end")
+    run = room.folder / "run"
+    if what == OVERWRITTEN:
+        _check_one_stands(room, before)
+        room.train(*LONG, "--train.overwrite")
+    else:
+        room.train(*RESUME)
+    fixtures.compare_with_whole(room, run, room.case.ranks)
+
+
+def end_with_peers(running: Running, rank: int) -> None:
+    """Once a rank has died the others get SIGTERM, as from torchrun, and later SIGKILL."""
+    while running.alive() and not running.ended(rank):
+        time.sleep(0.02)
+    for number, pause_s in ((signal.SIGTERM, PEERS_S), (signal.SIGKILL, 5.0)):
+        deadline = time.monotonic() + scaled(pause_s)
+        while running.alive() and time.monotonic() < deadline:
+            time.sleep(0.02)
+        if running.alive():
+            for other in range(len(running.pids)):
+                running.signal(other, number)
+
+
+def _check_one_stands(room: Room, before: dict[str, str]) -> None:
+    """After a kill the old run is whole, here or beside, or the new one has begun."""
+    after = contents(room.folder)
+    old = {path.removeprefix("run/"): digest for path, digest in before.items() if path != "run"}
+    # in place, or under whatever name it was put aside
+    tops = {path.partition("/")[0] for path in after}
+    for top in tops:
+        there = {path.removeprefix(f"{top}/"): digest for path, digest in after.items()}
+        if all(there.get(path) == digest for path, digest in old.items()):
+            return
+    rows = room.folder / "run" / "metrics.jsonl"
+    if not (rows.is_file() and '"step": 1' in rows.read_text()):
+        room.flag("lost", "the old run is gone and the new one has not made its first step")
