@@ -47,9 +47,9 @@ def act(what):
         os.write(2, b"by descriptor\n")
         os._exit(int(rank or 7))
     if what == "wait":
-        print("here", flush=True)
         if os.fork() == 0:
             time.sleep(600)
+        print("here", flush=True)
         time.sleep(600)
     if what == "leave":
         if os.fork() == 0:
