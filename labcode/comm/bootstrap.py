@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm.agreement import SharedError
-from labcode.comm.meeting import Patience, meet, store_of_agent
+from labcode.comm.meeting import MeetingError, Patience, meet, store_of_agent
 from labcode.comm.place import Place
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -138,12 +138,17 @@ def _num_step_tasks(env: Mapping[str, str]) -> int:
     program that it starts without srun would wait for ranks that nobody has started. Only a step
     has variables of the step.
     """
-    if "SLURM_STEP_NUM_TASKS" in env:
-        return _number(env, "SLURM_STEP_NUM_TASKS")
     step = env.get("SLURM_STEP_ID", env.get("SLURM_STEPID", ""))
-    if step.isdecimal() and int(step) < _RESERVED_STEPS:
-        return _number(env, "SLURM_NTASKS", default=1)
-    return 1
+    if "SLURM_STEP_NUM_TASKS" in env:
+        name = "SLURM_STEP_NUM_TASKS"
+    elif step.isdecimal() and int(step) < _RESERVED_STEPS:
+        name = "SLURM_NTASKS"
+    else:
+        return 1
+    num_tasks = _number(env, name, default=1)
+    if num_tasks < 1:
+        raise ValueError(f"{name}={num_tasks}: a step has 1 task or more; start with srun")
+    return num_tasks
 
 
 def _from_slurm(env: Mapping[str, str]) -> Place:
@@ -437,14 +442,23 @@ def _init_process_group(
 ) -> None:
     # both backends for a GPU job: objects and CPU tensors travel over gloo, CUDA tensors over NCCL
     backends = "cpu:gloo,cuda:nccl" if backend == "nccl" else "gloo"
-    dist.init_process_group(
-        backends,
-        store=store,
-        rank=place.rank,
-        world_size=place.world_size,
-        timeout=timeout,
-        device_id=device if backend == "nccl" else None,
-    )
+    try:
+        dist.init_process_group(
+            backends,
+            store=store,
+            rank=place.rank,
+            world_size=place.world_size,
+            timeout=timeout,
+            device_id=device if backend == "nccl" else None,
+        )
+    except RuntimeError as error:
+        if is_lost_peer(error):
+            raise MeetingError(lost_peer_message(error)) from None
+        reason = str(error).splitlines()[0]
+        raise MeetingError(
+            f"{backend} could not connect the ranks: {reason}; look at the network interfaces, "
+            "and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
+        ) from None
 
 
 def leave_together(place: Place, code: int) -> int:

@@ -174,6 +174,8 @@ def _find(place: Place, patience: Patience) -> None:
         except OSError as error:
             trouble = f"nobody answers at {_where(place)} ({_without_number(error)})"
             advice = "start rank 0, which is to open it, with this MASTER_ADDR and MASTER_PORT"
+            if place.has_agent:
+                advice = "torchrun, which is to open it, has gone: start the job again"
             hopeless = False
         if patience.is_over(hopeless):
             raise MeetingError(f"{trouble}{patience.in_vain}: {advice}, or {_WAIT_LONGER}")
@@ -319,8 +321,8 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
         _check_job(place, dist.PrefixStore("labcode", tcp_store))
         store = dist.PrefixStore(f"labcode/attempt_{place.attempt}/roll_call", tcp_store)
         _say_here(place, store)
-        while not store.check([_COMPLETE]):
-            if store.check([_VERDICT]):
+        while not _is_set(store, _COMPLETE):
+            if _is_set(store, _VERDICT):
                 raise RollCallError(store.get(_VERDICT).decode())
             if patience.is_over():
                 raise _give_up(place, store, patience)
@@ -389,11 +391,17 @@ def _roll(place: Place, store: dist.Store) -> tuple[list[int], list[int]]:
     present = []
     missing = []
     for rank in range(min(place.world_size, MAX_LISTED)):
-        if store.check([_here(rank)]):
+        if _is_set(store, _here(rank)):
             present.append(rank)
         else:
             missing.append(rank)
     return present, missing
+
+
+def _is_set(store: dist.Store, key: str) -> bool:
+    """Whether somebody wrote a key; torch's stack is not shown if the store has just gone."""
+    with _native_stderr_closed():
+        return store.check([key])
 
 
 def _here(rank: int) -> str:

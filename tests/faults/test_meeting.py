@@ -216,6 +216,22 @@ def test_rank_0_on_another_machine_than_its_address_says_so(tmp_path):
     assert "set MASTER_ADDR to the host of rank 0" in error
 
 
+def test_rank_0_that_dies_while_others_wait_is_named(tmp_path):
+    port = free_port()
+    envs = [by_hand(rank, port, world_size=3) for rank in (0, 1)]
+    patch = partial(meet_only, late_s=(0.0, 0.3))
+    with start([], cwd=tmp_path, ranks=2, env=envs, patch=patch) as running:
+        deadline = time.monotonic() + 60
+        while LOOKING not in running.text(1) and time.monotonic() < deadline:
+            time.sleep(0.02)
+        time.sleep(0.5)  # more than a request to the store takes
+        running.kill(0)
+        done = running.wait()
+    assert done.codes == [-signal.SIGKILL, 2]
+    error = the_error(done)
+    assert error.startswith(f"error: rank 1: rank 0, whose store at 127.0.0.1:{port} all meet in,")
+
+
 def test_whoever_waits_hears_ctrl_c(tmp_path):
     with start([], cwd=tmp_path, env=by_hand(0, free_port()), patch=meet_only) as running:
         deadline = time.monotonic() + 60
