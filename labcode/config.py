@@ -421,6 +421,10 @@ def _check_divisible(name: str, size: int, parts: int, what: str, remedy: str) -
         raise ValueError(f"{name}={size} is not divisible by {what}: {remedy}")
 
 
+# a step takes lr*weight_decay of each weight: with more, weights of a usual rate change their sign
+WEIGHT_DECAY = Range(0, 1000, "must not be negative")
+
+
 @dataclass(frozen=True)
 class OptimConfig:
     """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to `min_lr`."""
@@ -438,7 +442,7 @@ class OptimConfig:
             "lr": POSITIVE,
             "min_lr": NOT_NEGATIVE,
             "warmup_steps": COUNT_OR_ZERO,
-            "weight_decay": NOT_NEGATIVE,
+            "weight_decay": WEIGHT_DECAY,
             "beta1": PROBABILITY,
             "beta2": PROBABILITY,
             "clip_norm": NOT_NEGATIVE,

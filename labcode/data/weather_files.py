@@ -163,7 +163,7 @@ def _check_variables(name: str, wanted: Sequence[str], present: Sequence[str]) -
     if missing:
         raise ValueError(
             f"{name} has no variable {', '.join(missing)}: "
-            f"there are {', '.join(sorted(present)) or 'none'}"
+            f"there are {', '.join(sorted(present)) or 'none'}; change data.variables"
         )
 
 
@@ -236,8 +236,8 @@ def _open_file(path: Path, variables: tuple[str, ...]) -> WeatherFile:
     return WeatherFile(
         name=str(path),
         variables=variables,
-        lat=lat,
-        lon=lon,
+        lat=lat.astype(np.float64),  # a copy: xarray's may be read-only, of which torch warns
+        lon=lon.astype(np.float64),
         times=times,
         read=partial(_read_fields, path, fields),
     )

@@ -487,6 +487,7 @@ def test_latitudes_and_longitudes_may_fall_and_begin_anywhere(tmp_path, change):
     changed = change(dataset())
     train = load(write_zarr(tmp_path, changed)).train
     assert train.lat.tolist() == changed.latitude.values.tolist()
+    assert train.lat.flags.writeable and train.lon.flags.writeable  # torch warns of others
     assert train.lon.tolist() == changed.longitude.values.tolist()
 
 

@@ -169,6 +169,7 @@ SECTIONS = {
         ("optim.min_lr", math.nan, "give a finite number"),
         ("optim.min_lr", 1.0, "optim.min_lr=1.0 is larger than optim.lr=0.001: change one"),
         ("optim.weight_decay", math.inf, "give a finite number"),
+        ("optim.weight_decay", 1e10, "give at most 1000"),
         ("optim.clip_norm", math.nan, "give a finite number"),
         ("optim.clip_norm", math.inf, "give a finite number"),
         ("optim.beta1", 1.5, "give a probability from 0 to below 1"),
