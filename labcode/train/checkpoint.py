@@ -182,11 +182,11 @@ class Checkpoints:
             # a kill leaves no folder with the name of a checkpoint that lacks some of its files
             doomed = old.with_suffix(".partial")
             os.replace(old, doomed)
-            shutil.rmtree(doomed, ignore_errors=True)
+            _remove(doomed)
 
     def _remove_unfinished(self) -> None:
         for unfinished in self.folder.glob("step-*.partial"):
-            shutil.rmtree(unfinished, ignore_errors=True)
+            _remove(unfinished)
 
     def _clean_up_alone(self) -> None:
         """Remove what is unfinished, without asking the others: they may have gone already.
@@ -438,6 +438,14 @@ def _stored_by_all(folder: Path) -> dict[str, StoredFile]:
     for part in parts:
         files |= part
     return dict(sorted(files.items()))
+
+
+def _remove(folder: Path) -> None:
+    """Remove a checkpoint; of one that is a link to somewhere else, the link."""
+    if folder.is_symlink() or not folder.is_dir():
+        folder.unlink(missing_ok=True)
+    else:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _put_aside(folder: Path) -> None:

@@ -190,6 +190,8 @@ def read(path: str | Path) -> list[dict[str, float]]:
 
 def _rows(path: Path) -> Iterator[tuple[bytes, dict[str, float]]]:
     """Each line that is whole, as it stands in the file and as it reads."""
+    if not path.is_file():
+        raise ValueError(f"{path} is not a file: move it away")  # a pipe would have no end
     *lines, cut_short = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():

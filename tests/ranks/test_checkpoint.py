@@ -249,6 +249,19 @@ def test_links_and_pipes_in_a_checkpoint_are_not_followed(ranks1, written, name)
     assert ranks1.run(newest, CONFIG, written / "run") == [folder / "step-00000004"]
 
 
+def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(written):
+    folder = written / "run" / "checkpoints"
+    (folder / "step-00000006").rename(written / "elsewhere")
+    (folder / "step-00000006").symlink_to(written / "elsewhere")
+    before = contents(written / "elsewhere")
+    args = ["--train.steps=7", "--checkpoint.keep=1"]
+    done = run("--train.out=run", "--checkpoint.resume", *args, cwd=written)
+    assert done.codes == [0], done.err
+    assert "resuming from run/checkpoints/step-00000006" in done.out[0]
+    assert names(folder) == ["step-00000007"]
+    assert contents(written / "elsewhere") == before
+
+
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_disk_that_cannot_be_read_now_is_no_damage(written, number):
     def patch():
@@ -523,7 +536,7 @@ def save_and_die_at_every_moment(config, out):
     ended = False
     while not ended:
         moment += 1
-        trainer.step()
+        trainer.batches.advance()  # the next step, with the same weights
         calls = itertools.count(1)
         with pytest.MonkeyPatch.context() as patched:
             for holder, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):

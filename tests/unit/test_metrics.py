@@ -1,6 +1,7 @@
 """The rows of a run: whole after a kill, cut at a resume, and told apart from anything else."""
 
 import json
+import os
 
 import pytest
 
@@ -56,6 +57,13 @@ def test_a_line_that_is_no_row_is_named_and_left_as_it_is(tmp_path, line, messag
         assert message in str(error.value)
         assert "\n" not in str(error.value) and len(str(error.value)) < 400 + len(str(tmp_path))
     assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_what_is_no_file_is_not_waited_for(tmp_path, make):
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(ValueError, match=r"metrics\.jsonl is not a file"):
+        metrics.MetricsWriter(tmp_path, after_step=3)
 
 
 def test_a_resumed_run_keeps_the_lines_up_to_its_step_as_they_were(tmp_path):
