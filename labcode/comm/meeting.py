@@ -347,7 +347,10 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
 def _check_job(place: Place, store: dist.Store) -> None:
     """All ranks at one store are of the same job: it has a name, or at least a size."""
     own = f"{place.job or 'a job'} of {place.world_size} ranks"
-    found = store.compare_set("job", "", own).decode()
+    if place.hosts_store or place.has_agent:
+        found = store.compare_set("job", "", own).decode()
+    else:
+        found = store.get("job").decode()  # the store is rank 0's, and so is the first word
     if found != own:
         raise MeetingError(
             f"at {_where(place)} meet the ranks of {found}, and this is rank {place.rank} of "

@@ -16,22 +16,48 @@ from labcode.comm import bootstrap, meeting
 
 LOOKING = "looking for the others"
 TOGETHER = "together"
+REFUSED = "refused"
 
 
-def connect(patience_s=30.0, say_after_s=60.0, late_s=(0.0, 0.0)):
-    """Stands in for the training: meet, and say so."""
+def connect(patience_s=30.0, say_after_s=60.0, late_s=(), after_rank_0=False):
+    """Stands in for the training: meet, and say so.
+
+    Args:
+        patience_s: How long to wait for the others.
+        say_after_s: When to say for the first time who is missing; that goes to stdout, too.
+        late_s: Of each rank: how long it sleeps before it begins to look.
+        after_rank_0: The other ranks begin to look when rank 0 has opened the port.
+    """
     meeting.SAY_AFTER_S = say_after_s
     meeting.OPEN_S = 1.5
     meeting.READ_S = 0.8
     bootstrap.MEET_BY_HAND_S = patience_s
     bootstrap.MEET_LAUNCHED_S = patience_s
+    say = meeting.Patience.say
+
+    def say_twice(patience, what):
+        print(what, flush=True)
+        say(patience, what)
+
+    meeting.Patience.say = say_twice
     place = bootstrap.read_environment()
-    time.sleep(late_s[place.rank])
+    if late_s:
+        time.sleep(late_s[place.rank])
+    while after_rank_0 and place.rank > 0 and not listens(place.address):
+        time.sleep(0.02)
     print(LOOKING, flush=True)
     bootstrap.start(place)
     print(TOGETHER, flush=True)
     bootstrap.stop()
     os._exit(0)
+
+
+def listens(address):
+    try:
+        socket.create_connection(address, timeout=5).close()
+    except OSError:
+        return False
+    return True
 
 
 def meet_only(**chosen):
@@ -41,7 +67,9 @@ def meet_only(**chosen):
     try:
         connect(**chosen)
     except ValueError as error:
-        os._exit(fail(bootstrap.read_environment(), error))
+        code = fail(bootstrap.read_environment(), error)
+        print(REFUSED, flush=True)
+        os._exit(code)
 
 
 def by_hand(rank, port, world_size=2, host="127.0.0.1"):
@@ -67,6 +95,12 @@ def by_srun(rank, port, job):
         "LOCAL_RANK": None,
         "LOCAL_WORLD_SIZE": None,
     }
+
+
+def until_text(running, rank, text):
+    deadline = time.monotonic() + 60
+    while text not in running.text(rank) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def the_error(done):
@@ -101,8 +135,10 @@ def test_one_process_of_two_says_who_is_missing_and_where_it_looked(tmp_path):
 def test_all_that_have_come_end_with_one_line(tmp_path):
     port = free_port()
     envs = [by_hand(rank, port, world_size=4) for rank in (0, 2)]
-    patch = partial(meet_only, patience_s=1.0, late_s=(0.0, 0.0, 0.2))
-    done = train([], cwd=tmp_path, ranks=2, env=envs, patch=patch)
+    # rank 2 gives up soon, and tells rank 0
+    impatient = {"LABCODE_MEET_TIMEOUT_S": "1"}
+    patch = partial(meet_only, after_rank_0=True)
+    done = train([], cwd=tmp_path, ranks=2, env=[envs[0], envs[1] | impatient], patch=patch)
     assert done.codes == [2, 2]
     assert "error: ranks 1, 3 of 4 have not come to" in the_error(done)
 
@@ -167,8 +203,7 @@ def test_a_stranger_at_the_port_is_told_from_rank_0(tmp_path, answer):
 def test_two_processes_of_the_same_rank_are_both_named(tmp_path):
     port = free_port()
     envs = [by_hand(rank, port, world_size=3) for rank in (0, 1, 1)]
-    patch = partial(meet_only, late_s=(0.0, 0.0))
-    done = train([], cwd=tmp_path, ranks=3, env=envs, patch=patch)
+    done = train([], cwd=tmp_path, ranks=3, env=envs, patch=meet_only)
     assert done.codes == [2, 2, 2]
     for error in done.errors:
         assert re.search(
@@ -188,12 +223,13 @@ def test_ranks_of_two_jobs_at_one_port_do_not_train_together(tmp_path, different
     if different == "job":
         envs = [by_srun(0, port, job=17), by_srun(1, port, job=18)]
         found = "SLURM's job 17.0 of 2 ranks, and this is rank 1 of SLURM's job 18.0 of 2 ranks"
-    patch = partial(meet_only, patience_s=1.0, late_s=(0.0, 0.2))
-    done = train([], cwd=tmp_path, ranks=2, env=envs, patch=patch)
-    assert done.codes == [2, 2]
-    of_rank_0, of_rank_1 = done.errors
-    assert "rank 1 of 2 has not come" in of_rank_0
-    assert f"at 127.0.0.1:{port} meet the ranks of {found}: set MASTER_PORT" in of_rank_1
+    patch = partial(meet_only, after_rank_0=True)
+    with start([], cwd=tmp_path, ranks=2, env=envs, patch=patch) as running:
+        until_text(running, 1, REFUSED)
+        running.kill(0)  # it waits for its own rank 1
+        done = running.wait()
+    assert done.codes == [-signal.SIGKILL, 2]
+    assert f"at 127.0.0.1:{port} meet the ranks of {found}: set MASTER_PORT" in the_error(done)
 
 
 @pytest.mark.parametrize(
@@ -219,12 +255,9 @@ def test_rank_0_on_another_machine_than_its_address_says_so(tmp_path):
 def test_rank_0_that_dies_while_others_wait_is_named(tmp_path):
     port = free_port()
     envs = [by_hand(rank, port, world_size=3) for rank in (0, 1)]
-    patch = partial(meet_only, late_s=(0.0, 0.3))
+    patch = partial(meet_only, after_rank_0=True, say_after_s=0.0)
     with start([], cwd=tmp_path, ranks=2, env=envs, patch=patch) as running:
-        deadline = time.monotonic() + 60
-        while LOOKING not in running.text(1) and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.5)  # more than a request to the store takes
+        until_text(running, 1, "here: ranks 0-1")
         running.kill(0)
         done = running.wait()
     assert done.codes == [-signal.SIGKILL, 2]
@@ -233,11 +266,9 @@ def test_rank_0_that_dies_while_others_wait_is_named(tmp_path):
 
 
 def test_whoever_waits_hears_ctrl_c(tmp_path):
-    with start([], cwd=tmp_path, env=by_hand(0, free_port()), patch=meet_only) as running:
-        deadline = time.monotonic() + 60
-        while LOOKING not in running.text() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        time.sleep(0.3)
+    patch = partial(meet_only, say_after_s=0.0)
+    with start([], cwd=tmp_path, env=by_hand(0, free_port()), patch=patch) as running:
+        until_text(running, 0, "here: rank 0")
         running.signal(0, signal.SIGINT)
         done = running.wait()
     assert done.codes == [-signal.SIGINT]
