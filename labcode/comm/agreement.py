@@ -15,6 +15,7 @@ import torch.distributed as dist
 
 T = TypeVar("T")
 
+_WORD = "last word"  # its key in the store
 PATIENCE_S = 5.0  # a rank that failed says so by itself if the others come later than this
 
 
@@ -92,6 +93,24 @@ def wait_for_all() -> None:
 def is_shared(error: BaseException) -> bool:
     """Whether every rank knows of an error, so that one may report it for all."""
     return isinstance(error, SharedError) or getattr(error, "shared", False)
+
+
+def leave_word(word: str) -> None:
+    """Say why this rank leaves, for those that will find its connections closed.
+
+    Only while the store is there: torch prints lines of its own about one that is not.
+    """
+    with contextlib.suppress(RuntimeError, ValueError):  # no group, or its store has gone
+        dist.distributed_c10d._get_default_store().set(_WORD, word)
+
+
+def word_left() -> str:
+    """What a rank that is gone has said at last; "" if nothing."""
+    with contextlib.suppress(RuntimeError, ValueError):
+        store = dist.distributed_c10d._get_default_store()
+        if store.check([_WORD]):
+            return store.get(_WORD).decode()
+    return ""
 
 
 def _texts_of_all(error: Exception | None) -> list[str | None]:

@@ -33,18 +33,6 @@ class CtrlC:
         """From now on a Ctrl-C is remembered only: the run is about to end anyway."""
         self._may_raise = False
 
-    def heard_soon(self, wait_s: float = 0.5) -> bool:
-        """Whether there was one, or comes within a moment.
-
-        A terminal sends SIGINT to all ranks, but one may see the closed connection of another
-        before its own signal.
-        """
-        self.stop_raising()
-        deadline = time.monotonic() + wait_s
-        while not self.heard and time.monotonic() < deadline:
-            time.sleep(0.02)
-        return self.heard
-
     def _hear(self, _number: int, _frame: object) -> None:
         now = time.monotonic()
         if not self.heard:

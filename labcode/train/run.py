@@ -10,7 +10,13 @@ from torch.distributed.elastic.multiprocessing.errors import record
 
 from labcode import processes
 from labcode.comm import bootstrap
-from labcode.comm.agreement import on_every_rank, on_first_rank, wait_for_all
+from labcode.comm.agreement import (
+    leave_word,
+    on_every_rank,
+    on_first_rank,
+    wait_for_all,
+    word_left,
+)
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import Config
@@ -27,6 +33,8 @@ from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
 
 RESUME = "resume from it with the same command, --checkpoint.resume and the same --train.out"
+CTRL_C = "Ctrl-C"  # the last word of a rank that it has ended
+SAME_MOMENT_S = 0.5
 SHARED_WAIT_S = 5.0  # after which every node sees what one has written to a shared disk
 
 
@@ -161,12 +169,40 @@ def _code_after(
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
     if isinstance(error, KeyboardInterrupt) or ctrl_c.heard:
+        if _store_answers(place):
+            leave_word(CTRL_C)
         return report.interrupted(place, _how_far(trainer))
-    if report.is_lost_peer(error) and ctrl_c.heard_soon():
+    if report.is_lost_peer(error) and _others_were_interrupted(place, ctrl_c):
         return report.interrupted(place, _how_far(trainer))
     if not isinstance(error, Exception) or not report.is_expected(error, trainer is not None):
         return None
     return report.fail(place, error, None if trainer is None else trainer.steps_done)
+
+
+def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:
+    """Whether a rank is gone because of Ctrl-C.
+
+    A terminal sends it to all, but this rank may see the closed connection before its own signal;
+    or another one alone has got it, and has left word.
+    """
+    # else the store may be gone with the rank that hosts it
+    if (place.has_agent or place.hosts_store) and word_left() == CTRL_C:
+        return True
+    deadline = time.monotonic() + SAME_MOMENT_S
+    while not ctrl_c.heard and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return ctrl_c.heard
+
+
+def _store_answers(place: Place) -> bool:
+    """Whether somebody listens where the ranks have met."""
+    if place.address is None:
+        return False
+    try:
+        socket.create_connection(place.address, timeout=1.0).close()
+    except OSError:
+        return False
+    return True
 
 
 def _how_far(trainer: Trainer | None) -> str:
