@@ -13,6 +13,7 @@ import shutil
 import signal
 import sys
 import threading
+import warnings
 from collections.abc import Sequence
 from datetime import timedelta
 from typing import IO, Any
@@ -111,6 +112,7 @@ def _prepare_cells(shell: Any) -> None:
     shell.events.register("post_run_cell", _after_cell)
     # `exit` in a cell would end the engine after its answer.
     shell.ask_exit = sys.exit
+    warnings.filterwarnings("ignore", message="To exit: use")  # IPython's, on sys.exit
     # So would SIGTERM: ipyparallel ends the loop in which calls arrive, not the call.
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     # The notebook shows one error. IPython's own rendering of torch's frames takes a second, while

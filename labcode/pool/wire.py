@@ -11,19 +11,25 @@ import io
 import pickle
 import sys
 import sysconfig
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import ModuleType
 from typing import Any
 
 import cloudpickle
+from IPython.core.autocall import ExitAutocall
 
 loads = pickle.loads
+# cloudpickle's list of modules to send by value is one for all threads.
+_one_at_a_time = threading.Lock()
 
 
 class _Pickler(cloudpickle.Pickler):
     """Tensors travel as CPU tensors without a graph, views without the rest of their storage."""
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, ExitAutocall):
+            return _exit, ()  # in a notebook `exit` is an object that holds the whole kernel
         torch = sys.modules.get("torch")
         if torch is None or type(obj) is not torch.Tensor:
             return super().reducer_override(obj)
@@ -34,6 +40,11 @@ class _Pickler(cloudpickle.Pickler):
             plain = plain.clone()
         plain.requires_grad_(obj.is_leaf and obj.requires_grad)
         return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+
+
+def _exit() -> Any:
+    """What `exit` of a notebook is on a rank."""
+    return sys.exit
 
 
 def dumps(obj: Any) -> bytes:
@@ -49,7 +60,7 @@ def pack_call(fn: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, 
     Raises:
         TypeError: Something in it cannot travel, such as an open file or the pool itself.
     """
-    with _by_value(_module_of(fn)):
+    with _one_at_a_time, _by_value(_module_of(fn)):
         try:
             return dumps((fn, args, kwargs))
         except Exception as error:

@@ -483,6 +483,7 @@ if rank == 1:
     os._exit(3)
 dist.barrier()
 """
+EXIT = "RankError: rank 0 called exit(): its process is needed: use return"
 CLOSED = "RuntimeError: this pool of 2 ranks is closed: call restart() on it, or make a new one"
 # A cell and what a reader sees after it; None where a later line of the test looks at it.
 CELLS = [
@@ -501,6 +502,8 @@ CELLS = [
     ("%%px\n" + HANG, "KeyboardInterrupt:"),
     ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
     ("%%px --targets 1\nprint('only', rank)", "[rank 1] only 1"),
+    ("%%px\nexit()", EXIT),
+    ("def leave():\n    exit()\nranks.run(leave)", EXIT),
     ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
     (LEAVE, "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
     (PEOPLE, None),
