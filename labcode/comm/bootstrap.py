@@ -7,8 +7,8 @@ This is the one place that reads the environment.
     srun      SLURM_PROCID  SLURM_STEP_NUM_TASKS  SLURM_LOCALID  SLURM_STEP_TASKS_PER_NODE  MASTER_*
     single    0             1                     0              1                          nowhere
 
-MASTER_* are MASTER_ADDR and MASTER_PORT. How the ranks meet there is in `meeting`; they wait for each
-other for LABCODE_MEET_TIMEOUT_S. A single process keeps its store in its own memory.
+MASTER_* are MASTER_ADDR and MASTER_PORT. How the ranks meet there is in `meeting`. They wait for
+each other for LABCODE_MEET_TIMEOUT_S. A single process keeps its store in its own memory.
 """
 
 import contextlib
