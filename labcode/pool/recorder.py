@@ -43,7 +43,6 @@ _NAMES = {name: number for number, name in enumerate(record.NAMES)}
 
 
 _RULE = "all ranks of a group make the same calls in the same order, with one size and dtype"
-_RULE_OF_MESSAGES = "a message is received with the size and dtype with which it is sent"
 
 
 class CollectiveMismatch(RuntimeError):
@@ -240,8 +239,7 @@ class Recorder:
         time.sleep(CONFIRM_S)
         text = self.record.mismatch_at(place)
         if text:
-            rule = _RULE_OF_MESSAGES if " recv of " in text else _RULE
-            raise CollectiveMismatch(f"{text}: {rule}")
+            raise CollectiveMismatch(f"{text}: {_RULE}")
 
     def _count(self, group: _Group) -> None:
         if group.cell < 0 or self.in_cells[group.cell] is not group:
@@ -280,9 +278,12 @@ def _describe(
         dtype = _DTYPES.get(tensor.dtype, record.OTHER_DTYPE)
         dims = list(tensor.shape[: record.MAX_DIMS])
         numel = tensor.numel() if compared else 0
-    # Of a message both ends are one call.
-    agreed_name = name if peer < 0 else _NAMES["message"]
-    agreed = agreed_name | dtype << 8 | (root + 1) << 16
+    # Of a message both ends are one call. Their tensors are not compared: a message that an earlier
+    # call of the pool left unreceived would set all later ones of the pair against each other.
+    is_message = record.NAMES[name] in ("send", "recv")
+    agreed = _NAMES["message"] if is_message else name | dtype << 8 | (root + 1) << 16
+    if is_message:
+        numel = 0
     own = name | len(dims) << 8 | (peer + 1) << 16
     padding = [0] * (record.MAX_DIMS - len(dims))
     rest = array.array("Q", [group.members, own, *dims, *padding])
