@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 
 import pytest
+import torch.distributed as dist
 from faults.forks import free_port, start, train
 
 from labcode.comm import bootstrap, meeting
@@ -47,6 +48,7 @@ def connect(patience_s=30.0, say_after_s=60.0, late_s=(), after_rank_0=False):
         time.sleep(0.02)
     print(LOOKING, flush=True)
     bootstrap.start(place)
+    dist.barrier()  # who leaves now would break off a rank that is still connecting
     print(TOGETHER, flush=True)
     bootstrap.stop()
     os._exit(0)
