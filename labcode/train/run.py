@@ -21,7 +21,7 @@ from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.topology import GridShape
-from labcode.train import report
+from labcode.train import finite, report
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.ctrl_c import CtrlC
@@ -154,6 +154,8 @@ def _train(trainer: Trainer, folder: RunFolder) -> None:
 
     def keep() -> None:
         wait_for_all()  # the first step may fail on one rank for want of memory
+        if trainer.config.train.overwrite:
+            finite.check(trainer.model)  # or a run that has diverged would replace a good one
         folder.keep()
 
     trainer.fit(after_first_step=keep)

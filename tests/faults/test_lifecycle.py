@@ -161,6 +161,15 @@ def test_an_old_run_is_back_if_the_new_one_ends_before_its_first_step(written, p
     assert contents(written) == old
 
 
+def test_an_old_run_is_back_if_the_first_step_of_the_new_one_diverges(written):
+    old = contents(written)
+    rates = ["--optim.lr=1e38", "--optim.min_lr=1e38", "--optim.warmup_steps=0"]
+    done = train([*RUN, "--train.overwrite", *rates], cwd=written)
+    assert done.codes == [2]
+    assert "after step 1: " in done.errors[0] and "not finite" in done.errors[0]
+    assert contents(written) == old
+
+
 def killed(call):
     signalled_in("step", signal.SIGKILL, ranks=[0], call=call)
 
