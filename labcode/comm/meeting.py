@@ -17,9 +17,11 @@ Held by: tests/faults/test_meeting.py
 """
 
 import contextlib
+import errno
 import os
 import queue
 import socket
+import struct
 import sys
 import threading
 import time
@@ -162,7 +164,7 @@ def _find(place: Place, patience: Patience) -> None:
         try:
             socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
             if not place.hosts_store:
-                socket.create_connection((host, port), timeout=CONNECT_S).close()
+                _knock(host, port)
             return
         except (socket.gaierror, UnicodeError) as error:
             trouble = (
@@ -182,6 +184,17 @@ def _find(place: Place, patience: Patience) -> None:
         if patience.is_due():
             patience.say(f"rank 0 of {place.world_size}: {trouble}")
         patience.pause()
+
+
+def _knock(host: str, port: int) -> None:
+    """Connect once. Where nobody listens, TCP may connect a socket with itself, if the port that it
+    was given at random is the one it looks for: that is nobody, and must not keep the port.
+    """
+    with socket.create_connection((host, port), timeout=CONNECT_S) as connection:
+        if connection.getsockname() == connection.getpeername():
+            at_once = struct.pack("ii", 1, 0)
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            raise ConnectionRefusedError(errno.ECONNREFUSED, os.strerror(errno.ECONNREFUSED))
 
 
 def _without_number(error: Exception) -> str:
