@@ -41,7 +41,7 @@ NUMBER = 1
 NUMEL = 2
 AGREED = 3  # name, dtype << 8, (root + 1) << 16
 MEMBERS = 4  # as bits
-OWN = 5  # name, number of dims << 8, (other rank of a message + 1) << 16
+OWN = 5  # name, number of dims << 8, (other rank of a message + 1) << 16, dtype << 32
 DIMS = 6
 PLACE_WORDS = DIMS + MAX_DIMS
 FILE_BYTES = WORD_BYTES * (PLACES_AT + NUM_PLACES * PLACE_WORDS)
@@ -250,8 +250,10 @@ class Record:
             return None
         name = own & 0xFF
         num_dims = own >> 8 & 0xFF
-        dtype = agreed >> 8 & 0xFF
-        other = max(agreed >> 16, own >> 16) - 1  # the root, or the other end; only one is there
+        dtype = own >> 32
+        other = (
+            max(agreed >> 16, own >> 16 & 0xFFFF) - 1
+        )  # the root, or the other end; only one is there
         seen = LastCollective(
             name=NAMES[name],
             dtype="other" if dtype == OTHER_DTYPE else DTYPES[dtype],

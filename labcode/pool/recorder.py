@@ -284,7 +284,7 @@ def _describe(
     agreed = _NAMES["message"] if is_message else name | dtype << 8 | (root + 1) << 16
     if is_message:
         numel = 0
-    own = name | len(dims) << 8 | (peer + 1) << 16
+    own = name | len(dims) << 8 | (peer + 1) << 16 | dtype << 32
     padding = [0] * (record.MAX_DIMS - len(dims))
     rest = array.array("Q", [group.members, own, *dims, *padding])
     return numel, agreed, memoryview(rest)
