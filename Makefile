@@ -37,8 +37,8 @@ slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a 
 	@slurm/cluster up 1 --name check && slurm/cluster down --name check
 	$(BIN)/python -m pytest tests/slurm
 
-course: $(VENV)/$(STAMP)  ## execute every solution notebook, print lesson, seconds, result
-	$(BIN)/python -m tools.course
+course: $(VENV)/$(STAMP)  ## execute every solution notebook, print lesson, seconds, result; LESSON=04 for one
+	$(BIN)/python -m tools.course $(LESSON)
 
 notebooks: $(VENV)/$(STAMP)  ## build and execute the notebooks whose source changed; those you edited are left alone
 	$(BIN)/python -m tools.build_notebooks

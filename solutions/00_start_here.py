@@ -45,6 +45,7 @@ from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l00
 from labcode.teach.figures import plot
+from labcode.teach.progress import following
 from labcode.train import metrics
 from labcode.units import seconds
 
@@ -288,8 +289,9 @@ print(f"{vocabulary} different tokens, {len(splits.train):,} windows of 128 toke
 loss_guess = math.log(vocabulary)
 
 # %%
-done = launch.run("labcode.train", "gpt_tiny", "--train.steps", "80", "--train.log_every", "1", "--train.eval_every", "20",
-                  "--train.sample_tokens", "0", "--train.out", "runs/start", "--train.overwrite", nproc=2, echo=False)
+with following():
+    done = launch.run("labcode.train", "gpt_tiny", "--train.steps", "80", "--train.log_every", "1", "--train.eval_every", "20",
+                      "--train.sample_tokens", "0", "--train.out", "runs/start", "--train.overwrite", nproc=2)
 print(f"2 ranks, 80 steps, {seconds(done.seconds)} with starting and stopping")
 rows = metrics.read("runs/start")
 compare("loss of the first step, nats", loss_guess, rows[0]["loss"], within=1.05)

@@ -22,6 +22,7 @@ from nbformat import NotebookNode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as well as with -m
 
 from tools import fingerprint
+from tools.decorate import Headline, headline
 from tools.lesson_source import LessonError, notebooks_of
 from tools.notebook_run import (
     CELL_TIMEOUT_S,
@@ -57,6 +58,20 @@ def targets(source: Path) -> tuple[Path, Path]:
     return source.with_suffix(".ipynb"), student
 
 
+def headlines(root: Path) -> list[Headline]:
+    """What the lessons are called and how long they take, in order."""
+    return [headline(path.stem, path.read_text()) for path in sources(root, [])]
+
+
+def notebooks(source: Path) -> tuple[NotebookNode, NotebookNode]:
+    """The solution notebook (without outputs) and the student notebook that a source gives now.
+
+    Raises:
+        LessonError: The source cannot be cut into notebooks.
+    """
+    return notebooks_of(source.read_text(), source.name, headlines(source.parents[1]))
+
+
 def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_S) -> str:
     """Build both notebooks of a lesson and say what was done, in a few words.
 
@@ -66,7 +81,7 @@ def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_
         LessonError: The source cannot be cut into notebooks.
         RunError: A cell failed, in the solution or in the student version.
     """
-    solution, student = notebooks_of(source.read_text(), source.name)
+    solution, student = notebooks(source)
     solution_path, student_path = targets(source)
     old_solution = _read(solution_path)
     old_student = _read(student_path)
@@ -141,7 +156,7 @@ def stale(source: Path) -> list[str]:
 
     Nothing is executed. A student notebook that somebody has edited is theirs, and right.
     """
-    solution, student = notebooks_of(source.read_text(), source.name)
+    solution, student = notebooks(source)
     solution_path, student_path = targets(source)
     problems = []
     for path, fresh in ((solution_path, solution), (student_path, student)):
@@ -159,7 +174,7 @@ def stale(source: Path) -> list[str]:
 
 def edited(source: Path) -> list[str]:
     """The student notebook of a source, if somebody has edited or run it."""
-    _, student = notebooks_of(source.read_text(), source.name)
+    _, student = notebooks(source)
     _, path = targets(source)
     stored = _read(path)
     if stored is None or state(stored, student) != "edited":

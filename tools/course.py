@@ -1,5 +1,10 @@
-"""`make course`: execute every solution notebook without a browser and print how it went."""
+"""`make course`: execute every solution notebook without a browser and print how it went.
 
+python -m tools.course [NN ...]    all lessons, or those whose name begins so
+make course LESSON="00 04"         the same
+"""
+
+import argparse
 import sys
 import time
 from pathlib import Path
@@ -22,11 +27,16 @@ def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
         The exit code: 1 if any lesson failed.
     """
     paths = sorted((root / "solutions").glob("[0-9][0-9]_*.ipynb"))
-    if wanted:
-        paths = [path for path in paths if path.stem.startswith(tuple(wanted))]
     if not paths:
         print("no solution notebook found: run `make notebooks`")
         return 1
+    for prefix in wanted or []:
+        if not any(path.stem.startswith(prefix) for path in paths):
+            exist = ", ".join(path.stem for path in paths)
+            print(f"no lesson begins with {prefix!r}: there are {exist}")
+            return 1
+    if wanted:
+        paths = [path for path in paths if path.stem.startswith(tuple(wanted))]
     print(f"{'lesson':32s}  seconds  result")
     failures = []
     for path in paths:
@@ -46,4 +56,7 @@ def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(wanted=sys.argv[1:]))
+    parser = argparse.ArgumentParser(prog="python -m tools.course", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("lesson", nargs="*", help="number or beginning of the name; none: all")
+    sys.exit(main(wanted=parser.parse_args().lesson))

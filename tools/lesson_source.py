@@ -10,20 +10,34 @@ Nothing is executed here.
 """
 
 import ast
+import copy
 import hashlib
+import itertools
 import re
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import jupytext
 from nbformat import NotebookNode
 from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook
 
-from tools import fingerprint
+from tools import decorate, fingerprint
+from tools.decorate import Headline
 
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BEGIN = "### BEGIN SOLUTION"
 END = "### END SOLUTION"
 STUB = 'raise NotImplementedError("exercise: your code here")'
+# What a kernel says about its language, without its version, which varies; the settings of
+# JupyterLab add it when a notebook is opened (tools/jupyter/).
+LANGUAGE = {
+    "codemirror_mode": {"name": "ipython", "version": 3},
+    "file_extension": ".py",
+    "mimetype": "text/x-python",
+    "name": "python",
+    "nbconvert_exporter": "python",
+    "pygments_lexer": "ipython3",
+}
 KERNELSPEC = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 
 
@@ -39,7 +53,9 @@ class Block(NamedTuple):
     start: int  # number of the first line
 
 
-def notebooks_of(text: str, name: str) -> tuple[NotebookNode, NotebookNode]:
+def notebooks_of(
+    text: str, name: str, course: Sequence[Headline] = ()
+) -> tuple[NotebookNode, NotebookNode]:
     """The solution notebook (without outputs) and the student notebook of one source.
 
     Cell ids come from the content of the cell, so a cell keeps its id when others change around it.
@@ -47,6 +63,8 @@ def notebooks_of(text: str, name: str) -> tuple[NotebookNode, NotebookNode]:
     Args:
         text: The py:percent source.
         name: File name of the source, for messages and for the notebook's metadata.
+        course: The headlines of all lessons, this one among them: then the notebooks get what
+            `tools.decorate` adds. Empty: the bare cells.
 
     Raises:
         LessonError: Unbalanced markers, a solution in a markdown cell, a cell that is not Python,
@@ -66,10 +84,36 @@ def notebooks_of(text: str, name: str) -> tuple[NotebookNode, NotebookNode]:
         solution.append(_cell(cell.cell_type, solved, metadata, cell_id))
         if "solution-only" not in cell.metadata.get("tags", []):
             student.append(_cell(cell.cell_type, for_students, metadata, cell_id))
-    digest = hashlib.sha256(text.encode()).hexdigest()
-    student_notebook = _notebook(student, name, digest)
+    about = {"source": name, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    if course:
+        stem = name.removesuffix(".py")
+        for cells, is_solution in ((solution, True), (student, False)):
+            _decorate(cells, decorate.navigation(stem, course, is_solution=is_solution))
+        mine = decorate.headline(stem, text)
+        about |= {"title": mine.title, "minutes": mine.minutes}
+    student_notebook = _notebook(student, about)
     student_notebook.metadata.lesson["built"] = fingerprint.of_cells(student_notebook)
-    return _notebook(solution, name, digest), student_notebook
+    return _notebook(solution, about), student_notebook
+
+
+def _decorate(cells: list[NotebookNode], links: str) -> None:
+    """Add links, boxes and the guard to the cells of one notebook, in place."""
+    for cell, following in itertools.pairwise(cells):
+        if cell.cell_type == "markdown" and "predict" in following.metadata.get("tags", []):
+            cell.source = decorate.boxed(cell.source)
+    for cell in cells:
+        if cell.cell_type == "markdown":
+            cell.source = decorate.with_links(cell.source)
+    for cell in cells:
+        if cell.cell_type == "code":
+            cell.source = decorate.guarded(cell.source)
+            break
+    if cells[0].cell_type == "markdown":
+        cells[0].source = f"{links}\n\n{cells[0].source}"
+    if cells[-1].cell_type == "markdown":
+        cells[-1].source = f"{cells[-1].source}\n\n{links}"
+    else:
+        cells.append(_cell("markdown", links, {}, "navigation"))
 
 
 def solution_lines(text: str) -> list[str]:
@@ -107,11 +151,11 @@ def _cell(kind: str, source: str, metadata: dict[str, object], cell_id: str) -> 
     return make(source, id=cell_id, metadata=dict(metadata))
 
 
-def _notebook(cells: list[NotebookNode], name: str, digest: str) -> NotebookNode:
+def _notebook(cells: list[NotebookNode], about: Mapping[str, object]) -> NotebookNode:
     metadata = {
         "kernelspec": dict(KERNELSPEC),
-        "language_info": {"name": "python"},
-        "lesson": {"source": name, "sha256": digest},
+        "language_info": copy.deepcopy(LANGUAGE),
+        "lesson": dict(about),
     }
     notebook = new_notebook(cells=cells, metadata=metadata)
     notebook.nbformat_minor = 5
@@ -164,7 +208,7 @@ def _blanked(cell: NotebookNode, where: str) -> str:
     tree = _parse(cell.source, where)
     original = cell.source.splitlines()
     if is_prediction:
-        return _unset(tree, 1, len(original), "", "your prediction")
+        return f"{decorate.PREDICT}\n" + _unset(tree, 1, len(original), "", "your prediction")
     lines = []
     for block in blocks:
         if block.kind == "text":

@@ -1,5 +1,6 @@
 """Running a notebook with this interpreter's own kernel, and tidying what it printed."""
 
+import copy
 import os
 import re
 import sys
@@ -13,10 +14,13 @@ from nbclient.exceptions import CellExecutionError, CellTimeoutError, DeadKernel
 from nbformat import NotebookNode
 from traitlets import default
 
+from tools.lesson_source import LANGUAGE
+
 ROOT = Path(__file__).resolve().parents[1]
 CELL_TIMEOUT_S = 300  # hang detection: a whole lesson is meant to take 90 s
 WIDGET = "application/vnd.jupyter.widget-view+json"
 ANSI = re.compile(r"\x1b\[[0-9;]*m")
+PICTURE = re.compile(r"(data:image/png;base64,[^\"]*)")
 CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
 
@@ -163,7 +167,7 @@ def _first_error(cell: NotebookNode) -> NotebookNode | None:
 
 def tidy(notebook: NotebookNode) -> NotebookNode:
     """Remove what differs between machines and runs: paths, addresses, widgets, versions."""
-    notebook.metadata["language_info"] = {"name": "python"}
+    notebook.metadata["language_info"] = copy.deepcopy(LANGUAGE)
     notebook.metadata.pop("widgets", None)
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
@@ -180,7 +184,9 @@ def _joined(outputs: list[NotebookNode]) -> list[NotebookNode]:
     kept = []
     streams: dict[str, NotebookNode] = {}
     for output in outputs:
-        if WIDGET in output.get("data", {}):
+        data = output.get("data", {})
+        was_status = data.get("text/plain", "...") == "" and data.get("text/html", "...") == ""
+        if WIDGET in data or was_status:
             continue
         if output.output_type != "stream":
             streams = {}
@@ -206,10 +212,20 @@ def _tidy_output(output: NotebookNode) -> NotebookNode:
         for kind, value in output.data.items():
             if kind.startswith("text/") and isinstance(value, str):
                 output.data[kind] = _tidy_text(value)
+            elif kind == "image/png":
+                output.data[kind] = value.strip()
     return output
 
 
 def _tidy_text(text: str) -> str:
+    pieces = PICTURE.split(text)
+    # Not the pictures: in half a million letters without a blank the search takes minutes.
+    for i in range(0, len(pieces), 2):
+        pieces[i] = _tidy_words(pieces[i])
+    return "".join(pieces)
+
+
+def _tidy_words(text: str) -> str:
     for path, name in ((sys.prefix, ".venv"), (str(ROOT), "."), (str(Path.home()), "~")):
         if len(path) > 1:  # a home of "/" would match everywhere
             text = text.replace(path, name)

@@ -1,10 +1,14 @@
-"""Takes `images/lesson_in_use.png`: JupyterLab on an executed lesson, as the README shows it.
+"""Takes a picture of JupyterLab on a lesson, as `make lab` shows it.
 
-python -m tools.screenshot NOTEBOOK "text of a cell" PICTURE
+images/lesson_in_use.png is one.
+
+python -m tools.screenshot NOTEBOOK "text of a cell" PICTURE [--scale 2] [--dark] [--width 1440]
 python -m tools.screenshot solutions/04_data_parallel.ipynb "distance_guess = 1.0" images/x.png
 """
 
+import argparse
 import contextlib
+import json
 import shutil
 import socket
 import subprocess
@@ -41,7 +45,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-def wait_until_up(url: str, attempts: int = 300) -> None:
+def wait_until_up(url: str, attempts: int = 600) -> None:
     """Return when a page can be had; after all attempts too, and the browser then shows why."""
     for _ in range(attempts):
         try:
@@ -52,10 +56,21 @@ def wait_until_up(url: str, attempts: int = 300) -> None:
 
 
 @contextlib.contextmanager
-def server() -> Iterator[str]:
-    """A JupyterLab on the course that leaves the user's own settings alone; gives the address."""
+def server(*, dark: bool = False) -> Iterator[str]:
+    """A JupyterLab on the course that leaves the user's own settings alone; gives the address.
+
+    Args:
+        dark: Choose the dark theme.
+    """
     port = free_port()
     with tempfile.TemporaryDirectory() as home:
+        workspace = "default-37a8.jupyterlab-workspace"
+        shutil.copy(ROOT / "tools" / "jupyter" / "workspace.json", Path(home) / workspace)
+        if dark:
+            themes = Path(home) / "@jupyterlab" / "apputils-extension"
+            themes.mkdir(parents=True)
+            settings = {"theme": "JupyterLab Dark"}
+            (themes / "themes.jupyterlab-settings").write_text(json.dumps(settings))
         command = [
             sys.executable,
             "-m",
@@ -78,19 +93,37 @@ def server() -> Iterator[str]:
             lab.wait(30)
 
 
-def shoot(notebook: str, text: str, picture: str) -> None:
-    """Scroll to the cell whose source holds `text` and save what is on the screen as a PNG."""
+def shoot(
+    notebook: str,
+    text: str,
+    picture: str,
+    *,
+    scale: float = 1,
+    dark: bool = False,
+    width: int = 1280,
+) -> None:
+    """Scroll to the cell whose source holds `text` and save what is on the screen as a PNG.
+
+    Args:
+        notebook: Its path from the root of the course.
+        text: What only this cell holds.
+        picture: Where to write the PNG.
+        scale: Dots of the screen for each pixel of the page.
+        dark: In the dark theme.
+        width: Of the window, in pixels of the page.
+    """
     from playwright.sync_api import sync_playwright
 
     browser_path = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser_path is None:
         raise SystemExit(f"no browser is installed (looked for {', '.join(BROWSERS)})")
-    with server() as address, sync_playwright() as playwright:
+    with server(dark=dark) as address, sync_playwright() as playwright:
         browser = playwright.chromium.launch(
             executable_path=browser_path, args=["--no-sandbox", "--disable-gpu"]
         )
-        page = browser.new_page(viewport={"width": 1280, "height": 860})
-        page.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}&reset")
+        page = browser.new_page(viewport={"width": width, "height": 860}, device_scale_factor=scale)
+        page.set_default_timeout(120_000)
+        page.goto(f"{address}/lab/tree/{notebook}?token={TOKEN}")
         page.wait_for_function(NOTEBOOK_IS_OPEN)
         page.evaluate(SCROLL_TO_CELL, text)
         page.wait_for_timeout(1500)
@@ -98,7 +131,26 @@ def shoot(notebook: str, text: str, picture: str) -> None:
         browser.close()
 
 
+def main() -> None:
+    """The command line."""
+    parser = argparse.ArgumentParser(prog="python -m tools.screenshot", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("notebook", help="path from the root of the course")
+    parser.add_argument("text", help="of the cell to scroll to")
+    parser.add_argument("picture", help="the PNG to write")
+    parser.add_argument("--scale", type=float, default=1, help="2: as on a screen of high density")
+    parser.add_argument("--dark", action="store_true", help="the dark theme")
+    parser.add_argument("--width", type=int, default=1280, help="of the window (default 1280)")
+    options = parser.parse_args()
+    shoot(
+        options.notebook,
+        options.text,
+        options.picture,
+        scale=options.scale,
+        dark=options.dark,
+        width=options.width,
+    )
+
+
 if __name__ == "__main__":
-    if len(sys.argv) != 4:
-        raise SystemExit(__doc__)
-    shoot(*sys.argv[1:])
+    main()

@@ -10,6 +10,7 @@ learner has written.
 """
 
 import importlib
+import linecache
 import re
 import traceback
 from collections import Counter
@@ -19,7 +20,7 @@ from types import CellType
 from typing import Any, NamedTuple
 
 from labcode import suggest
-from labcode.teach import show
+from labcode.teach import progress, show, tracebacks
 from labcode.teach.compare import compare
 from labcode.teach.show import show_source
 
@@ -59,7 +60,8 @@ def check(exercise: str, test: Callable[[], Any]) -> None:
     """Run `test` and say in one line: right, wrong and what is wrong, or not done yet.
 
     A stub counts as not done: a function that raises NotImplementedError (here or on a rank), or a
-    name that is still `...`. A pass is praised with the words of the exercise.
+    name that is still `...`. A pass is praised with the words of the exercise, and noted for
+    `python -m labcode`.
 
     Args:
         exercise: Its number, "1.2".
@@ -67,6 +69,8 @@ def check(exercise: str, test: Callable[[], Any]) -> None:
             wrong.
     """
     verdict = _verdict(exercise, test)
+    if verdict.badge is show.RIGHT:
+        progress.record(exercise)
     plain = f"{verdict.mark} {exercise} {verdict.word}"
     rich = f"{verdict.badge.html(verdict.word)} <b>{exercise}</b>"
     if verdict.text:
@@ -237,11 +241,25 @@ def _failed_condition(error: BaseException) -> str:
 
 
 def _place(error: BaseException) -> str:
-    """Where in a function of the learner's own cells the error was raised, if it was there."""
+    """Where in a function of the learner's own cells the error was raised, here or on a rank."""
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
         in_a_cell = "ipykernel" in frame.filename or "<ipython" in frame.filename
         in_a_function = not frame.name.startswith(("<lambda>", "<module>", "<cell"))
         if in_a_cell and in_a_function:
-            place = f" (line {frame.lineno} of your cell, in {frame.name})"
+            place = _line_of(frame.filename, frame.lineno or 0, frame.name)
+    for note in getattr(error, "__notes__", []):
+        for line in tracebacks.CELL_LINE.finditer(note):
+            place = _line_of(line[2], int(line[3]), line[4])
     return place
+
+
+def _line_of(file: str, number: int, function: str) -> str:
+    source = linecache.getline(file, number).strip()
+    shown = f": `{source}`" if source else ""
+    return f" (line {number} of your cell, in {function}{shown})"
+
+
+# In the kernel of a notebook, from the import on; elsewhere these do nothing.
+tracebacks.shorten()
+progress.watch()

@@ -36,7 +36,7 @@ class Badge(NamedTuple):
         """The word with its symbol on a coloured ground."""
         style = (
             f"background-color: {self.colour}; color: #ffffff; font-weight: bold; "
-            "padding: 1px 6px; border-radius: 3px"
+            "padding: 1px 6px; border-radius: 3px; white-space: nowrap"
         )
         return f'<span style="{style}">{self.symbol} {html.escape(word)}</span>'
 

@@ -95,7 +95,6 @@ def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) ->
     """
     signals = _listen_if_it_can_stop(config)
     task = _make_task_once_per_node(config, world)
-    _check_same_data(task)
     # before any group of the grid is made
     on_every_rank(lambda: _check_sizes(config, world, shape, task))
     grid = Grid.create(shape)
@@ -113,24 +112,6 @@ def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) ->
     _check_that_all_see(config, folder, out)
     on_every_rank(lambda: trainer.open(out))
     return trainer
-
-
-def _check_same_data(task: Task) -> None:
-    """Every rank has read the same: a path may lead to another file on another node.
-
-    Communicates: one all-gather of a checksum.
-
-    Raises:
-        RefusedError: On every rank.
-    """
-    checksums = [""] * dist.get_world_size()
-    dist.all_gather_object(checksums, task.data_sha256)
-    for rank, checksum in enumerate(checksums):
-        if checksum != checksums[0]:
-            raise RefusedError(
-                f"rank {rank} has read other data than rank 0: data.path must lead to the same "
-                "file on every node, and nobody may write to it"
-            )
 
 
 def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:

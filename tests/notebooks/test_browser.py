@@ -19,7 +19,6 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
 from tools import build_notebooks  # noqa: E402  (tools/ is not installed)
-from tools.lesson_source import notebooks_of  # noqa: E402
 
 TOKEN = "a-token-for-the-test"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
@@ -86,7 +85,7 @@ def lab(tmp_path_factory):
             ignore=shutil.ignore_patterns("runs", "__pycache__", ".ipynb_checkpoints"),
         )
     for source in build_notebooks.sources(ROOT, []):  # student versions as built, without answers
-        _, student = notebooks_of(source.read_text(), source.name)
+        _, student = build_notebooks.notebooks(source)
         nbformat.write(student, folder / "notebooks" / f"{source.stem}.ipynb")
     port, log = free_port(), (home / "lab.log").open("w")
     options = [
@@ -145,6 +144,13 @@ def open_notebook(page, url):
     page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.ready")
 
 
+def is_modified(page):
+    """Whether JupyterLab would ask to save the notebook, now that its kernel has said all."""
+    page.evaluate("() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.info")
+    page.wait_for_timeout(1000)
+    return page.evaluate("() => window.jupyterapp.shell.currentWidget.context.model.dirty")
+
+
 def only(folder, pattern):
     (found,) = sorted(folder.glob(pattern))
     return found
@@ -162,6 +168,17 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
         "() => window.jupyterapp.shell.currentWidget.sessionContext.session.kernel.name"
     )
     assert kernel == "python3"
+    assert not is_modified(page)
+    panels = page.evaluate(
+        """() => {
+            const widgets = [...window.jupyterapp.shell.widgets('left')];
+            return widgets.map(widget => [widget.id, widget.isVisible]);
+        }"""
+    )
+    assert dict(panels)["table-of-contents"], "the table of contents is open"
+    assert not any("ipyparallel" in name or "ipp" in name for name, _ in panels)
+    entries = page.locator(".jp-TableOfContents-content").inner_text()
+    assert "Exercise 0.1" in entries
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")
     # after a cell that is meant to raise, the command ends before the cells do
     page.wait_for_function(ALL_RAN_OR_ONE_FAILED)
@@ -195,10 +212,12 @@ def test_stored_figures_show_before_anything_is_run(lab, page):
     address, folder = lab
     notebook = only(folder, "solutions/00_*.ipynb")
     open_notebook(page, f"{address}/lab/tree/solutions/{notebook.name}?token={TOKEN}&reset")
+    assert not is_modified(page)
     stored = notebook.read_text().count("<img alt=")
-    shown = page.evaluate(
+    shown, badges = page.evaluate(
         """async () => {  // cells are drawn when they come into view, and may go again
-            const content = window.jupyterapp.shell.currentWidget.content, seen = {};
+            const content = window.jupyterapp.shell.currentWidget.content;
+            const seen = {}, badges = {};
             for (let i = 0; i < content.widgets.length; i++) {
                 await content.scrollToItem(i);
                 await new Promise(requestAnimationFrame);
@@ -206,11 +225,14 @@ def test_stored_figures_show_before_anything_is_run(lab, page):
                     await img.decode();
                     seen[img.alt] = img.naturalWidth;
                 }
+                for (const span of document.querySelectorAll('.jp-OutputArea span[style]'))
+                    badges[span.innerText.trim()] = getComputedStyle(span).backgroundColor;
             }
-            return seen;
+            return [seen, badges];
         }"""
     )
     assert len(shown) == stored >= 3 and all(width > 100 for width in shown.values())
+    assert badges["✓ right"] == "rgb(26, 127, 55)"  # not trusted, and in colour all the same
 
 
 def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, page):

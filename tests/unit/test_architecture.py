@@ -39,6 +39,8 @@ GROUND = {
     "launch",
     "launch_rank",
     "processes",
+    "course",
+    "__main__",
 }
 GROUND |= {"schedules", "command", "fields", "processes", "suggest"}
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")

@@ -5,6 +5,7 @@ And how failures read, and what happens to a notebook that a student has worked 
 
 import json
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -216,8 +217,15 @@ def test_build_executes_and_stores(built):
     assert all(
         not cell.get("outputs") and cell.get("execution_count") is None for cell in student.cells
     )
-    assert solution.metadata.kernelspec.name == "python3" and solution.metadata.language_info == {
-        "name": "python"
+    assert solution.metadata.kernelspec.name == "python3"
+    # all that a kernel says, so that a notebook is not modified when it is opened; but no version
+    assert set(solution.metadata.language_info) == {
+        "codemirror_mode",
+        "file_extension",
+        "mimetype",
+        "name",
+        "nbconvert_exporter",
+        "pygments_lexer",
     }
     text = json.dumps(solution)
     assert str(ROOT) not in text and sys.prefix not in text and str(Path.home()) + "/" not in text
@@ -328,7 +336,7 @@ TAMPERING = {
         lambda nb: nb.cells[2].update(metadata={}),
         "cell 3 differs from its source in metadata",
     ),
-    "a lost cell": ("solutions", lambda nb: nb.cells.pop(), "has 6 cells, its source gives 7"),
+    "a lost cell": ("solutions", lambda nb: nb.cells.pop(), "has 7 cells, its source gives 8"),
     "another error expected": (
         "solutions",
         lambda nb: nb.cells[5].metadata.update(raises="TypeError"),
@@ -436,7 +444,7 @@ def test_the_builder_runs_the_student_version_once_per_change_of_its_code(
 ):
     source = copy / "solutions" / "99_try.py"
     student = copy / "notebooks" / "99_try.ipynb"
-    _, fresh = both(LESSON)
+    _, fresh = build_notebooks.notebooks(source)
     assert build_notebooks.code_last_run(nbformat.read(student, as_version=4)) == (
         fingerprint.of_code(fresh)
     )
@@ -504,6 +512,17 @@ def test_what_is_shown_stays_between_what_is_printed_before_and_after():
     assert text_of(cell) == "before\n[v] 1.1 right\nafter"
 
 
+def test_what_a_cleared_status_leaves_is_not_stored():
+    output = nbformat.v4.new_output
+    cell = nbformat.v4.new_code_cell("x")
+    cell.outputs = [
+        output("display_data", data={"text/html": "", "text/plain": ""}),
+        output("display_data", data={"text/html": "<b>3</b>", "text/plain": "3"}),
+    ]
+    tidy(nbformat.v4.new_notebook(cells=[cell]))
+    assert text_of(cell) == "3"
+
+
 def test_course_prints_a_table(copy, capsys):
     assert course.main(copy) == 0
     out = capsys.readouterr().out
@@ -517,6 +536,16 @@ def test_course_prints_a_table(copy, capsys):
     out = capsys.readouterr().out
     assert "FAILED" in out and "99_try.ipynb, cell 2: NameError" in out and "0 of 1 lessons" in out
     assert course.main(copy / "notebooks") == 1  # nothing there
+    capsys.readouterr()
+    assert course.main(copy, ["42"]) == 1
+    assert capsys.readouterr().out == "no lesson begins with '42': there are 99_try\n"
+
+
+def test_course_explains_itself():
+    """`--help` once was taken for the name of a lesson."""
+    command = [sys.executable, "-m", "tools.course", "--help"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    assert done.stdout.startswith("usage: python -m tools.course [-h] [lesson ...]")
 
 
 def test_student_notebook_runs_to_the_end(copy):

@@ -1,5 +1,6 @@
 """What all figures share: alternative text, small files, legible colours; shown once."""
 
+import base64
 import re
 
 import matplotlib as mpl
@@ -34,13 +35,19 @@ NARROW = ("heatmap", "grid", "cuts")  # as wide as their content
 @pytest.mark.parametrize("name", FIGURES)
 def test_every_figure_carries_its_alternative_text_and_is_small(name):
     picture = FIGURES[name]('Two "quoted" <words> & more')
-    bundle = picture._repr_mimebundle_()
-    assert set(bundle) == {"text/html", "text/plain"}
+    bundle, metadata = picture._repr_mimebundle_()
+    assert set(bundle) == {"text/html", "image/png", "text/plain"}
     assert 'alt="Two &quot;quoted&quot; &lt;words&gt; &amp; more"' in bundle["text/html"]
     width = int(re.search(r'width="(\d+)"', bundle["text/html"])[1])
     assert 300 < width < 720 or name in NARROW
+    # what strips HTML shows the PNG, in the same size, and finds the text beside it
+    assert metadata["image/png"]["alt"] == picture.alt
+    assert metadata["image/png"]["width"] == width
+    assert base64.b64decode(bundle["image/png"]) == picture.png()
     assert picture.png()[:4] == b"\x89PNG"
-    assert 1_000 < len(picture.png()) < 60_000
+    pixels = int.from_bytes(picture.png()[16:20], "big")
+    assert pixels // 2 == width  # sharp on a screen with two dots a pixel
+    assert 1_000 < len(picture.png()) < 90_000
     assert picture.png() == picture.png()
 
 
@@ -52,7 +59,10 @@ def test_a_figure_without_alternative_text_is_refused(name, poor):
 
 
 def test_every_function_of_plot_is_tested_here():
-    assert set(plot.__all__) - set(FIGURES) == {"transports"}  # in the tests of NCCL's log
+    assert set(plot.__all__) - set(FIGURES) == {
+        "transports",  # in the tests of NCCL's log
+        "progress",  # in test_course.py; it says itself what it shows
+    }
 
 
 def test_the_style_ends_with_the_drawing():

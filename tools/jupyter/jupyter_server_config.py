@@ -1,8 +1,13 @@
 """JupyterLab's settings for the course: localhost, a token, TensorBoard behind the same token."""
 
 import os
+import platform
+import shutil
 import sys
 from pathlib import Path
+from typing import Any
+
+from jupyter_server.services.contents.largefilemanager import AsyncLargeFileManager
 
 c = get_config()  # noqa: F821  (put here by Jupyter)
 root = Path(__file__).resolve().parents[2]
@@ -17,8 +22,38 @@ c.LabApp.default_url = f"/lab/tree/notebooks/{first.name}" if first else "/lab"
 
 c.LabApp.news_url = None  # no look-up on the network
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
-# overrides.json: no question about news
-c.LabApp.app_settings_dir = str(root / "tools" / "jupyter" / "settings")
+# overrides.json: no question about news, whole names in the file list, Markdown as a page
+# page_config.json: no panel of IPython Parallel, no tiles of Jupytext
+here = root / "tools" / "jupyter"
+c.LabApp.app_settings_dir = str(here / "settings")
+
+# What is open and where is kept apart from the user's other work with JupyterLab. The first time
+# it is as workspace.json says: the table of contents open, in a sidebar as wide as names are long.
+workspaces = root / "build" / "jupyter"
+workspace = workspaces / "default-37a8.jupyterlab-workspace"
+if not workspace.exists():
+    workspaces.mkdir(parents=True, exist_ok=True)
+    shutil.copy(here / "workspace.json", workspace)
+c.LabApp.workspaces_dir = str(workspaces)
+
+
+class Contents(AsyncLargeFileManager):
+    """Files as they are on the disk, and notebooks with the version of this Python.
+
+    A kernel writes the version of its Python into the notebook. The notebooks of the course do not
+    have it, as it differs from machine to machine, so each would count as modified once opened.
+    """
+
+    async def get(self, *args: Any, **options: Any) -> dict[str, Any]:
+        model = await super().get(*args, **options)
+        if model["type"] == "notebook" and model["content"]:
+            language = model["content"]["metadata"].get("language_info", {})
+            if language.get("name") == "python":
+                language.setdefault("version", platform.python_version())
+        return model
+
+
+c.ServerApp.contents_manager_class = Contents
 
 # A kernel works in the folder of its notebook, so runs that it starts land in notebooks/runs.
 # TensorBoard watches folders that do not exist yet, and shows their runs as soon as they appear.

@@ -12,6 +12,7 @@ from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.nodes import transports
+from labcode.teach.figures.progress import progress
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
 
@@ -26,6 +27,7 @@ __all__ = [
     "grid",
     "heatmap",
     "lines",
+    "progress",
     "ring",
     "timeline",
     "transports",

@@ -13,6 +13,7 @@ begins with `canvas`:
 import base64
 import html
 import io
+import struct
 from collections.abc import Sequence
 from os import PathLike
 from typing import Any
@@ -43,8 +44,10 @@ RULE = "#888888"  # thin lines
 MARKERS = "osD^vPX*"
 STYLES = ("-", "--", "-.", ":")
 
-DPI = 144  # of the PNG; a browser shows it at 96, so it is sharp on fine screens too
+DPI = 192  # of the PNG; a browser shows it at 96, so it is sharp on screens of twice as many dots
 NUM_COLOURS = 96  # of the PNG's palette
+# Round a figure: white, with a margin, as letters at its very edge are hard to read on a dark page.
+CARD = "background-color: #ffffff; padding: 8px; border-radius: 6px"
 
 STYLE: dict[Any, Any] = {
     "font.family": "DejaVu Sans",  # comes with matplotlib: the same letters on every machine
@@ -76,7 +79,9 @@ Point = tuple[float, float]
 class Picture:
     """A figure with its alternative text; as the last expression of a cell it is shown, once.
 
-    JupyterLab shows a plain PNG without alternative text, so the output is an HTML image with one.
+    JupyterLab shows a plain PNG without alternative text, so the output is an HTML image with one,
+    on white also where the page is dark. The plain PNG lies beside it, with the text in its
+    metadata, for what strips HTML: GitHub, PDF, tools that take figures out of notebooks.
 
     Args:
         figure: The drawing.
@@ -116,14 +121,16 @@ class Picture:
         with open(path, "wb") as file:
             file.write(self.png())
 
-    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> dict[str, str]:
+    def _repr_mimebundle_(self, include: Any = None, exclude: Any = None) -> tuple[dict, dict]:
         png = self.png()
-        pixels = int.from_bytes(png[16:20], "big")  # the width in the PNG's header
-        css_pixels = pixels * 96 // DPI
+        width, height = (pixels * 96 // DPI for pixels in struct.unpack(">II", png[16:24]))
         source = base64.b64encode(png).decode()
         alt = html.escape(self.alt)
-        image = f'<img alt="{alt}" width="{css_pixels}" src="data:image/png;base64,{source}">'
-        return {"text/html": image, "text/plain": repr(self)}
+        image = (
+            f'<img alt="{alt}" width="{width}" style="{CARD}" src="data:image/png;base64,{source}">'
+        )
+        data = {"text/html": image, "image/png": source, "text/plain": repr(self)}
+        return data, {"image/png": {"width": width, "height": height, "alt": self.alt}}
 
     def __repr__(self) -> str:
         return f"Figure: {self.alt}"

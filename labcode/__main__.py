@@ -1,0 +1,66 @@
+"""`python -m labcode`: the lessons, how long they take, what is done, and what comes next."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from labcode import course
+
+EPILOG = """\
+Also there: python -m labcode.train RECIPE (a training run), python -m labcode.slurm (job scripts),
+and `make lab`, which opens the course. An exercise is done when its check in the notebook says so.
+"""
+
+
+def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
+    """The command line; returns the exit code.
+
+    Args:
+        arguments: Without the program's name; None: those of this process.
+        start: Where to look for the notebooks first; None: here.
+    """
+    parser = argparse.ArgumentParser(prog="python -m labcode", description=__doc__, epilog=EPILOG)
+    parser.parse_args(arguments)
+    folder = course.notebooks_folder(start or Path.cwd())
+    if folder is None:
+        print(
+            "no lesson found: go to the folder of the course, the one that holds notebooks/",
+            file=sys.stderr,
+        )
+        return 2
+    print("\n".join(table(folder)))
+    return 0
+
+
+def table(folder: Path) -> list[str]:
+    """The lines to print for the notebooks of a folder."""
+    done = course.passed(folder)
+    lessons = course.lessons(folder)
+    rows = []
+    total_minutes = 0
+    total_done = 0
+    next_step = ""
+    for lesson in lessons:
+        passed = done.intersection(lesson.exercises)
+        count = f"{len(passed)} of {len(lesson.exercises)}"
+        minutes = "" if lesson.minutes is None else str(lesson.minutes)
+        rows.append(f"{lesson.number}  {lesson.title:<48} {minutes:>7}  {count:>9}")
+        total_minutes += lesson.minutes or 0
+        total_done += len(passed)
+        is_open = [exercise for exercise in lesson.exercises if exercise not in done]
+        if is_open and not next_step:
+            next_step = f"Next: exercise {is_open[0]} in {lesson.notebook.name}"
+    total = sum(len(lesson.exercises) for lesson in lessons)
+    head = f"{'':2}  {'lesson':<48} {'minutes':>7}  {'exercises':>9}"
+    hours = f"{total_minutes // 60} h {total_minutes % 60:02} min"
+    return [
+        head,
+        *rows,
+        "",
+        f"{total_done} of {total} exercises done; all lessons together take {hours}.",
+        next_step or "All exercises are done.",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

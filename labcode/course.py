@@ -1,0 +1,110 @@
+"""The course as it lies on this disk: its lessons, their exercises, and which of them are done.
+
+A lesson is a student notebook, `notebooks/NN_topic.ipynb`. Exercises that passed are kept in a file
+beside the notebooks, which git ignores. No torch, so that `python -m labcode` answers at once.
+"""
+
+import contextlib
+import json
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from labcode.files import write_atomically
+
+PROGRESS = ".progress.json"  # beside the notebooks
+CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
+
+
+class Lesson(NamedTuple):
+    """A lesson that can be opened.
+
+    Args:
+        number: As in the name of its notebook, "04".
+        title: Of its first heading, without the number.
+        minutes: How long a learner takes; None where the lesson does not say.
+        exercises: The numbers of those that check themselves, in order.
+        notebook: The student notebook.
+    """
+
+    number: str
+    title: str
+    minutes: int | None
+    exercises: tuple[str, ...]
+    notebook: Path
+
+
+def notebooks_folder(start: Path) -> Path | None:
+    """The folder of the student notebooks: `start`, one below it, or the one beside the library."""
+    beside_the_library = Path(__file__).resolve().parents[1]
+    for folder in (start, start / "notebooks", beside_the_library / "notebooks"):
+        if lessons(folder):
+            return folder
+    return None
+
+
+def lessons(folder: Path) -> list[Lesson]:
+    """The lessons whose student notebook lies in a folder, in order.
+
+    Solutions, and notebooks that cannot be read, are left out.
+    """
+    found = []
+    for path in sorted(folder.glob("[0-9][0-9]_*.ipynb")):
+        lesson = _lesson(path)
+        if lesson is not None:
+            found.append(lesson)
+    return found
+
+
+def _lesson(path: Path) -> Lesson | None:
+    notebook = _json(path)
+    about = notebook.get("metadata", {}).get("lesson", {})
+    is_student_version = "built" in about
+    if not is_student_version or ".yours-" in path.name:
+        return None
+    exercises = []
+    for cell in notebook.get("cells", []):
+        if cell.get("cell_type") == "code":
+            exercises += CHECK.findall("".join(cell["source"]))
+    title = about.get("title") or path.stem[3:].replace("_", " ")
+    return Lesson(path.name[:2], title, about.get("minutes"), tuple(exercises), path)
+
+
+def passed(folder: Path) -> set[str]:
+    """The exercises that have passed their check in the notebooks of a folder."""
+    found = _json(folder / PROGRESS).get("passed", {})
+    return set(found) if isinstance(found, dict) else set()
+
+
+def record(exercise: str, folder: Path) -> bool:
+    """Note that an exercise has passed, if its student notebook lies in this folder.
+
+    So nothing is noted for a solution, nor where the builder or a test runs a lesson: they do it in
+    folders of their own. That a disk is full or read-only is no reason to disturb a learner.
+
+    Returns:
+        Whether it is noted.
+    """
+    if exercise in passed(folder):
+        return True
+    if not any(exercise in lesson.exercises for lesson in lessons(folder)):
+        return False
+    path = folder / PROGRESS
+    content = _json(path)
+    now = datetime.now(UTC).isoformat(timespec="seconds")
+    done = content.get("passed", {})
+    content["passed"] = {**done, exercise: now} if isinstance(done, dict) else {exercise: now}
+    with contextlib.suppress(OSError):
+        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+        return True
+    return False
+
+
+def _json(path: Path) -> dict[str, Any]:
+    """What a JSON file holds; {} if there is none, or none that can be read."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}

@@ -1,0 +1,69 @@
+"""Short tracebacks in a notebook: the learner's own lines, without those of the library.
+
+IPython hides frames that hold `__tracebackhide__`, but never the last one, and an error of the
+library is raised in the library. So the frames are taken out before IPython sees them. `%tb` shows
+all of them.
+"""
+
+import linecache
+import re
+import sys
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from IPython.core.getipython import get_ipython
+
+LIBRARY = Path(__file__).resolve().parents[1]
+CELL_LINE = re.compile(r'(?m)^( *)File "([^"\n]*ipykernel[^"\n]*)", line (\d+), in (.*)$')
+
+
+def shorten() -> None:
+    """From now on show short tracebacks, if this runs in the kernel of a notebook."""
+    shell: Any = get_ipython()
+    kernel = getattr(shell, "kernel", None)
+    # the ranks of a pool have kernels of their own, which send their errors on
+    if type(kernel).__module__.startswith("ipykernel"):
+        shell.set_custom_exc((Exception,), _show)
+
+
+def _show(
+    shell: Any, kind: type, error: BaseException, trace: TracebackType, tb_offset: int | None = None
+) -> None:
+    """Called by IPython when a cell raises."""
+    notes = [with_source(note) for note in getattr(error, "__notes__", [])]
+    if notes:
+        error.__notes__ = notes
+    shell.showtraceback((kind, error, without_library(trace)), tb_offset=tb_offset)
+    sys.last_traceback = trace
+
+
+def without_library(trace: TracebackType) -> TracebackType:
+    """A traceback without labcode's frames; the whole one if nothing else would be left."""
+    kept = []
+    step: TracebackType | None = trace
+    while step is not None:
+        if not Path(step.tb_frame.f_code.co_filename).is_relative_to(LIBRARY):
+            kept.append(step)
+        step = step.tb_next
+    shorter: TracebackType | None = None
+    for frame in reversed(kept):
+        shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
+    return shorter or trace
+
+
+def with_source(note: str) -> str:
+    """A rank's traceback with the lines of this notebook's cells, which the rank cannot know."""
+    lines = []
+    all_lines = note.splitlines()
+    for number, line in enumerate(all_lines):
+        lines.append(line)
+        place = CELL_LINE.match(line)
+        if place is None:
+            continue
+        indent = place[1]
+        source = linecache.getline(place[2], int(place[3])).strip()
+        following = all_lines[number + 1] if number + 1 < len(all_lines) else ""
+        if source and following.strip() != source:
+            lines.append(f"{indent}  {source}")
+    return "\n".join(lines)

@@ -1,0 +1,157 @@
+"""The course on the disk: lessons, minutes, what has passed; `python -m labcode`, the picture."""
+
+import json
+import subprocess
+import sys
+
+import nbformat
+import pytest
+
+from labcode import __main__ as command
+from labcode import course
+from labcode.teach import show
+from labcode.teach.check import check
+from labcode.teach.figures import plot
+
+
+def notebook(folder, stem, *, student=True, **about):
+    number = stem[:2].lstrip("0") or "0"
+    checks = [f'check("{number}.{i}", lambda: x)' for i in (1, 2)]
+    cells = [nbformat.v4.new_code_cell(text) for text in checks]
+    cells.append(nbformat.v4.new_markdown_cell('check("9.9")'))
+    lesson = {"built": "abc", **about} if student else about
+    nbformat.write(
+        nbformat.v4.new_notebook(cells=cells, metadata={"lesson": lesson}),
+        folder / f"{stem}.ipynb",
+    )
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """The notebooks of a course of two lessons, and what else may lie there."""
+    here = tmp_path / "notebooks"
+    here.mkdir()
+    notebook(here, "00_start", title="Start here", minutes=30)
+    notebook(here, "04_ddp", title="DDP")
+    notebook(here, "04_ddp.yours-1", title="Mine")
+    notebook(here, "07_solved", student=False)
+    (here / "08_broken.ipynb").write_text("{")
+    notebook(here, "notes")
+    return here
+
+
+def test_lessons(folder):
+    found = course.lessons(folder)
+    assert [(lesson.number, lesson.title, lesson.minutes) for lesson in found] == [
+        ("00", "Start here", 30),
+        ("04", "DDP", None),
+    ]
+    assert found[1].exercises == ("4.1", "4.2")
+
+
+def test_the_folder_is_found_from_the_course_from_the_notebooks_and_from_elsewhere(
+    folder, tmp_path
+):
+    assert course.notebooks_folder(folder) == folder
+    assert course.notebooks_folder(tmp_path) == folder
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    beside_the_library = course.notebooks_folder(elsewhere)
+    assert beside_the_library is not None and beside_the_library.name == "notebooks"
+
+
+def test_what_passes_is_noted_once(folder):
+    assert course.passed(folder) == set()
+    assert course.record("4.2", folder)
+    first = (folder / course.PROGRESS).read_bytes()
+    assert course.record("4.2", folder)
+    assert (folder / course.PROGRESS).read_bytes() == first
+    assert course.record("0.1", folder)
+    assert course.passed(folder) == {"4.2", "0.1"}
+
+
+def test_nothing_is_noted_where_no_learner_works(folder, tmp_path):
+    """Not for a solution, nor for an unknown exercise, nor where the builder runs a lesson."""
+    assert not course.record("7.1", folder)
+    assert not course.record("42.1", folder)
+    assert not course.record("4.1", tmp_path)
+    assert not (folder / course.PROGRESS).exists()
+    assert not (tmp_path / course.PROGRESS).exists()
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"passed": 3}'])
+def test_a_damaged_file_counts_as_empty(folder, content):
+    (folder / course.PROGRESS).write_text(content)
+    assert course.passed(folder) == set()
+    assert course.record("4.1", folder)
+    assert course.passed(folder) == {"4.1"}
+
+
+def test_a_folder_that_cannot_be_written_disturbs_nobody(folder, monkeypatch):
+    def full(*_):
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(course, "write_atomically", full)
+    assert not course.record("4.1", folder)
+
+
+def test_check_notes_a_pass_in_a_notebook_alone(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    check("4.1", lambda: None)
+    assert course.passed(folder) == set()
+    monkeypatch.setattr(show, "in_notebook", lambda: True)
+    monkeypatch.setattr(show, "display", lambda *_, **__: None)
+    check("4.2", lambda: 1 / 0)
+    assert course.passed(folder) == set()
+    check("4.1", lambda: None)
+    assert course.passed(folder) == {"4.1"}
+
+
+def test_the_command_prints_lessons_minutes_and_what_comes_next(folder, capsys):
+    course.record("0.1", folder)
+    assert command.main([], folder) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].split() == ["lesson", "minutes", "exercises"]
+    assert lines[1].split() == ["00", "Start", "here", "30", "1", "of", "2"]
+    assert lines[2].split() == ["04", "DDP", "0", "of", "2"]
+    assert lines[-2] == "1 of 4 exercises done; all lessons together take 0 h 30 min."
+    assert lines[-1] == "Next: exercise 0.2 in 00_start.ipynb"
+    for exercise in ("0.2", "4.1", "4.2"):
+        course.record(exercise, folder)
+    assert command.main([], folder) == 0
+    assert capsys.readouterr().out.endswith("All exercises are done.\n")
+
+
+def test_the_command_without_torch(folder):
+    code = (
+        "import sys; from labcode import __main__ as m; m.main([]); print('torch' in sys.modules)"
+    )
+    command_line = [sys.executable, "-c", code]
+    done = subprocess.run(command_line, cwd=folder, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "False"
+
+
+def test_the_command_where_there_is_no_course(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(course, "notebooks_folder", lambda _: None)
+    assert command.main([], tmp_path) == 2
+    assert capsys.readouterr().err.startswith("no lesson found: go to the folder")
+
+
+def test_the_picture_shows_what_has_passed(folder):
+    course.record("4.2", folder)
+    picture = plot.progress(folder)
+    assert picture.alt == "Exercises that have passed: 0 of 2 in lesson 00, 1 of 2 in lesson 04"
+    words = [text.get_text() for text in picture.axes[0].texts]
+    assert words == ["00  Start here", "0.1", "0.2", "04  DDP", "4.1", "✓ 4.2"]
+
+
+def test_the_picture_in_a_folder_without_lessons_is_that_of_the_course(tmp_path):
+    """As where the builder runs a lesson: what this machine's learner has done is not shown."""
+    picture = plot.progress(tmp_path)
+    assert " 0 of 3 in lesson 00" in picture.alt
+
+
+def test_the_file_is_readable(folder):
+    course.record("4.2", folder)
+    content = json.loads((folder / course.PROGRESS).read_text())
+    assert list(content["passed"]) == ["4.2"]

@@ -1,0 +1,122 @@
+"""What the builder adds to a lesson, so that no source has to carry it.
+
+Links to the lessons before and after, to the map of the course and to the solution; sources that
+can be clicked; a box round each question that is to be predicted; a first line of code that says
+what to do where labcode is missing. Markdown and plain HTML: it shows in JupyterLab, in VS Code and
+in an exported page alike.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+MAP = "[Map of the course](../README.md#the-course)"
+GUARD = "import labcode  # not found? Kernel > Change Kernel: take the one of .venv, or `make lab`"
+PREDICT = "# PREDICT: put your answer in the place of each `...`, run this cell, then go on."
+# Opened and closed in paragraphs of their own, so that what stands between is still Markdown.
+BOX = '<div class="alert alert-info">\n\n{}\n\n</div>'
+
+# Text that is left as it is: code, links, and what is a link without our help.
+_TAKEN = re.compile(r"(`[^`]*`|!?\[[^\]]*\]\([^)]*\)|<[^>\s][^>]*>)")
+_ARXIV = re.compile(r"\barXiv:(\d{4}\.\d{4,5})")
+_DOI = re.compile(r"\bdoi:? ?(10\.\d{4,9}/[^\s,;)]*[\w/])")
+_ADDRESS = re.compile(
+    r"(?<![\w@./-])(https?://)?((?:[a-z0-9-]+\.)+(?:org|com|gov|io|edu|net|ai|dev|eu|int)\b"
+    r"(?:/[\w./#?=&%~+-]*[\w/])?)"
+)
+_SOURCES = re.compile(r"(?ms)(^## +Sources\b.*?)(?=^## |\Z)")
+
+
+class Headline(NamedTuple):
+    """What a source says about itself at its top.
+
+    Args:
+        stem: The name of its notebooks, without the ending.
+        title: Its first heading without the number, "Tensor parallel".
+        minutes: What a learner needs; None where it does not say.
+    """
+
+    stem: str
+    title: str
+    minutes: int | None
+
+    @property
+    def label(self) -> str:
+        """Number and title, as a link shows them."""
+        return f"{self.stem[:2]} {self.title}"
+
+
+def headline(stem: str, text: str) -> Headline:
+    """The headline of a py:percent source."""
+    found = re.search(r"(?m)^# # (?:Lesson )?\d+\W+(.+)$", text)
+    title = found[1].strip() if found else stem[3:].replace("_", " ")
+    minutes = re.search(r"\*\*Time\*\*:? (\d+) min", text)
+    return Headline(stem, title, int(minutes[1]) if minutes else None)
+
+
+def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> str:
+    """One line of links: the lesson before, the map, this lesson solved or to solve, the next.
+
+    Args:
+        stem: Of the lesson that gets the line.
+        course: All lessons, in order.
+        is_solution: Whether the line is for the solved notebook.
+    """
+    stems = [lesson.stem for lesson in course]
+    here = stems.index(stem)
+    links = []
+    if here > 0:
+        before = course[here - 1]
+        links.append(f"[← {before.label}]({before.stem}.ipynb)")
+    links.append(MAP)
+    if is_solution:
+        links.append(f"[This lesson, to solve](../notebooks/{stem}.ipynb)")
+    else:
+        links.append(f"[Solution of this lesson](../solutions/{stem}.ipynb)")
+    if here + 1 < len(course):
+        after = course[here + 1]
+        links.append(f"[{after.label} →]({after.stem}.ipynb)")
+    return " &nbsp;|&nbsp; ".join(links)
+
+
+def with_links(text: str) -> str:
+    """Markdown in which papers can be clicked, and under `## Sources` addresses as well."""
+    text = _outside_links(text, _link_papers)
+    return _SOURCES.sub(_link_addresses, text)
+
+
+def _link_papers(text: str) -> str:
+    text = _ARXIV.sub(r"[arXiv:\1](https://arxiv.org/abs/\1)", text)
+    return _DOI.sub(r"[doi:\1](https://doi.org/\1)", text)
+
+
+def _link_addresses(section: re.Match) -> str:
+    def link(text: str) -> str:
+        return _ADDRESS.sub(r"[\2](https://\2)", text)
+
+    return _outside_links(section[1], link)
+
+
+def _outside_links(text: str, change: Callable[[str], str]) -> str:
+    pieces = _TAKEN.split(text)
+    for i in range(0, len(pieces), 2):  # the others are what `_TAKEN` found
+        pieces[i] = change(pieces[i])
+    return "".join(pieces)
+
+
+def boxed(text: str) -> str:
+    """Markdown with a box from the paragraph that says **Predict** to its end."""
+    at = text.find("**Predict")
+    if at < 0:
+        return text
+    start = text.rfind("\n\n", 0, at) + 2
+    if start == 1:  # there is no paragraph before
+        start = 0
+    return text[:start] + BOX.format(text[start:].strip())
+
+
+def guarded(code: str) -> str:
+    """The first code cell of a lesson: it begins by importing what another kernel lacks."""
+    if code.startswith("%%"):
+        return code
+    return f"{GUARD}\n{code}"
