@@ -102,7 +102,10 @@ def _ask(processes: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: fl
 
 
 def end_with_parents(
-    *others: int, before_end: Callable[[], object] | None = None, at_once: bool = False
+    *others: int,
+    before_end: Callable[[], object] | None = None,
+    at_once: bool = False,
+    parent: int | None = None,
 ) -> None:
     """From now on this process ends when its parent ends, or one of `others`, even by SIGKILL.
 
@@ -122,10 +125,12 @@ def end_with_parents(
         others: Numbers of further processes, such as the one that started the parent.
         before_end: Called before the end, to remove files; not if the kernel is faster.
         at_once: The main thread of the parent started this process.
+        parent: Number of the process that started this one, where that was asked earlier: it may
+            have ended since, while this process imported torch. None asks now.
 
     Held by: tests/unit/test_processes.py
     """
-    parent = os.getppid()
+    parent = parent or os.getppid()
     if at_once and sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     watch = threading.Thread(target=_watch, args=(parent, others, before_end), daemon=True)

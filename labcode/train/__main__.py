@@ -2,6 +2,7 @@
 srun.
 """
 
+import os
 import sys
 from collections.abc import Sequence
 
@@ -11,10 +12,11 @@ from labcode.train.ctrl_c import INTERRUPTED, CtrlC
 
 def main(args: Sequence[str]) -> int:
     """Run the program; returns its exit code: 0, 2 after a user error, 130 after Ctrl-C."""
+    started_by = os.getppid()  # asked now: it may end while torch is imported
     ctrl_c = CtrlC()
     ctrl_c.listen()
     try:
-        return _main(args, ctrl_c)
+        return _main(args, ctrl_c, started_by)
     except BaseException:
         if not ctrl_c.heard:
             raise
@@ -23,7 +25,7 @@ def main(args: Sequence[str]) -> int:
         return INTERRUPTED
 
 
-def _main(args: Sequence[str], ctrl_c: CtrlC) -> int:
+def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
     try:
         config = parse(args)
     except UsageError as error:
@@ -33,7 +35,7 @@ def _main(args: Sequence[str], ctrl_c: CtrlC) -> int:
     # imports torch, which takes seconds: `--help` need not wait for it
     from labcode.train.run import run
 
-    return run(config, ctrl_c) or 0  # what torch wraps around it may return None
+    return run(config, ctrl_c, started_by) or 0  # what torch wraps around it may return None
 
 
 if __name__ == "__main__":

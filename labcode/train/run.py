@@ -39,12 +39,13 @@ SHARED_WAIT_S = 5.0  # after which every node sees what one has written to a sha
 
 
 @record
-def run(config: Config, ctrl_c: CtrlC | None = None) -> int:
+def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = None) -> int:
     """Train as `config` says, as one rank of whatever job this process was started in.
 
     Args:
         config: The run.
         ctrl_c: What remembers Ctrl-C; None: Ctrl-C is as Python has it.
+        started_by: Number of the process that started this one; None: of its parent now.
 
     Returns:
         The exit code. User errors and interruptions are one line; a bug keeps its traceback.
@@ -56,7 +57,8 @@ def run(config: Config, ctrl_c: CtrlC | None = None) -> int:
     try:
         place = bootstrap.read_environment()
         if place.has_agent:
-            processes.end_with_parents(at_once=True)  # a killed torchrun must leave no rank behind
+            # a killed torchrun must leave no rank behind
+            processes.end_with_parents(at_once=True, parent=started_by)
         shape = _grid_shape(config, place)
         world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
         trainer = set_up(config, world, shape, folder)

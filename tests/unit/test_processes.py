@@ -172,6 +172,28 @@ def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, unti
     gone(members)
 
 
+ORPHAN = """
+from common import *
+parent = os.getppid()
+tell("rank")
+while not Path("agent is gone").exists():  # as if it imported torch meanwhile
+    time.sleep(0.02)
+from labcode import processes
+processes.end_with_parents(at_once=True, parent=parent)
+sleep()
+"""
+
+
+def test_a_rank_whose_agent_ended_while_it_started_ends_at_once(start, until, gone):
+    agent = start(AGENT.format(rank=ORPHAN))
+    until(lambda: Path("agent").exists() and Path("rank").exists())
+    (rank,) = read("rank")
+    agent.kill()
+    agent.wait()
+    Path("agent is gone").touch()
+    gone([rank])
+
+
 STOPPED_RANK = """
 from common import *
 from labcode import processes
