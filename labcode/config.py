@@ -336,6 +336,26 @@ class ParallelConfig:
             first += size
         return tuple(stages)
 
+    def check_stages(self, pp: int, num_microbatches: int) -> None:
+        """Check that a schedule can have these stages and micro-batches.
+
+        Raises:
+            ValueError: By the names of the fields; `schedules.schedule` knows only the numbers.
+        """
+        if self.pipeline_schedule != "interleaved":
+            if self.stages_per_rank > 1:
+                raise ValueError(
+                    f"parallel.stages_per_rank={self.stages_per_rank} with "
+                    f"parallel.pipeline_schedule={self.pipeline_schedule}, which has one stage per "
+                    "rank: use --parallel.pipeline_schedule interleaved"
+                )
+        elif num_microbatches % pp:
+            raise ValueError(
+                f"parallel.pipeline_schedule=interleaved with {num_microbatches} micro-batches, "
+                f"which are no multiple of parallel.pp={pp}: change train.micro_batch or "
+                "train.global_batch"
+            )
+
     def check(self, model: ModelConfig, shape: GridShape) -> None:
         """Check that a model fits a grid: every rank gets its part of weights and sequence.
 
@@ -573,6 +593,7 @@ class Config:
         """
         shape = self.parallel.shape(world_size)
         self.parallel.check(self.model, shape)
+        self.parallel.check_stages(shape.pp, self.train.accumulation(shape.dp))
         num_stages = shape.pp * self.parallel.stages_per_rank
         num_microbatches = self.train.accumulation(shape.dp)
         schedule(self.parallel.pipeline_schedule, num_stages, num_microbatches, shape.pp)

@@ -101,3 +101,26 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
 def test_a_config_is_refused_before_anything_starts(changes, message):
     with pytest.raises(ValueError, match=message):
         recipes.with_changes(recipes.gpt_tiny(), changes).check(world_size=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.stages_per_rank": 2}, "parallel.stages_per_rank=2 with parallel.pipeline_sch"),
+        (
+            {
+                "parallel.pp": 2,
+                "parallel.stages_per_rank": 2,
+                "parallel.pipeline_schedule": "interleaved",
+                "train.micro_batch": 12,
+                "train.global_batch": 36,
+                "model.num_layers": 4,
+            },
+            "3 micro-batches, which are no multiple of parallel.pp=2: change train.micro_batch",
+        ),
+    ],
+)
+def test_stages_and_micro_batches_are_named_as_fields(changes, message):
+    config = recipes.with_changes(recipes.gpt_tiny(), changes)
+    with pytest.raises(ValueError, match=message):
+        config.check(config.parallel.pp)
