@@ -140,7 +140,8 @@ def nasty_script(text, line):
                 job,
                 module="labcode.train",
                 recipe="gpt_tiny",
-                overrides=("--data.path", f"x{text}"),
+                # a path of a run is on one line: `labcode.fields` refuses any other
+                overrides=("--data.path", f"x{line}"),
             ),
             site,
         ),
