@@ -119,7 +119,30 @@ def read(path: Path) -> list[Result]:
     return [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
 
 
+def read_all(out: Path) -> dict[str, list[Result]]:
+    """The results of all categories that are in a folder."""
+    found = {}
+    for name in categories.NAMES:
+        path = out / f"{name}.jsonl"
+        if path.is_file():
+            found[name] = read(path)
+    return found
+
+
 # ---- the table
+
+
+README = Path(__file__).with_name("README.md")
+TABLE_BEGINS = "<!-- table: written by `python -m tests.faults --table --readme` -->\n"
+TABLE_ENDS = "\n<!-- end of table -->"
+
+
+def write_readme(results: dict[str, list[Result]]) -> None:
+    """Put the table of these results into the README."""
+    before, _, rest = README.read_text(encoding="utf-8").partition(TABLE_BEGINS)
+    after = rest.partition(TABLE_ENDS)[2]
+    text = f"{before}{TABLE_BEGINS}\n{table(results)}\n{TABLE_ENDS}{after}"
+    README.write_text(text, encoding="utf-8")
 
 
 def table(results: dict[str, list[Result]]) -> str:

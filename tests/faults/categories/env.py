@@ -9,6 +9,7 @@ from functools import partial
 
 from ..cases import EITHER, REFUSED, TRAINS, Case, Room
 
+MEET_S = 45.0 + 30.0  # ranks wait 45 s for each other, and must have said why long before
 TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -109,7 +110,7 @@ def _others(name: str) -> list[str]:
 
 def _alone(what: str, env: dict, names: list[str], answer: str = REFUSED) -> Case:
     words = ["--train.out=out"]
-    return Case(what, words, names, answer, env=env, waits=True)
+    return Case(what, words, names, answer, env=env, waits=True, limit_s=MEET_S)
 
 
 def _two(name: str, value: str, who: str) -> Case:
@@ -130,6 +131,7 @@ def _two(name: str, value: str, who: str) -> Case:
         2,
         envs,
         waits=True,
+        limit_s=MEET_S,
         act=_one_line,
     )
 
@@ -173,11 +175,15 @@ def _meetings() -> list[Case]:
 
 
 def _meeting(what: str, env: dict, names: list[str], serve) -> Case:
-    return Case(what, ["--train.out=out"], names, waits=True, act=partial(_meet, env, serve))
+    return Case(
+        what, ["--train.out=out"], names, waits=True, limit_s=MEET_S, act=partial(_meet, env, serve)
+    )
 
 
 def _several(what: str, envs: list[dict]) -> Case:
-    return Case(what, ["--train.out=out"], [], REFUSED, 2, envs, waits=True, act=_one_line)
+    return Case(
+        what, ["--train.out=out"], [], REFUSED, 2, envs, waits=True, limit_s=MEET_S, act=_one_line
+    )
 
 
 def _meet(env: dict, serve: Callable[[socket.socket], object] | None, room: Room) -> None:

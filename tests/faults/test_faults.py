@@ -1,0 +1,80 @@
+"""A sample of the trial: nothing lost, nothing hung, nothing wrong, and one line for the rest.
+
+`make test` plays a handful, `make test-full` a hundred; `python -m tests.faults` plays all.
+"""
+
+import functools
+import re
+from pathlib import Path
+
+import pytest
+from faults import trial
+from faults.categories import NAMES
+from faults.verdicts import ANSWERS, COLUMNS, FLAGS
+
+SEED = 2
+SAMPLE = 100
+ONE_LINE = 0.98
+README = Path(__file__).with_name("README.md")
+# a second each
+QUICK = ("cli", "output_folder", "resume", "damaged_checkpoints", "kills", "numerics")
+
+
+@functools.cache
+def counts():
+    return {name: len(trial.cases_of(name, SEED)) for name in NAMES}
+
+
+@functools.cache
+def played(name):
+    """The results of a category's part of the sample."""
+    share = max(1, round(SAMPLE * counts()[name] / sum(counts().values())))
+    numbers = trial.sample(trial.cases_of(name, SEED), share, SEED)
+    return trial.play_all(name, SEED, numbers=numbers)
+
+
+def told(results):
+    """What is not as it should be, for whoever reads the failure."""
+    bad = [result for result in results if not result.good]
+    return "\n".join(str(result.as_json()) for result in bad)
+
+
+def test_every_category_has_different_cases_and_the_same_for_the_same_seed():
+    for name in NAMES:
+        words = [case.what for case in trial.cases_of(name, SEED)]
+        assert words == [case.what for case in trial.cases_of(name, SEED)]
+        assert len(words) >= 20 or name == "full_disk"  # which needs user namespaces
+    assert sum(counts().values()) > 1600
+
+
+@pytest.mark.parametrize("name", QUICK)
+def test_a_case_is_answered_as_it_should_be(name):
+    (number,) = trial.sample(trial.cases_of(name, SEED), 1, SEED)
+    results = trial.play_all(name, SEED, numbers=[number])
+    assert results[0].good, told(results)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("name", NAMES)
+def test_nothing_is_lost_hung_wrong_or_left_behind(name):
+    for result in played(name):
+        assert result.answer != "hung", told([result])
+        assert not any(flag in result.flags for flag in FLAGS), told([result])
+
+
+@pytest.mark.full
+def test_nearly_all_is_answered_in_one_line():
+    results = [result for name in NAMES for result in played(name)]
+    good = [result for result in results if result.answer in ANSWERS[:2]]
+    assert len(results) >= SAMPLE - len(NAMES)
+    assert len(good) >= ONE_LINE * len(results), told(results)
+
+
+def test_the_table_of_the_docs_is_that_of_the_program():
+    lines = README.read_text().splitlines()
+    begin = lines.index(trial.TABLE_BEGINS.strip())
+    rows = [line for line in lines[begin:] if line.startswith("| ")]
+    head = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    assert head == ["category", "tried", *COLUMNS, "as it should be"]
+    names = [row.split("|")[1].strip() for row in rows[1:] if not re.match(r"\| -", row)]
+    assert names == [*NAMES, "**all**"]
