@@ -63,7 +63,7 @@ def _prepare(what: str, ranks: int):
 
 def _old_run(folder: Path) -> None:
     fixtures.put_finished_run(folder)
-    (folder / "run" / "mark.txt").write_text("the old run")
+    (folder / "run" / "result.txt").write_text("the old run")
 
 
 @fixtures.once
