@@ -31,6 +31,8 @@ ANSWERS = ("trained", "one line", "unclear", "more lines", "traceback", "silent"
 FLAGS = ("lost", "wrong", "left behind")
 COLUMNS = (*ANSWERS, *FLAGS)
 CODES = (2, 130)
+# lines that a run writes to stderr when all is well, or while it waits; `(also)` is of this trial
+TOLD = ("error: ", "interrupted", "stopped by", "waiting for ", "(also) ")
 NOISE_LINES = 2  # of libraries, beside the line
 UNFINISHED = (".partial", ".tmp")
 KEPT_STDERR = 3000
@@ -114,7 +116,8 @@ def answer_of(done: Done, case: Case) -> tuple[str, str]:
     lines = answers_in(done)
     if not lines:
         return "silent", f"codes {done.codes} without a line"
-    others = sum(len(text.splitlines()) for text in done.err) - len(lines)
+    written = "\n".join(done.err).splitlines()
+    others = sum(not line.startswith(TOLD) for line in written)
     if len(lines) > 1 or others > NOISE_LINES:
         return "more lines", f"{len(lines)} lines that answer, {others} others"
     if len(set(done.codes)) > 1 or done.codes[0] not in CODES:

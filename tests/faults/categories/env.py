@@ -8,8 +8,10 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ..cases import EITHER, REFUSED, TRAINS, Case, Room
+from ..forks import free_port
 
 MEET_S = 45.0 + 30.0  # ranks wait 45 s for each other, and must have said why long before
+ANY_PORT = "a free one"
 TWO = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
 SRUN = {
     "SLURM_STEP_ID": "0",
@@ -19,7 +21,7 @@ SRUN = {
     "SLURM_NODEID": "0",
     "SLURM_STEP_TASKS_PER_NODE": "2",
     "MASTER_ADDR": "127.0.0.1",
-    "MASTER_PORT": "0",
+    "MASTER_PORT": ANY_PORT,
 }
 # one process, with this environment: words of the line
 ALONE: dict[str, tuple[dict, list[str]]] = {
@@ -58,9 +60,11 @@ SLURM = {
     "MASTER_ADDR": ["", "no-such-host.invalid"],
     "MASTER_PORT": ["", "abc", "-1", "70000"],
 }
+# no number of threads: torch itself would take it in silence
+THREADS = ["abc", "0", "-1"]
 # what must not matter to one process
 HARMLESS = {
-    "OMP_NUM_THREADS": ["abc", "0", "-1", "99999"],
+    "OMP_NUM_THREADS": ["1", "99999"],
     "CUDA_VISIBLE_DEVICES": ["", "99", "abc"],
     "PYTHONIOENCODING": ["ascii", "utf-8"],
     "LANG": ["C", "xx_YY.UTF-99"],
@@ -96,6 +100,9 @@ def cases(rng: random.Random) -> list[Case]:
             missing = SRUN | {name: None}
             answer = EITHER if name == "SLURM_STEP_NUM_TASKS" else REFUSED
             made.append(_alone(f"srun without {name}", missing, [name, "rank 1"], answer))
+    for value in THREADS:
+        name = "OMP_NUM_THREADS"
+        made.append(_alone(f"{name}={value!r}", {name: value}, [name], EITHER))
     for name, values in HARMLESS.items():
         for value in values:
             made.append(_alone(f"{name}={value!r}", {name: value}, [], TRAINS))
@@ -110,7 +117,14 @@ def _others(name: str) -> list[str]:
 
 def _alone(what: str, env: dict, names: list[str], answer: str = REFUSED) -> Case:
     words = ["--train.out=out"]
-    return Case(what, words, names, answer, env=env, waits=True, limit_s=MEET_S)
+    act = partial(_with_free_port, env) if env.get("MASTER_PORT") == ANY_PORT else None
+    return Case(what, words, names, answer, env=env, waits=True, limit_s=MEET_S, act=act)
+
+
+def _with_free_port(env: dict, room: Room) -> None:
+    room.train(*room.case.args, env=env | {"MASTER_PORT": str(free_port())})
+    if set(room.answer.codes if room.answer else []) != {0} and any(room.folder.iterdir()):
+        room.flag("left behind", "a folder")
 
 
 def _two(name: str, value: str, who: str) -> Case:
