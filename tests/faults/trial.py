@@ -8,7 +8,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from types import ModuleType
 
@@ -95,15 +95,20 @@ def play_all(
             case = cases[number]
             pool = waiting if case.waits else busy
             futures.append(pool.submit(play, name, number, case, seed))
-        for future in futures:
+        for future in as_completed(futures):
             result = future.result()
             results.append(result)
             if report is not None:
                 report(result)
+    results.sort(key=_number)
     module = category(name)
     if hasattr(module, "close"):
         module.close()
     return results
+
+
+def _number(result: Result) -> int:
+    return result.number
 
 
 def write(results: Sequence[Result], path: Path) -> None:
