@@ -214,6 +214,8 @@ DEEDS: dict[str, tuple[Callable[[], object], str]] = {
     "sys.path emptied": (sys.path.clear, ANY),
     "the default device changed": (lambda: torch.set_default_device("meta"), ANY),
 }
+# deeds that never end: there the other rank raises, so that the pool must end them
+ENDLESS = ("SIGTERM", "SIGSTOP", "errors are swallowed", "interrupts are ignored")
 # both ranks in one collective, with what does not fit
 MISMATCHES: dict[str, Callable[[int], object]] = {
     "shapes in all_reduce": lambda rank: dist.all_reduce(torch.ones(3 + rank)),
@@ -266,7 +268,12 @@ def _wait_or_raise(rank: int, fault: str, who: int) -> None:
 
 
 def _do(rank: int, fault: str, who: int) -> object:
-    return DEEDS[fault][0]() if rank == who else None
+    if rank == who:
+        return DEEDS[fault][0]()
+    if fault in ENDLESS:
+        time.sleep(0.5)
+        raise ValueError("enough")
+    return None
 
 
 def _mismatch(rank: int, fault: str) -> None:
