@@ -170,7 +170,7 @@ WEATHER_PHRASES = [
     ["--data.path", ""],
     ["--data.path", "nowhere.zarr"],
     ["--data.val_fraction", "nan"],
-    ["--train.global_batch", "1000"],
+    ["--train.global_batch", "1000000"],
     ["--model.hidden_size", "1000000000"],
     ["--data.tokenizer", "char"],
     ["--model.context_length", "8"],

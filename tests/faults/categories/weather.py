@@ -172,7 +172,7 @@ WORDS: dict[str, tuple[list[str], str, list[str]]] = {
     "the sun": (["--data.sun"], TRAINS, []),
     "turned": (["--data.roll"], TRAINS, []),
     "a patch that does not fit": (["--model.patch_size=5"], REFUSED, ["patch_size"]),
-    "a batch larger than the data": (["--train.global_batch=64"], REFUSED, ["global_batch"]),
+    "a batch larger than the data": (["--train.global_batch=1000000"], REFUSED, ["global_batch"]),
 }
 
 
