@@ -117,7 +117,7 @@ def answer_of(done: Done, case: Case) -> tuple[str, str]:
     if not lines:
         return "silent", f"codes {done.codes} without a line"
     written = "\n".join(done.err).splitlines()
-    others = sum(not line.startswith(TOLD) for line in written)
+    others = sum(bool(line.strip()) and not line.startswith(TOLD) for line in written)
     if len(lines) > 1 or others > NOISE_LINES:
         return "more lines", f"{len(lines)} lines that answer, {others} others"
     if len(set(done.codes)) > 1 or done.codes[0] not in CODES:

@@ -92,6 +92,8 @@ def cases(rng: random.Random) -> list[Case]:
         "UTF-16",
     ):
         content, answer = CONTENTS[what]
+        # a letter many times is few tokens
+        answer = EITHER if answer == TRAINS else answer
         made.append(_case(f"{what}, BPE", content, answer, *BPE))
     for what, (content, answer) in GZIPS.items():
         made.append(_case(f"gzip: {what}", content, answer))
