@@ -1,6 +1,7 @@
 """`python -m tests.faults [CATEGORY ...] [--seed N] [--limit N] [--parallel K] [--out FOLDER]`."""
 
 import argparse
+import signal
 import sys
 import time
 from pathlib import Path
@@ -12,6 +13,8 @@ from .verdicts import Result
 
 def main() -> int:
     """Play the trial and print its table; 1 if anything is not as it should be."""
+    # a shell starts its background jobs deaf to it, and they would pass that on to what they start
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     options = arguments()
     results: dict[str, list[Result]] = {}
     if options.table:
