@@ -277,6 +277,7 @@ def _do(rank: int, fault: str, who: int) -> object:
 
 
 def _mismatch(rank: int, fault: str) -> None:
+    torch.set_default_device("cpu")  # an earlier fault may have changed it
     MISMATCHES[fault](rank)
 
 
