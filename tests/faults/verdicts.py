@@ -32,8 +32,10 @@ FLAGS = ("lost", "wrong", "left behind")
 COLUMNS = (*ANSWERS, *FLAGS)
 CODES = (2, 130)
 # lines that a run writes to stderr when all is well, or while it waits; `(also)` is of this trial
-TOLD = ("error: ", "interrupted", "stopped by", "waiting for ", "(also) ")
+ANSWERING = ("error: ", "interrupted")
+TOLD = (*ANSWERING, "stopped by", "waiting for ", "(also) ")
 NOISE_LINES = 2  # of libraries, beside the line
+LOCK = "run.lock"
 UNFINISHED = (".partial", ".tmp")
 KEPT_STDERR = 3000
 
@@ -124,7 +126,8 @@ def answer_of(done: Done, case: Case) -> tuple[str, str]:
         return "unclear", f"exit codes {done.codes}"
     if case.answer == TRAINS:
         return "unclear", "refused what is allowed"
-    if case.names and not any(name.lower() in lines[0].lower() for name in case.names):
+    told = "\n".join(line for line in written if line.startswith((*ANSWERING, "(also) "))).lower()
+    if case.names and not any(name.lower() in told for name in case.names):
         return "unclear", f"names none of {', '.join(case.names)}"
     return "one line", ""
 
@@ -132,13 +135,15 @@ def answer_of(done: Done, case: Case) -> tuple[str, str]:
 def answers_in(done: Done) -> list[str]:
     """The lines that say why a run did not end as it was meant to."""
     lines = "\n".join(done.err).splitlines()
-    return [line for line in lines if line.startswith(("error: ", "interrupted"))]
+    return [line for line in lines if line.startswith(ANSWERING)]
 
 
 def _look_for_losses(room: Room, before: dict[str, str], after: dict[str, str]) -> None:
     """Files that are gone or changed, though nobody asked for it."""
     lost = []
     for path, digest in before.items():
+        if path.endswith(LOCK):
+            continue  # says who works in the folder, and nothing else
         if after.get(path) != digest and not (room.began and _below(path, room.case.replaced)):
             lost.append(path)
     if lost:

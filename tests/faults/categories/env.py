@@ -22,6 +22,7 @@ SRUN = {
     "SLURM_STEP_TASKS_PER_NODE": "2",
     "MASTER_ADDR": "127.0.0.1",
     "MASTER_PORT": ANY_PORT,
+    "LABCODE_MEET_TIMEOUT_S": "45",  # not the minutes that nodes may take
 }
 # one process, with this environment: words of the line
 ALONE: dict[str, tuple[dict, list[str]]] = {
@@ -96,7 +97,7 @@ def cases(rng: random.Random) -> list[Case]:
             env = SRUN | {name: value}
             made.append(_alone(f"srun, {name}={value!r}", env, [name, "rank 1", *_others(name)]))
     for name in SRUN:
-        if name not in ("SLURM_STEP_ID", "SLURM_NODEID"):
+        if name not in ("SLURM_STEP_ID", "SLURM_NODEID", "LABCODE_MEET_TIMEOUT_S"):
             missing = SRUN | {name: None}
             answer = EITHER if name == "SLURM_STEP_NUM_TASKS" else REFUSED
             made.append(_alone(f"srun without {name}", missing, [name, "rank 1"], answer))
