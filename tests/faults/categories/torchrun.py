@@ -55,7 +55,7 @@ def cases(rng: random.Random) -> list[Case]:
         "a grid that does not fit": ["--parallel.tp=3"],
         "no such text": ["--data.path=nowhere.txt"],
     }.items():
-        names = [words[0].partition("=")[0].removeprefix("--"), "parallel", "nowhere.txt"]
+        names = [words[0].partition("=")[0].removeprefix("--"), "parallel", "tp", "nowhere.txt"]
         made.append(Case(f"torchrun, {what}", words, names, ranks=2, act=_refused))
     made.append(Case("a launched training with an error", act=_launched_error))
     made.append(Case("the port of torchrun is taken", answer=EITHER, act=_port_taken))
@@ -278,3 +278,4 @@ def _head(room: Room) -> None:
     code = process.wait()
     room.answer = Done([2 if code and "error: " in err else code], [""], [err], False, [], 0.0)
     room.began = True
+    _clean(room)
