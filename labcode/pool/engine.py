@@ -1,7 +1,10 @@
-"""What runs inside an engine of a ranks pool: `python -m labcode.pool.engine ROLE FOLDER [RANK]`.
+"""What runs inside an engine of a ranks pool.
 
-The parent holds the other end of this process's stdin. It may write a line there: the number of the
-process group to break off. When the parent dies, even by SIGKILL, the engine ends itself.
+    python -m labcode.pool.engine ROLE FOLDER OWNER [RANK]
+
+OWNER is the number of the process that has the pool. It holds the other end of this process's
+stdin, and may write a line there: the number of the process group to break off. When it dies, even
+by SIGKILL and however early, the engine ends itself.
 """
 
 import contextlib
@@ -241,10 +244,10 @@ def drop_groups() -> None:
 # ---- start
 
 
-def main(role: str, folder: str, rank: str = "0") -> None:
-    """Run the controller, or the engine of one rank, until the parent ends."""
+def main(role: str, folder: str, owner: str, rank: str = "0") -> None:
+    """Run the controller, or the engine of one rank, until the owner of the pool ends."""
     _state.folder = folder
-    processes.end_with_parents(before_end=lambda: _leave(folder))
+    processes.end_with_parents(before_end=lambda: _leave(folder), parent=int(owner))
     orders = os.fdopen(os.dup(0))
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # user code that reads stdin must not eat orders
     threading.Thread(target=_obey, args=(orders,), daemon=True).start()

@@ -49,7 +49,9 @@ class Processes:
             raise
 
     def _spawn(self, role: str, *rank: str) -> subprocess.Popen:
-        command = [sys.executable, "-m", "labcode.pool.engine", role, str(self.folder), *rank]
+        # This process's number: it may have ended before the engine can ask who its parent is.
+        arguments = [role, str(self.folder), str(os.getpid()), *rank]
+        command = [sys.executable, "-m", "labcode.pool.engine", *arguments]
         if self.n > 1:
             # Several ranks share the cores. `env` is replaced by the engine, so that no process
             # comes between.
