@@ -277,7 +277,8 @@ def is_new(folder: Path) -> bool:
     if not folder.exists():
         return True
     for path in folder.iterdir():
-        if path.name != LOCK_NAME and not UNFINISHED.fullmatch(path.name):
+        is_empty = path.name == "checkpoints" and path.is_dir() and not any(path.iterdir())
+        if path.name != LOCK_NAME and not UNFINISHED.fullmatch(path.name) and not is_empty:
             return False
     return True
 

@@ -157,7 +157,10 @@ def _look_for_lost_checkpoints(room: Room, before: dict[str, str], after: dict[s
         return
     now = _newest_steps(after)
     for folder, step in _newest_steps(before).items():
-        if now.get(folder, -1) < step:
+        # one that could not be resumed from makes room under another name
+        aside = f"{folder}/step-{step:08d}.unused"
+        is_kept = any(path.startswith(aside) for path in after)
+        if now.get(folder, -1) < step and not is_kept:
             room.flag("lost", f"step {step} of {folder} is gone and nothing later stands")
 
 

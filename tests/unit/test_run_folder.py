@@ -221,6 +221,16 @@ def test_what_a_kill_leaves_before_the_config_is_written_counts_as_new(here, kin
     assert set(contents(here)) == {"run", "run/config.json"}
 
 
+def test_a_folder_with_an_empty_folder_of_checkpoints_counts_as_new(here):
+    (here / "run" / "checkpoints").mkdir(parents=True)
+    folder = resuming()
+    folder.look()
+    folder.claim()
+    folder.keep()
+    folder.close()
+    assert "run/config.json" in contents(here)
+
+
 def test_a_run_that_does_not_begin_leaves_no_folder_behind(here):
     (here / "mine").mkdir()
     (here / "empty").mkdir()
