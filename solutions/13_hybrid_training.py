@@ -495,7 +495,7 @@ for micro in (32, 2):
     form = SIZE | WIDE | {"train.global_batch": 32, "train.steps": 1, "train.micro_batch": micro}
     ends[micro] = submit(hybrid_lab.job(form, name=f"micro{micro}"), hybrid_lab.LIMIT_BYTES)
     print(*hybrid_lab.last_words(ends[micro].log) or [ends[micro].outcome], sep="\n")
-died = {int(rank) for rank in re.findall(r"\[rank(\d)\]: RuntimeError: .*can't allocate", ends[32].log)}
+died = {int(rank) for rank in re.findall(r"error: rank (\d): .*can't allocate", ends[32].log)}
 print("out of memory:", died, " predicted:", out_of_memory_guess)
 for size in re.findall(r"you tried to allocate (\d+)", ends[32].log)[:1]:
     compare("bytes that were asked for", logits_32_guess, int(size), within=1, unit="B")
@@ -503,8 +503,9 @@ ranks.close()
 lab.close()
 
 # %% [markdown]
-# **Find the cause.** The log holds up to four tracebacks, and most tell of consequences: `Connection closed by peer [10.77.0.12]` only says that somebody on n2 is gone. Search for the words of memory, not for the first or last error; `[rank3]`, or
-# the task in srun's line, says who. (Its twin may be ended before it can speak.)
+# **Find the cause.** Each rank that has an error of its own says so in a line. The others have lost their peers: what they say is a
+# consequence. Search for the words of memory, not for the first or last error; `rank 3` in that line, or the task in srun's line, says
+# who. (Its twin may be ended before it can speak.)
 #
 # | limit | what the log says |
 # |---|---|

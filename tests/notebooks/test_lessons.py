@@ -218,7 +218,8 @@ def test_nbval_compares_what_prose_quotes(tmp_path):
     build_notebooks.build(source)
     path = source.with_suffix(".ipynb")
     notebook = nbformat.read(path, as_version=4)
-    plain, quoted, figure, broken = notebook.cells
+    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
+    plain, quoted, figure, broken = cells
     plain.outputs[0].text = "something else, not quoted\n"
     html = figure.outputs[0].data["text/html"]
     figure.outputs[0].data["text/html"] = re.sub(

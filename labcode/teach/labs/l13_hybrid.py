@@ -229,7 +229,7 @@ def one_step(
     return stepped.loss, peak_memory_bytes(torch.device("cpu")) - before
 
 
-_ERROR = re.compile(r"^\[rank(\d+)\]: (?:\w+\.)*(\w*Error: .+)", re.MULTILINE)
+_ERROR = re.compile(r"^error: rank (\d+): (?:after step \d+: )?(.+)", re.MULTILINE)
 _PLACE = re.compile(r"\[(?:enforce fail at )?/?\S+:\d+\] (?:err == 0\. )?")
 
 
@@ -240,8 +240,8 @@ def last_words(log: str) -> list[str]:
         log: What it printed.
 
     Returns:
-        The last line of each rank's traceback, without places in sources, and what srun says of
-        its tasks.
+        The error of each rank that had one, without places in sources, and what srun says of its
+        tasks.
     """
     found = {}
     for rank, text in _ERROR.findall(log):
