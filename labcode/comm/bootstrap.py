@@ -34,6 +34,7 @@ _REQUIRED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 _RESERVED_STEPS = 0xFFFFFFF0
 _MAX_RANKS = 2**20
 _CPU = "cpu"
+_REFUSED = re.compile(r"Connection refused, remote=\[[^\]]*\](:\d+)?")  # of gloo
 # How long ranks wait for each other, unless LABCODE_MEET_TIMEOUT_S says so.
 MEET_BY_HAND_S = 45.0
 MEET_LAUNCHED_S = 300.0
@@ -401,8 +402,9 @@ def start(
     Args:
         place: Where this process stands; None reads the environment.
         share_gpus: Allow several ranks on one GPU.
-        timeout_s: How long a collective waits for a missing rank before it raises. How long the
-            ranks wait for each other at first is another matter (LABCODE_MEET_TIMEOUT_S).
+        timeout_s: How long a collective waits for a missing rank before it raises. The
+            ranks wait no longer for each other at first, and less by default
+            (LABCODE_MEET_TIMEOUT_S).
         store: Meeting point to use in place of the address, for processes that share a folder or a
             parent.
 
@@ -422,7 +424,10 @@ def start(
     if store is None and place.address is None:
         store = dist.HashStore()
     elif store is None:
-        store = meet(place, _patience(place, os.environ), timeout_s)
+        patience = _patience(place, os.environ)
+        if patience.limit_s > timeout_s:
+            patience = Patience(place, timeout_s)
+        store = meet(place, patience, timeout_s)
     timeout = timedelta(seconds=timeout_s)
     backend = choose_backend(exchange_devices(place, device, store), share_gpus)
     _init_process_group(place, device, backend, store, timeout)
@@ -453,9 +458,11 @@ def _init_process_group(
             device_id=device if backend == "nccl" else None,
         )
     except RuntimeError as error:
-        if is_lost_peer(error):
+        # the address that a rank has given leads elsewhere: the rank itself is not lost
+        refused = _REFUSED.search(str(error))
+        if is_lost_peer(error) and not refused:
             raise MeetingError(lost_peer_message(error)) from None
-        reason = str(error).splitlines()[0]
+        reason = refused.group() if refused else str(error).splitlines()[0]
         raise MeetingError(
             f"{backend} could not connect the ranks: {reason}; look at the network interfaces, "
             "and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
