@@ -20,6 +20,7 @@ import json
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -77,6 +78,8 @@ STEP = re.compile(r"step-\d{1,20}")  # the folder of a checkpoint that is comple
 TORCH_WRITER = (
     "inline_container"  # the file of torch that writes tensors; it names itself in errors
 )
+UNFINISHED = "step-*.partial"
+LAST_FILES_S = 2.0  # in which the other ranks of an interrupted run stop writing
 FULL_DISK_BYTES = 64 * 1024  # fewer are free where a write has just failed for want of space
 
 
@@ -125,20 +128,20 @@ class Checkpoints:
         on_first_rank(self._remove_unfinished)
         try:
             self._write(state, unfinished, folder)
-        except KeyboardInterrupt:
-            self._clean_up_alone()
-            raise
         except (CheckpointException, OSError, PeerError) as error:
             if _is_interrupt(error):
                 self._clean_up_alone()
                 raise KeyboardInterrupt from None
             cause = self._cause(error)
-            on_first_rank(self._remove_unfinished)
+            self._clean_up_alone()
             message = f"checkpoint {folder} could not be written: {cause}"
             complete = self._complete_ones()
             if complete:
                 message += f"; the last complete one is {complete[-1]}"
             raise CheckpointError(message) from None
+        except (KeyboardInterrupt, RuntimeError):  # which may be a connection that is closed
+            self._clean_up_alone()
+            raise
         return folder
 
     def _check_finite(self, state: RunState) -> None:
@@ -185,15 +188,21 @@ class Checkpoints:
             _remove(doomed)
 
     def _remove_unfinished(self) -> None:
-        for unfinished in self.folder.glob("step-*.partial"):
+        for unfinished in self.folder.glob(UNFINISHED):
             _remove(unfinished)
 
     def _clean_up_alone(self) -> None:
         """Remove what is unfinished, without asking the others: they may have gone already.
 
         Rank 0 alone does it: under another rank's hands it may be giving the folder its final name.
+        Another rank may still be opening its file, and a folder is removed only when it is empty.
         """
-        if dist.get_rank() == 0:
+        if dist.get_rank() != 0:
+            return
+        deadline = time.monotonic() + LAST_FILES_S
+        self._remove_unfinished()
+        while any(self.folder.glob(UNFINISHED)) and time.monotonic() < deadline:
+            time.sleep(0.05)
             self._remove_unfinished()
 
     def _cause(self, error: BaseException) -> str:

@@ -74,6 +74,8 @@ def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = No
         return 0
     finally:
         bootstrap.stop()
+        if trainer is not None and trainer.signals is not None:
+            trainer.signals.ignore()
 
 
 def _grid_shape(config: Config, place: Place) -> GridShape:

@@ -30,6 +30,15 @@ class StopSignals:
         for number in SIGNALS:
             self._before[number] = signal.signal(number, self._hear)
 
+    def ignore(self) -> None:
+        """The process ends by itself now. Python, while it ends, gives a signal that it has handled
+        its old meaning again, which is to kill, but leaves one alone that is ignored.
+
+        Held by: tests/ranks/test_checkpoint.py::test_a_signal_does_not_kill_a_rank_that_is_ending
+        """
+        for number in self._before:
+            signal.signal(number, signal.SIG_IGN)
+
     def __enter__(self) -> "StopSignals":
         self.listen()
         return self

@@ -605,6 +605,35 @@ def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
 
 
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_does_not_kill_a_rank_that_is_ending(tmp_path, number):
+    program = """if True:
+        import os, sys, time
+        from labcode.train.__main__ import main
+
+        class EndsLate:
+            # Python deletes what is left of its modules after it has restored the signals
+            def __del__(self, write=os.write, sleep=time.sleep):
+                write(1, b"is ending")
+                sleep(1)
+
+        sys.ends_late = EndsLate()
+        sys.exit(main(sys.argv[1:]))
+    """
+    args = [*TRAIN[3:], "--train.out=run", "--checkpoint.every=5", "--train.steps=1"]
+    with subprocess.Popen(
+        [sys.executable, "-c", program, *args], cwd=tmp_path, stdout=subprocess.PIPE
+    ) as run:
+        assert run.stdout
+        text = b""
+        while b"is ending" not in text:
+            more = os.read(run.stdout.fileno(), 65536)
+            assert more, text
+            text += more
+        run.send_signal(number)
+    assert run.returncode == 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(tmp_path, number):
     torchrun = [
         sys.executable,
