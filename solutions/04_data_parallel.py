@@ -498,7 +498,7 @@ ranks, fastest, last = Ranks(4), {}, {}
 
 def scaled(rank, p):
     """Seconds of the fastest step of `train` on the first `p` ranks, and its losses."""
-    group = Grid.create(GridShape(dp=p, pp=4 // p)).group("dp")  # ranks 0 to p-1; lesson 07 explains how
+    group = Grid.create(GridShape(dp=p, pp=4 // p)).group("dp")  # ranks 0 to p-1; lesson 08 explains how
     if rank < p:
         times = []  # of the clock, one in each step
         watched = {"sync": lambda model: times.append(time.perf_counter())}

@@ -2,151 +2,194 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 
-from labcode.comm.collectives import start_all_gather, start_reduce_scatter
+from labcode.comm.collectives import copy_to, reduce_from
+from labcode.pool.ranks import RankError
 from labcode.teach.exercises import l09
-from labcode.topology import GridShape
 
 
-def gain(before, after):
-    return after[1] / before[1]
+def function(forward, backward, gradients=lambda grad: (grad, None)):
+    """An autograd Function of two operations on (tensor, group)."""
+
+    def run_forward(ctx, x, group):
+        ctx.group = group
+        return forward(x, group)
+
+    def run_backward(ctx, grad):
+        return gradients(backward(grad, ctx.group))
+
+    names = {"forward": staticmethod(run_forward), "backward": staticmethod(run_backward)}
+    return type("Learners", (torch.autograd.Function,), names)
 
 
-def share(ratio, t):
-    return (ratio - 1 / t) / (1 - 1 / t)
+def same(x, group):
+    return x.view_as(x)
 
 
-PUBLISHED = {  # answer: functions, part of the hint (None: right)
-    "right": (lambda a, b: gain(a, b) * a[0] / b[0], share, None),
-    "the speed-up": (gain, share, "is the speed-up"),
-    "against one GPU": (lambda a, b: gain(a, b) / b[0], share, "with 4 GPUs, not with one"),
-    "upside down": (lambda a, b: b[0] / a[0] / gain(a, b), share, "upside down"),
-    "the ratio itself": (
-        lambda a, b: gain(a, b) * a[0] / b[0],
-        lambda ratio, t: ratio,
-        "cut entirely",
+def total(x, group):
+    x = x.clone()
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def total_in_place(x, group):
+    dist.all_reduce(x, group=group)
+    return x
+
+
+def mean(x, group):
+    return total(x, group) / group.size()
+
+
+PAIRS = {  # answer: f, g, part of the hint, None for a right answer
+    "right": (function(same, total), function(total, same), None),
+    "f hands on": (function(same, same), function(total, same), "own part"),
+    "f sums forward": (function(total, total), function(total, same), "forward is the identity"),
+    "f in place": (function(same, total_in_place), function(total, same), "handed"),
+    "f averages": (function(same, mean), function(total, same), "backward gives"),
+    "f without None": (
+        function(same, total, lambda grad: grad),
+        function(total, same),
+        "incorrect number of gradients",
     ),
-    "what is above a fair part": (
-        lambda a, b: gain(a, b) * a[0] / b[0],
-        lambda ratio, t: ratio - 1 / t,
-        "the share is 1",
+    "g does nothing": (function(same, total), function(same, same), "forward has to sum"),
+    "g sums twice": (function(same, total), function(total, total), "2 times too long"),
+    "g in place": (function(same, total), function(total_in_place, same), "wrote into its input"),
+    "no gradient": (
+        function(same, total),
+        function(total, same, lambda grad: (None, None)),
+        "no gradient",
+    ),
+}
+
+
+def own_loss(logits, targets, first, group, peak=total, masked=True, sums=total, log=True):
+    highest = logits.amax(-1)
+    if peak is total:
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    if peak is None:
+        highest = torch.zeros_like(highest)
+    shifted = logits - highest[:, None]
+    column = targets - first
+    elsewhere = (column < 0) | (column >= logits.shape[-1])
+    target = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+    if masked:
+        target = target.masked_fill(elsewhere, 0)
+    both = sums(torch.stack((shifted.exp().sum(-1), target)), group)
+    return both[0].log() - both[1]
+
+
+def gathered(logits, targets, first, group):
+    longest = torch.full(
+        (len(targets), -(-l09.VOCAB // group.size())), -torch.inf, dtype=logits.dtype
+    )
+    longest[:, : logits.shape[-1]] = logits
+    parts = [torch.empty_like(longest) for _ in range(group.size())]
+    dist.all_gather(parts, longest, group=group)
+    whole = torch.cat([part[:, part.isfinite().any(0)] for part in parts], -1)
+    return F.cross_entropy(whole, targets, reduction="none")
+
+
+def in_place(logits, targets, first, group):
+    loss = own_loss(logits, targets, first, group)
+    logits.exp_()
+    return loss
+
+
+LOSSES = {
+    "right": (own_loss, None),
+    "mean": (lambda *args: own_loss(*args).mean(), "one loss for each"),
+    "no maximum": (lambda *args: own_loss(*args, peak=None), "subtract the maximum"),
+    "own maximum": (lambda *args: own_loss(*args, peak=same), "agree on one"),
+    "nothing summed": (lambda *args: own_loss(*args, sums=same), "who has the logit of the target"),
+    "not masked": (lambda *args: own_loss(*args, masked=False), "who has the logit of the target"),
+    "gathered": (gathered, "three are enough"),
+    "in place": (in_place, "changed in place"),
+}
+
+
+def sent(
+    config,
+    batch,
+    value_bytes,
+    extra=4,
+    number_of_act=lambda config: 4 * config.num_layers + 2,
+    loss=3,
+    loss_bytes=4,
+):
+    per_token = batch * config.context_length
+    act = per_token * config.hidden_size * value_bytes
+    return 4 * config.num_layers + extra, number_of_act(
+        config
+    ) * act + loss * per_token * loss_bytes
+
+
+TRAFFIC = {
+    "right": (sent, None),
+    "layers only": (
+        lambda *args: sent(
+            *args, extra=0, number_of_act=lambda config: 4 * config.num_layers, loss=0
+        ),
+        "the layers alone",
+    ),
+    "loss forgotten": (lambda *args: sent(*args, extra=2, loss=0), "all-reduces, the model makes"),
+    "loss like a layer": (
+        lambda *args: sent(*args, number_of_act=lambda config: 4 * config.num_layers + 4, loss=0),
+        "three numbers per token",
+    ),
+    "loss in bfloat16": (
+        lambda config, batch, size: sent(config, batch, size, loss_bytes=size),
+        "float32 whatever",
+    ),
+    "one number": (lambda *args: sent(*args)[1], "how many all-reduces, their bytes"),
+    "only the target": (lambda *args: sent(*args, loss=1), "the model sends"),
+}
+
+
+def llama(x, gate, up, down, group, enter=copy_to, leave=reduce_from, dim=1, twice=False):
+    rank, p = group.rank(), group.size()
+    entered = enter(x, group)
+    again = enter(x, group) if twice else entered
+    gate, up, down = gate.chunk(p)[rank], up.chunk(p)[rank], down.chunk(p, dim)[rank]
+    if dim == 0:
+        down = torch.cat([down] * p)[:, : gate.shape[0]]
+    return leave((F.silu(entered @ gate.T) * (again @ up.T)) @ down.T, group)
+
+
+SWIGLUS = {
+    "right": (llama, None),
+    "f forgotten": (lambda *args: llama(*args, enter=same), "gradient of x is not"),
+    "f twice": (lambda *args: llama(*args, twice=True), "where does x enter"),
+    "g forgotten": (lambda *args: llama(*args, leave=same), "nothing travels forward"),
+    "rows of down": (lambda *args: llama(*args, dim=0), "fit together"),
+    "whole everywhere": (
+        lambda x, gate, up, down, group: (F.silu(x @ gate.T) * (x @ up.T)) @ down.T,
+        "nothing travels forward",
     ),
 }
 
 
-def again(part=True, scatter=True, whole_weight_gradient=True, gathers=1):
-    """A Function with one thing done differently."""
-
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, group):
-            whole = start_all_gather(x, group, 1)()
-            ctx.save_for_backward(x if part else whole, weight)
-            ctx.group = group
-            return F.linear(whole, weight)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            whole, tokens = x, grad.shape[1] // ctx.group.size()
-            mine = slice(ctx.group.rank() * tokens, (ctx.group.rank() + 1) * tokens)
-            for _ in range(gathers if part else 0):
-                whole = start_all_gather(x, ctx.group, 1)()
-            grad_x = grad @ weight
-            grad_x = start_reduce_scatter(grad_x, ctx.group, 1)() if scatter else grad_x[:, mine]
-            seen = slice(None) if whole_weight_gradient else mine
-            return grad_x, grad[:, seen].flatten(0, 1).T @ whole[:, seen].flatten(0, 1), None
-
-    return Again
+@pytest.mark.parametrize("answer", PAIRS)
+def test_f_and_g(judged, ranks2, answer):
+    f, g, hint = PAIRS[answer]
+    assert judged(lambda: l09.copy_and_reduce(f, g, ranks2), hint, also=[RankError])
 
 
-AGAIN = {
-    "right": ({}, None),
-    "keeps the whole": ({"part": False}, "save the part"),
-    "no sum": ({"scatter": False}, "the other ranks used these tokens"),
-    "weight from own tokens": ({"whole_weight_gradient": False}, "needs all S tokens"),
-    "gathers twice": ({"gathers": 2}, "one for x is enough"),
-}
+@pytest.mark.parametrize("answer", LOSSES)
+def test_loss_over_the_vocabulary(judged, ranks2, answer):
+    fn, hint = LOSSES[answer]
+    assert judged(lambda: l09.vocabulary_loss(fn, ranks2), hint, also=[RankError])
 
 
-def merged(out_a, lse_a, out_b, lse_b):
-    lse = torch.logaddexp(lse_a, lse_b)
-    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+@pytest.mark.parametrize("answer", TRAFFIC)
+def test_traffic(judged, ranks2, answer):
+    fn, hint = TRAFFIC[answer]
+    assert judged(lambda: l09.traffic(fn, ranks2), hint, also=[RankError])
 
 
-def naive(out_a, lse_a, out_b, lse_b):
-    a, b = lse_a.exp()[..., None], lse_b.exp()[..., None]
-    return (out_a * a + out_b * b) / (a + b), (a + b).log().squeeze(-1)
-
-
-MERGES = {
-    "right": (merged, None),
-    "mean": (lambda a, x, b, y: ((a + b) / 2, torch.logaddexp(x, y)), "plain mean"),
-    "sum": (lambda a, x, b, y: (a + b, torch.logaddexp(x, y)), "add up to 1"),
-    "logs added": (lambda a, x, b, y: (merged(a, x, b, y)[0], x + y), "you add the logarithms"),
-    "weighted by lse": (
-        lambda a, x, b, y: (torch.lerp(a, b, (y / (x + y))[..., None]), torch.logaddexp(x, y)),
-        "exp(lse",
-    ),
-    "larger lse": (
-        lambda a, x, b, y: (merged(a, x, b, y)[0], torch.maximum(x, y)),
-        "denominator of both",
-    ),
-    "overflows": (naive, "overflows"),
-    "one tensor": (lambda a, x, b, y: merged(a, x, b, y)[0], "two tensors"),
-}
-
-CHUNKS = {
-    "right": (lambda rank, p: [rank, 2 * p - 1 - rank], None),
-    "the other way round": (lambda rank, p: (2 * p - 1 - rank, rank), None),
-    "contiguous": (lambda rank, p: [2 * rank, 2 * rank + 1], "which two add up"),
-    "striped": (lambda rank, p: [rank, rank + p], "which two add up"),
-    "one too far": (lambda rank, p: [rank, 2 * p - rank], "exactly one rank"),
-    "one chunk": (lambda rank, p: [rank], "exactly one rank"),
-    "uneven": (
-        lambda rank, p: [[0, 1, 2], [3]][rank] if p == 2 else [rank, 2 * p - 1 - rank],
-        "holds two chunks",
-    ),
-}
-
-GRIDS = {
-    "right": (GridShape(dp=4, cp=2, tp=8), None),
-    "no tp": (GridShape(dp=8, cp=8), "weights: which axis"),
-    "no cp": (GridShape(dp=8, tp=8), "activations: which axis"),
-    "tp over two nodes": (GridShape(dp=4, tp=16), "most of it is tp"),
-    "long rings": (GridShape(cp=8, tp=8), "most of it is cp"),
-    "too few": (GridShape(cp=2, tp=8), "there are 64 GPUs"),
-    "too many copies": (GridShape(dp=16, tp=4), "dp divides 8"),
-    "more ranks than heads": (GridShape(tp=64), "num_heads=32"),
-}
-
-
-@pytest.mark.parametrize("answer", PUBLISHED)
-def test_the_published_result(judged, answer):
-    efficiency, whole_share, hint = PUBLISHED[answer]
-    assert judged(lambda: l09.published(efficiency, whole_share), hint)
-
-
-@pytest.mark.parametrize("answer", AGAIN)
-def test_gather_again(judged, ranks4, answer):
-    changes, hint = AGAIN[answer]
-    assert judged(lambda: l09.gathers_again(again(**changes), ranks4), hint)
-
-
-@pytest.mark.parametrize("answer", MERGES)
-def test_merge(judged, answer):
-    fn, hint = MERGES[answer]
-    assert judged(lambda: l09.merge(fn), hint)
-
-
-@pytest.mark.parametrize("answer", CHUNKS)
-def test_chunks(judged, answer):
-    fn, hint = CHUNKS[answer]
-    assert judged(lambda: l09.chunks(fn), hint)
-
-
-@pytest.mark.parametrize("answer", GRIDS)
-def test_design(judged, answer):
-    shape, hint = GRIDS[answer]
-    assert judged(lambda: l09.design(shape), hint)
+@pytest.mark.parametrize("answer", SWIGLUS)
+def test_swiglu(judged, ranks2, answer):
+    fn, hint = SWIGLUS[answer]
+    assert judged(lambda: l09.swiglu(fn, ranks2), hint, also=[RankError])

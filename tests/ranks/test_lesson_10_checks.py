@@ -1,191 +1,152 @@
 """The checks of lesson 10 pass right answers, and give plausible wrong ones their own hint."""
 
-import math
-
 import pytest
+import torch
+import torch.nn.functional as F
 
-from labcode.perf.pipeline import StageTimes, simulate
-from labcode.pool.ranks import RankError
-from labcode.schedules import NAMES, Action, schedule, waits_for
+from labcode.comm.collectives import start_all_gather, start_reduce_scatter
 from labcode.teach.exercises import l10
-from labcode.teach.labs import l10_paced_pipeline
+from labcode.topology import GridShape
 
-# ---- 10.1
 
-ENOUGH = {
-    "right": (lambda p, share: math.ceil((p - 1) * (1 - share) / share), None),
-    "right, as a float": (lambda p, share: float(math.ceil((p - 1) * (1 - share) / share)), None),
-    "share of the work": (lambda p, share: math.ceil((p - 1) / share), "share of the whole time"),
-    "not rounded": (lambda p, share: (p - 1) * (1 - share) / share, "rounded up"),
-    "rounded down": (
-        lambda p, share: max(1, math.floor((p - 1) * (1 - share) / share)),
-        "the ranks wait",
+def gain(before, after):
+    return after[1] / before[1]
+
+
+def share(ratio, t):
+    return (ratio - 1 / t) / (1 - 1 / t)
+
+
+PUBLISHED = {  # answer: functions, part of the hint (None: right)
+    "right": (lambda a, b: gain(a, b) * a[0] / b[0], share, None),
+    "the speed-up": (gain, share, "is the speed-up"),
+    "against one GPU": (lambda a, b: gain(a, b) / b[0], share, "with 4 GPUs, not with one"),
+    "upside down": (lambda a, b: b[0] / a[0] / gain(a, b), share, "upside down"),
+    "the ratio itself": (
+        lambda a, b: gain(a, b) * a[0] / b[0],
+        lambda ratio, t: ratio,
+        "cut entirely",
     ),
-    "p in place of p - 1": (
-        lambda p, share: math.ceil(p * (1 - share) / share),
-        "fewer are as well",
-    ),
-    "none": (lambda p, share: 0, "at least one"),
-}
-
-
-@pytest.mark.parametrize("answer", ENOUGH)
-def test_how_many_micro_batches_are_enough(judged, answer):
-    enough, hint = ENOUGH[answer]
-    assert judged(lambda: l10.enough(enough), hint, also=[RankError])
-
-
-# ---- 10.2
-
-
-def order(
-    rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: range(m), swapped=False
-):
-    """1F1B, or what is left of it with another warm-up, other backwards, or backward first."""
-    first = min(warmup(rank, p), m)
-    forward = [Action("F", rank, i) for i in range(m)]
-    backward = [Action("B", rank, i) for i in backwards(m)]
-    found = forward[:first]
-    for pair in zip(forward[first:], backward):
-        found += reversed(pair) if swapped else pair
-    return found + backward[m - first :]
-
-
-ORDERS = {
-    "right": (order, None),
-    "gpipe": (lambda rank, p, m: schedule("gpipe", p, m)[rank], "micro-batches at once"),
-    "one warm-up too many": (
-        lambda *args: order(*args, warmup=lambda rank, p: p - rank),
-        "micro-batches at once",
-    ),
-    "no warm-up": (
-        lambda *args: order(*args, warmup=lambda rank, p: 0),
-        "how many forwards come before",
-    ),
-    "warm-up of the other end": (
-        lambda *args: order(*args, warmup=lambda rank, p: rank),
-        "cannot start",
-    ),
-    "backward first": (lambda *args: order(*args, swapped=True), "cannot start"),
-    "last backward forgotten": (lambda *args: order(*args)[:-1], "each once"),
-    "cool-down forgotten": (
-        lambda rank, p, m: order(rank, p, m)[: 2 * m - (p - 1 - rank)],
-        "each once",
-    ),
-    "backwards reversed": (
-        lambda *args: order(*args, backwards=lambda m: reversed(range(m))),
-        "cannot start",
-    ),
-    "text": (lambda *args: [str(action) for action in order(*args)], "give a list of Action"),
-    "all ranks at once": (lambda rank, p, m: schedule("1f1b", p, m), "give a list of Action"),
-    "always stage 0": (
-        lambda rank, p, m: [a._replace(stage=0) for a in order(rank, p, m)],
-        "each once",
+    "what is above a fair part": (
+        lambda a, b: gain(a, b) * a[0] / b[0],
+        lambda ratio, t: ratio - 1 / t,
+        "the share is 1",
     ),
 }
 
 
-@pytest.mark.parametrize("answer", ORDERS)
-def test_the_order_of_one_rank(judged, ranks4, answer):
-    fn, hint = ORDERS[answer]
-    assert judged(lambda: l10.one_f_one_b(fn, ranks4), hint, also=[RankError])
+def again(part=True, scatter=True, whole_weight_gradient=True, gathers=1):
+    """A Function with one thing done differently."""
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, group):
+            whole = start_all_gather(x, group, 1)()
+            ctx.save_for_backward(x if part else whole, weight)
+            ctx.group = group
+            return F.linear(whole, weight)
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            whole, tokens = x, grad.shape[1] // ctx.group.size()
+            mine = slice(ctx.group.rank() * tokens, (ctx.group.rank() + 1) * tokens)
+            for _ in range(gathers if part else 0):
+                whole = start_all_gather(x, ctx.group, 1)()
+            grad_x = grad @ weight
+            grad_x = start_reduce_scatter(grad_x, ctx.group, 1)() if scatter else grad_x[:, mine]
+            seen = slice(None) if whole_weight_gradient else mine
+            return grad_x, grad[:, seen].flatten(0, 1).T @ whole[:, seen].flatten(0, 1), None
+
+    return Again
 
 
-# ---- 10.3
-
-HALVES = {
-    "right": (
-        lambda grad, weight: grad @ weight,
-        lambda grad, x: grad.flatten(0, -2).T @ x.flatten(0, -2),
-        None,
-    ),
-    "weight transposed": (
-        lambda grad, weight: grad @ weight,
-        lambda grad, x: x.flatten(0, -2).T @ grad.flatten(0, -2),
-        "is the transpose",
-    ),
-    "one for each sample": (
-        lambda grad, weight: grad @ weight,
-        lambda grad, x: grad.mT @ x,
-        "a sum over samples",
-    ),
-    "a mean": (
-        lambda grad, weight: grad @ weight,
-        lambda grad, x: (grad.mT @ x).mean(0),
-        "the values are 5",
-    ),
-    "input of ones": (
-        lambda grad, weight: 0 * grad @ weight,
-        lambda grad, x: grad,
-        "input_half: the shape is right",
-    ),
-    "nothing done": (
-        lambda grad, weight: grad,
-        lambda grad, x: grad,
-        "input_half: [2, 5, 3], expected [2, 5, 7]",
-    ),
+AGAIN = {
+    "right": ({}, None),
+    "keeps the whole": ({"part": False}, "save the part"),
+    "no sum": ({"scatter": False}, "the other ranks used these tokens"),
+    "weight from own tokens": ({"whole_weight_gradient": False}, "needs all S tokens"),
+    "gathers twice": ({"gathers": 2}, "one for x is enough"),
 }
 
 
-@pytest.mark.parametrize("answer", HALVES)
-def test_two_halves_of_a_backward(judged, answer):
-    input_half, weight_half, hint = HALVES[answer]
-    assert judged(lambda: l10.halves(input_half, weight_half), hint, also=[RankError])
+def merged(out_a, lse_a, out_b, lse_b):
+    lse = torch.logaddexp(lse_a, lse_b)
+    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
 
 
-# ---- 10.4
+def naive(out_a, lse_a, out_b, lse_b):
+    a, b = lse_a.exp()[..., None], lse_b.exp()[..., None]
+    return (out_a * a + out_b * b) / (a + b), (a + b).log().squeeze(-1)
 
-LAYERS = {
-    "right": ((4, 4, 4, 2), None),
-    "a list": ([4, 4, 4, 2], None),
-    "as evenly as possible": ((4, 4, 3, 3), "sets the pace"),
-    "the head at the wrong end": ((2, 4, 4, 4), "sets the pace"),
-    "too few": ((4, 4, 4, 1), "add up to 14"),
-    "a stage without a layer": ((5, 5, 4, 0), "at least 1"),
-    "three stages": ((5, 5, 4), "give 4 numbers"),
+
+MERGES = {
+    "right": (merged, None),
+    "mean": (lambda a, x, b, y: ((a + b) / 2, torch.logaddexp(x, y)), "plain mean"),
+    "sum": (lambda a, x, b, y: (a + b, torch.logaddexp(x, y)), "add up to 1"),
+    "logs added": (lambda a, x, b, y: (merged(a, x, b, y)[0], x + y), "you add the logarithms"),
+    "weighted by lse": (
+        lambda a, x, b, y: (torch.lerp(a, b, (y / (x + y))[..., None]), torch.logaddexp(x, y)),
+        "exp(lse",
+    ),
+    "larger lse": (
+        lambda a, x, b, y: (merged(a, x, b, y)[0], torch.maximum(x, y)),
+        "denominator of both",
+    ),
+    "overflows": (naive, "overflows"),
+    "one tensor": (lambda a, x, b, y: merged(a, x, b, y)[0], "two tensors"),
+}
+
+CHUNKS = {
+    "right": (lambda rank, p: [rank, 2 * p - 1 - rank], None),
+    "the other way round": (lambda rank, p: (2 * p - 1 - rank, rank), None),
+    "contiguous": (lambda rank, p: [2 * rank, 2 * rank + 1], "which two add up"),
+    "striped": (lambda rank, p: [rank, rank + p], "which two add up"),
+    "one too far": (lambda rank, p: [rank, 2 * p - rank], "exactly one rank"),
+    "one chunk": (lambda rank, p: [rank], "exactly one rank"),
+    "uneven": (
+        lambda rank, p: [[0, 1, 2], [3]][rank] if p == 2 else [rank, 2 * p - 1 - rank],
+        "holds two chunks",
+    ),
+}
+
+GRIDS = {
+    "right": (GridShape(dp=4, cp=2, tp=8), None),
+    "no tp": (GridShape(dp=8, cp=8), "weights: which axis"),
+    "no cp": (GridShape(dp=8, tp=8), "activations: which axis"),
+    "tp over two nodes": (GridShape(dp=4, tp=16), "most of it is tp"),
+    "long rings": (GridShape(cp=8, tp=8), "most of it is cp"),
+    "too few": (GridShape(cp=2, tp=8), "there are 64 GPUs"),
+    "too many copies": (GridShape(dp=16, tp=4), "dp divides 8"),
+    "more ranks than heads": (GridShape(tp=64), "num_heads=32"),
 }
 
 
-@pytest.mark.parametrize("answer", LAYERS)
-def test_layers_of_each_stage(judged, answer):
-    sizes, hint = LAYERS[answer]
-    assert judged(lambda: l10.layers(sizes), hint, also=[RankError])
+@pytest.mark.parametrize("answer", PUBLISHED)
+def test_the_published_result(judged, answer):
+    efficiency, whole_share, hint = PUBLISHED[answer]
+    assert judged(lambda: l10.published(efficiency, whole_share), hint)
 
 
-def test_what_is_missing_is_not_done_yet():
-    for test in (lambda: l10.enough(lambda p, share: ...), lambda: l10.layers(...)):
-        with pytest.raises(NotImplementedError):
-            test()
+@pytest.mark.parametrize("answer", AGAIN)
+def test_gather_again(judged, ranks4, answer):
+    changes, hint = AGAIN[answer]
+    assert judged(lambda: l10.gathers_again(again(**changes), ranks4), hint)
 
 
-def test_a_forgotten_return_is_named():
-    """It once counted as not done, and the learner looked for the fault elsewhere."""
-    with pytest.raises(AssertionError, match="it returned None"):
-        l10.enough(lambda p, share: None)
+@pytest.mark.parametrize("answer", MERGES)
+def test_merge(judged, answer):
+    fn, hint = MERGES[answer]
+    assert judged(lambda: l10.merge(fn), hint)
 
 
-# ---- the emulated stages
+@pytest.mark.parametrize("answer", CHUNKS)
+def test_chunks(judged, answer):
+    fn, hint = CHUNKS[answer]
+    assert judged(lambda: l10.chunks(fn), hint)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_paced_run_keeps_the_order_the_pace_the_memory_and_the_gradients(ranks4, name):
-    v = 2 if name == "interleaved" else 1
-    actions, stage_s = schedule(name, 4 * v, 4, 4), StageTimes(2e-3, 2e-3, 2e-3)
-    played = ranks4.run(l10_paced_pipeline.run_schedule, actions, 4 * v, 4, stage_s, repeats=3)
-    simulated, measured = simulate(actions, stage_s), l10_paced_pipeline.timeline(played)
-    assert l10_paced_pipeline.difference(played, 4 * v, 4) < 1e-12
-    for rank, order in actions.items():
-        rows = [row for row in measured.rows if row.rank == rank]
-        assert [row.action for row in rows] == order
-        assert all(row.stop_s - row.start_s >= stage_s.of(row.action.kind) - 1e-6 for row in rows)
-        assert played[rank].peak == simulated.peak_microbatches(rank)
-    stops = {row.action: row.stop_s for row in measured.rows}
-    for row in measured.rows:  # waiting for an input is no work: it lies before the start
-        for need in waits_for(row.action, 4 * v):
-            assert row.start_s >= stops[need if need in stops else need._replace(kind="B")]
-    assert measured.total_s >= simulated.total_s - 1e-6
-    assert sum(one.sent[0] for one in played) == 2 * (4 * v - 1) * 4
-    assert (
-        sum(one.sent[1] for one in played)
-        == 2 * (4 * v - 1) * 4 * l10_paced_pipeline.BATCH * l10_paced_pipeline.WIDTH * 8
-    )
+@pytest.mark.parametrize("answer", GRIDS)
+def test_design(judged, answer):
+    shape, hint = GRIDS[answer]
+    assert judged(lambda: l10.design(shape), hint)

@@ -1,206 +1,159 @@
 """The checks of lesson 12 pass right answers, and give plausible wrong ones their own hint."""
 
-import re
-from pathlib import Path
+import math
 
 import pytest
 
-from labcode.doctor import nccl_log as nccl
-from labcode.slurm.lint.linter import lint
-from labcode.slurm.script.site import load
+from labcode.perf.pipeline import StageTimes, simulate
+from labcode.pool.ranks import RankError
+from labcode.schedules import NAMES, Action, schedule, waits_for
 from labcode.teach.exercises import l12
-from labcode.teach.labs import l12_nccl_example
+from labcode.teach.labs import l12_paced_pipeline
 
 # ---- 12.1
 
-MENDED = """\
-#!/bin/bash
-#SBATCH --job-name=my-first
-#SBATCH --nodes=2
-#SBATCH --gpus-per-node=2
-#SBATCH --ntasks-per-node=2
-#SBATCH --time=1:30:00
-#SBATCH --output=%x-%j.log
-#SBATCH --mem=4G
-set -euo pipefail
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
-export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.out "runs/$SLURM_JOB_ID"
-"""
-SCRIPTS = {
-    "right": (MENDED, None),
-    "ninety minutes": (MENDED.replace("1:30:00", "90"), None),
-    "nothing done": (l12.BAD, "9 left; line 4: S01"),
-    "fixed port": (re.sub(r"PORT=.*", "PORT=29500", MENDED), "S26"),
-    "fixed address": (re.sub(r"ADDR=.*", "ADDR=n1", MENDED), "S25"),
-    "the time that no rule sees": (
-        MENDED.replace("1:30:00", "1:30"),
-        "the time limit is 1.5 minutes",
+ENOUGH = {
+    "right": (lambda p, share: math.ceil((p - 1) * (1 - share) / share), None),
+    "right, as a float": (lambda p, share: float(math.ceil((p - 1) * (1 - share) / share)), None),
+    "share of the work": (lambda p, share: math.ceil((p - 1) / share), "share of the whole time"),
+    "not rounded": (lambda p, share: (p - 1) * (1 - share) / share, "rounded up"),
+    "rounded down": (
+        lambda p, share: max(1, math.floor((p - 1) * (1 - share) / share)),
+        "the ranks wait",
     ),
-    "no memory": (MENDED.replace("#SBATCH --mem=4G\n", ""), "--mem=4G was meant"),
-    "no GPUs": (MENDED.replace("#SBATCH --gpus-per-node=2\n", ""), "--gpus-per-node=2 was meant"),
-    "one node": (MENDED.replace("nodes=2", "nodes=1"), "--nodes=2 was meant"),
-    "nothing runs": (
-        MENDED.partition("srun")[0] + "srun --kill-on-bad-exit=1 hostname\n",
-        "no srun starts",
+    "p in place of p - 1": (
+        lambda p, share: math.ceil(p * (1 - share) / share),
+        "fewer are as well",
     ),
+    "none": (lambda p, share: 0, "at least one"),
 }
 
 
-@pytest.mark.parametrize("answer", SCRIPTS)
-def test_a_mended_script(judged, answer):
-    script, hint = SCRIPTS[answer]
-    assert judged(lambda: l12.mended(script), hint)
-
-
-def test_the_bad_script_has_the_faults_that_the_lesson_speaks_of():
-    assert [problem.rule for problem in lint(l12.BAD, load("local"))] == [
-        "S01", "S10", "S20", "S30", "S02", "S25", "S26", "S21", "S33",
-    ]  # fmt: skip
-    lesson = (
-        Path(__file__).resolve().parents[2] / "solutions/12_slurm_and_multi_node.py"
-    ).read_text()
-    assert "".join(f"# {line}\n" for line in l12.BAD.splitlines()) in lesson
+@pytest.mark.parametrize("answer", ENOUGH)
+def test_how_many_micro_batches_are_enough(judged, answer):
+    enough, hint = ENOUGH[answer]
+    assert judged(lambda: l12.enough(enough), hint, also=[RankError])
 
 
 # ---- 12.2
 
-ATLAS = """
-account: bio42
-partition: gpu
-max_minutes: 1440
-gpus: {per_node: 4, request: gres, type: a100}
-cpus: {per_node: 64}
-modules: [cuda/12.4]
-scratch: $SCRATCH
-env:
-  NCCL_SOCKET_IFNAME: {value: ib0, reason: the network}
-  GLOO_SOCKET_IFNAME: {value: ib0, reason: the network}
-"""
-PROFILES = {
-    "right": (ATLAS, None),
-    "more than asked for": (ATLAS + "about: mine\nlauncher: srun\n", None),
-    "unknown field": (ATLAS.replace("partition", "partiton"), "line 3"),
-    "hours for minutes": (ATLAS.replace("1440", "24"), "24 x 60"),
-    "request forgotten": (ATLAS.replace(" request: gres,", ""), "request: gres"),
-    "type forgotten": (ATLAS.replace(", type: a100", ""), "gpus.type is None"),
-    "home for scratch": (ATLAS.replace("$SCRATCH", "runs"), "scratch is 'runs'"),
-    "other interface": (ATLAS.replace("ib0", "eth0"), "eth0"),
-    "gloo forgotten": (ATLAS[: ATLAS.index("  GLOO")], "GLOO_SOCKET_IFNAME"),
-    "no account": (ATLAS.replace("account: bio42\n", ""), "account is None"),
-    "not YAML": ("gpus: {per_node: 4", "this is not YAML"),
+
+def order(
+    rank, p, m, warmup=lambda rank, p: p - 1 - rank, backwards=lambda m: range(m), swapped=False
+):
+    """1F1B, or what is left of it with another warm-up, other backwards, or backward first."""
+    first = min(warmup(rank, p), m)
+    forward = [Action("F", rank, i) for i in range(m)]
+    backward = [Action("B", rank, i) for i in backwards(m)]
+    found = forward[:first]
+    for pair in zip(forward[first:], backward):
+        found += reversed(pair) if swapped else pair
+    return found + backward[m - first :]
+
+
+ORDERS = {
+    "right": (order, None),
+    "gpipe": (lambda rank, p, m: schedule("gpipe", p, m)[rank], "micro-batches at once"),
+    "one warm-up too many": (
+        lambda *args: order(*args, warmup=lambda rank, p: p - rank),
+        "micro-batches at once",
+    ),
+    "no warm-up": (
+        lambda *args: order(*args, warmup=lambda rank, p: 0),
+        "how many forwards come before",
+    ),
+    "warm-up of the other end": (
+        lambda *args: order(*args, warmup=lambda rank, p: rank),
+        "cannot start",
+    ),
+    "backward first": (lambda *args: order(*args, swapped=True), "cannot start"),
+    "last backward forgotten": (lambda *args: order(*args)[:-1], "each once"),
+    "cool-down forgotten": (
+        lambda rank, p, m: order(rank, p, m)[: 2 * m - (p - 1 - rank)],
+        "each once",
+    ),
+    "backwards reversed": (
+        lambda *args: order(*args, backwards=lambda m: reversed(range(m))),
+        "cannot start",
+    ),
+    "text": (lambda *args: [str(action) for action in order(*args)], "give a list of Action"),
+    "all ranks at once": (lambda rank, p, m: schedule("1f1b", p, m), "give a list of Action"),
+    "always stage 0": (
+        lambda rank, p, m: [a._replace(stage=0) for a in order(rank, p, m)],
+        "each once",
+    ),
 }
 
 
-@pytest.mark.parametrize("answer", PROFILES)
-def test_a_site_in_ten_lines(judged, answer):
-    profile, hint = PROFILES[answer]
-    assert judged(lambda: l12.site_profile(profile), hint)
+@pytest.mark.parametrize("answer", ORDERS)
+def test_the_order_of_one_rank(judged, ranks4, answer):
+    fn, hint = ORDERS[answer]
+    assert judged(lambda: l12.one_f_one_b(fn, ranks4), hint, also=[RankError])
 
 
 # ---- 12.3
 
-
-def by_regex(log, node=r"([\w.-]+): ([\d, ]+)", end=r"\((.+?)\)", number=int):
-    inside = re.search(rf"ranks? on \d+ nodes {end}", log)[1]
-    return {
-        name: [number(rank) for rank in ranks.split(",")]
-        for name, ranks in re.findall(node, inside)
-    }
-
-
-READERS = {
-    "right": (by_regex, None),
-    "greedy": (lambda log: by_regex(log, end=r"\((.+)\)(?s:.*)"), None),
-    "text in place of numbers": (lambda log: by_regex(log, number=str.strip), "whole numbers"),
-    "nodes called n only": (lambda log: by_regex(log, node=r"(n\d+): ([\d, ]+)"), "the line names"),
-    "a list": (lambda log: ["n1", "n2"], "give a dictionary"),
-    "one rank for each node": (
-        lambda log: {k: v[:1] for k, v in by_regex(log).items()},
-        "the line says",
+HALVES = {
+    "right": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: grad.flatten(0, -2).T @ x.flatten(0, -2),
+        None,
+    ),
+    "weight transposed": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: x.flatten(0, -2).T @ grad.flatten(0, -2),
+        "is the transpose",
+    ),
+    "one for each sample": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: grad.mT @ x,
+        "a sum over samples",
+    ),
+    "a mean": (
+        lambda grad, weight: grad @ weight,
+        lambda grad, x: (grad.mT @ x).mean(0),
+        "the values are 5",
+    ),
+    "input of ones": (
+        lambda grad, weight: 0 * grad @ weight,
+        lambda grad, x: grad,
+        "input_half: the shape is right",
+    ),
+    "nothing done": (
+        lambda grad, weight: grad,
+        lambda grad, x: grad,
+        "input_half: [2, 5, 3], expected [2, 5, 7]",
     ),
 }
 
 
-@pytest.mark.parametrize("answer", READERS)
-def test_who_is_where(judged, answer):
-    reader, hint = READERS[answer]
-    assert judged(lambda: l12.ranks_by_node(reader), hint)
+@pytest.mark.parametrize("answer", HALVES)
+def test_two_halves_of_a_backward(judged, answer):
+    input_half, weight_half, hint = HALVES[answer]
+    assert judged(lambda: l12.halves(input_half, weight_half), hint, also=[RankError])
 
 
 # ---- 12.4
 
-
-def between(comm, differ=lambda a, b: a != b, kind=set):
-    host = {rank: place.host for rank, place in comm.ranks.items()}
-    return kind(
-        link.transport for link in comm.links if differ(host[link.source], host[link.target])
-    )
-
-
-BETWEEN = {
-    "right": (between, None),
-    "a list": (lambda comm: between(comm, kind=list), None),
-    "inside": (lambda comm: between(comm, differ=lambda a, b: a == b), "connect ranks of one host"),
-    "all links": (
-        lambda comm: {link.transport for link in comm.links},
-        "connect ranks of one host",
-    ),
-    "a name alone": (lambda comm: "NET/IB", "give a set"),
-    "always the same": (lambda comm: {"NET/IB"}, "between the hosts there is"),
-    "the first only": (lambda comm: set(sorted(between(comm))[:1]), "between the hosts there is"),
+LAYERS = {
+    "right": ((4, 4, 4, 2), None),
+    "a list": ([4, 4, 4, 2], None),
+    "as evenly as possible": ((4, 4, 3, 3), "sets the pace"),
+    "the head at the wrong end": ((2, 4, 4, 4), "sets the pace"),
+    "too few": ((4, 4, 4, 1), "add up to 14"),
+    "a stage without a layer": ((5, 5, 4, 0), "at least 1"),
+    "three stages": ((5, 5, 4), "give 4 numbers"),
 }
 
 
-@pytest.mark.parametrize("answer", BETWEEN)
-def test_transports_between_nodes(judged, answer):
-    fn, hint = BETWEEN[answer]
-    assert judged(lambda: l12.between(fn), hint)
-
-
-@pytest.mark.parametrize("gpus", [1, 2, 4])
-@pytest.mark.parametrize("rdma", [True, False])
-def test_the_example_log_is_a_ring_over_two_nodes(rdma, gpus):
-    log = nccl.parse(l12_nccl_example.two_nodes(rdma, gpus))
-    comm, size = log.main, 2 * gpus
-    assert list(comm.pairs()) == sorted((rank, (rank + 1) % size) for rank in range(size))
-    assert all(sum(counts.values()) == 2 for counts in comm.pairs().values())
-    assert comm.transports(between_hosts=True) == {"NET/IB" if rdma else "NET/Socket"}
-    assert comm.transports(between_hosts=False) == ({"P2P"} if gpus > 1 else set())
-    assert set(log.networks.values()) == {"IB" if rdma else "Socket"} and bool(log.nics) == rdma
-
-
-# ---- 12.5
-
-RIGHT = dict(l12.FAULTS)
-DIAGNOSES = {
-    "right": (RIGHT, None),
-    "another order": (dict(reversed(RIGHT.items())), None),
-    "two swapped": (RIGHT | {"A": "interface", "D": "name"}, "A is not 'interface'"),
-    "the last wrong": (RIGHT | {"E": "port"}, "who says no"),
-    "one forgotten": (
-        {letter: fault for letter, fault in RIGHT.items() if letter != "C"},
-        "for each of",
-    ),
-    "a word of one's own": (RIGHT | {"B": "firewall"}, "none of the five"),
-}
-
-
-@pytest.mark.parametrize("answer", DIAGNOSES)
-def test_from_symptom_to_cause(judged, answer):
-    answers, hint = DIAGNOSES[answer]
-    assert judged(lambda: l12.diagnosis(answers), hint)
+@pytest.mark.parametrize("answer", LAYERS)
+def test_layers_of_each_stage(judged, answer):
+    sizes, hint = LAYERS[answer]
+    assert judged(lambda: l12.layers(sizes), hint, also=[RankError])
 
 
 def test_what_is_missing_is_not_done_yet():
-    tests = (
-        lambda: l12.mended(...),
-        lambda: l12.site_profile(...),
-        lambda: l12.ranks_by_node(lambda log: ...),
-        lambda: l12.between(lambda comm: ...),
-        lambda: l12.diagnosis(RIGHT | {"A": ...}),
-    )
-    for test in tests:
+    for test in (lambda: l12.enough(lambda p, share: ...), lambda: l12.layers(...)):
         with pytest.raises(NotImplementedError):
             test()
 
@@ -208,4 +161,31 @@ def test_what_is_missing_is_not_done_yet():
 def test_a_forgotten_return_is_named():
     """It once counted as not done, and the learner looked for the fault elsewhere."""
     with pytest.raises(AssertionError, match="it returned None"):
-        l12.ranks_by_node(lambda log: None)
+        l12.enough(lambda p, share: None)
+
+
+# ---- the emulated stages
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_paced_run_keeps_the_order_the_pace_the_memory_and_the_gradients(ranks4, name):
+    v = 2 if name == "interleaved" else 1
+    actions, stage_s = schedule(name, 4 * v, 4, 4), StageTimes(2e-3, 2e-3, 2e-3)
+    played = ranks4.run(l12_paced_pipeline.run_schedule, actions, 4 * v, 4, stage_s, repeats=3)
+    simulated, measured = simulate(actions, stage_s), l12_paced_pipeline.timeline(played)
+    assert l12_paced_pipeline.difference(played, 4 * v, 4) < 1e-12
+    for rank, order in actions.items():
+        rows = [row for row in measured.rows if row.rank == rank]
+        assert [row.action for row in rows] == order
+        assert all(row.stop_s - row.start_s >= stage_s.of(row.action.kind) - 1e-6 for row in rows)
+        assert played[rank].peak == simulated.peak_microbatches(rank)
+    stops = {row.action: row.stop_s for row in measured.rows}
+    for row in measured.rows:  # waiting for an input is no work: it lies before the start
+        for need in waits_for(row.action, 4 * v):
+            assert row.start_s >= stops[need if need in stops else need._replace(kind="B")]
+    assert measured.total_s >= simulated.total_s - 1e-6
+    assert sum(one.sent[0] for one in played) == 2 * (4 * v - 1) * 4
+    assert (
+        sum(one.sent[1] for one in played)
+        == 2 * (4 * v - 1) * 4 * l12_paced_pipeline.BATCH * l12_paced_pipeline.WIDTH * 8
+    )

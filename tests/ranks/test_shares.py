@@ -1,4 +1,4 @@
-"""What lesson 08 measures with: the error of a share, its collectives, a few steps of training."""
+"""What lesson 09 measures with: the error of a share, its collectives, a few steps of training."""
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.perf import trace
-from labcode.teach.labs.l08_shards import (
+from labcode.teach.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
     count_collectives,

@@ -1,4 +1,4 @@
-"""The lab of lesson 12, on a real SLURM and without one.
+"""The lab of lesson 14, on a real SLURM and without one.
 
 Each fault shows its symptom and is gone afterwards; without SLURM nothing raises.
 """
@@ -13,7 +13,7 @@ import pytest
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.script.job import Job
-from labcode.teach.labs import l12_cluster
+from labcode.teach.labs import l14_cluster
 
 HELLO = """\
 import socket, sys
@@ -38,11 +38,11 @@ OPEN_PORT = 18017
 @pytest.fixture(scope="module")
 def open_labs(
     slurm: Callable[[str], str], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[l12_cluster.Lab, Path]]:
+) -> Iterator[tuple[l14_cluster.Lab, Path]]:
     """(a lab of two nodes, its folder), for all tests of this file."""
     folder = tmp_path_factory.mktemp("lab")
     with contextlib.chdir(folder):
-        lab = l12_cluster.open_lab(slurm("lab"), nodes=2)
+        lab = l14_cluster.open_lab(slurm("lab"), nodes=2)
         Path("runs/hello.py").write_text(HELLO)
     yield lab, folder
     with contextlib.chdir(folder):
@@ -52,8 +52,8 @@ def open_labs(
 
 @pytest.fixture
 def lab(
-    open_labs: tuple[l12_cluster.Lab, Path], monkeypatch: pytest.MonkeyPatch
-) -> l12_cluster.Lab:
+    open_labs: tuple[l14_cluster.Lab, Path], monkeypatch: pytest.MonkeyPatch
+) -> l14_cluster.Lab:
     """The lab, in its folder: a lab belongs to the folder that its notebook runs in."""
     lab, folder = open_labs
     monkeypatch.chdir(folder)
@@ -69,7 +69,7 @@ def again(slurm: Callable[[str], str]) -> str:
 # ------------------------------------------------------------------------------------------ faults
 
 
-def state_of(lab: l12_cluster.Lab) -> dict[tuple[str, str], str]:
+def state_of(lab: l14_cluster.Lab) -> dict[tuple[str, str], str]:
     """All that a fault changes: names, rules for ports, and the program that each node runs."""
     assert lab.cluster is not None
     found = {}
@@ -79,57 +79,57 @@ def state_of(lab: l12_cluster.Lab) -> dict[tuple[str, str], str]:
     return found
 
 
-def test_without_a_fault_all_is_well(lab: l12_cluster.Lab) -> None:
+def test_without_a_fault_all_is_well(lab: l14_cluster.Lab) -> None:
     lab.hello()
-    assert l12_cluster.told(lab.said) == WELL, lab.said
+    assert l14_cluster.told(lab.said) == WELL, lab.said
 
 
-def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l12_cluster.Lab) -> None:
+def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("name"):
         lab.hello(interface=None)
-        symptom = l12_cluster.told(lab.said)
+        symptom = l14_cluster.told(lab.said)
         assert "Connection refused, remote=[127.0.1.1]" in symptom, lab.said
         lab.hello(interface="eth0")
-        assert l12_cluster.told(lab.said) == WELL, lab.said
+        assert l14_cluster.told(lab.said) == WELL, lab.said
     assert state_of(lab) == before
 
 
-def test_a_closed_port_is_a_time_out(lab: l12_cluster.Lab) -> None:
+def test_a_closed_port_is_a_time_out(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("port"):
         lab.hello(wait_s=5, port=FAULT_PORT)
         symptom = rf"nobody answers at n1:{FAULT_PORT} .*no answer"
-        assert re.search(symptom, l12_cluster.told(lab.said)), lab.said
+        assert re.search(symptom, l14_cluster.told(lab.said)), lab.said
         lab.hello(port=OPEN_PORT)
-        assert l12_cluster.told(lab.said) == WELL, lab.said
+        assert l14_cluster.told(lab.said) == WELL, lab.said
     assert state_of(lab) == before
 
 
-def test_other_code_on_one_node_is_a_message_of_another_size(lab: l12_cluster.Lab) -> None:
+def test_other_code_on_one_node_is_a_message_of_another_size(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("code"):
         lab.hello()
         symptom = "(96 vs 64|64 vs 96|size doesn't match)"
-        assert re.search(symptom, l12_cluster.told(lab.said)), lab.said
+        assert re.search(symptom, l14_cluster.told(lab.said)), lab.said
     assert state_of(lab) == before
 
 
-def test_the_wrong_interface_is_refused_by_its_address(lab: l12_cluster.Lab) -> None:
+def test_the_wrong_interface_is_refused_by_its_address(lab: l14_cluster.Lab) -> None:
     lab.hello(interface="docker0")
-    assert "Connection refused, remote=[172.17.0.1]" in l12_cluster.told(lab.said)
+    assert "Connection refused, remote=[172.17.0.1]" in l14_cluster.told(lab.said)
 
 
 def test_an_unknown_fault_is_refused_with_those_there_are() -> None:
     refused = pytest.raises(ValueError, match="choose one of name, port, code")
-    with refused, l12_cluster.Lab(None).fault("cable"):
+    with refused, l14_cluster.Lab(None).fault("cable"):
         pass
 
 
 # ------------------------------------------------------------------------------------------- links
 
 
-def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l12_cluster.Lab) -> None:
+def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l14_cluster.Lab) -> None:
     options = (
         "--train.steps=100000",
         "--train.log_every=1",
@@ -141,7 +141,7 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l12_cluster.
         "--checkpoint.every=100000",
     )
     handle = lab.submit(Job("gpt_tiny", options, nodes=2, ranks_per_node=1, name="slowed"))
-    found = l12_cluster.at_rates(lab, handle, ["off", "20mbit"], count=3)
+    found = l14_cluster.at_rates(lab, handle, ["off", "20mbit"], count=3)
     num_weights = 811_008
     wire_s = 4 * num_weights / (20e6 / 8)  # float32, over a link of 20 Mbit/s
     free_s = [seconds for _, _, seconds in found["off"]]
@@ -161,14 +161,14 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l12_cluster.
 
 
 def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(
-    lab: l12_cluster.Lab, again: str, capsys: pytest.CaptureFixture[str]
+    lab: l14_cluster.Lab, again: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     Path("runs/first.sbatch").write_text(FIRST)
     lab.batch("runs/first.sbatch")
     assert "COMPLETED" in capsys.readouterr().out
     numbers = [int(path.stem.removeprefix("first-")) for path in Path("runs").glob("first-*.log")]
     assert numbers
-    second = l12_cluster.open_lab(again, nodes=1)
+    second = l14_cluster.open_lab(again, nodes=1)
     try:
         second.sh("sbatch", "--output=/dev/null", "--wrap", "true")
         number = re.findall(r"job (\d+)", second.said)[0]
@@ -177,16 +177,16 @@ def test_a_second_lab_in_the_same_folder_gives_its_jobs_other_numbers(
         second.close()
 
 
-def test_a_lab_that_was_killed_is_removed_by_the_next(lab: l12_cluster.Lab, again: str) -> None:
+def test_a_lab_that_was_killed_is_removed_by_the_next(lab: l14_cluster.Lab, again: str) -> None:
     Cluster.up(nodes=1, name=f"{again}-999999999")  # of a process that cannot be
-    l12_cluster.open_lab(again, nodes=1).close()
+    l14_cluster.open_lab(again, nodes=1).close()
     assert not list(base().glob(f"{again}-*"))
 
 
-def test_a_set_up_cell_that_is_run_again_begins_anew(lab: l12_cluster.Lab, again: str) -> None:
-    first = l12_cluster.open_lab(again, nodes=1)
+def test_a_set_up_cell_that_is_run_again_begins_anew(lab: l14_cluster.Lab, again: str) -> None:
+    first = l14_cluster.open_lab(again, nodes=1)
     first.sh("sbatch", "--output=/dev/null", "--wrap", "sleep 600")
-    second = l12_cluster.open_lab(again, nodes=1)
+    second = l14_cluster.open_lab(again, nodes=1)
     try:
         assert second.client is not None
         assert second.client.queue() == []
@@ -202,7 +202,7 @@ def test_without_slurm_commands_are_shown_and_nothing_raises(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(needs.PACKAGES, "no-such-program", "no-such-package")
-    lab = l12_cluster.open_lab("test-none")
+    lab = l14_cluster.open_lab("test-none")
     lab.sh("sinfo")
     with lab.fault("port"):
         lab.hello()
@@ -228,7 +228,7 @@ def test_errors_of_ranks_are_their_last_lines_without_places_in_sources() -> Non
         "0:   what():  [enforce fail at /w/gloo/pair.cc:456] a. 96 vs 64. Received\n"
         "srun: error: n2: task 1: Exited with exit code 1\n"
     )
-    assert l12_cluster.told(said).splitlines() == [
+    assert l14_cluster.told(said).splitlines() == [
         "rank 0: what():  a. 96 vs 64. Received",
         "rank 1: ValueError: rank 1 cannot meet",
     ]
@@ -240,4 +240,4 @@ def test_step_lines_of_a_log() -> None:
         "step 1/9 | loss 4.40 | lr 3e-04 | 0.25 s/step | 50 tokens/s\n"
         "step 9/9 | ..."
     )
-    assert l12_cluster.steps(log) == [(1, 4.40, 0.25)]
+    assert l14_cluster.steps(log) == [(1, 4.40, 0.25)]

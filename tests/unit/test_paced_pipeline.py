@@ -1,21 +1,21 @@
-"""The drawings of lesson 10: a schedule as text, and a simulated time line above a measured one."""
+"""The drawings of lesson 12: a schedule as text, and a simulated time line above a measured one."""
 
 import pytest
 
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import schedule
-from labcode.teach.labs import l10_paced_pipeline
+from labcode.teach.labs import l12_paced_pipeline
 
 UNIT = StageTimes(1e-3, 1e-3, 1e-3)
 
 
 def test_the_table_shows_what_each_rank_does_in_each_tick():
     expected = ["rank 0  F0 F1 ·  B0 ·  B1", "rank 1  ·  F0 B0 F1 B1 ·"]
-    assert l10_paced_pipeline.table(schedule("1f1b", 2, 2), 2).splitlines() == expected
+    assert l12_paced_pipeline.table(schedule("1f1b", 2, 2), 2).splitlines() == expected
 
 
 def test_a_long_table_is_narrow_and_writes_second_stages_small():
-    lines = l10_paced_pipeline.table(schedule("interleaved", 8, 8, 4), 8).splitlines()
+    lines = l12_paced_pipeline.table(schedule("interleaved", 8, 8, 4), 8).splitlines()
     assert lines[0].startswith("rank 0  F0F1F2F3f0f1f2f3F4")
     assert max(map(len, lines)) < 90
     assert "B7" in lines[3] and "b7" in lines[3]
@@ -23,7 +23,7 @@ def test_a_long_table_is_narrow_and_writes_second_stages_small():
 
 def test_bars_carry_every_action_with_its_time_and_its_letter():
     line = simulate(schedule("interleaved", 4, 2, 2), UNIT)
-    rows = l10_paced_pipeline.bars(line, "simulated")
+    rows = l12_paced_pipeline.bars(line, "simulated")
     assert len(rows) == len(line.rows) == 16
     assert {lane for lane, *_ in rows} == {"simulated 0", "simulated 1"}
     assert {label.split()[0] for _, label, *_ in rows} == {"F", "B", "f", "b"}
@@ -35,7 +35,7 @@ def test_kinds_get_their_colours_in_one_order_whatever_comes_first_in_time():
     for name, num_stages in (("1f1b", 2), ("interleaved", 4)):
         labels = [
             label[0]
-            for _, label, *_ in l10_paced_pipeline.bars(
+            for _, label, *_ in l12_paced_pipeline.bars(
                 simulate(schedule(name, num_stages, 2, 2), UNIT)
             )
         ]
@@ -44,7 +44,7 @@ def test_kinds_get_their_colours_in_one_order_whatever_comes_first_in_time():
 
 def test_the_picture_has_both_time_lines_on_one_axis():
     line = simulate(schedule("1f1b", 2, 3), UNIT)
-    picture = l10_paced_pipeline.picture(
+    picture = l12_paced_pipeline.picture(
         line, line, title="1F1B", alt="Two time lines of two ranks each"
     )
     lanes = [tick.get_text() for tick in picture.axes[0].get_yticklabels()]
@@ -59,14 +59,14 @@ def test_the_measured_time_line_is_that_of_the_median_step():
         [(action, begin + i, begin + i + length) for i, action in enumerate(actions)]
         for begin, length in ((10, 0.5), (20, 0.9), (30, 0.7))
     ]
-    played = l10_paced_pipeline.Played(rows, begins=[10, 20, 30], peak=1, sent=(0, 0), gradients={})
-    line = l10_paced_pipeline.timeline([played])
+    played = l12_paced_pipeline.Played(rows, begins=[10, 20, 30], peak=1, sent=(0, 0), gradients={})
+    line = l12_paced_pipeline.timeline([played])
     assert line.total_s == pytest.approx(1.7)
     assert [row.start_s for row in line.rows] == [0, 1]
     assert line.busy_s() == pytest.approx(1.4)
 
 
 def test_gradients_of_one_process_have_every_stage():
-    found = l10_paced_pipeline.gradients(3, 2)
+    found = l12_paced_pipeline.gradients(3, 2)
     assert list(found) == [0, 1, 2]
     assert all(grad.abs().sum() > 0 for grad in found.values())

@@ -4,9 +4,9 @@
     l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a
           quick all-reduce
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
-    l07   ranks and groups of a grid, the best order, a grid for 64 GPUs
-    l08   tensor parallelism          l09   sequence and context parallelism
-    l10   pipeline parallelism        l12   SLURM and multi-node        l13   hybrid training
+    l08   ranks and groups of a grid, the best order, a grid for 64 GPUs
+    l09   tensor parallelism          l10   sequence and context parallelism
+    l12   pipeline parallelism        l14   SLURM and multi-node        l15   hybrid training
 
 Each function takes what the learner wrote (a value, a function, a class), and the ranks where it
 needs them, and asserts. The text of an AssertionError is the hint that the learner reads: say what

@@ -1,393 +1,397 @@
-"""Checks of lesson 09, sequence and context parallelism. The text of each assertion is a hint."""
+"""Checks of lesson 09, tensor parallelism. The text of each assertion is a hint."""
 
-import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from labcode.comm.counting import counted, totals
-from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.memory import model_activations
-from labcode.perf.saved_bytes import saved_bytes
+from labcode.comm.counting import Call, counted, totals
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig
+from labcode.models import layers
+from labcode.models.gpt import GPT
+from labcode.models.parallelize import parallelize
 from labcode.pool.ranks import Ranks
-from labcode.recipes import gpt_shape
 from labcode.teach.check import Exercise, due
 from labcode.topology import GridShape
 from labcode.units import si
 
 EXERCISES = {
-    "9.1": Exercise("now put the numbers of the table in"),
-    "9.2": Exercise("right gradients, a quarter of the bytes"),
-    "9.3": Exercise("blocks of any size, in any order"),
-    "9.4": Exercise("the same work for 2, 4 and 8 ranks"),
-    "9.5": Exercise("it fits, and most of the time is spent computing"),
+    "9.1": Exercise("two mirror images, and nothing was overwritten"),
+    "9.2": Exercise("42 and 41 columns, large logits too, and few bytes"),
+    "9.3": Exercise("to the byte, in float32 and in bfloat16"),
+    "9.4": Exercise("one sum each way, although x is used twice"),
 }
 
-TOLERANCE = 1e-9
+
+def _relative_error(found: Tensor, expected: Tensor) -> float:
+    return ((found - expected).norm() / expected.norm()).item()
+
 
 # ---- 9.1
 
-Run = tuple[int, float]  # GPUs, samples/s
-RUNS: tuple[tuple[Run, Run], ...] = (
-    ((4, 93.1), (16, 125.2)),
-    ((1, 10.0), (2, 20.0)),
-    ((8, 50.0), (24, 120.0)),
-)
 
-
-def published(
-    efficiency: Callable[[Run, Run], float], whole_share: Callable[[float, int], float]
-) -> None:
-    """The learner's two formulas for reading published tables.
+@dataclass(frozen=True)
+class _Applied:
+    """What a Function did on one rank.
 
     Args:
-        efficiency: `efficiency(before, after)` of two pairs (GPUs, samples/s).
-        whole_share: `whole_share(ratio, t)`: the share of the memory that tensor parallelism over
-            t ranks leaves whole, when `ratio` of the memory remains.
+        x, y: Input and output of forward, [2, 3].
+        grad_y, grad_x: Input and output of backward, [2, 3]; grad_x is None if backward returned
+            no gradient.
+        x_kept, grad_y_kept: Whether forward and backward left their inputs unchanged.
     """
-    for before, after in RUNS:
-        _check_efficiency(before, after, due(efficiency(before, after)))
-    for t in (2, 4, 8):
-        _check_whole_share(whole_share, t)
+
+    x: Tensor
+    y: Tensor
+    grad_y: Tensor
+    grad_x: Tensor | None
+    x_kept: bool
+    grad_y_kept: bool
 
 
-def _check_efficiency(before: Run, after: Run, found: float) -> None:
-    case = f"{before} to {after}: "
-    speed_up = after[1] / before[1]
-    times_gpus = after[0] / before[0]
-    if _near(found, speed_up / times_gpus):
-        return
-    # (2, 20.0) from one GPU: some wrong formulas are right there, so the hints come after
-    assert not _near(found, speed_up), (
-        case + f"{found:.3g} is the speed-up; how many times as many GPUs did it take?"
-    )
-    assert not _near(found, speed_up / after[0]), (
-        case + f"the comparison is with {before[0]} GPUs, not with one"
-    )
-    assert not _near(found, times_gpus / speed_up), case + f"{found:.3g} is upside down"
-    raise AssertionError(
-        case + f"{found:.4g}: divide the speed-up by how many times as many GPUs there are"
-    )
-
-
-def _check_whole_share(whole_share: Callable[[float, int], float], t: int) -> None:
-    everything = due(whole_share(1.0, t))
-    assert _near(everything, 1), (
-        f"what keeps all of its memory on {t} ranks is whole: "
-        f"the share is 1, yours {everything:.3g}"
-    )
-    nothing = due(whole_share(1 / t, t))
-    assert abs(nothing) < TOLERANCE, (
-        f"what keeps 1/{t} on {t} ranks is cut entirely: the share is 0, yours {nothing:.3g}"
-    )
-    ratio = 0.3 + 0.7 / t
-    found = due(whole_share(ratio, t))
-    assert _near(found, 0.3), (
-        f"whole 0.3, the rest cut by {t}: ratio {ratio:.4g}, and your share is {found:.3g}"
+def _apply(rank: int, function: type[torch.autograd.Function]) -> _Applied:
+    """Run a Function forward and backward on this rank, on numbers that differ between ranks."""
+    x = torch.arange(6.0).view(2, 3) + 10 * rank
+    grad_y = torch.ones(2, 3) + rank
+    x_before = x.clone()
+    grad_y_before = grad_y.clone()
+    x.requires_grad_()
+    y = due(function.apply(x, dist.group.WORLD))
+    (grad_x,) = torch.autograd.grad(y, x, grad_outputs=grad_y, allow_unused=True)
+    return _Applied(
+        x=x_before,
+        y=y.detach(),
+        grad_y=grad_y_before,
+        grad_x=grad_x,
+        x_kept=torch.equal(x.detach(), x_before),
+        grad_y_kept=torch.equal(grad_y, grad_y_before),
     )
 
 
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6)
+def copy_and_reduce(
+    f: type[torch.autograd.Function], g: type[torch.autograd.Function], ranks: Ranks
+) -> None:
+    """The learner's Functions f (identity, then a sum) and g (a sum, then identity).
+
+    Args:
+        f, g: Called as `apply(x, group)`.
+        ranks: Where they run.
+    """
+    for name, function, sums_forward in (("f", f, False), ("g", g, True)):
+        results = ranks.run(_apply, function)
+        total_x = torch.stack([result.x for result in results]).sum(0)
+        total_grad = torch.stack([result.grad_y for result in results]).sum(0)
+        for rank, result in enumerate(results):
+            who = f"{name} on rank {rank}: "
+            assert result.x_kept, (
+                who + "forward wrote into its input: the sum needs a tensor of its own"
+            )
+            assert result.grad_y_kept, who + (
+                "backward wrote into the gradient it was handed: the sum needs a tensor of its own"
+            )
+            assert result.grad_x is not None, who + "no gradient comes back"
+            _check_forward(who, result, sums_forward, total_x)
+            _check_backward(who, result, result.grad_x, sums_forward, total_grad, ranks.n)
+
+
+def _check_forward(who: str, result: _Applied, sums_forward: bool, total_x: Tensor) -> None:
+    if sums_forward:
+        wanted = total_x
+        mistaken = result.x
+        hint = "forward has to sum over the ranks"
+    else:
+        wanted = result.x
+        mistaken = total_x
+        hint = "forward is the identity, nothing travels"
+    assert not torch.equal(result.y, mistaken), who + hint
+    assert torch.equal(result.y, wanted), who + (
+        f"forward gives {result.y[0].tolist()}, expected {wanted[0].tolist()}"
+    )
+
+
+def _check_backward(
+    who: str, result: _Applied, grad_x: Tensor, sums_forward: bool, total_grad: Tensor, p: int
+) -> None:
+    if sums_forward:
+        wanted = result.grad_y
+        mistaken = total_grad
+        hint = (
+            f"backward sums as well, every gradient below is {p} times too long: "
+            "each rank has the whole already"
+        )
+    else:
+        wanted = total_grad
+        mistaken = result.grad_y
+        hint = (
+            "backward hands on this rank's own part; the paths through the other ranks are missing"
+        )
+    assert not torch.equal(grad_x, mistaken), who + hint
+    assert torch.equal(grad_x, wanted), who + (
+        f"backward gives {grad_x[0].tolist()}, expected {wanted[0].tolist()}"
+    )
 
 
 # ---- 9.2
 
-BATCH = 2
-TOKENS = 32
-WIDTH = 8
-COLUMNS = 4  # output features of each rank
+VOCAB = 83  # does not divide by 2 or 4: the last rank has fewer columns
+TOKENS = 12
+TOLERANCE = 1e-9
+
+VocabularyLoss = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class _Gathered:
-    """What the learner's Function did on one rank.
+class _OwnLoss:
+    """What the learner's loss gave on one rank.
 
     Args:
-        kept_bytes: Saved for backward, without weights.
-        x_off, weight_off: Largest error of each gradient.
-        x_off_if_own: Largest difference of the gradient of x from that of this rank's columns
-            alone, which is what one gets who forgets the sum over the ranks.
-        gathers: All-gathers that backward starts.
+        loss: [TOKENS].
+        shifted: This rank's logits minus their own maximum, [TOKENS, columns]: what a loss sums
+            whose ranks did not agree on one maximum.
+        logits_kept: Whether the logits were left unchanged.
+        num_bytes: Of all collectives.
     """
 
-    kept_bytes: int
-    x_off: float
-    weight_off: float
-    x_off_if_own: float
-    gathers: int
+    loss: Tensor
+    shifted: Tensor
+    logits_kept: bool
+    num_bytes: int
 
 
-def _gathered(rank: int, again: type[torch.autograd.Function]) -> _Gathered:
-    """The learner's Function on this rank's tokens and columns, beside `F.linear` on all."""
-    p = dist.get_world_size()
-    draw = torch.Generator().manual_seed(3)
-    size = (BATCH, TOKENS, WIDTH)
-    x = torch.randn(*size, generator=draw, dtype=torch.float64)
-    weight = torch.randn(*size, generator=draw, dtype=torch.float64)[0, : COLUMNS * p].clone()
-    grad = torch.randn(*size, generator=draw, dtype=torch.float64)
-    grad = grad[..., :COLUMNS].repeat(1, 1, p)  # [B, S, p*COLUMNS]
+def _logits(shift: float) -> tuple[Tensor, Tensor]:
+    """Whole logits around `shift`, [TOKENS, VOCAB], and targets, [TOKENS]."""
+    generator = torch.Generator().manual_seed(3)
+    logits = torch.randn(TOKENS, VOCAB, dtype=torch.float64, generator=generator) * 3 + shift
+    targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
+    # one target on the first rank and one on the last, however many ranks there are
+    targets[0] = 0
+    targets[1] = VOCAB - 1
+    return logits, targets
 
-    whole_x = x.clone().requires_grad_()
-    whole_weight = weight.clone().requires_grad_()
-    F.linear(whole_x, whole_weight).backward(grad)
-    assert whole_x.grad is not None and whole_weight.grad is not None
 
-    own_tokens = slice(rank * TOKENS // p, (rank + 1) * TOKENS // p)
-    own_columns = slice(rank * COLUMNS, (rank + 1) * COLUMNS)
-    own_x = x[:, own_tokens].clone().requires_grad_()
-    own_weight = weight[own_columns].clone().requires_grad_()
-    own_grad = grad[..., own_columns].contiguous()
-    weights = torch.nn.ParameterList([torch.nn.Parameter(own_weight)])
-    with saved_bytes(weights) as saved:
-        y = again.apply(own_x, own_weight, dist.group.WORLD)
-    kept_bytes = saved.total()
-    assert y is not None and y.shape == (BATCH, TOKENS, COLUMNS), "forward returns [B, S, F/p]"
-    with counted() as backward:
-        y.backward(own_grad)
-
-    from_own_columns = (own_grad @ weight[own_columns])[:, own_tokens]
-    return _Gathered(
-        kept_bytes=kept_bytes,
-        x_off=_largest_error(own_x.grad, whole_x.grad[:, own_tokens]),
-        weight_off=_largest_error(own_weight.grad, whole_weight.grad[own_columns]),
-        x_off_if_own=_largest_error(own_x.grad, from_own_columns),
-        gathers=totals(backward).get("all_gather", (0, 0))[0],
+def _own_loss(rank: int, loss: VocabularyLoss, shift: float) -> _OwnLoss:
+    logits, targets = _logits(shift)
+    parts = logits.tensor_split(dist.get_world_size(), -1)
+    mine = parts[rank].contiguous()
+    first = sum(part.shape[-1] for part in parts[:rank])
+    before = mine.clone()
+    with torch.no_grad(), counted() as calls:
+        found = due(loss(mine, targets.clone(), first, dist.group.WORLD))
+    return _OwnLoss(
+        loss=found,
+        shifted=mine - mine.amax(-1, keepdim=True),
+        logits_kept=torch.equal(mine, before),
+        num_bytes=sum(call.num_bytes for call in calls),
     )
 
 
-def _largest_error(found: Tensor | None, expected: Tensor) -> float:
-    assert found is not None, "backward returns a gradient for x and one for weight"
-    return (found - expected).abs().max().item()
-
-
-def gathers_again(again: type[torch.autograd.Function], ranks: Ranks) -> None:
-    """The learner's Function keeps only its part of x and gathers it a second time in backward.
+def vocabulary_loss(loss: VocabularyLoss, ranks: Ranks) -> None:
+    """The learner's loss per token, from logits that are cut over the vocabulary.
 
     Args:
-        again: Called as `apply(x, weight, group)`.
+        loss: `loss(logits, targets, first, group)`: [S, V/p] own logits, [S] targets, the number of
+            the first own column, the group.
         ranks: Where it runs.
     """
-    found = ranks.run(_gathered, again)[0]
-    p = ranks.n
-    assert found.x_off_if_own > TOLERANCE or p == 1, (
-        "the gradient of x is this rank's alone: the other ranks used these tokens as well"
+    for shift in (0.0, 1000.0):
+        logits, targets = _logits(shift)
+        expected = F.cross_entropy(logits, targets, reduction="none")
+        results = ranks.run(_own_loss, loss, shift)
+        own_shifted = torch.cat([result.shifted for result in results], -1)
+        separate_maxima = F.cross_entropy(own_shifted, targets, reduction="none")
+        for rank, result in enumerate(results):
+            who = f"rank {rank}: "
+            _check_shape(who, result.loss, shift, expected)
+            separate = _relative_error(result.loss, separate_maxima) <= TOLERANCE and ranks.n > 1
+            assert not separate, who + (
+                "each rank subtracts a maximum of its own, so their sums have different units: "
+                "agree on one"
+            )
+            _check_values(who, result, targets, expected)
+
+
+def _check_shape(who: str, found: Tensor, shift: float, expected: Tensor) -> None:
+    """One finite number for each token."""
+    assert found.shape == expected.shape, who + (
+        f"shape {list(found.shape)}, one loss for each of {TOKENS} tokens is due"
     )
-    assert found.weight_off < TOLERANCE, (
-        f"the gradient of the weight is off by {found.weight_off:.2g}: "
-        "it needs all S tokens, rows as in grad"
+    infinite = found[~found.isfinite()]
+    assert not len(infinite), who + (
+        f"{infinite[0].item()} for logits around {shift:.0f}: subtract the maximum before exp"
     )
-    assert found.x_off < TOLERANCE, (
-        f"the gradient of x is off by {found.x_off:.2g}: "
-        "sum over the ranks, then keep your own tokens"
+
+
+def _check_values(who: str, result: _OwnLoss, targets: Tensor, expected: Tensor) -> None:
+    """The right numbers, from few bytes, and the logits unchanged."""
+    found = result.loss
+    worst = int((found - expected).abs().argmax())
+    assert _relative_error(found, expected) <= TOLERANCE, who + (
+        f"token {worst} (target {targets[worst]}): {found[worst]:.4f}, "
+        f"expected {expected[worst]:.4f}; which sums need the other ranks, "
+        "and who has the logit of the target?"
     )
-    part_bytes = BATCH * TOKENS * WIDTH * 8 // p
-    assert found.kept_bytes <= part_bytes, (
-        f"{found.kept_bytes} bytes are kept for backward, this rank's part of x has {part_bytes}: "
-        "save the part alone"
+    assert result.logits_kept, who + "the logits were changed in place: backward will need them"
+    numbers_per_token = result.num_bytes / TOKENS / 8
+    assert numbers_per_token <= 4, who + (
+        f"{numbers_per_token:.0f} numbers per token travel; three are enough, "
+        "the logits stay where they are"
     )
-    assert found.gathers == 1, f"backward starts {found.gathers} all-gathers, one for x is enough"
 
 
 # ---- 9.3
 
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+
+@dataclass(frozen=True)
+class _Case:
+    """A model whose traffic is counted, and the batch and dtype it runs with."""
+
+    config: GPTConfig
+    batch: int
+    dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.config.num_layers} layers, batch {self.batch}, {dtype}: "
 
 
-def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys: out [heads, S, D] and lse [heads, S]."""
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
+_SMALL = GPTConfig(65, num_layers=1, num_heads=2, hidden_size=16, context_length=8)
+_DEEP = GPTConfig(65, num_layers=3, num_heads=2, hidden_size=32, context_length=12)
+_NARROW = GPTConfig(65, num_layers=2, num_heads=2, hidden_size=32, context_length=12)
+CASES = (
+    _Case(_SMALL, 3, torch.float32),
+    _Case(_DEEP, 2, torch.float32),
+    _Case(_NARROW, 2, torch.bfloat16),
+)
 
 
-def merge(my_merge: Merge) -> None:
-    """The learner's merge of attention over two blocks of keys.
+def _counted_step(case: _Case) -> tuple[int, int]:
+    """(number, bytes) of the all-reduces over tp of forward, loss and backward of a GPT."""
+    grid = Grid.create(GridShape(tp=dist.get_world_size()))
+    whole = layers.initialize(GPT(case.config), 0).to(case.dtype)
+    model = parallelize(whole, grid)
+    tokens = torch.zeros(case.batch, case.config.context_length, dtype=torch.int64)
+    with counted() as calls:
+        model.loss(model(tokens), tokens).backward()
+    return totals(call for call in calls if call.group_size > 1)["all_reduce"]
+
+
+def traffic(my_traffic: Callable[[GPTConfig, int, int], tuple[int, int]], ranks: Ranks) -> None:
+    """The learner's prediction of what tensor parallelism sends, against what real models send.
 
     Args:
-        my_merge: `my_merge(out_a, lse_a, out_b, lse_b)` -> out and lse of both blocks together.
+        my_traffic: `my_traffic(config, batch, value_bytes)` -> (how many all-reduces, their bytes).
+        ranks: Where the models run.
     """
-    draw = torch.Generator().manual_seed(5)
-    scores = torch.randn(2, 6, 10, generator=draw, dtype=torch.float64)
-    v = torch.randn(2, 10, 4, generator=draw, dtype=torch.float64)
-    for shift, keys in ((0.0, 5), (0.0, 2), (3.0, 8)):
-        shifted = torch.cat((scores[..., :keys], scores[..., keys:] + shift), -1)
-        block_a = _attend(shifted[..., :keys], v[:, :keys])
-        block_b = _attend(shifted[..., keys:], v[:, keys:])
-        _check_merged(my_merge, block_a, block_b, _attend(shifted, v))
-    _check_extremes(my_merge, block_a, block_b)
+    for case in CASES:
+        found = due(my_traffic(case.config, case.batch, case.dtype.itemsize))
+        assert isinstance(found, tuple) and len(found) == 2, (
+            f"it returned {found!r}: give (how many all-reduces, their bytes)"
+        )
+        number, num_bytes = due(*found)
+        wanted, wanted_bytes = ranks.run(_counted_step, case)[0]
+        _check_number(case, number, wanted)
+        _check_bytes(case, num_bytes, wanted, wanted_bytes)
 
 
-def _check_merged(
-    my_merge: Merge,
-    block_a: tuple[Tensor, Tensor],
-    block_b: tuple[Tensor, Tensor],
-    expected: tuple[Tensor, Tensor],
-) -> None:
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    true_out, true_lse = expected
-    out, lse = _two(my_merge(out_a, lse_a, out_b, lse_b))
-    assert out.shape == true_out.shape, (
-        f"out is {list(out.shape)}, should be {list(true_out.shape)}: lse has no dim for D, add one"
+def _check_number(case: _Case, number: int, wanted: int) -> None:
+    assert number != 4 * case.config.num_layers, (
+        case.name + "the layers alone; embedding, head and loss communicate too"
     )
-    assert not torch.allclose(out, (out_a + out_b) / 2), (
-        "that is the plain mean: a block with larger scores counts for more"
-    )
-    assert not torch.allclose(out, out_a + out_b), (
-        "that is the sum: the weights of the two blocks add up to 1"
-    )
-    assert not torch.allclose(lse, lse_a + lse_b), (
-        "lse is the logarithm of a sum of exponentials; you add the logarithms"
-    )
-    off = _largest_error(out, true_out)
-    assert off < TOLERANCE, (
-        f"out is off by {off:.2g}: its weights are exp(lse of the block) divided by their sum"
-    )
-    assert torch.allclose(lse, true_lse), (
-        "out is right, lse is not: the next block needs the denominator of both"
-    )
+    assert number == wanted, case.name + f"{number} all-reduces, the model makes {wanted}"
 
 
-def _check_extremes(
-    my_merge: Merge, block_a: tuple[Tensor, Tensor], block_b: tuple[Tensor, Tensor]
-) -> None:
-    """Large scores, and a block without a key."""
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    out, lse = _two(my_merge(out_a, lse_a + 5000, out_b, lse_b + 5000))
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
-        "with scores of 5000 it gives nan or inf: exp(5000) overflows; "
-        "subtract first, as torch.logaddexp does"
+def _check_bytes(case: _Case, num_bytes: int, wanted: int, wanted_bytes: int) -> None:
+    tokens = case.batch * case.config.context_length
+    activation_bytes = tokens * case.config.hidden_size * case.dtype.itemsize
+    assert num_bytes != wanted * activation_bytes, case.name + (
+        "embedding and head send an activation like the layers, the loss three numbers per token"
     )
-    no_lse = torch.full_like(lse_b, -math.inf)
-    out, lse = _two(my_merge(out_a, lse_a, torch.zeros_like(out_b), no_lse))
-    assert torch.allclose(out, out_a) and torch.allclose(lse, lse_a), (
-        "a block without any key (lse = -inf) must change nothing"
+    if case.dtype.itemsize < 4:
+        missing_bytes = 3 * tokens * (4 - case.dtype.itemsize)
+        assert num_bytes != wanted_bytes - missing_bytes, (
+            case.name + "the numbers of the loss are float32 whatever the model's dtype is"
+        )
+    assert num_bytes == wanted_bytes, case.name + (
+        f"{si(num_bytes, 'B')}, the model sends {si(wanted_bytes, 'B')}"
     )
-
-
-def _two(pair: Any) -> tuple[Tensor, Tensor]:
-    pair = due(pair)
-    assert isinstance(pair, tuple) and len(pair) == 2, "return two tensors: out, lse"
-    return due(*pair)
 
 
 # ---- 9.4
 
-
-def chunks(my_chunks: Callable[[int, int], Any]) -> None:
-    """The learner's choice of chunks, which gives every rank the same causal work.
-
-    Args:
-        my_chunks: `my_chunks(rank, p)`: which of the 2p chunks a rank holds.
-    """
-    for p in (2, 4, 8):
-        held = [list(map(int, due(my_chunks(rank, p)))) for rank in range(p)]
-        _check_chunks(held, p)
+SwiGLU = Callable[..., Tensor]
 
 
-def _check_chunks(held: list[list[int]], p: int) -> None:
-    case = f"p={p}: {held}: "
-    every = sorted(itertools.chain.from_iterable(held))
-    assert every == list(range(2 * p)), (
-        case + f"each of the chunks 0 to {2 * p - 1} belongs to exactly one rank"
-    )
-    assert all(len(mine) == 2 for mine in held), (
-        case + "every rank holds two chunks, or tokens are shared unevenly"
-    )
-    # chunks of keys that the queries of each rank see: all before a chunk, and half of itself
-    work = [sum(mine) + 0.5 * len(mine) for mine in held]
-    listed = ", ".join(f"{seen:g}" for seen in work)
-    assert max(work) == min(work), case + (
-        f"the ranks see {listed} chunks of keys; chunk c sees c + 1/2: which two add up?"
-    )
+def _swiglu_tensors() -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """x [6, 16], gate and up [48, 16], down [16, 48], the same on every rank."""
+    generator = torch.Generator().manual_seed(5)
+
+    def draw(rows: int, columns: int) -> Tensor:
+        values = torch.randn(rows, columns, dtype=torch.float64, generator=generator)
+        return values / columns**0.5
+
+    x = draw(6, 16)
+    gate = draw(48, 16)
+    up = draw(48, 16)
+    down = draw(16, 48)
+    return x, gate, up, down
 
 
-# ---- 9.5
-
-GPUS = 64
-PER_NODE = 8
-SEQUENCES = 8
-ROOM_BYTES = 60e9
-LOST_SHARE = 0.2
-# bytes per second each way and GPU; sources in lesson 07
-NVLINK = 450e9
-INFINIBAND = 50e9
-H100_FLOPS_PER_S = 989e12  # dense BF16, NVIDIA's H100 datasheet; 40 % of it is reached
-LONG = gpt_shape("gpt_7b", context_length=131072)
+def _whole_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
-def _link_speed(ranks: int) -> float:
-    """Bytes per second between ranks of a group that spans `ranks` neighbouring GPUs."""
-    return NVLINK if ranks <= PER_NODE else INFINIBAND
+def _own_swiglu(swiglu: SwiGLU) -> tuple[Tensor, Tensor | None, list[Call], list[Call]]:
+    """Output, gradient of x, and what forward and backward sent on this rank."""
+    x, gate, up, down = _swiglu_tensors()
+    x.requires_grad_()
+    with counted() as forward:
+        y = due(swiglu(x, gate, up, down, dist.group.WORLD))
+    with counted() as backward:
+        y.square().sum().backward()
+    return y.detach(), x.grad, forward, backward
 
 
-def costs(shape: GridShape) -> dict[str, float]:
-    """What a grid costs with sequence parallelism over tp and a ring over cp.
-
-        act       = S/cp * H * 2 bytes             what one tp group holds between two layers
-        tp bytes  = L * 10 * (tp-1)/tp * act       of one GPU for a sequence
-        cp bytes  = L * (cp-1) * 8 * act/tp        K and V in forward (2), again in backward (2),
-                                                   and their float32 gradients (4)
-
-    Weights, gradients and optimizer take 16 bytes for each parameter, divided by tp. One sequence
-    is under way at a time, and nothing overlaps.
-
-    Returns:
-        GB on a GPU (`weights_gb`, `activations_gb`) and seconds of a step (`tp_s`, `cp_s`,
-        `computing_s`).
-
-    Raises:
-        ValueError: The model does not fit the grid.
-    """
-    kept = model_activations(LONG, shape, batch=1, sequence_parallel=True)
-    sequences = SEQUENCES / shape.dp
-    act = LONG.context_length / shape.cp * LONG.hidden_size * 2
-    tp_bytes = LONG.num_layers * 10 * (shape.tp - 1) / shape.tp * act * sequences
-    cp_bytes = LONG.num_layers * (shape.cp - 1) * 2 * act / shape.tp * (1 + 1 + 2) * sequences
-    flops = training_flops_per_sample(LONG) * SEQUENCES
-    return {
-        "weights_gb": 16 * LONG.num_parameters / shape.tp / 1e9,
-        "activations_gb": sum(kept.values()) / 1e9,
-        "tp_s": tp_bytes / _link_speed(shape.tp),
-        "cp_s": cp_bytes / _link_speed(shape.tp * shape.cp),
-        "computing_s": flops / GPUS / (0.4 * H100_FLOPS_PER_S),
-    }
+def _numbers(calls: list[Call]) -> dict[str, int]:
+    """{kind: how many}."""
+    return {kind: number for kind, (number, _) in totals(calls).items()}
 
 
-def design(shape: GridShape) -> None:
-    """The learner's grid for sequences of 131072 tokens: it fits, and tp and cp take little time.
+def swiglu(swiglu: SwiGLU, ranks: Ranks) -> None:
+    """The learner's MLP of Llama with one all-reduce each way.
 
     Args:
-        shape: Of 64 GPUs.
+        swiglu: `swiglu(x, gate, up, down, group)`, with the whole weights.
+        ranks: Where it runs.
     """
-    shape = due(shape)
-    assert isinstance(shape, GridShape), f"{shape!r} is not a GridShape"
-    assert shape.world_size == GPUS, f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs"
-    assert shape.pp == 1 and SEQUENCES % shape.dp == 0, (
-        f"pp is 1 here, and dp divides {SEQUENCES} sequences"
-    )
-    try:
-        found = costs(shape)
-    except ValueError as error:
-        raise AssertionError(str(error)) from None
-
-    held_bytes = (found["weights_gb"] + found["activations_gb"]) * 1e9
-    larger = "weights" if found["weights_gb"] > found["activations_gb"] else "activations"
-    assert held_bytes <= ROOM_BYTES, (
-        f"{si(held_bytes, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed; "
-        f"most are {larger}: which axis cuts those?"
-    )
-    lost_s = found["tp_s"] + found["cp_s"]
-    computing_s = found["computing_s"]
-    slower = "tp" if found["tp_s"] > found["cp_s"] else "cp"
-    assert lost_s <= LOST_SHARE * computing_s, (
-        f"{lost_s:.1f} s on the links beside {computing_s:.1f} s of computing, "
-        f"above {LOST_SHARE:.0%}; most of it is {slower}"
-    )
+    x, gate, up, down = _swiglu_tensors()
+    x.requires_grad_()
+    expected = _whole_swiglu(x, gate, up, down)
+    expected.square().sum().backward()
+    expected = expected.detach()
+    assert x.grad is not None
+    for rank, (y, grad, forward, backward) in enumerate(ranks.run(_own_swiglu, swiglu)):
+        who = f"rank {rank}: "
+        assert y.shape == expected.shape, who + (
+            f"the output is {list(y.shape)}, expected {list(expected.shape)}"
+        )
+        if ranks.n > 1:
+            assert forward, who + "nothing travels forward: is the output a sum over the ranks?"
+        error = _relative_error(y, expected)
+        assert error < TOLERANCE, who + (
+            f"the output is {error:.0%} off: "
+            "which rows of gate and up and which columns of down fit together?"
+        )
+        assert grad is not None and _relative_error(grad, x.grad) < TOLERANCE, who + (
+            "the output is right, the gradient of x is not: it enters two products on each rank"
+        )
+        sent = _numbers(forward)
+        assert sent == {"all_reduce": 1}, who + f"forward makes {sent}, one all-reduce is enough"
+        sent = _numbers(backward)
+        assert sent == {"all_reduce": 1}, who + (
+            f"backward makes {sent}, one all-reduce is enough: where does x enter?"
+        )

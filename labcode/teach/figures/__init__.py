@@ -4,9 +4,9 @@ plot.py          the one door: every function that draws, nothing else
 style.py         fonts, colours, and Picture: a figure that carries its alternative text
 charts.py        lines, training curves, bars, matrices, weather maps      all lessons
 collectives.py   what ranks hold before and after a collective; the ring   lessons 00, 01
-grid.py          the ranks of a grid on their nodes, coloured by group     lessons 07, 13
-timeline.py      who is busy when                                          lessons 04, 08, 10, 13
-weights.py       which rank holds which rows or columns of a weight        lesson 08
-attention.py     which rank computes which part of the causal mask         lesson 09
-nodes.py         the links between ranks that NCCL's log names             lesson 12
+grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
+timeline.py      who is busy when                                          lessons 04, 09, 12, 15
+weights.py       which rank holds which rows or columns of a weight        lesson 09
+attention.py     which rank computes which part of the causal mask         lesson 10
+nodes.py         the links between ranks that NCCL's log names             lesson 14
 """

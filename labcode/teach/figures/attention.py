@@ -1,6 +1,6 @@
 """A drawing of causal attention over ranks: who computes which part of the mask, in which step.
 
-The mask is a square of queries (rows) and keys (columns). Lesson 09 uses it; `plot.causal` is the
+The mask is a square of queries (rows) and keys (columns). Lesson 10 uses it; `plot.causal` is the
 way in.
 """
 

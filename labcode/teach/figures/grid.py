@@ -1,6 +1,6 @@
 """A drawing of the ranks of a grid on their nodes, coloured by group.
 
-Lessons 07 and 13 use it; `plot.grid` is the way in.
+Lessons 08 and 15 use it; `plot.grid` is the way in.
 """
 
 import string

@@ -1,6 +1,6 @@
 """A drawing of nodes, their ranks, and the links between ranks that NCCL's log names.
 
-Lesson 12 uses it; `plot.transports` is the way in.
+Lesson 14 uses it; `plot.transports` is the way in.
 """
 
 import math

@@ -1,6 +1,6 @@
 """A drawing of weights, to scale: which rank of tensor parallelism holds which rows or columns.
 
-Lesson 08 uses it; `plot.cuts` is the way in.
+Lesson 09 uses it; `plot.cuts` is the way in.
 """
 
 from collections.abc import Mapping, Sequence

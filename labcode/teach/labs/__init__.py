@@ -3,13 +3,13 @@
     module                lesson   what it is
     clock                          emulated time: a device or link is busy, the rank sleeps
     l04_slow_link         04       all-reduces over a link of given alpha and beta
-    l08_shards            08, 10   a module beside its shard: errors, collectives, steps of AdamW
-    l10_paced_pipeline    10, 13   a pipeline whose actions take a given time; its time lines
-    l12_cluster           12, 13   a small SLURM on this machine, which runs what a lesson submits
-    l12_faults            12       what breaks that cluster for a while
-    l12_nccl_example      12       the log of NCCL on two nodes
-    l13_hybrid            13       the jobs of lesson 13, with and without a limit on memory
-    emulate               13       a GPT that trains on an emulated cluster of given speeds
+    l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
+    l12_paced_pipeline    12, 15   a pipeline whose actions take a given time; its time lines
+    l14_cluster           14, 15   a small SLURM on this machine, which runs what a lesson submits
+    l14_faults            14       what breaks that cluster for a while
+    l14_nccl_example      14       the log of NCCL on two nodes
+    l15_hybrid            15       the jobs of lesson 15, with and without a limit on memory
+    emulate               15       a GPT that trains on an emulated cluster of given speeds
 
 A lab never holds what its lesson is about: that is on screen there, or in the rooms below.
 """

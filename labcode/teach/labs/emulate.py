@@ -1,4 +1,4 @@
-"""Lesson 13: an emulated cluster that costs no core.
+"""Lesson 15: an emulated cluster that costs no core.
 
 Real ranks, real messages and real gradients of a GPT, with emulated speeds. Four ranks on two cores
 have neither four devices nor two nodes. Here every matrix product counts as under way for as long
@@ -65,7 +65,7 @@ def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
     the message leaves, so a receiver gets it as late as over the link, and the sender is kept from
     its work meanwhile. Groups of one send nothing.
 
-    Held by: tests/ranks/test_lesson_13_checks.py
+    Held by: tests/ranks/test_lesson_15_checks.py
 
     Args:
         cluster: Whose times.

@@ -44,10 +44,10 @@ from labcode.perf.pipeline import StageTimes, simulate
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l10
+from labcode.teach.exercises import l12
 from labcode.teach.figures import plot
-from labcode.teach.labs import l10_paced_pipeline as stages
-from labcode.teach.labs.l08_shards import adamw_steps
+from labcode.teach.labs import l12_paced_pipeline as stages
+from labcode.teach.labs.l09_shards import adamw_steps
 from labcode.topology import GridShape
 
 ranks = Ranks(4)
@@ -144,7 +144,7 @@ stages.picture(simulated, measured, title="GPipe, 8 micro-batches",
 # Eight times the work of section 1 in less than three times the time. The measured bubble is a little larger than the formula's, which knows no
 # messages, no process that wakes up late, and no Python between two actions. All of these cost a fixed time, whatever $t_F$ is: on longer stages they count for less.
 #
-# ### Exercise 10.1 · How many are enough?
+# ### Exercise 12.1 · How many are enough?
 #
 # Write the fewest micro-batches with which $p$ ranks wait at most a given share of the **whole** time. Then put in 8 ranks and 5 %, and think of what the batch has to be.
 
@@ -156,7 +156,7 @@ def enough(p, share):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("10.1", lambda: l10.enough(enough))
+check("12.1", lambda: l12.enough(enough))
 
 # %% [markdown] tags=["exercise"]
 # **Takeaway: the bubble is (p−1)/m of the work. More micro-batches shrink it, and GPipe pays for each of them with memory.**
@@ -171,7 +171,7 @@ check("10.1", lambda: l10.enough(enough))
 # 2. **Steady state**: one forward and one backward, in turn, until there are no forwards left.
 # 3. **Cool-down**: the backwards that are left.
 #
-# ### Exercise 10.2 · The order of one rank
+# ### Exercise 12.2 · The order of one rank
 #
 # Write the list of actions of rank `rank` of `p`, for `m` micro-batches, one stage per rank. `Action("F", rank, 3)` is the forward of micro-batch 3. The check plays your
 # order for several p and m, then runs it on the four ranks. You cannot make them hang: what could is refused before.
@@ -189,7 +189,7 @@ def my_order(rank, p, m):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("10.2", lambda: l10.one_f_one_b(my_order, ranks))
+check("12.2", lambda: l12.one_f_one_b(my_order, ranks))
 
 # %% tags=["nbval-check-output"]
 print(stages.table(schedule("1f1b", 4, 8), 4))
@@ -243,7 +243,7 @@ for rank in range(4):
     print(f"rank {rank}:", ", ".join(f"{name} {1e3 * abs(part):3.0f} ms" for name, part in parts.items()))
 
 # %% [markdown]
-# Is the memory real? A GPT of 6 layers on four ranks, cut by `parallelize` (section 8). `saved_bytes` of lesson 09 asks autograd what it holds on rank 0 after each forward.
+# Is the memory real? A GPT of 6 layers on four ranks, cut by `parallelize` (section 8). `saved_bytes` of lesson 10 asks autograd what it holds on rank 0 after each forward.
 # Your two predictions for rank 0 should hold for its largest value, as a multiple of what one micro-batch needs.
 
 # %% tags=["nbval-check-output"]
@@ -312,7 +312,7 @@ stages.picture(simulated, measured, title="Interleaved, two stages on each rank"
 # So split B into I and W. A rank sends I's result at once and does W later, when it would be idle. `labcode.parallel.deferred` does this: inside a pipeline each `F.linear`
 # leaves the pair (dy, x) to a store, and W works through it.
 #
-# ### Exercise 10.3 · Two halves
+# ### Exercise 12.3 · Two halves
 #
 # Write both. `grad` is dy, [.., outputs], `x` is [.., inputs], `weight` is [outputs, inputs], as PyTorch keeps it. There may be several leading dims.
 
@@ -330,7 +330,7 @@ def weight_half(grad, x):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("10.3", lambda: l10.halves(input_half, weight_half))
+check("12.3", lambda: l12.halves(input_half, weight_half))
 
 # %% tags=["nbval-check-output"]
 print(stages.table(schedule("zero_bubble", 4, 8), 4))
@@ -508,7 +508,7 @@ for name, options in runs.items():
     print(f"{name:25} to 1e-12: first loss {same[0]}, all {same.all()}, weights {off < 1e-12}{copies}")
 
 # %% [markdown]
-# Forget the sum, and the first loss is right, the next ones are wrong, and the two copies drift apart. Nothing fails. It is the bug of lesson 08 again, in another place.
+# Forget the sum, and the first loss is right, the next ones are wrong, and the two copies drift apart. Nothing fails. It is the bug of lesson 09 again, in another place.
 #
 # What travels? Between two stages [B, S, H] forward, its gradient backward, for each micro-batch, whatever the stage holds. Tensor parallelism sends all-reduces of the same size,
 # four in each layer, one for the embedding, one for the head. Here act = 2 · 32 · 64 · 8 bytes, 6 layers.
@@ -536,10 +536,10 @@ print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 # %% [markdown]
 # The small rest at tp is the loss. With more layers the ratio grows. And a rank that sends goes on with the next micro-batch. So pp is the axis that may leave the node.
 #
-# ### Exercise 10.4 · Who gets fewer layers?
+# ### Exercise 12.4 · Who gets fewer layers?
 #
 # The slowest stage sets the pace. The head has V·H weights, a layer 12·H²: it costs as much as V/(12 H) layers, two for GPT-2's vocabulary and H = 2048. Deal 14 layers out over
-# 4 ranks, 16 micro-batches of 1F1B, the head on the last rank; the embedding costs nothing. `l10.step_units(layers)` says how long a step takes. Then go on: which stage would you
+# 4 ranks, 16 micro-batches of 1F1B, the head on the last rank; the embedding costs nothing. `l12.step_units(layers)` says how long a step takes. Then go on: which stage would you
 # relieve if **memory** were short?
 
 # %% tags=["exercise"]
@@ -548,11 +548,11 @@ my_layers = (4, 4, 4, 2)  # four units everywhere
 ### END SOLUTION
 
 # %% tags=["check"]
-check("10.4", lambda: l10.layers(my_layers))
+check("12.4", lambda: l12.layers(my_layers))
 
 # %% tags=["nbval-check-output"]
 even = [len(layers) for layers in ParallelConfig().stage_layers(14, 4)]
-print(f"head: {50257 / (12 * 2048):.1f} layers; as even as they go, {even}: {l10.step_units(even):.0f} units a step")
+print(f"head: {50257 / (12 * 2048):.1f} layers; as even as they go, {even}: {l12.step_units(even):.0f} units a step")
 ranks.close()
 
 # %% [markdown]

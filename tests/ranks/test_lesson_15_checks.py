@@ -1,4 +1,4 @@
-"""The checks of lesson 13 pass right answers, and give plausible wrong ones their own hint.
+"""The checks of lesson 15 pass right answers, and give plausible wrong ones their own hint.
 
 Beside them what the lesson stands on: an emulated cluster computes what one process does, and takes
 the time it should.
@@ -20,15 +20,15 @@ from labcode.perf import traffic as placement
 from labcode.pool.ranks import RankError
 from labcode.slurm.run.outcome import Outcome
 from labcode.teach.check import check
-from labcode.teach.exercises import l13
-from labcode.teach.labs import emulate, l10_paced_pipeline, l13_hybrid
-from labcode.teach.labs.l12_cluster import Lab
+from labcode.teach.exercises import l15
+from labcode.teach.labs import emulate, l12_paced_pipeline, l15_hybrid
+from labcode.teach.labs.l14_cluster import Lab
 from labcode.topology import GridShape
 from labcode.train import metrics
 
 COMPLETED = Outcome("COMPLETED")
 
-# ---- 13.1
+# ---- 15.1
 
 
 def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
@@ -82,10 +82,10 @@ LAYOUTS = {
 @pytest.mark.parametrize("answer", LAYOUTS)
 def test_the_arithmetic_of_the_form(judged, answer):
     fn, hint = LAYOUTS[answer]
-    assert judged(lambda: l13.layout(fn), hint)
+    assert judged(lambda: l15.layout(fn), hint)
 
 
-# ---- 13.2
+# ---- 15.2
 
 ITERATIONS = {
     "right": (lambda m, pp, micro_s, dp_s: (m + pp - 1) * micro_s + dp_s, None),
@@ -107,10 +107,10 @@ ITERATIONS = {
 @pytest.mark.parametrize("answer", ITERATIONS)
 def test_the_time_of_an_iteration(judged, answer):
     fn, hint = ITERATIONS[answer]
-    assert judged(lambda: l13.iteration(fn), hint)
+    assert judged(lambda: l15.iteration(fn), hint)
 
 
-# ---- 13.3
+# ---- 15.3
 
 
 def gaps(line, rank, ends=True, sort=True):
@@ -138,10 +138,10 @@ GAPS = {
 @pytest.mark.parametrize("answer", GAPS)
 def test_the_gaps_of_a_trace(judged, answer):
     fn, hint = GAPS[answer]
-    assert judged(lambda: l13.gaps(fn), hint)
+    assert judged(lambda: l15.gaps(fn), hint)
 
 
-# ---- 13.4
+# ---- 15.4
 
 
 def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
@@ -186,7 +186,7 @@ OTHER_PLACES = LOG.replace("n1: 0, 1; n2: 2, 3", "n1: 0, 2; n2: 1, 3")
 
 
 def submitted(log, on_slurm=True, outcome=COMPLETED):
-    return l13_hybrid.Submitted(outcome, log, Path("runs/hybrid-7"), on_slurm)
+    return l15_hybrid.Submitted(outcome, log, Path("runs/hybrid-7"), on_slurm)
 
 
 LOGS = {
@@ -221,29 +221,29 @@ def test_the_form_of_a_small_run(judged, answer):
         asked.append(job)
         return submitted(LOG)
 
-    assert judged(lambda: l13.script(filled, run, REFERENCE), hint)
+    assert judged(lambda: l15.script(filled, run, REFERENCE), hint)
     assert bool(asked) == (hint is None), "only a form that fits is submitted"
 
 
 @pytest.mark.parametrize("name", LOGS)
 def test_the_log_of_the_submitted_run(judged, name):
     done, hint = LOGS[name]
-    assert judged(lambda: l13.script(form(2, 2, 2, 16), lambda job: done, REFERENCE), hint)
+    assert judged(lambda: l15.script(form(2, 2, 2, 16), lambda job: done, REFERENCE), hint)
 
 
 def test_the_blanks_of_the_script_are_all_that_the_form_asks_for():
-    text = l13_hybrid.blank_script()
+    text = l15_hybrid.blank_script()
     assert text.count("____") == 6 and "dp=1" not in text
     for what in (
         "--nodes=____",
         "--ntasks-per-node=____",
-        *(f"--{name} ____" for name in l13_hybrid.FIELDS),
+        *(f"--{name} ____" for name in l15_hybrid.FIELDS),
     ):
         assert what in text
-    assert l13_hybrid.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
+    assert l15_hybrid.job(form(2, 2, 2, 16)).check() == GridShape(tp=2, pp=2)
 
 
-# ---- 13.5
+# ---- 15.5
 
 LINE = {
     "iterations": 200,
@@ -274,29 +274,29 @@ READINGS = {
 @pytest.mark.parametrize("answer", READINGS)
 def test_the_reading_of_a_log_line(judged, answer):
     found, hint = READINGS[answer]
-    assert judged(lambda: l13.reading(found, **LINE), hint)
+    assert judged(lambda: l15.reading(found, **LINE), hint)
 
 
 def test_what_is_missing_is_not_done_yet():
     nothing = lambda *args: ...  # noqa: E731
     missing = [
-        lambda: l13.form(...),
-        lambda: l13.form(form(2, 2, ..., 16)),
-        lambda: l13.reading(..., **LINE),
+        lambda: l15.form(...),
+        lambda: l15.form(form(2, 2, ..., 16)),
+        lambda: l15.reading(..., **LINE),
     ]
     missing += [
-        lambda: l13.script(..., None, None),
-        lambda: l13.script(form(2, 2, 2, 16, nodes=...), None, None),
+        lambda: l15.script(..., None, None),
+        lambda: l15.script(form(2, 2, 2, 16, nodes=...), None, None),
     ]
     for test in (
         *missing,
-        *(lambda one=one: one(nothing) for one in (l13.layout, l13.iteration, l13.gaps)),
+        *(lambda one=one: one(nothing) for one in (l15.layout, l15.iteration, l15.gaps)),
     ):
         with pytest.raises(NotImplementedError):
             test()
 
 
-@pytest.mark.parametrize("exercise", [l13.layout, l13.iteration, l13.gaps])
+@pytest.mark.parametrize("exercise", [l15.layout, l15.iteration, l15.gaps])
 def test_a_forgotten_return_is_named(exercise):
     """It once counted as not done, and the learner looked for the fault elsewhere."""
     with pytest.raises(AssertionError, match="it returned None"):
@@ -316,15 +316,15 @@ LAYOUTS_OF_FOUR = {
 
 @pytest.fixture(scope="module")
 def alone(ranks1):
-    return ranks1.run(emulate.timed_steps, l13.MODEL, GridShape(), BATCH, MICRO, repeats=1)[0].loss
+    return ranks1.run(emulate.timed_steps, l15.MODEL, GridShape(), BATCH, MICRO, repeats=1)[0].loss
 
 
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
 def test_an_emulated_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, name):
     shape = LAYOUTS_OF_FOUR[name]
-    run = ranks4.run(emulate.timed_steps, l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER, repeats=1)
+    run = ranks4.run(emulate.timed_steps, l15.MODEL, shape, BATCH, MICRO, l15.CLUSTER, repeats=1)
     assert all(math.isclose(one.loss, alone, rel_tol=1e-5) for one in run)
-    parts = expected.iteration_parts(l13.MODEL, shape, BATCH, MICRO, l13.CLUSTER)
+    parts = expected.iteration_parts(l15.MODEL, shape, BATCH, MICRO, l15.CLUSTER)
     # not below what the model says: sleeps can only be late. The head counts for one stage and the
     # mean for the model
     assert emulate.step_s(run) > 0.95 * sum(parts.values())
@@ -333,12 +333,12 @@ def test_an_emulated_cluster_takes_its_time_and_changes_no_loss(ranks4, alone, n
 @pytest.mark.parametrize("name", LAYOUTS_OF_FOUR)
 def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
     shape = LAYOUTS_OF_FOUR[name]
-    run = ranks4.run(emulate.timed_steps, l13.MODEL, shape, BATCH, MICRO, repeats=1)
+    run = ranks4.run(emulate.timed_steps, l15.MODEL, shape, BATCH, MICRO, repeats=1)
     m, act = BATCH // MICRO // shape.dp, MICRO * 32 * 64 * 4
     wanted = {}
     for group in shape.groups("tp"):
         wanted |= placement.ring(
-            "all_reduce", group, m * (4 * l13.MODEL.num_layers + 2) / shape.pp * act
+            "all_reduce", group, m * (4 * l15.MODEL.num_layers + 2) / shape.pp * act
         )
     for a, b in (group for group in shape.groups("pp") if shape.pp == 2):
         wanted |= {(a, b): m * act, (b, a): m * act}
@@ -350,7 +350,7 @@ def test_the_bytes_of_each_link_are_those_of_the_formula(ranks4, name):
 def test_messages_are_those_that_are_counted_elsewhere(ranks2):
     def both(rank):
         with counted() as calls:
-            [own] = [emulate.timed_steps(rank, l13.MODEL, GridShape(pp=2), BATCH, MICRO, repeats=0)]
+            [own] = [emulate.timed_steps(rank, l15.MODEL, GridShape(pp=2), BATCH, MICRO, repeats=0)]
         return own.sent, totals(calls)
 
     for sent, found in ranks2.run(both):
@@ -360,22 +360,22 @@ def test_messages_are_those_that_are_counted_elsewhere(ranks2):
 
 
 def test_a_link_is_as_slow_as_its_slowest_part():
-    cluster = l13.CLUSTER
+    cluster = l15.CLUSTER
     assert cluster.link([0, 1]) == cluster.link([2, 3]) == cluster.inside
     assert cluster.link([1, 2]) == cluster.link([0, 1, 2, 3]) == cluster.between
-    parts = expected.iteration_parts(l13.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
+    parts = expected.iteration_parts(l15.MODEL, GridShape(dp=4), BATCH, MICRO, cluster)
     assert parts["dp"] == alpha_beta.time_s(
-        "all_reduce", 4, 4 * l13.MODEL.num_parameters, cluster.between
+        "all_reduce", 4, 4 * l15.MODEL.num_parameters, cluster.between
     )
     assert parts["tp"] == parts["pp"] == parts["bubble"] == 0
 
 
 def test_the_time_line_and_the_formula_say_the_same(ranks4):
-    args = (l13.MODEL, GridShape(tp=2, pp=2), BATCH, MICRO, l13.CLUSTER)
+    args = (l15.MODEL, GridShape(tp=2, pp=2), BATCH, MICRO, l15.CLUSTER)
     parts, line = expected.iteration_parts(*args), expected.time_line(*args)
     assert math.isclose(line.total_s, sum(parts.values()))
     assert math.isclose(line.busy_s(), parts["compute"] + parts["tp"])
-    measured = l10_paced_pipeline.timeline(ranks4.run(emulate.timed_steps, *args, repeats=1))
+    measured = l12_paced_pipeline.timeline(ranks4.run(emulate.timed_steps, *args, repeats=1))
     assert [row.action for row in measured.rows if row.rank in (0, 2)] == [
         row.action for row in line.rows
     ]
@@ -384,7 +384,7 @@ def test_the_time_line_and_the_formula_say_the_same(ranks4):
 
 def test_a_batch_that_cannot_be_cut_is_refused(ranks2):
     with pytest.raises(RankError, match=r"global_batch=9 is no multiple of micro_batch\*dp = 2\*1"):
-        ranks2.run(emulate.timed_steps, l13.MODEL, GridShape(pp=2), 9, 2)
+        ranks2.run(emulate.timed_steps, l15.MODEL, GridShape(pp=2), 9, 2)
 
 
 def test_the_published_speeds_follow_from_the_bubble():
@@ -423,15 +423,15 @@ WIDE = ON_FOUR | {
 def without_slurm(tmp_path_factory):
     """`Submit` where there is no cluster."""
     with contextlib.chdir(tmp_path_factory.mktemp("jobs")):
-        yield l13_hybrid.Submit(Lab(None, "none"))
+        yield l15_hybrid.Submit(Lab(None, "none"))
 
 
 def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsys):
-    reference = ranks4.run(l13_hybrid.plain, {"train.global_batch": 16})[0]
-    check("13.4", lambda: l13.script(ON_FOUR, without_slurm, reference))
-    done = without_slurm(l13_hybrid.job(ON_FOUR))
+    reference = ranks4.run(l15_hybrid.plain, {"train.global_batch": 16})[0]
+    check("15.4", lambda: l15.script(ON_FOUR, without_slurm, reference))
+    done = without_slurm(l15_hybrid.job(ON_FOUR))
     out = capsys.readouterr().out
-    assert "[v] 13.4" in out and out.count("this machine, no SLURM") == 1
+    assert "[v] 15.4" in out and out.count("this machine, no SLURM") == 1
     assert metrics.read(done.out)[-1]["step"] == 12 and not done.limited
 
 
@@ -441,14 +441,14 @@ def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsy
 def test_with_the_limit_micro_batch_32_runs_out_of_memory_on_the_last_stage_and_2_does_not(
     without_slurm,
 ):
-    limit = l13_hybrid.LIMIT_BYTES
-    large = without_slurm(l13_hybrid.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
+    limit = l15_hybrid.LIMIT_BYTES
+    large = without_slurm(l15_hybrid.job(WIDE | {"train.micro_batch": 32}, name="micro32"), limit)
     assert large.limited and not large.outcome.ok
-    died = [line for line in l13_hybrid.last_words(large.log) if "can't allocate memory" in line]
+    died = [line for line in l15_hybrid.last_words(large.log) if "can't allocate memory" in line]
     assert died and {line.split(":")[0] for line in died} <= {"rank 2", "rank 3"}
     assert set(re.findall(r"you tried to allocate (\d+)", large.log)) == {str(32 * 128 * 32768 * 4)}
-    small = without_slurm(l13_hybrid.job(WIDE | {"train.micro_batch": 2}, name="micro2"), limit)
-    assert small.limited and small.outcome.ok and l13_hybrid.last_words(small.log) == []
+    small = without_slurm(l15_hybrid.job(WIDE | {"train.micro_batch": 2}, name="micro2"), limit)
+    assert small.limited and small.outcome.ok and l15_hybrid.last_words(small.log) == []
 
 
 def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro_batch(ranks4):
@@ -456,7 +456,7 @@ def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro
         recipes.get("gpt_tiny"), {"model.vocab_size": 32768, "model.hidden_size": 32}
     ).model
     small, large = (
-        ranks4.run(l13_hybrid.one_step, model, GridShape(tp=2, pp=2), 16, micro)
+        ranks4.run(l15_hybrid.one_step, model, GridShape(tp=2, pp=2), 16, micro)
         for micro in (2, 16)
     )
     assert math.isclose(small[0][0], large[0][0], rel_tol=1e-5)

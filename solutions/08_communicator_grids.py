@@ -45,7 +45,7 @@ from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l07
+from labcode.teach.exercises import l08
 from labcode.teach.figures import plot
 from labcode.topology import AXES, GridShape
 from labcode.units import si
@@ -104,7 +104,7 @@ plot.grid(shape, color_by="tp", nodes=2, alt="Two nodes of eight ranks; each ten
 # **Takeaway: a rank is a number in mixed radix. Its digits say which part of the work it does; the ranks that differ in one digit are the
 # group that talks about that axis.**
 #
-# ### Exercise 7.1 · The way back
+# ### Exercise 8.1 · The way back
 #
 # Write the formula for the default order as code: the rank at given coordinates. One line. Sizes are `shape.tp`, `shape.cp` and so on.
 
@@ -116,10 +116,10 @@ def my_rank(shape, tp, cp, dp, pp):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.1", lambda: l07.rank_of(my_rank))
+check("8.1", lambda: l08.rank_of(my_rank))
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 7.2 · Groups from coordinates
+# ### Exercise 8.2 · Groups from coordinates
 #
 # Now the groups, for any order, from `shape.coords(rank)` and `itertools` (or a dictionary), without `shape.groups`. The ranks of a group ascend;
 # the order of the groups is up to you. Three or four lines.
@@ -135,7 +135,7 @@ def my_groups(shape, axis):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.2", lambda: l07.groups_of(my_groups))
+check("8.2", lambda: l08.groups_of(my_groups))
 
 # %% [markdown]
 # ## 2. The same sizes in another order
@@ -276,7 +276,7 @@ plot.lines({f"{axis} slowest": [sum(crossing(SHAPES[order], batch=b).values()) /
 # **Takeaway: put the axis that sends most into the node. Tensor parallel comes first in the order; whether dp or pp comes last depends on the
 # batch, and on what can hide.**
 #
-# ### Exercise 7.3 · Find the order
+# ### Exercise 8.3 · Find the order
 #
 # With four axes there are 24 orders. Write a function that returns one with the fewest bytes between nodes, by trying them all.
 # `itertools.permutations(AXES)`, `replace(shape, order=...)`, `placement.step_traffic` and `placement.across_nodes` are all you need.
@@ -292,7 +292,7 @@ def best_order(model, shape, ranks_per_node, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.3", lambda: l07.best_order(best_order, model))
+check("8.3", lambda: l08.best_order(best_order, model))
 
 # %% [markdown]
 # ## 4. Now run it
@@ -463,7 +463,7 @@ ranks.run(lambda: Grid.create(GridShape(dp=2, tp=3)))
 # **Takeaway: every rank makes every group, in the same order. A rank that does not, hangs the others if you are lucky, and gives wrong sums
 # if you are not.**
 #
-# ### Exercise 7.4 · Design a grid
+# ### Exercise 8.4 · Design a grid
 #
 # 64 H100 in 8 nodes of 8, a GPT of 13 billion parameters (40 layers, 40 heads, 2048 tokens), 512 sequences per step. Choose sizes and order:
 #
@@ -479,7 +479,7 @@ my_grid = GridShape(dp=4, pp=8, tp=2)  # 13 GB per GPU; stages one node apart, t
 ### END SOLUTION
 
 # %% tags=["check"]
-check("7.4", lambda: l07.design(my_grid))
+check("8.4", lambda: l08.design(my_grid))
 
 # %%
 ranks.close()
@@ -489,7 +489,7 @@ ranks.close()
 #
 # Latency: many small messages cost more than their bytes. Overlap: dp's gradients hide behind backward, tp's sums do not. Memory of
 # activations, which often decides over tp and cp. Small matrices: with tp = 8 each product is thinner and reaches less of the peak.
-# Uneven stages: embedding and head belong to somebody. Lessons 08 to 11 meet these one by one.
+# Uneven stages: embedding and head belong to somebody. Lessons 09 to 13 meet these one by one.
 # </details>
 #
 # ## From here to GPUs and SLURM

@@ -1,4 +1,4 @@
-"""Lesson 08, and 10: a module beside this rank's shard of it, and a few steps of training."""
+"""Lesson 09, and 10: a module beside this rank's shard of it, and a few steps of training."""
 
 from collections.abc import Callable, Iterable
 

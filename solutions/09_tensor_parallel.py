@@ -24,7 +24,7 @@
 # - predict how many collectives and bytes a layer costs, count them, find them in a profile, and say which link they belong on;
 # - use PyTorch's `parallelize_module`, and know what it does not tell you.
 #
-# **Time**: 90 minutes. **Needs**: lessons 01 (all-reduce) and 07 (groups).
+# **Time**: 90 minutes. **Needs**: lessons 01 (all-reduce) and 08 (groups).
 
 # %%
 import math
@@ -44,10 +44,10 @@ from labcode.perf import alpha_beta as comm
 from labcode.perf import trace
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l08
+from labcode.teach.exercises import l09
 from labcode.teach.figures import plot
 from labcode.teach.figures.weights import cuts
-from labcode.teach.labs.l08_shards import (
+from labcode.teach.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
     count_collectives,
@@ -122,7 +122,7 @@ print("both copies of the layer below get one gradient:", torch.equal(plain[0][1
 # Mirror images. The plain all-reduce was a correct *g* by accident. *f* was missing.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 8.1 · f and g
+# ### Exercise 9.1 · f and g
 #
 # Write both as autograd Functions. Two bodies are missing. Careful: `all_reduce` works in place, and neither the input of forward nor the
 # gradient that backward is handed is yours to change. A backward returns one gradient for each argument of forward; that of the group is
@@ -157,7 +157,7 @@ class ReduceFrom(torch.autograd.Function):  # g
         return grad, None
 
 # %% tags=["check"]
-check("8.1", lambda: l08.copy_and_reduce(CopyTo, ReduceFrom, ranks))
+check("9.1", lambda: l09.copy_and_reduce(CopyTo, ReduceFrom, ranks))
 
 # %%
 def f(x):
@@ -341,7 +341,7 @@ print("same loss:", apart < 1e-5, "  Llama 3's logits of 8192 tokens:", f"{8192 
 #
 # **Takeaway: do not gather what you are going to reduce.**
 #
-# ### Exercise 8.2 · Loss without logits
+# ### Exercise 9.2 · Loss without logits
 #
 # Write the forward pass. `logits` [T, columns] are this rank's; the first column is number `first` of the whole vocabulary. Return the
 # loss of each token. `dist.all_reduce` knows `op=dist.ReduceOp.MAX`.
@@ -362,7 +362,7 @@ def my_loss(logits, targets, first, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.2", lambda: l08.vocabulary_loss(my_loss, ranks))
+check("9.2", lambda: l09.vocabulary_loss(my_loss, ranks))
 
 # %% [markdown]
 # ## 5. Count, then look
@@ -427,7 +427,7 @@ plot.timeline([row for rows in shortest for row in rows], xlabel="ms", title="On
 # Python, or a busy core.) Data parallelism hides its communication behind backward. And here?
 #
 # - **In this form** forward can hide nothing; a backward *f* could travel beside the product for the weight's gradient, as in Megatron-LM.
-# - **With lesson 09's all-gather and reduce-scatter**, product and message can be cut into chunks that overlap: PyTorch's async tensor
+# - **With lesson 10's all-gather and reduce-scatter**, product and message can be cut into chunks that overlap: PyTorch's async tensor
 #   parallelism, Megatron-LM's `--tp-comm-overlap`.
 #
 # So the link decides. Per layer and token, with $12 H^2$ weights, 6 FLOPs each, in bfloat16, without attention's own products:
@@ -458,7 +458,7 @@ plot.lines({f"{name}, H = {hidden}": [ratio(p, hidden, link) for p in (2, 4, 8, 
 #
 # **Takeaway: four all-reduces of B·S·H per layer, in the way of everything. Tensor parallelism stays inside the node.**
 #
-# ### Exercise 8.3 · The bill of a whole GPT
+# ### Exercise 9.3 · The bill of a whole GPT
 #
 # How many all-reduces does one forward and backward of a whole model make, and how many bytes are their tensors? Go from bottom to top:
 # embedding, layers, head, loss (its maximum in one, sum and target together in another). Activations have `value_bytes` each; the loss
@@ -475,7 +475,7 @@ def traffic(config, batch, value_bytes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.3", lambda: l08.traffic(traffic, ranks))
+check("9.3", lambda: l09.traffic(traffic, ranks))
 
 # %% [markdown]
 # ## 6. The same with DTensor
@@ -530,7 +530,7 @@ for name, case in {"MLP": (make_mlp, mlp_plan), "q, k, v": (SeparateAttention, p
 # **Takeaway: count the collectives of a plan, and compare it with the whole model once. What you get for it: no layers of your own, and
 # tensors that FSDP2 and distributed checkpoints understand.**
 #
-# ### Exercise 8.4 · Llama's MLP
+# ### Exercise 9.4 · Llama's MLP
 #
 # - It has three weights: `down(silu(gate(x)) * up(x))`.
 # - Given the whole weights, [F, H], [F, H] and [H, F], compute it over the group, each rank with its own parts only, with **one**
@@ -548,7 +548,7 @@ def my_swiglu(x, gate, up, down, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.4", lambda: l08.swiglu(my_swiglu, ranks))
+check("9.4", lambda: l09.swiglu(my_swiglu, ranks))
 
 # %% [markdown]
 # ## 7. A whole GPT
@@ -575,7 +575,7 @@ print(*(line for line in described.splitlines() if not line.startswith("blocks.1
 
 # %% [markdown]
 # Of `embed.weight` [83, 64] rank 0 has 42 rows. The head is not in the list: it is tied, it is the same weight. Positions, norms and the
-# biases after a sum are whole on every rank; the last column comes alive in lesson 09.
+# biases after a sum are whole on every rank; the last column comes alive in lesson 10.
 #
 # Now train: one process, then grids of four ranks; 15 steps of AdamW in float64. dp cuts the batch, tp does not: all ranks of a tp group
 # read the same samples. And one run is **broken on purpose**: every *f* is forgotten.
@@ -652,7 +652,7 @@ ranks.close()
 #
 # What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export `MASTER_ADDR` and
 # `MASTER_PORT` first, as in lesson 04.) In real runs two things grow in weight. Products become thin, and below some width a GPU is no
-# longer busy. And norms, dropout and residuals are still whole on every rank, with all their activations: lesson 09 removes that. Dropout
+# longer busy. And norms, dropout and residuals are still whole on every rank, with all their activations: lesson 10 removes that. Dropout
 # there must draw the **same** numbers on all ranks of tp, and inside attention different ones.
 
 # %% [markdown]
@@ -675,7 +675,7 @@ ranks.close()
 # - Shoeybi et al. 2019, arXiv:1909.08053, section 3: f, g, MLP, attention, loss.
 # - Narayanan et al. 2021, arXiv:2104.04473, section 3: inside the node.
 # - Ainslie et al. 2023, arXiv:2305.13245: grouped queries. Llama Team 2024, arXiv:2407.21783, table 3: its heads.
-# - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 8.4.
+# - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 9.4.
 # - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes.
 # - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s.
 # - docs.pytorch.org: `torch.distributed.tensor.parallel`, `torch.profiler`; discuss.pytorch.org/t/209487: async tensor parallelism.

@@ -1,4 +1,4 @@
-"""Checks of lesson 13, hybrid training. The text of each assertion is a hint."""
+"""Checks of lesson 15, hybrid training. The text of each assertion is a hint."""
 
 import math
 import re
@@ -14,18 +14,18 @@ from labcode.perf.step import ClusterModel, iteration_parts
 from labcode.schedules import schedule
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, due
-from labcode.teach.labs.l13_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
+from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
 
 EXERCISES = {
-    "13.1": Exercise("and what does not fit is refused before anything starts"),
-    "13.2": Exercise("bubble included, and gradients once a step"),
-    "13.3": Exercise("the same for a trace of any profiler"),
-    "13.4": Exercise("four ranks on two nodes, and the loss of plain dp"),
-    "13.5": Exercise(),
+    "15.1": Exercise("and what does not fit is refused before anything starts"),
+    "15.2": Exercise("bubble included, and gradients once a step"),
+    "15.3": Exercise("the same for a trace of any profiler"),
+    "15.4": Exercise("four ranks on two nodes, and the loss of plain dp"),
+    "15.5": Exercise(),
 }
 
-# ---- 13.1
+# ---- 15.1
 
 FITS = (  # world, tp, pp, global batch, micro-batch
     (4, 2, 2, 16, 2),
@@ -85,7 +85,7 @@ def _check_refusal(my_layout: Layout, numbers: tuple[int, int, int, int, int], w
     )
 
 
-# ---- 13.2
+# ---- 15.2
 
 MODEL = GPTConfig(
     vocab_size=64,
@@ -155,7 +155,7 @@ def _check_iteration(m: int, pp: int, micro_s: float, dp_s: float, found: float)
     )
 
 
-# ---- 13.3
+# ---- 15.3
 
 
 Gap = tuple[float, float]  # start_s, stop_s
@@ -205,7 +205,7 @@ def _check_gaps(found: list[Gap], right: list[Gap], total_s: float, case: str) -
     assert found == right, case + f"{found}, expected {right}"
 
 
-# ---- 13.4
+# ---- 15.4
 
 _FIRST = re.compile(
     r"^(?P<world>\d+) ranks? on (?:1 node|\d+ nodes \((?P<nodes>.*?)\)), .*; "
@@ -265,7 +265,7 @@ def script(
     run: Callable[[Job], Submitted],
     reference: Sequence[Mapping[str, float]],
 ) -> None:
-    """The learner's form for 13.4, submitted: what its log says.
+    """The learner's form for 15.4, submitted: what its log says.
 
     Args:
         blanks: The form.
@@ -319,7 +319,7 @@ def _check_last_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) 
     )
 
 
-# ---- 13.5
+# ---- 15.5
 
 
 def reading(

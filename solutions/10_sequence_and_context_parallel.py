@@ -24,7 +24,7 @@
 # - know which gradients have to be summed once tokens are split, and see what happens if they are not;
 # - write the merge behind ring attention, and share the work of a causal mask out evenly.
 #
-# **Time**: 90 minutes. **Needs**: lesson 08 (tensor parallel), lesson 01 (bytes of collectives).
+# **Time**: 90 minutes. **Needs**: lesson 09 (tensor parallel), lesson 01 (bytes of collectives).
 
 # %%
 import contextlib
@@ -47,7 +47,7 @@ from labcode.perf import memory
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l09
+from labcode.teach.exercises import l10
 from labcode.teach.figures import attention as masks
 from labcode.teach.figures import plot
 from labcode.topology import GridShape
@@ -83,7 +83,7 @@ compare("GB on a GPU", memory_guess, after["gb"])
 print(f"speed-up {after['rate'] / before['rate']:.2f} with 4 times the GPUs; memory saved {1 - after['gb'] / before['gb']:.0%}, not 75%")
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 9.1 · Two numbers that a log does not print
+# ### Exercise 10.1 · Two numbers that a log does not print
 #
 # **Efficiency**: the speed-up divided by how many times as many GPUs it took. And the share $w$ that is still **whole** on each of $t$ ranks: if it stays
 # as it is and the rest is cut by $t$, then what is held afterwards is this fraction of what was held before:
@@ -105,7 +105,7 @@ def whole_share(ratio, t):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("9.1", lambda: l09.published(efficiency, whole_share))
+check("10.1", lambda: l10.published(efficiency, whole_share))
 
 # %% tags=["nbval-check-output"]
 per_gpu = [run["rate"] / run["gpus"] for run in (before, after)]
@@ -116,7 +116,7 @@ print(f"forward adds {forward_gb[0]:.1f} GB on one, {forward_gb[1]:.1f} on each 
 
 # %% [markdown]
 # 34 % efficiency: 16 GPUs do the work of little more than five. The log does not say where the rest goes; candidates are the sums between the GPUs (lesson
-# 08), gradients that now leave the node, thinner matrix products, and all that four ranks now compute four times. (The 80 GB model also has the faster memory,
+# 09), gradients that now leave the node, thinner matrix products, and all that four ranks now compute four times. (The 80 GB model also has the faster memory,
 # so the comparison is a little hard on the 16.) Who needs the memory pays this price; for speed alone, one would not do it.
 #
 # And more than half of what forward adds is still whole. The tutorial asks its reader: "Can we drop the memory consumed more? What tensors have we left
@@ -243,7 +243,7 @@ for name, (kept, backward) in {"plain": plain, "gathered_linear": ranks.run(gath
 # %% [markdown] tags=["exercise"]
 # A quarter is kept. The price is a second all-gather in backward. It can travel while the rank computes the gradient of the input, which does not need it.
 #
-# ### Exercise 9.2 · Gather again
+# ### Exercise 10.2 · Gather again
 #
 # Write this operation. `start_all_gather(x, group, dim)` and `start_reduce_scatter(x, group, dim)` begin to communicate and return a function that waits and
 # gives the result. The sequence is dim 1. For `y = x @ weight.T`: the input's gradient is `grad @ weight`, summed over the ranks; the weight's is the rows of
@@ -272,7 +272,7 @@ class GatherAgain(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("9.2", lambda: l09.gathers_again(GatherAgain, ranks))
+check("10.2", lambda: l10.gathers_again(GatherAgain, ranks))
 
 # %% [markdown]
 # Now the whole layer. Call a ring's all-gather or reduce-scatter of B·S·H numbers one **unit**; an all-reduce is two. Per layer tensor parallelism pays
@@ -427,7 +427,7 @@ picture
 # Can softmax be merged? For one query over a block of keys, let $s_j$ be the scores, $\text{lse} = \log \sum_j e^{s_j}$, and
 # $o = \sum_j e^{s_j - \text{lse}}\, v_j$ the output over this block. Two blocks have two denominators; $e^{\text{lse}}$ tells how much each counts.
 #
-# ### Exercise 9.3 · Online softmax
+# ### Exercise 10.3 · Online softmax
 #
 # Write the merge: the output and the lse that attention over both blocks together would give. `out` is `[.., Q, D]`, `lse` is `[.., Q]`. Scores may be in the
 # thousands, where `exp` overflows; and a block in which nothing is visible has lse = −∞.
@@ -442,7 +442,7 @@ def my_merge(out_a, lse_a, out_b, lse_b):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("9.3", lambda: l09.merge(my_merge))
+check("10.3", lambda: l10.merge(my_merge))
 
 # %% [markdown]
 # Now both ways on four ranks, in float64, against attention over the whole sequence in one process: output and gradients. Let *kv* be the bytes of one rank's K and
@@ -533,7 +533,7 @@ plot.bars({f"rank {r}": {name: by_rank[r] for name, by_rank in ms.items()} for r
 # %% [markdown] tags=["exercise"]
 # On the processor's clock the bars follow the tiles. Rank 0 is not quite as idle as its share says: passing on K and V, and merging, cost everybody the same.
 #
-# ### Exercise 9.4 · Deal the chunks
+# ### Exercise 10.4 · Deal the chunks
 #
 # Write the assignment: of the chunks 0 to 2p−1, the two that a rank holds, such that under a causal mask all ranks have the same work. Chunk $c$ sees
 # $c + \tfrac12$ chunks of keys.
@@ -546,7 +546,7 @@ def my_chunks(rank, p):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("9.4", lambda: l09.chunks(my_chunks))
+check("10.4", lambda: l10.chunks(my_chunks))
 
 # %% [markdown]
 # Positions travel with their tokens: `take_own` cuts inputs, targets and positions alike. A ViT has no mask; there consecutive pieces are fair.
@@ -608,20 +608,20 @@ for name, guess, apart in (("equal seeds", equal_guess, False), ("streams of the
 #
 # | | tp + sequence parallel | cp, ring |
 # |---|---|---|
-# | cuts weights and optimizer | yes | not by itself; sharded data parallelism (lesson 11) can cut them over dp × cp |
+# | cuts weights and optimizer | yes | not by itself; sharded data parallelism (lesson 13) can cut them over dp × cp |
 # | cuts activations | yes | yes |
 # | bytes a rank sends per layer, act = S/cp tokens | 10 (t−1)/t act | 2 (p−1) own K and V in 16 bits, (p−1) their sums in 32 |
-# | can hide | the second gather; more if cut into chunks (async TP, lesson 08) | most, behind long blocks |
+# | can hide | the second gather; more if cut into chunks (async TP, lesson 09) | most, behind long blocks |
 # | limit | heads, the size of a node | chunks that are too short |
 
 # %% [markdown] tags=["exercise"]
 # So: tp with sequence parallelism up to the size of a node; cp where one sequence is still too long; dp with what is left.
 #
-# ### Exercise 9.5 · 131072 tokens
+# ### Exercise 10.5 · 131072 tokens
 #
 # A GPT of 7 billion parameters, 8 sequences of 131072 tokens per step, 64 GPUs in nodes of 8. Choose dp, cp and tp (pp = 1, sequence parallelism on) such that
 # weights and activations take at most 60 GB of each GPU, and tp and cp together at most 20 % of the computing time, if nothing hides. Links and order are those of
-# lesson 07: tp fastest, 450 GB/s inside a node, 50 GB/s between nodes. `l09.costs(shape)` says what a grid costs. Afterwards argue with it: what does it leave out?
+# lesson 08: tp fastest, 450 GB/s inside a node, 50 GB/s between nodes. `l10.costs(shape)` says what a grid costs. Afterwards argue with it: what does it leave out?
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -629,17 +629,17 @@ my_grid = GridShape(dp=4, cp=2, tp=8)  # tp fills a node, so weights fit; cp = 2
 ### END SOLUTION
 
 # %% tags=["check"]
-check("9.5", lambda: l09.design(my_grid))
+check("10.5", lambda: l10.design(my_grid))
 
 # %%
-print({name: round(value, 1) for name, value in l09.costs(GridShape(dp=8, cp=1, tp=8)).items()})
+print({name: round(value, 1) for name, value in l10.costs(GridShape(dp=8, cp=1, tp=8)).items()})
 ranks.close()
 
 # %% [markdown]
 # <details><summary>What the model leaves out</summary>
 #
-# The ring hides behind computing, sums of tp hide less. A causal mask halves the work of attention. Recomputation (lesson 14) trades activations for time,
-# sharded data parallelism (lesson 11) cuts the 16 bytes (over cp as well), and fewer key/value heads make the ring cheaper.
+# The ring hides behind computing, sums of tp hide less. A causal mask halves the work of attention. Recomputation (lesson 16) trades activations for time,
+# sharded data parallelism (lesson 13) cuts the 16 bytes (over cp as well), and fewer key/value heads make the ring cheaper.
 # </details>
 #
 # ## From here to GPUs and SLURM

@@ -1,4 +1,4 @@
-"""Lessons 12 and 13: a small SLURM on this machine, or the reason why there is none.
+"""Lessons 14 and 15: a small SLURM on this machine, or the reason why there is none.
 
     lab = open_lab("lesson12")               # says what is there
     lab.sh("srun", "--nodes=2", "hostname")  # prints the command and its output
@@ -27,7 +27,7 @@ from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.site import load
-from labcode.teach.labs.l12_faults import FAULTS
+from labcode.teach.labs.l14_faults import FAULTS
 
 # The ranks of a lab are on the CPU, also where the machine has a GPU: those of the nodes are
 # emulated.
@@ -177,7 +177,7 @@ class Lab:
         """Break the cluster for a while.
 
         Args:
-            name: "name", "port" or "code": see `l12_faults`.
+            name: "name", "port" or "code": see `l14_faults`.
 
         Raises:
             ValueError: An unknown fault.

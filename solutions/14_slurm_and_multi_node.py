@@ -41,10 +41,10 @@ from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l12
+from labcode.teach.exercises import l14
 from labcode.teach.figures import plot
-from labcode.teach.labs import l12_cluster as slurm_lab
-from labcode.teach.labs import l12_nccl_example as nccl_example
+from labcode.teach.labs import l14_cluster as slurm_lab
+from labcode.teach.labs import l14_nccl_example as nccl_example
 
 lab = slurm_lab.open_lab("lesson12")
 
@@ -199,7 +199,7 @@ for line in difflib.unified_diff(script.splitlines(), elsewhere.splitlines(), n=
 faults_guess = 10  # one of them is seen by no rule: read the time limit
 
 # %% tags=["nbval-check-output"]
-problems = lint(l12.BAD, load("local"))
+problems = lint(l14.BAD, load("local"))
 for problem in problems:
     print(f"line {problem.line}, {problem.rule}: {problem.message}\n    {problem.why}")
 compare("faults", faults_guess, len(problems), within=1.2)
@@ -207,7 +207,7 @@ compare("faults", faults_guess, len(problems), within=1.2)
 # %% [markdown] tags=["exercise"]
 # Most of these run. They run without GPUs, with the default memory, with their log overwritten, or hang for hours: sbatch says nothing. And one fault has no rule, because it is legal: `1:30` is one minute and a half.
 #
-# ### Exercise 12.1 · Mend it
+# ### Exercise 14.1 · Mend it
 #
 # Write the script as it was meant: 2 nodes, 2 GPUs and 2 tasks on each (one for each rank, no torchrun), 4 GB, an hour and a half. Mend until `lint` is silent.
 
@@ -229,10 +229,10 @@ srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.out "runs/$SL
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.1", lambda: l12.mended(my_script))
+check("14.1", lambda: l14.mended(my_script))
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 12.2 · Your cluster in a dozen lines
+# ### Exercise 14.2 · Your cluster in a dozen lines
 #
 # *Atlas* is made up, but its documentation could be real:
 #
@@ -260,7 +260,7 @@ env:
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.2", lambda: l12.site_profile(my_site))
+check("14.2", lambda: l14.site_profile(my_site))
 
 # %% [markdown]
 # The check renders a job of two nodes for your profile, lints it, and, if this machine has SLURM, starts for a second another one that emulates Atlas and asks `sbatch --test-only` whether it would take the script.
@@ -286,7 +286,7 @@ print(*one.log().splitlines()[:3], "...", sep="\n")
 # The first line answers the question to ask of **every** new script: is this one job of two ranks, or two jobs of one? Both run, both print a falling loss. A script that starts the ranks wrongly trains the same
 # model twice and never says so.
 #
-# ### Exercise 12.3 · Who is where
+# ### Exercise 14.3 · Who is where
 #
 # On several nodes the line names them: `4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; ...`. Write a function that finds this in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Three lines with
 # `re` or `split`; other lines have brackets too.
@@ -301,7 +301,7 @@ def ranks_by_node(log):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.3", lambda: l12.ranks_by_node(ranks_by_node))
+check("14.3", lambda: l14.ranks_by_node(ranks_by_node))
 
 # %% [markdown]
 # Now the same two ranks on two nodes, and the same job otherwise. Each step ends with a ring all-reduce of the gradients. In a ring of $p$ ranks each sends
@@ -411,7 +411,7 @@ plot.transports(slow, title="Since Monday",
 # %% [markdown] tags=["exercise"]
 # `No device found`: NCCL has the library for InfiniBand and sees no card, for instance in a container without `/dev/infiniband`. (With `NCCL_IB_DISABLE=1`, left over from an experiment, this line is missing too.) So it takes TCP, over the slow Ethernet, without an error. The loss is the same. Only the time is not.
 #
-# ### Exercise 12.4 · Between the nodes
+# ### Exercise 14.4 · Between the nodes
 #
 # Write the function that would have noticed on Monday: all transports of links whose ends are on different hosts. A `comm` has `links`, each with `source`, `target` and `transport`, and `comm.ranks[rank].host`.
 
@@ -423,7 +423,7 @@ def between(comm):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.4", lambda: l12.between(between))
+check("14.4", lambda: l14.between(between))
 
 # %% [markdown]
 # **Takeaway: run the first job on a cluster with NCCL_DEBUG=INFO, and look for P2P inside a node and, between nodes, for the site's network: NET/IB, or NET/AWS Libfabric on Slingshot and EFA. NET/Socket is no error, only slow.**
@@ -514,19 +514,19 @@ if lab.cluster:
 # | `code` | sizes differ, a collective mismatch, or wrong numbers; the other ranks: `Connection reset` | `srun cksum FILE`, `srun pip list` | one shared environment, one image |
 # | `node` | pending for ever, or NODE_FAIL | `squeue`, `sinfo --Node` | `--exclude`, and tell the site |
 #
-# ### Exercise 12.5 · From symptom to cause
+# ### Exercise 14.5 · From symptom to cause
 #
 # Five logs of other people's jobs. Name the fault of each, by its name in the table. Some are NCCL's or of larger jobs; the question is the same: which address, refused or silent, and how far did they come?
 
 # %% tags=["exercise"]
-for letter, symptom in l12.SYMPTOMS.items():
+for letter, symptom in l14.SYMPTOMS.items():
     print(f"{letter}:  " + symptom.replace("\n", "\n    "))
 ### BEGIN SOLUTION
 my_diagnosis = {"A": "name", "B": "port", "C": "code", "D": "interface", "E": "node"}
 ### END SOLUTION
 
 # %% tags=["check"]
-check("12.5", lambda: l12.diagnosis(my_diagnosis))
+check("14.5", lambda: l14.diagnosis(my_diagnosis))
 
 # %%
 lab.close()

@@ -1,12 +1,12 @@
-"""Lesson 13: the jobs, tensor 2 x pipeline 2 on a small SLURM cluster.
+"""Lesson 15: the jobs, tensor 2 x pipeline 2 on a small SLURM cluster.
 
 They run with and without a limit on memory, on the cluster of a lab or on this machine.
 
-    submit = Submit(l12_cluster.open_lab("lesson13", nodes=2))
+    submit = Submit(l14_cluster.open_lab("lesson13", nodes=2))
     done = submit(job({"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2}))
     done.outcome, done.log
 
-Held by: tests/ranks/test_lesson_13_checks.py
+Held by: tests/ranks/test_lesson_15_checks.py
 """
 
 import contextlib
@@ -31,7 +31,7 @@ from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
 from labcode.teach.labs import emulate
-from labcode.teach.labs.l12_cluster import Lab
+from labcode.teach.labs.l14_cluster import Lab
 from labcode.topology import GridShape
 from labcode.train.loop import Trainer
 from labcode.train.measure import peak_memory_bytes
@@ -91,7 +91,7 @@ def job(form: Mapping[str, Any], name: str = "hybrid") -> Job:
 
 
 def blank_script() -> str:
-    """The script of exercise 13.4 with blanks, without comments and empty lines."""
+    """The script of exercise 15.4 with blanks, without comments and empty lines."""
     form = dict.fromkeys(SIZE + FIELDS, 2)
     form["train.global_batch"] = 16
     text = render(job(form), site())
@@ -131,7 +131,7 @@ class Submit:
     """Runs jobs on the cluster of a lab, or here where it has none; the same job only once.
 
     Args:
-        lab: From `l12_cluster.open_lab`.
+        lab: From `l14_cluster.open_lab`.
     """
 
     def __init__(self, lab: Lab) -> None:

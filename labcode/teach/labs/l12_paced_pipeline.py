@@ -1,4 +1,4 @@
-"""Lesson 10: a pipeline of small stages that take as long as one wants.
+"""Lesson 12: a pipeline of small stages that take as long as one wants.
 
 Four ranks that compute on two cores wait for a core, not for each other, and a schedule cannot be
 seen. Here each action does its arithmetic, which is small, and then sleeps until its time is up. A

@@ -1,4 +1,4 @@
-"""Lesson 12: the log that NCCL writes with NCCL_DEBUG=INFO, for machines without GPUs.
+"""Lesson 14: the log that NCCL writes with NCCL_DEBUG=INFO, for machines without GPUs.
 
 No such log can be had without GPUs, so this one is made up in its documented form.
 

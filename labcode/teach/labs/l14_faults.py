@@ -1,4 +1,4 @@
-"""Lesson 12: three faults of a cluster, made and undone.
+"""Lesson 14: three faults of a cluster, made and undone.
 
 Each is a context manager of the lab's cluster; `FAULTS` names them.
 """

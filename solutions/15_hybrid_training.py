@@ -25,7 +25,7 @@
 # - read a training log line by line, find the idle time in a trace, and understand a refusal;
 # - submit the run to two nodes, and say before it starts whether its activations fit.
 #
-# **Time**: 90 minutes. **Needs**: lessons 07 (grids), 08 (tensor parallel), 10 (pipeline parallel) and 12 (SLURM).
+# **Time**: 90 minutes. **Needs**: lessons 08 (grids), 09 (tensor parallel), 12 (pipeline parallel) and 14 (SLURM).
 
 # %%
 import re
@@ -39,12 +39,12 @@ from labcode.perf import traffic as placement
 from labcode.perf.flops import training_flops_per_sample
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare
-from labcode.teach.exercises import l13
+from labcode.teach.exercises import l15
 from labcode.teach.figures import plot
 from labcode.teach.labs import emulate
-from labcode.teach.labs import l10_paced_pipeline as stages
-from labcode.teach.labs import l12_cluster as slurm_lab
-from labcode.teach.labs import l13_hybrid as hybrid_lab
+from labcode.teach.labs import l12_paced_pipeline as stages
+from labcode.teach.labs import l14_cluster as slurm_lab
+from labcode.teach.labs import l15_hybrid as hybrid_lab
 from labcode.topology import GridShape
 from labcode.train import metrics
 from labcode.units import si
@@ -57,7 +57,7 @@ from labcode.units import si
 # | world size | what you are given | ranks, one per GPU |
 # | tp, pp | whether the model fits, how many GPUs a node has | ranks that hold **one** copy of the model: tp · pp |
 # | dp, "data-parallel size" | nobody: it is what is left | copies of the model: world / (tp · pp) |
-# | global batch | what learns well (lesson 05) | samples per optimizer step |
+# | global batch | what learns well (lesson 06) | samples per optimizer step |
 # | local batch | follows | samples per copy: global / dp |
 # | micro-batch | memory, efficiency | samples that go through a stage together |
 # | m | follows | micro-batches per step and copy: local / micro |
@@ -81,7 +81,7 @@ compare("micro-batches", micro_batches_guess, form.train.accumulation(shape.dp),
 # `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what you did **not** choose: dp. Add a node in the middle of a project, and dp grows, m shrinks, and nothing else
 # in the form changes.
 #
-# ### Exercise 13.1 · The form
+# ### Exercise 15.1 · The form
 #
 # Write this arithmetic as a function. Where a division leaves a rest, raise a `ValueError` that says so: there are two such places, ranks and samples.
 
@@ -98,10 +98,10 @@ def my_layout(world, tp, pp, global_batch, micro_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.1", lambda: l13.layout(my_layout))
+check("15.1", lambda: l15.layout(my_layout))
 
 # %% [markdown]
-# **More GPUs, same batch.** A pipeline of p stages takes $m + p - 1$ turns for $m$ micro-batches (lesson 10), so its GPUs work for the share $m/(m+p-1)$ of the time. More copies mean fewer
+# **More GPUs, same batch.** A pipeline of p stages takes $m + p - 1$ turns for $m$ micro-batches (lesson 12), so its GPUs work for the share $m/(m+p-1)$ of the time. More copies mean fewer
 # micro-batches for each, and a smaller share.
 #
 # Narayanan et al. trained GPT-3 (174.6 billion parameters) with tp = 8, pp = 12, micro-batch 1 and a global batch of 1536. On 384 GPUs each did 153 TFLOP/s.
@@ -144,10 +144,10 @@ picture
 #
 # ## 2. Who sits next to whom
 #
-# From here on: tensor 2 × pipeline 2 on two nodes of two GPUs, the smallest run that has everything. Lesson 07 has the rule: tp into the node. Here is why, link by link.
+# From here on: tensor 2 × pipeline 2 on two nodes of two GPUs, the smallest run that has everything. Lesson 08 has the rule: tp into the node. Here is why, link by link.
 
 # %% tags=["figure"]
-model = l13.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
+model = l15.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
 inside = GridShape(tp=2, pp=2)  # order tp-cp-dp-pp
 across = GridShape(tp=2, pp=2, order="pp-dp-cp-tp")
 print(f"{model.num_parameters:,} parameters; tp inside the node: groups {inside.groups('tp')}; across: {across.groups('tp')}")
@@ -156,7 +156,7 @@ plot.grid(inside, color_by="tp", nodes=2, alt="Two nodes of two ranks; the tenso
 # %% [markdown]
 # What does each rank send in one step? *act* is what travels between two layers for one micro-batch: micro-batch × tokens × hidden size × 4 bytes. Here, with micro-batch 2, it is 2 · 32 · 64 · 4.
 #
-# - **tp**: in each layer of the stage 4 all-reduces of *act* (lesson 08), and one more: on the first stage for the embedding, on the last for the head. A ring of two sends each tensor once.
+# - **tp**: in each layer of the stage 4 all-reduces of *act* (lesson 09), and one more: on the first stage for the embedding, on the last for the head. A ring of two sends each tensor once.
 # - **pp**: one *act* to the other stage, forward on the first, backward on the last.
 #
 # **Predict.** Each stage has one of the two layers. With a global batch of 8, so m = 4: bytes that a rank sends in a step to its tp neighbour, and to its pp neighbour. How many times as many bytes cross between
@@ -207,7 +207,7 @@ picture
 # long as on its link, and the rank **sleeps** meanwhile. Processes, messages, gradients and their order are real. Nothing overlaps.
 
 # %% tags=["nbval-check-output"]
-cluster = l13.CLUSTER
+cluster = l15.CLUSTER
 flops = training_flops_per_sample(model)
 compute_s = flops * 2 / (2 * 2) / cluster.flops_per_s  # a micro-batch of 2 samples on a quarter of the model
 reduce_s, send_s = ({where: comm.time_s(kind, 2, 2 * 32 * 64 * 4, getattr(cluster, where)) for where in ("inside", "between")} for kind in ("all_reduce", "send"))
@@ -219,9 +219,9 @@ for where in ("inside", "between"):
 print(f"gradients of the whole model over 4 ranks: {1e3 * gradients_s:.0f} ms")
 
 # %% [markdown] tags=["exercise"]
-# The link inside is nine times as fast, as NVLink is to a common network card (lesson 07).
+# The link inside is nine times as fast, as NVLink is to a common network card (lesson 08).
 #
-# ### Exercise 13.2 · The time of an iteration
+# ### Exercise 15.2 · The time of an iteration
 #
 # Say `micro_s` is all that a stage does for one micro-batch: compute, all-reduces of tp, its message to the other stage. `dp_s` is the all-reduce of the gradients. Write the time of one iteration
 # of `m` micro-batches over `pp` stages with 1F1B. When nothing overlaps it is one line.
@@ -234,7 +234,7 @@ def my_iteration(m, pp, micro_s, dp_s):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.2", lambda: l13.iteration(my_iteration))
+check("15.2", lambda: l15.iteration(my_iteration))
 
 # %% [markdown]
 # **Predict** for a global batch of 8, with the numbers above:
@@ -308,9 +308,9 @@ plot.timeline(stages.bars(ideal, "simulated stage") + stages.bars(line, "measure
 
 # %% [markdown] tags=["exercise"]
 # Read it in pairs: ranks 0 and 1 are one stage, they do the same at the same time, because each all-reduce makes them wait for each other. Ranks 2 and 3 begin a forward and a message late; ranks 0 and 1 have their long gap
-# before the first backward, as in lesson 10. The short gaps between actions are messages under way: in this model a sender waits with its message, on a GPU it would go on.
+# before the first backward, as in lesson 12. The short gaps between actions are messages under way: in this model a sender waits with its message, on a GPU it would go on.
 #
-# ### Exercise 13.3 · Find the gaps
+# ### Exercise 15.3 · Find the gaps
 #
 # A trace is a list of rows `(rank, action, start_s, stop_s)`, in `line.rows`, and ends at `line.total_s`. Write down where a rank does nothing: before its first action, between two, after its last.
 
@@ -326,7 +326,7 @@ def my_gaps(line, rank):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.3", lambda: l13.gaps(my_gaps))
+check("15.3", lambda: l15.gaps(my_gaps))
 
 # %% [markdown]
 # What makes the idle share smaller? With twice the batch, m = 8, the bubble is one turn of 9 instead of 5: twice the work in 1.8 times the time. Messages are paid with each micro-batch, unless they overlap.
@@ -335,7 +335,7 @@ check("13.3", lambda: l13.gaps(my_gaps))
 #
 # ## 5. The real program, on two nodes
 #
-# Now `python -m labcode.train gpt_tiny` with its real data, optimizer and log, on a real SLURM with two nodes (lesson 12). They share your cores. For comparison, plain dp = 4 trains
+# Now `python -m labcode.train gpt_tiny` with its real data, optimizer and log, on a real SLURM with two nodes (lesson 14). They share your cores. For comparison, plain dp = 4 trains
 # first, on the ranks of this notebook.
 
 # %%
@@ -347,7 +347,7 @@ print(hybrid_lab.blank_script())
 # %% [markdown] tags=["exercise"]
 # That is the script, with blanks; `--ntasks-per-node` is the number of ranks on a node. (A site with GPUs adds a line that asks for them.)
 #
-# ### Exercise 13.4 · Fill in the form
+# ### Exercise 15.4 · Fill in the form
 #
 # Two nodes of two GPUs, all to be used; 2 layers, 4 heads.
 #
@@ -363,7 +363,7 @@ my_form = {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2, 
 ### END SOLUTION
 
 # %% tags=["check"]
-check("13.4", lambda: l13.script(my_form, submit, plain))
+check("15.4", lambda: l15.script(my_form, submit, plain))
 
 # %% [markdown]
 # The hybrid and plain dp do the same arithmetic. But the hybrid sends, per step and rank, 8 · (5 + 1) messages and more, each a wait for another process, and plain dp a single all-reduce.
@@ -409,7 +409,7 @@ compare("difference of the losses, nats", difference_guess, round(off, 3), withi
 # %% [markdown] tags=["exercise"]
 # The curves are the same; that is the first thing to check after a change of layout. The hybrid is slower, as it must be on one machine: there is no slow link to avoid, no memory to save, and a price for each message.
 #
-# ### Exercise 13.5 · Somebody else's log
+# ### Exercise 15.5 · Somebody else's log
 #
 # `iteration 200/ 95000 | consumed samples: 307200 | elapsed time per iteration (ms): 39420 | lm loss: 4.1E+00`
 #
@@ -424,7 +424,7 @@ my_reading = (global_batch, micro_batches, global_batch * 2048 / 39.420 / 768, 1
 ### END SOLUTION
 
 # %% tags=["check"]
-check("13.5", lambda: l13.reading(my_reading, iterations=200, samples=307200, step_s=39.420, world=768, tp=8, pp=12, micro=1, tokens=2048))
+check("15.5", lambda: l15.reading(my_reading, iterations=200, samples=307200, step_s=39.420, world=768, tp=8, pp=12, micro=1, tokens=2048))
 
 # %% [markdown]
 # **Takeaway: a log line holds the whole form again. Recompute the global batch and the tokens per step from it before you trust any speed.**
@@ -454,7 +454,7 @@ for changes in ({"parallel.tp": 3}, {"parallel.pp": 4}, {"parallel.tp": 2, "para
 # %% [markdown]
 # ## 7. Out of memory
 #
-# The micro-batch also decides what a rank keeps for its backward (lesson 08). Take the same hybrid with a global batch of 32, hidden size 32 and a large vocabulary, V = 65,536. Each rank of the **last** stage holds the logits of its
+# The micro-batch also decides what a rank keeps for its backward (lesson 09). Take the same hybrid with a global batch of 32, hidden size 32 and a large vocabulary, V = 65,536. Each rank of the **last** stage holds the logits of its
 # half of the vocabulary: micro-batch · 128 tokens · V/2 · 4 bytes, and the loss keeps as much.
 #
 # **Predict.** How many bytes has one such tensor with micro-batch 32, so m = 1? With micro-batch 2, so m = 16? And by how much do the two losses differ, in nats?
