@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 07 · Communicator grids
+# # 08 · Communicator grids
 #
 # A large model is cut in several ways at once: copies of it read different data, its layers are spread over GPUs, and each layer is cut as
 # well. Every rank then belongs to several groups, and talks to each about something else. This lesson is about who belongs to whom, and

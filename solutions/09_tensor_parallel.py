@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 08 · Tensor parallel
+# # 09 · Tensor parallel
 #
 # Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion take 112 GB, more than
 # most GPUs have. **Tensor parallelism** cuts the inside of every layer: each rank holds a part of each weight matrix, all ranks work on

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 09 · Sequence and context parallel
+# # 10 · Sequence and context parallel
 #
 # Tensor parallelism cuts the weights of a layer by the number of ranks. It does not cut its memory by as much, because a good part of what a layer
 # keeps for the backward pass stays whole on every rank. This lesson counts these bytes, removes them by cutting the **sequence**, and then goes on to

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 10 · Pipeline parallel
+# # 12 · Pipeline parallel
 #
 # Tensor parallelism cuts each layer and talks four times per layer, so it stays inside a node. **Pipeline parallelism** cuts between layers: the first ranks hold the
 # first layers, the last ranks the last. Little travels, and it may travel far. The price is waiting: a rank can do nothing until its neighbour has. This lesson is
@@ -24,7 +24,7 @@
 # - split a backward pass in two, and say what that is good for;
 # - know what a pipeline sends, what goes wrong, and how to see it before it hangs.
 #
-# **Time**: 90 minutes. **Needs**: lessons 04 (gradient accumulation) and 08 (tensor parallel).
+# **Time**: 90 minutes. **Needs**: lessons 04 (gradient accumulation) and 09 (tensor parallel).
 
 # %%
 import math

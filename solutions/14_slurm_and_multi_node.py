@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 12 · SLURM and multi-node
+# # 14 · SLURM and multi-node
 #
 # One machine is full, and the next one is not yours: it belongs to a cluster, and you ask for it in writing. SLURM is the program that most clusters use to decide who computes
 # where and when. This lesson submits the training program of the course to a real SLURM, reads the script that it is started with, spreads the ranks over two nodes, and breaks the

@@ -11,7 +11,7 @@
 # ---
 
 # %% [markdown]
-# # 13 · Hybrid training
+# # 15 · Hybrid training
 #
 # A real run uses all axes at once: layers are cut over tp, dealt out over pp, and the whole is copied over dp. Whoever starts one fills in a form of a few numbers:
 # ranks, tp, pp, micro-batch, global batch. They hang together, and a bad choice is seldom an error. It only costs half of the machine. This lesson fills in the form, predicts how long an
