@@ -1,12 +1,12 @@
-"""What a file `tests/exercises/NN.py` says about each exercise of a lesson: right and wrong answers.
+"""What `tests/exercises/NN.py` says about each exercise of a lesson: right and wrong answers.
 
-    ANSWERS = {
-        "1.1": Answers(
-            check=lambda answer, ranks: l01.hand_out(answer, ranks),
-            right={"add": ..., ...},
-            wrong={"look, then write": (look_then_write, "given out more than once"), ...},
-        ),
-    }
+ANSWERS = {
+    "1.1": Answers(
+        check=lambda answer, ranks: l01.hand_out(answer, ranks),
+        right={"add": ..., ...},
+        wrong={"look, then write": (look_then_write, "given out more than once"), ...},
+    ),
+}
 """
 
 from collections.abc import Callable, Mapping

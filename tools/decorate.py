@@ -13,8 +13,11 @@ from typing import NamedTuple
 MAP = "[Map of the course](../README.md#the-course)"
 GUARD = "import labcode  # not found? Kernel > Change Kernel: take the one of .venv, or `make lab`"
 PREDICT = "# PREDICT: put your answer in the place of each `...`, run this cell, then go on."
-# Opened and closed in paragraphs of their own, so that what stands between is still Markdown.
-BOX = '<div class="alert alert-info">\n\n{}\n\n</div>'
+# Borders alone, in a blue that shows on white and on black: a ground of its own would keep the
+# letters of a dark theme from being read. Opened and closed in paragraphs of their own, so that
+# what stands between is still Markdown.
+BORDERS = "border: 1px solid #2f7fd1; border-left: 6px solid #2f7fd1; padding: 2px 14px"
+BOX = f'<div style="{BORDERS}">\n\n{{}}\n\n</div>'
 
 # Text that is left as it is: code, links, and what is a link without our help.
 _TAKEN = re.compile(r"(`[^`]*`|!?\[[^\]]*\]\([^)]*\)|<[^>\s][^>]*>)")

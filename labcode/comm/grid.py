@@ -4,7 +4,7 @@
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from datetime import timedelta
 
 import torch
@@ -114,6 +114,23 @@ class Grid:
 
     def __repr__(self) -> str:
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
+
+
+def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+    """A group of some ranks that belongs to no grid; every rank of the job calls it.
+
+    Communicates: the new group meets once through the store; no tensor is sent.
+
+    Args:
+        ranks: Global ranks.
+
+    Returns:
+        The group; None on a rank that is not in it.
+
+    Held by: tests/ranks/test_on_ranks.py::test_results_come_in_the_order_of_each_group
+    """
+    group = dist.new_group(list(ranks))
+    return group if isinstance(group, dist.ProcessGroup) else None
 
 
 def made_by_grid(group: dist.ProcessGroup) -> bool:

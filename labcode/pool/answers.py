@@ -34,6 +34,10 @@ class HangError(RankError):
     """Ranks waited for a call that another rank never made; the text says what each did."""
 
 
+class LateError(RankError):
+    """Ranks were still at work when the time of their call was over; the text names them."""
+
+
 def answers_of(reply: Any) -> list[Answer]:
     """What the ranks answered, in rank order."""
     return [_answer_of(child) for child in reply._children]
@@ -89,11 +93,11 @@ def raise_first(reply: Any, explain: Callable[[list[int]], str] | None = None) -
     raise _with_notes(RankError(text, first["rank"]), first, answers)
 
 
-def raise_hang(reply: Any, text: str, waiting: int) -> None:
-    """Raise a `HangError` with the traceback of a rank that waited, as it was stopped."""
+def raise_stopped(reply: Any, kind: type[RankError], text: str, rank: int) -> None:
+    """Raise an error of the pool's own, with the traceback of a rank as it was stopped."""
     answers = answers_of(reply)
-    failure = answers[waiting].get("failure", {"frames": [], "rank": waiting})
-    raise _with_notes(HangError(text, waiting), failure, answers)
+    failure = answers[rank].get("failure", {"frames": [], "rank": rank})
+    raise _with_notes(kind(text, rank), failure, answers)
 
 
 def _text(failure: Answer) -> str:

@@ -1,8 +1,13 @@
-"""What a pool needs of this machine, checked before it starts: numbers, memory, open files."""
+"""What a pool needs of this machine, checked before it starts: numbers, memory, open files.
+
+And how long its calls may take, where somebody sets a limit.
+"""
 
 import contextlib
 import numbers
 import resource
+from collections.abc import Iterator
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +26,23 @@ FILES_PER_RANK = 8
 OWN_FILES = 40
 OWN_FILES_PER_RANK = 3
 CGROUP = Path("/sys/fs/cgroup")
+
+_limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
+
+
+@contextlib.contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    """Within this block a call that sets no limit of its own may take so long, and no longer."""
+    token = _limit_s.set(seconds)
+    try:
+        yield
+    finally:
+        _limit_s.reset(token)
+
+
+def time_limit_s(own: float | None) -> float | None:
+    """How long a call may take: its own limit, or else that of the block; None is for ever."""
+    return _limit_s.get() if own is None else own
 
 
 def check_arguments(n: Any, timeout_s: Any) -> None:

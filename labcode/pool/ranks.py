@@ -23,22 +23,28 @@ from IPython.core.getipython import get_ipython
 
 from labcode.pool import engine, wire
 from labcode.pool.answers import (
+    HangError,
+    LateError,
     RankError,
     answers_of,
     any_failed,
     print_outputs,
     raise_first,
-    raise_hang,
+    raise_stopped,
 )
-from labcode.pool.limits import check_arguments, make_room
+from labcode.pool.limits import check_arguments, make_room, time_limit_s
 from labcode.pool.processes import Processes
-from labcode.pool.record import LastCollective
+from labcode.pool.record import LastCollective, ranks_text
 from labcode.pool.stopping import text_of
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
 HANG_S = 5.0  # how long ranks may wait for one that does not come, before the pool says so
 LOOK_S = 0.5  # between two looks at what the ranks wait for
 PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its process is ended
+
+
+def _say_nothing(_text: str) -> None:
+    pass
 
 
 class Ranks:
@@ -59,6 +65,9 @@ class Ranks:
         RuntimeError: The engines did not start.
     """
 
+    # Told what takes long, "starting 4 ranks", and "" when it is done; a notebook shows it.
+    announce: ClassVar[Callable[[str], None]] = staticmethod(_say_nothing)
+
     # The pool that `%%px` uses; weak, so that it ends with its last user.
     _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
 
@@ -68,7 +77,7 @@ class Ranks:
         self.n = n
         self.timeout_s = timeout_s
         self._turn = threading.RLock()  # one call at a time, whichever thread asks for it
-        self._hang: tuple[str, int] | None = None  # what the ranks waited for, and one that did
+        self._stopped: tuple[type[RankError], str, int] | None = None  # why, and a rank it is about
         self._processes: Processes | None = None
         self._magics: Any = None
         self._everyone: Any = list(range(n))  # ipyparallel's numbers of the engines
@@ -85,11 +94,14 @@ class Ranks:
         self._stuck = False  # some rank does not obey: the engines must be replaced
         self._group = 0  # number of the process group; 0 is none
         try:
+            Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
             self._connect()
             self._join()
         except BaseException:
             self.close()
             raise
+        finally:
+            Ranks.announce("")
         if shell:
             self._register_magics(shell)
 
@@ -135,7 +147,12 @@ class Ranks:
         self.start()
 
     def run(
-        self, fn: Callable[..., Any], *args: Any, pass_rank: bool | None = None, **kwargs: Any
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        pass_rank: bool | None = None,
+        limit_s: float | None = None,
+        **kwargs: Any,
     ) -> list[Any]:
         """Call `fn(*args, **kwargs)` on every rank; if it asks for its rank, that comes first.
 
@@ -153,6 +170,8 @@ class Ranks:
             args, kwargs: Its arguments.
             pass_rank: True or False decides whether the rank is passed, whatever the first
                 parameter is called.
+            limit_s: How long the call may take before its ranks are stopped; None is what
+                `limits.limited` says, and for ever outside of it.
 
         Returns:
             The results in rank order.
@@ -160,19 +179,20 @@ class Ranks:
         Raises:
             RankError: A rank raised, or its process died. The others have been stopped; the pool
                 can be used again.
+            LateError: Some ranks, which it names, were still at work after `limit_s`.
             TypeError: `fn` or an argument cannot be sent.
         """
         if pass_rank is None:
             pass_rank = _asks_for_rank(fn)
         payload = wire.pack_call(fn, args, kwargs)
         with self._turn:
-            return self._run(payload, pass_rank)
+            return self._run(payload, pass_rank, time_limit_s(limit_s))
 
-    def _run(self, payload: bytes, pass_rank: bool) -> list[Any]:
+    def _run(self, payload: bytes, pass_rank: bool, limit_s: float | None) -> list[Any]:
         self._ready()
         reply = self._view.apply_async(engine.call, payload, sys.path, pass_rank)
         try:
-            self._wait(reply)
+            self._wait(reply, limit_s)
         finally:
             answers = answers_of(reply)
             print_outputs(dict(enumerate(answers)))
@@ -186,8 +206,8 @@ class Ranks:
     def _raise(self, reply: Any) -> None:
         """The one error of a call, if it has one."""
         assert self._processes is not None
-        if self._hang is not None:
-            raise_hang(reply, *self._hang)
+        if self._stopped is not None:
+            raise_stopped(reply, *self._stopped)
         raise_first(reply, self._processes.record.explain)
 
     def last_collectives(self) -> list[LastCollective | None]:
@@ -215,7 +235,7 @@ class Ranks:
         """Before a call: live engines and a fresh process group, or a clear error."""
         self._check_open()
         assert self._processes is not None
-        self._hang = None
+        self._stopped = None
         if not self._stuck:
             self._check_alive()
             left = self._processes.record.left() if self._joined else None
@@ -267,10 +287,10 @@ class Ranks:
         self._joined = True
         self._stuck = False
 
-    def _wait(self, reply: Any) -> None:
+    def _wait(self, reply: Any, limit_s: float | None = None) -> None:
         """Wait until every rank has answered; after a failure or interrupt stop the others."""
         stop_at = None
-        watch = _Watch(self._processes, self.n)
+        watch = _Watch(self._processes, self.n, limit_s)
         try:
             while not reply.ready():
                 self._check_alive()
@@ -281,7 +301,11 @@ class Ranks:
                     self._stop(reply)
                     return
                 if stop_at is None and watch.sees_hang(reply):
-                    self._hang = watch.explanation(reply)
+                    self._stopped = (HangError, *watch.explanation(reply))
+                    self._stop(reply)
+                    return
+                if stop_at is None and watch.is_late():
+                    self._stopped = (LateError, *watch.who_is_late(reply))
                     self._stop(reply)
                     return
         except KeyboardInterrupt:
@@ -326,12 +350,15 @@ class _Watch:
     Args:
         processes: Of the pool.
         n: Number of ranks.
+        limit_s: How long the call may take; None is for ever.
     """
 
-    def __init__(self, processes: Processes | None, n: int) -> None:
+    def __init__(self, processes: Processes | None, n: int, limit_s: float | None) -> None:
         assert processes is not None
         self._record = processes.record
         self._n = n
+        self._limit_s = float("inf") if limit_s is None else limit_s
+        self._late_at = time.monotonic() + self._limit_s
         self._look_at = time.monotonic() + LOOK_S
         self._progress: list[tuple[int, int]] = []
         self._since = 0.0
@@ -355,6 +382,20 @@ class _Watch:
         waiting = next(rank for rank in range(self._n) if rank not in answered)
         text = f"{self._record.explain(answered)}: every rank that a call needs has to make it"
         return text, waiting
+
+    def is_late(self) -> bool:
+        """Whether the call has taken longer than it may."""
+        return time.monotonic() > self._late_at
+
+    def who_is_late(self, reply: Any) -> tuple[str, int]:
+        """What to say of it, and a rank that is still at work."""
+        answered = _answered(reply)
+        at_work = self._record.at_work(answered)
+        if not at_work:  # they send and receive without an end
+            at_work = [rank for rank in range(self._n) if rank not in answered]
+        verb = "was" if len(at_work) == 1 else "were"
+        text = f"{ranks_text(at_work)} {verb} still at work after {self._limit_s:g} s"
+        return f"{text}, and had to be stopped: does each loop come to its end?", at_work[0]
 
 
 def _answered(reply: Any) -> list[int]:

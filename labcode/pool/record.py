@@ -205,6 +205,14 @@ class Record:
             for rank in free:
                 del waits_for[rank]
 
+    def at_work(self, answered: Collection[int]) -> list[int]:
+        """The ranks that neither wait in a call nor have answered the pool."""
+        working = []
+        for rank in range(self.n):
+            if rank not in answered and self._waiting(rank) is None:
+                working.append(rank)
+        return working
+
     def explain(self, answered: Collection[int]) -> str:
         """What each rank does: "rank 0 waits in barrier, ranks 1 and 2 have finished"."""
         doing: dict[str, list[int]] = {}

@@ -10,7 +10,6 @@ learner has written.
 """
 
 import importlib
-import linecache
 import re
 import traceback
 from collections import Counter
@@ -19,16 +18,27 @@ from dataclasses import dataclass
 from types import CellType
 from typing import Any, NamedTuple
 
+from IPython.core.getipython import get_ipython
+
 from labcode import suggest
+from labcode.pool.answers import RankError
+from labcode.pool.limits import limited
 from labcode.teach import progress, show, tracebacks
 from labcode.teach.compare import compare
 from labcode.teach.show import show_source
 
-__all__ = ["Exercise", "check", "compare", "due", "hint", "show_source"]
+__all__ = ["Exercise", "check", "compare", "due", "hint", "is_stub", "reason", "show_source"]
 
 NOT_DONE = "not done yet"
 RETURNED_NONE = "it returned None: is there a `return`?"
-MAX_HINT_CHARACTERS = 300
+MAX_HINT_CHARACTERS = 400
+LIMIT_S = 60.0  # of each call on ranks in a check, so that a loop without an end ends
+ON_RANK = re.compile(r"(rank \d+): (\w+):? *(.*)")
+MEANINGS = {  # what gloo and the store write, and what it means
+    r"[Tt]imed out waiting \d+ms for \w+ operation": "it waited for a message that nobody sent",
+    r"wait timeout": "it waited for something that no rank put into the store",
+    r"Connection (closed by peer|reset by peer)": "another rank ended while this one waited for it",
+}
 
 
 @dataclass(frozen=True)
@@ -84,11 +94,12 @@ def _verdict(exercise: str, test: Callable[[], Any]) -> _Verdict:
     if _uses_unset_name(test):
         return not_done
     try:
-        result = test()
+        with limited(LIMIT_S):
+            result = test()
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
-        if _is_stub(error):
+        if is_stub(error):
             return not_done
-        return _Verdict("[x]", show.WRONG, "wrong", _reason(error))
+        return _Verdict("[x]", show.WRONG, "wrong", reason(error))
     if result is ...:
         return not_done
     praise = _exercises(exercise).get(exercise, Exercise()).praise
@@ -184,7 +195,7 @@ def _content(cell: CellType) -> Any:
         return None
 
 
-def _is_stub(error: BaseException) -> bool:
+def is_stub(error: BaseException) -> bool:
     """Whether an error, or one that caused it, comes from code that is still to be written.
 
     That is NotImplementedError of a stub, also as the text of a rank's error, or `...` used as a
@@ -206,22 +217,41 @@ def _is_stub(error: BaseException) -> bool:
 # ---- what is wrong
 
 
-def _reason(error: BaseException) -> str:
+def reason(error: BaseException) -> str:
     """One line, the same at each run: the assertion's text, or the error and the learner's line."""
     text = _first_line(str(error))
     text = re.sub(r"\bat 0x[0-9a-f]+", "", text)  # addresses differ from run to run
-    text = text[:MAX_HINT_CHARACTERS]
-    on_rank = re.match(r"(rank \d+): AssertionError:? *(.*)", text)
-    if on_rank:
-        rank, assertion = on_rank.groups()
-        return f"on {rank}: {assertion or 'a check failed'}"
     if isinstance(error, AssertionError):
-        return text or f"this does not hold: {_failed_condition(error)}"
-    place = _place(error)
+        return _cut(text) or f"this does not hold: {_failed_condition(error)}"
+    place = tracebacks.place_in_cells(error)
+    on_rank = ON_RANK.match(text)
+    if on_rank:
+        rank, name, message = on_rank.groups()
+        if name == "AssertionError":
+            return _cut(f"on {rank}: {message or 'a check failed'}")
+        return f"on {rank}: {_cut(_in_words(name, message))}{place}"
+    if isinstance(error, RankError):  # the pool speaks in words of its own
+        return f"{_cut(text)}{place}"
     if "NoneType" in text and not place:
         # what the learner's function gave back could not be used
-        return f"{type(error).__name__}: {text}; if that is your function's result, {RETURNED_NONE}"
-    return f"{type(error).__name__}: {text}{place}"
+        text = f"{text}; if that is your function's result, {RETURNED_NONE}"
+    return f"{_cut(_in_words(type(error).__name__, text))}{place}"
+
+
+def _in_words(name: str, message: str) -> str:
+    """An error of a library with what it means: gloo names its own source files, not the fault."""
+    for sign, meaning in MEANINGS.items():
+        found = re.search(sign, message)
+        if found is None:
+            continue
+        # the pool adds what each rank did, where it knows: "...: rank 0 waits in recv, ..."
+        _, _, done = message[found.end() :].partition(": ")
+        return f"{meaning}: {done}" if done else meaning
+    return f"{name}: {message}" if message else name
+
+
+def _cut(text: str) -> str:
+    return text[:MAX_HINT_CHARACTERS]
 
 
 def _first_line(text: str) -> str:
@@ -240,26 +270,14 @@ def _failed_condition(error: BaseException) -> str:
     return line.removeprefix("assert ")
 
 
-def _place(error: BaseException) -> str:
-    """Where in a function of the learner's own cells the error was raised, here or on a rank."""
-    place = ""
-    for frame in traceback.extract_tb(error.__traceback__):
-        in_a_cell = "ipykernel" in frame.filename or "<ipython" in frame.filename
-        in_a_function = not frame.name.startswith(("<lambda>", "<module>", "<cell"))
-        if in_a_cell and in_a_function:
-            place = _line_of(frame.filename, frame.lineno or 0, frame.name)
-    for note in getattr(error, "__notes__", []):
-        for line in tracebacks.CELL_LINE.finditer(note):
-            place = _line_of(line[2], int(line[3]), line[4])
-    return place
-
-
-def _line_of(file: str, number: int, function: str) -> str:
-    source = linecache.getline(file, number).strip()
-    shown = f": `{source}`" if source else ""
-    return f" (line {number} of your cell, in {function}{shown})"
+def _offer_hint() -> None:
+    """Put `hint` into a notebook: learners call it, and no cell of a lesson does."""
+    if show.in_notebook():
+        shell: Any = get_ipython()
+        shell.user_ns.setdefault("hint", hint)
 
 
 # In the kernel of a notebook, from the import on; elsewhere these do nothing.
 tracebacks.shorten()
 progress.watch()
+_offer_hint()

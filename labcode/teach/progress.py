@@ -1,7 +1,7 @@
 """How far a learner is, and how far a long cell is.
 
 `status("step 10/300")` shows one line that replaces itself. When the work is done the line goes and
-leaves nothing in the notebook that is stored.
+leaves nothing in the notebook that is stored. A pool of ranks that starts shows itself this way.
 
     with following():
         done = launch.run("labcode.train", "gpt_tiny", nproc=2)    # "step 10/300 | loss 3.21"
@@ -22,6 +22,7 @@ from IPython.core.getipython import get_ipython
 from IPython.display import clear_output, display
 
 from labcode import course
+from labcode.pool.ranks import Ranks
 from labcode.teach import show
 
 STEP = re.compile(r"(?:^|\] )(step \d+/\d+.*)")
@@ -102,9 +103,13 @@ _line = _Line()
 
 
 def watch() -> None:
-    """Notice what cells show from now on, so that clearing the line clears nothing else."""
+    """Notice what cells show from now on, so that clearing the line clears nothing else.
+
+    And show when a pool of ranks starts, which takes seconds.
+    """
     if show.in_notebook():
         _line.watch()
+        Ranks.announce = staticmethod(status)
 
 
 def status(text: str = "") -> None:

@@ -8,6 +8,7 @@ all of them.
 import linecache
 import re
 import sys
+import traceback
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -50,6 +51,30 @@ def without_library(trace: TracebackType) -> TracebackType:
     for frame in reversed(kept):
         shorter = TracebackType(shorter, frame.tb_frame, frame.tb_lasti, frame.tb_lineno)
     return shorter or trace
+
+
+def place_in_cells(error: BaseException) -> str:
+    """Where in a function of the learner's own cells an error was raised, here or on a rank.
+
+    Returns:
+        " (line 3 of your cell, in ring: `x = y`)", to put after the error; "" for other code.
+    """
+    place = ""
+    for frame in traceback.extract_tb(error.__traceback__):
+        in_a_cell = "ipykernel" in frame.filename or "<ipython" in frame.filename
+        in_a_function = not frame.name.startswith(("<lambda>", "<module>", "<cell"))
+        if in_a_cell and in_a_function:
+            place = _line_of(frame.filename, frame.lineno or 0, frame.name)
+    for note in getattr(error, "__notes__", []):
+        for line in CELL_LINE.finditer(note):
+            place = _line_of(line[2], int(line[3]), line[4])
+    return place
+
+
+def _line_of(file: str, number: int, function: str) -> str:
+    source = linecache.getline(file, number).strip()
+    shown = f": `{source}`" if source else ""
+    return f" (line {number} of your cell, in {function}{shown})"
 
 
 def with_source(note: str) -> str:

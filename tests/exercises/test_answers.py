@@ -26,8 +26,15 @@ def cases(kind):
 
 @pytest.fixture(scope="module")
 def pool():
-    with Ranks(4, timeout_s=5) as ranks:
+    with Ranks(4) as ranks:
         yield ranks
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    """Ranks that wait in vain, or compute for ever, are stopped sooner than in a lesson."""
+    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 1.5)
+    monkeypatch.setattr("labcode.teach.exercises.on_ranks.LIMIT_S", 6.0)
 
 
 @pytest.fixture
@@ -55,6 +62,7 @@ def test_a_right_answer_passes(verdict, exercise, name):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("exercise", "name"), cases("wrong"))
 def test_a_wrong_answer_gets_its_hint(verdict, exercise, name):
     answer, hint = EXERCISES[exercise].wrong[name]
@@ -68,6 +76,7 @@ def forgot_to_return(*_, **__):
 
 
 @pytest.mark.full
+@pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_a_function_that_returns_nothing_is_wrong_and_not_undone(verdict, exercise):
     if not callable(next(iter(EXERCISES[exercise].right.values()))):

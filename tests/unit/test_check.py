@@ -1,12 +1,14 @@
 """check, hint, compare, show_source: one line each, the same text at each run, no exception."""
 
 import functools
+import linecache
 import sys
 import types
 
 import pytest
 import torch
 
+from labcode.pool.answers import RankError
 from labcode.teach import show
 from labcode.teach.check import Exercise, check, compare, due, hint, show_source
 
@@ -185,6 +187,50 @@ def test_errors_become_one_line(capsys):
     assert (
         said(capsys, lambda: raised(rank_error))
         == "[x] 99.1 wrong: on rank 2: the sum is 3, expected 6\n"
+    )
+
+
+GLOO = "[/pytorch/third_party/gloo/gloo/transport/tcp/"
+RANK_ERRORS = {
+    "an index": (
+        RankError("rank 2: IndexError: list index out of range", 2),
+        "on rank 2: IndexError: list index out of range",
+    ),
+    "without words": (RankError("rank 2: ValueError: ", 2), "on rank 2: ValueError"),
+    "a time-out": (
+        RankError(
+            f"rank 0: RuntimeError: {GLOO}unbound_buffer.cc:78] Timed out waiting 5000ms for recv "
+            "operation to complete: rank 0 waits in recv of float32 [3] from rank 1"
+        ),
+        "on rank 0: it waited for a message that nobody sent: "
+        "rank 0 waits in recv of float32 [3] from rank 1",
+    ),
+    "a broken connection": (
+        RankError(f"rank 0: RuntimeError: {GLOO}pair.cc:534] Connection closed by peer [::1]:4"),
+        "on rank 0: another rank ended while this one waited for it",
+    ),
+    "two sizes": (
+        RankError("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ..."),
+        "rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ...",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", RANK_ERRORS)
+def test_errors_of_ranks_are_plain_lines(capsys, case):
+    error, text = RANK_ERRORS[case]
+    assert said(capsys, lambda: raised(error)) == f"[x] 99.1 wrong: {text}\n"
+
+
+def test_the_line_of_a_rank_is_named(capsys, monkeypatch):
+    file = "/tmp/ipykernel_12/35.py"
+    lines = ["def half(chunks):\n", "    return chunks[4]\n"]
+    monkeypatch.setitem(linecache.cache, file, (60, None, lines, file))
+    error = RankError("rank 2: IndexError: list index out of range", 2)
+    error.add_note(f'Traceback of rank 2:\n  File "{file}", line 2, in half')
+    assert said(capsys, lambda: raised(error)) == (
+        "[x] 99.1 wrong: on rank 2: IndexError: list index out of range "
+        "(line 2 of your cell, in half: `return chunks[4]`)\n"
     )
 
 

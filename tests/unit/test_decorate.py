@@ -110,6 +110,11 @@ def test_a_lesson_with_all_of_it():
     assert bare.cells[0].source.startswith("# 01")
 
 
+def test_the_box_has_borders_and_no_ground_so_that_every_theme_can_be_read():
+    assert "border" in decorate.BOX
+    assert "background" not in decorate.BOX and "class=" not in decorate.BOX
+
+
 def test_the_guard_is_one_readable_line_and_leaves_magics_first():
     assert len(decorate.GUARD) <= 90 and len(decorate.PREDICT) <= 90
     assert decorate.guarded("%%px\nx = 1") == "%%px\nx = 1"

@@ -21,7 +21,7 @@ from labcode.teach.figures.style import (
 )
 
 DONE = PALETTE[2]  # a green
-TITLE_WIDTH = 5.2  # in boxes
+LETTER = 0.14  # width of a letter of a title, in boxes
 BOX = 0.78
 ROW_IN = 0.36
 
@@ -45,7 +45,9 @@ def progress(folder: str | Path | None = None) -> Picture:
     lessons = course.lessons(found)
     passed = course.passed(here)
     most = max(len(lesson.exercises) for lesson in lessons)
-    width = TITLE_WIDTH + most
+    titles = [f"{lesson.number}  {lesson.title}" for lesson in lessons]
+    first_box = LETTER * max(map(len, titles)) + 0.3
+    width = first_box + most
     counts = []
     for lesson in lessons:
         done = len(passed.intersection(lesson.exercises))
@@ -59,11 +61,11 @@ def progress(folder: str | Path | None = None) -> Picture:
     axes.set(xlim=(0, width), ylim=(-len(lessons), 0))
     for row, lesson in enumerate(lessons):
         y = -row - 0.5
-        put_text(axes, 0, y, f"{lesson.number}  {lesson.title}", 9, ha="left")
+        put_text(axes, 0, y, titles[row], 9, ha="left")
         for column, exercise in enumerate(lesson.exercises):
             is_done = exercise in passed
             colour = DONE if is_done else PALE
-            left = TITLE_WIDTH + column
+            left = first_box + column
             box = FancyBboxPatch(
                 (left, y - BOX / 2),
                 BOX,
