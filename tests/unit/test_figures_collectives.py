@@ -60,6 +60,18 @@ def test_collective_labels():
         plot.collective("gather", 9, alt=ALT)
 
 
+# Boxes without data: room for what comes, and a tensor that is not defined afterwards.
+EMPTY = {"broadcast": ["", "", ""], "reduce": ["?", "?", "?"]}
+
+
+@pytest.mark.parametrize("name", HOLDINGS)
+def test_an_empty_box_is_room_or_undefined_and_else_nothing_is_drawn(name):
+    (axes,) = plot.collective(name, 4, alt=ALT).axes
+    empty = EMPTY.get(name, [])
+    assert gids(axes).count("empty") == len(empty)
+    assert texts(axes).count("?") == empty.count("?")
+
+
 # ---- a sheet of them
 
 
@@ -105,6 +117,14 @@ def test_the_drawn_steps_are_those_of_the_algorithm():
         for rank in range(n):
             held[rank][(rank - step) % n] = out[(rank - 1) % n]
         assert held == ring_states(n)[n + step]
+
+
+def test_the_rows_and_columns_of_the_ring_have_names():
+    picture = plot.ring(4, alt=ALT)
+    first = texts(picture.axes[0])
+    assert first == ["chunk", "0", "1", "2", "3", "rank 0", "rank 1", "rank 2", "rank 3"]
+    assert texts(picture.axes[1]) == ["0", "1", "2", "3", "0", "1", "2", "3"]
+    assert "rank 0" in texts(picture.axes[5])  # the first step of the second row
 
 
 def test_the_ring_frames_what_arrived():

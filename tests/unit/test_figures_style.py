@@ -25,6 +25,7 @@ FIGURES = {
     "collective": lambda alt: plot.collective("all_to_all", 8, alt=alt),
     "collectives": lambda alt: plot.collectives(["gather", "reduce"], 4, alt=alt),
     "ring": lambda alt: plot.ring(4, alt=alt),
+    "rounds": lambda alt: plot.rounds([[(0, 1)], [(0, 2)]], 3, alt=alt),
     "timeline": lambda alt: plot.timeline([("a", "b", 0, 1)], alt=alt),
     "causal": lambda alt: plot.causal(4, alt=alt),
     "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),

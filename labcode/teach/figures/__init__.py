@@ -4,6 +4,7 @@ plot.py          the one door: every function that draws, nothing else
 style.py         fonts, colours, and Picture: a figure that carries its alternative text
 charts.py        lines, training curves, bars, matrices, weather maps      all lessons
 collectives.py   what ranks hold before and after a collective; the ring   lessons 00, 01
+messages.py      single messages between ranks, round by round             lesson 01
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 timeline.py      who is busy when                                          lessons 04, 09, 12, 15
 weights.py       which rank holds which rows or columns of a weight        lesson 09

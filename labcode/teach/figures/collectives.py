@@ -40,7 +40,10 @@ class Box(NamedTuple):
     sources: tuple[int, ...]
 
 
-Memory = dict[int, Box]  # of one rank: {slot: box}
+# Of one rank: {slot: box}. A slot that is not there is not drawn: the rank needs no memory for it.
+Memory = dict[int, Box]
+ROOM = Box("", ())  # a tensor of which only the room counts: it is overwritten
+UNDEFINED = Box("?", ())  # what is left in a tensor that was worked on
 State = list[Memory]  # of all ranks
 
 
@@ -55,7 +58,7 @@ def _collective_states(n: int) -> dict[str, tuple[State, State]]:
     whole: State = []  # rank 1 holds B
     parts: State = []  # rank 1 holds B0, B1, B2, B3
     sums: State = []  # rank 1 holds the sum of A1, B1, C1, D1
-    diagonal: State = []  # rank 1 holds A1, one part of rank 0's
+    dealt: State = []  # rank 1 holds A1, one part of rank 0's
     transposed: State = []  # rank 1 holds A1, B1, C1, D1
     gathered: Memory = {}  # A, B, C and D
     for rank, letter in enumerate(letters):
@@ -63,20 +66,22 @@ def _collective_states(n: int) -> dict[str, tuple[State, State]]:
         whole.append({0: box})
         gathered[rank] = box
         parts.append({i: Box(f"{letter}{i}", (rank,)) for i in range(n)})
-        sums.append({rank: Box(f"Σ{rank}", everyone)})
+        sums.append({0: Box(f"Σ{rank}", everyone)})
     for rank in range(n):
         column = {source: memory[rank] for source, memory in enumerate(parts)}
         transposed.append(column)
-        diagonal.append({rank: column[0]})
+        dealt.append({0: column[0]})
     summed: Memory = {0: Box(total, everyone)}
-    others: State = [{}] * (n - 1)  # all but the root hold nothing
+    nothing: State = [{}] * (n - 1)  # of all ranks but the root
+    room: State = [{0: ROOM}] * (n - 1)
+    undefined: State = [{0: UNDEFINED}] * (n - 1)
 
     return {
-        "broadcast": ([whole[0], *others], [whole[0]] * n),
-        "scatter": ([parts[0], *others], diagonal),
-        "gather": (whole, [gathered, *others]),
+        "broadcast": ([whole[0], *room], [whole[0]] * n),
+        "scatter": ([parts[0], *nothing], dealt),
+        "gather": (whole, [gathered, *nothing]),
         "all_gather": (whole, [gathered] * n),
-        "reduce": (whole, [summed, *others]),
+        "reduce": (whole, [summed, *undefined]),
         "all_reduce": (whole, [summed] * n),
         "reduce_scatter": (parts, sums),
         "all_to_all": (parts, transposed),
@@ -110,9 +115,9 @@ class _Side:
         put_text(axes, middle, 0.25, self.title, size)
         for rank, memory in enumerate(self.state):
             bottom = -ROW * rank - 0.76
-            for slot in range(self.num_slots):
+            for slot, box in memory.items():
                 corner = (self.start + slot * self.cell, bottom)
-                _draw_slot(axes, corner, self.cell, memory.get(slot), scale)
+                _draw_slot(axes, corner, self.cell, box, scale)
 
 
 class _Panel:
@@ -165,7 +170,8 @@ class _Panel:
 def collective(name: str, n: int = 4, *, alt: str) -> Picture:
     """What every rank holds before and after a collective.
 
-    The colour of a box is the rank that its data comes from.
+    The colour of a box is the rank that its data comes from. A dotted box is room for what comes,
+    one with a question mark holds nothing that is defined, and what is not drawn is not needed.
 
     Args:
         name: broadcast, scatter, gather, all_gather, reduce, all_reduce, reduce_scatter or
@@ -237,7 +243,7 @@ def _draw_slot(
     axes: Axes,
     corner: Point,
     width: float,
-    box: Box | None,
+    box: Box,
     scale: float,
 ) -> None:
     """One slot of a rank's memory; a sum shows a stripe of each rank's colour."""
@@ -245,14 +251,15 @@ def _draw_slot(
     height = 0.72
     inner = (x + 0.03, y)
     inner_width = width - 0.06
-    if box is None:
-        empty = Rectangle(inner, inner_width, height, fill=False, gid="empty")
-        empty.set(edgecolor="#BBBBBB", linestyle=":", linewidth=0.9)
-        axes.add_patch(empty)
-        return
-    _draw_stripes(axes, inner, inner_width, height, box.sources)
     size = max(7, min(10, 22 * scale))
     middle = (x + width / 2, y + height / 2)
+    if not box.sources:
+        empty = Rectangle(inner, inner_width, height, fill=False, gid="empty")
+        empty.set(edgecolor=RULE, linestyle=":", linewidth=1.0)
+        axes.add_patch(empty)
+        put_text(axes, *middle, box.label, size, color=INK)
+        return
+    _draw_stripes(axes, inner, inner_width, height, box.sources)
     if len(box.sources) == 1:
         colour = PALETTE[box.sources[0]]
         put_text(axes, *middle, box.label, size, color=ink_on(colour))
@@ -342,8 +349,9 @@ def ring(n: int = 4, *, alt: str) -> Picture:
         previous = states[max(0, step - 1)]
         _draw_memories(axes, states[step], previous)
         axes.set_title(_step_title(step, n), loc="center", fontsize=9)
-    for chunk in range(n):
-        put_text(panels[0], chunk + 0.5, 0.02, str(chunk), 8, va="bottom")
+    for step, axes in enumerate(panels):
+        begins_a_row = step in (0, n)
+        _name_memories(axes, n, with_ranks=begins_a_row)
     _draw_ring_legend(legend_place, n)
     return picture
 
@@ -356,13 +364,22 @@ def _step_title(step: int, n: int) -> str:
     return f"step {step}: copy"
 
 
+def _name_memories(axes: Axes, n: int, *, with_ranks: bool) -> None:
+    """The numbers of the chunks over the columns; those of the ranks beside the rows."""
+    if with_ranks:
+        put_text(axes, -0.12, 0.05, "chunk", 8, ha="right", va="bottom")
+    for chunk in range(n):
+        put_text(axes, chunk + 0.5, 0.05, str(chunk), 8, va="bottom")
+    for rank in range(n):
+        name = f"rank {rank}" if with_ranks else str(rank)
+        put_text(axes, -0.12, -rank - 0.5, name, 8, ha="right")
+
+
 def _draw_memories(axes: Axes, state: RingState, previous: RingState) -> None:
     """The chunks of all ranks; those that differ from `previous` are framed."""
     n = len(state)
     side = 0.88
     for rank, chunks in enumerate(state):
-        y = -rank - 0.5
-        put_text(axes, -0.12, y, str(rank), 9, ha="right")
         for chunk, sources in enumerate(chunks):
             corner = (chunk + 0.06, -rank - 0.94)
             _draw_stripes(axes, corner, side, side, sources)
@@ -373,7 +390,7 @@ def _draw_memories(axes: Axes, state: RingState, previous: RingState) -> None:
                 frame.set(edgecolor=INK, linewidth=2.0, gid="arrived")
             axes.add_patch(frame)
     axes.set_xlim(-0.4, n + 0.05)
-    axes.set_ylim(-n - 0.05, 0.35)
+    axes.set_ylim(-n - 0.05, 0.45)
     blank(axes)
 
 

@@ -11,6 +11,7 @@ from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.grid import grid
+from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.timeline import timeline
@@ -29,6 +30,7 @@ __all__ = [
     "lines",
     "progress",
     "ring",
+    "rounds",
     "timeline",
     "transports",
 ]
