@@ -33,8 +33,8 @@ def pool():
 @pytest.fixture
 def quick(monkeypatch):
     """Ranks that wait in vain, or compute for ever, are stopped sooner than in a lesson."""
-    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 1.5)
-    monkeypatch.setattr("labcode.teach.exercises.on_ranks.LIMIT_S", 6.0)
+    monkeypatch.setattr("labcode.pool.ranks.HANG_S", 3.0)
+    monkeypatch.setattr("labcode.teach.exercises.on_ranks.LIMIT_S", 15.0)
 
 
 @pytest.fixture
