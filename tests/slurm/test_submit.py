@@ -188,6 +188,6 @@ def test_what_slurm_refuses_is_one_line_and_leaves_nothing(client, ranks):
 
 
 def test_a_script_that_breaks_a_rule_is_not_submitted(client, ranks):
-    site = dataclasses.replace(ranks, setup=('OUT="/scratch/$USER"',))
-    with pytest.raises(ValueError, match=r"not submitted: line \d+: S31: \$USER may be unset"):
+    site = dataclasses.replace(ranks, setup=("export HF_TOKEN=hf_abcdef123456",))
+    with pytest.raises(ValueError, match=r"not submitted: line \d+: S34: a secret in the script"):
         submit(Job("", module="platform"), site, client=client)

@@ -117,9 +117,9 @@ def test_lint_reads_a_recipe_or_any_script(capsys, tmp_path):
     assert main(["lint", "gpt_tiny", "--site", "generic", "--nodes", "2"]) == 0
     assert "0 errors" in capsys.readouterr().out
     path = tmp_path / "bad.sbatch"
-    path.write_text("#!/bin/bash\n# SBATCH --nodes=2\n")
+    path.write_text("#!/bin/bash\n#SBATCH --gpu-per-node=2\n")
     assert main(["lint", str(path)]) == 1
-    assert f"{path}, line 2: error S01: " in capsys.readouterr().out
+    assert f"{path}, line 2: error S04: " in capsys.readouterr().out
     assert main(["lint", "--rules"]) == 0
     assert capsys.readouterr().out.count("\n    why: ") == len(RULES)
 

@@ -100,24 +100,21 @@ def test_gpus_are_counted_in_whichever_way_they_are_asked_for(directives, gpus):
 
 
 def test_problems_come_in_the_order_of_lines_and_say_what_was_found():
-    problems = lint("#!/bin/bash\n# SBATCH --nodes=2\nsrun python train.py\n#SBATCH --time=10\n")
-    assert [(p.line, p.rule) for p in problems if p.severity == "error"] == [
-        (2, "S01"),
-        (3, "S20"),
-        (3, "S21"),
-        (4, "S02"),
+    text = "#!/bin/bash\n#SBATCH --nodes=2\n# SBATCH --mem=4G\nsrun python train.py\necho end\n"
+    problems = lint(text + "#SBATCH --time=10\n")
+    assert [(p.line, p.rule, p.severity) for p in problems] == [
+        (1, "S08", "warning"),
+        (3, "S01", "warning"),
+        (4, "S20", "warning"),
+        (4, "S21", "error"),
+        (6, "S02", "error"),
     ]
-    assert "# SBATCH --nodes=2" in problems[1].message and problems[0].rule == "S08"
-    assert str(problems[1]).startswith("line 2: error S01: ") and "why: " in str(problems[1])
+    assert "# SBATCH --mem=4G" in problems[1].message
+    assert str(problems[3]).startswith("line 4: error S21: ") and "why: " in str(problems[3])
 
 
 def test_text_that_is_no_script_is_a_problem_and_no_crash():
-    for text in (
-        "",
-        "\n",
-        "#SBATCH",
-        "#!/bin/bash\n#SBATCH --output='open\n",
-        "#!/bin/bash\ncat <<EOF\nno end\n",
-        "x=('\n",
-    ):
+    for text in ("", "\n", "#SBATCH", "#!/bin/bash\n#SBATCH --output='open\n", "x=('\n"):
         assert lint(text)
+    for text in ("cat <<EOF\nno end\n", "srun bash -c '\n", 'x="${y\n', "a=$(b\n", "srun -n\n"):
+        assert lint(f"#!/bin/bash\n{text}") == []

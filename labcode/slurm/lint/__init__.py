@@ -1,5 +1,7 @@
 """Faults in a batch script, found before it is submitted: `lint(text, site, job) -> [Problem]`.
 
+shell             a line as bash takes it apart: words, quotes, variables filled in
+launches          what the commands start: by srun or not, with which options, which program
 parse             a script as sbatch and bash read it: directives, commands, counts
 rule              what a rule is; Facts: what site and job say besides
 rules_directives  rules about #SBATCH lines

@@ -31,9 +31,15 @@ _OFF = (
     _TWO.format(2) + "#SBATCH --gpus-per-node=2\nsrun -K python train.py\n",
 )
 def _ranks_over_gpus(script: Script, facts: Facts) -> Found:
-    ranks, gpus = script.ranks_per_node, script.gpus_per_node
+    ranks, gpus = script.ranks_per_node, _gpus(script)
     if ranks and gpus and ranks > gpus and not script.found(r"--train\.share_gpus\b"):
         yield _where(script, "ntasks-per-node"), f"{ranks} ranks, {gpus} GPUs"
+
+
+def _gpus(script: Script) -> int | None:
+    """GPUs of a node; None where each task asks for its own besides."""
+    twice = script.option("gres") or script.option("gpus-per-node")
+    return None if script.option("gpus-per-task") and twice else script.gpus_per_node
 
 
 @rule(
@@ -45,9 +51,10 @@ def _ranks_over_gpus(script: Script, facts: Facts) -> Found:
     warning=True,
 )
 def _idle_gpus(script: Script, facts: Facts) -> Found:
-    ranks, gpus = script.ranks_per_node, script.gpus_per_node
-    started = script.torchruns or any(command.has("python") for command in script.sruns)
-    if started and ranks and gpus and ranks < gpus:
+    ranks, gpus = script.ranks_per_node, _gpus(script)
+    # one process can use several GPUs or start more processes; several of them do not
+    several = script.torchruns or (ranks or 1) > 1
+    if several and ranks and gpus and ranks < gpus:
         yield _where(script, "gpus-per-node", "gres", "gpus"), f"{ranks} ranks, {gpus} GPUs"
 
 
@@ -142,8 +149,9 @@ def _wrong_interface(script: Script, facts: Facts) -> Found:
     warning=True,
 )
 def _left_over(script: Script, facts: Facts) -> Found:
+    by_libfabric = re.search(r"\bFI_PROVIDER=|\bFI_EFA", script.text)
     for name in _OFF:
-        if name in facts.environment:
+        if name in facts.environment or (name == "NCCL_IB_DISABLE" and by_libfabric):
             continue
         for command in script.found(rf"\b{name}=['\"]?1\b"):
             yield command.line, f"{name}=1"

@@ -2,12 +2,12 @@
 
 import re
 
-from labcode.slurm.lint.parse import OPTIONS, Script
+from labcode.slurm.lint.parse import OPTIONS, SRUN_ONLY, Script, directive_options
 from labcode.slurm.lint.rule import Facts, Found, collector
 from labcode.suggest import closest
 
 RULES, rule = collector()
-_PATHS = ("output", "error", "chdir", "input", "account")  # people write variables into these
+_AS_WRITTEN = {"comment", "export", "job-name", "wrap"}  # here a `$` does no harm
 
 
 @rule(
@@ -17,10 +17,18 @@ _PATHS = ("output", "error", "chdir", "input", "account")  # people write variab
     "place of what is asked",
     "#!/bin/bash\n# SBATCH --nodes=2\n",
     "#!/bin/bash\n#SBATCH --nodes=2\n",
+    warning=True,
 )
 def _inert(script: Script, facts: Facts) -> Found:
-    for number, line in enumerate(script.lines, 1):
-        if re.match(r"\s*#+\s*SBATCH\s+-", line, re.IGNORECASE) and not line.startswith("#SBATCH"):
+    first = script.commands[0].line if script.commands else len(script.lines)
+    for number, line in enumerate(script.lines[:first], 1):
+        # ## is how people switch a directive off; `# sbatch -N 2 train.sh` tells how to submit
+        inert = re.match(r"\s*#(?:\s*(?i:SBATCH)|sbatch)\s+(-.*)", line)
+        if inert is None or line.startswith("#SBATCH") or re.match(r"\s*#\s+sbatch", line):
+            continue
+        names = [name for name, _ in directive_options(inert[1])]
+        # an alternative to a directive that holds
+        if not any(script.option(name) for name in names):
             yield number, line.strip()
 
 
@@ -40,12 +48,12 @@ def _late(script: Script, facts: Facts) -> Found:
 @rule(
     "S03",
     "the first line names no interpreter: begin with #!/bin/bash",
-    "sbatch refuses a script without #!, and /bin/sh knows neither pipefail nor arrays",
+    "sbatch refuses a script without #!",
     "#SBATCH --nodes=2\nhostname\n",
     "#!/bin/bash\n#SBATCH --nodes=2\nhostname\n",
 )
 def _shebang(script: Script, facts: Facts) -> Found:
-    if not re.match(r"#!\s*/\S*(bash|env bash)", script.lines[0]):
+    if not script.lines[0].startswith("#!"):
         yield 1, script.lines[0].strip()
 
 
@@ -58,10 +66,13 @@ def _shebang(script: Script, facts: Facts) -> Found:
 )
 def _unknown_option(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
-        if directive.name not in OPTIONS:
-            match = closest(directive.name, OPTIONS)
-            hint = f": did you mean --{match}?" if match else ""
-            yield directive.line, f"--{directive.name}{hint}"
+        if directive.name in OPTIONS:
+            continue
+        match = closest(directive.name, OPTIONS)
+        if directive.name in SRUN_ONLY:
+            yield directive.line, f"--{directive.name} is for srun"
+        elif match:  # else it can be of a plugin of the site
+            yield directive.line, f"--{directive.name}: did you mean --{match}?"
 
 
 @rule(
@@ -75,6 +86,8 @@ def _unknown_option(script: Script, facts: Facts) -> Found:
 def _twice(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
         last = script.option(directive.name)
+        if directive.name == "mail-type":  # these add up
+            continue
         if last and last is not directive and last.value != directive.value:
             said = f"--{directive.name}={directive.value}"
             yield directive.line, f"{said}, and in line {last.line} {last.value}"
@@ -91,7 +104,7 @@ def _twice(script: Script, facts: Facts) -> Found:
 )
 def _variable(script: Script, facts: Facts) -> Found:
     for directive in script.directives:
-        if directive.name in _PATHS and re.search(r"\$[A-Za-z({]|^~/", directive.value):
+        if directive.name not in _AS_WRITTEN and re.search(r"\$[A-Za-z({]|^~/", directive.value):
             yield directive.line, f"--{directive.name}={directive.value}"
 
 
@@ -119,7 +132,8 @@ def _line_ends(script: Script, facts: Facts) -> Found:
     warning=True,
 )
 def _no_time(script: Script, facts: Facts) -> Found:
-    if script.value("time") is None:
+    # without any directive the command line of sbatch says all
+    if script.value("time") is None and re.search(r"(?m)^#\s?SBATCH\s", script.text):
         yield 1, "no --time"
 
 
@@ -132,7 +146,7 @@ def _no_time(script: Script, facts: Facts) -> Found:
 )
 def _time_form(script: Script, facts: Facts) -> Found:
     time = script.option("time")
-    if time and time.value and script.minutes is None:
+    if time and time.value and script.minutes is None and not time.is_template:
         yield time.line, time.value
 
 
@@ -148,7 +162,9 @@ def _time_form(script: Script, facts: Facts) -> Found:
 def _log_name(script: Script, facts: Facts) -> Found:
     for name in ("output", "error"):
         log = script.option(name)
-        if log and log.value not in ("", "/dev/null") and not re.search(r"%\d*[jJA]", log.value):
+        if log is None or log.value in ("", "/dev/null") or log.is_template or "$" in log.value:
+            continue
+        if not re.search(r"%\d*[jJA]", log.value):
             yield log.line, log.value
 
 
@@ -173,6 +189,7 @@ def _array_log(script: Script, facts: Facts) -> Found:
     "the second attempt truncates what the first one wrote, the reason of its end included",
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --output=%x-%j.out\n",
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\n#SBATCH --output=%x-%j.out\n",
+    warning=True,
 )
 def _append(script: Script, facts: Facts) -> Found:
     requeue = script.option("requeue")
@@ -189,6 +206,7 @@ def _append(script: Script, facts: Facts) -> Found:
     '#!/bin/bash\n#SBATCH --open-mode=append\nscontrol requeue "$SLURM_JOB_ID"\n',
     "#!/bin/bash\n#SBATCH --requeue\n#SBATCH --open-mode=append\nscontrol requeue "
     '"$SLURM_JOB_ID"\n',
+    warning=True,
 )
 def _requeue(script: Script, facts: Facts) -> Found:
     for command in script.found(r"scontrol requeue"):
@@ -221,7 +239,8 @@ def _signal_to_shell(script: Script, facts: Facts) -> Found:
 def _no_trap(script: Script, facts: Facts) -> Found:
     asked = script.option("signal")
     name = re.match(r"R?B:(?:SIG)?(\w+)", asked.value) if asked else None
-    if asked and name and not script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b"):
+    caught = script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b|^exec\s|\btrap\b.*\$") if name else ()
+    if asked and name and not caught:
         yield asked.line, asked.value
 
 
@@ -258,10 +277,57 @@ def _dependency(script: Script, facts: Facts) -> Found:
     "S18",
     "say how many tasks each node gets: --ntasks-per-node",
     "--ntasks alone may be placed 3 + 1 on two nodes, and a local rank then has no GPU of its own",
-    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks=4\n",
-    "#!/bin/bash\n#SBATCH --nodes=2\n#SBATCH --ntasks-per-node=2\n",
+    "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=2\n#SBATCH --ntasks=4\n",
+    "#!/bin/bash\n#SBATCH --nodes=2 --gpus-per-node=2\n#SBATCH --ntasks-per-node=2\n",
+    warning=True,
 )
 def _placement(script: Script, facts: Facts) -> Found:
     tasks = script.option("ntasks")
-    if script.multi_node and tasks and not script.option("ntasks-per-node"):
+    if tasks is None or script.option("gpus-per-task") or not script.gpus_per_node:
+        return
+    said = script.option("ntasks-per-node") or script.option("ntasks-per-gpu")
+    said_later = any("ntasks-per-node" in step.options for step in script.sruns)
+    count = script.number("ntasks") or 0
+    # each node gets at least one
+    if script.multi_node and count > (script.nodes or 1) and not said and not said_later:
         yield tasks.line, f"{tasks.value} tasks on {script.value('nodes')} nodes"
+
+
+@rule(
+    "S59",
+    "memory without a unit is in MB: write 4G",
+    "the job has a few megabytes and is killed as soon as Python starts",
+    "#!/bin/bash\n#SBATCH --mem=4\n",
+    "#!/bin/bash\n#SBATCH --mem=4G\n",
+)
+def _megabytes(script: Script, facts: Facts) -> Found:
+    for name, enough in (("mem", 256), ("mem-per-cpu", 64), ("mem-per-gpu", 1024)):
+        asked = script.option(name)
+        if asked is None or not re.fullmatch(r"0*[1-9]\d*", asked.value):
+            continue
+        if name == "mem" and script.gpus_per_node:
+            enough = 1024
+        if (script.number(name) or 0) <= enough:
+            yield asked.line, f"--{name}={asked.value}"
+
+
+@rule(
+    "S60",
+    "--export with a list and without ALL: write --export=ALL,NAME",
+    "the job sees these variables and SLURM's own and no other: not PATH, not those of the modules "
+    "and of the environment",
+    "#!/bin/bash\n#SBATCH --export=HF_HOME\n",
+    "#!/bin/bash\n#SBATCH --export=ALL,HF_HOME\n",
+    warning=True,
+)
+def _export(script: Script, facts: Facts) -> Found:
+    asked = script.option("export")
+    told = [(asked.line, asked.value)] if asked else []
+    told += [
+        (step.line, step.options["export"]) for step in script.sruns if "export" in step.options
+    ]
+    for line, value in told:
+        names = value.split(",")
+        known = re.match(r"[A-Za-z_]\w*(=|$)", names[0])
+        if known and not {"ALL", "NONE", "NIL"} & {name.upper() for name in names}:
+            yield line, f"--export={value}"
