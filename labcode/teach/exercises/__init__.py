@@ -5,8 +5,11 @@
           quick all-reduce
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
     l08   ranks and groups of a grid, the best order, a grid for 64 GPUs
-    l09   tensor parallelism          l10   sequence and context parallelism
+    l09   tensor parallelism          l10   sequence parallelism
+    l11   context parallelism: the ring
     l12   pipeline parallelism        l14   SLURM and multi-node        l15   hybrid training
+
+`on_ranks` and `watch` are how checks run that code on ranks.
 
 Each function takes what the learner wrote (a value, a function, a class), and the ranks where it
 needs them, and asserts. The text of an AssertionError is the hint that the learner reads: say what

@@ -1,393 +1,512 @@
-"""Checks of lesson 10, sequence and context parallelism. The text of each assertion is a hint."""
+"""Checks of lesson 10, sequence parallelism. The text of each assertion is a hint."""
 
-import itertools
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
-from labcode.comm.counting import counted, totals
-from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.memory import model_activations
+from labcode.comm.collectives import start_all_gather, start_reduce_scatter
+from labcode.comm.counting import Collective
+from labcode.parallel.sequence import gathered_linear
+from labcode.perf.alpha_beta import bytes_sent
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
-from labcode.recipes import gpt_shape
-from labcode.teach.check import Exercise, due
-from labcode.topology import GridShape
-from labcode.units import si
+from labcode.teach.check import RETURNED_NONE, Exercise, due
+from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.watch import Watch, draw, far, own_part, run_trial
 
 EXERCISES = {
-    "10.1": Exercise("now put the numbers of the table in"),
-    "10.2": Exercise("right gradients, a quarter of the bytes"),
-    "10.3": Exercise("blocks of any size, in any order"),
-    "10.4": Exercise("the same work for 2, 4 and 8 ranks"),
-    "10.5": Exercise("it fits, and most of the time is spent computing"),
+    "10.1": Exercise(
+        praise="every part, whole and cut: now add them up",
+        hints=(
+            "Go through the block from left to right and write down each tensor with its size. "
+            "In 16-bit numbers a tensor of b s h takes 2 s b h bytes; a mask takes half of that.",
+            "Each head has its own table of s x s scores. How many of the operations on this "
+            "table keep something?",
+            "Which of the tensors belong to own heads or own features, and which hold all h "
+            "features on every rank?",
+        ),
+    ),
+    "10.2": Exercise(
+        praise="each is the other's backward",
+        hints=(
+            "dist.all_gather fills a list of p tensors. Where do they belong in [B, S, H]?",
+            "dist.reduce_scatter wants a list of p tensors: number i is what goes to rank i.",
+            "A rank's tokens were used by all ranks. So its gradient comes from all ranks.",
+        ),
+    ),
+    "10.3": Exercise(
+        praise="the right gradients, and only this rank's tokens are kept",
+        hints=(
+            "What do the two products of backward need, and which of it is here already?",
+            "The gradient of x exists for all S tokens on every rank, and each rank has only the "
+            "terms of its own columns.",
+        ),
+    ),
+    "10.4": Exercise(
+        praise="the same numbers as one process, with a part of the tokens on each rank",
+        hints=(
+            "Which shape has h after each line: [B, S/p, .] or [B, S, .]?",
+            "What would happen to a bias that is added before a sum over the ranks?",
+            "For each of the six parameters: do the ranks hold the same copy of it, and which "
+            "tokens have gone into its gradient?",
+        ),
+    ),
 }
-
-TOLERANCE = 1e-9
 
 # ---- 10.1
 
-Run = tuple[int, float]  # GPUs, samples/s
-RUNS: tuple[tuple[Run, Run], ...] = (
-    ((4, 93.1), (16, 125.2)),
-    ((1, 10.0), (2, 20.0)),
-    ((8, 50.0), (24, 120.0)),
-)
+Sizes = tuple[int, int, int, int]  # s, b, h, a
+PARTS = ("norms", "attention", "mlp")
 
 
-def published(
-    efficiency: Callable[[Run, Run], float], whole_share: Callable[[float, int], float]
-) -> None:
-    """The learner's two formulas for reading published tables.
+class _Kept(NamedTuple):
+    """Bytes of one part of a layer, for each of s b h and for each of a s^2 b.
 
     Args:
-        efficiency: `efficiency(before, after)` of two pairs (GPUs, samples/s).
-        whole_share: `whole_share(ratio, t)`: the share of the memory that tensor parallelism over
-            t ranks leaves whole, when `ratio` of the memory remains.
+        whole: For each of s b h, on every rank.
+        cut: For each of s b h, divided by t.
+        scores: For each of a s^2 b, divided by t.
     """
-    for before, after in RUNS:
-        _check_efficiency(before, after, due(efficiency(before, after)))
+
+    whole: int
+    cut: int
+    scores: int
+
+
+# Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1
+KEPT = {"norms": _Kept(4, 0, 0), "attention": _Kept(3, 8, 5), "mlp": _Kept(3, 16, 0)}
+
+
+def layer_bytes(answer: Callable[..., Any]) -> None:
+    """The learner's `layer_bytes(s, b, h, a, t)`: what a rank keeps of one layer, by part.
+
+    Args:
+        answer: Returns {"norms": bytes, "attention": bytes, "mlp": bytes}.
+    """
+    for part in PARTS:
+        _check_part(answer, part)
     for t in (2, 4, 8):
-        _check_whole_share(whole_share, t)
+        for part in PARTS:
+            _check_cut(answer, part, t)
 
 
-def _check_efficiency(before: Run, after: Run, found: float) -> None:
-    case = f"{before} to {after}: "
-    speed_up = after[1] / before[1]
-    times_gpus = after[0] / before[0]
-    if _near(found, speed_up / times_gpus):
-        return
-    # (2, 20.0) from one GPU: some wrong formulas are right there, so the hints come after
-    assert not _near(found, speed_up), (
-        case + f"{found:.3g} is the speed-up; how many times as many GPUs did it take?"
+def _part_of(answer: Callable[..., Any], sizes: Sizes, t: int, part: str) -> float:
+    found = due(answer(*sizes, t))
+    assert isinstance(found, Mapping), f"return a dict with {', '.join(PARTS)}, not {found!r}"
+    assert part in found, f"the dict has no {part!r}"
+    return float(due(found[part]))
+
+
+def _coefficients(answer: Callable[..., Any], part: str, t: int) -> tuple[float, float]:
+    """The bytes for each of s b h, and for each of a s^2 b, that an answer counts."""
+    s = 64
+    b = 2
+    h = 128
+    few = _part_of(answer, (s, b, h, 4), t, part)
+    many = _part_of(answer, (s, b, h, 8), t, part)
+    per_score = (many - few) / (4 * s * s * b)
+    per_token = (few - per_score * 4 * s * s * b) / (s * b * h)
+    # the same formula must hold for other sizes
+    other = _part_of(answer, (48, 3, 96, 6), t, part)
+    expected = per_token * 48 * 3 * 96 + per_score * 6 * 48 * 48 * 3
+    assert math.isclose(other, expected, rel_tol=1e-6, abs_tol=1e-6), (
+        f"{part}: in which terms do s, b, h and a stand? A tensor of hidden features has s*b*h "
+        "numbers, a table of scores a*s*s*b"
     )
-    assert not _near(found, speed_up / after[0]), (
-        case + f"the comparison is with {before[0]} GPUs, not with one"
-    )
-    assert not _near(found, times_gpus / speed_up), case + f"{found:.3g} is upside down"
-    raise AssertionError(
-        case + f"{found:.4g}: divide the speed-up by how many times as many GPUs there are"
+    return per_token, per_score
+
+
+def _check_part(answer: Callable[..., Any], part: str) -> None:
+    """On one rank."""
+    kept = KEPT[part]
+    per_token, per_score = _coefficients(answer, part, 1)
+    if kept.scores:
+        assert math.isclose(per_score, kept.scores, rel_tol=1e-6), (
+            f"{part}: you count {per_score:g} bytes for each score. Three operations work on this "
+            "table: what does the backward of each one read?"
+        )
+    else:
+        assert abs(per_score) < 1e-6, f"{part}: nothing in it has s x s numbers for each head"
+    wanted = kept.whole + kept.cut
+    more = "too much: is a tensor counted twice, or one that nobody reads in backward?"
+    if per_token < wanted:
+        more = "too little: which operation's input, or whose mask, is missing?"
+    assert math.isclose(per_token, wanted, rel_tol=1e-6), (
+        f"{part} on one rank: you count {per_token:g} s b h bytes"
+        f"{' beside the scores' if kept.scores else ''}, which is {more}"
     )
 
 
-def _check_whole_share(whole_share: Callable[[float, int], float], t: int) -> None:
-    everything = due(whole_share(1.0, t))
-    assert _near(everything, 1), (
-        f"what keeps all of its memory on {t} ranks is whole: "
-        f"the share is 1, yours {everything:.3g}"
+def _check_cut(answer: Callable[..., Any], part: str, t: int) -> None:
+    """On one of t ranks."""
+    kept = KEPT[part]
+    per_token, per_score = _coefficients(answer, part, t)
+    assert math.isclose(per_score, kept.scores / t, rel_tol=1e-6, abs_tol=1e-9), (
+        f"{part}: a rank of {t} has {t} times fewer heads, and so many tables of scores"
     )
-    nothing = due(whole_share(1 / t, t))
-    assert abs(nothing) < TOLERANCE, (
-        f"what keeps 1/{t} on {t} ranks is cut entirely: the share is 0, yours {nothing:.3g}"
+    wanted = kept.whole + kept.cut / t
+    all_cut = (kept.whole + kept.cut) / t
+    assert not (kept.whole and math.isclose(per_token, all_cut, rel_tol=1e-6)), (
+        f"{part}: right on one rank, but with t = {t} everything is divided by t: which of these "
+        "tensors hold all h features on every rank?"
     )
-    ratio = 0.3 + 0.7 / t
-    found = due(whole_share(ratio, t))
-    assert _near(found, 0.3), (
-        f"whole 0.3, the rest cut by {t}: ratio {ratio:.4g}, and your share is {found:.3g}"
+    more = "too little: what is cut that is whole?"
+    if per_token > wanted:
+        more = "too much: what is whole that belongs to own heads or own features?"
+    assert math.isclose(per_token, wanted, rel_tol=1e-6), (
+        f"{part}: right on one rank, but with t = {t} you count {per_token:g} s b h bytes, which "
+        f"is {more}"
     )
-
-
-def _near(a: float, b: float) -> bool:
-    return math.isclose(a, b, rel_tol=1e-6)
 
 
 # ---- 10.2
 
 BATCH = 2
-TOKENS = 32
+TOKENS = 12  # of the whole sequence, which three ranks and four can share
 WIDTH = 8
 COLUMNS = 4  # output features of each rank
 
-
-@dataclass(frozen=True)
-class _Gathered:
-    """What the learner's Function did on one rank.
-
-    Args:
-        kept_bytes: Saved for backward, without weights.
-        x_off, weight_off: Largest error of each gradient.
-        x_off_if_own: Largest difference of the gradient of x from that of this rank's columns
-            alone, which is what one gets who forgets the sum over the ranks.
-        gathers: All-gathers that backward starts.
-    """
-
-    kept_bytes: int
-    x_off: float
-    weight_off: float
-    x_off_if_own: float
-    gathers: int
+Pair = type[torch.autograd.Function]
 
 
-def _gathered(rank: int, again: type[torch.autograd.Function]) -> _Gathered:
-    """The learner's Function on this rank's tokens and columns, beside `F.linear` on all."""
-    p = dist.get_world_size()
-    draw = torch.Generator().manual_seed(3)
-    size = (BATCH, TOKENS, WIDTH)
-    x = torch.randn(*size, generator=draw, dtype=torch.float64)
-    weight = torch.randn(*size, generator=draw, dtype=torch.float64)[0, : COLUMNS * p].clone()
-    grad = torch.randn(*size, generator=draw, dtype=torch.float64)
-    grad = grad[..., :COLUMNS].repeat(1, 1, p)  # [B, S, p*COLUMNS]
-
-    whole_x = x.clone().requires_grad_()
-    whole_weight = weight.clone().requires_grad_()
-    F.linear(whole_x, whole_weight).backward(grad)
-    assert whole_x.grad is not None and whole_weight.grad is not None
-
-    own_tokens = slice(rank * TOKENS // p, (rank + 1) * TOKENS // p)
-    own_columns = slice(rank * COLUMNS, (rank + 1) * COLUMNS)
-    own_x = x[:, own_tokens].clone().requires_grad_()
-    own_weight = weight[own_columns].clone().requires_grad_()
-    own_grad = grad[..., own_columns].contiguous()
-    weights = torch.nn.ParameterList([torch.nn.Parameter(own_weight)])
-    with saved_bytes(weights) as saved:
-        y = again.apply(own_x, own_weight, dist.group.WORLD)
-    kept_bytes = saved.total()
-    assert y is not None and y.shape == (BATCH, TOKENS, COLUMNS), "forward returns [B, S, F/p]"
-    with counted() as backward:
-        y.backward(own_grad)
-
-    from_own_columns = (own_grad @ weight[own_columns])[:, own_tokens]
-    return _Gathered(
-        kept_bytes=kept_bytes,
-        x_off=_largest_error(own_x.grad, whole_x.grad[:, own_tokens]),
-        weight_off=_largest_error(own_weight.grad, whole_weight.grad[own_columns]),
-        x_off_if_own=_largest_error(own_x.grad, from_own_columns),
-        gathers=totals(backward).get("all_gather", (0, 0))[0],
-    )
-
-
-def _largest_error(found: Tensor | None, expected: Tensor) -> float:
-    assert found is not None, "backward returns a gradient for x and one for weight"
-    return (found - expected).abs().max().item()
-
-
-def gathers_again(again: type[torch.autograd.Function], ranks: Ranks) -> None:
-    """The learner's Function keeps only its part of x and gathers it a second time in backward.
+def pair(gather: Pair, scatter: Pair, ranks: Ranks) -> None:
+    """The learner's two Functions, each called as `apply(x, group)`.
 
     Args:
-        again: Called as `apply(x, weight, group)`.
-        ranks: Where it runs.
+        gather: [B, S/p, H] to [B, S, H]: forward an all-gather, backward a reduce-scatter.
+        scatter: [B, S, H] to [B, S/p, H]: forward a reduce-scatter, backward an all-gather.
+        ranks: Four.
     """
-    found = ranks.run(_gathered, again)[0]
-    p = ranks.n
-    assert found.x_off_if_own > TOLERANCE or p == 1, (
-        "the gradient of x is this rank's alone: the other ranks used these tokens as well"
+    run_trial(ranks, _try_gather, gather)
+    run_trial(ranks, _try_scatter, scatter)
+
+
+def _by_rank(group: dist.ProcessGroup, seed: int, tokens: int) -> list[Tensor]:
+    """A tensor for each rank of the group, [B, tokens, H]; every rank knows all of them."""
+    return [draw(group, 10 * seed + i, BATCH, tokens, WIDTH) for i in range(group.size())]
+
+
+def _forward_and_backward(
+    function: Pair, x: Tensor, group: dist.ProcessGroup, shape: tuple[int, ...], grad: Tensor
+) -> tuple[str, Tensor, Tensor, list[Watch]]:
+    """(hint, output, gradient of x, what forward and backward did)."""
+    before = x.clone()
+    x = x.requires_grad_()
+    with Watch() as forward, without(start_all_gather, start_reduce_scatter):
+        y = function.apply(x, group)
+    hint = _shape_hint(y, shape)
+    if hint:
+        return hint, before, before, []
+    if far(x.detach(), before):
+        return "forward has changed the x that it was given", before, before, []
+    with Watch() as backward, without(start_all_gather, start_reduce_scatter):
+        y.backward(grad.clone())
+    if x.grad is None:
+        return "backward gives no gradient for x", before, before, []
+    return "", y.detach(), x.grad, [forward, backward]
+
+
+def _shape_hint(y: Any, shape: tuple[int, ...]) -> str:
+    if y is None:
+        return f"forward: {RETURNED_NONE}"
+    if tuple(y.shape) != shape:
+        return f"forward gives {list(y.shape)} where {list(shape)} is due: the tokens are dim 1"
+    return ""
+
+
+def _sent(call: Collective, p: int) -> float:
+    """Bytes that a rank sends for a call."""
+    if call.name == "recv":
+        return 0.0
+    if call.name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
+        return bytes_sent(call.name, p, call.num_bytes)
+    return call.num_bytes
+
+
+def _traffic_hint(ways: list[Watch], num_bytes: int, p: int) -> str:
+    """Whether forward and backward each send what one all-gather of `num_bytes` sends."""
+    for way, made in zip(("forward", "backward"), ways):
+        sent = sum(_sent(call, p) for call in made.calls)
+        due_bytes = bytes_sent("all_gather", p, num_bytes)
+        if sent > due_bytes * 1.01:
+            names = ", ".join(call.name for call in made.calls)
+            return (
+                f"the numbers are right, but {way} sends {sent:,.0f} bytes where {due_bytes:,.0f} "
+                f"are enough: it calls {names}"
+            )
+    return ""
+
+
+def _try_gather(group: dist.ProcessGroup, gather: Pair) -> str:
+    p = group.size()
+    rank = group.rank()
+    parts = _by_rank(group, 1, TOKENS // p)
+    grads = _by_rank(group, 2, TOKENS)  # each rank uses the whole in its own way
+    whole = torch.cat(parts, 1)
+    hint, y, grad, ways = _forward_and_backward(
+        gather, parts[rank].clone(), group, tuple(whole.shape), grads[rank]
     )
-    assert found.weight_off < TOLERANCE, (
-        f"the gradient of the weight is off by {found.weight_off:.2g}: "
-        "it needs all S tokens, rows as in grad"
+    if hint:
+        return f"the all-gather: {hint}"
+    if far(y, whole):
+        return "the all-gather: forward does not give the tokens of all ranks in their order"
+    own_only = own_part(grads[rank], group, 1)
+    expected = own_part(torch.stack(grads).sum(0), group, 1)
+    if grad.shape != expected.shape:
+        return (
+            f"the all-gather: the gradient is {list(grad.shape)}, and x is {list(expected.shape)}"
+        )
+    if not far(grad, own_only):
+        return (
+            "the all-gather: the gradient is that of this rank's own use alone; the other ranks "
+            "have used these tokens as well"
+        )
+    if not far(grad, expected / p):
+        return "the all-gather: the gradient is the mean over the ranks, and the uses add up"
+    if far(grad, expected):
+        return "the all-gather: the gradient is wrong: sum over the ranks, then which tokens?"
+    return _traffic_hint(ways, whole.nbytes, p)
+
+
+def _try_scatter(group: dist.ProcessGroup, scatter: Pair) -> str:
+    p = group.size()
+    rank = group.rank()
+    wholes = _by_rank(group, 3, TOKENS)
+    grads = _by_rank(group, 4, TOKENS // p)
+    total = torch.stack(wholes).sum(0)
+    expected = own_part(total, group, 1)
+    hint, y, grad, ways = _forward_and_backward(
+        scatter, wholes[rank].clone(), group, tuple(expected.shape), grads[rank]
     )
-    assert found.x_off < TOLERANCE, (
-        f"the gradient of x is off by {found.x_off:.2g}: "
-        "sum over the ranks, then keep your own tokens"
-    )
-    part_bytes = BATCH * TOKENS * WIDTH * 8 // p
-    assert found.kept_bytes <= part_bytes, (
-        f"{found.kept_bytes} bytes are kept for backward, this rank's part of x has {part_bytes}: "
-        "save the part alone"
-    )
-    assert found.gathers == 1, f"backward starts {found.gathers} all-gathers, one for x is enough"
+    if hint:
+        return f"the reduce-scatter: {hint}"
+    if not far(y, own_part(wholes[rank], group, 1)):
+        return "the reduce-scatter: forward gives a part of this rank's own x, and no sum"
+    if not far(y, expected / p):
+        return "the reduce-scatter: forward gives the mean over the ranks, not the sum"
+    if far(y, expected):
+        return "the reduce-scatter: forward does not give the sum of this rank's own tokens"
+    whole_grad = torch.cat(grads, 1)
+    if grad.shape != whole_grad.shape:
+        return (
+            f"the reduce-scatter: the gradient is {list(grad.shape)}, and x is "
+            f"{list(whole_grad.shape)}"
+        )
+    if far(grad, whole_grad):
+        return (
+            "the reduce-scatter: the gradient is wrong: this rank's x went into the tokens of "
+            "every rank, so whose gradients does it need?"
+        )
+    return _traffic_hint(ways, total.nbytes, p)
 
 
 # ---- 10.3
 
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
-
-def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Attention over one block of keys: out [heads, S, D] and lse [heads, S]."""
-    lse = scores.logsumexp(-1)
-    return (scores - lse[..., None]).exp() @ v, lse
-
-
-def merge(my_merge: Merge) -> None:
-    """The learner's merge of attention over two blocks of keys.
+def gathers_again(again: Pair, ranks: Ranks) -> None:
+    """The learner's Function keeps only its part of x and gathers it a second time in backward.
 
     Args:
-        my_merge: `my_merge(out_a, lse_a, out_b, lse_b)` -> out and lse of both blocks together.
+        again: Called as `apply(x, weight, group)`: x [B, S/p, H], weight [F/p, H].
+        ranks: Four.
     """
-    draw = torch.Generator().manual_seed(5)
-    scores = torch.randn(2, 6, 10, generator=draw, dtype=torch.float64)
-    v = torch.randn(2, 10, 4, generator=draw, dtype=torch.float64)
-    for shift, keys in ((0.0, 5), (0.0, 2), (3.0, 8)):
-        shifted = torch.cat((scores[..., :keys], scores[..., keys:] + shift), -1)
-        block_a = _attend(shifted[..., :keys], v[:, :keys])
-        block_b = _attend(shifted[..., keys:], v[:, keys:])
-        _check_merged(my_merge, block_a, block_b, _attend(shifted, v))
-    _check_extremes(my_merge, block_a, block_b)
+    run_trial(ranks, _try_again, again)
 
 
-def _check_merged(
-    my_merge: Merge,
-    block_a: tuple[Tensor, Tensor],
-    block_b: tuple[Tensor, Tensor],
-    expected: tuple[Tensor, Tensor],
-) -> None:
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    true_out, true_lse = expected
-    out, lse = _two(my_merge(out_a, lse_a, out_b, lse_b))
-    assert out.shape == true_out.shape, (
-        f"out is {list(out.shape)}, should be {list(true_out.shape)}: lse has no dim for D, add one"
-    )
-    assert not torch.allclose(out, (out_a + out_b) / 2), (
-        "that is the plain mean: a block with larger scores counts for more"
-    )
-    assert not torch.allclose(out, out_a + out_b), (
-        "that is the sum: the weights of the two blocks add up to 1"
-    )
-    assert not torch.allclose(lse, lse_a + lse_b), (
-        "lse is the logarithm of a sum of exponentials; you add the logarithms"
-    )
-    off = _largest_error(out, true_out)
-    assert off < TOLERANCE, (
-        f"out is off by {off:.2g}: its weights are exp(lse of the block) divided by their sum"
-    )
-    assert torch.allclose(lse, true_lse), (
-        "out is right, lse is not: the next block needs the denominator of both"
-    )
+def _try_again(group: dist.ProcessGroup, again: Pair) -> str:
+    p = group.size()
+    rank = group.rank()
+    parts = _by_rank(group, 5, TOKENS // p)
+    weights = [draw(group, 60 + i, COLUMNS, WIDTH) for i in range(p)]
+    grads = [draw(group, 70 + i, BATCH, TOKENS, COLUMNS) for i in range(p)]
+
+    whole_x = torch.cat(parts, 1).requires_grad_()
+    whole_weight = torch.cat(weights).requires_grad_()
+    F.linear(whole_x, whole_weight).backward(torch.cat(grads, -1))
+    assert whole_x.grad is not None and whole_weight.grad is not None
+    expected_y = F.linear(whole_x.detach(), weights[rank])
+    expected_grad_x = own_part(whole_x.grad, group, 1)
+    own_grad_x = own_part(grads[rank] @ weights[rank], group, 1)
+
+    x = parts[rank].clone().requires_grad_()
+    weight = nn.Parameter(weights[rank].clone())
+    with without(gathered_linear), saved_bytes(nn.ParameterList([weight])) as saved:
+        y = again.apply(x, weight, group)
+        kept_bytes = saved.total()
+    hint = _shape_hint(y, (BATCH, TOKENS, COLUMNS)) or _value_hint(y, expected_y, parts, weights)
+    if hint:
+        return hint
+    with Watch() as backward, without(gathered_linear):
+        y.backward(grads[rank].clone())
+    if x.grad is None or weight.grad is None:
+        return "backward returns a gradient for x, one for weight, and None for group"
+    if x.grad.shape != x.shape:
+        return f"the gradient of x is {list(x.grad.shape)}, and x is {list(x.shape)}"
+    if not far(x.grad, own_grad_x):
+        return "the gradient of x is this rank's alone: the other ranks used these tokens as well"
+    if far(x.grad, expected_grad_x):
+        return "the gradient of x is wrong: which sum over the ranks, and which tokens of it?"
+    if far(weight.grad, own_part(whole_weight.grad, group, 0)):
+        return (
+            "the gradient of the weight is wrong: it needs the rows of all S tokens, in grad and "
+            "in x"
+        )
+    gathers = backward.count("all_gather")
+    if kept_bytes > x.nbytes or gathers == 0:
+        return (
+            f"the numbers are right, but more than this rank's {x.nbytes} bytes of x is kept from "
+            f"forward to backward ({kept_bytes} were saved, and backward gathers {gathers} times)"
+        )
+    if gathers > 1:
+        return f"backward starts {gathers} all-gathers, and one for x is enough"
+    return ""
 
 
-def _check_extremes(
-    my_merge: Merge, block_a: tuple[Tensor, Tensor], block_b: tuple[Tensor, Tensor]
-) -> None:
-    """Large scores, and a block without a key."""
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    out, lse = _two(my_merge(out_a, lse_a + 5000, out_b, lse_b + 5000))
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
-        "with scores of 5000 it gives nan or inf: exp(5000) overflows; "
-        "subtract first, as torch.logaddexp does"
-    )
-    no_lse = torch.full_like(lse_b, -math.inf)
-    out, lse = _two(my_merge(out_a, lse_a, torch.zeros_like(out_b), no_lse))
-    assert torch.allclose(out, out_a) and torch.allclose(lse, lse_a), (
-        "a block without any key (lse = -inf) must change nothing"
-    )
-
-
-def _two(pair: Any) -> tuple[Tensor, Tensor]:
-    pair = due(pair)
-    assert isinstance(pair, tuple) and len(pair) == 2, "return two tensors: out, lse"
-    return due(*pair)
+def _value_hint(y: Tensor, expected: Tensor, parts: list[Tensor], weights: list[Tensor]) -> str:
+    if not far(y.detach(), expected):
+        return ""
+    if not y.any():
+        return "forward gives nothing but zeros"
+    multiplied_first = [F.linear(part, weight) for part, weight in zip(parts, weights)]
+    if not far(y.detach(), torch.cat(multiplied_first, 1)):
+        return (
+            "forward multiplies before it gathers: each part has then met the weight of its own "
+            "rank, and this rank needs all tokens with its own weight"
+        )
+    return "forward is wrong: it should be the tokens of all ranks, times this rank's weight"
 
 
 # ---- 10.4
 
+SHARED = ("norm_weight", "norm_bias", "down_bias")
+SHARDS = {"up": 0, "up_bias": 0, "down": 1}  # {weight: the dim that is cut}
 
-def chunks(my_chunks: Callable[[int, int], Any]) -> None:
-    """The learner's choice of chunks, which gives every rank the same causal work.
+
+def _whole_mlp(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
+    h = F.layer_norm(x, x.shape[-1:], w["norm_weight"], w["norm_bias"])
+    h = F.gelu(F.linear(h, w["up"], w["up_bias"]))
+    return x + F.linear(h, w["down"], w["down_bias"])
+
+
+def sequence_parallel_mlp(mlp: type[nn.Module], ranks: Ranks) -> None:
+    """The learner's `SequenceParallelMLP(weights, group)`, beside the whole one in one process.
 
     Args:
-        my_chunks: `my_chunks(rank, p)`: which of the 2p chunks a rank holds.
+        mlp: A module with `forward(x)` and `finish_gradient_sync()`; its weights are the
+            parameters `norm_weight`, `norm_bias`, `up`, `up_bias`, `down` and `down_bias`.
+        ranks: Four.
     """
-    for p in (2, 4, 8):
-        held = [list(map(int, due(my_chunks(rank, p)))) for rank in range(p)]
-        _check_chunks(held, p)
+    run_trial(ranks, _try_mlp, mlp)
 
 
-def _check_chunks(held: list[list[int]], p: int) -> None:
-    case = f"p={p}: {held}: "
-    every = sorted(itertools.chain.from_iterable(held))
-    assert every == list(range(2 * p)), (
-        case + f"each of the chunks 0 to {2 * p - 1} belongs to exactly one rank"
-    )
-    assert all(len(mine) == 2 for mine in held), (
-        case + "every rank holds two chunks, or tokens are shared unevenly"
-    )
-    # chunks of keys that the queries of each rank see: all before a chunk, and half of itself
-    work = [sum(mine) + 0.5 * len(mine) for mine in held]
-    listed = ", ".join(f"{seen:g}" for seen in work)
-    assert max(work) == min(work), case + (
-        f"the ranks see {listed} chunks of keys; chunk c sees c + 1/2: which two add up?"
-    )
-
-
-# ---- 10.5
-
-GPUS = 64
-PER_NODE = 8
-SEQUENCES = 8
-ROOM_BYTES = 60e9
-LOST_SHARE = 0.2
-# bytes per second each way and GPU; sources in lesson 08
-NVLINK = 450e9
-INFINIBAND = 50e9
-H100_FLOPS_PER_S = 989e12  # dense BF16, NVIDIA's H100 datasheet; 40 % of it is reached
-LONG = gpt_shape("gpt_7b", context_length=131072)
-
-
-def _link_speed(ranks: int) -> float:
-    """Bytes per second between ranks of a group that spans `ranks` neighbouring GPUs."""
-    return NVLINK if ranks <= PER_NODE else INFINIBAND
-
-
-def costs(shape: GridShape) -> dict[str, float]:
-    """What a grid costs with sequence parallelism over tp and a ring over cp.
-
-        act       = S/cp * H * 2 bytes             what one tp group holds between two layers
-        tp bytes  = L * 10 * (tp-1)/tp * act       of one GPU for a sequence
-        cp bytes  = L * (cp-1) * 8 * act/tp        K and V in forward (2), again in backward (2),
-                                                   and their float32 gradients (4)
-
-    Weights, gradients and optimizer take 16 bytes for each parameter, divided by tp. One sequence
-    is under way at a time, and nothing overlaps.
-
-    Returns:
-        GB on a GPU (`weights_gb`, `activations_gb`) and seconds of a step (`tp_s`, `cp_s`,
-        `computing_s`).
-
-    Raises:
-        ValueError: The model does not fit the grid.
-    """
-    kept = model_activations(LONG, shape, batch=1, sequence_parallel=True)
-    sequences = SEQUENCES / shape.dp
-    act = LONG.context_length / shape.cp * LONG.hidden_size * 2
-    tp_bytes = LONG.num_layers * 10 * (shape.tp - 1) / shape.tp * act * sequences
-    cp_bytes = LONG.num_layers * (shape.cp - 1) * 2 * act / shape.tp * (1 + 1 + 2) * sequences
-    flops = training_flops_per_sample(LONG) * SEQUENCES
-    return {
-        "weights_gb": 16 * LONG.num_parameters / shape.tp / 1e9,
-        "activations_gb": sum(kept.values()) / 1e9,
-        "tp_s": tp_bytes / _link_speed(shape.tp),
-        "cp_s": cp_bytes / _link_speed(shape.tp * shape.cp),
-        "computing_s": flops / GPUS / (0.4 * H100_FLOPS_PER_S),
+def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
+    p = group.size()
+    features = COLUMNS * p
+    shapes = {
+        "norm_weight": (WIDTH,),
+        "norm_bias": (WIDTH,),
+        "up": (features, WIDTH),
+        "up_bias": (features,),
+        "down": (WIDTH, features),
+        "down_bias": (WIDTH,),
     }
+    whole = {}
+    own = {}
+    for seed, (name, shape) in enumerate(shapes.items(), 80):
+        tensor = draw(group, seed, *shape)
+        whole[name] = tensor.clone().requires_grad_()
+        own[name] = own_part(tensor, group, SHARDS[name]) if name in SHARDS else tensor.clone()
+    whole_x = draw(group, 90, BATCH, TOKENS, WIDTH).requires_grad_()
+    grad = draw(group, 91, BATCH, TOKENS, WIDTH)
+    expected = _whole_mlp(whole_x, whole)
+    expected.backward(grad)
+    assert whole_x.grad is not None
+
+    model = mlp(own, group)
+    x = own_part(whole_x.detach(), group, 1).requires_grad_()
+    with Watch() as forward, saved_bytes(model) as saved:
+        y = model(x)
+        kept_bytes = saved.total()
+    hint = _shape_hint(y, tuple(x.shape))
+    if hint:
+        return hint
+    part = own_part(expected.detach(), group, 1)
+    hint = _output_hint(y.detach(), part, x.detach(), own["down_bias"], p)
+    if hint:
+        return hint
+    y.backward(own_part(grad, group, 1))
+    if x.grad is None or far(x.grad, own_part(whole_x.grad, group, 1)):
+        return "y is right, but the gradient of x is not: does each step have its own backward?"
+    before = {name: _gradient(model, name) for name in shapes}
+    model.finish_gradient_sync()  # pyright: ignore
+    for name in shapes:
+        hint = _parameter_hint(name, before[name], _gradient(model, name), whole[name].grad, group)
+        if hint:
+            return hint
+    # x, the norm's output, and the input and output of GELU; the rest is statistics
+    limit = 2 * x.nbytes + 2 * BATCH * TOKENS * COLUMNS * 8 + 2 * x.nbytes // WIDTH
+    if kept_bytes > limit:
+        return (
+            f"the numbers are right, but {kept_bytes} bytes are kept for backward where {limit} "
+            "are enough: which tensor is kept for all S tokens?"
+        )
+    if forward.count("all_reduce"):
+        return "the numbers are right, but forward calls all_reduce: each rank needs a part only"
+    return ""
 
 
-def design(shape: GridShape) -> None:
-    """The learner's grid for sequences of 131072 tokens: it fits, and tp and cp take little time.
+def _gradient(model: nn.Module, name: str) -> Tensor | None:
+    grad = model.get_parameter(name).grad
+    return None if grad is None else grad.clone()
 
-    Args:
-        shape: Of 64 GPUs.
-    """
-    shape = due(shape)
-    assert isinstance(shape, GridShape), f"{shape!r} is not a GridShape"
-    assert shape.world_size == GPUS, f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs"
-    assert shape.pp == 1 and SEQUENCES % shape.dp == 0, (
-        f"pp is 1 here, and dp divides {SEQUENCES} sequences"
-    )
-    try:
-        found = costs(shape)
-    except ValueError as error:
-        raise AssertionError(str(error)) from None
 
-    held_bytes = (found["weights_gb"] + found["activations_gb"]) * 1e9
-    larger = "weights" if found["weights_gb"] > found["activations_gb"] else "activations"
-    assert held_bytes <= ROOM_BYTES, (
-        f"{si(held_bytes, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed; "
-        f"most are {larger}: which axis cuts those?"
-    )
-    lost_s = found["tp_s"] + found["cp_s"]
-    computing_s = found["computing_s"]
-    slower = "tp" if found["tp_s"] > found["cp_s"] else "cp"
-    assert lost_s <= LOST_SHARE * computing_s, (
-        f"{lost_s:.1f} s on the links beside {computing_s:.1f} s of computing, "
-        f"above {LOST_SHARE:.0%}; most of it is {slower}"
-    )
+def _output_hint(y: Tensor, expected: Tensor, x: Tensor, down_bias: Tensor, p: int) -> str:
+    if not far(y, expected):
+        return ""
+    if not far(y, expected + (p - 1) * down_bias):
+        return "y has down_bias in it as often as there are ranks: where is it added?"
+    if not far(y, expected - down_bias):
+        return "y lacks down_bias"
+    if not far(y, expected - x):
+        return "y lacks the x that goes past the MLP and is added at the end"
+    if not far(y, expected + (p - 1) * x):
+        return "y has x in it as often as there are ranks: where is it added?"
+    return "y is not what one process gives for these tokens"
+
+
+def _parameter_hint(
+    name: str,
+    before: Tensor | None,
+    after: Tensor | None,
+    whole: Tensor | None,
+    group: dist.ProcessGroup,
+) -> str:
+    assert whole is not None
+    if before is None or after is None:
+        return f"{name} has no gradient: is it used in forward?"
+    p = group.size()
+    if name in SHARDS:
+        expected = own_part(whole, group, SHARDS[name])
+        if not far(after, expected):
+            return ""
+        if not far(before, expected):
+            return (
+                f"the gradient of {name} was complete before finish_gradient_sync: each rank has "
+                "a part of its own, which has seen all tokens"
+            )
+        return f"the gradient of {name} is wrong already before finish_gradient_sync"
+    if not far(after, whole):
+        return ""
+    if not far(after, before):
+        return (
+            f"finish_gradient_sync leaves the gradient of {name} as it was: it is that of this "
+            "rank's tokens alone"
+        )
+    if not far(after, whole / p):
+        return f"the gradient of {name} is the mean over the ranks: the tokens' terms add up"
+    return f"the gradient of {name} is not that of all tokens"

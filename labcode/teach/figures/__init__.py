@@ -8,6 +8,8 @@ messages.py      single messages between ranks, round by round             lesso
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 timeline.py      who is busy when                                          lessons 04, 09, 12, 15
 weights.py       which rank holds which rows or columns of a weight        lesson 09
-attention.py     which rank computes which part of the causal mask         lesson 10
+layer.py         what a layer keeps, and what travels around it            lesson 10
+ring_attention.py  the ring of keys and values, its gradients, Ulysses       lesson 11
+attention.py     which rank computes which part of the causal mask         lesson 11
 nodes.py         the links between ranks that NCCL's log names             lesson 14
 """

@@ -1,6 +1,6 @@
 """A drawing of causal attention over ranks: who computes which part of the mask, in which step.
 
-The mask is a square of queries (rows) and keys (columns). Lesson 10 uses it; `plot.causal` is the
+The mask is a square of queries (rows) and keys (columns). Lesson 11 uses it; `plot.causal` is the
 way in.
 """
 
@@ -69,7 +69,8 @@ def _owners(p: int, layout: str) -> dict[int, int]:
 def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: str) -> Picture:
     """The mask in 2p x 2p tiles, coloured by rank; the number in a tile is the step of the ring.
 
-    Rows are chunks of queries, columns chunks of keys.
+    Rows are chunks of queries, columns chunks of keys; at their ends stands the rank that holds
+    them.
 
     Args:
         p: Number of ranks that share the sequence, 2 to 6.
@@ -81,7 +82,7 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
     """
     if not 2 <= p <= MAX_RANKS:
         raise ValueError(f"p={p}: draw the mask of 2 to {MAX_RANKS} ranks")
-    width_in = 6.6
+    width_in = 6.6 if len(layouts) > 1 else 3.8
     height_in = width_in / len(layouts) + 0.35
     picture = canvas(width_in, height_in, alt=alt, columns=len(layouts))
     for axes, layout in zip(picture.axes, layouts):
@@ -115,15 +116,17 @@ def _draw_mask(axes: Axes, p: int, layout: str) -> None:
         else:
             _draw_tile(axes, query, key, rank, step)
     axes.add_patch(Rectangle(square, n, n, fill=False, edgecolor=RULE, lw=0.8))
-    for query, rank in _owners(p, layout).items():
-        # The rank of each row in words too: nothing depends on colour alone.
-        y = -query - 0.5
-        put_text(axes, n + 0.2, y, str(rank), 8, ha="left", color=INK)
+    for chunk, rank in _owners(p, layout).items():
+        # The rank of each row in words too: nothing depends on colour alone. That of each column
+        # tells with the row's in which step the keys are there.
+        put_text(axes, n + 0.2, -chunk - 0.5, str(rank), 8, ha="left", color=INK)
+        put_text(axes, chunk + 0.5, -n - 0.35, str(rank), 8, color=INK)
     put_text(axes, n + 0.3, 0.25, "rank", 8, va="bottom", color=INK)
+    put_text(axes, -0.1, -n - 0.35, "rank", 8, ha="right", color=INK)
     put_text(axes, n / 2, 0.25, "keys", 9, va="bottom", color=INK)
     put_text(axes, -0.25, -n / 2, "queries", 9, ha="right", rotation=90, color=INK)
     axes.set_xlim(-1.0, n + 0.9)
-    axes.set_ylim(-n - 0.1, 0.9)
+    axes.set_ylim(-n - 0.65, 0.9)
     blank(axes)
 
 

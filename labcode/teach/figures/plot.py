@@ -11,13 +11,16 @@ from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.grid import grid
+from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.progress import progress
+from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
 
 __all__ = [
+    "around_a_layer",
     "bars",
     "causal",
     "collective",
@@ -27,10 +30,14 @@ __all__ = [
     "field",
     "grid",
     "heatmap",
+    "kept",
     "lines",
     "progress",
     "ring",
+    "ring_attention",
+    "ring_gradients",
     "rounds",
     "timeline",
     "transports",
+    "ulysses",
 ]

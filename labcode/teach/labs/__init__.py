@@ -4,6 +4,7 @@
     clock                          emulated time: a device or link is busy, the rank sleeps
     l04_slow_link         04       all-reduces over a link of given alpha and beta
     l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
+    l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid
     l12_paced_pipeline    12, 15   a pipeline whose actions take a given time; its time lines
     l14_cluster           14, 15   a small SLURM on this machine, which runs what a lesson submits
     l14_faults            14       what breaks that cluster for a while

@@ -1,0 +1,849 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 10 · Sequence parallel and activation memory
+#
+# Tensor parallelism cuts the weights of a layer by the number of ranks. It does not cut the memory of the layer by as
+# much, because a good part of what the layer keeps for its backward pass stays whole on every rank. In this lesson you
+# count these bytes, and then you remove the part that stays whole, by cutting the **sequence**.
+#
+# ## Goals
+#
+# - read a published scaling result critically: compute its efficiency, and how much of its memory was not cut;
+# - say which tensors a layer keeps for backward, and predict their bytes, on one rank and on each of t;
+# - write the pair of operations behind sequence parallelism, and the linear layer that keeps only its own tokens;
+# - know which gradients have to be summed once the tokens are split, and what happens if nobody does.
+#
+# **Time**: 60 minutes. **Needs**: lesson 09 (tensor parallel), lesson 01 (collectives and their bytes).
+
+# %%
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from labcode.comm.collectives import all_gather, start_all_gather, start_reduce_scatter
+from labcode.comm.counting import counted, totals
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, ParallelConfig
+from labcode.models import gpt
+from labcode.models.parallelize import parallelize
+from labcode.parallel import sequence
+from labcode.parallel.sequence import gathered_linear, scatter_sequence
+from labcode.perf import alpha_beta, memory
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l10
+from labcode.teach.figures import plot
+from labcode.teach.labs import l10_small_gpt as small
+from labcode.topology import GridShape
+
+ranks = Ranks(4, timeout_s=10)
+
+# %% [markdown]
+# ## 1. A published result, read critically
+#
+# The tutorial *Deep Learning at Scale* of the computing centre NERSC trains a vision transformer on weather data. On
+# A100 GPUs with 40 GB the model runs out of memory. So the tutorial cuts each layer over four GPUs with tensor
+# parallelism, and uses four times as many GPUs in all. These are the numbers of its logs:
+#
+# | | 4 GPUs (80 GB) | 16 GPUs (40 GB) |
+# |---|---|---|
+# | data parallel × tensor parallel | 4 × 1 | 4 × 4 |
+# | samples per second, epoch 4 | 93.1 | 125.2 |
+# | GB in use on a GPU before training starts | 10.5 | 10.2 |
+# | GB in use after the very first forward | 43.8 | 31.7 |
+#
+# The model fits now, and that was the aim. But how good is this result? Two numbers tell, and the log prints neither.
+#
+# The first is the **efficiency**: the speed-up, divided by how many times as many GPUs it took. For example, a job goes
+# from 50 to 120 samples per second when it moves from 8 to 24 GPUs. The speed-up is 2.4, it took 3 times the GPUs, and
+# so the efficiency is 2.4/3 = 80 %.
+#
+# The second is the **share that is whole**. Say that a part w of the memory stays as it is on each of t ranks, and the
+# rest, 1 - w, is cut by t. Then
+#
+# $$\text{memory afterwards} \,/\, \text{memory before} = w + \frac{1 - w}{t}.$$
+#
+# For example, two ranks that hold 0.75 of the memory each have w + (1 - w)/2 = 0.75, so half of it is whole.
+#
+# **Predict** both for the table. For the memory, take what the first forward has added. It is what the layers keep for
+# their backward, and it is cut over t = 4 ranks.
+
+# %% tags=["predict"]
+efficiency = (125.2 / 93.1) / (16 / 4)
+added_before_gb = 43.8 - 10.5
+added_after_gb = 31.7 - 10.2
+whole_share = (added_after_gb / added_before_gb - 1 / 4) / (1 - 1 / 4)
+
+# %% tags=["nbval-check-output"]
+rate_per_gpu_before = 93.1 / 4
+rate_per_gpu_after = 125.2 / 16
+forward_before_gb = 43.8 - 10.5
+forward_after_gb = 31.7 - 10.2
+left = forward_after_gb / forward_before_gb
+published_whole = (left * 4 - 1) / (4 - 1)
+
+print(f"forward adds {forward_before_gb:.1f} GB on one rank")
+print(f"and {forward_after_gb:.1f} GB on each of four")
+compare("efficiency", efficiency, rate_per_gpu_after / rate_per_gpu_before, within=1.01)
+compare("share that is whole", whole_share, published_whole, within=1.01)
+
+# %% [markdown]
+# An efficiency of 34 % means that 16 GPUs do the work of little more than five. The log does not say where the rest
+# goes. Candidates are the all-reduces of tensor parallelism, gradients that now leave the node, thinner matrix
+# products, and everything that four ranks now compute four times. (The 80 GB model of the A100 also has faster memory,
+# so the comparison is a little hard on the 16.) If you need the memory, you pay this price. For speed alone, nobody
+# would do it.
+#
+# And more than half of what forward adds is still whole on every rank. The tutorial asks its reader: "Can we drop the
+# memory consumed more? What tensors have we left un-partitioned?" That is the question of this lesson.
+#
+# **Takeaway: a speed-up says little without the number of GPUs beside it. Tensor parallelism makes a model fit, but it
+# does not make its activations t times smaller.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. People divide by 16 instead of by 16/4, which compares with one GPU, and they divide
+# the GB in use after forward without taking off what was there before. Ask the room what else a log of `nvidia-smi`
+# counts: the allocator's reserve, the buffers of NCCL and cuDNN, the optimizer from the second step on.
+
+# %% [markdown]
+# ## 2. What a layer keeps
+#
+# Between forward and backward, PyTorch keeps the tensors that backward will need. They are called **activations**.
+# Which ones are kept follows from the derivative of each operation:
+#
+# | operation | what its backward reads | so it keeps |
+# |---|---|---|
+# | linear, y = x Wᵀ | x, for the gradient of W (and W itself, which is there anyway) | its input |
+# | norm, GELU | where the derivative is taken | its input |
+# | product of two activations | each factor, for the gradient of the other | both inputs |
+# | softmax | its derivative is written with its result | its output |
+# | dropout | which numbers were dropped | a mask, 1 byte for each number |
+# | addition | nothing | nothing |
+#
+# If two operations read the same tensor, it is kept once. For example, the output of a norm is the input of the linear
+# layer that follows it.
+#
+# Let us count the MLP block of a layer, with its norm. Take s tokens, b samples and h hidden features, and F = 4 h
+# features inside. A tensor of the size [b, s, h] has s b h numbers. The norm keeps its input, 1 · s b h numbers. The
+# first linear layer (`up`) keeps the norm's output, again 1. GELU keeps its input, and the second linear layer (`down`)
+# keeps GELU's output, and both have 4 h features: 4 + 4.
+
+# %% tags=["figure"]
+plot.kept(
+    "mlp",
+    title="The MLP keeps 10 numbers per token and feature",
+    alt="Norm and up keep one number for each token and feature, "
+        "GELU and down keep four each",
+)
+
+# %% [markdown]
+# In 16-bit numbers, 2 bytes each, these are 20 s b h bytes. If there is dropout behind `down`, its mask adds 1 · s b h
+# bytes.
+#
+# Now tensor parallelism cuts the block over t ranks. `up` and `down` have only F/t features on each rank, so what GELU
+# and `down` keep is cut by t. But the input of the norm, the input of `up` and the mask have all h features for all
+# tokens, on **every** rank: they are whole.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 10.1 · What does a layer keep?
+#
+# Count a whole layer in **bytes**, as Korthikanti et al. (2022) did for GPT-3. All numbers have 2 bytes, a mask has 1
+# byte for each number. There are a heads, and attention is written out, step by step:
+#
+# 1. norm, then one linear layer that gives q, k and v (each [b, s, h] over all heads);
+# 2. scores = q kᵀ, for each head a table of s × s numbers;
+# 3. softmax over each row of the table;
+# 4. dropout of the table;
+# 5. table times v, which gives [b, s, h] over all heads;
+# 6. the linear layer `proj`, dropout, and the addition of x;
+# 7. the MLP block as above: norm, `up`, GELU, `down`, dropout, addition.
+#
+# Return the bytes that one of t ranks keeps, in three parts. `norms` are the inputs of both norms. `attention` begins
+# with the input of the linear layer in step 1 and ends with step 6. `mlp` begins with the input of `up`. Tensor
+# parallelism gives each rank a/t heads and 4 h/t features of the MLP.
+
+# %% tags=["exercise"]
+def layer_bytes(s, b, h, a, t=1):
+    """Bytes that one of t ranks keeps: {"norms": .., "attention": .., "mlp": ..}"""
+    ### BEGIN SOLUTION
+    hidden = 2 * s * b * h  # one tensor of [b, s, h]
+    mask = s * b * h
+    table = 2 * a * s * s * b  # the scores of all heads
+    table_mask = a * s * s * b
+    qkv = 3 * hidden
+    own_heads = qkv + table + table_mask + table + hidden
+    return {
+        "norms": 2 * hidden,
+        "attention": hidden + own_heads / t + mask,
+        "mlp": hidden + 2 * 4 * hidden / t + mask,
+    }
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("10.1", lambda: l10.layer_bytes(layer_bytes))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. Line by line for attention: input of the linear layer 2 s b h (whole); q, k and v 6
+# s b h; output of the softmax 2 a s² b; mask 1 a s² b; the dropped table, which the product with v reads, 2 a s² b;
+# input of `proj` 2 s b h; mask after `proj` 1 s b h (whole). The product q kᵀ keeps q and k, and v is kept by the other
+# product. People forget that the dropped table is a tensor of its own, and they cut the masks behind `proj` and `down`.
+# Ask: which parts of the list vanish with a fused attention? (Everything with s², in exchange for one number per token
+# and head.)
+
+# %% [markdown]
+# Now add your three parts up. On one rank they make 4 + 11 + 19 = 34 bytes for each of s b h, and 5 bytes for each
+# number of the tables. On each of t ranks, 4 + 3 + 3 = 10 of the 34 stay whole:
+#
+# $$\underbrace{s b h \cdot 34 + 5 a s^2 b}_{\text{one rank}} \qquad
+# \underbrace{s b h \left(10 + \frac{24}{t}\right) + \frac{5 a s^2 b}{t}}_{\text{each of } t \text{ ranks}}$$
+#
+# These are equations 1 and 2 of the paper. The second term grows with s². A **fused** attention (FlashAttention, or
+# PyTorch's own) computes the tables in small blocks, never stores them, and computes them again in backward. So this
+# term is gone today, and what remains are q, k, v, the output, and one number for each token and head.
+#
+# Our own layers have a fused attention, and no dropout unless you ask for it. Then a layer keeps 16 numbers for each
+# token and feature, and the picture shows what is left of them on one of four ranks.
+
+# %% tags=["figure"]
+plot.kept(
+    "layer", 4,
+    title="On one of four ranks: 4 + 12/4 = 7 of 16 numbers are left",
+    alt="Inputs of norms, qkv and up are whole on each of four ranks; "
+        "what attention, GELU, proj and down keep is a quarter",
+)
+
+# %% [markdown]
+# `saved_bytes` asks autograd what it keeps: it counts every piece of memory once, and leaves the weights out. Let four
+# ranks run the first layer of a GPT that `parallelize` has cut, and count on rank 0.
+#
+# **Predict.** The layer has a hidden size of 128, and the batch is 4 samples of 256 tokens, in float32, which has 4
+# bytes. How many bytes does one rank alone keep, and how many does each of four ranks keep? And with very many ranks,
+# which fraction would always stay, in our layer and in the paper's?
+
+# %% tags=["predict"]
+alone_bytes = 16 * (4 * 256 * 128 * 4)
+each_of_four_bytes = (4 + 12 / 4) * (4 * 256 * 128 * 4)
+always_whole_in_ours = 4 / 16
+always_whole_in_the_paper = 10 / 34
+
+# %%
+config = GPTConfig(
+    vocab_size=64, context_length=256, num_layers=1, num_heads=8, hidden_size=128
+)
+
+def one_layer(rank, tp, sequence_parallel=False):
+    """Bytes that one layer keeps, and the collectives of its forward and backward."""
+    grid = Grid.create(GridShape(dp=4 // tp, tp=tp))
+    parallel = ParallelConfig(sequence_parallel=sequence_parallel)
+    model = parallelize(gpt.GPT(config), grid, parallel)
+    layer = model.module.blocks[0]
+    tokens = 256 // tp if sequence_parallel else 256
+    x = torch.randn(4, tokens, 128, requires_grad=True)
+    with saved_bytes(layer) as saved, counted() as forward:
+        y = layer(x)
+    kept_bytes = saved.total()
+    with counted() as backward:
+        y.sum().backward()
+    return kept_bytes, forward, backward
+
+# %% tags=["nbval-check-output"]
+alone = ranks.run(one_layer, tp=1)[0]
+tensor = ranks.run(one_layer, tp=4)[0]
+alone_kept, *_ = alone
+tensor_kept, *_ = tensor
+compare("kept by one rank alone", alone_bytes, alone_kept, within=1.02, unit="B")
+compare("kept by each of four", each_of_four_bytes, tensor_kept, within=1.02, unit="B")
+
+# %% [markdown]
+# The predictions are short by less than one percent. What is missing are statistics: the mean and the deviation of each
+# token in each norm, and the one number per token and head of the fused attention. `perf.memory` names every term, and
+# with them it is right to the byte.
+
+# %% tags=["nbval-check-output"]
+def formula_bytes(model_config, tp, sequence_parallel=False, **options):
+    """The terms of `perf.memory`, added up."""
+    terms = memory.layer_activations(
+        model_config, GridShape(tp=tp), sequence_parallel=sequence_parallel, **options
+    )
+    return sum(terms.values())
+
+exact_alone = formula_bytes(config, tp=1, batch=4, value_bytes=4)
+exact_tensor = formula_bytes(config, tp=4, batch=4, value_bytes=4)
+compare("with statistics, one rank", exact_alone, alone_kept, within=1, unit="B")
+compare("with statistics, each of four", exact_tensor, tensor_kept, within=1, unit="B")
+
+many = 2**20
+in_the_paper = GPTConfig(
+    num_heads=96, hidden_size=12288, context_length=2048, dropout=0.1
+)
+paper_alone = memory.paper_layer_bytes(in_the_paper, batch=1, fused_attention=True)
+paper_many = memory.paper_layer_bytes(
+    in_the_paper, batch=1, tp=many, fused_attention=True
+)
+ours_left = (4 * tensor_kept - alone_kept) / (3 * alone_kept)  # w of section 1
+compare("always whole, ours", always_whole_in_ours, ours_left, within=1.02)
+paper_left = paper_many / paper_alone
+compare("always whole, the paper's", always_whole_in_the_paper, paper_left, within=1.01)
+
+# %% [markdown]
+# A quarter of our layer stays on every rank whatever you do, and 10/34 = 29 % of the paper's. Does that explain the 53
+# % of the published run? Only partly. In mixed precision the stream between the layers stays in float32, so what the
+# norms keep has 4 bytes a number and the rest has 2. Then 2 · 4 + 2 · 2 = 12 bytes of 2 · 4 + 14 · 2 = 36 are whole,
+# which is a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot tell:
+# it counts everything that is in use on the GPU.
+#
+# **Takeaway: a layer keeps 34 bytes for each of s b h, if nothing stores the s × s tables. Tensor parallelism cuts what
+# lies inside the attention and the MLP. What lies between them, 10 of the 34, every rank keeps in full.**
+
+# %% [markdown]
+# ## 3. Cut what lies between
+#
+# What happens between the products? A norm, a dropout and an addition look at each token by itself. So they do not need
+# all tokens in one place, and we can give each rank a part of the **tokens** there, [B, S/t, H]. This is **sequence
+# parallelism**.
+#
+# - Where a product begins, the rank needs all tokens: an **all-gather** along the sequence.
+# - Where a product ends, each rank has partial sums for all tokens. They have to be added up, and each rank wants the
+#   sums of its own tokens only: a **reduce-scatter**.
+
+# %% tags=["figure"]
+plot.around_a_layer(
+    alt="With tensor parallelism both ranks hold all tokens everywhere, and an all-reduce "
+        "follows the products; with sequence parallelism an all-gather comes before and "
+        "a reduce-scatter after them, and outside each rank holds its own tokens",
+)
+
+# %% [markdown]
+# In the picture a square is a tensor on one rank. Its upper half holds the first half of the tokens, which belong to
+# rank 0, and its lower half holds those of rank 1. Hatched squares are partial sums.
+#
+# And backward? The gradient flows through the picture from right to left, and each of the two operations turns into the
+# other one:
+#
+# - After an all-gather, **every** rank has used my tokens. So the gradient of my tokens is the sum of what all ranks
+#   say about them: a reduce-scatter.
+# - In a reduce-scatter, my tensor went into the sums of **every** rank. So its gradient consists of the gradients of
+#   all these sums: an all-gather.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 10.2 · The pair
+#
+# Write both operations. Tensors have the shape [B, S, H], so the tokens are dim 1. Two calls of PyTorch do the
+# communication:
+#
+# - `dist.all_gather(parts, x, group=group)` fills a list of p tensors of the shape of x, one from each rank.
+# - `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors, of which number i goes to rank i, and
+#   writes the sum of what it receives into `own`.
+#
+# Both want contiguous tensors, so call `.contiguous()` on parts that you have cut out. `backward` returns one gradient
+# for each argument of `forward` but `ctx`; that of `group` is `None`. Write the two functions first, and use each of
+# them twice. What `forward` stores in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
+
+# %% tags=["exercise"]
+def gather_tokens(x, group):
+    """[B, S/p, H] to [B, S, H]: the tokens of all ranks, in their order."""
+    ### BEGIN SOLUTION
+    p = dist.get_world_size(group)
+    parts = [torch.empty_like(x) for _ in range(p)]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+    ### END SOLUTION
+
+def scatter_tokens(x, group):
+    """[B, S, H] to [B, S/p, H]: the sum over the ranks, of this rank's tokens."""
+    ### BEGIN SOLUTION
+    p = dist.get_world_size(group)
+    parts = [part.contiguous() for part in x.chunk(p, dim=1)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+    ### END SOLUTION
+
+class AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ### BEGIN SOLUTION
+        ctx.group = group
+        return gather_tokens(x, group)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad):
+        ### BEGIN SOLUTION
+        return scatter_tokens(grad, ctx.group), None
+        ### END SOLUTION
+
+class ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ### BEGIN SOLUTION
+        ctx.group = group
+        return scatter_tokens(x, group)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad):
+        ### BEGIN SOLUTION
+        return gather_tokens(grad, ctx.group), None
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("10.2", lambda: l10.pair(AllGather, ReduceScatter, ranks))
+
+# %% [markdown]
+# labcode writes the pair once for all conjugate operations. Here are its two halves; `_paired` makes a Function of two
+# operations.
+
+# %%
+show_source(all_gather)
+show_source(start_all_gather)
+
+# %% [markdown]
+# `start_all_gather` and `start_reduce_scatter` begin to send and return at once. What they return is a function: call
+# it to wait for the result. Between the two calls a rank can compute.
+#
+# Now there is a trap. An all-gather followed by a linear layer computes the right thing. But the linear layer keeps its
+# input for the gradient of its weight, and its input is the **gathered** tensor, [B, S, H]. So two of the four tensors
+# that we wanted to cut, the inputs of `qkv` and `up`, are whole again.
+#
+# **Predict.** Take t = 4 ranks and our 16 numbers. How many are kept with a plain all-gather before `qkv` and `up`, and
+# how many if those two layers kept only the tokens of their own rank?
+
+# %% tags=["predict"]
+with_plain_gather = 12 / 4 + 2 / 4 + 2
+with_own_tokens_only = 16 / 4
+
+# %% [markdown]
+# The two layers can keep their own tokens if backward **gathers them again**. A memory that is four times smaller costs
+# one more all-gather. It can travel while the rank computes the gradient of the input, which does not need x at all.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 10.3 · Gather again
+#
+# Write all-gather and linear layer as one Function that keeps only its own part of x. For y = x Wᵀ with all tokens in
+# x, and with `grad` the gradient of y:
+#
+# - the gradient of x is `grad @ weight`, of which each rank has the terms of its own columns only;
+# - the gradient of W is `grad_rows.T @ x_rows`, over the rows of all S tokens. `flatten(0, 1)` turns [B, S, H] into
+#   rows.
+#
+# Use `start_all_gather(x, group, 1)` and `start_reduce_scatter(x, group, 1)`. The check looks at the numbers, at the
+# bytes that are kept, and at the all-gathers of backward. About 10 lines.
+
+# %% tags=["exercise"]
+class GatherAgain(torch.autograd.Function):
+    """x [B, S/p, H], weight [F/p, H] -> [B, S, F/p], keeping this part of x alone."""
+
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ### BEGIN SOLUTION
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        whole = start_all_gather(x, group, 1)()
+        return F.linear(whole, weight)
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad):
+        ### BEGIN SOLUTION
+        x, weight = ctx.saved_tensors
+        wait_for_x = start_all_gather(x, ctx.group, 1)
+        grad_whole = grad @ weight  # while x travels
+        whole = wait_for_x()
+        wait_for_own = start_reduce_scatter(grad_whole, ctx.group, 1)
+        grad_weight = grad.flatten(0, 1).T @ whole.flatten(0, 1)  # while it travels
+        return wait_for_own(), grad_weight, None
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("10.3", lambda: l10.gathers_again(GatherAgain, ranks))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes for 10.2 and 10.3. The mistake of 10.2 is to give back one's own part of one's own
+# gradient, as `gather_from` of lesson 09 does: that is right where all ranks compute the same afterwards, and wrong
+# here. The mistake of 10.3 is to multiply before gathering, as every rank has another weight. Ask the room: in which
+# order should the two messages and the two products of backward go, and why does labcode wait for x before it sends the
+# gradient? (Two buffers of [B, S, H] at the peak in place of three.)
+
+# %% [markdown]
+# Here is labcode's backward of the same operation. It does the same as yours in the same order; `put_off` belongs to
+# pipelines that compute the gradients of weights later (lesson 12).
+
+# %%
+show_source(sequence._GatheredLinear.backward)
+
+# %% [markdown]
+# Both ways beside each other, on one linear layer:
+
+# %% tags=["nbval-check-output"]
+def gather_and_multiply(rank, multiply):
+    """Bytes that are kept, and the collectives of backward."""
+    layer = nn.Linear(128, 32)
+    x = torch.randn(4, 256 // 4, 128, requires_grad=True)
+    with saved_bytes(layer) as saved:
+        y = multiply(x, layer.weight, layer.bias, dist.group.WORLD)
+    kept_bytes = saved.total()
+    with counted() as backward:
+        y.sum().backward()
+    return kept_bytes, totals(backward)
+
+def plain(x, weight, bias, group):
+    return F.linear(all_gather(x, group, 1), weight, bias)
+
+plain_kept, plain_backward = ranks.run(gather_and_multiply, plain)[0]
+own_kept, own_backward = ranks.run(gather_and_multiply, gathered_linear)[0]
+print(f"all-gather, linear: keeps {plain_kept:,} bytes; backward: {plain_backward}")
+print(f"gathered_linear:    keeps {own_kept:,} bytes; backward: {own_backward}")
+
+one_tensor_bytes = 4 * 256 * 128 * 4  # [4, 256, 128] in float32
+more_in_qkv_and_up = 2 * (plain_kept - own_kept) / one_tensor_bytes
+numbers_kept = 16 / 4 + more_in_qkv_and_up
+compare("with a plain all-gather", with_plain_gather, numbers_kept, within=1)
+
+# %% [markdown]
+# ## 4. The whole layer
+#
+# What does all this cost on the wire? Call the bytes that a rank sends in one all-gather of a [B, S, H] tensor a
+# **unit**. A reduce-scatter of it costs one unit as well, and an all-reduce, which is both, costs two (lesson 01). A
+# layer has an attention block and an MLP block.
+#
+# - **Tensor parallelism**: an all-reduce for each block forward (g), and one backward (f). That makes 2 · 2 = 4 units
+#   forward and 4 backward, 8 in all.
+# - **With sequence parallelism**: for each block an all-gather and a reduce-scatter forward, the mirror image of both
+#   backward, and the second all-gather. That makes 4 units forward, and 4 + 2 = 6 backward, 10 in all.
+#
+# **Predict.** How many bytes does each of four ranks keep now? And how many times as many bytes as with tensor
+# parallelism alone does it send: forward, and in all?
+
+# %% tags=["predict"]
+with_sequence_bytes = 16 * (4 * 256 * 128 * 4) / 4
+forward_ratio = 4 / 4
+in_all_ratio = 10 / 8
+
+# %% tags=["nbval-check-output"]
+def wire_bytes(calls):
+    """Bytes that a rank sends for some collectives, each on a ring."""
+    sent = 0
+    for call in calls:
+        sent += alpha_beta.bytes_sent(call.kind, call.group_size, call.num_bytes)
+    return sent
+
+_, tensor_forward, tensor_backward = tensor
+with_sequence = ranks.run(one_layer, tp=4, sequence_parallel=True)[0]
+kept_bytes, forward, backward = with_sequence
+sent_before = wire_bytes(tensor_forward + tensor_backward)
+sent_now = wire_bytes(forward + backward)
+compare("kept by each", with_sequence_bytes, kept_bytes, within=1.02, unit="B")
+numbers_kept = 16 * kept_bytes / alone_kept
+compare("that is, of 16 numbers", with_own_tokens_only, numbers_kept, within=1.02)
+forward_measured = wire_bytes(forward) / wire_bytes(tensor_forward)
+compare("sent forward, ratio", forward_ratio, forward_measured, within=1)
+compare("sent in all, ratio", in_all_ratio, sent_now / sent_before, within=1)
+
+# %% [markdown]
+# Everything is cut by four now, for a quarter more bytes on the wire, and the additional quarter can travel behind a
+# matrix product. Let us put our measurements beside the formula, which also knows a layer of GPT-3.
+
+# %% tags=["figure"]
+sizes = (1, 2, 4, 8, 16, 32)
+
+def kept_share(tp, sequence_parallel):
+    """Of what one rank alone keeps, by the formula, for a layer of GPT-3."""
+    now = formula_bytes(in_the_paper, tp, sequence_parallel, batch=1)
+    return now / formula_bytes(in_the_paper, 1, batch=1)
+
+measured = {
+    "ours, tensor parallel": ([4], [tensor_kept / alone_kept]),
+    "ours, + sequence": ([4], [kept_bytes / alone_kept]),
+}
+formulas = {
+    "tensor parallel": (sizes, [kept_share(t, False) for t in sizes]),
+    "+ sequence parallel": (sizes, [kept_share(t, True) for t in sizes]),
+}
+plot.lines(
+    formulas | measured, logx=True, xlabel="ranks of tp", ylabel="kept, one rank = 1",
+    reference={"10/34": 10 / 34},
+    title="Tensor parallelism alone levels off at 10/34",
+    alt="With tensor parallelism alone the kept share flattens at 0.29; "
+        "with sequence parallelism it falls as one over t; our points lie near",
+)
+
+# %% [markdown]
+# (Ours has no dropout masks, so its floor is 4/16 and its points lie a little below the curve of GPT-3.)
+#
+# In the published run of section 1, the first forward added 33.3 GB on one rank. Cut by four, and beside the 10.2 GB
+# from before, that would be about 19 GB in place of 32. This is a prediction; no log that we know of shows it.
+#
+# A length that the ranks cannot share evenly is refused before anything runs:
+
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: model.context_length=250 is not divisible by"
+def cut_250_tokens():
+    odd = gpt.GPT(replace(config, context_length=250))
+    grid = Grid.create(GridShape(tp=4))
+    return parallelize(odd, grid, ParallelConfig(sequence_parallel=True))
+
+ranks.run(cut_250_tokens)
+
+# %% [markdown]
+# **Takeaway: sequence parallelism cuts the rest of the activations by t, for a quarter more bytes. Where there is
+# tensor parallelism, there is little reason to leave it out.**
+
+# %% [markdown]
+# ## 5. Weights that several ranks share
+#
+# Something has changed that no shape tells. The weight of a norm is whole on every rank. Before, every rank normalised
+# all tokens, and each had the whole gradient of that weight. Now each rank normalises a quarter of the tokens, and has
+# the gradient **of those**. The true gradient is the sum over the ranks, and somebody has to form it.
+#
+# How wrong is one rank's part? If all four parts are equal, a part is a quarter of the sum, and 3/4 of its length is
+# missing. If the parts are independent and equally long, say of length 1 each, then the sum has the length √4, and what
+# is missing, three parts, has the length √3. That makes √(3/4) = 0.87 of the sum.
+#
+# **Predict.** At the very first step of training, do four quarters of a text pull the norms in the same direction, or
+# in independent ones? Which of the two numbers do you expect?
+
+# %% tags=["predict"]
+missing_share = 3 / 4
+
+# %%
+def missing(rank):
+    """|this rank's gradients - their sums| / |their sums|, over all shared weights."""
+    grid = Grid.create(GridShape(tp=4))
+    model = parallelize(small.build(), grid, ParallelConfig(sequence_parallel=True))
+    shared = []
+    for name, param in model.module.named_parameters():
+        if "tp" in model.shardings[name].partial_over:
+            shared.append(param)
+    inputs, targets = small.batches(1)[0]
+    model.loss(model(inputs), targets).backward()
+    part = torch.cat([param.grad.flatten() for param in shared])
+    model.finish_gradient_sync()  # forms the sums
+    total = torch.cat([param.grad.flatten() for param in shared])
+    return ((part - total).norm() / total.norm()).item()
+
+errors = ranks.run(missing)
+compare("missing in a part, mean", missing_share, sum(errors) / 4, within=1.1)
+
+# %% [markdown]
+# At first all quarters of the text pull almost the same way. So a part is roughly a quarter of the sum, and AdamW
+# divides such a constant factor out again. Keep that in mind for what comes now.
+#
+# `parallelize` writes down for each weight how it is cut, and over which axes its gradient is only a part. It is the
+# table `shardings`, and `finish_gradient_sync` reads nothing else. We train twice for 20 steps: once as it should be,
+# and once with `tp` deleted from that table, so that nobody forms the sums.
+#
+# **Predict.** By how much of its fall does the loss differ at most between the two trainings: by more than a tenth, or
+# by less?
+
+# %% tags=["predict"]
+larger_than_a_tenth = False
+
+# %%
+def train(rank, forget):
+    """The losses of 20 steps, and this rank's norms after each step, as one vector."""
+    grid = Grid.create(GridShape(tp=4))
+    model = parallelize(small.build(), grid, ParallelConfig(sequence_parallel=True))
+    if forget:
+        for name, sharding in model.shardings.items():
+            model.shardings[name] = replace(sharding, partial_over=())
+    norms = [w for name, w in model.module.named_parameters() if "norm" in name]
+    losses = []
+    copies = [torch.cat([w.detach() for w in norms])]
+    for loss in small.steps(model, model.loss, 20, model.finish_gradient_sync):
+        losses.append(loss)
+        copies.append(torch.cat([w.detach() for w in norms]))
+    return torch.tensor(losses), torch.stack(copies)
+
+# %% tags=["figure"]
+right = ranks.run(train, forget=False)
+wrong = ranks.run(train, forget=True)
+right_losses, right_copies = right[0]
+wrong_losses, wrong_copies = wrong[0]
+difference = (right_losses - wrong_losses).abs().max()
+fall = right_losses[0] - right_losses[-1]
+is_larger = bool(difference > fall / 10)
+compare("differs by more than a tenth", larger_than_a_tenth, is_larger)
+
+_, right_on_rank_3 = right[3]
+_, wrong_on_rank_3 = wrong[3]
+apart = {
+    "moved since the start": (wrong_copies - wrong_copies[0]).norm(dim=1),
+    "rank 0 from rank 3, sum forgotten": (wrong_copies - wrong_on_rank_3).norm(dim=1),
+    "rank 0 from rank 3, with the sum": (right_copies - right_on_rank_3).norm(dim=1),
+}
+plot.lines(
+    apart, xlabel="step", ylabel="distance of the norms' weights", marks=False,
+    title="Without the sum, the copies of two ranks part at once",
+    alt="With the sum the norms of two ranks stay equal; without it they move apart "
+        "more than half as far as they move from their start",
+)
+
+# %% [markdown]
+# The two loss curves look the same. Yet in the second training four ranks train four different sets of norms, each on
+# its own quarter of the positions, and whoever saves the model saves one of them. A loss curve is no test of a parallel
+# program. Two things are:
+#
+# - compare the **copies** of two ranks, which must be equal to the last bit;
+# - compare with **one process** in float64, as we do now.
+
+# %% tags=["nbval-check-output"]
+expected = torch.tensor(small.losses_of_one_process(5))
+for name, on in (("tp 4", False), ("tp 4 + sequence", True)):
+    parallel = ParallelConfig(sequence_parallel=on)
+    found = ranks.run(small.losses_on_grid, GridShape(tp=4), parallel, 5)[0]
+    off = (torch.tensor(found) - expected).abs().max().item()
+    print(f"{name}: the losses of one process to 1e-12: {off < 1e-12}")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 10.4 · Open end: a sequence-parallel MLP
+#
+# Put everything together: the MLP block of a layer, with tensor and sequence parallelism. x has this rank's tokens, [B,
+# S/p, H], and so has the result,
+#
+# $$y = x + \text{down}(\text{gelu}(\text{up}(\text{norm}(x)))).$$
+#
+# `weights` is a dict with this rank's `up` [F/p, H], `up_bias` [F/p] and `down` [H, F/p], and with `norm_weight`,
+# `norm_bias` and `down_bias`, which are whole. You may use your own Functions, or labcode's `gathered_linear(x, weight,
+# bias, group)` and `scatter_sequence(x, group)`, and `F.layer_norm` and `F.gelu`.
+#
+# The check asks four things of your class:
+#
+# 1. y and the gradient of x are those of one process.
+# 2. After `finish_gradient_sync()`, every weight has the gradient that it has in one process.
+# 3. Nothing is kept for all S tokens but what the GELU needs.
+# 4. It works in any group.
+
+# %% tags=["exercise"]
+class SequenceParallelMLP(nn.Module):
+    """The MLP block of a layer, on this rank's tokens."""
+
+    def __init__(self, weights, group):
+        super().__init__()
+        self.group = group
+        for name, weight in weights.items():
+            self.register_parameter(name, nn.Parameter(weight))
+
+    def forward(self, x):
+        """x and the result: [B, S/p, H]"""
+        ### BEGIN SOLUTION
+        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
+        h = gathered_linear(h, self.up, self.up_bias, self.group)  # [B, S, F/p]
+        h = F.linear(F.gelu(h), self.down)  # [B, S, H], partial sums
+        h = scatter_sequence(h, self.group)  # [B, S/p, H]
+        return x + h + self.down_bias
+        ### END SOLUTION
+
+    def finish_gradient_sync(self):
+        """After backward: make every weight's gradient that of all tokens."""
+        ### BEGIN SOLUTION
+        for param in (self.norm_weight, self.norm_bias, self.down_bias):
+            dist.all_reduce(param.grad, group=self.group)
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("10.4", lambda: l10.sequence_parallel_mlp(SequenceParallelMLP, ranks))
+
+# %% [markdown]
+# **Takeaway: where ranks hold the same weight and see different tokens, its gradient is a sum over these ranks. If you
+# forget the sum, the loss will not tell you.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. In 10.4 nearly everybody writes `F.linear(h, self.down, self.down_bias)` before the
+# reduce-scatter first, which adds the bias p times, and many forget that `down_bias` then belongs to the shared
+# weights. Summing the gradients of `up` and `down` as well is the other frequent mistake. Ask the room which of the
+# biases of attention are shared in the same way. (`proj`'s, not `qkv`'s.) The losses of the two trainings differ by a
+# few hundredths at most: let people say beforehand what they would have noticed in their own project.
+
+# %% [markdown]
+# ## 6. From here to GPUs and SLURM
+#
+# | where | start |
+# |---|---|
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --parallel.tp 4 --parallel.sequence_parallel` |
+# | SLURM, inside a job | `srun --nodes=1 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.tp 8 --parallel.sequence_parallel` |
+#
+# On a GPU, `torch.cuda.max_memory_allocated()` counts more than activations: weights, gradients, optimizer state, and
+# buffers that live for a moment. Compare differences, as section 1 did. PyTorch's own version are the styles
+# `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` of `torch.distributed.tensor.parallel` (lesson 09), with
+# `Shard(1)` as the layout between the products.
+#
+# One more thing changes once ranks hold different tokens: randomness. Ranks that hold the **same** activations must
+# drop the same features, or their copies differ. Ranks that hold **parts** need different draws. `parallelize` puts a
+# stream of random numbers of its own around each dropout that works on a part.
+#
+# ## Questions
+#
+# **1.** Dropout with probability 0.1 on two ranks that hold different tokens. In which share of the places do their
+# masks agree, if both ranks start from the same seed, and if their streams are independent?
+#
+# <details><summary>Answer</summary>
+#
+# With the same seed they agree everywhere: token 0 and token S/t lose the same features in every step, and what should
+# be independent noise repeats itself. Independent masks agree where both keep or both drop, 0.9² + 0.1² = 82 %.
+# </details>
+#
+# **2.** A layer of GPT-3 has h = 12288, a = 96 and s = 2048. How large is the term with s² beside the 34 s b h, if
+# attention stores its tables?
+#
+# <details><summary>Answer</summary>
+#
+# 5 a s² b/(34 s b h) = 5 · 96 · 2048/(34 · 12288) = 2.35. The tables take more than twice as much as everything else.
+# That is why nobody stores them any more.
+# </details>
+#
+# **3.** Why is the bias of `up` not among the shared weights?
+#
+# <details><summary>Answer</summary>
+#
+# It is cut: each rank has the bias of its own features, and adds it after the all-gather, to all tokens. So its
+# gradient is complete. The bias of `down` is added after the reduce-scatter, to a rank's own tokens.
+# </details>
+#
+# **4.** From lesson 09: with tensor parallelism alone, what goes wrong if f is left out, and what does the loss show?
+#
+# <details><summary>Answer</summary>
+#
+# Without the all-reduce in backward, each rank passes on only its own part of the gradient to the layers below. The
+# copies of what lies below part, and the loss still falls. It is the same kind of mistake as a forgotten sum here.
+# </details>
+#
+# ## Recap
+#
+# | concept | formula or fact | in labcode |
+# |---|---|---|
+# | efficiency | speed-up / times as many GPUs | |
+# | share that is whole | ratio = w + (1 - w)/t | |
+# | a layer keeps, 16-bit | 34 s b h + 5 a s² b | `perf.memory.paper_layer_bytes` |
+# | with tensor parallelism | s b h (10 + 24/t) + 5 a s² b/t | `perf.memory` |
+# | with sequence parallelism | 1/t of everything | `perf.memory` |
+# | measured | what autograd keeps | `perf.saved_bytes` |
+# | the pair | all-gather and reduce-scatter, each the other's backward | `comm.collectives` |
+# | gather again | 10 units in place of 8 | `parallel.sequence.gathered_linear` |
+# | shared weights | sum over the ranks that see other tokens | `parallel.sharding`, `partial_over` |
+#
+# ## Sources
+#
+# - Korthikanti et al. 2022, *Reducing activation recomputation in large transformer models*, arXiv:2205.05198: the
+#   bytes of a layer (section 4.1), sequence parallelism (section 4.2), gathering again.
+# - Shoeybi et al. 2019, *Megatron-LM*, arXiv:1909.08053: f and g.
+# - NERSC, *Deep Learning at Scale*, <https://github.com/NERSC/dl-at-scale-training>: the logs of section 1.
+# - Dao et al. 2022, *FlashAttention*, arXiv:2205.14135: attention that stores no tables.
+# - Which memory an A100 has: NVIDIA's datasheet of 2021, 1555 GB/s with 40 GB and 2039 GB/s with 80 GB.
+
+# %%
+ranks.close()

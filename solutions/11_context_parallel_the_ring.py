@@ -1,0 +1,867 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 11 · Context parallel: the ring
+#
+# Some sequences are too long for one GPU, even if only one of them is trained at a time: whole books, videos, the
+# weather of a month. Then the sequence itself is cut, and each rank holds a part of the tokens from the first layer to
+# the loss. In all of the network only attention looks at other tokens, and in this lesson you write an attention that
+# does so without ever having the whole sequence in one place: the **ring**.
+#
+# ## Goals
+#
+# - merge attention over two blocks of keys, exactly;
+# - write ring attention with sends and receives, forward and backward, and predict its bytes;
+# - deal out a sequence such that all ranks have the same work under a causal mask;
+# - choose between ring, gather and all-to-all, and between context and tensor parallelism.
+#
+# **Time**: 70 minutes. **Needs**: lesson 10 (what a layer keeps), lesson 01 (sends, receives and the ring).
+
+# %%
+import math
+import time
+
+import torch
+import torch.distributed as dist
+
+from labcode.comm.collectives import all_to_all
+from labcode.comm.counting import counted
+from labcode.comm.grid import Grid
+from labcode.config import ParallelConfig
+from labcode.models import layers
+from labcode.models.parallelize import parallelize
+from labcode.parallel import attention_block, context
+from labcode.parallel.context import GatherAttention, RingAttention, take_own
+from labcode.perf import alpha_beta, memory
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l11
+from labcode.teach.figures import attention as masks
+from labcode.teach.figures import plot
+from labcode.teach.labs import l10_small_gpt as small
+from labcode.topology import GridShape
+from labcode.units import si
+
+ranks = Ranks(4, timeout_s=10)
+
+# %% [markdown]
+# ## 1. When one sequence is too long
+#
+# Take a GPT of 7 billion parameters and one sequence of 131072 tokens, in 16-bit numbers. Tensor parallelism with
+# sequence parallelism (lesson 10) fills a node of 8 GPUs. The formula of lesson 10 says what each GPU keeps for
+# backward.
+
+# %% tags=["nbval-check-output"]
+def activation_bytes(shape):
+    """What a rank keeps of one sequence, all layers and the loss."""
+    terms = memory.model_activations(l11.LONG, shape, batch=1, sequence_parallel=True)
+    return sum(terms.values())
+
+tp_8_bytes = activation_bytes(GridShape(tp=8))
+print(f"{l11.LONG.num_parameters / 1e9:.1f} billion parameters")
+print(f"tp = 8: {si(tp_8_bytes, 'B')} of activations on each GPU")
+
+# %% [markdown]
+# An H100 has 80 GB, and weights, gradients and optimizer want their part of it. More tensor parallelism would leave the
+# node, where the links are nine times slower (lesson 08), and it sends in every layer.
+#
+# **Context parallelism** (cp) is another axis of the grid. Each of p ranks holds S/p of the tokens, everywhere: in the
+# embedding, in every norm, in every product, in the loss. Nothing is gathered for a matrix product, because a product
+# treats each token by itself. All weights are the same on the ranks of cp, and their gradients are summed over cp, as
+# they are summed over data parallel ranks.
+#
+# **Predict.** How many bytes of activations are left on each GPU with tp = 8 and cp = 4, if nothing else is kept?
+
+# %% tags=["predict"]
+tp_8_cp_4_bytes = tp_8_bytes / 4
+
+# %% tags=["nbval-check-output"]
+found_bytes = activation_bytes(GridShape(tp=8, cp=4))
+compare("tp = 8, cp = 4", tp_8_cp_4_bytes, found_bytes, within=1.01, unit="B")
+
+# %% [markdown]
+# There is one operation that needs other tokens, and that is attention: each query looks at the keys and values of all
+# tokens before it. There are three ways to bring them together:
+#
+# - **gather**: every rank collects the keys and values of the whole sequence;
+# - **ring**: keys and values travel from rank to rank, and each rank looks at the part that is there;
+# - **all-to-all**: the ranks swap, so that each has all tokens of a part of the heads.
+#
+# The gather is simple, but its keys and values are not cut by p. The ring is the subject of this lesson, and the
+# all-to-all stands beside it at the end.
+#
+# **Takeaway: context parallelism cuts every activation by p. Only attention has to communicate.**
+
+# %% [markdown]
+# ## 2. Attention in blocks
+#
+# If keys and values come by one part after the other, can we compute attention one part after the other? The trouble
+# is the softmax: its denominator is a sum over **all** keys. Look at one query. With the scores s_j over a block of
+# keys,
+#
+# $$\text{lse} = \log \sum_j e^{s_j}, \qquad o = \sum_j e^{s_j - \text{lse}}\, v_j .$$
+#
+# Here o is the output of attention over this block alone. The **lse** (log-sum-exp) is the logarithm of its
+# denominator. It is what an output forgets: how much there was to be averaged.
+#
+# For example, block A has two keys with the scores 0 and 0 and the values 1 and 3. Its denominator is 1 + 1 = 2, so o =
+# 2 and lse = log 2. Block B has one key with the score log 2 and the value 8. Its denominator is 2 as well, so o = 8
+# and lse = log 2. Over all three keys the weights are 1, 1 and 2 of 4, and the output is (1 + 3 + 16)/4 = 5. That is
+# the mean of 2 and 8, because both blocks have the same denominator.
+#
+# **Predict.** Now the key of block B has the score log 6. What are the output and the lse of both blocks together?
+
+# %% tags=["predict"]
+output_of_both = (1 * 1 + 1 * 3 + 6 * 8) / 8
+lse_of_both = math.log(8)
+
+# %% [markdown]
+# Here is attention over one block, written out. It returns the output **and** the lse. A causal block is one in which
+# query i sees the keys 0 to i.
+
+# %%
+def attend(q, k, v, causal):
+    """q [.., Q, D], k and v [.., K, D] -> out [.., Q, D], lse [.., Q]"""
+    scores = q @ k.mT / math.sqrt(q.shape[-1])
+    if causal:
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    lse = scores.logsumexp(-1)
+    out = (scores - lse[..., None]).exp() @ v
+    return out, lse
+
+# %% tags=["nbval-check-output"]
+q = torch.ones(1, 1)
+k = torch.tensor([[0.0], [0.0], [math.log(6)]])
+v = torch.tensor([[1.0], [3.0], [8.0]])
+out, lse = attend(q, k, v, causal=False)
+compare("output over all three keys", output_of_both, out.item(), within=1.001)
+compare("lse over all three keys", lse_of_both, lse.item(), within=1.001)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 11.1 · Online softmax
+#
+# Write the merge: from output and lse of two blocks of keys, the output and the lse that attention over both blocks
+# together would give. `out` is [.., Q, D] and `lse` is [.., Q]. Two things may happen:
+#
+# - scores may be in the thousands, where `exp` overflows;
+# - one of the two blocks may have no visible key. Its output is 0 and its lse is -inf.
+
+# %% tags=["exercise"]
+def my_merge(out_a, lse_a, out_b, lse_b):
+    """(out, lse) of two blocks of keys together."""
+    ### BEGIN SOLUTION
+    lse = torch.logaddexp(lse_a, lse_b)
+    share_a = (lse_a - lse).exp()
+    share_b = (lse_b - lse).exp()
+    out = out_a * share_a[..., None] + out_b * share_b[..., None]
+    return out, lse
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("11.1", lambda: l11.merge(my_merge))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
+# add up, denominators add up. Nearly everybody writes `exp(lse)` first, which the check refuses at scores of 5000.
+# Others weight with lse itself. Ask the room: in which order may blocks be merged? (In any, and in any grouping. That
+# is why the ring may start anywhere.)
+
+# %% [markdown]
+# labcode's merge works in place, and with a sigmoid in place of two exponentials. Can you see that it is the same?
+
+# %%
+show_source(attention_block.merge)
+
+# %% [markdown]
+# **Takeaway: attention over a block of keys is its output and its lse. With both, blocks can be merged exactly, in any
+# order.**
+
+# %% [markdown]
+# ## 3. The ring, forward
+#
+# Each of p ranks has its queries, keys and values: a piece of S/p tokens, in the order of the ranks. In step 0 it
+# computes attention over its own keys. Then every rank passes its keys and values on to the next rank, and the last
+# rank passes them to the first. In step 1 everybody looks at the keys of the rank before it, and so on. After p - 1
+# messages all parts have been everywhere.
+
+# %% tags=["figure"]
+plot.ring_attention(
+    4,
+    alt="In step 0 each rank has its own keys and values; in each step they move on "
+        "by one rank, so that in step 3 the keys of rank 0 are on rank 3",
+)
+
+# %% [markdown]
+# In the picture a row is a rank. Its queries Q stay, and the keys and values K V move down by one row in each step;
+# what leaves at the bottom comes in at the top. The words on the right say what a causal mask leaves to do: `half` of
+# the scores on a rank's own keys (a causal block), `all` of them on earlier keys, and `none` on later ones.
+#
+# **Predict.** In a ring of 8 ranks, whose keys are on rank 2 in step 5? And how many of the 8 parts does rank 2 look at
+# in all?
+
+# %% tags=["predict"]
+keys_of_rank = (2 - 5) % 8
+parts_looked_at = 3
+
+# %% tags=["nbval-check-output"]
+def keys_here(rank, step, p):
+    """The keys move on by one rank in each step; follow them."""
+    parts = list(range(p))
+    for _ in range(step):
+        parts = [parts[-1], *parts[:-1]]
+    return parts[rank]
+
+compare("on rank 2 in step 5", keys_of_rank, keys_here(2, 5, 8), within=1)
+earlier_or_own = [step for step in range(8) if keys_here(2, step, 8) <= 2]
+compare("parts looked at by rank 2", parts_looked_at, len(earlier_or_own), within=1)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 11.2 · The ring
+#
+# Write causal attention on a ring, for pieces in a row as in the picture. Begin with a function that passes one tensor
+# on to the next rank and returns what comes from the rank before. You know the tools from lesson 01:
+#
+# - `dist.P2POp(dist.isend, x, group=group, group_peer=r)` describes a message to rank r of the group, and `dist.irecv`
+#   in its place one from rank r;
+# - `dist.batch_isend_irecv([send, receive])` starts both and returns a list of works, each with `wait()`.
+#
+# `torch.stack((k, v))` makes one tensor of two, so that one message is enough. For a block use `attend`, for merging
+# your own function, or `attention_block.merge(out, lse, out_b, lse_b)`, which changes its first two arguments.
+#
+# The check compares with one process in float64. It also counts: p - 1 messages of one part of K and V for each rank,
+# to one neighbour, and never the whole sequence in one place. About 20 lines.
+
+# %% tags=["exercise"]
+def pass_on(x, group):
+    """Send x to the next rank of the group; returns what the rank before has sent."""
+    ### BEGIN SOLUTION
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(x)
+    send = dist.P2POp(dist.isend, x, group=group, group_peer=(rank + 1) % p)
+    receive = dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % p)
+    for work in dist.batch_isend_irecv([send, receive]):
+        work.wait()
+    return arrived
+    ### END SOLUTION
+
+def ring_forward(q, k, v, group):
+    """out and lse of this rank's queries over all keys that they may see."""
+    ### BEGIN SOLUTION
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    out, lse = attend(q, k, v, causal=True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        kv = pass_on(kv, group)
+        source = (rank - step) % p
+        if source < rank:
+            out_b, lse_b = attend(q, kv[0], kv[1], causal=False)
+            out, lse = my_merge(out, lse, out_b, lse_b)
+    return out, lse
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("11.2", lambda: l11.ring_forward(ring_forward, ranks))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 18 minutes. The most common mistakes: leaving the loop, or not passing on, when there is nothing
+# to see (the next rank then waits: it hangs); the wrong source (rank + step, which is right only if parts move the
+# other way); `dist.get_rank()` without the group, which the check finds with groups of ranks 0, 2 and 1, 3. Ask the
+# room: when could the next part already be under way? (From the moment this one is here: receive step + 1 while
+# computing step. That is what labcode does.)
+
+# %% [markdown]
+# Here is labcode's version. `_travel` yields one part after the other, and starts to pass a part on **before** it
+# yields it, so that it travels while the caller computes. And `plan.blocks` says what to compute with each source's
+# keys; section 5 explains why that is more than `half`, `all` and `none`.
+
+# %%
+show_source(context._travel)
+show_source(context._Ring.forward)
+
+# %% [markdown]
+# Can a message hide behind the computing? A part of T = S/p tokens with h features takes 4 T h bytes in 16-bit numbers,
+# keys and values together. The scores of one block and their product with the values take 4 T² h operations. So there
+# are T operations for each byte, whatever the model. A GPU that does 400 · 10¹² operations per second, on a link of 50
+# · 10⁹ bytes per second, needs 8000 tokens in a part to compute for as long as it sends. Long sequences, for which the
+# ring is made, hide what travels.
+#
+# **Takeaway: in the ring a rank holds two parts of K and V at a time, sends p - 1 of them, and gets the result of one
+# process.**
+
+# %% [markdown]
+# ## 4. The ring, backward
+#
+# If we left backward to autograd, forward would have to keep every part of K and V that came by: the whole sequence. So
+# backward is written by hand as well. It needs the formulas of attention's backward, and one observation.
+#
+# With the whole lse known, P = exp(s - lse) gives the weights of a block **as they are in the whole softmax**: the
+# block is a part of the columns of the whole table. All gradients are sums over this table. So each block gives its own
+# **terms** of them, and no block needs to know of another:
+
+# %%
+def attend_backward(dout, q, k, v, out, lse, causal):
+    """Terms of dq, dk and dv from one block; out and lse are those over ALL keys."""
+    scale = 1 / math.sqrt(q.shape[-1])
+    scores = q @ k.mT * scale
+    if causal:
+        hidden = torch.ones_like(scores, dtype=torch.bool).triu(1)
+        scores = scores.masked_fill(hidden, -math.inf)
+    weights = (scores - lse[..., None]).exp()  # P
+    delta = (dout * out).sum(-1, keepdim=True)
+    dscores = weights * (dout @ v.mT - delta) * scale
+    return dscores @ k, dscores.mT @ q, weights.mT @ dout
+
+# %% [markdown]
+# Let us see that on one process: cut the keys into two blocks, and add up the terms.
+
+# %% tags=["nbval-check-output"]
+draw = torch.Generator().manual_seed(0)
+q, k, v, dout = torch.randn(4, 6, 8, generator=draw, dtype=torch.float64)
+q, k, v = (x.requires_grad_() for x in (q, k, v))
+out, lse = attend(q, k, v, causal=False)
+out.backward(dout)
+
+first, second = slice(0, 4), slice(4, 6)
+fixed = [x.detach() for x in (out, lse)]
+with torch.no_grad():
+    dq_a, dk_a, _ = attend_backward(dout, q, k[first], v[first], *fixed, causal=False)
+    dq_b, dk_b, _ = attend_backward(dout, q, k[second], v[second], *fixed, causal=False)
+print("dq is the sum of the two terms:", torch.allclose(dq_a + dq_b, q.grad))
+dk = torch.cat((dk_a, dk_b))
+print("dk is that of one block after the other:", torch.allclose(dk, k.grad))
+
+# %% [markdown]
+# On the ring, the terms arise in different places. The queries of a rank stay at home, so all terms of its dq arise
+# there. But the keys of rank s meet the queries of **all** later ranks, on those ranks. So the sums of dK and dV have
+# to travel with their keys, collect a term on each rank, and come home in the end.
+
+# %% tags=["figure"]
+plot.ring_gradients(
+    4,
+    alt="The sum of the gradients of each rank's keys moves on with the keys and collects "
+        "a term on every rank that sees them; after a last message it is at home",
+)
+
+# %% [markdown]
+# In the picture, d0 is the sum of dK and dV for the keys of rank 0. The filled places say whose terms are in it after
+# the work of the step. In step 3, the sum d0 is on rank 3 and has everything. One more message brings it home.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 11.3 · The gradients come home
+#
+# Write the backward of the ring. All arguments are this rank's parts; `out` and `lse` are those over all keys. Use
+# `attend_backward` for a block, and `pass_on` for messages. (If you skipped 11.2: `ring.exchange(send, to, receive,
+# source, group)` of `labcode.comm` sends and receives at once.)
+#
+# The check accepts every way to send them that needs no more than p - 1 messages for K and V and p for their gradients.
+# About 15 lines, and no skeleton this time.
+
+# %% tags=["exercise"]
+def ring_backward(dout, q, k, v, out, lse, group):
+    """dq, dk, dv of this rank's tokens, with the terms of all ranks in them."""
+    ### BEGIN SOLUTION
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    kv = torch.stack((k, v))
+    dkv = torch.zeros_like(kv)  # the sums for the keys that are here
+    dq = torch.zeros_like(q)
+    for step in range(p):
+        source = (rank - step) % p
+        if source <= rank:
+            own = source == rank
+            terms = attend_backward(dout, q, kv[0], kv[1], out, lse, causal=own)
+            dq += terms[0]
+            dkv[0] += terms[1]
+            dkv[1] += terms[2]
+        if step < p - 1:
+            kv = pass_on(kv, group)
+        dkv = pass_on(dkv, group)  # after the last step this is the way home
+    return dq, dkv[0], dkv[1]
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("11.3", lambda: l11.ring_backward(ring_backward, ranks))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 18 minutes. The hop that is forgotten is the last one: dq is right, dK and dV are complete but
+# those of the neighbour, and the check says so. Some compute out and lse anew for each block and use those: then P is
+# the block's own softmax. Ask the room why the sums are kept in float32 where K and V are in 16 bits. (They collect p
+# terms one after the other; that makes their messages twice as long.)
+
+# %% [markdown]
+# labcode saves one message. A rank's own term needs no journey: it stays at home, and the sum that travels is begun by
+# the **next** rank. It then follows its keys one step behind, for p - 1 hops in place of p.
+
+# %%
+show_source(context._Ring.backward)
+
+# %% [markdown]
+# Let *kv* be the bytes of one rank's K and V together. Forward, one part makes p - 1 hops. Backward it goes round once
+# more, and the sums of its gradients, which are as large in float64, make p - 1 hops as well.
+#
+# **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 8 bytes
+# for a number. How many bytes does a rank send in forward and backward together?
+
+# %% tags=["predict"]
+one_kv = 2 * 1 * 4 * (1024 // 4) * 32 * 8
+ring_bytes = (3 + 3 + 3) * one_kv
+
+# %%
+kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.float64).nbytes
+
+def wire_bytes(calls):
+    """Bytes that a rank sends; a collective counts as on a ring."""
+    sent = 0
+    for call in calls:
+        if call.kind != "recv":
+            sent += alpha_beta.bytes_sent(call.kind, call.group_size, call.num_bytes)
+    return sent
+
+def beside_one_process(rank, attention, layout):
+    """(largest difference of output and gradients, bytes sent, bytes kept)"""
+    group = dist.group.WORLD
+    core = layers.CoreAttention(causal=True)
+    draw = torch.Generator().manual_seed(0)
+    whole = torch.randn(3, 1, 4, 1024, 32, dtype=torch.float64, generator=draw)
+    part = take_own(whole, group, 3, layout).requires_grad_()  # [3, B, N, S/p, D]
+    whole.requires_grad_()
+    expected = core(*whole)
+    expected.square().sum().backward()
+
+    with saved_bytes(core) as saved, counted() as calls:
+        out = attention(core, group, layout, *part)
+        kept_bytes = saved.total()
+        out.square().sum().backward()
+    off_out = out - take_own(expected, group, 2, layout)
+    off_grad = part.grad - take_own(whole.grad, group, 3, layout)
+    off = max(off_out.abs().max().item(), off_grad.abs().max().item())
+    return off, wire_bytes(calls), kept_bytes
+
+def with_ring(core, group, layout, q, k, v):
+    ring = RingAttention(core, group, layout)
+    ring.length = 1024
+    return ring(q, k, v)
+
+# %% tags=["nbval-check-output"]
+off, sent_bytes, kept_bytes = ranks.run(beside_one_process, with_ring, "zigzag")[3]
+print(f"output and gradients of one process to 1e-12: {off < 1e-12}")
+print(f"kept for backward: {kept_bytes / kv_bytes:.2f} kv")
+compare("the ring sends", ring_bytes, sent_bytes, within=1, unit="B")
+
+# %% [markdown]
+# What is kept belongs to the rank's own tokens: q, k, v and the output make 2 kv, and the lse a little more.
+#
+# **Takeaway: backward sends K and V round once more, and the sums of their gradients with them. A sum collects one term
+# on each rank and is complete when it comes home.**
+
+# %% [markdown]
+# ## 5. Who does the work under a causal mask
+#
+# Token 1000 looks at a thousand keys, token 1 at one. So with pieces in a row (labcode calls this layout `contiguous`)
+# the ranks have different work. The picture shows the mask for four ranks, in 8 × 8 tiles: rows are queries, columns
+# are keys, and on the right and below stands the rank that holds them. The colour says which rank computes a tile, and
+# the number in it is the step of the ring in which its keys are there.
+
+# %% tags=["figure"]
+plot.causal(
+    4, ("contiguous",),
+    alt="The causal mask of pieces in a row: rank 3 has a broad band of tiles, "
+        "rank 0 a small corner",
+)
+
+# %% [markdown]
+# Count a full tile as 1 and a half one as 1/2. Rank 1 has 1 + 1 + 1 + 1 tiles on the keys of rank 0, and 1 + 2 · 1/2 on
+# its own: 6 in all.
+#
+# **Predict.** How many times as much work as rank 0 has rank 3? And how many times as much as with perfect sharing,
+# where each rank would have a quarter of all tiles?
+
+# %% tags=["predict"]
+last_to_first = 14 / 2
+last_to_fair = 14 / ((2 + 6 + 10 + 14) / 4)
+
+# %% tags=["nbval-check-output"]
+def tiles_of_ranks(layout):
+    """How many tiles each rank computes; one on the diagonal is half a tile."""
+    work = [0.0] * 4
+    for (query, key), (owner, _) in masks.tiles(4, layout).items():
+        work[owner] += 0.5 if query == key else 1.0
+    return work
+
+in_a_row = tiles_of_ranks("contiguous")
+compare("rank 3 / rank 0", last_to_first, in_a_row[3] / in_a_row[0], within=1)
+fair = sum(in_a_row) / 4
+compare("rank 3 / fair share", last_to_fair, in_a_row[3] / fair, within=1)
+
+# %% [markdown]
+# And it is worse than that. In a ring, all ranks pass on their parts at the end of a step, so everybody waits for the
+# slowest rank in each step. In every step but the first some rank has a full block, so the whole ring takes as long as
+# rank 3, and rank 0 does nothing in most of the steps.
+#
+# The cure is to deal out the tokens in another way. Cut the sequence into 2p chunks in place of p pieces, and give each
+# rank **two** of them. Attention does not mind which tokens a rank holds, as long as it knows their positions.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 11.4 · Deal the chunks
+#
+# Write two functions.
+#
+# `my_chunks(rank, p)` returns the two of the chunks 0 to 2p - 1 that a rank holds, such that all ranks have the same
+# work. Chunk c sees all chunks before it and half of itself, which is c + 1/2 chunks of keys.
+#
+# `my_block(rank, source, tokens)` says what a rank has to compute while the keys of `source` are there. Both hold
+# `tokens` tokens, the earlier chunk first. Return three things: the slice of the rank's queries, the slice of the
+# source's keys, and whether the block is causal. All these queries must see all these keys, or the block is causal. It
+# may help to draw the tiles of two ranks.
+#
+# The check builds the mask for p = 2 and p = 4. Every visible score must be computed once and no hidden one, and in
+# each step all ranks must have the same number of scores.
+
+# %% tags=["exercise"]
+def my_chunks(rank, p):
+    """The two chunks, of 2p, that this rank holds."""
+    ### BEGIN SOLUTION
+    return rank, 2 * p - 1 - rank
+    ### END SOLUTION
+
+def my_block(rank, source, tokens):
+    """(slice of queries, slice of keys, causal)"""
+    ### BEGIN SOLUTION
+    half = tokens // 2
+    everything = slice(0, tokens)
+    if source == rank:
+        return everything, everything, True
+    if source < rank:
+        return everything, slice(0, half), False
+    return slice(half, tokens), everything, False
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("11.4", lambda: l11.deal(my_chunks, my_block))
+
+# %% [markdown]
+# With an early and a late chunk on each rank, the ring is balanced. This layout is called **zig-zag**. Look for rank 0
+# on both sides, and count the tiles of one step.
+
+# %% tags=["figure"]
+plot.causal(
+    4,
+    alt="On the left rank 3 has a broad band and rank 0 a corner; "
+        "on the right, zig-zag, each rank has a short and a long row of tiles",
+)
+
+# %% tags=["nbval-check-output"]
+print("tiles in a row: ", tiles_of_ranks("contiguous"))
+print("tiles, zig-zag: ", tiles_of_ranks("zigzag"))
+
+# %% [markdown]
+# labcode writes `my_block` for any layout and for parts of uneven size: of my chunks those that are later than the
+# source's first, of the source's chunks those that are earlier than my last.
+
+# %%
+show_source(attention_block.visible_block)
+
+# %% [markdown]
+# Does the clock agree with the tiles? Four ranks share two cores here, so we ask each process how long it has computed,
+# not how long it took.
+
+# %%
+def compute_ms(rank, layout):
+    """Median of the milliseconds that this rank computes in one forward of the ring."""
+    core = layers.CoreAttention(causal=True)
+    ring = RingAttention(core, dist.group.WORLD, layout)
+    ring.length = 4096
+    q, k, v = torch.randn(3, 1, 4, 4096 // 4, 32)
+    times_ms = []
+    for _ in range(7):
+        dist.barrier()
+        start_s = time.thread_time()
+        ring(q, k, v)
+        times_ms.append(1e3 * (time.thread_time() - start_s))
+    return sorted(times_ms)[3]
+
+row_ms = ranks.run(compute_ms, "contiguous")
+zigzag_ms = ranks.run(compute_ms, "zigzag")
+fair_ms = sum(zigzag_ms) / 4
+compare("rank 3 / fair share", last_to_fair, row_ms[3] / fair_ms, within=1.5)
+
+# %% tags=["figure"]
+by_rank = {}
+for rank in range(4):
+    by_rank[f"rank {rank}"] = {"in a row": row_ms[rank], "zig-zag": zigzag_ms[rank]}
+plot.bars(
+    by_rank, ylabel="ms computing, 4096 tokens", fmt="{:.0f}",
+    title="Zig-zag gives all ranks the same work",
+    alt="In a row the time grows from rank 0 to rank 3; "
+        "with zig-zag all four ranks compute for about the same time",
+)
+
+# %% [markdown]
+# On the processor's clock the bars follow the tiles. Rank 0 is not quite as idle as its share says, because passing on
+# and merging cost every rank the same.
+#
+# Positions travel with their tokens: labcode's `take_own` cuts inputs, targets and positions in the same way. A vision
+# transformer has no mask, so there pieces in a row are fair.
+#
+# **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the
+# columns of rank 2 for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both.
+# There is a second right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two cases swap.
+# Ask the room what striped attention does (token by token, S/p apart): it is balanced as well, but every block has a
+# mask.
+
+# %% [markdown]
+# ## 6. The other ways
+#
+# **Gather.** Each rank all-gathers K and V, and backward reduce-scatters their gradients: p - 1 parts each way. There
+# are few messages, but each rank keeps K and V of the whole sequence. Llama 3 was trained in this way: with 8 key and
+# value heads for 128 query heads, K and V are small (Llama Team 2024, section 3.3.2).
+#
+# **All-to-all** (DeepSpeed Ulysses). Attention treats each **head** by itself. So before attention the ranks swap: each
+# gives away its tokens of the heads that are not its own, and gets all tokens of its own heads. Then it computes
+# ordinary attention over the whole sequence, for N/p heads. Afterwards the output is swapped back.
+
+# %% tags=["figure"]
+plot.ulysses(
+    4,
+    alt="Before attention each rank holds a row, its tokens of all heads; an all-to-all "
+        "turns it into a column, all tokens of its head, and a second one turns it back",
+)
+
+# %% [markdown]
+# In the code that is one all-to-all for each of q, k and v, and one for the output. Backward sends the same again.
+
+# %%
+def with_ulysses(core, group, layout, q, k, v):
+    """q, k, v [B, N, S/p, D] -> [B, N, S/p, D]"""
+    own_heads = [all_to_all(x, group, 1, 2) for x in (q, k, v)]  # [B, N/p, S, D]
+    out = core(*own_heads)
+    return all_to_all(out, group, 2, 1)
+
+def with_gather(core, group, layout, q, k, v):
+    gather = GatherAttention(core, group, layout)
+    gather.length = 1024
+    return gather(q, k, v)
+
+# %% [markdown]
+# In an all-to-all a rank keeps 1/p of its tensor and sends the rest. One tensor (q, k, v or the output) has the size of
+# kv/2.
+#
+# **Predict.** How many bytes does a rank send in forward and backward with the gather, and with the all-to-all, for the
+# sizes of section 4?
+
+# %% tags=["predict"]
+gather_bytes = (3 + 3) * one_kv
+ulysses_bytes = 2 * 4 * (3 / 4) * one_kv / 2
+
+# %% tags=["nbval-check-output"]
+gather = ranks.run(beside_one_process, with_gather, "zigzag")[3]
+ulysses = ranks.run(beside_one_process, with_ulysses, "contiguous")[3]
+compare("the gather sends", gather_bytes, gather[1], within=1, unit="B")
+compare("the all-to-all sends", ulysses_bytes, ulysses[1], within=1, unit="B")
+for name, (off, _, kept) in (("gather", gather), ("all-to-all", ulysses)):
+    kept_kv = kept / kv_bytes
+    print(f"{name}: one process to 1e-12: {off < 1e-12}; keeps {kept_kv:.1f} kv")
+
+# %% [markdown]
+# | | ring | gather | all-to-all |
+# |---|---|---|---|
+# | sends, in kv | 3 (p - 1) | 2 (p - 1) | 4 (p - 1)/p |
+# | keeps, in kv | 2 | p and more | 2 |
+# | hides behind computing | yes, block by block | hardly | hardly |
+# | number of ranks | any | any | at most the number of key/value heads |
+# | causal mask | needs zig-zag | needs zig-zag | is balanced by itself |
+#
+# The all-to-all sends least, and its bytes even shrink with p. Its limit are the heads, and tensor parallelism cuts the
+# heads as well: tp · cp cannot be larger than their number. Both ways are combined in practice: all-to-all inside a
+# node, and a ring between nodes.
+#
+# A ring never holds a row of scores, so there is nothing on which it could apply dropout to the attention weights. It
+# says so:
+
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: ring attention keeps no attention weights to drop"
+def ring_with_dropout(rank):
+    core = layers.CoreAttention(causal=True, dropout=0.1)
+    return RingAttention(core, dist.group.WORLD, "zigzag")
+
+ranks.run(ring_with_dropout)
+
+# %% [markdown]
+# **Takeaway: ring, gather and all-to-all give the same numbers. The ring scales to any number of ranks and hides its
+# messages; the all-to-all sends least, but needs heads; the gather is simple and keeps all keys.**
+
+# %% [markdown]
+# ## 7. A whole GPT, and how to choose
+#
+# `parallelize` puts all of it into a model. Five steps of training in float64 on four ranks, beside one process. In the
+# last line the sums over cp are forgotten: then each rank trains a GPT of its own on a quarter of the tokens.
+
+# %% tags=["nbval-check-output"]
+def losses_without_sum(rank, count):
+    """As `small.losses_on_grid` with cp = 4, but gradients stay on their rank."""
+    model = parallelize(
+        small.build(torch.float64), Grid.create(GridShape(cp=4)), ParallelConfig()
+    )
+    with model.no_sync():  # the sum over cp travels with the average over dp
+        return list(small.steps(model, model.loss, count))
+
+expected = torch.tensor(small.losses_of_one_process(5))
+
+def report(name, losses):
+    off = (torch.tensor(losses) - expected).abs().max().item()
+    print(f"{name:22} the losses of one process to 1e-12: {off < 1e-12}")
+
+four = GridShape(cp=4)
+mixed = GridShape(cp=2, tp=2)
+gathering = ParallelConfig(context_attention="all_gather")
+along = ParallelConfig(sequence_parallel=True)
+report("cp 4, ring", ranks.run(small.losses_on_grid, four, ParallelConfig(), 5)[0])
+report("cp 4, gather", ranks.run(small.losses_on_grid, four, gathering, 5)[0])
+report("cp 2, tp 2 + sequence", ranks.run(small.losses_on_grid, mixed, along, 5)[0])
+report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
+
+# %% [markdown]
+# | | tp + sequence parallel | cp, ring |
+# |---|---|---|
+# | cuts weights and optimizer | yes | not by itself; sharded data parallelism (lesson 13) can cut them over dp × cp |
+# | cuts activations | yes | yes |
+# | a rank sends per layer, forward and backward | 10 (t - 1)/t · [B, S, H] in 16 bits | 2 (p - 1) kv in 16 bits, and (p - 1) kv in 32 |
+# | can hide | only partly | most of it, behind long blocks |
+# | limit | heads, and the size of a node | parts that are too short to hide a message |
+#
+# So use tp with sequence parallelism up to the size of a node, then cp where one sequence is still too long, and dp
+# with what is left.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 11.5 · Open end: 131072 tokens
+#
+# The GPT of section 1, with 8 sequences of 131072 tokens in a step, on 64 GPUs in nodes of 8. Choose a
+# `GridShape(dp=.., cp=.., tp=.., order=..)` with pp = 1. Sequence parallelism is on. Three things are asked:
+#
+# 1. Weights (16 bytes for each parameter, with gradients and optimizer) and activations take at most 60 GB of a GPU.
+# 2. tp and cp together take at most 20 % of the computing time, if nothing hides.
+# 3. dp divides the 8 sequences.
+#
+# Links are those of lesson 08: 450 GB/s inside a node, 50 GB/s between nodes, and the order of the axes decides which
+# groups lie inside one. `l11.costs(shape)` says what a grid costs, so try several. Afterwards argue with the answer:
+# what does this model of the costs leave out?
+
+# %%
+tried = GridShape(dp=8, cp=1, tp=8)
+for name, value in l11.costs(tried).items():
+    print(f"{name:15} {value:6.1f}")
+
+# %% tags=["exercise"]
+### BEGIN SOLUTION
+my_grid = GridShape(dp=4, cp=2, tp=8)  # tp fills a node, cp halves the activations
+### END SOLUTION
+
+# %% tags=["check"]
+check("11.5", lambda: l11.design(my_grid))
+
+# %% [markdown]
+# <details><summary>What the model leaves out</summary>
+#
+# The ring hides behind computing, the collectives of tp hide less. A causal mask halves the work of attention.
+# Activation checkpointing (lesson 16) trades activations for time, sharded data parallelism (lesson 13) cuts the 16
+# bytes, over cp as well, and fewer key/value heads make the ring cheaper.
+# </details>
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 7 minutes. Only dp = 4, cp = 2, tp = 8 passes, with tp as the fastest axis of those larger than
+# 1. Let the room first say which axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left
+#    for the activations.
+
+# %% [markdown]
+# ## 8. From here to GPUs and SLURM
+#
+# | where | start |
+# |---|---|
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --parallel.cp 4 --model.context_length 1024` |
+# | the gather | add `--parallel.context_attention all_gather` |
+# | SLURM, inside a job | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
+#
+# On GPUs the same class takes PyTorch's fused kernels for its blocks, after it has compared them with the plain one on
+# a small example. PyTorch has a ring of its own, `torch.distributed.tensor.experimental.context_parallel`. It is not
+# beside ours here because it does not run on a CPU (torch 2.13 has no sharding rule for the attention there).
+#
+# ## Questions
+#
+# **1.** In the ring of exercise 11.2, rank 0 has nothing to see in the steps 1 to 3. Why may it not stop after step 0?
+#
+# <details><summary>Answer</summary>
+#
+# Rank 1 waits for a message from rank 0 in every step, so it would hang. Under a causal mask with pieces in a row,
+# nobody needs what rank 0 passes on in the later steps: a part that has come round to rank 0 is later than all queries
+# that it still meets. So **all** ranks could agree to stop sending such parts. But one rank alone may not. And with
+# zig-zag every part is needed everywhere.
+# </details>
+#
+# **2.** You double the number of ranks of a ring and keep S. How do the bytes that a rank sends change, and how does
+# its work?
+#
+# <details><summary>Answer</summary>
+#
+# A part is half as large, and there are 2p - 1 hops in place of p - 1. So the bytes stay about the same, 3 (p - 1)/p
+# times the K and V of the whole sequence. The work of a rank halves. So messages become harder to hide: there are S/p
+# operations for each byte.
+# </details>
+#
+# **3.** A model has 32 query heads and 8 key/value heads, and trains with tp = 4. How large can cp be with all-to-all,
+# and how large with a ring?
+#
+# <details><summary>Answer</summary>
+#
+# Each rank of tp has 2 key/value heads, so the all-to-all can share them over 2 ranks, unless heads are copied. A ring
+# takes any number of ranks.
+# </details>
+#
+# **4.** From lesson 10: with cp = 4, for which weights does a rank have only a part of the gradient? And with tp = 4
+# and sequence parallelism?
+#
+# <details><summary>Answer</summary>
+#
+# With cp all weights are shared by ranks that see different tokens, so all gradients are summed. With sequence
+# parallelism it is only what stands outside the products: norms, positions, and biases after a reduce-scatter.
+# </details>
+#
+# ## Recap
+#
+# | concept | formula or fact | in labcode |
+# |---|---|---|
+# | merge of two blocks | weights e^(lse of the block)/e^(lse of both) | `parallel.attention_block.merge` |
+# | ring, forward | p - 1 messages of K and V; source = (rank - step) mod p | `parallel.context.RingAttention` |
+# | ring, backward | once more round, and dK, dV behind: 3 (p - 1) kv in all | `parallel.context.RingAttention` |
+# | zig-zag | chunks r and 2p - 1 - r | `parallel.context.take_own` |
+# | gather | 2 (p - 1) kv, keeps all keys | `parallel.context.GatherAttention` |
+# | all-to-all | 4 (p - 1)/p kv, needs heads | `comm.collectives.all_to_all` |
+#
+# ## Sources
+#
+# - Liu et al. 2023, *Ring Attention with Blockwise Transformers*, arXiv:2310.01889.
+# - Milakov and Gimelshein 2018, *Online normalizer calculation for softmax*, arXiv:1805.02867; Dao et al. 2022,
+#   *FlashAttention*, arXiv:2205.14135; Dao 2023, arXiv:2307.08691: backward from the lse alone.
+# - Brandon et al. 2023, *Striped Attention*, arXiv:2311.09431: balance under a causal mask. Zig-zag:
+#   <https://github.com/zhuzilin/ring-flash-attention>.
+# - Jacobs et al. 2023, *DeepSpeed Ulysses*, arXiv:2309.14509: the all-to-all.
+# - Llama Team 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783: the gather.
+# - Fang and Zhao 2024, *USP*, arXiv:2405.07719: all-to-all and ring together.
+
+# %%
+ranks.close()
