@@ -114,6 +114,14 @@ FIRES = {
         ["S21"],
     ),
     "bad exit, behind another command": (RANKS + "clear; srun python t.py 2>&1\n", ["S21"]),
+    "cpus, with a program of its own": (
+        ONE + "#SBATCH -c 8\nsrun acorn train $@\n",
+        ["S35"],
+    ),
+    "the default port, whatever MASTER_PORT says": (
+        ONE + "export MASTER_PORT=$RANDOM\ntorchrun --nproc-per-node=2 train.py\n",
+        ["S26"],
+    ),
     "state of tee": (RANKS + "srun -K python t.py 2>&1 | tee log\n", ["S20"]),
     "state of a later command": (RANKS + "srun -K python t.py\nmv a b\n", ["S20"]),
     "state of a later launch": (RANKS + "srun -K python a.py\nsrun -K python b.py\n", ["S20"]),
@@ -131,6 +139,8 @@ SILENT = {
     "port by expr": "export MASTER_PORT=$(expr 10000 + $(echo -n $SLURM_JOBID | tail -c 4))\n",
     "port by chance": "export MASTER_PORT=$RANDOM\ntorchrun --master_port $MASTER_PORT t.py\n",
     "port by the first of two": "torchrun --standalone --nproc-per-node=2 train.py\n",
+    "a port that nobody uses": "MASTER_PORT=15000\ntorchrun --standalone train.py\n",
+    "a trap in a file that is read": "#SBATCH --signal=B:USR1@60\nsource lib/requeue.sh\n",
     "usage in a comment": "# sbatch --nodes=2 this.sh\n",
     "a directive that is switched off": "##SBATCH --nodes=2\n#####SBATCH -p new\n",
     "an alternative in a comment": "# SBATCH --time=20\n",

@@ -38,6 +38,7 @@ DEEPSPEED = r"(?:^|[\s/;])(?:deepspeed|deepspeed\.launcher\.(?:runner|launch))(?
 _PYTHON = r"(?:^|[\s/;])python[\d.]*\s+(?:-[uOBIsE]+\s+)*(?:-m\s+[\w.]+|[^\s-]\S*\.py\b|\$\S+)"
 _OTHER_PROGRAMS = (
     r"(?:^|[\s/;])(?:composer|lightning|litgpt|fairseq-train|fairseq-hydra-train|vllm\s+serve)\s"
+    r"|^\S+\s+(?:train|pretrain|finetune|fit)(?=\s|$)"
 )
 _SCRIPT = r"^(?:(?:/\S*/)?(?:bash|sh)\s+(?:-\w+\s+)*)?[^\s;]+\.(?:sh|bash|slurm)(?![^\s;])"
 _RANKS = "|".join((TORCHRUN, ACCELERATE, DEEPSPEED, _PYTHON, _OTHER_PROGRAMS, _SCRIPT))

@@ -276,7 +276,7 @@ def _nobody_waits(script: Script, facts: Facts) -> Found:
     if not script.trainings:
         return
     last = script.trainings[-1]
-    waiting = r"(^|[\s;&])(wait|fg)\b|sleep\s+(inf|\d+[hd]|\d{4,})|\b(while|until)\b|tail\s.*--pid"
+    waiting = r"(^|[\s;&])(wait|fg)\b|sleep\s+(inf|\d+[mhd]|\d{4,})|\b(while|until)\b|tail\s.*--pid"
     later = [command for command in script.commands if command.line >= last.line]
     started = [launch for launch in script.launches if launch.order > last.order]
     busy = [launch for launch in started if launch.end != "&" and _long(launch)]
@@ -524,9 +524,11 @@ def _cpus(script: Script, facts: Facts) -> Found:
 )
 def _port(script: Script, facts: Facts) -> Found:
     ports = set()
+    own = [launch.has(r"--standalone\b") for launch in script.trainings]
     for command in script.commands:
         port = command.match(_FIXED_PORT)
-        if port is None or command.has(r"^(echo|printf)\b"):
+        # --standalone finds a free port, whatever the variable says
+        if port is None or command.has(r"^(echo|printf)\b") or (own and all(own)):
             continue
         number = next(part for part in port.groups() if part)
         if number not in ports:

@@ -146,7 +146,9 @@ def _no_time(script: Script, facts: Facts) -> Found:
 )
 def _time_form(script: Script, facts: Facts) -> Found:
     time = script.option("time")
-    if time and time.value and script.minutes is None and not time.is_template:
+    if time is None or not time.value or time.is_template or "$" in time.value:
+        return
+    if script.minutes is None:
         yield time.line, time.value
 
 
@@ -231,16 +233,20 @@ def _signal_to_shell(script: Script, facts: Facts) -> Found:
 @rule(
     "S15",
     "a signal is asked for and nothing catches it: add a trap",
-    "bash dies of USR1 at once, the ranks are killed without a checkpoint, and the lead time is "
-    "lost",
+    "bash dies of the signal at once, the ranks are killed without a checkpoint, and the lead time "
+    "is lost",
     "#!/bin/bash\n#SBATCH --signal=B:USR1@60\nsrun python train.py\n",
     "#!/bin/bash\n#SBATCH --signal=B:USR1@60\ntrap save USR1\nsrun python train.py &\nwait\n",
 )
 def _no_trap(script: Script, facts: Facts) -> Found:
     asked = script.option("signal")
     name = re.match(r"R?B:(?:SIG)?(\w+)", asked.value) if asked else None
-    caught = script.found(rf"\btrap\b.*\b(SIG)?{name[1]}\b|^exec\s|\btrap\b.*\$") if name else ()
-    if asked and name and not caught:
+    if asked is None or name is None:
+        return
+    # by a trap here, by the program that takes the shell's place, or in a file that is read
+    caught = rf"\btrap\b.*\b(SIG)?{name[1]}\b|^exec\s|\btrap\b.*\$"
+    elsewhere = r"^(source|\.)\s+(?!\S*(env|conda|profile|bashrc|setup|module))\S+\.(sh|bash)\b"
+    if not script.found(caught) and not script.found(elsewhere):
         yield asked.line, asked.value
 
 
