@@ -13,22 +13,23 @@
 # %% [markdown]
 # # 08 · Communicator grids
 #
-# A large model is cut in several ways at once: copies of it read different data, its layers are spread over GPUs, and each layer is cut as
-# well. Every rank then belongs to several groups, and talks to each about something else. This lesson is about who belongs to whom, and
-# about a choice that costs no line of model code and can cost most of the speed: which ranks are neighbours.
+# Until now all ranks did the same: each held the whole model, and they shared out the data. A large model is cut in
+# several ways at once. Some ranks hold other layers than the rest, some hold other parts of the same layer, and still
+# there are copies that read different data. Every rank then belongs to several groups, and it talks to each of them
+# about something else. In this lesson you write the arithmetic that says who belongs to whom, you make the groups, and
+# you choose a grid by what it costs.
 #
 # ## Goals
 #
-# - turn a rank into coordinates and back, and name the members of any group;
-# - say what the **order** of a grid changes, and what it does not;
-# - predict how many bytes of a training step cross between nodes, and count them in a real run;
-# - recognise what happens when ranks make their groups in different orders.
+# - turn a rank into coordinates, and find all groups along any axes, for any order of the axes;
+# - make the process groups on every rank, and recognise the errors that come from making them carelessly;
+# - predict to the byte what a step of training sends between nodes, and check it against a real run;
+# - choose the sizes and the order of a grid by what they cost.
 #
-# **Time**: 60 minutes. **Needs**: lesson 01 (the ring all-reduce and its bytes).
+# **Time**: 60 minutes. **Needs**: lesson 01 (the ring all-reduce and its bytes) and lesson 04 (data parallelism).
 
 # %%
 import itertools
-import time
 from collections import Counter
 from dataclasses import replace
 from datetime import timedelta
@@ -40,278 +41,311 @@ from torch.distributed.device_mesh import init_device_mesh
 from labcode.comm import ring
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
-from labcode.perf import traffic as placement
-from labcode.perf.flops import training_flops_per_sample
+from labcode.perf.traffic import across_nodes, step_traffic
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach.check import check, compare
+from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l08
 from labcode.teach.figures import plot
+from labcode.teach.labs.l08_costs import cheapest, costs, table
 from labcode.topology import AXES, GridShape
-from labcode.units import si
+
+ranks = Ranks(4, timeout_s=15)
 
 # %% [markdown]
 # ## 1. From one number to coordinates
 #
-# Four ways to divide the work, four **axes**. Each has a lesson of its own; here it is enough to know what they divide.
+# There are four common ways to divide the work, and we call each of them an **axis**. Each has a lesson of its own;
+# here it is enough to know what its ranks share out, and what they send each other.
 #
-# | axis | what its ranks share out | what they say to each other |
+# | axis | what its ranks share out | what they send each other |
 # |---|---|---|
-# | dp, data parallel | the samples; the weights are copies | sum of the gradients |
-# | pp, pipeline parallel | the layers, in consecutive **stages** | activations, from stage to stage |
+# | dp, data parallel | the samples; each has a copy of the weights | the sum of the gradients (lesson 04) |
+# | pp, pipeline parallel | the layers, in consecutive **stages** | activations, from each stage to the next |
 # | cp, context parallel | the tokens of each sequence | keys and values of the attention |
 # | tp, tensor parallel | the inside of each layer | sums of partial results |
 #
-# The sizes multiply to the number of ranks. Two machines with 8 GPUs each may be dp = 2, pp = 2, cp = 1, tp = 4: two copies of the model,
-# each of two stages, each layer cut in four.
+# The sizes of the axes multiply to the number of ranks. Take two machines with 8 GPUs each, 16 ranks, and the sizes dp
+# = 2, pp = 2, cp = 1 and tp = 4. There are two copies of the model, each copy has two stages, and each layer of a stage
+# is cut into four parts.
+#
+# A launcher tells a process one number only: its rank. Its place on every axis, its **coordinates**, must follow from
+# that number. It works as with a clock, where 3725 seconds are 1 hour, 2 minutes and 5 seconds. The seconds tick
+# fastest; when they have gone round, the minutes move on by one. In the same way one axis of the grid ticks fastest.
+# The **order** of a grid names the axes from the fastest to the slowest. In `tp-cp-dp-pp`, which is the usual one, tp
+# ticks fastest.
+
+# %% tags=["figure"]
+shape = GridShape(dp=2, pp=2, tp=4)  # order="tp-cp-dp-pp"
+plot.digits(
+    shape, title="tp changes at every rank, dp at every fourth, pp at every eighth",
+    alt="Sixteen ranks with their coordinates: tp counts 0 to 3 again and again, "
+        "dp changes after four ranks and pp after eight",
+)
 
 # %% [markdown]
-# All that a launcher tells a process is one number, its rank. The coordinates are in it, as hours, minutes and seconds are in a count
-# of seconds. The **order** says which axis ticks fastest. In `tp-cp-dp-pp`, tp does: ranks 0, 1, 2, 3 differ in tp only. Then cp moves
-# on, then dp, then pp. With the sizes in capitals,
+# Let us do one by hand: rank 6. Divide by the size of the fastest axis: 6 = 1 · 4 + **2**, so tp is 2, and 1 is left.
+# The next axis is cp with size 1: 1 = 1 · 1 + **0**, so cp is 0 and 1 is left. Then dp with size 2: 1 = 0 · 2 + **1**,
+# so dp is 1, and 0 is left for pp. The picture agrees. Numbers whose digits have different sizes, like these, or like
+# hours, minutes and seconds, are called **mixed radix**.
 #
-# $$\text{rank} = tp + TP\,(cp + CP\,(dp + DP \cdot pp)).$$
-#
-# **Predict.** In the grid above, what are the coordinates of rank 13? And with which other rank does it sum its gradients: the rank
-# that agrees with it in everything but dp?
+# **Predict.** What are the coordinates tp, dp and pp of rank 13? And with which other rank does it add up its
+# gradients? That is the rank which agrees with it in everything but dp.
 
 # %% tags=["predict"]
-tp_guess, dp_guess, pp_guess = 13 % 4, 13 // 4 % 2, 13 // 8  # 13 = 1 + 4 * (1 + 2 * 1)
-partner_guess = 13 - 4
+tp_of_13 = 13 % 4
+dp_of_13 = 13 // 4 % 2
+pp_of_13 = 13 // 8
+other_rank = 13 - 4
 
 # %% tags=["nbval-check-output"]
-shape = GridShape(dp=2, pp=2, tp=4)  # order="tp-cp-dp-pp"
 coords = shape.coords(13)
 print(coords)
-for axis, guess in {"tp": tp_guess, "dp": dp_guess, "pp": pp_guess}.items():
-    compare(f"{axis} coordinate of rank 13", guess, coords[axis], within=1)
-compare("the other rank of its dp group", partner_guess, shape.rank(**coords | {"dp": 0}), within=1)
-
-# %% [markdown]
-# A **group** along an axis holds the ranks that differ in this axis alone. Fix all other coordinates, let one run: that is a group. So every
-# rank is in exactly one group of each axis, and the groups of an axis together hold every rank once: they are a **partition** of the
-# world. A launcher fills one machine, called a **node**, before it goes on to the next; in the picture, ranks of one tp group have the
-# same colour and letter.
-
-# %% tags=["figure", "nbval-check-output"]
-for axis in ("tp", "dp", "pp"):
-    groups = shape.groups(axis)
-    once = sorted(itertools.chain(*groups)) == list(range(shape.world_size))
-    print(f"{axis}: {len(groups)} groups, every rank once: {once}:", *groups)
-plot.grid(shape, color_by="tp", nodes=2, alt="Two nodes of eight ranks; each tensor-parallel group is four neighbours on one node")
+compare("tp of rank 13", tp_of_13, coords["tp"], within=1)
+compare("dp of rank 13", dp_of_13, coords["dp"], within=1)
+compare("pp of rank 13", pp_of_13, coords["pp"], within=1)
+for group in shape.groups("dp"):
+    if 13 in group:
+        compare("the other rank of its dp group", other_rank, group[0], within=1)
 
 # %% [markdown] tags=["exercise"]
-# **Takeaway: a rank is a number in mixed radix. Its digits say which part of the work it does; the ranks that differ in one digit are the
-# group that talks about that axis.**
+# ### Exercise 8.1 · Coordinates, in any order
 #
-# ### Exercise 8.1 · The way back
-#
-# Write the formula for the default order as code: the rank at given coordinates. One line. Sizes are `shape.tp`, `shape.cp` and so on.
+# Write the division of the example for any sizes and any order. `order` is a text such as `"dp-pp-tp-cp"`, fastest axis
+# first. `sizes` is a dictionary, for instance `{"dp": 2, "pp": 2, "cp": 1, "tp": 4}`. Use nothing of `GridShape`: you
+# are about to write it.
 
 # %% tags=["exercise"]
-def my_rank(shape, tp, cp, dp, pp):
-    """The rank at these coordinates in the order tp-cp-dp-pp."""
+def my_coords(rank, sizes, order):
+    """The coordinates of a rank, {axis: coordinate}."""
     ### BEGIN SOLUTION
-    return tp + shape.tp * (cp + shape.cp * (dp + shape.dp * pp))
+    coords = {}
+    for axis in order.split("-"):
+        coords[axis] = rank % sizes[axis]
+        rank = rank // sizes[axis]
+    return coords
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.1", lambda: l08.rank_of(my_rank))
+check("8.1", lambda: l08.coords_of(my_coords))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes with the exercise. Most people get it right at once; those who do not have read the
+# order from slow to fast, or divide before they take the remainder. Somebody always loops `while rank > 0`, which
+# leaves out the slow axes of the low ranks. Ask the room: how would you go back from coordinates to the rank? (Multiply
+# and add, from the slowest axis to the fastest. It is Horner's scheme.)
+
+# %% [markdown]
+# ## 2. Groups
+#
+# A **group** along an axis holds the ranks that differ along this axis and nowhere else. All other coordinates are
+# fixed, and this one runs. So every rank is in exactly one group of each axis, and the groups of an axis together hold
+# every rank once. In the picture, the ranks of one tp group have the same colour and the same letter. A launcher fills
+# one machine, called a **node**, before it goes on to the next.
+
+# %% tags=["figure"]
+print("tp groups:", shape.groups("tp"))
+print("dp groups:", shape.groups("dp"))
+plot.grid(
+    shape, color_by="tp", nodes=2,
+    alt="Two nodes of eight ranks; each tensor-parallel group is four neighbours "
+        "on one node",
+)
+
+# %% [markdown]
+# How far apart are two neighbours of a group? One step along an axis passes over all the ranks that the faster axes
+# fill. This distance is called the **stride** of the axis: the product of the sizes of all faster axes. In the picture
+# dp has the stride 4, because tp fills four ranks before dp moves on.
+#
+# **Predict.** We keep the sizes dp = 2, pp = 2 and tp = 4, and take the order `dp-pp-tp-cp`: dp ticks fastest now, and
+# tp is slower than dp and pp. What is the stride of tp? What is the last member of the tp group of rank 0?
+
+# %% tags=["predict"]
+stride_of_tp = 2 * 2
+last_member = 3 * 4
+
+# %% tags=["figure", "nbval-check-output"]
+turned = replace(shape, order="dp-pp-tp-cp")
+first_group = turned.groups("tp")[0]
+print("tp group of rank 0:", first_group)
+compare("stride of tp", stride_of_tp, first_group[1] - first_group[0], within=1)
+compare("last member", last_member, first_group[-1], within=1)
+plot.grid(
+    turned, color_by="tp", nodes=2,
+    alt="The same nodes in the order dp-pp-tp: every tensor-parallel group has two ranks "
+        "on each",
+)
+
+# %% [markdown]
+# The sizes are the same, there are as many groups as before, and each rank computes what some rank computed before. The
+# training gives the same losses. But now every tp group reaches over both nodes, and the dp groups, 0 and 1, 2 and 3,
+# are next to each other.
+#
+# Axes also work **together**. Ranks along cp hold the same weights and see other tokens, just as ranks along dp hold
+# the same weights and see other samples. So the gradient of a weight is summed over both. The group for that sum is
+# `groups("dp", "cp")`: all ranks that agree in pp and tp.
+
+# %% tags=["nbval-check-output"]
+four_axes = GridShape(dp=2, pp=2, cp=2, tp=2)
+print("along dp:       ", four_axes.groups("dp"))
+print("along dp and cp:", four_axes.groups("dp", "cp"))
+
+# %% [markdown]
+# **Takeaway: the order of the axes never changes what is computed. It decides how far apart the members of a group are,
+# and so which groups stay inside a node.**
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 8.2 · Groups from coordinates
+# ### Exercise 8.2 · All groups, along any axes
 #
-# Now the groups, for any order, from `shape.coords(rank)` and `itertools` (or a dictionary), without `shape.groups`. The ranks of a group ascend;
-# the order of the groups is up to you. Three or four lines.
+# This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. Write it with
+# `my_coords`, or from nothing. `axes` is a tuple with any number of axes: `("tp",)`, `("dp", "cp")`, or even `()`,
+# whose groups are single ranks. Return a list of groups, each of them a list of ranks that ascend. The order of the
+# groups is up to you.
 
 # %% tags=["exercise"]
-def my_groups(shape, axis):
-    """All groups along `axis` as lists of ranks."""
+def my_groups(sizes, order, axes):
+    """All groups along `axes`: the ranks of a group agree in every other axis."""
     ### BEGIN SOLUTION
-    def others(rank):
-        return [coord for name, coord in shape.coords(rank).items() if name != axis]
-    together = itertools.groupby(sorted(range(shape.world_size), key=others), key=others)
-    return [list(members) for _, members in together]
+    world_size = 1
+    for size in sizes.values():
+        world_size *= size
+    together = {}
+    for rank in range(world_size):
+        coords = my_coords(rank, sizes, order)
+        fixed = tuple(coords[axis] for axis in sizes if axis not in axes)
+        if fixed not in together:
+            together[fixed] = []
+        together[fixed].append(rank)
+    return list(together.values())
     ### END SOLUTION
 
 # %% tags=["check"]
 check("8.2", lambda: l08.groups_of(my_groups))
 
 # %% [markdown]
-# ## 2. The same sizes in another order
-#
-# How far apart are two neighbours of a group? One step along an axis passes over all ranks that the faster axes fill. That distance is the
-# axis's **stride**: the product of the sizes of all faster axes.
-#
-# **Predict.** Keep dp = 2, pp = 2, tp = 4, but let dp tick fastest and tp slowest: `dp-pp-tp-cp`. What is the stride of tp, and what is
-# the last member of the tp group of rank 0?
-
-# %% tags=["predict"]
-stride_guess = 2 * 2
-last_guess = 3 * 4
-
-# %% tags=["figure", "nbval-check-output"]
-turned = replace(shape, order="dp-pp-tp-cp")
-first = turned.groups("tp")[0]
-print("tp group of rank 0:", first)
-compare("stride of tp", stride_guess, first[1] - first[0], within=1)
-compare("last member", last_guess, first[-1], within=1)
-plot.grid(turned, color_by="tp", nodes=2, alt="The same two nodes in the order dp-pp-tp: every tensor-parallel group has two ranks on each node")
-
-# %% [markdown]
-# Same sizes, same number of groups, same arithmetic in each. The training run gives the same losses. What changes is where the members
-# sit: now every tp group reaches over both nodes, while the dp pairs, 0 and 1, 2 and 3, are next to each other.
-#
-# Axes also act **together**. Ranks along cp hold the same weights and see other tokens, just as ranks along dp see other samples. So a
-# weight's gradient is summed over both: over `groups("dp", "cp")`, the ranks that agree in pp and tp.
-
-# %% tags=["nbval-check-output"]
-four_axes = GridShape(dp=2, pp=2, cp=2, tp=2)
-print("dp:       ", four_axes.groups("dp"))
-print("dp and cp:", four_axes.groups("dp", "cp"))
-
-# %% [markdown]
-# **Takeaway: the order never changes what is computed. It changes the distance between the members of a group, and so which groups stay
-# inside a node.**
-
-# %% [markdown]
-# ## 3. Two kinds of links
-#
-# A cluster is a **two-level topology**. Inside a node, GPUs talk over NVLink: on an H100, 450 GB/s in each direction. Between nodes,
-# each GPU has a network card; a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. So the same message takes nine
-# times as long once it leaves the node.
-#
-# So count the bytes that cross. Take a GPT of GPT-3's family with 7 billion parameters, and a step of 256 sequences. *act* is the activation
-# that a rank holds between two layers for its samples: samples × tokens × hidden size × 2 bytes (bfloat16). Gradients have 4 bytes.
-#
-# | axis | what is sent in one step |
-# |---|---|
-# | tp | for each layer 4 ring all-reduces of *act*: 2 forward, 2 backward (Narayanan et al. 2021) |
-# | cp | for each layer the keys and values forward, their gradients backward |
-# | pp | *act* to the next stage, as much gradient back |
-# | dp | one ring all-reduce of the gradients of the rank's own weights |
+# Here is how labcode writes it. It goes the other way: it runs through all coordinates that are fixed within a group,
+# and computes the ranks from them. Which of the two does less work if there are ten thousand ranks, and you need one
+# group only?
 
 # %%
-model = gpt_shape("gpt_7b")
-NVLINK, INFINIBAND = 450e9, 50e9  # bytes per second, each way, per GPU; see Sources
-ORDERS = ["-".join(order) for order in itertools.permutations(("tp", "dp", "pp"))]
-SHAPES = {order: replace(shape, order=f"{order}-cp") for order in ORDERS}
+show_source(GridShape.groups)
 
-def crossing(shape, ranks_per_node=8, batch=256):
-    """{axis: bytes that cross between nodes in one step}."""
-    traffic = placement.step_traffic(model, shape, global_batch=batch)
-    return {axis: placement.across_nodes(sent, ranks_per_node) for axis, sent in traffic.items()}
-
-print(f"{si(model.num_parameters)} parameters, {model.num_layers} layers, hidden size {model.hidden_size}, {model.context_length} tokens")
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes for section 2. The usual mistake in 8.2 is to group by the coordinates along `axes`
+# in place of the others: ask what the ranks of a group have in common. `for axis in order.split("-") if axis not in
+# axes` and a dictionary of lists is all it takes. Answer to the question above: labcode's way computes the members of
+# one group directly, the dictionary has to look at all ranks.
 
 # %% [markdown]
-# A ring over p ranks sends 2 (p − 1)/p times the tensor over each of its p links (lesson 01). Sorted by node, a ring over two nodes
-# crosses **twice**: once over, once back. All its other links stay inside.
+# ## 3. Make the groups real
 #
-# **Predict.** In the order `tp-pp-dp`, ranks r and r + 8 hold the same eighth of the weights and sum its gradients: eight rings of two. How many
-# bytes cross in a step? In the order `dp-pp-tp`, four tp rings of four cross; a stage has 16 layers, each of the two copies reads 128
-# sequences. How many times as many bytes cross?
-
-# %% tags=["predict"]
-dp_crossing_guess = 16 * (2 * 1 / 2) * model.num_parameters / 8 * 4  # 16 crossing links, each carries the rank's gradients once
-tp_crossing_guess = 8 * (2 * 3 / 4) * (4 * 16) * (128 * 2048 * 4096 * 2)  # 8 crossing links, 4 all-reduces in 16 layers, act
-factor_guess = tp_crossing_guess / dp_crossing_guess
+# So far this was arithmetic. `dist.new_group(members)` makes a process group of some ranks. It is itself a collective:
+# **all** ranks of the job have to call it, members or not, and in the **same order**. Each rank counts its calls, and
+# the count becomes the group's name. Under that name the members leave their addresses in the store (lesson 01) and
+# look for each other's.
+#
+# What if the order differs? Suppose that rank 3 makes the dp groups before the tp groups. That happens when code loops
+# over a `set` of names of axes, because Python orders the strings of a set differently in each process. Let us do it on
+# purpose, with four ranks, dp = 2 and tp = 2. Every rank then adds up the ranks of its groups.
 
 # %% tags=["nbval-check-output"]
-for order, ordered in SHAPES.items():
-    print(f"{order}: ", "   ".join(f"{axis} {si(size, 'B')}" for axis, size in crossing(ordered).items() if size))
-worst, good = (sum(crossing(SHAPES[order]).values()) for order in ("dp-pp-tp", "tp-pp-dp"))
-compare("bytes that cross, tp-pp-dp", dp_crossing_guess, good, within=1.01, unit="B")
-compare("dp-pp-tp, times as many", factor_guess, worst / good, within=1.01)
+TP_GROUPS = [[0, 1], [2, 3]]
+DP_GROUPS = [[0, 2], [1, 3]]
+
+def sum_over(members_of_groups, made, rank):
+    """The sum of the ranks over this rank's group."""
+    total = torch.tensor(rank)
+    for members in members_of_groups:
+        if rank in members:
+            dist.all_reduce(total, group=made[str(members)])
+    return total.item()
+
+def careless(rank):
+    in_order = TP_GROUPS + DP_GROUPS
+    if rank == 3:
+        in_order = DP_GROUPS + TP_GROUPS
+    made = {}
+    for members in in_order:
+        made[str(members)] = dist.new_group(members)
+    return {
+        "tp": sum_over(TP_GROUPS, made, rank),
+        "dp": sum_over(DP_GROUPS, made, rank),
+    }
+
+for rank, sums in enumerate(ranks.run(careless)):
+    print(f"rank {rank}: {sums}")
 
 # %% [markdown]
-# On two nodes only the **slowest** axis crosses: the faster ones fill a node before it ticks. Tensor parallelism sends by far the most, because it
-# sends activations in every layer and for every sample, while gradients travel once per step and only stage boundaries send activations
-# along pp. With smaller nodes more axes have to cross. The picture shows the same 16 ranks on two nodes of 8 and on four nodes of 4.
-
-# %% tags=["figure"]
-both = {order: {f"{16 // n} nodes of {n}": sum(crossing(ordered, n).values()) / 1e9 for n in (8, 4)} for order, ordered in SHAPES.items()}
-plot.bars(both, ylabel="GB between nodes in one step, log scale", logy=True, fmt="{:.0f}", title="7 billion parameters on 16 GPUs",
-          alt="With tp fastest 34 to 88 gigabytes cross, with tp slowest more than a thousand; in the middle it depends on the size of the node")
-
-# %% [markdown]
-# An order with tp in the middle is good on nodes of 8 and bad on nodes of 4: there a node holds the fastest axis and half of tp. With tp
-# fastest, nothing of tp ever crosses as long as tp fits into a node. Hence the rule of Narayanan et al.: tensor parallel up to the size of
-# a node, pipeline and data parallel across nodes.
+# There was no error and no hang. But rank 3 is in the tp group [2, 3], whose sum is 5, and it got 4. Its dp group is
+# [1, 3], with the sum 4, and it got 5. This table shows which group each rank made in its four calls:
 #
-# What do bytes cost? In a ring all links carry the same bytes at the same time, so the **slowest link decides**: the same ring takes nine
-# times as long when it leaves the node. With the peak speeds of the links, the seconds of tp are:
+# | call | ranks 0, 1 and 2 | rank 3 | who meets under this name |
+# |---|---|---|---|
+# | 1 | tp [0, 1] | dp [0, 2] | 0 and 1 |
+# | 2 | tp [2, 3] | dp [1, 3] | 2, for its tp group, and 3, for its **dp** group |
+# | 3 | dp [0, 2] | tp [0, 1] | 0 and 2 |
+# | 4 | dp [1, 3] | tp [2, 3] | 1, for its dp group, and 3, for its **tp** group |
+#
+# In call 2 rank 2 looks for its tp partner, and finds rank 3, who believes that it has met rank 1 of its dp group. In
+# training, activations would be added to gradients. Where the sizes agree nothing stops it.
+#
+# The second mistake is to leave a rank out. Here rank 3 takes another branch and does not make the dp groups at all.
+# The group gives up after 3 seconds.
 
-# %% tags=["nbval-check-output"]
-def link_seconds(shape, ranks_per_node=8, batch=256):
-    """{axis: seconds that its slowest link is busy in one step}."""
-    node, seconds = [rank // ranks_per_node for rank in range(shape.world_size)], {}
-    for axis, sent in placement.step_traffic(model, shape, global_batch=batch).items():
-        times = [size / (NVLINK if node[a] == node[b] else INFINIBAND) for (a, b), size in sent.items()]
-        seconds[axis] = max(times, default=0.0)
-    return seconds
+# %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
+def absent(rank):
+    for members in DP_GROUPS:
+        if rank != 3:
+            dist.new_group(members, timeout=timedelta(seconds=3))
 
-outside, inside = link_seconds(SHAPES["dp-pp-tp"]), link_seconds(SHAPES["tp-pp-dp"])
-computing = training_flops_per_sample(model) * 256 / 16 / (0.4 * 989e12)
-print(f"tp inside the node {inside['tp']:.2f} s, outside {outside['tp']:.2f} s; computing at 40 % of an H100's peak {computing:.2f} s")
+ranks.run(absent)
 
 # %% [markdown]
-# With tp inside the node, its traffic is an eighth of the computing time; outside, it takes longer than the computing. And it cannot hide: the next
-# matrix product needs the sum. The gradients of dp can travel while backward still computes (lesson 04). These are the links' best
-# speeds, so real runs lose more, and latency comes on top.
-#
-# Which of dp and pp should be slowest? Both need few bytes, but they depend on the batch in different ways.
-
-# %% tags=["figure"]
-batches = [2**k for k in range(5, 13)]
-plot.lines({f"{axis} slowest": [sum(crossing(SHAPES[order], batch=b).values()) / 1e9 for b in batches]
-            for axis, order in {"tp": "dp-pp-tp", "dp": "tp-pp-dp", "pp": "tp-dp-pp"}.items()},
-           x=batches, logx=True, logy=True, xlabel="sequences per step", ylabel="GB between nodes", title="Two nodes of 8",
-           alt="Bytes of tp and pp grow with the batch, those of dp do not; pp and dp meet at about four hundred sequences")
+# The error names rank 1, which is the one that **waited**. What follows the colon, what each rank did, is added by our
+# pool; a job on a cluster does not tell you. There, who is missing can be read from the key in the message: in gloo's
+# text, `0/1` is the address that member 1 of the group should have left for its member 0. Member 1 of the group [1, 3]
+# is rank 3. NCCL words it differently, but the question is the same: which member of which group never came?
 
 # %% [markdown] tags=["exercise"]
-# Activations grow with the batch, gradients do not. Both choices exist: Megatron-LM's default has pp slowest (`tp-cp-ep-dp-pp`; ep divides
-# experts), Llama 3 was trained with dp slowest (`TP, CP, PP, DP`), because dp's traffic can be sent ahead of need.
+# ### Exercise 8.3 · Make them all
 #
-# **Takeaway: put the axis that sends most into the node. Tensor parallel comes first in the order; whether dp or pp comes last depends on the
-# batch, and on what can hide.**
-#
-# ### Exercise 8.3 · Find the order
-#
-# With four axes there are 24 orders. Write a function that returns one with the fewest bytes between nodes, by trying them all.
-# `itertools.permutations(AXES)`, `replace(shape, order=...)`, `placement.step_traffic` and `placement.across_nodes` are all you need.
+# Write the function that a rank calls to get its groups. `groups_of` is a dictionary that gives for each axis all its
+# groups, as exercise 8.2 does: `{"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]], ...}`. Return this rank's own process
+# group for each axis. Careful: the dictionary has the same content on all ranks, but rank 3 has it in another order.
 
 # %% tags=["exercise"]
-def best_order(model, shape, ranks_per_node, global_batch):
-    """An order such as "tp-cp-dp-pp" for which the fewest bytes of a step cross between nodes."""
+def connect(rank, groups_of):
+    """This rank's process group along each axis, {axis: group}."""
     ### BEGIN SOLUTION
-    def cost(order):
-        step = placement.step_traffic(model, replace(shape, order=order), global_batch=global_batch)
-        return sum(placement.across_nodes(sent, ranks_per_node) for sent in step.values())
-    return min(map("-".join, itertools.permutations(AXES)), key=cost)
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            group = dist.new_group(members)
+            if rank in members:
+                own[axis] = group
+    return own
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.3", lambda: l08.best_order(best_order, model))
+check("8.3", lambda: l08.connected(connect, ranks))
 
 # %% [markdown]
-# ## 4. Now run it
+# In labcode `Grid.create(shape)` does this for every combination of axes, and goes through them in one fixed order.
+# Three axes have size 1 in many jobs, and their groups have one member. They are real groups all the same, so that
+# model code never has to ask whether an axis is in use.
 #
-# `GridShape` is arithmetic. `Grid.create(shape)` makes the groups real: every rank calls it and gets one process group for each combination of
-# axes. To see who is with whom, let every rank bring its own number and sum it over each of its groups.
-#
-# **Predict.** Four ranks, dp = 2, tp = 2, default order. What does rank 3 get as the sum over its tp group, and over its dp group?
+# **Predict.** Four ranks, dp = 2, tp = 2, the usual order. What does rank 3 get as the sum of the ranks over its tp
+# group, over its dp group, and over its pp group?
 
 # %% tags=["predict"]
-tp_sum_guess = 2 + 3
-dp_sum_guess = 1 + 3
+sum_over_tp = 2 + 3
+sum_over_dp = 1 + 3
+sum_over_pp = 3
 
 # %% tags=["nbval-check-output"]
-ranks = Ranks(4, timeout_s=15)
-
 def sums(rank, shape):
-    """Sum of the ranks over this rank's group along each axis."""
-    grid, found = Grid.create(shape), {}
+    grid = Grid.create(shape)
+    found = {}
     for axis in ("tp", "dp", "pp"):
         total = torch.tensor(rank)
         dist.all_reduce(total, group=grid.group(axis))
@@ -319,208 +353,522 @@ def sums(rank, shape):
     return found
 
 small_grid = GridShape(dp=2, tp=2)
-by_rank = ranks.run(sums, small_grid)
-print(*by_rank, sep="\n")
-compare("rank 3, sum over tp", tp_sum_guess, by_rank[3]["tp"], within=1)
-compare("rank 3, sum over dp", dp_sum_guess, by_rank[3]["dp"], within=1)
+of_rank_3 = ranks.run(sums, small_grid)[3]
+compare("rank 3, sum over tp", sum_over_tp, of_rank_3["tp"], within=1)
+compare("rank 3, sum over dp", sum_over_dp, of_rank_3["dp"], within=1)
+compare("rank 3, sum over pp", sum_over_pp, of_rank_3["pp"], within=1)
 
 # %% [markdown]
-# The sum over pp is the rank itself: a group of one is a real group, so that model code never has to ask whether an axis is in use.
-#
-# PyTorch has a grid too, the `DeviceMesh`. It takes sizes and names, **slowest axis first**, and its own tensor parallelism and FSDP read
-# their groups from it. `grid.mesh` is one with the groups of our grid. Beside it, one that PyTorch makes itself:
+# PyTorch has a grid as well, the `DeviceMesh`. It takes sizes and names with the **slowest axis first**, and PyTorch's
+# own tensor parallelism and FSDP read their groups from it; you will use it in lesson 09. Every `Grid` has one, as
+# `grid.mesh`. Is it the same as a mesh that PyTorch makes itself?
 
 # %% tags=["nbval-check-output"]
+def groups_of_mesh(mesh):
+    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("tp", "dp")]
+
 def both_meshes(shape):
-    """Our mesh and PyTorch's: the array of ranks, and this rank's groups."""
-    names, ours = shape.axes[::-1], Grid.create(shape).mesh
-    theirs = init_device_mesh(ours.device_type, [shape.size(axis) for axis in names], mesh_dim_names=names)
-    return [(mesh.mesh.squeeze().tolist(), [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("tp", "dp")])
-            for mesh in (ours, theirs)]
+    ours = Grid.create(shape).mesh
+    theirs = init_device_mesh(ours.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
+    return groups_of_mesh(ours), groups_of_mesh(theirs)
 
 for rank, (ours, theirs) in enumerate(ranks.run(both_meshes, small_grid)):
-    print(f"rank {rank}: mesh {ours[0]}, tp and dp groups {ours[1]}; the same as PyTorch's: {ours == theirs}")
+    print(f"rank {rank}: tp and dp groups {ours}, the same in PyTorch: {ours == theirs}")
 
 # %% [markdown]
-# Now count the bytes. Pretend that ranks 0, 1 sit on one node and ranks 2, 3 on another, and **replay** a step of a small GPT: its
-# all-reduces along tp and dp, tensors of the true sizes, through the hand-written ring of lesson 01, which returns the bytes that it hands to
-# `isend`. Whoever sends to the other node also sleeps as long as a network of 5 MB/s would need.
-
-# %%
-small = GPTConfig(num_layers=2, num_heads=4, hidden_size=64, context_length=128, vocab_size=64)
-BATCH, SLOW = 32, 5e6  # sequences per step; bytes per second of the emulated network
-
-def replay(rank, shape):
-    """The tp and dp traffic of one step: {(from, to): bytes} and seconds."""
-    grid, sent = Grid.create(shape), Counter()
-    act = torch.zeros(BATCH // shape.dp, small.context_length, small.hidden_size)
-    gradients = torch.zeros(small.num_parameters // shape.tp)
-    dist.barrier()
-    start = time.perf_counter()
-    for axis, tensor, times in (("tp", act, 4 * small.num_layers), ("dp", gradients, 1)):
-        members = dist.get_process_group_ranks(grid.group(axis))
-        right = members[(members.index(rank) + 1) % len(members)]
-        for _ in range(times):
-            sent[rank, right] += (num_bytes := ring.all_reduce(tensor, grid.group(axis)))
-            time.sleep(num_bytes / SLOW if rank // 2 != right // 2 else 0)
-    return sent, time.perf_counter() - start
-
-# %% [markdown]
-# **Predict.** How many bytes cross between the two nodes in one step, with tp fastest (`tp-dp`) and with dp fastest (`dp-tp`)? All numbers are
-# float32, 4 bytes. A ring of two ranks sends the whole tensor once over each of its links; in either order two rings, so four links, cross. And how long
-# does a step take if everything inside a node costs nothing and the four links work at the same time?
-
-# %% tags=["predict"]
-good_bytes_guess = 4 * (small.num_parameters / 2 * 4)  # the gradients of half the weights
-bad_bytes_guess = 4 * (4 * 2) * (16 * 128 * 64 * 4)    # 4 all-reduces in each of 2 layers; act of 16 sequences
-good_s_guess, bad_s_guess = good_bytes_guess / 4 / SLOW, bad_bytes_guess / 4 / SLOW
-
-# %%
-orders = {"tp-dp": small_grid, "dp-tp": replace(small_grid, order="dp-tp-cp-pp")}
-runs = {name: [ranks.run(replay, ordered) for _ in range(3)] for name, ordered in orders.items()}
-counted = {name: sum((sent for sent, _ in run[0]), Counter()) for name, run in runs.items()}
-good_s, bad_s = (sorted(max(s for _, s in run) for run in of_order)[1] for of_order in runs.values())  # the median of three
-compare("one step, tp-dp", good_s_guess, good_s, within=2, unit="s")
-compare("one step, dp-tp", bad_s_guess, bad_s, within=1.5, unit="s")
-print(f"dp-tp takes {bad_s / good_s:.0f} times as long as tp-dp")
-
-# %% tags=["nbval-check-output"]
-compare("bytes between nodes, tp-dp", good_bytes_guess, placement.across_nodes(counted["tp-dp"], 2), within=1, unit="B")
-compare("bytes between nodes, dp-tp", bad_bytes_guess, placement.across_nodes(counted["dp-tp"], 2), within=1, unit="B")
-for name, ordered in orders.items():
-    step = placement.step_traffic(small, ordered, global_batch=BATCH, value_bytes=4)
-    predicted = sum((Counter(sent) for sent in step.values()), Counter())
-    print(f"{name}: on each of {len(predicted)} links the predicted bytes: {counted[name] == predicted}")
-
-# %% [markdown]
-# The bytes are exact, link by link. The step of the bad order comes close to its prediction, because the slow link decides. The good order takes
-# somewhat longer than predicted: copying inside a node and starting messages cost something on cores that the ranks share, and the
-# prediction called that nothing. The network is a sleep here, so the seconds check the bookkeeping and not a wire; the bytes are real.
-#
-# Who sent how much to whom, in the bad order? The white lines separate the nodes: top left and bottom right stay inside.
-
-# %% tags=["figure"]
-matrix = [[counted["dp-tp"][a, b] / 1e6 for b in range(4)] for a in range(4)]
-picture = plot.heatmap(matrix, xlabel="to rank", ylabel="from rank", unit="MB in one step", fmt="{:.2g}", title="Order dp-tp, two ranks per node",
-                       alt="Four by four ranks: with dp fastest the large tensor-parallel messages lie outside the two squares of the nodes")
-for draw in (picture.axes[0].axhline, picture.axes[0].axvline):
-    draw(1.5, color="white", lw=3)
-picture
-
-# %% [markdown]
-# **Takeaway: one string, the order, decides over the bytes between nodes. They can be predicted to the byte before anything runs.**
-
-# %% [markdown]
-# ## 5. Broken on purpose
-#
-# Making groups is itself a collective: `dist.new_group(members)` has to be called by **all** ranks of the job, members or not, in the **same
-# order**. Each rank counts its calls, and that number is the group's name, under which the members look for each other in the store.
-#
-# Suppose rank 3 makes the dp groups before the tp groups. That happens when code loops over a `set` of axis names: Python's order of strings in
-# a set differs from process to process.
-
-# %% tags=["nbval-check-output"]
-def careless(rank):
-    tp, dp = [[0, 1], [2, 3]], [[0, 2], [1, 3]]
-    made = {str(members): dist.new_group(members) for members in (dp + tp if rank == 3 else tp + dp)}
-    found = {}
-    for axis, groups in {"tp": tp, "dp": dp}.items():
-        total = torch.tensor(rank)
-        dist.all_reduce(total, group=made[str(next(members for members in groups if rank in members))])
-        found[axis] = total.item()
-    return found
-
-print(*ranks.run(careless), sep="\n")
-
-# %% [markdown]
-# No error, no hang; but compare rank 3 with the sums above: 4 and 5 in place of 5 and 4. Its group `[1, 3]` is the second it made, as `[2, 3]` is for
-# the others. So its dp group met rank 2's tp group under one name, and its tp group rank 1's dp group. In training it would add
-# activations to gradients, and where sizes agree nothing stops it. `Grid.create` goes through the axes in one fixed order.
-#
-# The second mistake is to leave a rank out. Here rank 3 took another branch and makes no dp groups. The time-out is 3 seconds; PyTorch's default is
-# 10 minutes with NCCL and 30 with gloo.
-
-# %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
-def absent(rank):
-    for members in ([0, 2], [1, 3]):
-        if rank != 3:
-            dist.new_group(members, timeout=timedelta(seconds=3))
-
-ranks.run(absent)
-
-# %% [markdown]
-# The error names rank 1, the one that **waited**. Who is missing stands in the key (with gloo): the number before `cpu` is the name of the group,
-# and `0/1` is the address that its member 1 should have left for member 0. Member 1 of `[1, 3]` is rank 3. With NCCL the text
-# differs, the question is the same: which member of which group never came?
-#
-# The third mistake is the most frequent and the cheapest, because it is found before any group exists: sizes that do not multiply to the
-# number of ranks. Read what was computed, what was found, and what to do.
+# The third mistake is the most frequent one, and the cheapest, because it is found before any group exists: sizes that
+# do not multiply to the number of ranks. Read what was computed, what was found, and what to do.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: dp*pp*cp*tp = 2*1*1*3 = 6 but WORLD_SIZE is 4"
-ranks.run(lambda: Grid.create(GridShape(dp=2, tp=3)))
+def too_large():
+    Grid.create(GridShape(dp=2, tp=3))
+
+ranks.run(too_large)
+
+# %% [markdown]
+# **Takeaway: every rank makes every group, in the same order. If one does not, the others hang when you are lucky, and
+# get wrong sums when you are not.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Let the room fill in the last column of the table before they see it. In 8.3 most
+# write `for axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the
+# groups they are in. That second version would even work here by luck, because every rank is in one group of each axis:
+# [0, 1] and [2, 3] then get one name, and their members write their addresses under the same keys.
+
+# %% [markdown]
+# ## 4. What crosses between nodes
+#
+# A cluster has two kinds of links. Inside a node, GPUs talk over NVLink: on an H100, 450 GB/s in each direction.
+# Between nodes, each GPU has a network card; a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. So the
+# same message takes nine times as long once it leaves the node. It pays to count the bytes that leave it.
+#
+# We begin with a case that is small enough to run here: a GPT of two layers on four ranks, dp = 2 and tp = 2, and we
+# pretend that ranks 0 and 1 are one node and ranks 2 and 3 another. The picture shows the rings of both axes in the
+# usual order.
+
+# %% tags=["figure"]
+plot.links(
+    small_grid, axes_shown=("tp", "dp"), nodes=2, title="Order tp-dp",
+    alt="Four ranks on two nodes: the two rings of tp stay inside, those of dp cross",
+)
+
+# %% [markdown]
+# What is sent along these links in one step of training?
+#
+# - **dp** makes one all-reduce of the gradients in each step (lesson 04).
+# - **tp** makes four all-reduces in every layer: two in forward, two in backward. Lesson 09 shows why there are four.
+#   What they add up are activations. We call *act* the activations that a rank holds between two layers: samples of the
+#   rank × tokens × hidden size numbers.
+#
+# And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01). With p = 2 that is
+# exactly once the tensor.
+#
+# Let us do the sum for dp. A rank holds half of each layer, so half of the weights, and its gradients have 4 bytes
+# each. In the picture four links of dp cross, and each carries the gradients of one rank once.
+
+# %% tags=["nbval-check-output"]
+small = GPTConfig(
+    num_layers=2, num_heads=4, hidden_size=64, context_length=128, vocab_size=64
+)
+BATCH = 32  # sequences in a step, 16 for each of the two copies
+gradient_bytes = small.num_parameters / 2 * 4
+dp_crossing = 4 * gradient_bytes
+print(f"{small.num_parameters:,} parameters")
+print(f"the gradients of a rank: {gradient_bytes:,.0f} bytes")
+print(f"between the nodes, order tp-dp: {dp_crossing:,.0f} bytes")
+
+# %% [markdown]
+# Now the other order, `dp-tp`: dp ticks fastest, ranks 0 and 1 are a dp group, and the four links of tp cross.
+#
+# **Predict.** How many bytes cross between the nodes then? One number of act has 4 bytes here (float32). Count the
+# bytes of act first, then how often it is sent over one link, then the links.
+
+# %% tags=["predict"]
+act_bytes = 16 * 128 * 64 * 4
+all_reduces = 4 * 2
+tp_crossing = 4 * all_reduces * act_bytes
+
+# %% [markdown]
+# To check both numbers we run the all-reduces of one step for real, with the ring of lesson 01, which returns the bytes
+# that it sent to the right neighbour. Only the tensors are empty; their sizes are those of the model.
+
+# %%
+def right_neighbour(rank, group):
+    members = dist.get_process_group_ranks(group)
+    place = members.index(rank)
+    return members[(place + 1) % len(members)]
+
+def one_step(rank, shape):
+    """The all-reduces of a step along tp and dp; {(sender, receiver): bytes}."""
+    grid = Grid.create(shape)
+    tp = grid.group("tp")
+    dp = grid.group("dp")
+    act = torch.zeros(BATCH // shape.dp, small.context_length, small.hidden_size)
+    gradients = torch.zeros(small.num_parameters // shape.tp)
+    sent = Counter()
+    for _ in range(4 * small.num_layers):
+        sent[rank, right_neighbour(rank, tp)] += ring.all_reduce(act, tp)
+    sent[rank, right_neighbour(rank, dp)] += ring.all_reduce(gradients, dp)
+    return sent
+
+def counted_step(shape):
+    total = Counter()
+    for sent in ranks.run(one_step, shape):
+        total += sent
+    return total
+
+# %% tags=["nbval-check-output"]
+tp_first = counted_step(small_grid)
+dp_first = counted_step(replace(small_grid, order="dp-tp-cp-pp"))
+few_bytes = across_nodes(tp_first, 2)
+many_bytes = across_nodes(dp_first, 2)
+compare("between nodes, tp-dp", dp_crossing, few_bytes, within=1, unit="B")
+compare("between nodes, dp-tp", tp_crossing, many_bytes, within=1, unit="B")
+ratio = many_bytes / few_bytes
+print(f"dp-tp sends {ratio:.1f} times as many bytes between the nodes")
+
+# %% [markdown]
+# Both are right to the byte. Tensor parallelism sends so much more because it sends activations, in every layer and for
+# every sample, while the gradients travel once in a step, however many samples there were.
+#
+# `step_traffic` of labcode does these sums for all four axes and gives the bytes of every single link. Does it agree
+# with what was counted?
+
+# %% tags=["nbval-check-output"]
+for name, counted in {"tp-dp-cp-pp": tp_first, "dp-tp-cp-pp": dp_first}.items():
+    of_axes = step_traffic(
+        small, replace(small_grid, order=name), global_batch=BATCH, value_bytes=4
+    )
+    predicted = Counter(of_axes["tp"]) + Counter(of_axes["dp"])
+    print(f"{name}: all {len(predicted)} links as counted: {predicted == counted}")
+
+# %% [markdown]
+# So we can trust it with a model that does not fit here: a GPT with 7 billion parameters on the 16 GPUs of section 1,
+# and 256 sequences in a step. Activations have 2 bytes now (bfloat16). The other two axes send:
+#
+# - **pp**: act to the next stage in forward, and as much gradient back. With pp = 2 there is one boundary.
+# - **cp**: keys and values of the attention. Our grid has cp = 1, so nothing is sent.
+#
+# **Predict.** There are 6 orders of tp, dp and pp. On two nodes of 8, which axis must be the slowest to send **most**
+# bytes between the nodes? Remember that the faster axes fill a node before the slowest one moves on.
+
+# %% tags=["predict"]
+worst_slowest_axis = "tp"
+
+# %% tags=["figure"]
+model = gpt_shape("gpt_7b")
+
+def crossing(shape, ranks_per_node, batch=256):
+    """Bytes that cross between nodes in one step, all axes together."""
+    total = 0
+    for sent in step_traffic(model, shape, global_batch=batch).values():
+        total += across_nodes(sent, ranks_per_node)
+    return total
+
+crossing_gb = {}
+for axes in itertools.permutations(("tp", "dp", "pp")):
+    order = "-".join(axes)
+    ordered = replace(shape, order=f"{order}-cp")
+    crossing_gb[order] = {
+        "2 nodes of 8": crossing(ordered, 8) / 1e9,
+        "4 nodes of 4": crossing(ordered, 4) / 1e9,
+    }
+worst = max(crossing_gb, key=lambda order: crossing_gb[order]["2 nodes of 8"])
+compare("slowest axis of the worst order", worst_slowest_axis, worst.split("-")[-1])
+by_cost = dict(sorted(crossing_gb.items(), key=lambda item: sum(item[1].values())))
+plot.bars(
+    by_cost, ylabel="GB between nodes in one step", logy=True, fmt="{:.0f}",
+    title="Little crosses with tp fastest, very much with tp slowest",
+    alt="With tp fastest 34 to 88 gigabytes cross, with tp slowest more than a "
+        "thousand; in the middle it depends on the size of the node",
+)
+
+# %% [markdown]
+# On two nodes only the slowest axis crosses. On smaller nodes more axes have to cross: an order with tp in the middle
+# is good on nodes of 8 and bad on nodes of 4.
+#
+# What do the bytes cost in time? In a ring, all links carry the same bytes at the same moment, so the **slowest link
+# decides**. This function is all we need:
+
+# %% tags=["nbval-check-output"]
+NVLINK = 450e9  # bytes per second, each way, for each GPU
+INFINIBAND = 50e9
+
+def slowest_link_s(sent):
+    """Seconds in which the slowest of these links is busy, on nodes of 8."""
+    slowest = 0.0
+    for (sender, receiver), num_bytes in sent.items():
+        is_inside = sender // 8 == receiver // 8
+        speed = NVLINK if is_inside else INFINIBAND
+        slowest = max(slowest, num_bytes / speed)
+    return slowest
+
+for order in ("tp-cp-dp-pp", "dp-pp-tp-cp"):
+    sent = step_traffic(model, replace(shape, order=order), global_batch=256)
+    print(f"{order}: tp takes {slowest_link_s(sent['tp']):.2f} s")
+print(f"computing takes {costs(model, shape, 256).compute_s:.2f} s")
+
+# %% [markdown]
+# (For the computing we assume 40 % of an H100's peak.) With tp inside the node, its communication takes an eighth of
+# the computing time; across nodes it takes longer than the computing. And it cannot hide behind it, because the next
+# matrix product needs the sum. The gradients of dp can travel while backward still computes, as you saw in lesson 05.
+# These are the best speeds of the links; real runs lose more, and latency comes on top.
+#
+# Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, so there is
+# a batch at which they are equal. Let us find it. If dp is slowest, 16 links cross, and each carries the gradients of
+# an eighth of the model: 16 · P/8 · 4 bytes, with P parameters. If pp is slowest, 8 ranks send act forward and 8 send
+# as much back. With b sequences in a step, b/2 for each copy, that is 16 · b/2 · 2048 · 4096 · 2 bytes. Both are equal
+# for
+
+# %% tags=["nbval-check-output"]
+dp_bytes = 16 * model.num_parameters / 8 * 4
+pp_bytes_per_sequence = 16 / 2 * 2048 * 4096 * 2
+print(f"b = {dp_bytes / pp_bytes_per_sequence:.0f} sequences")
+
+# %% [markdown]
+# But look again at what pp sends. The four ranks of a tp group all hold the same act, and each sends the whole of it to
+# its partner in the next stage: the same numbers cross four times. Megatron-LM avoids that. Each rank of tp sends only
+# its quarter, and in the next stage an all-gather over tp, inside the node, puts act together again. Narayanan et al.
+# call it the **scatter/gather optimisation**.
+#
+# **Predict.** With it, at how many sequences do pp and dp send the same number of bytes between nodes?
+
+# %% tags=["predict"]
+equal_at = 4 * dp_bytes / pp_bytes_per_sequence
+
+# %% tags=["figure"]
+batches = [2**k for k in range(5, 13)]
+pp_slowest = replace(shape, order="tp-cp-dp-pp")
+
+def pp_crossing_gb(batch, scatter_gather):
+    sent = step_traffic(
+        model, pp_slowest, global_batch=batch, scatter_gather=scatter_gather
+    )
+    return across_nodes(sent["pp"], 8) / 1e9
+
+shared_per_sequence = pp_crossing_gb(32, True) * 1e9 / 32
+found_at = dp_bytes / shared_per_sequence
+compare("sequences, with scatter/gather", equal_at, found_at, within=1.001)
+plot.lines(
+    {
+        "pp slowest": [pp_crossing_gb(batch, False) for batch in batches],
+        "the same, shared": [pp_crossing_gb(batch, True) for batch in batches],
+        "dp slowest": [dp_bytes / 1e9 for _ in batches],
+    },
+    x=batches, logx=True, logy=True, xlabel="sequences in a step",
+    ylabel="GB between nodes", title="Scatter/gather moves the crossing from 400 to 1600",
+    alt="The bytes of pp grow with the batch and those of dp do not; they meet at about "
+        "400 sequences, and at about 1600 where the ranks of tp share what pp sends",
+)
+
+# %% [markdown]
+# So both choices exist. Megatron-LM's default is `tp-cp-ep-dp-pp`, with pp slowest (ep divides the experts of models
+# that have some). Llama 3 was trained with dp slowest, in the order TP, CP, PP, DP, because what dp sends can be sent
+# ahead of need.
+#
+# **Takeaway: the bytes between nodes can be predicted to the byte before anything runs. Put the axis that sends most
+# inside the node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
 
 # %% [markdown] tags=["exercise"]
-# **Takeaway: every rank makes every group, in the same order. A rank that does not, hangs the others if you are lucky, and gives wrong sums
-# if you are not.**
+# ### Exercise 8.4 · Find the best order
 #
-# ### Exercise 8.4 · Design a grid
+# With four axes there are 24 orders. Write a function that tries them all, and returns the one with the fewest bytes
+# between nodes, all axes together. You need `itertools.permutations(AXES)`, `replace(shape, order=...)`, `step_traffic`
+# and `across_nodes`, all of which you have seen above.
+
+# %% tags=["exercise"]
+def best_order(model, shape, ranks_per_node, global_batch):
+    """The order, such as "tp-cp-dp-pp", with the fewest bytes between nodes."""
+    ### BEGIN SOLUTION
+    best = None
+    fewest = float("inf")
+    for axes in itertools.permutations(AXES):
+        order = "-".join(axes)
+        ordered = replace(shape, order=order)
+        total = 0
+        for sent in step_traffic(model, ordered, global_batch=global_batch).values():
+            total += across_nodes(sent, ranks_per_node)
+        if total < fewest:
+            fewest = total
+            best = order
+    return best
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("8.4", lambda: l08.best_order(best_order, model))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. The prediction of the worked example is where the time goes: act of 16 sequences,
+# not of 32, is what people forget. In 8.4 some take the largest axis in place of the sum, or the bytes of all links;
+# the latter are the same for every order. Ask: why does `cp-tp-dp-pp` cost the same as `tp-cp-dp-pp` here? (cp has size
+# 1.)
+
+# %% [markdown]
+# ## 5. Choose a grid
 #
-# 64 H100 in 8 nodes of 8, a GPT of 13 billion parameters (40 layers, 40 heads, 2048 tokens), 512 sequences per step. Choose sizes and order:
+# Now you choose the sizes as well. There are 64 H100 in 8 nodes, a GPT of 13 billion parameters with 40 layers, and 512
+# sequences in a step. Three things cost something:
 #
-# - weights, gradients and optimizer, 16 bytes per parameter over tp × pp (Rajbhandari et al. 2020), take at most 60 GB per GPU;
-# - a pipeline idles (pp − 1)/m of the computing time, about 3.4 s, with m = 512/dp micro-batches of one sequence (Narayanan et al. 2021);
-# - idle time plus the seconds of all slowest links stay below 0.45 s.
+# - **Memory.** Weights, gradients and the optimizer take 16 bytes for each parameter (Rajbhandari et al. 2020). tp and
+#   pp share the parameters out, dp and cp do not.
+# - **Links.** For each axis the seconds of its slowest link, as above.
+# - **Idle stages.** A pipeline of pp stages works on m **micro-batches**, parts of the batch that follow each other
+#   through the stages. At first the last stages wait for work, at the end the first ones have none. All in all a stage
+#   is idle for (pp - 1)/m of the computing time (Narayanan et al. 2021; lesson 12 shows it). With micro-batches of one
+#   sequence, m = 512/dp.
 #
-# The check prints what your grid costs. Afterwards argue with it: what does this model leave out that would change your choice?
+# `table(costs(...))` prints all three for any grid. Here is the obvious one: tp fills the node, and there is no
+# pipeline. Change it and run the cell as often as you like.
+
+# %% tags=["nbval-check-output"]
+model_13b = gpt_shape("gpt_13b")
+trial = GridShape(dp=8, tp=8)
+print(table(costs(model_13b, trial, batch=512)))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 8.5 · A grid for 64 GPUs
+#
+# Find a grid, sizes and order, of which three things hold:
+#
+# 1. it has 64 ranks;
+# 2. memory is at most 60 GB on each GPU;
+# 3. less than 0.45 s are lost, on the links and idle together.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
-my_grid = GridShape(dp=4, pp=8, tp=2)  # 13 GB per GPU; stages one node apart, tp and dp inside a node
+my_grid = GridShape(dp=4, pp=8, tp=2)  # stages one node apart, tp and dp inside a node
 ### END SOLUTION
 
 # %% tags=["check"]
-check("8.4", lambda: l08.design(my_grid))
+check("8.5", lambda: l08.design(my_grid))
+
+# %% [markdown]
+# If you have tried some grids, you have noticed that tp = 8 never passes, although it stays inside the node. All grids
+# that pass have tp = 1 or tp = 2. Does that contradict the rule "tensor parallel inside the node"?
+#
+# Let us compute what tp sends. Each rank makes 4 all-reduces in each of its L/pp layers, and sends 2 (tp - 1)/tp times
+# act, which has B/dp · S · H numbers of 2 bytes:
+#
+# $$4 \cdot \frac{L}{pp} \cdot \frac{2\,(tp-1)}{tp} \cdot \frac{B}{dp}\,S H \cdot 2
+# = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
+#
+# The product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp costs is
+# proportional to tp - 1. It is not enough that NVLink is nine times as fast: there is a price for each further rank of
+# tp.
+#
+# **Predict.** Both grids keep tp inside the node. How many times as long as with tp = 2 are the links of tp busy with
+# tp = 8?
+
+# %% tags=["predict"]
+times_as_long = (8 - 1) / (2 - 1)
+
+# %% tags=["nbval-check-output"]
+with_2 = costs(model_13b, GridShape(dp=4, pp=8, tp=2), batch=512)
+with_8 = costs(model_13b, GridShape(dp=1, pp=8, tp=8), batch=512)
+print(f"tp = 2: {with_2.link_s['tp']:.2f} s, tp = 8: {with_8.link_s['tp']:.2f} s")
+ratio = with_8.link_s["tp"] / with_2.link_s["tp"]
+compare("times as long", times_as_long, ratio, within=1.001)
+
+# %% [markdown]
+# The rule says **where** tp belongs, and how large it can be. It does not say how large it should be. In the exercise,
+# pp = 8 and tp = 2 already leave 13 GB of weights and optimizer on each GPU, so a larger tp buys nothing.
+#
+# When do we need more of it? Take the same model and the same 512 sequences, and more and more GPUs. The computing time
+# falls with the number of GPUs, and so does what tp sends: its **share** of the time stays the same. But if the
+# additional GPUs go to dp, then there are fewer micro-batches for each pipeline, which idles more; and the all-reduce
+# of the gradients takes as long as ever, while there is less and less computing beside it. tp is the axis that takes
+# more GPUs without asking for more samples. The picture shows for each tp the best grid with these GPUs.
+
+# %% tags=["figure"]
+num_gpus = [64, 128, 256, 512, 1024]
+lost_shares = {}
+for tp in (1, 2, 4, 8):
+    lost_shares[f"tp = {tp}"] = []
+    for n in num_gpus:
+        grid, found = cheapest(model_13b, n, batch=512, tp=tp, room_bytes=60e9)
+        lost_shares[f"tp = {tp}"].append(found.lost_s / found.compute_s)
+plot.lines(
+    lost_shares, x=num_gpus, logx=True, logy=True, xlabel="GPUs, always 512 sequences",
+    ylabel="lost / computing",
+    title="The more GPUs for one batch, the larger the best tp",
+    alt="At 64 GPUs tp of 1 or 2 loses least; from 256 on 4 is best, at 1024 it is 8",
+)
+
+# %% [markdown]
+# At 64 GPUs a small tp is best. From 256 on it is tp = 4, and at 1024 it is 8: then tp fills the node, as the rule
+# says. The other reason for a large tp is memory: more stages do not make a single layer smaller, and tp does. So the
+# rule of Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond, is made for those who
+# need that many ways to cut. Across nodes the same bytes of tp would take nine times as long.
+#
+# **Takeaway: tp belongs inside the node, and costs in proportion to tp - 1 even there. Take as much of it as memory and
+# the number of samples force you to, and no more.**
+#
+# What does this small model of cost leave out?
+#
+# <details><summary>Think of three things, then open</summary>
+#
+# - **Latency**: many small messages cost more than their bytes.
+# - **Overlap**: the gradients of dp hide behind backward; the sums of tp do not.
+# - **Memory of activations**, which often decides over tp and cp (lesson 10).
+# - **Thin matrices**: with tp = 8 each product is narrower, and reaches less of the GPU's peak.
+# - **Uneven stages**: embedding and head belong to one of the stages each (lesson 12).
+# - **Sharded optimizers**: ZeRO divides the 16 bytes by dp as well (lesson 13).
+# </details>
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Let people shout grids and run the table on the projector. Grids that pass: dp 8 pp
+# 8; dp 4 pp 8 cp 2; dp 4 pp 8 tp 2; dp 2 pp 8 cp 2 tp 2. The best of them lose about 0.36 s. The discussion is worth
+# more than the grid: why is pp = 16 refused (40 layers), and why is dp = 64 impossible (206 GB)? Derive the formula
+# with (tp - 1) on the board.
 
 # %%
 ranks.close()
 
 # %% [markdown]
-# <details><summary>What the model leaves out</summary>
+# ## 6. From here to GPUs and SLURM
 #
-# Latency: many small messages cost more than their bytes. Overlap: dp's gradients hide behind backward, tp's sums do not. Memory of
-# activations, which often decides over tp and cp. Small matrices: with tp = 8 each product is thinner and reaches less of the peak.
-# Uneven stages: embedding and head belong to somebody. Lessons 09 to 13 meet these one by one.
+# On a machine with four GPUs `Ranks(4)` takes one each. The tensors of this lesson stay on the CPU, where gloo carries
+# them; a CUDA tensor goes through the same groups over NCCL. In a program that torchrun or srun starts, the two lines
+# are `bootstrap.start()` and `Grid.create(shape)`.
+#
+# All of sections 4 and 5 rests on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank //
+# 8`. torchrun does that. So does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the
+# ranks out to the nodes in turn; then every tp ring crosses at each of its links, and no message says so. On a new
+# cluster let every rank print its host once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID
+# $(hostname)'`.
+
+# %% [markdown]
+# ## Questions
+#
+# **1.** A job has 32 ranks on 4 nodes of 8, dp = 4, pp = 2, tp = 4, in the order `tp-pp-dp-cp`. Do the groups of pp
+# cross between nodes?
+#
+# <details><summary>Answer</summary>
+#
+# No. tp fills 4 ranks, and pp has the stride 4, so a pp group is r and r + 4, both on one node of 8. dp has the stride
+# 8: each of its groups has one rank on every node.
 # </details>
 #
-# ## From here to GPUs and SLURM
+# **2.** A colleague's job gives other losses than yesterday, and the only change is the order of the axes. Is that
+# possible?
 #
-# On a machine with four GPUs, `Ranks(4)` takes one each. The tensors of this lesson stay on the CPU, where gloo carries them; a CUDA tensor goes through
-# the same groups over NCCL, and section 5 then ends in NCCL's own errors. In a program started by torchrun or srun the lines are
-# `bootstrap.start()` and `Grid.create(shape)`.
+# <details><summary>Answer</summary>
 #
-# All of section 3 rests on one assumption: **ranks fill the nodes in blocks**, so that node = rank // 8. torchrun does that. So does `srun`
-# by default (`--distribution=block`); with `--distribution=cyclic` it deals ranks out to the nodes in turn, every tp ring crosses at each of its links, and
-# no message says so. On a new cluster, let every rank print its host name once: `srun --nodes=2 --ntasks-per-node=8 bash -c 'echo $SLURM_PROCID $(hostname)'`.
+# Up to rounding the losses should be the same, since the order changes only who computes what. If they differ by more,
+# something depends on the global rank that should depend on a coordinate: very often it is the part of the data that a
+# rank reads, which must follow from its dp coordinate.
+# </details>
+#
+# **3.** tp grows from 4 to 8, dp shrinks from 8 to 4, everything else stays. What happens to the bytes that a rank
+# sends along tp, and along dp?
+#
+# <details><summary>Answer</summary>
+#
+# Along tp they grow by 7/3: they are proportional to tp - 1. Along dp they fall to less than half: the rank holds half
+# of the weights it held before, and 2 (p - 1)/p falls from 7/4 to 3/2.
+# </details>
+#
+# **4.** Why must every rank call `new_group` for groups in which it is not?
+#
+# <details><summary>Answer</summary>
+#
+# The name of a group is the number of the call. A rank that skips a call gives all its later groups other names than
+# the rest of the ranks do, and meets the wrong ones or nobody.
+# </details>
+#
+# **5.** (Lesson 04.) Two ranks of a dp group have 30 and 10 samples in a step. With which weights must their mean
+# gradients be averaged?
+#
+# <details><summary>Answer</summary>
+#
+# With 30/40 and 10/40, their shares of the samples. The plain mean of the two would count each of the 10 samples three
+# times as much as each of the 30.
+# </details>
 
 # %% [markdown]
 # ## Recap
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | coordinates | mixed radix, fastest axis first | `topology.GridShape` |
-# | group | differ in the given axes only | `GridShape.groups` |
-# | stride | product of the faster sizes | |
-# | between nodes | a ring over two nodes crosses twice | `perf.placement` |
-# | tp per layer | 4 all-reduces of activations | `perf.placement` |
-# | ring across nodes | the slowest link decides | |
-# | process groups | all ranks, the same order | `comm.grid.Grid` |
-# | DeviceMesh | the same groups, slowest first | `Grid.mesh` |
+# | coordinates | mixed radix, the fastest axis first | `topology.GridShape.coords` |
+# | group | the ranks that differ along the given axes only | `GridShape.groups` |
+# | stride | product of the sizes of the faster axes | |
+# | process groups | all ranks make all groups, in the same order | `comm.grid.Grid` |
+# | DeviceMesh | the same groups, slowest axis first | `Grid.mesh` |
+# | traffic of tp | 4 all-reduces of act in each layer | `perf.traffic.step_traffic` |
+# | between nodes | a ring over two nodes crosses twice; the slowest link decides | `perf.traffic.across_nodes` |
+# | scatter/gather | pp sends 1/tp of act over each link | `step_traffic(scatter_gather=True)` |
+# | price of tp | proportional to tp - 1, inside the node too | |
 #
 # ## Sources
 #
-# - Narayanan et al. 2021, arXiv:2104.04473, sections 2 and 3: bytes per axis, idle pipelines, tensor parallel inside nodes.
+# - Narayanan et al. 2021, arXiv:2104.04473, sections 2 to 4: bytes of each axis, idle pipelines, tensor parallel inside
+#   nodes, scatter/gather.
 # - Llama Team 2024, arXiv:2407.21783, section 3.3.2: order of the axes, context parallel.
-# - Megatron-LM, `megatron/core/parallel_state.py`: `RankGenerator`, default order.
-# - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes per parameter.
+# - Megatron-LM, its rank generator and default order:
+#   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py
+# - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes for each parameter.
 # - NVIDIA H100 datasheet, 2023: NVLink, 900 GB/s both ways together. NVIDIA DGX H100 datasheet, 2022: 400 Gb/s per GPU.
-# - docs.pytorch.org: `new_group`, `DeviceMesh`. slurm.schedmd.com/srun.html: `--distribution`.
+# - PyTorch: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.new_group and
+#   https://docs.pytorch.org/docs/stable/distributed.html#devicemesh
+# - SLURM, `--distribution`: https://slurm.schedmd.com/srun.html

@@ -4,7 +4,7 @@
     l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a
           quick all-reduce
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
-    l08   ranks and groups of a grid, the best order, a grid for 64 GPUs
+    l08   coordinates and groups for any order, process groups, the best order, a grid for 64 GPUs
     l09   tensor parallelism          l10   sequence parallelism
     l11   context parallelism: the ring
     l12   pipeline parallelism        l14   SLURM and multi-node        l15   hybrid training

@@ -15,6 +15,7 @@ from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.progress import progress
+from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
@@ -27,11 +28,13 @@ __all__ = [
     "collectives",
     "curves",
     "cuts",
+    "digits",
     "field",
     "grid",
     "heatmap",
     "kept",
     "lines",
+    "links",
     "progress",
     "ring",
     "ring_attention",

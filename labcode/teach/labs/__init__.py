@@ -3,6 +3,7 @@
     module                lesson   what it is
     clock                          emulated time: a device or link is busy, the rank sleeps
     l04_slow_link         04       all-reduces over a link of given alpha and beta
+    l08_costs             08       memory, seconds on links and idle stages of a grid of H100 nodes
     l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
     l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid
     l12_paced_pipeline    12, 15   a pipeline whose actions take a given time; its time lines

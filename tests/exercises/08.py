@@ -1,0 +1,464 @@
+"""Answers to the exercises of lesson 08, communicator grids."""
+
+import contextlib
+import io
+import itertools
+import math
+from dataclasses import replace
+
+import numpy as np
+import torch.distributed as dist
+from answers import Answers
+
+from labcode.perf.traffic import across_nodes, step_traffic
+from labcode.recipes import gpt_shape
+from labcode.teach.exercises import l08
+from labcode.topology import AXES, GridShape
+
+# ---- 8.1 coordinates
+
+
+def coords(rank, sizes, order):
+    found = {}
+    for axis in order.split("-"):
+        found[axis] = rank % sizes[axis]
+        rank = rank // sizes[axis]
+    return found
+
+
+def coords_with_divmod(rank, sizes, order):
+    found = {}
+    for axis in order.split("-"):
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return found
+
+
+def coords_with_strides(rank, sizes, order):
+    stride = 1
+    found = {}
+    for axis in order.split("-"):
+        found[axis] = (rank // stride) % sizes[axis]
+        stride *= sizes[axis]
+    return found
+
+
+def coords_with_numpy(rank, sizes, order):
+    axes = order.split("-")[::-1]
+    places = np.unravel_index(rank, [sizes[axis] for axis in axes])
+    return {axis: int(place) for axis, place in zip(axes, places)}
+
+
+def coords_by_listing(rank, sizes, order):
+    """A beginner's way: all combinations in order, then the one with this number."""
+    axes = order.split("-")
+    everything = itertools.product(*(range(sizes[axis]) for axis in reversed(axes)))
+    return dict(zip(reversed(axes), list(everything)[rank]))
+
+
+def coords_backwards(rank, sizes, order):
+    return coords(rank, sizes, "-".join(reversed(order.split("-"))))
+
+
+def coords_in_the_usual_order(rank, sizes, order):
+    return coords(rank, sizes, "tp-cp-dp-pp")
+
+
+def coords_without_dividing(rank, sizes, order):
+    return {axis: rank % sizes[axis] for axis in order.split("-")}
+
+
+def coords_while_left(rank, sizes, order):
+    """Leaves out the slow axes of small ranks."""
+    found = {}
+    for axis in order.split("-"):
+        if rank == 0:
+            break
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return found
+
+
+def coords_quotient_and_rest_swapped(rank, sizes, order):
+    found = {}
+    for axis in order.split("-"):
+        found[axis], rank = divmod(rank, sizes[axis])
+    return found
+
+
+def coords_as_a_list(rank, sizes, order):
+    return list(coords(rank, sizes, order).values())
+
+
+def coords_without_end(rank, sizes, order):
+    found = {}
+    for axis in order.split("-"):
+        found[axis] = 0
+        while rank >= 0:
+            found[axis] = rank % sizes[axis]
+    return found
+
+
+def coords_from_the_library(rank, sizes, order):
+    return GridShape(**sizes, order=order).coords(rank)
+
+
+COORDS = Answers(
+    check=lambda answer, ranks: l08.coords_of(answer),
+    right={
+        "remainder": coords,
+        "divmod": coords_with_divmod,
+        "strides": coords_with_strides,
+        "numpy": coords_with_numpy,
+        "all combinations": coords_by_listing,
+    },
+    wrong={
+        "order backwards": (coords_backwards, "read backwards"),
+        "always the usual order": (coords_in_the_usual_order, "dp-pp-tp-cp"),
+        "never divided": (coords_without_dividing, "how many ranks do the faster axes fill"),
+        "slow axes left out": (coords_while_left, "no coordinate for dp, pp, cp, tp"),
+        "quotient and rest swapped": (
+            coords_quotient_and_rest_swapped,
+            "its coordinates go from 0 to",
+        ),
+        "a list": (coords_as_a_list, "give a dictionary"),
+        "an endless loop": (coords_without_end, "did not come to an end"),
+        "GridShape.coords": (coords_from_the_library, "coords does the work for you"),
+    },
+)
+
+
+# ---- 8.2 groups
+
+
+def groups(sizes, order, axes):
+    together = {}
+    for rank in range(math.prod(sizes.values())):
+        where = coords(rank, sizes, order)
+        fixed = tuple(where[axis] for axis in sizes if axis not in axes)
+        together.setdefault(fixed, []).append(rank)
+    return list(together.values())
+
+
+def groups_with_groupby(sizes, order, axes):
+    def fixed(rank):
+        return [place for axis, place in coords(rank, sizes, order).items() if axis not in axes]
+
+    in_order = sorted(range(math.prod(sizes.values())), key=fixed)
+    return [sorted(members) for _, members in itertools.groupby(in_order, fixed)]
+
+
+def groups_with_numpy(sizes, order, axes):
+    slow_first = order.split("-")[::-1]
+    cube = np.arange(math.prod(sizes.values())).reshape([sizes[axis] for axis in slow_first])
+    outside = [i for i, axis in enumerate(slow_first) if axis not in axes]
+    inside = [i for i, axis in enumerate(slow_first) if axis in axes]
+    size = math.prod(sizes[axis] for axis in axes)
+    return cube.transpose(outside + inside).reshape(-1, size).tolist()
+
+
+def groups_as_sets_would(sizes, order, axes):
+    """Asks for each rank who agrees with it, and keeps each answer once; tuples."""
+    world = range(math.prod(sizes.values()))
+    found = set()
+    for rank in world:
+        own = coords(rank, sizes, order)
+        members = []
+        for other in world:
+            theirs = coords(other, sizes, order)
+            if all(own[axis] == theirs[axis] for axis in sizes if axis not in axes):
+                members.append(other)
+        found.add(tuple(members))
+    return found
+
+
+def groups_that_agree_along(sizes, order, axes):
+    """Groups by the coordinates that should differ."""
+    others = tuple(axis for axis in sizes if axis not in axes)
+    return groups(sizes, order, others)
+
+
+def neighbours(sizes, order, axes):
+    """Right only where the axes are the fastest."""
+    size = math.prod(sizes[axis] for axis in axes)
+    world_size = math.prod(sizes.values())
+    return [list(range(i, i + size)) for i in range(0, world_size, size)]
+
+
+def first_axis_only(sizes, order, axes):
+    return groups(sizes, order, axes[:1])
+
+
+def first_group_only(sizes, order, axes):
+    return groups(sizes, order, axes)[:1]
+
+
+def usual_order(sizes, order, axes):
+    return groups(sizes, "tp-cp-dp-pp", axes)
+
+
+def descending(sizes, order, axes):
+    return [group[::-1] for group in groups(sizes, order, axes)]
+
+
+def as_a_dictionary(sizes, order, axes):
+    return dict(enumerate(groups(sizes, order, axes)))
+
+
+def from_the_library(sizes, order, axes):
+    return GridShape(**sizes, order=order).groups(*axes)
+
+
+def one_for_each_rank(sizes, order, axes):
+    found = []
+    for rank in range(math.prod(sizes.values())):
+        for group in groups(sizes, order, axes):
+            if rank in group:
+                found.append(group)
+    return found
+
+
+GROUPS = Answers(
+    check=lambda answer, ranks: l08.groups_of(answer),
+    right={
+        "a dictionary": groups,
+        "groupby": groups_with_groupby,
+        "numpy": groups_with_numpy,
+        "a set of tuples": groups_as_sets_would,
+    },
+    wrong={
+        "the other axes": (groups_that_agree_along, "in which coordinates must the ranks"),
+        "neighbours": (neighbours, "differ in"),
+        "the first axis only": (first_axis_only, "in which coordinates must the ranks"),
+        "the first group only": (first_group_only, "is in no group"),
+        "order ignored": (usual_order, "dp-pp-tp-cp"),
+        "descending": (descending, "do not ascend"),
+        "a dictionary returned": (as_a_dictionary, "give a list of lists"),
+        "GridShape.groups": (from_the_library, "groups does the work for you"),
+        "a group for each rank": (one_for_each_rank, "in more than one group"),
+    },
+)
+
+
+# ---- 8.3 process groups
+
+
+def connect_sorted(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            group = dist.new_group(members)
+            if rank in members:
+                own[axis] = group
+    return own
+
+
+def connect_by_a_list_of_names(rank, groups_of):
+    own = {}
+    for axis in ("dp", "pp", "cp", "tp"):
+        if axis not in groups_of:
+            continue
+        made = [dist.new_group(ranks=members) for members in groups_of[axis]]
+        number = [rank in members for members in groups_of[axis]].index(True)
+        own[axis] = made[number]
+    return own
+
+
+def connect_comparing(rank, groups_of):
+    own = {}
+    for axis, all_members in sorted(groups_of.items()):
+        for members in all_members:
+            group = dist.new_group(members)
+            if group != dist.GroupMember.NON_GROUP_MEMBER:
+                own[axis] = group
+    return own
+
+
+def connect_in_its_own_order(rank, groups_of):
+    own = {}
+    for axis in groups_of:
+        for members in groups_of[axis]:
+            group = dist.new_group(members)
+            if rank in members:
+                own[axis] = group
+    return own
+
+
+def connect_only_its_own(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            if rank in members:
+                own[axis] = dist.new_group(members)
+    return own
+
+
+def connect_keeps_the_last(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            own[axis] = dist.new_group(members)
+    return own
+
+
+def connect_returns_members(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            dist.new_group(members)
+            if rank in members:
+                own[axis] = members
+    return own
+
+
+def connect_the_world(rank, groups_of):
+    return dict.fromkeys(groups_of, dist.group.WORLD)
+
+
+def connect_a_list(rank, groups_of):
+    return list(connect_sorted(rank, groups_of).values())
+
+
+def connect_without_groups_of_one(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            if len(members) > 1:
+                group = dist.new_group(members)
+                if rank in members:
+                    own[axis] = group
+    return own
+
+
+CONNECT = Answers(
+    check=l08.connected,
+    right={
+        "sorted": connect_sorted,
+        "a list of names": connect_by_a_list_of_names,
+        "compared with NON_GROUP_MEMBER": connect_comparing,
+    },
+    wrong={
+        "in its own order": (connect_in_its_own_order, "an order of its own"),
+        "only its own groups": (connect_only_its_own, "it is no member, but a group"),
+        "keeps the last": (connect_keeps_the_last, "in which it is not"),
+        "the members": (connect_returns_members, "in which it is not"),
+        "the default group": (connect_the_world, "makes no group"),
+        "a list": (connect_a_list, "give a dictionary"),
+        "no groups of one": (connect_without_groups_of_one, "does not make the group [0]"),
+    },
+)
+
+
+# ---- 8.4 the best order
+
+
+def crossing_of(model, shape, ranks_per_node, batch):
+    traffic = step_traffic(model, shape, global_batch=batch)
+    return [across_nodes(sent, ranks_per_node) for sent in traffic.values()]
+
+
+def best(model, shape, ranks_per_node, global_batch, cost=sum, choose=min):
+    def of_order(order):
+        return cost(crossing_of(model, replace(shape, order=order), ranks_per_node, global_batch))
+
+    return choose(map("-".join, itertools.permutations(AXES)), key=of_order)
+
+
+def best_with_a_dictionary(model, shape, ranks_per_node, global_batch):
+    bytes_of = {}
+    for axes in itertools.permutations(["dp", "pp", "cp", "tp"]):
+        order = f"{axes[0]}-{axes[1]}-{axes[2]}-{axes[3]}"
+        ordered = GridShape(shape.dp, shape.pp, shape.cp, shape.tp, order)
+        bytes_of[order] = sum(crossing_of(model, ordered, ranks_per_node, global_batch))
+    return min(bytes_of, key=lambda order: bytes_of[order])
+
+
+def best_by_sorting(model, shape, ranks_per_node, global_batch):
+    pairs = []
+    for axes in itertools.permutations(AXES):
+        order = "-".join(axes)
+        ordered = replace(shape, order=order)
+        total = 0
+        for sent in step_traffic(model, ordered, global_batch=global_batch).values():
+            for (sender, receiver), num_bytes in sent.items():
+                if sender // ranks_per_node != receiver // ranks_per_node:
+                    total += num_bytes
+        pairs.append((total, order))
+    pairs.sort()
+    return pairs[0][1]
+
+
+def best_of_one_batch(model, shape, ranks_per_node, global_batch):
+    return best(model, shape, ranks_per_node, 8)
+
+
+def best_on_nodes_of_8(model, shape, ranks_per_node, global_batch):
+    return best(model, shape, 8, global_batch)
+
+
+def best_of_all_links(model, shape, ranks_per_node, global_batch):
+    """Counts what stays inside as well: all orders are the same."""
+    return best(model, shape, 1, global_batch)
+
+
+def fewest_bytes(model, shape, ranks_per_node, global_batch):
+    order = best(model, shape, ranks_per_node, global_batch)
+    return sum(crossing_of(model, replace(shape, order=order), ranks_per_node, global_batch))
+
+
+BEST = Answers(
+    check=lambda answer, ranks: l08.best_order(answer, gpt_shape("gpt_7b")),
+    right={
+        "min with a key": best,
+        "a dictionary": best_with_a_dictionary,
+        "sorted pairs": best_by_sorting,
+    },
+    wrong={
+        "the largest axis": (lambda *args: best(*args, cost=max), "all axes count together"),
+        "the worst": (lambda *args: best(*args, choose=max), "the worst of all"),
+        "always the usual one": (lambda *args: "tp-cp-dp-pp", "another order"),
+        "another batch": (best_of_one_batch, "the batch and the node size"),
+        "nodes of 8": (best_on_nodes_of_8, "between nodes, another order"),
+        "all links": (best_of_all_links, "between nodes, another order"),
+        "a tuple": (lambda *args: tuple(best(*args).split("-")), "names all four axes"),
+        "the bytes": (fewest_bytes, "the order is asked for"),
+    },
+)
+
+
+# ---- 8.5 a grid for 64 GPUs
+
+
+def designed(answer, ranks):
+    """The check without the table that it prints first."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        l08.design(answer() if callable(answer) else answer)
+
+
+DESIGN = Answers(
+    check=designed,
+    right={
+        "pipeline and tensor": GridShape(dp=4, pp=8, tp=2),
+        "pipeline alone": GridShape(dp=8, pp=8),
+        "pipeline and context": GridShape(dp=4, pp=8, cp=2),
+    },
+    wrong={
+        "tp fills the node": (GridShape(dp=8, tp=8), "most of it is spent by tp, inside the node"),
+        "tp across nodes": (
+            GridShape(tp=8, dp=8, order="dp-pp-tp-cp"),
+            "by tp, over links that leave",
+        ),
+        "too few ranks": (GridShape(dp=4, tp=8), "there are 64 GPUs"),
+        "does not fit": (GridShape(dp=64), "are allowed"),
+        "a tuple": ((8, 8, 1, 1), "is not a GridShape"),
+        "stages of unequal depth": (GridShape(dp=4, pp=16), "not divisible by pp=16"),
+        "much dp": (GridShape(dp=16, pp=4), "above 0.45 s"),
+    },
+)
+
+
+ANSWERS = {
+    "8.1": COORDS,
+    "8.2": GROUPS,
+    "8.3": CONNECT,
+    "8.4": BEST,
+    "8.5": DESIGN,
+}
