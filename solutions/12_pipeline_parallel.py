@@ -13,37 +13,48 @@
 # %% [markdown]
 # # 12 · Pipeline parallel
 #
-# Tensor parallelism cuts each layer and talks four times per layer, so it stays inside a node. **Pipeline parallelism** cuts between layers: the first ranks hold the
-# first layers, the last ranks the last. Little travels, and it may travel far. The price is waiting: a rank can do nothing until its neighbour has. This lesson is
-# about the order of the work, which decides how long the ranks wait and how much they must keep.
+# Tensor parallelism cuts every layer, and its ranks have to talk several times in each one. That is why it stays inside
+# a node. **Pipeline parallelism** cuts the model between its layers: the first rank holds the first layers, the last
+# rank the last ones. Little has to be sent, and it may travel far. The price is waiting: a rank can do nothing until
+# its neighbour has done its part. In this lesson you write the order in which the ranks work, and the program that runs
+# such an order with sends and receives.
 #
 # ## Goals
 #
-# - predict the idle time and the memory of four schedules, simulate them, run them, and compare;
-# - write the order of 1F1B for one rank, and explain each gap in its time line;
-# - split a backward pass in two, and say what that is good for;
-# - know what a pipeline sends, what goes wrong, and how to see it before it hangs.
+# - write two schedules, GPipe and 1F1B, and the runner that executes them;
+# - predict how long ranks wait and how much they keep, and explain every gap in a time line;
+# - recognise a schedule that hangs, and know how to see it before it costs money;
+# - say what a pipeline sends, what tied weights need, and which stage sets the pace.
 #
-# **Time**: 90 minutes. **Needs**: lessons 04 (gradient accumulation) and 09 (tensor parallel).
+# **Time**: 60 minutes for sections 1 to 6. Sections 7 to 9 are a second sitting of 40 minutes: two more schedules, and
+# a table that joins the lessons of this part. **Needs**: lessons 01 (sends and receives), 04 (accumulating gradients)
+# and 09 (tensor parallel).
 
 # %%
-import math
-from dataclasses import replace
+import time
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch.distributed import pipelining
 
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
-from labcode.perf import alpha_beta as comm
-from labcode.perf import pipeline
-from labcode.perf.pipeline import StageTimes, simulate
+from labcode.parallel import linear, pipeline, torch_schedules
+from labcode.perf import alpha_beta
+from labcode.perf.pipeline import (
+    StageTimes,
+    bubble_over_ideal,
+    bubble_over_total,
+    simulate,
+)
+from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
-from labcode.teach.check import check, compare
+from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l12
 from labcode.teach.figures import plot
 from labcode.teach.labs import l12_paced_pipeline as stages
@@ -53,549 +64,1130 @@ from labcode.topology import GridShape
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. The naive split
+# ## 1. Stages and their messages
 #
-# Cut a model of many layers into four **stages** of equal length, one on each rank. Rank 0 runs its layers, sends the output to rank 1, and so on; the last rank
-# computes the loss. Backward goes the other way: each rank sends the gradient of its **input** to the rank before.
-#
-# Call the time of a stage's forward $t_F$ and of its backward $t_B$. Backward computes two gradients, of the input and of the weights, so $t_B \approx 2\,t_F$.
-#
-# `schedule` gives the order of each rank as plain data. `F0` is the forward of micro-batch 0, `B0` its backward, and a point is a rank that waits. So far there is one
-# micro-batch: the whole batch.
-
-# %% tags=["nbval-check-output"]
-naive = schedule("gpipe", num_stages=4, num_microbatches=1)
-print(naive)
-print(stages.table(naive, 4))
-
-# %% [markdown]
-# **A fair clock.** Your machine may have two cores for four ranks. Ranks that compute would then wait for a core, not for each other, and no schedule could be seen. So the
-# stages of sections 1 to 5 are **emulated**: each action does its arithmetic, which is tiny, and then **sleeps** until its time is up. A sleeping rank needs no core.
-# It stands for a rank whose GPU is busy. Everything else is real: processes, messages, waiting, gradients.
-#
-# Here t_F = 30 ms, and t_B = 60 ms. **Predict.** Which share of the time does a rank of four wait? How long does the step take?
-
-# %% tags=["predict"]
-idle_guess = 3 / 4  # (p - 1) / p: one rank works at a time
-step_guess = 4 * (0.030 + 0.060)
+# We cut a model of 16 layers into four **stages** of four layers, one on each rank. A batch goes through them like
+# this.
 
 # %% tags=["figure"]
-T = 0.030
-results = {}
-
-def run(name, v=1, m=8):
-    """Simulate a schedule with v stages on each rank, run it, and keep both time lines and what the ranks report."""
-    actions, stage_s = schedule(name, 4 * v, m, 4), StageTimes(T / v, T / v, T / v)
-    played = ranks.run(stages.run_schedule, actions, 4 * v, m, stage_s, repeats=3)
-    print("gradients equal to one process to 1e-12:", stages.difference(played, 4 * v, m) < 1e-12)
-    results[name, m] = simulate(actions, stage_s), stages.timeline(played), played
-    return results[name, m]
-
-simulated, measured, _ = run("gpipe", m=1)
-compare("share of the time idle", idle_guess, measured.bubble_over_total())
-compare("one step", step_guess, measured.total_s, unit="s")
-hop_s = (measured.total_s - simulated.total_s) / 6
-print(f"a message costs about {1e3 * hop_s:.1f} ms, {hop_s / T:.0%} of a forward")
-stages.picture(simulated, measured, title="The whole batch at once",
-               alt="One bar after the other runs down the four ranks and up again; at any time three ranks are idle, simulated as measured")
+plot.stages(
+    4, 4, title="Between two ranks travel one activation and one gradient",
+    alt="Four ranks in a row hold four layers each; activations go from left to right "
+        "after F, gradients from right to left after B",
+)
 
 # %% [markdown]
-# Four ranks, and no faster than one: the model fits, that is all.
+# - **F**, the forward of a stage: the rank takes its input x, runs its layers, and sends its output y to the next rank.
+#   The first rank takes its input from the data, and the last rank computes the loss.
+# - **B**, the backward of a stage: the rank receives the gradient of its output, runs backward through its layers, and
+#   sends the gradient of its **input** to the rank before.
 #
-# - `simulate` needs no ranks. It starts each action as soon as its rank is free and its input is there. The measured time line, the median of three steps, lies under it.
-# - It is a little longer, because a message takes time. There are 6 of them, one after the other; what is over, divided by 6, is the price of a message here, with Python, gloo,
-#   and a process that has to wake up.
+# Between F and B, a rank has to keep what backward will need. Nothing else is sent: the gradients of the weights stay
+# where the weights are.
 #
-# **Takeaway: cut by layers and pass one batch through: p ranks, the speed of one, and each is idle for (p−1)/p of the time.**
+# Call the time of F on one stage $t_F$ and the time of B $t_B$. For a linear layer, backward makes two matrix products
+# where forward makes one, so we take $t_B = 2\,t_F$.
 #
-# ## 2. Micro-batches
-#
-# The cure: cut the batch into $m$ **micro-batches** and send them one behind the other. Gradients add up as in lesson 04, so the result is that of the whole batch. **GPipe** does
-# all forwards, then all backwards:
+# A **schedule** says which rank does what in which order. In labcode it is plain data, a list of actions for each rank.
+# Here is the simplest one, printed as a table: a column is one action, and a point is a rank that waits.
 
 # %% tags=["nbval-check-output"]
-print(stages.table(schedule("gpipe", 4, 8), 4))
+whole_batch = schedule("gpipe", num_stages=4, num_microbatches=1)
+print("rank 1 does", whole_batch[1])
+print(stages.table(whole_batch, 4))
 
 # %% [markdown]
-# A column is a tick, one action, however long it takes. The last rank begins $p-1$ forwards late and ends $p-1$ backwards early; between, it never waits. So a step takes
-# $(m + p - 1)(t_F + t_B)$, and each rank works for $m\,(t_F + t_B)$ of that. The difference is the **bubble**. Papers divide it by two different times:
+# `1F0` reads: stage 1, forward, of part number 0 of the batch. So far the batch has only one part.
 #
-# $$\frac{\text{bubble}}{\text{work}} = \frac{p-1}{m} \qquad\qquad \frac{\text{bubble}}{\text{whole time}} = \frac{p-1}{m+p-1}$$
+# **A fair clock.** Your machine may have two cores for four ranks. Four ranks that compute would wait for a core, not
+# for each other, and no schedule could be seen. So the stages here are **emulated**: each action does its arithmetic,
+# which is tiny, and then sleeps until its time is up. A sleeping rank needs no core. It stands for a rank whose GPU is
+# busy. Everything else is real: the processes, the messages, the waiting and the gradients.
 #
-# Know which one you read. Here $p=4$, $m=8$, and a micro-batch takes as long as section 1's whole batch did: eight times the work. A rank keeps a micro-batch's activations
-# from its forward to its backward.
+# We take 30 ms for F and 60 ms for B.
 #
-# **Predict.** Bubble over work; the step; the most micro-batches that rank 0 keeps at once.
+# **Predict.** Which share of the time does a rank wait? How many seconds does the step take?
 
 # %% tags=["predict"]
-gpipe_guess = 3 / 8
-gpipe_step_guess = (8 + 3) * 3 * 0.030
-gpipe_kept_guess = 8
+share_of_waiting = 3 / 4
+whole_batch_s = 4 * (0.030 + 0.060)
+
+# %%
+# B is the last two together; section 7 says what they are
+STAGE_S = StageTimes(forward_s=0.030, input_s=0.030, weight_s=0.030)
+
+naive = stages.play(ranks, "gpipe", 1, STAGE_S)
+line = naive.simulated
+compare("share of waiting", share_of_waiting, line.bubble_over_total(), within=1)
+compare("one step", whole_batch_s, line.total_s, within=1, unit="s")
+print(f"on the clock the step took {1e3 * naive.measured.total_s:.0f} ms")
 
 # %% tags=["figure"]
-simulated, measured, played = run("gpipe")
-compare("bubble / work", gpipe_guess, measured.bubble_over_ideal())
-compare("one step", gpipe_step_guess, measured.total_s, unit="s")
-compare("micro-batches kept by rank 0", gpipe_kept_guess, played[0].peak, within=1)
-stages.picture(simulated, measured, title="GPipe, 8 micro-batches",
-               alt="Forwards form a slanted block, backwards one that slants the other way; triangles of idle time lie at the corners and between them")
+naive.picture(
+    title="One batch at once: four ranks are as slow as one",
+    alt="One block after the other runs down the four ranks and up again; "
+        "at any time three ranks wait, simulated as measured",
+)
+
+# %% [markdown]
+# The upper time line is **simulated**: each action starts as soon as its rank is free and its input is there. The lower
+# one was **measured** on the four ranks, as the median of three steps. It is a little longer, because six messages had
+# to travel one after the other. In this lesson we compare your predictions with the simulation, because a prediction of
+# a schedule cannot know what else your machine is doing. The measurement stands below it.
+
+# %%
+message_s = (naive.measured.total_s - naive.simulated.total_s) / 6
+print(f"a message costs about {1e3 * message_s:.1f} ms here")
+
+# %% [markdown]
+# **Takeaway: if a model is cut into p stages and one batch passes through, the ranks take turns. Each waits for
+# (p - 1)/p of the time.** The model fits, and that is all that we have won so far.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. Play it with four people and one sheet of paper before showing the figure. People ask
+# why the gradient of the weights is not sent: nobody else has these weights. Others expect $t_B = t_F$; ask them to
+# count the matrix products in the backward of y = x A^T.
+
+# %% [markdown]
+# ## 2. Micro-batches: GPipe
+#
+# The cure is to cut the batch into m **micro-batches** and send them one behind the other. While rank 1 works on
+# micro-batch 0, rank 0 can already do micro-batch 1. The gradients of the micro-batches add up in `.grad`, as in lesson
+# 04, so the step computes the same as before.
+#
+# The simplest order is that of **GPipe**: each rank first does the forwards of all micro-batches, and then all
+# backwards.
 
 # %% [markdown] tags=["exercise"]
-# Eight times the work of section 1 in less than three times the time. The measured bubble is a little larger than the formula's, which knows no
-# messages, no process that wakes up late, and no Python between two actions. All of these cost a fixed time, whatever $t_F$ is: on longer stages they count for less.
+# ### Exercise 12.1 · GPipe as data
 #
-# ### Exercise 12.1 · How many are enough?
-#
-# Write the fewest micro-batches with which $p$ ranks wait at most a given share of the **whole** time. Then put in 8 ranks and 5 %, and think of what the batch has to be.
+# Write the list of one rank. `Action("F", 2, 5)` is the forward of stage 2 for micro-batch 5. Each rank has one stage,
+# which has the same number as the rank, and there are m micro-batches.
 
 # %% tags=["exercise"]
-def enough(p, share):
-    """A whole number."""
+def gpipe_order(rank, m):
+    """The actions of one rank: a list of Action(kind, stage, microbatch)."""
     ### BEGIN SOLUTION
-    return math.ceil((p - 1) * (1 - share) / share)
+    forwards = [Action("F", rank, i) for i in range(m)]
+    backwards = [Action("B", rank, i) for i in range(m)]
+    return forwards + backwards
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.1", lambda: l12.enough(enough))
+check("12.1", lambda: l12.gpipe(gpipe_order))
+
+# %% [markdown]
+# How long do p ranks wait with m micro-batches? Look at the last rank. Its first input has to pass p - 1 ranks, so the
+# rank starts $(p-1)\,t_F$ late. From then on it never waits, because one input after the other arrives. At the end the
+# gradient of its last micro-batch has to travel back through the other ranks: $(p-1)\,t_B$. Between the two, the last
+# rank works for $m\,(t_F + t_B)$. So a step takes
+#
+# $$(m + p - 1)\,(t_F + t_B).$$
+#
+# All ranks work equally long, so each waits for $(p-1)\,(t_F + t_B)$. This is the **bubble**. Papers divide it by two
+# different times, so look twice at the percentage in an abstract:
+#
+# $$\frac{\text{bubble}}{\text{work}} = \frac{p-1}{m} \qquad\qquad \frac{\text{bubble}}{\text{whole time}} =
+# \frac{p-1}{m+p-1}$$
+#
+# For example, 4 ranks and 12 micro-batches: the bubble is 3/12 = 25 % of the work, and 3/15 = 20 % of the whole time.
+#
+# Now take 4 ranks and 8 micro-batches, each of which takes as long as the whole batch of section 1.
+#
+# **Predict.** What is bubble / work? How many seconds does the step take? From how many micro-batches does rank 0 have
+# to keep activations at the same time?
+
+# %% tags=["predict"]
+gpipe_bubble = 3 / 8
+gpipe_step_s = (8 + 3) * (0.030 + 0.060)
+gpipe_kept = 8
+
+# %%
+gpipe = stages.play(ranks, "gpipe", 8, STAGE_S)
+compare("bubble / work", gpipe_bubble, gpipe.simulated.bubble_over_ideal(), within=1)
+compare("one step", gpipe_step_s, gpipe.simulated.total_s, within=1, unit="s")
+compare("micro-batches kept by rank 0", gpipe_kept, gpipe.kept[0], within=1)
+print(f"bubble / work on the clock: {gpipe.measured.bubble_over_ideal():.3f}")
+
+# %% tags=["figure"]
+gpipe.picture(
+    title="GPipe: the bubble is the time to fill and to drain the pipeline",
+    alt="The forwards form a slanted block and the backwards one that slants "
+        "the other way; ranks wait in the corners and between the two blocks",
+)
+
+# %% [markdown]
+# Eight times the work of section 1 was done in less than three times the time. The measured bubble is a little larger
+# than the formula says, since the formula knows no messages and no Python between two actions. These cost a fixed time,
+# so for longer stages they count for less.
+#
+# **Predict.** How many micro-batches do you need at least, so that 8 ranks wait for at most 6 % of the **whole** time?
+
+# %% tags=["predict"]
+needed = 110  # 7 / (m + 7) <= 0.06 gives m >= 109.7
+
+# %% tags=["nbval-check-output"]
+fewest = 1
+while bubble_over_total("gpipe", 8, fewest) > 0.06:
+    fewest += 1
+compare("micro-batches for 6 %", needed, fewest, within=1)
+
+# %% [markdown]
+# That is a lot. With one sample in each micro-batch, every data-parallel copy of the model needs a batch of 110
+# samples, and GPipe keeps the activations of all 110.
+#
+# **Takeaway: the bubble is (p - 1)/m of the work. More micro-batches make it smaller, and GPipe pays for each of them
+# with memory.** (Here GPipe is the name of the order. The system of that name also recomputes activations: it keeps
+# only the inputs of the stages, and pays with one more forward.)
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. The paper draws the backwards from the last micro-batch to the first, and the check
+# takes that order too. A common mistake in the prediction is 116, the answer for bubble / work. Ask: does the bubble
+# depend on $t_B / t_F$? (Its share does not.)
+
+# %% [markdown]
+# ## 3. The runner
+#
+# A list of actions does nothing by itself. Somebody has to run it: take one action after the other, receive what it
+# needs, compute, and send what others need. You write this runner now. There are three things to know about PyTorch.
+#
+# 1. **A tensor from another process has no history.** To autograd, what you receive is an ordinary tensor. If you call
+#    `x.requires_grad_()` before you run the stage on it, then backward will end there and leave the gradient in
+#    `x.grad`. That is the tensor that the rank before waits for.
+# 2. **Backward can start in the middle.** `loss.backward()` starts with the number 1. For a tensor y that is not a
+#    loss, `y.backward(gradient)` starts with the gradient that you give.
+# 3. **A send must not stop the sender.** `dist.send` may return only when the receiver takes the message. If two
+#    neighbours send to each other at the same moment, both would wait for ever. `dist.isend` starts to send and returns
+#    a handle at once. Keep the handles and call their `wait()` when all is done. `dist.recv` does wait, and it should:
+#    without its input an action cannot start.
+#
+# The messages carry no label. (gloo knows a `tag`; NCCL ignores it.) Two neighbours agree on which message is which
+# because each sends its micro-batches in the order in which the other one asks for them.
 
 # %% [markdown] tags=["exercise"]
-# **Takeaway: the bubble is (p−1)/m of the work. More micro-batches shrink it, and GPipe pays for each of them with memory.**
+# ### Exercise 12.2 · Run a schedule
 #
-# (Here GPipe is the order alone. The system of that name also recomputes activations: it keeps only the input of each stage, and pays with about one more forward.)
+# Complete the runner. It runs on each rank of `group`, with this rank's list of actions and this rank's `stage`, a
+# module that you call as `stage(x)`. All micro-batches have the same shape, and the stages do not change it.
 #
-# ## 3. One forward, one backward
+# - Every rank is given all `inputs` and `targets`, but only the first rank may look at `inputs[i]` (at the others it
+#   tells the shape alone), and only the last one at `targets[i]`.
+# - `loss(y, targets[i])` is the loss of one micro-batch. The loss of the step is the mean over all of them.
+# - Afterwards the parameters of each stage have their gradients. Nothing is returned.
+# - Ranks are counted within the group: use `group=group` with `group_src=` and `group_dst=`, as in lesson 01.
 #
-# Why keep all m? Rank 3 has the loss of micro-batch 0 and could go back at once. Then its activations are free before the next forward. **1F1B** does so on each rank:
+# The check runs it on all four ranks, and then in two groups of two at the same time. It plays GPipe, and a second
+# schedule: that of the next section.
+
+# %% tags=["exercise"]
+def run_actions(actions, stage, loss, inputs, targets, group):
+    """Run one rank's actions; the gradients are added to the parameters of `stage`."""
+    rank = dist.get_rank(group)
+    last = dist.get_world_size(group) - 1
+    kept = {}  # micro-batch: what its F leaves for its B
+    sending = []  # handles of messages that are on their way
+    for kind, _, i in actions:
+        ### BEGIN SOLUTION
+        if kind == "F":
+            x = inputs[i]
+            if rank > 0:
+                x = torch.empty_like(inputs[i])
+                dist.recv(x, group=group, group_src=rank - 1)
+                x.requires_grad_()
+            y = stage(x)
+            if rank == last:
+                y = loss(y, targets[i]) / len(inputs)
+            else:
+                message = y.detach()
+                sending.append(dist.isend(message, group=group, group_dst=rank + 1))
+            kept[i] = (x, y)
+        if kind == "B":
+            x, y = kept.pop(i)
+            gradient = None  # a loss needs none
+            if rank < last:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, group=group, group_src=rank + 1)
+            y.backward(gradient)
+            if rank > 0:
+                sending.append(dist.isend(x.grad, group=group, group_dst=rank - 1))
+        ### END SOLUTION
+    for handle in sending:
+        handle.wait()
+
+# %% tags=["check"]
+check("12.2", lambda: l12.runner(run_actions, ranks))
+
+# %% [markdown]
+# Here are the two actions in labcode's runner. `_take` gives what has been received, and what `_ready` holds is sent
+# afterwards.
+
+# %%
+show_source(pipeline._Run._forward)
+show_source(pipeline._Run._backward)
+
+# %% [markdown]
+# Yours and labcode's differ in one important point: **when** a receive begins. Yours begins when the action needs its
+# input. labcode knows the schedules of all ranks, so it works out beforehand which messages belong to which moment.
+# After each action it starts all sends and receives of that moment together, and bytes arrive while the rank still
+# computes something else. On GPUs there is a second reason: NCCL has no labels either, and it wants both ends to post
+# their messages in an order that cannot form a circle.
+
+# %%
+show_source(pipeline._Run._exchange)
+
+# %% [markdown]
+# **Takeaway: a pipeline needs no magic in autograd. Cut the graph at the boundary with `detach` and `requires_grad_`,
+# and send by hand what would have flowed through it.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes, the longest exercise. What people get wrong, in the order of frequency:
+# `requires_grad_` forgotten (then `x.grad` is None), `dist.send` in place of `isend` (GPipe runs, 1F1B hangs: let them
+# see it, it is the best moment of the lesson), the 1/m forgotten, a queue in place of a dict (the check also plays
+# GPipe with its backwards from last to first), `inputs[i]` used as the buffer. Ask: why `y.detach()` and not y? (What
+# is sent has no business with the graph; PyTorch would send it as well.)
+
+# %% [markdown]
+# ## 4. One forward, one backward
 #
-# 1. **Warm-up**: as many forwards as there are ranks behind, p − 1 − r on rank r (not more than m). By then a backward is on its way.
-# 2. **Steady state**: one forward and one backward, in turn, until there are no forwards left.
+# GPipe keeps the activations of all m micro-batches. Is that necessary? The last rank has the loss of micro-batch 0
+# right after its first forward. It could go back at once, and then the activations of this micro-batch would be free
+# before the next forward begins. The schedule **1F1B** does this on each rank. It has three phases:
+#
+# 1. **Warm-up**: forwards only, p - 1 - r of them on rank r (and not more than m, of course).
+# 2. **Steady state**: one forward and one backward in turn, until there are no forwards left.
 # 3. **Cool-down**: the backwards that are left.
 #
-# ### Exercise 12.2 · The order of one rank
+# Why p - 1 - r? Follow micro-batch 0. It leaves rank r after one forward and then passes the p - 1 - r ranks behind it,
+# each of which takes the time of one forward. No backward can arrive in that time, so rank r does p - 1 - r more
+# forwards. That makes p - r forwards before the first backward. The last of them already belongs to the steady state,
+# and p - 1 - r are left for the warm-up.
 #
-# Write the list of actions of rank `rank` of `p`, for `m` micro-batches, one stage per rank. `Action("F", rank, 3)` is the forward of micro-batch 3. The check plays your
-# order for several p and m, then runs it on the four ranks. You cannot make them hang: what could is refused before.
+# With p = 4, rank 3 has no warm-up and does F0 B0 F1 B1 and so on. Rank 2 has a warm-up of one.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 12.3 · 1F1B as data
+#
+# Write the list of rank `rank` of p, for m micro-batches. The check plays your schedule for several p and m, and then
+# runs it on the four ranks. You cannot make them hang: a schedule that would is refused beforehand, and the check says
+# who would wait for whom.
 
 # %% tags=["exercise"]
-def my_order(rank, p, m):
-    """[Action, ...], F and B of each micro-batch once."""
+def one_f_one_b_order(rank, p, m):
+    """The actions of one rank, F and B of each micro-batch once."""
     ### BEGIN SOLUTION
-    forwards, backwards = ([Action(kind, rank, i) for i in range(m)] for kind in "FB")
+    forwards = [Action("F", rank, i) for i in range(m)]
+    backwards = [Action("B", rank, i) for i in range(m)]
     warmup = min(p - 1 - rank, m)
     order = forwards[:warmup]
-    for forward, backward in zip(forwards[warmup:], backwards):
-        order += [forward, backward]
-    return order + backwards[m - warmup:]
+    for i in range(warmup, m):
+        order.append(forwards[i])
+        order.append(backwards[i - warmup])
+    order += backwards[m - warmup:]
+    return order
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.2", lambda: l12.one_f_one_b(my_order, ranks))
-
-# %% tags=["nbval-check-output"]
-print(stages.table(schedule("1f1b", 4, 8), 4))
+check("12.3", lambda: l12.one_f_one_b(one_f_one_b_order, ranks))
 
 # %% [markdown]
-# **Predict.** (a) Bubble over work: more, less or the same as with GPipe? (b) How many micro-batches does rank 0 keep now, and how many rank 3? (c) Rank 0 has a gap between
-# `F3` and its first backward. How long is it? Follow micro-batch 0 from there.
+# **Predict** for 4 ranks and 8 micro-batches:
+#
+# 1. Is bubble / work `"more"`, `"less"` or `"the same"`, compared with GPipe?
+# 2. From how many micro-batches does rank 0 keep activations at the same time now, and from how many does rank 3?
+# 3. Rank 0 waits between F3 and B0. For how many seconds? Follow micro-batch 0 on its way to the last rank and back.
 
 # %% tags=["predict"]
-same_guess = 3 / 8
-first_kept_guess, last_kept_guess = 4, 1  # p - r
-gap_guess = 3 * 0.060  # (p - 1) t_B
+bubble_of_1f1b = "the same"
+kept_by_first = 4
+kept_by_last = 1
+gap_of_rank_0_s = 3 * 0.060
+
+# %%
+one_f_one_b = stages.play(ranks, "1f1b", 8, STAGE_S)
+line = one_f_one_b.simulated
+found = stages.in_words(line.bubble_over_ideal(), gpipe.simulated.bubble_over_ideal())
+gap_start_s, gap_stop_s = stages.gaps(line, rank=0)["b"][0]
+
+compare("bubble / work", bubble_of_1f1b, found)
+compare("kept by rank 0", kept_by_first, one_f_one_b.kept[0], within=1)
+compare("kept by rank 3", kept_by_last, one_f_one_b.kept[3], within=1)
+compare("gap on rank 0", gap_of_rank_0_s, gap_stop_s - gap_start_s, within=1, unit="s")
+print(f"bubble / work on the clock: {one_f_one_b.measured.bubble_over_ideal():.3f}")
 
 # %% tags=["figure"]
-simulated, measured, played = run("1f1b")
-
-def gap_s(line, rank):
-    """Between a rank's last forward before its first backward and that backward."""
-    rows = [row for row in line.rows if row.rank == rank]
-    first = next(i for i, row in enumerate(rows) if row.action.kind == "B")
-    return rows[first].start_s - rows[first - 1].stop_s
-
-compare("bubble / work", same_guess, measured.bubble_over_ideal())
-for rank, guess in ((0, first_kept_guess), (3, last_kept_guess)):
-    compare(f"micro-batches kept by rank {rank}", guess, played[rank].peak, within=1)
-compare("gap on rank 0", gap_guess, gap_s(measured, 0), unit="s")
-stages.picture(simulated, measured, title="1F1B, 8 micro-batches",
-               alt="After the warm-up forwards and backwards alternate; rank 0 has a long gap before its first backward and short ones between its last")
+one_f_one_b.picture(
+    title="1F1B: the same bubble as GPipe, but in other places",
+    notes=stages.notes(line, rank=1),
+    alt="After the warm-up forwards and backwards alternate; rank 1 waits at its start "
+        "(a), before its first backward (b), between its last backwards (c) and at its "
+        "end (d)",
+)
 
 # %% [markdown]
-# The bubble is the same, the memory is not: at most p micro-batches, however large m is. That is all that 1F1B wins, and it is much: now m may grow.
+# The bubble is the same and the memory is not: a rank keeps at most p micro-batches, however large m is. That is all
+# that 1F1B wins over GPipe, and it is a lot, because now m can grow.
 #
-# The **gap between forward and backward** surprises everyone who sees a first profile. Is something slow? No. Rank $r$ did its $p-r$ forwards in time, and meanwhile micro-batch 0
-# travelled to the last rank. It must still come back through all ranks behind $r$: their $p-1-r$ backwards. Until then nothing that rank $r$ may do is left.
-# The whole bubble of a rank, piece by piece:
+# The gap before the first backward surprises everyone who looks at a first profile. Is something slow there? No. Rank r
+# did its p - r forwards in time. Meanwhile micro-batch 0 reached the last rank, and it has to come back through the
+# ranks behind r, which takes p - 1 - r backwards. Until then there is nothing that rank r is allowed to do.
 #
-# | where | length |
-# |---|---|
-# | start, nothing has arrived yet | $r\,t_F$ |
-# | before the first backward | $(p-1-r)\,t_B$ |
-# | between the backwards of the cool-down | $(p-1-r)\,t_F$ |
-# | end, the ranks before still work | $r\,t_B$ |
+# All the waiting of a rank is in four places, which carry letters in the figure:
 #
-# Together $(p-1)(t_F + t_B)$, on each rank.
+# | | where | how long |
+# |---|---|---|
+# | a | at the start: nothing has arrived yet | $r\,t_F$ |
+# | b | before the first backward | $(p-1-r)\,t_B$ |
+# | c | between the backwards of the cool-down, p - 1 - r times $t_F$ | $(p-1-r)\,t_F$ |
+# | d | at the end: the ranks before it still work | $r\,t_B$ |
+#
+# The gaps c are there because the rank behind does a forward between two backwards while this rank has none left. Add
+# the four up, and r cancels: $(p-1)(t_F + t_B)$ on each rank.
 
 # %% tags=["nbval-check-output"]
 for rank in range(4):
-    rows = [row for row in simulated.rows if row.rank == rank]
-    start, gap, end = rows[0].start_s, gap_s(simulated, rank), simulated.total_s - rows[-1].stop_s
-    parts = {"start": start, "gap": gap, "cool-down": simulated.bubble_s(rank) - start - gap - end, "end": end}
-    print(f"rank {rank}:", ", ".join(f"{name} {1e3 * abs(part):3.0f} ms" for name, part in parts.items()))
+    print(f"rank {rank}:", end="")
+    for letter, spans in stages.gaps(line, rank).items():
+        waited_s = sum(stop_s - start_s for start_s, stop_s in spans)
+        print(f"   {letter} {1e3 * waited_s:3.0f} ms", end="")
+    print(f"   together {1e3 * line.bubble_s(rank):.0f} ms")
 
 # %% [markdown]
-# Is the memory real? A GPT of 6 layers on four ranks, cut by `parallelize` (section 8). `saved_bytes` of lesson 10 asks autograd what it holds on rank 0 after each forward.
-# Your two predictions for rank 0 should hold for its largest value, as a multiple of what one micro-batch needs.
+# Is the memory real? Let us look at a GPT of six layers on four ranks, cut by `parallelize`. `saved_bytes` from lesson
+# 10 asks autograd what it holds on rank 0 after each action. Your two predictions for rank 0 should show up as a
+# multiple of what one micro-batch needs.
 
-# %% tags=["nbval-check-output"]
-from labcode.perf.saved_bytes import saved_bytes
+# %%
+config = GPTConfig(
+    vocab_size=83, context_length=32, num_layers=6, num_heads=4, hidden_size=64
+)
+generator = torch.Generator().manual_seed(0)
+tokens = torch.randint(83, (5, 8, 2, 33), generator=generator)
 
-config = GPTConfig(vocab_size=83, context_length=32, num_layers=6, num_heads=4, hidden_size=64)
-tokens = torch.randint(83, (5, 8, 2, 33), generator=torch.Generator().manual_seed(0))  # 5 steps of 8 micro-batches of 2 samples
-batches = [[(tokens[..., :-1], tokens[..., 1:]) for tokens in step] for step in tokens]
+# five steps of eight micro-batches of two samples; the target is the next token
+batches = []
+for step in tokens:
+    batches.append([(part[:, :-1], part[:, 1:]) for part in step])
 
 def build():
     return layers.initialize(gpt.GPT(config), 0).double()
 
-def held(rank, name):
-    """Largest number of bytes that autograd holds on this rank, over that of one micro-batch."""
-    model, found = parallelize(build(), Grid.create(GridShape(pp=4)), ParallelConfig(pipeline_schedule=name)), []
-    model.on_action = lambda action, started_s, stopped_s: found.append(saved.total())
+# %% tags=["nbval-check-output"]
+def most_held(rank, name):
+    """The most bytes that autograd holds here, over those of one micro-batch."""
+    grid = Grid.create(GridShape(pp=4))
+    model = parallelize(build(), grid, ParallelConfig(pipeline_schedule=name))
+    held = []
+
+    def look(action, started_s, stopped_s):
+        held.append(saved.total())
+
+    model.on_action = look
     with saved_bytes(model.module) as saved:
         model.forward_backward(batches[0])
-    return max(found) / found[0]
+    return max(held) / held[0]
 
-compare("GPipe, bytes of rank 0", gpipe_kept_guess, round(ranks.run(held, "gpipe")[0], 3), within=1)
-compare("1F1B, bytes of rank 0", first_kept_guess, round(ranks.run(held, "1f1b")[0], 3), within=1)
-
-# %% [markdown]
-# **Takeaway: 1F1B has GPipe's bubble and keeps p micro-batches in place of m. Rank 0 keeps the most; its gap before the first backward is the way back.**
-#
-# ## 4. Interleaved
-#
-# The bubble is $p-1$ stages long. Make stages shorter! Give each rank $v$ of them: of 16 layers, rank 0 holds 0-1 **and** 8-9. Each stage is $1/v$ as long, and so is the way to the
-# last rank. A micro-batch goes round $v$ times. In the table the second stage of a rank is written small, and columns are narrow:
-
-# %% tags=["nbval-check-output"]
-print(stages.table(schedule("interleaved", num_stages=8, num_microbatches=8, num_ranks=4), 8))
+of_gpipe = round(ranks.run(most_held, "gpipe")[0], 3)
+of_1f1b = round(ranks.run(most_held, "1f1b")[0], 3)
+compare("GPipe, bytes of rank 0", gpipe_kept, of_gpipe, within=1)
+compare("1F1B, bytes of rank 0", kept_by_first, of_1f1b, within=1)
 
 # %% [markdown]
-# Nothing is free. Count the boundaries between ranks: 3 before, 7 now, each crossed twice by every micro-batch. And warm-up is longer:
-# $2\,(p-1-r) + (v-1)\,p$ forwards, of stages half as large, and then, as in 1F1B, one more before the first backward. And m has to be a multiple of p.
-#
-# **Predict.** Bubble over work; messages in a step, of all ranks; the most that rank 0 keeps, in whole stages' worth (v = 2).
+# **Takeaway: 1F1B has the bubble of GPipe, and keeps at most p micro-batches in place of m. The first rank keeps the
+# most, and its long gap before the first backward is the way back.**
 
-# %% tags=["predict"]
-interleaved_guess = 3 / (2 * 8)
-messages_guess = 7 * 2 * 8
-interleaved_kept_guess = (2 * 3 + 4 + 1) / 2
-
-# %% tags=["figure"]
-simulated, measured, played = run("interleaved", v=2)
-compare("bubble / work", interleaved_guess, measured.bubble_over_ideal())
-compare("messages", messages_guess, sum(one.sent[0] for one in played), within=1)
-compare("kept by rank 0, whole stages", interleaved_kept_guess, played[0].peak / 2, within=1)
-stages.picture(simulated, measured, title="Interleaved, two stages on each rank",
-               alt="Bars are half as long, and each rank changes between its two stages; the triangles of idle time are half as large")
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
+# forward late and the rank keeps one micro-batch more), a warm-up of r (the wrong end of the pipeline: it hangs), m
+# smaller than the warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
 
 # %% [markdown]
-# The simulated bubble is half as large. The measured one not quite: there are more than twice as many messages, on actions half as long.
+# ## 5. Broken on purpose
 #
-# **Takeaway: v stages on each rank divide the bubble by v, and multiply the messages by about v. It pays where a message is short beside a stage.**
+# A schedule is a promise between ranks: every message has a sender, and nobody waits in a circle. If the promise is
+# broken, all ranks wait for ever, and the cluster charges for it. Since a schedule is data, it can be checked before
+# any rank begins.
 #
-# ## 5. Nobody waits for a weight's gradient
-#
-# The backward of a linear layer $y = xA^\top$ computes two things:
-#
-# - **I**, $dx = dy\,A$: the rank before waits for it;
-# - **W**, $dA = dy^\top x$: nobody waits for it, until the optimizer does.
-#
-# So split B into I and W. A rank sends I's result at once and does W later, when it would be idle. `labcode.parallel.deferred` does this: inside a pipeline each `F.linear`
-# leaves the pair (dy, x) to a store, and W works through it.
-#
-# ### Exercise 12.3 · Two halves
-#
-# Write both. `grad` is dy, [.., outputs], `x` is [.., inputs], `weight` is [outputs, inputs], as PyTorch keeps it. There may be several leading dims.
-
-# %% tags=["exercise"]
-def input_half(grad, weight):
-    """dx, [.., inputs]."""
-    ### BEGIN SOLUTION
-    return grad @ weight
-    ### END SOLUTION
-
-def weight_half(grad, x):
-    """dA, [outputs, inputs]."""
-    ### BEGIN SOLUTION
-    return grad.flatten(0, -2).T @ x.flatten(0, -2)
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("12.3", lambda: l12.halves(input_half, weight_half))
-
-# %% tags=["nbval-check-output"]
-print(stages.table(schedule("zero_bubble", 4, 8), 4))
-
-# %% [markdown]
-# This is ZB-H1 of Qi et al. 2023. It looks like 1F1B with I in place of B. Rank r does each W $r$ micro-batches late: rank 0 fills the gaps between its last I, rank 3 has four W for the end.
-# With $m \ge p$ and $t_W \le t_F, t_I$ the bubble is
-#
-# $$(p-1)\,(t_F + t_I - t_W).$$
-#
-# Activations are free after **W**, not after I. The schedule never lets a rank keep more than p micro-batches, but on the last ranks it keeps more than 1F1B.
-#
-# **Predict** for t_F = t_I = t_W = 30 ms: bubble over work; micro-batches kept by rank 0 and by rank 3.
-
-# %% tags=["predict"]
-zero_guess = 3 * 1 / (8 * 3)
-zero_first_guess, zero_last_guess = 4, 4
-
-# %% tags=["figure"]
-simulated, measured, played = run("zero_bubble")
-compare("bubble / work", zero_guess, measured.bubble_over_ideal(), within=1.5)
-for rank, guess in ((0, zero_first_guess), (3, zero_last_guess)):
-    compare(f"micro-batches kept by rank {rank}", guess, played[rank].peak, within=1)
-stages.picture(simulated, measured, title="Zero bubble (ZB-H1), 8 micro-batches",
-               alt="Weight halves fill the gaps at the end of each rank; only the triangle at the start and a short gap before the first I are left")
-
-# %% [markdown]
-# A third of 1F1B's bubble, with the same peak. The name promises more than H1 keeps; the same paper's ZB-H2 comes to about zero with about twice the memory. Three forwards' worth
-# of waiting is left, and beside that a few late messages weigh more than before: the smaller the bubble, the more the rest counts.
-#
-# Now all of them: the formula, the simulator, the simulator with the `hop_s` of section 1 for each message, and the run.
-
-# %% tags=["figure"]
-names = {(name, m): f"{name}, m = {m}" for name, m in results}
-predicted = {(name, m): pipeline.bubble_over_ideal(name, 4, m, 2 if name == "interleaved" else 1) for name, m in results}
-print(f"{'bubble / work':20}formula simulated +messages measured   kept by rank 0 to 3, in stages of a rank")
-for (name, m), (simulated, measured, played) in results.items():
-    v = 2 if name == "interleaved" else 1
-    delayed = simulate(schedule(name, 4 * v, m, 4), StageTimes(T / v, T / v, T / v), message_s=hop_s)
-    row = [predicted[name, m], *(line.bubble_over_ideal() for line in (simulated, delayed, measured))]
-    print(f"{names[name, m]:18}", *(f"{value:9.4g}" for value in row), "  ", *(one.peak / v for one in played))
-plot.bars({names[key]: {"formula": predicted[key], "measured": results[key][1].bubble_over_ideal()} for key in results if key[1] > 1},
-          ylabel="bubble / work", fmt="{:.3g}", title="Four ranks, eight micro-batches",
-          alt="GPipe and 1F1B have the same bubble, interleaved about half, zero bubble about a third; measured bars are a little longer")
-
-# %% [markdown]
-# - **Time**: with `hop_s` for each message the simulator comes close to the run, and is sometimes a little above it. No wonder: `hop_s` is all that section 1 took too long, Python
-#   and late processes included; and in a run, a stage that sleeps a little too long counts as work.
-# - **Memory** is exact: it follows from the order alone.
-#
-# **Takeaway: only I is in the way of the others. W fills gaps: a third of the bubble for the memory of 1F1B's first rank, on every rank.**
-#
-# ## 6. Broken on purpose
-#
-# A schedule is a promise between ranks: each message has a sender, and nobody waits in a circle. If it is broken, the ranks wait for ever, and a cluster bills for it. So it is
-# refused before any rank begins. Here rank 0 wants the gradient of micro-batch 0 before it sends micro-batch 1, and rank 1 wants micro-batch 1 before it gives any gradient.
+# Here rank 0 wants the gradient of micro-batch 0 before it sends micro-batch 1, and rank 1 wants micro-batch 1 before
+# it gives any gradient.
 
 # %% tags=["raises-exception"] raises="ValueError: rank 0 cannot start 0B0: it waits for 1B0 of rank 1"
-wrong = {0: "0F0 0B0 0F1 0B1", 1: "1F0 1F1 1B0 1B1"}
-check_schedule({rank: [Action.parse(text) for text in row.split()] for rank, row in wrong.items()}, num_stages=2, num_microbatches=2)
+wrong = {
+    0: [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")],
+    1: [Action.parse(text) for text in ("1F0", "1F1", "1B0", "1B1")],
+}
+check_schedule(wrong, num_stages=2, num_microbatches=2)
 
 # %% [markdown]
-# Read the message from its end: the two links of the circle, what each rank is at and whom it waits for. Either rank can break the circle:
-# rank 1 with `1B0` before `1F1`, or rank 0 with `0F1` before `0B0`.
+# Read the message from its end. It has the two links of the circle, and says for each rank where it stands and whom it
+# waits for. Either rank can break the circle: rank 1 by doing `1B0` before `1F1`, or rank 0 by doing `0F1` before
+# `0B0`.
 #
-# The second kind of failure comes in the middle of a step: a stage raises, out of memory or a bad shape. The other ranks wait for its output. What do they say?
-
-# %%
-import time
-
-
-class Broken(torch.nn.Module):
-    def forward(self, x, inputs=None):
-        raise ValueError("this stage expects 17 features, not 16")
-
-begin = time.perf_counter()
-try:
-    ranks.run(stages.run_schedule, schedule("1f1b", 4, 8), 4, 8, stages={2: Broken()})
-except RankError as error:
-    print(f"after {time.perf_counter() - begin:.1f} s: {error}")
-
-# %% [markdown]
-# One message: the rank, the stage, the action, the reason. Rank 3 waits for an activation and rank 1 for a gradient, and both are told to stop; the pool goes on with a new process
-# group. `torchrun` also ends the others when one fails. Without either, they would only say after their time-out that somebody did not answer.
-#
-# **Takeaway: check a schedule as data, where it costs nothing; at run time the first error is the one to read, and it names the stage.**
-#
-# ## 7. PyTorch's runner
-#
-# `torch.distributed.pipelining` has the same schedules. A `PipelineStage` wraps a module; the schedule object is also the runner. Does it compute the same gradients, from the
-# same stages?
+# PyTorch has pipelines as well, in `torch.distributed.pipelining`. It also keeps a schedule as lists of actions, writes
+# them as we do, and has a validator. We give both validators our four schedules (the last two belong to sections 7 and
+# 8), and then a schedule in which rank 1 does its first forward **twice**.
 
 # %% tags=["nbval-check-output"]
-from torch.distributed import pipelining
+per_rank = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
+for name, stages_per_rank in per_rank.items():
+    num_stages = 4 * stages_per_rank
+    torch_schedules.validate(schedule(name, num_stages, 8, 4), num_stages, 8)
+    print(f"PyTorch accepts our {name}")
 
-from labcode.parallel import torch_schedules
-
-
-def theirs(rank, make, v, m=8):
-    """{stage: gradient} of this rank, by PyTorch's runner."""
-    own = {number: stages.Stage(number) for number in range(rank, 4 * v, 4)}
-    wrapped = [pipelining.PipelineStage(module, number, 4 * v, torch.device("cpu")) for number, module in own.items()]
-    runner = make(wrapped if v > 1 else wrapped[0], m, loss_fn=F.mse_loss)
-    x, y = (part.flatten(0, 1) for part in stages.batches(m))  # it cuts the batch itself
-    runner.step(*([x] if rank == 0 else []), **({"target": y} if rank == 3 else {}))
-    return {number: module.gradient() for number, module in own.items()}
-
-for make, v in ((pipelining.ScheduleGPipe, 1), (pipelining.Schedule1F1B, 1), (pipelining.ScheduleInterleaved1F1B, 2)):
-    whole, found = stages.gradients(4 * v, 8), ranks.run(theirs, make, v)
-    off = max((grad - whole[number]).abs().max() for own in found for number, grad in own.items())
-    print(f"{make.__name__:24} gradients of one process to 1e-12: {off < 1e-12}")
-
-# %% [markdown]
-# Now the other way: PyTorch also keeps a schedule as a list of actions, writes them as we do (`1F3`), and has a validator. `torch_schedules.validate` puts ours through it. Then
-# we give both validators a schedule in which rank 1 does its first forward **twice**.
-
-# %% tags=["nbval-check-output"]
-for name, v in (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("zero_bubble", 1)):
-    lowered = torch_schedules.validate(schedule(name, 4 * v, 8, 4), 4 * v, 8)
-    print(f"{name:12} accepted by PyTorch, with {sum('SEND' in str(action) for row in lowered.values() for action in row)} sends")
 doubled = schedule("1f1b", 4, 8)
 doubled[1].insert(1, doubled[1][0])
 for validate in (torch_schedules.validate, check_schedule):
     try:
         validate(doubled, 4, 8)
-        print(f"{validate.__module__}: nothing wrong")
+        print(f"{validate.__module__}: nothing is wrong")
     except ValueError as error:
         print(f"{validate.__module__}: {error}")
 
 # %% [markdown]
-# PyTorch's counts with sets (torch 2.13), and a set does not grow by what it has already. Such a rank would compute a micro-batch twice and send it twice.
+# PyTorch's validator (of torch 2.13) collects the actions in sets, and a set does not grow by what it has already. Such
+# a rank would compute one micro-batch twice, and send it twice.
 #
-# - **Messages**: for several stages per rank PyTorch makes a list of sends and receives from the schedule; its GPipe and 1F1B are hand-written loops. Ours derives both ends of a
-#   message from one table of ticks.
-# - **Shapes**: PyTorch finds them out by itself, and can cut a model by tracing it. Ours is short enough to read.
-#
-# **Takeaway: a schedule is data, and data can be checked by two programs that know nothing of each other.**
-#
-# ## 8. A whole GPT
-#
-# Three things are new in a real model:
-#
-# - **Tied embeddings**: the table of the vocabulary is the first layer and the last, so the first **and** the last stage hold it. Each sees a part of its gradient, and the two
-#   parts are summed after backward.
-# - **Uneven stages**: 6 layers do not go into 4.
-# - **Other axes**: each stage may be cut by tp, copied by dp.
-#
-# Five steps of AdamW in float64, against one process. In the last line the sum over the tied weight is forgotten.
+# The second kind of failure comes in the middle of a step: a stage runs out of memory, or gets a bad shape. The other
+# ranks wait for its output. What do they say?
 
 # %%
-def train(rank, shape, config, tied=True):
+class Broken(torch.nn.Module):
+    def forward(self, x, inputs=None):
+        raise ValueError("this stage expects 17 features, not 16")
+
+began_s = time.perf_counter()
+try:
+    ranks.run(stages.run_schedule, schedule("1f1b", 4, 8), 4, 8, stages={2: Broken()})
+except RankError as error:
+    print(f"after {time.perf_counter() - began_s:.1f} s: {error}")
+
+# %% [markdown]
+# One message arrives, with the rank, the stage, the action and the reason. The other ranks were waiting for an
+# activation or a gradient, and the pool told them to stop. `torchrun` does the same: when one process fails, it ends
+# the others. Without such a parent they would wait until their time-out and then report that somebody did not answer.
+#
+# **Takeaway: check a schedule while it is data, because that costs nothing. At run time, the first error is the one to
+# read, and it should name the stage and the action.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 6 minutes. Draw the circle as two arrows. Ask: would two validators that share an author have
+# found the doubled F? (Perhaps not. That is why we keep both.)
+
+# %% [markdown]
+# ## 6. A whole GPT
+#
+# A real model brings two new things.
+#
+# - **Tied embeddings.** In many models the table of the vocabulary is used twice: it turns tokens into vectors at the
+#   start, and vectors into logits at the end. So the first **and** the last stage hold a copy of it. Each sees only a
+#   part of its gradient, so the two parts have to be summed after backward.
+# - **Uneven stages.** Six layers cannot be dealt out evenly to four ranks, and the ends of the model cost time as well.
+#
+# The next cell trains our GPT for five steps of AdamW in float64, and compares it with one process. In the last line
+# the sum over the tied weight is forgotten.
+
+# %%
+def train(rank, shape, config, sum_tied=True):
     """Losses, all weights, and this rank's copy of the tied weight if it has one."""
-    model, losses = parallelize(build(), Grid.create(shape), config), []
-    model.shardings = {name: replace(place, tied=place.tied and tied) for name, place in model.shardings.items()}
+    model = parallelize(build(), Grid.create(shape), config)
+    if not sum_tied:
+        stages.forget_tied_weights(model)
     optimizer = torch.optim.AdamW(model.module.parameters(), lr=3e-3)
+    losses = []
     for step in batches:
         optimizer.zero_grad()
         losses.append(model.forward_backward(step))
         optimizer.step()
     own = dict(model.module.named_parameters())
-    return torch.stack(losses), dict(model.full_state_dict()), own.get("embed.weight", own.get("head.weight"))
+    copy = own.get("embed.weight", own.get("head.weight"))
+    return torch.stack(losses), dict(model.full_state_dict()), copy
+
+# one process sees the same batches uncut
+uncut = []
+for step in batches:
+    inputs, targets = zip(*step)
+    uncut.append((torch.cat(inputs), torch.cat(targets)))
+whole = build()
+true_losses = adamw_steps(whole, gpt.loss, uncut)
 
 # %% tags=["nbval-check-output"]
-whole = build()
-truth = adamw_steps(whole, gpt.loss, [tuple(map(torch.cat, zip(*step))) for step in batches])  # the batch uncut
-runs = {"pp 4, 1F1B": (GridShape(pp=4), ParallelConfig()), "pp 4, zero bubble": (GridShape(pp=4), ParallelConfig(pipeline_schedule="zero_bubble", layers_per_stage=(1, 2, 2, 1))),
-        "pp 2, dp 2, layers 4 + 2": (GridShape(dp=2, pp=2), ParallelConfig(layers_per_stage=(4, 2))),
-        "pp 2, tp 2, interleaved": (GridShape(pp=2, tp=2), ParallelConfig(pipeline_schedule="interleaved", stages_per_rank=3)),
-        "pp 4, tied sum forgotten": (GridShape(pp=4), ParallelConfig(), False)}
-for name, options in runs.items():
-    (losses, found, first), *_, (_, _, last) = ranks.run(train, *options)
-    off = max((found[key] - weight).abs().max() for key, weight in whole.state_dict().items())
-    copies = "" if "tp" in name else f"; tied copies equal: {torch.equal(first, last)}"
-    same = (losses - truth).abs() < 1e-12
-    print(f"{name:25} to 1e-12: first loss {same[0]}, all {same.all()}, weights {off < 1e-12}{copies}")
+def held_to_one_process(name, *options):
+    results = ranks.run(train, *options)
+    losses, weights, first_copy = results[0]
+    last_copy = results[-1][2]
+    off = (losses - true_losses).abs()
+    weights_off = 0.0
+    for key, weight in whole.state_dict().items():
+        weights_off = max(weights_off, (weights[key] - weight).abs().max().item())
+    print(name)
+    print(f"    first loss right: {off[0] < 1e-12}, all losses: {off.max() < 1e-12}")
+    print("    weights:", weights_off < 1e-12, end=", ")
+    print("tied copies equal:", torch.equal(first_copy, last_copy))
+
+pp4 = GridShape(pp=4)
+held_to_one_process("pp 4, 1F1B", pp4, ParallelConfig())
+held_to_one_process("pp 2, dp 2, layers 4 + 2", GridShape(dp=2, pp=2),
+                    ParallelConfig(layers_per_stage=(4, 2)))
+held_to_one_process("pp 4, tied sum forgotten", pp4, ParallelConfig(), False)
 
 # %% [markdown]
-# Forget the sum, and the first loss is right, the next ones are wrong, and the two copies drift apart. Nothing fails. It is the bug of lesson 09 again, in another place.
+# Without the sum, the first loss is right, because the weights are still right. The next losses are wrong, and the two
+# copies drift apart. Nothing fails and nothing warns. It is the silent bug of lesson 09 in another place.
 #
-# What travels? Between two stages [B, S, H] forward, its gradient backward, for each micro-batch, whatever the stage holds. Tensor parallelism sends all-reduces of the same size,
-# four in each layer, one for the embedding, one for the head. Here act = 2 · 32 · 64 · 8 bytes, 6 layers.
+# **What travels?** Between two stages goes a tensor [B, S, H] forward and its gradient backward, for each micro-batch,
+# whatever the stage holds. For comparison: tensor parallelism makes four all-reduces of the same size in each layer,
+# and one each for the embedding and the head. A ring all-reduce sends 2 (p - 1)/p of its tensor.
 #
-# **Predict.** Bytes that a rank sends per micro-batch: an inner rank of pp = 4, and any rank of tp = 4. (A ring's all-reduce sends $2\frac{p-1}{p}$ of its tensor.)
+# Here [B, S, H] is 2 · 32 · 64 numbers of 8 bytes, and there are 6 layers.
+#
+# **Predict.** How many bytes does a rank send for each micro-batch: an inner rank of pp = 4, and any rank of tp = 4?
 
 # %% tags=["predict"]
-pp_guess = 2 * (2 * 32 * 64 * 8)
-tp_guess = (4 * 6 + 2) * 2 * 3 / 4 * (2 * 32 * 64 * 8)
+sent_by_pp = 2 * (2 * 32 * 64 * 8)
+sent_by_tp = (4 * 6 + 2) * 2 * 3 / 4 * (2 * 32 * 64 * 8)
 
 # %% tags=["nbval-check-output"]
-def sends(rank, shape):
-    """Bytes that this rank sends for activations and their gradients, per micro-batch."""
+def sent_bytes(rank, shape, kind):
+    """Bytes that this rank sends by `kind` of message for one micro-batch."""
     model = parallelize(build(), Grid.create(shape))
     with counted() as calls:
         model.forward_backward(batches[0])
-    kind = "send" if shape.pp > 1 else "all_reduce"
-    return sum(comm.bytes_sent(call.kind, call.group_size, call.num_bytes) for call in calls if call.kind == kind) / len(batches[0])
+    total = 0
+    for call in calls:
+        if call.kind == kind:
+            total += alpha_beta.bytes_sent(call.kind, call.group_size, call.num_bytes)
+    return total / len(batches[0])
 
-pp_bytes, tp_bytes = (ranks.run(sends, shape)[1] for shape in (GridShape(pp=4), GridShape(tp=4)))
-compare("pp = 4, an inner rank", pp_guess, pp_bytes, within=1, unit="B")
-compare("tp = 4", tp_guess, tp_bytes, within=1.01, unit="B")
+pp_bytes = ranks.run(sent_bytes, pp4, "send")[1]
+tp_bytes = ranks.run(sent_bytes, GridShape(tp=4), "all_reduce")[1]
+compare("pp = 4, an inner rank", sent_by_pp, pp_bytes, within=1, unit="B")
+compare("tp = 4", sent_by_tp, tp_bytes, within=1.01, unit="B")
 print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 
 # %% [markdown]
-# The small rest at tp is the loss. With more layers the ratio grows. And a rank that sends goes on with the next micro-batch. So pp is the axis that may leave the node.
+# (The small rest at tp is the loss.) With more layers the ratio grows further. And a rank of a pipeline does not wait
+# for what it sends. So pp is the axis that may leave the node.
 #
-# ### Exercise 12.4 · Who gets fewer layers?
+# **Who gets fewer layers?** In the steady state all ranks go at the pace of the slowest stage. The head, which turns
+# vectors into logits, has V · H weights, and a layer has 12 H². For the vocabulary of GPT-2 and H = 2048 the head costs
+# as much as 50257 / (12 · 2048), about two layers. Take 14 layers on 4 ranks, with the head on the last one.
 #
-# The slowest stage sets the pace. The head has V·H weights, a layer 12·H²: it costs as much as V/(12 H) layers, two for GPT-2's vocabulary and H = 2048. Deal 14 layers out over
-# 4 ranks, 16 micro-batches of 1F1B, the head on the last rank; the embedding costs nothing. `l12.step_units(layers)` says how long a step takes. Then go on: which stage would you
-# relieve if **memory** were short?
+# - Dealt out as evenly as possible, the stages have 4, 4, 3 and 3 layers, so the last rank has 3 + 2 = 5 units of work.
+# - Another way would be 4, 4, 4 and 2.
+#
+# **Predict.** With m = 16 micro-batches, how many times as long does a step take in the first case? To a first
+# approximation a step takes (m + p - 1) times the slowest stage.
 
-# %% tags=["exercise"]
-### BEGIN SOLUTION
-my_layers = (4, 4, 4, 2)  # four units everywhere
-### END SOLUTION
-
-# %% tags=["check"]
-check("12.4", lambda: l12.layers(my_layers))
+# %% tags=["predict"]
+times_as_long = 5 / 4
 
 # %% tags=["nbval-check-output"]
-even = [len(layers) for layers in ParallelConfig().stage_layers(14, 4)]
-print(f"head: {50257 / (12 * 2048):.1f} layers; as even as they go, {even}: {l12.step_units(even):.0f} units a step")
-ranks.close()
+def step_units(layers_of_ranks, head=2):
+    """How long a step of 1F1B takes, in forwards of one layer."""
+    units = list(layers_of_ranks)
+    units[-1] += head
+    times = [StageTimes(work, work, work) for work in units]
+    return simulate(schedule("1f1b", 4, 16), times).total_s
+
+print("4, 4, 3, 3 takes", step_units((4, 4, 3, 3)), "units;", end=" ")
+print("4, 4, 4, 2 takes", step_units((4, 4, 4, 2)))
+ratio = step_units((4, 4, 3, 3)) / step_units((4, 4, 4, 2))
+compare("even, against balanced", times_as_long, ratio, within=1.1)
 
 # %% [markdown]
-# <details><summary>And if memory is short?</summary>
+# Memory may ask for something else. With 1F1B the first rank keeps p micro-batches and the last rank only one, but the
+# last rank has the logits, [B, S, V]. Llama 3 takes one layer from the first stage and one from the last.
 #
-# Under 1F1B the first rank keeps p micro-batches, the last keeps one: relieve the first. But the last has the logits, [B, S, V]. Llama 3 takes one layer from the first stage and one
-# from the last.
-# </details>
+# **Takeaway: a pipeline sends one B · S · H for each boundary and direction, little enough for any link. Balance the
+# stages, sum what is tied, and compare with one process.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. The first sitting ends here. Ask: how would you notice in production that the tied
+# sum is missing? (Compare the two copies once in a while: one all-reduce of a checksum.)
+
+# %% [markdown]
+# ## 7. Half of a backward can wait
 #
-# **Takeaway: a pipeline sends B·S·H per boundary and direction, little enough for any link. Balance the stages, sum what is tied, compare with one process.**
+# *The second sitting begins here.*
 #
-# ## From here to GPUs and SLURM
+# The backward of a linear layer, $y = x A^\top$, computes two things, and only one of them is urgent.
+
+# %% tags=["figure"]
+plot.halves(
+    title="Only one half of a backward is urgent",
+    alt="The input half I gives the gradient of x, which the rank before waits for; "
+        "the weight half W gives the gradient of A, which nobody waits for "
+        "before the optimizer",
+)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 12.4 · Put the weight's half off
+#
+# Write a linear layer whose backward does I at once and leaves W for later. `SplitLinear.apply(x, weight, later)` gives
+# `y`. Its backward returns the gradient of x, and appends **a function without arguments** to the list `later`. When
+# that function is called, it computes the gradient of the weight and adds it to `weight.grad`.
+#
+# `x` is [.., inputs] with one or more leading dims, and `weight` is [outputs, inputs], as PyTorch keeps it. Find the two
+# matrix products from the shapes. `backward` returns one value for each argument of `forward` (`ctx` does not count),
+# and None for what gets no gradient from here. Whoever calls the function does so under `torch.no_grad()`.
+
+# %% tags=["exercise"]
+class SplitLinear(torch.autograd.Function):
+    """y = x A^T; backward gives dx and leaves dA to a function in `later`."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ### BEGIN SOLUTION
+        ctx.save_for_backward(x, weight)
+        ctx.weight = weight  # the parameter itself, which has the .grad
+        ctx.later = later
+        return x @ weight.T
+        ### END SOLUTION
+
+    @staticmethod
+    def backward(ctx, grad):
+        ### BEGIN SOLUTION
+        x, weight = ctx.saved_tensors
+        param = ctx.weight
+
+        def weight_half():
+            grad_weight = grad.flatten(0, -2).T @ x.flatten(0, -2)
+            if param.grad is None:
+                param.grad = grad_weight
+            else:
+                param.grad += grad_weight
+
+        ctx.later.append(weight_half)
+        return grad @ weight, None, None
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("12.4", lambda: l12.split(SplitLinear))
+
+# %% [markdown]
+# labcode's linear layer does the same. Its `store` is your `later`, and outside a pipeline there is none, so that both
+# halves are computed at once.
+
+# %%
+show_source(linear._Linear.backward)
+
+# %% [markdown]
+# What is it good for? Look again at the gaps of 1F1B on rank 0: before its first backward it waits $(p-1)\,t_B$ (gap
+# b), and in the cool-down p - 1 times $t_F$ (gaps c). Now split B into I and W, which take $t_I$ and $t_W$:
+#
+# - The way back takes only $t_I$ for each rank, as W can wait. So gap b shrinks to $(p-1)\,t_I$.
+# - Into each of the p - 1 gaps c rank 0 puts a W, so that only $t_F - t_W$ is left of each.
+#
+# Together, with $t_W$ no longer than $t_F$ and $t_I$, the bubble is
+#
+# $$(p-1)\,(t_I + t_F - t_W).$$
+#
+# The other ranks have other gaps of the same sum, as in section 4. Rank r has only p - 1 - r gaps in its cool-down, so
+# it has to put off some of its W until the end: r of them. This schedule is called **ZB-H1** (Qi et al. 2023; ZB for
+# zero bubble).
+#
+# And the memory? Activations are free only after **W**, which needs them too. Rank r of 1F1B keeps p - r micro-batches.
+#
+# **Predict** for 4 ranks, 8 micro-batches, and $t_F = t_I = t_W$: bubble / work, and the micro-batches that rank 0 and
+# rank 3 keep.
+
+# %% tags=["predict"]
+zero_bubble = 3 * 1 / (8 * 3)
+zero_kept_by_first = 4 - 0 + 0
+zero_kept_by_last = 4 - 3 + 3
+
+# %%
+split = stages.play(ranks, "zero_bubble", 8, STAGE_S)
+compare("bubble / work", zero_bubble, split.simulated.bubble_over_ideal(), within=1)
+compare("kept by rank 0", zero_kept_by_first, split.kept[0], within=1)
+compare("kept by rank 3", zero_kept_by_last, split.kept[3], within=1)
+print(f"bubble / work on the clock: {split.measured.bubble_over_ideal():.3f}")
+
+# %% tags=["figure"]
+split.picture(
+    title="ZB-H1: weight halves fill the gaps at the end",
+    alt="After the first input half no rank waits any more: weight halves stand "
+        "where 1F1B has its gaps, and four of them stand at the end of rank 3",
+)
+
+# %% [markdown]
+# It is a third of 1F1B's bubble, and no rank keeps more than rank 0 did before. The name promises more than H1 keeps:
+# the same paper's ZB-H2 comes close to zero, with about twice the memory.
+#
+# **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps: a third of the bubble,
+# at the price that every rank keeps as much as the first one.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. In 12.4 the usual mistakes are to compute the product in backward and to put only
+# the addition off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum over
+# samples. Ask: what else reads the activations in W, and why is GELU in neither half? (It has no weights: all of it is
+# I.)
+
+# %% [markdown]
+# ## 8. Shorter stages: interleaved
+#
+# There is another way to shrink the bubble. It is p - 1 stages long, so let us make the stages shorter. Give each rank v
+# stages in place of one: of 16 layers on four ranks, rank 0 holds layers 0-1 **and** layers 8-9. Each stage takes 1/v of
+# the time, and so does the way to the last rank, so the bubble is (p - 1)/(v m) of the work.
+#
+# A micro-batch now goes round all ranks v times. The ranks take the micro-batches in groups of p: first p of them
+# through their first stage, then the same p through the second, and so on. When the p-th one has entered, the first one
+# is back. That is why m has to be a multiple of p.
+#
+# How long is the warm-up of rank r? Count the forwards before its first backward:
+#
+# - Before micro-batch 0 enters the rank's last stage, p micro-batches have gone through each of the v - 1 stages before:
+#   that is (v - 1) p forwards.
+# - Then it needs p - 1 - r more, one for each rank behind it, as in 1F1B.
+# - The published schedule takes another p - 1 - r, so that each message on the way back has some slack. If messages took
+#   no time, it would do without (the simulator gives the same bubble); with slow messages it is faster.
+#
+# Together $2\,(p-1-r) + (v-1)\,p$. Then comes the first forward of the steady state, and after it the first backward.
+#
+# **Predict** for p = 4, m = 8 and v = 2:
+#
+# 1. What is bubble / work?
+# 2. With 1F1B there are 3 boundaries between ranks, and each micro-batch crosses each of them twice: 48 messages. How
+#    many are there now?
+# 3. How many micro-batches does rank 0 keep, counted in whole ranks' worth of layers? (One stage is half of that.)
+
+# %% tags=["predict"]
+interleaved_bubble = 3 / (2 * 8)
+interleaved_messages = 7 * 2 * 8
+interleaved_kept = (2 * 3 + 4 + 1) / 2
+
+# %%
+interleaved = stages.play(ranks, "interleaved", 8, STAGE_S, stages_per_rank=2)
+line = interleaved.simulated
+compare("bubble / work", interleaved_bubble, line.bubble_over_ideal(), within=1)
+compare("messages", interleaved_messages, interleaved.messages, within=1)
+compare("kept by rank 0", interleaved_kept, interleaved.kept[0], within=1)
+print(f"bubble / work on the clock: {interleaved.measured.bubble_over_ideal():.3f}")
+
+# %% tags=["figure"]
+interleaved.picture(
+    title="Interleaved: two half stages on each rank, and half the bubble",
+    alt="Blocks are half as long, and each rank changes between its first stage "
+        "(full colour) and its second (pale); ranks wait half as long as with 1F1B",
+)
+
+# %% [markdown]
+# The simulated bubble is half as large. The measured one is more than half: there are more than twice as many messages,
+# and the actions between them are half as long.
+#
+# Here are all schedules together. The column "messages" is the simulator with the cost of a message that we found
+# in section 1.
+
+# %%
+experiments = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "zero_bubble": split,
+    "interleaved": interleaved,
+}
+shown = {}
+print("bubble / work  formula  simulated  messages  measured   kept by ranks 0 to 3")
+for name, experiment in experiments.items():
+    v = experiment.stages_per_rank
+    actions = schedule(name, 4 * v, 8, 4)
+    delayed = simulate(actions, stages.part_of(STAGE_S, v), message_s=message_s)
+    formula = bubble_over_ideal(name, 4, 8, v)
+    simulated = experiment.simulated.bubble_over_ideal()
+    measured = experiment.measured.bubble_over_ideal()
+    print(f"{name:13} {formula:8.3f} {simulated:10.3f}", end=" ")
+    print(f"{delayed.bubble_over_ideal():9.3f} {measured:9.3f}  ", *experiment.kept)
+    shown[name] = {"formula": formula, "measured": measured}
+
+# %% tags=["figure"]
+plot.bars(
+    shown, ylabel="bubble / work", fmt="{:.2f}",
+    title="Two ways to a smaller bubble: halves of a backward, or shorter stages",
+    alt="GPipe and 1F1B have the same bubble, interleaved has half of it and "
+        "zero bubble a third; the measured bars are a little longer",
+)
+
+# %% [markdown]
+# The memory is exact, because it follows from the order alone. The time comes close to the simulator once messages are
+# counted.
+#
+# Does PyTorch's own runner compute the same? A `PipelineStage` wraps a module, and the schedule object is also the
+# runner. It cuts the batch by itself.
+
+# %% tags=["nbval-check-output"]
+def theirs(rank, make, stages_per_rank):
+    """{stage: gradient} of this rank, by PyTorch's runner."""
+    num_stages = 4 * stages_per_rank
+    own = {number: stages.Stage(number) for number in range(rank, num_stages, 4)}
+    wrapped = []
+    for number, module in own.items():
+        cpu = torch.device("cpu")
+        wrapped.append(pipelining.PipelineStage(module, number, num_stages, cpu))
+    runner = make(wrapped if stages_per_rank > 1 else wrapped[0], 8, loss_fn=F.mse_loss)
+    inputs, targets = stages.batches(8)
+    if rank == 0:
+        runner.step(inputs.flatten(0, 1))
+    elif rank == 3:
+        runner.step(target=targets.flatten(0, 1))
+    else:
+        runner.step()
+    return {number: module.gradient() for number, module in own.items()}
+
+for make, stages_per_rank in (
+    (pipelining.ScheduleGPipe, 1),
+    (pipelining.Schedule1F1B, 1),
+    (pipelining.ScheduleInterleaved1F1B, 2),
+):
+    expected = stages.gradients(4 * stages_per_rank, 8)
+    off = 0.0
+    for own in ranks.run(theirs, make, stages_per_rank):
+        for number, gradient in own.items():
+            off = max(off, (gradient - expected[number]).abs().max().item())
+    print(f"{make.__name__:24} gradients of one process, to 1e-12: {off < 1e-12}")
+
+# %% [markdown]
+# PyTorch finds out the shapes of the messages by itself, and it can cut a model by tracing it. labcode's runner is short
+# enough to read.
+#
+# **Takeaway: v stages on each rank divide the bubble by v and multiply the messages by about v. It pays where a message
+# is short beside a stage.**
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 12.5 · Open end: choose before you submit
+#
+# At work you measure how long F, I and W take on your stages and how long a message takes, and you know how much memory
+# is left. Then you choose. Write the function that does so. It returns one of the `CANDIDATES` as `(name, v)`: the one
+# with the shortest step among those that keep at most `most` micro-batches (in whole ranks' worth of layers) on every
+# rank. `stage_s` is what all layers of one rank take for one micro-batch.
+#
+# You have `schedule(name, num_stages, m, p)` and `simulate(actions, stage_s, message_s=...)`. A simulation has `total_s`
+# and `peak_microbatches()`, which counts stages: with v stages on a rank, each is 1/v of its layers. The check asks six
+# things:
+#
+# 1. With little memory, the choice fits.
+# 2. With more memory and a fast link, the choice is faster.
+# 3. With a slow link, the messages count.
+# 4. When m is not a multiple of p, the choice is still possible.
+# 5. The choice goes by the times of F, I and W that it was given.
+# 6. It works for another number of ranks.
+
+# %% tags=["exercise"]
+CANDIDATES = [
+    ("gpipe", 1),
+    ("1f1b", 1),
+    ("interleaved", 2),
+    ("interleaved", 4),
+    ("zero_bubble", 1),
+]
+
+def choose(p, m, stage_s, message_s, most):
+    """The (name, v) with the shortest step that keeps at most `most` micro-batches."""
+    ### BEGIN SOLUTION
+    best = None
+    best_s = float("inf")
+    for name, v in CANDIDATES:
+        if name == "interleaved" and m % p != 0:
+            continue
+        one_stage_s = StageTimes(
+            stage_s.forward_s / v, stage_s.input_s / v, stage_s.weight_s / v
+        )
+        found = simulate(schedule(name, p * v, m, p), one_stage_s, message_s=message_s)
+        if found.peak_microbatches() / v <= most and found.total_s < best_s:
+            best = (name, v)
+            best_s = found.total_s
+    return best
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("12.5", lambda: l12.choose(choose))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes with the exercise. What people forget: to divide the times by v (then interleaved
+# never wins), to divide the peak by v (then it never fits), and that `schedule` refuses m that is no multiple of p. Ask:
+# why does GPipe beat 1F1B on a slow link, if memory allows? (In 1F1B every backward waits for a message that was sent
+# just before; in GPipe the messages have been under way for a long time.)
+
+# %% [markdown]
+# ## 9. Part III on one page: what to choose first
+#
+# You now know four ways to use many GPUs: data, tensor (with sequence), context and pipeline parallelism. Which comes
+# first? The order follows from what each costs.
+#
+# 1. **Does the model fit on one GPU?** Then use data parallelism only. It sends the least, and only once in a step.
+# 2. **If not, use tensor parallelism**, as little as needed, and never across nodes. Add sequence parallelism, which
+#    costs no bytes.
+# 3. **If a whole node is not enough, use pipeline parallelism** between nodes.
+# 4. **If one sequence is too long** for the memory even so, use context parallelism.
+# 5. **All GPUs that are left are data parallel.** Check that m is several times p.
+#
+# Let us make a rule of it and see whether it gives what people really used. In mixed precision with Adam, Megatron keeps
+# 18 bytes for each parameter: 16 bits for the weight, and 32 bits each for its gradient, for an exact copy of the weight
+# and for Adam's two averages. Let these take at most three quarters of a GPU's 80 GB; the rest is for activations.
+
+# %%
+BYTES_PER_PARAMETER = 2 + 4 * 4
+ROOM = 0.75 * 80e9
+
+def first_choice(num_parameters):
+    """(tp, pp): tensor parallel inside the node of 8, then stages, in powers of two."""
+    tp = 1
+    pp = 1
+    while BYTES_PER_PARAMETER * num_parameters / (tp * pp) > ROOM:
+        if tp < 8:
+            tp *= 2
+        else:
+            pp *= 2
+    return tp, pp
+
+# %% [markdown]
+# Narayanan et al. (2021, Table 1) published how they trained ten GPT models on A100 with 80 GB.
+#
+# **Predict** by hand: which tp and pp does the rule give for 39.1 billion parameters?
+
+# %% tags=["predict"]
+choice_for_39_billion = (8, 2)  # 704 GB: over 8 ranks 88 GB each, over 16 ranks 44 GB
+
+# %% tags=["nbval-check-output"]
+compare("tp and pp", choice_for_39_billion, first_choice(39.1e9))
+
+PUBLISHED = (  # hidden size, layers, GPUs, tp, pp, sequences in a batch
+    (2304, 24, 32, 1, 1, 512),
+    (3072, 30, 64, 2, 1, 512),
+    (4096, 36, 128, 4, 1, 512),
+    (6144, 40, 256, 8, 1, 1024),
+    (8192, 48, 512, 8, 2, 1536),
+    (10240, 60, 1024, 8, 4, 1792),
+    (12288, 80, 1536, 8, 8, 2304),
+    (16384, 96, 1920, 8, 16, 2160),
+    (20480, 105, 2520, 8, 35, 2520),
+    (25600, 128, 3072, 8, 64, 3072),
+)
+print("parameters  GPUs  our tp, pp  published   dp  m for 1 sequence  bubble / work")
+for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
+    shape = GPTConfig(
+        vocab_size=51200, context_length=2048, num_layers=num_layers, num_heads=8,
+        hidden_size=hidden,
+    )
+    ours = first_choice(shape.num_parameters)
+    dp = gpus // (tp * pp)
+    m = sequences // dp
+    bubble = bubble_over_ideal("1f1b", pp, m)
+    print(f"{shape.num_parameters / 1e9:8.1f} e9 {gpus:5} {ours!s:>11}", end=" ")
+    print(f"{(tp, pp)!s:>10} {dp:4} {m:17} {bubble:14.2f}")
+
+# %% [markdown]
+# The rule gives the published layout for nine of the ten models. In the tenth it says 32 stages; the model has 105
+# layers, which do not divide by 32, and they took 35. So one line about memory explains most of such a table. What it
+# leaves out:
+#
+# - **Sharding.** Lesson 13 shares the 18 bytes out over the data-parallel ranks, and then many of these models fit with
+#   less tp or pp. It costs more communication.
+# - **Long sequences.** The models here have 2048 tokens. When sequences are so long that the activations of a single one
+#   do not fit, cp comes next after tp.
+# - **The links.** On a node with slow links, tp = 2 with more stages can be faster than tp = 8, as you saw when you chose
+#   a grid in lesson 08.
+#
+# | the model's state (18 bytes a parameter) | GPUs | choose first |
+# |---|---|---|
+# | fits on one GPU | any number | dp |
+# | fits on one node of 8 | 8 | tp with sequence parallelism, up to 8 |
+# | fits on one node of 8 | more than 8 | the same tp, and dp between the nodes |
+# | does not fit on a node | several nodes | tp 8, pp until it fits, dp with the rest; m at least 4 pp |
+# | any, and the activations of one sequence do not fit | | as above, and cp before you add stages |
+#
+# The first four rows follow from the rule above. That m should be at least 4 pp is the advice of the GPipe paper (section
+# 2.3); the bubble is then less than a quarter of the work. The last row is the order in which Llama 3 adds its axes:
+# tensor, context, pipeline, data (Llama Team 2024, section 3.3.2).
+#
+# **Takeaway: memory decides how far a model has to be cut, and the speed of the links decides along which axis. What is
+# left goes to data parallelism.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 5 minutes. Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp
+# 4, dp 16.)
+
+# %% [markdown]
+# ## 10. From here to GPUs and SLURM
 #
 # | where | start |
 # |---|---|
-# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.pp 4 --train.micro-batch 4` |
-# | another schedule | `--parallel.pipeline_schedule zero_bubble`; `--parallel.pipeline_schedule interleaved --parallel.stages-per-rank 2 --parallel.pp 2` |
+# | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.pp 4 --train.micro_batch 4` |
+# | another schedule | add `--parallel.pipeline_schedule zero_bubble`, or `--parallel.pipeline_schedule interleaved --parallel.stages_per_rank 2` |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
 #
-# In the default order pp is the slowest axis, so it crosses the nodes. (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) The number of
-# micro-batches is the batch of a dp rank divided by `micro-batch`. On GPUs stages really compute, and t_W is rarely equal to t_I. `model.on_action` is told when each action
-# ran: put the times of your stages into `simulate`, and choose before you submit.
+# In the default order of the grid, pp is the slowest axis, so it is the one that crosses the nodes. The number of
+# micro-batches is the batch of a data-parallel rank divided by `micro_batch`. On GPUs the stages really compute, and W
+# rarely takes as long as I. `model.on_action` is told when each action ran: put the times of your stages into
+# `simulate`, and choose before you submit.
+
+# %%
+ranks.close()
 
 # %% [markdown]
+# ## Questions
+#
+# **1.** A pipeline of 8 ranks has 32 micro-batches with 1F1B. Somebody doubles the number of ranks and leaves the batch
+# as it is. What happens to bubble / work?
+#
+# <details><summary>Answer</summary>
+#
+# It grows from 7/32 = 22 % to 15/32 = 47 %. The work of each rank halves, and the number of stages to fill doubles.
+# </details>
+#
+# **2.** In a profile of 1F1B, rank 0 stands still for a long time before its first backward. Which number of the profile
+# tells you whether this is normal?
+#
+# <details><summary>Answer</summary>
+#
+# The time of one backward. The gap should be (p - 1) times that, plus the messages. If it is longer, some stage behind
+# is slower than the others.
+# </details>
+#
+# **3.** Your runner uses `dist.send`. It works with GPipe and hangs with 1F1B. Why?
+#
+# <details><summary>Answer</summary>
+#
+# In GPipe all messages go to the right first, and the last rank always receives; later all go to the left. In 1F1B two
+# neighbours send to each other at the same time, an activation and a gradient. Both wait for the other to receive.
+# </details>
+#
+# **4.** With ZB-H1, why can the activations not be freed after I?
+#
+# <details><summary>Answer</summary>
+#
+# W computes the gradient of the weights from the gradient of the output and the **input** of the layer, so the input has
+# to stay until W is done.
+# </details>
+#
+# **5.** From lesson 04: m micro-batches are accumulated and each rank divides its loss by m. What would go wrong without
+# the division, and would Adam notice?
+#
+# <details><summary>Answer</summary>
+#
+# The gradients would be m times as large. Adam divides by the size of the gradient, so the steps would hardly change.
+# Clipping and weight decay in the loss would, and SGD would take steps that are m times as long.
+# </details>
+#
 # ## Recap
 #
 # | schedule | bubble / work | rank 0 keeps | in labcode |
 # |---|---|---|---|
-# | naive | p − 1 | 1 (all of the batch) | `schedule("gpipe", p, 1)` |
-# | GPipe | (p−1)/m | m | `labcode.schedules` |
-# | 1F1B | (p−1)/m | p | `labcode.schedules` |
-# | interleaved | (p−1)/(v m) | p (1 + (p−1)/(p v)) | `labcode.schedules` |
-# | zero bubble, H1 | (p−1)(t_F + t_I − t_W)/(m t) | p, as every rank | `parallel.deferred` |
+# | one batch | p - 1 | 1 (all of the batch) | `schedule("gpipe", p, 1)` |
+# | GPipe | (p - 1)/m | m | `schedules.orders` |
+# | 1F1B | (p - 1)/m | p | `schedules.orders` |
+# | zero bubble, ZB-H1 | (p - 1)(t_F + t_I - t_W)/(m t) | p, as every rank does | `parallel.deferred` |
+# | interleaved | (p - 1)/(v m) | p (1 + (p - 1)/(p v)) | `schedules.orders` |
 #
-# Here t = t_F + t_I + t_W. `perf.pipeline` simulates, `parallel.pipeline` runs, `schedules.check_schedule` refuses; a tied weight is summed over first and last stage
-# (`parallel.weights`); 2 B·S·H travel per micro-batch and boundary.
+# Here t = t_F + t_I + t_W. `perf.pipeline.simulate` plays a schedule, `parallel.pipeline` runs it, and
+# `schedules.check_schedule` refuses what would hang. A tied weight is summed over the first and the last stage. For each
+# micro-batch and boundary, 2 B · S · H numbers travel.
 #
 # ## Sources
 #
 # - Huang et al. 2019, *GPipe*, arXiv:1811.06965.
-# - Narayanan et al. 2019, *PipeDream*, doi 10.1145/3341301.3359646.
-# - Narayanan et al. 2021, arXiv:2104.04473, section 2.2: 1F1B, interleaved.
+# - Narayanan et al. 2019, *PipeDream*, doi 10.1145/3341301.3359646: one forward, one backward.
+# - Narayanan et al. 2021, arXiv:2104.04473: 1F1B and interleaved in section 2.2, the layouts of ten models in Table 1.
 # - Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.3: memory when interleaved.
 # - Qi et al. 2023, *Zero Bubble Pipeline Parallelism*, arXiv:2401.10241.
-# - Llama Team 2024, arXiv:2407.21783, section 3.3: uneven stages.
-# - docs.pytorch.org: `torch.distributed.pipelining`.
+# - Llama Team 2024, arXiv:2407.21783, section 3.3: uneven stages, and the order of the axes.
+# - 18 bytes for each parameter: Megatron Core, *Distributed Optimizer*,
+#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.pipelining.html>.

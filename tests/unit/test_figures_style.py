@@ -9,11 +9,15 @@ import numpy as np
 import pytest
 
 from labcode.parallel.sharding import Shard
+from labcode.perf.pipeline import StageTimes, simulate
+from labcode.schedules import schedule
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
 
 ALT = "Four words at least"
+
+LINE = simulate(schedule("zero_bubble", 4, 8), StageTimes(1, 1, 1))
 
 FIGURES = {
     "lines": lambda alt: plot.lines({"a": [1, 2]}, alt=alt),
@@ -27,6 +31,9 @@ FIGURES = {
     "ring": lambda alt: plot.ring(4, alt=alt),
     "rounds": lambda alt: plot.rounds([[(0, 1)], [(0, 2)]], 3, alt=alt),
     "timeline": lambda alt: plot.timeline([("a", "b", 0, 1)], alt=alt),
+    "pipeline": lambda alt: plot.pipeline({"simulated": LINE}, title="t", alt=alt),
+    "stages": lambda alt: plot.stages(4, 4, title="t", alt=alt),
+    "halves": lambda alt: plot.halves(title="t", alt=alt),
     "causal": lambda alt: plot.causal(4, alt=alt),
     "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),
 }

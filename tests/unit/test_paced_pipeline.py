@@ -1,4 +1,4 @@
-"""The drawings of lesson 12: a schedule as text, and a simulated time line above a measured one."""
+"""What lesson 12 shows of a schedule: as text, as bars, and where its ranks wait."""
 
 import pytest
 
@@ -42,15 +42,22 @@ def test_kinds_get_their_colours_in_one_order_whatever_comes_first_in_time():
         assert list(dict.fromkeys(labels))[:2] == ["F", "B"]
 
 
-def test_the_picture_has_both_time_lines_on_one_axis():
-    line = simulate(schedule("1f1b", 2, 3), UNIT)
-    picture = l12_paced_pipeline.picture(
-        line, line, title="1F1B", alt="Two time lines of two ranks each"
-    )
-    lanes = [tick.get_text() for tick in picture.axes[0].get_yticklabels()]
-    assert lanes == ["simulated 0", "simulated 1", "measured 0", "measured 1"]
-    colours = {bar.get_facecolor() for bar in picture.axes[0].patches}
-    assert len(colours) == 2  # F and B, the same above and below
+def test_the_gaps_of_1f1b_have_four_places_and_the_lengths_of_the_lesson():
+    line = simulate(schedule("1f1b", 4, 8), StageTimes(1, 1, 1))
+    for rank in range(4):
+        gaps = l12_paced_pipeline.gaps(line, rank)
+        waited = {}
+        for letter, spans in gaps.items():
+            waited[letter] = sum(stop_s - start_s for start_s, stop_s in spans)
+        behind = 3 - rank
+        assert waited == {"a": rank, "b": 2 * behind, "c": behind, "d": 2 * rank}
+        assert len(gaps["c"]) == behind
+        assert len(l12_paced_pipeline.notes(line, rank)) == sum(map(len, gaps.values()))
+
+
+@pytest.mark.parametrize(("one", "word"), [(1.0, "more"), (0.1 + 0.2, "the same"), (0.1, "less")])
+def test_a_comparison_in_words(one, word):
+    assert l12_paced_pipeline.in_words(one, 0.3) == word
 
 
 def test_the_measured_time_line_is_that_of_the_median_step():

@@ -1,63 +1,487 @@
 """Checks of lesson 12, pipeline parallelism. The text of each assertion is a hint."""
 
-import itertools
-import math
+import contextlib
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
-from labcode.perf.pipeline import StageTimes, bubble_over_total, peak_microbatches, simulate
-from labcode.pool.ranks import Ranks
-from labcode.schedules import Action, check_schedule, schedule
+from labcode.comm.counting import Collective, CollectiveSpy
+from labcode.comm.grid import Grid
+from labcode.parallel.pipeline import Pipeline
+from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches, simulate
+from labcode.pool.answers import HangError
+from labcode.pool.ranks import RankError, Ranks
+from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.teach.check import Exercise, due
+from labcode.teach.exercises.on_ranks import LIMIT_S
 from labcode.teach.labs import l12_paced_pipeline
+from labcode.teach.labs.l12_paced_pipeline import part_of
+from labcode.topology import GridShape
 
 EXERCISES = {
-    "12.1": Exercise("many micro-batches, and GPipe keeps them all"),
-    "12.2": Exercise("the order of the library, and the gradients of one process"),
-    "12.3": Exercise("together they are backward, and they need not be together"),
-    "12.4": Exercise("no stage is slower than another"),
+    "12.1": Exercise(
+        praise="all forwards, then all backwards, and every rank has its own stage",
+        hints=(
+            "The list of rank 2 begins with Action('F', 2, 0), and the list of rank 0 with "
+            "Action('F', 0, 0).",
+            "How many actions does the list of one rank have, if there are m micro-batches?",
+        ),
+    ),
+    "12.2": Exercise(
+        praise="your runner gives the gradients of one process, with GPipe and with 1F1B, "
+        "on all ranks and in groups of two",
+        hints=(
+            "Write F first, for a rank in the middle: receive x, ask for its gradient, run the "
+            "stage, send y, keep both. Then ask what is different on the first and the last rank.",
+            "recv writes into a tensor that you bring. Which tensor has the right shape?",
+            "In B a rank in the middle receives the gradient of its y. Where does autograd leave "
+            "the gradient of x, which the rank before waits for?",
+            "The loss of a step is the mean over m micro-batches. Which rank can see to that?",
+        ),
+    ),
+    "12.3": Exercise(
+        praise="1F1B, action by action, and the ranks have run it",
+        hints=(
+            "Write down the lists of the last rank and of the last but one for m = 4.",
+            "How many forwards has a rank done when its first backward begins? It is one more "
+            "than the ranks behind it.",
+            "After the warm-up there are two lists left, forwards and backwards. Take one from "
+            "each in turn, until one of them is empty.",
+        ),
+    ),
+    "12.4": Exercise(
+        praise="backward gives dx at once and leaves dA for later, and two micro-batches add up",
+        hints=(
+            "y is [.., outputs] and A is [outputs, inputs]. Which product of dy and A has the "
+            "shape of x?",
+            "dA sums over everything but outputs and inputs: flatten the leading dims into one.",
+            "What stands in `later` is called when W's turn has come: the product belongs inside "
+            "the function that you put there.",
+            "Two micro-batches share one weight. What should the second W do with the .grad that "
+            "the first one made?",
+        ),
+    ),
+    "12.5": Exercise(
+        praise="the fastest schedule that fits, in each of the cases",
+        hints=(
+            "For each candidate: make its schedule, simulate it, look at its memory and its time.",
+            "With v stages on a rank, how long does one stage take, and how much does a "
+            "micro-batch leave in it?",
+            "Not every candidate is possible with every m.",
+        ),
+    ),
 }
+
+# ---- what several exercises share
+
+# All ranks; and two groups of two at the same time, in which a rank of the group is not the rank of
+# the world.
+SHAPES = (GridShape(pp=4), GridShape(dp=2, pp=2))
+UNIT = StageTimes(1, 1, 1)
+
+
+def _who(members: Sequence[int], place: int) -> str:
+    """A rank of a group, in words."""
+    if list(members) == list(range(len(members))):
+        return f"rank {place}"
+    listed = ", ".join(map(str, members))
+    return f"in the group of ranks {listed}, the rank with number {place}"
+
+
+def _check_types(orders: dict[int, Any], case: str) -> None:
+    for rank, actions in orders.items():
+        right = isinstance(actions, list) and all(isinstance(one, Action) for one in actions)
+        assert right, case + (
+            f"rank {rank} has {str(actions)[:40]}: give a list of Action(kind, stage, microbatch)"
+        )
+
+
+def _check_once(orders: Actions, m: int, case: str) -> None:
+    """Each rank has F and B of each micro-batch, once, of its own stage."""
+    for rank, actions in orders.items():
+        for action in actions:
+            assert action.stage == rank, case + (
+                f"rank {rank} has {action}, an action of stage {action.stage}: each rank runs "
+                "the stage with its own number"
+            )
+            assert action.kind in ("F", "B"), case + (
+                f"rank {rank} has {action}: the kinds here are F and B"
+            )
+        for kind, name in (("F", "forward"), ("B", "backward")):
+            found = Counter(action.microbatch for action in actions if action.kind == kind)
+            for number in range(m):
+                assert found[number], case + (
+                    f"rank {rank} has no {name} of micro-batch {number}: each micro-batch has "
+                    "one, and they count from 0"
+                )
+            for number, times in found.items():
+                assert number < m, case + (
+                    f"rank {rank} has the {name} of micro-batch {number}, and the last one is "
+                    f"micro-batch {m - 1}"
+                )
+                assert times == 1, case + (
+                    f"rank {rank} has the {name} of micro-batch {number} {times} times"
+                )
+
+
+def _simulated(orders: Actions, p: int, m: int, case: str) -> Timeline:
+    """The time line in units of a forward; a schedule that would hang is said to."""
+    try:
+        check_schedule(orders, p, m)
+    except ValueError as error:
+        raise AssertionError(case + str(error)) from None
+    return simulate(orders, UNIT)
+
 
 # ---- 12.1
 
 
-def enough(enough: Callable[[int, float], float]) -> None:
-    """The learner's number of micro-batches that keeps the bubble small.
+def gpipe(order: Callable[[int, int], list[Action]]) -> None:
+    """The learner's GPipe.
 
     Args:
-        enough: `enough(p, share)`: the fewest micro-batches whose bubble is at most `share` of the
-            whole time on p ranks.
+        order: `order(rank, m)`: the actions of one rank.
     """
-    for p, share in ((8, 0.07), (4, 0.25), (4, 0.5), (16, 0.03), (2, 0.5)):
-        _check_enough(p, share, due(enough(p, share)))
-
-
-def _check_enough(p: int, share: float, found: float) -> None:
-    case = f"p={p}, share={share}: "
-    limit = share + 1e-9
-    assert float(found).is_integer(), (
-        case + f"{found} micro-batches; give a whole number, rounded up"
-    )
-    found = int(found)
-    assert found >= 1, case + f"{found} micro-batches; there is at least one"
-    over_total = bubble_over_total("gpipe", p, found)
-    assert over_total <= limit, (
-        case + f"with {found} micro-batches the ranks wait {over_total:.1%} of the time"
-    )
-    if found == 1:
-        return
-    of_work = math.ceil((p - 1) / share - 1e-9)
-    assert found != of_work, (
-        case + "this keeps bubble / work at the share; here it is a share of the whole time"
-    )
-    assert bubble_over_total("gpipe", p, found - 1) > limit, (
-        case + f"{found} micro-batches are enough, but fewer are as well"
-    )
+    for p, m in ((2, 3), (4, 5), (3, 1)):
+        case = f"p={p}, m={m}: "
+        orders = {rank: due(order(rank, m)) for rank in range(p)}
+        _check_types(orders, case)
+        _check_once(orders, m, case)
+        for rank, actions in orders.items():
+            for place, action in enumerate(actions[:m]):
+                assert action.kind == "F", case + (
+                    f"rank {rank}, place {place}: {action} comes before the last forward; "
+                    "GPipe does all forwards first"
+                )
+        found = _simulated(orders, p, m, case).total_s
+        best = simulate(schedule("gpipe", p, m), UNIT).total_s
+        assert found <= best, case + (
+            f"it takes {found:.0f} units where GPipe takes {best:.0f}: do all ranks take the "
+            "micro-batches in the same order?"
+        )
 
 
 # ---- 12.2
+
+
+class _WatchedStage(l12_paced_pipeline.Stage):
+    """A stage that keeps what goes into it.
+
+    Args:
+        number: Of the stage.
+        num_microbatches: How often it may be called.
+    """
+
+    def __init__(self, number: int, num_microbatches: int) -> None:
+        super().__init__(number)
+        self.number = number
+        self.num_microbatches = num_microbatches
+        self.seen: list[Tensor] = []
+        self.went_back: list[int] = []  # numbers of the calls, in the order of their backwards
+
+    def forward(self, x: Tensor | None, inputs: Tensor | None = None) -> Tensor:
+        assert isinstance(x, Tensor), f"the stage was called with {type(x).__name__}, not a tensor"
+        assert len(self.seen) < self.num_microbatches, (
+            f"the stage was called more than {self.num_microbatches} times: "
+            "one F is one call, and B needs none"
+        )
+        self.seen.append(x.detach().clone())
+        if self.number > 0:
+            assert x.requires_grad, (
+                "the input of this stage does not require a gradient, so backward will have "
+                "nothing for the rank before"
+            )
+        y = super().forward(x, inputs)
+        call = len(self.seen) - 1
+        y.register_hook(lambda _: self.went_back.append(call))
+        return y
+
+
+class _Messages(CollectiveSpy):
+    """How many messages this rank sends, and which collectives it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_sent = 0
+        self.collectives: list[str] = []
+
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        if call.name == "send":
+            self.num_sent += 1
+        elif call.name != "recv":
+            self.collectives.append(call.name)
+        return start()
+
+
+@dataclass(frozen=True)
+class _Ran:
+    """What a runner left on one rank.
+
+    Args:
+        seen: Inputs of the stage, in the order of its calls.
+        went_back: Numbers of these calls, in the order in which backward went through them.
+        gradients: Of the stage's parameters in one row; None if one has none.
+        num_sent: Messages.
+        changed: The first micro-batch whose inputs or targets are not what they were.
+    """
+
+    seen: list[Tensor]
+    went_back: list[int]
+    gradients: Tensor | None
+    num_sent: int
+    changed: int | None
+
+
+def _orders(name: str, p: int, m: int) -> Actions:
+    """A schedule; "gpipe, back to front" is the one that the GPipe paper draws."""
+    if name != "gpipe, back to front":
+        return schedule(name, p, m)
+    orders = {}
+    for rank, order in schedule("gpipe", p, m).items():
+        orders[rank] = order[:m] + order[: m - 1 : -1]
+    return orders
+
+
+def _data(members: Sequence[int], m: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Inputs and targets of m micro-batches, others for each group."""
+    generator = torch.Generator().manual_seed(100 * sum(members) + 10 * len(members) + m)
+    size = (2, m, l12_paced_pipeline.BATCH, l12_paced_pipeline.WIDTH)
+    inputs, targets = torch.randn(size, dtype=torch.float64, generator=generator)
+    return list(inputs), list(targets)
+
+
+@contextlib.contextmanager
+def _without_the_library() -> Iterator[None]:
+    def refuse(*_: Any, **__: Any) -> None:
+        raise AssertionError(
+            "labcode's Pipeline runs schedules already: write the sends and receives yourself"
+        )
+
+    with mock.patch.object(Pipeline, "step", refuse):
+        yield
+
+
+def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], name: str, m: int) -> _Ran:
+    """One step of the learner's runner on this rank of a group."""
+    place = group.rank()
+    p = group.size()
+    members = dist.get_process_group_ranks(group)
+    stage = _WatchedStage(place, m)
+    inputs, targets = _data(members, m)
+    with _without_the_library(), _Messages() as messages:
+        run_actions(_orders(name, p, m)[place], stage, F.mse_loss, inputs, targets, group)
+    assert not messages.collectives, (
+        f"{messages.collectives[0]} talks to all ranks: a pipeline needs only messages between "
+        "neighbours"
+    )
+    changed = None
+    for number, (old, new) in enumerate(zip(zip(*_data(members, m)), zip(inputs, targets))):
+        same = torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
+        if changed is None and not same:
+            changed = number
+    grads = None
+    if all(param.grad is not None for param in stage.parameters()):
+        grads = stage.gradient()
+    return _Ran(stage.seen, stage.went_back, grads, messages.num_sent, changed)
+
+
+def _run_in_groups(
+    rank: int, run_actions: Callable[..., Any], name: str, m: int, shape: GridShape
+) -> _Ran:
+    """On this rank, in its pipeline of a grid."""
+    return _run_once(Grid.create(shape).group("pp"), run_actions, name, m)
+
+
+def runner(run_actions: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's runner, with three schedules, on all ranks and in two groups of two.
+
+    Args:
+        run_actions: `run_actions(actions, stage, loss, inputs, targets, group)`.
+        ranks: Where it runs.
+    """
+    cases = (("gpipe", 1), ("gpipe", 4), ("gpipe, back to front", 4), ("1f1b", 6))
+    for name, m in cases:
+        for shape in SHAPES:
+            case = f"{name}, m={m}: "
+            try:
+                of_ranks = ranks.run(_run_in_groups, run_actions, name, m, shape, limit_s=LIMIT_S)
+            except RankError as error:
+                hint = _lost_message(error, name, shape)
+                if not hint:
+                    raise
+                raise AssertionError(f"{case}{hint} {_last_calls(ranks)}") from None
+            for members in shape.groups("pp"):
+                runs = [of_ranks[member] for member in members]
+                _check_runs(runs, members, name, m, case)
+
+
+def _lost_message(error: RankError, name: str, shape: GridShape) -> str:
+    """Why messages did not meet, if that is what happened; "" if it is another error."""
+    signs = ("imed out", "wait timeout", "gloo", "onnection", "NCCL")
+    is_lost = isinstance(error, HangError) or any(sign in str(error) for sign in signs)
+    if not is_lost or "AssertionError" in str(error):
+        return ""
+    if shape.dp > 1:
+        return (
+            "in two groups of two, messages go to the wrong rank; on all four it worked: is every "
+            "rank counted within the group?"
+        )
+    if name == "1f1b":
+        return (
+            "the ranks wait for each other; with GPipe it worked: does a rank that sends stand "
+            "still until its neighbour takes the message?"
+        )
+    return (
+        "messages do not meet: does every send have its receive, and do the first and the last "
+        "rank leave out what they have no neighbour for?"
+    )
+
+
+def _last_calls(ranks: Ranks) -> str:
+    """What each rank has called last, in words."""
+    words = []
+    for rank, call in enumerate(ranks.last_collectives()):
+        if call is not None:
+            without_shape = re.sub(r" of \w+ \[[^]]*\]", "", str(call))
+            words.append(f"rank {rank}: {without_shape}")
+    if not words:
+        return ""
+    return f"(last calls: {'; '.join(words)})"
+
+
+def _check_runs(runs: Sequence[_Ran], members: Sequence[int], name: str, m: int, case: str) -> None:
+    """All ranks of one group, in the order in which a mistake would spread."""
+    p = len(members)
+    inputs, targets = _data(members, m)
+    stages = [l12_paced_pipeline.Stage(number) for number in range(p)]
+    values = inputs
+    for place, ran in enumerate(runs):
+        who = _who(members, place)
+        assert ran.changed is None, case + (
+            f"{who} has changed inputs[{ran.changed}] or targets[{ran.changed}]: receive into a "
+            "new tensor, with torch.empty_like"
+        )
+        forwards = [one for one in _orders(name, p, m)[place] if one.kind == "F"]
+        _check_seen(ran.seen, values, forwards, inputs, place, case + who)
+        with torch.no_grad():
+            values = [stages[place](value) for value in values]
+    for place in reversed(range(p)):
+        who = _who(members, place)
+        _check_order(runs[place].went_back, _orders(name, p, m)[place], case + who)
+        _check_gradients(runs[place].gradients, stages, place, inputs, targets, case + who)
+    for place, ran in enumerate(runs):
+        wanted = m * ((place < p - 1) + (place > 0))
+        assert ran.num_sent == wanted, case + (
+            f"{_who(members, place)} sent {ran.num_sent} messages where {wanted} are needed"
+        )
+
+
+def _check_seen(
+    seen: Sequence[Tensor],
+    values: Sequence[Tensor],
+    forwards: Sequence[Action],
+    inputs: Sequence[Tensor],
+    place: int,
+    who: str,
+) -> None:
+    """Whether a stage was given what the stage before made."""
+    assert len(seen) == len(forwards), (
+        f"{who} ran its stage {len(seen)} times, and its list has {len(forwards)} forwards"
+    )
+    for action, found in zip(forwards, seen):
+        number = action.microbatch
+        text = f"{who}, at {action}: "
+        if found.shape == values[number].shape and torch.equal(found, values[number]):
+            continue
+        assert place > 0, text + f"the input of its stage is not inputs[{number}]"
+        assert not torch.equal(found, inputs[number]), text + (
+            "its stage works on the inputs of the batch; it needs what the rank before has sent"
+        )
+        for other, value in enumerate(values):
+            assert not torch.equal(found, value), text + (
+                f"it got what belongs to micro-batch {other}: do both neighbours go by the "
+                "numbers in their lists?"
+            )
+        raise AssertionError(text + "the input of its stage is not what the rank before computed")
+
+
+def _check_order(went_back: Sequence[int], order: Sequence[Action], who: str) -> None:
+    """Whether each B went through the graph of its own micro-batch."""
+    forwards = [action.microbatch for action in order if action.kind == "F"]
+    backwards = [action for action in order if action.kind == "B"]
+    for call, action in zip(went_back, backwards):
+        assert forwards[call] == action.microbatch, (
+            f"{who}, at {action}: backward went through micro-batch {forwards[call]}; the number "
+            "in the list says which one's turn it is"
+        )
+
+
+def _check_gradients(
+    found: Tensor | None,
+    stages: Sequence[nn.Module],
+    place: int,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    who: str,
+) -> None:
+    """Whether the gradients of one stage are those of one process."""
+    assert found is not None, f"{who} has no gradients: does its B call backward?"
+    parts = []
+    for x, y in zip(inputs, targets):
+        loss = F.mse_loss(nn.Sequential(*stages)(x), y) / len(inputs)
+        grads = torch.autograd.grad(loss, list(stages[place].parameters()))
+        parts.append(torch.cat([grad.flatten() for grad in grads]))
+    expected = torch.stack(parts).sum(0)
+
+    def is_close(other: Tensor) -> bool:
+        return bool((found - other).norm() < 1e-9 * expected.norm())
+
+    if is_close(expected):
+        return
+    m = len(parts)
+    assert not is_close(m * expected), (
+        f"{who} has gradients {m} times as large as they should be: the loss of the step is the "
+        "mean over the micro-batches"
+    )
+    for number, part in enumerate(parts):
+        assert not (is_close(part) or is_close(m * part)), (
+            f"{who} has only the gradient of micro-batch {number}: those of all micro-batches "
+            "are added"
+        )
+    if place == len(stages) - 1:
+        raise AssertionError(
+            f"{who} is the last one, and its gradients are wrong: does each B take the loss of "
+            "its own micro-batch?"
+        )
+    raise AssertionError(
+        f"{who} has wrong gradients, and the rank behind it has the right ones: which tensor does "
+        "that one send back, and which output is it the gradient of here?"
+    )
+
+
+# ---- 12.3
+
+
+ORDERS_LIMIT_S = 5.0  # a list that grows for ever would fill the memory of the machine
+PIPELINES = ((2, 3), (4, 8), (3, 5), (4, 2))  # p, m
+
+
+def _orders_on_rank_0(rank: int, order: Callable[[int, int, int], Any]) -> dict:
+    """What the learner's function gives for each pipeline, as {(p, m): {rank: its order}}."""
+    found = {}
+    for p, m in PIPELINES:
+        if rank == 0:
+            found[p, m] = {number: order(number, p, m) for number in range(p)}
+    return found
 
 
 def one_f_one_b(order: Callable[[int, int, int], list[Action]], ranks: Ranks) -> None:
@@ -67,153 +491,218 @@ def one_f_one_b(order: Callable[[int, int, int], list[Action]], ranks: Ranks) ->
         order: `order(rank, p, m)`: the actions of one rank.
         ranks: Where it runs.
     """
-    for p, m in ((2, 3), (4, 8), (3, 5), (4, 2)):
+    # on a rank, so that a loop without an end is stopped
+    found = ranks.run(_orders_on_rank_0, order, limit_s=ORDERS_LIMIT_S)[0]
+    for (p, m), orders in found.items():
         case = f"p={p}, m={m}: "
-        orders = {rank: due(order(rank, p, m)) for rank in range(p)}
+        due(*orders.values())
         _check_types(orders, case)
-        try:
-            check_schedule(orders, p, m)
-        except ValueError as error:
-            raise AssertionError(case + str(error)) from None
-        _check_costs(orders, p, m, case)
+        _check_once(orders, m, case)
+        _check_micro_batches(orders, case)
+        line = _simulated(orders, p, m, case)
+        _check_memory(line, p, m, case)
         _check_actions(orders, p, m, case)
     p = ranks.n
     m = 8
-    orders = {rank: order(rank, p, m) for rank in range(p)}
-    runs = ranks.run(l12_paced_pipeline.run_schedule, orders, p, m)
+    orders = found[p, m]
+    runs = ranks.run(l12_paced_pipeline.run_schedule, orders, p, m, limit_s=LIMIT_S)
     off = l12_paced_pipeline.difference(runs, p, m)
     assert off < 1e-12, f"the gradients differ from one process by {off:.0e}"
 
 
-def _check_types(orders: dict[int, list[Action]], case: str) -> None:
+def _check_micro_batches(orders: Actions, case: str) -> None:
+    """Forwards and backwards each go through the micro-batches from 0 up."""
     for rank, actions in orders.items():
-        right = isinstance(actions, list) and all(isinstance(one, Action) for one in actions)
-        assert right, case + (
-            f"rank {rank} has {str(actions)[:40]}: give a list of Action(kind, stage, microbatch)"
-        )
+        for kind, name in (("F", "forwards"), ("B", "backwards")):
+            numbers = [action.microbatch for action in actions if action.kind == kind]
+            assert numbers == sorted(numbers), case + (
+                f"rank {rank} has its {name} in the order {', '.join(map(str, numbers))}: "
+                "the first micro-batch that came is the first that goes back"
+            )
 
 
-def _check_costs(orders: dict[int, list[Action]], p: int, m: int, case: str) -> None:
-    """Memory and time, as 1F1B takes them."""
-    times = StageTimes(1, 1, 1)
-    line = simulate(orders, times)
+def _check_memory(line: Timeline, p: int, m: int, case: str) -> None:
     for rank in range(p):
         kept = line.peak_microbatches(rank)
         needed = peak_microbatches("1f1b", p, m, rank=rank)
         assert kept <= needed, case + (
             f"rank {rank} keeps {kept} micro-batches at once, {needed} are enough: "
-            "after the first forwards each forward is followed by a backward"
+            "after the warm-up each forward is followed by a backward"
         )
-    best_s = simulate(schedule("1f1b", p, m), times).total_s
-    assert line.total_s <= best_s, case + (
-        f"it is complete, but takes {line.total_s:.0f} units where 1F1B takes {best_s:.0f}: "
-        "how many forwards come before the first backward, on the first rank and on the last?"
-    )
 
 
-def _check_actions(orders: dict[int, list[Action]], p: int, m: int, case: str) -> None:
+def _check_actions(orders: Actions, p: int, m: int, case: str) -> None:
     """Action by action."""
     for rank, expected in schedule("1f1b", p, m).items():
         for place, (found, wanted) in enumerate(zip(orders[rank], expected)):
-            assert found == wanted, case + (
-                f"rank {rank}, place {place}: {found}, 1F1B has {wanted.kind} here"
+            if found == wanted:
+                continue
+            before = [one.kind for one in orders[rank][:place]]
+            if "B" not in before:
+                raise AssertionError(
+                    case + f"rank {rank} has {before.count('F')} forwards before its first "
+                    "backward: how many ranks are behind it?"
+                )
+            raise AssertionError(
+                case + f"rank {rank}, place {place}: {found} comes too early: which of F and B "
+                "did the rank do last?"
             )
-
-
-# ---- 12.3
-
-
-def halves(
-    input_half: Callable[[Tensor, Tensor], Tensor], weight_half: Callable[[Tensor, Tensor], Tensor]
-) -> None:
-    """The learner's two halves of the backward of a linear layer, against autograd.
-
-    Args:
-        input_half: `input_half(grad, weight)`: the gradient of the input.
-        weight_half: `weight_half(grad, x)`: the gradient of the weight.
-    """
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(2, 5, 7, dtype=torch.float64, generator=generator)
-    weight = torch.randn(3, 7, dtype=torch.float64, generator=generator)
-    grad = torch.randn(2, 5, 3, dtype=torch.float64, generator=generator)
-    x.requires_grad_()
-    weight.requires_grad_()
-    torch.nn.functional.linear(x, weight).backward(grad)
-    assert x.grad is not None and weight.grad is not None
-    _check_half("input_half", due(input_half(grad.clone(), weight.detach())), x.grad)
-    _check_half("weight_half", due(weight_half(grad.clone(), x.detach())), weight.grad)
-
-
-def _check_half(name: str, found: Tensor, expected: Tensor) -> None:
-    shape = list(found.shape)
-    wanted = list(expected.shape)
-    assert found.ndim != 2 or shape != wanted[::-1], (
-        f"{name}: {shape} is the transpose; "
-        f"PyTorch keeps a weight as [outputs, inputs], here {wanted}"
-    )
-    assert found.ndim == expected.ndim, (
-        f"{name}: {shape}, expected {wanted}: "
-        "the weight's gradient is a sum over samples and tokens"
-    )
-    assert shape == wanted, f"{name}: {shape}, expected {wanted}"
-    off = ((found - expected).norm() / expected.norm()).item()
-    assert off < 1e-12, f"{name}: the shape is right, the values are {off:.0%} off"
 
 
 # ---- 12.4
 
-LAYERS = 14
-RANKS = 4
-MICROBATCHES = 16
-HEAD = 2  # what the head costs, in layers
 
-
-def _work(layers: Sequence[int]) -> list[int]:
-    """What each rank computes for a micro-batch, in layers; the last one has the head."""
-    return [*layers[:-1], layers[-1] + HEAD]
-
-
-def step_units(layers: Sequence[int]) -> float:
-    """How long a step of 1F1B takes, in forwards of one layer.
+def split(linear: Any) -> None:
+    """The learner's linear layer whose backward leaves the weight's half for later.
 
     Args:
-        layers: Of each rank; the last one has the head too.
+        linear: An autograd Function: `linear.apply(x, weight, later)`.
     """
-    times = [StageTimes(units, units, units) for units in _work(layers)]
-    return simulate(schedule("1f1b", RANKS, MICROBATCHES), times).total_s
-
-
-def _all_splits() -> Iterator[list[int]]:
-    """Every way to give each rank at least one of the layers, in order."""
-    for cuts in itertools.combinations(range(1, LAYERS), RANKS - 1):
-        edges = (0, *cuts, LAYERS)
-        yield [stop - start for start, stop in itertools.pairwise(edges)]
-
-
-def _best_units() -> float:
-    """The shortest step of all splits.
-
-    Only splits whose slowest stage is within one layer of the best are simulated: with a slower
-    one the step is longer for certain, and a simulation takes milliseconds.
-    """
-    slowest = {tuple(split): max(_work(split)) for split in _all_splits()}
-    limit = min(slowest.values()) + 1
-    return min(step_units(split) for split, units in slowest.items() if units <= limit)
-
-
-def layers(layers: Sequence[int]) -> None:
-    """The learner's number of layers of each stage, against the best of all splits.
-
-    Args:
-        layers: Four numbers.
-    """
-    layers = tuple(due(layers))
-    assert len(layers) == RANKS and sum(layers) == LAYERS and min(layers) >= 1, (
-        f"{layers}: give {RANKS} numbers, each at least 1, that add up to {LAYERS} layers"
+    apply = getattr(linear, "apply", linear)
+    generator = torch.Generator().manual_seed(2)
+    weight = nn.Parameter(torch.randn(3, 7, dtype=torch.float64, generator=generator))
+    waiting: list[list[Callable[[], Any]]] = []
+    expected: list[Tensor] = []
+    for leading in ((2, 5), (4,)):
+        x = torch.randn(*leading, 7, dtype=torch.float64, generator=generator)
+        grad = torch.randn(*leading, 3, dtype=torch.float64, generator=generator)
+        later: list[Callable[[], Any]] = []
+        expected.append(grad.flatten(0, -2).T @ x.flatten(0, -2))
+        _check_input_half(apply, x, weight, grad, later)
+        waiting.append(later)
+    found = [_weight_half(weight, later) for later in waiting]
+    assert torch.allclose(found[0], expected[0]), (
+        "dA has the right shape and the wrong values, for x [2, 5, 7]: it is the sum over all "
+        "samples and tokens"
     )
-    found = step_units(layers)
-    best = _best_units()
-    assert found <= best, (
-        f"{layers}: a step takes {found:.0f} units, {best:.0f} are possible: the slowest stage "
-        f"sets the pace, and here it has {max(_work(layers))} units of work per micro-batch"
+    assert not torch.allclose(found[1], expected[0]), (
+        "the second micro-batch has left weight.grad as it was: both are added"
+    )
+    assert not torch.allclose(found[1], expected[1]), (
+        "the second micro-batch has replaced the gradient of the first one: both are added"
+    )
+    assert torch.allclose(found[1], expected[0] + expected[1]), (
+        "after two micro-batches weight.grad is not the sum of both"
+    )
+
+
+@torch.no_grad()
+def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor:
+    """The gradient of the weight after one call of what stands in `later`."""
+    assert callable(later[0]), (
+        f"`later` holds a {type(later[0]).__name__}: put a function there that computes "
+        "the gradient when it is called"
+    )
+    later[0]()
+    assert weight.grad is not None, (
+        "the function in `later` was called, and weight.grad is still None"
+    )
+    return weight.grad.clone()
+
+
+def _check_input_half(
+    apply: Callable[..., Any],
+    x: Tensor,
+    weight: nn.Parameter,
+    grad: Tensor,
+    later: list[Callable[[], Any]],
+) -> None:
+    """Forward and the half that is needed at once."""
+    x.requires_grad_()
+    y = due(apply(x, weight, later))
+    wanted = x.detach() @ weight.detach().T
+    assert y.shape == wanted.shape, (
+        f"forward gives {list(y.shape)} for x {list(x.shape)} and A {list(weight.shape)}, "
+        f"not {list(wanted.shape)}"
+    )
+    assert torch.allclose(y, wanted), "forward has the right shape, but it is not x times A^T"
+    counter = FlopCounterMode(display=False)
+    with counter:
+        y.backward(grad)
+    assert x.grad is not None, "x has no gradient: the first thing that backward returns is dx"
+    expected = grad @ weight.detach()
+    assert torch.allclose(x.grad, expected), (
+        f"dx has the right shape and the wrong values, for x {list(x.shape)}"
+    )
+    assert weight.grad is None, (
+        "weight.grad is there right after backward: this half has to wait in `later`"
+    )
+    assert later, "`later` is empty after backward: nobody would ever compute dA"
+    assert len(later) == 1, f"`later` has {len(later)} entries after one backward, not 1"
+    one_product = 2 * grad.numel() * x.shape[-1]
+    assert counter.get_total_flops() <= one_product, (
+        "backward multiplies twice: the product for dA is to be computed when the function in "
+        "`later` is called, not before"
+    )
+
+
+# ---- 12.5
+
+CANDIDATES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zero_bubble", 1))
+
+
+@dataclass(frozen=True)
+class _Case:
+    """What a schedule is chosen for."""
+
+    about: str
+    p: int
+    m: int
+    stage_s: StageTimes
+    message_s: float
+    most: float
+
+
+_EVEN = StageTimes(0.010, 0.010, 0.010)
+CASES = (
+    _Case("little memory", 4, 8, _EVEN, 0.0, 4),
+    _Case("more memory, a fast link", 4, 8, _EVEN, 0.0, 6),
+    _Case("more memory, a slow link", 4, 8, _EVEN, 0.008, 6),
+    _Case("m is no multiple of p", 4, 6, _EVEN, 0.0, 8),
+    _Case("a short W", 4, 8, StageTimes(0.010, 0.019, 0.001), 0.0, 5),
+    _Case("eight ranks", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 12),
+)
+
+
+def _outcome(case: _Case, name: str, v: int) -> tuple[float, float] | None:
+    """(seconds of a step, micro-batches kept by the fullest rank); None if it is impossible."""
+    if name == "interleaved" and case.m % case.p:
+        return None
+    actions = schedule(name, case.p * v, case.m, case.p)
+    line = simulate(actions, part_of(case.stage_s, v), message_s=case.message_s)
+    return line.total_s, line.peak_microbatches() / v
+
+
+def choose(answer: Callable[..., Any]) -> None:
+    """The learner's choice of a schedule, in several cases.
+
+    Args:
+        answer: `answer(p, m, stage_s, message_s, most)`: (name, v).
+    """
+    for case in CASES:
+        found = due(answer(case.p, case.m, case.stage_s, case.message_s, case.most))
+        _check_choice(found, case)
+
+
+def _check_choice(found: Any, case: _Case) -> None:
+    text = f"{case.about} (p={case.p}, m={case.m}, most={case.most:g}): "
+    is_pair = isinstance(found, (tuple, list)) and len(found) == 2
+    assert is_pair and tuple(found) in CANDIDATES, text + (
+        f"{str(found)[:40]} is none of the candidates: return (name, v)"
+    )
+    name, v = found
+    outcome = _outcome(case, name, v)
+    assert outcome is not None, text + f"{name} is not possible with this m"
+    total_s, kept = outcome
+    assert kept <= case.most, text + (
+        f"{name} with v={v} keeps {kept:g} micro-batches, and there is room for {case.most:g}"
+    )
+    best_s = total_s
+    for candidate in CANDIDATES:
+        other = _outcome(case, *candidate)
+        if other is not None and other[1] <= case.most:
+            best_s = min(best_s, other[0])
+    assert total_s <= best_s * (1 + 1e-9), text + (
+        f"{name} with v={v} takes {1e3 * total_s:.1f} ms, and another candidate that fits takes "
+        f"{1e3 * best_s:.1f} ms"
     )

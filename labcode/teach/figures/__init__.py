@@ -7,7 +7,8 @@ collectives.py   what ranks hold before and after a collective; the ring   lesso
 messages.py      single messages between ranks, round by round             lesson 01
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
-timeline.py      who is busy when                                          lessons 04, 09, 12, 15
+pipeline.py      stages and their messages; F, B, I, W of a pipeline        lesson 12
+timeline.py      who is busy when                                          lessons 04, 09, 15
 weights.py       which rank holds which rows or columns of a weight        lesson 09
 layer.py         what a layer keeps, and what travels around it            lesson 10
 ring_attention.py  the ring of keys and values, its gradients, Ulysses       lesson 11

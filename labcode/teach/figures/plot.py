@@ -14,6 +14,7 @@ from labcode.teach.figures.grid import grid
 from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
+from labcode.teach.figures.pipeline import halves, pipeline, stages
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
@@ -31,15 +32,18 @@ __all__ = [
     "digits",
     "field",
     "grid",
+    "halves",
     "heatmap",
     "kept",
     "lines",
     "links",
+    "pipeline",
     "progress",
     "ring",
     "ring_attention",
     "ring_gradients",
     "rounds",
+    "stages",
     "timeline",
     "transports",
     "ulysses",

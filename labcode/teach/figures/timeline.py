@@ -1,6 +1,6 @@
 """A drawing of who is busy when: ranks, streams, buckets.
 
-Lessons 04, 09, 12 and 15 use it; `plot.timeline` is the way in.
+Lessons 04, 09 and 15 use it; `plot.timeline` is the way in.
 """
 
 import math

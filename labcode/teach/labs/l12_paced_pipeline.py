@@ -8,7 +8,7 @@ the waiting for them are real, and so are the gradients.
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,10 +17,13 @@ import torch.nn.functional as F
 from torch import nn
 
 from labcode.comm.counting import counted, totals
+from labcode.parallel.model import ParallelModel
 from labcode.parallel.pipeline import Pipeline
-from labcode.perf.pipeline import Bar, StageTimes, Timeline
-from labcode.schedules import Action, Actions, make_plan, ticks
+from labcode.perf.pipeline import Bar, StageTimes, Timeline, simulate
+from labcode.pool.ranks import Ranks
+from labcode.schedules import Action, Actions, make_plan, schedule, ticks
 from labcode.teach.figures import plot
+from labcode.teach.figures.pipeline import Note
 from labcode.teach.figures.style import Picture
 from labcode.teach.labs.clock import sleep_until
 
@@ -205,13 +208,124 @@ def difference(played: Sequence[Played], num_stages: int, num_microbatches: int)
     return largest
 
 
+# ---- what a lesson does
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A schedule simulated, and run on the clock.
+
+    Args:
+        simulated, measured: Its time lines.
+        played: What it did on each rank.
+        stages_per_rank: Of the schedule.
+        is_right: Whether its gradients are those of one process, to 1e-12.
+    """
+
+    simulated: Timeline
+    measured: Timeline
+    played: list[Played]
+    stages_per_rank: int
+    is_right: bool
+
+    @property
+    def kept(self) -> list[float]:
+        """Most micro-batches that each rank kept at once, in whole ranks' worth of layers."""
+        return [one.peak / self.stages_per_rank for one in self.played]
+
+    @property
+    def messages(self) -> int:
+        """Messages of one step, of all ranks."""
+        return sum(one.sent[0] for one in self.played)
+
+    def picture(self, *, title: str, alt: str, notes: Sequence[Note] = ()) -> Picture:
+        """The simulated time line above the measured one, on one axis."""
+        lines = {"simulated": self.simulated, "measured": self.measured}
+        return plot.pipeline(lines, title=title, alt=alt, notes=notes)
+
+
+def play(
+    ranks: Ranks, name: str, num_microbatches: int, stage_s: StageTimes, stages_per_rank: int = 1
+) -> Experiment:
+    """Simulate a schedule, run it three times on the clock, and say if its gradients are right.
+
+    Args:
+        ranks: Where it runs.
+        name: Of the schedule.
+        num_microbatches: Of a step.
+        stage_s: What all layers of one rank take for one micro-batch.
+        stages_per_rank: v; each stage then takes 1/v of `stage_s`.
+    """
+    num_stages = ranks.n * stages_per_rank
+    actions = schedule(name, num_stages, num_microbatches, ranks.n)
+    one_stage_s = part_of(stage_s, stages_per_rank)
+    played = ranks.run(run_schedule, actions, num_stages, num_microbatches, one_stage_s, repeats=3)
+    is_right = difference(played, num_stages, num_microbatches) < 1e-12
+    print(f"{name}: the gradients are those of one process: {is_right}")
+    simulated = simulate(actions, one_stage_s)
+    return Experiment(simulated, timeline(played), played, stages_per_rank, is_right)
+
+
+def part_of(stage_s: StageTimes, parts: int) -> StageTimes:
+    """The times of a stage that is one of `parts` equal ones."""
+    return StageTimes(stage_s.forward_s / parts, stage_s.input_s / parts, stage_s.weight_s / parts)
+
+
+def in_words(one: float, other: float) -> str:
+    """Whether `one` is "more", "less" or "the same", compared with `other`."""
+    if abs(one - other) < 1e-9:
+        return "the same"
+    return "more" if one > other else "less"
+
+
+def forget_tied_weights(model: ParallelModel) -> None:
+    """Make a model treat its tied weights as two that have nothing to do with each other.
+
+    Args:
+        model: Of `parallelize`, on this rank.
+    """
+    forgetful = {}
+    for name, sharding in model.shardings.items():
+        forgetful[name] = replace(sharding, tied=False)
+    model.shardings = forgetful
+
+
+def gaps(line: Timeline, rank: int) -> dict[str, list[tuple[float, float]]]:
+    """When a rank of 1F1B waits, by the place in the schedule: {letter: [(start, stop)]}, seconds.
+
+    a is before its first forward, b before its first backward, c between two backwards, d at the
+    end.
+
+    Args:
+        line: Of 1F1B.
+        rank: Whose gaps.
+    """
+    found: dict[str, list[tuple[float, float]]] = {"a": [], "b": [], "c": [], "d": []}
+    clock_s = 0.0
+    before = ""
+    for bar in line.rows:
+        if bar.rank != rank:
+            continue
+        if bar.start_s > clock_s + 1e-9:
+            letter = {"": "a", "F": "b", "B": "c"}[before]
+            found[letter].append((clock_s, bar.start_s))
+        clock_s = bar.stop_s
+        before = bar.action.kind
+    if line.total_s > clock_s + 1e-9:
+        found["d"].append((clock_s, line.total_s))
+    return found
+
+
+def notes(line: Timeline, rank: int) -> list[Note]:
+    """The letters of `gaps` for a figure."""
+    found = []
+    for letter, spans in gaps(line, rank).items():
+        for start_s, stop_s in spans:
+            found.append(Note(rank, start_s, stop_s, letter))
+    return found
+
+
 # ---- what a lesson shows
-
-
-def picture(simulated: Timeline, measured: Timeline, *, title: str, alt: str) -> Picture:
-    """The simulated time line above the measured one, in the same colours and on one axis."""
-    rows = bars(simulated, "simulated") + bars(measured, "measured")
-    return plot.timeline(rows, xlabel="ms", title=title, alt=alt)
 
 
 def _first_stages(actions: Iterable[tuple[int, Action]]) -> dict[int, int]:

@@ -1,0 +1,642 @@
+"""Answers to the exercises of lesson 12, pipeline parallelism."""
+
+import functools
+
+import torch
+import torch.distributed as dist
+from answers import Answers
+
+from labcode.parallel.pipeline import Pipeline
+from labcode.perf.pipeline import StageTimes, simulate
+from labcode.schedules import Action, make_plan, schedule
+from labcode.teach.exercises import l12
+
+# ---- 12.1 GPipe as data
+
+
+def gpipe_in_two_loops(rank, m):
+    order = []
+    for i in range(m):
+        order.append(Action("F", rank, i))
+    for i in range(m):
+        order.append(Action("B", rank, i))
+    return order
+
+
+def gpipe_as_the_paper_draws_it(rank, m):
+    forwards = [Action("F", rank, i) for i in range(m)]
+    return forwards + [Action("B", rank, i) for i in reversed(range(m))]
+
+
+def gpipe_over_kinds(rank, m):
+    return [Action(kind, rank, i) for kind in "FB" for i in range(m)]
+
+
+def gpipe_back_to_front_on_odd_ranks(rank, m):
+    order = gpipe_in_two_loops(rank, m)
+    if rank % 2:
+        order[m:] = reversed(order[m:])
+    return order
+
+
+GPIPE = Answers(
+    check=lambda answer, ranks: l12.gpipe(answer),
+    right={
+        "two loops": gpipe_in_two_loops,
+        "backwards from the last": gpipe_as_the_paper_draws_it,
+        "one comprehension": gpipe_over_kinds,
+        "parsed": lambda rank, m: [
+            Action.parse(f"{rank}{kind}{i}") for kind in "FB" for i in range(m)
+        ],
+    },
+    wrong={
+        "F and B in turn": (
+            lambda rank, m: [Action(kind, rank, i) for i in range(m) for kind in "FB"],
+            "comes before the last forward",
+        ),
+        "always stage 0": (
+            lambda rank, m: [Action(kind, 0, i) for kind in "FB" for i in range(m)],
+            "the stage with its own number",
+        ),
+        "no backwards": (
+            lambda rank, m: [Action("F", rank, i) for i in range(m)],
+            "no backward of micro-batch 0",
+        ),
+        "counts from 1": (
+            lambda rank, m: [Action(kind, rank, i + 1) for kind in "FB" for i in range(m)],
+            "no forward of micro-batch 0",
+        ),
+        "one too many": (
+            lambda rank, m: [Action(kind, rank, i) for kind in "FB" for i in range(m + 1)],
+            "the last one is micro-batch",
+        ),
+        "twice": (
+            lambda rank, m: gpipe_in_two_loops(rank, m) + gpipe_in_two_loops(rank, m)[:1],
+            "2 times",
+        ),
+        "text": (
+            lambda rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)],
+            "give a list of Action",
+        ),
+        "all ranks at once": (lambda rank, m: schedule("gpipe", 4, m), "give a list of Action"),
+        "stage and micro-batch exchanged": (
+            lambda rank, m: [Action(kind, i, rank) for kind in "FB" for i in range(m)],
+            "the stage with its own number",
+        ),
+        "halves of a backward": (
+            lambda rank, m: [Action(kind, rank, i) for kind in "FI" for i in range(m)],
+            "the kinds here are F and B",
+        ),
+        "neighbours go different ways": (
+            gpipe_back_to_front_on_odd_ranks,
+            "in the same order",
+        ),
+    },
+)
+
+
+# ---- 12.2 the runner
+
+
+def run_plainly(
+    actions,
+    stage,
+    loss,
+    inputs,
+    targets,
+    group,
+    *,
+    ask=True,
+    mean=True,
+    wait=False,
+    in_world=False,
+    send_back="x",
+    take="number",
+    into_inputs=False,
+    reads_inputs=False,
+    start_gradient=True,
+    zeroes=False,
+    detour=False,
+):
+    """The runner of the lesson, or one with a mistake."""
+    chosen = None if in_world else group
+    rank = dist.get_rank(chosen)
+    last = dist.get_world_size(chosen) - 1
+    kept = {}
+    sending = []
+
+    def send(tensor, to):
+        if wait:
+            dist.send(tensor, group=group, group_dst=to)
+        else:
+            sending.append(dist.isend(tensor, group=group, group_dst=to))
+
+    for kind, _, i in actions:
+        if kind == "F":
+            x = inputs[i]
+            if rank > 0:
+                buffer = inputs[i] if into_inputs else torch.empty_like(inputs[i])
+                dist.recv(buffer, group=group, group_src=rank - 1)
+                x = inputs[i].clone() if reads_inputs else buffer
+                if ask:
+                    x = x.clone() if into_inputs else x
+                    x.requires_grad_()
+            y = stage(x)
+            if rank == last:
+                y = loss(y, targets[i])
+                if mean:
+                    y = y / len(inputs)
+            else:
+                send(y.detach(), rank + 1)
+            kept[i] = (x, y)
+        else:
+            number = i
+            if take == "first":
+                number = next(iter(kept))
+            elif take == "last":
+                number = list(kept)[-1]
+            x, y = kept.pop(number)
+            if zeroes:
+                stage.zero_grad()
+            if rank == last:
+                y.backward()
+            else:
+                gradient = torch.empty_like(y)
+                dist.recv(gradient, group=group, group_src=rank + 1)
+                y.backward(gradient if start_gradient else torch.ones_like(y))
+            if rank > 0:
+                back = {"x": x.grad, "value": x.detach(), "zeros": torch.zeros_like(x)}
+                send(back[send_back], rank - 1)
+    if detour:
+        dist.broadcast(torch.zeros(1), group=group, group_src=0)
+    for work in sending:
+        work.wait()
+
+
+def run_with_mistake(**mistake):
+    return functools.partial(run_plainly, **mistake)
+
+
+def run_in_functions(actions, stage, loss, inputs, targets, group):
+    """Cut into functions, with messages of P2POp and tags."""
+    rank = group.rank()
+    p = group.size()
+    members = dist.get_process_group_ranks(group)
+    inputs_of = {}
+    outputs_of = {}
+    works = []
+
+    def receive(place, number):
+        tensor = torch.zeros_like(inputs[number])
+        operation = dist.P2POp(dist.irecv, tensor, members[place], group)
+        for work in dist.batch_isend_irecv([operation]):
+            work.wait()
+        return tensor
+
+    def send(tensor, place):
+        operation = dist.P2POp(dist.isend, tensor.contiguous(), members[place], group)
+        works.extend(dist.batch_isend_irecv([operation]))
+
+    def forward(number):
+        x = inputs[number].clone() if rank == 0 else receive(rank - 1, number)
+        x.requires_grad = True
+        y = stage(x)
+        inputs_of[number] = x
+        outputs_of[number] = y
+        if rank < p - 1:
+            send(y.detach().clone(), rank + 1)
+
+    def backward(number):
+        y = outputs_of[number]
+        if rank == p - 1:
+            (loss(y, targets[number]) * (1 / len(targets))).backward()
+        else:
+            torch.autograd.backward(y, receive(rank + 1, number))
+        if rank > 0:
+            send(inputs_of[number].grad, rank - 1)
+
+    for action in actions:
+        if action.kind == "F":
+            forward(action.microbatch)
+        elif action.kind == "B":
+            backward(action.microbatch)
+    for work in works:
+        work.wait()
+
+
+def run_with_autograd_grad(actions, stage, loss, inputs, targets, group):
+    """A beginner's way round `.grad`: asks for the gradients by name and adds them by hand."""
+    rank = dist.get_rank(group)
+    size = dist.get_world_size(group)
+    params = list(stage.parameters())
+    xs, ys, messages = {}, {}, []
+    for action in actions:
+        i = action.microbatch
+        if action.kind == "F":
+            if rank == 0:
+                x = inputs[i].detach().requires_grad_()
+            else:
+                x = torch.zeros(inputs[i].shape, dtype=inputs[i].dtype)
+                dist.irecv(x, group=group, group_src=rank - 1).wait()
+                x.requires_grad_(True)
+            xs[i], ys[i] = x, stage(x)
+            if rank != size - 1:
+                messages.append(dist.isend(ys[i].data, group=group, group_dst=rank + 1))
+        if action.kind == "B":
+            if rank == size - 1:
+                start, gradient = loss(ys[i], targets[i]) / len(inputs), None
+            else:
+                start, gradient = ys[i], torch.zeros_like(ys[i])
+                dist.recv(gradient, group=group, group_src=rank + 1)
+            grad_x, *grads = torch.autograd.grad(start, [xs[i], *params], gradient)
+            for param, grad in zip(params, grads):
+                param.grad = grad if param.grad is None else param.grad + grad
+            if rank != 0:
+                messages.append(dist.isend(grad_x, group=group, group_dst=rank - 1))
+    for message in messages:
+        message.wait()
+
+
+def run_with_the_library(actions, stage, loss, inputs, targets, group):
+    p = group.size()
+    plan = make_plan(schedule("gpipe", p, len(inputs)), p, len(inputs))
+    own = {group.rank(): lambda x, given: stage(given if x is None else x)}
+    Pipeline(own, plan, group, loss, torch.empty_like).step(inputs, targets)
+
+
+def run_forwards_alone(actions, stage, loss, inputs, targets, group):
+    run_plainly([one for one in actions if one.kind == "F"], stage, loss, inputs, targets, group)
+
+
+def run_without_neighbours(actions, stage, loss, inputs, targets, group):
+    """Every rank works alone on the whole batch."""
+    for x, y in zip(inputs, targets):
+        (loss(stage(x.clone().requires_grad_()), y) / len(inputs)).backward()
+
+
+def run_from_the_last(actions, stage, loss, inputs, targets, group):
+    """The first rank too receives from the rank before it, which is the last one."""
+    rank, p = group.rank(), group.size()
+    for one in actions:
+        x = torch.empty_like(inputs[one.microbatch])
+        dist.recv(x, group=group, group_src=(rank - 1) % p)
+
+
+def run_stage_again(actions, stage, loss, inputs, targets, group):
+    """Calls the stage in B once more."""
+    for one in actions:
+        stage(inputs[one.microbatch].clone().requires_grad_())
+
+
+RUNNER = Answers(
+    check=l12.runner,
+    right={
+        "as in the lesson": run_plainly,
+        "in functions, with P2POp": run_in_functions,
+        "torch.autograd.grad": run_with_autograd_grad,
+    },
+    wrong={
+        "requires_grad_ forgotten": (
+            run_with_mistake(ask=False),
+            "does not require a gradient",
+        ),
+        "the 1/m forgotten": (run_with_mistake(mean=False), "times as large"),
+        "send that waits": (run_with_mistake(wait=True), "with GPipe it worked"),
+        "the world's rank": (run_with_mistake(in_world=True), "is every rank counted within"),
+        "sends x back": (run_with_mistake(send_back="value"), "the rank behind it has the right"),
+        "sends zeros back": (
+            run_with_mistake(send_back="zeros"),
+            "the rank behind it has the right",
+        ),
+        "the oldest forward first": (run_with_mistake(take="first"), "backward went through"),
+        "the newest forward first": (run_with_mistake(take="last"), "backward went through"),
+        "receives into inputs": (run_with_mistake(into_inputs=True), "has changed inputs[0]"),
+        "works on its own inputs": (
+            run_with_mistake(reads_inputs=True),
+            "works on the inputs of the batch",
+        ),
+        "starts backward with ones": (
+            run_with_mistake(start_gradient=False),
+            "which output is it the gradient of",
+        ),
+        "zeroes the gradients": (run_with_mistake(zeroes=True), "only the gradient of micro-batch"),
+        "a broadcast at the end": (run_with_mistake(detour=True), "talks to all ranks"),
+        "labcode's Pipeline": (run_with_the_library, "write the sends and receives yourself"),
+        "no backward": (run_forwards_alone, "has no gradients"),
+        "every rank alone": (run_without_neighbours, "works on the inputs of the batch"),
+        "receives from the last": (run_from_the_last, "messages do not meet"),
+        "runs the stage in B too": (run_stage_again, "was called more than"),
+        "does nothing": (lambda *_: 0, "ran its stage 0 times"),
+    },
+)
+
+
+# ---- 12.3 1F1B as data
+
+
+def order_of(rank, p, m, warmup=lambda rank, p: p - 1 - rank, numbers=range, swapped=False):
+    """1F1B, or what is left of it with another warm-up, other backwards, or backward first."""
+    first = min(warmup(rank, p), m)
+    forward = [Action("F", rank, i) for i in range(m)]
+    backward = [Action("B", rank, i) for i in numbers(m)]
+    found = forward[:first]
+    for pair in zip(forward[first:], backward):
+        found += reversed(pair) if swapped else pair
+    return found + backward[m - first :]
+
+
+def order_with_counters(rank, p, m):
+    """Counts what has been done, action by action."""
+    order = []
+    done = {"F": 0, "B": 0}
+    while done["B"] < m:
+        ahead = done["F"] - done["B"]
+        kind = "F" if done["F"] < m and ahead < p - rank else "B"
+        order.append(Action(kind, rank, done[kind]))
+        done[kind] += 1
+    return order
+
+
+def order_backward_first(rank, p, m):
+    """A warm-up of one more, then B and F in turn: the same list."""
+    warmup = min(p - rank, m)
+    order = [Action("F", rank, i) for i in range(warmup)]
+    for i in range(m):
+        order.append(Action("B", rank, i))
+        if warmup + i < m:
+            order.append(Action("F", rank, warmup + i))
+    return order
+
+
+def order_without_end(rank, p, m):
+    """The counter of the backwards is forgotten."""
+    order = []
+    done = 0
+    while done < m:
+        order.append(Action("F", rank, 0))
+    return order
+
+
+def last_two_reversed(m):
+    numbers = list(range(m))
+    numbers[-2:] = reversed(numbers[-2:])
+    return numbers
+
+
+ONE_F_ONE_B = Answers(
+    check=l12.one_f_one_b,
+    right={
+        "two lists": order_of,
+        "counters": order_with_counters,
+        "B before F": order_backward_first,
+    },
+    wrong={
+        "GPipe": (lambda rank, p, m: schedule("gpipe", p, m)[rank], "micro-batches at once"),
+        "a loop without end": (order_without_end, "loop"),
+        "one warm-up too many": (
+            lambda *args: order_of(*args, warmup=lambda rank, p: p - rank),
+            "micro-batches at once",
+        ),
+        "no warm-up": (
+            lambda *args: order_of(*args, warmup=lambda rank, p: 0),
+            "how many ranks are behind it",
+        ),
+        "warm-up of the other end": (
+            lambda *args: order_of(*args, warmup=lambda rank, p: rank),
+            "cannot start",
+        ),
+        "backward first": (lambda *args: order_of(*args, swapped=True), "cannot start"),
+        "last backward forgotten": (
+            lambda *args: order_of(*args)[:-1],
+            "no backward of micro-batch",
+        ),
+        "cool-down forgotten": (
+            lambda rank, p, m: order_of(rank, p, m)[: 2 * m - (p - 1 - rank)],
+            "no backward of micro-batch",
+        ),
+        "backwards reversed": (
+            lambda *args: order_of(*args, numbers=lambda m: list(reversed(range(m)))),
+            "the first that goes back",
+        ),
+        "cool-down reversed": (
+            lambda *args: order_of(*args, numbers=last_two_reversed),
+            "the first that goes back",
+        ),
+        "text": (lambda *args: [str(one) for one in order_of(*args)], "give a list of Action"),
+        "all ranks at once": (lambda rank, p, m: schedule("1f1b", p, m), "give a list of Action"),
+        "always stage 0": (
+            lambda rank, p, m: [one._replace(stage=0) for one in order_of(rank, p, m)],
+            "the stage with its own number",
+        ),
+        "backwards in front of the last forwards": (
+            lambda rank, p, m: sorted(
+                order_of(rank, p, m), key=lambda one: (one.microbatch, one.kind == "B")
+            ),
+            "how many ranks are behind it",
+        ),
+    },
+)
+
+
+# ---- 12.4 the weight's half put off
+
+
+def split_layer(
+    *, when="later", product="sum", add="both", gives="dx", keeps="function", forward="right"
+):
+    """The layer of the lesson, or one with a mistake."""
+
+    class Layer(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight, later):
+            ctx.save_for_backward(x, weight)
+            ctx.weight = weight
+            ctx.later = later
+            if forward == "no transpose":
+                return x @ weight
+            return x @ weight.T
+
+        @staticmethod
+        def backward(ctx, grad):
+            x, weight = ctx.saved_tensors
+            param = ctx.weight
+
+            def compute():
+                if product == "of each sample":
+                    return grad.mT @ x
+                if product == "mean":
+                    return (grad.flatten(0, -2).T @ x.flatten(0, -2)) / x.flatten(0, -2).shape[0]
+                if product == "transposed":
+                    return x.flatten(0, -2).T @ grad.flatten(0, -2)
+                return grad.flatten(0, -2).T @ x.flatten(0, -2)
+
+            early = compute() if when == "early" else None
+
+            def weight_half():
+                grad_weight = compute() if early is None else early
+                if add == "overwrite" or param.grad is None:
+                    param.grad = grad_weight
+                elif add == "both":
+                    param.grad = param.grad + grad_weight
+
+            if when == "at once":
+                weight_half()
+            elif when == "returned":
+                return grad @ weight, compute(), None
+            if keeps == "function":
+                ctx.later.append(weight_half)
+            elif keeps == "tensor":
+                ctx.later.append(grad)
+            elif keeps == "twice":
+                ctx.later.extend([weight_half, weight_half])
+            if gives == "nothing":
+                return None, None, None
+            if gives == "doubled":
+                return 2 * (grad @ weight), None, None
+            return grad @ weight, None, None
+
+    return Layer
+
+
+class WithEinsum(torch.autograd.Function):
+    """The same with einsum and F.linear, and the tensors as attributes."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.x, ctx.weight, ctx.later = x.detach(), weight, later
+        return torch.nn.functional.linear(x, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        def work(x=ctx.x, weight=ctx.weight):
+            found = torch.einsum("bo,bi->oi", grad.reshape(-1, grad.shape[-1]), x.flatten(0, -2))
+            weight.grad = found + (0 if weight.grad is None else weight.grad)
+
+        ctx.later.append(work)
+        return torch.einsum("...o,oi->...i", grad, ctx.weight.detach()), None, None
+
+
+class WithPartial(torch.autograd.Function):
+    """The weight's half is a function of its own."""
+
+    @staticmethod
+    def forward(ctx, x, weight, later):
+        ctx.save_for_backward(x)
+        ctx.weight = weight
+        ctx.later = later
+        return torch.matmul(x, weight.transpose(0, 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        ctx.later.append(functools.partial(add_weight_gradient, ctx.weight, x, grad))
+        return grad.matmul(ctx.weight.data), None, None
+
+
+def add_weight_gradient(weight, x, grad):
+    if weight.grad is None:
+        weight.grad = torch.zeros_like(weight)
+    rows = x.view(-1, x.shape[-1])
+    weight.grad += grad.reshape(rows.shape[0], -1).t().mm(rows)
+
+
+SPLIT = Answers(
+    check=lambda answer, ranks: l12.split(answer),
+    right={
+        "a closure": split_layer(),
+        "einsum": WithEinsum,
+        "partial": WithPartial,
+    },
+    wrong={
+        "dA at once": (split_layer(when="at once"), "has to wait in `later`"),
+        "dA returned": (split_layer(when="returned", keeps="none"), "has to wait in `later`"),
+        "computed early": (split_layer(when="early"), "multiplies twice"),
+        "nothing in later": (split_layer(keeps="none"), "`later` is empty"),
+        "a tensor in later": (split_layer(keeps="tensor"), "put a function there"),
+        "twice in later": (split_layer(keeps="twice"), "2 entries"),
+        "overwritten": (split_layer(add="overwrite"), "has replaced the gradient"),
+        "the second one lost": (split_layer(add="first"), "left weight.grad as it was"),
+        "a matrix for each sample": (split_layer(product="of each sample"), "size"),
+        "transposed": (split_layer(product="transposed"), "size"),
+        "a mean": (split_layer(product="mean"), "wrong values, for x [2, 5, 7]"),
+        "no dx": (split_layer(gives="nothing"), "x has no gradient"),
+        "dx doubled": (split_layer(gives="doubled"), "dx has the right shape"),
+        "forward without transpose": (split_layer(forward="no transpose"), "shapes"),
+    },
+)
+
+
+# ---- 12.5 choose
+
+
+def best_of(
+    p, m, stage_s, message_s, most, *, divide=True, whole=True, limit=True, skip=True, hop=True
+):
+    """The choice of the lesson, or one with a mistake."""
+    found = []
+    for name, v in l12.CANDIDATES:
+        if skip and name == "interleaved" and m % p:
+            continue
+        parts = v if divide else 1
+        one_s = StageTimes(
+            stage_s.forward_s / parts, stage_s.input_s / parts, stage_s.weight_s / parts
+        )
+        actions = schedule(name, p * v, m, p)
+        line = simulate(actions, one_s, message_s=message_s if hop else 0)
+        kept = line.peak_microbatches() / (v if whole else 1)
+        if kept <= most or not limit:
+            found.append((line.total_s, name, v))
+    _, name, v = min(found)
+    return name, v
+
+
+def best_with_refusals(p, m, stage_s, message_s, most):
+    """Tries everything and lets `schedule` refuse."""
+    results = {}
+    for name, v in [*l12.CANDIDATES]:
+        try:
+            actions = schedule(name, v * p, m, p)
+        except ValueError:
+            continue
+        times = [stage_s.forward_s / v, stage_s.input_s / v, stage_s.weight_s / v]
+        line = simulate(actions, [StageTimes(*times)] * (v * p), message_s=message_s)
+        peaks = [line.peak_microbatches(rank) for rank in range(p)]
+        if max(peaks) <= most * v:
+            results[name, v] = line.total_s
+    return min(results, key=results.get)
+
+
+def best_as_a_list(p, m, stage_s, message_s, most):
+    return list(best_of(p, m, stage_s, message_s, most))
+
+
+CHOOSE = Answers(
+    check=lambda answer, ranks: l12.choose(answer),
+    right={
+        "a list and min": best_of,
+        "refusals caught": best_with_refusals,
+        "as a list": best_as_a_list,
+    },
+    wrong={
+        "times not divided by v": (
+            functools.partial(best_of, divide=False),
+            "another candidate that fits takes",
+        ),
+        "stages counted as ranks": (
+            functools.partial(best_of, whole=False),
+            "another candidate that fits takes",
+        ),
+        "memory ignored": (functools.partial(best_of, limit=False), "there is room for 4"),
+        "messages ignored": (
+            functools.partial(best_of, hop=False),
+            "another candidate that fits takes",
+        ),
+        "m not looked at": (functools.partial(best_of, skip=False), "to be a multiple of"),
+        "always 1F1B": (lambda *_: ("1f1b", 1), "another candidate that fits takes"),
+        "always interleaved": (lambda *_: ("interleaved", 2), "there is room for 4"),
+        "only the name": (lambda *_: "zero_bubble", "return (name, v)"),
+        "a candidate that is none": (lambda *_: ("interleaved", 8), "none of the candidates"),
+    },
+)
+
+ANSWERS = {"12.1": GPIPE, "12.2": RUNNER, "12.3": ONE_F_ONE_B, "12.4": SPLIT, "12.5": CHOOSE}
