@@ -13,20 +13,22 @@
 # %% [markdown]
 # # 01 · Processes and collectives
 #
-# Every way of training on many devices comes down to a handful of operations in which processes exchange tensors. This lesson runs all of
-# them, builds the most important one from sends and receives, and predicts what it costs.
+# A network that is trained on many devices runs as many processes, one for each device. The processes work on different
+# data, or on different parts of the network, and they have to exchange tensors all the time. They do so with a handful
+# of operations. In this lesson you meet all of them, you write the most important one from nothing but sends and
+# receives, and you predict how long it takes.
 #
 # ## Goals
 #
-# - know how processes find each other, and what rank, world size and rendezvous mean;
-# - tell for each collective who holds what before and after;
-# - write a ring all-reduce, count its bytes and predict its time;
-# - read the errors of a rank that is missing and of ranks that disagree.
+# - explain how processes find each other, and what rank, world size and process group mean;
+# - say for each collective who holds what before and after it;
+# - write an all-reduce and a broadcast from sends and receives, and count their messages and bytes;
+# - predict the time of an all-reduce from its size;
+# - recognise the three ways in which a collective goes wrong, and know where to look.
 #
-# **Time**: 60 minutes. **Needs**: lesson 00, PyTorch on one device, two cores.
+# **Time**: 75 minutes, of which about 40 are for the four exercises. **Needs**: lesson 00 and two cores.
 
 # %%
-import statistics
 from datetime import timedelta
 
 import torch
@@ -34,506 +36,872 @@ import torch.distributed as dist
 
 from labcode.comm import ring
 from labcode.comm.timing import call_times
-from labcode.perf import alpha_beta as comm
+from labcode.perf import alpha_beta
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare
+from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l01
 from labcode.teach.figures import plot
 from labcode.units import seconds, si
 
-ranks = Ranks(4, timeout_s=15)
+ranks = Ranks(4)
 
 # %% [markdown]
 # ## 1. How processes find each other
 #
-# The same program runs in each of p processes. p is the **world size**, and a process's number, 0 to p - 1, is its **rank**: the one thing
-# that differs. All memory is separate: the same name stands for p different variables. The next cell sets `x` to 1 on all four ranks and
-# adds 100 on rank 2.
+# The same program runs in every process. The number of processes is the **world size**, and we call it p. Each process
+# has a number from 0 to p - 1, its **rank**. The rank is the only thing that makes one process different from the
+# others.
 #
-# **Predict.** What is the sum of `x` over the four ranks?
+# Before two processes can talk, each must know that the other exists, and at which address. That cannot be written into
+# the program: on a cluster, the scheduler picks the machines only when the job starts. So the processes need a place
+# that all of them know, where they can leave their addresses for each other.
+#
+# This place is the **store**, a small server that keeps pairs of a key and a value. The program that starts the
+# processes (the **launcher**) tells each of them three things: its rank, the world size, and the address of the store.
+# Each process then writes its own address into the store, under a key with its rank, and reads the addresses of the
+# others. This is called the **rendezvous**.
+#
+# In the next cell this notebook plays the launcher and opens a store, and the ranks do a rendezvous by hand. Each one
+# writes an address, and reads that of its right neighbour. Two properties of the store make this work in whatever order
+# they come:
+#
+# - `get` **waits** until somebody has set the key;
+# - `add` reads a number, increases it, and returns the new number, all in **one step**. Nobody can come in between. The
+#   first call finds 0, as nobody has set the number yet.
+#
+# Each rank calls `add("arrived", 1)` once and returns what it got.
+#
+# **Predict.** What is the sum of the four numbers that the ranks got?
 
 # %% tags=["predict"]
-guess_x = 1 + 1 + 101 + 1
-
-# %% tags=["nbval-check-output"]
-def own_x(rank):
-    x = torch.tensor(1.0)
-    if rank == 2:
-        x += 100
-    print(f"this is rank {rank} of {dist.get_world_size()}, x = {x.item():g}")
-    return x.item()
-
-compare("sum of x over the ranks", guess_x, sum(ranks.run(own_x)), within=1)
-
-# %% [markdown]
-# Before two processes can talk, each must know that the other exists and where. The launcher tells each process three things: its rank, the
-# world size, and the address of a **store**: a small server that keeps pairs of a key and a value. Each process writes its own address
-# there and reads those of the others. That meeting is the **rendezvous**.
-#
-# Here is one by hand. This notebook plays the launcher and opens a store; each rank leaves an address and looks up its right neighbour's.
+sum_of_arrivals = 1 + 2 + 3 + 4
 
 # %%
-store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # port 0: any free one
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
 
 def meet(rank, port):
     store = dist.TCPStore("127.0.0.1", port)
     store.set(f"address of {rank}", f"host-{rank}:29500")
-    neighbour = store.get(f"address of {(rank + 1) % 4}").decode()  # waits until somebody has set the key
-    return f"rank {rank} will call {neighbour}", store.add("arrived", 1)
+    right = (rank + 1) % 4
+    neighbour = store.get(f"address of {right}").decode()
+    arrival = store.add("arrived", 1)
+    print(f"I will call {neighbour}, and was number {arrival} to arrive")
+    return arrival
 
-for line, arrival in ranks.run(meet, store.port):
-    print(f"{line}   (arrival {arrival})")
+arrivals = ranks.run(meet, store.port)
+compare("sum of the arrivals", sum_of_arrivals, sum(arrivals), within=1)
 
 # %% [markdown]
-# Two properties of the store carry the meeting:
+# The order changes from run to run, but no number is given out twice, and so the sum is always 10. Launchers use `add`
+# for exactly this: where machines come and go, ranks are given out in the order in which the processes arrive.
 #
-# - `get` **waits** for a key that is not there yet, so nobody needs to come first;
-# - `add` reads and increases in one step, so no two processes see the same count.
+# The ranks of our pool met in the same way before this lesson began. The tensors themselves never pass through the
+# store: once two processes know each other's address, they talk directly.
 #
-# Arrivals come in any order. The pool's own ranks met the same way, with keys written by gloo, the library that carries CPU tensors.
-# Tensors never pass through the store: after the meeting, processes talk directly.
-#
-# **Takeaway: rank, world size and the address of a store are all that a process must be told. A start-up that hangs is a rendezvous
-# that somebody did not come to.**
-#
-# ### Exercise 1.1 · Hand out ranks
-#
-# An elastic launcher does not know beforehand which machine will be number 0: processes get their rank from the store. Complete the
-# function: 0, 1, 2, … in the order of arrival, each number once, even if all arrive at the same moment. One line.
+# **Takeaway: a process must be told its rank, the world size and the address of a store. A job that hangs right at its
+# start is usually waiting for a process that did not reach the store.**
 
-# %% tags=["exercise"]
-def my_rank(store):
-    """A rank for the process that calls: 0 for the first, 1 for the second, and so on."""
-    ### BEGIN SOLUTION
-    return store.add("ranks given out", 1) - 1
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("1.1", lambda: l01.hand_out(my_rank, ranks))
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Section 1 takes 7 minutes. Ask the room: what if a process reads the number with `get`, adds one
+# and writes it with `set`? Draw two processes that both read before either one writes: both get the same rank. (It is
+# question 3 at the end.) And: who opens the store, and what happens to a running job when that process ends? (Nothing,
+# until somebody needs the store again.)
 
 # %% [markdown]
 # ## 2. From one message to eight collectives
 #
-# The smallest exchange has a sender and a receiver. `send(x, dst)` and `recv(x, src)` block: they return when the tensor has been handed
-# over. The receiver brings a tensor of the right shape and type, which is filled: a message carries numbers, nothing about their meaning.
+# The smallest exchange has one sender and one receiver. `dist.send(x, dst)` sends a tensor to rank `dst`. `dist.recv(x,
+# src)` waits for a tensor from rank `src` and writes it into `x`. A message carries nothing but the numbers, so the
+# receiver must bring a tensor of the right shape and type to receive into.
 
 # %% tags=["nbval-check-output"]
 def hand_over(rank):
-    x = torch.arange(3.0) if rank == 0 else torch.zeros(3)
     if rank == 0:
+        x = torch.arange(3.0)
         dist.send(x, dst=1)
-    elif rank == 1:
+    else:
+        x = torch.zeros(3)
+    if rank == 1:
         dist.recv(x, src=0)
     return x.tolist()
 
-print(ranks.run(hand_over))
+for rank, held in enumerate(ranks.run(hand_over)):
+    print(f"rank {rank} holds {held}")
 
 # %% [markdown]
-# Patterns of messages that come up again and again have names. In a **collective** all ranks call the same function, in the same order, with
-# tensors of one shape. Four of them have a root, the rank that gives or gets everything. In the pictures a colour is the rank that the data
-# comes from. In the runs rank r starts with the numbers 10 r, 10 r + 1, 10 r + 2, 10 r + 3.
+# In training, the same patterns of messages come up again and again, and each has a name. A **collective** is an
+# operation that a whole set of ranks takes part in: all of them call the same function, in the same order, with tensors
+# of the same shape. Such a set of ranks is called a **process group**. Four collectives have a **root**: one rank that
+# gives everything, or gets everything.
+#
+# In the pictures, the colour of a box says which rank its data comes from. A dotted box is room for what will arrive. A
+# question mark means that what is left in this tensor is not defined. Where nothing is drawn, the rank needs no tensor.
 
 # %% tags=["figure"]
-plot.collectives(("broadcast", "scatter", "gather", "reduce"), 4,
-                 alt="Broadcast copies rank 0's data to all, scatter deals out its parts, gather collects parts on rank 0, reduce adds them there")
+plot.collectives(
+    ("broadcast", "scatter", "gather", "reduce"), 4,
+    alt="Broadcast copies rank 0's data to all ranks, scatter deals out its parts, "
+        "gather collects everybody's data on rank 0, and reduce adds it up there",
+)
+
+# %% [markdown]
+# In the cells below, rank r starts with the four numbers 10 r, 10 r + 1, 10 r + 2 and 10 r + 3. Here are two of the
+# four at work, with rank 0 as the root.
 
 # %% tags=["nbval-check-output"]
-def with_root(rank, root=0):
-    a = torch.tensor([10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3])
-    copy, total, part, parts = a.clone(), a.clone(), torch.zeros(1, dtype=a.dtype), [torch.zeros_like(a) for _ in range(4)]
-    dist.broadcast(copy, src=root)
-    dist.scatter(part, list(a.chunk(4)) if rank == root else None, src=root)
-    dist.gather(a, parts if rank == root else None, dst=root)
-    dist.reduce(total, dst=root)
-    gathered, reduced = (torch.cat(parts).tolist(), total.tolist()) if rank == root else ("-", "-")
-    return copy.tolist(), part.tolist(), gathered, reduced
+def start_numbers(rank):
+    return torch.arange(4) + 10 * rank
 
-for name, *held in zip(("broadcast", "scatter", "gather", "reduce"), *ranks.run(with_root)):
-    print(f"{name:10}", *held, sep="  ")
+def broadcast(rank):
+    x = start_numbers(rank)
+    dist.broadcast(x, src=0)
+    return x.tolist()
+
+def reduce(rank):
+    x = start_numbers(rank)
+    dist.reduce(x, dst=0)
+    return x.tolist() if rank == 0 else "not defined"
+
+print("broadcast:", *ranks.run(broadcast))
+print("reduce:   ", *ranks.run(reduce))
 
 # %% [markdown]
-# A line holds what ranks 0 to 3 have afterwards. `reduce` leaves the sum on the root only; the others hold leftovers. The next four have no
-# root, and they carry the training of large models: gradients are averaged by an all-reduce, sharded weights are put together by an
-# all-gather, their gradients added up by a reduce-scatter, and an all-to-all changes which dim of a tensor is cut.
-#
-# **Predict.** Rank r again starts with 10 r, 10 r + 1, 10 r + 2, 10 r + 3. What does **rank 2** hold afterwards: the first number after an
-# all-reduce, its only number after a reduce-scatter, the last number after an all-to-all?
+# The next four collectives have no root. They are the ones that carry the training of large models.
 
 # %% tags=["figure"]
-plot.collectives(("all_gather", "all_reduce", "reduce_scatter", "all_to_all"), 4,
-                 alt="After all-gather and all-reduce every rank has the same; reduce-scatter leaves one sum each; all-to-all swaps rows and columns")
+plot.collectives(
+    ("all_gather", "all_reduce", "reduce_scatter", "all_to_all"), 4,
+    alt="After all-gather and all-reduce every rank holds the same; "
+        "reduce-scatter leaves one sum on each rank; all-to-all swaps rows and columns",
+)
+
+# %% [markdown]
+# Let us read one of the pictures together. In a reduce-scatter, each rank's tensor has four parts. All the parts with
+# number 0 are added up, and the sum ends on rank 0; the sum of the parts with number 1 ends on rank 1, and so on. So
+# rank 1 holds 1 + 11 + 21 + 31 = 64 afterwards.
+#
+# **Predict.** What does **rank 2** hold: the first number after an all-reduce, its only number after a reduce-scatter,
+# and the last number after an all-to-all?
 
 # %% tags=["predict"]
-guess_all_reduce = 0 + 10 + 20 + 30
-guess_reduce_scatter = 2 + 12 + 22 + 32
-guess_all_to_all = 32
+first_after_all_reduce = 0 + 10 + 20 + 30
+only_after_reduce_scatter = 2 + 12 + 22 + 32
+last_after_all_to_all = 32
 
 # %% tags=["nbval-check-output"]
-def without_root(rank):
-    a = torch.tensor([10 * rank, 10 * rank + 1, 10 * rank + 2, 10 * rank + 3])
-    total, part, parts, swapped = a.clone(), torch.zeros_like(a[:1]), [torch.zeros_like(a) for _ in range(4)], torch.zeros_like(a)
-    dist.all_gather(parts, a)
-    dist.all_reduce(total)
-    dist.reduce_scatter(part, list(a.chunk(4)))
-    dist.all_to_all_single(swapped, a)
-    return torch.cat(parts).tolist(), total.tolist(), part.tolist(), swapped.tolist()
+def all_reduce(rank):
+    x = start_numbers(rank)
+    dist.all_reduce(x)
+    return x.tolist()
 
-gathered, all_reduced, reduce_scattered, swapped = on_rank_2 = ranks.run(without_root)[2]
-for name, held in zip(("all_gather", "all_reduce", "reduce_scatter", "all_to_all"), on_rank_2):
-    print(f"rank 2 after {name:15}{held}")
-compare("all-reduce, first number", guess_all_reduce, all_reduced[0], within=1)
-compare("reduce-scatter, only number", guess_reduce_scatter, reduce_scattered[0], within=1)
-compare("all-to-all, last number", guess_all_to_all, swapped[3], within=1)
+def reduce_scatter(rank):
+    x = start_numbers(rank)
+    own_sum = torch.zeros(1, dtype=x.dtype)
+    dist.reduce_scatter(own_sum, list(x.chunk(4)))
+    return own_sum.tolist()
+
+def all_to_all(rank):
+    x = start_numbers(rank)
+    swapped = torch.zeros_like(x)
+    dist.all_to_all_single(swapped, x)
+    return swapped.tolist()
+
+summed = ranks.run(all_reduce)[2]
+own_sum = ranks.run(reduce_scatter)[2]
+swapped = ranks.run(all_to_all)[2]
+print("rank 2 holds", summed, "after all_reduce,", own_sum, "after reduce_scatter,")
+print("and", swapped, "after all_to_all")
+compare("all-reduce, first", first_after_all_reduce, summed[0], within=1)
+compare("reduce-scatter, only", only_after_reduce_scatter, own_sum[0], within=1)
+compare("all-to-all, last", last_after_all_to_all, swapped[3], within=1)
 
 # %% [markdown]
-# Look at two of the pictures together. After a reduce-scatter, rank i holds the finished sum of part i. An all-gather of these parts gives
-# every rank all sums. So **all-reduce = reduce-scatter + all-gather**. Large parts of this course rest on that one line: ZeRO and FSDP stop
-# half way and keep the parts apart, and the ring below is just these two halves.
+# Now look at reduce-scatter and all-gather one after the other. After the reduce-scatter, rank i holds the finished sum
+# of part i. An all-gather of these finished parts then gives every rank all sums, and that is what an all-reduce does:
 #
-# **Takeaway: a collective is a contract: all ranks, the same call, the same order, the same shape. What a rank holds afterwards follows from
-# the picture.**
+# $$\text{all-reduce} = \text{reduce-scatter, then all-gather.}$$
+#
+# This one line is worth remembering. You will build the all-reduce from its two halves in a moment. Later in the course
+# there are ways of training in which a rank needs only its own part of the sum; they use the first half alone, and
+# never need the memory for the rest.
+#
+# A ninth operation carries no data at all. A **barrier** returns when all ranks of the group have called it. We use it
+# below so that all ranks start a measurement together.
+#
+# ### Groups: whose number is it?
+#
+# So far all ranks took part. Every function takes the group of all ranks, the world, if you give it none. A group of
+# some ranks is made by `dist.new_group`, which **all** ranks call, also those that will not be in it.
+#
+# Within a group the ranks are numbered anew, from 0. So in a group of the ranks 1, 2 and 3, rank 1 has the number 0.
+# PyTorch uses both kinds of number, and it is easy to mix them up:
+#
+# | what you write | which number it is |
+# |---|---|
+# | `rank` in a function that `ranks.run` calls, `dist.get_rank()` | rank of the world |
+# | `dist.get_rank(group)` | number within the group |
+# | `dst=`, `src=` | rank of the world, also if you give a group |
+# | `group_dst=`, `group_src=`, `group_peer=` | number within the group |
+
+# %% tags=["nbval-check-output"]
+def three_of_four(rank):
+    group = dist.new_group([1, 2, 3])
+    if rank == 0:
+        return "is not in the group"
+    x = torch.tensor(float(rank))
+    dist.broadcast(x, group=group, group_src=0)
+    return f"has number {dist.get_rank(group)} in the group, and now holds {x.item():g}"
+
+for rank, text in enumerate(ranks.run(three_of_four)):
+    print(f"rank {rank} {text}")
 
 # %% [markdown]
-# ## 3. An all-reduce by hand
+# The number 0 of this group is rank 1 of the world, so everybody in the group ends with 1.
 #
-# How would you add up n bytes over p ranks? The obvious way is a **star**: everybody sends to rank 0, rank 0 adds and sends the sum back. It
-# works, and it gets worse with every rank: rank 0 alone receives (p - 1) n bytes and sends as many, while the others wait.
+# A group also knows which library carries its tensors, its **backend**. Tensors in a CPU's memory, as here, are carried
+# by gloo; tensors on NVIDIA's GPUs are carried by NCCL (say "nickel"). Your program makes the same calls in both cases.
 #
-# The **ring** has no such centre. Every rank talks only to its right and left neighbour. The tensor is cut into p chunks; in each step
-# a rank passes one chunk on, and all ranks do so at the same time.
+# **Takeaway: a collective is a contract. All ranks of the group make the same call, in the same order, with the same
+# shape. What a rank then holds can be read from the picture.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. Let the room draw scatter and all-to-all on the board before the figure is shown. A
+# frequent mistake in the prediction is 30 in place of 60 for the all-reduce: people take the last rank's number for the
+# sum. Ask: which two collectives are each other's opposite? (scatter and gather; broadcast and reduce; all-gather and
+# reduce-scatter. Tensor parallelism needs that for backward.) The table of numbers saves an hour later on: `src=0` in a
+# group without rank 0 is a mistake that comes back from lesson 08 on.
+
+# %% [markdown]
+# ## 3. A star and a ring
+#
+# How would you add up a tensor of n bytes over p ranks? The obvious way is a **star**: everybody sends its tensor to
+# rank 0, rank 0 adds them up, and sends the sum back to everybody. That works, but rank 0 alone receives (p - 1) n
+# bytes and sends as many, while the others wait. With a thousand ranks, rank 0 would be a thousand times as busy as
+# anybody else.
+#
+# The **ring** has no such centre. Each rank sends to its right neighbour only, and receives from its left neighbour
+# only. The tensor is cut into p chunks. In each step every rank passes one chunk on, and all ranks do so at the same
+# time.
 
 # %% tags=["figure"]
-plot.ring(4, alt="In three adding steps each rank completes one chunk; in three copying steps the complete chunks go round to everybody")
+plot.ring(
+    4,
+    alt="In three adding steps each rank completes one chunk; "
+        "in three copying steps the complete chunks go round to everybody",
+)
 
 # %% [markdown]
-# Steps 1 to 3 are a reduce-scatter: a chunk (a column) collects one contribution at each stop, until rank r holds the finished chunk
-# (r + 1) mod p. Steps 4 to 6 are an all-gather: finished chunks go round once more. Each of the 2 (p - 1) steps moves n / p bytes. A trap: if
-# every rank first sends to the right and waits, nobody receives, a **deadlock**. So start a send and a receive together, then wait for both.
+# Each small square is one chunk on one rank: a row is a rank, a column is a chunk. The stripes say whose numbers have
+# been added up in it. A thick frame marks the chunk that has just arrived.
 #
-# **Predict.** With p = 4 and n = 1 MiB: how many bytes does rank 0 send as the centre of a star, and how many on the ring?
+# - **Steps 1 to 3 are a reduce-scatter.** In step 1, rank 0 sends its chunk 0 to rank 1, which adds it to its own chunk
+#   0. At the same time rank 1 sends its chunk 1 to rank 2, and so on. In step 2, rank 1 passes on chunk 0, which now
+#   holds two contributions. After p - 1 steps every rank has one chunk with all contributions: rank r has chunk r + 1
+#   (and the last rank has chunk 0).
+# - **Steps 4 to 6 are an all-gather.** The finished chunks go round once more, and now they are copied.
+#
+# In each of the 2 (p - 1) steps, a rank sends one chunk, which is n / p bytes.
+#
+# **Predict.** Four ranks add up a tensor of 1 MiB, which is 2²⁰ bytes. How many bytes does rank 0 send as the centre of
+# a star? How many bytes does it send on the ring?
 
 # %% tags=["predict"]
-guess_star = (4 - 1) * 2**20
-guess_ring = 2 * (4 - 1) * 2**20 / 4
+rank_0_on_the_star = (4 - 1) * 2**20
+rank_0_on_the_ring = 2 * (4 - 1) * 2**20 / 4
+
+# %% [markdown]
+# `labcode.comm.ring` has both, and both return the bytes that a rank sent. (Its source waits until you have written
+# your own.)
+
+# %% tags=["nbval-check-output"]
+def count_bytes(rank):
+    x = torch.arange(2.0**18) + rank  # 2**18 numbers of 4 bytes are 1 MiB
+    by_star = x.clone()
+    by_ring = x.clone()
+    star_bytes = ring.star_all_reduce(by_star, dist.group.WORLD)
+    ring_bytes = ring.all_reduce(by_ring, dist.group.WORLD)
+    dist.all_reduce(x)
+    equal = torch.equal(x, by_star) and torch.equal(x, by_ring)
+    return star_bytes, ring_bytes, equal
+
+star_bytes, ring_bytes, equal = zip(*ranks.run(count_bytes))
+print("star, ring and dist.all_reduce give the same sum:", all(equal))
+compare("rank 0 on the star", rank_0_on_the_star, star_bytes[0], within=1, unit="B")
+compare("rank 0 on the ring", rank_0_on_the_ring, ring_bytes[0], within=1, unit="B")
+print(f"all ranks together send {sum(star_bytes):,} bytes on the star")
+print(f"all ranks together send {sum(ring_bytes):,} bytes on the ring")
+
+# %% tags=["figure"]
+sent_by = {}
+for rank in range(4):
+    sent_by[f"rank {rank}"] = {
+        "star": star_bytes[rank] / 2**20,
+        "ring": ring_bytes[rank] / 2**20,
+    }
+plot.bars(
+    sent_by, ylabel="bytes sent / size of the tensor",
+    title="Both send 6 n bytes in all; the ring shares them out",
+    alt="On the star rank 0 sends three times the tensor and the others once; "
+        "on the ring each rank sends one and a half times the tensor",
+)
+
+# %% [markdown]
+# The ring does not save a single byte: both ways send 2 (p - 1) n bytes in all. But on the ring every rank sends the
+# same share, and all links are busy at the same time. A rank sends 2 (p - 1)/p · n bytes: 1.5 n with four ranks, and
+# never more than 2 n, however many ranks there are. On a star of 1024 ranks, rank 0 would send 1023 n.
+#
+# Can it be done with fewer bytes? As long as only the ranks themselves add, it cannot: in any such method some rank
+# sends at least 2 (p - 1)/p · n (Patarasuk and Yuan 2009). Some networks have switches that add the numbers on their
+# way; there a rank needs to send its tensor only once.
+#
+# **Takeaway: in a ring all-reduce each rank sends 2 (p - 1)/p · n bytes, which hardly depends on p.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. Let somebody play the ring with four people and four coloured cards each; it is
+# faster than any explanation. Ask the room: after step 2, which rank could already stop? (None, every chunk is still
+# missing a contribution somewhere.)
+
+# %% [markdown]
+# ## 4. Write the ring
+#
+# One thing has to be right in every step: sending and receiving must happen **at the same time**. Suppose that all
+# ranks first send to the right, and wait until their tensor has been taken. Then nobody ever gets to its receive, and
+# all wait for ever. This is a **deadlock**.
+#
+# `exchange` avoids it: it starts both, and then waits for both. `P2POp` describes one message, from point to point;
+# `isend` and `irecv` are the forms of send and receive that return at once; and `batch_isend_irecv` starts all messages
+# of a list. The neighbours are numbers within the group, so it works in any group.
 
 # %%
-def exchange(send, receive):
-    """Send to the right neighbour while receiving from the left one; returns the bytes sent."""
-    rank, p = dist.get_rank(), dist.get_world_size()
-    operations = [dist.P2POp(dist.isend, send, (rank + 1) % p), dist.P2POp(dist.irecv, receive, (rank - 1) % p)]
-    for work in dist.batch_isend_irecv(operations):
-        work.wait()
-    return send.nbytes
-
-def reduce_scatter_phase(chunks):
-    """Add up each chunk on its way round, in place; chunk (rank + 1) % p is finished here. Returns the bytes sent."""
-    rank, p, sent = dist.get_rank(), dist.get_world_size(), 0
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        sent += exchange(chunks[(rank - step) % p], arrived)
-        chunks[(rank - step - 1) % p] += arrived
-    return sent
+def exchange(outgoing, incoming, group):
+    """Send to the right neighbour; at the same time receive from the left one."""
+    rank = dist.get_rank(group)  # the number within the group
+    p = dist.get_world_size(group)
+    right = (rank + 1) % p
+    left = (rank - 1) % p
+    send = dist.P2POp(dist.isend, outgoing, group=group, group_peer=right)
+    receive = dist.P2POp(dist.irecv, incoming, group=group, group_peer=left)
+    for message in dist.batch_isend_irecv([send, receive]):
+        message.wait()
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 1.2 · The second half of the ring
+# ### Exercise 1.1 · The first half: reduce-scatter
 #
-# Write the all-gather phase with `exchange`. It starts where the first half stops: rank r holds the finished chunk (r + 1) mod p. Each step
-# passes on the chunk that was finished last, and what arrives can go straight into its place. The picture's thick frames say where.
-# Two lines are missing.
+# Complete the function with `exchange`. `chunks` is a list of p tensors of the same size. Afterwards the rank with
+# number r in the group must have the finished sum in `chunks[(r + 1) % p]`. Which chunk a rank sends in a step follows
+# from the picture: write down what rank 0 and rank 1 send in steps 1, 2 and 3, and find the rule.
+#
+# The sums must be written into the tensors that are in the list, because in the next exercise these will be parts of
+# one large tensor: `a += b` changes the tensor a, while `a = a + b` makes a new one.
+#
+# The check tries the group of all ranks, and the group of the ranks 1, 2 and 3. Call `hint("1.1")` if you are stuck.
 
 # %% tags=["exercise"]
-def all_gather_phase(chunks):
-    """Pass the finished chunks round the ring, in place; returns the bytes sent."""
-    rank, p, sent = dist.get_rank(), dist.get_world_size(), 0
+def reduce_scatter_half(chunks, group):
+    """Add up each chunk on its way round the ring, in place."""
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(chunks[0])  # room for what comes from the left
     for step in range(p - 1):
         ### BEGIN SOLUTION
-        out, into = chunks[(rank + 1 - step) % p], chunks[(rank - step) % p]
-        sent += exchange(out, into)
+        outgoing = chunks[(rank - step) % p]
+        growing = chunks[(rank - step - 1) % p]
+        exchange(outgoing, arrived, group)
+        growing += arrived
         ### END SOLUTION
-    return sent
 
 # %% tags=["check"]
-check("1.2", lambda: l01.all_gather_phase(all_gather_phase, ranks))
+check("1.1", lambda: l01.reduce_scatter_half(reduce_scatter_half, ranks))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 1.2 · The whole all-reduce
+#
+# Now write all of it: cut `x` into p chunks, add them up on the ring, and pass the finished chunks on until every rank
+# has all of them. Afterwards `x` itself must hold the sum; what the function returns does not matter. You may assume
+# that p divides the number of elements.
+#
+# Two things to know. `x.view(-1)` is the same memory seen as one long row, and `.chunk(p)` cuts a row into p parts
+# without copying it. And what arrives in the second half can be received straight into its place.
+#
+# If you skipped exercise 1.1, call `ring.reduce_scatter_phase(chunks, group)` for the first half.
+
+# %% tags=["exercise"]
+def ring_all_reduce(x, group):
+    """Replace x by its sum over the group, in place."""
+    ### BEGIN SOLUTION
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    chunks = list(x.view(-1).chunk(p))
+    reduce_scatter_half(chunks, group)
+    for step in range(p - 1):
+        finished = chunks[(rank + 1 - step) % p]
+        next_finished = chunks[(rank - step) % p]
+        exchange(finished, next_finished, group)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("1.2", lambda: l01.ring_all_reduce(ring_all_reduce, ranks))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes for both. What people get wrong: they send a chunk of the wrong number (the sums are
+# then a mixture of two or three contributions), they use the world's rank where the group's is meant (right on four
+# ranks, a hang or an error on the group of three), they add in the second half, or they work on copies
+# (`x.view(-1).clone()`, or `torch.cat` into a new tensor) and leave `x` as it was. Whoever finishes early can make the
+# chunks uneven: `tensor_split` in place of `chunk`, and a smaller part of `arrived`.
 
 # %% [markdown]
-# `labcode.comm.ring` holds both halves and the star, written the same way. Now count. Each function returns the bytes it sent. For PyTorch's
-# own `dist.all_reduce` nobody counts, so we ask the operating system: on one machine all messages pass through the **loopback** device, which
-# knows how many bytes it has carried for all ranks together.
+# Here are the two halves as labcode has them. They look a little different from yours, for two reasons: they count the
+# bytes that are sent, and they also take chunks of different sizes, for tensors that p does not divide. Their
+# `exchange` is told the neighbours, where yours finds them out.
 
-# %% tags=["nbval-check-output"]
-def count(rank):
-    x = torch.arange(2.0**18) + rank  # 2**18 numbers of 4 bytes: 1 MiB
-    star, theirs = x.clone(), x.clone()
-    sent = ring.star_all_reduce(star, dist.group.WORLD), ring.all_reduce(x, dist.group.WORLD)
+# %%
+show_source(ring.reduce_scatter_phase)
+show_source(ring.all_gather_phase)
+
+# %% [markdown]
+# Does PyTorch's own `dist.all_reduce` send as many bytes as the ring? It does not say, so we ask the operating system.
+# On one machine all messages go through the **loopback device**, a network device that leads back to the same machine,
+# and it counts the bytes that it has carried for all ranks together.
+#
+# **Predict.** How many bytes do four ranks send together, for a tensor of 1 MiB?
+
+# %% tags=["predict"]
+bytes_of_all_ranks = 4 * 1.5 * 2**20
+
+# %%
+def count_on_loopback(rank):
+    x = torch.ones(2**18)
     dist.barrier()
     before = ring.loopback_bytes()
     dist.barrier()
-    dist.all_reduce(theirs)
+    dist.all_reduce(x)
     dist.barrier()
-    return *sent, ring.loopback_bytes() - before, torch.equal(x, theirs) and torch.equal(star, theirs)
+    return ring.loopback_bytes() - before
 
-by_star, by_ring, loopback, equal = zip(*ranks.run(count))
-print("all three sums are equal:", all(equal), "  star in all:", f"{sum(by_star):,}", "  ring in all:", f"{sum(by_ring):,}")
-compare("rank 0 sends, star", guess_star, by_star[0], within=1, unit="B")
-compare("rank 0 sends, ring", guess_ring, by_ring[0], within=1, unit="B")
+counted_bytes = ranks.run(count_on_loopback)[0]
+compare("dist.all_reduce, all ranks", bytes_of_all_ranks, counted_bytes, unit="B")
+
+# %% [markdown]
+# The device counted the 6 n bytes, and a little more: each packet has a header, and other programs use the device too.
+#
+# **Takeaway: the ring is p - 1 steps of adding and p - 1 steps of copying. PyTorch's all-reduce on CPUs sends the same
+# number of bytes as yours.**
+
+# %% [markdown]
+# ## 5. A broadcast in few rounds
+#
+# How does a tensor get from one rank to all others? If the root sends it to one rank after the other, that takes p - 1
+# rounds, and in each of them all ranks but two have nothing to do. It is faster if everybody who already has the tensor
+# helps to spread it. In the picture a filled circle is a rank that has the tensor.
 
 # %% tags=["figure"]
-compare("dist.all_reduce, all ranks", 4 * comm.bytes_sent("all_reduce", 4, 2**20), loopback[0], unit="B")
-plot.bars({f"rank {r}": {"star": by_star[r] / 2**20, "ring": by_ring[r] / 2**20} for r in range(4)}, ylabel="sent, in units of n",
-          title="Both move 6 n bytes in all", alt="In the star rank 0 sends three times the tensor and the others once; in the ring each sends one and a half")
+plot.rounds(
+    [[(0, 1)], [(0, 2), (1, 3)], [(0, 4), (1, 5), (2, 6), (3, 7)]], 8,
+    title="The number of ranks with the tensor doubles in each round",
+    alt="In round 1 rank 0 sends to rank 1, in round 2 ranks 0 and 1 send to 2 and 3, "
+        "in round 3 the first four ranks send to the last four",
+)
 
 # %% [markdown]
-# The ring does not save a single byte. Both move 2 (p - 1) n in all; the ring **spreads** them over all links, which work at the same time.
-# Per rank that is 2 (p - 1)/p times n: 1.5 n for four ranks, never more than 2 n. In a star of 1024, rank 0 would send 1023 n. For PyTorch's
-# own all-reduce the loopback device counted the same 6 n, and a little more for packet headers and whatever else used it.
+# The number of ranks that have the tensor doubles in each round. So eight ranks need 3 rounds, and p ranks need log₂ p
+# rounds, rounded up. Drawn with the root on top and each rank below the one it got the tensor from, this is a tree, and
+# so the method is called a **tree**.
 #
-# **Takeaway: a ring all-reduce sends 2 (p - 1)/p · n bytes per rank, almost independent of p. No algorithm lets its
-# busiest rank send less (Patarasuk, Yuan 2009).**
+# **Predict.** How many rounds does the tree need for 1000 ranks, and how many would the root alone need?
+
+# %% tags=["predict"]
+rounds_of_the_tree = 10
+rounds_of_the_root_alone = 999
+
+# %% tags=["nbval-check-output"]
+have_it = 1
+num_rounds = 0
+while have_it < 1000:
+    have_it = 2 * have_it
+    num_rounds = num_rounds + 1
+compare("rounds of the tree", rounds_of_the_tree, num_rounds, within=1)
+compare("rounds of the root alone", rounds_of_the_root_alone, 1000 - 1, within=1)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 1.3 · Write the tree
+#
+# Write the broadcast with `dist.send(x, group=group, group_dst=...)` and `dist.recv(x, group=group, group_src=...)`.
+# `root` is a number within the group. The check looks at your messages and asks four things of them:
+#
+# 1. Afterwards every rank holds the root's tensor, in `x` itself, for any root.
+# 2. No collective is used, and each rank but the root receives the tensor exactly once.
+# 3. It takes as few rounds as possible: 2 for three or four ranks.
+# 4. It works for a group of any size, not only for a power of two.
+#
+# There is more than one way. If you get stuck, write it for root 0 and four ranks first. Then ask yourself what each
+# rank's place would be if the ranks were counted from the root.
+
+# %% tags=["exercise"]
+def tree_broadcast(x, root, group):
+    """Copy the root's x to all ranks of the group, in place, in few rounds."""
+    ### BEGIN SOLUTION
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p  # the root has place 0
+    have_it = 1  # the places 0 to have_it - 1 hold the tensor
+    while have_it < p:
+        if place < have_it and place + have_it < p:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif have_it <= place < 2 * have_it:
+            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
+        have_it *= 2
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("1.3", lambda: l01.tree_broadcast(tree_broadcast, ranks))
 
 # %% [markdown]
-# ## 4. What does it cost?
+# **Takeaway: a tree needs log₂ p rounds in place of p - 1, because everybody who has the tensor helps. It sends the
+# whole tensor in each round, so it is the right choice for small tensors, where rounds count more than bytes.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Two solutions are common: from near to far, as above, and from far to near (the root
+# sends across the middle first), which has `distance` halve in each round. Both are right. Typical mistakes: only
+# powers of two (the last ranks of three wait for ever), the root ignored, `have_it` never doubled (the check stops the
+# loop after 20 s). Ask the room for the tree of a *reduce*. (The same picture, read from right to left, with an
+# addition.)
+
+# %% [markdown]
+# ## 6. What does it cost?
 #
-# A message costs something before its first byte arrives: two processes wake up, a protocol runs. Then bytes flow at some speed. That is the
-# **alpha-beta model**: n bytes take $\alpha + n/\beta$, with the latency $\alpha$ in seconds and the bandwidth $\beta$ in bytes/s.
-# A ring all-reduce sends 2 (p - 1) messages, one after the other:
+# Every message costs some time before its first byte arrives: the sending process has to call the network, the
+# receiving one has to wake up. This is the **latency** α, in seconds. After that, the bytes flow at some speed, the
+# **bandwidth** β, in bytes per second. So a message of n bytes takes
+#
+# $$t = \alpha + \frac{n}{\beta}.$$
+#
+# This is the **alpha-beta model**. The ring all-reduce makes 2 (p - 1) steps, one after the other, and in each of them
+# a rank sends n/p bytes. With the latency and the bytes of all steps added up, it takes
 #
 # $$t(n) = 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{\beta}.$$
 #
-# Two unknowns, so two sizes are enough. `call_times` calls a function twenty times on each rank, after a barrier. We keep the fastest and the
-# median.
+# For example, take p = 4, α = 50 µs and β = 1 GB/s. A tensor of 1 MB takes 6 · 50 µs + 1.5 · 1 MB / (1 GB/s) = 0.3 ms +
+# 1.5 ms = 1.8 ms.
 #
-# **Predict** from the $\alpha$ and $\beta$ that the cell prints: how long does an all-reduce of 1 MiB take, in seconds?
+# The model has two unknowns, so two measurements are enough to find them. `call_times` makes a call twenty times on
+# each rank, with a barrier before each. A collective is done when its slowest rank is done. Of the twenty we keep the
+# fastest, because other programs can only add time.
 
 # %%
-def all_reduce(x):
+def fastest_s(call, num_bytes):
+    """Seconds of the fastest of twenty calls, until the slowest rank is done."""
+    times_of_ranks = ranks.run(call_times, call, num_bytes)
+    times = [max(times_of_one_call) for times_of_one_call in zip(*times_of_ranks)]
+    return min(times)
+
+def all_reduce_once(x):
     dist.all_reduce(x)
 
-def fastest_and_median(call, num_bytes):
-    """Seconds until the slowest rank is done."""
-    slowest = [max(times) for times in zip(*ranks.run(call_times, call, num_bytes))]
-    return min(slowest), statistics.median(slowest)
+small_s = fastest_s(all_reduce_once, 2**10)
+large_s = fastest_s(all_reduce_once, 2**24)
+link = alpha_beta.fit("all_reduce", 4, [2**10, 2**24], [small_s, large_s])
+print(f"1 KiB takes {seconds(small_s)}, 16 MiB take {seconds(large_s)}")
+print(f"alpha = {seconds(link.alpha_s)}, beta = {si(link.beta_bytes_per_s, 'B/s')}")
 
-small_s, large_s = (fastest_and_median(all_reduce, n)[0] for n in (2**10, 2**24))
-link = comm.fit("all_reduce", 4, [2**10, 2**24], [small_s, large_s])
-print(f"1 KiB {seconds(small_s)}, 16 MiB {seconds(large_s)}: alpha = {seconds(link.alpha_s)}, beta = {si(link.beta_bytes_per_s, 'B/s')}")
+# %% [markdown]
+# **Predict** with `link.alpha_s` and `link.beta_bytes_per_s`: how many seconds does an all-reduce of 1 MiB take?
 
 # %% tags=["predict"]
-guess_s = 6 * link.alpha_s + 1.5 * 2**20 / link.beta_bytes_per_s
+one_mib_s = 6 * link.alpha_s + 1.5 * 2**20 / link.beta_bytes_per_s
 
 # %%
 sizes = [2**k for k in range(10, 25, 2)]
-fastest, median = map(list, zip(*(fastest_and_median(all_reduce, n) for n in sizes)))
-compare("all-reduce of 1 MiB", guess_s, fastest[sizes.index(2**20)], within=2, unit="s")
-by_hand = fastest_and_median(lambda x: ring.all_reduce(x, dist.group.WORLD), 2**24)[0]
-print(f"16 MiB: our ring takes {by_hand / fastest[-1]:.1f} times as long as dist.all_reduce")
+measured_s = [fastest_s(all_reduce_once, n) for n in sizes]
+measured_one_mib_s = measured_s[sizes.index(2**20)]
+compare("all-reduce of 1 MiB", one_mib_s, measured_one_mib_s, within=2, unit="s")
 
 # %% tags=["figure"]
-model = [comm.time_s("all_reduce", 4, n, link) for n in sizes]
-series = {"median of 20": median, "fastest of 20": fastest, "model": model}
-plot.lines({name: [1e3 * t for t in times] for name, times in series.items()}, x=sizes, logx=True, logy=True,
-           xlabel="bytes in the tensor", ylabel="ms", reference={"latency, 6 alpha": 6e3 * link.alpha_s},
-           title="All-reduce on four ranks", alt="Time stays level up to some hundred kilobytes and then grows in proportion to the size, as the model says")
+model_s = [alpha_beta.time_s("all_reduce", 4, n, link) for n in sizes]
+plot.lines(
+    {"measured": [1e3 * t for t in measured_s], "model": [1e3 * t for t in model_s]},
+    x=sizes, logx=True, logy=True, xlabel="bytes in the tensor", ylabel="ms",
+    reference={"latency, 6 alpha": 6e3 * link.alpha_s},
+    title="Small tensors cost latency, large ones bandwidth",
+    alt="The time stays level up to some hundred kilobytes "
+        "and then grows in proportion to the size, as the model says",
+)
 
 # %% [markdown]
-# On the left the curve is flat: all the time is latency. On the right it rises in proportion: bandwidth. They cost the same at the bend,
-# n = p α β. Noise only adds time: the fastest calls, usually within a factor of two of the model, show what the link can do, the medians what
-# you get. One rule is bent: here four ranks share the cores that copy every byte. Our own ring is slower on large tensors; gloo cuts finer
-# and adds one piece while it receives the next.
+# On the left the curve is flat, because nearly all the time is latency. On the right it grows in proportion to the
+# size. Both parts cost the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**.
 #
-# A model has hundreds of gradients, many of them small. Send 64 of 16 KiB one by one, or together, as one **bucket** of 1 MiB:
+# If the comparison says "NOT within a factor of 2", other programs were busy while one of the three sizes was measured:
+# run the fit, your prediction and the measurement once more. The model also leaves something out: on this machine four
+# ranks share the cores that copy every byte, while on a cluster each has its own.
+#
+# A model has hundreds of gradients, and many of them are small. Is it better to send 64 tensors of 16 KiB one by one,
+# or all together, as one **bucket** of 1 MiB?
+#
+# **Predict** with the model: how many times as long do the 64 small ones take?
+
+# %% tags=["predict"]
+times_as_long = alpha_beta.time_s("all_reduce", 4, 2**14, link) * 64 / one_mib_s
 
 # %%
 def one_by_one(x):
     for part in x.chunk(64):
         dist.all_reduce(part)
 
-predicted = 64 * comm.time_s("all_reduce", 4, 2**14, link) / comm.time_s("all_reduce", 4, 2**20, link)
-measured = fastest_and_median(one_by_one, 2**20)[1] / median[sizes.index(2**20)]
-compare("64 small ones, against one", predicted, measured, within=2)
-
-# %% [markdown] tags=["exercise"]
-# Often it is worse than predicted: among 64 calls some are always interrupted, and each makes the next one wait.
-#
-# **Takeaway: below p α β you pay for messages, above it for bytes. So small tensors travel together.** Lesson 04 builds on this.
-#
-# ### Exercise 1.3 · How large should a bucket be?
-#
-# Larger buckets waste less latency, but they are ready later. Find the smallest bucket, in bytes, in which latency takes at most the
-# fraction `share` of the time of a ring all-reduce. Solve t(n) for n on paper first; then it is one line.
-
-# %% tags=["exercise"]
-def bucket_bytes(link, p, share):
-    """Bytes of the tensor for which 2 (p - 1) alpha is `share` of the whole time; link has .alpha_s and .beta_bytes_per_s."""
-    ### BEGIN SOLUTION
-    return p * link.alpha_s * link.beta_bytes_per_s * (1 - share) / share
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("1.3", lambda: l01.bucket(bucket_bytes))
+measured_ratio = fastest_s(one_by_one, 2**20) / fastest_s(all_reduce_once, 2**20)
+compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 
 # %% [markdown]
-# ## 5. Broken on purpose
+# On this machine the small ones often take even longer than predicted. The model knows α and β, but not that each of the
+# 64 calls has to wait for the slowest of four ranks, which take turns on the same cores. The direction is right, and the
+# lesson is the same.
 #
-# The contract of section 2 can be broken in three ways, and each looks different. First: **somebody does not come.** Only rank 0 prints the
-# loss, so why should the others bother with its mean? The group here gives up after 2 seconds; by default gloo waits for 30 minutes, NCCL
-# for 10.
+# **Takeaway: below p α β bytes you pay for the number of messages, and above it for their bytes. So small tensors
+# should travel together.** Lesson 05 builds on this.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. A good question for the board: how large must a bucket be, so that latency takes
+# only a share s of the time? With L = 2 (p - 1) α, we want s · t = L, so t - L = L (1 - s)/s. The left side is 2 (p -
+# 1)/p · n/β, and so n = p α β (1 - s)/s. At s = 1/2 this is p α β. The common mistake is to forget that t contains L
+# itself. And: why is the measured curve sometimes below the model in the middle? (The two points that fix the model are
+# its ends.)
+
+# %% [markdown]
+# ## 7. Broken on purpose
+#
+# The contract of section 2 can be broken in three ways: a rank does not come, a rank makes another call, or a rank
+# brings another tensor. Each looks different, and it helps to have seen all three before they happen to you on a
+# cluster.
+#
+# **A rank does not come.** Only rank 0 prints the loss, so why should the others bother to compute its mean? The group
+# here gives up after 2 seconds. By default gloo waits for 30 minutes, and NCCL for 10.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: RuntimeError: ... Timed out waiting"
-def loss_for_the_log(rank):
+def mean_loss_for_the_log(rank):
     group = dist.new_group(timeout=timedelta(seconds=2))
     loss = torch.tensor(float(rank))
     if rank == 0:  # only rank 0 prints it
         dist.all_reduce(loss, group=group)
-        return loss.item() / 4
+    return loss.item() / 4
 
-ranks.run(loss_for_the_log)
+ranks.run(mean_loss_for_the_log)
 
 # %% [markdown]
-# "Timed out waiting": a rank that *waited* complains, and PyTorch does not say for whom. (The last line, `finished before`, is an extra of
-# `Ranks`; a cluster has none.) On gloo, `monitored_barrier` finds out: rank 0 collects a sign of life from everybody and names those who sent
-# none. Put it before a collective that hangs. Here rank 3 stays away, and each rank returns what it was told.
+# "Timed out waiting" is said by the rank that **waited**. It did nothing wrong, and it does not know for whom it
+# waited. On a cluster you see this message first, and the rank to look for is one of those that are silent. (What
+# follows, about the ranks that have finished, is added by the pool of this course.)
+#
+# On gloo there is a way to find out. In `monitored_barrier`, rank 0 collects a sign of life from everybody, and names
+# those who sent none. Here rank 3 stays away, and each rank returns what it was told.
 
 # %%
 def roll_call(rank):
     group = dist.new_group(timeout=timedelta(seconds=2))
-    if rank != 3:
-        try:
-            dist.monitored_barrier(group, timeout=timedelta(seconds=2), wait_all_ranks=True)
-        except RuntimeError as error:
-            return str(error).strip().splitlines()[0]
+    if rank == 3:
+        return "(stayed away)"
+    try:
+        dist.monitored_barrier(group, timeout=timedelta(seconds=2), wait_all_ranks=True)
+    except RuntimeError as error:
+        return str(error).strip().splitlines()[0]
 
 for rank, message in enumerate(ranks.run(roll_call)):
-    print(f"rank {rank} was told: {message}")
+    print(f"rank {rank}: {message}")
 
 # %% [markdown]
-# Rank 0 knows. Ranks 1 and 2 only noticed that rank 0 gave up, and blame rank 0: an echo, as in lesson 00.
+# Rank 0 knows the truth. Ranks 1 and 2 only noticed that rank 0 gave up, and they blame rank 0. Such echoes of an error
+# are what fills most of the log of a failed job.
 #
-# Second: **everybody comes, but with different tensors.** Rank 3 holds its weight transposed: as many numbers, another shape. All ranks hold
-# the same weight, so the sum should be four times that.
+# **A rank makes another call.** Here rank 3 calls broadcast while the others call all-reduce.
+
+# %% tags=["raises-exception"] raises="RankError: ...called all_reduce of float32 [6], rank 3 called broadcast of float32 [6] from rank 3"
+def two_different_calls(rank):
+    x = torch.ones(6)
+    if rank == 3:
+        dist.broadcast(x, src=3)
+    else:
+        dist.all_reduce(x)
+
+ranks.run(two_different_calls)
+
+# %% [markdown]
+# This line comes from the pool, which compares the calls of its ranks before they start. PyTorch by itself does not
+# look: the messages of the two collectives would be mixed up, and you would get a hang, wrong numbers, or a crash of
+# the process. The same happens if the tensors have different **sizes**.
+#
+# **A rank brings another tensor.** Every rank holds the same weight here, so the sum should be four times that. But
+# rank 3 holds it transposed: the same number of elements in another shape.
 
 # %% tags=["nbval-check-output"]
-def disagree(rank, group=None):
+def add_up_a_weight(rank, group=None):
     weight = torch.arange(6.0).view(2, 3)
     if rank == 3:
         weight = weight.T.contiguous()
     dist.all_reduce(weight, group=group)
     return weight.flatten().tolist()
 
-print("due  ", [4.0 * i for i in range(6)])
-print("found", ranks.run(disagree)[0])
+print("expected", [4.0 * i for i in range(6)])
+print("found   ", ranks.run(add_up_a_weight)[0])
 
 # %% [markdown]
-# No error, and wrong numbers: the bytes of one shape were added to those of another. With different *sizes* anything can happen: a hang, a wrong
-# result on some ranks, a crash of the process. Third, the **order**: a rank that calls broadcast while the others call all-reduce. For both,
-# PyTorch can compare the calls before it runs them, at the price of an extra round per call. In a job, set
-# `TORCH_DISTRIBUTED_DEBUG=DETAIL` before the ranks start; here a group made in that mode will do.
+# There was no error, and the numbers are wrong: the memory of one shape was added to that of another. This is the worst
+# of the three, because nobody notices.
+#
+# PyTorch can compare names and shapes of all calls, at the price of one more exchange for each call. In a job you ask
+# for that by setting `TORCH_DISTRIBUTED_DEBUG=DETAIL` before the ranks start. Here it is enough to make a group in this
+# mode.
 
 # %% tags=["raises-exception"] raises="RankError: rank ... RuntimeError: Detected mismatch between collectives on ranks"
-def disagree_watched(rank):
+def add_up_a_weight_watched(rank):
     dist.set_debug_level(dist.DebugLevel.DETAIL)
-    try:
-        return disagree(rank, dist.new_group(timeout=timedelta(seconds=5)))
-    finally:
-        dist.set_debug_level(dist.DebugLevel.OFF)
+    group = dist.new_group(timeout=timedelta(seconds=5))
+    dist.set_debug_level(dist.DebugLevel.OFF)
+    return add_up_a_weight(rank, group)
 
-ranks.run(disagree_watched)
+ranks.run(add_up_a_weight_watched)
 
 # %% [markdown]
-# The message names two ranks, what each was running, and at its end the difference: the tensor shapes.
+# The message is long, but it has what you need: two ranks, what each of them was running, and at its end the
+# difference, the shapes 3 × 2 and 2 × 3.
 #
-# | what you see | what it usually is | next step |
+# At work you will meet these failures through NCCL, which sounds different. When a collective has not ended in time,
+# NCCL's **watchdog**, a thread that looks after it, ends the process, and the log says something like
+#
+#     Watchdog caught collective operation timeout: WorkNCCL(SeqNum=812, OpType=ALLREDUCE,
+#     NumelIn=1048576, NumelOut=1048576, Timeout(ms)=600000) ran for 600029 milliseconds
+#
+# `SeqNum` counts the collectives of a group. Compare it between the ranks: the one whose number is lower is the one
+# that did not come. NCCL's side of PyTorch can also write down its last calls: with `TORCH_NCCL_TRACE_BUFFER_SIZE=2000`
+# set, the **flight recorder** keeps 2000 of them for each rank and writes them to a file when the watchdog strikes.
+#
+# | what you see | what it usually is | what to do next |
 # |---|---|---|
-# | hang, then "Timed out waiting" | a rank skipped the call or died | `monitored_barrier` in a gloo group; look for an `if rank == …` |
-# | "Connection closed by peer" | another rank failed first | find the first error by time |
-# | wrong numbers, no error | shapes or order differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL` |
-# | hang at the start | the rendezvous is incomplete | compare world size and the number of processes started |
+# | hang, then "Timed out waiting", or NCCL's watchdog | a rank skipped the call, or died | find the rank with the lowest `SeqNum`; look for an `if rank == ...` |
+# | hang, and no message yet | the same | `py-spy dump --pid PID` shows the line at which a process stands (a tool of its own: `pip install py-spy`) |
+# | "Connection closed by peer", "remote process exited" | another rank failed first | sort the log by time and read the first error |
+# | wrong numbers without an error | shapes differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL`, with a small job |
+# | "Detected mismatch", or a hang after some steps | the order of the calls differs | look for a branch that depends on a rank's own data |
+# | hang at the start | the rendezvous is incomplete | compare the world size with the number of processes that were started |
 #
-# **Takeaway: the rank that reports an error is often not the one that made it. Ask who did not come, then who came with something else.**
-#
+# **Takeaway: the rank that reports an error is often not the one that made it. First ask which rank is missing, then
+# which rank called something else or brought another shape.**
+
+# %% [markdown] tags=["exercise"]
 # ### Exercise 1.4 · Mend it
 #
-# Write the mean loss so that nobody waits for ever: rank 0 gets the mean over all ranks as a number or tensor, the others get `None`. The
-# training loop still needs the `loss` that it hands you, so leave it as it is.
+# Write the mean loss so that nobody waits for ever. The rank with number 0 in the group returns the mean over the
+# group, as a number or a tensor, and the others return `None`. The training loop still needs the `loss` that it hands
+# you, so leave that tensor as it is.
 
 # %% tags=["exercise"]
-def mean_loss(rank, loss):
-    """The mean of `loss` over all ranks, on rank 0; None elsewhere."""
+def mean_loss(loss, group):
+    """The mean of `loss` over the group, on the group's number 0; None elsewhere."""
     ### BEGIN SOLUTION
     total = loss.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size() if rank == 0 else None
+    dist.all_reduce(total, group=group)
+    if dist.get_rank(group) == 0:
+        return total / dist.get_world_size(group)
+    return None
     ### END SOLUTION
 
 # %% tags=["check"]
 check("1.4", lambda: l01.mended(mean_loss, ranks))
 
-# %% [markdown]
-# ## From here to GPUs and SLURM
-#
-# `labcode.comm.bootstrap` reads rank, world size and the store's address from what torchrun or SLURM's srun (with `MASTER_ADDR` and
-# `MASTER_PORT` exported) set. Call `world = bootstrap.start()` first and the functions above run in a script, under
-# `torchrun --nproc-per-node=8 script.py` or `srun python script.py`; tensors on `world.device` travel over NCCL where there are GPUs. What
-# changes is α and β. Published times of all-reduces on 8 A100 with NVLink: 32 KiB in 43.83 µs, 32 MiB in 424 µs, 1 GiB in 8203.9 µs (Bekman,
-# see Sources). Does the model hold there?
-
-# %% tags=["nbval-check-output"]
-nvlink = comm.fit("all_reduce", 8, [2**15, 2**30], [43.83e-6, 8203.9e-6])
-compare("32 MiB on 8 A100", comm.time_s("all_reduce", 8, 2**25, nvlink), 424e-6, within=1.5, unit="s")
-ddp = comm.time_s("all_reduce", 8, 25 * 2**20, nvlink)
-print(f"alpha = {seconds(nvlink.alpha_s)}, beta = {si(nvlink.beta_bytes_per_s, 'B/s')}, bend at {si(comm.balance_bytes('all_reduce', 8, nvlink), 'B')}")
-print(f"latency takes {comm.messages('all_reduce', 8) * nvlink.alpha_s / ddp:.0%} of an all-reduce of 25 MiB")
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Section 7 takes 15 minutes with the exercise. Common mistakes in it: the all-reduce within the
+# `if`, the loss changed in place, division by 4, and `if dist.get_rank() == 0` where the group does not contain rank 0.
+# Ask the room which of the three failures they would notice first in a training run. (The hang at once, the crash at
+# once, the wrong numbers perhaps never.)
 
 # %% [markdown]
-# The middle is off by 40 %: NCCL switches algorithms and protocols with the size. Still, two numbers span four orders of magnitude, and they
-# explain a default: PyTorch's DDP sends buckets of 25 MiB, at which latency takes about a fifth.
+# ## 8. From here to GPUs and SLURM
 #
-# ### Exercise 1.5 · Open end: faster for small tensors
+# Nothing above depends on the CPU. In a script, `world = bootstrap.start()` from `labcode.comm` reads the rank, the
+# world size and the address of the store from the environment variables that torchrun or SLURM's srun set, and joins
+# the process group. Then the same functions run with `torchrun --nproc-per-node=8 script.py`, or with `srun python
+# script.py`. Tensors on `world.device` travel over NCCL if there are GPUs. What changes is α and β.
 #
-# For tiny tensors a ring is slow: six messages, one after the other, for four ranks. Invent an all-reduce in which no rank sends more than **two**
-# messages. More bytes are allowed. `ring.exchange(send, to, receive, source, dist.group.WORLD)` sends and receives at once, with any partners.
-# Then work out below which size yours beats the ring.
+# Tables of such measurements usually do not print α and β, but two bandwidths. The **algorithm bandwidth** is simply
+# the size of the tensor divided by the time. The **bus bandwidth** counts what a link really carried: for an all-reduce
+# it is 2 (p - 1)/p times as much, by the formula that you know. It can be compared with the datasheet of the link,
+# whatever the number of ranks.
 #
-# <details><summary>One answer</summary>
+# For example: an all-reduce of 1 GiB on 8 A100 with NVLink took 8203.9 µs (Bekman, see Sources), and 16 MiB on this
+# machine took `large_s`.
+
+# %%
+on_a100 = 2**30 / 8203.9e-6
+here = 2**24 / large_s
+print(f"8 A100: algorithm bandwidth {si(on_a100, 'B/s')}, bus {si(on_a100 * 14 / 8, 'B/s')}")
+print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(here * 6 / 4, 'B/s')}")
+
+# %% [markdown]
+# The table of the measurement says 229.04 GB/s for the bus bandwidth, and so does our formula. The NVLinks of an A100
+# carry 300 GB/s in each direction together (same source), so three quarters of that were used.
 #
-# Pairs at distance 1, then at distance 2, each rank sending the whole tensor: 2 α + 2 n/β, against 6 α + 1.5 n/β on the ring. It wins while
-# 0.5 n/β is less than 4 α: below n = 8 α β. For p ranks it takes log₂ p rounds. Libraries choose by size (Thakur et al. 2005).
+# ## Questions
+#
+# **1.** A ring all-reduce on 512 ranks and one on 8 ranks, each of 1 GB, on links of the same α and β. Which takes
+# longer, and by how much?
+#
+# <details><summary>Answer</summary>
+#
+# The bytes are nearly the same: 2 · 511/512 against 2 · 7/8, which is 14 % more. The latency is 1022 α against 14 α.
+# For 1 GB on a fast link the first part decides; for small tensors the second does, and the ring of 512 is 73 times as
+# slow.
 # </details>
-
-# %% tags=["exercise"]
-def quick_all_reduce(x):
-    """Sum x over four ranks, in place; at most two messages sent by each."""
-    ### BEGIN SOLUTION
-    rank, arrived = dist.get_rank(), torch.empty_like(x)
-    for distance in (1, 2):  # recursive doubling: pairs, then pairs of pairs
-        partner = rank ^ distance
-        ring.exchange(x, partner, arrived, partner, dist.group.WORLD)
-        x += arrived
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("1.5", lambda: l01.quick(quick_all_reduce, ranks))
-
-# %% [markdown]
+#
+# **2.** Which of these hang: (a) rank 2 calls all-reduce twice, the others once; (b) all ranks call all-reduce, rank 2
+# ten seconds late; (c) rank 2 calls all-reduce on a tensor of zeros?
+#
+# <details><summary>Answer</summary>
+#
+# (a) hangs: the second call of rank 2 waits for the others, or meets a later all-reduce of theirs and adds up the wrong
+# tensors. (b) only waits. (c) is correct, and it is a good way to let a rank without data take part.
+# </details>
+#
+# **3.** A colleague hands out ranks without `add`: each process reads the next free rank with `store.get`, and writes
+# that number plus one with `store.set`. It worked ten times. What can go wrong the eleventh time?
+#
+# <details><summary>Answer</summary>
+#
+# Between the `get` and the `set` of one process another process can read as well. Both see the same number, and two
+# processes have the same rank. `add` reads and writes in one step, so nobody can come in between.
+# </details>
+#
+# **4.** From lesson 00: one rank holds three losses with mean 10, another holds a single loss, 2. What is the mean of
+# all losses, and what would each rank have to put into an all-reduce to find it?
+#
+# <details><summary>Answer</summary>
+#
+# (3 · 10 + 2)/4 = 8, and not 6, which is the mean of the two means. Each rank puts in its sum and its count: (30, 3)
+# and (2, 1). The all-reduce gives (32, 4) to both.
+# </details>
+#
 # ## Recap
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | rank, world size, store | `get` waits, `add` counts | `comm.bootstrap`, `comm.ranks` |
+# | rank, world size, store | `get` waits, `add` counts in one step | `comm.bootstrap` |
+# | group | `src`, `dst` are ranks of the world; `group_src`, `group_dst` count in the group | `comm.grid` |
 # | all-reduce | reduce-scatter, then all-gather | `comm.ring` |
-# | bytes per rank, ring | 2 (p - 1)/p · n; half of it for each phase | `perf.comm.bytes_sent` |
-# | time, ring | 2 (p - 1) α + 2 (p - 1)/p · n/β | `perf.comm.time_s`, `perf.comm.fit` |
-# | bend | n = p α β | `perf.comm.balance_bytes` |
-# | missing rank | `monitored_barrier` names it | |
-# | different calls | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | |
+# | bytes a rank sends on a ring | 2 (p - 1)/p · n; half of it for each phase | `perf.alpha_beta.bytes_sent` |
+# | broadcast by a tree | log₂ p rounds, rounded up | |
+# | time on a ring | 2 (p - 1) α + 2 (p - 1)/p · n/β | `perf.alpha_beta.time_s`, `fit` |
+# | latency and bandwidth cost the same | n = p α β | `perf.alpha_beta.balance_bytes` |
+# | bus bandwidth | 2 (p - 1)/p · n / t | |
+# | a rank is missing | `monitored_barrier` names it (gloo); lowest `SeqNum` (NCCL) | |
+# | shapes or calls differ | `TORCH_DISTRIBUTED_DEBUG=DETAIL` | `pool.record` |
 #
 # ## Sources
 #
 # - Hockney 1994, *The communication challenge for MPP*, Parallel Computing 20(3): the model of latency and bandwidth.
-# - Thakur, Rabenseifner, Gropp 2005, *Optimization of collective communication operations in MPICH*, IJHPCA 19(1): algorithms and their costs.
-# - Patarasuk, Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 69(2): the ring, and why no
-#   algorithm sends less.
-# - Times on A100: S. Bekman, *Machine Learning Engineering*, network/README.md, github.com/stas00/ml-engineering, measured with nccl-tests.
-# - Debugging: docs.pytorch.org/docs/stable/distributed.html, `monitored_barrier` and `TORCH_DISTRIBUTED_DEBUG`.
+# - Thakur, Rabenseifner, Gropp 2005, *Optimization of collective communication operations in MPICH*, IJHPCA 19(1):
+#   trees, rings and recursive doubling, and what they cost.
+# - Patarasuk, Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 69(2), doi
+#   10.1016/j.jpdc.2008.09.002: the ring, and why no rank can send less.
+# - Times and bus bandwidth on A100, and what its NVLinks carry: S. Bekman, *Machine Learning Engineering*,
+#   network/README.md, github.com/stas00/ml-engineering, measured with nccl-tests.
+# - What bus bandwidth means: github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md.
+# - Debugging: docs.pytorch.org/docs/stable/distributed.html, `monitored_barrier` and
+#   `TORCH_DISTRIBUTED_DEBUG`; the watchdog's message is in PyTorch's ProcessGroupNCCL.cpp.
 
 # %%
 ranks.close()

@@ -148,7 +148,7 @@ def test_the_picture_shows_what_has_passed(folder):
 def test_the_picture_in_a_folder_without_lessons_is_that_of_the_course(tmp_path):
     """As where the builder runs a lesson: what this machine's learner has done is not shown."""
     picture = plot.progress(tmp_path)
-    assert " 0 of 3 in lesson 00" in picture.alt
+    assert " 0 of 2 in lesson 00" in picture.alt
 
 
 def test_the_file_is_readable(folder):

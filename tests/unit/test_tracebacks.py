@@ -44,6 +44,13 @@ CELLS = {
             status(f"step {i}/3")
         status()
     """,
+    "a pool that starts": """
+        from labcode.pool.ranks import Ranks
+        print(Ranks.announce is status)
+        Ranks.announce("starting 4 ranks")
+        Ranks.announce("")
+        print(hint.__name__)
+    """,
     "printed before": """
         print("before")
         status("busy")
@@ -100,6 +107,7 @@ def test_the_magic_shows_all_frames(ran):
 
 def test_a_status_leaves_nothing_behind(ran):
     assert ran["only a status"].outputs == []
+    assert text_of(ran["a pool that starts"]).split() == ["True", "hint"]
     assert text_of(ran["printed before"]).strip() == "before"
     assert text_of(ran["shown after"]).endswith("right")
     assert len(ran["shown after"].outputs) == 1

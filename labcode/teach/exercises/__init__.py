@@ -1,8 +1,8 @@
 """What the check cells call: one module per lesson, `from labcode.teach.exercises import l01`.
 
-    l00   a share of the items, a mean over the ranks, the first loss
-    l01   ranks handed out, the all-gather half of a ring, a size of buckets, a mended script, a
-          quick all-reduce
+    on_ranks  how a learner's code runs on ranks and in groups of them, and what ends it
+    l00   a share of the items, a mean over the ranks
+    l01   the two halves of a ring, a broadcast in few rounds, a mended script
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
     l08   coordinates and groups for any order, process groups, the best order, a grid for 64 GPUs
     l09   tensor parallelism          l10   sequence parallelism

@@ -1,0 +1,177 @@
+"""Answers to the exercises of lesson 00, start here."""
+
+import torch
+import torch.distributed as dist
+from answers import Answers
+
+from labcode.teach.exercises import l00
+
+# ---- 0.1 deal out the work
+
+
+def in_a_row(items, rank, world_size):
+    first = len(items) * rank // world_size
+    stop = len(items) * (rank + 1) // world_size
+    return items[first:stop]
+
+
+def with_a_loop(items, rank, world_size):
+    mine = []
+    for place in range(len(items)):
+        if place % world_size == rank:
+            mine.append(items[place])
+    return mine
+
+
+def one_more_for_the_first(items, rank, world_size):
+    size, rest = divmod(len(items), world_size)
+    first = rank * size + min(rank, rest)
+    return tuple(items[first : first + size + (rank < rest)])
+
+
+def the_rest_is_forgotten(items, rank, world_size):
+    size = len(items) // world_size
+    return items[rank * size : (rank + 1) * size]
+
+
+def the_rest_to_the_last(items, rank, world_size):
+    size = len(items) // world_size
+    return items[rank * size :] if rank == world_size - 1 else items[rank * size :][:size]
+
+
+def by_value(items, rank, world_size):
+    return [item for item in items if item // 4 % world_size == rank]
+
+
+def by_index(items, rank, world_size):
+    """`index` finds the first of two equal items."""
+    return [item for item in items if items.index(item) % world_size == rank]
+
+
+def takes_away(items, rank, world_size):
+    return [items.pop() for _ in range(len(items) // (world_size - rank))]
+
+
+def rounded_up(items, rank, world_size):
+    size = -(-len(items) // world_size)
+    return items[rank * size : (rank + 1) * size]
+
+
+SHARE = Answers(
+    check=lambda answer, ranks: l00.my_share(answer),
+    right={
+        "in turn": lambda items, rank, world_size: items[rank::world_size],
+        "in a row": in_a_row,
+        "with a loop": with_a_loop,
+        "one more for the first": one_more_for_the_first,
+    },
+    wrong={
+        "the rest is forgotten": (the_rest_is_forgotten, "only 8 were dealt out"),
+        "the rest to the last": (the_rest_to_the_last, "deal more evenly"),
+        "rounded up": (rounded_up, "10 items over 4 ranks gives shares of [3, 3, 3, 1]"),
+        "everything to all": (lambda items, rank, world_size: items, "is on two ranks"),
+        "all to rank 0": (
+            lambda items, rank, world_size: items if rank == 0 else [],
+            "deal more evenly",
+        ),
+        "by value": (by_value, "by the place of an item and not by what it is"),
+        "by index": (by_index, "by the place of an item and not by what it is"),
+        "the places": (
+            lambda items, rank, world_size: list(range(rank, len(items), world_size)),
+            "deal the items themselves, not their places",
+        ),
+        "one item": (lambda items, rank, world_size: items[rank], "it should get a list of items"),
+        "takes them away": (takes_away, "the list of items was changed"),
+    },
+)
+
+
+# ---- 0.2 the mean of everything
+
+
+def all_reduced(*numbers):
+    total = torch.tensor(numbers, dtype=torch.float64)
+    dist.all_reduce(total)
+    return total
+
+
+def sum_and_count(local):
+    total, count = all_reduced(local.sum(), len(local))
+    return total / count
+
+
+def two_calls(local):
+    total = local.sum()
+    count = torch.tensor(local.numel())
+    dist.all_reduce(total)
+    dist.all_reduce(count)
+    return (total / count).item()
+
+
+def with_objects(local):
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, local.tolist())
+    numbers = [number for part in gathered for number in part]
+    return sum(numbers) / len(numbers)
+
+
+def with_room(local):
+    """Pads to the longest, with nan where nothing is."""
+    longest = torch.tensor(len(local))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    padded = torch.full((int(longest),), float("nan"))
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts).nanmean()
+
+
+def mean_of_means(local):
+    return all_reduced(local.mean())[0] / dist.get_world_size()
+
+
+def in_place(local):
+    mean = sum_and_count(local)
+    local.zero_()
+    return mean
+
+
+def reduces_the_values(local):
+    dist.all_reduce(local)
+    return local.mean()
+
+
+def on_rank_0_only(local):
+    if dist.get_rank() == 0:
+        return sum_and_count(local)
+    return local.mean()
+
+
+MEAN = Answers(
+    check=l00.distributed_mean,
+    right={
+        "sum and count": sum_and_count,
+        "in two calls": two_calls,
+        "objects": with_objects,
+        "padded": with_room,
+    },
+    wrong={
+        "mean of means": (mean_of_means, "a mean of means"),
+        "own mean": (lambda local: local.mean(), "nothing was sent"),
+        "in place": (in_place, "local values were changed"),
+        "the sum": (lambda local: all_reduced(local.sum())[0], "the sum of all values: how many"),
+        "divided by the ranks": (
+            lambda local: all_reduced(local.sum())[0] / 4,
+            "divided by the number of ranks",
+        ),
+        "unequal sizes": (reduces_the_values, "called all_reduce of float32"),
+        "rank 0 only": (on_rank_0_only, "rank 0 waits in all_reduce"),
+        "two numbers": (
+            lambda local: all_reduced(local.sum(), len(local)),
+            "it returned 2 numbers, and the mean is one",
+        ),
+    },
+)
+
+
+ANSWERS = {"0.1": SHARE, "0.2": MEAN}
