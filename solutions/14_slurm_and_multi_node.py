@@ -13,28 +13,31 @@
 # %% [markdown]
 # # 14 · SLURM and multi-node
 #
-# One machine is full, and the next one is not yours: it belongs to a cluster, and you ask for it in writing. SLURM is the program that most clusters use to decide who computes
-# where and when. This lesson submits the training program of the course to a real SLURM, reads the script that it is started with, spreads the ranks over two nodes, and breaks the
-# network on purpose.
+# So far all ranks were on one machine, and it was yours. A cluster belongs to many people. You ask for machines in
+# writing, you wait, and then your program starts on computers that you have never seen. The program that most clusters
+# use to decide who computes where and when is called **SLURM**. In this lesson you write the script that asks, you
+# submit it to a real SLURM, you let a job outlive its time limit, and you find out why a job on several nodes does not
+# start, hangs, or is slow.
 #
 # ## Goals
 #
-# - say what a job is, and follow one through the queue;
-# - read a batch script line by line, find its faults before the queue does, and describe your own cluster in ten lines;
-# - predict what a step costs once its ranks are on two nodes, and measure it;
-# - see in a log who talks to whom over what, and get from a symptom to its cause with one command.
+# - say who starts whom, from `sbatch` to the last rank, and on which node;
+# - write a batch script from an empty cell, and let it save and go on when its time is over;
+# - predict what the second node adds to a step, and measure it;
+# - get from the symptom of a failed job to its cause.
 #
-# **Time**: 90 minutes. **Needs**: lesson 04 (data parallel); lesson 01 (the ring all-reduce and its bytes).
+# **Time**: 65 minutes. **Needs**: lesson 04 (data parallel training); lesson 01 (the ring all-reduce and what it
+# costs).
 
 # %%
-import difflib
 import re
 from dataclasses import replace
 from pathlib import Path
 
+from labcode import launch
 from labcode.config import GPTConfig
-from labcode.doctor import nccl_log as nccl
-from labcode.perf import alpha_beta as comm
+from labcode.doctor import nccl_log
+from labcode.perf import alpha_beta
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
@@ -43,27 +46,37 @@ from labcode.slurm.script.site import load
 from labcode.teach.check import check, compare
 from labcode.teach.exercises import l14
 from labcode.teach.figures import plot
-from labcode.teach.labs import l14_cluster as slurm_lab
-from labcode.teach.labs import l14_nccl_example as nccl_example
+from labcode.teach.labs import l14_cluster, l14_hang, l14_nccl_example
 
-lab = slurm_lab.open_lab("lesson12")
+lab = l14_cluster.open_lab("lesson14")
 
 # %% [markdown]
-# This cluster runs on your machine: the daemons of SLURM, and three **nodes**, each with its own host name, network and processes. Only the hardware is emulated. It needs Linux and a few Debian
-# packages; without them the cell above says which, commands below are shown and not run, and training jobs run on this machine.
+# This cluster is real, and it runs on your machine: the programs of SLURM, and three **nodes**, as the machines of a
+# cluster are called. Each node has its own host name, its own network and its own processes; only the hardware is
+# shared. It needs Linux and a few Debian packages. If they are missing, the cell above says which. Then the commands
+# below are shown and not run, and your own scripts run on this machine without SLURM.
 #
 # ## 1. What a job is
 #
-# - You log in to a **login node**, which is not for computing; here it is called `head`.
-# - A **job** is a request (how many nodes, for how long) and a script. It waits until nodes are free; then the script starts on the **first** of them, and what is left when the time is over is killed.
-# - The request stands in the script, in comments that begin with `#SBATCH`: bash passes over them, `sbatch` reads them.
-# - In the job, `srun` starts a **step**: one command as many times as there are **tasks**, spread over the nodes. A task finds its number in `SLURM_PROCID`.
+# You log in to the **login node**, which is not for computing; here it is called `head`. There you submit a **job**: a
+# request (how many nodes, for how long) together with a script. SLURM puts the job into a queue. When enough nodes are
+# free, it starts the script **on the first node of the job, once**. It does nothing on the other nodes. They are
+# reserved for you, and wait.
 #
-# **Predict.** How many lines does the job below print with `hostname`, and how many with `srun hostname`?
+# To use them, the script calls `srun`. This starts a command on all nodes of the job, as often as there are **tasks**.
+# Each task gets a number, `SLURM_PROCID`. If a task is a process of a training, that number is its rank.
 
-# %% tags=["predict"]
-without_srun_guess = 1  # the script itself runs once, on the first node
-with_srun_guess = 2 * 2
+# %% tags=["figure"]
+plot.launch_chain(
+    nodes=2, ranks_per_node=2, launcher="srun",
+    title="The script runs once; srun starts the ranks on all nodes",
+    alt="sbatch on the login node puts the job into the queue; the script starts once, "
+        "on node n1; its srun starts ranks 0 and 1 on n1, and ranks 2 and 3 on n2",
+)
+
+# %% [markdown]
+# The request stands in the script itself, in lines that begin with `#SBATCH`. For bash they are comments. For `sbatch`,
+# the command that submits a job, they are options, and they are called **directives**. Here is a small script.
 
 # %%
 FIRST = """#!/bin/bash
@@ -71,31 +84,55 @@ FIRST = """#!/bin/bash
 #SBATCH --ntasks-per-node=2
 #SBATCH --time=5
 #SBATCH --output=runs/%x-%j.log
-echo "script on $(hostname)"
-srun bash -c 'echo "task $SLURM_PROCID of $SLURM_NTASKS on $(hostname), there number $SLURM_LOCALID"' | sort
+echo "the script runs on $(hostname)"
+srun bash -c 'echo "task $SLURM_PROCID runs on $(hostname)"' | sort
 """
 Path("runs/first.sbatch").write_text(FIRST)
+print(FIRST)
+
+# %% [markdown]
+# It asks for two nodes with two tasks on each, for five minutes, and names the file that its output goes to: `%x`
+# stands for the name of the job and `%j` for its number.
+#
+# **Predict.** How many lines does the `echo` of the script print? How many lines do the tasks of `srun` print?
+
+# %% tags=["predict"]
+lines_of_the_script = 1
+lines_of_the_tasks = 2 * 2
+
+# %%
 lab.sh("sinfo")
 log = lab.batch("runs/first.sbatch")
 if log:
-    compare("lines without srun", without_srun_guess, log.count("script on"), within=1)
-    compare("lines with srun", with_srun_guess, log.count("task "), within=1)
+    compare("the script", lines_of_the_script, log.count("the script runs"), within=1)
+    compare("the tasks", lines_of_the_tasks, log.count("task "), within=1)
 
 # %% [markdown]
-# `sinfo` shows the **partition** `debug`, a queue with limits of its own, and the state of its nodes. The commonest mistake of the first week is in the two numbers: whatever stands in the script without `srun`
-# runs once, on one node, while the others idle and are paid for.
+# `sinfo` lists the nodes and their state. They belong to a **partition**, a queue with limits of its own; this one is
+# called `debug`. The commonest mistake of the first week is in the two numbers: a training that is started without
+# `srun` runs on one node, while the others wait for nothing and are paid for.
 #
-# Now the queue. Three jobs, one after the other: *first* takes two nodes, *second* wants two nodes, *third* wants one and promises to be done in a minute. The cluster has three nodes.
+# Now let us fill the queue. Jobs start in the order of their priority; here, the first submitted comes first. But a
+# later job may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time
+# limit, and SLURM kills it when the limit is reached.
 #
-# **Predict.** How many of the three run at once? In which order do they start?
+# Three jobs are submitted, one after the other. The first wants two nodes for ten minutes, the second wants two nodes
+# for ten minutes, and the third wants one node for one minute. The cluster has three nodes.
+#
+# **Predict.** How many of the three jobs run at once?
 
 # %% tags=["predict"]
-running_guess = 2  # first and third: the third overtakes, because that delays nobody
+running_jobs = 2  # the first, and the third, which delays nobody
 
 # %%
-for name, nodes, minutes in (("first", 2, 10), ("second", 2, 10), ("third", 1, 1)):
-    lab.sh("sbatch", f"--job-name={name}", f"--nodes={nodes}", "--exclusive", f"--time={minutes}",
-           "--output=/dev/null", "--wrap", "sleep 600")
+REQUESTS = {"first": (2, 10), "second": (2, 10), "third": (1, 1)}
+for name, (nodes, minutes) in REQUESTS.items():
+    lab.sh(
+        "sbatch", f"--job-name={name}", f"--nodes={nodes}", f"--time={minutes}",
+        "--exclusive", "--output=/dev/null", "--wrap", "sleep 600",
+    )
+
+# %%
 def states():
     return {job.name: job.state for job in lab.client.queue()}
 
@@ -103,336 +140,512 @@ lab.until(lambda: states().get("third") == "RUNNING")
 QUEUE = ["squeue", "--sort=i", "--format=%.5i %.8j %.8T %.5D %R"]
 lab.sh(*QUEUE)
 if lab.said:
-    compare("jobs that run", running_guess, list(states().values()).count("RUNNING"), within=1)
-lab.sh("scancel", "--name=first")
-lab.until(lambda: states().get("second") == "RUNNING")
-lab.sh(*QUEUE)
-lab.sh("scancel", "--name=second")
-lab.sh("scancel", "--name=third")
-emptied = lab.until(lambda: not states())
+    compare("jobs that run", running_jobs, lab.said.count("RUNNING"), within=1)
+for name in REQUESTS:
+    lab.sh("scancel", f"--name={name}")
 
 # %% [markdown]
-# *second* waits for `Resources`, and *third* has passed it: this is **backfill**. From `--time` SLURM knows when *first* is over at the latest. *third* ends before that, on a node that *second* does not need, so
-# it delays nobody. An honest, short time limit is the cheapest way to wait less. Then `scancel` ends *first*, and *second* begins.
+# The last column says where a job runs, or in brackets why it waits. The second job waits for `Resources`, that is for
+# nodes. The third has overtaken it: it will be over long before the first one, for which the second has to wait. This
+# is called **backfill**, and it is why an honest, short time limit makes you wait less.
 #
-# **Takeaway: a job is a request and a script. The script runs once, on the first node; only `srun` reaches them all. Short jobs overtake.**
-#
+# **Takeaway: a job is a request and a script. The script runs once, on the first node, and only `srun` reaches the
+# others.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 9 minutes. Ask before the figure: where does the line `pip install` of a batch script take
+# effect? (On the first node only, unless the file system is shared.) Many predict that all three jobs wait in order.
+# Ask then who is harmed if the third job runs longer than it said. (Nobody: SLURM kills it after its minute.)
+
+# %% [markdown]
 # ## 2. The script, line by line
 #
-# A `Job` says what to run, a **site profile** what the cluster wants to be asked, and `render` makes the script of both. First the request:
+# There are two usual ways to start the ranks of a training. In the figure above, `srun` started each rank. In the other
+# way, `srun` starts one **torchrun** on each node, and torchrun starts the ranks of its node.
+
+# %% tags=["figure"]
+plot.launch_chain(
+    nodes=2, ranks_per_node=2, launcher="torchrun",
+    title="The other way: one torchrun on each node starts the ranks",
+    alt="As before, but srun starts one torchrun on n1 and one on n2, and each of them "
+        "starts the two ranks of its own node",
+)
+
+# %% [markdown]
+# labcode writes such scripts. A `Job` says what to run, a **site profile** says what the cluster wants to be asked, and
+# `render` makes the script of both. We read a script of the torchrun kind now. You will write one of the other kind.
 
 # %% tags=["nbval-check-output"]
-job = Job("gpt_tiny", ("--train.steps", "200", "--checkpoint.every", "50"), nodes=2, ranks_per_node=2, minutes=10, name="two-nodes")
+job = Job(
+    "gpt_tiny", ("--train.global_batch", "24"),
+    nodes=3, ranks_per_node=2, minutes=30, name="three-nodes", requeue=False,
+)
 script = render(job, load("local"))
 head, body = script.split("set -euo pipefail")
 print(head)
 
 # %% [markdown]
-# - `--ntasks-per-node=1`: the one task of a node is **torchrun**, and that starts the ranks. So its CPUs are those of all ranks of the node.
-# - `%x-%j`: name and number of the job, so that no log is overwritten; `append`, because a job may have a second life.
-# - `--signal=B:USR1@120`: two minutes before the end, or up to one more, a signal comes, to the batch script (`B:`).
-#
-# **Predict.** How many torchruns start? How many ranks do they make? And below, the ranks meet on a **port**: 20000 plus the last four digits of the job's number. Which one has job 31337?
-
-# %% tags=["predict"]
-torchruns_guess = 2 * 1
-ranks_guess = 2 * 2
-port_guess = 20000 + 31337 % 10000
+# - `--ntasks-per-node=1`: the task of a node is torchrun. So the two CPUs of `--cpus-per-task=2` are for both ranks
+#   that it starts.
+# - `--gpus-per-node=2`: one GPU for each rank. (The GPUs of our nodes are emulated: SLURM counts them, and the ranks
+#   compute on the CPU.)
+# - `--time=00:30:00`: after this, SLURM kills what still runs.
+# - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it.
+# - `--no-requeue`: if a node fails, the job is not started again. Section 3 changes that.
 
 # %% tags=["nbval-check-output"]
 print("set -euo pipefail" + body)
-request = Script(script)
-torchruns = request.number("nodes") * request.number("ntasks-per-node")
-base, span = map(int, re.search(r"\((\d+) \+ SLURM_JOB_ID % (\d+)\)", script).groups())
-compare("torchruns", torchruns_guess, torchruns, within=1)
-compare("ranks", ranks_guess, torchruns * int(re.search(r"--nproc-per-node=(\d+)", script)[1]), within=1)
-compare("port of job 31337", port_guess, base + 31337 % span, within=1)
 
 # %% [markdown]
-# - `set -euo pipefail` makes bash stop at the first command that fails. Else a job whose training died ends as COMPLETED, because its last `echo` was fine.
-# - `SLURM_JOB_NODELIST` is `n[1-2]`, which no program can connect to; `scontrol show hostnames` writes the names out, and all meet on the first. A fixed port works until two jobs share a node.
+# - `set -euo pipefail`: bash stops at the first command that fails. A script without it goes on after a training that
+#   died, and if its last command works, the job ends as COMPLETED.
+# - `PYTHONUNBUFFERED=1` and `OMP_NUM_THREADS=1`: print each line at once; compute with as many threads as the rank has
+#   CPUs.
+# - `GLOO_SOCKET_IFNAME=eth0`: the network **interface** over which the ranks talk. Section 5 shows what happens when it
+#   is the wrong one.
+# - `first_node=...`: all ranks have to meet somewhere (lesson 01 called it the rendezvous). SLURM writes the nodes of
+#   the job as `n[1-3]`, which no program can connect to. `scontrol show hostnames` writes the names out, one on a line,
+#   and `sed -n 1p` takes the first.
+# - `port=...`: the port comes from the number of the job. A fixed port works until two jobs share a node.
+# - `out=...`: the folder of the results, with the name and the number of the job.
+# - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others wait for it until the time is
+#   over.
+# - `--cpus-per-task` is said again, because `srun` does not take it over from the directives (since SLURM 22.05).
+# - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
+#   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank.
 #
-# Then the last part:
-#
-# 1. `srun` starts torchrun on each node, in the background (`&`). `--kill-on-bad-exit=1`: one dead task ends all, else the others wait until the time is over.
-# 2. USR1 comes. The `trap` notes it, and `scancel --signal` passes it on, on most clusters only to what `srun` has started, no rank. So a small bash, `hand_down`, gives it to the ranks. They finish their step, write
-#    a **checkpoint** and end with code 0.
-# 3. `scontrol requeue` puts the job back into the queue. In its next life `--checkpoint.resume` goes on. A node that fails says nothing before: for that there is `--checkpoint.every`.
-#
-# So a run may be longer than any time limit. Another site wants the same in other words:
-
-# %% tags=["nbval-check-output"]
-elsewhere = render(replace(job, minutes=60), load("perlmutter"))
-for line in difflib.unified_diff(script.splitlines(), elsewhere.splitlines(), n=0, lineterm=""):
-    if line[0] in "+-" and line[:3] not in ("---", "+++") and not line[1:].startswith("# "):
-        print(line[:118])
-
-# %% [markdown]
-# This site starts **one task for each rank** in place of torchrun: each rank reads its number from `SLURM_PROCID` and the address from `MASTER_ADDR`. Both ways give the same ranks. The rest
-# is the site's business: how GPUs are asked for, where scratch is, which variable its network wants.
-#
-# **Takeaway: what to run is yours, how to ask is the site's. Kept apart, one job goes to every cluster.**
-#
-# ## 3. Faults that the queue would find
-#
-# A fault in a script costs the wait in the queue, or worse, is not noticed. Here is a script as one finds them:
-#
-# ```bash
-# #!/bin/bash
-# #SBATCH --job-name=my-first
-# #SBATCH --nodes=2
-# # SBATCH --gpus-per-node=2
-# #SBATCH --ntasks-per-node=2
-# #SBATCH --time=1:30
-# #SBATCH --output=train.log
-# cd /home/ada/course
-# #SBATCH --mem=4G
-# export MASTER_ADDR=n1
-# export MASTER_PORT=29500
-# srun python -m labcode.train gpt_tiny --train.out /tmp/run
-# echo finished
-# ```
-#
-# **Predict** how many faults it has.
+# **Predict.** How many torchruns start in this job? How many ranks do they make? Which port does job 31337 get?
 
 # %% tags=["predict"]
-faults_guess = 10  # one of them is seen by no rule: read the time limit
+torchruns = 3 * 1
+ranks = 3 * 2
+port = 20000 + 31337 % 10000
 
 # %% tags=["nbval-check-output"]
-problems = lint(l14.BAD, load("local"))
-for problem in problems:
-    print(f"line {problem.line}, {problem.rule}: {problem.message}\n    {problem.why}")
-compare("faults", faults_guess, len(problems), within=1.2)
+request = Script(script)
+tasks = request.number("nodes") * request.number("ntasks-per-node")
+ranks_of_a_task = int(re.search(r"--nproc-per-node=(\d+)", script)[1])
+first_port, ports = re.search(r"\((\d+) \+ SLURM_JOB_ID % (\d+)\)", script).groups()
+compare("torchruns", torchruns, tasks, within=1)
+compare("ranks", ranks, tasks * ranks_of_a_task, within=1)
+compare("port of job 31337", port, int(first_port) + 31337 % int(ports), within=1)
+
+# %% [markdown]
+# Scripts are easy to get wrong, because SLURM says so little. It refuses a directive that is misspelt. But many faults
+# are legal. Here is a script with four wishes: two GPUs on each node, two nodes, an hour and a half, and no other jobs
+# beside it (`--exclusive`).
+
+# %%
+WISHES = """#!/bin/bash
+# SBATCH --gpus-per-node=2
+#SBATCH --nodes=2
+#SBATCH --time=1:30
+cd runs
+#SBATCH --exclusive
+srun hostname
+"""
+Path("runs/wishes.sbatch").write_text(WISHES)
+print(WISHES)
+
+# %% [markdown]
+# Two rules are enough to read it as `sbatch` does. Only lines that begin with exactly `#SBATCH` are directives. And
+# `sbatch` stops looking for them at the first command.
+#
+# **Predict.** How many of the four wishes does SLURM hear?
+
+# %% tags=["predict"]
+wishes_heard = 2
+
+# %%
+lab.sh("sbatch", "--hold", "--output=/dev/null", "runs/wishes.sbatch")
+lab.sh("squeue", "--noheader", "--format=job %i: %D nodes, time limit %l")
+lab.sh("scancel", "--name=wishes.sbatch")
+compare("wishes heard", wishes_heard, len(Script(WISHES).directives), within=1)
+print()
+for problem in lint(WISHES):
+    print(f"line {problem.line}, {problem.rule}: {problem.message}")
+
+# %% [markdown]
+# The job has two nodes, no GPU, and neighbours. Its time limit is two minutes: SLURM reads `1:30` as one minute and 30
+# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment and the
+# late line, but not the time, because one minute and a half might have been meant.
+#
+# **Takeaway: SLURM takes many scripts that do not do what was meant. Read a script as sbatch reads it, and let a linter
+# read it before the queue does.**
 
 # %% [markdown] tags=["exercise"]
-# Most of these run. They run without GPUs, with the default memory, with their log overwritten, or hang for hours: sbatch says nothing. And one fault has no rule, because it is legal: `1:30` is one minute and a half.
+# ### Exercise 14.1 · Who is where
 #
-# ### Exercise 14.1 · Mend it
+# One line of the log tells whether a script did what was meant. labcode's training prints it first:
 #
-# Write the script as it was meant: 2 nodes, 2 GPUs and 2 tasks on each (one for each rank, no torchrun), 4 GB, an hour and a half. Mend until `lint` is silent.
+#     4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4 x pp 1 x cp 1 x tp 1
+#
+# If a script starts the ranks wrongly, it trains the same model four times and prints `1 rank on 1 node` four times.
+# The loss falls all the same. So read this line before you look at the loss.
+#
+# Write a function that finds the line in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Other lines of a log have
+# brackets too.
+
+# %% tags=["exercise"]
+def ranks_by_node(log):
+    """{node: [its ranks]} from the log of a training on several nodes."""
+    ### BEGIN SOLUTION
+    inside = re.search(r"ranks on \d+ nodes \((.+?)\)", log)[1]
+    found = {}
+    for part in inside.split("; "):
+        node, ranks = part.split(": ")
+        found[node] = [int(rank) for rank in ranks.split(", ")]
+    return found
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("14.1", lambda: l14.ranks_by_node(ranks_by_node))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 14.2 · A script of your own
+#
+# Write a whole batch script, from the first line to the last. On **two nodes with two ranks on each** it runs
+#
+#     python -m labcode.train gpt_tiny --train.steps 10
+#
+# in the way of the first figure: without torchrun, **each task is a rank**. Ask for at most 10 minutes and for no GPUs.
+# The log goes to the folder `runs`, which exists.
+#
+# What changes without torchrun? The program then reads its rank from `SLURM_PROCID`. The address and the port of the
+# meeting it reads from `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
+#
+# The check lints your script, submits it, waits for its end, and reads its log. This takes about 15 seconds.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
 my_script = """#!/bin/bash
 #SBATCH --job-name=my-first
 #SBATCH --nodes=2
-#SBATCH --gpus-per-node=2
 #SBATCH --ntasks-per-node=2
-#SBATCH --time=1:30:00
-#SBATCH --output=%x-%j.log
-#SBATCH --mem=4G
+#SBATCH --time=00:10:00
+#SBATCH --output=runs/%x-%j.log
 set -euo pipefail
-export MASTER_ADDR=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
+
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+export MASTER_ADDR=$first_node
 export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
-srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.out "runs/$SLURM_JOB_ID"
+
+srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 10
 """
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.1", lambda: l14.mended(my_script))
+check("14.2", lambda: l14.own_script(my_script, lab))
+
+# %% [markdown]
+# Here is what labcode writes for the same request, without the head.
+
+# %% tags=["nbval-check-output"]
+one_task_per_rank = replace(load("local"), launcher="srun")
+same = Job(
+    "gpt_tiny", ("--train.steps", "10"),
+    nodes=2, ranks_per_node=2, name="my-first", requeue=False,
+)
+text = render(same, one_task_per_rank)
+print(text[text.index("first_node=") :])
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 25 minutes with both exercises. What people get wrong in 14.2: they set `MASTER_ADDR` without
+# `export`, so that the ranks do not inherit it; they keep `--ntasks-per-node=1`; they forget `srun`; or they write
+# `--time=10:00`, which is ten minutes and passes, and next time `1:30`. The script is short, so let people compare
+# theirs in pairs. Ask: what would happen with `--ntasks=4` in place of `--ntasks-per-node=2`? (SLURM may place three
+# tasks on one node and one on the other.)
+
+# %% [markdown]
+# ## 3. Longer than the time limit
+#
+# Clusters have a longest time limit, often a day, and a training takes weeks. So a run has to be cut into pieces: stop
+# in time, write a **checkpoint** (all that is needed to go on: weights, optimizer, position in the data), go back into
+# the queue, and resume. Nobody wants to do that by hand. The job can do it by itself, and each life of the job is
+# called an **attempt**.
+
+# %% tags=["figure"]
+plot.second_attempt(
+    title="The job stops in time, and goes on later",
+    alt="Before the time limit SLURM signals the script, and this signals the ranks; "
+        "they save and end; the script requeues the job, and attempt 2 resumes",
+)
+
+# %% [markdown]
+# A **signal** is the simplest message between processes: a number that arrives at any time. `USR1` has no meaning of
+# its own. A process that does not expect it is killed by it.
+#
+# 1. `#SBATCH --signal=B:USR1@120` asks SLURM for `USR1`, 120 seconds before the time limit, or up to 60 seconds
+#    earlier. `B:` sends it to the batch script. Without `B:` it goes to the tasks.
+# 2. The script passes it on: `scancel --signal=USR1 JOB` signals the tasks of a job. It cancels nothing, despite its
+#    name.
+# 3. labcode's training, with `--checkpoint.every`, catches `USR1`. The ranks agree on it, finish their step, write a
+#    checkpoint and end with exit code 0.
+# 4. `scontrol requeue JOB` puts the job back into the queue, under the same number. In the next attempt
+#    `--checkpoint.resume` goes on from the newest checkpoint in `--train.out`, or begins if there is none. Two more
+#    directives belong to it: `--requeue` allows this, and `--open-mode=append` keeps what the first attempt has logged.
+#
+# Each attempt pays for the start and for the early stop. Suppose the training needs 100 minutes, the limit is 10
+# minutes, the start takes 1 minute, and the signal comes 2 minutes before the end.
+#
+# **Predict.** How many attempts does the job need?
+
+# %% tags=["predict"]
+attempts = 15  # 100 / (10 - 1 - 2), rounded up
+
+# %% tags=["nbval-check-output"]
+needed_minutes = 100
+trained_minutes = 0
+counted = 0
+while trained_minutes < needed_minutes:
+    trained_minutes += 10 - 1 - 2
+    counted += 1
+compare("attempts", attempts, counted, within=1)
+
+# %% [markdown]
+# Before you write it, four facts about bash.
+#
+# - `trap 'COMMANDS' USR1` runs the commands when `USR1` comes. But bash looks at a trap only **between two commands**.
+#   While a command runs, the trap waits.
+# - `COMMAND &` starts a command in the background, so that bash goes on at once. `$!` is its process number.
+# - `wait NUMBER` waits for that process and returns its exit code. A trap does interrupt it. Then `wait` returns a
+#   number above 128, **and the process still runs**.
+# - Under `set -e` a `wait` that returns anything but 0 ends the script, unless somebody looks at the result, as in
+#   `wait NUMBER || status=$?`.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 14.2 · Your cluster in a dozen lines
+# ### Exercise 14.3 · A script that lasts
 #
-# *Atlas* is made up, but its documentation could be real:
+# Write a script that does what the figure shows. You may begin with a copy of yours. This time one rank on each of the
+# two nodes is enough, and the command is
 #
-# > Jobs run under an account, yours is `bio42`. GPU nodes are in the partition `gpu`: at most 24 hours; 64 cores and 4 A100 in each, to be asked for with `--gres=gpu:a100:N`. The network between the nodes is `ib0`; tell NCCL and gloo. Load
-# > `cuda/12.4`. Results go to `$SCRATCH`.
+#     python -m labcode.train gpt_tiny --train.steps 120 --checkpoint.every 100 --checkpoint.resume --train.out FOLDER
 #
-# Write the profile, YAML. Two fields to begin with: `gpus: {per_node: 4, request: gres, type: a100}` and `env: {NAME: {value: ..., reason: ...}}`. The others are in `labcode/slurm/script/site.py`; a wrong name is refused with its line and
-# a suggestion. Then do the same for a cluster that you have.
+# in which you choose the FOLDER, below `runs`. A job that was not told to stop must not go back into the queue.
+#
+# Nobody wants to wait for a time limit. So the check sends the signal itself, as SLURM would, when the log shows step
+# 10. Then it follows the job through both attempts. This takes about a minute, most of it in the queue.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
-my_site = """
-about: GPU nodes of Atlas
-account: bio42
-partition: gpu
-max_minutes: 1440 # 24 hours
-gpus: {per_node: 4, request: gres, type: a100}
-cpus: {per_node: 64}
-modules: [cuda/12.4]
-scratch: $SCRATCH
-env:
-  NCCL_SOCKET_IFNAME: {value: ib0, reason: the network between the nodes}
-  GLOO_SOCKET_IFNAME: {value: ib0, reason: the same for gloo}
+my_lasting_script = """#!/bin/bash
+#SBATCH --job-name=my-lasting
+#SBATCH --nodes=2
+#SBATCH --ntasks-per-node=1
+#SBATCH --time=00:10:00
+#SBATCH --output=runs/%x-%j.log
+#SBATCH --open-mode=append
+#SBATCH --requeue
+#SBATCH --signal=B:USR1@120
+set -euo pipefail
+
+first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | sed -n 1p)
+export MASTER_ADDR=$first_node
+export MASTER_PORT=$((20000 + SLURM_JOB_ID % 10000))
+
+stopped=no
+trap 'stopped=yes' USR1
+
+srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 120 \\
+    --checkpoint.every 100 --checkpoint.resume --train.out "runs/$SLURM_JOB_ID" &
+ranks=$!
+
+status=0
+wait "$ranks" || status=$?
+if [[ $stopped == yes ]]; then
+    scancel --signal=USR1 "$SLURM_JOB_ID"
+    status=0
+    wait "$ranks" || status=$?
+    if [[ $status == 0 ]]; then
+        scontrol requeue "$SLURM_JOB_ID"
+    fi
+fi
+exit "$status"
 """
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.2", lambda: l14.site_profile(my_site))
+check("14.3", lambda: l14.lasting_script(my_lasting_script, lab))
 
 # %% [markdown]
-# The check renders a job of two nodes for your profile, lints it, and, if this machine has SLURM, starts for a second another one that emulates Atlas and asks `sbatch --test-only` whether it would take the script.
-#
-# **Takeaway: read a script as sbatch reads it, and let rules find what eyes pass over. A cluster is ten lines of facts.**
-#
-# ## 4. The same training on one node and on two
-#
-# A small GPT, plain DDP, two ranks. First both on one node. `submit` renders, lints and submits; `wait` follows the job to its end and raises if it does not complete.
+# And this is labcode's version of the part that is new.
 
-# %%
-MODEL = {"model.num_layers": 1, "model.hidden_size": 256, "model.context_length": 16}
-TRAIN = {"train.global_batch": 2, "train.log_every": 1, "train.eval_every": 0, "train.sample_tokens": 0, "train.steps": 30}
-def options(values):
-    return tuple(f"--{name}={value}" for name, value in values.items())
-
-one = lab.submit(Job("gpt_tiny", options(MODEL | TRAIN), nodes=1, ranks_per_node=2, name="one-node"))
-one.wait(echo=False)
-print(one.state)
-print(*one.log().splitlines()[:3], "...", sep="\n")
-
-# %% [markdown] tags=["exercise"]
-# The first line answers the question to ask of **every** new script: is this one job of two ranks, or two jobs of one? Both run, both print a falling loss. A script that starts the ranks wrongly trains the same
-# model twice and never says so.
-#
-# ### Exercise 14.3 · Who is where
-#
-# On several nodes the line names them: `4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; ...`. Write a function that finds this in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Three lines with
-# `re` or `split`; other lines have brackets too.
-
-# %% tags=["exercise"]
-def ranks_by_node(log):
-    """{node: [its ranks]} from the log of a training run on several nodes."""
-    ### BEGIN SOLUTION
-    inside = re.search(r"ranks? on \d+ nodes \((.+?)\)", log)[1]
-    pairs = (part.split(": ") for part in inside.split("; "))
-    return {node: [int(rank) for rank in ranks.split(",")] for node, ranks in pairs}
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("14.3", lambda: l14.ranks_by_node(ranks_by_node))
+# %% tags=["nbval-check-output"]
+lasting = Job(
+    "gpt_tiny", ("--train.steps", "120", "--checkpoint.every", "100"),
+    nodes=2, ranks_per_node=1, name="my-lasting",
+)
+text = render(lasting, one_task_per_rank)
+print(text[text.index("stopped=no") :])
 
 # %% [markdown]
-# Now the same two ranks on two nodes, and the same job otherwise. Each step ends with a ring all-reduce of the gradients. In a ring of $p$ ranks each sends
+# It differs from a short script in two points, and both are about ranks that are still starting. The small `bash -c`
+# makes a task ignore `USR1` until Python has set up its handler, because the signal would kill it. And since such a
+# rank does not hear the signal, `scancel` is repeated every 5 seconds until the ranks have ended.
+#
+# With torchrun there is a third point. SLURM knows torchrun, but on most clusters not the ranks below it, and torchrun
+# dies of `USR1`. So a script with torchrun has to hand the signal down to the ranks. `render(lasting, load("local"))`
+# shows how.
+#
+# A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
+# checkpoint.
+#
+# **Takeaway: with a trap, a second wait and a requeue, a run may be longer than any time limit. All attempts need the
+# same folder.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Typical: `srun` in the foreground (the trap runs when the training is over; the
+# linter says so), no second `wait` (the job is requeued while the ranks still save), and a folder that differs between
+# the attempts. Let somebody draw what happens if the signal comes one second after the start. Ask: what is missing in
+# all these scripts when a bug lets every attempt stop at once? (A limit on the attempts, for instance a look at
+# `SLURM_RESTART_COUNT`.)
+
+# %% [markdown]
+# ## 4. What the second node costs
+#
+# Inside a node the ranks talk over memory or NVLink, between nodes over a network. We train a small GPT on two nodes,
+# with one rank on each, as plain data parallel training. In every step the ranks all-reduce the gradients, and in a
+# ring of p ranks each one sends
 #
 # $$2\,\frac{p-1}{p}\cdot 4N \ \text{bytes}$$
 #
-# for $N$ parameters of 4 bytes. With $p = 2$ each rank sends its whole gradient once, and now over the network.
+# for N parameters of 4 bytes (lesson 01). With two ranks that is 4 N: each sends its whole gradient once, over the
+# network.
 #
-# The wire between our nodes is memory, too fast to matter. So we slow it down while the job runs, to 400, 200 and 100 Mbit/s each way. **Predict**, for the 811,008 parameters of this model, the bytes
-# per step, and what the wire adds to a step at 100 Mbit/s.
+# The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, at last
+# to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,008 parameters.
+#
+# **Predict.** How many bytes does a rank send in a step? How many seconds does the slow network add to a step?
 
 # %% tags=["predict"]
-bytes_guess = 2 * (1 / 2) * 4 * 811_008
-added_s_guess = bytes_guess / (100e6 / 8)  # 8 bits to the byte
+sent_bytes = 2 * (1 / 2) * 4 * 811_008
+added_s = sent_bytes / (100e6 / 8)
 
 # %%
-model = GPTConfig(num_layers=1, num_heads=4, hidden_size=256, context_length=16, vocab_size=65)
-sent = comm.bytes_sent("all_reduce", 2, 4 * model.num_parameters)
-compare("bytes that a rank sends", bytes_guess, sent, within=1.01, unit="B")
-endless = {"train.steps": 100_000} if lab.cluster else {}  # until we stop it
-two = lab.submit(Job("gpt_tiny", options(MODEL | TRAIN | endless), nodes=2, ranks_per_node=1, name="two-nodes"))
-RATES = ["off", "400mbit", "200mbit", "100mbit"]
-found = slurm_lab.at_rates(lab, two, RATES, count=8)
-print(two.log().splitlines()[0][:60])
+options = (
+    "--model.num_layers=1", "--model.hidden_size=256", "--model.context_length=16",
+    "--train.global_batch=2", "--train.log_every=1", "--train.eval_every=0",
+    "--train.steps=100000" if lab.cluster else "--train.steps=30",
+)
+training = Job("gpt_tiny", options, nodes=2, ranks_per_node=1, name="two-nodes")
+running = lab.submit(training)
+found = l14_cluster.at_rates(lab, running, ["off", "200mbit", "100mbit"], count=6)
+print(running.log().partition("; grid")[0])
+if lab.cluster:
+    running.cancel()
 
 # %% tags=["figure"]
-first, second = (slurm_lab.steps(run.log()) for run in (one, two))
-print(f"loss of step 1: {first[0][1]} on one node, {second[0][1]} on two")
-step_s = {rate: min(seconds for *_, seconds in rows) for rate, rows in found.items()}  # other programs only ever add
-print(f"a step on two nodes, the link as it is: {step_s['off'] / min(t for *_, t in first):.2f} of that on one")
-wires = {rate: sent / (int(rate.removesuffix("mbit")) * 1e6 / 8) for rate in found if rate != "off"}
-for rate, wire_s in wires.items():
-    compare(f"added to a step at {rate}", wire_s, step_s[rate] - step_s["off"], within=1.5, unit="s")
-if wires:
-    compare("your prediction, 100mbit", added_s_guess, step_s["100mbit"] - step_s["off"], within=1.5, unit="s")
-series = {rate.replace("mbit", " Mbit/s").replace("off", "as it is"): ([s for s, *_ in rows], [1e3 * t for *_, t in rows])
-          for rate, rows in found.items()}
-picture = plot.lines(series, xlabel="step", ylabel="ms per step", title="One job, its link slowed down three times",
-                     reference={f"wire alone at {rate.replace('mbit', ' Mbit/s')}": 1e3 * s for rate, s in wires.items()},
-                     alt="Milliseconds per step in four groups: each halving of the link's speed about doubles them, close to the bytes over the speed")
-picture.axes[0].legend(frameon=True, framealpha=1)  # above the dashed lines
-picture
+model = GPTConfig(
+    num_layers=1, num_heads=4, hidden_size=256, context_length=16, vocab_size=65
+)
+link_bytes = alpha_beta.bytes_sent("all_reduce", 2, 4 * model.num_parameters)
+compare("bytes that a rank sends", sent_bytes, link_bytes, within=1.01, unit="B")
 
-# %% [markdown]
-# The loss is the same to the last digit shown: the second node changes who sits where, not what is computed. On the link as it is two nodes are about as fast as one, since all share your cores (the ratio wanders;
-# the quickest step counts). On a slow link each step pays for its bytes: it may be a little less, because DDP sends while backward still computes (lesson 04), or more, for the headers of TCP.
-#
-# The job still runs. `scancel --signal` sends its ranks the signal that SLURM sends before the time limit; they agree, and all stop after the same step. And, without a word, somebody pulls the plug of node n3.
-
-# %%
+fastest_s = {}
+curves = {}
+for rate, rows in found.items():
+    fastest_s[rate] = min(seconds for _, _, seconds in rows)
+    label = rate.replace("mbit", " Mbit/s").replace("off", "as it is")
+    curves[label] = ([step for step, *_ in rows], [1e3 * s for *_, s in rows])
 if lab.cluster:
-    lab.sh("scancel", "--signal=USR1", two.number)
-    two.wait(echo=False)
-    print(two.state)
-    print(*[line[:118] for line in two.log().splitlines() if "stopped by" in line])
-    lab.cluster.kill("n3")
-for name, bytes_per_s in {"InfiniBand NDR, 400 Gbit/s": 50e9, "Ethernet, 10 Gbit/s": 1.25e9}.items():
-    wire_s = comm.time_s("all_reduce", 16, 7e9 * 2, comm.Link(0, bytes_per_s))
-    print(f"7 billion gradients of 2 bytes, 16 ranks, {name} for each: {wire_s:.1f} s per step")
+    slower_s = fastest_s["100mbit"] - fastest_s["off"]
+    compare("added at 100 Mbit/s", added_s, slower_s, within=1.5, unit="s")
+plot.lines(
+    curves, xlabel="step", ylabel="ms per step",
+    title="Half the bandwidth, twice the time on the wire",
+    alt="Milliseconds per step of one job while its network is slowed down: "
+        "each halving of the bandwidth about doubles what a step takes",
+)
 
 # %% [markdown]
-# COMPLETED, with a checkpoint. Had SLURM sent the signal, the trap of section 2 would now requeue the job, and its next life would go on after that step. The last lines are the same sum in real sizes: beside the seconds of computing, it
-# decides whether two nodes are faster than one.
+# The prediction counts only the bytes. The measurement can be a little less, because DDP sends while backward still
+# computes (lesson 05), or a little more, because packets have headers. Other programs on your machine can only add
+# time, so the fastest step of each group counts.
 #
-# **Takeaway: read the first line of the log before the loss. Bytes over bandwidth, computed beforehand, says what the second node will cost.**
-
-# %% [markdown]
-# ## 5. The network in the logs
+# On a real cluster you do not have to train to know your network. **nccl-tests** is a program of NVIDIA that times
+# single collectives. For each size it prints the **bus bandwidth**, which you know from lesson 01: 2 (p - 1)/p times
+# the bytes, divided by the time. It can be compared with the datasheet. Here are two lines of its output, from a public
+# request for help. From the ratio of the two bandwidths, 29.50 / 15.39 = 1.917 = 2 · 23/24, you can tell that 24 ranks
+# took part.
 #
-# On GPUs the ranks talk over NCCL, which chooses a **transport** for each pair of ranks, and says nothing. With `NCCL_DEBUG=INFO` (in a `Job`: `nccl_debug="INFO"`) it tells. **The log below is an example in NCCL's documented form**, for two nodes
-# of four GPUs: there is no GPU here, and gloo writes no such log.
+#     #  size         count   type   redop    time   algbw   busbw
+#     #   (B)    (elements)                   (us)  (GB/s)  (GB/s)
+#     33554432      8388608   float    sum  2180.1   15.39   29.50
+#     67108864     16777216   float    sum   24410    2.75       ?
 #
-# Each line has host, process, thread and GPU, and then the interface over which the ranks find each other, the network cards, the order of the **ring**, and for each channel (a ring of its own; the arrows below count them) who sends to whom `via` what:
-#
-# - **P2P**: from GPU to GPU, over NVLink or PCIe. (`IPC` and `CUMEM` are two ways to share the memory.)
-# - **SHM**: through the memory of the host, where the GPUs cannot reach each other.
-# - **NET/IB**: RDMA over InfiniBand or RoCE; with `GDRDMA` the card reads the GPU's memory itself. **NET/Socket**: TCP, through the CPU.
-#
-# **Predict.** Eight ranks in one ring, in order, four on each node: how many of the eight links leave a node?
+# **Predict.** Which bus bandwidth, in bytes per second, belongs in the place of the question mark?
 
 # %% tags=["predict"]
-leaving_guess = 2  # 3 -> 4 and 7 -> 0
+bus_bandwidth = 2 * (24 - 1) / 24 * 67108864 / 24410e-6
 
-# %% tags=["figure", "nbval-check-output"]
-text = nccl_example.two_nodes()
-for line in text.splitlines()[:9]:
-    print(line.replace("gpu01:700:900 [0] NCCL INFO ", "... ")[:112])
-good = nccl.parse(text)
-host = {rank: place.host for rank, place in good.main.ranks.items()}
-print("\nring:", good.main.rings[0], " hosts:", good.main.hosts)
-print("inside a node:", *good.main.transports(between_hosts=False), " between nodes:", *good.main.transports(between_hosts=True))
-compare("links that leave a node", leaving_guess, sum(host[a] != host[b] for a, b in good.main.pairs()), within=1)
-plot.transports(good, title="As it should be",
-                alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over InfiniBand between them")
+# %% tags=["nbval-check-output"]
+published_bandwidth = 5.27e9
+compare("bus bandwidth", bus_bandwidth, published_bandwidth, within=1.01, unit="B/s")
 
 # %% [markdown]
-# Now a colleague on the same cluster says that training is slow since Monday. Same nodes, same script. Only the log can tell:
+# Larger messages should not lower the bandwidth. Here it falls to less than a fifth, from 29.5 to 5.3 GB/s: twice the
+# bytes take eleven times as long. Above some size something is wrong with this network, and no loss curve would ever
+# show it. So run nccl-tests first on a new cluster, once inside a node and once between nodes, and with messages as
+# large as yours. For an InfiniBand card of 400 Gbit/s, which is 50 GB/s, NVIDIA's developers expect 46 to 48 GB/s.
+#
+# Why would a network be that slow? Often the ranks do not use the network that you think. With `NCCL_DEBUG=INFO`, NCCL
+# says what it uses. **The log below is made up, in NCCL's form**, for two nodes of four GPUs: we have no GPUs here.
+# NCCL arranges the ranks in a ring, 0 to 7, and for each link it names the **transport**: `P2P` from GPU to GPU, `SHM`
+# through the host's memory, `NET/IB` over InfiniBand, or `NET/Socket` over TCP and the CPU.
+#
+# **Predict.** The ranks 0 to 3 are on the first node, the ranks 4 to 7 on the second. How many of the eight links of
+# the ring leave a node?
+
+# %% tags=["predict"]
+links_between_nodes = 2  # 3 -> 4 and 7 -> 0
 
 # %% tags=["figure", "nbval-check-output"]
-slow = nccl.parse(nccl_example.two_nodes(rdma=False))
-for line in dict.fromkeys(line.partition("INFO ")[2] for line in nccl_example.two_nodes(rdma=False).splitlines()):
-    if line.startswith(("NET/", "Using network")):
+text = l14_nccl_example.two_nodes()
+for line in text.splitlines():
+    if line.startswith("gpu01:703") and ("Using" in line or "Channel 00" in line):
         print(line)
-plot.transports(slow, title="Since Monday",
-                alt="The same ring of two nodes, but the two links between the nodes are now TCP sockets in another colour")
-
-# %% [markdown] tags=["exercise"]
-# `No device found`: NCCL has the library for InfiniBand and sees no card, for instance in a container without `/dev/infiniband`. (With `NCCL_IB_DISABLE=1`, left over from an experiment, this line is missing too.) So it takes TCP, over the slow Ethernet, without an error. The loss is the same. Only the time is not.
-#
-# ### Exercise 14.4 · Between the nodes
-#
-# Write the function that would have noticed on Monday: all transports of links whose ends are on different hosts. A `comm` has `links`, each with `source`, `target` and `transport`, and `comm.ranks[rank].host`.
-
-# %% tags=["exercise"]
-def between(comm):
-    """The transports between hosts, a set of names such as {"NET/IB"}."""
-    ### BEGIN SOLUTION
-    return {link.transport for link in comm.links if comm.ranks[link.source].host != comm.ranks[link.target].host}
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("14.4", lambda: l14.between(between))
+good = nccl_log.parse(text)
+host = {rank: place.host for rank, place in good.main.ranks.items()}
+leaving = sum(host[source] != host[target] for source, target in good.main.pairs())
+compare("links between nodes", links_between_nodes, leaving, within=1)
+plot.transports(
+    good, title="P2P inside a node, InfiniBand between the nodes",
+    alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over "
+        "InfiniBand between them",
+)
 
 # %% [markdown]
-# **Takeaway: run the first job on a cluster with NCCL_DEBUG=INFO, and look for P2P inside a node and, between nodes, for the site's network: NET/IB, or NET/AWS Libfabric on Slingshot and EFA. NET/Socket is no error, only slow.**
+# The numbers on the arrows count the **channels**: NCCL lays several rings side by side, here two, so that more of the
+# hardware is busy. This is how it should look.
 #
-# ## 6. The debugging drill
+# A colleague says that training is slow since Monday, with the same script on the same nodes. Here are the same lines
+# of the same rank.
+
+# %% tags=["nbval-check-output"]
+for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
+    if line.startswith("gpu01:703") and ("NET/" in line or "Channel 00" in line):
+        print(line)
+
+# %% [markdown]
+# NCCL found no InfiniBand card, for instance because the job runs in a container that does not see it. It took TCP over
+# the slow interface instead. That is not an error, and the loss is the same. Only the time is not.
 #
-# When a job on several nodes does not start, the question is seldom what the code does. Ask in this order: are the nodes there, do they find each other by name, over the right interface, through an open port, and do they run the same code?
+# **Takeaway: the second node costs bytes over bandwidth. Measure the bandwidth with nccl-tests, and read once in NCCL's
+# log over what the nodes talk.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 9 minutes. The measured value lies between 0.6 and 1.2 of the prediction on a busy machine. Ask:
+# 7 billion gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each: what
+# does a step pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
+
+# %% [markdown]
+# ## 5. When it does not start
 #
-# The patient is the smallest program that can fail in all these ways: two ranks meet and add 64 numbers.
+# A job on several nodes starts in four stages, and each can fail. The nodes are given to you; the ranks find each other
+# by name; they connect over an interface and a port; they run the same code. The first question is always how far the
+# job came.
+#
+# Our patient is a very small program: two ranks, one on n1 and one on n2, meet and add up 64 numbers.
 
 # %%
 HELLO = '''import socket, sys
@@ -443,125 +656,275 @@ HIDDEN = 64
 world = bootstrap.start(timeout_s=float(sys.argv[1]))
 total = torch.ones(HIDDEN)
 dist.all_reduce(total)
-print(f"rank {world.rank} on {socket.gethostname()}: {HIDDEN} numbers, each {total[0]:g}")
+name = socket.gethostname()
+print(f"rank {world.rank} on {name}: {HIDDEN} numbers, each {total[0]:g}")
 bootstrap.stop()
 '''
 Path("runs/hello.py").write_text(HELLO)
 lab.hello()
 
 # %% [markdown]
-# **First fault.** Debian's installer writes a line `127.0.1.1 own-name` into each machine's `/etc/hosts`. We write it on our nodes, and leave it to gloo to find its address. A rank then asks for its own host name and tells the others what it
-# found: *reach me at 127.0.1.1*. For each of them that is itself. The **command** that shows it is `getent`, the **cure** to name the interface.
-#
-# **Second fault.** The cure, with the wrong name: machines with Docker have an interface `docker0`, which leads nowhere and has the same address on every machine. The **command** shows all interfaces of a node; the **cure** is the one
-# whose address the other nodes know, `eth0`.
+# **First fault.** Debian's installer writes the line `127.0.1.1 own-name` into each machine's `/etc/hosts`. We do that
+# on our nodes, and do not name an interface. A rank now looks up its own host name and tells the others what it found:
+# *reach me at 127.0.1.1*. But addresses that begin with 127 mean "myself" on every machine.
 
 # %%
 with lab.fault("name"):
     lab.hello(interface=None)
     lab.sh("getent", "ahostsv4", "n2", node="n2")
-    print("\nand the cure:")
+    print("\nwith the interface named:")
     lab.hello(interface="eth0")
-print("\nthe second fault:")
-lab.hello(interface="docker0")
-lab.sh("ip", "-brief", "-4", "address", node="n1")
 
 # %% [markdown]
-# **Third fault.** A firewall between the nodes lets nobody through to n1 on the ports 20000 to 29999. It does not refuse, it swallows. So nothing happens, until a time-out: here 8 seconds, one minute where torchruns meet, 10 to 30 in PyTorch's groups, on a cluster that you pay for.
+# The address in the error tells the cause. Another wrong address is `172.17.0.1`: it belongs to `docker0`, an interface
+# that machines with Docker have, and that leads nowhere. Name the right interface in `NCCL_SOCKET_IFNAME` or
+# `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
 #
-# The **command** tries the port by hand. *Connection refused* is good news: the packets arrive, there is only nobody who listens yet. Silence is the fault. **Cure**: a port from the range that the site leaves open.
+# **Second fault.** A firewall between the nodes lets nobody through to the ports 20000 to 29999 of n1. It does not
+# refuse, it swallows. So there is no error until some time-out: here after 6 seconds, by default after minutes.
 
 # %%
 with lab.fault("port"):
-    lab.hello(wait_s=8)
+    lab.hello(wait_s=6)
     for port in (20017, 18017):
         lab.sh("timeout", "2", "bash", "-c", f"</dev/tcp/n1/{port}", node="n2")
-    print("\nand the cure:")
-    lab.hello(port=18017)
 
 # %% [markdown]
-# **Fourth fault.** Node n2 has an older copy of the program, of 96 numbers: a `pip install` that ran on one node only, a stale container image, a home folder that is not shared. The ranks meet, and then do not agree on the size of a message. With other code of the same sizes
-# there would be no error at all, only wrong numbers. The **command**: the checksum of the file that each rank really runs, one line per node.
-
-# %%
-with lab.fault("code"):
-    lab.hello(kill=False)  # each may speak: the first error does not end the other rank
-    lab.sh("srun", "--quiet", "--nodelist=n1,n2", "--ntasks-per-node=1", "--label", "cksum", "runs/hello.py")
-print("\nand the cure, the same file on both:")
-lab.hello()
+# The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, and that is good news: the
+# packets arrived, there is only nobody who listens. On port 20017 there is no answer at all, and `timeout` ends the
+# attempt with exit code 124. Silence is the fault. The cure is a port that the site leaves open.
+#
+# **Takeaway: "refused" shows an address, and the address shows the fault. Silence means a firewall, or a node that is
+# gone.**
 
 # %% [markdown]
-# **Fifth fault.** A job wants all three nodes, and no rank ever starts. `squeue` gives the reason, `sinfo` the node. The cures are to ask for fewer nodes, or to leave this one out (`--exclude=n3`), and to tell the people who can switch it on.
+# ## 6. When it hangs
+#
+# The worst failure has no message. The job runs, the GPUs are busy, and no step comes. Somewhere a rank has made
+# another call than the others, or none. In the program below only rank 0 evaluates, and in doing so it broadcasts one
+# number.
+#
+# Two tools are switched on. After 5 seconds `faulthandler`, a part of Python, writes down where each rank is. And
+# PyTorch's **flight recorder** keeps the last 100 collectives of each rank.
 
 # %%
-lab.until(lambda: lab.cluster.states().get("n3", "").startswith("down"), timeout_s=150)
-lab.sh("sbatch", "--job-name=all", "--nodes=3", "--time=1", "--output=/dev/null", "--wrap", "srun hostname")
-lab.until(lambda: any(re.search("DOWN|NotAvail|Resources", job.where) for job in lab.client.queue()), timeout_s=20)
-lab.sh(*QUEUE)
-lab.sh("sinfo", "--Node", "--format=%N %T %E")
-if lab.cluster:
-    lab.cluster.boot("n3")
-    print("n3 is on again; does the job end?", lab.until(lambda: not lab.client.queue()))
+HANG = '''import faulthandler, os
+from pathlib import Path
+import torch, torch.distributed as dist
+from labcode.comm import bootstrap
+from labcode.teach.labs.l14_hang import save_flight_record
+
+def train_step():
+    dist.all_reduce(torch.ones(1000))
+
+def evaluate():
+    dist.broadcast(torch.ones(1), src=0)
+
+world = bootstrap.start(timeout_s=8)
+folder = Path("runs/hang")
+folder.mkdir(exist_ok=True)
+faulthandler.dump_traceback_later(5, file=open(folder / f"stack_{world.rank}", "w"))
+try:
+    for step in range(4):
+        train_step()
+        if step == 1 and world.rank == 0:
+            evaluate()
+except RuntimeError as error:
+    print("gave up:", str(error).split("] ")[-1][:60])
+save_flight_record(folder, world.rank)
+os._exit(0)  # at once: the broken group would be waited for
+'''
+Path("runs/hang.py").write_text(HANG)
+hung = launch.run(
+    "runs.hang", nproc=2, echo=False,
+    env_extra={"TORCH_FR_BUFFER_SIZE": "100", "CUDA_VISIBLE_DEVICES": ""},
+)
+print(hung.output)
+
+# %% [markdown]
+# Both ranks gave up waiting, and neither says for whom it waited. Where were they?
+
+# %%
+folder = Path("runs/hang")
+print(l14_hang.stacks(folder))
+
+# %% [markdown]
+# Such a list of calls, from the innermost to the outermost, is called a **stack**. Rank 0 waits in `evaluate`, rank 1
+# in `train_step`: they wait for each other, in different calls. At work you get the stacks of a job that is running
+# already, without having prepared anything, with `py-spy dump --pid PID` on its node. This is what seven of eight ranks
+# showed in a published case:
+#
+#     Thread 3293 (active): "MainThread"
+#         all_gather_coalesced (deepspeed/runtime/zero/partition_parameters.py:1254)
+#         ...
+#         forward (transformers/models/mixtral/modeling_mixtral.py:676)
+#
+# The eighth rank was in `forward` and in no collective at all. The model was a mixture of experts, in which the data
+# decide which layers a rank visits, and its weights were sharded: to visit a layer, all ranks have to gather its
+# weights together. A rank that does not visit it does not come. Here the stacks alone are enough: look for the one that
+# differs.
+#
+# A stack shows one moment only. And on a GPU a call returns before it is done, so a rank may already be somewhere else
+# when it gets stuck. The flight recorder knows the history of each rank.
+#
+# **Predict.** Calls are counted from 1. Which is the first call in which the two ranks differ?
+
+# %% tags=["predict"]
+first_difference = 3  # two steps are the same; then rank 0 broadcasts
+
+# %%
+print(l14_hang.calls(folder))
+print()
+analysis = l14_hang.analysis(folder)
+print(analysis)
+reported = int(re.search(r"sequence number: (\d+)", analysis)[1])
+compare("first difference", first_difference, reported, within=1)
+
+# %% [markdown]
+# The upper part is our own table of the records. The lower part is what PyTorch's analyser says of the same files, and
+# with the stack it names the line of the program. But look whom it blames: *Culprit rank 1*. It takes the lowest rank
+# for right and compares the others with it. Here rank 0 did what nobody else did. The tool finds the place. Who is
+# wrong, you have to decide.
+#
+# Under NCCL you need no code for this. Set `TORCH_FR_BUFFER_SIZE=2000` (older versions of PyTorch call it
+# `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. Then each rank writes its record when NCCL's
+# **watchdog** strikes, the thread that looks after collectives. The watchdog is also what you read first in the log of
+# such a job. From a published case, shortened:
+#
+#     [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE,
+#     NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
+#     [PG 1 Rank 0] Exception (either an error or timeout) detected by watchdog at work: 1580,
+#     last enqueued NCCL work: 1582, last completed NCCL work: 1579.
+#
+# Read it like this. `SeqNum` counts the collectives of the group. Call 1579 was finished, and call 1580 was not, after
+# ten minutes. Rank 0 had *enqueued* 1580, and even two more, since on a GPU a call returns before it is done. So rank 0
+# waited for others. Now compare the ranks. One whose last enqueued number is lower than 1580 did not come; look at its
+# stack. If all of them have enqueued 1580, then their calls differ, or the network is broken. The flight recorder tells
+# which.
+#
+# **Takeaway: for a hang, first compare the counts, then the stacks, then the calls. The rank that complains is usually
+# one of those that waited.**
 
 # %% [markdown] tags=["exercise"]
-# The drill in one table. The names on the left are for the exercise.
+# The seven faults of this lesson in one table. The names on the left are for the exercise.
 #
-# | fault | symptom | command | cure |
-# |---|---|---|---|
-# | `name` | refused, address 127.0.1.1 | `getent ahostsv4 $(hostname)` on each node | `GLOO_SOCKET_IFNAME`, or mend `/etc/hosts` |
-# | `interface` | refused or silent, an address that is not the cluster's | `ip -brief address` on each node | `NCCL_SOCKET_IFNAME`, `GLOO_SOCKET_IFNAME` |
-# | `port` | time-out, nobody refuses; torchrun: `connection to the C10d store has failed` | `timeout 2 bash -c '</dev/tcp/HOST/PORT'` | a port that the site leaves open |
-# | `code` | sizes differ, a collective mismatch, or wrong numbers; the other ranks: `Connection reset` | `srun cksum FILE`, `srun pip list` | one shared environment, one image |
-# | `node` | pending for ever, or NODE_FAIL | `squeue`, `sinfo --Node` | `--exclude`, and tell the site |
+# | fault | what you see | what proves it |
+# |---|---|---|
+# | `node` | the job stays in the queue, or ends with NODE_FAIL | `squeue` gives the reason, `sinfo --Node` the state |
+# | `name` | the own name leads to an address that begins with 127 | `getent ahostsv4 NAME` on the node |
+# | `interface` | an address that is not the cluster's | `ip -brief address` on the node |
+# | `port` | no answer, then a time-out | `timeout 2 bash -c '</dev/tcp/HOST/PORT'` |
+# | `code` | the ranks meet, and their messages do not fit together | `srun cksum FILE`: the same file everywhere? |
+# | `absent` | a hang: a rank does not make the call | counts, stacks, flight recorder |
+# | `slow` | all is right and takes too long | NCCL's log, nccl-tests |
 #
-# ### Exercise 14.5 · From symptom to cause
+# ### Exercise 14.4 · From symptom to cause
 #
-# Five logs of other people's jobs. Name the fault of each, by its name in the table. Some are NCCL's or of larger jobs; the question is the same: which address, refused or silent, and how far did they come?
+# The cell prints what was seen in seven jobs, made up after real ones. Name the fault of each.
 
 # %% tags=["exercise"]
 for letter, symptom in l14.SYMPTOMS.items():
-    print(f"{letter}:  " + symptom.replace("\n", "\n    "))
+    print(f"{letter}:  " + symptom.replace("\n", "\n    ") + "\n")
 ### BEGIN SOLUTION
-my_diagnosis = {"A": "name", "B": "port", "C": "code", "D": "interface", "E": "node"}
+my_diagnosis = {
+    "A": "name",
+    "B": "port",
+    "C": "absent",
+    "D": "interface",
+    "E": "node",
+    "F": "slow",
+    "G": "code",
+}
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.5", lambda: l14.diagnosis(my_diagnosis))
+check("14.4", lambda: l14.diagnosis(my_diagnosis))
 
 # %%
 lab.close()
 
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Sections 5 and 6 take 15 minutes. B and D are the ones people get wrong: B because they look for
+# a fault in rank 3, D because they do not know Docker's address. For G ask how two ranks can disagree about the size of
+# a tensor. (Another version of the code on one node: an installation that was done there only, or an old container
+# image.) Ask in section 6 what would have happened if `evaluate` had called `all_reduce` on a tensor of the same size.
+# (No hang: the calls would be off by one, and all later gradients wrong.)
+
 # %% [markdown]
-# **Takeaway: a refused connection shows an address, and the address shows the fault. Silence is a firewall or a dead node. Each has one command that proves it, and takes seconds.**
+# ## 7. From here to GPUs and SLURM
 #
-# ## From here to GPUs and SLURM
-#
-# On your cluster: copy `slurm/sites/generic.yaml`, fill in its ten lines, and say
+# Your own cluster needs a profile of about ten lines: copy `slurm/sites/generic.yaml`, fill in account, partition, GPUs
+# of a node and the interface, and say
 #
 #     python -m labcode.slurm render gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # read it first
 #     python -m labcode.slurm submit gpt_tiny --site my.yaml --nodes 2 --checkpoint.every 100    # then send it
+#     python -m labcode.slurm lint my_own_script.sbatch                                          # or yours
 #
-# On GPU nodes there is a rank for each GPU, and they talk over NCCL; nothing else changes. `slurm/cluster up 2` starts the nodes of this lesson in a terminal, with `slow`, `kill`, `netdown` and the rest, to break in your own way.
-
-# %% [markdown]
+# On GPU nodes there is one rank for each GPU, and they talk over NCCL. The scripts stay the same. The cluster of this
+# lesson you can also start in a terminal, with `slurm/cluster up 2`, and break in your own way.
+#
+# ## Questions
+#
+# **1.** A script ends with `srun python train.py`, followed by `echo finished`. There is no `set -e`. A rank dies in
+# step
+# 100. In which state does the job end?
+#
+# <details><summary>Answer</summary>
+#
+# COMPLETED, with exit code 0, because the last command was an `echo` that worked. And if `srun` was not told
+# `--kill-on-bad-exit=1`, the job may hang before that until its time is over.
+# </details>
+#
+# **2.** Why is `--checkpoint.every 100` needed, although the ranks save when they are told to stop?
+#
+# <details><summary>Answer</summary>
+#
+# Not every end is announced. If a node fails, or the job is killed because it took too much memory, no signal comes.
+# All steps since the last checkpoint are then lost.
+# </details>
+#
+# **3.** Four jobs of one rank each, or one job of four ranks: both logs show a falling loss. Name two ways to tell them
+# apart.
+#
+# <details><summary>Answer</summary>
+#
+# The first line of the log says how many ranks there are. And four jobs of one rank print everything four times.
+# </details>
+#
+# **4.** From lesson 01: 16 ranks on 2 nodes all-reduce 1 GB in a ring. How many bytes does each rank send, and how many
+# bytes cross from one node to the other?
+#
+# <details><summary>Answer</summary>
+#
+# Each rank sends 2 · 15/16 · 1 GB = 1.875 GB to its neighbour. Of the sixteen links, one leads from the first node to
+# the second and one leads back, so 1.875 GB cross in each direction. All other links stay inside a node.
+# </details>
+#
 # ## Recap
 #
-# | concept | formula or fact | in labcode |
+# | concept | fact | in labcode |
 # |---|---|---|
-# | job, step, task | the script runs once, `srun` runs tasks | `slurm.script.job` |
-# | script | job + site | `slurm.script.render`, `slurm.script.site` |
-# | faults | rules with number and reason | `slurm.lint` |
-# | submit and follow | state, log, reason of the end | `slurm.run.submit` |
-# | second life | USR1, checkpoint, requeue, resume | `train.checkpoint` |
-# | cost of the second node | $2\frac{p-1}{p}\cdot 4N$ bytes / bandwidth | `perf.alpha_beta` |
+# | job, task | the script runs once, on the first node; `srun` runs tasks on all | `slurm.script.job` |
+# | two launchers | srun starts the ranks, or one torchrun on each node does | `slurm.script.render` |
+# | legal faults | found by rules, before the queue | `slurm.lint` |
+# | next attempt | USR1, checkpoint, requeue, resume in the same folder | `train.checkpoint` |
+# | the second node | 2 (p - 1)/p · 4 N bytes / bandwidth | `perf.alpha_beta` |
 # | who talks over what | P2P, SHM, NET/IB, NET/Socket | `doctor.nccl_log` |
-# | a cluster at home | network namespaces, real SLURM | `minislurm` |
+# | a hang | counts, then stacks, then calls | |
+# | a cluster at home | real SLURM, emulated nodes | `minislurm` |
 #
 # ## Sources
 #
-# - slurm.schedmd.com: `sbatch`, `srun`, `squeue` (reasons), `scontrol` (requeue), `sched_config` (backfill).
-# - docs.pytorch.org: torchrun, `torch.distributed` (GLOO_SOCKET_IFNAME, NCCL_SOCKET_IFNAME, time-outs).
-# - docs.nvidia.com/deeplearning/nccl/user-guide: NCCL_DEBUG, NCCL_IB_DISABLE, NCCL_SOCKET_IFNAME.
-# - Patarasuk, Yuan 2009, doi 10.1016/j.jpdc.2008.09.002: bytes of a ring all-reduce.
-# - NVIDIA DGX H100 datasheet, 2022: 400 Gb/s per GPU.
-# - Debian Reference, section 5.1.1: 127.0.1.1 in /etc/hosts.
+# - SLURM: https://slurm.schedmd.com/sbatch.html (directives, `--signal`), https://slurm.schedmd.com/srun.html,
+#   https://slurm.schedmd.com/scontrol.html (requeue), https://slurm.schedmd.com/sched_config.html (backfill).
+# - torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html.
+# - NCCL's variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+# - Bus bandwidth: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. The two lines of section 4:
+#   https://github.com/NVIDIA/nccl/issues/1453; what to expect of a card of 400 Gbit/s:
+#   https://github.com/NVIDIA/nccl-tests/issues/290.
+# - Flight recorder: https://docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html.
+# - The watchdog's message: https://github.com/hiyouga/LlamaFactory/issues/7396; the stacks of py-spy:
+#   https://github.com/huggingface/accelerate/issues/3104, and why such a model hangs:
+#   https://github.com/deepspeedai/DeepSpeed/issues/4808; py-spy itself: https://github.com/benfred/py-spy.
+# - 127.0.1.1 in `/etc/hosts`: Debian Reference, section 5.1.1,
+#   https://www.debian.org/doc/manuals/debian-reference/ch05.en.html.

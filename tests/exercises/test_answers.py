@@ -92,5 +92,6 @@ def untouched(*_, **__):
 @pytest.mark.full
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_an_untouched_exercise_is_not_done_yet(verdict, exercise):
-    said = verdict(exercise, untouched)
+    a_function = callable(next(iter(EXERCISES[exercise].right.values())))
+    said = verdict(exercise, untouched if a_function else ...)
     assert said.startswith("[ ]"), said

@@ -5,6 +5,7 @@ Each fault shows its symptom and is gone afterwards; without SLURM nothing raise
 
 import contextlib
 import re
+import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +14,7 @@ import pytest
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.script.job import Job
+from labcode.teach.exercises import l14
 from labcode.teach.labs import l14_cluster
 
 HELLO = """\
@@ -124,6 +126,33 @@ def test_an_unknown_fault_is_refused_with_those_there_are() -> None:
     refused = pytest.raises(ValueError, match="choose one of name, port, code")
     with refused, l14_cluster.Lab(None).fault("cable"):
         pass
+
+
+# ------------------------------------------------------------------------------- learners' scripts
+
+EXERCISES = Path(__file__).resolve().parents[1] / "exercises"
+
+
+@pytest.fixture(scope="module")
+def answers() -> dict:
+    """The answers to the exercises of lesson 14."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(EXERCISES.parent))
+        return runpy.run_path(str(EXERCISES / "14.py"))
+
+
+def test_a_hand_written_script_has_its_ranks_on_two_nodes(
+    lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    l14.own_script(answers["OWN"], lab)
+    assert "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3)" in capsys.readouterr().out
+
+
+def test_a_hand_written_script_saves_is_requeued_and_resumes(
+    lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
+) -> None:
+    l14.lasting_script(answers["LASTING"], lab)
+    assert "COMPLETED after 1 restart" in capsys.readouterr().out
 
 
 # ------------------------------------------------------------------------------------------- links

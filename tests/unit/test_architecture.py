@@ -54,6 +54,7 @@ READS_ENVIRONMENT = (
     "labcode.comm.bootstrap",
     "labcode.launch",  # hands its own on to its children
     "labcode.slurm.run.local",  # stands in for the shell, which expands the path of the runs
+    "labcode.teach.labs.l14_stand_in",  # stands in for SLURM, which hands its variables to jobs
 )
 
 

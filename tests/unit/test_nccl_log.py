@@ -9,6 +9,7 @@ from matplotlib.patches import Circle, FancyArrowPatch
 from labcode.doctor.nccl_log import Communicator, Interface, NcclLink, Rank, TreeNode, parse
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import Picture
+from labcode.teach.labs import l14_nccl_example
 
 
 def two_nodes(network: str = "NET/IB/{nic}/GDRDMA", prefix: str = "") -> str:
@@ -305,3 +306,17 @@ def test_too_many_ranks_or_none_are_refused() -> None:
         plot.transports(many, alt=ALT)
     with pytest.raises(ValueError, match="no ranks"):
         plot.transports(Communicator("", 2), alt=ALT)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("rdma", [True, False])
+def test_the_example_of_lesson_14_is_a_ring_over_two_nodes(rdma, gpus):
+    log = parse(l14_nccl_example.two_nodes(rdma, gpus))
+    comm = log.main
+    size = 2 * gpus
+    assert list(comm.pairs()) == sorted((rank, (rank + 1) % size) for rank in range(size))
+    assert all(sum(counts.values()) == 2 for counts in comm.pairs().values())
+    assert comm.transports(between_hosts=True) == {"NET/IB" if rdma else "NET/Socket"}
+    assert comm.transports(between_hosts=False) == ({"P2P"} if gpus > 1 else set())
+    assert set(log.networks.values()) == {"IB" if rdma else "Socket"}
+    assert bool(log.nics) == rdma

@@ -7,7 +7,9 @@
     l08   coordinates and groups for any order, process groups, the best order, a grid for 64 GPUs
     l09   tensor parallelism          l10   sequence parallelism
     l11   context parallelism: the ring
-    l12   pipeline parallelism        l14   SLURM and multi-node        l15   hybrid training
+    l12   pipeline parallelism
+    l14   ranks by node, a batch script, one that saves and requeues, faults from symptoms
+    l15   hybrid training
 
 `on_ranks` and `watch` are how checks run that code on ranks.
 

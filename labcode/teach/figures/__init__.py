@@ -13,5 +13,6 @@ weights.py       which rank holds which rows or columns of a weight        lesso
 layer.py         what a layer keeps, and what travels around it            lesson 10
 ring_attention.py  the ring of keys and values, its gradients, Ulysses       lesson 11
 attention.py     which rank computes which part of the causal mask         lesson 11
+jobs.py          who starts whom in a batch job; a job that lives twice    lesson 14
 nodes.py         the links between ranks that NCCL's log names             lesson 14
 """

@@ -11,6 +11,7 @@ from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.grid import grid
+from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
@@ -35,6 +36,7 @@ __all__ = [
     "halves",
     "heatmap",
     "kept",
+    "launch_chain",
     "lines",
     "links",
     "pipeline",
@@ -43,6 +45,7 @@ __all__ = [
     "ring_attention",
     "ring_gradients",
     "rounds",
+    "second_attempt",
     "stages",
     "timeline",
     "transports",

@@ -1,6 +1,6 @@
 """Lessons 14 and 15: a small SLURM on this machine, or the reason why there is none.
 
-    lab = open_lab("lesson12")               # says what is there
+    lab = open_lab("lesson14")               # says what is there
     lab.sh("srun", "--nodes=2", "hostname")  # prints the command and its output
     lab.close()
 

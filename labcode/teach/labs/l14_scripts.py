@@ -1,0 +1,174 @@
+"""Lesson 14: runs a batch script that somebody has written by hand, and says how it ended.
+
+    ended = run_script(lab, text)                     # on the lab's cluster, or its stand-in
+    ended = run_script(lab, text, signal_at_step=10)  # USR1 to the script, as before a time limit
+
+Whatever the script does, it is cancelled after `limit_s`.
+"""
+
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from labcode.slurm.run.client import Client, SlurmError
+from labcode.teach.labs.l14_cluster import ENV, Lab, steps
+from labcode.teach.labs.l14_stand_in import StandInJob
+from labcode.teach.progress import status
+
+POLL_S = 0.2
+MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so for ever
+MEET_S = "90"  # how long ranks wait for each other
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a script ended.
+
+    Args:
+        state: SLURM's word; "REFUSED" by sbatch, "LATE" after the limit, "AGAIN" if it went back
+            into the queue once too often.
+        log: What it printed, all attempts of it.
+        restarts: How often it was requeued.
+        signalled: Whether it was sent the signal.
+        early: Whether it was requeued while its ranks still ran; SLURM does not tell.
+        number: Of the job; "" if it was refused.
+    """
+
+    state: str
+    log: str = ""
+    restarts: int = 0
+    signalled: bool = False
+    number: str = ""
+    early: bool = False
+
+
+class _Job(Protocol):
+    """A job on the cluster, or on the stand-in."""
+
+    number: str
+
+    @property
+    def early(self) -> bool: ...
+
+    def state(self) -> tuple[str, int]:
+        """(state, restarts)"""
+        ...
+
+    def log(self) -> str: ...
+
+    def signal_script(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class _OnCluster:
+    """A job of the lab's cluster."""
+
+    early = False
+
+    def __init__(self, client: Client, path: Path) -> None:
+        self._client = client
+        self.number = client.submit(path)
+
+    def state(self) -> tuple[str, int]:
+        info = self._client.job(self.number)
+        return (info.state if info.ended else "RUNNING"), info.restarts
+
+    def log(self) -> str:
+        log = self._client.job(self.number).log
+        return log.read_text(errors="replace") if log and log.is_file() else ""
+
+    def signal_script(self) -> None:
+        self._client.call("scancel", "--batch", "--signal=USR1", self.number)
+
+    def close(self) -> None:
+        self._client.cancel(self.number)
+
+
+class _Here:
+    """A job of the stand-in."""
+
+    def __init__(self, path: Path, env: dict[str, str]) -> None:
+        self._job = StandInJob(path, env)
+        self.number = f"{self._job.number} (without SLURM)"
+
+    @property
+    def early(self) -> bool:
+        return self._job.requeued_early
+
+    def state(self) -> tuple[str, int]:
+        return self._job.poll(), self._job.restarts
+
+    def log(self) -> str:
+        return self._job.log.read_text(errors="replace")
+
+    def signal_script(self) -> None:
+        self._job.signal_script()
+
+    def close(self) -> None:
+        self._job.close()
+
+
+def run_script(
+    lab: Lab,
+    text: str,
+    *,
+    limit_s: float = 240.0,
+    signal_at_step: int | None = None,
+) -> Ended:
+    """Submit a script, wait for its end, and return how it ended.
+
+    Args:
+        lab: Of the lesson; without a cluster the stand-in runs the script.
+        text: Of the script.
+        limit_s: Then it is cancelled.
+        signal_at_step: Once its log shows this step, the script is sent USR1, alone and once.
+    """
+    Path("runs").mkdir(exist_ok=True)
+    path = Path("runs/yours.sbatch")
+    path.write_text(text, encoding="utf-8")
+    try:
+        job = _start(lab, path)
+    except SlurmError as error:
+        return Ended("REFUSED", str(error))
+    try:
+        return _follow(job, time.monotonic() + limit_s, signal_at_step)
+    finally:
+        job.close()
+        status()
+
+
+# finds the Python of this process, with labcode, under the name "python"
+_WITH_OWN_PYTHON = ("/bin/sh", "-c", 'PATH="$0:$PATH" exec "$@"', str(Path(sys.executable).parent))
+
+
+def _start(lab: Lab, path: Path) -> _Job:
+    env = {**ENV, "PYTHONUNBUFFERED": "1", "LABCODE_MEET_TIMEOUT_S": MEET_S}
+    if lab.client is None:
+        return _Here(path, env)
+    words = [f"{name}={value}" for name, value in env.items()]
+    prefix = (*lab.client.prefix, *_WITH_OWN_PYTHON, "env", *words)
+    return _OnCluster(Client(prefix, lab.client.where), path)
+
+
+def _follow(job: _Job, end_s: float, signal_at_step: int | None) -> Ended:
+    signalled = False
+    while True:
+        state, restarts = job.state()
+        log = job.log()
+        if restarts > MAX_RESTARTS:
+            state = "AGAIN"
+        elif state == "RUNNING" and time.monotonic() > end_s:
+            state = "LATE"
+        if state != "RUNNING":
+            return Ended(state, log, restarts, signalled, job.number, job.early)
+        done = steps(log)
+        where = f"step {done[-1][0]}" if done else "waiting for the first step"
+        status(f"job {job.number}, attempt {restarts + 1}: {where}")
+        reached = signal_at_step is not None and bool(done) and done[-1][0] >= signal_at_step
+        if reached and not signalled:
+            job.signal_script()
+            signalled = True
+        time.sleep(POLL_S)
