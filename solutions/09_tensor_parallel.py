@@ -13,18 +13,19 @@
 # %% [markdown]
 # # 09 · Tensor parallel
 #
-# Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion take 112 GB, more than
-# most GPUs have. **Tensor parallelism** cuts the inside of every layer: each rank holds a part of each weight matrix, all ranks work on
-# the same samples at the same time, and add up their partial results. The arithmetic is simple. The gradients are not.
+# Data parallelism needs ranks that can hold the whole model. With AdamW a parameter takes 16 bytes, so 7 billion of
+# them take 112 GB, more than most GPUs have. **Tensor parallelism** cuts the inside of every layer. Each rank holds a
+# part of every weight matrix, all ranks of a group work on the same samples at the same time, and they add up their
+# partial results. The arithmetic of it is simple. The gradients are not, and this lesson begins with them.
 #
 # ## Goals
 #
-# - say why autograd gets an all-reduce wrong, and write the two operators that cure it;
-# - cut an MLP, an attention, an embedding and a loss so that each communicates as little as possible;
-# - predict how many collectives and bytes a layer costs, count them, find them in a profile, and say which link they belong on;
-# - use PyTorch's `parallelize_module`, and know what it does not tell you.
+# - say why autograd gets an all-reduce wrong, and write the two operators that put it right;
+# - write the column-parallel and the row-parallel linear layer, and cut an MLP and an attention with them;
+# - predict how many collectives and bytes a layer costs, count them, and say which link they belong on;
+# - do the same with PyTorch's DTensor, and know what it does not tell you.
 #
-# **Time**: 90 minutes. **Needs**: lessons 01 (all-reduce) and 08 (groups).
+# **Time**: 60 minutes, and 25 more for the optional last part. **Needs**: lessons 01 (all-reduce) and 08 (groups).
 
 # %%
 import math
@@ -34,19 +35,17 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
-from labcode.comm.collectives import all_gather, copy_to, reduce_from
+from labcode.comm.collectives import copy_to, reduce_from
 from labcode.comm.counting import counted, totals
+from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
 from labcode.models import gpt, layers
-from labcode.parallel import tensor
-from labcode.parallel.sharding import Shard
-from labcode.perf import alpha_beta as comm
-from labcode.perf import trace
+from labcode.parallel import sharding, tensor
+from labcode.perf import alpha_beta
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare
+from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l09
 from labcode.teach.figures import plot
-from labcode.teach.figures.weights import cuts
 from labcode.teach.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
@@ -55,594 +54,1127 @@ from labcode.teach.labs.l09_shards import (
 )
 from labcode.topology import GridShape
 
+ranks = Ranks(4, timeout_s=15)
+
 # %% [markdown]
 # ## 1. What autograd does not know
 #
-# Take the two matrix products of an MLP, $Y = \mathrm{gelu}(XA)\,B$. Cut $A$ into two halves of columns and $B$ into two halves of rows:
+# Take the MLP of a transformer layer. It consists of two matrix products with a gelu between them: Y = gelu(X A) B. Cut
+# A into parts of its columns, A₀, A₁ and so on, and B into as many parts of its rows. For two ranks,
 #
 # $$Y = \mathrm{gelu}(XA_0)\,B_0 + \mathrm{gelu}(XA_1)\,B_1.$$
 #
-# Rank $r$ holds $A_r$ and $B_r$, reads the whole $X$ and computes one term. One all-reduce adds the two, and both ranks have $Y$. Let us
-# do just that. Below the MLP lies a small layer that makes $X$, and that both ranks hold whole.
+# Rank r holds A_r and B_r, reads the whole X, and computes one of the terms. One all-reduce adds them up, and every
+# rank has Y. Let us do just that on four ranks. Below the MLP lies a small layer that makes X; every rank holds it
+# whole.
 
 # %%
-ranks = Ranks(2)
+def draw_tensors():
+    """Input, target, the layer below, A and B: the same numbers in every process."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(64, 64), (64, 64), (64, 64), (64, 256), (256, 64)]
+    drawn = []
+    for shape in shapes:
+        drawn.append(torch.randn(shape, dtype=torch.float64, generator=generator) / 8)
+    return drawn
 
-def gradients(rank, p, enter=lambda x: x, leave=lambda y: y):
-    """Output and gradients on rank `rank` of `p`; `enter` and `leave` are what happens where the MLP begins and where it ends."""
-    torch.manual_seed(0)  # the same numbers in every process
-    inputs, target, below = torch.randn(3, 64, 64, dtype=torch.float64) / 8
-    a, b = torch.randn(2, 64, 256, dtype=torch.float64) / 8
-    own = {"below": below, "a": a.chunk(p, dim=1)[rank], "b": b.chunk(p, dim=1)[rank].T}
-    w = {name: part.clone().requires_grad_() for name, part in own.items()}
-    y = leave(F.gelu(enter(inputs @ w["below"]) @ w["a"]) @ w["b"])
-    (y - target).square().mean().backward()
-    return y.detach(), {name: part.grad for name, part in w.items()}
+def mlp_step(rank, p, enter, leave):
+    """Y and the gradients on one of p ranks; `leave` is what happens to its term."""
+    inputs, target, below, a, b = draw_tensors()
+    below.requires_grad_()
+    own_a = a.chunk(p, dim=1)[rank].clone().requires_grad_()
+    own_b = b.chunk(p, dim=0)[rank].clone().requires_grad_()
+    x = inputs @ below
+    y = leave(F.gelu(enter(x) @ own_a) @ own_b)
+    loss = (y - target).square().mean()
+    loss.backward()
+    return {"y": y.detach(), "below": below.grad, "a": own_a.grad, "b": own_b.grad}
 
-# %% [markdown]
-# **Predict.** Two ranks, and `leave` is a plain `dist.all_reduce(y)`. The output is right, so the loss is right. And the gradients of
-# $A_r$, of $B_r$, and of the layer below? Write the relative error that you expect of each, 0 if it is right. For the last one: $X$
-# reaches the loss on two paths, one through each rank, and autograd runs inside one process. Take the two contributions for equally long
-# and independent.
+def unchanged(x):
+    return x
 
-# %% tags=["predict"]
-a_error, b_error = 0, 0  # a rank knows all that these need: X, its own parts, and the gradient of Y
-below_error = math.sqrt(1 / 2)  # one of two independent vectors is missing: 1/sqrt(2) of their sum
-
-# %%
 def plain_sum(y):
-    dist.all_reduce(y.detach())  # in place, on the memory of y; with y itself PyTorch does the same and warns once
+    dist.all_reduce(y.detach())  # in place, on the memory of y
     return y
 
-def errors(results):
-    """{name: relative error of its gradient against one process}, the larger of two ranks."""
-    whole = gradients(0, 1)[1]
-    parts = {"below": [whole["below"]] * 2, "a": whole["a"].chunk(2, 1), "b": whole["b"].chunk(2, 0)}
-    return {name: max(((grads[name] - part).norm() / part.norm()).item() for (_, grads), part in zip(results, parts[name])) for name in parts}
-
-plain = ranks.run(gradients, 2, leave=plain_sum)
-print("output equal to one process:", all((y - gradients(0, 1)[0]).abs().max() < 1e-12 for y, _ in plain))
-for name, guess in {"a": a_error, "b": b_error, "below": below_error}.items():
-    compare(f"relative error of {name}", guess, round(errors(plain)[name], 9))
-print("both copies of the layer below get one gradient:", torch.equal(plain[0][1]["below"], plain[1][1]["below"]))
+whole = mlp_step(0, 1, unchanged, unchanged)
+plain = ranks.run(mlp_step, 4, unchanged, plain_sum)
 
 # %% [markdown]
-# The output is exact, and so are the gradients of the MLP's own weights. That of the layer below is wrong by about two thirds: a little
-# less than for independent paths, where $p$ ranks would give $\sqrt{(p-1)/p}$. And each rank is wrong in its own way, so after one step
-# the two copies of the layer below are no longer the same layer. No error; at most one warning in each process that no autograd kernel is
-# registered for `allreduce_`, a line among hundreds.
+# The output is the same as on one process, as we will see. But what about the gradients?
 #
-# What should have happened? Follow a tensor and count its copies.
+# - The gradients of A_r and B_r need X, the rank's own parts and the gradient of Y. The rank knows all of these.
+# - The layer below is another matter. X reaches the loss on four paths, one through each rank. Autograd runs inside one
+#   process and sees one of them.
 #
-# - Where the MLP **begins**, one $X$ enters two computations. Forward there is nothing to do. Backward its gradient is the **sum** of
-#   both paths. Shoeybi et al. call this operator *f*.
-# - Where it **ends**, two partial results become one $Y$: a **sum** forward. Backward there is nothing to do: each term has the gradient
-#   of the sum, and each rank has that already, since both computed the loss. This is *g*.
+# How wrong is a gradient of which one path is missing? Take two ranks first. The true gradient is a sum u + v, where u
+# comes along the path through rank 0 and v along that through rank 1. Rank 0 has u only, so its error is v. Let us
+# assume that both paths contribute about equally much, so that u and v have the same length, and that they have nothing
+# to do with each other. Two unrelated vectors of many numbers are nearly perpendicular, so Pythagoras holds:
+# |u + v|² = |u|² + |v|² = 2 |v|². The relative error is |v| / |u + v| = √(1/2), about 0.71.
 #
-# Mirror images. The plain all-reduce was a correct *g* by accident. *f* was missing.
+# **Predict.** Now there are four ranks, and three of four paths are missing. Which relative errors do you expect for
+# the gradients of A_r, of B_r and of the layer below?
+
+# %% tags=["predict"]
+error_of_a = 0
+error_of_b = 0
+error_below = math.sqrt(3 / 4)
+
+# %% tags=["nbval-check-output"]
+def relative_error(found, expected):
+    return ((found - expected).norm() / expected.norm()).item()
+
+def errors(result, rank=0, p=4):
+    """Relative errors of the gradients of one rank."""
+    return {
+        "a": relative_error(result["a"], whole["a"].chunk(p, dim=1)[rank]),
+        "b": relative_error(result["b"], whole["b"].chunk(p, dim=0)[rank]),
+        "below": relative_error(result["below"], whole["below"]),
+    }
+
+found = errors(plain[0])
+print("Y is right:", relative_error(plain[0]["y"], whole["y"]) < 1e-12)
+compare("error of a", error_of_a, round(found["a"], 9), within=1)
+compare("error of b", error_of_b, round(found["b"], 9), within=1)
+compare("error of the layer below", error_below, found["below"])
+same = torch.equal(plain[0]["below"], plain[1]["below"])
+print("ranks 0 and 1 have the same gradient below:", same)
+
+# %% [markdown]
+# The gradient below is off by nearly as much as its own length. It is also wrong in another way on every rank. So after
+# one step, the copies of the layer below are no longer copies. And nothing says so; the loss was right.
+#
+# What should have happened? Follow the tensors in this picture. It shows two ranks.
+
+# %% tags=["figure"]
+plot.tensor_parallel_mlp(
+    title="f copies forward and sums backward; g does the opposite",
+    alt="On each of two ranks X passes f, its columns of A, gelu, its rows of B and g, "
+        "and becomes Y; f copies forward and sums backward, g sums forward and copies "
+        "backward",
+)
+
+# %% [markdown]
+# - Where the MLP **begins**, one X enters several computations. Forward there is nothing to do. Backward, the gradient
+#   of X is the **sum** over all paths. Shoeybi et al. call this operator *f*.
+# - Where it **ends**, partial results become one Y: a **sum** in forward. Backward there is nothing to do. Each term of
+#   a sum has the gradient of the sum, and every rank has that already, because every rank computed the loss. This is
+#   *g*.
+#
+# They mirror each other. The plain all-reduce was a correct g by accident, and f was missing.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.1 · f and g
 #
-# Write both as autograd Functions. Two bodies are missing. Careful: `all_reduce` works in place, and neither the input of forward nor the
-# gradient that backward is handed is yours to change. A backward returns one gradient for each argument of forward; that of the group is
-# `None`.
+# Write both as autograd Functions. `forward` gets a tensor and a group, and may keep something in `ctx` for later.
+# `backward` gets the gradient of the output, and returns one gradient for each argument of forward; that of the group
+# is `None`.
+#
+# Two things to watch. `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward
+# is handed is yours to change. And where nothing changes, return `x.view_as(x)` in place of `x`: autograd must not see
+# its own input come back. The check uses groups of two and of four ranks.
 
 # %% tags=["exercise"]
-class CopyTo(torch.autograd.Function):  # f
+class CopyTo(torch.autograd.Function):
+    """f: the identity forward, a sum over the group backward."""
+
     @staticmethod
     def forward(ctx, x, group):
+        ### BEGIN SOLUTION
         ctx.group = group
-        return x.view_as(x)  # a view: autograd must not see its own input come back
+        return x.view_as(x)
+        ### END SOLUTION
 
     @staticmethod
     def backward(ctx, grad):
         ### BEGIN SOLUTION
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
+        total = grad.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
         ### END SOLUTION
 
-class ReduceFrom(torch.autograd.Function):  # g
+
+class ReduceFrom(torch.autograd.Function):
+    """g: a sum over the group forward, the identity backward."""
+
     @staticmethod
     def forward(ctx, x, group):
         ### BEGIN SOLUTION
-        summed = x.clone()
-        dist.all_reduce(summed, group=group)
-        return summed
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
         ### END SOLUTION
 
     @staticmethod
     def backward(ctx, grad):
+        ### BEGIN SOLUTION
         return grad, None
+        ### END SOLUTION
 
 # %% tags=["check"]
 check("9.1", lambda: l09.copy_and_reduce(CopyTo, ReduceFrom, ranks))
 
-# %%
+# %% [markdown]
+# labcode has both as functions, `copy_to(x, group)` and `reduce_from(x, group)`, and from here on we use those. With
+# them every gradient is right. The second line shows another trap: an all-reduce that sums **backward as well**, as
+# `torch.distributed.nn.functional.all_reduce` does.
+
+# %% tags=["nbval-check-output"]
 def f(x):
     return copy_to(x, dist.group.WORLD)
 
 def g(y):
     return reduce_from(y, dist.group.WORLD)
 
-right, doubled = (ranks.run(gradients, 2, f, leave) for leave in (g, lambda y: g(f(y))))
-print("with f and g, relative errors:", {name: f"{error:.0e}" for name, error in errors(right).items()})
-print("sums both ways, length of the gradient of a:", round((doubled[0][1]["a"].norm() / right[0][1]["a"].norm()).item(), 6))
+def sum_both_ways(y):
+    return reduce_from(copy_to(y, dist.group.WORLD), dist.group.WORLD)
+
+right = ranks.run(mlp_step, 4, f, g)
+worst = max(max(errors(result, rank).values()) for rank, result in enumerate(right))
+print("with f and g, all gradients are right:", worst < 1e-12)
+doubled = ranks.run(mlp_step, 4, f, sum_both_ways)
+too_long = doubled[0]["a"].norm() / right[0]["a"].norm()
+print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long")
 
 # %% [markdown]
-# With `copy_to` and `reduce_from` of `labcode.comm.collectives` all is exact. The last line is a second trap: an all-reduce that sums
-# **backward as well**, as `torch.distributed.nn.functional.all_reduce` does. All ranks compute the same loss here, so each hands back the
-# same gradient, and every gradient is p times too long.
+# All ranks compute the same loss, so each of them hands back the same gradient. Summing these makes every gradient p
+# times too long.
 #
-# **Takeaway: where a tensor enters computations that differ by rank, put f; where partial results become one, put g. Autograd will not
-# miss either.**
-#
+# **Takeaway: where a tensor enters computations that differ by rank, put f; where partial results become one tensor,
+# put g. Autograd will not miss either of them.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Draw the four paths on the board and let the room find the missing sum. What people
+# get wrong in 9.1: they sum in place (the check looks at the inputs afterwards), they forget `group=` (which passes
+# where the group is all ranks, so the check uses two groups of two), or they sum in both directions of g. The measured
+# error is a little smaller than √(3/4), because the paths are not quite unrelated. Ask: for which loss would the plain
+# all-reduce be right? (If nothing that has weights lies below.)
+
+# %% [markdown]
 # ## 2. Columns, then rows
 #
-# PyTorch's `nn.Linear` keeps its weight as [outputs, inputs]. Two ways to cut it (the names come from $XA$, where outputs are columns):
+# There are two ways to cut a linear layer X W. The names say how W is cut.
 #
-# | | input | output | weight on a rank | bias on a rank |
+# | | input | output | part of W, [inputs, outputs] | bias |
 # |---|---|---|---|---|
-# | **column-parallel** | whole | some features | [outputs/p, inputs] | [outputs/p] |
-# | **row-parallel** | some features | partial sum | [outputs, inputs/p] | whole |
+# | **column-parallel** | whole | some features | some columns: [inputs, outputs/p] | [outputs/p] |
+# | **row-parallel** | some features | partial sum | some rows: [inputs/p, outputs] | whole |
 #
-# What a column-parallel layer gives is just what a row-parallel one wants. So the pair needs one *f* before, one *g* after, and nothing
-# between.
+# What a column-parallel layer gives is just what a row-parallel layer wants. So the pair needs one f before it, one g
+# after it, and nothing in between:
+
+# %% tags=["figure"]
+plot.column_then_row(
+    title="Columns of A, then rows of B: nothing is sent in between",
+    alt="X is whole; A is cut into two columns, so gelu(X A) is cut into two columns; "
+        "B is cut into two rows, and Y is the sum of two products",
+)
+
+# %% [markdown]
+# One thing is confusing here, and everybody stumbles over it once. PyTorch's `nn.Linear` stores the **transpose** of W:
+# its weight is [outputs, inputs]. So a column-parallel layer holds some *rows* of the stored tensor, and a row-parallel
+# layer some of its *columns*. The names come from the mathematics, X W. The figures of this lesson follow the names.
 #
-# **Predict.** An MLP of width 64, inside 256, with biases, over 2 ranks. How many parameters does a rank hold?
+# For example, a linear layer from 8 to 12 features on 2 ranks, column-parallel: a rank holds a weight that PyTorch
+# stores as [6, 8], and a bias of 6, which is 54 numbers. Row-parallel, it holds [12, 4] and the whole bias of 12, which
+# is 60 numbers.
+#
+# **Predict.** An MLP of width 64, inside 256, with biases, on 2 ranks: up is column-parallel, down is row-parallel. How
+# many parameters does a rank hold?
 
 # %% tags=["predict"]
-held_guess = 128 * 64 + 128 + 64 * 128 + 64  # half of everything but the second bias
+up_parameters = 128 * 64 + 128
+down_parameters = 64 * 128 + 64
+held_parameters = up_parameters + down_parameters
+
+# %% [markdown]
+# From here on our four ranks form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2.
 
 # %% tags=["nbval-check-output"]
+def tp_group():
+    """This rank's tensor-parallel group: ranks 0 and 1, or ranks 2 and 3."""
+    return Grid.create(GridShape(dp=2, tp=2)).group("tp")
+
 def shard_mlp(mlp):
-    """Put this rank's share in place of the whole layers."""
-    mlp.up = tensor.ColumnParallelLinear(mlp.up, dist.group.WORLD)
-    mlp.down = tensor.RowParallelLinear(mlp.down, dist.group.WORLD)
+    """Put this rank's parts in place of the whole layers."""
+    mlp.up = tensor.ColumnParallelLinear(mlp.up, tp_group())
+    mlp.down = tensor.RowParallelLinear(mlp.down, tp_group())
     return mlp
 
 def make_mlp():
     return layers.MLP(64, 256)
 
-shapes = ranks.run(lambda: {name: list(param.shape) for name, param in shard_mlp(make_mlp()).named_parameters()})[0]
+def shapes_on_a_rank():
+    mlp = shard_mlp(make_mlp())
+    return {name: list(param.shape) for name, param in mlp.named_parameters()}
+
+shapes = ranks.run(shapes_on_a_rank)[0]
 print(shapes)
-compare("parameters on a rank", held_guess, sum(math.prod(shape) for shape in shapes.values()), within=1)
-print("exact on each rank:", [max(map(float, errors)) < 1e-12 for errors in ranks.run(difference, make_mlp, shard_mlp)])
+measured = sum(math.prod(shape) for shape in shapes.values())
+compare("parameters on a rank", held_parameters, measured, within=1)
 
 # %% [markdown]
-# `difference` runs the whole MLP and the rank's share on the same input, forward and backward: equal to rounding. GELU works on each
-# feature alone and does not care that half of them are elsewhere.
+# Is the MLP that is cut like this still the same function? `difference(make, shard)` builds the whole module and this
+# rank's share of it from the same numbers, runs both forward and backward on the same input, and returns the largest
+# relative differences of the output and of the input's gradient.
+
+# %% tags=["nbval-check-output"]
+def is_exact(differences):
+    return all(float(text) < 1e-12 for text in differences)
+
+for rank, differences in enumerate(ranks.run(difference, make_mlp, shard_mlp)):
+    print(f"rank {rank}: the same as one process: {is_exact(differences)}")
+
+# %% [markdown]
+# It is exact, because gelu works on each feature alone and does not care that the other features are elsewhere.
 #
-# Rows first would leave a partial **sum** between the layers, and GELU is not linear. And the second bias, which every rank has whole,
-# must be added **after** the sum.
+# Why not rows first? Then partial **sums** would stand between the two layers, and gelu of a sum is not the sum of the
+# gelus. The ranks would have to add up first, with an all-reduce of a tensor four times as wide, in the middle of the
+# MLP. And there is the second bias. Every rank has the whole of it, and adds it **after** the sum.
 #
-# **Predict.** (a) Two ranks hold the partial sums 1 and −1; gelu of the sum is gelu(0) = 0. What is the sum of the gelus? (gelu(1) is
-# 0.84, and gelu(x) − gelu(−x) = x.) (b) If each rank adds the bias before the sum, by how many biases is the output too large?
+# **Predict.** (a) Two ranks hold the partial sums 1 and -1, so gelu of the sum is gelu(0) = 0. What is the sum of the
+# gelus? You may use gelu(1) = 0.84 and gelu(x) - gelu(-x) = x. (b) Four ranks add the bias **before** the sum. By how
+# many biases is the output too large?
 
 # %% tags=["predict"]
 sum_of_gelus = 0.84 + (0.84 - 1)
-biases_guess = 1  # p - 1
+biases_too_many = 4 - 1
 
 # %% tags=["nbval-check-output"]
-def too_large(x_size=128):
-    """By how many biases, if it is added before the sum."""
+def biases_too_large():
     torch.manual_seed(0)
-    row, x = tensor.RowParallelLinear(nn.Linear(2 * x_size, 64), dist.group.WORLD), torch.ones(x_size)
-    early = reduce_from(F.linear(x, row.weight, row.bias), row.group)
-    return ((early - row(x)).sum() / row.bias.sum()).item()
+    layer = tensor.RowParallelLinear(nn.Linear(256, 64), dist.group.WORLD)
+    x = torch.ones(64)
+    term = F.linear(x, layer.weight, layer.bias)  # the bias too early
+    early = reduce_from(term, layer.group)
+    return ((early - layer(x)).sum() / layer.bias.sum()).item()
 
-compare("sum of the gelus", sum_of_gelus, F.gelu(torch.tensor([1.0, -1.0])).sum())
-compare("biases too many", biases_guess, round(ranks.run(too_large)[0], 2))
+gelus = F.gelu(torch.tensor([1.0, -1.0]))
+compare("sum of the gelus", sum_of_gelus, gelus.sum().item())
+compare("biases too many", biases_too_many, round(ranks.run(biases_too_large)[0], 2))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 9.2 · The column-parallel layer
+#
+# Write it. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say which part
+# is this rank's. `layer.bias` may be `None`. Keep the parts as `self.weight` and `self.bias`:
+#
+# - each is an `nn.Parameter`, or an optimizer would not find it;
+# - each is a copy (`.detach().clone()`), since a slice is only a view and would keep the whole weight in memory.
+#
+# You may assume that p divides the outputs. Use `copy_to` and `reduce_from`, or your own Functions with `.apply`.
+
+# %% tags=["exercise"]
+class MyColumnParallelLinear(nn.Module):
+    """This rank's outputs of a linear layer: [.., inputs] to [.., outputs/p]."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        ### BEGIN SOLUTION
+        p = group.size()
+        rank = group.rank()
+        self.group = group
+        own_weight = layer.weight.detach().chunk(p, dim=0)[rank].clone()
+        self.weight = nn.Parameter(own_weight)
+        self.bias = None
+        if layer.bias is not None:
+            own_bias = layer.bias.detach().chunk(p)[rank].clone()
+            self.bias = nn.Parameter(own_bias)
+        ### END SOLUTION
+
+    def forward(self, x):
+        ### BEGIN SOLUTION
+        x = copy_to(x, self.group)
+        return F.linear(x, self.weight, self.bias)
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("9.2", lambda: l09.column_parallel(MyColumnParallelLinear, ranks))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 9.3 · The row-parallel layer
+#
+# Now the other one, from an empty cell: a class `MyRowParallelLinear`, made of a layer and a group like the one before,
+# with the parameters `weight` and `bias`. Its input holds some features only, [.., inputs/p], and its output is whole.
+
+# %% tags=["exercise"]
+### BEGIN SOLUTION
+class MyRowParallelLinear(nn.Module):
+    """A layer of which this rank has some inputs: [.., inputs/p] to [.., outputs]."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        p = group.size()
+        rank = group.rank()
+        self.group = group
+        own_weight = layer.weight.detach().chunk(p, dim=1)[rank].clone()
+        self.weight = nn.Parameter(own_weight)
+        self.bias = None
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().clone())
+
+    def forward(self, x):
+        term = F.linear(x, self.weight)
+        y = reduce_from(term, self.group)
+        if self.bias is not None:
+            y = y + self.bias
+        return y
+### END SOLUTION
+
+# %% tags=["check"]
+check("9.3", lambda: l09.row_parallel(MyRowParallelLinear, ranks))
 
 # %% [markdown]
-# Rows first would need the sum before GELU may go on: an all-reduce in the middle, of a tensor four times as wide.
-#
-# **Takeaway: column-parallel, then row-parallel: one sum forward, one backward, nothing between. The second bias is added once, after the
-# sum.**
-#
+# Here is labcode's. It can do more: `sequence` is lesson 10, and `product` exchanges the matrix product for another
+# one, such as one in 8 bits. Look for the places where yours does the same.
+
+# %%
+show_source(tensor.RowParallelLinear)
+
+# %% [markdown]
+# **Takeaway: column-parallel, then row-parallel: one sum in forward, one in backward, and nothing in between. The
+# second bias is added once, after the sum.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. In 9.2 half of the room cuts dim 1, because "columns" are columns: refer to the
+# transpose. Others keep the whole layer as an attribute, so that nothing is saved. In 9.3 the bias goes into `F.linear`
+# out of habit. Ask: what would happen to the bias if each rank added bias/p before the sum? (It works in forward; its
+# gradient is then 1/p of the true one on every rank, unless that is taken care of as well.)
+
+# %% [markdown]
 # ## 3. Attention: whole heads
 #
-# Each head computes its softmax alone, so heads are shared out as features were: the projections to q, k and v are column-parallel, the
-# output projection is row-parallel. But our model, like most, has **one fused weight**: all rows of the queries, then of the keys, then
-# of the values.
+# In attention each head computes its softmax by itself. So heads are shared out as features were: the projections to q,
+# k and v are column-parallel, and the output projection is row-parallel. But our model, like most, has **one fused
+# weight** for the three: first the outputs of all queries, then those of all keys, then those of all values.
 #
-# **Predict.** Four heads, so 12 blocks of rows. A plain cut in the middle gives rank 0 six of them. How many of these does it need?
+# **Predict.** With four heads that makes 12 blocks of outputs. A plain cut in the middle gives rank 0 the first six of
+# them. How many of these six does it need?
 
 # %% tags=["predict"]
-needed_guess = 4  # it gets q0 q1 q2 q3 k0 k1 and needs q0 q1 k0 k1 v0 v1
-
-# %% tags=["figure"]
-def shard_attention(*sections):
-    def shard(attention):
-        attention.qkv = tensor.ColumnParallelLinear(attention.qkv, dist.group.WORLD, sections or None)
-        attention.proj = tensor.RowParallelLinear(attention.proj, dist.group.WORLD)
-        return attention
-    return shard
-
-blocks, make_attention = [f"{kind}{head}" for kind in "qkv" for head in range(4)], lambda: layers.Attention(64, 4, causal=True)
-got = {"plain": Shard(0), "by sections": Shard(0, (4, 4, 4))}
-got = {name: [blocks[i] for i in split.take(torch.arange(12), 0, 2)] for name, split in got.items()}
-compare("blocks that rank 0 needs", needed_guess, len(set(got["plain"]) & set(got["by sections"])), within=1)
-for name, sections in {"plain": (), "by sections": (64, 64, 64)}.items():
-    print(f"{name:11} rank 0 has {' '.join(got[name])}; errors", *ranks.run(difference, make_attention, shard_attention(*sections))[0])
-H, thirds = 64, Shard(0, (64, 64, 64))
-cuts({"qkv [3H, H]": ((3 * H, H), thirds), "bias": ((3 * H,), thirds), "proj [H, H]": ((H, H), Shard(1)), "bias ": ((H,), None),
-      "up [4H, H]": ((4 * H, H), Shard(0)), "bias  ": ((4 * H,), Shard(0)), "down [H, 4H]": ((H, 4 * H), Shard(1)), "bias   ": ((H,), None)},
-     parts=2, title="One layer on two ranks",
-     alt="The fused weight is cut in each of its three sections, up along its rows, the two output projections along their columns")
-
-# %% [markdown]
-# - **A plain cut** has the right shape: the layer reads q0 q1 | q2 q3 | k0 k1, takes queries for keys and keys for values, computes, and
-#   is wrong by as much as the values themselves. Nothing fails.
-# - **By sections**, each of q, k and v is cut by itself, and the result is exact. The figure shows how the weights of a layer are cut.
-#   Grey is whole: the biases that come after a sum, and the norms, which are not drawn.
-# - **Grouped-query** attention has fewer key/value heads than query heads, several queries share one. Its sections have different
-#   lengths. Llama 3 has 8 key/value heads at every size, so 8 ranks get one each. On 16 ranks two of them hold the same head, as in
-#   Megatron-LM, and the sum of the two gradients is one more thing to remember: `labcode` does it, the hand-written cut below does not.
-#
-# Here 4 query heads and 2 key/value heads work on 2 ranks. On 3 ranks the heads go neither way, and that is said before any process
-# group is made.
-
-# %% tags=["raises-exception"] raises="ValueError: model.num_kv_heads=2 is neither a multiple nor a divisor of"
-from labcode.config import ParallelConfig
-
-print("on 2 ranks, errors:", *ranks.run(difference, lambda: layers.Attention(64, 4, 2, causal=True), shard_attention(64, 32, 32))[0])
-ParallelConfig().check(GPTConfig(hidden_size=96, num_heads=6, num_kv_heads=2), GridShape(tp=3))
-
-# %% [markdown]
-# **Takeaway: cut where the computation falls apart by itself: features of the MLP, heads of the attention. A fused weight is cut section
-# by section.**
-#
-# ## 4. The vocabulary
-#
-# The table of the vocabulary, [V, H], is cut along V, which need not be a multiple of p: of 83 characters the first rank takes 42.
-#
-# - As the **embedding** it turns tokens into vectors. A rank looks up the tokens that it has, takes zeros for the others, and all add up:
-#   a *g*.
-# - As the **head** it turns vectors into V scores per token, the logits. That is column-parallel: an *f*, then [B, S, V/p] on each rank.
-#
-# Then the loss. One could gather the logits. But look at what cross-entropy needs of a token's V logits:
-#
-# $$\ell = \log \sum_v e^{z_v - m} - (z_{target} - m), \qquad m = \max_v z_v.$$
-#
-# Three numbers: a maximum, a sum, and one logit, which one rank has. Each is an all-reduce of one number per token.
-#
-# **Predict.** A vocabulary of 50304 (GPT-2's, rounded up), float32, 512 tokens. How many bytes are the gathered logits, how many the
-# three numbers (the tensors, not yet what a rank sends), and what is the ratio?
-
-# %% tags=["predict"]
-gathered_guess, three_guess = 512 * 50304 * 4, 512 * 3 * 4
-ratio_guess = 50304 / 3
+blocks_needed = 4
 
 # %% tags=["nbval-check-output"]
-def both_losses(tokens=512, vocab=50304):
-    """Bytes of the collectives with gathered logits and without, and the difference of the losses."""
-    torch.manual_seed(0)
-    logits, targets = torch.randn(tokens, vocab), torch.randint(vocab, (tokens,))
-    own = logits.chunk(2, -1)[dist.get_rank()].contiguous()
-    with counted() as gathering:
-        gathered = F.cross_entropy(all_gather(own, dist.group.WORLD, dim=-1), targets)
-    with counted() as reducing:
-        reduced = tensor.vocab_parallel_cross_entropy(own, targets, dist.group.WORLD, vocab).mean()
-    return totals(gathering)["all_gather"][1], totals(reducing)["all_reduce"][1], abs(gathered - reduced).item()
+def make_attention():
+    return layers.Attention(64, 4, causal=True)
 
-gathered, three, apart = ranks.run(both_losses)[0]
-compare("bytes of the logits", gathered_guess, gathered, within=1, unit="B")
-compare("bytes of three numbers", three_guess, three, within=1, unit="B")
-compare("ratio of the tensors", ratio_guess, gathered / three, within=1)
-print("same loss:", apart < 1e-5, "  Llama 3's logits of 8192 tokens:", f"{8192 * 128256 * 4 / 1e9:.1f} GB")
+def shard_plainly(attention):
+    attention.qkv = tensor.ColumnParallelLinear(attention.qkv, tp_group())
+    attention.proj = tensor.RowParallelLinear(attention.proj, tp_group())
+    return attention
 
-# %% [markdown] tags=["exercise"]
-# The ratio of the tensors is V/3. (On the wire it is V/6: for the same tensor, a ring's all-reduce sends twice as much as its all-gather.)
-# That is half of the gain: gathered logits would also have to **stay** on every rank for backward. With Llama 3's vocabulary of 128256
-# that is more than 4 GB for 8192 tokens. (Backward needs nothing from anyone: the gradient of a logit is its softmax, minus one at the
-# target.)
-#
-# **Takeaway: do not gather what you are going to reduce.**
-#
-# ### Exercise 9.2 · Loss without logits
-#
-# Write the forward pass. `logits` [T, columns] are this rank's; the first column is number `first` of the whole vocabulary. Return the
-# loss of each token. `dist.all_reduce` knows `op=dist.ReduceOp.MAX`.
+def shard_by_sections(attention):
+    sections = (64, 64, 64)  # q, k and v, each cut by itself
+    attention.qkv = tensor.ColumnParallelLinear(attention.qkv, tp_group(), sections)
+    attention.proj = tensor.RowParallelLinear(attention.proj, tp_group())
+    return attention
 
-# %% tags=["exercise"]
-def my_loss(logits, targets, first, group):
-    """[T] losses, the same on every rank."""
-    ### BEGIN SOLUTION
-    peak = logits.amax(-1)
-    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
-    shifted = logits - peak[:, None]
-    column = targets - first
-    elsewhere = (column < 0) | (column >= logits.shape[-1])
-    target = shifted.gather(-1, column.masked_fill(elsewhere, 0)[:, None])[:, 0].masked_fill(elsewhere, 0)
-    both = torch.stack((shifted.exp().sum(-1), target))
-    dist.all_reduce(both, group=group)
-    return both[0].log() - both[1]
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("9.2", lambda: l09.vocabulary_loss(my_loss, ranks))
+blocks = [f"{kind}{head}" for kind in "qkv" for head in range(4)]
+plain_cut = blocks[:6]
+wanted = ["q0", "q1", "k0", "k1", "v0", "v1"]
+print("a plain cut gives rank 0", " ".join(plain_cut))
+of_use = set(plain_cut) & set(wanted)
+compare("blocks that it needs", blocks_needed, len(of_use), within=1)
+for shard in (shard_plainly, shard_by_sections):
+    differences = ranks.run(difference, make_attention, shard)[0]
+    print(f"{shard.__name__}: the same as one process: {is_exact(differences)}")
 
 # %% [markdown]
-# ## 5. Count, then look
-#
-# Put together, a layer has two pairs of *f* and *g*, one around the attention and one around the MLP. `counted()` writes down every
-# collective that this process starts, whoever starts it, with the bytes of its tensor; `collectives` sorts them into forward and
-# backward.
-#
-# **Predict.** One layer, B = 8 samples of S = 128 tokens, H = 256, float32: how many all-reduces forward, how many backward, and how many
-# bytes in all?
-
-# %% tags=["predict"]
-forward_guess, backward_guess = 2, 2  # two g, two f
-layer_bytes_guess = 4 * (8 * 128 * 256 * 4)
-
-# %% tags=["nbval-check-output"]
-def sharded_layer():
-    block = layers.Block(256, 4, 1024, causal=True)
-    block.attention, block.mlp = shard_attention(256, 256, 256)(block.attention), shard_mlp(block.mlp)
-    return block
-
-forward, backward = ranks.run(lambda: count_collectives(sharded_layer(), torch.randn(8, 128, 256)))[0]
-compare("all-reduces forward", forward_guess, forward["all_reduce"][0], within=1)
-compare("all-reduces backward", backward_guess, backward["all_reduce"][0], within=1)
-compare("their bytes", layer_bytes_guess, forward["all_reduce"][1] + backward["all_reduce"][1], within=1, unit="B")
-
-# %% [markdown]
-# Four all-reduces of B·S·H numbers in each layer, whatever p is; on a ring a rank sends 2(p − 1)/p of that. How many weights the layer
-# has does not matter, only how many activations go through: the opposite of data parallelism.
-#
-# And the time? We fit the alpha-beta model of lesson 01 to a small and a large message, predict the four all-reduces of 1 MB, and record
-# eight profiles of the layer. In a profile, an all-reduce lasts until the **slower** rank has come; so of each we take the fastest; on
-# busy cores even that is an upper bound.
-
-# %%
-from labcode.comm.timing import call_times
-
-
-def fastest_s(num_bytes):
-    """Seconds of an all-reduce until the last rank is done; the fastest of 30."""
-    return min(map(max, zip(*ranks.run(call_times, dist.all_reduce, num_bytes, repeats=30))))
-
-act_bytes = 8 * 128 * 256 * 4
-link = comm.fit("all_reduce", 2, [1000, 8 * act_bytes], [fastest_s(1000), fastest_s(8 * act_bytes)])
-print(f"alpha {link.alpha_s * 1e6:.0f} us, beta {link.beta_bytes_per_s / 1e9:.2f} GB/s")
+# The plain cut has the right shape. The layer takes q0 q1 for queries, q2 q3 for keys and k0 k1 for values, computes,
+# and is wrong. Nothing fails. By sections, each of q, k and v is cut by itself, and the result is exact. The figure
+# shows all weights of a transformer layer on two ranks. The biases are not drawn: those of qkv and up are cut like
+# their columns, those of proj and down are whole.
 
 # %% tags=["figure"]
-def profiles(rank):
-    block, x = sharded_layer(), torch.randn(8, 128, 256, requires_grad=True)
-    return trace.record(lambda: block(x).square().mean().backward(), 8, f"rank {rank}")
-
-steps = list(zip(*ranks.run(profiles)))  # [(rows of rank 0, rows of rank 1), ...]
-sending = [[stop - start for _, label, start, stop in rows if label == "all-reduce"] for step in steps for rows in step]
-print("all-reduces in each profile:", {len(one) for one in sending})
-compare("four all-reduces", 4 * comm.time_s("all_reduce", 2, act_bytes, link), sum(map(min, zip(*sending))) / 1e3, within=2, unit="s")
-shortest = min(steps, key=lambda step: max(row[3] for rows in step for row in rows))
-plot.timeline([row for rows in shortest for row in rows], xlabel="ms", title="One layer, forward and backward",
-              alt="On both ranks four all-reduces interrupt the computing, two in the forward half and two in the backward half")
-
-# %% [markdown]
-# Two forward, two backward, and while one is under way **nothing else happens**: the next product needs the sum. (Gaps without a bar are
-# Python, or a busy core.) Data parallelism hides its communication behind backward. And here?
-#
-# - **In this form** forward can hide nothing; a backward *f* could travel beside the product for the weight's gradient, as in Megatron-LM.
-# - **With lesson 10's all-gather and reduce-scatter**, product and message can be cut into chunks that overlap: PyTorch's async tensor
-#   parallelism, Megatron-LM's `--tp-comm-overlap`.
-#
-# So the link decides. Per layer and token, with $12 H^2$ weights, 6 FLOPs each, in bfloat16, without attention's own products:
-#
-# $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)} = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}$$
-#
-# **Predict.** H = 4096, p = 8, Φ = 396 TFLOP/s (40 % of an H100's peak): the ratio on NVLink, 450 GB/s, and on InfiniBand, 50 GB/s?
-
-# %% tags=["predict"]
-nvlink_guess = 2 * 7 * 396e12 / (9 * 4096 * 450e9)
-infiniband_guess = nvlink_guess * 9
-
-# %% tags=["figure"]
-LINKS = {"NVLink": comm.Link(0, 450e9), "InfiniBand": comm.Link(0, 50e9)}
-
-def ratio(p, hidden, link, tokens=2048, flops_per_s=396e12):
-    return 4 * comm.time_s("all_reduce", p, tokens * hidden * 2, link) / (72 * tokens * hidden**2 / p / flops_per_s)
-
-compare("NVLink, by perf.comm", nvlink_guess, ratio(8, 4096, LINKS["NVLink"]))
-compare("InfiniBand, by perf.comm", infiniband_guess, ratio(8, 4096, LINKS["InfiniBand"]))
-plot.lines({f"{name}, H = {hidden}": [ratio(p, hidden, link) for p in (2, 4, 8, 16)] for name, link in LINKS.items() for hidden in (4096, 12288)},
-           x=(2, 4, 8, 16), logy=True, xlabel="tensor-parallel ranks", ylabel="communicating / computing", reference={"equally long": 1},
-           alt="The ratio grows with the ranks; NVLink stays below one up to 16 ranks, InfiniBand reaches one by 4 ranks at width 4096, by 8 at 12288")
-
-# %% [markdown] tags=["exercise"]
-# Twice the ranks means half the computing and a little more communication, so the ratio grows with p − 1. It falls with H: wide models
-# can be cut further. On InfiniBand a layer of width 4096 communicates longer than it computes from 4 ranks on.
-#
-# **Takeaway: four all-reduces of B·S·H per layer, in the way of everything. Tensor parallelism stays inside the node.**
-#
-# ### Exercise 9.3 · The bill of a whole GPT
-#
-# How many all-reduces does one forward and backward of a whole model make, and how many bytes are their tensors? Go from bottom to top:
-# embedding, layers, head, loss (its maximum in one, sum and target together in another). Activations have `value_bytes` each; the loss
-# always computes in float32.
-
-# %% tags=["exercise"]
-def traffic(config, batch, value_bytes):
-    """(number of all-reduces, bytes of their tensors); config has num_layers, hidden_size, context_length, vocab_size."""
-    ### BEGIN SOLUTION
-    per_token = batch * config.context_length
-    act = per_token * config.hidden_size * value_bytes
-    pairs = 2 * config.num_layers + 1  # attention and MLP of each layer; the embedding has a g, the head an f
-    return 2 * pairs + 2, 2 * pairs * act + 3 * per_token * 4
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("9.3", lambda: l09.traffic(traffic, ranks))
-
-# %% [markdown]
-# ## 6. The same with DTensor
-#
-# PyTorch's own tensor parallelism needs no new layers. A `DTensor` is a tensor that knows how it is laid out over a `DeviceMesh`:
-# `Shard(0)`, `Replicate()`, or `Partial()`, a sum that is still to be made. Each operation works out the layout of its result, and
-# communicates where it must. `parallelize_module` turns weights into DTensors by a plan: a style for each name.
-#
-# Models written for it have separate layers for q, k and v, which can be cut plainly.
-#
-# **Predict.** (a) All-reduces in the backward of an MLP cut by a plan? (b) Of an attention with q, k and v as three column-parallel
-# layers that read the same x?
-
-# %% tags=["predict"]
-mlp_guess = 1
-separate_guess = 3  # each of the three layers has an f of its own
-
-# %%
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Replicate
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    PrepareModuleInput,
-    RowwiseParallel,
-    parallelize_module,
+H = 64
+thirds = sharding.Shard(0, (H, H, H))
+columns = sharding.Shard(0)  # of the stored weight: outputs
+rows = sharding.Shard(1)  # of the stored weight: inputs
+plot.cuts(
+    {
+        "qkv\n[H, 3H]": ((3 * H, H), thirds),
+        "proj\n[H, H]": ((H, H), rows),
+        "up\n[H, 4H]": ((4 * H, H), columns),
+        "down\n[4H, H]": ((H, 4 * H), rows),
+    },
+    parts=2, title="Columns, rows; columns, rows",
+    alt="The fused weight is cut in each of its three sections into columns, up into "
+        "columns, the two output projections into rows",
 )
 
-
-def by_plan(plan):
-    return lambda module: parallelize_module(module, init_device_mesh("cpu", (2,)), plan)
-
-mlp_plan, fused_plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}, {"qkv": ColwiseParallel(), "proj": RowwiseParallel()}
-plan = dict.fromkeys("qkv", ColwiseParallel()) | {"proj": RowwiseParallel()}
-enters_once = {"": PrepareModuleInput(input_layouts=Replicate(), desired_input_layouts=Replicate())}
-
-# %% tags=["nbval-check-output"]
-def backward_sums(make, plan):
-    return ranks.run(lambda: count_collectives(by_plan(plan)(make()), torch.randn(2, 16, 64)))[0][1]["all_reduce"][0]
-
-compare("MLP, all-reduces backward", mlp_guess, backward_sums(make_mlp, mlp_plan), within=1)
-compare("q, k, v apart", separate_guess, backward_sums(SeparateAttention, plan), within=1)
-print("q, k, v apart, x made a DTensor before it branches:", backward_sums(SeparateAttention, plan | enters_once))
-for name, case in {"MLP": (make_mlp, mlp_plan), "q, k, v": (SeparateAttention, plan), "fused": (make_attention, fused_plan)}.items():
-    print(f"{name:8} exact: {all(float(error) < 1e-12 for error in ranks.run(difference, case[0], by_plan(case[1]))[0])}")
-
-# %% [markdown] tags=["exercise"]
-# The MLP costs what ours does. The attention pays three times: each layer sums by itself. If x becomes a DTensor **before** it branches,
-# the three partial gradients are added on each rank first, and one sum is left: same numbers, and no warning in either case. And a plan
-# for our fused qkv makes the plain cut of section 3: no error, all wrong. DTensor keeps exact books of layouts; what the rows **mean** it
-# cannot know.
+# %% [markdown]
+# Models with **grouped queries** have fewer key and value heads than query heads, because several queries share one
+# (Llama 3 has 8 key/value heads at every size). The sections then have different lengths, and nothing else changes, as
+# long as tp divides the number of key/value heads. With more ranks than that, two ranks hold the same head, and the sum
+# of their gradients is one more thing to remember; `labcode` does it.
 #
-# **Takeaway: count the collectives of a plan, and compare it with the whole model once. What you get for it: no layers of your own, and
-# tensors that FSDP2 and distributed checkpoints understand.**
-#
-# ### Exercise 9.4 · Llama's MLP
-#
-# - It has three weights: `down(silu(gate(x)) * up(x))`.
-# - Given the whole weights, [F, H], [F, H] and [H, F], compute it over the group, each rank with its own parts only, with **one**
-#   all-reduce forward and one backward. Use `copy_to` and `reduce_from`.
-# - Then go on: what about its attention, with three layers, rotary positions and 8 key/value heads?
-
-# %% tags=["exercise"]
-def my_swiglu(x, gate, up, down, group):
-    """[.., H] -> [.., H], the same on every rank."""
-    ### BEGIN SOLUTION
-    rank, p = group.rank(), group.size()
-    x = copy_to(x, group)
-    inside = F.silu(x @ gate.chunk(p)[rank].T) * (x @ up.chunk(p)[rank].T)
-    return reduce_from(inside @ down.chunk(p, dim=1)[rank].T, group)
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("9.4", lambda: l09.swiglu(my_swiglu, ranks))
+# **Takeaway: cut where the computation falls apart by itself: features of the MLP, heads of the attention. A fused
+# weight is cut section by section.**
 
 # %% [markdown]
-# ## 7. A whole GPT
+# ## 4. What it costs
 #
-# `parallelize(model, grid)` does to a model what we did by hand. It goes through a table that says which module becomes what. Four ranks
-# now, and first the table, with the weights of rank 0 when tp = 2.
-
-# %%
-from labcode.comm.grid import Grid
-from labcode.data import sampler, text
-from labcode.models.parallelize import parallelize
-
-torch.set_num_threads(1)
-ranks = Ranks(4)
-splits = text.load(text.TextData(), context_length=64)
-config = GPTConfig(splits.tokenizer.vocab_size, num_layers=2, num_heads=4, hidden_size=64, context_length=64)
-batches = [splits.train[sampler.Batches(len(splits.train), global_batch=16).indices(step)] for step in range(15)]
-
-def build():
-    return layers.initialize(gpt.GPT(config), 0).double()
-
-described = ranks.run(lambda: parallelize(build(), Grid.create(GridShape(dp=2, tp=2))).describe())[0]
-print(*(line for line in described.splitlines() if not line.startswith("blocks.1")), sep="\n")
-
-# %% [markdown]
-# Of `embed.weight` [83, 64] rank 0 has 42 rows. The head is not in the list: it is tied, it is the same weight. Positions, norms and the
-# biases after a sum are whole on every rank; the last column comes alive in lesson 10.
+# A transformer layer has two such pairs of column and row, one in the attention and one in the MLP. Each of them has an
+# f and a g.
 #
-# Now train: one process, then grids of four ranks; 15 steps of AdamW in float64. dp cuts the batch, tp does not: all ranks of a tp group
-# read the same samples. And one run is **broken on purpose**: every *f* is forgotten.
-#
-# **Predict.** Without *f*, the gradient of everything below is incomplete at each step. How far does the loss fall in 15 steps, as a
-# share of the fall of the true run?
+# **Predict.** One layer, B = 8 samples of S = 128 tokens, width H = 256, float32. How many all-reduces are there in
+# forward, and how many in backward? How many bytes have their tensors in all?
 
 # %% tags=["predict"]
-fall_guess = 0.9  # AdamW divides by the length of a gradient anyway, and a part of it points about the same way
+all_reduces_forward = 2
+all_reduces_backward = 2
+bytes_in_all = 4 * (8 * 128 * 256 * 4)
 
-# %%
-def forget_f(module):
-    for layer in module.modules():
-        if isinstance(layer, tensor.ColumnParallelLinear):
-            layer.multiply = lambda x, weight, bias, *rest: F.linear(x, weight, bias)
+# %% tags=["nbval-check-output"]
+def layer_collectives():
+    block = layers.Block(256, 4, 1024, causal=True)
+    sections = (256, 256, 256)
+    attention = block.attention
+    attention.qkv = tensor.ColumnParallelLinear(attention.qkv, tp_group(), sections)
+    attention.proj = tensor.RowParallelLinear(attention.proj, tp_group())
+    block.mlp = shard_mlp(block.mlp)
+    return count_collectives(block, torch.randn(8, 128, 256))
 
-def train_on(shape, change=lambda module: None):
-    """Losses of the whole batch, and this rank's copy of a norm."""
-    grid = Grid.create(shape)
-    model = parallelize(build(), grid)
-    change(model.module)
-    losses = adamw_steps(model, model.loss, batches, lambda x: x.chunk(shape.dp)[grid.coord("dp")], model.finish_gradient_sync)
-    dist.all_reduce(losses, group=grid.group("dp"))
-    return losses / shape.dp, model.module.blocks[0].norm1.weight.detach()
+forward, backward = ranks.run(layer_collectives)[0]
+number_forward, bytes_forward = forward["all_reduce"]
+number_backward, bytes_backward = backward["all_reduce"]
+measured_bytes = bytes_forward + bytes_backward
+compare("all-reduces forward", all_reduces_forward, number_forward, within=1)
+compare("all-reduces backward", all_reduces_backward, number_backward, within=1)
+compare("their bytes", bytes_in_all, measured_bytes, within=1, unit="B")
 
-# %%
-truth = adamw_steps(build(), gpt.loss, batches)
-runs = {"dp=2 x tp=2": ranks.run(train_on, GridShape(dp=2, tp=2)), "tp=4": ranks.run(train_on, GridShape(tp=4)),
-        "tp=4, f forgotten": ranks.run(train_on, GridShape(tp=4), forget_f)}
-fall, broken_fall = ((losses[0] - losses[-1]).item() for losses in (truth, runs["tp=4, f forgotten"][0][0]))
-compare("fall without f", fall_guess, broken_fall / fall, within=1.5)
-for name, run in runs.items():
-    copies = max((copy - run[0][1]).abs().max() for _, copy in run)
-    print(f"{name:18} largest difference of a loss {(run[0][0] - truth).abs().max():.0e}, between copies of a norm {copies:.0e}")
+# %% [markdown]
+# Four all-reduces of B·S·H numbers in each layer, whatever p is. It does not matter how many weights the layer has,
+# only how many activations go through it. With data parallelism it is the other way round.
+#
+# And none of them can hide. The next matrix product needs the sum, so while an all-reduce is under way the rank has
+# nothing to compute. (One exception: the backward sum of f can travel beside the product for the weight's gradient, as
+# it does in Megatron-LM.) So the ratio of communicating to computing decides. A layer has 12 H² weights, 4 in the
+# attention and 8 in the MLP. Each costs 6 FLOPs for each token, forward and backward, which p ranks share. With Φ
+# FLOP/s and a link of β bytes/s, and activations of 2 bytes,
+#
+# $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
+# = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
+#
+# There is the factor p - 1 of lesson 08 again. Now use the formula.
+#
+# **Predict.** H = 4096, p = 8, and Φ = 396 TFLOP/s, which is 40 % of an H100's peak. What is the ratio on NVLink, with
+# 450 GB/s, and what on InfiniBand, with 50 GB/s?
+
+# %% tags=["predict"]
+on_nvlink = 2 * 7 * 396e12 / (9 * 4096 * 450e9)
+on_infiniband = 9 * on_nvlink
 
 # %% tags=["figure"]
-losses = {"one process": truth} | {name: run[0][0] for name, run in runs.items()}
-picture = plot.lines(losses, x=range(1, 16),
-                     xlabel="step", ylabel="loss (nats)", title="A GPT on four ranks",
-                     alt="Both grids lie on the curve of one process; the run without f falls beside it, as far down")
-picture.axes[0].lines[0].set_linewidth(7)  # wide, so that it can be seen beneath the others
-picture
+LINKS = {
+    "NVLink": alpha_beta.Link(0, 450e9),
+    "InfiniBand": alpha_beta.Link(0, 50e9),
+}
 
-# %% tags=["figure"]
-off = {name: (loss - truth).abs().clamp(min=1e-17) for name, loss in losses.items()}
-picture = plot.lines(off, x=range(1, 16), logy=True, xlabel="step", ylabel="difference (nats)", title="Loss against one process",
-                     reference={"allowed: 1e-9": 1e-9},
-                     alt="Both grids differ from one process by less than 1e-12, the run without f by 1e-3 and more from the second step on")
+def ratio(p, hidden, link, tokens=2048):
+    communicating = 4 * alpha_beta.time_s("all_reduce", p, tokens * hidden * 2, link)
+    computing = 72 * tokens * hidden**2 / p / 396e12
+    return communicating / computing
+
+curves = {}
+for name, link in LINKS.items():
+    for hidden in (4096, 12288):
+        ratios = [ratio(p, hidden, link) for p in (2, 4, 8, 16)]
+        curves[f"{name}, H = {hidden}"] = ratios
+compare("on NVLink", on_nvlink, ratio(8, 4096, LINKS["NVLink"]), within=1.01)
+other = ratio(8, 4096, LINKS["InfiniBand"])
+compare("on InfiniBand", on_infiniband, other, within=1.01)
+picture = plot.lines(
+    curves, x=(2, 4, 8, 16), logx=True, logy=True, xlabel="ranks of tp",
+    ylabel="communicating / computing", reference={"equally long": 1},
+    title="Tensor parallelism belongs inside the node",
+    alt="The ratio grows with the ranks; NVLink stays below one up to 16 ranks, "
+        "InfiniBand reaches one by 4 ranks at width 4096 and by 8 at width 12288",
+)
 legend = picture.axes[0].get_legend()
 legend.set_loc("upper left")
 legend.set_bbox_to_anchor((1, 1))  # beside the axes
 picture
 
 # %% [markdown]
-# The broken curve falls about as far as the true one, perhaps a little less or more. It would pass for another seed. Its first loss is
-# even exact, since forward is right. (An exact 0 is drawn at 1e-17; one process, compared with itself, lies there throughout.) Two cheap
-# tests find the bug at once: the loss of the **second** step against one process, and the copies of a weight that every rank of tp holds.
-# With *f* these are equal to the bit; without, each rank has its own.
+# On NVLink the ratio stays below one, on InfiniBand it reaches one with few ranks. It falls with H, so wide models can
+# be cut further.
 #
-# **Takeaway: every grid gives the losses of one process to rounding. A curve that looks right proves nothing: compare numbers, and
-# compare the copies.**
+# **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for all of them. Tensor
+# parallelism stays inside the node.**
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 9.4 · Llama's MLP
+#
+# Llama's MLP has three weights: `down(silu(gate(x)) * up(x))`, where `*` multiplies feature by feature. Given the
+# **whole** weights as PyTorch stores them, [F, H], [F, H] and [H, F], compute it over the group. There is no skeleton,
+# but a list of what the check looks at:
+#
+# 1. the result is the same as on one process, on every rank of the group;
+# 2. each rank does its share of the products and no more;
+# 3. one all-reduce in forward, one in backward;
+# 4. the gradient of x is right.
+
+# %% tags=["exercise"]
+def my_swiglu(x, gate, up, down, group):
+    """[.., H] -> [.., H], the same on every rank of the group."""
+    ### BEGIN SOLUTION
+    p = group.size()
+    rank = group.rank()
+    own_gate = gate.chunk(p, dim=0)[rank]
+    own_up = up.chunk(p, dim=0)[rank]
+    own_down = down.chunk(p, dim=1)[rank]
+    x = copy_to(x, group)
+    inside = F.silu(x @ own_gate.T) * (x @ own_up.T)
+    return reduce_from(inside @ own_down.T, group)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("9.4", lambda: l09.swiglu(my_swiglu, ranks))
+
+# %% [markdown]
+# <details><summary>And Llama's attention?</summary>
+#
+# Its q, k and v are three layers, so each of them is cut plainly, by whole heads: q, k and v column-parallel with one f
+# in front of all three, the output row-parallel. The rotary positions work on each head alone and need nothing. With 8
+# key/value heads tp can be up to 8 without copies.
+# </details>
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes for sections 3 and 4, and 6 for the exercise. Typical in 9.4: `copy_to` twice (two
+# sums in backward), or the whole gate on every rank (right numbers, no parallelism: the check counts FLOPs). Ask: could
+# gate and up be one fused weight? (Yes, cut by sections.)
+
+# %% [markdown]
+# ## 5. The same with DTensor
+#
+# PyTorch's own tensor parallelism needs no new layers. A **DTensor** is a tensor that knows how it is laid out over the
+# ranks of a device mesh. Each rank holds a plain tensor, its **local** part, and the layout says what that part is:
+#
+# - `Replicate()`: every rank holds all of it.
+# - `Shard(0)` or `Shard(1)`: the tensor is cut along that dim, and every rank holds one piece.
+# - `Partial()`: every rank holds a summand as large as the whole. The tensor is the sum, which nobody has computed yet.
+
+# %% tags=["figure"]
+plot.layouts(
+    title="Four layouts of one tensor over two ranks",
+    alt="A tensor of two by two numbers: replicated, cut into rows, cut into columns, "
+        "and partial, where the two ranks hold summands of it",
+)
+
+# %% [markdown]
+# When you compute with DTensors, PyTorch works out the layout of the result, and communicates where it must. For
+# example, if x is `Replicate()` and w is `Shard(1)`, each rank has some columns of w, and so it gets some columns of x
+# @ w: the result is `Shard(1)`, and nothing was sent.
+#
+# **Predict.** X is `Replicate()`, A is `Shard(1)` and B is `Shard(0)`. Which layout has X @ A, and which has (X @ A) @
+# B? Answer with the names above, as text.
+
+# %% tags=["predict"]
+layout_of_xa = "Shard(1)"
+layout_of_xab = "Partial()"
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor import (
+    Partial,
+    Replicate,
+    Shard,
+    distribute_tensor,
+)
+
+
+def tp_mesh():
+    """The ranks of this rank's tensor-parallel group, as PyTorch wants them."""
+    return Grid.create(GridShape(dp=2, tp=2)).mesh["tp"]
+
+def layout(dtensor):
+    placement = dtensor.placements[0]
+    if isinstance(placement, Partial):
+        return "Partial()"
+    if isinstance(placement, Shard):
+        return f"Shard({placement.dim})"
+    return "Replicate()"
+
+def layouts_of_products():
+    mesh = tp_mesh()
+    x = distribute_tensor(torch.ones(4, 4), mesh, [Replicate()])
+    a = distribute_tensor(torch.ones(4, 8), mesh, [Shard(1)])
+    b = distribute_tensor(torch.ones(8, 4), mesh, [Shard(0)])
+    xa = x @ a
+    xab = xa @ b
+    y = xab.redistribute(mesh, [Replicate()])
+    summand = xab.to_local()[0, 0].item()
+    total = y.to_local()[0, 0].item()
+    return layout(xa), layout(xab), summand, total
+
+of_xa, of_xab, summand, total = ranks.run(layouts_of_products)[0]
+compare("layout of X A", layout_of_xa, of_xa)
+compare("layout of X A B", layout_of_xab, of_xab)
+print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
+
+# %% [markdown]
+# That is your MLP in other words: columns give `Shard(1)`, then rows give `Partial()`, and turning a `Partial()` into a
+# `Replicate()` is the all-reduce g. What f does is the same in backward: the gradient of a `Replicate()` that was used
+# differently on each rank comes out as `Partial()`, and is summed.
+#
+# `parallelize_module(module, mesh, plan)` turns the weights of a model into DTensors. The plan names a **style** for
+# each layer. A style says how the weight is laid out, and which layouts go in and come out:
+#
+# | style | for | weight as stored | input | output |
+# |---|---|---|---|---|
+# | `ColwiseParallel()` | linear, embedding | `Shard(0)`, the outputs | `Replicate()` | `Shard(-1)`, its features |
+# | `RowwiseParallel()` | linear, embedding | `Shard(1)`, the inputs | `Shard(-1)` | `Replicate()`, after a sum |
+# | `SequenceParallel()` | norms, dropout | whole | `Shard(1)`, its tokens | `Shard(1)` |
+# | `PrepareModuleInput(...)` | any module | is left alone | from what comes to what it wants | is left alone |
+#
+# `Shard(-1)` is the last dim. `SequenceParallel` is lesson 10 in one word: between the pairs each rank works on some of
+# the tokens. `PrepareModuleInput` changes only the layout of what a module is given; you will need it in a moment. And
+# **`loss_parallel()`** is no style but a context, `with loss_parallel():`, in which `F.cross_entropy` accepts logits
+# that are `Shard(-1)` and does not gather them; it is the loss of section 7.
+#
+# Now our MLP, by hand and by plan, with the same numbers.
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+    parallelize_module,
+)
+
+
+def mlp_by_plan(mlp):
+    plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+    return parallelize_module(mlp, tp_mesh(), plan)
+
+def number_of_all_reduces(make, shard):
+    module = shard(make())
+    forward, backward = count_collectives(module, torch.randn(2, 16, 64))
+    return forward["all_reduce"][0], backward["all_reduce"][0]
+
+for shard in (shard_mlp, mlp_by_plan):
+    differences = ranks.run(difference, make_mlp, shard)[0]
+    forward, backward = ranks.run(number_of_all_reduces, make_mlp, shard)[0]
+    print(f"{shard.__name__}: exact: {is_exact(differences)}")
+    print(f"    all-reduces: {forward} forward, {backward} backward")
+
+# %% [markdown]
+# The plan of two lines does what your two classes do.
+#
+# Models that are written for DTensor have separate layers for q, k and v, which can be cut plainly.
+#
+# **Predict.** In `SeparateAttention`, three column-parallel layers q, k and v read the same x, and proj is
+# row-parallel. Each `ColwiseParallel` layer turns its own input into a DTensor. How many all-reduces are there in
+# backward?
+
+# %% tags=["predict"]
+sums_in_backward = 3
+
+# %% tags=["nbval-check-output"]
+SEPARATE_PLAN = {
+    "q": ColwiseParallel(),
+    "k": ColwiseParallel(),
+    "v": ColwiseParallel(),
+    "proj": RowwiseParallel(),
+}
+
+def separate_by_plan(attention):
+    return parallelize_module(attention, tp_mesh(), SEPARATE_PLAN)
+
+_, backward = ranks.run(number_of_all_reduces, SeparateAttention, separate_by_plan)[0]
+compare("sums in backward", sums_in_backward, backward, within=1)
+
+# %% [markdown]
+# Three: each of the layers has an f of its own, and each sums the gradient of x. One sum of the three gradients, added
+# up on each rank first, would do. For that, x must become a DTensor **before** it branches to the three layers, and
+# that is what `PrepareModuleInput` is for. In a plan, the name `""` means the module itself, so this style is applied
+# to the input of the whole attention: it takes a plain tensor, which is the same on all ranks (`Replicate()`), and
+# hands it on as a DTensor with the same layout.
+
+# %% tags=["nbval-check-output"]
+def separate_with_one_f(attention):
+    x_enters_once = PrepareModuleInput(
+        input_layouts=Replicate(), desired_input_layouts=Replicate()
+    )
+    plan = SEPARATE_PLAN | {"": x_enters_once}
+    return parallelize_module(attention, tp_mesh(), plan)
+
+def fused_by_plan(attention):
+    plan = {"qkv": ColwiseParallel(), "proj": RowwiseParallel()}
+    return parallelize_module(attention, tp_mesh(), plan)
+
+for make, shard in (
+    (SeparateAttention, separate_by_plan),
+    (SeparateAttention, separate_with_one_f),
+    (make_attention, fused_by_plan),
+):
+    differences = ranks.run(difference, make, shard)[0]
+    _, backward = ranks.run(number_of_all_reduces, make, shard)[0]
+    print(f"{shard.__name__}: exact: {is_exact(differences)}, {backward} sums backward")
+
+# %% [markdown]
+# The last line is the plain cut of section 3 again: a plan for our fused qkv gives no error, and all numbers are wrong.
+# DTensor keeps exact books of layouts. What the columns **mean**, it cannot know.
+#
+# One style is left: `SequenceParallel`. Here a norm stands before the MLP, and everything outside the pair is
+# `Shard(1)`: each rank holds some of the tokens. So `up` must be told that its input comes as `Shard(1)`, and `down`
+# that its output shall leave as `Shard(1)`. Both styles take such arguments.
+
+# %% tags=["nbval-check-output"]
+class NormAndMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm = nn.LayerNorm(64)
+        self.up = nn.Linear(64, 256)
+        self.down = nn.Linear(256, 64)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(self.norm(x))))
+
+def on_parts_of_the_sequence():
+    plan = {
+        "norm": SequenceParallel(),
+        "up": ColwiseParallel(input_layouts=Shard(1)),
+        "down": RowwiseParallel(output_layouts=Shard(1)),
+    }
+    module = parallelize_module(NormAndMLP(), tp_mesh(), plan)
+    own_tokens = torch.randn(2, 8, 64)  # 8 of the 16 tokens
+    forward, _ = count_collectives(module, own_tokens)
+    return forward
+
+for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
+    print(f"forward: {number} {kind} of {num_bytes} bytes")
+
+# %% [markdown]
+# In place of the all-reduce there are an all-gather before `up` and a reduce-scatter after `down`. By the equation of
+# lesson 01 they send as much as one all-reduce. What is gained by it is memory, and lesson 10 is about that.
+#
+# **Takeaway: a plan replaces the layers of your own, and FSDP2 and distributed checkpoints understand its tensors.
+# Count its collectives, and compare it with the whole model once.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. Go through the table style by style, with the MLP on the board. Ask: in the table,
+# which layout would the output of `RowwiseParallel` have if nothing were sent? (`Partial()`.)
+
+# %% [markdown]
+# ## 6. A whole GPT
+#
+# `parallelize(model, grid)` does to a whole model what we did by hand. It goes through a table that says which module
+# becomes what. Here is the table, with the weights of rank 0 for dp = 2 and tp = 2.
+
+# %%
+from labcode.data import sampler, text
+from labcode.models.parallelize import parallelize
+
+torch.set_num_threads(1)
+splits = text.load(text.TextData(), context_length=64)
+config = GPTConfig(
+    splits.tokenizer.vocab_size, num_layers=2, num_heads=4, hidden_size=64,
+    context_length=64,
+)
+order = sampler.Batches(len(splits.train), global_batch=16)
+batches = [splits.train[order.indices(step)] for step in range(15)]
+
+def build():
+    return layers.initialize(gpt.GPT(config), 0).double()
+
+def described():
+    grid = Grid.create(GridShape(dp=2, tp=2))
+    return parallelize(build(), grid).describe()
+
+for line in ranks.run(described)[0].splitlines():
+    if not line.startswith("blocks.1"):
+        print(line)
+
+# %% [markdown]
+# Of the 83 rows of `embed.weight`, one for each character of the text, rank 0 has 42. The head is not in the list
+# because it is **tied**: it is the same weight as the embedding, so it is cut in the same way. Positions, norms and the
+# biases after a sum are whole on every rank. (Where the table speaks of cp, it means context parallelism, lesson 11.
+# Here cp is 1, so these sums have one summand.)
+#
+# Now we train: 15 steps of AdamW in float64, on one process, on two grids of four ranks, and once more **broken on
+# purpose**, with every f forgotten. dp cuts the batch, tp does not: all ranks of a tp group read the same samples.
+#
+# **Predict.** Without f, the gradient of everything below is incomplete at every step. How far does the loss fall in
+# these 15 steps, as a share of the fall of the true run? Say 0 if you think it does not learn, and 1 if it learns as
+# well as the true one. (AdamW divides a gradient by its own size, so only its direction counts.)
+
+# %% tags=["predict"]
+share_of_the_fall = 0.9
+
+# %%
+def forget_f(module):
+    """Every column-parallel layer multiplies without f in front."""
+    def without_f(x, weight, bias, *rest):
+        return F.linear(x, weight, bias)
+
+    for layer in module.modules():
+        if isinstance(layer, tensor.ColumnParallelLinear):
+            layer.multiply = without_f
+
+def train_on(shape, forgetting=False):
+    """The losses of the whole batch, and this rank's copy of a norm."""
+    grid = Grid.create(shape)
+    model = parallelize(build(), grid)
+    if forgetting:
+        forget_f(model.module)
+
+    def own_samples(batch):
+        return batch.chunk(shape.dp)[grid.coord("dp")]
+
+    losses = adamw_steps(
+        model, model.loss, batches, own_samples, model.finish_gradient_sync
+    )
+    dist.all_reduce(losses, group=grid.group("dp"))
+    return losses / shape.dp, model.module.blocks[0].norm1.weight.detach()
+
+truth = adamw_steps(build(), gpt.loss, batches)
+runs = {
+    "dp=2 x tp=2": ranks.run(train_on, GridShape(dp=2, tp=2)),
+    "tp=4": ranks.run(train_on, GridShape(tp=4)),
+    "tp=4, f forgotten": ranks.run(train_on, GridShape(tp=4), forgetting=True),
+}
+
+# %%
+def fall(losses):
+    return (losses[0] - losses[-1]).item()
+
+broken_losses, _ = runs["tp=4, f forgotten"][0]
+broken_share = fall(broken_losses) / fall(truth)
+compare("fall without f", share_of_the_fall, broken_share, within=1.5)
+for name, of_ranks in runs.items():
+    losses, norm = of_ranks[0]
+    apart = max((other - norm).abs().max().item() for _, other in of_ranks)
+    off = (losses - truth).abs().max().item()
+    print(f"{name:18} losses off by {off:.0e}, copies of a norm apart by {apart:.0e}")
+
+# %% tags=["figure"]
+losses = {"one process": truth}
+for name, of_ranks in runs.items():
+    losses[name] = of_ranks[0][0]
+picture = plot.lines(
+    losses, x=range(1, 16), xlabel="step", ylabel="loss (nats)",
+    title="A GPT whose f is forgotten learns as well",
+    alt="Both grids lie on the curve of one process; the run without f falls beside it",
+)
+picture.axes[0].lines[0].set_linewidth(7)  # wide, so that it is seen beneath the others
+picture
+
+# %% tags=["figure"]
+off = {}
+for name, values in losses.items():
+    off[name] = (values - truth).abs().clamp(min=1e-17)
+picture = plot.lines(
+    off, x=range(1, 16), logy=True, xlabel="step", ylabel="difference (nats)",
+    title="Numbers tell what the curve does not", reference={"allowed: 1e-9": 1e-9},
+    alt="Both grids differ from one process by less than 1e-12, the run without f by a "
+        "thousandth and more from the second step on",
+)
+legend = picture.axes[0].get_legend()
+legend.set_loc("upper left")
+legend.set_bbox_to_anchor((1, 1))  # beside the axes
+picture
+
+# %% [markdown]
+# The broken run falls about as far as the true one. It would pass for another seed. Its first loss is even exact,
+# because forward is right. (A difference of exactly 0 is drawn at 1e-17.) Two cheap tests find the mistake at once: the
+# loss of the **second** step against one process, and the copies of a weight that every rank of tp holds. With f these
+# are equal to the last bit; without it, each rank has its own.
+#
+# **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
+# compare numbers, and compare the copies.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes, and the best moment of the lesson: show the first figure and ask who would have
+# stopped this run. Then the second. Section 7 is optional: 25 minutes with its two exercises, good as homework.
+
+# %% [markdown]
+# ## 7. Optional: the vocabulary
+#
+# (25 minutes. Nothing later in the course needs that you have written this yourself.)
+#
+# The table of the vocabulary, [V, H], is often the largest single weight. It is cut along V, which need not be a
+# multiple of p: of our 83 characters the first of two ranks takes 42, and the second 41.
+#
+# - As the **embedding**, it turns tokens into vectors. A rank looks up the tokens that it has, takes a vector of zeros
+#   for the others, and all ranks add up: a g.
+# - As the **head**, it turns vectors into V scores for each token, the **logits**. That is a column-parallel layer: an
+#   f, and then each rank has the logits of its part of the vocabulary, [B, S, V/p].
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 9.5 · The embedding
+#
+# Write the layer. Keep this rank's rows, `embedding.weight.tensor_split(p)[rank]`, as the parameter `weight`. The first
+# row of a rank is token `first` of the vocabulary, where `first` counts the rows of the ranks before it. In `forward`,
+# `tokens` holds numbers from 0 to V - 1. `F.embedding(rows, weight)` looks rows up, and `mask[..., None]` gives a mask
+# one more dim.
+
+# %% tags=["exercise"]
+class MyVocabParallelEmbedding(nn.Module):
+    """An embedding of which this rank has some rows: [B, S] tokens to [B, S, H]."""
+
+    def __init__(self, embedding, group):
+        super().__init__()
+        ### BEGIN SOLUTION
+        parts = embedding.weight.detach().tensor_split(group.size())
+        rank = group.rank()
+        self.group = group
+        self.weight = nn.Parameter(parts[rank].clone())
+        self.first = 0
+        for part in parts[:rank]:
+            self.first += len(part)
+        ### END SOLUTION
+
+    def forward(self, tokens):
+        ### BEGIN SOLUTION
+        row = tokens - self.first
+        elsewhere = (row < 0) | (row >= len(self.weight))
+        some_row = row.masked_fill(elsewhere, 0)
+        x = F.embedding(some_row, self.weight)
+        x = x.masked_fill(elsewhere[..., None], 0)
+        return reduce_from(x, self.group)
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("9.5", lambda: l09.vocabulary_embedding(MyVocabParallelEmbedding, ranks))
+
+# %% [markdown]
+# Then comes the loss. One could gather the logits, so that each rank has all of them. But look at what the
+# cross-entropy needs of the V logits z of a token:
+#
+# $$\ell = \log \sum_v e^{z_v - m} - (z_{target} - m), \qquad m = \max_v z_v.$$
+#
+# That is three numbers: a maximum, a sum, and a single logit, which one of the ranks has. (The maximum cancels; it is
+# subtracted so that no exponential becomes too large.) Each of the three is an all-reduce of one number for each token.
+#
+# **Predict.** GPT-2's vocabulary, rounded up to 50304, in float32, and 512 tokens. How many bytes are the gathered
+# logits, and how many are the three numbers?
+
+# %% tags=["predict"]
+bytes_of_logits = 512 * 50304 * 4
+bytes_of_three_numbers = 512 * 3 * 4
+
+# %% tags=["nbval-check-output"]
+from labcode.comm.collectives import all_gather
+
+
+def both_losses(tokens=512, vocab=50304):
+    group = tp_group()
+    torch.manual_seed(0)
+    logits = torch.randn(tokens, vocab)
+    targets = torch.randint(vocab, (tokens,))
+    own = logits.chunk(2, dim=-1)[group.rank()].contiguous()
+    with counted() as gathering:
+        gathered = F.cross_entropy(all_gather(own, group, dim=-1), targets)
+    with counted() as reducing:
+        of_tokens = tensor.vocab_parallel_cross_entropy(own, targets, group, vocab)
+    same = torch.allclose(gathered, of_tokens.mean())
+    return totals(gathering)["all_gather"][1], totals(reducing)["all_reduce"][1], same
+
+gathered_bytes, reduced_bytes, same = ranks.run(both_losses)[0]
+compare("bytes of the logits", bytes_of_logits, gathered_bytes, within=1, unit="B")
+compare("of three numbers", bytes_of_three_numbers, reduced_bytes, within=1, unit="B")
+print("same loss:", same)
+
+# %% [markdown]
+# And gathered logits would have to **stay** on every rank for backward. With Llama 3's vocabulary of 128256 tokens and
+# a sequence of 8192 that is 8192 · 128256 · 4 bytes, more than 4 GB.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 9.6 · Loss without logits
+#
+# Write the loss of each token. `logits` [T, columns] are this rank's, and the first of its columns is number `first` of
+# the whole vocabulary. Backward must work as well: the sums go through `reduce_from`, whose backward hands the gradient
+# on. The maximum needs no gradient: take it from `logits.detach()`, and use `dist.all_reduce` with
+# `op=dist.ReduceOp.MAX`. `z.gather(-1, column[:, None])[:, 0]` picks one column in each row.
+
+# %% tags=["exercise"]
+def my_loss(logits, targets, first, group):
+    """[T] losses, the same on every rank of the group."""
+    ### BEGIN SOLUTION
+    peak = logits.detach().amax(-1)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - peak[:, None]
+    own_sum = shifted.exp().sum(-1)
+    column = targets - first
+    elsewhere = (column < 0) | (column >= logits.shape[-1])
+    some_column = column.masked_fill(elsewhere, 0)
+    own_target = shifted.gather(-1, some_column[:, None])[:, 0]
+    own_target = own_target.masked_fill(elsewhere, 0)
+    denominator = reduce_from(own_sum, group)
+    target = reduce_from(own_target, group)
+    return denominator.log() - target
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("9.6", lambda: l09.vocabulary_loss(my_loss, ranks))
+
+# %% [markdown]
+# PyTorch's `loss_parallel` does the same with logits that are a DTensor, `Shard(-1)`. Are its numbers those of ours?
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import loss_parallel
+
+
+def loss_by_dtensor():
+    mesh = tp_mesh()
+    torch.manual_seed(0)
+    logits = torch.randn(512, 1000, dtype=torch.float64)
+    targets = torch.randint(1000, (512,))
+    own = logits.chunk(2, dim=-1)[mesh.get_local_rank()].contiguous()
+    as_dtensor = DTensor.from_local(own, mesh, [Shard(-1)])
+    with loss_parallel(), counted() as calls:
+        loss = F.cross_entropy(as_dtensor, targets)
+    expected = F.cross_entropy(logits, targets)
+    return torch.allclose(loss.to_local(), expected), totals(calls)["all_reduce"]
+
+same, (number, num_bytes) = ranks.run(loss_by_dtensor)[0]
+print(f"same loss: {same}; {number} all-reduces, {num_bytes} bytes")
+print(f"three numbers for each token are {512 * 3 * 8} bytes")
+
+# %% [markdown]
+# Now you can make out the bill of a whole GPT. From bottom to top there are the embedding with its g, then the layers,
+# then the head with its f, and at last the loss with its maximum in one all-reduce, and the sum and the target together
+# in another one.
+#
+# **Predict.** A GPT of 3 layers, width 32, 2 sequences of 12 tokens, float32. How many all-reduces do forward and
+# backward make together? How many bytes have their tensors?
+
+# %% tags=["predict"]
+number_of_sums = 1 + 3 * 4 + 1 + 2
+bytes_of_sums = (1 + 3 * 4 + 1) * (2 * 12 * 32 * 4) + 3 * (2 * 12 * 4)
+
+# %% tags=["nbval-check-output"]
+def bill():
+    grid = Grid.create(GridShape(tp=4))
+    small = GPTConfig(65, num_layers=3, num_heads=4, hidden_size=32, context_length=12)
+    model = parallelize(gpt.GPT(small), grid)
+    tokens = torch.zeros(2, 12, dtype=torch.int64)
+    with counted() as calls:
+        model.loss(model(tokens), tokens).backward()
+    over_tp = [call for call in calls if call.group_size == 4]
+    return totals(over_tp)["all_reduce"]
+
+number, num_bytes = ranks.run(bill)[0]
+compare("all-reduces", number_of_sums, number, within=1)
+compare("their bytes", bytes_of_sums, num_bytes, within=1, unit="B")
+
+# %% [markdown]
+# **Takeaway: do not gather what you are going to reduce. Three numbers for each token replace V of them.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 25 minutes. 9.5: people forget to mask after the lookup (the tokens of others then add the
+# vector of row 0), or do not shift by `first`. 9.6: a maximum of each rank's own is the classical mistake, and the
+# check names it; another is `dist.all_reduce` on the sums, whose loss is right and whose gradient does not exist.
 
 # %%
 ranks.close()
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## 8. From here to GPUs and SLURM
 #
 # | where | start |
 # |---|---|
@@ -650,10 +1182,57 @@ ranks.close()
 # | 8 GPUs, dp = 2 | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny --parallel.tp 4` |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_tiny --parallel.tp 4` |
 #
-# What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export `MASTER_ADDR` and
-# `MASTER_PORT` first, as in lesson 04.) In real runs two things grow in weight. Products become thin, and below some width a GPU is no
-# longer busy. And norms, dropout and residuals are still whole on every rank, with all their activations: lesson 10 removes that. Dropout
-# there must draw the **same** numbers on all ranks of tp, and inside attention different ones.
+# What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export
+# `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) In real runs two things grow in weight. The products become
+# thin, and below some width a GPU is no longer busy. And norms, dropout and residuals are still whole on every rank,
+# with all their activations; lesson 10 removes that. Dropout there must draw the **same** numbers on all ranks of tp,
+# and inside the attention different ones.
+
+# %% [markdown]
+# ## Questions
+#
+# **1.** A model has dropout between the MLP's second layer and the residual, after g. Each rank draws its own random
+# numbers. What happens?
+#
+# <details><summary>Answer</summary>
+#
+# After g all ranks hold the same tensor. With different masks they no longer do, so the copies of everything that
+# follows differ, although every collective is right. There the ranks of tp need the same random numbers.
+# </details>
+#
+# **2.** Why is there no f in front of the row-parallel layer?
+#
+# <details><summary>Answer</summary>
+#
+# Its input is not one tensor that several ranks use: each rank has its own features, and uses them alone. So the
+# gradient of these features is complete on that rank.
+# </details>
+#
+# **3.** tp = 2 becomes tp = 4, everything else stays. What happens to the bytes of the tensors that a layer sums, and
+# what to the bytes that a rank sends?
+#
+# <details><summary>Answer</summary>
+#
+# The tensors stay the same: four of B·S·H numbers. A rank of a ring sends 2 (p - 1)/p times that, so 1.5 times in place
+# of once.
+# </details>
+#
+# **4.** Somebody cuts the fused qkv of a model plainly, trains it from the start on 2 ranks, and the loss falls well.
+# What is wrong?
+#
+# <details><summary>Answer</summary>
+#
+# It trains another network: on each rank other blocks serve as queries, keys and values, and it may learn like that.
+# But its weights fit no other value of tp, and no published checkpoint can be loaded.
+# </details>
+#
+# **5.** (Lesson 08.) With 16 ranks, dp = 2, tp = 8 and the order `dp-tp-pp-cp`, which ranks are the tp group of rank 0,
+# and why is that a bad idea on nodes of 8?
+#
+# <details><summary>Answer</summary>
+#
+# 0, 2, 4, ..., 14. Half of them are on the other node, so the four all-reduces of every layer cross between nodes.
+# </details>
 
 # %% [markdown]
 # ## Recap
@@ -662,12 +1241,13 @@ ranks.close()
 # |---|---|---|
 # | f | forward nothing, backward a sum | `comm.collectives.copy_to` |
 # | g | forward a sum, backward nothing | `comm.collectives.reduce_from` |
-# | f forgotten | wrong below, √((p−1)/p) for independent paths; copies drift | |
+# | f forgotten | error below about √((p-1)/p); copies drift apart, the loss falls all the same | |
 # | column, then row | one f, one g, bias after the sum | `parallel.tensor` |
 # | attention | whole heads, section by section | `parallel.sharding.Shard` |
-# | loss | 3 numbers per token, not V | `vocab_parallel_cross_entropy` |
-# | per layer | 4 all-reduces of B·S·H | `comm.counting` |
-# | link | 2 (p−1) Φ / (9 H β) | `perf.comm` |
+# | per layer | 4 all-reduces of B·S·H numbers | `comm.counting` |
+# | link | communicating / computing = 2 (p-1) Φ / (9 H β) | `perf.alpha_beta` |
+# | DTensor | Replicate, Shard, Partial; a style for each layer | `Grid.mesh` |
+# | loss | 3 numbers for each token, not V | `vocab_parallel_cross_entropy` |
 # | whole model | table of modules | `models.parallelize` |
 #
 # ## Sources
@@ -676,6 +1256,7 @@ ranks.close()
 # - Narayanan et al. 2021, arXiv:2104.04473, section 3: inside the node.
 # - Ainslie et al. 2023, arXiv:2305.13245: grouped queries. Llama Team 2024, arXiv:2407.21783, table 3: its heads.
 # - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 9.4.
-# - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes.
+# - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes for each parameter.
 # - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s.
-# - docs.pytorch.org: `torch.distributed.tensor.parallel`, `torch.profiler`; discuss.pytorch.org/t/209487: async tensor parallelism.
+# - PyTorch: https://docs.pytorch.org/docs/stable/distributed.tensor.html and
+#   https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html

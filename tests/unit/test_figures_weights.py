@@ -32,11 +32,12 @@ def test_stripes_are_those_of_the_split():
 
 
 def test_a_matrix_is_drawn_to_scale_and_cut_where_the_split_says():
-    rows = stripes(cuts({"w": ((6, 4), Shard(0))}, 2, alt=ALT))
-    assert [(width, height) for _, _, width, height in rows] == [(4, 3), (4, 3)]
-    assert list(rows.values()) == ["0", "1"]
-    columns = stripes(cuts({"w": ((6, 4), Shard(1))}, 4, alt=ALT))
-    assert [(width, height) for _, _, width, height in columns] == [(1, 6)] * 4
+    # PyTorch's [6 outputs, 4 inputs] is drawn 4 high and 6 wide
+    columns = stripes(cuts({"w": ((6, 4), Shard(0))}, 2, alt=ALT))
+    assert [(width, height) for _, _, width, height in columns] == [(3, 4), (3, 4)]
+    assert list(columns.values()) == ["0", "1"]
+    rows = stripes(cuts({"w": ((6, 4), Shard(1))}, 4, alt=ALT))
+    assert [(width, height) for _, _, width, height in rows] == [(6, 1)] * 4
 
 
 def test_whole_weights_vectors_and_sections():
@@ -44,7 +45,7 @@ def test_whole_weights_vectors_and_sections():
     weights = {"w": ((9, 3), thirds), "b": ((9,), thirds), "n": ((4, 4), None)}
     picture = cuts(weights, 3, alt=ALT)
     texts = [text.get_text() for text in picture.axes[0].texts]
-    assert texts.count("q") == texts.count("k") == texts.count("v") == 1  # beside the matrix alone
+    assert texts.count("q") == texts.count("k") == texts.count("v") == 1  # at the matrix alone
     assert texts.count("all") == 1 and texts.count("0") == 3
     assert len(stripes(picture)) == 9 + 9 + 1
     with pytest.raises(ValueError, match="alt"):

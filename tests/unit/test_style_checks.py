@@ -12,6 +12,7 @@ BIN = Path(sys.executable).parent
 LESSON_COLUMNS = 88
 # lessons whose code keeps to LESSON_COLUMNS; ends with all
 REWRITTEN_LESSONS: tuple[str, ...] = (
+    "09_tensor_parallel",
     "12_pipeline_parallel",
     "14_slurm_and_multi_node",
 )

@@ -5,7 +5,8 @@
     l01   the two halves of a ring, a broadcast in few rounds, a mended script
     l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
     l08   coordinates and groups for any order, process groups, the best order, a grid for 64 GPUs
-    l09   tensor parallelism          l10   sequence parallelism
+    l09   f and g, column- and row-parallel layers, Llama's MLP; embedding and loss of a vocabulary
+    l10   sequence parallelism
     l11   context parallelism: the ring
     l12   pipeline parallelism
     l14   ranks by node, a batch script, one that saves and requeues, faults from symptoms

@@ -8,8 +8,9 @@ messages.py      single messages between ranks, round by round             lesso
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
 pipeline.py      stages and their messages; F, B, I, W of a pipeline        lesson 12
-timeline.py      who is busy when                                          lessons 04, 09, 15
-weights.py       which rank holds which rows or columns of a weight        lesson 09
+timeline.py      who is busy when                                          lessons 04, 15
+tensor_flow.py   f and g around an MLP, columns and rows, DTensor layouts  lesson 09
+weights.py       which rank holds which columns or rows of a weight        lesson 09
 layer.py         what a layer keeps, and what travels around it            lesson 10
 ring_attention.py  the ring of keys and values, its gradients, Ulysses       lesson 11
 attention.py     which rank computes which part of the causal mask         lesson 11

@@ -19,6 +19,7 @@ from labcode.teach.figures.pipeline import halves, pipeline, stages
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
+from labcode.teach.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
 
@@ -28,6 +29,7 @@ __all__ = [
     "causal",
     "collective",
     "collectives",
+    "column_then_row",
     "curves",
     "cuts",
     "digits",
@@ -37,6 +39,7 @@ __all__ = [
     "heatmap",
     "kept",
     "launch_chain",
+    "layouts",
     "lines",
     "links",
     "pipeline",
@@ -47,6 +50,7 @@ __all__ = [
     "rounds",
     "second_attempt",
     "stages",
+    "tensor_parallel_mlp",
     "timeline",
     "transports",
     "ulysses",

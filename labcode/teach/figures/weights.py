@@ -1,4 +1,7 @@
-"""A drawing of weights, to scale: which rank of tensor parallelism holds which rows or columns.
+"""A drawing of weights, to scale: which rank of tensor parallelism holds which columns or rows.
+
+A weight is drawn as the W of X W, [inputs, outputs], so that a column-parallel layer is cut into
+columns. PyTorch stores its transpose, [outputs, inputs].
 
 Lesson 09 uses it; `plot.cuts` is the way in.
 """
@@ -55,17 +58,17 @@ def cuts(
     title: str = "",
     section_names: Sequence[str] = ("q", "k", "v"),
 ) -> Picture:
-    """Each weight as a rectangle, rows down and columns across, coloured and numbered by rank.
+    """Each weight as a rectangle, inputs down and outputs across, coloured and numbered by rank.
 
     Grey is replicated: every rank holds all of it.
 
     Args:
-        weights: `{"label": (shape, split)}`; a vector is drawn as a thin
-            column.
+        weights: `{"label": (shape, split)}` as PyTorch stores them, [outputs, inputs]; a vector of
+            outputs is drawn as a thin row.
         parts: Number of ranks.
         alt: What the figure shows.
         title: Above the figure.
-        section_names: Written beside the sections of a weight that has as many.
+        section_names: Written above the sections of a weight that has as many.
     """
     sizes = _drawn_sizes(weights)
     tallest = max(height for height, _ in sizes.values())
@@ -75,7 +78,7 @@ def cuts(
         total_width += width
     scale = min(6.4 / total_width, 2.6 / tallest)  # inches of an element
     width_in = total_width * scale
-    height_in = tallest * scale + 0.75
+    height_in = tallest * scale + 0.95
     picture = canvas(width_in, height_in, alt=alt)
     axes = picture.axes[0]
     left = gap / 2
@@ -86,13 +89,13 @@ def cuts(
         _draw_weight(axes, area, split, parts, numbered=is_matrix)
         sections = _sections(split)
         if is_matrix and len(sections) == len(section_names):
-            _name_sections(axes, left - 0.15 * gap, sections, section_names)
+            _name_sections(axes, left, 0.02 * tallest, sections, section_names)
         middle, _ = area.middle
         below = -height - 0.04 * tallest
         put_text(axes, middle, below, name, 8.5, va="top", linespacing=1.3)
         left += width + gap
     axes.set_xlim(0, total_width)
-    axes.set_ylim(-1.2 * tallest, 0.02 * tallest)
+    axes.set_ylim(-1.2 * tallest, 0.1 * tallest)
     blank(axes)
     if title:
         axes.set_title(title, loc="left")
@@ -100,14 +103,14 @@ def cuts(
 
 
 def _drawn_sizes(weights: Weights) -> dict[str, tuple[float, float]]:
-    """{label: (height, width)} in elements; a vector is as wide as can be seen."""
+    """{label: (height, width)} in elements; a vector is as high as can be seen."""
     shapes = [shape for shape, _ in weights.values()]
-    narrowest = min(shape[1] for shape in shapes if len(shape) > 1)
+    narrowest = min(min(shape) for shape in shapes if len(shape) > 1)
     thin = VECTOR * narrowest
     sizes = {}
     for name, (shape, _) in weights.items():
-        width = shape[1] if len(shape) > 1 else thin
-        sizes[name] = (shape[0], width)
+        height = shape[1] if len(shape) > 1 else thin
+        sizes[name] = (height, shape[0])
     return sizes
 
 
@@ -144,13 +147,13 @@ def _draw_weight(axes: Axes, area: _Area, split: Shard | None, parts: int, numbe
     if split is None:
         _draw_stripe(axes, area, REPLICATED, "all" if numbered else "")
         return
-    by_rows = split.dim == 0
-    length = area.height if by_rows else area.width
+    by_columns = split.dim == 0  # of PyTorch's weight: the output features
+    length = area.width if by_columns else area.height
     for rank, first, stop in owners(split, int(length), parts):
-        if by_rows:
-            stripe = area._replace(bottom=-stop, height=stop - first)
-        else:
+        if by_columns:
             stripe = area._replace(left=area.left + first, width=stop - first)
+        else:
+            stripe = area._replace(bottom=-stop, height=stop - first)
         _draw_stripe(axes, stripe, colour_of(rank), str(rank) if numbered else "")
 
 
@@ -162,10 +165,10 @@ def _draw_stripe(axes: Axes, area: _Area, colour: str, text: str) -> None:
     put_text(axes, *area.middle, text, 8, color=ink_on(colour))
 
 
-def _name_sections(axes: Axes, right: float, sections: Sequence[int], names: Sequence[str]) -> None:
-    """The name of each section left of it."""
-    top = 0.0
+def _name_sections(
+    axes: Axes, left: float, bottom: float, sections: Sequence[int], names: Sequence[str]
+) -> None:
+    """The name of each section above it."""
     for name, length in zip(names, sections):
-        middle = top - length / 2
-        put_text(axes, right, middle, name, 8.5, ha="right", color=INK)
-        top -= length
+        put_text(axes, left + length / 2, bottom, name, 8.5, va="bottom", color=INK)
+        left += length
