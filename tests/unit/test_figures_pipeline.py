@@ -62,3 +62,14 @@ def test_time_lines_below_each_other_share_their_axis():
 def test_stages_that_cannot_be_drawn_are_refused():
     with pytest.raises(ValueError, match="draw 2 to 5 ranks"):
         plot.stages(8, 2, title="t", alt=ALT)
+
+
+def test_rows_may_be_stages():
+    line = simulate(schedule("1f1b", 4, 8), UNIT)
+    picture = plot.pipeline(
+        {"simulated": line, "measured": line}, title="t", alt=ALT, lanes={"simulated": "stage"}
+    )
+    first = {text.get_text() for text in picture.axes[0].texts}
+    second = {text.get_text() for text in picture.axes[1].texts}
+    assert "stage 0" in first
+    assert "rank 0" in second

@@ -1,4 +1,4 @@
-"""What lesson 12 shows of a schedule: as text, as bars, and where its ranks wait."""
+"""What lesson 12 shows of a schedule: as text, and where its ranks wait."""
 
 import pytest
 
@@ -19,27 +19,6 @@ def test_a_long_table_is_narrow_and_writes_second_stages_small():
     assert lines[0].startswith("rank 0  F0F1F2F3f0f1f2f3F4")
     assert max(map(len, lines)) < 90
     assert "B7" in lines[3] and "b7" in lines[3]
-
-
-def test_bars_carry_every_action_with_its_time_and_its_letter():
-    line = simulate(schedule("interleaved", 4, 2, 2), UNIT)
-    rows = l12_paced_pipeline.bars(line, "simulated")
-    assert len(rows) == len(line.rows) == 16
-    assert {lane for lane, *_ in rows} == {"simulated 0", "simulated 1"}
-    assert {label.split()[0] for _, label, *_ in rows} == {"F", "B", "f", "b"}
-    assert rows[0] == ("simulated 0", "F 0", 0.0, pytest.approx(1.0))
-    assert max(row[3] for row in rows) == pytest.approx(1e3 * line.total_s)
-
-
-def test_kinds_get_their_colours_in_one_order_whatever_comes_first_in_time():
-    for name, num_stages in (("1f1b", 2), ("interleaved", 4)):
-        labels = [
-            label[0]
-            for _, label, *_ in l12_paced_pipeline.bars(
-                simulate(schedule(name, num_stages, 2, 2), UNIT)
-            )
-        ]
-        assert list(dict.fromkeys(labels))[:2] == ["F", "B"]
 
 
 def test_the_gaps_of_1f1b_have_four_places_and_the_lengths_of_the_lesson():

@@ -15,6 +15,7 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "09_tensor_parallel",
     "12_pipeline_parallel",
     "14_slurm_and_multi_node",
+    "15_hybrid_training",
 )
 
 

@@ -1,28 +1,53 @@
 """Checks of lesson 15, hybrid training. The text of each assertion is a hint."""
 
+import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from labcode import recipes
 from labcode.config import GPTConfig
-from labcode.perf.alpha_beta import Link
-from labcode.perf.pipeline import StageTimes, Timeline, simulate
+from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.step import ClusterModel, iteration_parts
-from labcode.schedules import schedule
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, due
 from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
 
 EXERCISES = {
-    "15.1": Exercise("and what does not fit is refused before anything starts"),
-    "15.2": Exercise("bubble included, and gradients once a step"),
-    "15.3": Exercise("the same for a trace of any profiler"),
-    "15.4": Exercise("four ranks on two nodes, and the loss of plain dp"),
-    "15.5": Exercise(),
+    "15.1": Exercise(
+        praise="and what does not fit is refused before anything starts",
+        hints=(
+            "How many ranks hold one copy of the model?",
+            "Which of the two batches is cut into micro-batches, the global or the local one?",
+            "`divmod(a, b)` gives quotient and rest at once.",
+        ),
+    ),
+    "15.2": Exercise(
+        praise="the parts, the turns, and the gradients once in a step",
+        hints=(
+            "Write one line for each of: m, act, compute, tp, pp, dp. Put them together last.",
+            "Which of them happen once in each turn, and which once in a step?",
+            "Which of them get smaller when the model is cut over more ranks?",
+        ),
+    ),
+    "15.3": Exercise(
+        praise="the fastest layout that fits, in each of the cases",
+        hints=(
+            "Two loops, over tp and over pp; dp is what is left. Skip what breaks a rule.",
+            "Remember the best so far and its time.",
+            "GridShape(dp=..., pp=..., tp=...) in the default order.",
+        ),
+    ),
+    "15.4": Exercise(
+        praise="four ranks on two nodes, and the loss of plain dp",
+        hints=(
+            "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
+            "dp is 1 here. What is the largest micro-batch with a bubble of at most 1/8?",
+        ),
+    ),
 }
 
 # ---- 15.1
@@ -59,7 +84,7 @@ def layout(my_layout: Layout) -> None:
 def _check_layout(numbers: tuple[int, int, int, int, int], found: Any) -> None:
     world, tp, pp, global_batch, micro = numbers
     case = f"world {world}, tp {tp}, pp {pp}, global batch {global_batch}, micro-batch {micro}: "
-    assert isinstance(found, tuple) and len(found) == 3, (
+    assert isinstance(found, (tuple, list)) and len(found) == 3, (
         case + f"{found}: give (dp, local batch, micro-batches)"
     )
     dp, local, count = due(*found)
@@ -99,110 +124,189 @@ MODEL = GPTConfig(
 CLUSTER = ClusterModel(0.075e9, inside=Link(2e-4, 4.5e6), between=Link(1e-3, 0.5e6))
 
 
-Iteration = Callable[[int, int, float, float], float]
+Iteration = Callable[[GPTConfig, GridShape, int, int, ClusterModel], float]
+DEEP = replace(MODEL, num_layers=8, num_heads=8)
+WIDE_NODES = replace(CLUSTER, ranks_per_node=4)
+
+ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
+    (MODEL, GridShape(), 8, 2, CLUSTER),
+    (MODEL, GridShape(dp=4), 8, 2, CLUSTER),
+    (MODEL, GridShape(pp=2), 8, 2, CLUSTER),
+    (MODEL, GridShape(tp=2), 8, 1, CLUSTER),
+    (MODEL, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
+    (MODEL, GridShape(tp=2, pp=2, order="pp-dp-cp-tp"), 8, 2, CLUSTER),
+    (DEEP, GridShape(dp=2, pp=4, tp=4), 32, 4, WIDE_NODES),
+)
 
 
 def iteration(my_iteration: Iteration) -> None:
-    """The learner's time of a step, against the parts of the model.
-
-        (m + pp - 1) * micro_s + dp_s
+    """The learner's time of a step, against the sum of the parts of `perf.step`.
 
     Args:
-        my_iteration: `my_iteration(m, pp, micro_s, dp_s)` -> seconds.
+        my_iteration: `my_iteration(model, shape, global_batch, micro_batch, cluster)` -> seconds.
     """
-    cases = (
-        (16, 4, 0.02, 0.5),
-        (8, 1, 0.1, 0.6),
-        (4, 2, 0.1, 0.0),
-        (4, 2, 0.1, 0.3),
-        (1, 4, 1.0, 0.0),
+    for case in ITERATIONS:
+        _check_iteration(case, due(my_iteration(*case)))
+
+
+def _check_iteration(
+    case: tuple[GPTConfig, GridShape, int, int, ClusterModel], found: float
+) -> None:
+    model, shape, global_batch, micro_batch, _ = case
+    order = "" if shape.order == GridShape().order else f", order {shape.order}"
+    text = (
+        f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}{order}, {model.num_layers} layers, global "
+        f"batch {global_batch}, micro-batch {micro_batch}: "
     )
-    for m, pp, micro_s, dp_s in cases:
-        _check_iteration(m, pp, micro_s, dp_s, due(my_iteration(m, pp, micro_s, dp_s)))
-    parts = iteration_parts(MODEL, GridShape(tp=2, pp=2), 8, 2, CLUSTER)
+    parts = iteration_parts(*case)
+    right_s = sum(parts.values())
+    if math.isclose(found, right_s, rel_tol=1e-6):
+        return
+    for mistaken_s, hint in _mistakes(parts, case):
+        harmless = math.isclose(mistaken_s, right_s, rel_tol=1e-6)
+        assert harmless or not math.isclose(found, mistaken_s, rel_tol=1e-6), text + hint
+    shown = ", ".join(f"{name} {1e3 * part:.0f}" for name, part in parts.items() if part)
+    raise AssertionError(text + f"{1e3 * found:.0f} ms; the parts that count here are {shown} ms")
+
+
+def _mistakes(
+    parts: Mapping[str, float], case: tuple[GPTConfig, GridShape, int, int, ClusterModel]
+) -> list[tuple[float, str]]:
+    """What people write, with its hint. Some of these are right for some layouts."""
+    model, shape, global_batch, micro_batch, cluster = case
+    dp_link = cluster.link(shape.groups("dp")[0])
+    uncut_s = time_s("all_reduce", shape.dp, 4 * model.num_parameters, dp_link)
+    m = global_batch // (micro_batch * shape.dp)
     whole_s = sum(parts.values())
-    m = 4
-    micro_s = (parts["compute"] + parts["tp"] + parts["pp"]) / m
-    found_s = my_iteration(m, 2, micro_s, parts["dp"])
-    assert math.isclose(found_s, whole_s), (
-        f"the 2 x 2 run takes {whole_s:.3g} s by its parts, your function says {found_s:.3g} s"
-    )
-
-
-def _check_iteration(m: int, pp: int, micro_s: float, dp_s: float, found: float) -> None:
-    case = f"m={m}, pp={pp}, micro_s={micro_s}, dp_s={dp_s}: "
-    pipeline_s = (m + pp - 1) * micro_s
-    right_s = pipeline_s + dp_s
-    # What people write, with its hint. Some of these are right for some numbers: with pp = 1 there
-    # is no bubble to forget, and with dp_s = 0 there are no gradients to forget.
-    mistakes = [
-        (m * micro_s + dp_s, "this has no bubble: the last stage begins pp - 1 micro-batches late"),
-        (pipeline_s, "the gradients are still to be averaged over dp"),
+    turn_s = (parts["compute"] + parts["tp"] + parts["pp"]) / m
+    turns = m + shape.pp - 1
+    tp_s = parts["tp"] / m
+    compute_s = parts["compute"] / m
+    cut = shape.tp * shape.pp
+    all_m = global_batch // micro_batch
+    return [
+        (whole_s - parts["bubble"], "there is no bubble: a stage waits for pp - 1 turns"),
+        (whole_s + turn_s, "one turn too many: the bubble is pp - 1 of them"),
+        (whole_s - parts["dp"], "the gradients are missing: they are averaged over dp"),
+        (whole_s + (turns - 1) * parts["dp"], "gradients are averaged once a step, not each turn"),
+        (whole_s + (m - 1) * parts["dp"], "gradients are averaged once a step, not each turn"),
         (
-            (m + pp - 1) * (micro_s + dp_s),
-            "gradients are averaged once a step, not once a micro-batch",
+            whole_s - parts["dp"] + uncut_s,
+            "a rank holds only its part of the parameters, and averages only their gradients",
         ),
-        ((m + pp) * micro_s + dp_s, "one too many: the bubble is pp - 1 micro-batches"),
+        (
+            (all_m + shape.pp - 1) * turn_s + parts["dp"],
+            "m counts the micro-batches of one copy of the model, and there are dp copies",
+        ),
+        (
+            whole_s + turns * tp_s * (shape.pp - 1),
+            "a stage has only its share of the all-reduces: the model is cut over pp",
+        ),
+        (
+            whole_s + turns * compute_s * (cut - 1),
+            "tp * pp ranks share the computing of a micro-batch",
+        ),
+        (whole_s - turns * tp_s, "the all-reduces of tp are missing"),
+        (whole_s - turns * parts["pp"] / m, "the message to the next stage is missing"),
+        (
+            whole_s - turns * compute_s * (1 - 1 / micro_batch),
+            "the FLOPs are those of one sample: a micro-batch has more of them",
+        ),
     ]
-    if dp_s >= pipeline_s:
-        hint = "nothing overlaps here: the gradients travel after the last backward"
-        mistakes.insert(0, (dp_s, hint))
-    for mistaken_s, hint in mistakes:
-        harmless = math.isclose(mistaken_s, right_s)
-        assert harmless or not math.isclose(found, mistaken_s), case + hint
-    assert math.isclose(found, right_s), (
-        case + f"{found:.3g} s; a stage is busy for m micro-batches and waits for pp - 1"
-    )
 
 
 # ---- 15.3
 
 
-Gap = tuple[float, float]  # start_s, stop_s
+@dataclass(frozen=True)
+class _Choice:
+    """What a layout is chosen for."""
+
+    about: str
+    model: GPTConfig
+    world: int
+    global_batch: int
+    micro_batch: int
+    cluster: ClusterModel
+    room_bytes: float
 
 
-def gaps(my_gaps: Callable[[Timeline, int], Sequence[Gap]]) -> None:
-    """The learner's search for the times in which a rank does nothing.
+_NODES_OF_FOUR = replace(CLUSTER, ranks_per_node=4)
+CHOICES = (
+    _Choice("a small batch", MODEL, 4, 8, 2, CLUSTER, 1e12),
+    _Choice("a large batch", MODEL, 4, 256, 2, CLUSTER, 1e12),
+    _Choice("little room", MODEL, 4, 256, 2, CLUSTER, 16 * MODEL.num_parameters / 3.9),
+    _Choice("8 layers on 8 ranks", DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
+    _Choice("16 ranks", DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
+    _Choice("a batch that few copies divide", DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
+)
+
+
+def _possible(choice: _Choice) -> dict[GridShape, float]:
+    """The layouts that keep the rules, with the seconds of an iteration."""
+    found = {}
+    for tp, pp in itertools.product((1, 2, 4, 8, 16), repeat=2):
+        if _broken_rule(choice, GridShape(dp=max(1, choice.world // (tp * pp)), pp=pp, tp=tp)):
+            continue
+        shape = GridShape(dp=choice.world // (tp * pp), pp=pp, tp=tp)
+        found[shape] = _seconds(choice, shape)
+    return found
+
+
+def _seconds(choice: _Choice, shape: GridShape) -> float:
+    parts = iteration_parts(
+        choice.model, shape, choice.global_batch, choice.micro_batch, choice.cluster
+    )
+    return sum(parts.values())
+
+
+def _broken_rule(choice: _Choice, shape: GridShape) -> str:
+    """Which rule a layout breaks; "" for none."""
+    if shape.world_size != choice.world:
+        return f"it has {shape.world_size} ranks, and there are {choice.world}"
+    if choice.model.num_heads % shape.tp:
+        return f"tp = {shape.tp} does not divide {choice.model.num_heads} heads"
+    if choice.model.num_layers % shape.pp:
+        return f"pp = {shape.pp} does not divide {choice.model.num_layers} layers"
+    if choice.global_batch % (shape.dp * choice.micro_batch):
+        return (
+            f"{choice.global_batch} samples cannot be cut over dp = {shape.dp} into micro-batches "
+            f"of {choice.micro_batch}"
+        )
+    needed = 16 * choice.model.num_parameters / (shape.tp * shape.pp)
+    if needed > choice.room_bytes:
+        return f"a rank needs {needed / 1e6:.2f} MB and has {choice.room_bytes / 1e6:.2f} MB"
+    return ""
+
+
+def best_layout(answer: Callable[..., GridShape]) -> None:
+    """The learner's choice of a layout, in several cases.
 
     Args:
-        my_gaps: `my_gaps(line, rank)` -> [(start_s, stop_s)].
+        answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`.
     """
-    for name, p, m in (("1f1b", 2, 4), ("gpipe", 4, 4), ("1f1b", 4, 8)):
-        line = simulate(schedule(name, p, m), StageTimes(1, 1, 1))
-        # the rows of different ranks are mixed, as in a trace
-        mixed = sorted(line.rows, key=lambda row: (row.start_s, -row.rank))
-        shuffled = Timeline(tuple(mixed))
-        for rank in range(p):
-            case = f"{name}, {p} ranks, {m} micro-batches, rank {rank}: "
-            found = due(my_gaps(shuffled, rank))
-            _check_gaps(_without_empty(found), _gaps(line, rank), line.total_s, case)
-
-
-def _gaps(line: Timeline, rank: int) -> list[Gap]:
-    rows = sorted((row.start_s, row.stop_s) for row in line.rows if row.rank == rank)
-    edges = [(0.0, 0.0), *rows, (line.total_s, line.total_s)]
-    return _without_empty((before[1], after[0]) for before, after in pairwise(edges))
-
-
-def _without_empty(gaps: Iterable[Sequence[float]]) -> list[Gap]:
-    """In order; each gap may be a tuple or a list."""
-    return sorted((start_s, stop_s) for start_s, stop_s in gaps if stop_s - start_s > 1e-9)
-
-
-def _idle_s(gaps: list[Gap]) -> float:
-    return sum(stop_s - start_s for start_s, stop_s in gaps)
-
-
-def _check_gaps(found: list[Gap], right: list[Gap], total_s: float, case: str) -> None:
-    inner = [gap for gap in right if gap[0] > 0 and gap[1] < total_s]
-    assert found != inner or inner == right, case + (
-        "the gaps between actions are right; "
-        "the rank is also idle before its first and after its last"
-    )
-    assert math.isclose(_idle_s(found), _idle_s(right), abs_tol=1e-9), (
-        case + f"idle for {_idle_s(found):g} units, the rows say {_idle_s(right):g}"
-    )
-    assert found == right, case + f"{found}, expected {right}"
+    for choice in CHOICES:
+        found = due(
+            answer(
+                choice.model,
+                choice.world,
+                choice.global_batch,
+                choice.micro_batch,
+                choice.cluster,
+                choice.room_bytes,
+            )
+        )
+        case = f"{choice.about}: "
+        assert isinstance(found, GridShape), case + f"{found!s:.40} is no GridShape"
+        case += f"dp {found.dp}, pp {found.pp}, tp {found.tp}: "
+        assert found.cp == 1, case + "cp is not asked for"
+        broken = _broken_rule(choice, found)
+        assert not broken, case + broken
+        best_s = min(_possible(choice).values())
+        assert _seconds(choice, found) <= best_s * (1 + 1e-9), (
+            case + f"an iteration takes {1e3 * _seconds(choice, found):.0f} ms, and another layout "
+            f"that fits takes {1e3 * best_s:.0f} ms"
+        )
 
 
 # ---- 15.4
@@ -235,7 +339,7 @@ def form(form: Mapping[str, Any], nodes: int = 2, ranks_per_node: int = 2) -> No
     )
     assert asked <= nodes, f"{asked} nodes: there are {nodes}, and the job would wait for ever"
     assert asked * per_node == world, (
-        f"{asked} nodes x {per_node} ranks leave GPUs idle: there are {world}"
+        f"nodes x ranks_per_node = {asked} x {per_node} leave GPUs idle: there are {world}"
     )
     wanted_batch = RECIPE.train.global_batch
     assert global_batch == wanted_batch, (
@@ -255,8 +359,8 @@ def form(form: Mapping[str, Any], nodes: int = 2, ranks_per_node: int = 2) -> No
         f"{count} micro-batches: the bubble is {pp - 1}/{count} of the work, wanted is 1/8"
     )
     assert micro > 1, (
-        "micro-batch 1 works, but a message of two samples costs hardly more than "
-        "one of one sample: take 2"
+        "micro-batch 1 works and is smaller than it must be: each step sends more messages than "
+        "necessary; how large can it be with a bubble of at most 1/8?"
     )
 
 
@@ -316,57 +420,4 @@ def _check_last_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) 
     right = [row["loss"] for row in reference if "loss" in row][-1]
     assert abs(loss - right) < 1e-3, (
         f"the last loss is {loss}, on another grid {right:.4f}: these trained something else"
-    )
-
-
-# ---- 15.5
-
-
-def reading(
-    answer: tuple[float, float, float, float],
-    *,
-    iterations: int,
-    samples: int,
-    step_s: float,
-    world: int,
-    tp: int,
-    pp: int,
-    micro: int,
-    tokens: int,
-) -> None:
-    """What the learner reads from a line of a log.
-
-    Args:
-        answer: (global batch, micro-batches, tokens/s of one GPU, share of the time idle).
-        iterations, samples: What the line says was done.
-        step_s: Seconds of an iteration.
-        world, tp, pp: GPUs, and how many of them the model is cut over.
-        micro: Samples of a micro-batch.
-        tokens: Of a sample.
-    """
-    answer = due(answer)
-    assert isinstance(answer, tuple) and len(answer) == 4, f"{answer}: give four numbers"
-    batch, count, speed, idle = due(*answer)
-    assert batch == samples // iterations, (
-        f"global batch {batch}: {samples:,} samples were read in {iterations} iterations"
-    )
-    dp = world // (tp * pp)
-    assert count != batch // micro, (
-        f"{count} micro-batches: these are those of all replicas, and there are {dp} of them"
-    )
-    assert count == batch // (dp * micro), (
-        f"{count} micro-batches of {micro} over dp = {dp} are not {batch} samples"
-    )
-    tokens_per_s = batch * tokens / step_s
-    assert not math.isclose(speed, tokens_per_s, rel_tol=0.02), (
-        f"{speed:.4g} tokens/s is the speed of all {world} GPUs"
-    )
-    assert math.isclose(speed, tokens_per_s / world, rel_tol=0.02), (
-        f"{speed:.4g} tokens/s: samples * tokens / seconds / GPUs"
-    )
-    assert not math.isclose(idle, (pp - 1) / count, rel_tol=0.005), (
-        f"{idle:.4f} is bubble / work; asked is a share of the time"
-    )
-    assert math.isclose(idle, (pp - 1) / (count + pp - 1), rel_tol=0.005), (
-        f"{idle:.4f}: the share of the time is (pp-1)/(m+pp-1)"
     )

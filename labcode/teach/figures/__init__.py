@@ -7,8 +7,8 @@ collectives.py   what ranks hold before and after a collective; the ring   lesso
 messages.py      single messages between ranks, round by round             lesson 01
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
-pipeline.py      stages and their messages; F, B, I, W of a pipeline        lesson 12
-timeline.py      who is busy when                                          lessons 04, 15
+pipeline.py      stages and their messages; F, B, I, W of a pipeline       lessons 12, 15
+timeline.py      who is busy when                                          lesson 04
 tensor_flow.py   f and g around an MLP, columns and rows, DTensor layouts  lesson 09
 weights.py       which rank holds which columns or rows of a weight        lesson 09
 layer.py         what a layer keeps, and what travels around it            lesson 10

@@ -1,7 +1,7 @@
 """Drawings of a pipeline: its stages with their messages, its time lines, a backward in two halves.
 
-Lesson 12 uses them; `plot.stages`, `plot.pipeline` and `plot.halves` are the way in. F, B, I and W
-have the same colours in all of them, and each block carries the number of its micro-batch.
+Lessons 12 and 15 use them; `plot.stages`, `plot.pipeline` and `plot.halves` are the way in. F, B, I
+and W have the same colours in all of them, and each block carries the number of its micro-batch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -69,6 +69,7 @@ def pipeline(
     title: str,
     alt: str,
     notes: Sequence[Note] = (),
+    lanes: Mapping[str, str] | None = None,
 ) -> Picture:
     """Time lines of a pipeline below each other, on one axis in milliseconds.
 
@@ -80,6 +81,7 @@ def pipeline(
         title: What the figure shows, as a sentence.
         alt: The same for those who cannot see it.
         notes: Letters in gaps of the first time line.
+        lanes: {name of a time line: what its rows are}, where they are not ranks.
     """
     num_rows = sum(len(line.ranks) for line in lines.values())
     height_in = 1.15 + 0.27 * num_rows + 0.42 * len(lines)
@@ -87,7 +89,8 @@ def pipeline(
     total_ms = 1e3 * max(line.total_s for line in lines.values())
     for number, (name, line) in enumerate(lines.items()):
         axes = picture.axes[number]
-        _draw_line(axes, line, total_ms)
+        lane = "rank" if lanes is None else lanes.get(name, "rank")
+        _draw_line(axes, line, total_ms, lane)
         axes.set_title(name, loc="left", fontsize=9, pad=3)
         if number == 0:
             for note in notes:
@@ -102,7 +105,7 @@ def pipeline(
     return picture
 
 
-def _draw_line(axes: Axes, line: Timeline, total_ms: float) -> None:
+def _draw_line(axes: Axes, line: Timeline, total_ms: float, lane: str) -> None:
     first = _first_stages(line.rows)
     shortest_ms = 1e3 * min(bar.duration_s for bar in line.rows)
     with_letters = shortest_ms / total_ms * AXIS_IN > 0.15
@@ -110,7 +113,7 @@ def _draw_line(axes: Axes, line: Timeline, total_ms: float) -> None:
     for row, rank in enumerate(ranks):
         # what is not covered by a block is a rank that waits
         axes.barh(row, 1e3 * line.total_s, height=0.8, color=PALE, edgecolor="none")
-        put_text(axes, -0.008 * total_ms, row, f"rank {rank}", 8, ha="right")
+        put_text(axes, -0.008 * total_ms, row, f"{lane} {rank}", 8, ha="right")
     for bar in line.rows:
         is_first = bar.action.stage == first[bar.rank]
         _draw_block(axes, ranks.index(bar.rank), bar, is_first, with_letters)

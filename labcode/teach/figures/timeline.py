@@ -1,6 +1,6 @@
 """A drawing of who is busy when: ranks, streams, buckets.
 
-Lessons 04, 09 and 15 use it; `plot.timeline` is the way in.
+Lesson 04 uses it; `plot.timeline` is the way in.
 """
 
 import math

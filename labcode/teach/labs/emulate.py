@@ -65,7 +65,7 @@ def emulated(cluster: ClusterModel) -> Iterator[list[SentMessage]]:
     the message leaves, so a receiver gets it as late as over the link, and the sender is kept from
     its work meanwhile. Groups of one send nothing.
 
-    Held by: tests/ranks/test_lesson_15_checks.py
+    Held by: tests/ranks/test_hybrid_lab.py
 
     Args:
         cluster: Whose times.

@@ -7,7 +7,7 @@ the waiting for them are real, and so are the gradients.
 """
 
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
@@ -326,36 +326,6 @@ def notes(line: Timeline, rank: int) -> list[Note]:
 
 
 # ---- what a lesson shows
-
-
-def _first_stages(actions: Iterable[tuple[int, Action]]) -> dict[int, int]:
-    """{rank: the stage that it runs first}, from (rank, action) in the order of time."""
-    first: dict[int, int] = {}
-    for rank, action in actions:
-        first.setdefault(rank, action.stage)
-    return first
-
-
-def bars(line: Timeline, name: str = "rank") -> list[tuple[str, str, float, float]]:
-    """Rows for `plot.timeline`, in milliseconds; a rank's second stage is written small: f and b.
-
-    Each rank's rows come by kind, not by time, because kinds get their colours in the order of
-    their first rows.
-
-    Args:
-        line: Simulated or measured.
-        name: What stands before the number of a rank.
-    """
-    first = _first_stages((bar.rank, bar.action) for bar in line.rows)
-    rows = []
-    for bar in line.rows:
-        kind = bar.action.kind
-        letter = kind if bar.action.stage == first[bar.rank] else kind.lower()
-        order = (bar.rank, "FBIWfbiw".index(letter))
-        label = f"{letter} {bar.action.microbatch}"
-        rows.append((order, label, 1e3 * bar.start_s, 1e3 * bar.stop_s))
-    rows.sort()
-    return [(f"{name} {order[0]}", label, start, stop) for order, label, start, stop in rows]
 
 
 def table(actions: Actions, num_stages: int) -> str:

@@ -2,11 +2,11 @@
 
 They run with and without a limit on memory, on the cluster of a lab or on this machine.
 
-    submit = Submit(l14_cluster.open_lab("lesson13", nodes=2))
+    submit = Submit(l14_cluster.open_lab("lesson15", nodes=2))
     done = submit(job({"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2}))
     done.outcome, done.log
 
-Held by: tests/ranks/test_lesson_15_checks.py
+Held by: tests/ranks/test_hybrid_lab.py
 """
 
 import contextlib

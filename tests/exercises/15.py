@@ -1,0 +1,345 @@
+"""Answers to the exercises of lesson 15, hybrid training."""
+
+import functools
+import math
+from pathlib import Path
+
+from answers import Answers
+
+from labcode.perf import alpha_beta, step
+from labcode.perf.flops import training_flops_per_sample
+from labcode.slurm.run.outcome import Outcome
+from labcode.teach.exercises import l15
+from labcode.teach.labs import l15_hybrid
+from labcode.topology import GridShape
+
+# ---- 15.1 the form as a function
+
+
+def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
+    dp = copies or world // (tp * pp)
+    if refuse and (world % (tp * pp) or global_batch % (micro * dp)):
+        raise ValueError("a rest")
+    return dp, global_batch // dp, global_batch // dp // micro
+
+
+def layout_with_divmod(world, tp, pp, global_batch, micro_batch):
+    dp, rest = divmod(world, tp * pp)
+    if rest != 0:
+        raise ValueError(f"{rest} ranks are left over")
+    m, rest = divmod(global_batch, dp * micro_batch)
+    if rest != 0:
+        raise ValueError(f"{rest} samples are left over")
+    return dp, m * micro_batch, m
+
+
+def layout_in_small_steps(world, tp, pp, global_batch, micro_batch):
+    ranks_of_a_copy = tp * pp
+    if world / ranks_of_a_copy != int(world / ranks_of_a_copy):
+        raise ValueError("ranks")
+    dp = int(world / ranks_of_a_copy)
+    local = global_batch / dp
+    if local != int(local) or local / micro_batch != int(local / micro_batch):
+        raise ValueError("samples")
+    return [dp, int(local), int(local / micro_batch)]
+
+
+LAYOUT = Answers(
+    check=lambda answer, ranks: l15.layout(answer),
+    right={
+        "one test": layout,
+        "divmod": layout_with_divmod,
+        "small steps, as a list": layout_in_small_steps,
+    },
+    wrong={
+        "every rank a copy": (
+            lambda world, *rest: layout(world, *rest, copies=world, refuse=False),
+            "ranks are not",
+        ),
+        "only tp taken out": (
+            lambda w, tp, pp, *rest: layout(w, tp, pp, *rest, copies=w // tp, refuse=False),
+            "ranks are not",
+        ),
+        "local batch of the whole": (
+            lambda w, tp, pp, b, micro: (w // (tp * pp), b, b // micro),
+            "replicas of tp*pp ranks share",
+        ),
+        "samples of a rank": (
+            lambda w, tp, pp, b, micro: (w // (tp * pp), b // w, b // w // micro),
+            "replicas of tp*pp ranks share",
+        ),
+        "micro-batches of all": (
+            lambda *args: (*layout(*args)[:2], args[3] // args[4]),
+            "are not the",
+        ),
+        "floats": (
+            lambda w, tp, pp, b, micro: (w / (tp * pp), b * tp * pp / w, b * tp * pp / w / micro),
+            "whole numbers",
+        ),
+        "only dp": (lambda w, tp, pp, b, micro: w // (tp * pp), "give (dp, local batch"),
+        "refuses nothing": (
+            lambda *args: layout(*args, refuse=False),
+            "6 ranks over tp*pp = 4",
+        ),
+        "refuses ranks only": (
+            lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])),
+            "511 samples over dp = 2",
+        ),
+    },
+)
+
+
+# ---- 15.2 the time of an iteration
+
+
+def iteration(
+    model,
+    shape,
+    global_batch,
+    micro_batch,
+    cluster,
+    *,
+    bubble=-1,
+    gradients="once",
+    copies=True,
+    share=True,
+    cut=True,
+    samples=True,
+    tp=True,
+    pp=True,
+    gradient_parts=True,
+):
+    """The sum of the lesson, or one with a mistake."""
+    m = global_batch // (micro_batch * (shape.dp if copies else 1))
+    flops = training_flops_per_sample(model) * (micro_batch if samples else 1)
+    compute_s = flops / (shape.tp * shape.pp if cut else 1) / cluster.flops_per_s
+    act = micro_batch * model.context_length * model.hidden_size * 4
+    number = (4 * model.num_layers + 2) / (shape.pp if share else 1)
+    turn_s = compute_s
+    if tp:
+        link = cluster.link(shape.groups("tp")[0])
+        turn_s += number * alpha_beta.time_s("all_reduce", shape.tp, act, link)
+    if pp and shape.pp > 1:
+        turn_s += alpha_beta.time_s("send", 2, act, cluster.link(shape.groups("pp")[0]))
+    size = 4 * model.num_parameters / (shape.tp * shape.pp if gradient_parts else 1)
+    dp_s = alpha_beta.time_s("all_reduce", shape.dp, size, cluster.link(shape.groups("dp")[0]))
+    turns = m if bubble is None else m + shape.pp + bubble
+    if gradients == "never":
+        return turns * turn_s
+    if gradients == "each turn":
+        return turns * (turn_s + dp_s)
+    return turns * turn_s + dp_s
+
+
+def iteration_from_the_last(model, shape, global_batch, micro_batch, cluster):
+    """Takes all layers' all-reduces one by one."""
+    value_bytes = 4
+    act = value_bytes * micro_batch * model.hidden_size * model.context_length
+    links = {axis: cluster.link(shape.groups(axis)[-1]) for axis in ("tp", "pp", "dp")}
+    one = alpha_beta.time_s("all_reduce", shape.tp, act, links["tp"])
+    seconds = 0
+    for _ in range(model.num_layers):
+        seconds += 4 * one / shape.pp
+    seconds += 2 * one / shape.pp
+    seconds += (
+        micro_batch * training_flops_per_sample(model) / cluster.flops_per_s / (shape.tp * shape.pp)
+    )
+    if shape.pp != 1:
+        seconds += alpha_beta.time_s("send", 2, act, links["pp"])
+    m = global_batch / shape.dp / micro_batch
+    own = model.num_parameters / shape.tp / shape.pp
+    after = alpha_beta.time_s("all_reduce", shape.dp, value_bytes * own, links["dp"])
+    return seconds * m + seconds * (shape.pp - 1) + after
+
+
+def wrong_iteration(**mistake):
+    return functools.partial(iteration, **mistake)
+
+
+ITERATION = Answers(
+    check=lambda answer, ranks: l15.iteration(answer),
+    right={
+        "point by point": iteration,
+        "in a loop": iteration_from_the_last,
+        "the parts of labcode": lambda *args: math.fsum(step.iteration_parts(*args).values()),
+    },
+    wrong={
+        "no bubble": (wrong_iteration(bubble=None), "there is no bubble"),
+        "one turn too many": (wrong_iteration(bubble=0), "one turn too many"),
+        "no gradients": (wrong_iteration(gradients="never"), "the gradients are missing"),
+        "gradients each turn": (wrong_iteration(gradients="each turn"), "once a step"),
+        "m of all copies": (wrong_iteration(copies=False), "one copy of the model"),
+        "all all-reduces on each stage": (wrong_iteration(share=False), "share of the all-reduces"),
+        "computing not shared": (wrong_iteration(cut=False), "share the computing"),
+        "FLOPs of one sample": (wrong_iteration(samples=False), "those of one sample"),
+        "no tp": (wrong_iteration(tp=False), "all-reduces of tp are missing"),
+        "no message": (wrong_iteration(pp=False), "message to the next stage is missing"),
+        "gradients of the whole model": (
+            wrong_iteration(gradient_parts=False),
+            "only its part of the parameters",
+        ),
+        "milliseconds": (lambda *args: 1e3 * iteration(*args), "the parts that count here"),
+    },
+)
+
+
+# ---- 15.3 choose the layout
+
+
+def best(
+    model,
+    world,
+    global_batch,
+    micro_batch,
+    cluster,
+    room_bytes,
+    *,
+    heads=True,
+    batch=True,
+    room=True,
+    cut=True,
+    largest=False,
+    layers=True,
+):
+    """The search of the lesson, or one with a mistake."""
+    found = []
+    for power in range(6):
+        for other in range(6):
+            tp, pp = 2**power, 2**other
+            if world % (tp * pp):
+                continue
+            if (heads and model.num_heads % tp) or (layers and model.num_layers % pp):
+                continue
+            shape = GridShape(dp=world // tp // pp, pp=pp, tp=tp)
+            if batch and global_batch % (shape.dp * micro_batch):
+                continue
+            if room and 16 * model.num_parameters / (tp * pp if cut else 1) > room_bytes:
+                continue
+            parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
+            found.append((sum(parts.values()), tp, pp))
+    _, tp, pp = max(found) if largest else min(found)
+    return GridShape(dp=world // tp // pp, pp=pp, tp=tp)
+
+
+def best_over_divisors(model, world, global_batch, micro_batch, cluster, room_bytes):
+    times = {}
+    for dp in range(1, world + 1):
+        for pp in range(1, world + 1):
+            tp = world // (dp * pp)
+            if dp * pp * tp != world or model.num_layers % pp or model.num_heads % max(tp, 1):
+                continue
+            if global_batch % (micro_batch * dp) == 0:
+                shape = GridShape(dp, pp, 1, tp)
+                if 16 * model.num_parameters <= room_bytes * tp * pp:
+                    values = step.iteration_parts(
+                        model, shape, global_batch, micro_batch, cluster
+                    ).values()
+                    times[shape] = sum(values)
+    return min(times, key=times.get)
+
+
+def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_bytes):
+    best_shape, best_s = None, math.inf
+    tp = 1
+    while tp <= world and model.num_heads % tp == 0:
+        pp = 1
+        while tp * pp <= world and model.num_layers % pp == 0:
+            shape = GridShape(world // (tp * pp), pp, tp=tp)
+            fits = 16 * model.num_parameters / (tp * pp) <= room_bytes
+            if fits and global_batch % (micro_batch * shape.dp) == 0:
+                seconds = iteration(model, shape, global_batch, micro_batch, cluster)
+                if seconds < best_s:
+                    best_shape, best_s = shape, seconds
+            pp *= 2
+        tp *= 2
+    return best_shape
+
+
+BEST = Answers(
+    check=lambda answer, ranks: l15.best_layout(answer),
+    right={
+        "a list and min": best,
+        "over all divisors": best_over_divisors,
+        "with an own time": best_with_own_time,
+    },
+    wrong={
+        "the slowest": (functools.partial(best, largest=True), "another layout that fits takes"),
+        "room not looked at": (functools.partial(best, room=False), "a rank needs"),
+        "always dp": (
+            lambda model, world, *rest: GridShape(dp=world),
+            "another layout that fits takes",
+        ),
+        "batch not looked at": (functools.partial(best, batch=False), "cannot be cut"),
+        "too few ranks": (lambda *_: GridShape(tp=2), "there are 4"),
+        "a tuple": (lambda *_: (1, 2, 2), "is no GridShape"),
+        "room for the whole model": (functools.partial(best, cut=False), "empty sequence"),
+        "all tp": (
+            lambda model, world, *rest: GridShape(tp=world),
+            "another layout that fits takes",
+        ),
+    },
+)
+
+
+# ---- 15.4 the script
+
+
+def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
+    fields = {
+        "parallel.tp": tp,
+        "parallel.pp": pp,
+        "train.micro_batch": micro,
+        "train.global_batch": batch,
+    }
+    return {"nodes": nodes, "ranks_per_node": ranks_per_node} | fields
+
+
+LOG = (
+    "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
+    "16 samples a step = dp 1 x 8 micro-batches of 2\n"
+    "step 12/12 | loss 3.3115 | lr 1e-3\n"
+)
+
+
+def run_in_no_time(job):
+    """What the cluster would answer to the right form."""
+    return l15_hybrid.Submitted(Outcome("COMPLETED"), LOG, Path("runs/hybrid-7"), True)
+
+
+def check_form(answer, ranks):
+    filled = answer() if callable(answer) else answer
+    l15.script(filled, run_in_no_time, [{"step": 12, "loss": 3.31152}])
+
+
+SCRIPT = Answers(
+    check=check_form,
+    right={
+        "a dict": form(2, 2, 2, 16),
+        "in another order": dict(reversed(form(2, 2, 2, 16).items())),
+        "from pairs": dict(
+            zip(l15_hybrid.SIZE + l15_hybrid.FIELDS, (2, 2, 2, 2, 2, 16), strict=True)
+        ),
+    },
+    wrong={
+        "larger batch": (form(2, 2, 4, 32), "the learning rate of the recipe"),
+        "tp leaves the node": (form(4, 1, 4, 16), "leaves the node"),
+        "one layer too few": (form(1, 4, 1, 16), "each stage needs a layer"),
+        "room for a quarter": (form(2, 1, 4, 16), "a rank holds 1/2"),
+        "not a divisor": (form(2, 2, 3, 16), "is not a multiple"),
+        "does not fit": (form(1, 3, 2, 16), "change an axis"),
+        "bubble too large": (form(2, 2, 4, 16), "the bubble is 1/4"),
+        "smaller than it must": (form(2, 2, 1, 16), "smaller than it must be"),
+        "text": (form("2", "2", "2", "16"), "whole numbers"),
+        "a field forgotten": (
+            {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2},
+            "the form has no train.micro_batch",
+        ),
+        "all ranks on one node": (form(2, 2, 2, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),
+        "a node for each rank": (form(2, 2, 2, 16, 4, 1), "4 nodes: there are 2"),
+        "one node": (form(2, 2, 2, 16, 1, 2), "leave GPUs idle"),
+        "no stage at all": (form(2, 0, 2, 16), "pp"),
+        "negative": (form(2, 2, -2, 16), "micro_batch"),
+    },
+)
+
+ANSWERS = {"15.1": LAYOUT, "15.2": ITERATION, "15.3": BEST, "15.4": SCRIPT}
