@@ -1,8 +1,9 @@
-"""The simulated link of lesson 04: it delays, in order, and changes nothing else."""
+"""The emulated link of lesson 05: it delays, in order, and changes nothing else."""
 
 import itertools
 
 from labcode.perf.alpha_beta import Link, time_s
+from labcode.teach.labs.l05_slow_link import schedule, step_ms
 
 LINK = Link(alpha_s=0.01, beta_bytes_per_s=1e4)
 
@@ -16,7 +17,7 @@ def step(link, bucket_mb=1e-9):
     from torch import nn
 
     from labcode.parallel.data import DataParallel
-    from labcode.teach.labs.l04_slow_link import NO_DELAY, SlowLink
+    from labcode.teach.labs.l05_slow_link import NO_DELAY, SlowLink
 
     torch.manual_seed(0)
     net = nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double()  # 200 bytes each
@@ -53,7 +54,7 @@ def both_ways(overlap):
     from torch import nn
 
     from labcode.parallel.data import DataParallel
-    from labcode.teach.labs.l04_slow_link import fastest_step
+    from labcode.teach.labs.l05_slow_link import fastest_step
 
     model = DataParallel(
         nn.Sequential(*(nn.Linear(5, 5, bias=False) for _ in range(3))).double(),
@@ -73,10 +74,15 @@ def test_a_step_tells_backward_from_waiting_and_when_buckets_travelled(ranks2):
             assert (step.sent[0][0] < step.backward_s) == overlap and step.total_s >= step.sent[-1][
                 1
             ]
-            rows = step.rows("here")
-            assert [row[:2] for row in rows[:3]] == [
-                ("core, here", "backward"),
-                ("core, here", "wait"),
-                ("link, here", "bucket 1"),
-            ]
-            assert rows[1][2:] == (step.backward_s * 1e3, step.total_s * 1e3) and len(rows) == 5
+            lanes = step.lanes()
+            assert lanes.backward == [(0.0, step.backward_s * 1e3)]
+            assert lanes.sent == [(begin * 1e3, end * 1e3) for begin, end in step.sent]
+
+
+def test_the_schedule_on_paper():
+    assert step_ms(4, 10, 8, overlapped=False) == 4 * 10 + 4 * 8
+    assert step_ms(4, 10, 8, overlapped=True) == 4 * 10 + 8
+    assert step_ms(4, 10, 15, overlapped=True) == 10 + 4 * 15
+    assert step_ms(1, 10, 8, overlapped=True) == step_ms(1, 10, 8, overlapped=False)
+    lanes = schedule(2, 3, 1, overlapped=True)
+    assert lanes.backward == [(0, 3), (3, 6)] and lanes.sent == [(3, 4), (6, 7)]

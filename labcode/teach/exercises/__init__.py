@@ -3,7 +3,8 @@
     on_ranks  how a learner's code runs on ranks and in groups of them, and what ends it
     l00   a share of the items, a mean over the ranks
     l01   the two halves of a ring, a broadcast in few rounds, a mended script
-    l04   averages of uneven shares, buckets, when DDP sends, a hook that compresses
+    l04   averages of gradients, uneven shares, accumulation, a training script for torchrun
+    l05   an all-reduce of buckets, overlapped DDP, no_sync, clipping, a hook that compresses
     l08   coordinates and groups for any order, process groups, the best order, a grid for 64 GPUs
     l09   f and g, column- and row-parallel layers, Llama's MLP; embedding and loss of a vocabulary
     l10   sequence parallelism

@@ -1,327 +1,479 @@
-"""Checks of lesson 04, data parallel. The text of each assertion is a hint."""
+"""Checks of lesson 04, data parallel by hand. The text of each assertion is a hint."""
 
-import contextlib
+import functools
 import inspect
-import itertools
-from collections.abc import Callable
-from contextlib import AbstractContextManager
-from typing import Any
-from unittest import mock
+import re
+import textwrap
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
-from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DataLoader, DistributedSampler
 
-from labcode.config import GPTConfig
-from labcode.models.gpt import GPT
+from labcode import launch
+from labcode.comm.counting import counted
 from labcode.models.gpt import loss as gpt_loss
-from labcode.models.layers import initialize
-from labcode.parallel.data import make_buckets
-from labcode.pool.ranks import RankError, Ranks
-from labcode.teach.check import Exercise, due
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import Exercise
+from labcode.teach.exercises import small_gpt
+from labcode.teach.labs import l04_by_hand
 
 EXERCISES = {
-    "4.1": Exercise("7 + 3 + 3 + 3 samples, the gradient of 16"),
-    "4.2": Exercise("the same buckets as the library's"),
-    "4.3": Exercise("one all-reduce for 1, 2 and 4 micro-batches"),
-    "4.4": Exercise("half the bytes, the mean to two or three digits"),
+    "4.1": Exercise(
+        praise="the mean over four ranks, and over each pair",
+        hints=(
+            "An all-reduce adds up. What turns a sum over the group into a mean?",
+            "How many ranks does the group have? It need not be the world size.",
+        ),
+    ),
+    "4.2": Exercise(
+        praise="every sample of every rank has the same weight",
+        hints=(
+            "Which number do all ranks need before they can weigh their gradients? Who knows it?",
+            "The gradient of a mean over `mine` samples, times `mine`, is the gradient of a sum.",
+        ),
+    ),
+    "4.3": Exercise(
+        praise="the gradient of the whole batch, and it travelled once",
+        hints=(
+            "What is in `.grad` before your first backward?",
+            "There are two divisions: by the number of micro-batches, and by the number of ranks.",
+        ),
+    ),
+    "4.4": Exercise(
+        praise="one and two ranks train like one process, and only rank 0 speaks and saves",
+        hints=(
+            "The number of samples that all ranks read together is `global_batch`. How many does "
+            "one rank read?",
+            "The loss that rank 0 knows is that of its own samples. Which collective gives it the "
+            "sum over all ranks?",
+            "`DistributedDataParallel` keeps your model in its attribute `module`.",
+        ),
+    ),
 }
 
-SAMPLES = 16
 
-Future = torch.futures.Future[torch.Tensor]
+class _Result(NamedTuple):
+    """What a rank has after the learner's function.
 
+    Args:
+        own: Its own gradient before.
+        found: Its gradient afterwards.
+        num_gradient_bytes: Bytes that it handed to all-reduces.
+        calls: Names of the collectives.
+    """
 
-# ---- what the checks share
-
-
-def _model(dtype: torch.dtype = torch.float64) -> nn.Module:
-    config = GPTConfig(vocab_size=11, num_layers=2, num_heads=2, hidden_size=16, context_length=8)
-    return initialize(GPT(config), 0).to(dtype)
-
-
-def _samples() -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets) of the whole batch, [SAMPLES, 8] each."""
-    generator = torch.Generator().manual_seed(7)
-    tokens = torch.randint(11, (SAMPLES, 9), generator=generator)
-    return tokens[:, :-1], tokens[:, 1:]
-
-
-def _own_samples(rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(inputs, targets) of this rank where all ranks have as many."""
-    p = dist.get_world_size()
-    inputs, targets = _samples()
-    return inputs.chunk(p)[rank], targets.chunk(p)[rank]
-
-
-def _gradient(model: nn.Module) -> torch.Tensor:
-    """All gradients of a model as one vector."""
-    gradients = []
-    for param in model.parameters():
-        assert param.grad is not None
-        gradients.append(param.grad)
-    return parameters_to_vector(gradients)
-
-
-def _whole_gradient(dtype: torch.dtype = torch.float64) -> torch.Tensor:
-    """The gradient of the whole batch, from one process."""
-    model = _model(dtype)
-    inputs, targets = _samples()
-    gpt_loss(model(inputs), targets).backward()
-    return _gradient(model)
-
-
-def _off(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Relative distance of two vectors."""
-    return ((found - expected).norm() / expected.norm()).item()
-
-
-def _length(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Length of `found` along `expected`, in lengths of `expected`."""
-    return (found @ expected / (expected @ expected)).item()
+    own: torch.Tensor
+    found: torch.Tensor
+    num_gradient_bytes: int
+    calls: list[str]
 
 
 # ---- 4.1
 
 
-Average = Callable[[nn.Module, int, int], Any]
+def _averaged(rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]) -> _Result:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    module = small_gpt.model()
+    frozen = list(module.parameters())[-1]
+    frozen.requires_grad_(False)
+    small_gpt.backward(module, share)
+    own = small_gpt.gradient(module).clone()
+    weights = [param.detach().clone() for param in module.parameters()]
+    with counted() as calls:
+        _average_some(average, module, group)
+    for before, param in zip(weights, module.parameters()):
+        assert torch.equal(before, param), "the weights have changed: average the gradients only"
+    num_bytes = sum(call.num_bytes for call in calls)
+    return _Result(own, small_gpt.gradient(module), num_bytes, [call.kind for call in calls])
 
 
-def shares(p: int) -> list[int]:
-    """Samples of each of `p` ranks: equally few for all but rank 0, which has the rest.
-
-    With 4 ranks these are 7, 3, 3 and 3: as uneven as possible without two different small shares.
-    """
-    small = SAMPLES // p - 1
-    first = SAMPLES - small * (p - 1)
-    return [first] + [small] * (p - 1)
-
-
-def _uneven(rank: int, average: Average) -> tuple[torch.Tensor, torch.Tensor]:
-    """This rank's own gradient, and what it became."""
-    inputs, targets = _samples()
-    sizes = shares(dist.get_world_size())
-    inputs = inputs.split(sizes)[rank]
-    targets = targets.split(sizes)[rank]
-    model = _model()
-    gpt_loss(model(inputs), targets).backward()
-    own = _gradient(model).clone()
-    average(model, sizes[rank], SAMPLES)
-    return own, _gradient(model)
-
-
-def average_uneven(average: Average, ranks: Ranks) -> None:
-    """The learner's `average(model, mine, total)` on shares of different sizes."""
-    owns = []
-    averages = []
-    for own, averaged in ranks.run(_uneven, average):
-        owns.append(own)
-        averages.append(averaged)
-    found = averages[0]
-    expected = _whole_gradient()
-    if ranks.n == 1:
-        assert _off(found, expected) < 1e-9, "with one rank nothing may change"
-        return
-    assert _off(found, owns[0]) > 1e-9, "rank 0 still has its own gradient: did anything travel?"
-    for other in averages:
-        assert _off(other, found) < 1e-9, (
-            "the ranks end up with different gradients: weigh first, then the sum has to travel"
+def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Call the learner's function, and explain what happens at a frozen parameter."""
+    try:
+        average(module, group)
+    except (TypeError, AttributeError) as error:
+        assert "NoneType" not in str(error), (
+            "one parameter is not trained, its `.grad` is None: leave it alone"
         )
-    _check_weights(found, expected, owns)
-    off = _off(found, expected)
-    assert off < 1e-9, f"{off:.1%} away from the gradient of the whole batch"
+        raise
 
 
-def _check_weights(found: torch.Tensor, expected: torch.Tensor, owns: list[torch.Tensor]) -> None:
-    """Name the wrong weights that people choose: all the same, or such that their sum is not 1."""
-    sizes = shares(len(owns))
-    total = torch.stack(owns).sum(0)
-    mean_of_means = total / len(owns)
-    assert _off(found, mean_of_means) > 1e-9, (
-        f"that is the mean of the means: a rank with {min(sizes)} samples counts as much as one "
-        f"with {max(sizes)}"
-    )
-    assert _off(found, total) > 1e-9, (
-        "that is the plain sum: weigh each rank's gradient before it travels"
-    )
-    length = _length(found, expected)
-    right_direction = _off(found, expected * length) <= 1e-9
-    right_length = abs(length - 1) < 1e-9
-    assert not right_direction or right_length, (
-        f"right direction, but {length:.3g} times as long as it should be: "
-        "the weights of the ranks must add up to 1"
-    )
+def average_gradients(average: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `average_gradients(model, group)` on all ranks, and on two pairs."""
+    for grouping in small_gpt.GROUPINGS:
+        results = ranks.run(_averaged, average, grouping)
+        for members in grouping:
+            _check_average(members, results)
+
+
+def _check_average(members: Sequence[int], results: Sequence[_Result]) -> None:
+    case = small_gpt.named(members)
+    p = len(members)
+    owns = [results[rank].own for rank in members]
+    expected = torch.stack(owns).mean(0)
+    world_mean = torch.stack([result.own for result in results]).mean(0)
+    for rank in members:
+        found = results[rank].found
+        assert small_gpt.distance(found, results[rank].own) > 1e-9, (
+            case + f"rank {rank} still has its own gradient: is the result written into .grad?"
+        )
+        too_long = small_gpt.times_too_long(found, expected)
+        assert too_long is None or abs(too_long - 1) < 1e-9, (
+            case + f"right direction, but {too_long:.3g} times as long as the mean: the group has "
+            f"{p} ranks"
+        )
+        in_world = small_gpt.times_too_long(found, world_mean)
+        assert in_world is None or len(results) == p, (
+            case + f"rank {rank} has gradients of ranks outside of the group: "
+            "which group does your all-reduce use?"
+        )
+        assert small_gpt.distance(found, expected) < 1e-9, (
+            case + f"rank {rank} is {small_gpt.distance(found, expected):.0%} away from the mean"
+        )
 
 
 # ---- 4.2
 
 
-Assign = Callable[[list[int], int], Any]
-
-ASSIGNMENTS = {  # (sizes, limit): buckets, worked out by hand
-    ((10,), 25): [[0]],
-    ((10, 10, 10, 10), 25): [[3, 2], [1, 0]],
-    ((10, 10, 10), 1): [[2], [1], [0]],
-    ((100, 10, 10), 25): [[2, 1], [0]],
-    ((10, 100, 10), 25): [[2], [1], [0]],
-    ((10, 15, 10), 25): [[2, 1], [0]],
-}
+def shares_of(p: int) -> list[int]:
+    """Samples of each of p ranks: 7, 3, 3 and 3, or 7 and 3."""
+    return [7] + [3] * (p - 1)
 
 
-def assign(assign: Assign) -> None:
-    """The learner's `assign(sizes, limit)` against small cases by hand and against the library."""
-    for (sizes, limit), expected in ASSIGNMENTS.items():
-        found = due(assign(list(sizes), limit))
-        buckets = [list(bucket) for bucket in found]
-        _check_buckets(buckets, list(sizes), limit, expected)
-
-    model = _model(torch.float32)
-    sizes = [param.numel() * param.element_size() for param in model.parameters()]
-    theirs = [bucket.num_bytes for bucket in make_buckets(model, 5e-3)]
-    ours = [_size(bucket, sizes) for bucket in assign(sizes, 5000)]
-    assert ours == theirs, f"on a GPT the buckets have {ours} bytes, labcode's {theirs}"
-
-
-def _size(bucket: list[int], sizes: list[int]) -> int:
-    return sum(sizes[index] for index in bucket)
+def _weighed(rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]) -> _Result:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    sizes = shares_of(len(members))
+    place = members.index(rank)
+    share = small_gpt.shares(members, sizes)[place]
+    module = small_gpt.model()
+    small_gpt.backward(module, share)
+    own = small_gpt.gradient(module).clone()
+    average(module, sizes[place], group)
+    return _Result(own, small_gpt.gradient(module), 0, [])
 
 
-def _check_buckets(
-    found: list[list[int]],
-    sizes: list[int],
-    limit: int,
-    expected: list[list[int]],
-) -> None:
-    case = f"sizes {sizes}, limit {limit}: {found}"
-    assert [] not in found, f"{case} holds an empty bucket"
-    order = list(itertools.chain.from_iterable(found))
-    assert sorted(order) == list(range(len(sizes))), f"{case} does not hold every index once"
-    assert order == sorted(order, reverse=True), (
-        f"{case} is not in backward's order, the last parameter first"
+def average_uneven(average: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `average_uneven(model, mine, group)` on shares of 7 and 3 samples."""
+    for grouping in small_gpt.GROUPINGS:
+        results = ranks.run(_weighed, average, grouping)
+        for members in grouping:
+            _check_weights(members, [results[rank] for rank in members])
+
+
+def _check_weights(members: Sequence[int], results: Sequence[_Result]) -> None:
+    p = len(members)
+    sizes = shares_of(p)
+    case = f"with {' + '.join(map(str, sizes))} samples: "
+    expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, sizes)))
+    owns = torch.stack([result.own for result in results])
+    found = results[0].found
+    assert small_gpt.distance(found, owns[0]) > 1e-9, (
+        case + "the first rank still has its own gradient: did anything travel?"
     )
-    for bucket in found:
-        # A parameter larger than the limit has a bucket of its own.
-        assert len(bucket) == 1 or _size(bucket, sizes) <= limit, (
-            f"sizes {sizes}, limit {limit}: bucket {bucket} holds more than the limit"
+    for result in results:
+        assert small_gpt.distance(result.found, found) < 1e-9, (
+            case + "the ranks end up with different gradients: weigh first, then send"
         )
-    assert found == expected, (
-        f"{case} is allowed, but {len(found)} all-reduces; fill each bucket as far as it goes"
+    assert small_gpt.distance(found, owns.mean(0)) > 1e-9, (
+        case + "that is the mean of the means: a rank with 3 samples counts as much as one with 7"
     )
+    assert small_gpt.distance(found, owns.sum(0)) > 1e-9, (
+        case + "that is the plain sum: weigh each rank's gradient before it travels"
+    )
+    too_long = small_gpt.times_too_long(found, expected)
+    assert too_long is None or abs(too_long - 1) < 1e-6, (
+        case + f"right direction, but {too_long:.3g} times as long as it should be: "
+        "the weights of the ranks must add up to 1"
+    )
+    off = small_gpt.distance(found, expected)
+    assert off < 1e-6, case + f"{off:.1%} away from the gradient of all samples"
 
 
 # ---- 4.3
 
 
-Context = Callable[[Any, int, int], AbstractContextManager]
+def _accumulated(
+    rank: int,
+    accumulate: Callable[..., Any],
+    num_micro_batches: int,
+    grouping: Sequence[Sequence[int]],
+) -> _Result:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    module = small_gpt.model()
+    before = small_gpt.shares(members, [4] * len(members), step=1)[members.index(rank)]
+    small_gpt.backward(module, before)  # of the step before: still there
+    own = small_gpt.gradient(module).clone()
+    batch_sizes = []
+    module.register_forward_pre_hook(lambda _, inputs: batch_sizes.append(len(inputs[0])))
+    with counted() as calls:
+        accumulate(module, *share, num_micro_batches, group)
+    largest = max(batch_sizes, default=0)
+    assert largest, "the model was never called"
+    assert largest <= 4 // num_micro_batches, (
+        f"the model saw {largest} samples at once; with {num_micro_batches} micro-batches of a "
+        f"share of 4 it should see {4 // num_micro_batches}"
+    )
+    num_bytes = sum(call.num_bytes for call in calls)
+    return _Result(own, small_gpt.gradient(module), num_bytes, [call.kind for call in calls])
 
 
-def _accumulated(rank: int, context: Context, accumulation: int) -> tuple[int, torch.Tensor]:
-    """(all-reduces of a step with `accumulation` micro-batches, the gradient after it)."""
-    sent: list[int] = []
-    model = DistributedDataParallel(_model())
-    model.register_comm_hook(sent, _counting)
-    inputs, targets = _own_samples(rank)
-    micro_batches = zip(inputs.chunk(accumulation), targets.chunk(accumulation))
-    for number, (micro_inputs, micro_targets) in enumerate(micro_batches, start=1):
-        with context(model, number, accumulation):
-            loss = gpt_loss(model(micro_inputs), micro_targets) / accumulation
-            loss.backward()
-    return len(sent), _gradient(model)
+def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `accumulated_gradients(model, inputs, targets, num_micro_batches, group)`."""
+    for grouping in small_gpt.GROUPINGS:
+        for num_micro_batches in (1, 2, 4):
+            results = ranks.run(_accumulated, accumulate, num_micro_batches, grouping)
+            for members in grouping:
+                before = torch.stack([results[rank].own for rank in members]).mean(0)
+                for rank in members:
+                    _check_accumulated(members, results[rank], before, num_micro_batches)
 
 
-def _counting(sent: list[int], bucket: dist.GradBucket) -> Future:
-    """A communication hook of DDP's that notes each bucket, and averages as usual."""
-    sent.append(bucket.index())
-    average = bucket.buffer().div_(dist.get_world_size())
-    work = dist.all_reduce(average, async_op=True)
-    assert work is not None  # it is, where every rank takes part
-    return work.get_future().then(lambda done: done.value()[0])
-
-
-def last_only(context: Context, ranks: Ranks) -> None:
-    """The learner's `context(model, number, accumulation)` around each micro-batch of DDP's."""
-    expected = _whole_gradient()
-    for accumulation in (1, 2, 4):
-        due(context(_NoRanks(), accumulation, accumulation))
-        sent, found = ranks.run(_accumulated, context, accumulation)[0]
-        case = f"with {accumulation} micro-batches: "
-        if accumulation == 1:
-            case = "with one micro-batch, which is also the last: "
-        assert sent > 0, case + "no gradient was ever sent, every rank trains alone"
-        assert sent == 1, case + f"{sent} all-reduces, one is enough"
-        assert _off(found, expected) < 1e-9, (
-            case + "the gradient that was sent does not hold all of them: "
-            "the last one must be the one that sends"
+def _check_accumulated(
+    members: Sequence[int], result: _Result, before: torch.Tensor, m: int
+) -> None:
+    p = len(members)
+    case = f"with {m} micro-batch{'' if m == 1 else 'es'} on {p} ranks: "
+    expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, [4] * p)))
+    found = result.found
+    too_long = small_gpt.times_too_long(found, expected)
+    if too_long is not None:
+        assert abs(too_long - 1) < 1e-9, (
+            case + f"right direction, but {too_long:.3g} times as long as it should be: "
+            f"count the divisions, by {m} and by {p}"
         )
-
-
-class _NoRanks:
-    """Has a `no_sync()`, so that a stub can be told from an answer without any rank."""
-
-    no_sync = staticmethod(contextlib.nullcontext)
+    leftover = small_gpt.distance(found - expected, before)
+    assert leftover > 1e-9, (
+        case + "the gradient of the step before is still in it: backward adds to what is there"
+    )
+    off = small_gpt.distance(found, expected)
+    assert off < 1e-9, case + f"{off:.0%} away from the gradient of the whole batch"
+    once = found.nbytes
+    assert result.num_gradient_bytes < 1.5 * once, (
+        case + f"{result.num_gradient_bytes / once:.0f} times the gradients' bytes travelled: "
+        "send them once, after the last micro-batch"
+    )
 
 
 # ---- 4.4
 
+SCRIPT = "train_04.py"
+HEADER = '''"""The script of lesson 04. Start it with: torchrun --nproc-per-node=2 train_04.py"""
 
-Hook = Callable[[Any, dist.GradBucket], Future]
+import os
+from pathlib import Path
 
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader, DistributedSampler
 
-def _compressed(rank: int, hook: Hook) -> tuple[list[tuple[str, int]], torch.Tensor]:
-    """((dtype, bytes) of each tensor that was all-reduced, the gradient after it)."""
-    sent = []
-    real = dist.all_reduce
-
-    def spy(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        sent.append((str(tensor.dtype), tensor.nbytes))
-        return real(tensor, *args, **kwargs)
-
-    model = DistributedDataParallel(_model(torch.float32))
-    model.register_comm_hook(dist.group.WORLD, hook)
-    inputs, targets = _own_samples(rank)
-    # Not a CollectiveSpy: DDP calls its hooks from backward's threads, and the dtype counts.
-    with mock.patch.object(dist, "all_reduce", spy):
-        gpt_loss(model(inputs), targets).backward()
-    return sent, _gradient(model)
+from labcode.models import gpt
+from labcode.teach.labs.l04_by_hand import build_model, dataset
 
 
-def compress(hook: Hook, ranks: Ranks) -> None:
-    """The learner's communication hook `hook(group, bucket)`: half the bytes, nearly the mean."""
-    names = list(inspect.signature(hook).parameters)
-    assert names[1:] == ["bucket"], (
-        f"DDP wants the parameters (state, bucket); yours are called {names}"
-    )
+'''
+FOOTER = """
+
+if __name__ == "__main__":
+    main(Path("."))
+    assert not dist.is_initialized(), "LEFT OPEN"
+"""
+EPOCHS = 2
+GLOBAL_BATCH = 16
+
+
+def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
+    """The learner's `main(folder)`, as a file that torchrun starts on one and on two ranks.
+
+    Args:
+        main: The function, or its source.
+        folder: Where the file `train_04.py` is written.
+    """
+    source = main if isinstance(main, str) else textwrap.dedent(inspect.getsource(main))
+    if 'NotImplementedError("exercise' in source:
+        raise NotImplementedError("exercise: your code here")
+    path = Path(folder) / SCRIPT
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(HEADER + source + FOOTER)
+    for nproc in (1, 2):
+        _check_run(path, nproc)
+
+
+def _check_run(path: Path, nproc: int) -> None:
+    weights_path = path.parent / "weights.pt"
+    weights_path.unlink(missing_ok=True)
+    case = f"on {nproc} rank{'s' if nproc > 1 else ''}: "
     try:
-        (sent, found), *others = ranks.run(_compressed, hook)
-    except RankError as error:
-        is_list = "expected the hook result is a PyObject" in str(error)
-        assert not is_list, (
-            "the Future holds a list, as all_reduce leaves it: "
-            "add .then(lambda done: done.value()[0])"
+        done = launch.run(
+            "labcode.teach.labs.run_file",
+            path,
+            nproc=nproc,
+            echo=False,
+            timeout_s=120,
+            env_extra=_visible_gpus(nproc),
         )
-        raise
-    _check_sent(sent, found.nbytes)
-    for _, other in others:
-        assert torch.equal(other, found), "the ranks end up with different gradients"
-    expected = _whole_gradient(torch.float32)
-    length = _length(found, expected)
-    assert abs(length - 1) < 0.1, (
-        f"the gradient is {length:.2f} times as long as the mean: "
-        "sum or mean, and divided how often?"
-    )
-    off = _off(found, expected)
-    assert off < 0.03, f"{off:.1%} away from the mean: more than rounding explains"
+    except launch.LaunchError as error:
+        raise _explained(case, str(error)) from None
+    _check_output(case, done.output)
+    assert weights_path.exists(), case + "there is no file weights.pt in the folder it was given"
+    found = torch.load(weights_path, weights_only=True, map_location="cpu")
+    weights_path.unlink()
+    _check_names(case, found)
+    _check_training(case, found, done.output)
 
 
-def _check_sent(sent: list[tuple[str, int]], full_bytes: int) -> None:
-    """What travelled is bfloat16 alone, half of the gradient's bytes."""
-    assert sent, "no all_reduce was called: send the compressed tensor with dist.all_reduce"
-    kinds = sorted({dtype for dtype, _ in sent})
-    assert kinds == ["torch.bfloat16"], (
-        f"{', '.join(kinds)} travelled, it should be torch.bfloat16 alone"
+def _visible_gpus(nproc: int) -> dict[str, str]:
+    """No GPU where there are fewer than ranks: all ranks then use the CPU and gloo."""
+    if 0 < torch.cuda.device_count() < nproc:
+        return {"CUDA_VISIBLE_DEVICES": ""}
+    return {}
+
+
+# What gloo says when the ranks do not call the same things.
+OUT_OF_STEP = (
+    "Timed out",
+    "timed out",
+    "timeout",
+    "Connection closed by peer",
+    "op.preamble.length",
+    "Connection reset by peer",
+)
+
+
+def _explained(case: str, text: str) -> Exception:
+    """The error of a launch, in words of the lesson."""
+    if "NotImplementedError: exercise" in text:
+        return NotImplementedError("exercise: your code here")
+    if "LEFT OPEN" in text:
+        return AssertionError(
+            case + "the process group is still there at the end: dist.destroy_process_group()"
+        )
+    if any(sign in text for sign in OUT_OF_STEP):
+        return AssertionError(
+            case + "the ranks wait for each other in vain: is there a collective that not all of "
+            f"them call? (the error: {text})"
+        )
+    return AssertionError(case + text)
+
+
+def _check_output(case: str, output: str) -> None:
+    lines = [line for line in output.splitlines() if "epoch" in line]
+    speakers = {line.split("]")[0].lstrip("[") for line in lines}
+    assert lines, case + 'nothing like "epoch 0: loss 3.1234" was printed'
+    assert speakers == {"rank 0"}, case + "more than one rank prints: let rank 0 alone do it"
+    assert len(lines) == EPOCHS, (
+        case + f"{len(lines)} lines were printed for {EPOCHS} epochs: print one after each epoch"
     )
-    sent_bytes = sum(num_bytes for _, num_bytes in sent)
-    half = full_bytes // 2
-    assert sent_bytes == half, f"{sent_bytes} bytes were sent, half of {full_bytes} are {half}"
+
+
+def _check_names(case: str, found: Any) -> None:
+    expected = l04_by_hand.build_model().state_dict()
+    assert isinstance(found, dict), (
+        case + f"weights.pt holds a {type(found).__name__}: save the model's state_dict()"
+    )
+    wrapped = all(name.startswith("module.") for name in found)
+    assert not wrapped, (
+        case + "all names in weights.pt begin with `module.`: save the model inside DDP, or "
+        "nobody can load it without DDP"
+    )
+    assert found.keys() == expected.keys(), case + "weights.pt does not hold the model's weights"
+
+
+def _check_training(case: str, found: dict[str, torch.Tensor], output: str) -> None:
+    """Compare with one process, and name the mistake if another training was done."""
+    losses = [float(value) for value in re.findall(r"loss\s+([0-9.]+)", output)]
+    assert len(losses) == EPOCHS, case + 'write the loss as in "epoch 0: loss 3.1234"'
+    right = _reference()
+    off = right.distance(found)
+    if off > 1e-3:
+        for mistake, settings in MISTAKES.items():
+            other = _reference(**settings)
+            assert other.distance(found) > 1e-3, case + mistake
+        raise AssertionError(
+            case + f"the weights are {off:.1%} away from those of one process with the same "
+            "batches: print which samples each rank reads, and the loss of each step"
+        )
+    for epoch, (printed, expected) in enumerate(zip(losses, right.losses)):
+        assert abs(printed - expected) < 2e-3, (
+            case + f"epoch {epoch} prints the loss {printed:.4f}, and the mean over all steps and "
+            f"ranks is {expected:.4f}"
+        )
+
+
+MISTAKES: dict[str, dict[str, Any]] = {
+    "every epoch has the same batches: tell the sampler the epoch with set_epoch": {
+        "set_epoch": False
+    },
+    "each rank reads `global_batch` samples in a step: all ranks together should": {
+        "global_batch": 2 * GLOBAL_BATCH
+    },
+    "the samples are not shuffled": {"shuffle": False},
+    "it made one epoch instead of two": {"epochs": 1},
+}
+
+
+@functools.cache
+def _reference(**settings: Any) -> "_Reference":
+    """The run with these settings; it is computed once."""
+    with torch.random.fork_rng():
+        return _Reference(**settings)
+
+
+class _Reference:
+    """What one process gets with the batches that the ranks read together.
+
+    Attributes:
+        losses: Mean loss of each epoch.
+        weights: By name, at the end.
+    """
+
+    def __init__(
+        self,
+        *,
+        set_epoch: bool = True,
+        shuffle: bool = True,
+        global_batch: int = GLOBAL_BATCH,
+        epochs: int = EPOCHS,
+    ) -> None:
+        torch.manual_seed(0)  # what rank 0 draws: see `run_file`
+        module = l04_by_hand.build_model()
+        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        samples = l04_by_hand.dataset
+        # with one replica its order is that of all ranks together, batch by batch
+        order = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=shuffle)
+        loader = DataLoader(samples, batch_size=global_batch, sampler=order)
+        self.losses: list[float] = []
+        for epoch in range(epochs):
+            if set_epoch:
+                order.set_epoch(epoch)
+            self.losses.append(_train_epoch(module, optimizer, loader))
+        self.weights = module.state_dict()
+
+    def distance(self, found: dict[str, torch.Tensor]) -> float:
+        """Relative distance of the weights from those of another run."""
+        difference = 0.0
+        total = 0.0
+        for name, expected in self.weights.items():
+            difference += (found[name].double() - expected.double()).square().sum().item()
+            total += expected.double().square().sum().item()
+        return (difference / total) ** 0.5
+
+
+def _train_epoch(module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> float:
+    total = 0.0
+    for inputs, targets in loader:
+        loss = gpt_loss(module(inputs), targets)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        total += loss.item()
+    return total / len(loader)

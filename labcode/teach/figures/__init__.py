@@ -5,10 +5,12 @@ style.py         fonts, colours, and Picture: a figure that carries its alternat
 charts.py        lines, training curves, bars, matrices, weather maps      all lessons
 collectives.py   what ranks hold before and after a collective; the ring   lessons 00, 01
 messages.py      single messages between ranks, round by round             lesson 01
+data_parallel.py a step, uneven shares, accumulation, memory, buckets      lessons 04, 05
+overlap.py       what a core computes while the link carries buckets       lesson 05
 grid.py          the ranks of a grid on their nodes, coloured by group     lessons 08, 15
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
 pipeline.py      stages and their messages; F, B, I, W of a pipeline       lessons 12, 15
-timeline.py      who is busy when                                          lesson 04
+timeline.py      who is busy when                                          any lesson
 tensor_flow.py   f and g around an MLP, columns and rows, DTensor layouts  lesson 09
 weights.py       which rank holds which columns or rows of a weight        lesson 09
 layer.py         what a layer keeps, and what travels around it            lesson 10

@@ -10,11 +10,20 @@ lessons import; the drawings themselves are in the files beside it.
 from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.collectives import collective, collectives, ring
+from labcode.teach.figures.data_parallel import (
+    accumulation,
+    buckets,
+    clipping,
+    copies,
+    data_parallel,
+    sample_weights,
+)
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
+from labcode.teach.figures.overlap import StepLanes, overlap
 from labcode.teach.figures.pipeline import halves, pipeline, stages
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
@@ -24,14 +33,20 @@ from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
 
 __all__ = [
+    "StepLanes",
+    "accumulation",
     "around_a_layer",
     "bars",
+    "buckets",
     "causal",
+    "clipping",
     "collective",
     "collectives",
     "column_then_row",
+    "copies",
     "curves",
     "cuts",
+    "data_parallel",
     "digits",
     "field",
     "grid",
@@ -42,12 +57,14 @@ __all__ = [
     "layouts",
     "lines",
     "links",
+    "overlap",
     "pipeline",
     "progress",
     "ring",
     "ring_attention",
     "ring_gradients",
     "rounds",
+    "sample_weights",
     "second_attempt",
     "stages",
     "tensor_parallel_mlp",

@@ -1,6 +1,6 @@
 """A drawing of who is busy when: ranks, streams, buckets.
 
-Lesson 04 uses it; `plot.timeline` is the way in.
+Any lesson may use it; `plot.timeline` is the way in.
 """
 
 import math

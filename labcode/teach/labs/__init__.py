@@ -2,7 +2,10 @@
 
     module                lesson   what it is
     clock                          emulated time: a device or link is busy, the rank sleeps
-    l04_slow_link         04       all-reduces over a link of given alpha and beta
+    l04_by_hand           04       gradients averaged by hand; the model and data of its script
+    run_file              04       runs a learner's script on a rank
+    l05_by_hand           05       averages in buckets, and overlapped, as a learner writes them
+    l05_slow_link         05       all-reduces over a link of given alpha and beta
     l08_costs             08       memory, seconds on links and idle stages of a grid of H100 nodes
     l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
     l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid

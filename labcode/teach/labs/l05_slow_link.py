@@ -1,9 +1,11 @@
-"""Lesson 04: a slow network that costs no core, for machines whose own network is a copy in memory.
+"""Lesson 05: a slow network that costs no core, for machines whose own network is a copy in memory.
 
 On one machine gloo moves bytes with the cores that also compute, so one cannot see communication
 hide behind computation: each takes the other's time. A network card takes none. Here an all-reduce
 runs as always, and then counts as under way for as long as a link of given alpha and beta would
 need; whoever waits for the gradients sleeps until then.
+
+`schedule` is the same on paper: a step whose pieces all take a given time.
 """
 
 import contextlib
@@ -19,6 +21,8 @@ import torch.distributed as dist
 from labcode.comm.counting import Collective, CollectiveSpy
 from labcode.parallel.data import DataParallel
 from labcode.perf.alpha_beta import Link, time_s
+from labcode.teach.figures.overlap import StepLanes, overlap
+from labcode.teach.figures.style import Picture
 from labcode.teach.labs.clock import EmulatedResource
 
 NO_DELAY = Link(0, math.inf)
@@ -86,21 +90,10 @@ class Step:
         """How long the link was busy."""
         return sum(end - begin for begin, end in self.sent)
 
-    def rows(self, name: str) -> list[tuple[str, str, float, float]]:
-        """Two lanes for `plot.timeline`, in milliseconds: what the core does, and the link.
-
-        Args:
-            name: Of the run; it becomes a part of the lanes' names.
-        """
-        core = f"core, {name}"
-        link = f"link, {name}"
-        rows = [
-            (core, "backward", 0.0, self.backward_s * 1e3),
-            (core, "wait", self.backward_s * 1e3, self.total_s * 1e3),
-        ]
-        for number, (begin_s, end_s) in enumerate(self.sent, 1):
-            rows.append((link, f"bucket {number}", begin_s * 1e3, end_s * 1e3))
-        return rows
+    def lanes(self) -> StepLanes:
+        """For `plot.overlap`: what the core does, and the link."""
+        sent = [(begin_s * 1e3, end_s * 1e3) for begin_s, end_s in self.sent]
+        return StepLanes([(0.0, self.backward_s * 1e3)], sent)
 
 
 def fastest_step(
@@ -146,3 +139,45 @@ def _overlapping(model: DataParallel, overlap: bool) -> Iterator[None]:
     """A backward whose buckets leave at once, or, inside `no_sync`, not before it has ended."""
     with contextlib.nullcontext() if overlap else model.no_sync():
         yield
+
+
+# ---- on paper
+
+
+def schedule(num_pieces: int, compute_ms: float, send_ms: float, overlapped: bool) -> StepLanes:
+    """When backward computes each piece, and when the link carries it.
+
+    Args:
+        num_pieces: Into which the gradients are cut.
+        compute_ms: Backward of one piece.
+        send_ms: What the link needs for one piece; it carries one at a time.
+        overlapped: A piece leaves when it is ready; False: when backward has ended.
+    """
+    backward = []
+    sent = []
+    free_ms = 0.0
+    for piece in range(num_pieces):
+        ready_ms = (piece + 1) * compute_ms
+        backward.append((ready_ms - compute_ms, ready_ms))
+        may_leave_ms = ready_ms if overlapped else num_pieces * compute_ms
+        begin_ms = max(may_leave_ms, free_ms)
+        free_ms = begin_ms + send_ms
+        sent.append((begin_ms, free_ms))
+    return StepLanes(backward, sent)
+
+
+def step_ms(num_pieces: int, compute_ms: float, send_ms: float, overlapped: bool) -> float:
+    """How long a step of `schedule` takes."""
+    return schedule(num_pieces, compute_ms, send_ms, overlapped).total_ms
+
+
+def draw_overlap(num_pieces: int, compute_ms: float, send_ms: float, title: str) -> Picture:
+    """The two schedules below each other."""
+    after = schedule(num_pieces, compute_ms, send_ms, overlapped=False)
+    during = schedule(num_pieces, compute_ms, send_ms, overlapped=True)
+    return overlap(
+        {"sent after backward": after, "sent during backward": during},
+        title=title,
+        alt=f"Sent after backward, a step of {num_pieces} pieces takes {after.total_ms:.0f} ms; "
+        f"sent while backward runs, it takes {during.total_ms:.0f} ms",
+    )

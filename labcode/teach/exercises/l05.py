@@ -1,0 +1,839 @@
+"""Checks of lesson 05, buckets, overlap and hooks. The text of each assertion is a hint."""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.utils import parameters_to_vector
+
+from labcode.comm.counting import Call, counted
+from labcode.parallel.data import make_buckets
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import RETURNED_NONE, Exercise, due
+from labcode.teach.exercises import small_gpt
+from labcode.teach.labs import l05_by_hand
+
+EXERCISES = {
+    "5.1": Exercise(
+        praise="one all-reduce for each bucket, and every gradient is the mean over its group",
+        hints=(
+            "The row holds the gradients one after the other. In which order, and how long is "
+            "the part of each?",
+            "`row.split` gives views: what do you have to do with a part so that `.grad` holds it?",
+        ),
+    ),
+    "5.2": Exercise(
+        praise="buckets leave while backward runs, and three steps train like one process",
+        hints=(
+            "`missing[number]` says how many gradients of a bucket are still to come. What is it "
+            "when the last one comes?",
+            "After backward three things are needed to finish a bucket: the handle, the row, and "
+            "the parameters. Where do you keep them?",
+            "What must `missing` and `under_way` hold when the next step begins?",
+        ),
+    ),
+    "5.3": Exercise(
+        praise="gradients add up in silence, and travel once",
+        hints=(
+            "Within `with model.no_sync():` the code up to `yield` has run, the code after it not "
+            "yet.",
+            "If backward raises an error, the code after `yield` is skipped, unless it stands in a "
+            "`finally`.",
+        ),
+    ),
+    "5.4": Exercise(
+        praise="all ranks scale by the same factor, and only where the norm is too large",
+        hints=(
+            "The norm of all gradients together is the root of the sum of all squares.",
+            "At which of the steps do all ranks hold the same gradient?",
+        ),
+    ),
+    "5.5": Exercise(
+        praise="half the bytes, the mean to two or three digits, and nothing waits",
+        hints=(
+            "`dist.all_reduce(..., async_op=True)` gives a handle; its `get_future()` a Future.",
+            "`then(function)` gives another Future, which will hold what the function returns.",
+        ),
+    ),
+}
+
+BUCKET_MB = 0.01  # cuts the small GPT into several buckets
+NUM_STEPS = 3
+LR = 0.5
+
+Buckets = list[list[nn.Parameter]]
+
+
+def _buckets(module: nn.Module, bucket_mb: float) -> Buckets:
+    return [bucket.params for bucket in make_buckets(module, bucket_mb)]
+
+
+def _num_bytes(bucket: list[nn.Parameter]) -> int:
+    return sum(param.nbytes for param in bucket)
+
+
+# ---- 5.1
+
+
+class _Averaged(NamedTuple):
+    """What a rank has after the learner's function.
+
+    Args:
+        own: Its own gradient before.
+        found: Its gradient afterwards.
+        bucket_bytes: Of each bucket.
+        calls: The collectives that it started.
+    """
+
+    own: torch.Tensor
+    found: torch.Tensor
+    bucket_bytes: list[int]
+    calls: list[Call]
+
+
+LAYOUTS = {  # MB for each bucket
+    "with one bucket": 1.0,
+    "with a bucket for each parameter": 1e-9,
+    "with several buckets": BUCKET_MB,
+}
+
+
+def _bucketed(
+    rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]], bucket_mb: float
+) -> _Averaged:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    module = small_gpt.model()
+    small_gpt.backward(module, small_gpt.shares(members, [4] * len(members))[members.index(rank)])
+    own = small_gpt.gradient(module).clone()
+    weights = parameters_to_vector(module.parameters()).detach().clone()
+    buckets = _buckets(module, bucket_mb)
+    bucket_bytes = [_num_bytes(bucket) for bucket in buckets]
+    with counted() as calls:
+        average(buckets, group)
+    assert torch.equal(weights, parameters_to_vector(module.parameters()).detach()), (
+        "the weights have changed: average the gradients only"
+    )
+    return _Averaged(own, small_gpt.gradient(module), bucket_bytes, list(calls))
+
+
+def average_buckets(average: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `average_buckets(buckets, group)`, on all ranks and on two pairs."""
+    for grouping in small_gpt.GROUPINGS:
+        for layout, bucket_mb in LAYOUTS.items():
+            results = ranks.run(_bucketed, average, grouping, bucket_mb)
+            for members in grouping:
+                case = f"{layout}, {small_gpt.named(members)}"
+                _check_messages(case, results[members[0]])
+                _check_means(case, members, results)
+
+
+def _check_messages(case: str, result: _Averaged) -> None:
+    """One all-reduce for each bucket, of the bucket's size."""
+    kinds = sorted({call.kind for call in result.calls})
+    assert kinds, case + "no collective was called: did anything travel?"
+    assert kinds == ["all_reduce"], case + f"it calls {', '.join(kinds)}: all-reduces are enough"
+    found = [call.num_bytes for call in result.calls]
+    expected = result.bucket_bytes
+    assert len(found) == len(expected), (
+        case + f"{_counted(len(found), 'all-reduce')} for {_counted(len(expected), 'bucket')}: one "
+        "for each bucket"
+    )
+    assert sorted(found) == sorted(expected), (
+        case + f"all-reduces of {found} bytes, and the buckets have {expected}"
+    )
+
+
+def _counted(number: int, name: str) -> str:
+    ending = "es" if name.endswith("ch") else "s"
+    return f"{number} {name}{'' if number == 1 else ending}"
+
+
+def _check_means(case: str, members: Sequence[int], results: Sequence[_Averaged]) -> None:
+    """Every rank of the group has the mean of the group's gradients."""
+    owns = torch.stack([results[rank].own for rank in members])
+    for rank in members:
+        result = results[rank]
+        others = torch.stack([other.own for other in results]).mean(0)
+        _check_mean(case, result.own, result.found, owns.mean(0), others)
+
+
+def _check_mean(
+    case: str,
+    own: torch.Tensor,
+    found: torch.Tensor,
+    expected: torch.Tensor,
+    world_mean: torch.Tensor | None = None,
+) -> None:
+    """A gradient is the mean over a group; else the mistake that made it what it is."""
+    assert small_gpt.distance(found, own) > 1e-9, (
+        case + "`.grad` still holds the rank's own gradient: is the mean copied into it?"
+    )
+    too_long = small_gpt.times_too_long(found, expected)
+    assert too_long is None or abs(too_long - 1) < 1e-9, (
+        case + f"right direction, but {too_long:.3g} times as long as the mean over the group: "
+        "by what do you divide, and how often?"
+    )
+    off = small_gpt.distance(found, expected)
+    if off > 1e-9 and world_mean is not None:
+        in_world = small_gpt.times_too_long(found, world_mean)
+        assert in_world is None, (
+            case + "the result holds gradients of ranks outside of the group: "
+            "which group does your all-reduce use?"
+        )
+    same_numbers = torch.allclose(found.sort().values, expected.sort().values)
+    assert off < 1e-9 or not same_numbers, (
+        case + "the right numbers in the wrong places: which part of the row belongs to which "
+        "parameter?"
+    )
+    assert off < 1e-9, case + f"the gradient is {off:.0%} away from the mean over the group"
+
+
+# ---- what a learner's code sends, and when
+
+
+@dataclass
+class _Sent:
+    """One all-reduce.
+
+    Args:
+        numel: How many numbers.
+        is_async: It was started with `async_op=True`.
+        in_backward: Backward was still running.
+        ready: Which parameters had their gradient.
+    """
+
+    numel: int
+    is_async: bool
+    in_backward: bool
+    ready: set[int]
+
+
+@dataclass
+class _Watch:
+    """What a rank sends and waits for while it is active.
+
+    Attributes:
+        sent: The all-reduces.
+        waits: For each wait, whether it was inside of what is watched as `inside`.
+        inside: Backward, or a hook, is running.
+        ready: Numbers of the parameters whose gradient is final.
+    """
+
+    sent: list[_Sent] = field(default_factory=list)
+    waits: list[bool] = field(default_factory=list)
+    inside: bool = False
+    ready: set[int] = field(default_factory=set)
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Within it `dist.all_reduce` takes notes."""
+        real = dist.all_reduce
+
+        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+            is_async = bool(kwargs.get("async_op", len(args) > 2 and args[2]))
+            self.sent.append(_Sent(tensor.numel(), is_async, self.inside, set(self.ready)))
+            work = real(tensor, *args, **kwargs)
+            return _WatchedWork(work, tensor, self)
+
+        with mock.patch.object(dist, "all_reduce", noted):
+            yield
+
+
+class _WatchedWork:
+    """The handle of an all-reduce that notes when it is waited for.
+
+    There is one also without `async_op=True`, so that a learner's code gets as far as the hint.
+    """
+
+    def __init__(self, work: dist.Work | None, tensor: torch.Tensor, watch: _Watch) -> None:
+        self._work = work
+        self._tensor = tensor
+        self._watch = watch
+
+    def wait(self, *args: Any) -> Any:
+        self._watch.waits.append(self._watch.inside)
+        return self._work.wait(*args) if self._work is not None else True
+
+    def get_future(self) -> Any:
+        if self._work is not None:
+            return self._work.get_future()
+        done = torch.futures.Future()
+        done.set_result([self._tensor])
+        return done
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+
+# ---- 5.2
+
+
+class _Step(NamedTuple):
+    """One step of a rank.
+
+    Args:
+        own: Its gradient when backward ended.
+        found: Its gradient when it had finished.
+        sent: Its all-reduces.
+        waits: For each wait, whether it was in backward.
+        left: How many handles it kept.
+    """
+
+    own: torch.Tensor
+    found: torch.Tensor
+    sent: list[_Sent]
+    waits: list[bool]
+    left: int
+
+
+class _Steps(NamedTuple):
+    """What a rank has done.
+
+    Args:
+        buckets: Numbers of the parameters in each bucket.
+        numels: How many numbers each bucket has.
+        steps: In order.
+    """
+
+    buckets: list[set[int]]
+    numels: list[int]
+    steps: list[_Step]
+
+
+def _overlapped(
+    rank: int, parallel_class: Callable[..., Any], grouping: Sequence[Sequence[int]]
+) -> _Steps:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    module = small_gpt.model()
+    watch = _Watch()
+    number_of = {}
+    for number, param in enumerate(module.parameters()):
+        number_of[param] = number
+        # before the learner's hook, which PyTorch then calls second
+        param.register_post_accumulate_grad_hook(lambda param: watch.ready.add(number_of[param]))
+    buckets = _buckets(module, BUCKET_MB)
+    parallel = parallel_class(module, group, buckets)
+    steps = []
+    for step in range(NUM_STEPS):
+        share = small_gpt.shares(members, [4] * len(members), step)[members.index(rank)]
+        steps.append(_watched_step(parallel, module, share, watch))
+        _sgd(module)
+    numbers = []
+    numels = []
+    for bucket in buckets:
+        numbers.append({number_of[param] for param in bucket})
+        numels.append(sum(param.numel() for param in bucket))
+    return _Steps(numbers, numels, steps)
+
+
+def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watch: _Watch) -> _Step:
+    for param in module.parameters():
+        param.grad = torch.zeros_like(param)  # so that a row can be made too early
+    watch.sent.clear()
+    watch.waits.clear()
+    watch.ready.clear()
+    with watch.active():
+        watch.inside = True
+        small_gpt.backward(module, share)
+        watch.inside = False
+        own = small_gpt.gradient(module).clone()
+        parallel.finish_gradient_sync()
+    found = small_gpt.gradient(module).clone()
+    left = len(getattr(parallel, "under_way", ()))
+    return _Step(own, found, list(watch.sent), list(watch.waits), left)
+
+
+def _sgd(module: nn.Module) -> None:
+    with torch.no_grad():
+        for param in module.parameters():
+            param -= LR * param.grad  # pyright: ignore[reportOperatorIssue]
+
+
+def overlapped(parallel_class: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's class: three steps on all ranks and on two pairs, against one process."""
+    for grouping in small_gpt.GROUPINGS:
+        results = ranks.run(_overlapped, parallel_class, grouping)
+        for members in grouping:
+            expected = _one_process(members)
+            for rank in members:
+                _check_steps(small_gpt.named(members), results[rank], expected, results)
+
+
+def _one_process(members: Sequence[int]) -> list[torch.Tensor]:
+    """The gradients of the steps that one process makes with the shares of a group."""
+    module = small_gpt.model()
+    gradients = []
+    for step in range(NUM_STEPS):
+        module.zero_grad()
+        shares = small_gpt.shares(members, [4] * len(members), step)
+        small_gpt.backward(module, small_gpt.joined(shares))
+        gradients.append(small_gpt.gradient(module).clone())
+        _sgd(module)
+    return gradients
+
+
+def _check_steps(
+    group: str,
+    result: _Steps,
+    expected: Sequence[torch.Tensor],
+    everybody: Sequence[_Steps],
+) -> None:
+    for number, step in enumerate(result.steps):
+        case = f"{group}step {number + 1}: "
+        _check_sending(case, number, step, result)
+        world = torch.stack([other.steps[number].own for other in everybody]).mean(0)
+        _check_mean(case, step.own, step.found, expected[number], world)
+        assert not step.left, (
+            case + f"when finish_gradient_sync returns, under_way still holds {step.left} "
+            "entries, and the next step adds its own"
+        )
+
+
+def _check_sending(case: str, number: int, step: _Step, result: _Steps) -> None:
+    """Each bucket once, complete, during backward, without waiting; and waited for afterwards."""
+    sent = step.sent
+    assert sent or number == 0, (
+        case + "nothing was sent, though step 1 did send: what must `missing` hold when a step "
+        "begins?"
+    )
+    assert sent, case + "no all-reduce was started, neither in backward nor afterwards"
+    waits_inside = [one for one in sent if one.in_backward and not one.is_async]
+    assert not waits_inside, (
+        case + "gradient_ready waits until its all-reduce is done, and backward stands still "
+        "meanwhile: start it with async_op=True"
+    )
+    assert True not in step.waits, (
+        case + "gradient_ready calls wait(), and backward stands still meanwhile: wait in "
+        "finish_gradient_sync"
+    )
+    for one in sent:
+        _check_bucket(case, one, result)
+    assert any(one.in_backward for one in sent), (
+        case + "everything was sent after backward, so nothing overlaps: which method is called "
+        "while backward runs?"
+    )
+    buckets = len(result.buckets)
+    assert len(sent) == buckets, (
+        case + f"{_counted(len(sent), 'all-reduce')} for {buckets} buckets: each bucket travels "
+        "once"
+    )
+    asynchronous = sum(one.is_async for one in sent)
+    assert len(step.waits) >= asynchronous, (
+        case + f"{asynchronous} all-reduces were started and {len(step.waits)} waited for: "
+        "without wait() nobody knows that the sum is there"
+    )
+
+
+def _check_bucket(case: str, sent: _Sent, result: _Steps) -> None:
+    fitting = []
+    for params, numel in zip(result.buckets, result.numels):
+        if numel == sent.numel:
+            fitting.append(params)
+    assert fitting, (
+        case + f"an all-reduce of {sent.numel} numbers, and the buckets have {result.numels}"
+    )
+    complete = [params for params in fitting if params <= sent.ready]
+    assert complete, (
+        case + "a bucket was sent before the last of its gradients was ready: on which count do "
+        "you send?"
+    )
+
+
+# ---- 5.3
+
+
+class _Quiet(NamedTuple):
+    """What a rank has after one step with accumulation.
+
+    Args:
+        own, found: Its gradient before and after `finish_gradient_sync`.
+        sent: All-reduces after each micro-batch.
+        num_buckets: How many there are.
+        after_error: All-reduces of a backward that follows an error inside `no_sync`.
+    """
+
+    own: torch.Tensor
+    found: torch.Tensor
+    sent: list[int]
+    num_buckets: int
+    after_error: int
+
+
+def _accumulated(
+    rank: int,
+    parallel_class: Callable[..., Any],
+    num_micro_batches: int,
+    grouping: Sequence[Sequence[int]],
+) -> _Quiet:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    inputs, targets = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    module = small_gpt.model()
+    buckets = _buckets(module, BUCKET_MB)
+    parallel = parallel_class(module, group, buckets)
+    watch = _Watch()
+    sent = []
+    with watch.active():
+        for number in range(num_micro_batches):
+            part = slice(number, None, num_micro_batches)
+            is_last = number == num_micro_batches - 1
+            with contextlib.nullcontext() if is_last else due(parallel.no_sync()):
+                small_gpt.backward(module, (inputs[part], targets[part]))
+            sent.append(len(watch.sent))
+        own = small_gpt.gradient(module).clone()
+        parallel.finish_gradient_sync()
+        found = small_gpt.gradient(module).clone() / num_micro_batches
+        watch.sent.clear()
+        with contextlib.suppress(ZeroDivisionError), due(parallel.no_sync()):
+            raise ZeroDivisionError
+        small_gpt.backward(module, (inputs, targets))
+        parallel.finish_gradient_sync()
+    return _Quiet(own / num_micro_batches, found, sent, len(buckets), len(watch.sent))
+
+
+def quiet(parallel_class: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's class with `no_sync()`, for 1, 2 and 4 micro-batches."""
+    for grouping in small_gpt.GROUPINGS:
+        for num_micro_batches in (2, 4, 1):
+            results = ranks.run(_accumulated, parallel_class, num_micro_batches, grouping)
+            for members in grouping:
+                shares = small_gpt.shares(members, [4] * len(members))
+                expected = small_gpt.gradient_of(small_gpt.joined(shares))
+                number = _counted(num_micro_batches, "micro-batch")
+                case = f"with {number}, {small_gpt.named(members)}"
+                for rank in members:
+                    _check_quiet(case, results[rank], expected)
+
+
+def _check_quiet(case: str, result: _Quiet, expected: torch.Tensor) -> None:
+    *inside, total = result.sent
+    assert not any(inside), (
+        case + f"{max(inside, default=0)} all-reduces were started inside no_sync(): who asks "
+        "whether gradients are to be sent?"
+    )
+    assert total > 0, (
+        case + "the last backward, outside of no_sync(), sent nothing: is the flag set back?"
+    )
+    assert total == result.num_buckets, (
+        case + f"{total} all-reduces for {result.num_buckets} buckets"
+    )
+    _check_mean(case, result.own, result.found, expected)
+    assert result.after_error, (
+        case + "after an error inside no_sync() nothing is ever sent again: set the flag back "
+        "also then"
+    )
+
+
+# ---- 5.4
+
+
+class _Clipped(NamedTuple):
+    """What a rank has after two steps.
+
+    Args:
+        norms: What the learner's function returned.
+        used: The gradients that the optimizer used: how far the weights moved, divided by the
+            learning rate.
+        own: The gradient of this rank's share in the first step.
+    """
+
+    norms: list[float]
+    used: list[torch.Tensor]
+    own: torch.Tensor
+
+
+def _weights(module: nn.Module) -> torch.Tensor:
+    return parameters_to_vector(module.parameters()).detach().clone()
+
+
+def _refused(name: str) -> Callable[..., Any]:
+    def refuse(*_: Any, **__: Any) -> Any:
+        raise AssertionError(f"{name} does what you are asked to write: take the norm yourself")
+
+    return refuse
+
+
+def _clip_steps(
+    rank: int, step: Callable[..., Any], max_norm: float, grouping: Sequence[Sequence[int]]
+) -> _Clipped:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    module = small_gpt.model()
+    parallel = l05_by_hand.Overlapped(module, group, _buckets(module, BUCKET_MB))
+    optimizer = torch.optim.SGD(module.parameters(), lr=LR)
+    own = small_gpt.gradient_of(small_gpt.shares(members, [4] * len(members))[members.index(rank)])
+    norms = []
+    used = []
+    shortcuts = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
+    with contextlib.ExitStack() as stack:
+        for name in shortcuts:
+            stack.enter_context(mock.patch.object(nn.utils, name, _refused(name)))
+        for number in range(2):
+            share = small_gpt.shares(members, [4] * len(members), number)[members.index(rank)]
+            before = _weights(module)
+            norms.append(float(due(step(parallel, optimizer, *share, max_norm))))
+            used.append((before - _weights(module)) / LR)
+    return _Clipped(norms, used, own)
+
+
+def clipped(step: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `clipped_step(model, optimizer, inputs, targets, max_norm)`."""
+    for grouping in small_gpt.GROUPINGS:
+        for factor in (10.0, 0.5):  # of the first norm: not clipped, and clipped
+            first_norm = _one_clipped(grouping[0], max_norm=1e9).norms[0]
+            max_norm = factor * first_norm
+            results = ranks.run(_clip_steps, step, max_norm, grouping)
+            for members in grouping:
+                expected = _one_clipped(members, max_norm)
+                owns = torch.stack([results[rank].own for rank in members])
+                for rank in members:
+                    case = f"max_norm {max_norm:.3g}, {small_gpt.named(members)}"
+                    _check_clipped(case, results[rank], expected, owns, max_norm)
+
+
+def _one_clipped(members: Sequence[int], max_norm: float) -> _Clipped:
+    """Two steps of one process with the shares of a group."""
+    module = small_gpt.model()
+    norms = []
+    used = []
+    own = torch.zeros(1)
+    for number in range(2):
+        module.zero_grad()
+        shares = small_gpt.shares(members, [4] * len(members), number)
+        small_gpt.backward(module, small_gpt.joined(shares))
+        own = small_gpt.gradient(module).clone() if number == 0 else own
+        norms.append(nn.utils.clip_grad_norm_(module.parameters(), max_norm).item())
+        used.append(small_gpt.gradient(module).clone())
+        _sgd(module)
+    return _Clipped(norms, used, own)
+
+
+def _check_clipped(
+    case: str, result: _Clipped, expected: _Clipped, owns: torch.Tensor, max_norm: float
+) -> None:
+    found = result.used[0]
+    right = expected.used[0]
+    unclipped = expected.own
+    is_clipped = expected.norms[0] > max_norm
+    assert found.norm() > 0, case + "the weights have not changed: who makes the step?"
+    if is_clipped:
+        assert small_gpt.distance(found, unclipped) > 1e-6, (
+            case + f"the step was made with a gradient of norm {found.norm():.3g}: not clipped, or "
+            "clipped after the step"
+        )
+        _check_not_clipped_first(case, found, owns, max_norm)
+    too_long = small_gpt.times_too_long(found, right)
+    assert too_long is None or abs(too_long - 1) < 1e-4, (
+        case + f"right direction, but {too_long:.3g} times as long as it should be: the norm is "
+        f"{expected.norms[0]:.3g}"
+    )
+    off = small_gpt.distance(found, right)
+    assert off < 1e-4, (
+        case + f"the step is {off:.0%} away from the clipped mean gradient: do all parameters "
+        "have the same factor, from the norm of all of them together?"
+    )
+    _check_norm(case, result.norms[0], expected.norms[0], owns, max_norm)
+    off = small_gpt.distance(result.used[1], expected.used[1])
+    assert off < 1e-4, (
+        case + f"step 1 is right, step 2 is {off:.0%} away: what is in `.grad` when it begins?"
+    )
+
+
+def _check_not_clipped_first(
+    case: str, found: torch.Tensor, owns: torch.Tensor, max_norm: float
+) -> None:
+    """It is not the mean of gradients that each rank has clipped for itself."""
+    factors = (max_norm / owns.norm(dim=1, keepdim=True)).clamp(max=1)
+    clipped_first = (owns * factors).mean(0)
+    assert small_gpt.distance(found, clipped_first) > 1e-4, (
+        case + "each rank has clipped its own gradient, and then they were averaged: at that "
+        "moment every rank has another norm"
+    )
+
+
+def _check_norm(
+    case: str, found: float, expected: float, owns: torch.Tensor, max_norm: float
+) -> None:
+    """The norm that was returned is that of the mean gradient, before clipping."""
+    right = abs(found / expected - 1) < 1e-4
+    after = expected > max_norm and abs(found / max_norm - 1) < 1e-4
+    assert right or not after, case + "it returns the norm after clipping: asked is the one before"
+    is_own = any(abs(found / own.norm().item() - 1) < 1e-6 for own in owns)
+    assert right or not is_own, (
+        case + "it returns the norm of the rank's own gradient: take it after the average"
+    )
+    assert right, case + f"it returns the norm {found:.4g}, and it is {expected:.4g}"
+
+
+# ---- 5.5
+
+
+class _Bucket:
+    """What a communication hook sees of DDP's bucket."""
+
+    def __init__(self, gradient: torch.Tensor) -> None:
+        self._gradient = gradient
+
+    def buffer(self) -> torch.Tensor:
+        return self._gradient
+
+    def set_buffer(self, tensor: torch.Tensor) -> None:
+        self._gradient = tensor
+
+    def index(self) -> int:
+        return 0
+
+    def is_last(self) -> bool:
+        return True
+
+    def gradients(self) -> list[torch.Tensor]:
+        return [self._gradient]
+
+    def parameters(self) -> list[torch.Tensor]:
+        return []
+
+
+class _Compressed(NamedTuple):
+    """What a rank has after the learner's hook.
+
+    Args:
+        own: Its bucket before.
+        found: What the Future holds.
+        kinds: The dtypes that travelled.
+        sent_bytes: How much.
+        waited: The hook waited for something.
+    """
+
+    own: torch.Tensor
+    found: torch.Tensor
+    kinds: list[str]
+    sent_bytes: int
+    waited: bool
+
+
+def _compressed(
+    rank: int, hook: Callable[..., Any], grouping: Sequence[Sequence[int]]
+) -> _Compressed:
+    group = small_gpt.own_group(grouping)
+    members = dist.get_process_group_ranks(group)
+    share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    gradient = small_gpt.gradient_of(share, torch.float32)
+    watch = _Watch()
+    watch.inside = True
+    bucket = _Bucket(gradient.clone())
+    tensors: list[tuple[str, int]] = []
+    with watch.active(), _noting_dtypes(tensors):
+        future = hook(group, bucket=bucket)
+    watch.inside = False
+    assert future is not None, RETURNED_NONE
+    assert isinstance(future, torch._C.Future), (
+        f"it returned a {type(future).__name__}: DDP expects a Future, which says later what the "
+        "mean is"
+    )
+    found = future.wait()
+    assert not isinstance(found, (list, tuple)), (
+        "the Future holds a list, as that of all_reduce does: hand on the tensor in it"
+    )
+    assert isinstance(found, torch.Tensor), (
+        f"the Future holds a {type(found).__name__}, it should hold the mean of the bucket"
+    )
+    assert found.shape == gradient.shape, (
+        f"the Future holds a tensor of shape {list(found.shape)}, the bucket has "
+        f"{list(gradient.shape)}"
+    )
+    waited = True in watch.waits or any(not one.is_async for one in watch.sent)
+    kinds = sorted({dtype for dtype, _ in tensors})
+    sent_bytes = sum(num_bytes for _, num_bytes in tensors)
+    return _Compressed(gradient, found.float().clone(), kinds, sent_bytes, waited)
+
+
+@contextlib.contextmanager
+def _noting_dtypes(found: list[tuple[str, int]]) -> Iterator[None]:
+    """Within it (dtype, bytes) of each tensor given to `dist.all_reduce` is written down."""
+    real = dist.all_reduce
+
+    def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        found.append((str(tensor.dtype), tensor.nbytes))
+        return real(tensor, *args, **kwargs)
+
+    with mock.patch.object(dist, "all_reduce", noted):
+        yield
+
+
+def _in_ddp(rank: int, hook: Callable[..., Any]) -> torch.Tensor:
+    """The gradient that DDP has with the hook, on all ranks."""
+    module = small_gpt.model(torch.float32)
+    model = nn.parallel.DistributedDataParallel(module)
+    model.register_comm_hook(dist.group.WORLD, hook)
+    members = range(dist.get_world_size())
+    small_gpt.backward(model, small_gpt.shares(members, [4] * len(members))[rank])
+    return small_gpt.gradient(module)
+
+
+def compress(hook: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's communication hook: half the bytes, nearly the mean, and no waiting."""
+    _check_signature(hook)
+    for grouping in small_gpt.GROUPINGS:
+        results = ranks.run(_compressed, hook, grouping)
+        for members in grouping:
+            _check_compressed(members, results)
+    expected = small_gpt.gradient_of(
+        small_gpt.joined(small_gpt.shares(range(ranks.n), [4] * ranks.n)), torch.float32
+    )
+    for found in ranks.run(_in_ddp, hook):
+        off = small_gpt.distance(found, expected)
+        assert off < 0.03, f"registered with DDP, the gradient is {off:.0%} away from the mean"
+
+
+def _check_signature(hook: Callable[..., Any]) -> None:
+    names = list(inspect.signature(hook).parameters)
+    by_torch = getattr(hook, "__module__", "").startswith("torch.")
+    code = getattr(hook, "__code__", None)
+    called = code.co_names if code is not None else ()
+    assert not by_torch and "bf16_compress_hook" not in called, (
+        "PyTorch's own hook would do; here you write it"
+    )
+    if names and names[0] != "_":  # not the test's function that takes anything
+        assert names[1:] == ["bucket"], (
+            f"DDP wants the parameters (state, bucket); yours are called {names}"
+        )
+
+
+def _check_compressed(members: Sequence[int], results: Sequence[_Compressed]) -> None:
+    case = small_gpt.named(members)
+    owns = torch.stack([results[rank].own for rank in members])
+    expected = owns.mean(0)
+    world_mean = torch.stack([result.own for result in results]).mean(0)
+    for rank in members:
+        result = results[rank]
+        assert result.kinds, case + "no all_reduce was called: did anything travel?"
+        assert result.kinds == ["torch.bfloat16"], (
+            case + f"{', '.join(result.kinds)} travelled, it should be torch.bfloat16 alone"
+        )
+        half = result.own.nbytes // 2
+        assert result.sent_bytes == half, (
+            case + f"{result.sent_bytes} bytes travelled, half of the bucket are {half}"
+        )
+        assert not result.waited, (
+            case + "the hook waits for the all-reduce, and backward stands still meanwhile: start "
+            "it with async_op=True, and leave the rest to `then`"
+        )
+        off_world = small_gpt.distance(result.found, world_mean)
+        off = small_gpt.distance(result.found, expected)
+        assert off < 0.03 or off_world > 0.03, (
+            case + "the result holds gradients of ranks outside of the group"
+        )
+        length = small_gpt.length_along(result.found, expected)
+        assert abs(length - 1) < 0.1, (
+            case + f"the result is {length:.2g} times as long as the mean over the group: sum or "
+            "mean, and divided how often?"
+        )
+        assert off < 0.03, case + f"{off:.0%} away from the mean: more than rounding explains"

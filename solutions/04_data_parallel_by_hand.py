@@ -1,0 +1,687 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 04 · Data parallel by hand
+#
+# Most distributed training rests on one idea: every rank holds the whole model, reads its own part of the batch, and
+# the gradients are averaged. In this lesson you write that average, you see why the result is the training of one
+# process, and you meet the mistakes that destroy this equality without any error message. At the end you write a
+# training script of your own, in plain PyTorch, that runs on any number of processes.
+#
+# ## Goals
+#
+# - derive why averaged gradients give **the same** training as one process;
+# - average gradients over a group, also with shares of different sizes and with accumulation;
+# - divide the data between the ranks, and check that it is divided;
+# - say what data parallelism keeps on each rank, and where it ends for that reason;
+# - write a training script for torchrun, starting from an empty function.
+#
+# **Time**: 60 minutes. **Needs**: lesson 01.
+
+# %%
+import torch
+import torch.distributed as dist
+from torch.nn.utils import parameters_to_vector
+from torch.utils.data import DistributedSampler
+
+from labcode.config import GPTConfig, TextData
+from labcode.data import sampler, text
+from labcode.models import gpt, layers
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l04
+from labcode.teach.figures import plot
+from labcode.teach.labs import l04_by_hand
+
+torch.set_num_threads(1)  # one core for each process, here as on the ranks
+ranks = Ranks(4)
+
+# %% [markdown]
+# ## 1. The mean of the means
+#
+# The picture shows one training step on four ranks. Each rank has a complete copy of the model, and all copies are
+# equal. The batch is cut into four shares, and each rank computes the gradient of its own share. Then one all-reduce
+# replaces the four gradients by their mean, and every rank makes the same step with its optimizer. So the copies are
+# equal again.
+
+# %% tags=["figure"]
+plot.data_parallel(
+    4,
+    alt="Four ranks hold equal models and different shares of the batch; "
+        "their gradients differ, an all-reduce turns them into one mean, "
+        "and all models make the same step",
+)
+
+# %% [markdown]
+# Why is this the training of one process? The loss of a batch is the mean over its $B$ samples. Cut the batch into $p$
+# shares of the same size, and let $L_r$ be the mean over the share of rank $r$. The mean of these means is the mean
+# over all samples. For example, four samples with the losses 1, 2, 3 and 6 have the mean 3. Two ranks with (1, 2) and
+# (3, 6) have the means 1.5 and 4.5, and the mean of these two is 3 again. Differentiation is linear, so the same holds
+# for gradients:
+#
+# $$L = \frac1B\sum_i \ell_i = \frac1p \sum_r L_r \qquad\text{and so}\qquad \nabla L = \frac1p \sum_r \nabla L_r.$$
+#
+# To see it happen, we need something to compare with: a small GPT that learns Shakespeare, trained in one process. We
+# use float64, so that rounding cannot hide a mistake.
+
+# %%
+splits = text.load(TextData(), context_length=64)
+config = GPTConfig(
+    splits.tokenizer.vocab_size,
+    num_layers=2,
+    num_heads=4,
+    hidden_size=64,
+    context_length=64,
+)
+order = sampler.Batches(len(splits.train), global_batch=16)
+batches = [splits.train[order.indices(step)] for step in range(6)]
+
+def build(seed=0):
+    """The model; the same seed gives the same weights in every process."""
+    return layers.initialize(gpt.GPT(config), seed).double()
+
+# %% tags=["nbval-check-output"]
+def train(rank, p, average=None, prepare=None, seed=0):
+    """Losses of six steps on share `rank` of `p`, and the weights after them."""
+    model = build(seed)
+    if prepare:
+        prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    for inputs, targets in batches:
+        own_inputs = inputs.chunk(p)[rank]
+        own_targets = targets.chunk(p)[rank]
+        loss = gpt.loss(model(own_inputs), own_targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if average:
+            average(model)  # between backward and step: here the ranks agree
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), parameters_to_vector(model.parameters()).detach()
+
+one_process, _ = train(rank=0, p=1)
+print("one process:", " ".join(f"{loss:.3f}" for loss in one_process))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 4.1 · Average the gradients
+#
+# Write the function that is called between backward and step. Afterwards every parameter's `.grad` must be the mean
+# over the **group**. A parameter that is not trained has `grad` None, on all ranks; leave it alone.
+#
+# The check runs it on all four ranks, and then on two groups of two.
+
+# %% tags=["exercise"]
+def average_gradients(model, group):
+    """Replace every gradient by its mean over the group."""
+    ### BEGIN SOLUTION
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= dist.get_world_size(group)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("4.1", lambda: l04.average_gradients(average_gradients, ranks))
+
+# %% [markdown]
+# labcode's version looks like this.
+
+# %%
+show_source(l04_by_hand.average_gradients)
+
+# %% [markdown]
+# Forward sends nothing, and what is sent after backward does not depend on the batch: the gradients have as many
+# numbers as the model, however many samples they are the mean of. That is what makes data parallelism so popular.
+#
+# Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`, the
+# group of all ranks.
+
+# %% tags=["figure"]
+def average(model):
+    l04_by_hand.average_gradients(model, dist.group.WORLD)
+
+runs = ranks.run(train, 4, average)
+rank_losses = [losses for losses, _ in runs]
+mean_loss = torch.stack(rank_losses).mean(0)
+l04_by_hand.plot_losses(one_process, rank_losses, mean_loss)
+
+# %% [markdown]
+# The ranks see different samples, so their losses scatter. The mean of the four (the crosses) lies on the loss of one
+# process (the circles) at each step. A figure in the next section shows how exactly.
+#
+# **Takeaway: with shares of the same size, the mean of the ranks' gradients is the gradient of the whole batch.
+# Training on p ranks is training on one, and not an approximation of it.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
+# the world size (right on four ranks, wrong on two groups of two), the default group, and averaging the **weights**.
+# Averaging weights after the step is worth a discussion: with plain SGD it gives the same result, with Adam it does
+# not, because the second moments differ. Ask the room: what happens to the optimizer's state? (It is a function of the
+# gradients, so it stays equal as well.)
+
+# %% [markdown]
+# ## 2. A common start
+#
+# Averaging gradients keeps equal copies equal. It does not **make** them equal. In the run above, every rank drew the
+# same weights, because all used the same seed. Suppose now that each rank seeds its random numbers with its own rank.
+# That is a sensible thing to do for dropout, and here somebody forgot that the weights are random numbers as well.
+#
+# **Predict.** The gradients are averaged in each of the six steps. How far apart are the weights of rank 0 and rank 3
+# at the end, as a fraction of their distance at the start? Think of what happens to the weights of both in one step.
+
+# %% tags=["predict"]
+distance_left = 1.0  # all ranks make the same step, from different places
+
+# %% tags=["nbval-check-output"]
+def train_with_own_seed(rank, prepare=None):
+    return train(rank, 4, average, prepare, seed=rank)
+
+def weights(seed):
+    return parameters_to_vector(build(seed).parameters()).detach()
+
+drifted = ranks.run(train_with_own_seed)
+distance_before = (weights(seed=0) - weights(seed=3)).norm()
+distance_after = (drifted[0][1] - drifted[3][1]).norm()
+ratio = distance_after / distance_before
+compare("distance that is left", distance_left, ratio, within=1.01)
+
+# %% [markdown]
+# Ranks that start apart stay apart, by the same distance. Each adds the same step to its own weights. No later average
+# mends this, and there is no error. The cure is one broadcast of rank 0's weights before training.
+
+# %% tags=["nbval-check-output"]
+mended = ranks.run(train_with_own_seed, l04_by_hand.broadcast_weights)
+print("with a broadcast at the start:", (mended[0][1] - mended[3][1]).norm().item())
+show_source(l04_by_hand.broadcast_weights)
+
+# %% tags=["figure"]
+never_averaged = ranks.run(train, 4)
+cases = {
+    "averaged": runs,
+    "own seeds, then a broadcast": mended,
+    "own seeds": drifted,
+    "never averaged": never_averaged,
+}
+l04_by_hand.plot_differences(cases, one_process)
+
+# %% [markdown]
+# The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
+# in the last bits of a float64 only, because sums are taken in another order. (A difference of exactly 0 is drawn at
+# 1e-17.) The two wrong runs are off by more than a thousandth from the second step on. Fourteen powers of ten lie
+# between right and wrong, but a plot of the losses alone would not show it: all four runs learn.
+#
+# **Takeaway: equal weights at the start, and the mean gradient in each step. Then every rank holds the model of one
+# process, after any number of steps.**
+
+# %% [markdown]
+# ## 3. Shares of different sizes
+#
+# The derivation needed shares of the same size. They are not always the same: the last batch of an epoch is rarely a
+# multiple of p, and texts have different lengths, so that the ranks have different numbers of tokens that count.
+#
+# Suppose rank 0 has 7 of 16 samples, and the other three ranks have 3 each. In the mean of the means, a sample of rank
+# 0 first gets the weight 1/7 in its rank's mean, and then this mean gets the weight 1/4. So the sample has the weight
+# 1/28. All samples should have 1/16.
+#
+# **Predict.** How many times as much does a sample of rank 1 weigh as a sample of rank 0?
+
+# %% tags=["predict"]
+times_as_much = (1 / 12) / (1 / 28)
+
+# %% [markdown]
+# The weight of a sample is the derivative of the result with respect to the loss of that sample, so autograd can tell
+# us.
+
+# %% tags=["nbval-check-output"]
+shares = [7, 3, 3, 3]
+
+def weights_of_own_samples(rank):
+    losses = torch.zeros(shares[rank], requires_grad=True)
+    mean_of_this_rank = losses.mean()
+    mean_of_this_rank.backward()
+    in_mean_of_four = losses.grad / 4
+    return in_mean_of_four.tolist()
+
+weights_by_rank = ranks.run(weights_of_own_samples)
+measured = weights_by_rank[1][0] / weights_by_rank[0][0]
+compare("weight of a sample", times_as_much, measured, within=1.001)
+
+# %% tags=["figure"]
+plot.sample_weights(
+    weights_by_rank,
+    alt="Each of the 7 samples of rank 0 weighs 1/28, each of the 3 samples "
+        "of the other ranks 1/12; a dashed line shows 1/16, which all should weigh",
+)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 4.2 · Uneven shares
+#
+# Every rank knows how many samples its gradient is the mean of: `mine`. It does not know the numbers of the others.
+# Make every `.grad` the gradient of the mean over **all** samples of the group. You may all-reduce other things than
+# gradients as well.
+
+# %% tags=["exercise"]
+def average_uneven(model, mine, group):
+    """Replace means over `mine` samples by the mean over the group's samples."""
+    ### BEGIN SOLUTION
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        param.grad *= mine / total
+        dist.all_reduce(param.grad, group=group)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("4.2", lambda: l04.average_uneven(average_uneven, ranks))
+
+# %% [markdown]
+# **Takeaway: add up sums and counts, and divide once. A mean of means is right only where all counts are equal.** You
+# met the same rule in lesson 00, for a mean over the ranks.
+
+# %% [markdown]
+# What about a rank that has no sample at all? Suppose that rank 3 finds an empty batch and returns, as a `continue` in
+# its loop would do.
+
+# %% tags=["raises-exception"] raises="HangError: ranks 0, 1 and 2 wait in all_reduce ... rank 3 has finished"
+def skip_if_empty(rank):
+    gradient = torch.ones(2)
+    if rank == 3:
+        return  # nothing to do
+    dist.all_reduce(gradient)
+
+ranks.run(skip_if_empty)
+
+# %% [markdown]
+# The others wait. The pool of this notebook noticed it after five seconds and says who is missing; on a cluster, the
+# job stands still until a time-out, often for half an hour. In a real loop it can be worse: rank 3 goes on to the next
+# batch, and **its** all-reduce meets that of the batch before on the other ranks. From then on rank 3 is one step
+# ahead, without any error. A rank without samples has to take part, with the weight 0.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Sections 2 and 3 take 17 minutes. In 4.2 people multiply by `mine` and forget to divide by the
+# total (the gradient is then 16 times as long), or divide by the number of ranks as well. Ask: does `average_uneven`
+# work if a rank has no sample? (Yes, if its gradients are zeros and not None.)
+
+# %% [markdown]
+# ## 4. Gradient accumulation
+#
+# A batch may be too large for the memory even after it has been divided between the ranks. Then a rank cuts its share
+# into m **micro-batches**. It runs forward and backward on one after the other, and makes one step at the end. This
+# works because `backward()` **adds** to `.grad`. The picture shows it for four micro-batches.
+
+# %% tags=["figure"]
+plot.accumulation(
+    4,
+    alt="Forward and backward of four micro-batches alternate; each backward adds "
+        "its part to .grad, and only then follow the all-reduce and the step",
+)
+
+# %% [markdown]
+# It adds, and it does not average. The loss of a micro-batch is a mean over its own samples, so the sum of m such
+# gradients is m times as long as the gradient of the whole share. Therefore each loss has to be divided by m before
+# backward.
+#
+# What happens if somebody forgets it? Let us train one step with m = 4, once with the division and once without. For
+# SGD, a step is the learning rate times the gradient. Adam divides each number of the gradient by its typical size, and
+# in the first step, that is the number's own size.
+#
+# **Predict.** Without the division, how many times too long is the first step of SGD, and that of AdamW?
+
+# %% tags=["predict"]
+sgd_step_too_long = 4.0
+adamw_step_too_long = 1.0
+
+# %% tags=["nbval-check-output"]
+def length_of_first_step(optimizer_class, divide_by, m=4):
+    """How far the weights move in one step with m micro-batches."""
+    model = build()
+    optimizer = optimizer_class(model.parameters(), lr=1e-3, weight_decay=0.0)
+    before = parameters_to_vector(model.parameters()).detach().clone()
+    inputs, targets = batches[0]
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        loss = gpt.loss(model(micro_inputs), micro_targets)
+        (loss / divide_by).backward()
+    optimizer.step()
+    after = parameters_to_vector(model.parameters()).detach()
+    return (after - before).norm()
+
+def times_too_long(optimizer_class):
+    wrong = length_of_first_step(optimizer_class, divide_by=1)
+    right = length_of_first_step(optimizer_class, divide_by=4)
+    return wrong / right
+
+compare("SGD", sgd_step_too_long, times_too_long(torch.optim.SGD), within=1.001)
+compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=1.01)
+
+# %% [markdown]
+# With SGD the mistake acts like a learning rate that is four times as high, and one notices it. AdamW hides it, because
+# a constant factor cancels. So the mistake can live in a script for a long time, until somebody adds gradient clipping,
+# which compares the length of the gradient with a fixed number.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 4.3 · Accumulate, then average once
+#
+# Compute the gradient of a step with accumulation. This rank's share is cut into `num_micro_batches`, all of the same
+# size on all ranks. Afterwards `.grad` must be the mean over all samples of all ranks of the group, whatever it held
+# before. The gradients travel **once**, not after each micro-batch. For that you may call labcode's
+# `l04_by_hand.average_gradients(model, group)`.
+
+# %% tags=["exercise"]
+def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
+    """Fill `.grad` with the mean gradient of the group's whole batch."""
+    ### BEGIN SOLUTION
+    model.zero_grad()
+    micro_inputs = inputs.chunk(num_micro_batches)
+    micro_targets = targets.chunk(num_micro_batches)
+    for some_inputs, some_targets in zip(micro_inputs, micro_targets):
+        loss = gpt.loss(model(some_inputs), some_targets)
+        (loss / num_micro_batches).backward()
+    l04_by_hand.average_gradients(model, group)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("4.3", lambda: l04.accumulated_gradients(accumulated_gradients, ranks))
+
+# %% [markdown]
+# **Takeaway: with m micro-batches, divide each loss by m and send the gradients once, at the end.**
+
+# %% [markdown]
+# ## 5. Who reads what
+#
+# So far each rank cut its share out of a batch that was already there. In a real run every rank reads for itself, and
+# must know which samples are its own. PyTorch's `DistributedSampler` answers that. It shuffles all samples with a seed
+# that is the same on all ranks, and rank $r$ takes every $p$-th of them, beginning with number $r$.
+#
+# To shuffle anew in each **epoch** (one pass over the data), it adds the number of the epoch to the seed. It cannot
+# know this number, so you have to tell it: `sampler.set_epoch(epoch)`. It is easily forgotten. Here are three epochs of
+# 16 samples on four ranks, without it and with it.
+
+# %% tags=["figure"]
+def epoch_order(epoch, set_epoch, num_samples, p=4):
+    """The samples of one epoch: those of rank 0, then those of rank 1, ..."""
+    samples = []
+    for rank in range(p):
+        share = DistributedSampler(range(num_samples), num_replicas=p, rank=rank)
+        if set_epoch:
+            share.set_epoch(epoch)
+        samples += list(share)
+    return samples
+
+l04_by_hand.plot_epochs(epoch_order)
+
+# %% [markdown]
+# Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. (The first epoch is the
+# same in both, because a sampler that was never told begins with epoch 0.)
+#
+# The other mistake is to have no sampler at all. Suppose that each of two ranks reads the first 8 samples of the same
+# order.
+#
+# **Predict.** The global batch should have 16 samples. How many different ones does it have?
+
+# %% tags=["predict"]
+different_samples = 8
+
+# %% tags=["nbval-check-output"]
+def read_without_sampler(rank):
+    inputs, _ = batches[0]
+    return inputs[:8]
+
+read = ranks.run(read_without_sampler)
+read_by_two_ranks = torch.cat(read[:2])
+found = len(read_by_two_ranks.unique(dim=0))
+compare("different samples", different_samples, found, within=1)
+
+# %% [markdown]
+# Two ranks have done the same work twice. Again there is no error, and the loss falls nicely, only more slowly than it
+# should. labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the
+# step, so there is no epoch to tell it, and a run that was stopped resumes with the right samples.
+#
+# **Takeaway: print the numbers of the samples that each rank reads, for two steps and two epochs. It is the cheapest
+# test there is.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Sections 4 and 5 take 15 minutes. Ask who has seen a training script without the division by m,
+# and whether it used Adam. For section 5, ask what `DistributedSampler` does if the number of samples is not a multiple
+# of p (it repeats some, so that all ranks make the same number of steps; with `drop_last=True` it leaves some out).
+
+# %% [markdown]
+# ## 6. What it costs in memory
+#
+# Every rank keeps the whole model. For each parameter, training with Adam in float32 keeps four numbers of 4 bytes: the
+# weight, its gradient, and Adam's two moments, which are running means of the gradient and of its square. That makes 16
+# bytes for a parameter. (Training in 16 bits needs 16 bytes as well: 2 for the weight, 2 for its gradient, and 4 each
+# for the two moments and for a copy of the weight in float32.) The activations of a rank's share come on top.
+#
+# **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on 8
+# such GPUs, with data parallelism?
+
+# %% tags=["predict"]
+on_one_gpu = 80e9 / 16
+on_eight_gpus = 80e9 / 16
+
+# %% tags=["nbval-check-output"]
+def bytes_per_parameter(rank):
+    """What one rank keeps after a step: weights, gradients and the state of AdamW."""
+    model = build().float()
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = batches[0]
+    gpt.loss(model(inputs), targets).backward()
+    optimizer.step()
+    kept = 0
+    for param in model.parameters():
+        moments = optimizer.state[param]
+        kept += param.nbytes + param.grad.nbytes
+        kept += moments["exp_avg"].nbytes + moments["exp_avg_sq"].nbytes
+    return kept / sum(param.numel() for param in model.parameters())
+
+by_rank = ranks.run(bytes_per_parameter)
+print("bytes for each parameter on ranks 0 to 3:", by_rank)
+compare("parameters on one GPU", on_one_gpu, 80e9 / by_rank[0], within=1)
+compare("parameters on eight GPUs", on_eight_gpus, 80e9 / max(by_rank), within=1)
+gpt3_bytes = 175e9 * by_rank[0]
+print(f"GPT-3: {gpt3_bytes / 1e12:.1f} TB, {gpt3_bytes / 80e9:.0f} times 80 GB")
+
+# %% tags=["figure"]
+plot.copies(
+    4,
+    alt="Weights, gradients and Adam's two moments are the same on all four ranks, "
+        "4 bytes each for a parameter; only the activations differ from rank to rank",
+)
+
+# %% [markdown]
+# Eight GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion
+# parameters. GPT-3, which has 175 billion, needs 35 times the memory of such a GPU before it has seen a single sample.
+# The third part of this course is about what comes next: dividing the layers, the sequences, the stages, or the
+# optimizer's state between the ranks, so that each keeps a part only.
+#
+# **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
+
+# %% [markdown]
+# ## 7. A script of your own
+#
+# So far a pool of ranks was there, and the notebook sent functions to it. On a cluster you have a script, and a
+# launcher starts it on every rank. The launcher that comes with PyTorch is **torchrun**: `torchrun --nproc-per-node=2
+# train.py` starts `train.py` twice and sets these environment variables for each process:
+#
+# | variable | what it says |
+# |---|---|
+# | `RANK`, `WORLD_SIZE` | this process's number, and how many there are in the job |
+# | `LOCAL_RANK` | its number on this machine: the GPU that it should take |
+# | `MASTER_ADDR`, `MASTER_PORT` | where the store is, for the rendezvous of lesson 01 |
+#
+# `dist.init_process_group(backend)` reads them and holds the rendezvous. The average of the gradients you need not
+# write again: `DistributedDataParallel` (DDP) wraps a model, broadcasts its weights from rank 0, and averages the
+# gradients inside `backward()`. The next lesson opens it up. DDP hands on a call to the model inside, which is its
+# `.module`.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 4.4 · Write the script
+#
+# Complete `main`. It runs on every rank. You need 25 to 30 lines, and most of them you know from one process.
+#
+# 1. **Join.** `dist.init_process_group("gloo")`, or "nccl" if `torch.cuda.is_available()`. With GPUs, this rank's
+#    device is `torch.device("cuda", LOCAL_RANK)`, and `torch.cuda.set_device` makes it the current one. Else it is the
+#    CPU.
+# 2. **Model.** `build_model()`, moved to the device, and **then** wrapped: `DistributedDataParallel(model)`. AdamW with
+#    `lr=3e-3`.
+# 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` with `sampler=` it. All ranks
+#    together read `global_batch` samples in a step; how many does one rank read?
+# 4. **Loop.** In each epoch `set_epoch`, then for each batch: forward and loss with `gpt.loss(model(inputs), targets)`,
+#    `zero_grad`, backward, step.
+# 5. **Log.** After each epoch rank 0 alone prints a line such as `epoch 0: loss 3.1234`. The number is the mean over
+#    all steps and **all ranks**.
+# 6. **End.** Rank 0 alone saves the weights of the model inside DDP: `torch.save(..., folder / "weights.pt")` of its
+#    `state_dict()`. All ranks leave: `dist.destroy_process_group()`.
+#
+# The check writes your function to a file `runs/train_04.py`. It starts the file with `labcode.launch`, which calls
+# torchrun, on one and on two ranks, and compares the weights at the end with those that one process must get. This
+# takes about half a minute.
+
+# %% tags=["exercise"]
+import os
+
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from labcode.teach.labs.l04_by_hand import build_model, dataset
+
+
+def main(folder, epochs=2, global_batch=16):
+    """What each rank runs."""
+    ### BEGIN SOLUTION
+    on_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+
+    model = DistributedDataParallel(build_model().to(device))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    share = DistributedSampler(dataset, shuffle=True)
+    loader = DataLoader(dataset, batch_size=global_batch // p, sampler=share)
+
+    for epoch in range(epochs):
+        share.set_epoch(epoch)
+        total = torch.zeros((), device=device)
+        for inputs, targets in loader:
+            loss = gpt.loss(model(inputs.to(device)), targets.to(device))
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        mean_loss = total / len(loader)
+        dist.all_reduce(mean_loss)
+        mean_loss /= p
+        if rank == 0:
+            print(f"epoch {epoch}: loss {mean_loss.item():.4f}")
+
+    if rank == 0:
+        torch.save(model.module.state_dict(), folder / "weights.pt")
+    dist.destroy_process_group()
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("4.4", lambda: l04.script(main))
+
+# %% [markdown]
+# This is a complete training script, and it runs unchanged on a cluster. To see it outside of the notebook, open a
+# terminal in the folder `runs` beside this notebook: `torchrun --nproc-per-node=2 train_04.py` starts the file that the
+# check has written.
+#
+# **Takeaway: join, take a device, wrap the model, give each rank its samples, let rank 0 speak and save, leave.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Sections 6 and 7 take 20 to 25 minutes, most of it for the script. Typical: printing on all
+# ranks; printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose
+# names all begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP
+# before moving the model. For the discussion: which lines would change for a model that does not fit on one GPU?
+
+# %% [markdown]
+# ## From here to GPUs and SLURM
+#
+# | where | start |
+# |---|---|
+# | 8 GPUs of one machine | `torchrun --nproc-per-node=8 train_04.py` |
+# | two machines with 8 GPUs each, on each of them | `torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_04.py` |
+# | SLURM | the sbatch script that a later lesson generates does the same, with `srun` |
+# | the course's own training program | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
+#
+# NCCL replaces gloo where there are GPUs, and nothing else changes.
+#
+# ## Questions
+#
+# **1.** Four ranks compute the accuracy of their own validation samples and average the four numbers. When is this
+# wrong?
+#
+# <details><summary>Answer</summary>
+#
+# When the ranks have different numbers of samples, which is usual, as a validation set is rarely a multiple of p. Add
+# up the correct answers and the numbers of samples, and divide once. `DistributedSampler` even repeats samples to make
+# the shares equal, so some would count twice.
+# </details>
+#
+# **2.** Rank 2 finds a batch without any usable sample and calls `continue`, which skips forward, backward and step.
+# What happens?
+#
+# <details><summary>Answer</summary>
+#
+# The other ranks wait in the all-reduce of their gradients. Rank 2 goes on to the next batch, and its all-reduce meets
+# that of the previous batch of the others. If sizes and order agree, there is no error: from now on rank 2 is one step
+# ahead, and its copy of the model differs from the others.
+# </details>
+#
+# **3.** You go from 4 to 8 ranks and leave the batch **of each rank** as it is. Is it still the training of one
+# process? Of which?
+#
+# <details><summary>Answer</summary>
+#
+# Yes, of one process with a batch that is twice as large. The global batch has changed, and with it the best learning
+# rate. To keep the training as it was, halve the batch of each rank.
+# </details>
+#
+# **4.** From lesson 01: the gradients of a model of 1 GB are averaged on 8 ranks with a ring. How many bytes does each
+# rank send?
+#
+# <details><summary>Answer</summary>
+#
+# 2 · 7/8 · 1 GB = 1.75 GB in each step.
+# </details>
+#
+# ## Recap
+#
+# | concept | formula or fact | in labcode |
+# |---|---|---|
+# | mean of the means | ∇L = 1/p Σ ∇L_r, for shares of the same size | `parallel.data.DataParallel` |
+# | equal start | a distance at the start never shrinks: broadcast | `DataParallel()` |
+# | uneven shares | sums and counts travel, one division | `train.loop`, validation |
+# | accumulation | divide each loss by m, send once | `train.loop` |
+# | sampling | one shuffle, disjoint shares, a new one each epoch | `data.sampler.Batches` |
+# | memory | 16 bytes a parameter on every rank | `perf.memory` |
+#
+# ## Sources
+#
+# - Goyal et al. 2017, *Accurate, Large Minibatch SGD*, arXiv:1706.02677, section 2.3: pitfalls of distributed SGD,
+#   among them shares of different sizes and shuffling.
+# - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv:2006.15704: what
+#   DDP does.
+# - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054, section 3.1: where the 16 bytes of mixed-precision training come
+#   from.
+# - Kingma and Ba 2015, *Adam*, arXiv:1412.6980, section 2.1: its steps do not depend on the scale of the gradients.
+# - torchrun and its variables: <https://docs.pytorch.org/docs/stable/elastic/run.html>.
+
+# %%
+ranks.close()

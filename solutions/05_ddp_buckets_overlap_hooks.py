@@ -1,0 +1,729 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 05 · DDP: buckets, overlap, hooks
+#
+# In the last lesson you averaged gradients with one all-reduce for each parameter, after backward. That is correct, and
+# slow. In this lesson you make it fast in two steps: you send gradients together, and you send them while backward is
+# still computing. What you have at the end is the core of PyTorch's `DistributedDataParallel`, and you compare the two.
+#
+# ## Goals
+#
+# - predict what it costs to send gradients one by one, all at once, and in buckets;
+# - write an all-reduce of buckets, and start it from a hook while backward runs;
+# - say what overlap hides, and what it cannot hide;
+# - use DDP's own tools: `no_sync`, clipping, communication hooks, and its best-known error.
+#
+# **Time**: 60 minutes, and 10 more for the open end. **Needs**: lessons 01 and 04.
+
+# %%
+import contextlib
+import functools
+import math
+import os
+
+import torch
+import torch.distributed as dist
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn.parallel import DistributedDataParallel
+
+from labcode import recipes
+from labcode.comm.timing import call_times
+from labcode.models import gpt, layers
+from labcode.parallel.data import DataParallel, make_buckets
+from labcode.perf import alpha_beta
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l05
+from labcode.teach.figures import plot
+from labcode.teach.labs import l05_by_hand
+from labcode.teach.labs import l05_slow_link as slow_link
+
+torch.set_num_threads(1)
+ranks = Ranks(4)
+
+# %% [markdown]
+# ## 1. One message instead of many
+#
+# In lesson 01 an all-reduce of n bytes on p ranks took 2 (p - 1) α + 2 (p - 1)/p · n/β seconds. α is the latency of a
+# message, and β is the bandwidth. The first part is paid once for each all-reduce, however small it is.
+#
+# A transformer has many small parameters: every normalisation has a weight and a bias, and every linear layer has a
+# bias. If each gradient travels alone, each of them pays the first part.
+#
+# On four ranks the formula becomes 6 α + 1.5 n/β. Let us measure α and β on this machine. We send 64 small messages,
+# and one that is as large as all gradients of a model with a million parameters.
+
+# %%
+model_config = recipes.gpt_shape("gpt_1m", vocab_size=65)
+sizes = [param.nbytes for param in gpt.GPT(model_config).parameters()]
+gradient_bytes = sum(sizes)
+
+def all_reduces_s(rank, message_bytes):
+    """Seconds for all-reduces of these sizes, one by one; the fastest of 20."""
+    numels = [size // 4 for size in message_bytes]
+
+    def send_all(row):
+        for part in row.split(numels):
+            dist.all_reduce(part)
+
+    return min(call_times(send_all, sum(message_bytes), repeats=20))
+
+small_s = max(ranks.run(all_reduces_s, [1000] * 64)) / 64
+large_s = max(ranks.run(all_reduces_s, [gradient_bytes]))
+link = alpha_beta.fit("all_reduce", 4, [1000, gradient_bytes], [small_s, large_s])
+print(f"{len(sizes)} parameters, {gradient_bytes:,} bytes of gradients")
+print(f"alpha {link.alpha_s * 1e6:.0f} us, beta {link.beta_bytes_per_s / 1e9:.2f} GB/s")
+
+# %% [markdown]
+# **Predict** with `link.alpha_s`, `link.beta_bytes_per_s` and `len(sizes)`: how many times as long as a single
+# all-reduce of all gradients does it take to send each gradient in an all-reduce of its own?
+
+# %% tags=["predict"]
+bytes_part_s = 1.5 * gradient_bytes / link.beta_bytes_per_s
+one_by_one_s = len(sizes) * 6 * link.alpha_s + bytes_part_s
+all_at_once_s = 6 * link.alpha_s + bytes_part_s
+times_as_long = one_by_one_s / all_at_once_s
+
+# %% tags=["figure"]
+number_of_messages = []
+measured_ms = []
+model_ms = []
+for bucket_mb in (1e-9, 0.1, 0.3, 1, 25):
+    buckets = make_buckets(gpt.GPT(model_config), bucket_mb)
+    message_bytes = [bucket.num_bytes for bucket in buckets]
+    predicted_s = [alpha_beta.time_s("all_reduce", 4, n, link) for n in message_bytes]
+    number_of_messages.append(len(buckets))
+    measured_ms.append(1e3 * max(ranks.run(all_reduces_s, message_bytes)))
+    model_ms.append(1e3 * sum(predicted_s))
+
+ratio = measured_ms[0] / measured_ms[-1]
+compare("one by one, against one", times_as_long, ratio, within=2)
+plot.lines(
+    {"measured": measured_ms, "alpha-beta model": model_ms},
+    x=number_of_messages,
+    logx=True,
+    xlabel="all-reduces per step",
+    ylabel="ms per step",
+    title="The same bytes cost more in more messages",
+    alt="The time for all gradients grows with the number of all-reduces, "
+        "in the measurement as in the model",
+)
+
+# %% [markdown]
+# All points in the figure send the same bytes. To the right, they are cut into more messages. A handful of messages
+# costs hardly more than a single one. (gloo treats messages of medium size in its own way, and four ranks share the
+# cores of this machine, with each other and with other programs. So a point can be off by a factor of two or three.)
+#
+# So why not always send one message? That is the subject of the next section. What we need in any case is a way to send
+# several gradients together. Gradients that travel together are called a **bucket**. The picture shows six gradients in
+# three buckets: those of a bucket are copied into one row, the row is all-reduced, and its parts are copied back.
+
+# %% tags=["figure"]
+example_sizes = [10, 4, 12, 6, 10, 8]
+example = torch.nn.ParameterList([torch.zeros(size) for size in example_sizes])
+plot.buckets(
+    example_sizes,
+    [[5, 4], [3, 2], [1, 0]],
+    alt="Six gradients; the last two make message 1, the two before them message 2, "
+        "and the first two message 3, each in one row",
+)
+
+# %% [markdown]
+# How are buckets filled? From the last parameter to the first, because backward reaches the last one first. A bucket
+# takes the next gradient as long as it then holds at most a given number of bytes. PyTorch's limit is 25 MB. In the
+# picture it is 20 numbers: 8 and 10 make 18, and with the next 6 it would be too much.
+#
+# **Predict.** With a limit of 30 numbers, how many numbers does each message hold, in the order in which they leave?
+
+# %% tags=["predict"]
+message_sizes = [24, 26]  # 8 + 10 + 6, and 12 + 4 + 10
+
+# %% tags=["nbval-check-output"]
+limit_mb = 30 * 4 / 1e6  # 30 numbers of 4 bytes, in MB
+found = [bucket.num_bytes // 4 for bucket in make_buckets(example, limit_mb)]
+compare("numbers in each message", message_sizes, found, within=1)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 5.1 · One all-reduce for each bucket
+#
+# Given the buckets, as lists of parameters, replace every gradient by its mean over the group, with **one** all-reduce
+# for each bucket. Four tools do the work:
+#
+# - `tensor.flatten()` makes a row of a tensor, and `torch.cat` joins rows to one;
+# - `row.split(numbers)` cuts a row into parts with these numbers of elements;
+# - `part.view_as(tensor)` gives a part the shape of a tensor;
+# - `tensor.copy_(other)` writes other numbers into a tensor.
+
+# %% tags=["exercise"]
+def average_buckets(buckets, group):
+    """Replace every gradient by its mean over the group, a bucket at a time."""
+    ### BEGIN SOLUTION
+    p = dist.get_world_size(group)
+    for bucket in buckets:
+        row = torch.cat([param.grad.flatten() for param in bucket])
+        dist.all_reduce(row, group=group)
+        row /= p
+        numbers = [param.numel() for param in bucket]
+        for param, mean in zip(bucket, row.split(numbers)):
+            param.grad.copy_(mean.view_as(param))
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("5.1", lambda: l05.average_buckets(average_buckets, ranks))
+
+# %% [markdown]
+# **Takeaway: the same bytes in fewer messages are cheaper. What you save is the latency of the messages that you do not
+# send.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 17 minutes. Typical: assigning to a local name instead of copying into `.grad`, dividing before
+# and after, and giving `split` bytes instead of numbers. Ask: how much memory does the row cost? (As much as its
+# gradients, for a moment. DDP avoids it: with `gradient_as_bucket_view=True` the gradients live inside the buckets.)
+
+# %% [markdown]
+# ## 2. Send while you compute
+#
+# If one message is cheapest, why not always send one? Because it can leave only when the last gradient is there.
+# Backward goes through the layers from the last to the first. When it leaves a layer, that layer's gradients are final:
+# nothing that happens later in this backward can change them. So they could already travel while backward computes the
+# other layers. This is called **overlap**.
+#
+# The picture shows one step of a model whose gradients travel in four buckets, without overlap and with it. Backward
+# needs 10 ms for the part of the model whose gradients are in one bucket (B1 to B4), and the link needs 8 ms to
+# all-reduce a bucket (1 to 4).
+
+# %% tags=["figure"]
+slow_link.draw_overlap(
+    4, compute_ms=10, send_ms=8, title="Overlap hides all buckets but the last"
+)
+
+# %% [markdown]
+# Let us do the sum for the picture.
+#
+# - **Without overlap**, sending starts when backward is done. That makes 4 · 10 + 4 · 8 = 72 ms.
+# - **With overlap**, the first bucket is ready after 10 ms and has arrived at 18 ms, before the next one is ready at 20
+#   ms. So the link always waits for the processor. Only the last bucket is still under way when backward ends. That
+#   makes 4 · 10 + 8 = 48 ms.
+#
+# Now the link is slower, and needs 15 ms for each bucket.
+#
+# **Predict.** How long does the step take without overlap, and how long with it, in ms? Who waits for whom now?
+
+# %% tags=["predict"]
+without_overlap_ms = 4 * 10 + 4 * 15
+with_overlap_ms = 10 + 4 * 15  # the link is busy from the first bucket on
+
+# %% tags=["nbval-check-output"]
+after_ms = slow_link.step_ms(4, compute_ms=10, send_ms=15, overlapped=False)
+during_ms = slow_link.step_ms(4, compute_ms=10, send_ms=15, overlapped=True)
+compare("without overlap", without_overlap_ms, after_ms, within=1)
+compare("with overlap", with_overlap_ms, during_ms, within=1)
+
+# %% tags=["figure"]
+slow_link.draw_overlap(
+    4, compute_ms=10, send_ms=15, title="The slow link is busy from the first bucket on"
+)
+
+# %% [markdown]
+# If sending is the slower of the two, the link is busy all the time after the first bucket, and the processor waits at
+# the end. In both cases the shorter of the two activities is hidden behind the longer one, all but one bucket of it.
+#
+# This decides the size of a bucket. It has to be large enough that its latency does not matter, and small enough that
+# the first one leaves early and the last one is short.
+#
+# **Takeaway: with overlap a step takes about as long as the slower of computing and sending, and not as long as both
+# together.**
+
+# %% [markdown]
+# ## 3. A hook on every gradient
+#
+# How does a bucket learn that it is full, in the middle of `backward()`? PyTorch can call a function of yours whenever
+# a parameter's `.grad` has its final value: a *post-accumulate-grad hook*. You register it with
+# `param.register_post_accumulate_grad_hook(function)`, and it is called with the parameter. In the next cell each
+# parameter has a hook that prints its name.
+
+# %% tags=["nbval-check-output"]
+def tell(name, param):
+    print("ready:", name)
+
+two_layers = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
+for name, param in two_layers.named_parameters():
+    hook = functools.partial(tell, name)  # a call of hook(param) is tell(name, param)
+    param.register_post_accumulate_grad_hook(hook)
+two_layers(torch.ones(1, 2)).sum().backward()
+
+# %% [markdown]
+# The last layer (`1.`) comes first, as expected.
+#
+# And how is an all-reduce started without waiting for it? With `async_op=True`, `dist.all_reduce` returns a handle at
+# once, and the tensor travels in the background. You must not touch the tensor until the handle's method `wait()` has
+# returned: then it holds the sum.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 5.2 · Write DDP
+#
+# Complete the class. It sends every bucket as soon as the last of its gradients is ready.
+#
+# 1. `__init__` is given. `buckets` holds lists of parameters, the last layer first. Each parameter has a hook that
+#    calls `gradient_ready` with the number of its bucket. `missing[number]` is how many gradients of this bucket are
+#    still to come.
+# 2. `gradient_ready` is yours. Count the gradient. If its bucket is now complete, join the bucket's gradients to a row
+#    and start its all-reduce, **without waiting**. Keep in `under_way` what you will need later.
+# 3. `finish_gradient_sync` is yours. It is called after backward. When it returns, every `.grad` is the mean over the
+#    group, and the object is ready for the next step.
+#
+# The check trains a GPT for three steps on four ranks, and on two groups of two, and compares every gradient with that
+# of one process. It also looks at **when** you send and wait.
+
+# %% tags=["exercise"]
+class OverlappedDataParallel:
+    """Averages the gradients of `module` over `group` while backward runs."""
+
+    def __init__(self, module, group, buckets):
+        self.module = module
+        self.group = group
+        self.buckets = buckets
+        self.missing = [len(bucket) for bucket in buckets]
+        self.under_way = []
+        for number, bucket in enumerate(buckets):
+            hook = functools.partial(self.gradient_ready, number)
+            for param in bucket:
+                param.register_post_accumulate_grad_hook(hook)
+
+    def gradient_ready(self, number, param):
+        """A gradient of bucket `number` is final: send the bucket if it is complete."""
+        ### BEGIN SOLUTION
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            row = torch.cat([other.grad.flatten() for other in bucket])
+            work = dist.all_reduce(row, group=self.group, async_op=True)
+            self.under_way.append((work, row, bucket))
+        ### END SOLUTION
+
+    def finish_gradient_sync(self):
+        """Wait for all buckets and put the means into `.grad`."""
+        ### BEGIN SOLUTION
+        p = dist.get_world_size(self.group)
+        for work, row, bucket in self.under_way:
+            work.wait()
+            row /= p
+            numbers = [param.numel() for param in bucket]
+            for param, mean in zip(bucket, row.split(numbers)):
+                param.grad.copy_(mean.view_as(param))
+        self.under_way.clear()
+        self.missing = [len(bucket) for bucket in self.buckets]
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("5.2", lambda: l05.overlapped(OverlappedDataParallel, ranks))
+
+# %% [markdown]
+# Here is how labcode decides when to send. It differs in one point: a bucket waits until all buckets before it have
+# been sent. Can you say why?
+
+# %%
+show_source(DataParallel._gradient_ready)
+
+# %% [markdown]
+# Collectives are matched by their order. If one rank finished bucket 2 before bucket 1, and another rank the other way
+# round, then the first rank's bucket 2 would be added to the second rank's bucket 1. In a GPT this does not happen,
+# because all ranks go through the same layers in the same order. In a model with branches, it can.
+#
+# **Takeaway: a hook sees each gradient when it is final, a bucket leaves with its last gradient, and all ranks send in
+# the same order.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 22 minutes for sections 2 and 3, of which 13 for exercise 5.2. The most common mistakes: waiting
+# inside the hook (right numbers, no overlap; the check says so), dividing by the world size, forgetting to set
+# `missing` back (the second step then sends nothing), keeping the entries of the previous step, and sending with the
+# first gradient of a bucket instead of the last. Ask the room: what happens if one rank skips a layer?
+
+# %% [markdown]
+# ## 4. What overlap gains
+#
+# On this machine gloo moves the bytes with the very cores that compute, so communication and computation take each
+# other's time. On a cluster, a network card moves them. To see overlap at work here, we use an **emulated link**: each
+# all-reduce runs as always, and then it counts as under way for as long as 1 Gbit/s Ethernet would need. A rank that
+# waits for it sleeps, so its core is free meanwhile. Two of our four ranks take part, one for each of two cores.
+#
+# **Predict.** The million parameters make five buckets of at most 1 MB. Suppose that backward takes longer than
+# sending. What fraction of the time of sending is hidden behind backward?
+
+# %% tags=["predict"]
+hidden_fraction = 1 - 1 / 5
+
+# %%
+ethernet = alpha_beta.Link(alpha_s=50e-6, beta_bytes_per_s=125e6)
+only_gloo = alpha_beta.Link(alpha_s=0, beta_bytes_per_s=math.inf)
+generator = torch.Generator().manual_seed(0)
+tokens = torch.randint(65, (6, 128), generator=generator)
+
+def timed_step(rank, overlap, link):
+    """The fastest of 12 steps on ranks 0 and 1: backward, waiting, and the buckets."""
+    pair = dist.new_group([0, 1])
+    if rank > 1:
+        return None
+    model = DataParallel(layers.initialize(gpt.GPT(model_config), 0), pair, bucket_mb=1)
+
+    def loss():
+        return gpt.loss(model(tokens), tokens)
+
+    return slow_link.fastest_step(model, loss, link, overlap, repeats=12)
+
+# %% tags=["figure"]
+after = ranks.run(timed_step, False, ethernet)[0]
+overlapped = ranks.run(timed_step, True, ethernet)[0]
+hidden = 1 - overlapped.wait_s / overlapped.link_s
+compare("fraction that is hidden", hidden_fraction, hidden)
+plot.overlap(
+    {"sent after backward": after.lanes(), "sent during backward": overlapped.lanes()},
+    title="Measured: the wait shrinks to one bucket",
+    alt="Sent after backward, the five buckets make the core wait; "
+        "sent during backward, only the last one does",
+)
+
+# %%
+gloo_after = ranks.run(timed_step, False, only_gloo)[0]
+gloo_overlapped = ranks.run(timed_step, True, only_gloo)[0]
+print(f"gloo alone, on {os.cpu_count()} cores:")
+print(f"  sent after backward  {1e3 * gloo_after.total_s:.1f} ms")
+print(f"  sent during backward {1e3 * gloo_overlapped.total_s:.1f} ms")
+
+# %% [markdown]
+# On the emulated link, the step waits for one bucket and a little copying. (If it waits much longer, other programs
+# held the core; run it again.) With gloo alone, the printed lines, little is gained or something is even lost: copying
+# needs a core, and with a rank on every core none is free. On 32 GPUs with NCCL, overlap made the training of ResNet-50
+# faster by 38 % and that of BERT by 35 % (Li et al. 2020, section 5.1).
+#
+# **Takeaway: overlap gains where something other than the computing core moves the bytes.**
+
+# %% [markdown]
+# ## 5. PyTorch's DDP
+#
+# Everything that you have written is in PyTorch's DDP as well. Here is where, in `torch/nn/parallel/distributed.py`
+# and, in C++, in `torch/csrc/distributed/c10d/reducer.cpp`.
+#
+# | step | `labcode.parallel.data` | DDP |
+# |---|---|---|
+# | equal weights | a broadcast in `DataParallel()` | `_sync_module_states` in the constructor |
+# | buckets, last parameter first | `make_buckets` | `_compute_bucket_assignment_by_size`; made anew after the first step, in the order in which the gradients came |
+# | a gradient is ready | `_gradient_ready` | `Reducer::autograd_hook` |
+# | send in one order | wait for the buckets before | `Reducer::mark_bucket_ready` |
+# | wait, hand out the means | `finish_gradient_sync()` | `Reducer::finalize_backward`, before `backward()` returns |
+# | only add up | `no_sync()` | `no_sync()` |
+
+# %%
+def step_s(rank, wrap):
+    """Seconds of the fastest forward, backward and average."""
+    model = wrap(layers.initialize(gpt.GPT(model_config), 0))
+
+    def step(_):
+        gpt.loss(model(tokens), tokens).backward()
+        if isinstance(model, DataParallel):
+            model.finish_gradient_sync()
+
+    return min(call_times(step, num_bytes=0, repeats=6))
+
+def by_hand(module):
+    return DataParallel(module, dist.group.WORLD, bucket_mb=0.5)
+
+def by_pytorch(module):
+    return DistributedDataParallel(module, bucket_cap_mb=0.5)
+
+by_hand_s = max(ranks.run(step_s, by_hand))
+by_pytorch_s = max(ranks.run(step_s, by_pytorch))
+print(f"by hand {1e3 * by_hand_s:.1f} ms, DDP {1e3 * by_pytorch_s:.1f} ms a step")
+
+# %% [markdown]
+# The two are close. DDP's hooks are C++ and ours are Python, which shows most with many small buckets.
+#
+# Now to **`no_sync`**. With gradient accumulation (lesson 04), DDP would send after every micro-batch. Inside the
+# context `model.no_sync()`, backward only adds. Forward belongs inside as well, because that is where DDP decides
+# whether the coming backward will send.
+#
+# **Predict.** Four micro-batches, and gradients of `gradient_bytes` bytes. How many bytes does a rank hand to
+# all-reduces per optimizer step, without `no_sync()`, and with it around the first three?
+
+# %% tags=["predict"]
+bytes_without = 4 * gradient_bytes
+bytes_with = gradient_bytes
+
+# %% tags=["nbval-check-output"]
+def count(sent, bucket):
+    """A communication hook: DDP calls it in place of its own all-reduce."""
+    sent.append(bucket.buffer().nbytes)
+    return allreduce_hook(dist.group.WORLD, bucket)
+
+def accumulate(rank, quiet, num_micro_batches=4):
+    """Bytes of all buckets that were sent in one optimizer step."""
+    sent = []
+    model = DistributedDataParallel(gpt.GPT(model_config), bucket_cap_mb=1)
+    model.register_comm_hook(sent, count)
+    for number in range(num_micro_batches):
+        is_last = number == num_micro_batches - 1
+        context = model.no_sync() if quiet and not is_last else contextlib.nullcontext()
+        with context:
+            gpt.loss(model(tokens), tokens).backward()
+    return sum(sent)
+
+without_no_sync = ranks.run(accumulate, False)[0]
+with_no_sync = ranks.run(accumulate, True)[0]
+compare("bytes without no_sync()", bytes_without, without_no_sync, within=1, unit="B")
+compare("bytes with no_sync()", bytes_with, with_no_sync, within=1, unit="B")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 5.3 · `no_sync` for your class
+#
+# Write `no_sync` for the class of exercise 5.2. Within `with model.no_sync():`, a backward sends nothing. The first
+# backward after it sends the sum of all of them. How can the hook know? Give it a flag to look at.
+#
+# `QuietDataParallel` inherits from labcode's version of exercise 5.2, so `super().gradient_ready(number, param)` does
+# what you wrote there. `contextlib.contextmanager` makes a context of a function: what stands before `yield` happens at
+# the beginning of the `with` block, and what stands after it, at the end. Mind the case that backward raises an error.
+
+# %% tags=["exercise"]
+class QuietDataParallel(l05_by_hand.Overlapped):
+    """Overlapped data parallelism that can add up gradients without sending them."""
+
+    sends = True
+
+    def gradient_ready(self, number, param):
+        """As in exercise 5.2, but only if gradients are to be sent."""
+        ### BEGIN SOLUTION
+        if self.sends:
+            super().gradient_ready(number, param)
+        ### END SOLUTION
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        """Within it, backward only adds to `.grad`."""
+        ### BEGIN SOLUTION
+        self.sends = False
+        try:
+            yield
+        finally:
+            self.sends = True
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("5.3", lambda: l05.quiet(QuietDataParallel, ranks))
+
+# %% [markdown]
+# **Takeaway: with m micro-batches, `no_sync` around all but the last sends 1/m of the bytes. Forward belongs inside
+# it.**
+
+# %% [markdown]
+# ## 6. Clipping
+#
+# Most training scripts limit the length of the gradient: if the 2-norm of all gradients together, $\|g\|$, is larger
+# than a maximum $c$, every gradient is multiplied by $c/\|g\|$ (Pascanu et al. 2013). With data parallelism there is a
+# right and a wrong moment for it. After the average, all ranks hold the same gradient, compute the same norm, and scale
+# by the same factor. Before the average, each rank clips its own gradient, with its own factor.
+#
+# For example, rank 0 has the gradient (3, 0) and rank 1 has (-1, 0), and c = 1. The mean is (1, 0), which is just
+# allowed. Clipped first, the two are (1, 0) and (-1, 0).
+#
+# **Predict.** What is the first number of the mean if both ranks clip first?
+
+# %% tags=["predict"]
+mean_of_clipped = 0.0
+
+# %% tags=["nbval-check-output"]
+def clip(gradient, max_norm=1.0):
+    return gradient * min(1.0, max_norm / gradient.norm().item())
+
+rank_gradients = [torch.tensor([3.0, 0.0]), torch.tensor([-1.0, 0.0])]
+clipped = [clip(gradient) for gradient in rank_gradients]
+mean = torch.stack(clipped).mean(dim=0)
+compare("first number of the mean", mean_of_clipped, mean[0], within=1)
+
+# %% tags=["figure"]
+plot.clipping(
+    [3, -1],
+    max_norm=1,
+    alt="Averaged first, the gradients 3 and -1 have the mean 1; clipped first, "
+        "they are 1 and -1, and their mean is 0",
+)
+
+# %% [markdown]
+# The step has disappeared, although the mean was within the limit.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 5.4 · Clip by the global norm
+#
+# Write a step of training for the class of exercise 5.2: forward and backward of this rank's share, the average,
+# clipping to `max_norm` by the norm of **all** parameters together, then the optimizer. Return the norm before
+# clipping. `model.module` is the model itself. Compute the norm yourself.
+
+# %% tags=["exercise"]
+def clipped_step(model, optimizer, inputs, targets, max_norm):
+    """One optimizer step with clipped gradients; returns the norm before clipping."""
+    ### BEGIN SOLUTION
+    optimizer.zero_grad()
+    gpt.loss(model.module(inputs), targets).backward()
+    model.finish_gradient_sync()
+    squares = [param.grad.square().sum() for param in model.module.parameters()]
+    norm = torch.stack(squares).sum().sqrt()
+    if norm > max_norm:
+        for param in model.module.parameters():
+            param.grad *= max_norm / norm
+    optimizer.step()
+    return norm
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("5.4", lambda: l05.clipped(clipped_step, ranks))
+
+# %% [markdown]
+# PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. With data parallelism that is all.
+# If the **parameters** are divided between ranks as well, as later in this course, each rank sees a part of the norm
+# only, and its square has to be added up over the ranks.
+#
+# **Takeaway: first the average, then the norm, then the step.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Sections 4 to 6 take 22 minutes. In 5.3 the flag is often not set back if backward raises: `try`
+# and `finally`. In 5.4 people clip every parameter by its own norm (the direction changes), clip before the average, or
+# return the norm after clipping. Ask: what does a communication hook that compresses do to the norm?
+
+# %% [markdown]
+# ## 7. Broken on purpose
+#
+# Some models do not use every parameter in every step: layers that are dropped at random, experts that no token was
+# sent to, a head for a task that is not in this batch. Here rank 1 leaves out what the last block does. Its gradients
+# never become ready, so their bucket never leaves.
+
+# %% tags=["raises-exception"] raises="RankError: rank 1: RuntimeError: Expected to have finished reduction in the prior iteration"
+def skip_a_block(rank, **options):
+    model = DistributedDataParallel(gpt.GPT(model_config), **options)
+    if rank == 1:
+        model.module.blocks[-1].forward = lambda x, rotation: x
+    for _ in range(2):
+        gpt.loss(model(tokens), tokens).backward()
+    return "two steps done"
+
+print(ranks.run(skip_a_block, find_unused_parameters=True))
+ranks.run(skip_a_block)
+
+# %% [markdown]
+# The other ranks hang in their first backward, waiting for a bucket. Rank 1 does not notice anything until its
+# **second** forward. Then DDP finds that not all gradients of the step before were ready, and says "Expected to have
+# finished reduction in the prior iteration before starting a new one". Two parts of the long message help.
+#
+# - It names the cure, `find_unused_parameters=True`. DDP then walks through the graph after each forward and counts
+#   missing gradients as zero, which costs time in every step.
+# - It lists the indices of the parameters without a gradient, which are positions in `list(model.parameters())`. Look
+#   at them before you silence the error. Often somebody has forgotten to call a layer.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 4 minutes, and 10 for the open end. In 5.5 people return the tensor instead of a Future, or the
+# Future of `all_reduce`, whose value is a list. For those who go on: keep the rounding error of each step and add it to
+# the next gradient before rounding (error feedback), and compare the losses of 200 steps.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 5.5 · Open end: half the bytes
+#
+# Write a communication hook that sends gradients in bfloat16, which has 2 bytes instead of 4. DDP calls it with what
+# you registered (here the group) and the bucket, and expects a `Future`: an object that will hold the result when it
+# has arrived. The second parameter must be called `bucket`. The rubric of the check:
+#
+# 1. Only bfloat16 travels, and so half of the bytes.
+# 2. The result is the mean over the group, to two or three digits.
+# 3. Nothing waits inside the hook. `work.get_future().then(function)` calls your function when the all-reduce is done,
+#    with a future whose `value()` is a list with the tensor.
+
+# %% tags=["exercise"]
+def compress(group, bucket):
+    """A Future of `bucket.buffer()` averaged over the group, sent in bfloat16."""
+    ### BEGIN SOLUTION
+    full = bucket.buffer()
+    half = (full / group.size()).bfloat16()
+    work = dist.all_reduce(half, group=group, async_op=True)
+    return work.get_future().then(lambda done: full.copy_(done.value()[0]))
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("5.5", lambda: l05.compress(compress, ranks))
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## From here to GPUs and SLURM
+#
+# | where | start |
+# |---|---|
+# | 8 GPUs of one machine | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
+# | with the class of `labcode.parallel.data` instead of DDP | add `--parallel.data_parallel labcode` |
+# | with other buckets | add `--parallel.bucket_mb 50` |
+# | SLURM, inside a job | `srun --ntasks-per-node=8 python -m labcode.train gpt_tiny` |
+#
+# With a GPU for each rank, DDP scales nearly linearly to 256 GPUs (Li et al. 2020, abstract), as long as each rank
+# computes long enough to hide the sending.
+#
+# ## Questions
+#
+# **1.** A link is twice as fast as before. Should buckets be larger or smaller?
+#
+# <details><summary>Answer</summary>
+#
+# Larger. Latency and bandwidth cost the same at p α β bytes (lesson 01), and β has doubled.
+# </details>
+#
+# **2.** Why does DDP make new buckets after the first step?
+#
+# <details><summary>Answer</summary>
+#
+# In the first step it learns the order in which gradients really become ready, which need not be the reverse order of
+# `parameters()`. With buckets in this order, each one is complete as early as possible.
+# </details>
+#
+# **3.** You accumulate 8 micro-batches with `no_sync` around the first 7, and somebody moves the forward of each
+# micro-batch out of the `with` block. What changes?
+#
+# <details><summary>Answer</summary>
+#
+# DDP sends after every micro-batch again, because it decides in forward. The results are the same up to rounding, and
+# the step sends eight times the bytes. Only a look at the time or at the bytes shows it.
+# </details>
+#
+# **4.** From lesson 04: with AdamW, does it matter for the training whether the gradients are averaged or only added
+# up?
+#
+# <details><summary>Answer</summary>
+#
+# Hardly: Adam's steps do not depend on a constant factor of the gradients. With clipping it matters, because the limit
+# is a fixed length.
+# </details>
+#
+# ## Recap
+#
+# | concept | formula or fact | in labcode |
+# |---|---|---|
+# | one message | saves 2 (p - 1) α for each message that is not sent | `parallel.data.make_buckets` |
+# | overlap | hides the shorter activity, up to one bucket | `DataParallel._gradient_ready` |
+# | order | all ranks send their buckets in the same order | `DataParallel._gradient_ready` |
+# | accumulation | `no_sync` around all micro-batches but the last, forward included | `DataParallel.no_sync` |
+# | clipping | average, then the norm, then the step | `train.optim.clip_gradients` |
+# | unused parameters | a bucket that never leaves | `DataParallel` counts them as zero |
+#
+# ## Sources
+#
+# - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv:2006.15704:
+#   buckets, overlap, `no_sync`, and the measurements quoted above.
+# - Pascanu, Mikolov, Bengio 2013, *On the difficulty of training recurrent neural networks*, arXiv:1211.5063, section
+#   3.2: clipping by the norm.
+# - Hooks and DDP: <https://docs.pytorch.org/docs/stable/notes/ddp.html>,
+#   <https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html>.

@@ -1,0 +1,430 @@
+"""Answers to the exercises of lesson 04, data parallel by hand."""
+
+import tempfile
+
+import torch
+import torch.distributed as dist
+from answers import Answers
+
+from labcode.models import gpt
+from labcode.teach.exercises import l04
+
+# ---- 4.1 average the gradients
+
+
+def sum_then_divide(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= dist.get_world_size(group)
+
+
+def divide_then_sum(model, group):
+    for param in model.parameters():
+        if param.grad is None:
+            continue
+        mean = param.grad / group.size()
+        dist.all_reduce(mean, group=group)
+        param.grad = mean
+
+
+def with_gather(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            parts = [torch.empty_like(param.grad) for _ in range(group.size())]
+            dist.all_gather(parts, param.grad, group=group)
+            param.grad.copy_(torch.stack(parts).mean(dim=0))
+
+
+def all_in_one(model, group):
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    flat = torch.cat([grad.flatten() for grad in grads])
+    dist.all_reduce(flat, group=group)
+    flat /= group.size()
+    for grad, part in zip(grads, flat.split([grad.numel() for grad in grads])):
+        grad.copy_(part.view_as(grad))
+
+
+def only_a_sum(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+
+
+def divided_by_the_world(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= dist.get_world_size()
+
+
+def in_the_world(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad)
+            param.grad /= dist.get_world_size()
+
+
+def result_thrown_away(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            mean = param.grad.clone()
+            dist.all_reduce(mean, group=group)
+            mean /= group.size()
+
+
+def averages_weights(model, group):
+    for param in model.parameters():
+        param.data += param.grad if param.grad is not None else 0
+        dist.all_reduce(param.data, group=group)
+        param.data /= group.size()
+
+
+def frozen_forgotten(model, group):
+    for param in model.parameters():
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= group.size()
+
+
+AVERAGE = Answers(
+    check=l04.average_gradients,
+    right={
+        "sum, then divide": sum_then_divide,
+        "divide, then sum": divide_then_sum,
+        "gather": with_gather,
+        "all in one": all_in_one,
+    },
+    wrong={
+        "only a sum": (only_a_sum, "4 times as long as the mean: the group has 4 ranks"),
+        "divided by the world size": (divided_by_the_world, "0.5 times as long as the mean"),
+        "forgets the group": (in_the_world, "ranks outside of the group"),
+        "result thrown away": (result_thrown_away, "still has its own gradient"),
+        "averages the weights": (averages_weights, "the weights have changed"),
+        "a frozen parameter": (frozen_forgotten, "one parameter is not trained"),
+    },
+)
+
+# ---- 4.2 uneven shares
+
+
+def weigh_then_sum(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        param.grad *= mine / total
+        dist.all_reduce(param.grad, group=group)
+
+
+def sum_then_divide_by_total(model, mine, group):
+    total = torch.tensor([mine])
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        param.grad.mul_(mine)
+        dist.all_reduce(param.grad, group=group)
+        param.grad.div_(total.item())
+
+
+def count_in_the_same_message(model, mine, group):
+    for param in model.parameters():
+        flat = torch.cat([param.grad.flatten() * mine, param.grad.new_tensor([mine])])
+        dist.all_reduce(flat, group=group)
+        param.grad = (flat[:-1] / flat[-1]).view_as(param)
+
+
+def mean_of_means(model, mine, group):
+    sum_then_divide(model, group)
+
+
+def not_divided(model, mine, group):
+    for param in model.parameters():
+        param.grad *= mine
+        dist.all_reduce(param.grad, group=group)
+
+
+def divided_twice(model, mine, group):
+    weigh_then_sum(model, mine, group)
+    for param in model.parameters():
+        param.grad /= group.size()
+
+
+def weighed_after(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        dist.all_reduce(param.grad, group=group)
+        param.grad *= mine / total
+
+
+def plain_sum(model, mine, group):
+    only_a_sum(model, group)
+
+
+def nothing_sent(model, mine, group):
+    for param in model.parameters():
+        param.grad *= 1.0
+
+
+UNEVEN = Answers(
+    check=l04.average_uneven,
+    right={
+        "weigh, then sum": weigh_then_sum,
+        "sum, then divide": sum_then_divide_by_total,
+        "count and gradient together": count_in_the_same_message,
+    },
+    wrong={
+        "mean of means": (mean_of_means, "that is the mean of the means"),
+        "not divided": (not_divided, "16 times as long as it should be"),
+        "divided twice": (divided_twice, "0.25 times as long as it should be"),
+        "weighed afterwards": (weighed_after, "weigh first, then send"),
+        "plain sum": (plain_sum, "that is the plain sum"),
+        "nothing sent": (nothing_sent, "did anything travel?"),
+    },
+)
+
+# ---- 4.3 accumulation
+
+
+def accumulate(model, inputs, targets, m, group, zero=True, divide=True, send_each=False):
+    if zero:
+        model.zero_grad()
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        loss = gpt.loss(model(micro_inputs), micro_targets)
+        if divide:
+            loss = loss / m
+        loss.backward()
+        if send_each:
+            sum_then_divide(model, group)
+    if not send_each:
+        sum_then_divide(model, group)
+
+
+def accumulate_divides_at_the_end(model, inputs, targets, m, group):
+    for param in model.parameters():
+        param.grad = None
+    for micro_inputs, micro_targets in zip(inputs.split(len(inputs) // m), targets.chunk(m)):
+        gpt.loss(model(micro_inputs), micro_targets).backward()
+    for param in model.parameters():
+        param.grad /= m * group.size()
+        dist.all_reduce(param.grad, group=group)
+
+
+def accumulate_by_index(model, inputs, targets, m, group):
+    model.zero_grad(set_to_none=False)
+    size = len(inputs) // m
+    for number in range(m):
+        part = slice(number * size, (number + 1) * size)
+        loss = gpt.loss(model(inputs[part]), targets[part])
+        loss.backward(torch.tensor(1 / m, dtype=loss.dtype))
+    for param in model.parameters():
+        dist.all_reduce(param.grad, group=group)
+        param.grad.div_(dist.get_world_size(group))
+
+
+def without_micro_batches(model, inputs, targets, m, group):
+    model.zero_grad()
+    gpt.loss(model(inputs), targets).backward()
+    sum_then_divide(model, group)
+
+
+def not_averaged_over_ranks(model, inputs, targets, m, group):
+    model.zero_grad()
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        (gpt.loss(model(micro_inputs), micro_targets) / m).backward()
+
+
+def zero_in_the_loop(model, inputs, targets, m, group):
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        model.zero_grad()
+        (gpt.loss(model(micro_inputs), micro_targets) / m).backward()
+    sum_then_divide(model, group)
+
+
+def accumulate_in_the_world(model, inputs, targets, m, group):
+    accumulate(model, inputs, targets, m, dist.group.WORLD)
+
+
+ACCUMULATED = Answers(
+    check=l04.accumulated_gradients,
+    right={
+        "loss divided": accumulate,
+        "gradients divided": accumulate_divides_at_the_end,
+        "slices": accumulate_by_index,
+    },
+    wrong={
+        "not divided by m": (
+            lambda model, x, y, m, group: accumulate(model, x, y, m, group, divide=False),
+            "with 2 micro-batches on 4 ranks: right direction, but 2 times as long",
+        ),
+        "zero_grad forgotten": (
+            lambda model, x, y, m, group: accumulate(model, x, y, m, group, zero=False),
+            "the gradient of the step before is still in it",
+        ),
+        "sent after each": (
+            lambda model, x, y, m, group: accumulate(model, x, y, m, group, send_each=True),
+            "with 2 micro-batches on 4 ranks",
+        ),
+        "no micro-batches": (without_micro_batches, "the model saw 4 samples at once"),
+        "not averaged": (not_averaged_over_ranks, "away from the gradient of the whole batch"),
+        "zero_grad in the loop": (zero_in_the_loop, "away from the gradient of the whole batch"),
+        "forgets the group": (accumulate_in_the_world, "away from the gradient of the whole batch"),
+    },
+)
+
+# ---- 4.4 the script: text, as the check reads the source of a function
+
+SCRIPT = """
+def main(folder, epochs=2, global_batch=16):
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    p = dist.get_world_size()
+    model = DistributedDataParallel(build_model())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    share = DistributedSampler(dataset, shuffle=True)
+    loader = DataLoader(dataset, batch_size=global_batch // p, sampler=share)
+    for epoch in range(epochs):
+        share.set_epoch(epoch)
+        total = torch.zeros(())
+        for inputs, targets in loader:
+            loss = gpt.loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            total += loss.detach()
+        mean = total / len(loader)
+        dist.all_reduce(mean)
+        mean /= p
+        if rank == 0:
+            print(f"epoch {epoch}: loss {mean.item():.4f}")
+    if rank == 0:
+        torch.save(model.module.state_dict(), folder / "weights.pt")
+    dist.destroy_process_group()
+"""
+
+OTHER_STYLE = """
+def main(folder, epochs=2, global_batch=16):
+    rank = int(os.environ["RANK"])
+    size = int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(backend="gloo")
+    try:
+        net = build_model()
+        ddp = DistributedDataParallel(net)
+        adam = torch.optim.AdamW(net.parameters(), lr=0.003)
+        sampler = DistributedSampler(dataset, num_replicas=size, rank=rank)
+        batches = DataLoader(dataset, global_batch // size, sampler=sampler, drop_last=True)
+        for epoch in range(epochs):
+            sampler.set_epoch(epoch)
+            losses = []
+            for x, y in batches:
+                adam.zero_grad()
+                loss = gpt.loss(ddp(x), y)
+                loss.backward()
+                adam.step()
+                losses.append(loss.detach())
+            mean = torch.stack(losses).mean()
+            dist.reduce(mean, dst=0)
+            if rank == 0:
+                print(f"epoch {epoch}: loss {mean / size:.4f}", flush=True)
+        if rank == 0:
+            torch.save(net.state_dict(), Path(folder) / "weights.pt")
+    finally:
+        dist.destroy_process_group()
+"""
+
+BY_HAND = '''
+def main(folder, epochs=2, global_batch=16):
+    """Without DDP: everything that lesson 04 taught."""
+    dist.init_process_group("gloo")
+    model = build_model()
+    for param in model.parameters():
+        dist.broadcast(param.data, src=0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    share = DistributedSampler(dataset)
+    loader = DataLoader(dataset, batch_size=global_batch // dist.get_world_size(), sampler=share)
+    for epoch in range(epochs):
+        share.set_epoch(epoch)
+        total = 0.0
+        for inputs, targets in loader:
+            loss = gpt.loss(model(inputs), targets)
+            optimizer.zero_grad()
+            loss.backward()
+            for param in model.parameters():
+                dist.all_reduce(param.grad)
+                param.grad /= dist.get_world_size()
+            optimizer.step()
+            dist.all_reduce(loss.detach_())
+            total += loss.item() / dist.get_world_size()
+        if dist.get_rank() == 0:
+            print(f"epoch {epoch}: loss {total / len(loader):.4f}")
+    if dist.get_rank() == 0:
+        torch.save(model.state_dict(), folder / "weights.pt")
+    dist.destroy_process_group()
+'''
+
+
+def with_change(old, new):
+    assert old in SCRIPT
+    return SCRIPT.replace(old, new)
+
+
+def check_script(source, ranks):
+    """`l04.script` of a function whose source is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        l04.script(source, folder)
+
+
+WRITTEN = Answers(
+    check=check_script,
+    right={"DDP": SCRIPT, "in another style": OTHER_STYLE, "by hand": BY_HAND},
+    wrong={
+        "set_epoch forgotten": (
+            with_change("        share.set_epoch(epoch)\n", ""),
+            "every epoch has the same batches",
+        ),
+        "everybody prints": (
+            with_change(
+                "        if rank == 0:\n            pr", "        if True:\n            pr"
+            ),
+            "more than one rank prints",
+        ),
+        "the loss of rank 0": (
+            with_change("        dist.all_reduce(mean)\n        mean /= p\n", ""),
+            "the mean over all steps and ranks is",
+        ),
+        "the sum of the losses": (
+            with_change("        mean /= p\n", ""),
+            "on 2 ranks: epoch 0 prints the loss",
+        ),
+        "global batch on each rank": (
+            with_change("global_batch // p", "global_batch"),
+            "each rank reads `global_batch` samples",
+        ),
+        "no sampler": (
+            with_change("sampler=share", "shuffle=False"),
+            "on 1 rank: the samples are not shuffled",
+        ),
+        "saved with DDP": (
+            with_change("model.module.state", "model.state"),
+            "begin with `module.`",
+        ),
+        "saves nothing": (
+            with_change('torch.save(model.module.state_dict(), folder / "weights.pt")', "pass"),
+            "there is no file weights.pt",
+        ),
+        "left open": (
+            with_change("    dist.destroy_process_group()\n", ""),
+            "dist.destroy_process_group()",
+        ),
+        "no DDP": (
+            with_change("DistributedDataParallel(build_model())", "build_model()").replace(
+                "model.module.", "model."
+            ),
+            "on 2 ranks: the weights are",
+        ),
+        "no rendezvous": (
+            with_change("dist.init_process_group", "str"),
+            "process group has not been initialized",
+        ),
+    },
+)
+
+ANSWERS = {"4.1": AVERAGE, "4.2": UNEVEN, "4.3": ACCUMULATED, "4.4": WRITTEN}

@@ -1,0 +1,65 @@
+"""The drawings of data parallelism say what they should, and refuse what does not fit."""
+
+import pytest
+
+from labcode.teach.figures import plot
+from labcode.teach.labs import l05_slow_link
+
+ALT = "Four words at least"
+
+
+def words(picture):
+    return [text.get_text() for axes in picture.axes for text in axes.texts if text.get_text()]
+
+
+def test_a_step_names_shares_gradients_and_ranks():
+    found = words(plot.data_parallel(3, alt=ALT))
+    for rank in range(3):
+        assert {f"rank {rank}", f"share {rank}", f"gradient {rank}"} <= set(found)
+    assert found.count("mean") == 3
+    with pytest.raises(ValueError, match="draw 2 to 4 ranks"):
+        plot.data_parallel(5, alt=ALT)
+
+
+def test_accumulation_has_forward_and_backward_of_each_micro_batch():
+    found = words(plot.accumulation(3, alt=ALT))
+    assert [word for word in found if word[0] in "FB" and len(word) == 2] == [
+        "F0",
+        "B0",
+        "F1",
+        "B1",
+        "F2",
+        "B2",
+    ]
+    with pytest.raises(ValueError, match="draw 2 to 4 micro-batches"):
+        plot.accumulation(9, alt=ALT)
+
+
+def test_the_weights_of_samples_are_written_as_fractions():
+    found = words(plot.sample_weights([[1 / 10], [1 / 6, 1 / 6]], alt=ALT))
+    assert {"1/10", "1/6", "1/3", "rank 0\n1 samples", "rank 1\n2 samples"} <= set(found)
+
+
+def test_buckets_are_numbered_in_the_order_in_which_they_leave():
+    found = words(plot.buckets([3, 1, 2], [[2], [1, 0]], alt=ALT))
+    assert [word for word in found if word.startswith("message")] == ["message 1", "message 2"]
+    assert found.count("g1") == 2
+
+
+def test_each_rank_keeps_everything_but_its_activations():
+    found = words(plot.copies(2, alt=ALT))
+    assert found.count("weights") == 2
+    assert found.count("activations 1") == 1
+
+
+def test_clipping_says_which_step_is_left():
+    found = words(plot.clipping([3, -1], max_norm=1, alt=ALT))
+    assert [word for word in found if word.startswith("step")] == ["step: 1", "step: 0"]
+
+
+def test_overlap_says_how_long_a_step_takes():
+    found = words(l05_slow_link.draw_overlap(4, compute_ms=10, send_ms=8, title=""))
+    assert {"72 ms", "48 ms", "sent after backward", "sent during backward"} <= set(found)
+    assert found.count("wait") == 2
+    with pytest.raises(ValueError, match="no step to draw"):
+        plot.overlap({}, alt=ALT)
