@@ -323,9 +323,10 @@ compare("always whole, the paper's", always_whole_in_the_paper, paper_left, with
 
 # %% tags=["figure"]
 plot.around_a_layer(
-    alt="With tensor parallelism both ranks hold all tokens everywhere, and an all-reduce "
-        "follows the products; with sequence parallelism an all-gather comes before and "
-        "a reduce-scatter after them, and outside each rank holds its own tokens",
+    alt="With tensor parallelism both ranks hold all tokens everywhere, and an "
+        "all-reduce follows the products; with sequence parallelism an all-gather "
+        "comes before and a reduce-scatter after them, and outside each rank holds "
+        "its own tokens",
 )
 
 # %% [markdown]

@@ -352,8 +352,9 @@ print("dk is that of one block after the other:", torch.allclose(dk, k.grad))
 # %% tags=["figure"]
 plot.ring_gradients(
     4,
-    alt="The sum of the gradients of each rank's keys moves on with the keys and collects "
-        "a term on every rank that sees them; after a last message it is at home",
+    alt="The sum of the gradients of each rank's keys moves on with the keys and "
+        "collects a term on every rank that sees them; after a last message it is "
+        "at home",
 )
 
 # %% [markdown]
@@ -640,8 +641,9 @@ plot.bars(
 # %% tags=["figure"]
 plot.ulysses(
     4,
-    alt="Before attention each rank holds a row, its tokens of all heads; an all-to-all "
-        "turns it into a column, all tokens of its head, and a second one turns it back",
+    alt="Before attention each rank holds a row, its tokens of all heads; an "
+        "all-to-all turns it into a column, all tokens of its head, and a second one "
+        "turns it back",
 )
 
 # %% [markdown]

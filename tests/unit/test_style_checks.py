@@ -15,6 +15,8 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "04_data_parallel_by_hand",
     "05_ddp_buckets_overlap_hooks",
     "09_tensor_parallel",
+    "10_sequence_parallel_and_activation_memory",
+    "11_context_parallel_the_ring",
     "12_pipeline_parallel",
     "14_slurm_and_multi_node",
     "15_hybrid_training",
