@@ -172,8 +172,8 @@ compare("stride of tp", stride_of_tp, first_group[1] - first_group[0], within=1)
 compare("last member", last_member, first_group[-1], within=1)
 plot.grid(
     turned, color_by="tp", nodes=2,
-    alt="The same nodes in the order dp-pp-tp: every tensor-parallel group has two ranks "
-        "on each",
+    alt="The same nodes in the order dp-pp-tp: every tensor-parallel group has two "
+        "ranks on each",
 )
 
 # %% [markdown]
@@ -373,7 +373,7 @@ def both_meshes(shape):
     return groups_of_mesh(ours), groups_of_mesh(theirs)
 
 for rank, (ours, theirs) in enumerate(ranks.run(both_meshes, small_grid)):
-    print(f"rank {rank}: tp and dp groups {ours}, the same in PyTorch: {ours == theirs}")
+    print(f"rank {rank}: tp and dp {ours}, the same in PyTorch: {ours == theirs}")
 
 # %% [markdown]
 # The third mistake is the most frequent one, and the cheapest, because it is found before any group exists: sizes that
@@ -616,9 +616,10 @@ plot.lines(
         "dp slowest": [dp_bytes / 1e9 for _ in batches],
     },
     x=batches, logx=True, logy=True, xlabel="sequences in a step",
-    ylabel="GB between nodes", title="Scatter/gather moves the crossing from 400 to 1600",
-    alt="The bytes of pp grow with the batch and those of dp do not; they meet at about "
-        "400 sequences, and at about 1600 where the ranks of tp share what pp sends",
+    ylabel="GB between nodes",
+    title="Scatter/gather moves the crossing from 400 to 1600",
+    alt="The bytes of pp grow with the batch and those of dp do not; they meet at "
+        "about 400 sequences, and at 1600 where the ranks of tp share what pp sends",
 )
 
 # %% [markdown]

@@ -14,6 +14,7 @@ LESSON_COLUMNS = 88
 REWRITTEN_LESSONS: tuple[str, ...] = (
     "04_data_parallel_by_hand",
     "05_ddp_buckets_overlap_hooks",
+    "08_communicator_grids",
     "09_tensor_parallel",
     "10_sequence_parallel_and_activation_memory",
     "11_context_parallel_the_ring",
