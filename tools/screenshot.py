@@ -3,7 +3,7 @@
 images/lesson_in_use.png is one.
 
 python -m tools.screenshot NOTEBOOK "text of a cell" PICTURE [--scale 2] [--dark] [--width 1440]
-python -m tools.screenshot solutions/04_data_parallel_by_hand.ipynb "distance_left = 1.0" x.png
+python -m tools.screenshot solutions/04_data_parallel_by_hand.ipynb "times_as_much = (" x.png
 """
 
 import argparse
