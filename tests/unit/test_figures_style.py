@@ -17,6 +17,8 @@ from labcode.topology import GridShape
 
 ALT = "Four words at least"
 
+TWO_BY_TWO = GridShape(dp=2, tp=2)
+STEP = plot.StepLanes(backward=[(0, 1), (1, 2)], sent=[(1, 3)])
 LINE = simulate(schedule("zero_bubble", 4, 8), StageTimes(1, 1, 1))
 
 FIGURES = {
@@ -36,8 +38,27 @@ FIGURES = {
     "halves": lambda alt: plot.halves(title="t", alt=alt),
     "causal": lambda alt: plot.causal(4, alt=alt),
     "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),
+    "data_parallel": lambda alt: plot.data_parallel(4, alt=alt),
+    "sample_weights": lambda alt: plot.sample_weights([[0.5], [0.25, 0.25]], alt=alt),
+    "accumulation": lambda alt: plot.accumulation(4, alt=alt),
+    "copies": lambda alt: plot.copies(4, alt=alt),
+    "buckets": lambda alt: plot.buckets([3, 1, 2], [[2, 1], [0]], alt=alt),
+    "clipping": lambda alt: plot.clipping([2.0, -6.0], 1.0, alt=alt),
+    "overlap": lambda alt: plot.overlap({"one": STEP}, alt=alt),
+    "digits": lambda alt: plot.digits(GridShape(dp=2, pp=2, tp=4), alt=alt),
+    "links": lambda alt: plot.links(TWO_BY_TWO, axes_shown=["tp", "dp"], nodes=2, alt=alt),
+    "tensor_parallel_mlp": lambda alt: plot.tensor_parallel_mlp(alt=alt),
+    "column_then_row": lambda alt: plot.column_then_row(alt=alt),
+    "layouts": lambda alt: plot.layouts(alt=alt),
+    "kept": lambda alt: plot.kept(tp=4, alt=alt),
+    "around_a_layer": lambda alt: plot.around_a_layer(alt=alt),
+    "ring_attention": lambda alt: plot.ring_attention(4, alt=alt),
+    "ring_gradients": lambda alt: plot.ring_gradients(4, alt=alt),
+    "ulysses": lambda alt: plot.ulysses(4, alt=alt),
+    "launch_chain": lambda alt: plot.launch_chain(alt=alt),
+    "second_attempt": lambda alt: plot.second_attempt(alt=alt),
 }
-NARROW = ("heatmap", "grid", "cuts")  # as wide as their content
+AS_WIDE = ("heatmap", "grid", "cuts", "launch_chain", "second_attempt")  # as their content
 
 
 @pytest.mark.parametrize("name", FIGURES)
@@ -47,7 +68,7 @@ def test_every_figure_carries_its_alternative_text_and_is_small(name):
     assert set(bundle) == {"text/html", "image/png", "text/plain"}
     assert 'alt="Two &quot;quoted&quot; &lt;words&gt; &amp; more"' in bundle["text/html"]
     width = int(re.search(r'width="(\d+)"', bundle["text/html"])[1])
-    assert 300 < width < 720 or name in NARROW
+    assert 300 < width < 720 or name in AS_WIDE
     # what strips HTML shows the PNG, in the same size, and finds the text beside it
     assert metadata["image/png"]["alt"] == picture.alt
     assert metadata["image/png"]["width"] == width
@@ -70,6 +91,7 @@ def test_every_function_of_plot_is_tested_here():
     assert set(plot.__all__) - set(FIGURES) == {
         "transports",  # in the tests of NCCL's log
         "progress",  # in test_course.py; it says itself what it shows
+        "StepLanes",  # what `overlap` draws
     }
 
 
