@@ -17,6 +17,7 @@ from labcode.topology import GridShape
 
 ALT = "Four words at least"
 
+FOUR_SHARES = [[0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1], [0.3]]
 TWO_BY_TWO = GridShape(dp=2, tp=2)
 STEP = plot.StepLanes(backward=[(0, 1), (1, 2)], sent=[(1, 3)])
 LINE = simulate(schedule("zero_bubble", 4, 8), StageTimes(1, 1, 1))
@@ -39,7 +40,7 @@ FIGURES = {
     "causal": lambda alt: plot.causal(4, alt=alt),
     "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),
     "data_parallel": lambda alt: plot.data_parallel(4, alt=alt),
-    "sample_weights": lambda alt: plot.sample_weights([[0.5], [0.25, 0.25]], alt=alt),
+    "sample_weights": lambda alt: plot.sample_weights(FOUR_SHARES, alt=alt),
     "accumulation": lambda alt: plot.accumulation(4, alt=alt),
     "copies": lambda alt: plot.copies(4, alt=alt),
     "buckets": lambda alt: plot.buckets([3, 1, 2], [[2, 1], [0]], alt=alt),
