@@ -237,8 +237,8 @@ compare("micro-batches for 6 %", needed, fewest, within=1)
 # samples, and GPipe keeps the activations of all 110.
 #
 # **Takeaway: the bubble is (p - 1)/m of the work. More micro-batches make it smaller, and GPipe pays for each of them
-# with memory.** (Here GPipe is the name of the order. The system of that name also recomputes activations: it keeps
-# only the inputs of the stages, and pays with one more forward.)
+# with memory.** (Here GPipe is the name of the order. The system of that name also keeps only the input of each stage
+# and runs the forward a second time before the backward. This is called activation checkpointing.)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 10 minutes. The paper draws the backwards from the last micro-batch to the first, and the check
@@ -256,10 +256,10 @@ compare("micro-batches for 6 %", needed, fewest, within=1)
 #    `x.grad`. That is the tensor that the rank before waits for.
 # 2. **Backward can start in the middle.** `loss.backward()` starts with the number 1. For a tensor y that is not a
 #    loss, `y.backward(gradient)` starts with the gradient that you give.
-# 3. **A send must not stop the sender.** `dist.send` may return only when the receiver takes the message. If two
-#    neighbours send to each other at the same moment, both would wait for ever. `dist.isend` starts to send and returns
-#    a handle at once. Keep the handles and call their `wait()` when all is done. `dist.recv` does wait, and it should:
-#    without its input an action cannot start.
+# 3. **A send must not stop the sender.** `dist.send` may block until the receiver takes the message. If two neighbours
+#    send to each other at the same moment, both would wait for ever. `dist.isend` starts to send and returns a handle
+#    at once. Keep the handles and call their `wait()` when all is done. `dist.recv` does wait, and it should: without
+#    its input an action cannot start.
 #
 # The messages carry no label. (gloo knows a `tag`; NCCL ignores it.) Two neighbours agree on which message is which
 # because each sends its micro-batches in the order in which the other one asks for them.
@@ -319,7 +319,7 @@ check("12.2", lambda: l12.runner(run_actions, ranks))
 
 # %% [markdown]
 # Here are the two actions in labcode's runner. `_take` gives what has been received, and what `_ready` holds is sent
-# afterwards.
+# afterwards. `weights` says how much the loss of each micro-batch counts, here 1/m.
 
 # %%
 show_source(pipeline._Run._forward)
@@ -327,10 +327,10 @@ show_source(pipeline._Run._backward)
 
 # %% [markdown]
 # Yours and labcode's differ in one important point: **when** a receive begins. Yours begins when the action needs its
-# input. labcode knows the schedules of all ranks, so it works out beforehand which messages belong to which moment.
-# After each action it starts all sends and receives of that moment together, and bytes arrive while the rank still
-# computes something else. On GPUs there is a second reason: NCCL has no labels either, and it wants both ends to post
-# their messages in an order that cannot form a circle.
+# input. labcode knows the schedules of all ranks, so it works out beforehand which messages belong to which moment,
+# called a tick in the code below. After each action it starts all sends and receives of that moment together, and bytes
+# arrive while the rank still computes something else. On GPUs there is a second reason: NCCL has no labels either, and
+# it wants both ends to post their messages in an order that cannot form a circle.
 
 # %%
 show_source(pipeline._Run._exchange)
@@ -394,7 +394,8 @@ check("12.3", lambda: l12.one_f_one_b(one_f_one_b_order, ranks))
 #
 # 1. Is bubble / work `"more"`, `"less"` or `"the same"`, compared with GPipe?
 # 2. From how many micro-batches does rank 0 keep activations at the same time now, and from how many does rank 3?
-# 3. Rank 0 waits between F3 and B0. For how many seconds? Follow micro-batch 0 on its way to the last rank and back.
+# 3. Rank 0 waits before its first backward. For how many seconds? Follow micro-batch 0 on its way to the last rank and
+#    back.
 
 # %% tags=["predict"]
 bubble_of_1f1b = "the same"
@@ -453,8 +454,8 @@ for rank in range(4):
 
 # %% [markdown]
 # Is the memory real? Let us look at a GPT of six layers on four ranks, cut by `parallelize`. `saved_bytes` from lesson
-# 10 asks autograd what it holds on rank 0 after each action. Your two predictions for rank 0 should show up as a
-# multiple of what one micro-batch needs.
+# 10 asks autograd what it holds on rank 0 after each action. If your two predictions for rank 0 are right, it holds
+# that many times what one micro-batch needs.
 
 # %%
 config = GPTConfig(
@@ -523,8 +524,9 @@ check_schedule(wrong, num_stages=2, num_microbatches=2)
 # `0B0`.
 #
 # PyTorch has pipelines as well, in `torch.distributed.pipelining`. It also keeps a schedule as lists of actions, writes
-# them as we do, and has a validator. We give both validators our four schedules (the last two belong to sections 7 and
-# 8), and then a schedule in which rank 1 does its first forward **twice**.
+# them as we do, and has a validator, which `torch_schedules.validate` calls. We give it our four schedules (interleaved
+# and zero bubble belong to sections 8 and 7). Then we give both validators a schedule in which rank 1 does its first
+# forward **twice**.
 
 # %% tags=["nbval-check-output"]
 per_rank = {"gpipe": 1, "1f1b": 1, "interleaved": 2, "zero_bubble": 1}
@@ -543,8 +545,8 @@ for validate in (torch_schedules.validate, check_schedule):
         print(f"{validate.__module__}: {error}")
 
 # %% [markdown]
-# PyTorch's validator (of torch 2.13) collects the actions in sets, and a set does not grow by what it has already. Such
-# a rank would compute one micro-batch twice, and send it twice.
+# PyTorch's validator (of torch 2.13) collects the actions in sets, and a set that is given the same action again does
+# not change. But such a rank would compute one micro-batch twice, and send it twice.
 #
 # The second kind of failure comes in the middle of a step: a stage runs out of memory, or gets a bad shape. The other
 # ranks wait for its output. What do they say?
@@ -669,7 +671,8 @@ print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 #
 # **Who gets fewer layers?** In the steady state all ranks go at the pace of the slowest stage. The head, which turns
 # vectors into logits, has V · H weights, and a layer has 12 H². For the vocabulary of GPT-2 and H = 2048 the head costs
-# as much as 50257 / (12 · 2048), about two layers. Take 14 layers on 4 ranks, with the head on the last one.
+# as much as V · H / (12 H²) = 50257 / (12 · 2048), or about two layers. Take 14 layers on 4 ranks, with the head on the
+# last one.
 #
 # - Dealt out as evenly as possible, the stages have 4, 4, 3 and 3 layers, so the last rank has 3 + 2 = 5 units of work.
 # - Another way would be 4, 4, 4 and 2.
@@ -694,11 +697,17 @@ ratio = step_units((4, 4, 3, 3)) / step_units((4, 4, 4, 2))
 compare("even, against balanced", times_as_long, ratio, within=1.1)
 
 # %% [markdown]
+# The ratio is a little less than 5/4, because only the m micro-batches go at the pace of the slowest stage. While the
+# pipeline fills and drains, each of the other stages is passed once. Each layer takes three units, one for its forward
+# and one for each half of its backward, so the two steps take 3 · (16 · 5 + 4 + 4 + 3) = 273 and 3 · (16 · 4 + 4 + 4 +
+# 4) = 228 units.
+#
 # Memory may ask for something else. With 1F1B the first rank keeps p micro-batches and the last rank only one, but the
 # last rank has the logits, [B, S, V]. Llama 3 takes one layer from the first stage and one from the last.
 #
-# **Takeaway: a pipeline sends one B · S · H for each boundary and direction, little enough for any link. Balance the
-# stages, sum what is tied, and compare with one process.**
+# **Takeaway: for each micro-batch, a pipeline sends one tensor of B · S · H numbers over each boundary in each
+# direction, which is little enough for most links. Balance the stages, sum what is tied, and compare with one
+# process.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 8 minutes. The first sitting ends here. Ask: how would you notice in production that the tied
@@ -810,17 +819,17 @@ split.picture(
 )
 
 # %% [markdown]
-# It is a third of 1F1B's bubble, and no rank keeps more than rank 0 did before. The name promises more than H1 keeps:
+# The bubble is a third of 1F1B's, and no rank keeps more than rank 0 did before. The name promises more than H1 keeps:
 # the same paper's ZB-H2 comes close to zero, with about twice the memory.
 #
-# **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps: a third of the bubble,
-# at the price that every rank keeps as much as the first one.**
+# **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps. If F, I and W take
+# equally long, this leaves a third of the bubble, at the price that every rank keeps as much as the first one.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. In 12.4 the usual mistakes are to compute the product in backward and to put only
-# the addition off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum over
-# samples. Ask: what else reads the activations in W, and why is GELU in neither half? (It has no weights: all of it is
-# I.)
+# the addition off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum
+# over samples. Ask: what else reads the activations in W, and why is GELU not split? (It has no weights: all of its
+# backward is I.)
 
 # %% [markdown]
 # ## 8. Shorter stages: interleaved
@@ -1013,7 +1022,7 @@ check("12.5", lambda: l12.choose(choose))
 #
 # 1. **Does the model fit on one GPU?** Then use data parallelism only. It sends the least, and only once in a step.
 # 2. **If not, use tensor parallelism**, as little as needed, and never across nodes. Add sequence parallelism, which
-#    costs no bytes.
+#    sends no more bytes.
 # 3. **If a whole node is not enough, use pipeline parallelism** between nodes.
 # 4. **If one sequence is too long** for the memory even so, use context parallelism.
 # 5. **All GPUs that are left are data parallel.** Check that m is several times p.
@@ -1162,8 +1171,9 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# The gradients would be m times as large. Adam divides by the size of the gradient, so the steps would hardly change.
-# Clipping and weight decay in the loss would, and SGD would take steps that are m times as long.
+# The gradients would be m times as large. Adam divides by the size of the gradient, so its steps would hardly change.
+# Clipping would set in m times as early, weight decay that is part of the loss would count less, and SGD would take
+# steps that are m times as long.
 # </details>
 #
 # ## Recap

@@ -109,15 +109,16 @@ if log:
 
 # %% [markdown]
 # `sinfo` lists the nodes and their state. They belong to a **partition**, a queue with limits of its own; this one is
-# called `debug`. The commonest mistake of the first week is in the two numbers: a training that is started without
-# `srun` runs on one node, while the others wait for nothing and are paid for.
+# called `debug`. The two counts show what goes wrong most often in the first week: a training that is started without
+# `srun` runs on one node, while the others do nothing and are paid for.
 #
 # Now let us fill the queue. Jobs start in the order of their priority; here, the first submitted comes first. But a
 # later job may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time
 # limit, and SLURM kills it when the limit is reached.
 #
 # Three jobs are submitted, one after the other. The first wants two nodes for ten minutes, the second wants two nodes
-# for ten minutes, and the third wants one node for one minute. The cluster has three nodes.
+# for ten minutes, and the third wants one node for one minute. The cluster has three nodes. (`--exclusive` lets no
+# other job onto a node of this one, and `--wrap` takes a command in place of a script.)
 #
 # **Predict.** How many of the three jobs run at once?
 
@@ -251,7 +252,7 @@ print(WISHES)
 # Two rules are enough to read it as `sbatch` does. Only lines that begin with exactly `#SBATCH` are directives. And
 # `sbatch` stops looking for them at the first command.
 #
-# **Predict.** How many of the four wishes does SLURM hear?
+# **Predict.** How many of the four wishes does SLURM hear at all? (Whether it understands them is another question.)
 
 # %% tags=["predict"]
 wishes_heard = 2
@@ -267,8 +268,8 @@ for problem in lint(WISHES):
 
 # %% [markdown]
 # The job has two nodes, no GPU, and neighbours. Its time limit is two minutes: SLURM reads `1:30` as one minute and 30
-# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment and the
-# late line, but not the time, because one minute and a half might have been meant.
+# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment, the
+# late line and a missing `set -euo pipefail`, but not the time, because one minute and a half might have been meant.
 #
 # **Takeaway: SLURM takes many scripts that do not do what was meant. Read a script as sbatch reads it, and let a linter
 # read it before the queue does.**
@@ -309,7 +310,8 @@ check("14.1", lambda: l14.ranks_by_node(ranks_by_node))
 #     python -m labcode.train gpt_tiny --train.steps 10
 #
 # in the way of the first figure: without torchrun, **each task is a rank**. Ask for at most 10 minutes and for no GPUs.
-# The log goes to the folder `runs`, which exists.
+# The log goes to the folder `runs`, which exists. Give the script as a text between triple quotes. It has to begin
+# right after the quotes, because `#!/bin/bash` must be its very first line.
 #
 # What changes without torchrun? The program then reads its rank from `SLURM_PROCID`. The address and the port of the
 # meeting it reads from `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
@@ -338,7 +340,7 @@ srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 10
 check("14.2", lambda: l14.own_script(my_script, lab))
 
 # %% [markdown]
-# Here is what labcode writes for the same request, without the head.
+# Here is what labcode writes for the same request, without the directives and the first variables.
 
 # %% tags=["nbval-check-output"]
 one_task_per_rank = replace(load("local"), launcher="srun")
@@ -468,6 +470,9 @@ exit "$status"
 check("14.3", lambda: l14.lasting_script(my_lasting_script, lab))
 
 # %% [markdown]
+# The second attempt goes on after the step that was saved. Its first line belongs to a later step only because the log
+# shows every tenth one.
+#
 # And this is labcode's version of the part that is new.
 
 # %% tags=["nbval-check-output"]
@@ -512,8 +517,8 @@ print(text[text.index("stopped=no") :])
 # for N parameters of 4 bytes (lesson 01). With two ranks that is 4 N: each sends its whole gradient once, over the
 # network.
 #
-# The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, at last
-# to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,008 parameters.
+# The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, first
+# to 200 and then to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,008 parameters.
 #
 # **Predict.** How many bytes does a rank send in a step? How many seconds does the slow network add to a step?
 
@@ -560,13 +565,13 @@ plot.lines(
 # %% [markdown]
 # The prediction counts only the bytes. The measurement can be a little less, because DDP sends while backward still
 # computes (lesson 05), or a little more, because packets have headers. Other programs on your machine can only add
-# time, so the fastest step of each group counts.
+# time, so the fastest step at each bandwidth counts.
 #
 # On a real cluster you do not have to train to know your network. **nccl-tests** is a program of NVIDIA that times
-# single collectives. For each size it prints the **bus bandwidth**, which you know from lesson 01: 2 (p - 1)/p times
-# the bytes, divided by the time. It can be compared with the datasheet. Here are two lines of its output, from a public
-# request for help. From the ratio of the two bandwidths, 29.50 / 15.39 = 1.917 = 2 · 23/24, you can tell that 24 ranks
-# took part.
+# single collectives. For each size it prints `algbw`, the bytes divided by the time, and `busbw`, the **bus bandwidth**
+# that you know from lesson 01: for an all-reduce, 2 (p - 1)/p times as much. The bus bandwidth can be compared with the
+# datasheet. Here are two lines of its output, from a public request for help. From the ratio of the two bandwidths,
+# 29.50 / 15.39 = 1.917 = 2 · 23/24, you can tell that 24 ranks took part.
 #
 #     #  size         count   type   redop    time   algbw   busbw
 #     #   (B)    (elements)                   (us)  (GB/s)  (GB/s)
@@ -616,10 +621,11 @@ plot.transports(
 
 # %% [markdown]
 # The numbers on the arrows count the **channels**: NCCL lays several rings side by side, here two, so that more of the
-# hardware is busy. This is how it should look.
+# hardware is busy. In the log, `GDRDMA` says that the network card reads and writes the GPU's memory directly. This is
+# how it should look.
 #
-# A colleague says that training is slow since Monday, with the same script on the same nodes. Here are the same lines
-# of the same rank.
+# A colleague says that training is slow since Monday, with the same script on the same nodes. Here is what the same
+# rank says about its network now.
 
 # %% tags=["nbval-check-output"]
 for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
@@ -630,8 +636,8 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # NCCL found no InfiniBand card, for instance because the job runs in a container that does not see it. It took TCP over
 # the slow interface instead. That is not an error, and the loss is the same. Only the time is not.
 #
-# **Takeaway: the second node costs bytes over bandwidth. Measure the bandwidth with nccl-tests, and read once in NCCL's
-# log over what the nodes talk.**
+# **Takeaway: the second node costs bytes over bandwidth. Measure the bandwidth with nccl-tests, and read in NCCL's log
+# at least once what the nodes talk over.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 9 minutes. The measured value lies between 0.6 and 1.2 of the prediction on a busy machine. Ask:
@@ -681,7 +687,8 @@ with lab.fault("name"):
 # `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
 #
 # **Second fault.** A firewall between the nodes lets nobody through to the ports 20000 to 29999 of n1. It does not
-# refuse, it swallows. So there is no error until some time-out: here after 6 seconds, by default after minutes.
+# refuse them, it drops them silently. So there is no error until some time-out: here after 6 seconds on rank 0 and 10
+# on rank 1, by default after minutes.
 
 # %%
 with lab.fault("port"):
@@ -787,9 +794,9 @@ compare("first difference", first_difference, reported, within=1)
 # wrong, you have to decide.
 #
 # Under NCCL you need no code for this. Set `TORCH_FR_BUFFER_SIZE=2000` (older versions of PyTorch call it
-# `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. Then each rank writes its record when NCCL's
-# **watchdog** strikes, the thread that looks after collectives. The watchdog is also what you read first in the log of
-# such a job. From a published case, shortened:
+# `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. PyTorch has a thread that looks after the
+# collectives of NCCL, the **watchdog**. When it finds one that has timed out, each rank writes its record. The
+# watchdog's message is also what you read first in the log of such a job. From a published case, shortened:
 #
 #     [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE,
 #     NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
@@ -820,7 +827,8 @@ compare("first difference", first_difference, reported, within=1)
 #
 # ### Exercise 14.4 · From symptom to cause
 #
-# The cell prints what was seen in seven jobs, made up after real ones. Name the fault of each.
+# The cell prints what was seen in seven jobs, made up after real ones. Name the fault of each, in a dict from the
+# letter of the job to a name from the table: `{"A": ..., "B": ..., ...}`.
 
 # %% tags=["exercise"]
 for letter, symptom in l14.SYMPTOMS.items():
@@ -848,7 +856,7 @@ lab.close()
 # a fault in rank 3, D because they do not know Docker's address. For G ask how two ranks can disagree about the size of
 # a tensor. (Another version of the code on one node: an installation that was done there only, or an old container
 # image.) Ask in section 6 what would have happened if `evaluate` had called `all_reduce` on a tensor of the same size.
-# (No hang: the calls would be off by one, and all later gradients wrong.)
+# (No hang until the last step: the calls would be off by one, and all later gradients wrong.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM
@@ -865,9 +873,8 @@ lab.close()
 #
 # ## Questions
 #
-# **1.** A script ends with `srun python train.py`, followed by `echo finished`. There is no `set -e`. A rank dies in
-# step
-# 100. In which state does the job end?
+# **1.** A script ends with `srun python train.py`, followed by `echo finished`. There is no `set -e`. After 100 steps
+# a rank dies. In which state does the job end?
 #
 # <details><summary>Answer</summary>
 #

@@ -97,8 +97,8 @@ compare("micro-batches", micro_batches, form.train.accumulation(shape.dp), withi
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.1 · The form as a function
 #
-# Write this arithmetic. Where a division leaves a rest, raise a `ValueError` that says what does not fit. There are two
-# such places: the ranks, and the samples.
+# Write this arithmetic. Where a division leaves a remainder, raise a `ValueError` that says what does not fit. There
+# are two such places: the ranks, and the samples.
 
 # %% tags=["exercise"]
 def layout(world, tp, pp, global_batch, micro_batch):
@@ -150,15 +150,15 @@ compare("TFLOP/s on 1536 GPUs", on_1536_gpus, PUBLISHED[1536], within=1.02)
 # micro-batches, so a larger bubble.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. In 15.1 people return floats (`/` for `//`), or test only one of the two rests. Ask:
-# which of the numbers may a cluster change behind your back? (The world size, and with it dp and m.)
+# *For the instructor.* 12 minutes. In 15.1 people return floats (`/` for `//`), or test only one of the two remainders.
+# Ask: which of the numbers may a cluster change behind your back? (The world size, and with it dp and m.)
 
 # %% [markdown]
 # ## 2. Who sits next to whom
 #
-# From here on we use the smallest run that has everything: tensor 2 × pipeline 2, on two nodes of two GPUs. There are
-# two ways to place it. Either the two ranks of a tensor-parallel pair share a node, and the pipeline crosses the nodes,
-# or the other way round. The `order` of the grid decides.
+# From here on we use the smallest run that cuts the model along two axes: tensor 2 × pipeline 2, on two nodes of two
+# GPUs. With four GPUs, dp = 1 is left. There are two ways to place it. Either the two ranks of a tensor-parallel pair
+# share a node, and the pipeline crosses the nodes, or the other way round. The `order` of the grid decides.
 
 # %% tags=["figure"]
 model = l15.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
@@ -172,7 +172,8 @@ plot.grid(
 
 # %% [markdown]
 # What does each rank send in one step? Let *act* be the tensor between two layers for one micro-batch: micro-batch ×
-# tokens × hidden size × 4 bytes. With a micro-batch of 2, that is 2 · 32 · 64 · 4 bytes.
+# tokens × hidden size × 4 bytes. Our model has 32 tokens and a hidden size of 64, so with a micro-batch of 2 these are
+# 2 · 32 · 64 · 4 bytes.
 #
 # - **tp**: four all-reduces of act in each layer of the stage (lesson 09), and one more: on the first stage for the
 #   embedding, on the last one for the head. On a ring of two ranks, an all-reduce sends the tensor once.
@@ -212,10 +213,11 @@ print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B
 #
 # Let us add up the time of a step, in the plainest way: nothing overlaps.
 #
-# 1. **Compute.** A micro-batch needs so many FLOPs for each sample (`training_flops_per_sample(model)`). The tp · pp
-#    ranks of a copy share them evenly.
+# 1. **Compute.** Each sample of a micro-batch needs `training_flops_per_sample(model)` FLOPs. The tp · pp ranks of a
+#    copy share them evenly.
 # 2. **tp.** The model has 4 L + 2 all-reduces of act (L layers, the embedding, the head). A stage has 1/pp of them.
-# 3. **pp.** For each micro-batch one message of act. With pp = 1 there is none.
+# 3. **pp.** For each micro-batch one message of act. With pp = 1 there is none. (With more than two stages, those in
+#    the middle send two. This plain model counts one all the same.)
 # 4. **Turns.** A stage does 1 to 3 for each of its m micro-batches, and waits for pp - 1 more.
 # 5. **dp.** After that, once in a step, the gradients are all-reduced over dp. A rank holds 1/(tp · pp) of the
 #    parameters, and each gradient has 4 bytes.
@@ -242,10 +244,12 @@ for name, link in (("inside", cluster.inside), ("between", cluster.between)):
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.2 · The time of an iteration
 #
-# Write the five points as a function. `shape.tp`, `shape.pp` and `shape.dp` are the sizes of the layout, and
-# `shape.groups("tp")[0]` is one of its tensor-parallel groups. `alpha_beta.time_s("all_reduce", p, num_bytes, link)` is
-# the time of an all-reduce over p ranks (0 for p = 1), and `alpha_beta.time_s("send", 2, num_bytes, link)` that of a
-# message. The check asks for many layouts and names the point that is off.
+# Write the five points as a function. `model` has `num_layers`, `hidden_size`, `context_length` (the tokens) and
+# `num_parameters`, and `cluster.flops_per_s` is the speed of one rank. `shape.tp`, `shape.pp` and `shape.dp` are the
+# sizes of the layout, and `shape.groups("tp")[0]` is one of its tensor-parallel groups.
+# `alpha_beta.time_s("all_reduce", p, num_bytes, link)` is the time of an all-reduce over p ranks (0 for p = 1), and
+# `alpha_beta.time_s("send", 2, num_bytes, link)` that of a message. The check asks for many layouts and names the point
+# that is off.
 
 # %% tags=["exercise"]
 def iteration_s(model, shape, global_batch, micro_batch, cluster):
@@ -288,7 +292,8 @@ show_source(step.iteration_parts)
 # section 2 in both orders. Plain dp computes without waiting, and has to average the gradients of the whole model over
 # the slow link.
 #
-# **Predict.** Which is the fastest, and which the slowest: `"dp 4"`, `"tp inside"` or `"tp across"`?
+# **Predict.** Which is the fastest, and which the slowest: `"dp 4"`, `"tp inside"` or `"tp across"`? You may ask your
+# function: it takes `model`, one of the layouts `GridShape(dp=4)`, `inside` and `across`, 8, 2, and `cluster`.
 
 # %% tags=["predict"]
 fastest = "tp inside"
@@ -367,9 +372,10 @@ plot.lines(
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.3 · Open end: choose the layout
 #
-# Write the function that fills in the form. It is given the GPUs and the batch, and `room_bytes`, the memory that a rank
-# has for its share of weights, gradients and optimizer (16 bytes for each parameter). It returns the `GridShape` with
-# the shortest iteration. Use `step.iteration_parts(...)` (the sum of its values is the time). Four rules:
+# Write the function that fills in the form. It is given the GPUs and the batch, and `room_bytes`, the memory that a
+# rank has for its share of weights, gradients and optimizer (16 bytes for each parameter). It returns the `GridShape`
+# with the shortest iteration. Use `step.iteration_parts(model, shape, global_batch, micro_batch, cluster)`, which you
+# saw above: the sum of its values is the time. Four rules:
 #
 # 1. dp · pp · tp is the number of GPUs, and only powers of two need to be tried.
 # 2. tp divides the number of heads, and pp the number of layers.
@@ -463,9 +469,9 @@ print(hybrid_lab.blank_script())
 #
 # There are two nodes of two GPUs, and all of them are to be used. The model has 2 layers and 4 heads.
 #
-# - A rank has room for a quarter of the layers and no more, and tp stays inside the node.
+# - A rank has room for a quarter of the model and no more, and tp stays inside the node.
 # - The learning rate belongs to the recipe's global batch, 16.
-# - The bubble is at most 1/8 of the work, and micro-batches are not smaller than they must be.
+# - The bubble is at most 1/8 of the work, and the micro-batches are as large as this allows.
 #
 # Give a dict with the six blanks: `nodes`, `ranks_per_node`, `parallel.tp`, `parallel.pp`, `train.micro_batch` and
 # `train.global_batch`. The check submits the job, and reads in its log who sat where, the grid, the steps and the last
@@ -543,7 +549,7 @@ compare("difference of the losses", difference_of_losses, largest, within=1)
 # The job has 768 GPUs with tp = 8, pp = 12, micro-batch 1, 1F1B, and 2048 tokens in a sample.
 #
 # **Predict.** What is the global batch? How many micro-batches does a copy do in a step? How many tokens does one GPU
-# do in a second?
+# process in a second?
 
 # %% tags=["predict"]
 their_batch = 307200 / 200
@@ -598,8 +604,8 @@ for changes in (
 # of 32, hidden size 32 and a large vocabulary, V = 65,536. Each rank of the **last** stage holds the logits of its half
 # of the vocabulary: micro-batch · 128 tokens · V/2 numbers of 4 bytes.
 #
-# **Predict.** How many bytes have these logits with micro-batch 32, and how many with micro-batch 2? Which ranks will run
-# out of memory first when it is short?
+# **Predict.** How many bytes do these logits take with micro-batch 32, and how many with micro-batch 2? Which ranks
+# will run out of memory first when it is short?
 
 # %% tags=["predict"]
 logits_of_32 = 32 * 128 * (65536 // 2) * 4

@@ -22,7 +22,7 @@ EXERCISES = {
         hints=(
             "How many ranks hold one copy of the model?",
             "Which of the two batches is cut into micro-batches, the global or the local one?",
-            "`divmod(a, b)` gives quotient and rest at once.",
+            "`divmod(a, b)` gives the quotient and the remainder at once.",
         ),
     ),
     "15.2": Exercise(
