@@ -93,9 +93,10 @@ gpu_names = ", ".join(gpus) or "none"
 print(f"{cores} cores, {memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
 
 # %% [markdown]
-# A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers in every cycle. That makes
-# 2 · 8 · 2 = 32 floating-point operations per cycle. A laptop runs at roughly 3 billion cycles per second. Newer cores
-# do two or four times as much per cycle, and the shared virtual machines of a cloud often less.
+# A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle.
+# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. A laptop runs at roughly 3 billion cycles per second.
+# Newer server cores (with AVX-512) do twice as much per cycle. The cores of a virtual machine in a cloud are often half
+# cores: two of them share the units of one.
 #
 # **Predict.** How many FLOP/s do all cores of this machine reach together?
 
@@ -125,11 +126,12 @@ compare("matrix product on this CPU", peak_guess, measured_flops, within=2, unit
 
 # %% [markdown]
 # If prediction and measurement lie within a factor of two, the model of the machine is good enough for what follows. If
-# they do not, your cores are of another kind, or other programs were busy. Either way the measured number is the one to
-# go on with.
+# they do not, your cores are of another kind, or half cores, or other programs were busy. Either way the measured
+# number is the one to go on with.
 #
 # A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
-# source. They hold for numbers of 16 bits (bfloat16), in which large models are trained.
+# source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
+# bits, PyTorch's default.
 
 # %% tags=["figure"]
 a100 = hardware.find("NVIDIA A100-SXM4-80GB")
@@ -147,7 +149,7 @@ plot.bars(
 
 # %% [markdown]
 # Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). Suppose that a GPU reaches 40 % of its peak, which
-# is good. How long would one machine need, and how long would 1024 GPUs?
+# is good (Chowdhery et al. 2022 report 46 %). How long would one machine need, and how long would 1024 GPUs?
 
 # %%
 gpt3_flops = 3.14e23
@@ -160,7 +162,7 @@ for name, flops_per_s in machines.items():
 # %% [markdown]
 # Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
 # 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04
-# counts them). GPT-3 has 175 billion parameters.
+# counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
 
 # %% tags=["nbval-check-output"]
 gpt3_bytes = 175e9 * 16
@@ -168,10 +170,10 @@ print(f"GPT-3 needs {gpt3_bytes / 1e12:.1f} TB, and an H100 has {h100.memory_byt
 print(f"{gpt3_bytes / h100.memory_bytes:.0f} of them hold it, before they compute anything")
 
 # %% [markdown]
-# One GPU would need decades for the computation, and could not even hold the model. A thousand need days, **if** they
-# lose no time waiting for one another. This "if" is what the course is about: how to divide a model and its data over
-# devices, what they must then tell each other, what that costs, and how to predict it before the cluster's bill
-# arrives.
+# One GPU would need decades for the computation, and could not even hold the model. With 1024 of them it takes 25.17
+# years / 1024, which is about nine days, **if** they lose no time waiting for one another. This "if" is what the course
+# is about: how to divide a model and its data over devices, what they must then tell each other, what that costs, and
+# how to predict it before the cluster's bill arrives.
 #
 # **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
 # decades.**
@@ -372,9 +374,10 @@ plot.bars(
 )
 
 # %% [markdown]
-# The work of all ranks together rises until every core is busy. Then it stays level, or falls a little, because
-# processes that outnumber the cores interrupt each other. So on this machine the labs show **what is computed and
-# sent**, and that is exact. Where the time depends on a device for each rank, the text says so, and gives the formula.
+# The work of all ranks together rises until every core is busy. More ranks then add next to nothing, and they can even
+# make it a little less, because processes that outnumber the cores interrupt each other. So on this machine the labs
+# show **what is computed and sent**, and that is exact. Where the time depends on a device for each rank, the text says
+# so, and gives the formula.
 #
 # **Takeaway: more ranks than cores do not add speed. Count first what the ranks share, then read a timing.**
 
@@ -386,7 +389,7 @@ plot.bars(
 # rank through environment variables. `launch.run` does that from Python, and raises an error if one of the ranks fails.
 #
 # The text is cut into **tokens**: here one token for each different character, and one for the mark between two plays.
-# The model reads 128 of them at a time and predicts the next one.
+# The model reads 128 of them at a time, and after each one it predicts the next.
 
 # %% tags=["nbval-check-output"]
 splits = text.load(TextData(), context_length=128)
@@ -448,13 +451,14 @@ plot.curves(
 )
 
 # %% [markdown]
-# In eighty steps it passes below the dashed line. The whole recipe takes about a minute on two cores, and ends with a
-# sample that has Shakespeare's layout: speakers in capitals, short lines. Try it in a terminal:
+# In eighty steps the loss falls well below the dashed line. The whole recipe has 1500 steps, takes one to two minutes
+# on two cores, and ends with a sample that has Shakespeare's layout: speakers in capitals, short lines. Try it in a
+# terminal:
 #
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
-# loss should be the logarithm of the vocabulary's size; a run that starts elsewhere has a bug.**
+# loss should be about the logarithm of the vocabulary's size; a run that starts far from it has a bug.**
 
 # %% [markdown]
 # ## 6. Broken on purpose

@@ -92,8 +92,9 @@ arrivals = ranks.run(meet, store.port)
 compare("sum of the arrivals", sum_of_arrivals, sum(arrivals), within=1)
 
 # %% [markdown]
-# The order changes from run to run, but no number is given out twice, and so the sum is always 10. Launchers use `add`
-# for exactly this: where machines come and go, ranks are given out in the order in which the processes arrive.
+# The order changes from run to run, but no number is given out twice, and so the sum is always 10. A launcher can give
+# out ranks in this way. PyTorch itself counts with `add` how many processes have arrived: when the number reaches the
+# world size, it knows that everybody is there.
 #
 # The ranks of our pool met in the same way before this lesson began. The tensors themselves never pass through the
 # store: once two processes know each other's address, they talk directly.
@@ -352,7 +353,7 @@ plot.bars(
 #
 # Can it be done with fewer bytes? As long as only the ranks themselves add, it cannot: in any such method some rank
 # sends at least 2 (p - 1)/p · n (Patarasuk and Yuan 2009). Some networks have switches that add the numbers on their
-# way; there a rank needs to send its tensor only once.
+# way (NVIDIA calls this SHARP); there a rank needs to send its tensor only once.
 #
 # **Takeaway: in a ring all-reduce each rank sends 2 (p - 1)/p · n bytes, which hardly depends on p.**
 
@@ -626,8 +627,9 @@ plot.lines(
 )
 
 # %% [markdown]
-# On the left the curve is flat, because nearly all the time is latency. On the right it grows in proportion to the
-# size. Both parts cost the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**.
+# On the left the model is flat, because nearly all the time is latency; the measured points scatter around it or above
+# it, as other programs use the cores as well. On the right the time grows in proportion to the size. Both parts cost
+# the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**.
 #
 # If the comparison says "NOT within a factor of 2", other programs were busy while one of the three sizes was measured:
 # run the fit, your prediction and the measurement once more. The model also leaves something out: on this machine four
@@ -650,9 +652,9 @@ measured_ratio = fastest_s(one_by_one, 2**20) / fastest_s(all_reduce_once, 2**20
 compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 
 # %% [markdown]
-# On this machine the small ones often take even longer than predicted. The model knows α and β, but not that each of the
-# 64 calls has to wait for the slowest of four ranks, which take turns on the same cores. The direction is right, and the
-# lesson is the same.
+# On this machine the small ones often take even longer than predicted. The model was fitted to the fastest of twenty
+# single calls. In a row of 64 calls the slow ones count as well, and a call is slow whenever one of the four ranks has
+# to wait for a core. The direction is right, and the conclusion is the same.
 #
 # **Takeaway: below p α β bytes you pay for the number of messages, and above it for their bytes. So small tensors
 # should travel together.** Lesson 05 builds on this.
@@ -706,8 +708,8 @@ for rank, message in enumerate(ranks.run(roll_call)):
     print(f"rank {rank}: {message}")
 
 # %% [markdown]
-# Rank 0 knows the truth. Ranks 1 and 2 only noticed that rank 0 gave up, and they blame rank 0. Such echoes of an error
-# are what fills most of the log of a failed job.
+# Rank 0 knows who is missing. Ranks 1 and 2 only noticed that rank 0 gave up, and they send you to the log of rank 0.
+# Such echoes of an error fill most of the log of a failed job.
 #
 # **A rank makes another call.** Here rank 3 calls broadcast while the others call all-reduce.
 
@@ -759,7 +761,7 @@ ranks.run(add_up_a_weight_watched)
 
 # %% [markdown]
 # The message is long, but it has what you need: two ranks, what each of them was running, and at its end the
-# difference, the shapes 3 × 2 and 2 × 3.
+# difference, the shapes 2 × 3 and 3 × 2.
 #
 # At work you will meet these failures through NCCL, which sounds different. When a collective has not ended in time,
 # NCCL's **watchdog**, a thread that looks after it, ends the process, and the log says something like
@@ -768,8 +770,9 @@ ranks.run(add_up_a_weight_watched)
 #     NumelIn=1048576, NumelOut=1048576, Timeout(ms)=600000) ran for 600029 milliseconds
 #
 # `SeqNum` counts the collectives of a group. Compare it between the ranks: the one whose number is lower is the one
-# that did not come. NCCL's side of PyTorch can also write down its last calls: with `TORCH_NCCL_TRACE_BUFFER_SIZE=2000`
-# set, the **flight recorder** keeps 2000 of them for each rank and writes them to a file when the watchdog strikes.
+# that did not come. NCCL's side of PyTorch can also write down its last calls: with `TORCH_FR_BUFFER_SIZE=2000` set
+# (older versions call it `TORCH_NCCL_TRACE_BUFFER_SIZE`), the **flight recorder** keeps 2000 of them for each rank, and
+# with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` each rank writes them to a file when the watchdog strikes.
 #
 # | what you see | what it usually is | what to do next |
 # |---|---|---|
@@ -833,8 +836,8 @@ print(f"8 A100: algorithm bandwidth {si(on_a100, 'B/s')}, bus {si(on_a100 * 14 /
 print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(here * 6 / 4, 'B/s')}")
 
 # %% [markdown]
-# The table of the measurement says 229.04 GB/s for the bus bandwidth, and so does our formula. The NVLinks of an A100
-# carry 300 GB/s in each direction together (same source), so three quarters of that were used.
+# The table of the measurement says 229.04 GB/s for the bus bandwidth, and so does our formula. All NVLinks of an A100
+# together carry 300 GB/s in each direction (same source), so three quarters of that were used.
 #
 # ## Questions
 #

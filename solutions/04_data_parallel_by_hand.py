@@ -13,10 +13,10 @@
 # %% [markdown]
 # # 04 · Data parallel by hand
 #
-# Most distributed training rests on one idea: every rank holds the whole model, reads its own part of the batch, and
-# the gradients are averaged. In this lesson you write that average, you see why the result is the training of one
-# process, and you meet the mistakes that destroy this equality without any error message. At the end you write a
-# training script of your own, in plain PyTorch, that runs on any number of processes.
+# The simplest kind of distributed training rests on one idea: every rank holds the whole model, reads its own part of
+# the batch, and the gradients are averaged. In this lesson you write that average, you see why the result is the
+# training of one process, and you meet the mistakes that destroy this equality without any error message. At the end
+# you write a training script of your own, in plain PyTorch, that runs on any number of processes.
 #
 # ## Goals
 #
@@ -71,8 +71,9 @@ plot.data_parallel(
 #
 # $$L = \frac1B\sum_i \ell_i = \frac1p \sum_r L_r \qquad\text{and so}\qquad \nabla L = \frac1p \sum_r \nabla L_r.$$
 #
-# To see it happen, we need something to compare with: a small GPT that learns Shakespeare, trained in one process. We
-# use float64, so that rounding cannot hide a mistake.
+# This needs one condition: the loss of a sample must not depend on the other samples of its batch. Batch normalisation
+# violates it, and a GPT has none. To see the equality happen, we need something to compare with: a small GPT that
+# learns Shakespeare, trained in one process. We use float64, so that rounding cannot hide a mistake.
 
 # %%
 splits = text.load(TextData(), context_length=64)
@@ -158,7 +159,7 @@ l04_by_hand.plot_losses(one_process, rank_losses, mean_loss)
 
 # %% [markdown]
 # The ranks see different samples, so their losses scatter. The mean of the four (the crosses) lies on the loss of one
-# process (the circles) at each step. A figure in the next section shows how exactly.
+# process (the circles) at each step. A figure in the next section shows how small the difference is.
 #
 # **Takeaway: with shares of the same size, the mean of the ranks' gradients is the gradient of the whole batch.
 # Training on p ranks is training on one, and not an approximation of it.**
@@ -198,7 +199,8 @@ compare("distance that is left", distance_left, ratio, within=1.01)
 
 # %% [markdown]
 # Ranks that start apart stay apart, by the same distance. Each adds the same step to its own weights. No later average
-# mends this, and there is no error. The cure is one broadcast of rank 0's weights before training.
+# of gradients mends this, and there is no error. (Weight decay, which is off here, shrinks all weights and so the
+# distance, but far too slowly to help.) The cure is one broadcast of rank 0's weights before training.
 
 # %% tags=["nbval-check-output"]
 mended = ranks.run(train_with_own_seed, l04_by_hand.broadcast_weights)
@@ -290,8 +292,8 @@ check("4.2", lambda: l04.average_uneven(average_uneven, ranks))
 # met the same rule in lesson 00, for a mean over the ranks.
 
 # %% [markdown]
-# What about a rank that has no sample at all? Suppose that rank 3 finds an empty batch and returns, as a `continue` in
-# its loop would do.
+# What about a rank that has no sample at all? Suppose that rank 3 finds an empty batch and leaves the step without
+# calling all-reduce, as a `continue` in a training loop does.
 
 # %% tags=["raises-exception"] raises="HangError: ranks 0, 1 and 2 wait in all_reduce ... rank 3 has finished"
 def skip_if_empty(rank):
@@ -304,9 +306,9 @@ ranks.run(skip_if_empty)
 
 # %% [markdown]
 # The others wait. The pool of this notebook noticed it after five seconds and says who is missing; on a cluster, the
-# job stands still until a time-out, often for half an hour. In a real loop it can be worse: rank 3 goes on to the next
-# batch, and **its** all-reduce meets that of the batch before on the other ranks. From then on rank 3 is one step
-# ahead, without any error. A rank without samples has to take part, with the weight 0.
+# job stands still until a time-out, after 10 minutes with NCCL and 30 with gloo (lesson 01). In a real loop it can be
+# worse: rank 3 goes on to the next batch, and **its** all-reduce meets that of the batch before on the other ranks.
+# From then on rank 3 is one step ahead, without any error. A rank without samples has to take part, with the weight 0.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Sections 2 and 3 take 17 minutes. In 4.2 people multiply by `mine` and forget to divide by the
@@ -372,10 +374,10 @@ compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.3 · Accumulate, then average once
 #
-# Compute the gradient of a step with accumulation. This rank's share is cut into `num_micro_batches`, all of the same
-# size on all ranks. Afterwards `.grad` must be the mean over all samples of all ranks of the group, whatever it held
-# before. The gradients travel **once**, not after each micro-batch. For that you may call labcode's
-# `l04_by_hand.average_gradients(model, group)`.
+# Compute the gradient of a step with accumulation. `inputs` and `targets` are this rank's share. Cut them into
+# `num_micro_batches` parts; all parts have the same size, on all ranks. Afterwards `.grad` must be the mean over all
+# samples of all ranks of the group, whatever it held before. The gradients travel **once**, not after each micro-batch.
+# For that you may call labcode's `l04_by_hand.average_gradients(model, group)`.
 
 # %% tags=["exercise"]
 def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
@@ -460,8 +462,9 @@ compare("different samples", different_samples, found, within=1)
 #
 # Every rank keeps the whole model. For each parameter, training with Adam in float32 keeps four numbers of 4 bytes: the
 # weight, its gradient, and Adam's two moments, which are running means of the gradient and of its square. That makes 16
-# bytes for a parameter. (Training in 16 bits needs 16 bytes as well: 2 for the weight, 2 for its gradient, and 4 each
-# for the two moments and for a copy of the weight in float32.) The activations of a rank's share come on top.
+# bytes for a parameter. (Training in 16 bits, as Rajbhandari et al. 2020 count it, needs 16 bytes as well: 2 for the
+# weight, 2 for its gradient, and 4 each for the two moments and for a copy of the weight in float32.) The activations
+# of a rank's share come on top.
 #
 # **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on 8
 # such GPUs, with data parallelism?
@@ -502,8 +505,8 @@ plot.copies(
 # %% [markdown]
 # Eight GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion
 # parameters. GPT-3, which has 175 billion, needs 35 times the memory of such a GPU before it has seen a single sample.
-# The third part of this course is about what comes next: dividing the layers, the sequences, the stages, or the
-# optimizer's state between the ranks, so that each keeps a part only.
+# The third part of this course is about what comes next: dividing the matrices inside each layer, the sequences, the
+# list of layers, or the optimizer's state between the ranks, so that each keeps only a part.
 #
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
 
@@ -520,15 +523,17 @@ plot.copies(
 # | `LOCAL_RANK` | its number on this machine: the GPU that it should take |
 # | `MASTER_ADDR`, `MASTER_PORT` | where the store is, for the rendezvous of lesson 01 |
 #
-# `dist.init_process_group(backend)` reads them and holds the rendezvous. The average of the gradients you need not
-# write again: `DistributedDataParallel` (DDP) wraps a model, broadcasts its weights from rank 0, and averages the
-# gradients inside `backward()`. The next lesson opens it up. DDP hands on a call to the model inside, which is its
-# `.module`.
+# `dist.init_process_group(backend)` reads them and holds the rendezvous. You need not write the average of the
+# gradients again: PyTorch's `DistributedDataParallel` (DDP) wraps a model, broadcasts its weights from rank 0, and
+# averages the gradients inside `backward()`. The next lesson opens it up. You call the wrapped model like the model
+# itself. The model inside is its attribute `.module`.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 4.4 · Write the script
 #
-# Complete `main`. It runs on every rank. You need 25 to 30 lines, and most of them you know from one process.
+# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`. `build_model()` returns a small GPT, each time
+# with other random weights, and `dataset` holds 96 pairs of inputs and targets. You need 25 to 30 lines, and most of
+# them you know from one process.
 #
 # 1. **Join.** `dist.init_process_group("gloo")`, or "nccl" if `torch.cuda.is_available()`. With GPUs, this rank's
 #    device is `torch.device("cuda", LOCAL_RANK)`, and `torch.cuda.set_device` makes it the current one. Else it is the
@@ -544,9 +549,10 @@ plot.copies(
 # 6. **End.** Rank 0 alone saves the weights of the model inside DDP: `torch.save(..., folder / "weights.pt")` of its
 #    `state_dict()`. All ranks leave: `dist.destroy_process_group()`.
 #
-# The check writes your function to a file `runs/train_04.py`. It starts the file with `labcode.launch`, which calls
-# torchrun, on one and on two ranks, and compares the weights at the end with those that one process must get. This
-# takes about half a minute.
+# The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
+# `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: what else you import or define has to stand inside it.
+# It starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the weights at
+# the end with those that one process must get. This takes about half a minute.
 
 # %% tags=["exercise"]
 import os
@@ -598,7 +604,7 @@ def main(folder, epochs=2, global_batch=16):
 check("4.4", lambda: l04.script(main))
 
 # %% [markdown]
-# This is a complete training script, and it runs unchanged on a cluster. To see it outside of the notebook, open a
+# This is a complete training script, and it runs unchanged on a cluster. To run it outside of the notebook, open a
 # terminal in the folder `runs` beside this notebook: `torchrun --nproc-per-node=2 train_04.py` starts the file that the
 # check has written.
 #
@@ -617,7 +623,7 @@ check("4.4", lambda: l04.script(main))
 # |---|---|
 # | 8 GPUs of one machine | `torchrun --nproc-per-node=8 train_04.py` |
 # | two machines with 8 GPUs each, on each of them | `torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_04.py` |
-# | SLURM | the sbatch script that a later lesson generates does the same, with `srun` |
+# | SLURM | the sbatch script of lesson 14 does the same, with `srun` |
 # | the course's own training program | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
 #
 # NCCL replaces gloo where there are GPUs, and nothing else changes.
@@ -634,14 +640,13 @@ check("4.4", lambda: l04.script(main))
 # the shares equal, so some would count twice.
 # </details>
 #
-# **2.** Rank 2 finds a batch without any usable sample and calls `continue`, which skips forward, backward and step.
-# What happens?
+# **2.** Rank 2 has one batch more than the others at the end of an epoch, and nobody looks at that. What happens?
 #
 # <details><summary>Answer</summary>
 #
-# The other ranks wait in the all-reduce of their gradients. Rank 2 goes on to the next batch, and its all-reduce meets
-# that of the previous batch of the others. If sizes and order agree, there is no error: from now on rank 2 is one step
-# ahead, and its copy of the model differs from the others.
+# Rank 2 waits in the all-reduces of its last batch. If the others have ended, it waits until the time-out. If they go
+# on with the next epoch, their first gradients meet the last ones of rank 2: there is no error, and from then on rank 2
+# is one step behind. This is why `DistributedSampler` gives all ranks the same number of samples.
 # </details>
 #
 # **3.** You go from 4 to 8 ranks and leave the batch **of each rank** as it is. Is it still the training of one

@@ -121,9 +121,11 @@ plot.lines(
 )
 
 # %% [markdown]
-# All points in the figure send the same bytes. To the right, they are cut into more messages. A handful of messages
-# costs hardly more than a single one. (gloo treats messages of medium size in its own way, and four ranks share the
-# cores of this machine, with each other and with other programs. So a point can be off by a factor of two or three.)
+# All points in the figure send the same bytes. To the right, they are cut into more messages. Most of the time is saved
+# on the way from 64 messages to a handful; a single one saves little more. (gloo treats messages of medium size in its
+# own way, and four ranks share the cores of this machine, with each other and with other programs. So a point can be
+# off by a factor of two or three, and with it your prediction. If it is, run the measurement of α and β and the cells
+# after it once more.)
 #
 # So why not always send one message? That is the subject of the next section. What we need in any case is a way to send
 # several gradients together. Gradients that travel together are called a **bucket**. The picture shows six gradients in
@@ -141,8 +143,10 @@ plot.buckets(
 
 # %% [markdown]
 # How are buckets filled? From the last parameter to the first, because backward reaches the last one first. A bucket
-# takes the next gradient as long as it then holds at most a given number of bytes. PyTorch's limit is 25 MB. In the
-# picture it is 20 numbers: 8 and 10 make 18, and with the next 6 it would be too much.
+# takes the next gradient as long as it then holds at most a given number of bytes. (PyTorch's default limit is 25 MiB,
+# and 1 MiB for the bucket that leaves first.) In the picture the limit is 20 numbers, and the gradients have the sizes
+# in `example_sizes`, that is 10, 4, 12, 6, 10 and 8 from left to right. So 8 and 10 make 18, and with the next 6 it
+# would be too much.
 #
 # **Predict.** With a limit of 30 numbers, how many numbers does each message hold, in the order in which they leave?
 
@@ -160,7 +164,7 @@ compare("numbers in each message", message_sizes, found, within=1)
 # Given the buckets, as lists of parameters, replace every gradient by its mean over the group, with **one** all-reduce
 # for each bucket. Four tools do the work:
 #
-# - `tensor.flatten()` makes a row of a tensor, and `torch.cat` joins rows to one;
+# - `tensor.flatten()` makes a row of a tensor, and `torch.cat` joins rows into one;
 # - `row.split(numbers)` cuts a row into parts with these numbers of elements;
 # - `part.view_as(tensor)` gives a part the shape of a tensor;
 # - `tensor.copy_(other)` writes other numbers into a tensor.
@@ -330,8 +334,9 @@ class OverlappedDataParallel:
 check("5.2", lambda: l05.overlapped(OverlappedDataParallel, ranks))
 
 # %% [markdown]
-# Here is how labcode decides when to send. It differs in one point: a bucket waits until all buckets before it have
-# been sent. Can you say why?
+# Here is how labcode decides when to send. The flag `_syncing` and the error belong to gradient accumulation, the
+# subject of section 5. The important difference is the loop at the end: a bucket waits until all buckets before it have
+# been sent. Before you read the comment in it, can you say why?
 
 # %%
 show_source(DataParallel._gradient_ready)
@@ -358,8 +363,8 @@ show_source(DataParallel._gradient_ready)
 # all-reduce runs as always, and then it counts as under way for as long as 1 Gbit/s Ethernet would need. A rank that
 # waits for it sleeps, so its core is free meanwhile. Two of our four ranks take part, one for each of two cores.
 #
-# **Predict.** The million parameters make five buckets of at most 1 MB. Suppose that backward takes longer than
-# sending. What fraction of the time of sending is hidden behind backward?
+# **Predict.** The million parameters make five buckets of at most 1 MB, all of about the same size. Suppose that
+# backward takes longer than sending. What fraction of the time of sending is hidden behind backward?
 
 # %% tags=["predict"]
 hidden_fraction = 1 - 1 / 5
@@ -447,11 +452,13 @@ by_pytorch_s = max(ranks.run(step_s, by_pytorch))
 print(f"by hand {1e3 * by_hand_s:.1f} ms, DDP {1e3 * by_pytorch_s:.1f} ms a step")
 
 # %% [markdown]
-# The two are close. DDP's hooks are C++ and ours are Python, which shows most with many small buckets.
+# The two are close, and DDP is usually the faster one: its hooks are C++ and ours are Python, which shows most with
+# many small buckets.
 #
 # Now to **`no_sync`**. With gradient accumulation (lesson 04), DDP would send after every micro-batch. Inside the
 # context `model.no_sync()`, backward only adds. Forward belongs inside as well, because that is where DDP decides
-# whether the coming backward will send.
+# whether the coming backward will send. To count the bytes, the code below registers a **communication hook**: a
+# function that DDP calls for each bucket in place of its own all-reduce.
 #
 # **Predict.** Four micro-batches, and gradients of `gradient_bytes` bytes. How many bytes does a rank hand to
 # all-reduces per optimizer step, without `no_sync()`, and with it around the first three?
@@ -588,8 +595,8 @@ check("5.4", lambda: l05.clipped(clipped_step, ranks))
 
 # %% [markdown]
 # PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. With data parallelism that is all.
-# If the **parameters** are divided between ranks as well, as later in this course, each rank sees a part of the norm
-# only, and its square has to be added up over the ranks.
+# If the **parameters** are divided between ranks as well, as later in this course, each rank sees only a part of the
+# gradient, and the squares of these parts have to be added up over the ranks before the root is taken.
 #
 # **Takeaway: first the average, then the norm, then the step.**
 
