@@ -536,8 +536,8 @@ plot.copies(
 # them you know from one process.
 #
 # 1. **Join.** `dist.init_process_group("gloo")`, or "nccl" if `torch.cuda.is_available()`. With GPUs, this rank's
-#    device is `torch.device("cuda", LOCAL_RANK)`, and `torch.cuda.set_device` makes it the current one. Else it is the
-#    CPU.
+#    device is `torch.device("cuda", local_rank)`, with the number that `os.environ["LOCAL_RANK"]` holds as a string,
+#    and `torch.cuda.set_device` makes it the current one. Without GPUs the device is the CPU.
 # 2. **Model.** `build_model()`, moved to the device, and **then** wrapped: `DistributedDataParallel(model)`. AdamW with
 #    `lr=3e-3`.
 # 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` with `sampler=` it. All ranks
