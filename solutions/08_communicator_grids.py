@@ -138,10 +138,10 @@ check("8.1", lambda: l08.coords_of(my_coords))
 # %% [markdown]
 # ## 2. Groups
 #
-# A **group** along an axis holds the ranks that differ along this axis and nowhere else. All other coordinates are
-# fixed, and this one runs. So every rank is in exactly one group of each axis, and the groups of an axis together hold
-# every rank once. In the picture, the ranks of one tp group have the same colour and the same letter. A launcher fills
-# one machine, called a **node**, before it goes on to the next.
+# A **group** along an axis holds the ranks that differ along this axis and nowhere else. All their other coordinates
+# are the same. So every rank is in exactly one group of each axis, and the groups of an axis together hold every rank
+# once. In the picture, the ranks of one tp group have the same colour and the same letter. A launcher fills one
+# machine, called a **node**, before it goes on to the next.
 
 # %% tags=["figure"]
 print("tp groups:", shape.groups("tp"))
@@ -224,8 +224,8 @@ check("8.2", lambda: l08.groups_of(my_groups))
 
 # %% [markdown]
 # Here is how labcode writes it. It goes the other way: it runs through all coordinates that are fixed within a group,
-# and computes the ranks from them. Which of the two does less work if there are ten thousand ranks, and you need one
-# group only?
+# and computes the ranks from them. So it can compute the members of a single group directly, while a dictionary that is
+# filled rank by rank has to look at all ranks, even if there are ten thousand of them and only one group is needed.
 
 # %%
 show_source(GridShape.groups)
@@ -233,8 +233,7 @@ show_source(GridShape.groups)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes for section 2. The usual mistake in 8.2 is to group by the coordinates along `axes`
 # in place of the others: ask what the ranks of a group have in common. `for axis in order.split("-") if axis not in
-# axes` and a dictionary of lists is all it takes. Answer to the question above: labcode's way computes the members of
-# one group directly, the dictionary has to look at all ranks.
+# axes` and a dictionary of lists is all it takes.
 
 # %% [markdown]
 # ## 3. Make the groups real
@@ -287,7 +286,7 @@ for rank, sums in enumerate(ranks.run(careless)):
 # | 4 | dp [1, 3] | tp [2, 3] | 1, for its dp group, and 3, for its **tp** group |
 #
 # In call 2 rank 2 looks for its tp partner, and finds rank 3, who believes that it has met rank 1 of its dp group. In
-# training, activations would be added to gradients. Where the sizes agree nothing stops it.
+# training, activations would be added to gradients. Where the tensors have the same size, nothing stops that.
 #
 # The second mistake is to leave a rank out. Here rank 3 takes another branch and does not make the dp groups at all.
 # The group gives up after 3 seconds.
@@ -301,10 +300,12 @@ def absent(rank):
 ranks.run(absent)
 
 # %% [markdown]
-# The error names rank 1, which is the one that **waited**. What follows the colon, what each rank did, is added by our
-# pool; a job on a cluster does not tell you. There, who is missing can be read from the key in the message: in gloo's
-# text, `0/1` is the address that member 1 of the group should have left for its member 0. Member 1 of the group [1, 3]
-# is rank 3. NCCL words it differently, but the question is the same: which member of which group never came?
+# The error names rank 1, which is the one that **waited**. What each rank did, at the end of the message, is added by
+# our pool; a job on a cluster does not tell you. There, the key in the message says who is missing. Each member of a
+# group leaves its address under its number in the group, and the last part of the key is the number of the member whose
+# address never came. Here it is 1, and member 1 of the group [1, 3] is rank 3. (The number before `cpu` is the name of
+# the group, that is, the number of the call.) NCCL waits later, in the first collective of the group, and words it
+# differently. But the question is the same: which member of which group never came?
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.3 · Make them all
@@ -392,8 +393,9 @@ ranks.run(too_large)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. Let the room fill in the last column of the table before they see it. In 8.3 most
 # write `for axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the
-# groups they are in. That second version would even work here by luck, because every rank is in one group of each axis:
-# [0, 1] and [2, 3] then get one name, and their members write their addresses under the same keys.
+# groups they are in. That second version can even seem to work here, because every rank is in one group of each axis.
+# But [0, 1] and [2, 3] then get the same name, and their members write their addresses under the same keys, so it is
+# luck who meets whom.
 
 # %% [markdown]
 # ## 4. What crosses between nodes
@@ -423,8 +425,9 @@ plot.links(
 # And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01). With p = 2 that is
 # exactly once the tensor.
 #
-# Let us do the sum for dp. A rank holds half of each layer, so half of the weights, and its gradients have 4 bytes
-# each. In the picture four links of dp cross, and each carries the gradients of one rank once.
+# Let us do the sum for dp. A rank holds half of each layer, so half of the weights (the few weights of the norms, which
+# are not divided, do not matter here), and its gradients have 4 bytes each. In the picture four links of dp cross, and
+# each carries the gradients of one rank once.
 
 # %% tags=["nbval-check-output"]
 small = GPTConfig(
@@ -440,8 +443,8 @@ print(f"between the nodes, order tp-dp: {dp_crossing:,.0f} bytes")
 # %% [markdown]
 # Now the other order, `dp-tp`: dp ticks fastest, ranks 0 and 1 are a dp group, and the four links of tp cross.
 #
-# **Predict.** How many bytes cross between the nodes then? One number of act has 4 bytes here (float32). Count the
-# bytes of act first, then how often it is sent over one link, then the links.
+# **Predict.** How many bytes of tp cross between the nodes in a step then? A number of act has 4 bytes here (float32).
+# Count the bytes of act for one rank first, then the all-reduces in the two layers, then the links that cross.
 
 # %% tags=["predict"]
 act_bytes = 16 * 128 * 64 * 4
@@ -569,16 +572,17 @@ for order in ("tp-cp-dp-pp", "dp-pp-tp-cp"):
 print(f"computing takes {costs(model, shape, 256).compute_s:.2f} s")
 
 # %% [markdown]
-# (For the computing we assume 40 % of an H100's peak.) With tp inside the node, its communication takes an eighth of
-# the computing time; across nodes it takes longer than the computing. And it cannot hide behind it, because the next
-# matrix product needs the sum. The gradients of dp can travel while backward still computes, as you saw in lesson 05.
-# These are the best speeds of the links; real runs lose more, and latency comes on top.
+# (For the computing we assume 40 % of an H100's peak of 989 TFLOP/s in bfloat16.) With tp inside the node, its
+# communication takes an eighth of the computing time; across nodes it takes longer than the computing. And this time
+# cannot hide behind the computing, because the next matrix product needs the sum. The gradients of dp can travel while
+# backward still computes, as you saw in lesson 05. These are the best speeds of the links; real runs lose more, and
+# latency comes on top.
 #
 # Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, so there is
 # a batch at which they are equal. Let us find it. If dp is slowest, 16 links cross, and each carries the gradients of
 # an eighth of the model: 16 · P/8 · 4 bytes, with P parameters. If pp is slowest, 8 ranks send act forward and 8 send
-# as much back. With b sequences in a step, b/2 for each copy, that is 16 · b/2 · 2048 · 4096 · 2 bytes. Both are equal
-# for
+# as much back. With b sequences in a step, b/2 for each copy, that is 16 · b/2 · 2048 · 4096 · 2 bytes. The next cell
+# solves for the b at which both are equal.
 
 # %% tags=["nbval-check-output"]
 dp_bytes = 16 * model.num_parameters / 8 * 4
@@ -589,7 +593,7 @@ print(f"b = {dp_bytes / pp_bytes_per_sequence:.0f} sequences")
 # But look again at what pp sends. The four ranks of a tp group all hold the same act, and each sends the whole of it to
 # its partner in the next stage: the same numbers cross four times. Megatron-LM avoids that. Each rank of tp sends only
 # its quarter, and in the next stage an all-gather over tp, inside the node, puts act together again. Narayanan et al.
-# call it the **scatter/gather optimisation**.
+# call it the **scatter/gather optimization**.
 #
 # **Predict.** With it, at how many sequences do pp and dp send the same number of bytes between nodes?
 
@@ -625,7 +629,7 @@ plot.lines(
 # %% [markdown]
 # So both choices exist. Megatron-LM's default is `tp-cp-ep-dp-pp`, with pp slowest (ep divides the experts of models
 # that have some). Llama 3 was trained with dp slowest, in the order TP, CP, PP, DP, because what dp sends can be sent
-# ahead of need.
+# before it is needed, while the ranks compute.
 #
 # **Takeaway: the bytes between nodes can be predicted to the byte before anything runs. Put the axis that sends most
 # inside the node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
@@ -714,11 +718,10 @@ check("8.5", lambda: l08.design(my_grid))
 # = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
 #
 # The product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp costs is
-# proportional to tp - 1. It is not enough that NVLink is nine times as fast: there is a price for each further rank of
-# tp.
+# proportional to tp - 1. Even on NVLink each further rank of tp has its price.
 #
-# **Predict.** Both grids keep tp inside the node. How many times as long as with tp = 2 are the links of tp busy with
-# tp = 8?
+# **Predict.** Take two grids of 64 GPUs, one with tp = 2 and one with tp = 8, which both keep tp inside the node. How
+# many times as long are the links of tp busy with tp = 8 as with tp = 2?
 
 # %% tags=["predict"]
 times_as_long = (8 - 1) / (2 - 1)
@@ -758,8 +761,8 @@ plot.lines(
 # %% [markdown]
 # At 64 GPUs a small tp is best. From 256 on it is tp = 4, and at 1024 it is 8: then tp fills the node, as the rule
 # says. The other reason for a large tp is memory: more stages do not make a single layer smaller, and tp does. So the
-# rule of Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond, is made for those who
-# need that many ways to cut. Across nodes the same bytes of tp would take nine times as long.
+# rule of Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond, is meant for models
+# that have to be cut into that many parts. Across nodes the same bytes of tp would take nine times as long.
 #
 # **Takeaway: tp belongs inside the node, and costs in proportion to tp - 1 even there. Take as much of it as memory and
 # the number of samples force you to, and no more.**
@@ -770,10 +773,10 @@ plot.lines(
 #
 # - **Latency**: many small messages cost more than their bytes.
 # - **Overlap**: the gradients of dp hide behind backward; the sums of tp do not.
-# - **Memory of activations**, which often decides over tp and cp (lesson 10).
+# - **Memory of activations**, which often decides how large tp and cp have to be (lesson 10).
 # - **Thin matrices**: with tp = 8 each product is narrower, and reaches less of the GPU's peak.
 # - **Uneven stages**: embedding and head belong to one of the stages each (lesson 12).
-# - **Sharded optimizers**: ZeRO divides the 16 bytes by dp as well (lesson 13).
+# - **Sharded optimizers**: ZeRO divides most of the 16 bytes, or all of them, by dp as well (lesson 13).
 # </details>
 
 # %% [markdown] tags=["solution-only"]
@@ -869,7 +872,8 @@ ranks.close()
 # - Megatron-LM, its rank generator and default order:
 #   https://github.com/NVIDIA/Megatron-LM/blob/main/megatron/core/parallel_state.py
 # - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes for each parameter.
-# - NVIDIA H100 datasheet, 2023: NVLink, 900 GB/s both ways together. NVIDIA DGX H100 datasheet, 2022: 400 Gb/s per GPU.
+# - NVIDIA H100 datasheet, 2023: NVLink, 900 GB/s both ways together, and the peak in bfloat16. NVIDIA DGX H100
+#   datasheet, 2022: 400 Gb/s per GPU.
 # - PyTorch: https://docs.pytorch.org/docs/stable/distributed.html#torch.distributed.new_group and
 #   https://docs.pytorch.org/docs/stable/distributed.html#devicemesh
 # - SLURM, `--distribution`: https://slurm.schedmd.com/srun.html

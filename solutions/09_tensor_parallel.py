@@ -172,8 +172,8 @@ plot.tensor_parallel_mlp(
 # is `None`.
 #
 # Two things to watch. `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward
-# is handed is yours to change. And where nothing changes, return `x.view_as(x)` in place of `x`: autograd must not see
-# its own input come back. The check uses groups of two and of four ranks.
+# is handed is yours to change. And a forward that changes nothing should return `x.view_as(x)` in place of `x`, because
+# autograd treats an input that comes back unchanged as a special case. The check uses groups of two and of four ranks.
 
 # %% tags=["exercise"]
 class CopyTo(torch.autograd.Function):
@@ -239,10 +239,10 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 
 # %% [markdown]
 # All ranks compute the same loss, so each of them hands back the same gradient. Summing these makes every gradient p
-# times too long.
+# times as long as it should be.
 #
 # **Takeaway: where a tensor enters computations that differ by rank, put f; where partial results become one tensor,
-# put g. Autograd will not miss either of them.**
+# put g. Autograd does not notice if one of them is missing.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. Draw the four paths on the board and let the room find the missing sum. What people
@@ -396,7 +396,8 @@ check("9.2", lambda: l09.column_parallel(MyColumnParallelLinear, ranks))
 # ### Exercise 9.3 · The row-parallel layer
 #
 # Now the other one, from an empty cell: a class `MyRowParallelLinear`, made of a layer and a group like the one before,
-# with the parameters `weight` and `bias`. Its input holds some features only, [.., inputs/p], and its output is whole.
+# with the parameters `weight` and `bias`. Here too `layer.bias` may be `None`. Its input holds some features only, [..,
+# inputs/p], and its output is whole.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -449,8 +450,8 @@ show_source(tensor.RowParallelLinear)
 # k and v are column-parallel, and the output projection is row-parallel. But our model, like most, has **one fused
 # weight** for the three: first the outputs of all queries, then those of all keys, then those of all values.
 #
-# **Predict.** With four heads that makes 12 blocks of outputs. A plain cut in the middle gives rank 0 the first six of
-# them. How many of these six does it need?
+# **Predict.** With four heads that makes 12 blocks of outputs. On two ranks, rank 0 computes the heads 0 and 1. A plain
+# cut in the middle gives it the first six blocks. How many of these six does it need?
 
 # %% tags=["predict"]
 blocks_needed = 4
@@ -515,8 +516,8 @@ plot.cuts(
 # %% [markdown]
 # ## 4. What it costs
 #
-# A transformer layer has two such pairs of column and row, one in the attention and one in the MLP. Each of them has an
-# f and a g.
+# A transformer layer has two such pairs of column and row, one in the attention and one in the MLP. Each pair has an f
+# and a g.
 #
 # **Predict.** One layer, B = 8 samples of S = 128 tokens, width H = 256, float32. How many all-reduces are there in
 # forward, and how many in backward? How many bytes have their tensors in all?
@@ -548,11 +549,12 @@ compare("their bytes", bytes_in_all, measured_bytes, within=1, unit="B")
 # Four all-reduces of B·S·H numbers in each layer, whatever p is. It does not matter how many weights the layer has,
 # only how many activations go through it. With data parallelism it is the other way round.
 #
-# And none of them can hide. The next matrix product needs the sum, so while an all-reduce is under way the rank has
-# nothing to compute. (One exception: the backward sum of f can travel beside the product for the weight's gradient, as
-# it does in Megatron-LM.) So the ratio of communicating to computing decides. A layer has 12 H² weights, 4 in the
-# attention and 8 in the MLP. Each costs 6 FLOPs for each token, forward and backward, which p ranks share. With Φ
-# FLOP/s and a link of β bytes/s, and activations of 2 bytes,
+# And they are hard to hide. The next matrix product needs the sum, so while an all-reduce is under way the rank has
+# nothing to compute. (The exception is backward: there the sum of f can travel while the rank computes the weight's
+# gradient, as it does in Megatron-LM.) So the ratio of communicating to computing decides. Of the 12 H² weights of a
+# layer, the attention has 4 H² and the MLP 8 H². Each costs 6 FLOPs for each token: a multiplication and an addition in
+# forward, and twice as many in backward. The p ranks share this work; we leave out the scores of the attention. With
+# GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes,
 #
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
@@ -601,15 +603,16 @@ picture
 # On NVLink the ratio stays below one, on InfiniBand it reaches one with few ranks. It falls with H, so wide models can
 # be cut further.
 #
-# **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for all of them. Tensor
+# **Takeaway: four all-reduces of B·S·H numbers in each layer, and the computing waits for most of them. Tensor
 # parallelism stays inside the node.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.4 · Llama's MLP
 #
-# Llama's MLP has three weights: `down(silu(gate(x)) * up(x))`, where `*` multiplies feature by feature. Given the
-# **whole** weights as PyTorch stores them, [F, H], [F, H] and [H, F], compute it over the group. There is no skeleton,
-# but a list of what the check looks at:
+# Llama's MLP has three weights: `down(silu(gate(x)) * up(x))`, where `*` multiplies feature by feature, and `F.silu` is
+# the function z · sigmoid(z). You are given the **whole** weights as PyTorch stores them, `gate` and `up` [F, H] and
+# `down` [H, F], the same on every rank, and p divides F. Compute the MLP over the group. There is no skeleton, but a
+# list of what the check looks at:
 #
 # 1. the result is the same as on one process, on every rank of the group;
 # 2. each rank does its share of the products and no more;
@@ -728,10 +731,13 @@ print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 # | `SequenceParallel()` | norms, dropout | whole | `Shard(1)`, its tokens | `Shard(1)` |
 # | `PrepareModuleInput(...)` | any module | is left alone | from what comes to what it wants | is left alone |
 #
-# `Shard(-1)` is the last dim. `SequenceParallel` is lesson 10 in one word: between the pairs each rank works on some of
-# the tokens. `PrepareModuleInput` changes only the layout of what a module is given; you will need it in a moment. And
-# **`loss_parallel()`** is no style but a context, `with loss_parallel():`, in which `F.cross_entropy` accepts logits
-# that are `Shard(-1)` and does not gather them; it is the loss of section 7.
+# `Shard(-1)` is the last dim. The two columns about the weight and the input are those of a linear layer. An embedding
+# is stored as [V, H], so there `ColwiseParallel` cuts `Shard(1)`, and `RowwiseParallel` cuts the vocabulary,
+# `Shard(0)`, and needs `input_layouts=Replicate()`. `SequenceParallel` is the subject of lesson 10: between the pairs
+# each rank works on some of the tokens. `PrepareModuleInput` changes only the layout of what a module is given; you
+# will need it in a moment. And **`loss_parallel()`** is no style but a context, `with loss_parallel():`, in which
+# `F.cross_entropy` accepts logits that are `Shard(-1)` and does not gather them. Backward has to run inside it as well.
+# It is the loss of section 7.
 #
 # Now our MLP, by hand and by plan, with the same numbers.
 
@@ -816,11 +822,11 @@ for make, shard in (
 
 # %% [markdown]
 # The last line is the plain cut of section 3 again: a plan for our fused qkv gives no error, and all numbers are wrong.
-# DTensor keeps exact books of layouts. What the columns **mean**, it cannot know.
+# DTensor keeps track of every layout, but it cannot know what the columns **mean**.
 #
 # One style is left: `SequenceParallel`. Here a norm stands before the MLP, and everything outside the pair is
 # `Shard(1)`: each rank holds some of the tokens. So `up` must be told that its input comes as `Shard(1)`, and `down`
-# that its output shall leave as `Shard(1)`. Both styles take such arguments.
+# that its output should leave as `Shard(1)`. Both styles take such arguments.
 
 # %% tags=["nbval-check-output"]
 class NormAndMLP(nn.Module):
@@ -851,8 +857,8 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # In place of the all-reduce there are an all-gather before `up` and a reduce-scatter after `down`. By the equation of
 # lesson 01 they send as much as one all-reduce. What is gained by it is memory, and lesson 10 is about that.
 #
-# **Takeaway: a plan replaces the layers of your own, and FSDP2 and distributed checkpoints understand its tensors.
-# Count its collectives, and compare it with the whole model once.**
+# **Takeaway: a plan replaces the layers of your own, and PyTorch's sharded data parallelism (FSDP2) and its distributed
+# checkpoints understand DTensors. Count its collectives, and compare it with the whole model once.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. Go through the table style by style, with the MLP on the board. Ask: in the table,
@@ -978,10 +984,10 @@ legend.set_bbox_to_anchor((1, 1))  # beside the axes
 picture
 
 # %% [markdown]
-# The broken run falls about as far as the true one. It would pass for another seed. Its first loss is even exact,
-# because forward is right. (A difference of exactly 0 is drawn at 1e-17.) Two cheap tests find the mistake at once: the
-# loss of the **second** step against one process, and the copies of a weight that every rank of tp holds. With f these
-# are equal to the last bit; without it, each rank has its own.
+# The broken run falls about as far as the true one. It could pass for a run with another seed. Its first loss is even
+# exact, because forward is right. (A difference of exactly 0 is drawn at 1e-17.) Two cheap tests find the mistake at
+# once: the loss of the **second** step against one process, and the copies of a weight that every rank of tp holds.
+# With f these are equal to the last bit; without it, each rank has its own.
 #
 # **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
 # compare numbers, and compare the copies.**
@@ -1006,10 +1012,10 @@ picture
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.5 · The embedding
 #
-# Write the layer. Keep this rank's rows, `embedding.weight.tensor_split(p)[rank]`, as the parameter `weight`. The first
-# row of a rank is token `first` of the vocabulary, where `first` counts the rows of the ranks before it. In `forward`,
-# `tokens` holds numbers from 0 to V - 1. `F.embedding(rows, weight)` looks rows up, and `mask[..., None]` gives a mask
-# one more dim.
+# Write the layer. With p the size of the group and `rank` this rank's number in it, keep this rank's rows,
+# `embedding.weight.tensor_split(p)[rank]`, as the parameter `weight`, again as a copy. The first row of a rank is token
+# `first` of the vocabulary, where `first` counts the rows of the ranks before it. In `forward`, `tokens` holds numbers
+# from 0 to V - 1. `F.embedding(rows, weight)` looks rows up, and `mask[..., None]` gives a mask one more dim.
 
 # %% tags=["exercise"]
 class MyVocabParallelEmbedding(nn.Module):
@@ -1049,8 +1055,8 @@ check("9.5", lambda: l09.vocabulary_embedding(MyVocabParallelEmbedding, ranks))
 # That is three numbers: a maximum, a sum, and a single logit, which one of the ranks has. (The maximum cancels; it is
 # subtracted so that no exponential becomes too large.) Each of the three is an all-reduce of one number for each token.
 #
-# **Predict.** GPT-2's vocabulary, rounded up to 50304, in float32, and 512 tokens. How many bytes are the gathered
-# logits, and how many are the three numbers?
+# **Predict.** GPT-2's vocabulary, rounded up to 50304, in float32, and 512 tokens. How many bytes do the gathered
+# logits take, and how many do the three numbers take?
 
 # %% tags=["predict"]
 bytes_of_logits = 512 * 50304 * 4
@@ -1086,9 +1092,10 @@ print("same loss:", same)
 # ### Exercise 9.6 · Loss without logits
 #
 # Write the loss of each token. `logits` [T, columns] are this rank's, and the first of its columns is number `first` of
-# the whole vocabulary. Backward must work as well: the sums go through `reduce_from`, whose backward hands the gradient
-# on. The maximum needs no gradient: take it from `logits.detach()`, and use `dist.all_reduce` with
-# `op=dist.ReduceOp.MAX`. `z.gather(-1, column[:, None])[:, 0]` picks one column in each row.
+# the whole vocabulary. `targets` [T] holds numbers of the whole vocabulary, the same on every rank. Backward must work
+# as well: the sums go through `reduce_from`, whose backward hands the gradient on. The maximum needs no gradient: take
+# it from `logits.detach()`, and use `dist.all_reduce` with `op=dist.ReduceOp.MAX`. `z.gather(-1, column[:, None])[:,
+# 0]` picks one column in each row.
 
 # %% tags=["exercise"]
 def my_loss(logits, targets, first, group):
@@ -1112,7 +1119,8 @@ def my_loss(logits, targets, first, group):
 check("9.6", lambda: l09.vocabulary_loss(my_loss, ranks))
 
 # %% [markdown]
-# PyTorch's `loss_parallel` does the same with logits that are a DTensor, `Shard(-1)`. Are its numbers those of ours?
+# PyTorch's `loss_parallel` does the same with logits that are a DTensor, `Shard(-1)`. Does it give the same numbers as
+# ours?
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.tensor import DTensor
@@ -1136,7 +1144,7 @@ print(f"same loss: {same}; {number} all-reduces, {num_bytes} bytes")
 print(f"three numbers for each token are {512 * 3 * 8} bytes")
 
 # %% [markdown]
-# Now you can make out the bill of a whole GPT. From bottom to top there are the embedding with its g, then the layers,
+# Now you can add up what a whole GPT sends. From bottom to top there are the embedding with its g, then the layers,
 # then the head with its f, and at last the loss with its maximum in one all-reduce, and the sum and the target together
 # in another one.
 #
@@ -1183,10 +1191,10 @@ ranks.close()
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_tiny --parallel.tp 4` |
 #
 # What tp leaves over goes to dp, and tp is the fastest axis, so it stays inside the node. (Under `srun`, export
-# `MASTER_ADDR` and `MASTER_PORT` first, as in lesson 04.) In real runs two things grow in weight. The products become
-# thin, and below some width a GPU is no longer busy. And norms, dropout and residuals are still whole on every rank,
-# with all their activations; lesson 10 removes that. Dropout there must draw the **same** numbers on all ranks of tp,
-# and inside the attention different ones.
+# `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a script.) In real runs two
+# more things matter. The products become thin, and below some width they no longer keep a GPU busy. And norms, dropout
+# and residuals are still whole on every rank, with all their activations; lesson 10 removes that. Dropout there must
+# draw the **same** numbers on all ranks of tp, and inside the attention different ones.
 
 # %% [markdown]
 # ## Questions

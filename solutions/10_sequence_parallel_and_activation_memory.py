@@ -217,7 +217,8 @@ check("10.1", lambda: l10.layer_bytes(layer_bytes))
 # term is gone today, and what remains are q, k, v, the output, and one number for each token and head.
 #
 # Our own layers have a fused attention, and no dropout unless you ask for it. Then a layer keeps 16 numbers for each
-# token and feature, and the picture shows what is left of them on one of four ranks.
+# token and feature: 2 for the norms, 1 + 3 + 1 for the attention (the input of `qkv`, then q, k and v, then the input
+# of `proj`), and 1 + 4 + 4 for the MLP. The picture shows what is left of them on one of four ranks.
 
 # %% tags=["figure"]
 plot.kept(
@@ -233,7 +234,7 @@ plot.kept(
 #
 # **Predict.** The layer has a hidden size of 128, and the batch is 4 samples of 256 tokens, in float32, which has 4
 # bytes. How many bytes does one rank alone keep, and how many does each of four ranks keep? And with very many ranks,
-# which fraction would always stay, in our layer and in the paper's?
+# which fraction would always stay, in our layer, and in the paper's without the tables?
 
 # %% tags=["predict"]
 alone_bytes = 16 * (4 * 256 * 128 * 4)
@@ -302,10 +303,10 @@ compare("always whole, the paper's", always_whole_in_the_paper, paper_left, with
 
 # %% [markdown]
 # A quarter of our layer stays on every rank whatever you do, and 10/34 = 29 % of the paper's. Does that explain the 53
-# % of the published run? Only partly. In mixed precision the stream between the layers stays in float32, so what the
-# norms keep has 4 bytes a number and the rest has 2. Then 2 · 4 + 2 · 2 = 12 bytes of 2 · 4 + 14 · 2 = 36 are whole,
-# which is a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot tell:
-# it counts everything that is in use on the GPU.
+# % of the published run? Only partly. In mixed precision x, to which every block adds its result, stays in float32. So
+# what the norms keep has 4 bytes a number, and the rest has 2. Then 2 · 4 + 2 · 2 = 12 bytes of 2 · 4 + 14 · 2 = 36 are
+# whole, which is a third. A model also has two ends that are not cut. What else the published run keeps, its log cannot
+# tell: it counts everything that is in use on the GPU.
 #
 # **Takeaway: a layer keeps 34 bytes for each of s b h, if nothing stores the s × s tables. Tensor parallelism cuts what
 # lies inside the attention and the MLP. What lies between them, 10 of the 34, every rank keeps in full.**
@@ -407,8 +408,8 @@ class ReduceScatter(torch.autograd.Function):
 check("10.2", lambda: l10.pair(AllGather, ReduceScatter, ranks))
 
 # %% [markdown]
-# labcode writes the pair once for all conjugate operations. Here are its two halves; `_paired` makes a Function of two
-# operations.
+# In labcode one helper, `_paired`, makes an autograd Function out of any two operations of which each is the other's
+# backward. Below is the all-gather that it makes, and `start_all_gather`, which you will need in a moment.
 
 # %%
 show_source(all_gather)
@@ -482,14 +483,14 @@ check("10.3", lambda: l10.gathers_again(GatherAgain, ranks))
 # gradient? (Two buffers of [B, S, H] at the peak in place of three.)
 
 # %% [markdown]
-# Here is labcode's backward of the same operation. It does the same as yours in the same order; `put_off` belongs to
-# pipelines that compute the gradients of weights later (lesson 12).
+# Here is labcode's backward of the same operation. The two messages and the two products are those of your function.
+# `put_off` belongs to pipelines that compute the gradients of weights later (lesson 12).
 
 # %%
 show_source(sequence._GatheredLinear.backward)
 
 # %% [markdown]
-# Both ways beside each other, on one linear layer:
+# Now let us measure both ways on one linear layer.
 
 # %% tags=["nbval-check-output"]
 def gather_and_multiply(rank, multiply):
@@ -585,7 +586,8 @@ plot.lines(
 )
 
 # %% [markdown]
-# (Ours has no dropout masks, so its floor is 4/16 and its points lie a little below the curve of GPT-3.)
+# (Our layer has no dropout masks, so it levels off at 4/16, and its point for tensor parallelism lies a little below
+# the curve of GPT-3.)
 #
 # In the published run of section 1, the first forward added 33.3 GB on one rank. Cut by four, and beside the 10.2 GB
 # from before, that would be about 19 GB in place of 32. This is a prediction; no log that we know of shows it.
@@ -607,7 +609,7 @@ ranks.run(cut_250_tokens)
 # %% [markdown]
 # ## 5. Weights that several ranks share
 #
-# Something has changed that no shape tells. The weight of a norm is whole on every rank. Before, every rank normalised
+# Something has changed that no shape shows. The weight of a norm is whole on every rank. Before, every rank normalised
 # all tokens, and each had the whole gradient of that weight. Now each rank normalises a quarter of the tokens, and has
 # the gradient **of those**. The true gradient is the sum over the ranks, and somebody has to form it.
 #
@@ -648,8 +650,8 @@ compare("missing in a part, mean", missing_share, sum(errors) / 4, within=1.1)
 # table `shardings`, and `finish_gradient_sync` reads nothing else. We train twice for 20 steps: once as it should be,
 # and once with `tp` deleted from that table, so that nobody forms the sums.
 #
-# **Predict.** By how much of its fall does the loss differ at most between the two trainings: by more than a tenth, or
-# by less?
+# **Predict.** How far apart are the two loss curves at most: more than a tenth of what the loss falls in 20 steps
+# (`True`), or less (`False`)?
 
 # %% tags=["predict"]
 larger_than_a_tenth = False
@@ -695,9 +697,9 @@ plot.lines(
 )
 
 # %% [markdown]
-# The two loss curves look the same. Yet in the second training four ranks train four different sets of norms, each on
-# its own quarter of the positions, and whoever saves the model saves one of them. A loss curve is no test of a parallel
-# program. Two things are:
+# The losses of the two trainings stay within a tenth of their fall, and nobody would notice that in a curve. Yet in the
+# second training four ranks train four different sets of norms, each on its own quarter of the positions, and whoever
+# saves the model saves one of them. A loss curve is no test of a parallel program. Two things are:
 #
 # - compare the **copies** of two ranks, which must be equal to the last bit;
 # - compare with **one process** in float64, as we do now.
@@ -726,7 +728,7 @@ for name, on in (("tp 4", False), ("tp 4 + sequence", True)):
 #
 # 1. y and the gradient of x are those of one process.
 # 2. After `finish_gradient_sync()`, every weight has the gradient that it has in one process.
-# 3. Nothing is kept for all S tokens but what the GELU needs.
+# 3. Of all S tokens nothing is kept but the input and the output of GELU, which have F/p features.
 # 4. It works in any group.
 
 # %% tags=["exercise"]
@@ -779,7 +781,7 @@ check("10.4", lambda: l10.sequence_parallel_mlp(SequenceParallelMLP, ranks))
 # | SLURM, inside a job | `srun --nodes=1 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.tp 8 --parallel.sequence_parallel` |
 #
 # On a GPU, `torch.cuda.max_memory_allocated()` counts more than activations: weights, gradients, optimizer state, and
-# buffers that live for a moment. Compare differences, as section 1 did. PyTorch's own version are the styles
+# buffers that live for a moment. Compare differences, as section 1 did. In PyTorch's own version one uses the styles
 # `SequenceParallel`, `ColwiseParallel` and `RowwiseParallel` of `torch.distributed.tensor.parallel` (lesson 09), with
 # `Shard(1)` as the layout between the products.
 #
@@ -820,7 +822,8 @@ check("10.4", lambda: l10.sequence_parallel_mlp(SequenceParallelMLP, ranks))
 # <details><summary>Answer</summary>
 #
 # Without the all-reduce in backward, each rank passes on only its own part of the gradient to the layers below. The
-# copies of what lies below part, and the loss still falls. It is the same kind of mistake as a forgotten sum here.
+# copies of what lies below drift apart, and the loss still falls. It is the same kind of mistake as a forgotten sum
+# here.
 # </details>
 #
 # ## Recap

@@ -106,14 +106,13 @@ compare("tp = 8, cp = 4", tp_8_cp_4_bytes, found_bytes, within=1.01, unit="B")
 # %% [markdown]
 # ## 2. Attention in blocks
 #
-# If keys and values come by one part after the other, can we compute attention one part after the other? The trouble
-# is the softmax: its denominator is a sum over **all** keys. Look at one query. With the scores s_j over a block of
-# keys,
+# If the keys and values pass by in parts, can we compute attention part by part? The trouble is the softmax: its
+# denominator is a sum over **all** keys. Look at one query. With the scores s_j over a block of keys,
 #
 # $$\text{lse} = \log \sum_j e^{s_j}, \qquad o = \sum_j e^{s_j - \text{lse}}\, v_j .$$
 #
 # Here o is the output of attention over this block alone. The **lse** (log-sum-exp) is the logarithm of its
-# denominator. It is what an output forgets: how much there was to be averaged.
+# denominator. The output alone does not say how large this denominator was, so we keep the lse beside it.
 #
 # For example, block A has two keys with the scores 0 and 0 and the values 1 and 3. Its denominator is 1 + 1 = 2, so o =
 # 2 and lse = log 2. Block B has one key with the score log 2 and the value 8. Its denominator is 2 as well, so o = 8
@@ -179,7 +178,9 @@ check("11.1", lambda: l11.merge(my_merge))
 # is why the ring may start anywhere.)
 
 # %% [markdown]
-# labcode's merge works in place, and with a sigmoid in place of two exponentials. Can you see that it is the same?
+# labcode's merge works in place, and with a sigmoid in place of two exponentials. With a and b for the two lse, the
+# share of block B is e^b / (e^a + e^b) = 1 / (1 + e^(a - b)), which is the sigmoid of b - a. `lerp_` then moves `out`
+# by this share towards `out_b`.
 
 # %%
 show_source(attention_block.merge)
@@ -230,8 +231,9 @@ compare("parts looked at by rank 2", parts_looked_at, len(earlier_or_own), withi
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.2 · The ring
 #
-# Write causal attention on a ring, for pieces in a row as in the picture. Begin with a function that passes one tensor
-# on to the next rank and returns what comes from the rank before. You know the tools from lesson 01:
+# Write causal attention on a ring, for pieces in a row as in the picture. q, k and v are this rank's parts, [B, N, S/p,
+# D] for N heads of D features. Return out [B, N, S/p, D] and lse [B, N, S/p]. Begin with a function that passes one
+# tensor on to the next rank and returns what comes from the rank before. You know the tools from lesson 01:
 #
 # - `dist.P2POp(dist.isend, x, group=group, group_peer=r)` describes a message to rank r of the group, and `dist.irecv`
 #   in its place one from rank r;
@@ -306,7 +308,9 @@ show_source(context._Ring.forward)
 # ## 4. The ring, backward
 #
 # If we left backward to autograd, forward would have to keep every part of K and V that came by: the whole sequence. So
-# backward is written by hand as well. It needs the formulas of attention's backward, and one observation.
+# backward is written by hand as well. It needs the formulas of attention's backward, which are those of FlashAttention
+# (Dao et al. 2022), and one observation. (In the code below `delta` is the part of the softmax's derivative that comes
+# from its denominator.)
 #
 # With the whole lse known, P = exp(s - lse) gives the weights of a block **as they are in the whole softmax**: the
 # block is a part of the columns of the whole table. All gradients are sums over this table. So each block gives its own
@@ -411,8 +415,9 @@ check("11.3", lambda: l11.ring_backward(ring_backward, ranks))
 show_source(context._Ring.backward)
 
 # %% [markdown]
-# Let *kv* be the bytes of one rank's K and V together. Forward, one part makes p - 1 hops. Backward it goes round once
-# more, and the sums of its gradients, which are as large in float64, make p - 1 hops as well.
+# Let *kv* be the bytes of one rank's K and V together. In forward each part makes p - 1 hops. In backward it goes round
+# once more, and in labcode's version the sums of its gradients, which are as large in float64, make p - 1 hops as well.
+# (In the code, `layout` says which tokens a rank holds. It does not change the bytes, and section 5 explains it.)
 #
 # **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 8 bytes
 # for a number. How many bytes does a rank send in forward and backward together?
@@ -488,8 +493,8 @@ plot.causal(
 # Count a full tile as 1 and a half one as 1/2. Rank 1 has 1 + 1 + 1 + 1 tiles on the keys of rank 0, and 1 + 2 · 1/2 on
 # its own: 6 in all.
 #
-# **Predict.** How many times as much work as rank 0 has rank 3? And how many times as much as with perfect sharing,
-# where each rank would have a quarter of all tiles?
+# **Predict.** How many times as much work does rank 3 have as rank 0? And how many times as much as it would have with
+# perfect sharing, where each rank has a quarter of all tiles?
 
 # %% tags=["predict"]
 last_to_first = 14 / 2
@@ -570,8 +575,9 @@ print("tiles in a row: ", tiles_of_ranks("contiguous"))
 print("tiles, zig-zag: ", tiles_of_ranks("zigzag"))
 
 # %% [markdown]
-# labcode writes `my_block` for any layout and for parts of uneven size: of my chunks those that are later than the
-# source's first, of the source's chunks those that are earlier than my last.
+# labcode writes `my_block` for any layout and for parts of uneven size. It takes those of a rank's chunks that are
+# later than the first one of the source, and those of the source's chunks that are earlier than the last one of the
+# rank.
 
 # %%
 show_source(attention_block.visible_block)
@@ -612,11 +618,11 @@ plot.bars(
 )
 
 # %% [markdown]
-# On the processor's clock the bars follow the tiles. Rank 0 is not quite as idle as its share says, because passing on
-# and merging cost every rank the same.
+# On the processor's clock the bars follow the tiles. They are a little more even than the tiles, because passing on
+# costs every rank the same.
 #
 # Positions travel with their tokens: labcode's `take_own` cuts inputs, targets and positions in the same way. A vision
-# transformer has no mask, so there pieces in a row are fair.
+# transformer has no causal mask, so pieces in a row share its work evenly.
 #
 # **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk.**
 
@@ -624,8 +630,8 @@ plot.bars(
 # *For the instructor.* 15 minutes. `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the
 # columns of rank 2 for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both.
 # There is a second right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two cases swap.
-# Ask the room what striped attention does (token by token, S/p apart): it is balanced as well, but every block has a
-# mask.
+# Ask the room what striped attention does (rank r holds the tokens r, r + p, r + 2p and so on): it is balanced as well,
+# but every block has a mask.
 
 # %% [markdown]
 # ## 6. The other ways
@@ -690,12 +696,12 @@ for name, (off, _, kept) in (("gather", gather), ("all-to-all", ulysses)):
 # | number of ranks | any | any | at most the number of key/value heads |
 # | causal mask | needs zig-zag | needs zig-zag | is balanced by itself |
 #
-# The all-to-all sends least, and its bytes even shrink with p. Its limit are the heads, and tensor parallelism cuts the
-# heads as well: tp · cp cannot be larger than their number. Both ways are combined in practice: all-to-all inside a
-# node, and a ring between nodes.
+# The all-to-all sends least, and its bytes even shrink with p. Its limit is the number of heads, and tensor parallelism
+# cuts the heads as well: tp · cp cannot be larger than their number. Both ways are combined in practice: all-to-all
+# inside a node, and a ring between nodes.
 #
-# A ring never holds a row of scores, so there is nothing on which it could apply dropout to the attention weights. It
-# says so:
+# labcode's ring never holds a whole row of attention weights. To drop some of them, its blocks would have to draw the
+# same random numbers again in backward, which it does not do. It says so:
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: ring attention keeps no attention weights to drop"
 def ring_with_dropout(rank):
@@ -747,8 +753,8 @@ report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
 # | can hide | only partly | most of it, behind long blocks |
 # | limit | heads, and the size of a node | parts that are too short to hide a message |
 #
-# So use tp with sequence parallelism up to the size of a node, then cp where one sequence is still too long, and dp
-# with what is left.
+# So use as much tp with sequence parallelism as the model needs, up to the size of a node, then cp where one sequence
+# is still too long, and dp with what is left.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.5 · Open end: 131072 tokens
@@ -761,8 +767,8 @@ report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
 # 3. dp divides the 8 sequences.
 #
 # Links are those of lesson 08: 450 GB/s inside a node, 50 GB/s between nodes, and the order of the axes decides which
-# groups lie inside one. `l11.costs(shape)` says what a grid costs, so try several. Afterwards argue with the answer:
-# what does this model of the costs leave out?
+# groups lie inside one. `l11.costs(shape)` says what a grid costs, so try several. Afterwards ask yourself what this
+# model of the costs leaves out.
 
 # %%
 tried = GridShape(dp=8, cp=1, tp=8)
@@ -786,9 +792,8 @@ check("11.5", lambda: l11.design(my_grid))
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 7 minutes. Only dp = 4, cp = 2, tp = 8 passes, with tp as the fastest axis of those larger than
-# 1. Let the room first say which axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left
-#    for the activations.
+# *For the instructor.* 7 minutes. Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room first
+# say which axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left for the activations.
 
 # %% [markdown]
 # ## 8. From here to GPUs and SLURM
@@ -849,7 +854,7 @@ check("11.5", lambda: l11.design(my_grid))
 # |---|---|---|
 # | merge of two blocks | weights e^(lse of the block)/e^(lse of both) | `parallel.attention_block.merge` |
 # | ring, forward | p - 1 messages of K and V; source = (rank - step) mod p | `parallel.context.RingAttention` |
-# | ring, backward | once more round, and dK, dV behind: 3 (p - 1) kv in all | `parallel.context.RingAttention` |
+# | ring, backward | K and V go round once more, and dK, dV after them: 3 (p - 1) kv in all | `parallel.context.RingAttention` |
 # | zig-zag | chunks r and 2p - 1 - r | `parallel.context.take_own` |
 # | gather | 2 (p - 1) kv, keeps all keys | `parallel.context.GatherAttention` |
 # | all-to-all | 4 (p - 1)/p kv, needs heads | `comm.collectives.all_to_all` |

@@ -53,7 +53,7 @@ EXERCISES = {
         hints=(
             "Which of the three weights are cut by rows of the stored tensor, which by columns?",
             "x enters two products on each rank. How often does it pass f?",
-            "The product of silu(gate) and up works on each feature alone: nobody has to be asked.",
+            "The product of silu(gate) and up works on each feature alone: nothing is sent for it.",
         ),
     ),
     "9.5": Exercise(
