@@ -637,9 +637,10 @@ plot.lines(
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.4 · Find the best order
 #
-# With four axes there are 24 orders. Write a function that tries them all, and returns the one with the fewest bytes
-# between nodes, all axes together. You need `itertools.permutations(AXES)`, `replace(shape, order=...)`, `step_traffic`
-# and `across_nodes`, all of which you have seen above.
+# With four axes there are 24 orders. Write a function that tries them all for a given model, grid, node size and batch,
+# and returns the one with the fewest bytes between nodes, all axes together. `AXES` holds the names of the four axes.
+# You need `itertools.permutations(AXES)`, `replace(shape, order=...)`, `step_traffic` and `across_nodes`, all of which
+# you have seen above.
 
 # %% tags=["exercise"]
 def best_order(model, shape, ranks_per_node, global_batch):
@@ -693,11 +694,12 @@ print(table(costs(model_13b, trial, batch=512)))
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.5 · A grid for 64 GPUs
 #
-# Find a grid, sizes and order, of which three things hold:
+# Find a grid, `GridShape(dp=.., pp=.., cp=.., tp=.., order=..)`, for which three things hold. What you leave out is 1,
+# or the usual order.
 #
 # 1. it has 64 ranks;
 # 2. memory is at most 60 GB on each GPU;
-# 3. less than 0.45 s are lost, on the links and idle together.
+# 3. at most 0.45 s are lost, on the links and idle together.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -759,10 +761,11 @@ plot.lines(
 )
 
 # %% [markdown]
-# At 64 GPUs a small tp is best. From 256 on it is tp = 4, and at 1024 it is 8: then tp fills the node, as the rule
-# says. The other reason for a large tp is memory: more stages do not make a single layer smaller, and tp does. So the
-# rule of Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond, is meant for models
-# that have to be cut into that many parts. Across nodes the same bytes of tp would take nine times as long.
+# At 64 GPUs a small tp is best. From 256 on it is tp = 4, and at 1024 tp = 8, which fills the node as the rule says,
+# has just caught up with it. The other reason for a large tp is memory: more stages do not make a single layer smaller,
+# and tp does. So the rule of Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond,
+# is meant for models that have to be cut into that many parts. Across nodes the same bytes of tp would take nine times
+# as long.
 #
 # **Takeaway: tp belongs inside the node, and costs in proportion to tp - 1 even there. Take as much of it as memory and
 # the number of samples force you to, and no more.**
