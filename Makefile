@@ -5,7 +5,7 @@ PYTHON ?= python3
 STAMP := .setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-full durations slurm-test course notebooks check
+.PHONY: help setup lab test test-full answers durations slurm-test course notebooks check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -29,6 +29,9 @@ test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, note
 
 test-full: $(VENV)/$(STAMP)  ## what is expensive besides: whole matrices, every student version
 	$(BIN)/python -m pytest tests -m full --junitxml=build/test-full.xml
+
+answers: $(VENV)/$(STAMP)  ## every right and wrong answer to the exercises that is kept
+	$(BIN)/python -m pytest tests/exercises -m ''
 
 durations: $(VENV)/$(STAMP)  ## write tests/durations.md from the last `make test` and `make test-full`
 	$(BIN)/python -m tools.durations build/test.xml build/test-full.xml > tests/durations.md

@@ -1,4 +1,9 @@
-"""The checks of the exercises: right answers pass, wrong ones get the hint meant for them."""
+"""The checks of the exercises: right answers pass, wrong ones get the hint meant for them.
+
+There are some seven hundred answers, and many of them wait for a message that never comes. `make
+test` tries one right and one wrong answer to each exercise, `make test-full` all right ones and
+five wrong ones, `make answers` all.
+"""
 
 import runpy
 from pathlib import Path
@@ -16,11 +21,17 @@ LESSONS = {path.stem: runpy.run_path(str(path))["ANSWERS"] for path in FILES}
 EXERCISES = {name: answers for lesson in LESSONS.values() for name, answers in lesson.items()}
 
 
-def cases(kind):
+def cases(kind, always, in_full):
+    """All answers of a kind; those behind the first `always` are marked."""
     found = []
     for exercise, answers in EXERCISES.items():
-        for name in getattr(answers, kind):
-            found.append(pytest.param(exercise, name, id=f"{exercise} {name}"))
+        for place, name in enumerate(getattr(answers, kind)):
+            marks = []
+            if place >= in_full:
+                marks = [pytest.mark.answers]
+            elif place >= always:
+                marks = [pytest.mark.full]
+            found.append(pytest.param(exercise, name, id=f"{exercise} {name}", marks=marks))
     return found
 
 
@@ -55,15 +66,14 @@ def test_each_exercise_has_enough_answers(exercise):
     assert len(answers.wrong) >= MIN_WRONG
 
 
-@pytest.mark.parametrize(("exercise", "name"), cases("right"))
+@pytest.mark.parametrize(("exercise", "name"), cases("right", always=1, in_full=100))
 def test_a_right_answer_passes(verdict, exercise, name):
     said = verdict(exercise, EXERCISES[exercise].right[name])
     assert said.startswith("[v]"), said
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("exercise", "name"), cases("wrong"))
+@pytest.mark.parametrize(("exercise", "name"), cases("wrong", always=1, in_full=MIN_WRONG))
 def test_a_wrong_answer_gets_its_hint(verdict, exercise, name):
     answer, hint = EXERCISES[exercise].wrong[name]
     said = verdict(exercise, answer)
