@@ -42,7 +42,8 @@ EXERCISES = {
     "10.3": Exercise(
         praise="the right gradients, and only this rank's tokens are kept",
         hints=(
-            "What do the two products of backward need, and which of these tensors are here already?",
+            "What do the two products of backward need, and which of these tensors are here "
+            "already?",
             "The gradient of x exists for all S tokens on every rank, and each rank has only the "
             "terms of its own columns.",
         ),
