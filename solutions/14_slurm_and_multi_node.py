@@ -268,8 +268,8 @@ for problem in lint(WISHES):
 
 # %% [markdown]
 # The job has two nodes, no GPU, and neighbours. Its time limit is two minutes: SLURM reads `1:30` as one minute and 30
-# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment, the
-# late line and a missing `set -euo pipefail`, but not the time, because one minute and a half might have been meant.
+# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment and the
+# late line, but not the time, because one minute and a half might have been meant.
 #
 # **Takeaway: SLURM takes many scripts that do not do what was meant. Read a script as sbatch reads it, and let a linter
 # read it before the queue does.**

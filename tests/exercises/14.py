@@ -158,7 +158,13 @@ def without(text, line):
 
 OWN_SCRIPT = Answers(
     check=on_stand_in(l14.own_script),
-    right={"a task for each rank": OWN, "short options": SHORT, "torchrun": WITH_TORCHRUN},
+    right={
+        "a task for each rank": OWN,
+        "short options": SHORT,
+        "torchrun": WITH_TORCHRUN,
+        # srun is the last command, so that the job ends with its exit code
+        "no strict mode": without(OWN, "set -euo"),
+    },
     wrong={
         "no text": (42, "the script is its text"),
         "a comment in place of a directive": (
@@ -169,7 +175,6 @@ OWN_SCRIPT = Answers(
         "ten hours": (OWN.replace("00:10:00", "10:00:00"), "the time limit is 600.0 minutes"),
         "a fixed port": (re.sub(r"PORT=.*", "PORT=29500", OWN), "S26"),
         "a fixed address": (re.sub(r"ADDR=.*", "ADDR=n1", OWN), "S25"),
-        "no strict mode": (without(OWN, "set -euo"), "S20"),
         "without srun": (OWN.replace("srun --kill-on-bad-exit=1 ", ""), "S53"),
         "one task on each node": (
             OWN.replace("node=2", "node=1"),
