@@ -406,6 +406,12 @@ WRITTEN = Answers(
             with_change("model.module.state", "model.state"),
             "begin with `module.`",
         ),
+        "everybody saves": (
+            with_change(
+                "    if rank == 0:\n        torch.save", "    if True:\n        torch.save"
+            ),
+            "let rank 0 alone write files",
+        ),
         "saves nothing": (
             with_change('torch.save(model.module.state_dict(), folder / "weights.pt")', "pass"),
             "there is no file weights.pt",

@@ -178,6 +178,11 @@ ITERATION = Answers(
             wrong_iteration(gradient_parts=False),
             "only its part of the parameters",
         ),
+        "the parts themselves": (
+            lambda *args: step.iteration_parts(*args),
+            "give one number",
+        ),
+        "text": (lambda *args: f"{iteration(*args)} s", "give one number"),
         "milliseconds": (lambda *args: 1e3 * iteration(*args), "the parts that count here"),
     },
 )
@@ -270,6 +275,14 @@ BEST = Answers(
             "another layout that fits takes",
         ),
         "batch not looked at": (functools.partial(best, batch=False), "cannot be cut"),
+        "heads not looked at": (
+            functools.partial(best, heads=False),
+            "does not divide 1 head",
+        ),
+        "layers not looked at": (
+            functools.partial(best, layers=False),
+            "does not divide 2 layers",
+        ),
         "too few ranks": (lambda *_: GridShape(tp=2), "there are 4"),
         "a tuple": (lambda *_: (1, 2, 2), "is no GridShape"),
         "room for the whole model": (functools.partial(best, cut=False), "empty sequence"),

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode import processes
 from labcode.pool import limits
 from labcode.pool.ranks import RankError, Ranks
 
@@ -33,14 +32,6 @@ def works(pool):
         return x.item()
 
     return pool.run(all_reduced) == [1, 1]
-
-
-def wait_gone(members, within_s=120.0):
-    """The limit is for a test that hangs, not for a busy machine."""
-    deadline = time.monotonic() + within_s
-    while any(processes.alive(member) for member in members):
-        assert time.monotonic() < deadline, "they did not end"
-        time.sleep(0.05)
 
 
 # ---- ranks that leave
@@ -152,7 +143,7 @@ def test_a_result_that_cannot_travel_is_that_of_its_rank(pool, error, where, tex
 # ---- processes of the ranks
 
 
-def test_what_ranks_start_does_not_hang_and_ends_with_the_pool():
+def test_what_ranks_start_does_not_hang_and_ends_with_the_pool(survivors):
     def fork():
         if os.fork() == 0:
             return "a second answer"
@@ -180,7 +171,7 @@ def test_what_ranks_start_does_not_hang_and_ends_with_the_pool():
         children = engine.children(recursive=True)
         assert len(children) >= 2
         assert pool.run(os.getpid) == [engine.pid]
-    wait_gone([engine, *children])
+    assert survivors([engine, *children]) == []
 
 
 OWNER = """
@@ -193,14 +184,14 @@ time.sleep(1000)
 """
 
 
-def test_a_stopped_engine_ends_with_its_owner():
+def test_a_stopped_engine_ends_with_its_owner(survivors):
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     engines = [psutil.Process(int(pid)) for pid in owner.stdout.readline().split()]
     family = psutil.Process(owner.pid).children(recursive=True)
     engines[1].suspend()
     owner.kill()
     owner.wait()
-    wait_gone([*engines, *family])
+    assert survivors([*engines, *family]) == []
 
 
 def test_threads_of_a_notebook_take_turns(pool):

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from labcode import processes
 from labcode.pool import wire
 from labcode.pool.ranks import RankError, Ranks
 
@@ -47,12 +46,6 @@ def wait_until(true, within_s=120.0):
     while not true():
         assert time.monotonic() < deadline, "it did not become true"
         time.sleep(0.05)
-
-
-def wait_gone(members):
-    """Until all of some processes have ended."""
-    left = list(members)
-    wait_until(lambda: not any(processes.alive(process) for process in left))
 
 
 def family(pid=None):
@@ -326,7 +319,7 @@ def test_ranks_that_do_not_stop_are_replaced(brief, monkeypatch):
     assert not set(old) & set(pids(brief))
 
 
-def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief):
+def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief, survivors):
     everything = family()
     victim = pids(brief)[1]
     timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
@@ -340,14 +333,14 @@ def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief):
     own = {process.pid for process in brief._processes.processes}
     mine = [process for process in everything if process.pid in own]
     brief.restart()
-    wait_gone(mine)
+    assert survivors(mine) == []
     assert works(brief) and repr(brief) == "Ranks(2, running)"
 
 
 # ---- end
 
 
-def test_a_closed_pool_says_so_and_leaves_nothing():
+def test_a_closed_pool_says_so_and_leaves_nothing(survivors):
     before = {p.pid for p in family()}
     pool = Ranks(1)
     mine = [p for p in family() if p.pid not in before]
@@ -355,7 +348,7 @@ def test_a_closed_pool_says_so_and_leaves_nothing():
     pool.start()  # runs already
     assert len(mine) >= 2 and folder.is_dir() and pids(pool)[0] in {p.pid for p in mine}
     pool.close()
-    wait_gone(mine)
+    assert survivors(mine) == []
     assert not folder.exists()
     with pytest.raises(RuntimeError, match=r"^this pool of 1 ranks is closed: call restart\(\)"):
         pool.run(lambda: 1)
@@ -415,7 +408,7 @@ def wait_for_hang(folder):
     wait_until(lambda: len(list(Path(folder).glob("hangs-*"))) == 2)
 
 
-def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(tmp_path):
+def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(tmp_path, survivors):
     owner = start_owner(tmp_path, "again")
     owner.send_signal(signal.SIGINT)
     assert owner.stdout.readline() == "interrupted [0, 1]\n"
@@ -425,16 +418,16 @@ def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(t
     folder = Path(next(word for word in children[0].cmdline() if "labcode-ranks-" in word))
     owner.kill()
     owner.wait()
-    wait_gone(children)
+    assert survivors(children) == []
     wait_until(lambda: not folder.exists())
 
 
-def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path):
+def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path, survivors):
     owner = start_owner(tmp_path, "drop")
     children = family(owner.pid)
     owner.send_signal(signal.SIGINT)
     assert owner.stdout.read() == "interrupted [0, 1]\n0 left\n" and owner.wait(60) == 0
-    wait_gone(children)
+    assert survivors(children) == []
 
 
 # ---- notebook
@@ -526,7 +519,7 @@ def text_of(cell):
     return text.replace("\x1b[0;31m", "").replace("\x1b[0m", "")
 
 
-def test_in_a_notebook(tmp_path):
+def test_in_a_notebook(tmp_path, survivors):
     import nbformat
     from nbclient import NotebookClient
 
@@ -556,6 +549,7 @@ def test_in_a_notebook(tmp_path):
         ]
         (kernel, *old), (same, *new) = people
         assert kernel == same and len(new) >= 3
-        wait_gone(old)  # the cell with Ranks(2) ran again: nothing of the first pool is left
+        # the cell with Ranks(2) ran again: nothing of the first pool is left
+        assert survivors(old) == []
         kernel.kill()
-        wait_gone(new)
+        assert survivors(new) == []

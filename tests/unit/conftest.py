@@ -2,7 +2,7 @@
 
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
@@ -50,16 +50,5 @@ def until() -> Callable[[Callable[[], object]], None]:
         while not true():
             assert time.monotonic() < deadline, "it did not become true"
             time.sleep(0.02)
-
-    return wait
-
-
-@pytest.fixture
-def gone(until) -> Callable[[Iterable[psutil.Process]], None]:
-    """Waits until all of some processes have ended."""
-
-    def wait(members: Iterable[psutil.Process]) -> None:
-        left = list(members)
-        until(lambda: not any(processes.alive(process) for process in left))
 
     return wait

@@ -155,7 +155,7 @@ def test_other_ways_to_fail(module, code, reason):
     assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
 
 
-def test_a_time_out_ends_every_process(module, monkeypatch, living, gone):
+def test_a_time_out_ends_every_process(module, monkeypatch, living, survivors):
     def monotonic():
         """Jumps over the time-out once both ranks run."""
         both_run = os.path.exists("pids-0") and os.path.exists("pids-1")
@@ -181,7 +181,7 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living, gone):
     assert sorted(caught.value.output.splitlines()) == ["[rank 0] started", "[rank 1] started"]
     pids = [int(pid) for path in Path().glob("pids-*") for pid in path.read_text().split()]
     assert len(pids) == 4
-    gone(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid))
+    assert survivors(psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)) == []
     assert living(Path.cwd()) == []
 
 
@@ -195,7 +195,7 @@ finally:
 
 
 @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGKILL])
-def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how, until, gone):
+def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how, until, survivors):
     module("""
         tell(f"started-{rank}")
         try:
@@ -217,13 +217,13 @@ def test_nothing_is_left_when_the_launcher_is_interrupted_or_killed(module, how,
         # The ranks could close their files.
         assert os.path.exists("cleaned-0")
         assert os.path.exists("cleaned-1")
-    gone(children)
+    assert survivors(children) == []
     launcher.communicate(timeout=280)
     folders = [word for word in command if word.startswith("/") and "labcode-launch-" in word]
     assert folders and not any(map(os.path.exists, folders))
 
 
-def test_a_killed_torchrun_is_the_error(module, until, gone):
+def test_a_killed_torchrun_is_the_error(module, until, survivors):
     """The ranks end with it, and leave the folder to the launcher, which reads what it holds."""
     name = module("""
         tell(f"started-{rank}")
@@ -237,7 +237,7 @@ def test_a_killed_torchrun_is_the_error(module, until, gone):
         launch.LaunchError, match=r"^torchrun failed after \d+\.\d s: killed by signal 9$"
     ):
         launch.run(name, nproc=2, timeout_s=250, echo=False)
-    gone(set(psutil.Process().children(recursive=True)) - before)
+    assert survivors(set(psutil.Process().children(recursive=True)) - before) == []
 
 
 @pytest.mark.parametrize(
@@ -279,7 +279,7 @@ wait("never")
 PASSED_ON = "--signals-to-handle=SIGTERM,SIGINT,SIGHUP,SIGQUIT,SIGUSR1"
 
 
-def test_what_torchrun_does_with_a_signal_is_what_the_readme_says(module, until, gone):
+def test_what_torchrun_does_with_a_signal_is_what_the_readme_says(module, until, survivors):
     """To the ranks: code 0. To torchrun: SIGUSR1 kills it, and its ranks end without a checkpoint;
     SIGTERM is passed on, the ranks write one, and torchrun ends with 1.
     """
@@ -310,7 +310,7 @@ def test_what_torchrun_does_with_a_signal_is_what_the_readme_says(module, until,
             assert running[case].wait(timeout=120) == code, case
             found = [os.path.exists(f"{case}-checkpoint-{n}") for n in (0, 1)]
             assert found == [has_checkpoint] * 2, case
-        gone(ranks)
+        assert survivors(ranks) == []
     finally:
         processes.end(list(running.values()))
     readme = (Path(__file__).resolve().parents[2] / "README.md").read_text()

@@ -52,7 +52,7 @@ def read(*names):
 SLEEPER = "subprocess.Popen([sys.executable, '-m', 'sleeper', '{name}'], start_new_session={alone})"
 
 
-def test_a_family_ends_as_a_whole_whatever_sessions_it_made(start, until, gone):
+def test_a_family_ends_as_a_whole_whatever_sessions_it_made(start, until, survivors):
     parent = start(
         f"""
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -68,7 +68,7 @@ def test_a_family_ends_as_a_whole_whatever_sessions_it_made(start, until, gone):
     assert set(processes.family([parent.pid])) == set(members)
     processes.end([parent], ask=signal.SIGTERM, grace_s=0.1)
     assert parent.returncode == -signal.SIGKILL
-    gone(members)
+    assert survivors(members) == []
     assert processes.family([parent.pid]) == []
 
 
@@ -90,13 +90,13 @@ def test_who_is_asked_first_may_close_its_files(start, until):
     assert parent.returncode == 0
 
 
-def test_what_a_dead_process_left_in_its_group_is_ended_too(start, until, gone):
+def test_what_a_dead_process_left_in_its_group_is_ended_too(start, until, survivors):
     parent = start(SLEEPER.format(name="orphan", alone=False))
     assert parent.wait() == 0
     until(lambda: Path("orphan").exists())
     members = read("orphan")
     processes.end([parent])
-    gone(members)
+    assert survivors(members) == []
 
 
 def test_ending_what_has_ended_is_fine(start):
@@ -126,7 +126,7 @@ sleep()
 
 
 @pytest.mark.parametrize("killed", ["launcher", "agent"])
-def test_a_rank_ends_with_its_agent_and_with_its_launcher(start, until, gone, killed):
+def test_a_rank_ends_with_its_agent_and_with_its_launcher(start, until, survivors, killed):
     Path("kept").touch()
     rank = RANK.format(others="int(Path('launcher').read_text()), ")
     agent = "from common import *\n" + AGENT.format(rank=rank)
@@ -143,7 +143,7 @@ def test_a_rank_ends_with_its_agent_and_with_its_launcher(start, until, gone, ki
     members[killed].kill()
     if killed == "agent":
         assert processes.alive(members.pop("launcher"))
-    gone(members.values())
+    assert survivors(members.values()) == []
     assert not Path("kept").exists()
 
 
@@ -157,7 +157,7 @@ def test_a_rank_whose_launcher_is_gone_already_ends_at_once(start):
     assert not Path("kept").exists()
 
 
-def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, until, gone):
+def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, until, survivors):
     parent = start(
         f"""
         subprocess.Popen(
@@ -169,7 +169,7 @@ def test_a_module_is_run_with_its_arguments_and_ends_with_its_parent(start, unti
     until(lambda: Path("name").exists())
     members = read("name")
     parent.kill()
-    gone(members)
+    assert survivors(members) == []
 
 
 ORPHAN = """
@@ -184,14 +184,14 @@ sleep()
 """
 
 
-def test_a_rank_whose_agent_ended_while_it_started_ends_at_once(start, until, gone):
+def test_a_rank_whose_agent_ended_while_it_started_ends_at_once(start, until, survivors):
     agent = start(AGENT.format(rank=ORPHAN))
     until(lambda: Path("agent").exists() and Path("rank").exists())
     (rank,) = read("rank")
     agent.kill()
     agent.wait()
     Path("agent is gone").touch()
-    gone([rank])
+    assert survivors([rank]) == []
 
 
 STOPPED_RANK = """
@@ -205,17 +205,17 @@ sleep()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends it: Linux only")
-def test_a_stopped_rank_ends_with_its_agent(start, until, gone):
+def test_a_stopped_rank_ends_with_its_agent(start, until, survivors):
     """It cannot look whether the agent is there."""
     start(AGENT.format(rank=STOPPED_RANK))
     until(lambda: Path("agent").exists() and Path("rank").exists())
     members = dict(zip(("agent", "rank"), read("agent", "rank"), strict=True))
     until(lambda: members["rank"].status() == psutil.STATUS_STOPPED)
     members["agent"].kill()
-    gone([members["rank"]])
+    assert survivors([members["rank"]]) == []
 
 
-def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, until, gone):
+def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, until, survivors):
     Path("folder").mkdir()
     Path("folder/file").touch()
     parent = start(
@@ -228,5 +228,5 @@ def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, unti
     until(lambda: Path("name").exists())
     members = read("name")
     parent.kill()
-    gone(members)
+    assert survivors(members) == []
     assert not Path("folder").exists()

@@ -158,6 +158,8 @@ def _check_iteration(
         f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}{order}, {model.num_layers} layers, global "
         f"batch {global_batch}, micro-batch {micro_batch}: "
     )
+    one_number = isinstance(found, (int, float)) and not isinstance(found, bool)
+    assert one_number, text + "give one number, the seconds of an iteration"
     parts = iteration_parts(*case)
     right_s = sum(parts.values())
     if math.isclose(found, right_s, rel_tol=1e-6):
@@ -232,6 +234,7 @@ class _Choice:
 
 
 _NODES_OF_FOUR = replace(CLUSTER, ranks_per_node=4)
+_ONE_HEAD = replace(DEEP, num_heads=1)  # without the rule of the heads, tp would be fastest
 CHOICES = (
     _Choice("a small batch", MODEL, 4, 8, 2, CLUSTER, 1e12),
     _Choice("a large batch", MODEL, 4, 256, 2, CLUSTER, 1e12),
@@ -239,6 +242,7 @@ CHOICES = (
     _Choice("8 layers on 8 ranks", DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
     _Choice("16 ranks", DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
     _Choice("a batch that few copies divide", DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
+    _Choice("a model with one head", _ONE_HEAD, 8, 8, 2, _NODES_OF_FOUR, 1e12),
 )
 
 
@@ -265,7 +269,9 @@ def _broken_rule(choice: _Choice, shape: GridShape) -> str:
     if shape.world_size != choice.world:
         return f"it has {shape.world_size} ranks, and there are {choice.world}"
     if choice.model.num_heads % shape.tp:
-        return f"tp = {shape.tp} does not divide {choice.model.num_heads} heads"
+        heads = choice.model.num_heads
+        counted = "1 head" if heads == 1 else f"{heads} heads"
+        return f"tp = {shape.tp} does not divide {counted}"
     if choice.model.num_layers % shape.pp:
         return f"pp = {shape.pp} does not divide {choice.model.num_layers} layers"
     if choice.global_batch % (shape.dp * choice.micro_batch):
