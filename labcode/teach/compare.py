@@ -9,6 +9,7 @@ from labcode.units import seconds, si
 
 EXACT_REL = 1e-9  # what rounding may do to a float that is meant to be exact
 LARGEST = 10**300
+WAYS = ("measured", "counted", "computed", "simulated")
 
 
 def compare(
@@ -18,8 +19,9 @@ def compare(
     *,
     unit: str = "",
     within: float = 1.25,
+    found: str = "measured",
 ) -> None:
-    """Show a prediction beside its measurement, and say whether it is right or close.
+    """Show a prediction beside what was found, and say whether it is right or close.
 
     Numbers are close when neither is more than `within` times the other. Text, truth values and
     sequences are compared exactly, whatever `within` says. Whatever a learner predicts, this does
@@ -33,17 +35,20 @@ def compare(
             prints plain numbers.
         within: A factor: 1.25 accepts measurements from 1/1.25 to 1.25 times the prediction, 2 is
             "within a factor of 2", 1 asks for the number itself (floats to 1e-9).
+        found: How the value was found: one of `WAYS`.
 
     Raises:
-        ValueError: `within` is below 1.
+        ValueError: `within` is below 1, or `found` is no such word.
     """
+    if found not in WAYS:
+        raise ValueError(f"found={found!r} is not known: choose {', '.join(WAYS)}")
     if not within >= 1:
         raise ValueError(f"within={within:g} is no factor: 1 asks for the exact number, 2 is twice")
     predicted = _plain(predicted)
     measured = _plain(measured)
-    found = f"measured {_text(measured, unit):>11}"
+    finding = f"{found} {_text(measured, unit):>11}"
     if predicted is None or predicted is ...:
-        _say(what, f"predicted {'nothing yet':>11}  {found}", "", show.OPEN)
+        _say(what, f"predicted {'nothing yet':>11}  {finding}", "", show.OPEN)
         return
     if within == 1 or not (_is_number(predicted) and _is_number(measured)):
         is_right = _same(predicted, measured)
@@ -55,7 +60,7 @@ def compare(
             verdict = f"NOT {verdict}: {_how_much(predicted, measured, unit)}"
     expected = f"predicted {_text(predicted, unit):>11}"
     # Narrow enough for one line beside JupyterLab's file list.
-    _say(what, f"{expected}  {found}", verdict, show.RIGHT if is_right else show.WRONG)
+    _say(what, f"{expected}  {finding}", verdict, show.RIGHT if is_right else show.WRONG)
 
 
 def _say(what: str, numbers: str, verdict: str, badge: show.Badge) -> None:

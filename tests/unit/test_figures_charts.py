@@ -49,6 +49,38 @@ def test_small_numbers_on_a_log_axis_are_written_plainly(scale, plain):
     assert ({"2", "10", "40"} <= labels) == plain
 
 
+@pytest.mark.parametrize(
+    ("x", "logx", "ticks"),
+    [
+        ([1, 2, 4], False, ["1", "2", "4"]),  # not 1.5
+        ([1, 2, 4, 64], True, ["1", "2", "4", "64"]),
+        ([64, 1, 4], True, ["1", "4", "64"]),
+    ],
+)
+def test_few_whole_numbers_are_the_ticks(x, logx, ticks):
+    picture = plot.lines({"a": x}, x=x, logx=logx, alt=ALT)
+    picture.png()
+    assert written(picture.axes[0].xaxis.get_ticklabels()) == ticks
+    assert written(picture.axes[0].xaxis.get_ticklabels(minor=True)) == []
+
+
+@pytest.mark.parametrize(
+    "x",
+    [[1, 2, 4, 8, 64], list(range(30)), [0, 1_000_000]],
+    ids=["too near to each other", "too many", "too long"],
+)
+def test_other_whole_numbers_have_whole_ticks(x):
+    picture = plot.lines({"a": x}, x=x, alt=ALT)
+    ticks = picture.axes[0].get_xticks()
+    assert list(ticks) != x
+    assert all(tick == int(tick) for tick in ticks)
+
+
+def test_fractions_have_the_usual_ticks():
+    picture = plot.lines({"a": [1, 2, 3]}, x=[0, 0.5, 1], alt=ALT)
+    assert any(tick != int(tick) for tick in picture.axes[0].get_xticks())
+
+
 def test_curves_skip_rows_without_the_key():
     rows = [{"step": s, "loss": 5.0 - s, "val_loss": 4.0 if s == 2 else None} for s in range(4)]
     (loss,) = plot.curves({"run": rows}, alt=ALT).axes[0].lines

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import LogFormatter
+from matplotlib.ticker import LogFormatter, MaxNLocator, NullLocator
 from numpy.typing import ArrayLike
 
 from labcode.teach.figures.style import (
@@ -27,6 +27,9 @@ from labcode.teach.figures.style import (
 from labcode.train import metrics
 
 MAX_MARKED_POINTS = 25  # a curve with more points is drawn without markers
+MAX_OWN_TICKS = 8  # an x axis with no more values, all of them whole, has its ticks there
+MAX_TICKS_ACROSS = 14  # that closely they do not run into each other
+MAX_TICK = 5000  # larger numbers are too long for such ticks
 MAX_LABEL_CHARACTERS = 64  # bars whose labels take more characters together lie down
 
 Rows = Iterable[Mapping[str, Any]]  # of metrics, as `labcode.train.metrics.read` returns them
@@ -65,8 +68,10 @@ def lines(
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
+    places: set[float] = set()
     for i, (label, values) in enumerate(series.items()):
         xs, ys = _points(values, x)
+        places.update(xs.tolist())
         axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, marks))
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
     _draw_references(axes.axhline, reference)
@@ -75,6 +80,7 @@ def lines(
     _set_title(axes, title)
     for axis in (axes.xaxis, axes.yaxis):
         _plain_numbers(axis)
+    _whole_ticks(axes.xaxis, sorted(places))
     return picture
 
 
@@ -118,6 +124,20 @@ def _plain_numbers(axis: Axis) -> None:
     if axis.get_scale() == "log" and low >= 0.5 and high <= 5000:
         axis.set_major_formatter(LogFormatter())
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))
+
+
+def _whole_ticks(axis: Axis, places: Sequence[float]) -> None:
+    """Counts have no halves: ticks at few whole numbers, or at whole numbers at least."""
+    is_log = axis.get_scale() == "log"
+    if not places or any(place != int(place) for place in places) or (is_log and places[0] <= 0):
+        return
+    at = np.log2(places) if is_log else np.asarray(places)
+    is_roomy = len(places) == 1 or np.diff(at).min() >= (at[-1] - at[0]) / MAX_TICKS_ACROSS
+    if len(places) <= MAX_OWN_TICKS and places[-1] <= MAX_TICK and is_roomy:
+        axis.set_ticks(places, [f"{place:g}" for place in places])
+        axis.set_minor_locator(NullLocator())
+    elif not is_log:
+        axis.set_major_locator(MaxNLocator(integer=True))
 
 
 # ---- training curves
