@@ -212,6 +212,18 @@ def test_a_lab_that_was_killed_is_removed_by_the_next(lab: l14_cluster.Lab, agai
     assert not list(base().glob(f"{again}-*"))
 
 
+def test_a_job_that_goes_on_is_not_spoken_of_as_if_it_had_ended(
+    lab: l14_cluster.Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("runs/long.sbatch").write_text("#!/bin/bash\n#SBATCH --output=runs/%x-%j.log\nsleep 600\n")
+    lab.batch("runs/long.sbatch", timeout_s=0.5)
+    said = capsys.readouterr().out
+    number = said.partition("batch job ")[2].split()[0]
+    assert f"It has not ended, and goes on: `squeue` and `scancel {number}` are yours." in said
+    assert "The log says" not in said
+    lab.sh("scancel", number)
+
+
 def test_a_set_up_cell_that_is_run_again_begins_anew(lab: l14_cluster.Lab, again: str) -> None:
     first = l14_cluster.open_lab(again, nodes=1)
     first.sh("sbatch", "--output=/dev/null", "--wrap", "sleep 600")

@@ -99,12 +99,13 @@ class Lab:
             return self.said + f"(exit code {done.returncode})\n"
         return self.said
 
-    def batch(self, script: str, *options: str) -> str:
+    def batch(self, script: str, *options: str, timeout_s: float = 120) -> str:
         """Submit a script, wait until it has ended, and print its log.
 
         Args:
             script: Its path.
             options: Of sbatch.
+            timeout_s: After that the log is printed as it is, with a word that the job goes on.
 
         Returns:
             The log; "" without a cluster.
@@ -114,12 +115,18 @@ class Lab:
         client = self.client
         if client is None or not number:
             return ""
-        self.until(lambda: client.job(number[1]).ended)
+        has_ended = self.until(lambda: client.job(number[1]).ended, timeout_s)
         info = client.job(number[1])
         text = ""
         if info.log and info.log.is_file():
             text = info.log.read_text()
-        print(f"{info.state} after {info.run_time}. The log says:\n{text}", end="")
+        log = "The log says:"
+        if not has_ended:
+            log = (
+                f"It has not ended, and goes on: `squeue` and `scancel {number[1]}` are yours. "
+                "The log so far:"
+            )
+        print(f"{info.state} after {info.run_time}. {log}\n{text}", end="")
         return text
 
     def until(self, true: Callable[[], object], timeout_s: float = 120) -> bool:
