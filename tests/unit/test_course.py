@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from pathlib import Path
 
 import nbformat
 import pytest
@@ -12,6 +13,8 @@ from labcode import course
 from labcode.teach import show
 from labcode.teach.check import check
 from labcode.teach.figures import plot
+
+SOLUTIONS = Path(__file__).parents[2] / "solutions"
 
 
 def notebook(folder, stem, *, student=True, **about):
@@ -149,6 +152,12 @@ def test_the_picture_in_a_folder_without_lessons_is_that_of_the_course(tmp_path)
     """As where the builder runs a lesson: what this machine's learner has done is not shown."""
     picture = plot.progress(tmp_path)
     assert " 0 of 2 in lesson 00" in picture.alt
+
+
+def test_the_picture_stored_in_lesson_00_is_that_of_the_course(tmp_path):
+    """It goes stale when an exercise is added anywhere: then execute lesson 00 again."""
+    stored = nbformat.read(SOLUTIONS / "00_start_here.ipynb", as_version=4)
+    assert plot.progress(tmp_path).alt in nbformat.writes(stored)
 
 
 def test_the_file_is_readable(folder):
