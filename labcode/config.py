@@ -256,6 +256,7 @@ class WeatherData:
 
 # in bytes it must be an int64
 BUCKET_MB = Range(0, 10**6, "give a number above 0", above=True)
+TIMEOUT_S = Range(1, 86_400, "give the seconds, at least 1 and at most a day")
 
 
 @dataclass(frozen=True)
@@ -283,10 +284,12 @@ class ParallelConfig:
     layers_per_stage: tuple[int, ...] | None = None  # None: as evenly as possible
     activation_checkpointing: Literal["none", "full"] = "none"  # full: keep only each layer's input
     share_gpus: bool = False  # several ranks on one GPU, over gloo
+    collective_timeout_s: float = 600.0  # so long a collective waits for a rank that does not come
 
     def __post_init__(self) -> None:
         ranks = dict.fromkeys(("dp", "pp", "cp", "tp"), SIZE)
         others = {"stages_per_rank": LAYERS, "layers_per_stage": LAYERS, "bucket_mb": BUCKET_MB}
+        others["collective_timeout_s"] = TIMEOUT_S
         check_fields(self, "parallel", ranks | others)
         if self.layers_per_stage == ():
             raise ValueError(

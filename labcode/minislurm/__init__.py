@@ -19,8 +19,8 @@ are files, and CPUs and memory are what slurm.conf says they are.
     cli         the command line
 """
 
-from labcode.minislurm.cluster import Cluster, running
+from labcode.minislurm.cluster import Cluster, names_up, running
 from labcode.minislurm.needs import Unavailable
 from labcode.minislurm.spec import Spec
 
-__all__ = ["Cluster", "Spec", "Unavailable", "running"]
+__all__ = ["Cluster", "Spec", "Unavailable", "names_up", "running"]

@@ -5,7 +5,7 @@ import os
 import sys
 from collections.abc import Sequence
 
-from labcode.minislurm import Cluster, running
+from labcode.minislurm import Cluster, names_up, running
 
 _EXAMPLES = """\
 examples:
@@ -85,10 +85,16 @@ def _print_status(cluster: Cluster) -> None:
         f"cluster {cluster.name!r} is up: {spec.nodes} node{plural}, each {spec.cpus} CPUs, "
         f"{spec.memory_mb} MiB, {spec.gpus} fake {kind}GPUs; state and logs in {cluster.folder}"
     )
-    states = cluster.states()
+    dead = cluster.dead()
+    states = {} if dead else cluster.states()
     for name, address in spec.addresses().items():
         power = "on" if cluster.host(name).pid else "off"
         print(f"  {name:5} {address:12} power {power:4} {states.get(name, '')}")
+    for daemon in dead:
+        print(f"  {daemon} does not answer: `slurm/cluster up --name {cluster.name}` starts it")
+    names = [name for name in names_up() if name != cluster.name]
+    if names:
+        print(f"also up: {', '.join(names)}")
 
 
 def _enter(cluster: Cluster, node: str, argv: Sequence[str], root: bool) -> None:
@@ -119,11 +125,19 @@ def _do(args: argparse.Namespace) -> None:
         _do_with(_cluster(args.name), args)
 
 
+def others() -> str:
+    """The clusters that are up, to end a sentence that misses one; "" if there are none."""
+    names = names_up()
+    return f"; up: {', '.join(names)} (name one with --name)" if names else ""
+
+
 def _cluster(name: str) -> Cluster:
     cluster = running(name)
     if cluster is None:
         option = "" if name == "default" else f" --name {name}"
-        raise ValueError(f"no cluster {name!r} is up: start it with `slurm/cluster up 2{option}`")
+        raise ValueError(
+            f"no cluster {name!r} is up: start it with `slurm/cluster up 2{option}`{others()}"
+        )
     return cluster
 
 

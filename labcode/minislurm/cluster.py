@@ -4,11 +4,12 @@ import os
 import shutil
 import subprocess
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from labcode.minislurm import conf, needs, network
-from labcode.minislurm.hosts import Host, hosts_of
-from labcode.minislurm.place import alone, base, named
+from labcode.minislurm.hosts import Host, hosts_of, telling_line
+from labcode.minislurm.place import alone, base, is_name, named
 from labcode.minislurm.processes import run, wait
 from labcode.minislurm.scripts import user_name, write_scripts
 from labcode.minislurm.spec import Spec
@@ -23,6 +24,14 @@ def running(name: str | None = None) -> "Cluster | None":
     cluster = Cluster(named(name))
     is_up = cluster.host("head").pid and (cluster.folder / "up").exists()
     return cluster if is_up else None
+
+
+def names_up() -> list[str]:
+    """The names of this user's clusters that are up."""
+    if not base().is_dir():
+        return []
+    folders = sorted(path.name for path in base().iterdir() if path.is_dir())
+    return [name for name in folders if is_name(name) and running(name)]
 
 
 class Cluster:
@@ -56,7 +65,9 @@ class Cluster:
 
     @classmethod
     def up(cls, nodes: int | None = None, *, name: str | None = None, **site: Any) -> "Cluster":
-        """Start a cluster and return when all nodes are idle; one that is up is returned as it is.
+        """Start a cluster and return when all nodes are idle; one that is up is returned.
+
+        Of one that is up, daemons that have died and nodes that are off are started again.
 
         Args:
             nodes: Number of nodes; 2 by default.
@@ -67,7 +78,7 @@ class Cluster:
         Raises:
             Unavailable: Packages or kernel features are missing.
             ValueError: The spec is impossible, or a different cluster of this name is up.
-            RuntimeError: A daemon did not start; nothing is left behind then.
+            RuntimeError: A daemon did not start; nothing is left behind then but what they wrote.
         """
         name = named(name)
         asked = {key: value for key, value in site.items() if value is not None}
@@ -79,14 +90,20 @@ class Cluster:
             cluster = running(name)
             if cluster:
                 cluster._refuse_others(asked, spec)
+                cluster._revive()
             else:
                 cluster = cls(name)
                 cluster._remove()  # what a killed `up` may have left
                 try:
                     cluster._start(spec)
+                except (RuntimeError, OSError) as error:
+                    kept = cluster._keep_logs()
+                    cluster._remove()
+                    raise RuntimeError(f"{error}{kept}") from None
                 except BaseException:
                     cluster._remove()
                     raise
+                cluster._kept.unlink(missing_ok=True)
         for node in cluster.spec.names():
             cluster.boot(node)
         return cluster
@@ -119,6 +136,11 @@ class Cluster:
         (self.folder / "up").touch()
 
     def _write_files(self, spec: Spec) -> None:
+        if any(character.isspace() for character in str(self.folder)):
+            raise RuntimeError(
+                f"the path {str(self.folder)!r} has a space, which slurm.conf cannot hold: "
+                "set TMPDIR to a folder without one, such as /tmp"
+            )
         if len(str(self.folder)) > _MAX_PATH:
             raise RuntimeError(
                 f"the path {self.folder} is too long for a socket: "
@@ -160,6 +182,10 @@ class Cluster:
             network.lay_cable(self.host("head"), node, spec)
 
     def _start_controller(self) -> None:
+        self._start_munged()
+        self._start_slurmctld("-c")
+
+    def _start_munged(self) -> None:
         munge = self.folder / "munge"
         head = self.host("head")
         # One munged serves all hosts: unix sockets cross network namespaces.
@@ -174,7 +200,29 @@ class Cluster:
                 f"--seed-file={munge}/seed",
             ]
         )
-        head.call(["slurmctld", "-c"])
+
+    def _start_slurmctld(self, *options: str) -> None:
+        """Start the controller; without "-c" it goes on with the jobs that it knew."""
+        self.host("head").call(["slurmctld", *options])
+
+    def dead(self) -> list[str]:
+        """Which daemons of the head node do not answer: of "munged" and "slurmctld"."""
+        found = []
+        seal = ["munge", "-n", f"--socket={self.folder}/munge/socket"]
+        if self.exec(seal, check=False, timeout_s=30).returncode:
+            found.append("munged")
+        if "is UP" not in self.exec(["scontrol", "ping"], check=False, timeout_s=60).stdout:
+            found.append("slurmctld")
+        return found
+
+    def _revive(self) -> None:
+        """Start the daemons of the head node again that have died."""
+        if "munged" in self.dead():
+            (self.folder / "munge/socket").unlink(missing_ok=True)
+            self._start_munged()
+        if "slurmctld" in self.dead():  # asked again: without munged, no other one is heard
+            self._start_slurmctld()
+            self._await_controller()
 
     def _start_slurmd(self, node: Host) -> None:
         try:
@@ -206,9 +254,27 @@ class Cluster:
     def _last_error(self, log: str, daemon: str) -> str:
         path = self.folder / log
         text = path.read_text(errors="replace").strip() if path.exists() else ""
-        lines = text.splitlines() or ["no log"]
-        errors = [line for line in lines if "error" in line or "fatal" in line] or lines
-        return f"{daemon} is not ready: {errors[-1]} (see {path})"
+        return f"{daemon} is not ready: {telling_line(text) or 'no log'}"
+
+    @property
+    def _kept(self) -> Path:
+        """Where the logs of a cluster that could not start are kept, until one starts."""
+        return self.folder.with_name(f"{self.name}-failed.log")
+
+    def _keep_logs(self) -> str:
+        """Copy what the daemons wrote to a file beside the folder, which is about to go.
+
+        Returns:
+            The end of a sentence that names the file; "" if they have written nothing.
+        """
+        parts = []
+        for path in sorted(self.folder.glob("*/*log")):
+            text = path.read_text(errors="replace")
+            parts.append(f"==> {path.relative_to(self.folder)} <==\n{text}\n")
+        if not parts:
+            return ""
+        self._kept.write_text("".join(parts))
+        return f"; their logs: {self._kept}"
 
     def down(self) -> None:
         """Remove the cluster: processes, mounts, interfaces, files.
@@ -217,6 +283,7 @@ class Cluster:
         """
         with alone(self.name):
             self._remove()
+            self._kept.unlink(missing_ok=True)
 
     def _remove(self) -> None:
         (self.folder / "up").unlink(missing_ok=True)

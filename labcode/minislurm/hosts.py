@@ -124,7 +124,7 @@ class Host:
         """Run a short command there in a clean environment, with its output in the host's log.
 
         Raises:
-            RuntimeError: It failed; the last line of its output is in the message.
+            RuntimeError: It failed; the line of its output that tells why is in the message.
         """
         # Into a file, not a pipe: a daemon that goes to the background would keep a pipe open.
         with open(self.log, "ab") as log:
@@ -140,8 +140,17 @@ class Host:
             )
         if done.returncode:
             said = self.log.read_bytes()[start:].decode(errors="replace").strip()
-            reason = said.splitlines()[-1] if said else f"exit code {done.returncode}"
+            reason = telling_line(said) or f"exit code {done.returncode}"
             raise RuntimeError(f"{argv[0]} on {self.name}: {reason}")
+
+
+def telling_line(said: str) -> str:
+    """The line of a daemon's output that tells why it ended; "" if there is none."""
+    lines = said.strip().splitlines()
+    errors = [line for line in lines if "error" in line or "fatal" in line] or lines
+    if len(errors) > 1 and "Unable to process configuration" in errors[-1]:
+        return errors[-2]  # which says what is wrong with it
+    return errors[-1] if errors else ""
 
 
 def _network_of(pid: int) -> str:

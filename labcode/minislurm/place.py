@@ -62,6 +62,11 @@ def _lock(path: Path) -> TextIO:
             lock.close()
 
 
+def is_name(text: str) -> bool:
+    """Whether a cluster may have this name."""
+    return _NAME.fullmatch(text) is not None
+
+
 def named(name: str | None) -> str:
     """A cluster's name, "default" for None; it is also the name of its folder.
 
@@ -69,6 +74,6 @@ def named(name: str | None) -> str:
         ValueError: It is no such name.
     """
     name = name or "default"
-    if not _NAME.fullmatch(name):
+    if not is_name(name):
         raise ValueError(f"cluster name {name!r}: use up to 31 letters, digits, _ and -")
     return name

@@ -289,8 +289,19 @@ def _handle(number: str, options: Options) -> Handle:
 def _cluster(options: Options) -> Client:
     client = Client.find(options.load_site().name, options.cluster)
     if client is None:
-        raise SlurmError("there is no SLURM here: slurm/cluster up 2 starts one on this machine")
+        raise SlurmError(_no_cluster(options.cluster))
     return client
+
+
+def _no_cluster(name: str | None) -> str:
+    """That there is no cluster, and which ones there are instead."""
+    from labcode.minislurm import names_up
+
+    up = names_up()
+    if up:
+        wanted = repr(name) if name else "'default'"
+        return f"no cluster {wanted} is up here: choose {', '.join(up)} with --cluster"
+    return "there is no SLURM here: slurm/cluster up 2 starts one on this machine"
 
 
 COMMANDS: dict[str, Callable[[str | None, Options, Sequence[str]], int]] = {

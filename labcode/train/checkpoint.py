@@ -60,6 +60,7 @@ MAY_CHANGE = (
     "optim.",
     "data.cache_dir",
     "parallel.bucket_mb",
+    "parallel.collective_timeout_s",
     "parallel.data_parallel",
     "parallel.dp",
     "parallel.share_gpus",

@@ -60,7 +60,12 @@ def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = No
             # a killed torchrun must leave no rank behind
             processes.end_with_parents(at_once=True, parent=started_by)
         shape = _grid_shape(config, place)
-        world = bootstrap.start(place, share_gpus=config.parallel.share_gpus)
+        parallel = config.parallel
+        world = bootstrap.start(
+            place,
+            share_gpus=parallel.share_gpus,
+            timeout_s=parallel.collective_timeout_s,
+        )
         trainer = set_up(config, world, shape, folder)
         _train(trainer, folder)
     except (Exception, KeyboardInterrupt) as error:

@@ -16,11 +16,12 @@ from typing import Any
 import psutil
 import pytest
 
-from labcode.minislurm import Cluster, Spec, Unavailable, needs, running
+from labcode.minislurm import Cluster, Spec, Unavailable, names_up, needs, running
 from labcode.minislurm.cli import main
 from labcode.minislurm.hosts import outers
 from labcode.minislurm.place import base
 from labcode.minislurm.processes import alive
+from labcode.slurm.cli import main as jobs
 
 ROOT = Path(__file__).resolve().parents[2]
 CLI = [str(ROOT / "slurm/cluster")]
@@ -284,6 +285,62 @@ def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2: Clu
     refused = "is up with nodes=2, not nodes=4: take it down first, or give the new one a name"
     with pytest.raises(ValueError, match=refused):
         Cluster.up(nodes=4, name=cluster2.name)
+
+
+@pytest.mark.parametrize("daemon", ["slurmctld", "munged"])
+def test_up_starts_a_daemon_again_that_has_died_and_status_says_which(
+    breakable2: Cluster, daemon: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert breakable2.dead() == []
+    breakable2.exec(["pkill", "-KILL", "-x", daemon], root=True)
+    until(lambda: daemon in breakable2.dead())
+    assert main(["status", "--name", breakable2.name]) == 0
+    said = capsys.readouterr().out
+    assert f"{daemon} does not answer: `slurm/cluster up --name {breakable2.name}` starts" in said
+    Cluster.up(name=breakable2.name)
+    assert breakable2.dead() == []
+    assert breakable2.exec(["srun", "-w", "n2", "hostname"]).stdout == "n2\n"
+
+
+def test_an_up_that_fails_says_why_and_keeps_the_logs(slurm: Callable[[str], str]) -> None:
+    name = slurm("wrong")
+    with pytest.raises(
+        RuntimeError, match=r"unrecognized key: NoSuchKey; their logs: .*"
+    ) as caught:
+        Cluster.up(nodes=1, name=name, settings={"NoSuchKey": "1"})
+    logs = Path(str(caught.value).rpartition("their logs: ")[2])
+    assert "Parsing error at unrecognized key: NoSuchKey" in logs.read_text()
+    assert leftovers(name) == []
+    assert main(["down", "--name", name]) == 0
+    assert not logs.exists()
+
+
+def test_a_folder_with_a_space_is_refused(tmp_path: Path, slurm: Callable[[str], str]) -> None:
+    folder = tmp_path / "two words"
+    folder.mkdir()
+    done = subprocess.run(
+        [*CLI, "up", "1", "--name", slurm("space")],
+        cwd=ROOT,
+        env={**CLI_ENV, "TMPDIR": str(folder)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert "has a space, which slurm.conf cannot hold: set TMPDIR to a folder" in done.stderr
+    assert done.stderr.count("\n") == 1
+    assert list(folder.iterdir()) == []
+
+
+def test_who_names_no_cluster_that_is_up_reads_which_ones_are(
+    cluster2: Cluster, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cluster2.name in names_up()
+    assert main(["status", "--name", "no-such"]) == 1
+    assert cluster2.name in capsys.readouterr().err.partition("; up: ")[2]
+    assert jobs(["status", "--cluster", "no-such"]) == 2
+    said = capsys.readouterr().err
+    assert "no cluster 'no-such' is up here: choose " in said
+    assert cluster2.name in said
 
 
 @pytest.mark.parametrize("name", ["..", "/", "a/b", "x" * 40])

@@ -7,7 +7,7 @@ import pytest
 from labcode.slurm.run import client as slurm
 from labcode.slurm.run.answers import parse_jobs, parse_nodes, parse_queue
 from labcode.slurm.run.client import Client, SlurmError, UnknownJob, Unreachable
-from labcode.slurm.run.outcome import explain, first_failure
+from labcode.slurm.run.outcome import exit_text, explain, first_failure
 
 RECORD = """JobId=17 JobName={name}
    UserId=ada(1000) GroupId=ada(1000) MCS_label=N/A
@@ -180,6 +180,12 @@ LOGS = {
         2,
         "killed on n2",
     ),
+    "a shell's word for a killed task": (
+        "srun: error: n2: task 1: Exited with exit code 1\n"
+        "srun: error: n1: task 0: Exited with exit code 137\n",
+        0,
+        "killed by SIGKILL: by hand, or by the kernel's out-of-memory killer on n1",
+    ),
     "torchrun names the rank that was killed": (
         TORCHRUN.format(rank=0, code=1, peer=3, peer_code=-9),
         3,
@@ -253,3 +259,32 @@ def test_each_end_has_its_reason(state, reason, log, expected):
     (info,) = parse_jobs(record(state=state, reason=reason, code="3:0"))
     outcome = explain(info, log)
     assert str(outcome).startswith(expected) and outcome.ok == (state == "COMPLETED")
+
+
+@pytest.mark.parametrize(
+    ("code", "by_signal", "text"),
+    [
+        (3, 0, "exit code 3"),
+        (137, 0, "killed by SIGKILL: by hand, or by the kernel's out-of-memory killer"),
+        (143, 0, "killed by SIGTERM"),
+        (128, 0, "exit code 128"),
+        (255, 0, "exit code 255"),
+        (0, 11, "killed by SIGSEGV"),
+    ],
+)
+def test_an_exit_code_is_put_into_words(code, by_signal, text):
+    assert exit_text(code, by_signal) == text
+
+
+def test_an_unknown_job_is_named_with_what_to_do():
+    client = speaking("slurm_load_jobs error: Invalid job id specified")
+    with pytest.raises(UnknownJob) as caught:
+        client.jobs("99")
+    assert str(caught.value).startswith("no job 99 on SLURM cluster: SLURM forgets a job")
+
+
+def test_a_cluster_that_was_taken_down_meanwhile_is_said_to_be():
+    client = speaking("/bin/sh: 0: cannot open /tmp/labcode-slurm-0/x/on: No such file", code=2)
+    with pytest.raises(SlurmError) as caught:
+        client.jobs("17")
+    assert str(caught.value) == "scontrol: the cluster on this machine was taken down meanwhile"

@@ -32,7 +32,7 @@ _OFF = (
 )
 def _ranks_over_gpus(script: Script, facts: Facts) -> Found:
     ranks, gpus = script.ranks_per_node, _gpus(script)
-    if ranks and gpus and ranks > gpus and not script.found(r"--train\.share_gpus\b"):
+    if ranks and gpus and ranks > gpus and not script.found(r"--parallel\.share_gpus\b"):
         yield _where(script, "ntasks-per-node"), f"{ranks} ranks, {gpus} GPUs"
 
 

@@ -35,6 +35,8 @@ _BUSY = (
     "Zero Bytes",
 )
 _UNKNOWN = ("Invalid job id", "No such job", "does not exist")
+# said by the shell that would run a command on a host of `labcode.minislurm`, when it is gone
+_LEFT = re.compile(r".*: cannot open .*/on: No such file")
 _NO_CLUSTER = ("configuration source", "Unable to open", "No such file", "DNS SRV", "not find")
 
 
@@ -168,9 +170,15 @@ class Client:
         Raises:
             UnknownJob: There is none of that number, or no longer.
         """
-        found = parse_jobs(self.call("scontrol", "show", "job", str(number)))
+        try:
+            found = parse_jobs(self.call("scontrol", "show", "job", str(number)))
+        except UnknownJob:
+            found = []
         if not found:
-            raise UnknownJob(f"SLURM has no job {number}")
+            raise UnknownJob(
+                f"no job {number} on {self.where}: SLURM forgets a job some minutes after its "
+                "end; status without a number lists those that wait or run"
+            )
         return found
 
     def job(self, number: str) -> JobInfo:
@@ -201,6 +209,8 @@ def _error(program: str, said: str, code: int) -> SlurmError:
             lines.append(text)
     failed = [line for line in lines if "failed:" in line or "rror" in line]
     reasons = failed or lines or [f"exit code {code}"]
+    if any(_LEFT.match(line) for line in lines):
+        return SlurmError(f"{program}: the cluster on this machine was taken down meanwhile")
     kind = SlurmError
     if any(text in said for text in _UNKNOWN):
         kind = UnknownJob

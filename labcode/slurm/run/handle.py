@@ -17,7 +17,11 @@ from labcode.slurm.run.outcome import NEVER, Outcome, explain
 
 POLL_S = (0.5, 5.0)  # seconds between two questions to the controller: at first, and after a while
 GONE_S = 120.0  # how long a controller may be silent
+AGAIN_S = 2.0  # after that a silent one is asked again
 CANCEL_S = 60.0  # how long a cancelled job may take to end: SLURM's KillWait is 30 s
+QUIET_S = 60.0  # ranks that take no step for so long, and for `QUIET_STEPS` steps, may hang
+QUIET_STEPS = 10
+_STEP = re.compile(r"^(?:\[[^]\n]*\]:? ?|\s*\d+: )?step \d+/\d+ ", re.MULTILINE)
 _OTHER_RANK = re.compile(r"^(?:\[(?:rank |default)?([1-9]\d*)\]:? |\s*([1-9]\d*): )")
 
 
@@ -50,6 +54,8 @@ class Handle:
         self.script: Path | None = None
         self.outcome: Outcome | None = None
         self._shown = 0  # bytes of the log that were printed
+        self._pace = _Pace()
+        self._screen: _Screen | None = None  # while somebody waits
 
     def __repr__(self) -> str:
         return f"<job {self.number} on {self.where}: {self.outcome or self.state}>"
@@ -109,6 +115,7 @@ class Handle:
         return self.outcome
 
     def _follow(self, screen: "_Screen", timeout_s: float | None) -> Outcome:
+        self._screen = screen
         info = self.info()
         restarts = 0
         pause = POLL_S[0]
@@ -117,6 +124,7 @@ class Handle:
             if info.restarts > restarts:
                 restarts = info.restarts
                 pause = POLL_S[0]
+                self._pace = _Pace()
                 screen.say(f"job {self.number} was requeued: attempt {restarts + 1}")
                 if timeout_s is None:
                     waiting = time.monotonic()
@@ -161,16 +169,52 @@ class Handle:
         whole = len(new) if info.ended else new.rfind(b"\n") + 1
         if whole:
             self._shown += whole
-            screen.log(new[:whole].decode(errors="replace"))
+            text = new[:whole].decode(errors="replace")
+            if _STEP.search(text):
+                self._pace.step(time.time())
+            screen.log(text)
 
     def _end(self, info: JobInfo, screen: "_Screen") -> Outcome:
         self._show(info, screen)
-        outcome = explain(info, self.log())
+        outcome = explain(info, self.log(), self._pace.hang(time.time()))
+        if outcome.reason:
+            outcome = replace(outcome, reason=self._which(info) + outcome.reason)
         if not info.ended and not self.keep:  # it would stay in the queue for ever
             self.cancel()
             outcome = replace(outcome, state="CANCELLED")
         screen.say(f"job {self.number} {outcome}")
         return outcome
+
+    def _which(self, info: JobInfo) -> str:
+        """Which of several jobs of this number it is: "task 3 of an array of 8 (21_3): "; or ""."""
+        return ""
+
+
+class _Pace:
+    """When the ranks took their steps, as far as their log was seen while it grew."""
+
+    def __init__(self) -> None:
+        self.last_s: float | None = None
+        self.longest_s = 0.0
+
+    def step(self, now_s: float) -> None:
+        """The log has a new step."""
+        if self.last_s is not None:
+            self.longest_s = max(self.longest_s, now_s - self.last_s)
+        self.last_s = now_s
+
+    def hang(self, now_s: float) -> str:
+        """What to say of ranks that have taken no step for far too long; "" if they have."""
+        if self.last_s is None:
+            return ""
+        if now_s - self.last_s < max(QUIET_S, QUIET_STEPS * self.longest_s):
+            return ""
+        since = time.strftime("%H:%M", time.localtime(self.last_s))
+        return (
+            f"no step since {since}: a rank hangs, and more time would not help; py-spy dump on "
+            "its nodes shows where, and a shorter --parallel.collective_timeout_s lets the ranks "
+            "that wait say for what"
+        )
 
 
 class _Screen:
@@ -228,6 +272,8 @@ class SlurmHandle(Handle):
         super().__init__(number, client.where, keep, limit_s)
         self.client = client
         self._last: JobInfo | None = None
+        self._num_tasks = 1  # of its array
+        self._is_silent = False  # the controller
 
     def info(self) -> JobInfo:
         """What SLURM says of the job; of an array the job that is furthest from its end, or failed.
@@ -240,17 +286,44 @@ class SlurmHandle(Handle):
         while True:
             try:
                 found = self.client.jobs(self.number)
-            except Unreachable:
+            except Unreachable as error:
                 if time.monotonic() > give_up:
-                    raise
-                time.sleep(2.0)
+                    raise Unreachable(f"{error}; {self._goes_on()}") from None
+                self._say_silence()
+                time.sleep(AGAIN_S)
             except UnknownJob:
                 if self._last is None or not self._last.ended:
                     raise
                 return self._last
             else:
                 self._last = _furthest(found)
+                self._num_tasks = max(self._num_tasks, len(found))
+                self._is_silent = False
                 return self._last
+
+    def _goes_on(self) -> str:
+        """What somebody needs who can no longer wait here."""
+        ask = f"python -m labcode.slurm status {self.number}"
+        return (
+            f"job {self.number} needs no controller and goes on: `{ask}` asks again, and "
+            "cancel in place of status ends it"
+        )
+
+    def _say_silence(self) -> None:
+        """Tell who waits, once, that the controller is silent; the log is shown all the same."""
+        if self._screen is None:
+            return
+        if not self._is_silent:
+            self._screen.say("the controller does not answer, and is asked again and again")
+        self._is_silent = True
+        if self._last is not None:
+            self._show(self._last, self._screen)
+
+    def _which(self, info: JobInfo) -> str:
+        if "_" not in info.id:
+            return ""
+        number = info.id.partition("_")[2]
+        return f"task {number} of an array of {self._num_tasks} ({info.id}): "
 
     def cancel(self) -> None:
         """scancel, again if the controller does not answer, and wait until the job is gone.
@@ -266,7 +339,7 @@ class SlurmHandle(Handle):
             except Unreachable:
                 if time.monotonic() > end:
                     raise
-                time.sleep(2.0)
+                time.sleep(AGAIN_S)
         with contextlib.suppress(UnknownJob):
             while time.monotonic() < end and not self._left():
                 time.sleep(0.3)

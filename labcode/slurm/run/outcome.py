@@ -19,6 +19,10 @@ _STATES = {  # state: what it means, and what to do
     "DEADLINE": "its deadline passed",
     "BOOT_FAIL": "a node of {nodes} did not start",
 }
+_NO_CHECKPOINT = (
+    "the time limit of {limit} was reached before a checkpoint was written: "
+    "let the signal come earlier, with more --signal-s, or give more minutes"
+)
 # reasons to be pending for ever
 NEVER = {
     "DependencyNeverSatisfied": "the job that it waits for failed: submit that one again",
@@ -53,6 +57,8 @@ _CAUSED = re.compile(
     r"Connection (reset|closed|refused)|peer|SignalException|ChildFailedError|Broken pipe"
     r"|RendezvousConn"
 )
+_SHELL_ADDS = 128
+_KILLED = [_SHELL_ADDS + number for number in signal.Signals]
 _ENDED_BY_TORCHRUN = (-signal.SIGTERM, -signal.SIGINT)  # to the ranks that had not failed
 
 
@@ -93,12 +99,13 @@ class Failure(NamedTuple):
     what: str = ""
 
 
-def explain(info: JobInfo, log: str) -> Outcome:
+def explain(info: JobInfo, log: str, hang: str = "") -> Outcome:
     """The outcome of a job that has ended, or never will begin.
 
     Args:
         info: What SLURM says of it.
         log: What the job printed, all attempts of it.
+        hang: What was seen of ranks that hung, a sentence; it matters if the time limit ended them.
     """
     if info.state == "COMPLETED":
         return Outcome("COMPLETED", restarts=info.restarts)
@@ -116,6 +123,10 @@ def explain(info: JobInfo, log: str) -> Outcome:
         return Outcome(state, reason or exit_text(*info.exit_code), rank, info.restarts)
     limit = info.time_limit or "the job"
     reason = sentence or _STATES[state].format(limit=limit, nodes=info.nodes or "the job")
+    if state == "TIMEOUT" and hang:
+        reason = f"{hang} (the time limit of {limit} ended it)"
+    elif state == "TIMEOUT" and info.fields.get("Requeue") == "1" and not sentence:
+        reason = _NO_CHECKPOINT.format(limit=limit)
     if state != "OUT_OF_MEMORY":  # whatever the ranks say, they were ended from outside
         return Outcome(state, reason, restarts=info.restarts)
     if rank is not None:
@@ -163,23 +174,48 @@ def _from_srun(log: str) -> Failure | None:
         return None
     if "torch.distributed" in log or "torchelastic" in log:  # a task is an agent, and no rank
         node, _, what = tasks[0]
-        return Failure(None, f"{what.lower()} on {node}")
+        return Failure(None, f"{_plain_end(what)} on {node}")
     # a killed task comes before those that exit because it is gone, or are ended by srun
-    killed = [task for task in tasks if not re.search("Exited|Terminated", task[2])]
+    killed = [task for task in tasks if _is_killed(task[2])]
     node, number, what = (killed or tasks)[0]
     rank = int(number)
-    end = f"{what.lower()} on {node}"
+    end = f"{_plain_end(what)} on {node}"
     said = _said(log)
     why = said.get(rank)
-    if "Exited" in what:  # it could still speak, and our own line may name another rank
+    if "Exited" in what and not _is_killed(
+        what
+    ):  # it could still speak, and our own line may name another rank
         why = why or said.get(None)
         named = _named(log)
         rank = rank if named is None else named
     return Failure(rank, f"{end}: {why}" if why else end)
 
 
+def _is_killed(what: str) -> bool:
+    """Whether srun's words for the end of a task say that it was killed, and not by srun."""
+    if "exit code" not in what:
+        return "Exited" not in what and "Terminated" not in what
+    return "killed by SIGKILL" in _plain_end(what)
+
+
+def _plain_end(what: str) -> str:
+    """srun's words for the end of a task; "Exited with exit code 137" is a shell's for a kill."""
+    exited = re.search(r"exit code (\d+)", what)
+    if exited and int(exited[1]) in _KILLED:
+        return exit_text(int(exited[1]))
+    return what.lower()
+
+
 def exit_text(code: int, by_signal: int = 0) -> str:
-    """ "exit code 2", or "killed by SIGKILL", with its usual cause."""
+    """ "exit code 2", or "killed by SIGKILL", with its usual cause.
+
+    Args:
+        code: The exit code. A shell makes 128 plus the signal of it for a command that was killed
+            (POSIX.1-2024, Shell Command Language, 2.8.2, asks for more than 128).
+        by_signal: The signal that ended the process; 0 for none.
+    """
+    if not by_signal and code in _KILLED:
+        by_signal = code - _SHELL_ADDS
     if not by_signal:
         return f"exit code {code}"
     if by_signal == signal.SIGKILL:
