@@ -395,7 +395,16 @@ class _Watch:
             at_work = [rank for rank in range(self._n) if rank not in answered]
         verb = "was" if len(at_work) == 1 else "were"
         text = f"{ranks_text(at_work)} {verb} still at work after {self._limit_s:g} s"
-        return f"{text}, and had to be stopped: does each loop come to its end?", at_work[0]
+        question = "does each loop come to its end"
+        if any(self._sends(rank) for rank in at_work):
+            # gloo never gives up a message whose work was thrown away
+            question += ", and has each isend and irecv its wait()"
+        return f"{text}, and had to be stopped: {question}?", at_work[0]
+
+    def _sends(self, rank: int) -> bool:
+        """Whether the last thing that a rank called was a message."""
+        last = self._record.last(rank)
+        return last is not None and last.name in ("send", "recv")
 
 
 def _answered(reply: Any) -> list[int]:

@@ -31,13 +31,22 @@ __all__ = ["Exercise", "check", "compare", "due", "hint", "is_stub", "reason", "
 
 NOT_DONE = "not done yet"
 RETURNED_NONE = "it returned None: is there a `return`?"
-MAX_HINT_CHARACTERS = 400
+MAX_HINT_CHARACTERS = 520
+ADVICE_CHARACTERS = 180  # of these the end: there stands what to do
 LIMIT_S = 60.0  # of each call on ranks in a check, so that a loop without an end ends
 ON_RANK = re.compile(r"(rank \d+): (\w+):? *(.*)")
 MEANINGS = {  # what gloo and the store write, and what it means
     r"[Tt]imed out waiting \d+ms for \w+ operation": "it waited for a message that nobody sent",
     r"wait timeout": "it waited for something that no rank put into the store",
     r"Connection (closed by peer|reset by peer)": "another rank ended while this one waited for it",
+    r"returned an incorrect number of gradients \(expected (\d+), got (\d+)\)": (
+        r"backward gives \2 where \1 are due, one for each argument of forward but `ctx`: is there "
+        "a `return`, and a None for what has no gradient?"
+    ),
+    r"invalid input tensor list size, must be world size": (
+        "the list has not one tensor for each rank of the group: along which dim was it cut, and "
+        "into how many parts?"
+    ),
 }
 
 
@@ -244,6 +253,7 @@ def _in_words(name: str, message: str) -> str:
         found = re.search(sign, message)
         if found is None:
             continue
+        meaning = found.expand(meaning)
         # the pool adds what each rank did, where it knows: "...: rank 0 waits in recv, ..."
         _, _, done = message[found.end() :].partition(": ")
         return f"{meaning}: {done}" if done else meaning
@@ -251,7 +261,13 @@ def _in_words(name: str, message: str) -> str:
 
 
 def _cut(text: str) -> str:
-    return text[:MAX_HINT_CHARACTERS]
+    """A long text without its middle."""
+    if len(text) <= MAX_HINT_CHARACTERS:
+        return text
+    gap = " ... "
+    start = text[: MAX_HINT_CHARACTERS - ADVICE_CHARACTERS - len(gap)]
+    end = text[-ADVICE_CHARACTERS:]
+    return f"{start.rstrip()}{gap}{end.partition(' ')[2].lstrip()}"
 
 
 def _first_line(text: str) -> str:

@@ -16,6 +16,7 @@ from typing import Any
 from IPython.core.getipython import get_ipython
 
 LIBRARY = Path(__file__).resolve().parents[1]
+MAX_QUOTED = 50  # characters of a line of the learner's: its number says which one it is
 CELL_LINE = re.compile(r'(?m)^( *)File "([^"\n]*ipykernel[^"\n]*)", line (\d+), in (.*)$')
 
 
@@ -73,6 +74,8 @@ def place_in_cells(error: BaseException) -> str:
 
 def _line_of(file: str, number: int, function: str) -> str:
     source = linecache.getline(file, number).strip()
+    if len(source) > MAX_QUOTED:
+        source = f"{source[: MAX_QUOTED - 4].rstrip()} ..."
     shown = f": `{source}`" if source else ""
     return f" (line {number} of your cell, in {function}{shown})"
 

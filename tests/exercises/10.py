@@ -81,7 +81,18 @@ LAYER = Answers(
         ),
         "scores whole": (
             changed("attention", lambda x, y, t: 3 * x + 8 * x / t + 5 * y),
-            "so many tables of scores",
+            "has half of the heads, and so half of the tables",
+        ),
+        "heads forgotten": (
+            lambda s, b, h, a, t=1: {
+                **layer_bytes(s, b, h, a, t),
+                "attention": s * b * h * (3 + 8 / t) + 5 * s * s * b / t,
+            },
+            "each of the a heads has a table of its own",
+        ),
+        "no tables": (
+            changed("attention", lambda x, y, t: 3 * x + 8 * x / t),
+            "you count 0 bytes for each score",
         ),
         "all of it cut": (
             changed("mlp", lambda x, y, t: 19 * x / t),
@@ -199,6 +210,36 @@ def adds_in_place(x, group):
     return own_tokens(x, group)
 
 
+def scattered_by_batch(x, group):
+    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=0)]
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def gathered_from_the_world(x, group):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, x.contiguous(), group=group)
+    return torch.cat(parts, dim=1)
+
+
+def scattered_and_zeroed(grad, group):
+    own = scattered(grad, group)
+    grad.zero_()
+    return own
+
+
+class NoReturnInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return gathered(x, group)
+
+    @staticmethod
+    def backward(ctx, grad):
+        scattered(grad, ctx.group)
+
+
 GATHER = function(gathered, scattered)
 SCATTER = function(scattered, gathered)
 PAIR = Answers(
@@ -261,6 +302,23 @@ PAIR = Answers(
         "no return in backward": (
             lambda: (function(gathered, lambda x, group: None), SCATTER),
             "no gradient for x",
+        ),
+        "backward returns nothing at all": (
+            lambda: (NoReturnInBackward, SCATTER),
+            "backward gives 1 where 2 are due",
+        ),
+        "cut along the batch": (
+            lambda: (GATHER, function(scattered_by_batch, gathered)),
+            "along which dim was it cut",
+        ),
+        "the two swapped": (lambda: (SCATTER, GATHER), "along which dim was it cut"),
+        "as many parts as there are ranks in the world": (
+            lambda: (function(gathered_from_the_world, scattered), SCATTER),
+            "a rank of the world, a fixed number?",
+        ),
+        "the gradient zeroed": (
+            lambda: (function(gathered, scattered_and_zeroed), SCATTER),
+            "changed the gradient that it was given",
         ),
         "labcode's": (
             lambda: (
@@ -386,6 +444,100 @@ def again(
     return Again
 
 
+class ByMessages(InOrder):
+    """Gathers with sends and receives."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        whole = gathered_by_messages(x, ctx.group)
+        own = start_reduce_scatter(grad @ weight, ctx.group, 1)()
+        return own, grad.flatten(0, 1).T @ whole.flatten(0, 1), None
+
+
+class KeepsACopyOfItsPart(InOrder):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x.clone(), weight)
+        ctx.group = group
+        return F.linear(gathered(x, group), weight)
+
+
+class AllReduceAndCut(InOrder):
+    """Twice the bytes of a reduce-scatter."""
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        wait = start_all_gather(x, ctx.group, 1)
+        dx = grad @ weight
+        dist.all_reduce(dx, group=ctx.group)
+        mine = dx.chunk(ctx.group.size(), 1)[ctx.group.rank()]
+        return mine, grad.flatten(0, 1).T @ wait().flatten(0, 1), None
+
+
+class KeepsTheClosure(InOrder):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        ctx.wait = start_all_gather(x, group, 1)
+        return F.linear(ctx.wait(), weight)
+
+
+class GathersForShow(InOrder):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        ctx.full = gathered(x, group)
+        return F.linear(ctx.full, weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        x, weight = ctx.saved_tensors
+        start_all_gather(x, ctx.group, 1)()
+        own = start_reduce_scatter(grad @ weight, ctx.group, 1)()
+        return own, grad.flatten(0, 1).T @ ctx.full.flatten(0, 1), None
+
+
+class KeepsInADict(GathersForShow):
+    @staticmethod
+    def forward(ctx, x, weight, group):
+        ctx.save_for_backward(x, weight)
+        ctx.group = group
+        ctx.cache = {"full": gathered(x, group)}
+        return F.linear(ctx.cache["full"], weight)
+
+    @staticmethod
+    def backward(ctx, grad):
+        _, weight = ctx.saved_tensors
+        own = start_reduce_scatter(grad @ weight, ctx.group, 1)()
+        return own, grad.flatten(0, 1).T @ ctx.cache["full"].flatten(0, 1), None
+
+
+class ZeroesTheGradient(InOrder):
+    @staticmethod
+    def backward(ctx, grad):
+        found = InOrder.backward(ctx, grad)
+        grad.zero_()
+        return found
+
+
+class SumsTheWeight(InOrder):
+    @staticmethod
+    def backward(ctx, grad):
+        grad_x, grad_weight, _ = InOrder.backward(ctx, grad)
+        dist.all_reduce(grad_weight, group=ctx.group)
+        return grad_x, grad_weight, None
+
+
+class NoReturnAtAll(InOrder):
+    @staticmethod
+    def backward(ctx, grad):
+        InOrder.backward(ctx, grad)
+
+
 class Labcodes(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, weight, group):
@@ -404,6 +556,8 @@ AGAIN = Answers(
         "both under way": lambda: InOrder,
         "einsum": lambda: WithEinsum,
         "kept as attributes": lambda: OnCtx,
+        "by messages": lambda: ByMessages,
+        "a copy of its part": lambda: KeepsACopyOfItsPart,
     },
     wrong={
         "zeros": (lambda: again(zeros=True), "nothing but zeros"),
@@ -411,11 +565,24 @@ AGAIN = Answers(
             lambda: again(multiply_first=True),
             "multiplies before it gathers",
         ),
-        "keeps the whole": (lambda: again(part=False), "is kept from forward to backward"),
+        "keeps the whole": (
+            lambda: again(part=False),
+            "kept from forward to backward by ctx.save_for_backward",
+        ),
         "keeps the whole as attribute": (
             lambda: again(attribute=True),
-            "is kept from forward to backward",
+            "kept from forward to backward by ctx itself",
         ),
+        "keeps the closure, and gathers again": (lambda: KeepsTheClosure, "by ctx itself"),
+        "keeps the whole, and gathers for show": (lambda: GathersForShow, "by ctx itself"),
+        "keeps the whole in a dict": (lambda: KeepsInADict, "by ctx itself"),
+        "all_reduce and cut": (lambda: AllReduceAndCut, "it calls all_gather, all_reduce"),
+        "zeroes the gradient": (
+            lambda: ZeroesTheGradient,
+            "changed the gradient that it was given",
+        ),
+        "the weight's gradient summed": (lambda: SumsTheWeight, "nothing is to be summed"),
+        "no return": (lambda: NoReturnAtAll, "backward gives 1 where 3 are due"),
         "no sum": (lambda: again(scatter=False), "the other ranks used these tokens"),
         "weight from own tokens": (
             lambda: again(whole_weight_gradient=False),
@@ -478,6 +645,30 @@ class MlpWithOwnFunctions(Mlp):
                 total = param.grad.clone()
                 dist.all_reduce(total, group=self.group)
                 param.grad = total
+
+
+class MlpWithTheNormByHand(Mlp):
+    """Keeps one tensor of its own tokens more."""
+
+    def forward(self, x):
+        h = F.layer_norm(x, x.shape[-1:]) * self.norm_weight + self.norm_bias
+        h = F.gelu(gathered_linear(h, self.up, self.up_bias, self.group))
+        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
+
+
+class GeluByHand(Mlp):
+    """Keeps more of all tokens than GELU's input and output."""
+
+    def forward(self, x):
+        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
+        h = gathered_linear(h, self.up, self.up_bias, self.group)
+        h = h * 0.5 * (1 + torch.erf(h / 2**0.5))
+        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
+
+
+class OtherNames(Mlp):
+    def __init__(self, weights, group):
+        super().__init__({f"my_{name}": weight for name, weight in weights.items()}, group)
 
 
 class BiasBeforeTheSum(Mlp):
@@ -564,13 +755,16 @@ MLP = Answers(
         "line by line": lambda: Mlp,
         "one message": lambda: MlpInOneMessage,
         "own functions": lambda: MlpWithOwnFunctions,
+        "the norm by hand": lambda: MlpWithTheNormByHand,
     },
     wrong={
         "bias before the sum": (lambda: BiasBeforeTheSum, "as often as there are ranks"),
         "no residual": (lambda: NoResidual, "goes past the MLP"),
         "no bias": (lambda: NoDownBias, "lacks down_bias"),
-        "plain all-gather": (lambda: PlainGather, "kept for all S tokens"),
-        "norm of all tokens": (lambda: NormAfterTheGather, "kept for all S tokens"),
+        "plain all-gather": (lambda: PlainGather, "of all S tokens are kept"),
+        "norm of all tokens": (lambda: NormAfterTheGather, "of all S tokens are kept"),
+        "GELU by hand": (lambda: GeluByHand, "of all S tokens are kept"),
+        "other names": (lambda: OtherNames, "the module has no parameter down"),
         "never gathers": (lambda: GeluOfThePartOnly, "not what one process gives"),
         "no sync": (lambda: NoSync, "leaves the gradient of norm_weight as it was"),
         "norms only": (lambda: SumsNormsOnly, "leaves the gradient of down_bias as it was"),

@@ -48,9 +48,35 @@ def naive(out_a, lse_a, out_b, lse_b):
 
 def merged_in_place(out_a, lse_a, out_b, lse_b):
     """Writes into the first block and gives it back: allowed."""
-    out, lse = out_a.clone(), lse_a.clone()
-    merge(out, lse, out_b, lse_b)
-    return out, lse
+    lse = torch.logaddexp(lse_a, lse_b)
+    out_a.mul_((lse_a - lse).exp()[..., None]).add_(out_b * (lse_b - lse).exp()[..., None])
+    lse_a.copy_(lse)
+    return out_a, lse_a
+
+
+def merged_by_labcode(out_a, lse_a, out_b, lse_b):
+    merge(out_a, lse_a, out_b, lse_b)
+    return out_a, lse_a
+
+
+def anchored_at_a(out_a, lse_a, out_b, lse_b):
+    """Subtracts the first lse, whichever is larger."""
+    lse = lse_a + torch.log1p((lse_b - lse_a).exp())
+    return out_a * (lse_a - lse).exp()[..., None] + out_b * (lse_b - lse).exp()[..., None], lse
+
+
+def anchored_at_b(out_a, lse_a, out_b, lse_b):
+    return anchored_at_a(out_b, lse_b, out_a, lse_a)
+
+
+def only_b_may_be_empty(out_a, lse_a, out_b, lse_b):
+    is_empty = torch.isinf(lse_b)
+    apart = torch.where(is_empty, torch.zeros_like(lse_b), lse_b - lse_a)
+    share = torch.where(is_empty, torch.zeros_like(apart), torch.sigmoid(apart))[..., None]
+    more = torch.nn.functional.softplus(apart, threshold=1e9)
+    large = torch.where(apart > 50, apart, more)
+    lse = torch.where(is_empty, lse_a, lse_a + large)
+    return out_a * (1 - share) + out_b * share, lse
 
 
 MERGE = Answers(
@@ -60,7 +86,8 @@ MERGE = Answers(
         "maximum": merged_with_the_maximum,
         "softmax of the two": merged_with_softmax,
         "sigmoid": merged_with_sigmoid,
-        "as labcode": merged_in_place,
+        "in place": merged_in_place,
+        "a list": lambda *blocks: list(merged(*blocks)),
     },
     wrong={
         "mean": (lambda a, x, b, y: ((a + b) / 2, torch.logaddexp(x, y)), "plain mean"),
@@ -78,6 +105,15 @@ MERGE = Answers(
             "denominator of both",
         ),
         "overflows": (naive, "overflows"),
+        "anchored at the first": (anchored_at_a, "whichever of the two lse is larger"),
+        "anchored at the second": (anchored_at_b, "whichever of the two lse is larger"),
+        "only the second may be empty": (only_b_may_be_empty, "where it is the first one"),
+        "labcode's": (merged_by_labcode, "labcode's own answer"),
+        "lse with a dim for D": (
+            lambda *blocks: (merged(*blocks)[0], merged(*blocks)[1][..., None]),
+            "lse is [2, 6, 1], should be [2, 6]",
+        ),
+        "lse first": (lambda *blocks: merged(*blocks)[::-1], "swapped"),
         "one tensor": (lambda a, x, b, y: merged(a, x, b, y)[0], "two tensors"),
         "rows and features confused": (
             lambda a, x, b, y: (
@@ -235,6 +271,89 @@ def forward_collecting(q, k, v, group):
     return (scores - lse[..., None]).exp() @ v_all, lse
 
 
+def forward_in_a_list(q, k, v, group):
+    """Merges each part when it is here, and keeps it all the same."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kvs = [torch.stack((k, v))]
+    for step in range(1, p):
+        kvs.append(pass_on(kvs[-1], group))
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, *kvs[-1], False))
+    return out, lse
+
+
+def forward_computing_meanwhile(q, k, v, group):
+    """A part travels on while it is computed with; the works live until the next step."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p + 1):
+        works = []
+        arrived = torch.empty_like(kv)
+        if step < p:
+            works = dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, kv, group=group, group_peer=(rank + 1) % p),
+                    dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % p),
+                ]
+            )
+        if step > 1 and (rank - step + 1) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+        for work in works:
+            work.wait()
+        kv = arrived
+    return out, lse
+
+
+def forward_merging_at_the_end(q, k, v, group):
+    """Keeps the outputs of the blocks, which are this rank's own."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    kv = torch.stack((k, v))
+    outs, lses = [], []
+    for step in range(p):
+        if step:
+            kv = pass_on(kv, group)
+        if (rank - step) % p <= rank:
+            out_b, lse_b = attend(q, kv[0], kv[1], step == 0)
+            outs.append(out_b)
+            lses.append(lse_b)
+    lse = torch.stack(lses).logsumexp(0)
+    return sum(o * (x - lse).exp()[..., None] for o, x in zip(outs, lses)), lse
+
+
+def forward_without_waiting(q, k, v, group):
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        arrived = torch.full_like(kv, math.nan)  # as memory may be that nobody has written
+        dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, kv, group=group, group_peer=(rank + 1) % p),
+                dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % p),
+            ]
+        )
+        kv = arrived
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+    return out, lse
+
+
+def forward_isend_never_waited(q, k, v, group):
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        work = dist.isend(kv, group=group, group_dst=(rank + 1) % p)  # noqa: F841
+        arrived = torch.empty_like(kv)
+        dist.recv(arrived, group=group, group_src=(rank - 1) % p)
+        kv = arrived
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+    return out, lse
+
+
 def forward_to_everybody(q, k, v, group):
     """Not a ring: each rank sends its part to each other rank."""
     rank, p = dist.get_rank(group), dist.get_world_size(group)
@@ -283,6 +402,8 @@ FORWARD = Answers(
         "parts to the left, K and V apart": forward_the_other_way,
         "from an empty result": forward_in_place,
         "isend and recv": forward_with_isend,
+        "computing meanwhile": forward_computing_meanwhile,
+        "merging at the end": forward_merging_at_the_end,
     },
     wrong={
         "own keys only": (option(only_own=True), "own keys alone"),
@@ -298,6 +419,9 @@ FORWARD = Answers(
         "stops when it sees nothing": (option(pass_only_what_is_seen=True), "waits"),
         "all_gather": (forward_by_gathering, "all_gather does the work for you"),
         "collects all parts": (forward_collecting, "more than one part of K and V"),
+        "keeps all parts in a list": (forward_in_a_list, "arrived are in memory together"),
+        "nobody waits": (forward_without_waiting, "Who waits?"),
+        "isend never waited for": (forward_isend_never_waited, "has each isend and irecv its wait"),
         "sends to everybody": (forward_to_everybody, "one neighbour only"),
         "labcode's": (forward_with_labcode, "labcode's own answer"),
         "the group ignored": (forward_in_the_world, "still speaks of all of them"),
@@ -337,6 +461,9 @@ def backward(
     local_lse=False,
     kv_hops=None,
     in_place=False,
+    all_causal=False,
+    mean=False,
+    swapped=False,
 ):
     rank, p = dist.get_rank(group), dist.get_world_size(group)
     hops = p if hops is None else hops
@@ -350,9 +477,8 @@ def backward(
             seen_lse, seen_out = lse, out
             if local_lse:
                 seen_out, seen_lse = attend(q, kv[0], kv[1], source == rank)
-            grads = attend_backward(
-                dout, q, kv[0], kv[1], seen_out, seen_lse, causal=source == rank
-            )
+            causal = all_causal or source == rank
+            grads = attend_backward(dout, q, kv[0], kv[1], seen_out, seen_lse, causal=causal)
             if not forget_dq or source == rank:
                 dq += grads[0]
             if overwrite:
@@ -366,6 +492,10 @@ def backward(
             sums = pass_on(sums, group)
     if in_place:
         k.add_(1)
+    if mean:
+        sums = sums / p
+    if swapped:
+        return dq, sums[1], sums[0]
     return dq, sums[0], sums[1]
 
 
@@ -420,6 +550,23 @@ def backward_to_the_left(dout, q, k, v, out, lse, group):
     return dq, *sums
 
 
+def backward_straight_home(dout, q, k, v, out, lse, group):
+    """Each term goes straight to the rank of its keys."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    dq, dk, dv = attend_backward(dout, q, k, v, out, lse, True)
+    own = torch.stack((dk, dv))
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        kv = pass_on(kv, group)
+        term = torch.zeros_like(kv)
+        if rank - step >= 0:
+            dq_b, dk_b, dv_b = attend_backward(dout, q, kv[0], kv[1], out, lse, False)
+            dq = dq + dq_b
+            term = torch.stack((dk_b, dv_b))
+        own = own + pass_on(term, group, -step)
+    return dq, own[0], own[1]
+
+
 def backward_with_all_reduce(dout, q, k, v, out, lse, group):
     dq, dk, dv = backward(dout, q, k, v, out, lse, group)
     dist.all_reduce(torch.zeros(1), group=group)
@@ -441,6 +588,7 @@ BACKWARD = Answers(
         "one message": backward_together,
         "one step behind": backward_one_step_behind,
         "to the left": backward_to_the_left,
+        "straight home": backward_straight_home,
     },
     wrong={
         "one hop short": (backwards(hops=3), "how many more hops"),
@@ -449,7 +597,10 @@ BACKWARD = Answers(
         "overwrites": (backwards(overwrite=True), "dq is right and dk is wrong"),
         "later keys as well": (backwards(skip_later=False), "dq is wrong"),
         "dq of own keys": (backwards(forget_dq=True), "terms of this rank's own keys alone"),
-        "the block's own lse": (backwards(local_lse=True), "dk is wrong"),
+        "the block's own lse": (backwards(local_lse=True), "Whose out and lse"),
+        "all causal": (backwards(all_causal=True), "every block is treated as causal"),
+        "the mean": (backwards(mean=True), "dk is the mean over the ranks"),
+        "dk and dv swapped": (backwards(swapped=True), "dk and dv are swapped"),
         "K and V go too far": (backwards(kv_hops=4), "are sent where 7 are enough"),
         "changes k": (backwards(in_place=True), "k has changed"),
         "a collective": (backward_with_all_reduce, "all_reduce does the work for you"),
@@ -552,6 +703,14 @@ DEAL = Answers(
             "a slice of queries, a slice of keys",
         ),
         "no return": (two(lambda r, p: None, block), "it returned None"),
+        "no return in my_block": (
+            two(chunks, lambda r, s, n: None),
+            "my_block(0, 0, 6): it returned None",
+        ),
+        "for powers of two only": (
+            two(lambda r, p: (r, r ^ (2 * p - 1)), block),
+            "belongs to exactly one rank",
+        ),
     },
 )
 
@@ -578,7 +737,9 @@ GRID = Answers(
         ),
         "long rings": (lambda: GridShape(cp=8, tp=8), "most of it is cp"),
         "too few": (lambda: GridShape(cp=2, tp=8), "there are 64 GPUs"),
-        "too many copies": (lambda: GridShape(dp=16, tp=4), "dp divides 8"),
+        "too many copies": (lambda: GridShape(dp=16, tp=4), "dp = 16 does not divide the 8"),
+        "a pipeline": (lambda: GridShape(dp=2, pp=2, cp=2, tp=8), "pp is 2"),
+        "nothing": (lambda: None, "my_grid is None"),
         "more ranks than heads": (lambda: GridShape(tp=64), "num_heads=32"),
         "a dict": (lambda: {"dp": 4, "cp": 2, "tp": 8}, "is not a GridShape"),
     },

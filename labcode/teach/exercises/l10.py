@@ -63,6 +63,7 @@ EXERCISES = {
 
 Sizes = tuple[int, int, int, int]  # s, b, h, a
 PARTS = ("norms", "attention", "mlp")
+SHARES = {2: "half", 4: "a quarter", 8: "an eighth"}
 
 
 class _Kept(NamedTuple):
@@ -125,6 +126,14 @@ def _coefficients(answer: Callable[..., Any], part: str, t: int) -> tuple[float,
 def _check_part(answer: Callable[..., Any], part: str) -> None:
     """On one rank."""
     kept = KEPT[part]
+    if kept.scores:
+        one_head = _part_of(answer, (64, 2, 128, 1), 1, part)
+        two_heads = _part_of(answer, (64, 2, 128, 2), 1, part)
+        half_as_long = _part_of(answer, (32, 2, 128, 1), 1, part)
+        assert one_head != two_heads or math.isclose(one_head, 2 * half_as_long), (
+            f"{part}: it does not matter how many heads there are, and each of the a heads has a "
+            "table of its own"
+        )
     per_token, per_score = _coefficients(answer, part, 1)
     if kept.scores:
         assert math.isclose(per_score, kept.scores, rel_tol=1e-6), (
@@ -148,7 +157,8 @@ def _check_cut(answer: Callable[..., Any], part: str, t: int) -> None:
     kept = KEPT[part]
     per_token, per_score = _coefficients(answer, part, t)
     assert math.isclose(per_score, kept.scores / t, rel_tol=1e-6, abs_tol=1e-9), (
-        f"{part}: a rank of {t} has {t} times fewer heads, and so many tables of scores"
+        f"{part}: right on one rank, but a rank of {t} has {SHARES[t]} of the heads, and so "
+        f"{SHARES[t]} of the tables"
     )
     wanted = kept.whole + kept.cut / t
     all_cut = (kept.whole + kept.cut) / t
@@ -173,6 +183,9 @@ WIDTH = 8
 COLUMNS = 4  # output features of each rank
 
 Pair = type[torch.autograd.Function]
+GRADIENT_CHANGED = (
+    "backward has changed the gradient that it was given: it is not yours, others may read it"
+)
 
 
 def pair(gather: Pair, scatter: Pair, ranks: Ranks) -> None:
@@ -205,10 +218,13 @@ def _forward_and_backward(
         return hint, before, before, []
     if far(x.detach(), before):
         return "forward has changed the x that it was given", before, before, []
+    given = grad.clone()
     with Watch() as backward, without(start_all_gather, start_reduce_scatter):
-        y.backward(grad.clone())
+        y.backward(given)
     if x.grad is None:
         return "backward gives no gradient for x", before, before, []
+    if far(given, grad):
+        return GRADIENT_CHANGED, before, before, []
     return "", y.detach(), x.grad, [forward, backward]
 
 
@@ -229,11 +245,20 @@ def _sent(call: Collective, p: int) -> float:
     return call.num_bytes
 
 
-def _traffic_hint(ways: list[Watch], num_bytes: int, p: int) -> str:
-    """Whether forward and backward each send what one all-gather of `num_bytes` sends."""
-    for way, made in zip(("forward", "backward"), ways):
+def _traffic_hint(
+    ways: list[Watch], num_bytes: int, p: int, gathers: tuple[int, int] = (1, 1)
+) -> str:
+    """Whether forward and backward each send what some all-gathers of `num_bytes` send.
+
+    Args:
+        ways: What forward and backward have done.
+        num_bytes: Of the whole tensor.
+        p: Ranks.
+        gathers: How many forward and backward need; a reduce-scatter sends as much as one.
+    """
+    for way, made, number in zip(("forward", "backward"), ways, gathers):
         sent = sum(_sent(call, p) for call in made.calls)
-        due_bytes = bytes_sent("all_gather", p, num_bytes)
+        due_bytes = number * bytes_sent("all_gather", p, num_bytes)
         if sent > due_bytes * 1.01:
             names = ", ".join(call.name for call in made.calls)
             return (
@@ -336,14 +361,20 @@ def _try_again(group: dist.ProcessGroup, again: Pair) -> str:
 
     x = parts[rank].clone().requires_grad_()
     weight = nn.Parameter(weights[rank].clone())
-    with without(gathered_linear), saved_bytes(nn.ParameterList([weight])) as saved:
+    with (
+        Watch() as forward,
+        without(gathered_linear),
+        saved_bytes(nn.ParameterList([weight])) as saved,
+    ):
         y = again.apply(x, weight, group)
         kept_bytes = saved.total()
     hint = _shape_hint(y, (BATCH, TOKENS, COLUMNS)) or _value_hint(y, expected_y, parts, weights)
     if hint:
         return hint
+    held_bytes = sum(forward.held(x, weight, y, at_most=x.nbytes))
+    given = grads[rank].clone()
     with Watch() as backward, without(gathered_linear):
-        y.backward(grads[rank].clone())
+        y.backward(given)
     if x.grad is None or weight.grad is None:
         return "backward returns a gradient for x, one for weight, and None for group"
     if x.grad.shape != x.shape:
@@ -353,19 +384,29 @@ def _try_again(group: dist.ProcessGroup, again: Pair) -> str:
     if far(x.grad, expected_grad_x):
         return "the gradient of x is wrong: which sum over the ranks, and which tokens of it?"
     if far(weight.grad, own_part(whole_weight.grad, group, 0)):
+        if not far(weight.grad, whole_weight.grad.unflatten(0, (p, -1)).sum(0)):
+            return (
+                "the gradient of the weight is summed over the ranks: each rank has its own rows "
+                "of W, so nothing is to be summed"
+            )
         return (
             "the gradient of the weight is wrong: it needs the rows of all S tokens, in grad and "
             "in x"
         )
-    gathers = backward.count("all_gather")
-    if kept_bytes > x.nbytes or gathers == 0:
+    if far(given, grads[rank]):
+        return GRADIENT_CHANGED
+    if max(held_bytes, kept_bytes) > x.nbytes:
+        who = "ctx.save_for_backward"
+        if kept_bytes <= x.nbytes:
+            who = "ctx itself, by an attribute or by a function that it keeps"
         return (
-            f"the numbers are right, but more than this rank's {x.nbytes} bytes of x is kept from "
-            f"forward to backward ({kept_bytes} were saved, and backward gathers {gathers} times)"
+            f"the numbers are right, but {max(held_bytes, kept_bytes):,} bytes are kept from "
+            f"forward to backward by {who}, and this rank's part of x has {x.nbytes:,}"
         )
+    gathers = backward.count("all_gather")
     if gathers > 1:
         return f"backward starts {gathers} all-gathers, and one for x is enough"
-    return ""
+    return _traffic_hint([forward, backward], whole_x.nbytes, p, gathers=(1, 2))
 
 
 def _value_hint(y: Tensor, expected: Tensor, parts: list[Tensor], weights: list[Tensor]) -> str:
@@ -429,10 +470,15 @@ def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
     assert whole_x.grad is not None
 
     model = mlp(own, group)
+    missing = set(shapes) - dict(model.named_parameters()).keys()
+    if missing:
+        return (
+            f"the module has no parameter {min(missing)}: __init__ makes one of each weight, under "
+            "the name that it has in the dict"
+        )
     x = own_part(whole_x.detach(), group, 1).requires_grad_()
-    with Watch() as forward, saved_bytes(model) as saved:
+    with Watch() as forward:
         y = model(x)
-        kept_bytes = saved.total()
     hint = _shape_hint(y, tuple(x.shape))
     if hint:
         return hint
@@ -440,6 +486,9 @@ def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
     hint = _output_hint(y.detach(), part, x.detach(), own["down_bias"], p)
     if hint:
         return hint
+    # GELU's input and output, of all tokens
+    enough = 2 * BATCH * TOKENS * COLUMNS * x.element_size()
+    held = forward.held(x, y, *model.parameters(), at_most=enough + 2 * x.nbytes)
     y.backward(own_part(grad, group, 1))
     if x.grad is None or far(x.grad, own_part(whole_x.grad, group, 1)):
         return "y is right, but the gradient of x is not: does each step have its own backward?"
@@ -449,12 +498,12 @@ def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
         hint = _parameter_hint(name, before[name], _gradient(model, name), whole[name].grad, group)
         if hint:
             return hint
-    # x, the norm's output, and the input and output of GELU; the rest is statistics
-    limit = 2 * x.nbytes + 2 * BATCH * TOKENS * COLUMNS * 8 + 2 * x.nbytes // WIDTH
-    if kept_bytes > limit:
+    # of its own tokens a rank may keep what it likes
+    of_all_tokens = sum(size for size in held if size > x.nbytes)
+    if of_all_tokens > enough:
         return (
-            f"the numbers are right, but {kept_bytes} bytes are kept for backward where {limit} "
-            "are enough: which tensor is kept for all S tokens?"
+            f"the numbers are right, but {of_all_tokens:,} bytes of all S tokens are kept for "
+            f"backward, and the input and the output of GELU have {enough:,}: which tensor is it?"
         )
     if forward.count("all_reduce"):
         return "the numbers are right, but forward calls all_reduce: each rank needs a part only"

@@ -2,13 +2,14 @@
 
 import itertools
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labcode.parallel import attention_block
 from labcode.parallel.attention_block import PLAIN
 from labcode.parallel.context import RingAttention
 from labcode.perf.flops import training_flops_per_sample
@@ -16,8 +17,8 @@ from labcode.perf.memory import model_activations
 from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
 from labcode.teach.check import RETURNED_NONE, Exercise, due
-from labcode.teach.exercises.on_ranks import without
-from labcode.teach.exercises.watch import Watch, draw, far, own_part, run_trial
+from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
+from labcode.teach.exercises.watch import Watch, draw, far, import_on, own_part, run_trial
 from labcode.topology import GridShape
 from labcode.units import si
 
@@ -31,7 +32,7 @@ EXERCISES = {
         ),
     ),
     "11.2": Exercise(
-        praise="exact, round the ring, and never the whole sequence in one place",
+        praise="exact, round the ring, and never more than two parts that have arrived",
         hints=(
             "Write a table for rank 2 of 4: in step 0, 1, 2, 3, whose keys are here?",
             "The next rank waits for a message in each step, whether you look at your part or not.",
@@ -51,7 +52,7 @@ EXERCISES = {
         praise="every visible score once, and the same work for all ranks in every step",
         hints=(
             "Of 2p chunks, chunk c sees c + 1/2 chunks of keys. Which two chunks make the same "
-            "sum for every rank?",
+            "sum for every rank, whatever p is?",
             "Draw the 8 x 8 mask of p = 4, and colour the rows of rank 1 and the columns of "
             "rank 2. Which tiles are in both, and visible?",
         ),
@@ -88,26 +89,40 @@ def merge(my_merge: Merge) -> None:
     draw = torch.Generator().manual_seed(5)
     scores = torch.randn(2, 6, 10, generator=draw, dtype=torch.float64)
     v = torch.randn(2, 10, 4, generator=draw, dtype=torch.float64)
-    for shift, keys in ((0.0, 5), (0.0, 2), (3.0, 8)):
-        shifted = torch.cat((scores[..., :keys], scores[..., keys:] + shift), -1)
-        block_a = _attend(shifted[..., :keys], v[:, :keys])
-        block_b = _attend(shifted[..., keys:], v[:, keys:])
-        _check_merged(my_merge, block_a, block_b, _attend(shifted, v))
-    _check_extremes(my_merge, block_a, block_b)
+    with without(attention_block.merge):
+        for shift, keys in ((0.0, 5), (0.0, 2), (3.0, 8)):
+            shifted = torch.cat((scores[..., :keys], scores[..., keys:] + shift), -1)
+            block_a = _attend(shifted[..., :keys], v[:, :keys])
+            block_b = _attend(shifted[..., keys:], v[:, keys:])
+            _check_merged(my_merge, block_a, block_b, _attend(shifted, v))
+        _check_large_scores(my_merge, block_a, block_b)
+        _check_empty_block(my_merge, block_a, block_b)
+
+
+Attended = tuple[Tensor, Tensor]  # out and lse of a block
+
+
+def _call(my_merge: Merge, block_a: Attended, block_b: Attended) -> Attended:
+    """The learner's out and lse; they may write into what they are given."""
+    given = [x.clone() for x in (*block_a, *block_b)]
+    return _two(my_merge(*given))
 
 
 def _check_merged(
-    my_merge: Merge,
-    block_a: tuple[Tensor, Tensor],
-    block_b: tuple[Tensor, Tensor],
-    expected: tuple[Tensor, Tensor],
+    my_merge: Merge, block_a: Attended, block_b: Attended, expected: Attended
 ) -> None:
     out_a, lse_a = block_a
     out_b, lse_b = block_b
     true_out, true_lse = expected
-    out, lse = _two(my_merge(out_a, lse_a, out_b, lse_b))
+    out, lse = _call(my_merge, block_a, block_b)
+    assert (out.shape, lse.shape) != (true_lse.shape, true_out.shape), (
+        "are the two results swapped? out comes first, then lse"
+    )
     assert out.shape == true_out.shape, (
         f"out is {list(out.shape)}, should be {list(true_out.shape)}: lse has no dim for D, add one"
+    )
+    assert lse.shape == true_lse.shape, (
+        f"lse is {list(lse.shape)}, should be {list(true_lse.shape)}"
     )
     assert not torch.allclose(out, (out_a + out_b) / 2), (
         "that is the plain mean: a block with larger scores counts for more"
@@ -127,28 +142,54 @@ def _check_merged(
     )
 
 
-def _check_extremes(
-    my_merge: Merge, block_a: tuple[Tensor, Tensor], block_b: tuple[Tensor, Tensor]
-) -> None:
-    """Large scores, and a block without a key."""
+def _check_large_scores(my_merge: Merge, block_a: Attended, block_b: Attended) -> None:
+    """In both blocks, in the first alone and in the second alone."""
     out_a, lse_a = block_a
     out_b, lse_b = block_b
-    out, lse = _two(my_merge(out_a, lse_a + 5000, out_b, lse_b + 5000))
+    out, lse = _call(my_merge, (out_a, lse_a + 5000), (out_b, lse_b + 5000))
     assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
         "with scores of 5000 it gives nan or inf, because exp(5000) overflows: which number may be "
         "subtracted from both lse first?"
     )
-    no_lse = torch.full_like(lse_b, -math.inf)
-    out, lse = _two(my_merge(out_a, lse_a, torch.zeros_like(out_b), no_lse))
-    assert torch.allclose(out, out_a) and torch.allclose(lse, lse_a), (
-        "a block without any key (lse = -inf) must change nothing"
-    )
+    large_a = (out_a, lse_a + 5000)
+    large_b = (out_b, lse_b + 5000)
+    for name, large, blocks in (
+        ("first", large_a, (large_a, block_b)),
+        ("second", large_b, (block_a, large_b)),
+    ):
+        out, lse = _call(my_merge, *blocks)
+        true_out, true_lse = large
+        assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
+            f"with scores of 5000 in the {name} block alone it gives nan or inf: is what you "
+            "subtract right, whichever of the two lse is larger?"
+        )
+        assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse), (
+            f"with scores of 5000 in the {name} block alone, out and lse should be those of this "
+            "block: beside it the other one has no weight"
+        )
 
 
-def _two(pair: Any) -> tuple[Tensor, Tensor]:
+def _check_empty_block(my_merge: Merge, block_a: Attended, block_b: Attended) -> None:
+    """The second block has no key that is visible, then the first one."""
+    out_b, lse_b = block_b
+    empty = (torch.zeros_like(out_b), torch.full_like(lse_b, -math.inf))
+    for name, seen, blocks in (
+        ("second", block_a, (block_a, empty)),
+        ("first", block_b, (empty, block_b)),
+    ):
+        out, lse = _call(my_merge, *blocks)
+        true_out, true_lse = seen
+        assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse), (
+            f"a block without any key (lse = -inf) must change nothing, and where it is the {name} "
+            "one it does"
+        )
+
+
+def _two(pair: Any) -> Attended:
     pair = due(pair)
-    assert isinstance(pair, tuple) and len(pair) == 2, "return two tensors: out, lse"
-    return due(*pair)
+    assert isinstance(pair, (tuple, list)) and len(pair) == 2, "return two tensors: out, lse"
+    assert all(isinstance(x, Tensor) for x in due(*pair)), "return two tensors: out, lse"
+    return pair[0], pair[1]
 
 
 # ---- 11.2 and 11.3
@@ -206,13 +247,25 @@ def _try_forward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
     if far(lse, own_part(true_lse, group, 2)):
         return "out is right and lse is not: is it that of all the keys together?"
     part_bytes = own[1].nbytes + own[2].nbytes
-    hint = _messages_hint(watch, (p - 1) * part_bytes, part_bytes)
+    receivers = sorted(watch.receivers())
+    if len(receivers) > 1:
+        return (
+            f"the numbers are right, but it sends to the ranks {receivers}: on a ring each rank "
+            "sends to one neighbour only"
+        )
+    hint = _sent_hint(watch, (p - 1) * part_bytes, part_bytes)
     if hint:
         return hint
     if watch.largest > 2 * own[1].numel():
         return (
             "the numbers are right, but somewhere more than one part of K and V is in one tensor: "
             "merge each part when it is here, and let it go"
+        )
+    if watch.most_arrived > 2 * part_bytes:
+        return (
+            f"the numbers are right, but {watch.most_arrived / part_bytes:g} parts of K and V that "
+            "arrived are in memory together, and two are enough: merge each part when it is here, "
+            "and let it go, together with the works that sent it"
         )
     return ""
 
@@ -224,7 +277,10 @@ def _shape_of(value: Any) -> str:
 def _output_hint(out: Tensor, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> str:
     """What a wrong output is instead."""
     if not torch.isfinite(out).all():
-        return "out has nan or inf in it: is a block merged that nobody can see?"
+        return (
+            "out has nan or inf in it: is a block merged that nobody can see, or one that has not "
+            "arrived yet? Who waits?"
+        )
     own_q, own_k, own_v = (own_part(x, group, 2) for x in (q, k, v))
     everything = PLAIN.forward(own_q, k, v, False)[0]
     if not far(out, everything):
@@ -247,14 +303,8 @@ def _output_hint(out: Tensor, q: Tensor, k: Tensor, v: Tensor, group: dist.Proce
     )
 
 
-def _messages_hint(watch: Watch, most_bytes: int, part_bytes: int) -> str:
-    """Whether this rank has sent more than it needs to, or not round a ring."""
-    receivers = sorted(watch.receivers())
-    if len(receivers) > 1:
-        return (
-            f"the numbers are right, but it sends to the ranks {receivers}: on a ring each rank "
-            "sends to one neighbour only"
-        )
+def _sent_hint(watch: Watch, most_bytes: int, part_bytes: int) -> str:
+    """Whether this rank has sent more than it needs to."""
     sent = watch.sent_bytes()
     if sent > most_bytes:
         return (
@@ -264,17 +314,45 @@ def _messages_hint(watch: Watch, most_bytes: int, part_bytes: int) -> str:
     return ""
 
 
+class _Finding(NamedTuple):
+    """What a rank has found in a trial: what is wrong, and how early that should be said.
+
+    Args:
+        stage: 0 for what is no result at all, then the gradients in their order, then messages.
+        hint: "" where all is right.
+    """
+
+    stage: int
+    hint: str
+
+
+GRADIENTS = ("dq", "dk", "dv")
+MESSAGES = 1 + len(GRADIENTS)
+
+
 def ring_backward(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `ring_backward(dout, q, k, v, out, lse, group)`: dq, dk and dv of this rank.
+
+    Rank 0 sees its own keys only, so its dq is right where the others' are wrong. Therefore all
+    ranks are judged together, and a wrong dq of any of them comes before a wrong dk.
 
     Args:
         answer: Is given this rank's part of everything, with out and lse over all visible keys.
         ranks: Four.
     """
-    run_trial(ranks, _try_backward, answer)
+    import_on(ranks, __name__)
+    in_groups(ranks, GROUPS, _try_backward, answer, judge=_judge_backward)
 
 
-def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+def _judge_backward(findings: list[_Finding]) -> None:
+    wrong = []
+    for rank, (stage, hint) in enumerate(findings):
+        if hint:
+            wrong.append((stage, rank, hint))
+    assert not wrong, f"on the rank with number {min(wrong)[1]} in the group: {min(wrong)[2]}"
+
+
+def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Finding:
     p = group.size()
     q, k, v = _sequence(group, 5)
     dout = draw(group, 9, *q.shape)
@@ -286,48 +364,81 @@ def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
     with Watch() as watch, without(RingAttention.forward):
         found = answer(*own, group)
     if found is ... or found is None:
-        return RETURNED_NONE
+        return _Finding(0, RETURNED_NONE)
     if not isinstance(found, (tuple, list)) or len(found) != 3:
-        return "it should return three tensors: dq, dk, dv"
+        return _Finding(0, "it should return three tensors: dq, dk, dv")
     for name, now, then in zip(("dout", "q", "k", "v", "out", "lse"), own, before):
         if far(now, then):
-            return f"{name} has changed: the caller still needs the tensors that it gave you"
+            changed = f"{name} has changed: the caller still needs the tensors that it gave you"
+            return _Finding(0, changed)
     if watch.collectives():
-        return f"{watch.collectives()[0]} does the work for you: use sends and receives"
-    for name, grad, whole_grad in zip(("dq", "dk", "dv"), found, true):
-        hint = _gradient_hint(name, grad, whole_grad, own, group)
-        if hint:
-            return hint
+        name = watch.collectives()[0]
+        return _Finding(0, f"{name} does the work for you: use sends and receives")
+    for name, grad in zip(GRADIENTS, found):
+        if not isinstance(grad, Tensor) or grad.shape != before[1].shape:
+            return _Finding(0, f"{name} is {_shape_of(grad)}, should be {list(before[1].shape)}")
+    due_here = [own_part(x, group, 2) for x in true]
+    for stage, name in enumerate(GRADIENTS, 1):
+        grad = found[stage - 1]
+        if not far(grad, due_here[stage - 1]):
+            continue
+        if name == "dq":
+            return _Finding(stage, _dq_hint(grad, own, whole, group))
+        if not far(found[1], due_here[2]) and not far(found[2], due_here[1]):
+            return _Finding(stage, "dk and dv are swapped: dk is what the keys get")
+        return _Finding(stage, _key_gradient_hint(name, grad, true[stage - 1], own, group))
     part_bytes = own[2].nbytes + own[3].nbytes
     # K and V need p - 1 hops, their gradients p at most
-    return _messages_hint(watch, (2 * p - 1) * part_bytes, part_bytes)
+    return _Finding(MESSAGES, _sent_hint(watch, (2 * p - 1) * part_bytes, part_bytes))
 
 
-def _gradient_hint(
-    name: str, grad: Any, whole_grad: Tensor, own: list[Tensor], group: dist.ProcessGroup
+def _dq_hint(
+    dq: Tensor, own: list[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup
 ) -> str:
-    """What is wrong with one of the three gradients, "" if it is right."""
+    """What a wrong dq is instead."""
+    dq_of_own_block = PLAIN.backward(*own, True)[0]
+    if not far(dq, dq_of_own_block):
+        return "dq has the terms of this rank's own keys alone"
+    own_dout, own_q, *_, own_out, own_lse = own
+    each_by_itself = torch.zeros_like(dq)
+    all_causal = torch.zeros_like(dq)
+    keys = whole[2].chunk(group.size(), 2)
+    values = whole[3].chunk(group.size(), 2)
+    for source in range(group.rank() + 1):
+        k, v = keys[source], values[source]
+        is_own = source == group.rank()
+        out_b, lse_b = PLAIN.forward(own_q, k, v, is_own)
+        each_by_itself += PLAIN.backward(own_dout, own_q, k, v, out_b, lse_b, is_own)[0]
+        all_causal += PLAIN.backward(own_dout, own_q, k, v, own_out, own_lse, True)[0]
+    if not far(dq, each_by_itself):
+        return (
+            "dq is wrong: the terms are those of a softmax over each block by itself. Whose out "
+            "and lse does attend_backward get?"
+        )
+    if not far(dq, all_causal):
+        return "dq is wrong: every block is treated as causal. In which one are some keys hidden?"
+    return (
+        "dq is wrong: it stays on its rank and adds up a term for each part of K and V that "
+        "this rank can see"
+    )
+
+
+def _key_gradient_hint(
+    name: str, grad: Tensor, whole_grad: Tensor, own: list[Tensor], group: dist.ProcessGroup
+) -> str:
+    """What a wrong dk or dv is instead."""
     expected = own_part(whole_grad, group, 2)
-    if not isinstance(grad, Tensor) or grad.shape != expected.shape:
-        return f"{name} is {_shape_of(grad)} and should be {list(expected.shape)}"
-    if not far(grad, expected):
-        return ""
-    from_own_block = PLAIN.backward(*own, True)[("dq", "dk", "dv").index(name)]
-    if not far(grad, from_own_block) and far(expected, from_own_block):
-        if name == "dq":
-            return "dq has the terms of this rank's own keys alone"
+    from_own_block = PLAIN.backward(*own, True)[GRADIENTS.index(name)]
+    if not far(grad, from_own_block):
         return f"{name} has the terms of this rank's own queries alone: where are the others'?"
+    if not far(grad, expected / group.size()):
+        return f"{name} is the mean over the ranks: the terms add up, and nobody divides"
     for other, part in enumerate(whole_grad.chunk(group.size(), 2)):
         if other != group.rank() and not far(grad, part):
             return (
                 f"{name} is complete, but it is that of another rank's keys: how many more hops "
                 "are there to its home?"
             )
-    if name == "dq":
-        return (
-            "dq is wrong: it stays on its rank and adds up a term for each part of K and V that "
-            "this rank can see"
-        )
     return (
         f"dq is right and {name} is wrong: does each sum travel with its own keys, does each rank "
         "add its term once, and does every rank pass on what it does not change?"
@@ -335,6 +446,8 @@ def _gradient_hint(
 
 
 # ---- 11.4
+
+SIZES = (2, 3, 4)  # of a ring; 3 is no power of two
 
 
 def deal(chunks: Callable[[int, int], Any], block: Callable[[int, int, int], Any]) -> None:
@@ -345,19 +458,19 @@ def deal(chunks: Callable[[int, int], Any], block: Callable[[int, int, int], Any
         block: `block(rank, source, tokens)`: (queries, keys, causal), two slices of the `tokens` of
             rank and source; None where nothing is visible.
     """
-    for p in (2, 4, 8):
+    for p in SIZES:
         held = []
         for rank in range(p):
             two = due(chunks(rank, p))
             assert isinstance(two, (tuple, list)), f"my_chunks gives {two!r}: two numbers are due"
             held.append([int(chunk) for chunk in two])
         _check_chunks(held, p)
-    for p in (2, 4):
+    for p in SIZES:
         _check_blocks(chunks, block, p)
 
 
 def _check_chunks(held: list[list[int]], p: int) -> None:
-    case = f"my_chunks, p={p}: {held}: " if p < 8 else f"my_chunks, p={p}: "
+    case = f"my_chunks, p={p}: {held}: "
     every = sorted(itertools.chain.from_iterable(held))
     assert every == list(range(2 * p)), (
         case + f"each of the chunks 0 to {2 * p - 1} belongs to exactly one rank"
@@ -385,13 +498,16 @@ def _check_blocks(chunks: Callable[..., Any], block: Callable[..., Any], p: int)
     work = torch.zeros(p, p)  # [step, rank] scores
     for rank in range(p):
         for source in range(p):
-            computed = _computed(block(rank, source, tokens), rank, source, tokens)
+            found = block(rank, source, tokens)
+            computed = _computed(found, rank, source, tokens)
             visible = torch.tensor(positions[rank])[:, None] >= torch.tensor(positions[source])
             whose = "its own keys" if rank == source else f"the keys of rank {source}"
             case = f"my_block, p={p}: with {whose}, rank {rank} "
             assert not (computed & ~visible).any(), case + (
                 "computes scores of keys that are later than their queries"
             )
+            call = f"my_block({rank}, {source}, {tokens})"
+            assert found is not None or not visible.any(), f"{call}: {RETURNED_NONE}"
             missing = int((visible & ~computed).sum())
             assert not missing, case + (
                 f"leaves out {missing} of the {int(visible.sum())} scores that it should compute"
@@ -494,11 +610,13 @@ def design(shape: GridShape) -> None:
     Args:
         shape: Of 64 GPUs.
     """
+    assert shape is not None, "my_grid is None: write GridShape(dp=.., cp=.., tp=..)"
     shape = due(shape)
     assert isinstance(shape, GridShape), f"{shape!r} is not a GridShape"
     assert shape.world_size == GPUS, f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs"
-    assert shape.pp == 1 and SEQUENCES % shape.dp == 0, (
-        f"pp is 1 here, and dp divides {SEQUENCES} sequences"
+    assert shape.pp == 1, f"pp is {shape.pp}, and no pipeline is asked for here: pp = 1"
+    assert SEQUENCES % shape.dp == 0, (
+        f"dp = {shape.dp} does not divide the {SEQUENCES} sequences of a step"
     )
     try:
         found = costs(shape)

@@ -68,8 +68,10 @@ def in_groups(
         except AssertionError as error:
             if number == 0:
                 raise
+            text = str(error)
+            stop = "" if text.endswith((".", "?", "!")) else "."
             raise AssertionError(
-                f"with ranks {_listed(groups[0])} it is right; {error}. {STILL_THE_WORLD}"
+                f"with ranks {_listed(groups[0])} it is right; {text}{stop} {STILL_THE_WORLD}"
             ) from None
         found.append(results)
     return found

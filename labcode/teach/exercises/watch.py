@@ -6,18 +6,38 @@
 right.
 """
 
+import gc
 import importlib
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from labcode.comm.counting import BARRIER, Collective, CollectiveSpy
 from labcode.pool.ranks import Ranks
 from labcode.teach.exercises.on_ranks import GROUPS, IMPORT_LIMIT_S, in_groups
 
 MAX_CALLS = 100  # far above what any exercise needs on four ranks
+LET_GO_S = 2.0  # how long gloo's own threads may hold the tensors of a call that is done
+
+
+class Memory:
+    """Pieces of memory behind tensors, each known by a weak reference, so that none is kept."""
+
+    def __init__(self) -> None:
+        self._pieces: dict[StorageWeakRef, int] = {}  # with the bytes of each
+
+    def add(self, tensor: torch.Tensor) -> None:
+        """Note the memory behind a tensor; that of a view is that of the whole."""
+        storage = tensor.untyped_storage()
+        self._pieces.setdefault(StorageWeakRef(storage), storage.nbytes())
+
+    def alive(self) -> dict[StorageWeakRef, int]:
+        """What still exists, with its bytes."""
+        return {piece: size for piece, size in self._pieces.items() if not piece.expired()}
 
 
 class Watch(CollectiveSpy):
@@ -28,12 +48,17 @@ class Watch(CollectiveSpy):
     Attributes:
         calls: Messages and collectives, in order; no barriers.
         largest: Elements of the largest tensor that an operation has given.
+        most_arrived: The most bytes of messages that had arrived, or were about to, and were alive
+            together while something was computed.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.calls: list[Collective] = []
         self.largest = 0
+        self.most_arrived = 0
+        self._made = Memory()
+        self._arrived = Memory()
 
     def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
         if call.name == BARRIER:
@@ -50,7 +75,39 @@ class Watch(CollectiveSpy):
         result = operation(*args, **kwargs)
         if isinstance(result, torch.Tensor):
             self.largest = max(self.largest, result.numel())
+        for tensor in result if isinstance(result, (tuple, list)) else (result,):
+            if isinstance(tensor, torch.Tensor):
+                self._made.add(tensor)
+        self.most_arrived = max(self.most_arrived, sum(self._arrived.alive().values()))
         return result
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace == "c10d" and func._schema.name.startswith("c10d::recv"):
+            for tensor in args[0]:
+                self._arrived.add(tensor)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def held(self, *others: torch.Tensor, at_most: int = 0) -> list[int]:
+        """Bytes of each piece of memory that was made while this was active and is still alive.
+
+        Args:
+            others: Tensors that do not count.
+            at_most: Bytes that are fine; for more, what gloo's threads still hold is waited for.
+        """
+        known = {StorageWeakRef(tensor.untyped_storage()) for tensor in others}
+        end = time.monotonic() + LET_GO_S
+        while True:
+            gc.collect()
+            sizes = [size for piece, size in self._made.alive().items() if piece not in known]
+            if sum(sizes) <= at_most or time.monotonic() > end:
+                return sizes
+            time.sleep(0.01)
 
     def count(self, name: str) -> int:
         """How many calls of one kind were made."""
@@ -80,9 +137,13 @@ def run_trial(ranks: Ranks, trial: Callable[..., str], *args: Any) -> None:
     Raises:
         AssertionError: With the hint of the first rank that has one, and in which group it was.
     """
-    # what the ranks import for the check does not count as the time of the learner's code
-    ranks.run(_import, trial.__module__, limit_s=IMPORT_LIMIT_S)
+    import_on(ranks, trial.__module__)
     in_groups(ranks, GROUPS, _assert_no_hint, trial, *args)
+
+
+def import_on(ranks: Ranks, module: str) -> None:
+    """Let the ranks import what a check needs, in time that is not the learner's."""
+    ranks.run(_import, module, limit_s=IMPORT_LIMIT_S)
 
 
 def _import(module: str) -> None:
