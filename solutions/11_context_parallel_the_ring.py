@@ -13,8 +13,7 @@
 # %% [markdown]
 # # 11 · Context parallel: the ring
 #
-# Some sequences are too long for one GPU, even if only one of them is trained at a time: whole books, videos, the
-# weather of a month. Then the sequence itself is cut, and each rank holds a part of the tokens from the first layer to
+# Some sequences are too long for one GPU, even one at a time: whole books, videos, the weather of a month. Then the sequence itself is cut, and each rank holds a part of the tokens from the first layer to
 # the loss. In all of the network only attention looks at other tokens, and in this lesson you write an attention that
 # does so without ever having the whole sequence in one place: the **ring**.
 #
@@ -25,9 +24,12 @@
 # - deal out a sequence such that all ranks have the same work under a causal mask;
 # - choose between ring, gather and all-to-all, and between context and tensor parallelism.
 #
-# **Time**: 70 minutes. **Needs**: lesson 10 (what a layer keeps), lesson 01 (sends, receives and the ring).
+# **Time**: 105 minutes in two sittings: sections 1 to 4 (70 minutes) are the ring, forward and backward, and sections 5
+# to 8 (35 minutes) are its balance and the other ways. Exercise 11.5 is optional. **Needs**: lesson 10 (what a layer
+# keeps), lesson 01 (sends, receives and the ring).
 
 # %%
+import inspect
 import math
 import time
 
@@ -73,24 +75,42 @@ print(f"{l11.LONG.num_parameters / 1e9:.1f} billion parameters")
 print(f"tp = 8: {si(tp_8_bytes, 'B')} of activations on each GPU")
 
 # %% [markdown]
-# An H100 has 80 GB, and weights, gradients and optimizer want their part of it. More tensor parallelism would leave the
-# node, where the links are nine times slower (lesson 08), and it sends in every layer.
+# An H100 has 80 GB, and weights, gradients and optimizer want their part of it: 16 bytes for each parameter (lesson 04),
+# which tensor parallelism cuts by 8. More tensor parallelism would leave the node, where the links are nine times
+# slower (lesson 08), and it sends in every layer.
 #
 # **Context parallelism** (cp) is another axis of the grid. Each of p ranks holds S/p of the tokens, everywhere: in the
 # embedding, in every norm, in every product, in the loss. Nothing is gathered for a matrix product, because a product
 # treats each token by itself. All weights are the same on the ranks of cp, and their gradients are summed over cp, as
 # they are summed over data parallel ranks.
 #
-# **Predict.** How many bytes of activations are left on each GPU with tp = 8 and cp = 4, if nothing else is kept?
+# **Predict.** How many bytes are in use on each GPU, weights with gradients and optimizer **and** activations, with tp =
+# 8 alone, and with tp = 8 and cp = 4?
 
 # %% tags=["predict"]
-tp_8_cp_4_bytes = tp_8_bytes / 4
+in_use_tp_8 = 16 * 7.2e9 / 8 + tp_8_bytes
+in_use_tp_8_cp_4 = 16 * 7.2e9 / 8 + tp_8_bytes / 4
 
 # %% tags=["nbval-check-output"]
-found_bytes = activation_bytes(GridShape(tp=8, cp=4))
-compare("tp = 8, cp = 4", tp_8_cp_4_bytes, found_bytes, within=1.01, unit="B")
+def in_use_bytes(shape):
+    """Weights with gradients and optimizer, and activations."""
+    weight_bytes = 16 * l11.LONG.num_parameters / shape.tp
+    return weight_bytes + activation_bytes(shape)
+
+without_cp = in_use_bytes(GridShape(tp=8))
+with_cp = in_use_bytes(GridShape(tp=8, cp=4))
+compare(
+    "in use, tp = 8", in_use_tp_8, without_cp,
+    within=1.02, unit="B", found="computed",
+)
+compare(
+    "in use, tp = 8, cp = 4", in_use_tp_8_cp_4, with_cp,
+    within=1.02, unit="B", found="computed",
+)
 
 # %% [markdown]
+# Without cp this does not fit into 80 GB. With cp = 4 it does, although the weights are as large as before.
+#
 # There is one operation that needs other tokens, and that is attention: each query looks at the keys and values of all
 # tokens before it. There are three ways to bring them together:
 #
@@ -145,17 +165,18 @@ q = torch.ones(1, 1)
 k = torch.tensor([[0.0], [0.0], [math.log(6)]])
 v = torch.tensor([[1.0], [3.0], [8.0]])
 out, lse = attend(q, k, v, causal=False)
-compare("output over all three keys", output_of_both, out.item(), within=1.001)
-compare("lse over all three keys", lse_of_both, lse.item(), within=1.001)
+out, lse = out.item(), lse.item()
+compare("output, all three keys", output_of_both, out, within=1.001, found="computed")
+compare("lse, all three keys", lse_of_both, lse, within=1.001, found="computed")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.1 · Online softmax
 #
-# Write the merge: from output and lse of two blocks of keys, the output and the lse that attention over both blocks
-# together would give. `out` is [.., Q, D] and `lse` is [.., Q]. Two things may happen:
+# Write the merge: from the outputs and lse of two blocks of keys, compute those that attention over both blocks would
+# give. `out` is [.., Q, D] and `lse` is [.., Q]. Two things may happen, to the first block as well as to the second:
 #
-# - scores may be in the thousands, where `exp` overflows;
-# - one of the two blocks may have no visible key. Its output is 0 and its lse is -inf.
+# - scores may be in the thousands, where `exp` overflows, also in one block alone;
+# - a block may have no visible key. Its output is 0 and its lse is -inf.
 
 # %% tags=["exercise"]
 def my_merge(out_a, lse_a, out_b, lse_b):
@@ -172,9 +193,9 @@ def my_merge(out_a, lse_a, out_b, lse_b):
 check("11.1", lambda: l11.merge(my_merge))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
+# *For the instructor.* 20 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
 # add up, denominators add up. Nearly everybody writes `exp(lse)` first, which the check refuses at scores of 5000.
-# Others weight with lse itself. Ask the room: in which order may blocks be merged? (In any, and in any grouping. That
+# Others weight with lse itself, or subtract the first lse, which overflows where the second is larger. Ask the room: in which order may blocks be merged? (In any, and in any grouping. That
 # is why the ring may start anywhere.)
 
 # %% [markdown]
@@ -192,14 +213,15 @@ show_source(attention_block.merge)
 # %% [markdown]
 # ## 3. The ring, forward
 #
-# Each of p ranks has its queries, keys and values: a piece of S/p tokens, in the order of the ranks. In step 0 it
-# computes attention over its own keys. Then every rank passes its keys and values on to the next rank, and the last
+# Each of p ranks has its queries, keys and values: a piece of S/p tokens, in the order of the ranks. This layout of the
+# sequence is called **contiguous**. In step 0 each rank computes attention over its own keys. Then every rank passes its keys and values on to the next rank, and the last
 # rank passes them to the first. In step 1 everybody looks at the keys of the rank before it, and so on. After p - 1
 # messages all parts have been everywhere.
 
 # %% tags=["figure"]
 plot.ring_attention(
     4,
+    title="After three messages every part of K and V has been on every rank",
     alt="In step 0 each rank has its own keys and values; in each step they move on "
         "by one rank, so that in step 3 the keys of rank 0 are on rank 3",
 )
@@ -224,14 +246,16 @@ def keys_here(rank, step, p):
         parts = [parts[-1], *parts[:-1]]
     return parts[rank]
 
-compare("on rank 2 in step 5", keys_of_rank, keys_here(2, 5, 8), within=1)
+in_step_5 = keys_here(2, 5, 8)
 earlier_or_own = [step for step in range(8) if keys_here(2, step, 8) <= 2]
-compare("parts looked at by rank 2", parts_looked_at, len(earlier_or_own), within=1)
+looked_at = len(earlier_or_own)
+compare("on rank 2 in step 5", keys_of_rank, in_step_5, within=1, found="simulated")
+compare("parts for rank 2", parts_looked_at, looked_at, within=1, found="simulated")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 11.2 · The ring
 #
-# Write causal attention on a ring, for pieces in a row as in the picture. q, k and v are this rank's parts, [B, N, S/p,
+# Write causal attention on a ring, in the contiguous layout of the picture. q, k and v are this rank's parts, [B, N, S/p,
 # D] for N heads of D features. Return out [B, N, S/p, D] and lse [B, N, S/p]. Begin with a function that passes one
 # tensor on to the next rank and returns what comes from the rank before. You know the tools from lesson 01:
 #
@@ -243,7 +267,7 @@ compare("parts looked at by rank 2", parts_looked_at, len(earlier_or_own), withi
 # your own function, or `attention_block.merge(out, lse, out_b, lse_b)`, which changes its first two arguments.
 #
 # The check compares with one process in float64. It also counts: p - 1 messages of one part of K and V for each rank,
-# to one neighbour, and never the whole sequence in one place. About 20 lines.
+# to one neighbour, and never more than two parts in memory that have arrived. About 20 lines.
 
 # %% tags=["exercise"]
 def pass_on(x, group):
@@ -279,7 +303,7 @@ def ring_forward(q, k, v, group):
 check("11.2", lambda: l11.ring_forward(ring_forward, ranks))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 18 minutes. The most common mistakes: leaving the loop, or not passing on, when there is nothing
+# *For the instructor.* 25 minutes for the section. The most common mistakes: leaving the loop, or not passing on, when there is nothing
 # to see (the next rank then waits: it hangs); the wrong source (rank + step, which is right only if parts move the
 # other way); `dist.get_rank()` without the group, which the check finds with groups of ranks 0, 2 and 1, 3. Ask the
 # room: when could the next part already be under way? (From the moment this one is here: receive step + 1 while
@@ -296,10 +320,12 @@ show_source(context._Ring.forward)
 
 # %% [markdown]
 # Can a message hide behind the computing? A part of T = S/p tokens with h features takes 4 T h bytes in 16-bit numbers,
-# keys and values together. The scores of one block and their product with the values take 4 T² h operations. So there
-# are T operations for each byte, whatever the model. A GPU that does 400 · 10¹² operations per second, on a link of 50
-# · 10⁹ bytes per second, needs 8000 tokens in a part to compute for as long as it sends. Long sequences, for which the
-# ring is made, hide what travels.
+# keys and values together. The scores of a full block (`all` in the picture) and their product with the values take 4
+# T² h operations. So there are T operations for each byte, however wide the model is. A GPU that does 400 · 10¹²
+# operations per second, on a link of 50 · 10⁹ bytes per second, needs 8000 tokens in a part to compute for as long as
+# it sends. If several query heads share a key head, fewer bytes travel, and fewer tokens are enough. In the layout of
+# section 5 each block is half of a full one, and it takes 16000. Long sequences, for which the ring is made, hide what
+# travels.
 #
 # **Takeaway: in the ring a rank holds two parts of K and V at a time, sends p - 1 of them, and gets the result of one
 # process.**
@@ -356,6 +382,7 @@ print("dk is that of one block after the other:", torch.allclose(dk, k.grad))
 # %% tags=["figure"]
 plot.ring_gradients(
     4,
+    title="After the last step, one more message brings every sum home",
     alt="The sum of the gradients of each rank's keys moves on with the keys and "
         "collects a term on every rank that sees them; after a last message it is "
         "at home",
@@ -402,22 +429,23 @@ def ring_backward(dout, q, k, v, out, lse, group):
 check("11.3", lambda: l11.ring_backward(ring_backward, ranks))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 18 minutes. The hop that is forgotten is the last one: dq is right, dK and dV are complete but
+# *For the instructor.* 25 minutes for the section. The hop that is forgotten is the last one: dq is right, dK and dV are complete but
 # those of the neighbour, and the check says so. Some compute out and lse anew for each block and use those: then P is
 # the block's own softmax. Ask the room why the sums are kept in float32 where K and V are in 16 bits. (They collect p
 # terms one after the other; that makes their messages twice as long.)
 
 # %% [markdown]
 # labcode saves one message. A rank's own term needs no journey: it stays at home, and the sum that travels is begun by
-# the **next** rank. It then follows its keys one step behind, for p - 1 hops in place of p.
+# the **next** rank. It then follows its keys one step behind, for p - 1 hops in place of p. The docstring of its
+# backward says where everything is in each step.
 
 # %%
-show_source(context._Ring.backward)
+print(inspect.getdoc(context._Ring.backward))
 
 # %% [markdown]
 # Let *kv* be the bytes of one rank's K and V together. In forward each part makes p - 1 hops. In backward it goes round
-# once more, and in labcode's version the sums of its gradients, which are as large in float64, make p - 1 hops as well.
-# (In the code, `layout` says which tokens a rank holds. It does not change the bytes, and section 5 explains it.)
+# once more, and in labcode's version the sums of its gradients (in float64 as large as K and V) make p - 1 hops as
+# well.
 #
 # **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 8 bytes
 # for a number. How many bytes does a rank send in forward and backward together?
@@ -426,9 +454,11 @@ show_source(context._Ring.backward)
 one_kv = 2 * 1 * 4 * (1024 // 4) * 32 * 8
 ring_bytes = (3 + 3 + 3) * one_kv
 
-# %%
-kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.float64).nbytes
+# %% [markdown]
+# We let autograd and the spy on the messages count. `layout` says which tokens a rank holds; so far we know one,
+# contiguous.
 
+# %%
 def wire_bytes(calls):
     """Bytes that a rank sends; a collective counts as on a ring."""
     sent = 0
@@ -457,16 +487,18 @@ def beside_one_process(rank, attention, layout):
     off = max(off_out.abs().max().item(), off_grad.abs().max().item())
     return off, wire_bytes(calls), kept_bytes
 
+# %% tags=["nbval-check-output"]
 def with_ring(core, group, layout, q, k, v):
     ring = RingAttention(core, group, layout)
     ring.length = 1024
     return ring(q, k, v)
 
-# %% tags=["nbval-check-output"]
-off, sent_bytes, kept_bytes = ranks.run(beside_one_process, with_ring, "zigzag")[3]
+kv_bytes = 2 * torch.empty(1, 4, 1024 // 4, 32, dtype=torch.float64).nbytes
+off, sent_bytes, kept_bytes = ranks.run(beside_one_process, with_ring, "contiguous")[3]
 print(f"output and gradients of one process to 1e-12: {off < 1e-12}")
 print(f"kept for backward: {kept_bytes / kv_bytes:.2f} kv")
-compare("the ring sends", ring_bytes, sent_bytes, within=1, unit="B")
+compare("kv", one_kv, kv_bytes, within=1, unit="B", found="computed")
+compare("the ring sends", ring_bytes, sent_bytes, within=1, unit="B", found="counted")
 
 # %% [markdown]
 # What is kept belongs to the rank's own tokens: q, k, v and the output make 2 kv, and the lse a little more.
@@ -477,15 +509,16 @@ compare("the ring sends", ring_bytes, sent_bytes, within=1, unit="B")
 # %% [markdown]
 # ## 5. Who does the work under a causal mask
 #
-# Token 1000 looks at a thousand keys, token 1 at one. So with pieces in a row (labcode calls this layout `contiguous`)
-# the ranks have different work. The picture shows the mask for four ranks, in 8 × 8 tiles: rows are queries, columns
-# are keys, and on the right and below stands the rank that holds them. The colour says which rank computes a tile, and
-# the number in it is the step of the ring in which its keys are there.
+# Token 1000 looks at a thousand keys, token 1 at one. So in the contiguous layout the ranks have different work. The
+# picture shows the mask for four ranks, in 8 × 8 tiles: rows are queries, columns are keys, and the labels on the right
+# and below name the rank that holds them. The colour says which rank computes a tile, and the number in it is the step
+# of the ring in which its keys are there.
 
 # %% tags=["figure"]
 plot.causal(
     4, ("contiguous",),
-    alt="The causal mask of pieces in a row: rank 3 has a broad band of tiles, "
+    title="Later ranks have more tiles",
+    alt="The causal mask in the contiguous layout: rank 3 has a broad band of tiles, "
         "rank 0 a small corner",
 )
 
@@ -508,10 +541,11 @@ def tiles_of_ranks(layout):
         work[owner] += 0.5 if query == key else 1.0
     return work
 
-in_a_row = tiles_of_ranks("contiguous")
-compare("rank 3 / rank 0", last_to_first, in_a_row[3] / in_a_row[0], within=1)
-fair = sum(in_a_row) / 4
-compare("rank 3 / fair share", last_to_fair, in_a_row[3] / fair, within=1)
+tiles = tiles_of_ranks("contiguous")
+fair = sum(tiles) / 4
+last, first = tiles[3], tiles[0]
+compare("rank 3 / rank 0", last_to_first, last / first, within=1, found="counted")
+compare("rank 3 / fair share", last_to_fair, last / fair, within=1, found="counted")
 
 # %% [markdown]
 # And it is worse than that. In a ring, all ranks pass on their parts at the end of a step, so everybody waits for the
@@ -534,7 +568,7 @@ compare("rank 3 / fair share", last_to_fair, in_a_row[3] / fair, within=1)
 # source's keys, and whether the block is causal. All these queries must see all these keys, or the block is causal. It
 # may help to draw the tiles of two ranks.
 #
-# The check builds the mask for p = 2 and p = 4. Every visible score must be computed once and no hidden one, and in
+# The check builds the mask for p = 2, 3 and 4. Every visible score must be computed once and no hidden one, and in
 # each step all ranks must have the same number of scores.
 
 # %% tags=["exercise"]
@@ -560,19 +594,20 @@ def my_block(rank, source, tokens):
 check("11.4", lambda: l11.deal(my_chunks, my_block))
 
 # %% [markdown]
-# With an early and a late chunk on each rank, the ring is balanced. This layout is called **zig-zag**. Look for rank 0
-# on both sides, and count the tiles of one step.
+# With an early and a late chunk on each rank, the ring is balanced. This layout is called **zig-zag** (`"zigzag"` in
+# code). Look for rank 0 on both sides, and count the tiles of one step.
 
 # %% tags=["figure"]
 plot.causal(
     4,
+    title="With zig-zag all ranks have the same number of tiles in each step",
     alt="On the left rank 3 has a broad band and rank 0 a corner; "
         "on the right, zig-zag, each rank has a short and a long row of tiles",
 )
 
 # %% tags=["nbval-check-output"]
-print("tiles in a row: ", tiles_of_ranks("contiguous"))
-print("tiles, zig-zag: ", tiles_of_ranks("zigzag"))
+print("tiles, contiguous:", tiles_of_ranks("contiguous"))
+print("tiles, zig-zag:   ", tiles_of_ranks("zigzag"))
 
 # %% [markdown]
 # labcode writes `my_block` for any layout and for parts of uneven size. It takes those of a rank's chunks that are
@@ -601,33 +636,37 @@ def compute_ms(rank, layout):
         times_ms.append(1e3 * (time.thread_time() - start_s))
     return sorted(times_ms)[3]
 
-row_ms = ranks.run(compute_ms, "contiguous")
+contiguous_ms = ranks.run(compute_ms, "contiguous")
 zigzag_ms = ranks.run(compute_ms, "zigzag")
 fair_ms = sum(zigzag_ms) / 4
-compare("rank 3 / fair share", last_to_fair, row_ms[3] / fair_ms, within=1.5)
+compare("rank 3 / fair share", last_to_fair, contiguous_ms[3] / fair_ms, within=1.5)
+print(f"rank 3 / rank 0: {contiguous_ms[3] / contiguous_ms[0]:.1f}, and 7 by the tiles")
 
 # %% tags=["figure"]
 by_rank = {}
 for rank in range(4):
-    by_rank[f"rank {rank}"] = {"in a row": row_ms[rank], "zig-zag": zigzag_ms[rank]}
+    by_rank[f"rank {rank}"] = {
+        "contiguous": contiguous_ms[rank], "zig-zag": zigzag_ms[rank]
+    }
 plot.bars(
     by_rank, ylabel="ms computing, 4096 tokens", fmt="{:.0f}",
     title="Zig-zag gives all ranks the same work",
-    alt="In a row the time grows from rank 0 to rank 3; "
+    alt="Contiguous, the time grows from rank 0 to rank 3; "
         "with zig-zag all four ranks compute for about the same time",
 )
 
 # %% [markdown]
-# On the processor's clock the bars follow the tiles. They are a little more even than the tiles, because passing on
-# costs every rank the same.
+# Zig-zag is even, and contiguous is not, but rank 0 takes far longer than a seventh of rank 3. Two things cost every
+# rank the same, and weigh most where there is little else to do: passing on K and V, and the causal block of its own
+# keys, for which this kernel takes much more than half the time of a full block.
 #
 # Positions travel with their tokens: labcode's `take_own` cuts inputs, targets and positions in the same way. A vision
-# transformer has no causal mask, so pieces in a row share its work evenly.
+# transformer has no causal mask, so the contiguous layout shares its work evenly.
 #
 # **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the
+# *For the instructor.* 15 minutes for the section. `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the
 # columns of rank 2 for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both.
 # There is a second right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two cases swap.
 # Ask the room what striped attention does (rank r holds the tokens r, r + p, r + 2p and so on): it is balanced as well,
@@ -642,11 +681,13 @@ plot.bars(
 #
 # **All-to-all** (DeepSpeed Ulysses). Attention treats each **head** by itself. So before attention the ranks swap: each
 # gives away its tokens of the heads that are not its own, and gets all tokens of its own heads. Then it computes
-# ordinary attention over the whole sequence, for N/p heads. Afterwards the output is swapped back.
+# ordinary attention over the whole sequence, for N/p heads. Afterwards the output is swapped back. In the picture, the
+# colour and the number of a square name the rank that holds these tokens of this head.
 
 # %% tags=["figure"]
 plot.ulysses(
     4,
+    title="One all-to-all turns own tokens into own heads, another one back",
     alt="Before attention each rank holds a row, its tokens of all heads; an "
         "all-to-all turns it into a column, all tokens of its head, and a second one "
         "turns it back",
@@ -681,17 +722,27 @@ ulysses_bytes = 2 * 4 * (3 / 4) * one_kv / 2
 # %% tags=["nbval-check-output"]
 gather = ranks.run(beside_one_process, with_gather, "zigzag")[3]
 ulysses = ranks.run(beside_one_process, with_ulysses, "contiguous")[3]
-compare("the gather sends", gather_bytes, gather[1], within=1, unit="B")
-compare("the all-to-all sends", ulysses_bytes, ulysses[1], within=1, unit="B")
+compare(
+    "the gather sends", gather_bytes, gather[1],
+    within=1, unit="B", found="counted",
+)
+compare(
+    "the all-to-all sends", ulysses_bytes, ulysses[1],
+    within=1, unit="B", found="counted",
+)
 for name, (off, _, kept) in (("gather", gather), ("all-to-all", ulysses)):
     kept_kv = kept / kv_bytes
     print(f"{name}: one process to 1e-12: {off < 1e-12}; keeps {kept_kv:.1f} kv")
 
 # %% [markdown]
+# The gather keeps 4 kv for K and V of the whole sequence, 2 kv for its own q, k, v and output, and then something that
+# the list of section 1 does not name: a **mask**. Its queries meet keys of all positions at once, and PyTorch keeps the
+# mask in the dtype of q, about S²/(2 p) numbers. Here these are another 2 kv, and they grow with S².
+#
 # | | ring | gather | all-to-all |
 # |---|---|---|---|
 # | sends, in kv | 3 (p - 1) | 2 (p - 1) | 4 (p - 1)/p |
-# | keeps, in kv | 2 | p and more | 2 |
+# | keeps, in kv | 2 | p + 2, and the mask | 2 |
 # | hides behind computing | yes, block by block | hardly | hardly |
 # | number of ranks | any | any | at most the number of key/value heads |
 # | causal mask | needs zig-zag | needs zig-zag | is balanced by itself |
@@ -713,6 +764,11 @@ ranks.run(ring_with_dropout)
 # %% [markdown]
 # **Takeaway: ring, gather and all-to-all give the same numbers. The ring scales to any number of ranks and hides its
 # messages; the all-to-all sends least, but needs heads; the gather is simple and keeps all keys.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. People forget that the all-to-all sends four tensors forward and four backward, or
+# count whole tensors in place of (p - 1)/p of them. Ask the room how the gather could do without the mask. (With a
+# kernel that takes positions, or block by block with the merge, as the ring does.)
 
 # %% [markdown]
 # ## 7. A whole GPT, and how to choose
@@ -757,10 +813,12 @@ report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
 # is still too long, and dp with what is left.
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 11.5 · Open end: 131072 tokens
+# ### Exercise 11.5 · Open end, optional: 131072 tokens
 #
 # The GPT of section 1, with 8 sequences of 131072 tokens in a step, on 64 GPUs in nodes of 8. Choose a
-# `GridShape(dp=.., cp=.., tp=.., order=..)` with pp = 1. Sequence parallelism is on. Three things are asked:
+# `GridShape(dp=.., cp=.., tp=.., order=..)` with pp = 1. Sequence parallelism is on. The 8 sequences are dealt out over
+# dp, and a rank of dp takes its own one after the other, so that the activations are those of one. Three things are
+# asked:
 #
 # 1. Weights (16 bytes for each parameter, with gradients and optimizer) and activations take at most 60 GB of a GPU.
 # 2. tp and cp together take at most 20 % of the computing time, if nothing hides.
@@ -792,7 +850,7 @@ check("11.5", lambda: l11.design(my_grid))
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 7 minutes. Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room first
+# *For the instructor.* 12 minutes with section 8. Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room first
 # say which axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left for the activations.
 
 # %% [markdown]
@@ -802,11 +860,15 @@ check("11.5", lambda: l11.design(my_grid))
 # |---|---|
 # | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_tiny --parallel.cp 4 --model.context_length 1024` |
 # | the gather | add `--parallel.context_attention all_gather` |
-# | SLURM, inside a job | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
+# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
+#
+# Under `srun`, export `MASTER_ADDR` (the first node) and `MASTER_PORT` first, or the ranks of two nodes do not find each
+# other. Lesson 04 explains these variables, and lesson 14 writes such a script.
 #
 # On GPUs the same class takes PyTorch's fused kernels for its blocks, after it has compared them with the plain one on
-# a small example. PyTorch has a ring of its own, `torch.distributed.tensor.experimental.context_parallel`. It is not
-# beside ours here because it does not run on a CPU (torch 2.13 has no sharding rule for the attention there).
+# a small example. PyTorch has context parallelism too, `context_parallel` in `torch.distributed.tensor.experimental`.
+# It gathers K and V, unless you ask with `set_rotate_method("alltoall")` that they go round in steps (torch 2.13). It
+# is not beside ours here because it does not run on a CPU: torch 2.13 has no sharding rule for the attention there.
 #
 # ## Questions
 #
@@ -814,7 +876,7 @@ check("11.5", lambda: l11.design(my_grid))
 #
 # <details><summary>Answer</summary>
 #
-# Rank 1 waits for a message from rank 0 in every step, so it would hang. Under a causal mask with pieces in a row,
+# Rank 1 waits for a message from rank 0 in every step, so it would hang. Under a causal mask in the contiguous layout,
 # nobody needs what rank 0 passes on in the later steps: a part that has come round to rank 0 is later than all queries
 # that it still meets. So **all** ranks could agree to stop sending such parts. But one rank alone may not. And with
 # zig-zag every part is needed everywhere.

@@ -21,11 +21,13 @@ from labcode.teach.figures.style import (
     colour_of,
     figure,
     ink_on,
+    put_headline,
     put_text,
     swatch,
 )
 
 MAX_RANKS = 6
+NAMES = {"zigzag": "zig-zag"}  # of layouts, as one writes them in a sentence
 
 Tile = tuple[int, int]  # query chunk, key chunk
 
@@ -66,7 +68,9 @@ def _owners(p: int, layout: str) -> dict[int, int]:
 
 
 @figure
-def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: str) -> Picture:
+def causal(
+    p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, title: str = "", alt: str
+) -> Picture:
     """The mask in 2p x 2p tiles, coloured by rank; the number in a tile is the step of the ring.
 
     Rows are chunks of queries, columns chunks of keys; at their ends stands the rank that holds
@@ -75,6 +79,7 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
     Args:
         p: Number of ranks that share the sequence, 2 to 6.
         layouts: Which chunks a rank holds, one panel for each ("contiguous", "zigzag").
+        title: Above the figure.
         alt: What the figure shows.
 
     Raises:
@@ -84,10 +89,13 @@ def causal(p: int, layouts: Sequence[str] = ("contiguous", "zigzag"), *, alt: st
         raise ValueError(f"p={p}: draw the mask of 2 to {MAX_RANKS} ranks")
     width_in = 6.6 if len(layouts) > 1 else 3.8
     height_in = width_in / len(layouts) + 0.35
+    if title:
+        height_in += 0.3
     picture = canvas(width_in, height_in, alt=alt, columns=len(layouts))
     for axes, layout in zip(picture.axes, layouts):
         _draw_mask(axes, p, layout)
-        axes.set_title(layout, loc="left", fontsize=10)
+        axes.set_title(NAMES.get(layout, layout), loc="left", fontsize=10)
+    put_headline(picture, title)
     signs = []
     names = []
     for rank in range(p):

@@ -121,10 +121,10 @@ def _draw_bar(axes: Axes, place: int, tensor: Kept, share: float, tp: int) -> No
         filled.set(hatch="///", linewidth=0)
     axes.add_patch(filled)
     put_text(axes, place, height + 0.25, f"{height:g}", 9, color=INK)
-    put_text(axes, place, -0.35, tensor.tensor, 8, color=INK)
+    put_text(axes, place, -0.35, tensor.tensor, 9, color=INK)
     if tp > 1:
         words = "whole" if share == 1 else f"1/{tp} of it"
-        put_text(axes, place, -0.8, words, 8, color=INK)
+        put_text(axes, place, -0.8, words, 9, color=INK)
 
 
 # ---- what travels around a layer

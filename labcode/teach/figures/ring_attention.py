@@ -17,6 +17,7 @@ from labcode.teach.figures.style import (
     colour_of,
     figure,
     ink_on,
+    put_headline,
     put_text,
 )
 
@@ -30,7 +31,7 @@ def source_at(rank: int, step: int, p: int) -> int:
 
 
 def contributions(p: int) -> list[list[tuple[int, ...]]]:
-    """Whose terms are in the travelling sum of dK and dV, in a causal ring of p pieces in a row.
+    """Whose terms are in the travelling sum of dK and dV, in a causal ring of contiguous pieces.
 
     Returns:
         [step][rank] -> the ranks whose terms are in the sum that is there after the step's work;
@@ -54,14 +55,15 @@ def _check_ranks(p: int) -> None:
 
 
 @figure
-def ring_attention(p: int = 4, *, alt: str) -> Picture:
+def ring_attention(p: int = 4, *, title: str = "", alt: str) -> Picture:
     """Who holds which keys and values in each step of the ring, and what it computes with them.
 
     One panel for a step, one row for a rank: its own queries, the part of K and V that is here, and
-    what a causal mask of pieces in a row leaves to do.
+    what a causal mask of contiguous pieces leaves to do.
 
     Args:
         p: Number of ranks, 2 to 5.
+        title: Above the figure.
         alt: What the figure shows.
 
     Raises:
@@ -70,6 +72,7 @@ def ring_attention(p: int = 4, *, alt: str) -> Picture:
     _check_ranks(p)
     widths = [4.25, *[3.25] * (p - 1)]
     picture = canvas(0.5 * sum(widths), 0.5 * p + 0.8, alt=alt, columns=p, width_ratios=widths)
+    put_headline(picture, title)
     for step, axes in enumerate(picture.axes):
         for rank in range(p):
             source = source_at(rank, step, p)
@@ -113,13 +116,14 @@ def _draw_hops(axes: Axes, p: int, x: float) -> None:
 
 
 @figure
-def ring_gradients(p: int = 4, *, alt: str) -> Picture:
+def ring_gradients(p: int = 4, *, title: str = "", alt: str) -> Picture:
     """The sums of dK and dV on their way round: whose terms are in each, after each step's work.
 
     One panel for a step and one for the end; one row for a rank. A stripe is a rank's term.
 
     Args:
         p: Number of ranks, 2 to 5.
+        title: Above the figure.
         alt: What the figure shows.
 
     Raises:
@@ -129,6 +133,7 @@ def ring_gradients(p: int = 4, *, alt: str) -> Picture:
     own_width = 0.85 + 0.4 * p
     widths = [own_width + 1.0, *[own_width] * p]
     picture = canvas(0.5 * sum(widths), 0.5 * p + 0.8, alt=alt, columns=p + 1, width_ratios=widths)
+    put_headline(picture, title)
     for step, (axes, sums) in enumerate(zip(picture.axes, contributions(p))):
         for rank in range(p):
             source = source_at(rank, step, p)
@@ -160,7 +165,7 @@ def _draw_terms(axes: Axes, x: float, y: float, p: int, ranks: tuple[int, ...]) 
 
 
 @figure
-def ulysses(p: int = 4, *, alt: str) -> Picture:
+def ulysses(p: int = 4, *, title: str = "", alt: str) -> Picture:
     """What an all-to-all before and after attention does: from own tokens to own heads and back.
 
     Rows are parts of the sequence, columns heads; the colour and the number say which rank holds
@@ -168,6 +173,7 @@ def ulysses(p: int = 4, *, alt: str) -> Picture:
 
     Args:
         p: Number of ranks and of heads, 2 to 5.
+        title: Above the figure.
         alt: What the figure shows.
 
     Raises:
@@ -175,6 +181,7 @@ def ulysses(p: int = 4, *, alt: str) -> Picture:
     """
     _check_ranks(p)
     picture = canvas(6.4, 2.4, alt=alt, columns=3)
+    put_headline(picture, title)
     titles = ("q, k, v: own tokens", "attention: own heads", "output: own tokens")
     for panel, (axes, title) in enumerate(zip(picture.axes, titles)):
         for token in range(p):

@@ -163,6 +163,12 @@ def canvas(
     return Picture(drawing, alt)
 
 
+def put_headline(picture: Picture, title: str) -> None:
+    """One title over several panels, at the left; "" is none."""
+    if title:
+        picture.figure.suptitle(title, x=0.01, ha="left", fontsize=11)
+
+
 def described(alt: str) -> str:
     """The alternative text, checked.
 

@@ -1,0 +1,103 @@
+"""The commands that lessons and README show: each can be run with the ranks that it starts.
+
+"From here to GPUs and SLURM" is read by people who then type it on a cluster, where no test runs.
+So every `-m labcode.train ...` is read as the program reads it, and the config checks that the
+model fits the grid.
+"""
+
+import re
+import shlex
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from labcode.command import parse
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = [*sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py")), ROOT / "README.md"]
+PROGRAM = "-m labcode.train "
+IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
+
+
+class Command(NamedTuple):
+    """A command as it is shown.
+
+    Args:
+        text: All of it, or a row of the table such as "add `--parallel.cp 2`" behind the last one.
+        ranks: How many it starts.
+    """
+
+    text: str
+    ranks: int
+
+
+def number_after(option, text, default=1):
+    found = re.search(rf"{option}[= ](\d+)", text)
+    return int(found[1]) if found else default
+
+
+def ranks_of(command):
+    nodes = number_after("--nnodes", command, number_after("--nodes", command))
+    per_node = number_after("--nproc-per-node", command)
+    per_node = number_after("--ntasks-per-node", command, per_node)
+    return nodes * per_node
+
+
+def commands_in(text):
+    """Those in backticks, with what later rows of their table add to them; and indented ones."""
+    found = []
+    last = None
+    for line in text.splitlines():
+        line = line.removeprefix("# ")
+        if not line.startswith("|"):
+            last = None
+        spans = IN_BACKTICKS.findall(line)
+        if line.startswith("    "):
+            spans = [line.partition("  #")[0].strip()]
+        for span in spans:
+            is_started = span.startswith(("torchrun", "srun", "python"))
+            if is_started and PROGRAM in span and "FOLDER" not in span:
+                last = Command(span, ranks_of(span))
+                found.append(last)
+            elif last is not None and span.startswith("--") and "|" in line:
+                found.append(Command(f"{last.text} {span}", last.ranks))
+    return found
+
+
+def check(command):
+    """Raises what the program would say."""
+    words = shlex.split(command.text.partition(PROGRAM)[2])
+    if "--help" in words:
+        return
+    parse(words).check(command.ranks)
+
+
+SHOWN = []
+for _source in SOURCES:
+    for _command in commands_in(_source.read_text()):
+        SHOWN.append(pytest.param(_command, id=f"{_source.stem[:2]} {_command.text}"))
+
+
+@pytest.mark.parametrize("command", SHOWN)
+def test_a_command_that_is_shown_can_be_run(command):
+    check(command)
+
+
+def test_the_commands_are_found():
+    """In the tables of all lessons about a way to cut the model, and with what rows add to them."""
+    lessons = {param.id[:2] for param in SHOWN}
+    assert {"00", "04", "05", "09", "10", "11", "12", "15", "RE"} <= lessons
+    assert any("context_attention all_gather" in param.id for param in SHOWN)
+    assert any("--nodes=2" in param.id for param in SHOWN)
+
+
+def test_heads_that_the_ranks_cannot_share_are_found():
+    row = (
+        "# | SLURM | `srun --nodes=1 --ntasks-per-node=8 python -m labcode.train gpt_10m "
+        "--parallel.tp 8` |"
+    )
+    (command,) = commands_in(row)
+    assert command.ranks == 8
+    with pytest.raises(ValueError, match=r"model\.num_heads=6 is not divisible by parallel\.tp=8"):
+        check(command)
