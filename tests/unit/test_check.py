@@ -209,6 +209,14 @@ RANK_ERRORS = {
         RankError(f"rank 0: RuntimeError: {GLOO}pair.cc:534] Connection closed by peer [::1]:4"),
         "on rank 0: another rank ended while this one waited for it",
     ),
+    "a backward without return": (
+        RankError(
+            "rank 0: RuntimeError: function GatherBackward returned an incorrect number of "
+            "gradients (expected 2, got 1)"
+        ),
+        "on rank 0: backward gives 1 where 2 are due, one for each argument of forward but `ctx`: "
+        "is there a `return`, and a None for what has no gradient?",
+    ),
     "two sizes": (
         RankError("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ..."),
         "rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ...",
@@ -232,6 +240,27 @@ def test_the_line_of_a_rank_is_named(capsys, monkeypatch):
         "[x] 99.1 wrong: on rank 2: IndexError: list index out of range "
         "(line 2 of your cell, in half: `return chunks[4]`)\n"
     )
+
+
+def test_a_long_line_of_the_learners_is_not_quoted_whole(capsys, monkeypatch):
+    file = "/tmp/ipykernel_12/36.py"
+    lines = ["def half(chunks):\n", f"    return chunks[{' + '.join('1' * 40)}]\n"]
+    monkeypatch.setitem(linecache.cache, file, (60, None, lines, file))
+    error = RankError("rank 2: IndexError: list index out of range", 2)
+    error.add_note(f'Traceback of rank 2:\n  File "{file}", line 2, in half')
+    assert said(capsys, lambda: raised(error)).endswith(
+        "(line 2 of your cell, in half: `return chunks[1 + 1 + 1 + 1 + 1 + 1 + 1 + 1 + ...`)\n"
+    )
+
+
+def test_a_long_text_keeps_its_end(capsys):
+    """There stands what to do."""
+    advice = "does each loop come to its end?"
+    text = said(capsys, lambda: fail(f"on rank 0: {'one word more ' * 100}{advice}"))
+    assert text.startswith("[x] 99.1 wrong: on rank 0: one word more")
+    assert " ... " in text
+    assert text.endswith(f"{'one word more ' * 10}{advice}\n")
+    assert len(text) < 560
 
 
 def test_the_output_has_no_addresses(capsys):
