@@ -32,7 +32,11 @@ _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Within this block a call that sets no limit of its own may take so long, and no longer."""
+    """Within this block a call that sets no limit of its own may take so long, and no longer.
+
+    It is for checks of code that may do anything. So a pool whose engine has died starts its ranks
+    again before the next call in such a block, where elsewhere it waits for a `restart()`.
+    """
     token = _limit_s.set(seconds)
     try:
         yield
@@ -43,6 +47,11 @@ def limited(seconds: float) -> Iterator[None]:
 def time_limit_s(own: float | None) -> float | None:
     """How long a call may take: its own limit, or else that of the block; None is for ever."""
     return _limit_s.get() if own is None else own
+
+
+def in_limited() -> bool:
+    """Whether this is inside of a block of `limited`."""
+    return _limit_s.get() is not None
 
 
 def check_arguments(n: Any, timeout_s: Any) -> None:

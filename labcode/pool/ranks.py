@@ -32,7 +32,7 @@ from labcode.pool.answers import (
     raise_first,
     raise_stopped,
 )
-from labcode.pool.limits import check_arguments, make_room, time_limit_s
+from labcode.pool.limits import check_arguments, in_limited, make_room, time_limit_s
 from labcode.pool.processes import Processes
 from labcode.pool.record import LastCollective, ranks_text
 from labcode.pool.stopping import text_of
@@ -225,6 +225,16 @@ class Ranks:
         assert self._processes is not None
         return [self._processes.record.last(rank) for rank in range(self.n)]
 
+    def leave_group(self) -> None:
+        """Let the next call enter a new process group.
+
+        For after a call that may have left messages behind: nobody who receives later shall get
+        them. A call that fails leaves its group by itself.
+
+        Held by: tests/ranks/test_pool_faults.py::test_messages_left_behind_stay_in_their_group
+        """
+        self._joined = False
+
     def _drop_groups(self) -> None:
         """Now that all ranks are done with the process groups that a call made: destroy them."""
         reply = self._view.apply_async(engine.drop_groups)
@@ -236,6 +246,13 @@ class Ranks:
         self._check_open()
         assert self._processes is not None
         self._stopped = None
+        death = None if self._stuck else self._processes.death()
+        if death and in_limited():
+            warnings.warn(
+                f"{death}, and all ranks are started again: what %%px cells defined is gone",
+                stacklevel=4,
+            )
+            self.restart()
         if not self._stuck:
             self._check_alive()
             left = self._processes.record.left() if self._joined else None
@@ -270,7 +287,10 @@ class Ranks:
         assert self._processes is not None
         death = self._processes.death()
         if death:
-            raise RankError(f"{death}{self._processes.why()}: call ranks.restart()")
+            advice = "call ranks.restart()"
+            if in_limited():
+                advice = "the next check starts the ranks again"
+            raise RankError(f"{death}{self._processes.why()}: {advice}")
 
     def _join(self) -> None:
         """Put all ranks into a new process group: a failed collective makes the old one useless."""

@@ -78,7 +78,12 @@ GPIPE = Answers(
             lambda rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)],
             "give a list of Action",
         ),
-        "all ranks at once": (lambda rank, m: schedule("gpipe", 4, m), "give a list of Action"),
+        "all ranks at once": (
+            lambda rank, m: {number: gpipe_in_two_loops(number, m) for number in range(4)},
+            "give a list of Action",
+        ),
+        "labcode's own": (lambda rank, m: schedule("gpipe", 4, m)[rank], "write yours"),
+        "labcode's own, all ranks": (lambda rank, m: schedule("gpipe", 4, m), "write yours"),
         "stage and micro-batch exchanged": (
             lambda rank, m: [Action(kind, i, rank) for kind in "FB" for i in range(m)],
             "the stage with its own number",
@@ -117,26 +122,52 @@ def run_plainly(
     start_gradient=True,
     zeroes=False,
     detour=False,
+    keep_handles=True,
+    wait_at_end=True,
+    wait_for_x=True,
+    wait_for_gradient=True,
+    dtype=None,
+    shape=None,
+    reuse=False,
+    divide_by=None,
+    fixed_last=False,
+    twice=False,
 ):
     """The runner of the lesson, or one with a mistake."""
     chosen = None if in_world else group
     rank = dist.get_rank(chosen)
-    last = dist.get_world_size(chosen) - 1
+    last = 3 if fixed_last else dist.get_world_size(chosen) - 1
     kept = {}
     sending = []
+    one_buffer = torch.empty_like(inputs[0])
 
     def send(tensor, to):
         if wait:
             dist.send(tensor, group=group, group_dst=to)
-        else:
+        elif twice:
             sending.append(dist.isend(tensor, group=group, group_dst=to))
+            sending.append(dist.isend(tensor, group=group, group_dst=to))
+        elif keep_handles:
+            sending.append(dist.isend(tensor, group=group, group_dst=to))
+        else:
+            dist.isend(tensor, group=group, group_dst=to)
+
+    def receive(tensor, place, waits):
+        if waits:
+            dist.recv(tensor, group=group, group_src=place)
+        else:
+            dist.irecv(tensor, group=group, group_src=place)
 
     for kind, _, i in actions:
         if kind == "F":
             x = inputs[i]
             if rank > 0:
-                buffer = inputs[i] if into_inputs else torch.empty_like(inputs[i])
-                dist.recv(buffer, group=group, group_src=rank - 1)
+                buffer = inputs[i] if into_inputs else torch.empty_like(inputs[i], dtype=dtype)
+                if shape is not None:
+                    buffer = torch.empty(shape, dtype=buffer.dtype)
+                if reuse:
+                    buffer = one_buffer.detach()
+                receive(buffer, rank - 1, wait_for_x)
                 x = inputs[i].clone() if reads_inputs else buffer
                 if ask:
                     x = x.clone() if into_inputs else x
@@ -145,7 +176,7 @@ def run_plainly(
             if rank == last:
                 y = loss(y, targets[i])
                 if mean:
-                    y = y / len(inputs)
+                    y = y / (divide_by or len(inputs))
             else:
                 send(y.detach(), rank + 1)
             kept[i] = (x, y)
@@ -162,15 +193,16 @@ def run_plainly(
                 y.backward()
             else:
                 gradient = torch.empty_like(y)
-                dist.recv(gradient, group=group, group_src=rank + 1)
+                receive(gradient, rank + 1, wait_for_gradient)
                 y.backward(gradient if start_gradient else torch.ones_like(y))
             if rank > 0:
                 back = {"x": x.grad, "value": x.detach(), "zeros": torch.zeros_like(x)}
                 send(back[send_back], rank - 1)
     if detour:
         dist.broadcast(torch.zeros(1), group=group, group_src=0)
-    for work in sending:
-        work.wait()
+    if wait_at_end:
+        for work in sending:
+            work.wait()
 
 
 def run_with_mistake(**mistake):
@@ -257,6 +289,38 @@ def run_with_autograd_grad(actions, stage, loss, inputs, targets, group):
         message.wait()
 
 
+def run_with_irecv(actions, stage, loss, inputs, targets, group):
+    """Receives into flat tensors, and waits at once."""
+    rank = group.rank()
+    last = group.size() - 1
+    graphs = {}
+    handles = []
+
+    def take(place, like):
+        flat = torch.empty(like.numel(), dtype=like.dtype)
+        handle = dist.irecv(flat, group=group, group_src=place)
+        handle.wait()
+        return flat.view(like.shape)
+
+    for kind, _, i in actions:
+        if kind == "F":
+            x = (take(rank - 1, inputs[i]) if rank else inputs[i].clone()).requires_grad_()
+            y = stage(x)
+            if rank < last:
+                handles.append(dist.isend(y.detach(), group=group, group_dst=rank + 1))
+            graphs[i] = x, y
+        else:
+            x, y = graphs[i]
+            if rank == last:
+                loss(y, targets[i]).div(len(targets)).backward()
+            else:
+                y.backward(take(rank + 1, y))
+            if rank:
+                handles.append(dist.isend(x.grad, group=group, group_dst=rank - 1))
+    while handles:
+        handles.pop().wait()
+
+
 def run_with_the_library(actions, stage, loss, inputs, targets, group):
     p = group.size()
     plan = make_plan(schedule("gpipe", p, len(inputs)), p, len(inputs))
@@ -294,13 +358,46 @@ RUNNER = Answers(
         "as in the lesson": run_plainly,
         "in functions, with P2POp": run_in_functions,
         "torch.autograd.grad": run_with_autograd_grad,
+        "irecv into flat tensors": run_with_irecv,
     },
     wrong={
         "requires_grad_ forgotten": (
             run_with_mistake(ask=False),
             "does not require a gradient",
         ),
-        "the 1/m forgotten": (run_with_mistake(mean=False), "times as large"),
+        "the 1/m forgotten": (run_with_mistake(mean=False), "gradients 4 times as large"),
+        "divided by a fixed 8": (run_with_mistake(divide_by=8), "0.125 times as large"),
+        "divided by the ranks": (run_with_mistake(divide_by=4), "0.25 times as large"),
+        "handles of sends dropped": (
+            run_with_mistake(keep_handles=False),
+            "a send was dropped before it had left",
+        ),
+        "sends not waited for": (
+            run_with_mistake(wait_at_end=False),
+            "a send was dropped before it had left",
+        ),
+        "sends twice": (run_with_mistake(twice=True), "it sends more messages than"),
+        "x not waited for": (run_with_mistake(wait_for_x=False), "nobody waited for a receive"),
+        "gradient not waited for": (
+            run_with_mistake(wait_for_gradient=False),
+            "nobody waited for a receive",
+        ),
+        "buffer of another dtype": (
+            run_with_mistake(dtype=torch.float32),
+            "the buffer of a receive is float32 [4, 16], and the message float64 [4, 16]",
+        ),
+        "buffer of another shape": (
+            run_with_mistake(shape=(16,)),
+            "the buffer of a receive is float64 [16], and the message float64 [4, 16]",
+        ),
+        "one buffer for all": (
+            run_with_mistake(reuse=True),
+            "x is no longer what its F was given",
+        ),
+        "the last rank is 3": (
+            run_with_mistake(fixed_last=True),
+            "is every rank counted within",
+        ),
         "send that waits": (run_with_mistake(wait=True), "with GPipe it worked"),
         "the world's rank": (run_with_mistake(in_world=True), "is every rank counted within"),
         "sends x back": (run_with_mistake(send_back="value"), "the rank behind it has the right"),
@@ -368,6 +465,14 @@ def order_backward_first(rank, p, m):
     return order
 
 
+def order_with_a_late_forward(rank, p, m):
+    """Right at the start; then one forward too many comes before a backward."""
+    order = order_of(rank, p, m)
+    if rank == p - 1 and m > 2:
+        order[2:6] = [order[2], order[4], order[3], order[5]]
+    return order
+
+
 def order_without_end(rank, p, m):
     """The counter of the backwards is forgotten."""
     order = []
@@ -391,11 +496,23 @@ ONE_F_ONE_B = Answers(
         "B before F": order_backward_first,
     },
     wrong={
-        "GPipe": (lambda rank, p, m: schedule("gpipe", p, m)[rank], "micro-batches at once"),
+        "labcode's own": (lambda rank, p, m: schedule("1f1b", p, m)[rank], "write yours"),
+        "GPipe": (
+            lambda rank, p, m: gpipe_in_two_loops(rank, m),
+            "2 are enough: its warm-up is too long",
+        ),
+        "warm-up of all but one": (
+            lambda *args: order_of(*args, warmup=lambda rank, p: p - 1),
+            "its warm-up is too long",
+        ),
+        "the last rank has a warm-up of one more pair": (
+            order_with_a_late_forward,
+            "1 is enough: after the warm-up each forward is followed by a backward",
+        ),
         "a loop without end": (order_without_end, "loop"),
         "one warm-up too many": (
             lambda *args: order_of(*args, warmup=lambda rank, p: p - rank),
-            "micro-batches at once",
+            "its warm-up is too long",
         ),
         "no warm-up": (
             lambda *args: order_of(*args, warmup=lambda rank, p: 0),
@@ -423,7 +540,10 @@ ONE_F_ONE_B = Answers(
             "the first that goes back",
         ),
         "text": (lambda *args: [str(one) for one in order_of(*args)], "give a list of Action"),
-        "all ranks at once": (lambda rank, p, m: schedule("1f1b", p, m), "give a list of Action"),
+        "all ranks at once": (
+            lambda rank, p, m: {number: order_of(number, p, m) for number in range(p)},
+            "give a list of Action",
+        ),
         "always stage 0": (
             lambda rank, p, m: [one._replace(stage=0) for one in order_of(rank, p, m)],
             "the stage with its own number",
@@ -441,8 +561,18 @@ ONE_F_ONE_B = Answers(
 # ---- 12.4 the weight's half put off
 
 
+LATEST = []
+
+
 def split_layer(
-    *, when="later", product="sum", add="both", gives="dx", keeps="function", forward="right"
+    *,
+    when="later",
+    product="sum",
+    add="both",
+    gives="dx",
+    keeps="function",
+    forward="right",
+    put="backward",
 ):
     """The layer of the lesson, or one with a mistake."""
 
@@ -452,6 +582,10 @@ def split_layer(
             ctx.save_for_backward(x, weight)
             ctx.weight = weight
             ctx.later = later
+            if put == "in forward":
+                later.append(lambda: ctx.work())
+            elif put == "in the last list":
+                LATEST[:] = [later]
             if forward == "no transpose":
                 return x @ weight
             return x @ weight.T
@@ -464,6 +598,8 @@ def split_layer(
             def compute():
                 if product == "of each sample":
                     return grad.mT @ x
+                if product == "over the first dim":
+                    return (grad.mT @ x).sum(0)
                 if product == "mean":
                     return (grad.flatten(0, -2).T @ x.flatten(0, -2)) / x.flatten(0, -2).shape[0]
                 if product == "transposed":
@@ -474,7 +610,9 @@ def split_layer(
 
             def weight_half():
                 grad_weight = compute() if early is None else early
-                if add == "overwrite" or param.grad is None:
+                if add == "to None":
+                    param.grad += grad_weight
+                elif add == "overwrite" or param.grad is None:
                     param.grad = grad_weight
                 elif add == "both":
                     param.grad = param.grad + grad_weight
@@ -483,7 +621,11 @@ def split_layer(
                 weight_half()
             elif when == "returned":
                 return grad @ weight, compute(), None
-            if keeps == "function":
+            if put == "in forward":
+                ctx.work = weight_half
+            elif put == "in the last list":
+                LATEST[0].append(weight_half)
+            elif keeps == "function":
                 ctx.later.append(weight_half)
             elif keeps == "tensor":
                 ctx.later.append(grad)
@@ -548,6 +690,19 @@ SPLIT = Answers(
         "partial": WithPartial,
     },
     wrong={
+        "put there by forward": (
+            split_layer(put="in forward"),
+            "it is backward that appends",
+        ),
+        "put into the last list": (
+            split_layer(put="in the last list"),
+            "the list that this forward was given",
+        ),
+        "dA summed over the first dim": (
+            split_layer(product="over the first dim"),
+            "any number of leading dims",
+        ),
+        "added to None": (split_layer(add="to None"), "finds None in weight.grad"),
         "dA at once": (split_layer(when="at once"), "has to wait in `later`"),
         "dA returned": (split_layer(when="returned", keeps="none"), "has to wait in `later`"),
         "computed early": (split_layer(when="early"), "multiplies twice"),
@@ -570,10 +725,25 @@ SPLIT = Answers(
 
 
 def best_of(
-    p, m, stage_s, message_s, most, *, divide=True, whole=True, limit=True, skip=True, hop=True
+    p,
+    m,
+    stage_s,
+    message_s,
+    most,
+    *,
+    divide=True,
+    whole=True,
+    limit=True,
+    skip=True,
+    hop=True,
+    times=None,
+    ranks=None,
 ):
     """The choice of the lesson, or one with a mistake."""
     found = []
+    p = ranks or p
+    if times is not None:
+        stage_s = times(stage_s)
     for name, v in l12.CANDIDATES:
         if skip and name == "interleaved" and m % p:
             continue
@@ -632,6 +802,38 @@ CHOOSE = Answers(
             "another candidate that fits takes",
         ),
         "m not looked at": (functools.partial(best_of, skip=False), "to be a multiple of"),
+        "times not looked at": (
+            functools.partial(best_of, times=lambda _: StageTimes(0.03, 0.03, 0.03)),
+            "another candidate that fits takes",
+        ),
+        "I in place of W": (
+            functools.partial(
+                best_of, times=lambda one: StageTimes(one.forward_s, one.input_s, one.input_s)
+            ),
+            "another candidate that fits takes",
+        ),
+        "W in place of I": (
+            functools.partial(
+                best_of, times=lambda one: StageTimes(one.forward_s, one.weight_s, one.weight_s)
+            ),
+            "another candidate that fits takes",
+        ),
+        "F in place of I": (
+            functools.partial(
+                best_of, times=lambda one: StageTimes(one.forward_s, one.forward_s, one.weight_s)
+            ),
+            "another candidate that fits takes",
+        ),
+        "F in place of W": (
+            functools.partial(
+                best_of, times=lambda one: StageTimes(one.forward_s, one.input_s, one.forward_s)
+            ),
+            "another candidate that fits takes",
+        ),
+        "always four ranks": (
+            functools.partial(best_of, ranks=4),
+            "there is room for 9.6",
+        ),
         "always 1F1B": (lambda *_: ("1f1b", 1), "another candidate that fits takes"),
         "always interleaved": (lambda *_: ("interleaved", 2), "there is room for 4"),
         "only the name": (lambda *_: "zero_bubble", "return (name, v)"),

@@ -18,8 +18,10 @@ from labcode.topology import GridShape
 
 def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
     dp = copies or world // (tp * pp)
-    if refuse and (world % (tp * pp) or global_batch % (micro * dp)):
-        raise ValueError("a rest")
+    if refuse and world % (tp * pp):
+        raise ValueError(f"{world} ranks do not divide by tp*pp = {tp * pp}")
+    if refuse and global_batch % (micro * dp):
+        raise ValueError(f"{global_batch} samples do not divide by micro*dp = {micro * dp}")
     return dp, global_batch // dp, global_batch // dp // micro
 
 
@@ -44,6 +46,24 @@ def layout_in_small_steps(world, tp, pp, global_batch, micro_batch):
     return [dp, int(local), int(local / micro_batch)]
 
 
+def layout_with_one_text(world, tp, pp, global_batch, micro):
+    if world % (tp * pp) or global_batch % (micro * (world // (tp * pp))):
+        raise ValueError(f"{world} and {global_batch} do not fit")
+    return layout(world, tp, pp, global_batch, micro)
+
+
+def layout_without_text(*numbers):
+    try:
+        return layout(*numbers)
+    except ValueError:
+        raise ValueError from None
+
+
+def layout_with_assert(world, tp, pp, global_batch, micro):
+    assert world % (tp * pp) == 0, "ranks"
+    return layout(world, tp, pp, global_batch, micro)
+
+
 LAYOUT = Answers(
     check=lambda answer, ranks: l15.layout(answer),
     right={
@@ -62,11 +82,11 @@ LAYOUT = Answers(
         ),
         "local batch of the whole": (
             lambda w, tp, pp, b, micro: (w // (tp * pp), b, b // micro),
-            "replicas of tp*pp ranks share",
+            "copies of tp*pp ranks share",
         ),
         "samples of a rank": (
             lambda w, tp, pp, b, micro: (w // (tp * pp), b // w, b // w // micro),
-            "replicas of tp*pp ranks share",
+            "copies of tp*pp ranks share",
         ),
         "micro-batches of all": (
             lambda *args: (*layout(*args)[:2], args[3] // args[4]),
@@ -81,6 +101,9 @@ LAYOUT = Answers(
             lambda *args: layout(*args, refuse=False),
             "6 ranks over tp*pp = 4",
         ),
+        "one text for both": (layout_with_one_text, "let each say which it is"),
+        "no text": (layout_without_text, "the ValueError has no text"),
+        "assert": (layout_with_assert, "raises an AssertionError: raise a ValueError"),
         "refuses ranks only": (
             lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])),
             "511 samples over dp = 2",
@@ -108,27 +131,38 @@ def iteration(
     tp=True,
     pp=True,
     gradient_parts=True,
+    value_bytes=4,
+    gradient_bytes=4,
+    ends=2,
+    sizes=None,
+    messages=1,
+    always=False,
+    links=None,
+    scale=1,
 ):
     """The sum of the lesson, or one with a mistake."""
     m = global_batch // (micro_batch * (shape.dp if copies else 1))
     flops = training_flops_per_sample(model) * (micro_batch if samples else 1)
     compute_s = flops / (shape.tp * shape.pp if cut else 1) / cluster.flops_per_s
-    act = micro_batch * model.context_length * model.hidden_size * 4
-    number = (4 * model.num_layers + 2) / (shape.pp if share else 1)
+    tokens, hidden = sizes or (model.context_length, model.hidden_size)
+    act = micro_batch * tokens * hidden * value_bytes
+    axes = {axis: cluster.link(shape.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
+    for axis, place in (links or {}).items():
+        axes[axis] = getattr(cluster, place)
+    number = (4 * model.num_layers + ends) / (shape.pp if share else 1)
     turn_s = compute_s
     if tp:
-        link = cluster.link(shape.groups("tp")[0])
-        turn_s += number * alpha_beta.time_s("all_reduce", shape.tp, act, link)
-    if pp and shape.pp > 1:
-        turn_s += alpha_beta.time_s("send", 2, act, cluster.link(shape.groups("pp")[0]))
-    size = 4 * model.num_parameters / (shape.tp * shape.pp if gradient_parts else 1)
-    dp_s = alpha_beta.time_s("all_reduce", shape.dp, size, cluster.link(shape.groups("dp")[0]))
+        turn_s += number * alpha_beta.time_s("all_reduce", shape.tp, act, axes["tp"])
+    if pp and (always or shape.pp > 1):
+        turn_s += messages * alpha_beta.time_s("send", 2, act, axes["pp"])
+    size = gradient_bytes * model.num_parameters / (shape.tp * shape.pp if gradient_parts else 1)
+    dp_s = alpha_beta.time_s("all_reduce", shape.dp, size, axes["dp"])
     turns = m if bubble is None else m + shape.pp + bubble
     if gradients == "never":
         return turns * turn_s
     if gradients == "each turn":
         return turns * (turn_s + dp_s)
-    return turns * turn_s + dp_s
+    return scale * (turns * turn_s + dp_s)
 
 
 def iteration_from_the_last(model, shape, global_batch, micro_batch, cluster):
@@ -152,6 +186,25 @@ def iteration_from_the_last(model, shape, global_batch, micro_batch, cluster):
     return seconds * m + seconds * (shape.pp - 1) + after
 
 
+def iteration_by_hand(model, shape, global_batch, micro_batch, cluster):
+    """Without `alpha_beta`: a ring of p ranks sends 2 (p - 1) parts of the tensor."""
+
+    def ring_s(axis, num_bytes):
+        p = shape.size(axis)
+        link = cluster.link(shape.groups(axis)[0])
+        return 2 * (p - 1) * (link.alpha_s + num_bytes / p / link.beta_bytes_per_s)
+
+    act = 4 * model.context_length * model.hidden_size * micro_batch
+    flops = micro_batch * training_flops_per_sample(model)
+    turn_s = flops / (cluster.flops_per_s * shape.size("tp", "pp"))
+    turn_s += (2 + 4 * model.num_layers) * ring_s("tp", act) / shape.pp
+    if shape.pp > 1:
+        link = cluster.link(shape.groups("pp")[-1])
+        turn_s += link.alpha_s + act / link.beta_bytes_per_s
+    turns = global_batch // shape.dp // micro_batch - 1 + shape.pp
+    return turn_s * turns + ring_s("dp", 4 * model.num_parameters / shape.size("tp", "pp"))
+
+
 def wrong_iteration(**mistake):
     return functools.partial(iteration, **mistake)
 
@@ -161,29 +214,82 @@ ITERATION = Answers(
     right={
         "point by point": iteration,
         "in a loop": iteration_from_the_last,
-        "the parts of labcode": lambda *args: math.fsum(step.iteration_parts(*args).values()),
+        "without alpha_beta": iteration_by_hand,
     },
     wrong={
-        "no bubble": (wrong_iteration(bubble=None), "there is no bubble"),
-        "one turn too many": (wrong_iteration(bubble=0), "one turn too many"),
+        "no bubble": (wrong_iteration(bubble=None), "point 4, turns: nobody waits here"),
+        "one turn too many": (wrong_iteration(bubble=0), "point 4, turns: one too many"),
         "no gradients": (wrong_iteration(gradients="never"), "the gradients are missing"),
         "gradients each turn": (wrong_iteration(gradients="each turn"), "once a step"),
-        "m of all copies": (wrong_iteration(copies=False), "one copy of the model"),
-        "all all-reduces on each stage": (wrong_iteration(share=False), "share of the all-reduces"),
-        "computing not shared": (wrong_iteration(cut=False), "share the computing"),
-        "FLOPs of one sample": (wrong_iteration(samples=False), "those of one sample"),
-        "no tp": (wrong_iteration(tp=False), "all-reduces of tp are missing"),
+        "m of all copies": (
+            wrong_iteration(copies=False),
+            "point 4, turns: m counts the micro-batches of one copy",
+        ),
+        "all all-reduces on each stage": (
+            wrong_iteration(share=False),
+            "point 2, tp: a stage has only its share",
+        ),
+        "computing not shared": (wrong_iteration(cut=False), "ranks of a copy share it"),
+        "FLOPs of one sample": (wrong_iteration(samples=False), "has more samples than one"),
+        "no tp": (wrong_iteration(tp=False), "the all-reduces are missing"),
         "no message": (wrong_iteration(pp=False), "message to the next stage is missing"),
         "gradients of the whole model": (
             wrong_iteration(gradient_parts=False),
             "only its part of the parameters",
         ),
         "the parts themselves": (
-            lambda *args: step.iteration_parts(*args),
+            lambda *args: {"compute": iteration(*args)},
             "give one number",
         ),
         "text": (lambda *args: f"{iteration(*args)} s", "give one number"),
-        "milliseconds": (lambda *args: 1e3 * iteration(*args), "the parts that count here"),
+        "milliseconds": (wrong_iteration(scale=1000), "give seconds"),
+        "labcode's parts": (
+            lambda *args: math.fsum(step.iteration_parts(*args).values()),
+            "write yours",
+        ),
+        "tp inside, always": (
+            wrong_iteration(links={"tp": "inside"}),
+            "point 2, tp: not every tp group",
+        ),
+        "tp between, always": (
+            wrong_iteration(links={"tp": "between"}),
+            "point 2, tp: some tp groups",
+        ),
+        "pp inside, always": (
+            wrong_iteration(links={"pp": "inside"}),
+            "point 3, pp: not every pipeline",
+        ),
+        "pp between, always": (
+            wrong_iteration(links={"pp": "between"}),
+            "point 3, pp: some pipelines",
+        ),
+        "gradients between, always": (
+            wrong_iteration(links={"dp": "between"}),
+            "point 5, dp: some dp groups",
+        ),
+        "gradients inside, always": (
+            wrong_iteration(links={"dp": "inside"}),
+            "point 5, dp: not every dp group",
+        ),
+        "sizes of the lesson": (
+            wrong_iteration(sizes=(32, 64)),
+            "act depends on the model's tokens",
+        ),
+        "act without its bytes": (
+            wrong_iteration(value_bytes=1),
+            "how many bytes has a number of act",
+        ),
+        "gradients of 2 bytes": (wrong_iteration(gradient_bytes=2), "each gradient has 4 bytes"),
+        "no embedding and head": (wrong_iteration(ends=0), "the embedding and the head"),
+        "two messages": (wrong_iteration(messages=2), "is charged one message"),
+        "a message with one stage": (
+            wrong_iteration(always=True),
+            "with pp = 1 there is no message",
+        ),
+        "two mistakes": (
+            wrong_iteration(always=True, bubble=0),
+            "the points that count here give 1 compute",
+        ),
     },
 )
 
@@ -205,6 +311,9 @@ def best(
     cut=True,
     largest=False,
     layers=True,
+    micro=True,
+    whole=True,
+    state_bytes=16,
 ):
     """The search of the lesson, or one with a mistake."""
     found = []
@@ -216,12 +325,17 @@ def best(
             if (heads and model.num_heads % tp) or (layers and model.num_layers % pp):
                 continue
             shape = GridShape(dp=world // tp // pp, pp=pp, tp=tp)
-            if batch and global_batch % (shape.dp * micro_batch):
+            if not whole:
+                if (global_batch // shape.dp) % micro_batch:
+                    continue
+            elif batch and global_batch % (shape.dp * (micro_batch if micro else 1)):
                 continue
-            if room and 16 * model.num_parameters / (tp * pp if cut else 1) > room_bytes:
+            if room and state_bytes * model.num_parameters / (tp * pp if cut else 1) > room_bytes:
                 continue
             parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
             found.append((sum(parts.values()), tp, pp))
+    if not found and state_bytes != 16:
+        return None
     _, tp, pp = max(found) if largest else min(found)
     return GridShape(dp=world // tp // pp, pp=pp, tp=tp)
 
@@ -274,6 +388,9 @@ BEST = Answers(
             lambda model, world, *rest: GridShape(dp=world),
             "another layout that fits takes",
         ),
+        "micro-batch not looked at": (functools.partial(best, micro=False), "cannot be cut"),
+        "the rest of the local batch": (functools.partial(best, whole=False), "cannot be cut"),
+        "18 bytes": (functools.partial(best, state_bytes=18), "which rule is too strict"),
         "batch not looked at": (functools.partial(best, batch=False), "cannot be cut"),
         "heads not looked at": (
             functools.partial(best, heads=False),

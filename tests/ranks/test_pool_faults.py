@@ -66,6 +66,41 @@ def test_an_engine_that_is_told_to_end_is_named(pool):
     assert works(pool)
 
 
+def test_messages_left_behind_stay_in_their_group(pool):
+    def asks_once_too_often(rank):
+        x = torch.tensor([rank])
+        if rank == 1:
+            dist.send(x, 0)
+        else:
+            dist.recv(x, 1)
+            dist.irecv(torch.empty_like(x), 1)
+        return x.item()
+
+    for _ in range(3):  # in one group the second message would go to the first call's irecv
+        assert pool.run(asks_once_too_often) == [1, 1]
+        pool.leave_group()
+
+
+def test_a_check_starts_the_ranks_again_after_an_engine_died(pool):
+    def aborts(rank):
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(60)
+
+    with (
+        limits.limited(60.0),
+        pytest.raises(RankError, match=r"\): the next check starts the ranks again$"),
+    ):
+        pool.run(aborts)
+    with pytest.raises(RankError, match=r": call ranks.restart\(\)$"):
+        pool.run(os.getpid)  # outside of a check nothing is started unasked
+    with (
+        limits.limited(60.0),
+        pytest.warns(UserWarning, match="^engine of rank 1 died .* started again"),
+    ):
+        assert works(pool)
+
+
 # ---- errors and results that misbehave
 
 

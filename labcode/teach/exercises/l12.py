@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -18,11 +18,11 @@ from labcode.comm.counting import Collective, CollectiveSpy
 from labcode.comm.grid import Grid
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches, simulate
-from labcode.pool.answers import HangError
+from labcode.pool.answers import HangError, LateError
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import LIMIT_S
+from labcode.teach.exercises.on_ranks import IMPORT_LIMIT_S, LIMIT_S, without
 from labcode.teach.labs import l12_paced_pipeline
 from labcode.teach.labs.l12_paced_pipeline import part_of
 from labcode.topology import GridShape
@@ -153,7 +153,8 @@ def gpipe(order: Callable[[int, int], list[Action]]) -> None:
     """
     for p, m in ((2, 3), (4, 5), (3, 1)):
         case = f"p={p}, m={m}: "
-        orders = {rank: due(order(rank, m)) for rank in range(p)}
+        with without(schedule):
+            orders = {rank: due(order(rank, m)) for rank in range(p)}
         _check_types(orders, case)
         _check_once(orders, m, case)
         for rank, actions in orders.items():
@@ -187,12 +188,13 @@ class _WatchedStage(l12_paced_pipeline.Stage):
         self.num_microbatches = num_microbatches
         self.seen: list[Tensor] = []
         self.went_back: list[int] = []  # numbers of the calls, in the order of their backwards
+        self.overwritten: list[int] = []  # calls whose input was another one at their backward
 
     def forward(self, x: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         assert isinstance(x, Tensor), f"the stage was called with {type(x).__name__}, not a tensor"
+        often = "once" if self.num_microbatches == 1 else f"{self.num_microbatches} times"
         assert len(self.seen) < self.num_microbatches, (
-            f"the stage was called more than {self.num_microbatches} times: "
-            "one F is one call, and B needs none"
+            f"the stage was called more than {often}: one F is one call, and B needs none"
         )
         self.seen.append(x.detach().clone())
         if self.number > 0:
@@ -202,7 +204,13 @@ class _WatchedStage(l12_paced_pipeline.Stage):
             )
         y = super().forward(x, inputs)
         call = len(self.seen) - 1
-        y.register_hook(lambda _: self.went_back.append(call))
+
+        def note(_: Tensor) -> None:
+            self.went_back.append(call)
+            if not torch.equal(x.detach(), self.seen[call]):
+                self.overwritten.append(call)
+
+        y.register_hook(note)
         return y
 
 
@@ -222,6 +230,130 @@ class _Messages(CollectiveSpy):
         return start()
 
 
+NOT_WAITED_FOR = {
+    "send": "a send was dropped before it had left: keep the handle that isend gives, and wait for "
+    "it at the end",
+    "recv": "nobody waited for a receive: until its wait() has returned, the message is not in the "
+    "tensor",
+}
+
+
+@dataclass
+class _Handles:
+    """Which messages nobody waits for.
+
+    Args:
+        open: How many handles of each kind exist that nobody has waited for.
+        dropped: Kinds of those that are gone, "send" or "recv".
+        works: The true handles, kept so that no message is lost while a step runs.
+    """
+
+    open: Counter[str] = field(default_factory=Counter)
+    dropped: list[str] = field(default_factory=list)
+    works: list[Any] = field(default_factory=list)
+
+    def check(self) -> None:
+        """Nothing was dropped so far."""
+        assert not self.dropped, NOT_WAITED_FOR[self.dropped[0]]
+
+    def check_all(self) -> None:
+        """At the end of a step: all have been waited for."""
+        self.check()
+        for kind, number in self.open.items():
+            assert number == 0, NOT_WAITED_FOR[kind]
+
+
+class _Handle:
+    """Stands for the handle of a message, and notes when it goes before anybody has waited.
+
+    Args:
+        work: The handle.
+        kind: "send" or "recv".
+        handles: Where to note it.
+    """
+
+    def __init__(self, work: Any, kind: str, handles: _Handles) -> None:
+        self._work = work
+        self._kind = kind
+        self._handles = handles
+        self._is_open = True
+        handles.open[kind] += 1
+        handles.works.append(work)
+
+    def wait(self, *args: Any, **kwargs: Any) -> Any:
+        result = self._work.wait(*args, **kwargs)
+        self._close()
+        return result
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def __del__(self) -> None:
+        if self._is_open:
+            self._close()
+            self._handles.dropped.append(self._kind)
+
+    def _close(self) -> None:
+        if self._is_open:
+            self._is_open = False
+            self._handles.open[self._kind] -= 1
+
+
+@contextlib.contextmanager
+def _watched_messages(like: Tensor, num_sends: int) -> Iterator[_Handles]:
+    """See that each message is as large as it should be, and that somebody waits for it.
+
+    gloo ends the process that receives into a tensor of another size.
+
+    Args:
+        like: What every message looks like.
+        num_sends: How many this rank may send.
+    """
+    handles = _Handles()
+    num_sent = 0
+    send = dist.ProcessGroup.send
+    recv = dist.ProcessGroup.recv
+
+    def watched_send(group: Any, tensors: list[Tensor], *args: Any) -> _Handle:
+        nonlocal num_sent
+        handles.check()
+        num_sent += 1
+        assert num_sent <= num_sends, (
+            f"it sends more messages than the {num_sends} that it has to: each F and each B has "
+            "at most one"
+        )
+        found = tensors[0]
+        assert _is_like(found, like), (
+            f"it sends {_kind_of(found)}, and the receiver expects {_kind_of(like)}"
+        )
+        return _Handle(send(group, tensors, *args), "send", handles)
+
+    def watched_recv(group: Any, tensors: list[Tensor], *args: Any) -> _Handle:
+        handles.check()
+        found = tensors[0]
+        assert _is_like(found, like), (
+            f"the buffer of a receive is {_kind_of(found)}, and the message {_kind_of(like)}: "
+            "torch.empty_like makes a tensor like another one"
+        )
+        return _Handle(recv(group, tensors, *args), "recv", handles)
+
+    with (
+        mock.patch.object(dist.ProcessGroup, "send", watched_send),
+        mock.patch.object(dist.ProcessGroup, "recv", watched_recv),
+    ):
+        yield handles
+
+
+def _is_like(found: Tensor, like: Tensor) -> bool:
+    return found.dtype == like.dtype and found.numel() == like.numel()
+
+
+def _kind_of(tensor: Tensor) -> str:
+    """ "float64 [4, 16]"."""
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return f"{dtype} {list(tensor.shape)}"
+
+
 @dataclass(frozen=True)
 class _Ran:
     """What a runner left on one rank.
@@ -229,6 +361,7 @@ class _Ran:
     Args:
         seen: Inputs of the stage, in the order of its calls.
         went_back: Numbers of these calls, in the order in which backward went through them.
+        overwritten: Those whose input had changed by then.
         gradients: Of the stage's parameters in one row; None if one has none.
         num_sent: Messages.
         changed: The first micro-batch whose inputs or targets are not what they were.
@@ -236,6 +369,7 @@ class _Ran:
 
     seen: list[Tensor]
     went_back: list[int]
+    overwritten: list[int]
     gradients: Tensor | None
     num_sent: int
     changed: int | None
@@ -277,8 +411,10 @@ def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], name: s
     members = dist.get_process_group_ranks(group)
     stage = _WatchedStage(place, m)
     inputs, targets = _data(members, m)
-    with _without_the_library(), _Messages() as messages:
+    watched = _watched_messages(inputs[0], _num_sends(place, p, m))
+    with _without_the_library(), watched as handles, _Messages() as messages:
         run_actions(_orders(name, p, m)[place], stage, F.mse_loss, inputs, targets, group)
+        handles.check_all()
     assert not messages.collectives, (
         f"{messages.collectives[0]} talks to all ranks: a pipeline needs only messages between "
         "neighbours"
@@ -291,7 +427,18 @@ def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], name: s
     grads = None
     if all(param.grad is not None for param in stage.parameters()):
         grads = stage.gradient()
-    return _Ran(stage.seen, stage.went_back, grads, messages.num_sent, changed)
+    return _Ran(stage.seen, stage.went_back, stage.overwritten, grads, messages.num_sent, changed)
+
+
+def _import_all(rank: int) -> None:
+    """Let this rank import what it needs, and make its groups, in time that is not the learner's.
+
+    An import that is broken off in its middle leaves half a module, and no call works any more.
+    """
+    for shape in SHAPES:
+        Grid.create(shape)
+    with _Messages():
+        torch.ones(1).add_(1)
 
 
 def _run_in_groups(
@@ -308,6 +455,7 @@ def runner(run_actions: Callable[..., Any], ranks: Ranks) -> None:
         run_actions: `run_actions(actions, stage, loss, inputs, targets, group)`.
         ranks: Where it runs.
     """
+    ranks.run(_import_all, limit_s=IMPORT_LIMIT_S)
     cases = (("gpipe", 1), ("gpipe", 4), ("gpipe, back to front", 4), ("1f1b", 6))
     for name, m in cases:
         for shape in SHAPES:
@@ -319,9 +467,22 @@ def runner(run_actions: Callable[..., Any], ranks: Ranks) -> None:
                 if not hint:
                     raise
                 raise AssertionError(f"{case}{hint} {_last_calls(ranks)}") from None
-            for members in shape.groups("pp"):
-                runs = [of_ranks[member] for member in members]
-                _check_runs(runs, members, name, m, case)
+            try:
+                for members in shape.groups("pp"):
+                    runs = [of_ranks[member] for member in members]
+                    _check_runs(runs, members, name, m, case)
+            except AssertionError:
+                # what was sent in vain is not to reach the next answer
+                ranks.leave_group()
+                raise
+
+
+def _num_sends(place: int, p: int, m: int) -> int:
+    """How many messages one rank of a pipeline sends."""
+    neighbours = 2
+    if place == 0 or place == p - 1:
+        neighbours = 1
+    return m * neighbours
 
 
 def _lost_message(error: RankError, name: str, shape: GridShape) -> str:
@@ -334,6 +495,11 @@ def _lost_message(error: RankError, name: str, shape: GridShape) -> str:
         return (
             "in two groups of two, messages go to the wrong rank; on all four it worked: is every "
             "rank counted within the group?"
+        )
+    if isinstance(error, LateError):
+        return (
+            f"after {LIMIT_S:g} s the ranks were still at work: does every send have its receive, "
+            "and does each loop come to its end?"
         )
     signs = ("imed out", "wait timeout", "gloo", "onnection", "NCCL")
     is_lost = isinstance(error, HangError) or any(sign in str(error) for sign in signs)
@@ -380,10 +546,17 @@ def _check_runs(runs: Sequence[_Ran], members: Sequence[int], name: str, m: int,
             values = [stages[place](value) for value in values]
     for place in reversed(range(p)):
         who = _who(members, place)
-        _check_order(runs[place].went_back, _orders(name, p, m)[place], case + who)
+        order = _orders(name, p, m)[place]
+        _check_order(runs[place].went_back, order, case + who)
+        for call in runs[place].overwritten:
+            number = [action.microbatch for action in order if action.kind == "F"][call]
+            raise AssertionError(
+                f"{case}{who}, at the B of micro-batch {number}: x is no longer what its F was "
+                "given: a later message was received into the same tensor"
+            )
         _check_gradients(runs[place].gradients, stages, place, inputs, targets, case + who)
     for place, ran in enumerate(runs):
-        wanted = m * ((place < p - 1) + (place > 0))
+        wanted = _num_sends(place, p, m)
         assert ran.num_sent == wanted, case + (
             f"{_who(members, place)} sent {ran.num_sent} messages where {wanted} are needed"
         )
@@ -452,9 +625,10 @@ def _check_gradients(
     if is_close(expected):
         return
     m = len(parts)
-    assert not is_close(m * expected), (
-        f"{who} has gradients {m} times as large as they should be: the loss of the step is the "
-        "mean over the micro-batches"
+    times = float((found * expected).sum() / (expected * expected).sum())
+    assert abs(times) < 1e-6 or not is_close(times * expected), (
+        f"{who} has gradients {times:.4g} times as large as they should be: the loss of the step "
+        "is the mean over the micro-batches"
     )
     for number, part in enumerate(parts):
         assert not (is_close(part) or is_close(m * part)), (
@@ -484,7 +658,8 @@ def _orders_on_rank_0(rank: int, order: Callable[[int, int, int], Any]) -> dict:
     found = {}
     for p, m in PIPELINES:
         if rank == 0:
-            found[p, m] = {number: order(number, p, m) for number in range(p)}
+            with without(schedule):
+                found[p, m] = {number: order(number, p, m) for number in range(p)}
     return found
 
 
@@ -504,7 +679,7 @@ def one_f_one_b(order: Callable[[int, int, int], list[Action]], ranks: Ranks) ->
         _check_once(orders, m, case)
         _check_micro_batches(orders, case)
         line = _simulated(orders, p, m, case)
-        _check_memory(line, p, m, case)
+        _check_memory(orders, line, p, m, case)
         _check_actions(orders, p, m, case)
     p = ranks.n
     m = 8
@@ -525,14 +700,23 @@ def _check_micro_batches(orders: Actions, case: str) -> None:
             )
 
 
-def _check_memory(line: Timeline, p: int, m: int, case: str) -> None:
+def _check_memory(orders: Actions, line: Timeline, p: int, m: int, case: str) -> None:
     for rank in range(p):
         kept = line.peak_microbatches(rank)
         needed = peak_microbatches("1f1b", p, m, rank=rank)
+        enough = "1 is" if needed == 1 else f"{needed} are"
+        cause = "after the warm-up each forward is followed by a backward"
+        if _forwards_first(orders[rank]) > min(p - rank, m):
+            cause = "its warm-up is too long"
         assert kept <= needed, case + (
-            f"rank {rank} keeps {kept} micro-batches at once, {needed} are enough: "
-            "after the warm-up each forward is followed by a backward"
+            f"rank {rank} keeps {kept} micro-batches at once, {enough} enough: {cause}"
         )
+
+
+def _forwards_first(actions: Sequence[Action]) -> int:
+    """How many forwards a rank does before its first backward."""
+    kinds = [action.kind for action in actions]
+    return kinds.index("B")
 
 
 def _check_actions(orders: Actions, p: int, m: int, case: str) -> None:
@@ -543,9 +727,11 @@ def _check_actions(orders: Actions, p: int, m: int, case: str) -> None:
                 continue
             before = [one.kind for one in orders[rank][:place]]
             if "B" not in before:
+                number = before.count("F")
+                counted = "1 forward" if number == 1 else f"{number} forwards"
                 raise AssertionError(
-                    case + f"rank {rank} has {before.count('F')} forwards before its first "
-                    "backward: how many ranks are behind it?"
+                    case + f"rank {rank} has {counted} before its first backward: how many ranks "
+                    "are behind it?"
                 )
             raise AssertionError(
                 case + f"rank {rank}, place {place}: {found} comes too early: which of F and B "
@@ -565,29 +751,63 @@ def split(linear: Any) -> None:
     apply = getattr(linear, "apply", linear)
     generator = torch.Generator().manual_seed(2)
     weight = nn.Parameter(torch.randn(3, 7, dtype=torch.float64, generator=generator))
-    waiting: list[list[Callable[[], Any]]] = []
-    expected: list[Tensor] = []
+    # Both forwards come before the first backward, each with a list of its own.
+    micro_batches = []
     for leading in ((2, 5), (4,)):
-        x = torch.randn(*leading, 7, dtype=torch.float64, generator=generator)
-        grad = torch.randn(*leading, 3, dtype=torch.float64, generator=generator)
-        later: list[Callable[[], Any]] = []
-        expected.append(grad.flatten(0, -2).T @ x.flatten(0, -2))
-        _check_input_half(apply, x, weight, grad, later)
-        waiting.append(later)
-    found = [_weight_half(weight, later) for later in waiting]
-    assert torch.allclose(found[0], expected[0]), (
+        x = torch.randn(*leading, 7, dtype=torch.float64, generator=generator, requires_grad=True)
+        micro_batches.append(_forward(apply, x, weight))
+    for micro_batch in micro_batches:
+        x = micro_batch.x
+        grad = torch.randn(*x.shape[:-1], 3, dtype=torch.float64, generator=generator)
+        micro_batch.expected = grad.flatten(0, -2).T @ x.detach().flatten(0, -2)
+        _check_input_half(micro_batch, weight, grad)
+    first, second = micro_batches
+    found = _weight_half(weight, first.later)
+    assert torch.allclose(found, first.expected), (
         "dA has the right shape and the wrong values, for x [2, 5, 7]: it is the sum over all "
         "samples and tokens"
     )
-    assert not torch.allclose(found[1], expected[0]), (
+    both = _weight_half(weight, second.later)
+    assert not torch.allclose(both, first.expected), (
         "the second micro-batch has left weight.grad as it was: both are added"
     )
-    assert not torch.allclose(found[1], expected[1]), (
+    assert not torch.allclose(both, second.expected), (
         "the second micro-batch has replaced the gradient of the first one: both are added"
     )
-    assert torch.allclose(found[1], expected[0] + expected[1]), (
-        "after two micro-batches weight.grad is not the sum of both"
+    assert torch.allclose(both, first.expected + second.expected), (
+        "the first micro-batch, with x [2, 5, 7], adds the right dA, and the second one, with x "
+        "[4, 7], does not: x may have any number of leading dims"
     )
+
+
+@dataclass
+class _MicroBatch:
+    """One that has gone forward.
+
+    Args:
+        x: Its input.
+        y: Its output.
+        later: The list that it was given.
+        expected: Its dA.
+    """
+
+    x: Tensor
+    y: Tensor
+    later: list[Callable[[], Any]]
+    expected: Tensor = field(default_factory=lambda: torch.empty(0))
+
+
+def _forward(apply: Callable[..., Any], x: Tensor, weight: nn.Parameter) -> _MicroBatch:
+    later: list[Callable[[], Any]] = []
+    y = due(apply(x, weight, later))
+    wanted = x.detach() @ weight.detach().T
+    assert y.shape == wanted.shape, (
+        f"forward gives {list(y.shape)} for x {list(x.shape)} and A {list(weight.shape)}, "
+        f"not {list(wanted.shape)}"
+    )
+    assert torch.allclose(y, wanted), "forward has the right shape, but it is not x times A^T"
+    assert not later, "`later` has an entry right after forward: it is backward that appends one"
+    return _MicroBatch(x, y, later)
 
 
 @torch.no_grad()
@@ -597,32 +817,27 @@ def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor
         f"`later` holds a {type(later[0]).__name__}: put a function there that computes "
         "the gradient when it is called"
     )
-    later[0]()
+    is_first = weight.grad is None
+    try:
+        later[0]()
+    except TypeError as error:
+        assert not (is_first and "NoneType" in str(error)), (
+            "the first W finds None in weight.grad, and nothing can be added to None"
+        )
+        raise
     assert weight.grad is not None, (
         "the function in `later` was called, and weight.grad is still None"
     )
     return weight.grad.clone()
 
 
-def _check_input_half(
-    apply: Callable[..., Any],
-    x: Tensor,
-    weight: nn.Parameter,
-    grad: Tensor,
-    later: list[Callable[[], Any]],
-) -> None:
-    """Forward and the half that is needed at once."""
-    x.requires_grad_()
-    y = due(apply(x, weight, later))
-    wanted = x.detach() @ weight.detach().T
-    assert y.shape == wanted.shape, (
-        f"forward gives {list(y.shape)} for x {list(x.shape)} and A {list(weight.shape)}, "
-        f"not {list(wanted.shape)}"
-    )
-    assert torch.allclose(y, wanted), "forward has the right shape, but it is not x times A^T"
+def _check_input_half(micro_batch: _MicroBatch, weight: nn.Parameter, grad: Tensor) -> None:
+    """The half that is needed at once."""
+    x = micro_batch.x
+    later = micro_batch.later
     counter = FlopCounterMode(display=False)
     with counter:
-        y.backward(grad)
+        micro_batch.y.backward(grad)
     assert x.grad is not None, "x has no gradient: the first thing that backward returns is dx"
     expected = grad @ weight.detach()
     assert torch.allclose(x.grad, expected), (
@@ -631,7 +846,10 @@ def _check_input_half(
     assert weight.grad is None, (
         "weight.grad is there right after backward: this half has to wait in `later`"
     )
-    assert later, "`later` is empty after backward: nobody would ever compute dA"
+    assert later, (
+        "`later` is empty after backward: the function has to stand in the list that this forward "
+        "was given, or nobody would ever compute dA"
+    )
     assert len(later) == 1, f"`later` has {len(later)} entries after one backward, not 1"
     one_product = 2 * grad.numel() * x.shape[-1]
     assert counter.get_total_flops() <= one_product, (
@@ -663,8 +881,10 @@ CASES = (
     _Case("more memory, a fast link", 4, 8, _EVEN, 0.0, 6),
     _Case("more memory, a slow link", 4, 8, _EVEN, 0.008, 6),
     _Case("m is no multiple of p", 4, 6, _EVEN, 0.0, 8),
-    _Case("a short W", 4, 8, StageTimes(0.010, 0.019, 0.001), 0.0, 5),
-    _Case("eight ranks", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 12),
+    _Case("a short W", 4, 8, StageTimes(0.010, 0.019, 0.001), 0.002, 6),
+    _Case("a long I", 4, 8, StageTimes(0.010, 0.020, 0.008), 0.002, 6),
+    _Case("eight ranks", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 9.6),
+    _Case("eight ranks, more memory", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 12),
 )
 
 

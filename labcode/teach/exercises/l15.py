@@ -10,9 +10,11 @@ from typing import Any
 from labcode import recipes
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link, time_s
+from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.step import ClusterModel, iteration_parts
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, due
+from labcode.teach.exercises.on_ranks import without
 from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
 
@@ -77,8 +79,14 @@ def layout(my_layout: Layout) -> None:
     """
     for numbers in FITS:
         _check_layout(numbers, due(my_layout(*numbers)))
+    texts = []
     for numbers, what in REFUSED.items():
-        _check_refusal(my_layout, numbers, what)
+        texts.append(_check_refusal(my_layout, numbers, what))
+    of_ranks, *of_samples = texts
+    assert of_ranks not in of_samples, (
+        "what does not fit are once the ranks and once the samples, and both errors have the same "
+        "text: let each say which it is"
+    )
 
 
 def _check_layout(numbers: tuple[int, int, int, int, int], found: Any) -> None:
@@ -93,21 +101,35 @@ def _check_layout(numbers: tuple[int, int, int, int, int], found: Any) -> None:
     )
     assert dp == world // (tp * pp), case + (f"dp = {dp}, but {dp}*{tp}*{pp} ranks are not {world}")
     assert local == global_batch // dp, case + (
-        f"local batch {local}: {dp} replicas of tp*pp ranks share the {global_batch} samples"
+        f"local batch {local}: {dp} copies of tp*pp ranks share the {global_batch} samples"
     )
     assert count == local // micro, case + (
-        f"{count} micro-batches of {micro} are not the {local} samples of a replica"
+        f"{count} micro-batches of {micro} are not the {local} samples of a copy"
     )
 
 
-def _check_refusal(my_layout: Layout, numbers: tuple[int, int, int, int, int], what: str) -> None:
+def _check_refusal(my_layout: Layout, numbers: tuple[int, int, int, int, int], what: str) -> str:
+    """The text of the error, without the numbers in it."""
     try:
         found = my_layout(*numbers)
-    except ValueError:
-        return
+    except ValueError as error:
+        text = str(error)
+        assert text.strip(), f"{what}: the ValueError has no text: say in it what does not fit"
+        return re.sub(r"[\d.]+", "", text)
+    except NotImplementedError:
+        raise
+    except Exception as error:
+        raise AssertionError(
+            f"{what}: your function raises {_article(type(error).__name__)}: raise a ValueError"
+        ) from None
     raise AssertionError(
-        f"{what}: your function gives {found}, and should raise a ValueError, as it leaves a rest"
+        f"{what}: your function gives {found}, and should raise a ValueError, as a remainder is "
+        "left"
     )
+
+
+def _article(name: str) -> str:
+    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 # ---- 15.2
@@ -127,6 +149,7 @@ CLUSTER = ClusterModel(0.075e9, inside=Link(2e-4, 4.5e6), between=Link(1e-3, 0.5
 Iteration = Callable[[GPTConfig, GridShape, int, int, ClusterModel], float]
 DEEP = replace(MODEL, num_layers=8, num_heads=8)
 WIDE_NODES = replace(CLUSTER, ranks_per_node=4)
+OTHER_SIZES = replace(MODEL, context_length=48, hidden_size=32, num_layers=4)
 
 ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
     (MODEL, GridShape(), 8, 2, CLUSTER),
@@ -135,6 +158,10 @@ ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
     (MODEL, GridShape(tp=2), 8, 1, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2, order="pp-dp-cp-tp"), 8, 2, CLUSTER),
+    (MODEL, GridShape(dp=2), 8, 2, CLUSTER),
+    (MODEL, GridShape(dp=2, pp=2), 8, 2, CLUSTER),
+    (OTHER_SIZES, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
+    (OTHER_SIZES, GridShape(dp=4, pp=2, tp=2), 48, 3, CLUSTER),
     (DEEP, GridShape(dp=2, pp=4, tp=4), 32, 4, WIDE_NODES),
 )
 
@@ -146,12 +173,15 @@ def iteration(my_iteration: Iteration) -> None:
         my_iteration: `my_iteration(model, shape, global_batch, micro_batch, cluster)` -> seconds.
     """
     for case in ITERATIONS:
-        _check_iteration(case, due(my_iteration(*case)))
+        with without(iteration_parts):
+            found = my_iteration(*case)
+        _check_iteration(case, due(found))
 
 
-def _check_iteration(
-    case: tuple[GPTConfig, GridShape, int, int, ClusterModel], found: float
-) -> None:
+Case = tuple[GPTConfig, GridShape, int, int, ClusterModel]
+
+
+def _check_iteration(case: Case, found: float) -> None:
     model, shape, global_batch, micro_batch, _ = case
     order = "" if shape.order == GridShape().order else f", order {shape.order}"
     text = (
@@ -164,57 +194,119 @@ def _check_iteration(
     right_s = sum(parts.values())
     if math.isclose(found, right_s, rel_tol=1e-6):
         return
-    for mistaken_s, hint in _mistakes(parts, case):
+    for mistake, hint in MISTAKES:
+        mistaken_s = _mistaken_s(case, mistake)
         harmless = math.isclose(mistaken_s, right_s, rel_tol=1e-6)
         assert harmless or not math.isclose(found, mistaken_s, rel_tol=1e-6), text + hint
-    shown = ", ".join(f"{name} {1e3 * part:.0f}" for name, part in parts.items() if part)
-    raise AssertionError(text + f"{1e3 * found:.0f} ms; the parts that count here are {shown} ms")
+    shown = ", ".join(f"{POINTS[name]} {part:.3f}" for name, part in parts.items() if part)
+    raise AssertionError(
+        text + f"your function gives {found:.3f} s; the points that count here give {shown} s"
+    )
 
 
-def _mistakes(
-    parts: Mapping[str, float], case: tuple[GPTConfig, GridShape, int, int, ClusterModel]
-) -> list[tuple[float, str]]:
-    """What people write, with its hint. Some of these are right for some layouts."""
+POINTS = {
+    "compute": "1 compute",
+    "tp": "2 tp",
+    "pp": "3 pp",
+    "bubble": "4 turns in which a stage waits",
+    "dp": "5 dp",
+}
+
+# What people write, with its hint. Some of these are right for some layouts.
+MISTAKES = (
+    ("samples", "point 1, compute: a micro-batch has more samples than one"),
+    ("uncut", "point 1, compute: the tp * pp ranks of a copy share it"),
+    ("all-reduces of all", "point 2, tp: a stage has only its share of the all-reduces"),
+    ("4 L", "point 2, tp: the embedding and the head have all-reduces too"),
+    ("no tp", "point 2, tp: the all-reduces are missing"),
+    ("tp inside", "point 2, tp: not every tp group sits on one node"),
+    ("tp between", "point 2, tp: some tp groups sit on one node"),
+    ("no message", "point 3, pp: the message to the next stage is missing"),
+    ("always a message", "point 3, pp: with pp = 1 there is no message"),
+    ("two messages", "point 3, pp: each micro-batch is charged one message"),
+    ("pp inside", "point 3, pp: not every pipeline sits on one node"),
+    ("pp between", "point 3, pp: some pipelines sit on one node"),
+    ("numbers", "points 2 and 3: how many bytes has a number of act?"),
+    ("fixed act", "points 2 and 3: act depends on the model's tokens and hidden size"),
+    ("act of one sample", "points 2 and 3: act has all samples of a micro-batch"),
+    ("no turns", "point 4, turns: nobody waits here, and a stage waits for pp - 1 turns"),
+    ("one turn more", "point 4, turns: one too many, a stage waits for pp - 1"),
+    ("m of all", "point 4, turns: m counts the micro-batches of one copy, and there are dp copies"),
+    ("no gradients", "point 5, dp: the gradients are missing"),
+    ("gradients in each turn", "point 5, dp: gradients are averaged once a step, not in each turn"),
+    ("gradients m times", "point 5, dp: gradients are averaged once a step, not in each turn"),
+    ("all gradients", "point 5, dp: a rank holds only its part of the parameters"),
+    ("gradients of 2 bytes", "point 5, dp: each gradient has 4 bytes"),
+    ("gradient numbers", "point 5, dp: each gradient has 4 bytes"),
+    ("dp inside", "point 5, dp: not every dp group sits on one node"),
+    ("dp between", "point 5, dp: some dp groups sit on one node"),
+    ("milliseconds", "the unit is off: give seconds"),
+)
+
+
+def _mistaken_s(case: Case, mistake: str) -> float:
+    """What a function with one mistake gives."""
     model, shape, global_batch, micro_batch, cluster = case
-    dp_link = cluster.link(shape.groups("dp")[0])
-    uncut_s = time_s("all_reduce", shape.dp, 4 * model.num_parameters, dp_link)
     m = global_batch // (micro_batch * shape.dp)
-    whole_s = sum(parts.values())
-    turn_s = (parts["compute"] + parts["tp"] + parts["pp"]) / m
-    turns = m + shape.pp - 1
-    tp_s = parts["tp"] / m
-    compute_s = parts["compute"] / m
+    fixed_links = {"inside": cluster.inside, "between": cluster.between}
+    links = {}
+    for axis in ("tp", "pp", "dp"):
+        links[axis] = cluster.link(shape.groups(axis)[0])
+        for place, link in fixed_links.items():
+            if mistake == f"{axis} {place}":
+                links[axis] = link
+
     cut = shape.tp * shape.pp
-    all_m = global_batch // micro_batch
-    return [
-        (whole_s - parts["bubble"], "there is no bubble: a stage waits for pp - 1 turns"),
-        (whole_s + turn_s, "one turn too many: the bubble is pp - 1 of them"),
-        (whole_s - parts["dp"], "the gradients are missing: they are averaged over dp"),
-        (whole_s + (turns - 1) * parts["dp"], "gradients are averaged once a step, not each turn"),
-        (whole_s + (m - 1) * parts["dp"], "gradients are averaged once a step, not each turn"),
-        (
-            whole_s - parts["dp"] + uncut_s,
-            "a rank holds only its part of the parameters, and averages only their gradients",
-        ),
-        (
-            (all_m + shape.pp - 1) * turn_s + parts["dp"],
-            "m counts the micro-batches of one copy of the model, and there are dp copies",
-        ),
-        (
-            whole_s + turns * tp_s * (shape.pp - 1),
-            "a stage has only its share of the all-reduces: the model is cut over pp",
-        ),
-        (
-            whole_s + turns * compute_s * (cut - 1),
-            "tp * pp ranks share the computing of a micro-batch",
-        ),
-        (whole_s - turns * tp_s, "the all-reduces of tp are missing"),
-        (whole_s - turns * parts["pp"] / m, "the message to the next stage is missing"),
-        (
-            whole_s - turns * compute_s * (1 - 1 / micro_batch),
-            "the FLOPs are those of one sample: a micro-batch has more of them",
-        ),
-    ]
+    samples = 1 if mistake == "samples" else micro_batch
+    compute_s = training_flops_per_sample(model) * samples / cluster.flops_per_s
+    if mistake != "uncut":
+        compute_s /= cut
+
+    act = 4 * micro_batch * model.context_length * model.hidden_size
+    if mistake == "numbers":
+        act /= 4
+    elif mistake == "fixed act":
+        act = 4 * micro_batch * MODEL.context_length * MODEL.hidden_size
+    elif mistake == "act of one sample":
+        act /= micro_batch
+
+    all_reduces = 4 * model.num_layers + 2
+    if mistake == "4 L":
+        all_reduces -= 2
+    if mistake != "all-reduces of all":
+        all_reduces /= shape.pp
+    tp_s = all_reduces * time_s("all_reduce", shape.tp, act, links["tp"])
+    if mistake == "no tp":
+        tp_s = 0.0
+
+    num_messages = 1 if shape.pp > 1 else 0
+    num_messages = {
+        "no message": 0,
+        "always a message": 1,
+        "two messages": 2 * num_messages,
+    }.get(mistake, num_messages)
+    pp_s = num_messages * time_s("send", 2, act, links["pp"])
+
+    turns = m + shape.pp - 1
+    if mistake == "no turns":
+        turns = m
+    elif mistake == "one turn more":
+        turns += 1
+    elif mistake == "m of all":
+        turns = global_batch // micro_batch + shape.pp - 1
+
+    gradient_bytes = 4 * model.num_parameters
+    if mistake != "all gradients":
+        gradient_bytes /= cut
+    if mistake == "gradients of 2 bytes":
+        gradient_bytes /= 2
+    elif mistake == "gradient numbers":
+        gradient_bytes /= 4
+    times = {"no gradients": 0, "gradients in each turn": turns, "gradients m times": m}
+    dp_s = time_s("all_reduce", shape.dp, gradient_bytes, links["dp"]) * times.get(mistake, 1)
+
+    total_s = turns * (compute_s + tp_s + pp_s) + dp_s
+    return 1e3 * total_s if mistake == "milliseconds" else total_s
 
 
 # ---- 15.3
@@ -242,6 +334,8 @@ CHOICES = (
     _Choice("8 layers on 8 ranks", DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
     _Choice("16 ranks", DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
     _Choice("a batch that few copies divide", DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
+    _Choice("12 samples in micro-batches of 4", DEEP, 8, 12, 4, CLUSTER, 1e12),
+    _Choice("10 samples in micro-batches of 2", MODEL, 8, 10, 2, CLUSTER, 1e12),
     _Choice("a model with one head", _ONE_HEAD, 8, 8, 2, _NODES_OF_FOUR, 1e12),
 )
 
@@ -292,17 +386,21 @@ def best_layout(answer: Callable[..., GridShape]) -> None:
         answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`.
     """
     for choice in CHOICES:
-        found = due(
-            answer(
-                choice.model,
-                choice.world,
-                choice.global_batch,
-                choice.micro_batch,
-                choice.cluster,
-                choice.room_bytes,
-            )
+        found = answer(
+            choice.model,
+            choice.world,
+            choice.global_batch,
+            choice.micro_batch,
+            choice.cluster,
+            choice.room_bytes,
         )
         case = f"{choice.about}: "
+        if choice is not CHOICES[0]:  # it did return something before
+            assert found is not None, (
+                case + "your function finds no layout that keeps the rules, and there is one: "
+                "which rule is too strict?"
+            )
+        found = due(found)
         assert isinstance(found, GridShape), case + f"{found!s:.40} is no GridShape"
         case += f"dp {found.dp}, pp {found.pp}, tp {found.tp}: "
         assert found.cp == 1, case + "cp is not asked for"

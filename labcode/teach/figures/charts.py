@@ -49,6 +49,7 @@ def lines(
     title: str = "",
     logx: bool = False,
     logy: bool = False,
+    from_zero: bool = False,
     marks: bool = True,
     reference: Mapping[str, float] | None = None,
 ) -> Picture:
@@ -63,6 +64,7 @@ def lines(
         title: Above the figure.
         logx: Logarithmic x axis.
         logy: Logarithmic y axis.
+        from_zero: The y axis begins at 0, so that heights can be compared.
         marks: A marker at each point.
         reference: `{"label": y}`, horizontal dashed lines to compare with.
     """
@@ -75,6 +77,8 @@ def lines(
         axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, marks))
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
     _draw_references(axes.axhline, reference)
+    if from_zero:
+        axes.set_ylim(bottom=0)
     if len(series) > 1 or reference:
         axes.legend(loc="best")
     _set_title(axes, title)

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from matplotlib.axes import Axes
+from matplotlib.legend_handler import HandlerTuple
 from matplotlib.patches import FancyArrowPatch, FancyBboxPatch, Rectangle
 
 from labcode.perf.pipeline import Bar, Timeline
@@ -73,7 +74,8 @@ def pipeline(
 ) -> Picture:
     """Time lines of a pipeline below each other, on one axis in milliseconds.
 
-    A block is one action: its colour says which kind, its number which micro-batch. Where a rank
+    A block is one action: its colour and letter say which kind, its number which micro-batch; in
+    narrow blocks the letter stands above the number. Where a rank
     has several stages, the blocks of its first one are full and those of later ones pale.
 
     Args:
@@ -108,7 +110,7 @@ def pipeline(
 def _draw_line(axes: Axes, line: Timeline, total_ms: float, lane: str) -> None:
     first = _first_stages(line.rows)
     shortest_ms = 1e3 * min(bar.duration_s for bar in line.rows)
-    with_letters = shortest_ms / total_ms * AXIS_IN > 0.15
+    is_narrow = shortest_ms / total_ms * AXIS_IN <= 0.15
     ranks = line.ranks
     for row, rank in enumerate(ranks):
         # what is not covered by a block is a rank that waits
@@ -116,7 +118,7 @@ def _draw_line(axes: Axes, line: Timeline, total_ms: float, lane: str) -> None:
         put_text(axes, -0.008 * total_ms, row, f"{lane} {rank}", 8, ha="right")
     for bar in line.rows:
         is_first = bar.action.stage == first[bar.rank]
-        _draw_block(axes, ranks.index(bar.rank), bar, is_first, with_letters)
+        _draw_block(axes, ranks.index(bar.rank), bar, is_first, is_narrow)
     axes.set_ylim(len(ranks) - 0.5, -0.5)  # rank 0 on top
     axes.set_xlim(0, total_ms)
     axes.set_yticks([])
@@ -133,16 +135,21 @@ def _first_stages(rows: Sequence[Bar]) -> dict[int, int]:
     return first
 
 
-def _draw_block(axes: Axes, row: int, bar: Bar, is_first: bool, with_letters: bool) -> None:
+def _draw_block(axes: Axes, row: int, bar: Bar, is_first: bool, is_narrow: bool) -> None:
     colour = KINDS[bar.action.kind].colour
     fill = colour if is_first else _pale(colour)
     start_ms = 1e3 * bar.start_s
     length_ms = 1e3 * bar.duration_s
     axes.barh(row, length_ms, left=start_ms, height=0.8, color=fill, edgecolor="white", lw=0.7)
-    text = str(bar.action.microbatch)
-    if with_letters:
-        text = f"{bar.action.kind}{text}"
-    put_text(axes, start_ms + length_ms / 2, row, text, 6.5, color=ink_on(fill))
+    middle_ms = start_ms + length_ms / 2
+    letter = bar.action.kind
+    number = str(bar.action.microbatch)
+    colour = ink_on(fill)
+    if is_narrow:
+        put_text(axes, middle_ms, row - 0.19, letter, 5.5, color=colour)
+        put_text(axes, middle_ms, row + 0.19, number, 5.5, color=colour)
+    else:
+        put_text(axes, middle_ms, row, f"{letter}{number}", 6.5, color=colour)
 
 
 def _pale(colour: str) -> str:
@@ -176,13 +183,23 @@ def _draw_key(picture: Picture, lines: Sequence[Timeline]) -> None:
             signs.append(Rectangle((0, 0), 1, 1, facecolor=kind.colour, edgecolor="none"))
             names.append(f"{letter}  {kind.name}")
     if num_stages > len(lines[0].ranks):
-        pale = _pale(KINDS["F"].colour)
-        signs.append(Rectangle((0, 0), 1, 1, facecolor=pale, edgecolor="none"))
+        pales = []
+        for letter in KINDS:
+            if letter in found:
+                pale = _pale(KINDS[letter].colour)
+                pales.append(Rectangle((0, 0), 1, 1, facecolor=pale, edgecolor="none"))
+        signs.append(tuple(pales))
         names.append("pale: the rank's later stage")
     signs.append(Rectangle((0, 0), 1, 1, facecolor=PALE, edgecolor=RULE, lw=0.5))
     names.append("waits")
     picture.figure.legend(
-        signs, names, loc="outside lower left", ncols=len(names), fontsize=8, handlelength=1.0
+        signs,
+        names,
+        loc="outside lower left",
+        ncols=len(names),
+        fontsize=8,
+        handlelength=1.0,
+        handler_map={tuple: HandlerTuple(ndivide=None, pad=0.1)},
     )
 
 
@@ -210,9 +227,8 @@ def stages(num_ranks: int, layers_per_rank: int, *, title: str, alt: str) -> Pic
         _draw_box(axes, (left, 0), 1.7, 2.2)
         put_text(axes, left + 0.85, 1.95, f"rank {rank}", 9, weight="bold")
         put_text(axes, left + 0.85, 1.6, f"layers {first}-{last}", 8)
-        put_text(axes, left + 0.85, 1.1, "keeps x and y", 7.5, style="italic")
-        put_text(axes, left + 0.85, 0.8, "of a micro-batch", 7.5, style="italic")
-        put_text(axes, left + 0.85, 0.5, "from F to B", 7.5, style="italic")
+        put_text(axes, left + 0.85, 1.0, "keeps x and y", 7.5, style="italic")
+        put_text(axes, left + 0.85, 0.7, "from F to B", 7.5, style="italic")
         if rank < num_ranks - 1:
             _draw_message(axes, (left + 1.75, 1.55), (left + 2.95, 1.55), "activation", above=True)
             _draw_message(axes, (left + 2.95, 0.65), (left + 1.75, 0.65), "gradient", above=False)
@@ -272,8 +288,8 @@ def halves(*, title: str, alt: str) -> Picture:
     _half(axes, 0.5, "W", "gradient of A", reads="dy and the input x", gives="dA")
     put_text(axes, 9.25, 2.35, "the rank before waits for it:", 8.5, ha="left")
     put_text(axes, 9.25, 2.05, "send it at once", 8.5, ha="left", weight="bold")
-    put_text(axes, 9.25, 0.85, "nobody waits for it before the", 8.5, ha="left")
-    put_text(axes, 9.25, 0.55, "optimizer: do it in a gap", 8.5, ha="left", weight="bold")
+    put_text(axes, 9.25, 0.85, "only the optimizer waits for it:", 8.5, ha="left")
+    put_text(axes, 9.25, 0.55, "do it in a gap", 8.5, ha="left", weight="bold")
     axes.set_xlim(0, 14.2)
     axes.set_ylim(0, 3.1)
     axes.set_axis_off()
