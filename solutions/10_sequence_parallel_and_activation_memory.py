@@ -817,6 +817,8 @@ check("10.4", lambda: l10.sequence_parallel_mlp(SequenceParallelMLP, ranks))
 # | SLURM, inside a job of one node | `srun --nodes=1 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.tp 2 --parallel.sequence_parallel` |
 #
 # `gpt_10m` has 6 heads, which 8 ranks cannot share: tp has to divide the heads. What tp leaves over goes to dp, here 4.
+# (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
+# script.)
 #
 # On a GPU, `torch.cuda.max_memory_allocated()` counts more than activations: weights, gradients, optimizer state, and
 # buffers that live for a moment. Compare differences, as section 1 did. In PyTorch's own version one uses the styles

@@ -862,8 +862,8 @@ check("11.5", lambda: l11.design(my_grid))
 # | the gather | add `--parallel.context_attention all_gather` |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=8 python -m labcode.train gpt_10m --parallel.cp 2 --parallel.tp 2` |
 #
-# Under `srun`, export `MASTER_ADDR` (the first node) and `MASTER_PORT` first, or the ranks of two nodes do not find each
-# other. Lesson 04 explains these variables, and lesson 14 writes such a script.
+# Under `srun`, export `MASTER_ADDR` (the first node) and `MASTER_PORT` first, or the ranks do not know where to meet.
+# Lesson 04 explains these variables, and lesson 14 writes such a script.
 #
 # On GPUs the same class takes PyTorch's fused kernels for its blocks, after it has compared them with the plain one on
 # a small example. PyTorch has context parallelism too, `context_parallel` in `torch.distributed.tensor.experimental`.
@@ -888,8 +888,8 @@ check("11.5", lambda: l11.design(my_grid))
 # <details><summary>Answer</summary>
 #
 # A part is half as large, and there are 2p - 1 hops in place of p - 1. So the bytes stay about the same, 3 (p - 1)/p
-# times the K and V of the whole sequence. The work of a rank halves. So messages become harder to hide: there are S/p
-# operations for each byte.
+# times the K and V of the whole sequence. The work of a rank halves. So messages become harder to hide: the operations
+# for each byte are in proportion to S/p.
 # </details>
 #
 # **3.** A model has 32 query heads and 8 key/value heads, and trains with tp = 4. How large can cp be with all-to-all,
