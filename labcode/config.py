@@ -539,7 +539,8 @@ class TrainConfig:
 class CheckpointConfig:
     """What is kept of a run in OUT/checkpoints.
 
-    With `every` or `resume`, SIGUSR1 and SIGTERM stop the run after a last checkpoint.
+    With `every` or `resume`, SIGUSR1 and SIGTERM stop the run after a last checkpoint, and leave
+    the file `stopped` in train.out, which the job script looks for.
     """
 
     every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and at a signal

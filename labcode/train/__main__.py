@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 from labcode.command import UsageError, parse
 from labcode.train.ctrl_c import INTERRUPTED, CtrlC
+from labcode.train.signals import StopSignals
 
 
 def main(args: Sequence[str]) -> int:
@@ -32,10 +33,14 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
         from labcode.train.report import refuse_command
 
         return refuse_command(error)
+    signals = StopSignals()
+    if config.checkpoint.on:
+        signals.listen_where_ignored()
     # imports torch, which takes seconds: `--help` need not wait for it
     from labcode.train.run import run
 
-    return run(config, ctrl_c, started_by) or 0  # what torch wraps around it may return None
+    # what torch wraps around it may return None
+    return run(config, ctrl_c, started_by, signals) or 0
 
 
 if __name__ == "__main__":

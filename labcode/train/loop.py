@@ -173,6 +173,8 @@ class Trainer:
         settings = self.config.train
         clock = StepClock()
         with self.log.bar(), self._stop_signals() as signals:
+            if self.checkpoints and signals:
+                self._stop_if_asked(signals)  # while it started: nothing is to be saved yet
             while self.steps_done < settings.steps and not self.stopped_by:
                 step = self.step()
                 clock.count()
@@ -195,11 +197,14 @@ class Trainer:
 
     def _save_if_due(self, checkpoints: Checkpoints, signals: StopSignals) -> None:
         """Write a checkpoint where one is due, or asked for by a signal, which ends the run."""
-        # after the last step there is nothing to stop: the run finishes
-        if self.steps_done < self.config.train.steps:
-            self.stopped_by = signals.agreed()
+        self._stop_if_asked(signals)
         if self.stopped_by or self._due(self.config.checkpoint.every):
             checkpoints.save(self.state)
+
+    def _stop_if_asked(self, signals: StopSignals) -> None:
+        """Agree with all ranks whether the run stops; after the last step it finishes instead."""
+        if self.steps_done < self.config.train.steps:
+            self.stopped_by = signals.agreed()
 
     def step(self) -> Step:
         """One optimizer step: forward and backward, clip, update.

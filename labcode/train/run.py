@@ -32,25 +32,32 @@ from labcode.train.run_lock import LOCK_NAME
 from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
 
-RESUME = "resume from it with the same command, --checkpoint.resume and the same --train.out"
+RESUME = "with the same command, --checkpoint.resume and the same --train.out"
 CTRL_C = "Ctrl-C"  # the last word of a rank that it has ended
 SAME_MOMENT_S = 0.5
 SHARED_WAIT_S = 5.0  # after which every node sees what one has written to a shared disk
 
 
 @record
-def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = None) -> int:
+def run(
+    config: Config,
+    ctrl_c: CtrlC | None = None,
+    started_by: int | None = None,
+    signals: StopSignals | None = None,
+) -> int:
     """Train as `config` says, as one rank of whatever job this process was started in.
 
     Args:
         config: The run.
         ctrl_c: What remembers Ctrl-C; None: Ctrl-C is as Python has it.
         started_by: Number of the process that started this one; None: of its parent now.
+        signals: What has been heard until now; None: nothing.
 
     Returns:
         The exit code. User errors and interruptions are one line; a bug keeps its traceback.
     """
     ctrl_c = ctrl_c or CtrlC()
+    signals = signals or StopSignals()
     place = Place()
     trainer = None
     folder = RunFolder(config)
@@ -66,7 +73,7 @@ def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = No
             share_gpus=parallel.share_gpus,
             timeout_s=parallel.collective_timeout_s,
         )
-        trainer = set_up(config, world, shape, folder)
+        trainer = set_up(config, world, shape, folder, signals)
         _train(trainer, folder)
     except (Exception, KeyboardInterrupt) as error:
         _leave(trainer, folder, ctrl_c)
@@ -79,8 +86,7 @@ def run(config: Config, ctrl_c: CtrlC | None = None, started_by: int | None = No
         return 0
     finally:
         bootstrap.stop()
-        if trainer is not None and trainer.signals is not None:
-            trainer.signals.ignore()
+        signals.ignore()
 
 
 def _grid_shape(config: Config, place: Place) -> GridShape:
@@ -91,7 +97,9 @@ def _grid_shape(config: Config, place: Place) -> GridShape:
         raise RefusedError(str(error)) from None
 
 
-def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) -> Trainer:
+def set_up(
+    config: Config, world: World, shape: GridShape, folder: RunFolder, signals: StopSignals
+) -> Trainer:
     """Data, process groups, model and output folder.
 
     Every error that can be found before the first step is found here, and nothing is written
@@ -102,7 +110,9 @@ def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) ->
         ValueError, OSError, MemoryError: On the rank that found something.
         PeerError: On the others.
     """
-    signals = _listen_if_it_can_stop(config)
+    # Without checkpoints a signal ends the process, as it ends any other.
+    if config.checkpoint.on:
+        signals.listen()
     task = _make_task_once_per_node(config, world)
     # before any group of the grid is made
     on_every_rank(lambda: _check_sizes(config, world, shape, task))
@@ -115,7 +125,8 @@ def set_up(config: Config, world: World, shape: GridShape, folder: RunFolder) ->
         start = Checkpoints(config, grid, out, task.data_sha256).newest()
         if start:
             print_on_first_rank(world, f"resuming from {start}")
-    trainer = Trainer(config, world, grid, task, None, start, signals)
+    listening = signals if config.checkpoint.on else None
+    trainer = Trainer(config, world, grid, task, None, start, listening)
     # only now: a run that cannot begin leaves all as it was
     out = on_first_rank(folder.claim)
     _check_that_all_see(config, folder, out)
@@ -149,13 +160,14 @@ def _train(trainer: Trainer, folder: RunFolder) -> None:
         folder.keep()
 
     trainer.fit(after_first_step=keep)
+    if trainer.stopped_by and not trainer.has_begun and trainer.config.train.overwrite:
+        report.say(trainer.world.place, f"stopped by {trainer.stopped_by} {_how_far(trainer)}")
+        return  # the run that was to be overwritten comes back
     folder.keep()
     if trainer.stopped_by:
-        report.say(
-            trainer.world.place,
-            f"stopped by {trainer.stopped_by} after step {trainer.steps_done}, "
-            f"with a checkpoint: {RESUME}",
-        )
+        line = f"stopped by {trainer.stopped_by} {_where_it_resumes(trainer)} {RESUME}"
+        on_first_rank(lambda: folder.note_stop(line))
+        report.say(trainer.world.place, line)
 
 
 def _leave(trainer: Trainer | None, folder: RunFolder, ctrl_c: CtrlC) -> None:
@@ -223,16 +235,11 @@ def _how_far(trainer: Trainer | None) -> str:
     return f"after step {trainer.steps_done}: its metrics are in {trainer.out}"
 
 
-def _listen_if_it_can_stop(config: Config) -> StopSignals | None:
-    """From now on a signal is answered by a checkpoint, after the first step if it comes earlier.
-
-    Without checkpoints a signal ends the process, as it ends any other.
-    """
-    if not config.checkpoint.on:
-        return None
-    signals = StopSignals()
-    signals.listen()
-    return signals
+def _where_it_resumes(trainer: Trainer) -> str:
+    """When a run was stopped; one that has not done a step has nothing to save."""
+    if trainer.has_begun:
+        return f"after step {trainer.steps_done}, with a checkpoint: resume from it"
+    return f"before step {trainer.steps_done + 1}: resume"
 
 
 def _check_that_all_see(config: Config, folder: RunFolder, out: Path) -> None:

@@ -22,6 +22,7 @@ from labcode.files import UNFINISHED, remove_unfinished, sync_folder, write_atom
 from labcode.train.run_lock import LOCK_NAME, RunLock
 
 CONFIG_NAME = "config.json"
+STOPPED_NAME = "stopped"  # there if a signal stopped the last attempt of a run, which can resume
 # the second names of a folder, beside it: of an old run that may come back, or is being removed
 SET_ASIDE = ".set-aside"
 DISCARDED = ".discarded"
@@ -29,6 +30,7 @@ DISCARDED = ".discarded"
 OWN_FILES = (
     CONFIG_NAME,
     LOCK_NAME,
+    STOPPED_NAME,
     "metrics.jsonl",
     "result.txt",
     "weights.pt",
@@ -151,6 +153,7 @@ class RunFolder:
         if self._lock is None:
             self._take_new()
         remove_unfinished(self.path)
+        (self.path / STOPPED_NAME).unlink(missing_ok=True)
         write_config(self.config, self.path)
         return self.path
 
@@ -216,6 +219,18 @@ class RunFolder:
             self._old_lock.release()
             self._old_lock = None
         self._kept = True
+
+    def note_stop(self, line: str) -> None:
+        """Leave word that this attempt was stopped, which tells it from one that has finished.
+
+        A job script cannot tell by the exit code, which is 0 for both: torchrun and srun take any
+        other for a failure.
+
+        Raises:
+            OSError: It cannot be written.
+        """
+        assert self.path is not None
+        write_atomically(self.path / STOPPED_NAME, f"{line}\n".encode())
 
     def close(self) -> None:
         """Let go of the folder; if `keep` was never called, all is as it was before `claim`.

@@ -4,9 +4,6 @@ import signal
 import threading
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
 SIGNALS = (signal.SIGUSR1, signal.SIGTERM)
 
 
@@ -25,9 +22,24 @@ class StopSignals:
         """Begin to remember, for good: a process that has done its work is not to die of a signal
         that a job script repeats until it has ended.
         """
-        if threading.current_thread() is not threading.main_thread():
-            return  # a thread cannot listen to signals
         for number in SIGNALS:
+            self._listen_to(number)
+
+    def listen_where_ignored(self) -> None:
+        """Begin to remember what this process was started to ignore, before torch is imported.
+
+        `labcode/slurm/script/hand_down.sh` starts ranks that way: a request that comes while they
+        start is not to kill them, and is not to be forgotten. Elsewhere a signal ends a process
+        that is still starting, at once.
+        """
+        for number in SIGNALS:
+            if signal.getsignal(number) is signal.SIG_IGN:
+                self._listen_to(number)
+
+    def _listen_to(self, number: int) -> None:
+        is_main = threading.current_thread() is threading.main_thread()
+        # a thread cannot listen to signals
+        if is_main and number not in self._before:
             self._before[number] = signal.signal(number, self._hear)
 
     def ignore(self) -> None:
@@ -55,6 +67,9 @@ class StopSignals:
 
         Communicates: an all-reduce of one number, on the CPU.
         """
+        import torch  # here: a rank listens before it spends seconds on importing torch
+        import torch.distributed as dist
+
         heard = torch.tensor(self._heard)
         dist.all_reduce(heard, dist.ReduceOp.MAX)
         if heard.item() == 0:

@@ -379,9 +379,19 @@ def test_a_signal_while_the_result_is_written_does_not_stop_it(
     assert (tmp_path / "run" / "result.txt").exists()
 
 
-@pytest.mark.parametrize("where", ["make_task", "_build", "step"])
-def test_a_signal_before_the_first_step_ends_the_run_behind_it(tmp_path, where):
+@pytest.mark.parametrize("where", ["make_task", "_build"])
+def test_a_signal_in_set_up_ends_the_run_before_its_first_step(tmp_path, where):
     patch = partial(signalled_in, where, signal.SIGUSR1, ranks=[1])
+    done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
+    assert done.codes == [0, 0], done.err
+    assert "stopped by SIGUSR1 before step 1: resume with the same command" in done.err[0]
+    done = train([*RUN, "--checkpoint.resume"], cwd=tmp_path, ranks=2)
+    assert done.codes == [0, 0]
+    assert (tmp_path / "run" / "result.txt").exists()
+
+
+def test_a_signal_in_the_first_step_ends_the_run_behind_it(tmp_path):
+    patch = partial(signalled_in, "step", signal.SIGUSR1, ranks=[1])
     done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
     assert done.codes == [0, 0], done.err
     assert "stopped by SIGUSR1 after step 1, with a checkpoint: resume from it" in done.err[0]
@@ -397,6 +407,8 @@ def test_a_signal_in_the_last_step_stops_nothing(tmp_path):
     assert done.codes == [0, 0]
     assert "stopped" not in "".join(done.err)
     assert (tmp_path / "run" / "result.txt").exists()
+    # for which a job script looks before it puts the job back into the queue
+    assert not (tmp_path / "run" / "stopped").exists()
 
 
 def repeated():

@@ -633,6 +633,67 @@ def test_a_signal_does_not_kill_a_rank_that_is_ending(tmp_path, number):
     assert run.returncode == 0
 
 
+def signalled(tmp_path, patch, *args):
+    """The training in one process, with `patch` run before it; the process may call `ask()`.
+
+    It is started as `hand_down.sh` starts a rank: both signals are ignored.
+    """
+    program = f"""if True:
+        import os, signal, sys
+        from labcode.train.__main__ import main
+
+        def ask():
+            os.kill(os.getpid(), signal.SIGTERM)
+
+        {patch}
+        sys.exit(main(sys.argv[1:]))
+    """
+
+    def ignore():
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    return subprocess.run(
+        [sys.executable, "-c", program, *TRAIN[3:], "--train.out=run", *args],
+        cwd=tmp_path,
+        preexec_fn=ignore,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+
+
+WHILE_STARTING = """
+        from labcode.train.signals import StopSignals
+        listen = StopSignals.listen_where_ignored
+        StopSignals.listen_where_ignored = lambda signals: (listen(signals), ask())
+"""
+
+
+def test_a_signal_while_a_rank_starts_stops_it_before_its_first_step(tmp_path):
+    args = ("--checkpoint.resume", "--train.steps=3")
+    stopped = signalled(tmp_path, WHILE_STARTING, *args)
+    line = "stopped by SIGTERM before step 1: resume with the same command"
+    assert stopped.returncode == 0 and line in stopped.stderr, stopped.stderr
+    assert (tmp_path / "run/stopped").read_text().startswith(line)
+    assert not list((tmp_path / "run").glob("checkpoints/step-*"))
+    done = signalled(tmp_path, "", *args)
+    assert done.returncode == 0 and done.stderr == "", done.stderr
+    assert (tmp_path / "run/weights.pt").exists()
+    assert not (tmp_path / "run/stopped").exists()
+
+
+def test_a_run_that_is_stopped_before_its_first_step_overwrites_none(tmp_path):
+    assert signalled(tmp_path, "", "--train.steps=1").returncode == 0
+    before = (tmp_path / "run/weights.pt").read_bytes()
+    args = ("--train.overwrite", "--checkpoint.every=5", "--train.steps=3")
+    stopped = signalled(tmp_path, WHILE_STARTING, *args)
+    line = "stopped by SIGTERM before the first step: nothing was written\n"
+    assert (stopped.returncode, stopped.stderr) == (0, line)
+    assert (tmp_path / "run/weights.pt").read_bytes() == before
+    assert names(tmp_path) == ["run"]
+
+
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(tmp_path, number):
     torchrun = [
@@ -666,7 +727,9 @@ def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(
             os.killpg(job.pid, signal.SIGKILL)
     assert job.returncode == 0, stderr
     steps = [row["step"] for row in metrics.read(tmp_path / "run") if "loss" in row]
-    assert f"stopped by {number.name} after step {steps[-1]}, with a checkpoint" in stderr
+    line = f"stopped by {number.name} after step {steps[-1]}, with a checkpoint"
+    assert line in stderr
+    assert (tmp_path / "run/stopped").read_text().startswith(line)
     (folder,) = (tmp_path / "run" / "checkpoints").iterdir()
     assert json.loads((folder / "run.json").read_text())["step"] == steps[-1]
     assert not (tmp_path / "run" / "weights.pt").exists()  # the run is not at its end
