@@ -1,5 +1,8 @@
 """`Cluster`: start, use, break and remove a local SLURM cluster."""
 
+import contextlib
+import functools
+import itertools
 import os
 import shutil
 import subprocess
@@ -32,6 +35,14 @@ def names_up() -> list[str]:
         return []
     folders = sorted(path.name for path in base().iterdir() if path.is_dir())
     return [name for name in folders if is_name(name) and running(name)]
+
+
+def _remove_group(top: Path) -> bool:
+    """Try to remove a group of processes and those below it; whether it is gone."""
+    for group in sorted(top.glob("**/"), reverse=True):
+        with contextlib.suppress(OSError):
+            group.rmdir()
+    return not top.exists()
 
 
 class Cluster:
@@ -73,7 +84,7 @@ class Cluster:
             nodes: Number of nodes; 2 by default.
             name: Clusters of different names do not see each other.
             site: Fields of `Spec`: cpus, memory_mb, gpus, gpu_type, partitions, features, accounts,
-                qos, settings.
+                qos, settings, cgroup.
 
         Raises:
             Unavailable: Packages or kernel features are missing.
@@ -157,7 +168,7 @@ class Cluster:
         etc = {
             "slurm.conf": conf.slurm_conf(spec, self.folder, user_name()),
             "gres.conf": conf.gres_conf(spec, self.folder),
-            "cgroup.conf": conf.cgroup_conf(version),
+            "cgroup.conf": conf.cgroup_conf(spec, version),
             "job_submit.lua": conf.submit_lua(spec),
         }
         for file, text in etc.items():
@@ -289,9 +300,22 @@ class Cluster:
         (self.folder / "up").unlink(missing_ok=True)
         for name in hosts_of(self.folder):
             self.host(name).stop()
+        self._remove_cgroups()
         shutil.rmtree(self.folder, ignore_errors=True)
         if self.folder.exists():
             raise RuntimeError(f"{self.folder} could not be removed: remove it by hand")
+
+    def _remove_cgroups(self) -> None:
+        """Remove the groups that slurmd has made on this machine; their processes have ended."""
+        try:
+            spec = self.spec
+        except (OSError, ValueError):
+            return  # it was never up
+        mount = Path(str(spec.cgroup.get("CgroupMountpoint", "/sys/fs/cgroup")))
+        tops = [mount.glob(f"*/slurm_{name}") for name in spec.names()] if spec.cgroup else []
+        for top in itertools.chain.from_iterable(tops):
+            # the kernel may take a moment to see that a group is empty
+            wait(functools.partial(_remove_group, top), 10, f"{top} is in use".__str__)
 
     # ---------------------------------------------------------------------------------------- use
 

@@ -190,12 +190,15 @@ def _lua_sets(names: Mapping[str, Collection[str] | None]) -> str:
     return "{ " + ", ".join(sets) + " }"
 
 
-def cgroup_conf(version: str) -> str:
+def cgroup_conf(spec: Spec, version: str) -> str:
     """The text of cgroup.conf.
 
     Args:
+        spec: Of the cluster.
         version: What `slurmctld -V` says.
     """
+    if spec.cgroup:
+        return "".join(f"{name}={value}\n" for name, value in spec.cgroup.items())
     found = re.search(r"(\d+)\.(\d+)", version)
     if found and (int(found[1]), int(found[2])) >= _CGROUPS_ARE_ASKED_FOR:
         return "CgroupPlugin=disabled\n"

@@ -34,6 +34,9 @@ class Spec:
         accounts: Accounts that `--account` may name; None leaves it unchecked.
         qos: What `--qos` may name; None leaves it unchecked.
         settings: More lines of slurm.conf, such as {"Licenses": "scratch:10"}.
+        cgroup: Lines of cgroup.conf, for a cluster with ProctrackType=proctrack/cgroup; none means
+            that SLURM does without cgroups. All such clusters of a machine share its cgroups, so
+            have one at a time.
 
     Raises:
         ValueError: A count or a name is impossible.
@@ -49,6 +52,7 @@ class Spec:
     accounts: tuple[str, ...] | None = None
     qos: tuple[str, ...] | None = None
     settings: Mapping[str, object] = field(default_factory=dict)
+    cgroup: Mapping[str, object] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._check_counts()
@@ -75,11 +79,11 @@ class Spec:
 
     def _check_settings(self) -> None:
         # One line each: a value with a line break could smuggle in any other setting.
-        for options in (self.settings, *self.partitions.values()):
+        for options in (self.settings, self.cgroup, *self.partitions.values()):
             for name, value in options.items():
                 if not _WORD.fullmatch(str(name)) or "\n" in str(value):
                     raise ValueError(
-                        f"{name!r}={value!r} is no setting of slurm.conf: one name, one line"
+                        f"{name!r}={value!r} is no setting of SLURM: one name, one line"
                     )
 
     @classmethod
