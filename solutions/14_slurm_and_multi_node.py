@@ -484,13 +484,24 @@ text = render(lasting, one_task_per_rank)
 print(text[text.index("stopped=no") :])
 
 # %% [markdown]
-# It differs from a short script in two points, and both are about ranks that are still starting. The small `bash -c`
-# makes a task ignore `USR1` until Python has set up its handler, because the signal would kill it. And since such a
-# rank does not hear the signal, `scancel` is repeated every 5 seconds until the ranks have ended.
+# It does the same as a short script, and differs from it in four points.
 #
-# With torchrun there is a third point. SLURM knows torchrun, but on most clusters not the ranks below it, and torchrun
-# dies of `USR1`. So a script with torchrun has to hand the signal down to the ranks. `render(lasting, load("local"))`
-# shows how.
+# - **Ranks that are still starting.** `USR1` would kill a rank that has not set up its handler yet. So a small bash
+#   script stands between `srun` and each rank: `hand_down`, which is a part of labcode. It is what SLURM signals. The
+#   rank below it ignores the signal until it can listen, and from then on it is told every second until it ends.
+#   `scancel` is repeated too, because `srun` may still be starting.
+# - **Stopped or finished?** The exit code is 0 for both. So a training that was stopped leaves a file in its folder, and
+#   this is called `stopped`. If the signal comes in the last step, the run finishes. Then there is no such file, and the
+#   job does not go back into the queue.
+# - **Others may end a job.** `scontrol requeue` would bring back a job that somebody has just cancelled. So the script
+#   asks SLURM first. And on some clusters a job with a higher priority may take away the nodes of a job that runs. This
+#   is called **preemption**. SLURM announces it with the signal `TERM`, but to the tasks only. `hand_down` takes `TERM`
+#   for the same request.
+# - **A last attempt.** A bug that stops every attempt early would send the job back into the queue for ever.
+#   `SLURM_RESTART_COUNT` says how often the job has been requeued, and after 20 attempts the script gives up.
+#
+# With torchrun there is one more reason for `hand_down`. SLURM knows torchrun, but on most clusters not the ranks below
+# it, and torchrun dies of `USR1`. `hand_down` finds the ranks. `python -m labcode.slurm.hand_down` prints it.
 #
 # A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
 # checkpoint.
@@ -501,9 +512,10 @@ print(text[text.index("stopped=no") :])
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. Typical: `srun` in the foreground (the trap runs when the training is over; the
 # linter says so), no second `wait` (the job is requeued while the ranks still save), and a folder that differs between
-# the attempts. Let somebody draw what happens if the signal comes one second after the start. Ask: what is missing in
-# all these scripts when a bug lets every attempt stop at once? (A limit on the attempts, for instance a look at
-# `SLURM_RESTART_COUNT`.)
+# the attempts. Let somebody draw what happens if the signal comes one second after the start. Ask before you show
+# labcode's version: what happens to a script of this kind when a bug lets every attempt stop at once? (It is requeued
+# for ever.) Show the two versions of labcode's script side by side: `render(job, site)` with and without
+# `requeue=False`, through `diff`.
 
 # %% [markdown]
 # ## 4. What the second node costs

@@ -10,6 +10,7 @@ import shutil
 import signal
 import subprocess
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, example, given, settings
@@ -21,6 +22,7 @@ from labcode.slurm.script.quote import expanded, inside, literal
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Container, Cpus, Gpus, Mail, Setting, Site, load, names
 
+RC_FILE = Path(__file__).parents[2] / ".shellcheckrc"
 NASTY = [
     "a b",
     "it's",
@@ -65,12 +67,13 @@ def options(script):
 
 
 def check_shell(folder, scripts):
-    """ShellCheck has nothing to say; SC1091 is about files that are on the cluster only."""
+    """ShellCheck has nothing to say, with the settings that it finds above the scripts."""
+    shutil.copy(RC_FILE, folder)
     for number, text in enumerate(scripts):
         (folder / f"{number}.sh").write_text(text, encoding="utf-8")
     files = [str(folder / f"{number}.sh") for number in range(len(scripts))]
     done = subprocess.run(
-        ["shellcheck", "--severity=style", "--exclude=SC1091", "--format=gcc", *files],
+        ["shellcheck", "--severity=style", "--format=gcc", *files],
         capture_output=True,
         text=True,
         timeout=280,
@@ -131,7 +134,7 @@ def nasty_script(text, line):
         account=line,
         env={"B": Setting(line, line)},
         scratch=f"/{line}",
-        python=line.replace("~", "-"),
+        python=f"/{line}/python",
     )
     return [
         render(job, site),
@@ -168,13 +171,14 @@ def test_shellcheck_passes_for_any_text(tmp_path, text, line):
     check_shell(tmp_path, nasty_script(text, line))
 
 
-def run_with_stubs(folder, script, **env):
+def run_with_stubs(folder, script, python="echo the text of hand_down", **env):
     """The script run by bash; `srun` writes down its arguments and $A, and starts nothing."""
     bin_folder = folder / "bin"
     bin_folder.mkdir(exist_ok=True)
     stubs = {
         "srun": 'printf "%s\\0" "$@" "A=${A-}" > "$RECORD"',
-        "scontrol": 'if [ "$1" = show ]; then printf "n1\\nn2\\n"; fi',
+        "scontrol": 'if [ "$2" = hostnames ]; then printf "n1\\nn2\\n"; fi',
+        "python": python,
     }
     for name, body in stubs.items():
         (bin_folder / name).write_text(f"#!/bin/bash\n{body}\n")
@@ -261,41 +265,54 @@ def test_a_literal_is_one_word_on_one_line(text):
 
 @pytest.fixture
 def start(tmp_path):
-    """`start(code)`: a script that can go on.
+    """`start(code)`: a script that can go on, with stubs for SLURM's commands.
 
-    Its step runs until the ranks are signalled, when it ends with `code`.
+    Its step runs until the ranks are signalled, leaves the file `stopped` if `stopped`, and ends
+    with `code`.
     """
     (tmp_path / "bin").mkdir()
     os.mkfifo(tmp_path / "started")
     wait = 'until [ "$(grep -c signal said)" -ge "$SIGNALS" ]; do sleep 0.02; done'
+    about = 'echo "JobId=7 JobState=$STATE Reason=None PreemptTime=$PREEMPTED SuspendTime=None"'
+    show = f'if [ "$2" = hostnames ]; then echo n1; elif [ "$3" = job ]; then {about}; '
     stubs = {
-        "srun": f'echo > started; {wait}; exit "$CODE"',
+        "srun": f'echo > started; {wait}; [ -z "$LEAVES" ] || echo > "$LEAVES"; exit "$CODE"',
         "scancel": 'echo "$@" >> said',
-        "scontrol": 'if [ "$1" = show ]; then echo n1; else echo "$@" >> said; fi',
+        "scontrol": show + 'else echo "$@" >> said; fi',
+        "python": "echo the text of hand_down",
     }
     (tmp_path / "said").touch()
     for name, body in stubs.items():
         (tmp_path / "bin" / name).write_text(f"#!/bin/bash\n{body}\n")
         (tmp_path / "bin" / name).chmod(0o755)
-    (tmp_path / "job.sh").write_text(render(Job("gpt_tiny"), Site()))
+    (tmp_path / "job.sh").write_text(render(Job("gpt_tiny", max_attempts=3), Site()))
+    folder = tmp_path / "runs/x-7"
+    folder.mkdir(parents=True)
+    (folder / "stopped").write_text("of the attempt before")
     slurm = {
         "SLURM_JOB_ID": "7",
         "SLURM_JOB_NAME": "x",
         "SLURM_JOB_NODELIST": "n1",
         "SLURM_NNODES": "1",
+        "SLURM_CPUS_PER_TASK": "1",
     }
     running = []
 
-    def begin(code, signals):
+    def begin(code, signals, stopped=True, state="RUNNING", preempted="None", restarts=0):
         env = {
             "PATH": f"{tmp_path}/bin:{os.environ['PATH']}",
             "CODE": str(code),
             "SIGNALS": str(signals),
+            "LEAVES": str(folder / "stopped") if stopped else "",
+            "STATE": state,
+            "PREEMPTED": preempted,
             **slurm,
         }
+        if restarts:  # SLURM sets it in the second attempt only
+            env["SLURM_RESTART_COUNT"] = str(restarts)
         running.append(
             subprocess.Popen(
-                ["bash", "job.sh"], cwd=tmp_path, env={**env, "SLURM_CPUS_PER_TASK": "1"}
+                ["bash", "job.sh"], cwd=tmp_path, env=env, stderr=subprocess.PIPE, text=True
             )
         )
         (tmp_path / "started").read_text()  # returns when the step runs
@@ -307,35 +324,117 @@ def start(tmp_path):
         process.wait()
 
 
-def test_a_signal_is_passed_on_and_a_step_that_ends_well_goes_back_into_the_queue(start, tmp_path):
+def said(folder):
+    """What the script asked SLURM for, other than questions."""
+    return (folder / "said").read_text().splitlines()
+
+
+@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
+def test_a_signal_is_passed_on_and_a_job_that_was_stopped_is_requeued(start, tmp_path, number):
     process = start(0, signals=1)
+    process.send_signal(number)
+    assert process.wait(60) == 0
+    assert said(tmp_path) == ["--quiet --signal=USR1 7", "requeue 7"]
+
+
+def test_a_run_that_finishes_after_the_signal_is_not_requeued(start, tmp_path):
+    process = start(0, signals=1, stopped=False)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 0
-    assert (tmp_path / "said").read_text().splitlines() == ["--signal=USR1 7", "requeue 7"]
+    assert said(tmp_path) == ["--quiet --signal=USR1 7"]
 
 
 def test_a_step_that_fails_after_the_signal_fails_the_job_and_is_not_run_again(start, tmp_path):
-    process = start(3, signals=1)
+    process = start(3, signals=1, stopped=False)
     process.send_signal(signal.SIGUSR1)
     assert process.wait(60) == 3
-    assert (tmp_path / "said").read_text().splitlines() == ["--signal=USR1 7"]
+    assert said(tmp_path) == ["--quiet --signal=USR1 7"]
+
+
+def test_whatever_torchrun_says_a_run_with_its_checkpoint_goes_on(start, tmp_path):
+    process = start(255, signals=1)
+    process.send_signal(signal.SIGUSR1)
+    assert process.wait(60) == 0
+    assert said(tmp_path) == ["--quiet --signal=USR1 7", "requeue 7"]
+
+
+def test_ranks_that_were_stopped_without_this_script_are_requeued(start, tmp_path):
+    """SLURM tells the steps alone that the job is preempted."""
+    assert start(0, signals=0).wait(60) == 0
+    assert said(tmp_path) == ["requeue 7"]
+
+
+def test_a_step_that_dies_as_it_starts_since_the_job_is_preempted_goes_on(start, tmp_path):
+    preempted = "2026-11-22T12:59:29"
+    assert start(143, signals=0, stopped=False, preempted=preempted).wait(60) == 0
+    assert said(tmp_path) == ["requeue 7"]
+
+
+def test_a_preempted_run_that_has_finished_in_time_is_not_requeued(start, tmp_path):
+    preempted = "2026-11-22T12:59:29"
+    assert start(0, signals=0, stopped=False, preempted=preempted).wait(60) == 0
+    assert said(tmp_path) == []
+
+
+def test_a_job_that_was_cancelled_stays_so(start, tmp_path):
+    """`scontrol requeue` would bring it back."""
+    assert start(0, signals=0, state="COMPLETING").wait(60) == 0
+    assert said(tmp_path) == []
+
+
+@pytest.mark.parametrize(("restarts", "requeued"), [(0, True), (1, True), (2, False), (7, False)])
+def test_a_job_has_no_more_attempts_than_it_may(start, tmp_path, restarts, requeued):
+    process = start(0, signals=0, restarts=restarts)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == (0 if requeued else 1)
+    assert said(tmp_path) == (["requeue 7"] if requeued else [])
+    reason = "error: not requeued: this was attempt 3 of 3: give it more time, or more attempts"
+    assert stderr == ("" if requeued else f"{reason} (max_attempts)\n")
+
+
+def test_the_most_attempts_are_the_sites_unless_the_job_says_so():
+    assert "+ 1 >= 20))" in render(Job("gpt_tiny"), Site())
+    assert "+ 1 >= 5))" in render(Job("gpt_tiny"), Site(max_attempts=5))
+    assert "+ 1 >= 90))" in render(Job("gpt_tiny", max_attempts=90), Site(max_attempts=5))
 
 
 def test_a_later_signal_is_passed_on_too_and_the_step_is_waited_for(start, tmp_path):
-    process = start(0, signals=2)  # the first one came while the ranks were still starting, say
+    process = start(0, signals=2)  # the first one came while srun was still starting, say
     while process.poll() is None:
         process.send_signal(signal.SIGUSR1)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(0.3)
     assert process.returncode == 0
-    *signals, last = (tmp_path / "said").read_text().splitlines()
-    assert len(signals) >= 2 and set(signals) == {"--signal=USR1 7"} and last == "requeue 7"
+    *signals, last = said(tmp_path)
+    assert len(signals) >= 2 and set(signals) == {"--quiet --signal=USR1 7"} and last == "requeue 7"
 
 
 @pytest.mark.parametrize("code", [0, 5])
 def test_a_step_that_ends_by_itself_decides_over_the_job(start, tmp_path, code):
-    assert start(code, signals=0).wait(60) == code
-    assert (tmp_path / "said").read_text() == ""
+    assert start(code, signals=0, stopped=False).wait(60) == code
+    assert said(tmp_path) == []
+
+
+@pytest.mark.parametrize("container", CONTAINERS, ids=lambda container: container.kind)
+@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+def test_hand_down_comes_from_where_the_ranks_find_labcode(launcher, container):
+    site = Site(python="my python", launcher=launcher, container=container)
+    script = render(Job("gpt_tiny"), site)
+    asks = script.partition("hand_down=$(")[2].partition(")\n")[0]
+    assert asks.endswith("'my python' -m labcode.slurm.hand_down")
+    assert (container.kind == "none") == asks.startswith("'my python'")
+    assert 'bash -c "$hand_down" hand_down \\\n' in script
+    # a container may set up signals anew for what runs inside
+    ignores = container.kind not in ("none", "pyxis")
+    assert ("""bash -c 'trap "" USR1 TERM; exec "$@"'""" in script) == ignores
+
+
+def test_a_node_without_labcode_ends_the_script_before_any_rank_starts(tmp_path):
+    script = render(Job("gpt_tiny"), Site())
+    missing = "#!/bin/bash\necho 'python: No module named labcode' >&2; exit 1\n"
+    with pytest.raises(AssertionError, match="No module named labcode"):
+        run_with_stubs(tmp_path, script, python=missing)
+    assert not (tmp_path / "record").exists()
 
 
 def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_first(tmp_path):
@@ -347,6 +446,7 @@ def test_the_torchrun_script_starts_one_agent_per_node_that_all_meet_on_the_firs
     found = run_with_stubs(tmp_path, script, WORK="/w k")
     at = found.index("torch.distributed.run")
     assert found[:2] == ["--kill-on-bad-exit=1", "--cpus-per-task=3"]
+    assert found[2:6] == ["bash", "-c", "the text of hand_down", "hand_down"]
     assert found[at + 1 : -1] == [
         "--nnodes=2", "--nproc-per-node=2",
         "--rdzv-id=12345", "--rdzv-backend=c10d", "--rdzv-endpoint=n1:22345",

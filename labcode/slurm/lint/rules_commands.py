@@ -367,7 +367,7 @@ def _foreground(script: Script, facts: Facts) -> Found:
 )
 def _agent_dies(script: Script, facts: Facts) -> Found:
     ignored = re.search(r"\btrap\s+(--\s+)?[^\w\s$]+\s+(SIG)?USR1", script.text)
-    if script.torchruns and _passed_on(script) and not ignored:
+    if script.torchruns and _passed_on(script) and not (ignored or _hands_down(script)):
         yield script.torchruns[0].line, "no trap '' USR1"
 
 
@@ -384,8 +384,13 @@ def _agent_dies(script: Script, facts: Facts) -> Found:
 )
 def _stops_at_agent(script: Script, facts: Facts) -> Found:
     below = re.search(r"\b(pkill|kill)\s+(-s\s*|--signal[= ]|-)(SIG)?USR1", script.text)
-    if script.torchruns and _passed_on(script) and not below:
+    if script.torchruns and _passed_on(script) and not (below or _hands_down(script)):
         yield script.torchruns[0].line, "nothing below it is signalled"
+
+
+def _hands_down(script: Script) -> bool:
+    """Whether labcode's own hand_down stands before what srun starts."""
+    return "labcode.slurm.hand_down" in script.text
 
 
 def _passed_on(script: Script) -> bool:

@@ -39,6 +39,8 @@ class Job:
         nccl_debug: What NCCL writes to the log: "INFO" shows who talks to whom over what.
         signal_s: Seconds before the time limit at which the checkpoint is asked for; 0: 120, or
             half of a short job.
+        max_attempts: How often the job may run, if it goes back into the queue each time; None is
+            the site's.
 
     Raises:
         ValueError: A value that no job can have.
@@ -57,6 +59,7 @@ class Job:
     env: Mapping[str, str] = field(default_factory=dict)
     nccl_debug: str | None = None
     signal_s: int = 0
+    max_attempts: int | None = None
 
     def __post_init__(self) -> None:
         if isinstance(self.overrides, str):
@@ -81,6 +84,8 @@ class Job:
         for name in ("nodes", "ranks_per_node", "minutes", "signal_s"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
+        if self.max_attempts is not None and self.max_attempts < 1:
+            raise ValueError(f"max_attempts={self.max_attempts}: give at least 1")
         limit_s = 60 * self.minutes
         if self.signal_s >= limit_s:
             found = f"signal_s={self.signal_s} is no less than the time limit of {limit_s} s"
@@ -127,6 +132,10 @@ class Job:
     def own_folder(self) -> bool:
         """Whether each job of it gets a folder of its own, because no override names one."""
         return self.trains and self.config().train.out is None
+
+    def folder(self, out: str) -> str:
+        """The folder of a training: the one that an override names, else `out`."""
+        return self.config().train.out or out
 
     @property
     def log(self) -> str:

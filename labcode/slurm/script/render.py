@@ -67,9 +67,9 @@ def render(job: Job, site: Site) -> str:
         out=inside(site.scratch, "$SLURM_JOB_NAME-$SLURM_JOB_ID"),
         torchrun=site.launcher == "torchrun",
         this_job=this_job,
-        hands_down=_hands_down(job, site),
-        ignores=_ignores(job, site),
-        command=" \\\n    ".join(_command(job, site)),
+        hand_down=_continued(_hand_down(site)),
+        max_attempts=job.max_attempts or site.max_attempts,
+        command=_continued(_command(job, site)),
     )
 
 
@@ -199,12 +199,13 @@ def _command(job: Job, site: Site) -> list[str]:
     lines = [_srun(site)]
     if site.container.kind == "pyxis":
         lines += _pyxis(site)
-    if _hands_down(job, site):
-        lines.append(f'bash -c "$hand_down" {_what_runs(site)}')
+    if job.resumes:
+        lines.append('bash -c "$hand_down" hand_down')
     if _wrapped(site):
         lines.append(_container(site))
-    if _ignores(job, site):
-        lines.append(f"""bash -c 'trap "" USR1; exec "$@"' {_what_runs(site)}""")
+    if job.resumes and _wrapped(site):
+        # a container's program may set up signals anew for what it starts
+        lines.append("""bash -c 'trap "" USR1 TERM; exec "$@"' ignoring""")
     python = expanded(site.python)
     program = f"{python} -m {job.module}"
     if site.launcher == "torchrun":
@@ -228,27 +229,25 @@ def _srun(site: Site) -> str:
     return " ".join(words)
 
 
-def _what_runs(site: Site) -> str:
-    """What `ps` shows as the name of the bash before it."""
-    return "torchrun" if site.launcher == "torchrun" else "rank"
-
-
 def _wrapped(site: Site) -> bool:
     """Whether a container's program stands between SLURM and ours; pyxis is part of SLURM."""
     return site.container.kind not in ("none", "pyxis")
 
 
-def _hands_down(job: Job, site: Site) -> bool:
-    """Whether the ranks are not what SLURM starts and signals, but below it."""
-    return job.resumes and (site.launcher == "torchrun" or _wrapped(site))
+def _hand_down(site: Site) -> list[str]:
+    """The lines of the command that prints `hand_down.sh`: labcode is where the ranks find it."""
+    lines = []
+    if site.container.kind == "pyxis":
+        lines += ["srun --nodes=1 --ntasks=1", *_pyxis(site)]
+    elif _wrapped(site):
+        lines.append(_container(site))
+    lines.append(f"{expanded(site.python)} -m labcode.slurm.hand_down")
+    return lines
 
 
-def _ignores(job: Job, site: Site) -> bool:
-    """Whether what runs has to ignore the signal without help.
-
-    `hand_down` does that for what it starts, but only on this side of a container.
-    """
-    return job.resumes and (site.launcher == "srun" or _wrapped(site))
+def _continued(lines: list[str]) -> str:
+    """Lines of one command."""
+    return " \\\n    ".join(lines)
 
 
 # ------------------------------------------------------------------------------------ the container

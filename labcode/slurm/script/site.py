@@ -133,6 +133,8 @@ class Site:
         gpus, cpus: Of a node.
         max_minutes: Longest wall time of the partition and qos.
         max_nodes: Most nodes of one job there.
+        max_attempts: How often a job may run that puts itself back into the queue, unless the job
+            says otherwise: a fault that stops each attempt early would requeue it for ever.
         launcher: srun starts one torchrun per node, or one task per rank.
         host_suffix: What the site adds to a node's name for its address on the fast network.
         container: What the ranks run in.
@@ -161,6 +163,7 @@ class Site:
     cpus: Cpus = field(default_factory=Cpus)
     max_minutes: int | None = None
     max_nodes: int | None = None
+    max_attempts: int = 20
     launcher: Literal["torchrun", "srun"] = "torchrun"
     host_suffix: str = ""
     container: Container = field(default_factory=Container)
@@ -176,6 +179,7 @@ class Site:
     def __post_init__(self) -> None:
         check_at_least(self, "max_minutes", 1)
         check_at_least(self, "max_nodes", 1)
+        check_at_least(self, "max_attempts", 1)
         check_one_line(self, "account", "partition", "qos", "reservation", "constraint", "memory")
         check_one_line(self, "about", "modules", "env", "setup", "python", "scratch", "logs")
         check_one_line(self, "directives")
