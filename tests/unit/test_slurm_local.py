@@ -166,3 +166,24 @@ def test_before_the_time_limit_ranks_are_told_and_at_the_limit_ended():
     first, *others = log.read_text().split()
     # again and again, and not before it listens
     assert first == "ready" and set(others) == {"told"}
+
+
+@pytest.mark.parametrize(("leaves", "state"), [("stopped", "TIMEOUT"), ("weights", "COMPLETED")])
+def test_a_run_that_finishes_after_it_was_asked_has_completed(leaves, state):
+    code = f"""
+        import pathlib, signal, sys, time
+        def stop(*_):
+            pathlib.Path("{leaves}").touch()
+            sys.exit(0)
+        signal.signal(signal.SIGUSR1, stop)
+        time.sleep(200)
+    """
+    start = (
+        f"import subprocess, sys; subprocess.run([sys.executable, '-m', '{module('ends', code)}'])"
+    )
+    record = Path("a-1.json").absolute()
+    Record("RUNNING", "a", nodes=1, minutes=5, log=str(Path("a.log").absolute())).save(record)
+    agents = [[sys.executable, "-c", start]]
+    plan = Plan(agents, str(record), usr1_s=0.5, stopped=str(Path("stopped").absolute()))
+    subprocess.run([sys.executable, "-m", MODULE, json.dumps(asdict(plan))], check=True)
+    assert Record.read(record).state == state

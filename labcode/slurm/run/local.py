@@ -114,6 +114,7 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
         record=str(record),
         owner=0 if keep else os.getpid(),
         usr1_s=job.minutes * 60 - job.signal_s if job.resumes else None,
+        stopped=f"{job.folder(out)}/stopped" if job.resumes else "",
     )
     log.touch()
     Record("RUNNING", job.name, job.nodes, job.minutes, str(log), started=time.time()).save(record)

@@ -43,12 +43,15 @@ class Plan:
         owner: The process whose end ends the job; 0 is none.
         usr1_s: When the ranks are asked for a checkpoint, in seconds after the start; None is
             never.
+        stopped: The file that the ranks leave if they have stopped when they were asked, and have
+            not come to their end.
     """
 
     agents: list[list[str]]
     record: str
     owner: int = 0
     usr1_s: float | None = None
+    stopped: str = ""
 
 
 @dataclass
@@ -146,7 +149,7 @@ def _watch(
             stop.wait(LAST_WORDS_S)
             return "FAILED", "", failed[0]
         if None not in codes:
-            if asked:
+            if asked and Path(plan.stopped).is_file():
                 return "TIMEOUT", "the ranks were asked for a checkpoint before the time limit", 0
             return "COMPLETED", "", 0
         if stop.is_set():
