@@ -23,10 +23,11 @@
 # - derive why averaged gradients give **the same** training as one process;
 # - average gradients over a group, also with shares of different sizes and with accumulation;
 # - divide the data between the ranks, and check that it is divided;
-# - say what data parallelism keeps on each rank, and where it ends for that reason;
+# - say what data parallelism keeps on each rank, and where, for that reason, it reaches its limit;
 # - write a training script for torchrun, starting from an empty function.
 #
-# **Time**: 60 minutes. **Needs**: lesson 01.
+# **Time**: 80 minutes, best in two sittings: 55 for sections 1 to 6, and 25 for the script of section 7. **Needs**:
+# lesson 01.
 
 # %%
 import torch
@@ -145,8 +146,8 @@ show_source(l04_by_hand.average_gradients)
 # Forward sends nothing, and what is sent after backward does not depend on the batch: the gradients have as many
 # numbers as the model, however many samples they are the mean of. That is what makes data parallelism so popular.
 #
-# Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`, the
-# group of all ranks.
+# Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`,
+# the group of all ranks.
 
 # %% tags=["figure"]
 def average(model):
@@ -165,11 +166,12 @@ l04_by_hand.plot_losses(one_process, rank_losses, mean_loss)
 # Training on p ranks is training on one, and not an approximation of it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
-# the world size (right on four ranks, wrong on two groups of two), the default group, and averaging the **weights**.
-# Averaging weights after the step is worth a discussion: with plain SGD it gives the same result, with Adam it does
-# not, because the second moments differ. Ask the room: what happens to the optimizer's state? (It is a function of the
-# gradients, so it stays equal as well.)
+# *For the instructor.* 14 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
+# the world size (right on four ranks, wrong on two groups of two), the default group, zeros in the place of None
+# (weight decay then shrinks a weight that nobody trains), and averaging the **weights**. Averaging weights after the
+# step is worth a discussion: with plain SGD it gives the same result, with Adam it does not, because the second moments
+# differ. Ask the room: what happens to the optimizer's state? (It is a function of the gradients, so it stays equal as
+# well.)
 
 # %% [markdown]
 # ## 2. A common start
@@ -257,7 +259,7 @@ def weights_of_own_samples(rank):
 
 weights_by_rank = ranks.run(weights_of_own_samples)
 measured = weights_by_rank[1][0] / weights_by_rank[0][0]
-compare("weight of a sample", times_as_much, measured, within=1.001)
+compare("weight of a sample", times_as_much, measured, within=1.001, found="computed")
 
 # %% tags=["figure"]
 plot.sample_weights(
@@ -271,7 +273,9 @@ plot.sample_weights(
 #
 # Every rank knows how many samples its gradient is the mean of: `mine`. It does not know the numbers of the others.
 # Make every `.grad` the gradient of the mean over **all** samples of the group. You may all-reduce other things than
-# gradients as well.
+# gradients as well. A rank may even have no sample: its `mine` is 0, and its gradients are zeros. (The mean loss of no
+# sample is nan, but its gradients are 0.) The check tries 7 + 3 + 3 + 3 samples, two groups of 7 + 3, and 7 + 3 + 0 +
+# 6.
 
 # %% tags=["exercise"]
 def average_uneven(model, mine, group):
@@ -292,8 +296,8 @@ check("4.2", lambda: l04.average_uneven(average_uneven, ranks))
 # met the same rule in lesson 00, for a mean over the ranks.
 
 # %% [markdown]
-# What about a rank that has no sample at all? Suppose that rank 3 finds an empty batch and leaves the step without
-# calling all-reduce, as a `continue` in a training loop does.
+# In a training loop it is easy to get the rank without samples wrong. Suppose that rank 3 finds an empty batch and
+# leaves the step without calling all-reduce, as a `continue` does.
 
 # %% tags=["raises-exception"] raises="HangError: ranks 0, 1 and 2 wait in all_reduce ... rank 3 has finished"
 def skip_if_empty(rank):
@@ -305,15 +309,17 @@ def skip_if_empty(rank):
 ranks.run(skip_if_empty)
 
 # %% [markdown]
-# The others wait. The pool of this notebook noticed it after five seconds and says who is missing; on a cluster, the
+# The others wait. The pool of this notebook notices it after five seconds and says who is missing; on a cluster, the
 # job stands still until a time-out, after 10 minutes with NCCL and 30 with gloo (lesson 01). In a real loop it can be
-# worse: rank 3 goes on to the next batch, and **its** all-reduce meets that of the batch before on the other ranks.
-# From then on rank 3 is one step ahead, without any error. A rank without samples has to take part, with the weight 0.
+# worse: rank 3 goes on to the next batch, and its next all-reduce meets the one that the others are still making for
+# the batch before. From then on rank 3 is one step ahead, without any error. A rank without samples has to take part,
+# with the weight 0.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 2 and 3 take 17 minutes. In 4.2 people multiply by `mine` and forget to divide by the
-# total (the gradient is then 16 times as long), or divide by the number of ranks as well. Ask: does `average_uneven`
-# work if a rank has no sample? (Yes, if its gradients are zeros and not None.)
+# *For the instructor.* Sections 2 and 3 take 18 minutes. In 4.2 people multiply by `mine` and forget to divide by the
+# total (the gradient is then 16 times as long), or divide by the number of ranks as well. With 7 + 3 + 0 + 6 samples
+# the check finds those who return early where `mine` is 0. Ask: what if the gradients of that rank are None and not
+# zeros? (Then it has nothing to send, and has to make zeros first.)
 
 # %% [markdown]
 # ## 4. Gradient accumulation
@@ -376,8 +382,9 @@ compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=
 #
 # Compute the gradient of a step with accumulation. `inputs` and `targets` are this rank's share. Cut them into
 # `num_micro_batches` parts; all parts have the same size, on all ranks. Afterwards `.grad` must be the mean over all
-# samples of all ranks of the group, whatever it held before. The gradients travel **once**, not after each micro-batch.
-# For that you may call labcode's `l04_by_hand.average_gradients(model, group)`.
+# samples of all ranks of the group, whatever it held before. Backward follows each forward at once, so that the memory
+# of only one micro-batch's activations is needed. The gradients travel **once**, not after each micro-batch. For that
+# you may call labcode's `l04_by_hand.average_gradients(model, group)`. The step of the optimizer is not part of it.
 
 # %% tags=["exercise"]
 def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
@@ -406,7 +413,7 @@ check("4.3", lambda: l04.accumulated_gradients(accumulated_gradients, ranks))
 # that is the same on all ranks, and rank $r$ takes every $p$-th of them, beginning with number $r$.
 #
 # To shuffle anew in each **epoch** (one pass over the data), it adds the number of the epoch to the seed. It cannot
-# know this number, so you have to tell it: `sampler.set_epoch(epoch)`. It is easily forgotten. Here are three epochs of
+# know this number, so you have to tell it: `share.set_epoch(epoch)`. It is easily forgotten. Here are three epochs of
 # 16 samples on four ranks, without it and with it.
 
 # %% tags=["figure"]
@@ -442,20 +449,22 @@ def read_without_sampler(rank):
 read = ranks.run(read_without_sampler)
 read_by_two_ranks = torch.cat(read[:2])
 found = len(read_by_two_ranks.unique(dim=0))
-compare("different samples", different_samples, found, within=1)
+compare("different samples", different_samples, found, within=1, found="counted")
 
 # %% [markdown]
-# Two ranks have done the same work twice. Again there is no error, and the loss falls nicely, only more slowly than it
-# should. labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the
-# step, so there is no epoch to tell it, and a run that was stopped resumes with the right samples.
+# Both ranks did the same work. Again there is no error, and the loss falls nicely, only more slowly than it should.
+# labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so
+# there is no epoch to tell it, and a run that was stopped resumes with the right samples.
 #
 # **Takeaway: print the numbers of the samples that each rank reads, for two steps and two epochs. It is the cheapest
 # test there is.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 4 and 5 take 15 minutes. Ask who has seen a training script without the division by m,
-# and whether it used Adam. For section 5, ask what `DistributedSampler` does if the number of samples is not a multiple
-# of p (it repeats some, so that all ranks make the same number of steps; with `drop_last=True` it leaves some out).
+# *For the instructor.* Sections 4 and 5 take 18 minutes. In 4.3 some add up the losses and call backward once at the
+# end: the gradient is right, but all activations are in memory together. Ask who has seen a training script without the
+# division by m, and whether it used Adam. For section 5, ask what `DistributedSampler` does if the number of samples is
+# not a multiple of p (it repeats some, so that all ranks make the same number of steps; with `drop_last=True` it leaves
+# some out).
 
 # %% [markdown]
 # ## 6. What it costs in memory
@@ -490,8 +499,9 @@ def bytes_per_parameter(rank):
 
 by_rank = ranks.run(bytes_per_parameter)
 print("bytes for each parameter on ranks 0 to 3:", by_rank)
-compare("parameters on one GPU", on_one_gpu, 80e9 / by_rank[0], within=1)
-compare("parameters on eight GPUs", on_eight_gpus, 80e9 / max(by_rank), within=1)
+fit = 80e9 / max(by_rank)
+compare("parameters on one GPU", on_one_gpu, fit, within=1, found="computed")
+compare("parameters on eight GPUs", on_eight_gpus, fit, within=1, found="computed")
 gpt3_bytes = 175e9 * by_rank[0]
 print(f"GPT-3: {gpt3_bytes / 1e12:.1f} TB, {gpt3_bytes / 80e9:.0f} times 80 GB")
 
@@ -509,6 +519,10 @@ plot.copies(
 # list of layers, or the optimizer's state between the ranks, so that each keeps only a part.
 #
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 5 minutes, and a good place to end the first sitting. Ask: which of the 16 bytes could be
+# divided between the ranks without changing the layers? (All of them; that is ZeRO.)
 
 # %% [markdown]
 # ## 7. A script of your own
@@ -540,7 +554,7 @@ plot.copies(
 #    and `torch.cuda.set_device` makes it the current one. Without GPUs the device is the CPU.
 # 2. **Model.** `build_model()`, moved to the device, and **then** wrapped: `DistributedDataParallel(model)`. AdamW with
 #    `lr=3e-3`.
-# 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` with `sampler=` it. All ranks
+# 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` that gets it as `sampler=`. All ranks
 #    together read `global_batch` samples in a step; how many does one rank read?
 # 4. **Loop.** In each epoch `set_epoch`, then for each batch: forward and loss with `gpt.loss(model(inputs), targets)`,
 #    `zero_grad`, backward, step.
@@ -552,7 +566,8 @@ plot.copies(
 # The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
 # `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: what else you import or define has to stand inside it.
 # It starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the weights at
-# the end with those that one process must get. This takes about half a minute.
+# the end with those that one process must get. Without GPUs it can try only the CPU, so for the device in point 1 it
+# reads your source. This takes about half a minute.
 
 # %% tags=["exercise"]
 import os
@@ -611,7 +626,7 @@ check("4.4", lambda: l04.script(main))
 # **Takeaway: join, take a device, wrap the model, give each rank its samples, let rank 0 speak and save, leave.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 6 and 7 take 20 to 25 minutes, most of it for the script. Typical: printing on all
+# *For the instructor.* 25 minutes, most of it for the script. Typical: a script for the CPU only; printing on all
 # ranks; printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose
 # names all begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP
 # before moving the model. For the discussion: which lines would change for a model that does not fit on one GPU?

@@ -86,6 +86,40 @@ def frozen_forgotten(model, group):
         param.grad /= group.size()
 
 
+def starts_all_then_waits(model, group):
+    """With handles: right as long as every one is waited for."""
+    under_way = []
+    for param in model.parameters():
+        if param.grad is not None:
+            under_way.append((dist.all_reduce(param.grad, group=group, async_op=True), param))
+    for work, param in under_way:
+        work.wait()
+        param.grad /= group.size()
+
+
+def fills_with_zeros(model, group):
+    for param in model.parameters():
+        if param.grad is None:
+            param.grad = torch.zeros_like(param)
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= group.size()
+
+
+def never_waits(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            param.grad /= group.size()
+            dist.all_reduce(param.grad, group=group, async_op=True)
+
+
+def divides_before_waiting(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            work = dist.all_reduce(param.grad, group=group, async_op=True)
+            param.grad /= group.size()
+            work.wait()
+
+
 AVERAGE = Answers(
     check=l04.average_gradients,
     right={
@@ -93,6 +127,7 @@ AVERAGE = Answers(
         "divide, then sum": divide_then_sum,
         "gather": with_gather,
         "all in one": all_in_one,
+        "with handles": starts_all_then_waits,
     },
     wrong={
         "only a sum": (only_a_sum, "4 times as long as the mean: the group has 4 ranks"),
@@ -101,6 +136,9 @@ AVERAGE = Answers(
         "result thrown away": (result_thrown_away, "still has its own gradient"),
         "averages the weights": (averages_weights, "the weights have changed"),
         "a frozen parameter": (frozen_forgotten, "one parameter is not trained"),
+        "zeros for a frozen parameter": (fills_with_zeros, "weight decay alone makes it shrink"),
+        "never waits": (never_waits, "started with async_op=True and 0 waited for"),
+        "divides before waiting": (divides_before_waiting, "while its all-reduce was under way"),
     },
 )
 
@@ -164,6 +202,32 @@ def nothing_sent(model, mine, group):
         param.grad *= 1.0
 
 
+def leaves_without_samples(model, mine, group):
+    if mine == 0:
+        return
+    weigh_then_sum(model, mine, group)
+
+
+def counts_at_least_one(model, mine, group):
+    weigh_then_sum(model, max(mine, 1), group)
+
+
+def uneven_in_the_world(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total)
+    for param in model.parameters():
+        param.grad *= mine / total
+        dist.all_reduce(param.grad)
+
+
+def uneven_gradients_in_the_world(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        param.grad *= mine / total
+        dist.all_reduce(param.grad)
+
+
 UNEVEN = Answers(
     check=l04.average_uneven,
     right={
@@ -178,6 +242,22 @@ UNEVEN = Answers(
         "weighed afterwards": (weighed_after, "weigh first, then send"),
         "plain sum": (plain_sum, "that is the plain sum"),
         "nothing sent": (nothing_sent, "did anything travel?"),
+        "leaves without samples": (
+            leaves_without_samples,
+            "with 7 + 3 + 0 + 6 samples: ranks 0, 1 and 3 wait in all_reduce",
+        ),
+        "counts at least one": (
+            counts_at_least_one,
+            "with 7 + 3 + 0 + 6 samples: right direction, but 0.941 times as long",
+        ),
+        "forgets the group": (
+            uneven_in_the_world,
+            "with 7 + 3 samples: there are gradients of ranks outside of the group in it",
+        ),
+        "gradients in the world": (
+            uneven_gradients_in_the_world,
+            "with 7 + 3 samples: there are gradients of ranks outside of the group in it",
+        ),
     },
 )
 
@@ -243,12 +323,63 @@ def accumulate_in_the_world(model, inputs, targets, m, group):
     accumulate(model, inputs, targets, m, dist.group.WORLD)
 
 
+def mean_of_gradients(model, inputs, targets, m, group):
+    """Without `backward()`: asks for the gradients of each micro-batch."""
+    params = list(model.parameters())
+    for param in params:
+        param.grad = torch.zeros_like(param)
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        loss = gpt.loss(model(micro_inputs), micro_targets)
+        for param, gradient in zip(params, torch.autograd.grad(loss, params)):
+            param.grad += gradient / m
+    sum_then_divide(model, group)
+
+
+def one_backward_at_the_end(model, inputs, targets, m, group):
+    model.zero_grad()
+    total = 0.0
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        total = total + gpt.loss(model(micro_inputs), micro_targets) / m
+    total.backward()
+    sum_then_divide(model, group)
+
+
+def mean_of_stacked_losses(model, inputs, targets, m, group):
+    model.zero_grad()
+    losses = []
+    for micro_inputs, micro_targets in zip(inputs.chunk(m), targets.chunk(m)):
+        losses.append(gpt.loss(model(micro_inputs), micro_targets))
+    torch.stack(losses).mean().backward()
+    sum_then_divide(model, group)
+
+
+def always_four_parts(model, inputs, targets, m, group):
+    accumulate(model, inputs, targets, 4, group)
+
+
+def one_sample_each(model, inputs, targets, m, group):
+    accumulate(model, inputs, targets, len(inputs), group)
+
+
+def splits_into_parts_of_m(model, inputs, targets, m, group):
+    model.zero_grad()
+    for micro_inputs, micro_targets in zip(inputs.split(m), targets.split(m)):
+        (gpt.loss(model(micro_inputs), micro_targets) / m).backward()
+    sum_then_divide(model, group)
+
+
+def makes_a_step(model, inputs, targets, m, group):
+    accumulate(model, inputs, targets, m, group)
+    torch.optim.AdamW(model.parameters()).step()
+
+
 ACCUMULATED = Answers(
     check=l04.accumulated_gradients,
     right={
         "loss divided": accumulate,
         "gradients divided": accumulate_divides_at_the_end,
         "slices": accumulate_by_index,
+        "without backward()": mean_of_gradients,
     },
     wrong={
         "not divided by m": (
@@ -264,9 +395,15 @@ ACCUMULATED = Answers(
             "with 2 micro-batches on 4 ranks",
         ),
         "no micro-batches": (without_micro_batches, "the model saw 4 samples at once"),
-        "not averaged": (not_averaged_over_ranks, "away from the gradient of the whole batch"),
-        "zero_grad in the loop": (zero_in_the_loop, "away from the gradient of the whole batch"),
-        "forgets the group": (accumulate_in_the_world, "away from the gradient of the whole batch"),
+        "not averaged": (not_averaged_over_ranks, "that of the rank's own share"),
+        "zero_grad in the loop": (zero_in_the_loop, "only the last micro-batch is in it"),
+        "forgets the group": (accumulate_in_the_world, "gradients of ranks outside of the group"),
+        "one backward at the end": (one_backward_at_the_end, "the next forward began before"),
+        "the mean of stacked losses": (mean_of_stacked_losses, "the next forward began before"),
+        "always four parts": (always_four_parts, "called 4 times, with 1, 1, 1, 1 samples"),
+        "one sample each": (one_sample_each, "called 4 times, with 1, 1, 1, 1 samples"),
+        "parts of m samples": (splits_into_parts_of_m, "into how many parts do you cut"),
+        "makes a step": (makes_a_step, "the step comes after this function"),
     },
 )
 
@@ -274,18 +411,23 @@ ACCUMULATED = Answers(
 
 SCRIPT = """
 def main(folder, epochs=2, global_batch=16):
-    dist.init_process_group("gloo")
+    on_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpus else "gloo")
     rank = dist.get_rank()
     p = dist.get_world_size()
-    model = DistributedDataParallel(build_model())
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    model = DistributedDataParallel(build_model().to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     share = DistributedSampler(dataset, shuffle=True)
     loader = DataLoader(dataset, batch_size=global_batch // p, sampler=share)
     for epoch in range(epochs):
         share.set_epoch(epoch)
-        total = torch.zeros(())
+        total = torch.zeros((), device=device)
         for inputs, targets in loader:
-            loss = gpt.loss(model(inputs), targets)
+            loss = gpt.loss(model(inputs.to(device)), targets.to(device))
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
@@ -304,9 +446,13 @@ OTHER_STYLE = """
 def main(folder, epochs=2, global_batch=16):
     rank = int(os.environ["RANK"])
     size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group(backend="gloo")
+    where = "cpu"
+    if torch.cuda.is_available():
+        where = f"cuda:{os.environ['LOCAL_RANK']}"
+        torch.cuda.set_device(where)
+    dist.init_process_group(backend="gloo" if where == "cpu" else "nccl")
     try:
-        net = build_model()
+        net = build_model().to(where)
         ddp = DistributedDataParallel(net)
         adam = torch.optim.AdamW(net.parameters(), lr=0.003)
         sampler = DistributedSampler(dataset, num_replicas=size, rank=rank)
@@ -316,7 +462,7 @@ def main(folder, epochs=2, global_batch=16):
             losses = []
             for x, y in batches:
                 adam.zero_grad()
-                loss = gpt.loss(ddp(x), y)
+                loss = gpt.loss(ddp(x.to(where)), y.to(where))
                 loss.backward()
                 adam.step()
                 losses.append(loss.detach())
@@ -333,8 +479,12 @@ def main(folder, epochs=2, global_batch=16):
 BY_HAND = '''
 def main(folder, epochs=2, global_batch=16):
     """Without DDP: everything that lesson 04 taught."""
-    dist.init_process_group("gloo")
-    model = build_model()
+    dist.init_process_group()
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+        device = torch.device("cuda", dist.get_node_local_rank())
+    model = build_model().to(device)
     for param in model.parameters():
         dist.broadcast(param.data, src=0)
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
@@ -344,7 +494,7 @@ def main(folder, epochs=2, global_batch=16):
         share.set_epoch(epoch)
         total = 0.0
         for inputs, targets in loader:
-            loss = gpt.loss(model(inputs), targets)
+            loss = gpt.loss(model(inputs.to(device)), targets.to(device))
             optimizer.zero_grad()
             loss.backward()
             for param in model.parameters():
@@ -421,10 +571,46 @@ WRITTEN = Answers(
             "dist.destroy_process_group()",
         ),
         "no DDP": (
-            with_change("DistributedDataParallel(build_model())", "build_model()").replace(
-                "model.module.", "model."
+            with_change(
+                "DistributedDataParallel(build_model().to(device))", "build_model().to(device)"
+            ).replace("model.module.", "model."),
+            "on 2 ranks: rank 0 has learned from its own samples only",
+        ),
+        "forward past DDP": (
+            with_change("model(inputs.to", "model.module(inputs.to"),
+            "on 2 ranks: rank 0 has learned from its own samples only",
+        ),
+        "another learning rate": (with_change(", lr=3e-3", ""), "the learning rate is not 3e-3"),
+        "zero_grad after backward": (
+            with_change(
+                "            optimizer.zero_grad()\n            loss.backward()\n",
+                "            loss.backward()\n            optimizer.zero_grad()\n",
             ),
-            "on 2 ranks: the weights are",
+            "the weights are those from the start",
+        ),
+        "no zero_grad": (
+            with_change("            optimizer.zero_grad()\n", ""),
+            "the gradients of earlier steps are still in",
+        ),
+        "the optimizer of another model": (
+            with_change("AdamW(model.parameters()", "AdamW(build_model().parameters()"),
+            "the weights are those from the start",
+        ),
+        "two ranks, always": (
+            with_change("global_batch // p", "global_batch // 2"),
+            "on 1 rank: all ranks together read half",
+        ),
+        "the CPU only": (
+            with_change('"nccl" if on_gpus else "gloo"', '"gloo"'),
+            "with GPUs it would use gloo",
+        ),
+        "no device": (
+            with_change(
+                '        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))\n'
+                "        torch.cuda.set_device(device)\n",
+                '        device = torch.device("cuda")\n',
+            ),
+            "which one would a rank take",
         ),
         "no rendezvous": (
             with_change("dist.init_process_group", "str"),

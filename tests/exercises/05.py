@@ -64,6 +64,46 @@ def preallocated(buckets, group):
             param.grad.view(-1).copy_(part)
 
 
+def starts_all_then_waits(buckets, group):
+    under_way = []
+    for bucket in buckets:
+        row = torch.cat([param.grad.flatten() for param in bucket])
+        under_way.append((dist.all_reduce(row, group=group, async_op=True), row, bucket))
+    for work, row, bucket in under_way:
+        work.wait()
+        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+            param.grad.copy_(mean.view_as(param) / group.size())
+
+
+def waits_too_late(buckets, group):
+    under_way = []
+    for bucket in buckets:
+        row = torch.cat([param.grad.flatten() for param in bucket])
+        under_way.append(dist.all_reduce(row, group=group, async_op=True))
+        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+            param.grad.copy_(mean.view_as(param) / group.size())
+    for work in under_way:
+        work.wait()
+
+
+def divides_before_waiting(buckets, group):
+    for bucket in buckets:
+        row = torch.cat([param.grad.flatten() for param in bucket])
+        work = dist.all_reduce(row, group=group, async_op=True)
+        row /= group.size()
+        work.wait()
+        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+            param.grad.copy_(mean.view_as(param))
+
+
+def never_waits(buckets, group):
+    for bucket in buckets:
+        row = torch.cat([param.grad.flatten() for param in bucket]) / group.size()
+        dist.all_reduce(row, group=group, async_op=True)
+        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+            param.grad.copy_(mean.view_as(param))
+
+
 def one_for_each_parameter(buckets, group):
     for bucket in buckets:
         for param in bucket:
@@ -149,6 +189,7 @@ BUCKETS = Answers(
         "an offset": with_an_offset,
         "torch's own rows": with_torchs_own_rows,
         "made in advance": preallocated,
+        "with handles": starts_all_then_waits,
     },
     wrong={
         "one for each parameter": (one_for_each_parameter, "for 1 bucket: one for each bucket"),
@@ -161,6 +202,9 @@ BUCKETS = Answers(
         "without view_as": (without_view_as, "must match"),
         "in the wrong places": (backwards, "right numbers in the wrong places"),
         "only one rank sends": (only_the_first_sends, "every rank that a call needs"),
+        "waits too late": (waits_too_late, "was it there when you copied?"),
+        "divides before waiting": (divides_before_waiting, "what has to come after wait()?"),
+        "never waits": (never_waits, "1 all-reduce started and 0 waited for"),
     },
 )
 
@@ -249,8 +293,122 @@ class ByDictionary(Base):
         self.handles = {}
 
 
-class WithFuture(AsInTheLesson):
-    """Waits for the Future of the handle."""
+class WithFutures(AsInTheLesson):
+    """Lets the Futures of the handles put the means into place."""
+
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            row = torch.cat([other.grad.flatten() for other in bucket])
+            work = dist.all_reduce(row, group=self.group, async_op=True)
+
+            def hand_out(_):
+                sizes = [other.numel() for other in bucket]
+                for other, part in zip(bucket, row.split(sizes)):
+                    other.grad.copy_(part.view_as(other) / self.group.size())
+
+            self.under_way.append(work.get_future().then(hand_out))
+
+    def finish_gradient_sync(self):
+        torch.futures.wait_all(self.under_way)
+        self.under_way = []
+        self.missing = [len(bucket) for bucket in self.buckets]
+
+
+class FuturesNotWaitedFor(WithFutures):
+    def finish_gradient_sync(self):
+        self.under_way = []
+        self.missing = [len(bucket) for bucket in self.buckets]
+
+
+class FutureInTheHook(AsInTheLesson):
+    def gradient_ready(self, number, param):
+        super().gradient_ready(number, param)
+        if self.missing[number] == 0:
+            self.under_way[-1][0].get_future().wait()
+
+
+class InOrder(AsInTheLesson):
+    """As labcode: a bucket waits for those before it."""
+
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        while len(self.under_way) < len(self.buckets) and not self.missing[len(self.under_way)]:
+            bucket = self.buckets[len(self.under_way)]
+            row = torch.cat([other.grad.flatten() for other in bucket])
+            work = dist.all_reduce(row, group=self.group, async_op=True)
+            self.under_way.append((work, row, bucket))
+
+
+class Late(AsInTheLesson):
+    """Buckets leave during backward, but later than they could."""
+
+    def send(self, number):
+        bucket = self.buckets[number]
+        row = torch.cat([other.grad.flatten() for other in bucket])
+        work = dist.all_reduce(row, group=self.group, async_op=True)
+        self.under_way.append((work, row, bucket))
+
+
+class WithTheLastGradient(Late):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if not any(self.missing):
+            for other in range(len(self.buckets)):
+                self.send(other)
+
+
+class WithTheLastBucket(Late):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0 and number == len(self.buckets) - 1:
+            for other in range(len(self.buckets)):
+                self.send(other)
+
+
+class InPairs(Late):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            if number % 2 == 1:
+                self.send(number - 1)
+                self.send(number)
+            elif number == len(self.buckets) - 1:
+                self.send(number)
+
+
+class OneBucketLate(Late):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if number > 0 and self.missing[number] == len(self.buckets[number]) - 1:
+            self.send(number - 1)
+        if self.missing[number] == 0 and number == len(self.buckets) - 1:
+            self.send(number)
+
+
+class DividedBeforeWaiting(AsInTheLesson):
+    divides = False
+
+    def gradient_ready(self, number, param):
+        super().gradient_ready(number, param)
+        if self.missing[number] == 0:
+            self.under_way[-1][1].div_(self.group.size())
+
+
+class RowMadeAnew(AsInTheLesson):
+    def finish_gradient_sync(self):
+        for work, _, bucket in self.under_way:
+            work.wait()
+            row = torch.cat([other.grad.flatten() for other in bucket]) / self.group.size()
+            for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+                param.grad.copy_(mean.view_as(param))
+        self.under_way.clear()
+        self.missing = [len(bucket) for bucket in self.buckets]
+
+
+class ByPosition(AsInTheLesson):
+    """Gives its arguments by position."""
 
     def gradient_ready(self, number, param):
         self.missing[number] -= 1
@@ -297,7 +455,9 @@ OVERLAPPED = Answers(
     right={
         "as in the lesson": AsInTheLesson,
         "a dictionary": ByDictionary,
-        "positional arguments": WithFuture,
+        "positional arguments": ByPosition,
+        "Futures": WithFutures,
+        "in a fixed order": InOrder,
     },
     wrong={
         "waits in the hook": (variant(waits_in_hook=True), "gradient_ready calls wait()"),
@@ -313,6 +473,14 @@ OVERLAPPED = Answers(
         "all after backward": (AfterBackward, "everything was sent after backward"),
         "one for each parameter": (OneForEachParameter, "an all-reduce of"),
         "nothing sent": (NothingSent, "no all-reduce was started"),
+        "all with the last gradient": (WithTheLastGradient, "backward went on to"),
+        "all with the last bucket": (WithTheLastBucket, "backward went on to"),
+        "in pairs": (InPairs, "backward went on to"),
+        "one bucket late": (OneBucketLate, "backward went on to 1 more gradient before it left"),
+        "divided before wait()": (DividedBeforeWaiting, "what has to come after wait()?"),
+        "the row made anew": (RowMadeAnew, "0.25 times: where is the sum"),
+        "Futures not waited for": (FuturesNotWaitedFor, "and 0 waited for"),
+        "a Future in the hook": (FutureInTheHook, "gradient_ready calls wait()"),
     },
 )
 
@@ -405,6 +573,36 @@ class ClearsGradients(Quiet):
             yield
 
 
+class Swallows(Quiet):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+        try:
+            yield
+        except Exception:
+            pass
+        finally:
+            self.sends = True
+
+
+class FlagOfTheClass(Quiet):
+    @contextlib.contextmanager
+    def no_sync(self):
+        type(self).sends = False
+        try:
+            yield
+        finally:
+            type(self).sends = True
+
+
+class CountsInside(Quiet):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.sends and self.missing[number] == 0:
+            self.missing[number] = 1
+            super().gradient_ready(number, param)
+
+
 QUIET = Answers(
     check=l05.quiet,
     right={"a flag": Quiet, "a depth": Counted, "its own context": Remembers},
@@ -416,6 +614,9 @@ QUIET = Answers(
         "no context": (WithoutReturn, "it returned None"),
         "never sends": (ForgetsTheRest, "sent nothing"),
         "clears what was added": (ClearsGradients, "away from the mean"),
+        "swallows the error": (Swallows, "does not come out of the `with` block"),
+        "a flag of the class": (FlagOfTheClass, "another model sends nothing either"),
+        "counts inside": (CountsInside, "who counts inside no_sync()?"),
     },
 )
 
@@ -562,6 +763,35 @@ def by_torch(model, optimizer, inputs, targets, max_norm):
     return steps(model, optimizer, inputs, targets, after=by_library)
 
 
+def not_averaged(model, optimizer, inputs, targets, max_norm):
+    optimizer.zero_grad()
+    gpt.loss(model.module(inputs), targets).backward()
+    norm = clip(model.module, max_norm)
+    optimizer.step()
+    return norm
+
+
+def squares_over_ranks(model, optimizer, inputs, targets, max_norm):
+    def over_ranks(module):
+        square = norm_of(module) ** 2
+        dist.all_reduce(square, group=model.group)
+        norm = square.sqrt()
+        if norm > max_norm:
+            for param in module.parameters():
+                param.grad *= max_norm / norm
+        return norm
+
+    return steps(model, optimizer, inputs, targets, after=over_ranks)
+
+
+def no_root(model, optimizer, inputs, targets, max_norm):
+    def square_of(module):
+        clip(module, max_norm)
+        return sum(param.grad.square().sum() for param in module.parameters())
+
+    return steps(model, optimizer, inputs, targets, after=square_of)
+
+
 def without_return(model, optimizer, inputs, targets, max_norm):
     clipped_step(model, optimizer, inputs, targets, max_norm)
 
@@ -575,7 +805,10 @@ CLIPPED = Answers(
         "always scales": (always_scales, "10 times as long as it should be"),
         "never scales": (never_scales, "not clipped"),
         "the norm afterwards": (norm_afterwards, "the norm after clipping"),
-        "a sum of norms": (sum_of_norms, "it returns the norm"),
+        "a sum of norms": (sum_of_norms, "the sum of the norms of all parameters"),
+        "no root": (no_root, "the square of the norm"),
+        "not averaged": (not_averaged, "the gradient of this rank's own share"),
+        "squares over the ranks": (squares_over_ranks, "sqrt(4) times the norm"),
         "zero_grad forgotten": (forgets_zero_grad, "what is in `.grad` when it begins?"),
         "no step": (no_step, "who makes the step?"),
         "PyTorch's own": (by_torch, "take the norm yourself"),

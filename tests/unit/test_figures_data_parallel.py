@@ -37,13 +37,16 @@ def test_accumulation_has_forward_and_backward_of_each_micro_batch():
 
 def test_the_weights_of_samples_are_written_as_fractions():
     found = words(plot.sample_weights([[1 / 10], [1 / 6, 1 / 6]], alt=ALT))
-    assert {"1/10", "1/6", "1/3", "rank 0\n1 samples", "rank 1\n2 samples"} <= set(found)
+    assert {"1/10", "1/6", "1/3, what each should weigh", "rank 0\n1 samples", "rank 1\n2 samples"} <= set(found)
 
 
 def test_buckets_are_numbered_in_the_order_in_which_they_leave():
-    found = words(plot.buckets([3, 1, 2], [[2], [1, 0]], alt=ALT))
-    assert [word for word in found if word.startswith("message")] == ["message 1", "message 2"]
-    assert found.count("g1") == 2
+    found = words(plot.buckets([3, 1, 2], [[2], [1, 0]], 4, alt=ALT))
+    messages = [word for word in found if word.startswith("message")]
+    assert messages == ["message 1: 2 of 4", "message 2: 4 of 4"]
+    assert found.count("g1: 1") == 1  # among the gradients, with its size
+    rows = [word for word in found if word in ("g0", "g1", "g2")]
+    assert rows == ["g2", "g1", "g0"]  # in the order of the bucket
 
 
 def test_each_rank_keeps_everything_but_its_activations():

@@ -43,7 +43,7 @@ FIGURES = {
     "sample_weights": lambda alt: plot.sample_weights(FOUR_SHARES, alt=alt),
     "accumulation": lambda alt: plot.accumulation(4, alt=alt),
     "copies": lambda alt: plot.copies(4, alt=alt),
-    "buckets": lambda alt: plot.buckets([3, 1, 2], [[2, 1], [0]], alt=alt),
+    "buckets": lambda alt: plot.buckets([3, 1, 2], [[2, 1], [0]], 4, alt=alt),
     "clipping": lambda alt: plot.clipping([2.0, -6.0], 1.0, alt=alt),
     "overlap": lambda alt: plot.overlap({"one": STEP}, alt=alt),
     "digits": lambda alt: plot.digits(GridShape(dp=2, pp=2, tp=4), alt=alt),

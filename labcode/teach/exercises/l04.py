@@ -16,9 +16,10 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode import launch
 from labcode.comm.counting import counted
 from labcode.models.gpt import loss as gpt_loss
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise
+from labcode.pool.ranks import RankError, Ranks
+from labcode.teach.check import Exercise, is_stub, reason
 from labcode.teach.exercises import small_gpt
+from labcode.teach.exercises.watched import Sent, Watch
 from labcode.teach.labs import l04_by_hand
 
 EXERCISES = {
@@ -62,14 +63,12 @@ class _Result(NamedTuple):
     Args:
         own: Its own gradient before.
         found: Its gradient afterwards.
-        num_gradient_bytes: Bytes that it handed to all-reduces.
-        calls: Names of the collectives.
+        sent: Its all-reduces.
     """
 
     own: torch.Tensor
     found: torch.Tensor
-    num_gradient_bytes: int
-    calls: list[str]
+    sent: list[Sent]
 
 
 # ---- 4.1
@@ -84,13 +83,32 @@ def _averaged(rank: int, average: Callable[..., Any], grouping: Sequence[Sequenc
     frozen.requires_grad_(False)
     small_gpt.backward(module, share)
     own = small_gpt.gradient(module).clone()
-    weights = [param.detach().clone() for param in module.parameters()]
-    with counted() as calls:
+    before = small_gpt.weights(module)
+    watch = Watch()
+    with watch.active():
         _average_some(average, module, group)
-    for before, param in zip(weights, module.parameters()):
-        assert torch.equal(before, param), "the weights have changed: average the gradients only"
-    num_bytes = sum(call.num_bytes for call in calls)
-    return _Result(own, small_gpt.gradient(module), num_bytes, [call.kind for call in calls])
+        sent = watch.taken()
+    assert torch.equal(before, small_gpt.weights(module)), (
+        "the weights have changed: average the gradients only"
+    )
+    assert frozen.grad is None, (
+        "the parameter that is not trained had no gradient, and now it has one: the optimizer will "
+        "treat it like the others, and weight decay alone makes it shrink"
+    )
+    return _Result(own, small_gpt.gradient(module), sent)
+
+
+def _check_waits(case: str, sent: Sequence[Sent]) -> None:
+    """Every all-reduce was waited for before anybody used its result."""
+    asynchronous = [one for one in sent if one.is_async]
+    arrived = [one for one in asynchronous if one.arrived]
+    assert len(arrived) == len(asynchronous), (
+        case + f"{len(asynchronous)} all-reduces were started with async_op=True and "
+        f"{len(arrived)} waited for: before wait() has returned nobody knows what a tensor holds"
+    )
+    assert not any(one.touched for one in arrived), (
+        case + "a tensor was changed while its all-reduce was under way: what comes after wait()?"
+    )
 
 
 def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -107,7 +125,7 @@ def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.Pr
 def average_gradients(average: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `average_gradients(model, group)` on all ranks, and on two pairs."""
     for grouping in small_gpt.GROUPINGS:
-        results = ranks.run(_averaged, average, grouping)
+        results = small_gpt.run(ranks, _averaged, average, grouping)
         for members in grouping:
             _check_average(members, results)
 
@@ -120,6 +138,7 @@ def _check_average(members: Sequence[int], results: Sequence[_Result]) -> None:
     world_mean = torch.stack([result.own for result in results]).mean(0)
     for rank in members:
         found = results[rank].found
+        _check_waits(case, results[rank].sent)
         assert small_gpt.distance(found, results[rank].own) > 1e-9, (
             case + f"rank {rank} still has its own gradient: is the result written into .grad?"
         )
@@ -141,36 +160,62 @@ def _check_average(members: Sequence[int], results: Sequence[_Result]) -> None:
 # ---- 4.2
 
 
-def shares_of(p: int) -> list[int]:
-    """Samples of each of p ranks: 7, 3, 3 and 3, or 7 and 3."""
-    return [7] + [3] * (p - 1)
+# (groups, samples of each of their ranks); last a rank that has none
+UNEVEN = (
+    (small_gpt.GROUPINGS[0], (7, 3, 3, 3)),
+    (small_gpt.GROUPINGS[1], (7, 3)),
+    (small_gpt.GROUPINGS[0], (7, 3, 0, 6)),
+)
 
 
-def _weighed(rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]) -> _Result:
+def _weighed(
+    rank: int,
+    average: Callable[..., Any],
+    grouping: Sequence[Sequence[int]],
+    sizes: Sequence[int],
+) -> _Result:
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
-    sizes = shares_of(len(members))
     place = members.index(rank)
     share = small_gpt.shares(members, sizes)[place]
     module = small_gpt.model()
-    small_gpt.backward(module, share)
+    small_gpt.backward(module, share)  # without a sample the loss is nan, and the gradients are 0
     own = small_gpt.gradient(module).clone()
-    average(module, sizes[place], group)
-    return _Result(own, small_gpt.gradient(module), 0, [])
+    watch = Watch()
+    with watch.active():
+        average(module, sizes[place], group)
+        sent = watch.taken()
+    return _Result(own, small_gpt.gradient(module), sent)
 
 
 def average_uneven(average: Callable[..., Any], ranks: Ranks) -> None:
-    """The learner's `average_uneven(model, mine, group)` on shares of 7 and 3 samples."""
-    for grouping in small_gpt.GROUPINGS:
-        results = ranks.run(_weighed, average, grouping)
+    """The learner's `average_uneven(model, mine, group)` on shares of different sizes."""
+    for grouping, sizes in UNEVEN:
+        case = f"with {' + '.join(map(str, sizes))} samples: "
+        try:
+            results = small_gpt.run(ranks, _weighed, average, grouping, sizes)
+        except RankError as error:
+            # with the same code all went well where every rank had a sample
+            if 0 not in sizes or is_stub(error):
+                raise
+            raise AssertionError(case + reason(error)) from None
+        weights = torch.tensor([sizes[rank % len(sizes)] for rank in range(len(results))])
+        owns = torch.stack([result.own for result in results])
+        in_world = weights.to(owns) @ owns
         for members in grouping:
-            _check_weights(members, [results[rank] for rank in members])
+            own_results = [results[rank] for rank in members]
+            _check_weights(case, members, sizes, own_results, in_world)
 
 
-def _check_weights(members: Sequence[int], results: Sequence[_Result]) -> None:
-    p = len(members)
-    sizes = shares_of(p)
-    case = f"with {' + '.join(map(str, sizes))} samples: "
+def _check_weights(
+    case: str,
+    members: Sequence[int],
+    sizes: Sequence[int],
+    results: Sequence[_Result],
+    in_world: torch.Tensor,
+) -> None:
+    for result in results:
+        _check_waits(case, result.sent)
     expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, sizes)))
     owns = torch.stack([result.own for result in results])
     found = results[0].found
@@ -192,6 +237,10 @@ def _check_weights(members: Sequence[int], results: Sequence[_Result]) -> None:
         case + f"right direction, but {too_long:.3g} times as long as it should be: "
         "the weights of the ranks must add up to 1"
     )
+    assert small_gpt.times_too_long(found, in_world) is None or too_long is not None, (
+        case + "there are gradients of ranks outside of the group in it: which group does your "
+        "all-reduce use?"
+    )
     off = small_gpt.distance(found, expected)
     assert off < 1e-6, case + f"{off:.1%} away from the gradient of all samples"
 
@@ -199,67 +248,141 @@ def _check_weights(members: Sequence[int], results: Sequence[_Result]) -> None:
 # ---- 4.3
 
 
+class _Accumulated(NamedTuple):
+    """What a rank has after a step with accumulation.
+
+    Args:
+        before: The gradient of the step before, which was still there.
+        share: The gradient of its own share.
+        last: That of the last micro-batch.
+        found: Its gradient afterwards.
+        sent_bytes: What it gave to collectives.
+        parts: How many samples the model saw each time.
+        passes: "F" for each forward, "B" for each backward, in order.
+    """
+
+    before: torch.Tensor
+    share: torch.Tensor
+    last: torch.Tensor
+    found: torch.Tensor
+    sent_bytes: int
+    parts: list[int]
+    passes: str
+
+
 def _accumulated(
     rank: int,
     accumulate: Callable[..., Any],
     num_micro_batches: int,
     grouping: Sequence[Sequence[int]],
-) -> _Result:
+) -> _Accumulated:
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
-    share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    inputs, targets = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    share = small_gpt.gradient_of((inputs, targets))
+    last = (inputs.chunk(num_micro_batches)[-1], targets.chunk(num_micro_batches)[-1])
     module = small_gpt.model()
-    before = small_gpt.shares(members, [4] * len(members), step=1)[members.index(rank)]
-    small_gpt.backward(module, before)  # of the step before: still there
-    own = small_gpt.gradient(module).clone()
-    batch_sizes = []
-    module.register_forward_pre_hook(lambda _, inputs: batch_sizes.append(len(inputs[0])))
+    old = small_gpt.shares(members, [4] * len(members), step=1)[members.index(rank)]
+    small_gpt.backward(module, old)  # of the step before: still there
+    before = small_gpt.gradient(module).clone()
+    weights = small_gpt.weights(module)
+    parts: list[int] = []
+    passes: list[str] = []
+
+    def note_forward(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
+        parts.append(len(args[0]))
+        passes.append("F")
+        if output.requires_grad:
+            output.register_hook(lambda _: passes.append("B"))
+
+    module.register_forward_hook(note_forward)
     with counted() as calls:
-        accumulate(module, *share, num_micro_batches, group)
-    largest = max(batch_sizes, default=0)
-    assert largest, "the model was never called"
-    assert largest <= 4 // num_micro_batches, (
-        f"the model saw {largest} samples at once; with {num_micro_batches} micro-batches of a "
-        f"share of 4 it should see {4 // num_micro_batches}"
+        accumulate(module, inputs, targets, num_micro_batches, group)
+    assert torch.equal(weights, small_gpt.weights(module)), (
+        "the weights have changed: asked is the gradient, the step comes after this function"
     )
-    num_bytes = sum(call.num_bytes for call in calls)
-    return _Result(own, small_gpt.gradient(module), num_bytes, [call.kind for call in calls])
+    sent_bytes = sum(call.num_bytes for call in calls)
+    found = small_gpt.gradient(module)
+    last_gradient = small_gpt.gradient_of(last)
+    return _Accumulated(before, share, last_gradient, found, sent_bytes, parts, "".join(passes))
 
 
 def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `accumulated_gradients(model, inputs, targets, num_micro_batches, group)`."""
     for grouping in small_gpt.GROUPINGS:
         for num_micro_batches in (1, 2, 4):
-            results = ranks.run(_accumulated, accumulate, num_micro_batches, grouping)
+            results = small_gpt.run(ranks, _accumulated, accumulate, num_micro_batches, grouping)
+            in_world = torch.stack([result.share for result in results]).mean(0)
             for members in grouping:
-                before = torch.stack([results[rank].own for rank in members]).mean(0)
-                for rank in members:
-                    _check_accumulated(members, results[rank], before, num_micro_batches)
+                own_results = [results[rank] for rank in members]
+                _check_accumulated(members, own_results, num_micro_batches, in_world)
 
 
 def _check_accumulated(
-    members: Sequence[int], result: _Result, before: torch.Tensor, m: int
+    members: Sequence[int], results: Sequence[_Accumulated], m: int, in_world: torch.Tensor
 ) -> None:
     p = len(members)
     case = f"with {m} micro-batch{'' if m == 1 else 'es'} on {p} ranks: "
+    before = torch.stack([result.before for result in results]).mean(0)
+    last = torch.stack([result.last for result in results]).mean(0)
     expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, [4] * p)))
-    found = result.found
-    too_long = small_gpt.times_too_long(found, expected)
-    if too_long is not None:
-        assert abs(too_long - 1) < 1e-9, (
+    for result in results:
+        _check_passes(case, result, m)
+        found = result.found
+        too_long = small_gpt.times_too_long(found, expected)
+        assert too_long is None or abs(too_long - 1) < 1e-9, (
             case + f"right direction, but {too_long:.3g} times as long as it should be: "
             f"count the divisions, by {m} and by {p}"
         )
-    leftover = small_gpt.distance(found - expected, before)
-    assert leftover > 1e-9, (
-        case + "the gradient of the step before is still in it: backward adds to what is there"
+        leftover = small_gpt.distance(found - expected, before)
+        assert leftover > 1e-9, (
+            case + "the gradient of the step before is still in it: backward adds to what is there"
+        )
+        if too_long is None:
+            _check_what_is_missing(case, result, last, in_world, m)
+        off = small_gpt.distance(found, expected)
+        assert off < 1e-9, case + f"{off:.0%} away from the gradient of the whole batch"
+        once = found.nbytes
+        assert result.sent_bytes < 1.5 * once, (
+            case + f"{result.sent_bytes / once:.0f} times the gradients' bytes travelled: "
+            "send them once, after the last micro-batch"
+        )
+
+
+def _check_passes(case: str, result: _Accumulated, m: int) -> None:
+    """The model sees m parts of the same size, and backward follows each of them."""
+    assert result.parts, case + "the model was never called"
+    largest = max(result.parts)
+    size = 4 // m
+    assert largest <= size, (
+        case + f"the model saw {largest} samples at once; a micro-batch of a share of 4 has {size}"
     )
-    off = small_gpt.distance(found, expected)
-    assert off < 1e-9, case + f"{off:.0%} away from the gradient of the whole batch"
-    once = found.nbytes
-    assert result.num_gradient_bytes < 1.5 * once, (
-        case + f"{result.num_gradient_bytes / once:.0f} times the gradients' bytes travelled: "
-        "send them once, after the last micro-batch"
+    listed = ", ".join(map(str, result.parts))
+    assert result.parts == [size] * m, (
+        case + f"the model was called {len(result.parts)} times, with {listed} samples: into how "
+        "many parts do you cut the share?"
+    )
+    assert "FF" not in result.passes, (
+        case + "the next forward began before the backward of the micro-batch before: then all "
+        "their activations are in memory together, and nothing is saved"
+    )
+
+
+def _check_what_is_missing(
+    case: str, result: _Accumulated, last: torch.Tensor, in_world: torch.Tensor, m: int
+) -> None:
+    """Gradients in a wrong direction: whose are they?"""
+    found = result.found
+    assert small_gpt.times_too_long(found, result.share) is None, (
+        case + "the gradient is that of the rank's own share: where do the others come in?"
+    )
+    assert small_gpt.times_too_long(found, in_world) is None, (
+        case + "there are gradients of ranks outside of the group in it: which group do you "
+        "average over?"
+    )
+    alone = small_gpt.times_too_long(found, last) is not None
+    assert m == 1 or not alone, (
+        case + "only the last micro-batch is in it: when do you set the gradients to zero?"
     )
 
 
@@ -306,6 +429,7 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     path.write_text(HEADER + source + FOOTER)
     for nproc in (1, 2):
         _check_run(path, nproc)
+    _check_device(source)
 
 
 def _check_run(path: Path, nproc: int) -> None:
@@ -328,7 +452,19 @@ def _check_run(path: Path, nproc: int) -> None:
     found = torch.load(weights_path, weights_only=True, map_location="cpu")
     weights_path.unlink()
     _check_names(case, found)
-    _check_training(case, found, done.output)
+    _check_training(case, found, done.output, nproc)
+
+
+def _check_device(source: str) -> None:
+    """The script looks for a GPU, also where there is none to try it on."""
+    case = "here, without GPUs, all is right; "
+    by_default = re.search(r"init_process_group\(\s*\)", source) is not None
+    assert by_default or "nccl" in source or "backend_for_device" in source, (
+        case + "with GPUs it would use gloo: see point 1"
+    )
+    assert "LOCAL_RANK" in source or "get_node_local_rank" in source, (
+        case + "with GPUs, which one would a rank take? See point 1"
+    )
 
 
 def _visible_gpus(nproc: int) -> dict[str, str]:
@@ -388,14 +524,15 @@ def _check_names(case: str, found: Any) -> None:
     assert found.keys() == expected.keys(), case + "weights.pt does not hold the model's weights"
 
 
-def _check_training(case: str, found: dict[str, torch.Tensor], output: str) -> None:
+def _check_training(case: str, found: dict[str, torch.Tensor], output: str, nproc: int) -> None:
     """Compare with one process, and name the mistake if another training was done."""
     losses = [float(value) for value in re.findall(r"loss\s+([0-9.]+)", output)]
     assert len(losses) == EPOCHS, case + 'write the loss as in "epoch 0: loss 3.1234"'
     right = _reference()
     off = right.distance(found)
     if off > 1e-3:
-        for mistake, settings in MISTAKES.items():
+        mistakes = {**MISTAKES, **(ON_SEVERAL_RANKS if nproc > 1 else {})}
+        for mistake, settings in mistakes.items():
             other = _reference(**settings)
             assert other.distance(found) > 1e-3, case + mistake
         raise AssertionError(
@@ -418,6 +555,17 @@ MISTAKES: dict[str, dict[str, Any]] = {
     },
     "the samples are not shuffled": {"shuffle": False},
     "it made one epoch instead of two": {"epochs": 1},
+    "all ranks together read half of `global_batch` samples in a step": {
+        "global_batch": GLOBAL_BATCH // 2
+    },
+    "the learning rate is not 3e-3": {"lr": 1e-3},
+    "the weights are those from the start: does the optimizer hold the parameters of this model, "
+    "and are the gradients still there when it makes its step?": {"epochs": 0},
+    "the gradients of earlier steps are still in those of the next": {"zero": False},
+}
+ON_SEVERAL_RANKS: dict[str, dict[str, Any]] = {
+    "rank 0 has learned from its own samples only, though one rank alone is right: are the "
+    "gradients averaged, and does forward go through the DDP object?": {"replicas": 2},
 }
 
 
@@ -443,19 +591,22 @@ class _Reference:
         shuffle: bool = True,
         global_batch: int = GLOBAL_BATCH,
         epochs: int = EPOCHS,
+        lr: float = 3e-3,
+        zero: bool = True,
+        replicas: int = 1,
     ) -> None:
         torch.manual_seed(0)  # what rank 0 draws: see `run_file`
         module = l04_by_hand.build_model()
-        optimizer = torch.optim.AdamW(module.parameters(), lr=3e-3)
+        optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
         samples = l04_by_hand.dataset
         # with one replica its order is that of all ranks together, batch by batch
-        order = DistributedSampler(samples, num_replicas=1, rank=0, shuffle=shuffle)
-        loader = DataLoader(samples, batch_size=global_batch, sampler=order)
+        order = DistributedSampler(samples, num_replicas=replicas, rank=0, shuffle=shuffle)
+        loader = DataLoader(samples, batch_size=global_batch // replicas, sampler=order)
         self.losses: list[float] = []
         for epoch in range(epochs):
             if set_epoch:
                 order.set_epoch(epoch)
-            self.losses.append(_train_epoch(module, optimizer, loader))
+            self.losses.append(_train_epoch(module, optimizer, loader, zero))
         self.weights = module.state_dict()
 
     def distance(self, found: dict[str, torch.Tensor]) -> float:
@@ -468,11 +619,14 @@ class _Reference:
         return (difference / total) ** 0.5
 
 
-def _train_epoch(module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader) -> float:
+def _train_epoch(
+    module: nn.Module, optimizer: torch.optim.Optimizer, loader: DataLoader, zero: bool
+) -> float:
     total = 0.0
     for inputs, targets in loader:
         loss = gpt_loss(module(inputs), targets)
-        optimizer.zero_grad()
+        if zero:
+            optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         total += loss.item()

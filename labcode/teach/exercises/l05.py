@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -17,6 +16,7 @@ from labcode.parallel.data import make_buckets
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import RETURNED_NONE, Exercise, due
 from labcode.teach.exercises import small_gpt
+from labcode.teach.exercises.watched import Sent, Watch
 from labcode.teach.labs import l05_by_hand
 
 EXERCISES = {
@@ -89,12 +89,14 @@ class _Averaged(NamedTuple):
         found: Its gradient afterwards.
         bucket_bytes: Of each bucket.
         calls: The collectives that it started.
+        sent: The all-reduces among them.
     """
 
     own: torch.Tensor
     found: torch.Tensor
     bucket_bytes: list[int]
     calls: list[Call]
+    sent: list[Sent]
 
 
 LAYOUTS = {  # MB for each bucket
@@ -115,19 +117,21 @@ def _bucketed(
     weights = parameters_to_vector(module.parameters()).detach().clone()
     buckets = _buckets(module, bucket_mb)
     bucket_bytes = [_num_bytes(bucket) for bucket in buckets]
-    with counted() as calls:
+    watch = Watch()
+    with counted() as calls, watch.active():
         average(buckets, group)
+        sent = watch.taken()
     assert torch.equal(weights, parameters_to_vector(module.parameters()).detach()), (
         "the weights have changed: average the gradients only"
     )
-    return _Averaged(own, small_gpt.gradient(module), bucket_bytes, list(calls))
+    return _Averaged(own, small_gpt.gradient(module), bucket_bytes, list(calls), sent)
 
 
 def average_buckets(average: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `average_buckets(buckets, group)`, on all ranks and on two pairs."""
     for grouping in small_gpt.GROUPINGS:
         for layout, bucket_mb in LAYOUTS.items():
-            results = ranks.run(_bucketed, average, grouping, bucket_mb)
+            results = small_gpt.run(ranks, _bucketed, average, grouping, bucket_mb)
             for members in grouping:
                 case = f"{layout}, {small_gpt.named(members)}"
                 _check_messages(case, results[members[0]])
@@ -147,6 +151,21 @@ def _check_messages(case: str, result: _Averaged) -> None:
     )
     assert sorted(found) == sorted(expected), (
         case + f"all-reduces of {found} bytes, and the buckets have {expected}"
+    )
+    _check_waits(case, result.sent)
+
+
+def _check_waits(case: str, sent: Sequence[Sent]) -> None:
+    """Each all-reduce was waited for, and its row was left alone until then."""
+    asynchronous = [one for one in sent if one.is_async]
+    arrived = [one for one in asynchronous if one.arrived]
+    assert len(arrived) == len(asynchronous), (
+        case + f"{_counted(len(asynchronous), 'all-reduce')} started and {len(arrived)} waited "
+        "for: without wait() nobody knows that the sum is there"
+    )
+    assert not any(one.touched for one in arrived), (
+        case + "a row was changed while its all-reduce was under way: what has to come after "
+        "wait()?"
     )
 
 
@@ -175,6 +194,11 @@ def _check_mean(
     assert small_gpt.distance(found, own) > 1e-9, (
         case + "`.grad` still holds the rank's own gradient: is the mean copied into it?"
     )
+    of_own = small_gpt.times_too_long(found, own)
+    assert of_own is None, (
+        case + f"`.grad` holds the rank's own gradient, {of_own:.3g} times: where is the sum, and "
+        "was it there when you copied?"
+    )
     too_long = small_gpt.times_too_long(found, expected)
     assert too_long is None or abs(too_long - 1) < 1e-9, (
         case + f"right direction, but {too_long:.3g} times as long as the mean over the group: "
@@ -195,83 +219,6 @@ def _check_mean(
     assert off < 1e-9, case + f"the gradient is {off:.0%} away from the mean over the group"
 
 
-# ---- what a learner's code sends, and when
-
-
-@dataclass
-class _Sent:
-    """One all-reduce.
-
-    Args:
-        numel: How many numbers.
-        is_async: It was started with `async_op=True`.
-        in_backward: Backward was still running.
-        ready: Which parameters had their gradient.
-    """
-
-    numel: int
-    is_async: bool
-    in_backward: bool
-    ready: set[int]
-
-
-@dataclass
-class _Watch:
-    """What a rank sends and waits for while it is active.
-
-    Attributes:
-        sent: The all-reduces.
-        waits: For each wait, whether it was inside of what is watched as `inside`.
-        inside: Backward, or a hook, is running.
-        ready: Numbers of the parameters whose gradient is final.
-    """
-
-    sent: list[_Sent] = field(default_factory=list)
-    waits: list[bool] = field(default_factory=list)
-    inside: bool = False
-    ready: set[int] = field(default_factory=set)
-
-    @contextlib.contextmanager
-    def active(self) -> Iterator[None]:
-        """Within it `dist.all_reduce` takes notes."""
-        real = dist.all_reduce
-
-        def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-            is_async = bool(kwargs.get("async_op", len(args) > 2 and args[2]))
-            self.sent.append(_Sent(tensor.numel(), is_async, self.inside, set(self.ready)))
-            work = real(tensor, *args, **kwargs)
-            return _WatchedWork(work, tensor, self)
-
-        with mock.patch.object(dist, "all_reduce", noted):
-            yield
-
-
-class _WatchedWork:
-    """The handle of an all-reduce that notes when it is waited for.
-
-    There is one also without `async_op=True`, so that a learner's code gets as far as the hint.
-    """
-
-    def __init__(self, work: dist.Work | None, tensor: torch.Tensor, watch: _Watch) -> None:
-        self._work = work
-        self._tensor = tensor
-        self._watch = watch
-
-    def wait(self, *args: Any) -> Any:
-        self._watch.waits.append(self._watch.inside)
-        return self._work.wait(*args) if self._work is not None else True
-
-    def get_future(self) -> Any:
-        if self._work is not None:
-            return self._work.get_future()
-        done = torch.futures.Future()
-        done.set_result([self._tensor])
-        return done
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._work, name)
-
-
 # ---- 5.2
 
 
@@ -284,13 +231,15 @@ class _Step(NamedTuple):
         sent: Its all-reduces.
         waits: For each wait, whether it was in backward.
         left: How many handles it kept.
+        order: The parameters in the order in which their gradients came.
     """
 
     own: torch.Tensor
     found: torch.Tensor
-    sent: list[_Sent]
+    sent: list[Sent]
     waits: list[bool]
     left: int
+    order: list[int]
 
 
 class _Steps(NamedTuple):
@@ -313,12 +262,12 @@ def _overlapped(
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
     module = small_gpt.model()
-    watch = _Watch()
+    watch = Watch()
     number_of = {}
     for number, param in enumerate(module.parameters()):
         number_of[param] = number
         # before the learner's hook, which PyTorch then calls second
-        param.register_post_accumulate_grad_hook(lambda param: watch.ready.add(number_of[param]))
+        param.register_post_accumulate_grad_hook(lambda param: watch.ready.append(number_of[param]))
     buckets = _buckets(module, BUCKET_MB)
     parallel = parallel_class(module, group, buckets)
     steps = []
@@ -334,21 +283,19 @@ def _overlapped(
     return _Steps(numbers, numels, steps)
 
 
-def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watch: _Watch) -> _Step:
+def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watch: Watch) -> _Step:
     for param in module.parameters():
         param.grad = torch.zeros_like(param)  # so that a row can be made too early
-    watch.sent.clear()
-    watch.waits.clear()
-    watch.ready.clear()
+    watch.begin_step()
     with watch.active():
-        watch.inside = True
-        small_gpt.backward(module, share)
-        watch.inside = False
+        with watch.running():
+            small_gpt.backward(module, share)
         own = small_gpt.gradient(module).clone()
         parallel.finish_gradient_sync()
-    found = small_gpt.gradient(module).clone()
+        found = small_gpt.gradient(module).clone()
+        sent = watch.taken()
     left = len(getattr(parallel, "under_way", ()))
-    return _Step(own, found, list(watch.sent), list(watch.waits), left)
+    return _Step(own, found, sent, list(watch.waits), left, list(watch.ready))
 
 
 def _sgd(module: nn.Module) -> None:
@@ -360,7 +307,7 @@ def _sgd(module: nn.Module) -> None:
 def overlapped(parallel_class: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's class: three steps on all ranks and on two pairs, against one process."""
     for grouping in small_gpt.GROUPINGS:
-        results = ranks.run(_overlapped, parallel_class, grouping)
+        results = small_gpt.run(ranks, _overlapped, parallel_class, grouping)
         for members in grouping:
             expected = _one_process(members)
             for rank in members:
@@ -425,14 +372,31 @@ def _check_sending(case: str, number: int, step: _Step, result: _Steps) -> None:
         case + f"{_counted(len(sent), 'all-reduce')} for {buckets} buckets: each bucket travels "
         "once"
     )
-    asynchronous = sum(one.is_async for one in sent)
-    assert len(step.waits) >= asynchronous, (
-        case + f"{asynchronous} all-reduces were started and {len(step.waits)} waited for: "
-        "without wait() nobody knows that the sum is there"
-    )
+    _check_moments(case, step, result)
+    _check_waits(case, sent)
 
 
-def _check_bucket(case: str, sent: _Sent, result: _Steps) -> None:
+def _check_moments(case: str, step: _Step, result: _Steps) -> None:
+    """Each bucket left with its last gradient, or waited only for the buckets before it."""
+    complete = []  # for each bucket, how many gradients of the model there were by then
+    for params in result.buckets:
+        latest = 1 + max(step.order.index(param) for param in params)
+        complete.append(max([latest, *complete[-1:]]))
+    # buckets of the same length cannot be told apart: they left in the order of their numbers
+    by_numel: dict[int, list[int]] = {}
+    for numel, number in zip(result.numels, complete):
+        by_numel.setdefault(numel, []).append(number)
+    for one in step.sent:
+        assert by_numel[one.numel], case + f"a bucket of {one.numel} numbers travels twice"
+        could_leave_at = by_numel[one.numel].pop(0)
+        late = len(one.ready) - could_leave_at
+        assert late <= 0, (
+            case + f"a bucket was complete, and backward went on to {late} more "
+            f"gradient{'' if late == 1 else 's'} before it left: that time is lost for overlap"
+        )
+
+
+def _check_bucket(case: str, sent: Sent, result: _Steps) -> None:
     fitting = []
     for params, numel in zip(result.buckets, result.numels):
         if numel == sent.numel:
@@ -440,7 +404,7 @@ def _check_bucket(case: str, sent: _Sent, result: _Steps) -> None:
     assert fitting, (
         case + f"an all-reduce of {sent.numel} numbers, and the buckets have {result.numels}"
     )
-    complete = [params for params in fitting if params <= sent.ready]
+    complete = [params for params in fitting if params <= set(sent.ready)]
     assert complete, (
         case + "a bucket was sent before the last of its gradients was ready: on which count do "
         "you send?"
@@ -457,14 +421,20 @@ class _Quiet(NamedTuple):
         own, found: Its gradient before and after `finish_gradient_sync`.
         sent: All-reduces after each micro-batch.
         num_buckets: How many there are.
+        is_counted: `missing` was no longer whole when the last backward began.
+        is_swallowed: An error inside `no_sync` did not come out of it.
         after_error: All-reduces of a backward that follows an error inside `no_sync`.
+        of_other: All-reduces of another model while the first is inside `no_sync`.
     """
 
     own: torch.Tensor
     found: torch.Tensor
     sent: list[int]
     num_buckets: int
+    is_counted: bool
+    is_swallowed: bool
     after_error: int
+    of_other: int
 
 
 def _accumulated(
@@ -479,31 +449,61 @@ def _accumulated(
     module = small_gpt.model()
     buckets = _buckets(module, BUCKET_MB)
     parallel = parallel_class(module, group, buckets)
-    watch = _Watch()
+    whole = [len(bucket) for bucket in buckets]
+    is_counted = False
+    watch = Watch()
     sent = []
     with watch.active():
         for number in range(num_micro_batches):
             part = slice(number, None, num_micro_batches)
             is_last = number == num_micro_batches - 1
+            is_counted = list(parallel.missing) != whole
             with contextlib.nullcontext() if is_last else due(parallel.no_sync()):
                 small_gpt.backward(module, (inputs[part], targets[part]))
             sent.append(len(watch.sent))
         own = small_gpt.gradient(module).clone()
         parallel.finish_gradient_sync()
         found = small_gpt.gradient(module).clone() / num_micro_batches
-        watch.sent.clear()
-        with contextlib.suppress(ZeroDivisionError), due(parallel.no_sync()):
-            raise ZeroDivisionError
+        watch.begin_step()
+        is_swallowed = _swallows(due(parallel.no_sync()))
         small_gpt.backward(module, (inputs, targets))
         parallel.finish_gradient_sync()
-    return _Quiet(own / num_micro_batches, found, sent, len(buckets), len(watch.sent))
+        after_error = len(watch.sent)
+        watch.begin_step()
+        other_module = small_gpt.model()
+        other = parallel_class(other_module, group, _buckets(other_module, BUCKET_MB))
+        with due(parallel.no_sync()):
+            small_gpt.backward(other_module, (inputs, targets))
+        other.finish_gradient_sync()
+        of_other = len(watch.sent)
+    return _Quiet(
+        own / num_micro_batches,
+        found,
+        sent,
+        len(buckets),
+        is_counted,
+        is_swallowed,
+        after_error,
+        of_other,
+    )
+
+
+def _swallows(context: contextlib.AbstractContextManager) -> bool:
+    """Whether an error inside the context does not come out of it."""
+    try:
+        with context:
+            raise ZeroDivisionError
+    except ZeroDivisionError:
+        return False
+    return True
 
 
 def quiet(parallel_class: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's class with `no_sync()`, for 1, 2 and 4 micro-batches."""
     for grouping in small_gpt.GROUPINGS:
         for num_micro_batches in (2, 4, 1):
-            results = ranks.run(_accumulated, parallel_class, num_micro_batches, grouping)
+            work = (_accumulated, parallel_class, num_micro_batches, grouping)
+            results = small_gpt.run(ranks, *work)
             for members in grouping:
                 shares = small_gpt.shares(members, [4] * len(members))
                 expected = small_gpt.gradient_of(small_gpt.joined(shares))
@@ -519,6 +519,10 @@ def _check_quiet(case: str, result: _Quiet, expected: torch.Tensor) -> None:
         case + f"{max(inside, default=0)} all-reduces were started inside no_sync(): who asks "
         "whether gradients are to be sent?"
     )
+    assert total == result.num_buckets or not result.is_counted, (
+        case + "when the last backward began, `missing` was no longer what it is at the beginning "
+        "of a step: who counts inside no_sync()?"
+    )
     assert total > 0, (
         case + "the last backward, outside of no_sync(), sent nothing: is the flag set back?"
     )
@@ -529,6 +533,14 @@ def _check_quiet(case: str, result: _Quiet, expected: torch.Tensor) -> None:
     assert result.after_error, (
         case + "after an error inside no_sync() nothing is ever sent again: set the flag back "
         "also then"
+    )
+    assert not result.is_swallowed, (
+        case + "an error inside no_sync() does not come out of the `with` block: whoever called "
+        "backward has to learn of it"
+    )
+    assert result.of_other, (
+        case + "while one model is inside no_sync(), another model sends nothing either: to whom "
+        "does the flag belong?"
     )
 
 
@@ -543,15 +555,13 @@ class _Clipped(NamedTuple):
         used: The gradients that the optimizer used: how far the weights moved, divided by the
             learning rate.
         own: The gradient of this rank's share in the first step.
+        sum_of_norms: Of the parameters, one by one, in the first step; of the reference only.
     """
 
     norms: list[float]
     used: list[torch.Tensor]
     own: torch.Tensor
-
-
-def _weights(module: nn.Module) -> torch.Tensor:
-    return parameters_to_vector(module.parameters()).detach().clone()
+    sum_of_norms: float = 0.0
 
 
 def _refused(name: str) -> Callable[..., Any]:
@@ -578,9 +588,9 @@ def _clip_steps(
             stack.enter_context(mock.patch.object(nn.utils, name, _refused(name)))
         for number in range(2):
             share = small_gpt.shares(members, [4] * len(members), number)[members.index(rank)]
-            before = _weights(module)
+            before = small_gpt.weights(module)
             norms.append(float(due(step(parallel, optimizer, *share, max_norm))))
-            used.append((before - _weights(module)) / LR)
+            used.append((before - small_gpt.weights(module)) / LR)
     return _Clipped(norms, used, own)
 
 
@@ -590,7 +600,7 @@ def clipped(step: Callable[..., Any], ranks: Ranks) -> None:
         for factor in (10.0, 0.5):  # of the first norm: not clipped, and clipped
             first_norm = _one_clipped(grouping[0], max_norm=1e9).norms[0]
             max_norm = factor * first_norm
-            results = ranks.run(_clip_steps, step, max_norm, grouping)
+            results = small_gpt.run(ranks, _clip_steps, step, max_norm, grouping)
             for members in grouping:
                 expected = _one_clipped(members, max_norm)
                 owns = torch.stack([results[rank].own for rank in members])
@@ -605,15 +615,20 @@ def _one_clipped(members: Sequence[int], max_norm: float) -> _Clipped:
     norms = []
     used = []
     own = torch.zeros(1)
+    sum_of_norms = 0.0
     for number in range(2):
         module.zero_grad()
         shares = small_gpt.shares(members, [4] * len(members), number)
         small_gpt.backward(module, small_gpt.joined(shares))
-        own = small_gpt.gradient(module).clone() if number == 0 else own
+        if number == 0:
+            own = small_gpt.gradient(module).clone()
+            for param in module.parameters():
+                assert param.grad is not None
+                sum_of_norms += param.grad.norm().item()
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), max_norm).item())
         used.append(small_gpt.gradient(module).clone())
         _sgd(module)
-    return _Clipped(norms, used, own)
+    return _Clipped(norms, used, own, sum_of_norms)
 
 
 def _check_clipped(
@@ -624,6 +639,11 @@ def _check_clipped(
     unclipped = expected.own
     is_clipped = expected.norms[0] > max_norm
     assert found.norm() > 0, case + "the weights have not changed: who makes the step?"
+    alone = small_gpt.length_along(found, result.own)
+    assert small_gpt.distance(found, alone * result.own) > 1e-6, (
+        case + "the step was made with the gradient of this rank's own share: when do the ranks "
+        "average?"
+    )
     if is_clipped:
         assert small_gpt.distance(found, unclipped) > 1e-6, (
             case + f"the step was made with a gradient of norm {found.norm():.3g}: not clipped, or "
@@ -640,7 +660,7 @@ def _check_clipped(
         case + f"the step is {off:.0%} away from the clipped mean gradient: do all parameters "
         "have the same factor, from the norm of all of them together?"
     )
-    _check_norm(case, result.norms[0], expected.norms[0], owns, max_norm)
+    _check_norm(case, result.norms[0], expected, owns, max_norm)
     off = small_gpt.distance(result.used[1], expected.used[1])
     assert off < 1e-4, (
         case + f"step 1 is right, step 2 is {off:.0%} away: what is in `.grad` when it begins?"
@@ -660,15 +680,28 @@ def _check_not_clipped_first(
 
 
 def _check_norm(
-    case: str, found: float, expected: float, owns: torch.Tensor, max_norm: float
+    case: str, found: float, reference: _Clipped, owns: torch.Tensor, max_norm: float
 ) -> None:
     """The norm that was returned is that of the mean gradient, before clipping."""
+    expected = reference.norms[0]
     right = abs(found / expected - 1) < 1e-4
     after = expected > max_norm and abs(found / max_norm - 1) < 1e-4
     assert right or not after, case + "it returns the norm after clipping: asked is the one before"
     is_own = any(abs(found / own.norm().item() - 1) < 1e-6 for own in owns)
     assert right or not is_own, (
         case + "it returns the norm of the rank's own gradient: take it after the average"
+    )
+    assert right or abs(found / reference.sum_of_norms - 1) > 1e-4, (
+        case + f"it returns {found:.4g}, the sum of the norms of all parameters: is that the norm "
+        "of all of them together?"
+    )
+    assert right or abs(found / expected**2 - 1) > 1e-4, (
+        case + f"it returns {found:.4g}, the square of the norm"
+    )
+    p = len(owns)
+    assert right or abs((found / expected) ** 2 / p - 1) > 1e-4, (
+        case + f"it returns {found:.4g}, sqrt({p}) times the norm: after the average the {p} ranks "
+        "hold the same gradient, and its squares were added up over them"
     )
     assert right, case + f"it returns the norm {found:.4g}, and it is {expected:.4g}"
 
@@ -726,13 +759,11 @@ def _compressed(
     members = dist.get_process_group_ranks(group)
     share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
     gradient = small_gpt.gradient_of(share, torch.float32)
-    watch = _Watch()
-    watch.inside = True
+    watch = Watch()
     bucket = _Bucket(gradient.clone())
     tensors: list[tuple[str, int]] = []
-    with watch.active(), _noting_dtypes(tensors):
+    with watch.active(), _noting_dtypes(tensors), watch.running():
         future = hook(group, bucket=bucket)
-    watch.inside = False
     assert future is not None, RETURNED_NONE
     assert isinstance(future, torch._C.Future), (
         f"it returned a {type(future).__name__}: DDP expects a Future, which says later what the "
@@ -782,13 +813,13 @@ def compress(hook: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's communication hook: half the bytes, nearly the mean, and no waiting."""
     _check_signature(hook)
     for grouping in small_gpt.GROUPINGS:
-        results = ranks.run(_compressed, hook, grouping)
+        results = small_gpt.run(ranks, _compressed, hook, grouping)
         for members in grouping:
             _check_compressed(members, results)
     expected = small_gpt.gradient_of(
         small_gpt.joined(small_gpt.shares(range(ranks.n), [4] * ranks.n)), torch.float32
     )
-    for found in ranks.run(_in_ddp, hook):
+    for found in small_gpt.run(ranks, _in_ddp, hook):
         off = small_gpt.distance(found, expected)
         assert off < 0.03, f"registered with DDP, the gradient is {off:.0%} away from the mean"
 

@@ -1,6 +1,7 @@
 """What the checks of lessons 04 and 05 share: groups, a small GPT, batches, gradients compared."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,8 @@ from labcode.config import GPTConfig
 from labcode.models.gpt import GPT
 from labcode.models.gpt import loss as gpt_loss
 from labcode.models.layers import initialize
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import is_stub
 
 SAMPLES = 16
 CONFIG = GPTConfig(vocab_size=11, num_layers=2, num_heads=2, hidden_size=16, context_length=8)
@@ -23,6 +26,40 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 
 
 # ---- groups
+
+
+def run(ranks: Ranks, work: Callable[..., Any], *args: Any) -> list[Any]:
+    """What `work(rank, *args)` returns on each rank, in rank order.
+
+    An assertion, and the end of a stub, are carried as plain answers. Raised on a rank, they would
+    cut the connections of the others in the middle of what they do, and chance would decide whose
+    assertion is the first.
+
+    Raises:
+        NotImplementedError: The exercise is not done yet.
+        AssertionError: That of the first rank which has one.
+        RankError: Anything else went wrong.
+    """
+    answers = ranks.run(_carried, work, args)
+    if any(is_open for _, is_open, _ in answers):
+        raise NotImplementedError("exercise: your code here")
+    for _, _, wrong in answers:
+        assert wrong is None, wrong
+    return [result for result, _, _ in answers]
+
+
+def _carried(
+    rank: int, work: Callable[..., Any], args: tuple[Any, ...]
+) -> tuple[Any, bool, str | None]:
+    """(what `work` returns, whether it is still a stub, what it asserts)."""
+    try:
+        return work(rank, *args), False, None
+    except NotImplementedError as error:
+        if not is_stub(error):  # PyTorch raises it too
+            raise
+        return None, True, None
+    except AssertionError as error:
+        return None, False, str(error)
 
 
 def own_group(grouping: Sequence[Sequence[int]]) -> dist.ProcessGroup:
@@ -93,6 +130,11 @@ def gradient(module: nn.Module) -> torch.Tensor:
         assert param.grad is not None, f"{name} has no gradient any more: `.grad` is None"
         gradients.append(param.grad)
     return parameters_to_vector(gradients)
+
+
+def weights(module: nn.Module) -> torch.Tensor:
+    """A copy of all weights as one vector."""
+    return parameters_to_vector(module.parameters()).detach().clone()
 
 
 def gradient_of(batch: Batch, dtype: torch.dtype = torch.float64) -> torch.Tensor:

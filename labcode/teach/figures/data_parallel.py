@@ -92,10 +92,10 @@ def _box(axes: Axes, left: float, bottom: float, label: str, colours: list[str] 
     put_text(axes, *place, label, 8.5, color=INK, bbox=plate)
 
 
-def _arrow(axes: Axes, x: float, top: float, bottom: float, to: float | None = None) -> None:
-    """An arrow downwards, or, with `to`, to another x."""
+def _arrow(axes: Axes, x: float, top: float, bottom: float) -> None:
+    """An arrow downwards."""
     arrow = {"arrowstyle": "-|>", "lw": 1.1, "color": INK, "shrinkA": 1, "shrinkB": 1}
-    axes.annotate("", (x if to is None else to, bottom), (x, top), arrowprops=arrow)
+    axes.annotate("", (x, bottom), (x, top), arrowprops=arrow)
 
 
 # ---- uneven shares
@@ -124,7 +124,9 @@ def sample_weights(weights: Sequence[Sequence[float]], *, alt: str) -> Picture:
         left += len(share) + 0.6
     fair = 1 / number_of_samples
     axes.axhline(fair, color=INK, lw=1.2, ls="--")
-    put_text(axes, left - 0.5, fair + 0.006, f"1/{number_of_samples}", 9, ha="left")
+    # above the last rank's bars there would be no room: all but the first are higher than the line
+    label = f"1/{number_of_samples}, what each should weigh"
+    put_text(axes, len(weights[0]) - 0.7, fair + 0.006, label, 9, ha="right")
     axes.set_xlim(-0.8, left + 0.6)
     axes.set_ylim(0, 0.11)
     axes.set_xticks([])
@@ -164,8 +166,9 @@ def accumulation(m: int = 4, *, alt: str) -> Picture:
     end = 2 * STEP * m
     _block(axes, end + 0.3, 1.2, 2.1, "all-reduce", "#FFFFFF")
     _block(axes, end + 2.7, 1.2, 1.1, "step", MODEL)
-    _arrow(axes, end + 0.15, 0.4, 0.4, to=end + 1.3)
-    _arrow(axes, end + 1.35, 0.4, 1.2)
+    elbow = {"arrowstyle": "-|>", "lw": 1.1, "color": INK, "shrinkA": 0, "shrinkB": 1}
+    elbow["connectionstyle"] = "angle,angleA=0,angleB=90,rad=0"
+    axes.annotate("", (end + 1.35, 1.2), (end + 0.05, 0.4), arrowprops=elbow)
     put_text(axes, -0.25, 1.55, "computes", 9, ha="right", color=RULE)
     put_text(axes, -0.25, 0.4, ".grad", 9, ha="right", color=RULE, family="monospace")
     legend = "F: forward, B: backward of a micro-batch; each B adds its part"
@@ -205,10 +208,10 @@ the same on every rank
 Divided in lessons
 09 tensor parallel
 12 pipeline parallel
-13 ZeRO and FSDP"""
+13 ZeRO, FSDP (planned)"""
 DIVIDED_HERE = """a share of the batch,
-divided here; 10 and 11
-divide it further"""
+divided here; lessons 10
+and 11 divide it further"""
 
 
 @figure
@@ -251,12 +254,15 @@ def _kept(axes: Axes, left: float, bottom: float, label: str, colour: str) -> No
 
 
 @figure
-def buckets(sizes: Sequence[int], assigned: Sequence[Sequence[int]], *, alt: str) -> Picture:
+def buckets(
+    sizes: Sequence[int], assigned: Sequence[Sequence[int]], limit: int, *, alt: str
+) -> Picture:
     """Parameters in the order of forward, and the messages that their gradients travel in.
 
     Args:
         sizes: Of the gradients, in any unit; the drawing is to scale.
-        assigned: For each message, the numbers of the parameters in it.
+        assigned: For each message, the numbers of the parameters in it, as they stand in its row.
+        limit: The most that a message may hold.
         alt: What the figure shows.
     """
     picture = canvas(6.6, 2.4, alt=alt)
@@ -270,7 +276,7 @@ def buckets(sizes: Sequence[int], assigned: Sequence[Sequence[int]], *, alt: str
     left = 0.0
     middles = []
     for index, size in enumerate(sizes):
-        _gradient(axes, left, 2.0, size, f"g{index}", colour_by_param[index])
+        _gradient(axes, left, 2.0, size, f"g{index}: {size}", colour_by_param[index])
         middles.append(left + size / 2)
         left += size + gap
     end = left - gap
@@ -279,7 +285,7 @@ def buckets(sizes: Sequence[int], assigned: Sequence[Sequence[int]], *, alt: str
         length = sum(sizes[index] for index in bucket)
         end -= length
         place = end
-        for index in sorted(bucket):
+        for index in bucket:
             _gradient(axes, place, 0.3, sizes[index], f"g{index}", PALETTE[number])
             middle = place + sizes[index] / 2
             arrow = {"arrowstyle": "-|>", "lw": 0.9, "color": RULE}
@@ -287,7 +293,8 @@ def buckets(sizes: Sequence[int], assigned: Sequence[Sequence[int]], *, alt: str
             place += sizes[index]
         frame = Rectangle((end, 0.3), length, 0.7, fill=False, edgecolor=INK, lw=1.8)
         axes.add_patch(frame)
-        put_text(axes, end + length / 2, 0.05, f"message {number + 1}", 8.5, va="top")
+        label = f"message {number + 1}: {length} of {limit}"
+        put_text(axes, end + length / 2, 0.05, label, 8.5, va="top")
         end -= 2.5 * gap
     put_text(axes, -gap, 2.35, "gradients", 9, ha="right", color=RULE)
     put_text(axes, -gap, 0.65, "one row each", 9, ha="right", color=RULE)

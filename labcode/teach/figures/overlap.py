@@ -96,8 +96,7 @@ def _draw_core(axes: Axes, y: float, run: StepLanes, longest: float) -> None:
 
 def _draw_link(axes: Axes, y: float, run: StepLanes, longest: float) -> None:
     for number, span in enumerate(run.sent, 1):
-        labels = [f"bucket {number}", str(number), ""]
-        _bar(axes, y, span, labels, SENT, longest)
+        _bar(axes, y, span, [str(number), ""], SENT, longest)
 
 
 def _bar(

@@ -11,9 +11,9 @@ need; whoever waits for the gradients sleeps until then.
 import contextlib
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -96,24 +96,39 @@ class Step:
         return StepLanes([(0.0, self.backward_s * 1e3)], sent)
 
 
-def fastest_step(
+class BothWays(NamedTuple):
+    """A step over a link, once with all buckets sent after backward, and once with overlap."""
+
+    after: Step
+    overlapped: Step
+
+
+def fastest_steps(
     model: DataParallel,
     loss: Callable[[], torch.Tensor],
-    link: Link,
-    overlap: bool,
+    links: Sequence[Link],
     repeats: int = 6,
-) -> Step:
-    """The fastest of some steps of a model over a slow link; every rank calls it.
+) -> list[BothWays]:
+    """For each link the fastest of some steps without overlap, and with it; every rank calls it.
+
+    The kinds of steps take turns, so that a moment in which the machine is busy hits all alike.
 
     Args:
         model: Its buckets travel over the link.
         loss: The forward pass; its time does not count.
-        link: See `SlowLink`.
-        overlap: Buckets leave during backward; False sends them all after it.
-        repeats: Number of steps.
+        links: See `SlowLink`.
+        repeats: Number of steps of each kind.
     """
-    steps = [_one_step(model, loss, link, overlap) for _ in range(repeats)]
-    return min(steps, key=lambda step: step.total_s)
+    cases = [(link, overlap) for link in links for overlap in (False, True)]
+    steps: list[list[Step]] = [[] for _ in cases]
+    for _ in range(repeats):
+        for place, (link, overlap) in enumerate(cases):
+            steps[place].append(_one_step(model, loss, link, overlap))
+    fastest = [min(of_case, key=lambda step: step.total_s) for of_case in steps]
+    found = []
+    for place in range(0, len(fastest), 2):
+        found.append(BothWays(fastest[place], fastest[place + 1]))
+    return found
 
 
 def _one_step(
