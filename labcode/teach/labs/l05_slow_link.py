@@ -119,16 +119,17 @@ def fastest_steps(
         links: See `SlowLink`.
         repeats: Number of steps of each kind.
     """
-    cases = [(link, overlap) for link in links for overlap in (False, True)]
-    steps: list[list[Step]] = [[] for _ in cases]
+    after: list[list[Step]] = [[] for _ in links]
+    overlapped: list[list[Step]] = [[] for _ in links]
     for _ in range(repeats):
-        for place, (link, overlap) in enumerate(cases):
-            steps[place].append(_one_step(model, loss, link, overlap))
-    fastest = [min(of_case, key=lambda step: step.total_s) for of_case in steps]
-    found = []
-    for place in range(0, len(fastest), 2):
-        found.append(BothWays(fastest[place], fastest[place + 1]))
-    return found
+        for place, link in enumerate(links):
+            after[place].append(_one_step(model, loss, link, False))
+            overlapped[place].append(_one_step(model, loss, link, True))
+    return [BothWays(_fastest(a), _fastest(b)) for a, b in zip(after, overlapped)]
+
+
+def _fastest(steps: Sequence[Step]) -> Step:
+    return min(steps, key=lambda step: step.total_s)
 
 
 def _one_step(
