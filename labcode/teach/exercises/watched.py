@@ -61,6 +61,7 @@ class Watch:
         self.ready: list[int] = []
         self._idle = threading.Event()
         self._idle.set()
+        self._held_up = False
         self._handles: list[_Handle] = []
 
     @property
@@ -69,8 +70,10 @@ class Watch:
         return not self._idle.is_set()
 
     def wait_until_idle(self) -> bool:
-        """Whether what runs has come to its end in time."""
-        return self._idle.wait(HELD_UP_S)
+        """Whether what runs has come to its end; after one that did not, nobody is waited for."""
+        if not self._held_up:
+            self._held_up = not self._idle.wait(HELD_UP_S)
+        return not self._held_up
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
