@@ -154,9 +154,11 @@ def length_along(found: torch.Tensor, expected: torch.Tensor) -> float:
     return (found @ expected / (expected @ expected)).item()
 
 
-def times_too_long(found: torch.Tensor, expected: torch.Tensor) -> float | None:
+def times_too_long(
+    found: torch.Tensor, expected: torch.Tensor, rounding: float = 1e-9
+) -> float | None:
     """By which factor the length is wrong where the direction is right; None where it is not."""
     length = length_along(found, expected)
-    if length == 0 or distance(found, expected * length) > 1e-9:
+    if length == 0 or distance(found, expected * length) > rounding:
         return None
     return length
