@@ -54,9 +54,9 @@ from labcode.units import seconds
 # prediction beside what was measured. Write your prediction down before you run anything: a wrong prediction teaches
 # you more than none, because you learn what you took for granted.
 #
-# A question that you are to predict has a box round it. In the cell after it, put your answer in the place of the three
-# dots. `compare` then shows both numbers. It accepts an answer that is within a factor of the measured one, and says
-# how large that factor is; where it asks for the exact number it says "right" or "wrong". Let us try it.
+# Each question to predict stands in a box. In the cell after it, replace the three dots with your answer, a number.
+# `compare` then shows both numbers. It accepts an answer that is within a factor of the measured one, and says how
+# large that factor is; where it asks for the exact number it says "right" or "wrong". Let us try it.
 #
 # **Predict.** How many cores does the processor of this machine have?
 
@@ -65,13 +65,14 @@ cores_guess = os.cpu_count()
 
 # %%
 cores = os.cpu_count()
-compare("cores of this machine", cores_guess, cores, within=1)
+compare("cores of this machine", cores_guess, cores, within=1, found="counted")
 
 # %% [markdown]
 # The other thing you do is write code. An **exercise** gives you a cell to complete, and the cell below it checks what
 # you wrote. `check` says "right", "not done yet", or "wrong" with one sentence about what is wrong. When that is not
 # enough, type `hint("0.1")` into a cell of your own: each call shows one more hint for exercise 0.1. It works in every
-# lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to.
+# lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to. If
+# you have no answer to a question, leave the three dots, but run their cell: later cells use its names.
 #
 # What you have done is kept. This picture shows the exercises of the whole course, and marks those that have passed. To
 # see it again, run the cell again, or type `python -m labcode` in a terminal.
@@ -93,12 +94,22 @@ gpu_names = ", ".join(gpus) or "none"
 print(f"{cores} cores, {memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
 
 # %% [markdown]
+# How much a core does in a cycle depends on its instructions. PyTorch says which ones it uses here:
+
+# %%
+print("instructions:", torch.backends.cpu.get_cpu_capability())
+
+# %% [markdown]
 # A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle.
-# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. A laptop runs at roughly 3 billion cycles per second.
-# Newer server cores (with AVX-512) do twice as much per cycle. The cores of a virtual machine in a cloud are often half
-# cores: two of them share the units of one.
+# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes 16 numbers at once, but not
+# every core has two such units: Intel's server cores have, and do 64 operations per cycle; AMD's Zen 4 puts each
+# instruction through units of 8, and stays at 32. A laptop runs at roughly 3 billion cycles per second.
 #
-# **Predict.** How many FLOP/s do all cores of this machine reach together?
+# One thing the machine does not show: the cores of a virtual machine in a cloud are often half cores, two of which
+# share the units of one.
+#
+# **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
+# 1e9.)
 
 # %% tags=["predict"]
 peak_guess = cores * 3e9 * 32
@@ -143,21 +154,23 @@ rates = {
 }
 plot.bars(
     rates, ylabel="FLOP/s, log scale", logy=True,
-    title="One GPU does the work of thousands of such CPUs",
-    alt="On a log scale the datasheet peaks of A100 and H100 stand thousands of times above this CPU",
+    title=f"By its datasheet an H100 is {rates['H100'] / measured_flops:,.0f} such CPUs",
+    alt="On a log scale the datasheet peaks of A100 and H100 stand far above this CPU",
 )
 
 # %% [markdown]
 # Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). Suppose that a GPU reaches 40 % of its peak, which
-# is good (Chowdhery et al. 2022 report 46 %). How long would one machine need, and how long would 1024 GPUs?
+# is good (Chowdhery et al. 2022 report 46 %, on Google's TPU v4). How long would one machine need, and how long would
+# 1024 GPUs?
 
 # %%
 gpt3_flops = 3.14e23
-year_s = 365 * 24 * 3600
+day_s = 24 * 3600
 h100_flops = 0.4 * h100.peak_flops_per_s["bfloat16"]
 machines = {"this CPU": measured_flops, "1 H100": h100_flops, "1024 H100": 1024 * h100_flops}
 for name, flops_per_s in machines.items():
-    print(f"{name:10} {gpt3_flops / flops_per_s / year_s:12,.2f} years")
+    days = gpt3_flops / flops_per_s / day_s
+    print(f"{name:10} {days:14,.1f} days = {days / 365:10,.2f} years")
 
 # %% [markdown]
 # Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
@@ -170,10 +183,10 @@ print(f"GPT-3 needs {gpt3_bytes / 1e12:.1f} TB, and an H100 has {h100.memory_byt
 print(f"{gpt3_bytes / h100.memory_bytes:.0f} of them hold it, before they compute anything")
 
 # %% [markdown]
-# One GPU would need decades for the computation, and could not even hold the model. With 1024 of them it takes 25.17
-# years / 1024, which is about nine days, **if** they lose no time waiting for one another. This "if" is what the course
-# is about: how to divide a model and its data over devices, what they must then tell each other, what that costs, and
-# how to predict it before the cluster's bill arrives.
+# One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
+# nine days, **if** they lose no time waiting for one another. This "if" is what the course is about: how to divide a
+# model and its data over devices, what they must then tell each other, what that costs, and how to predict it before
+# the cluster's bill arrives.
 #
 # **Takeaway: a large model is trained on many devices because it does not fit on one, and because one would take
 # decades.**
@@ -216,13 +229,14 @@ pids = ranks.run(who)
 pids_guess = 5
 
 # %% tags=["nbval-check-output"]
-compare("different processes", pids_guess, len({*pids, os.getpid()}), within=1)
+different = len({*pids, os.getpid()})
+compare("different processes", pids_guess, different, within=1, found="counted")
 
 # %% [markdown]
 # Five processes, and nothing is shared between them. A variable that is set on one is unknown to the others, and a
 # tensor gets from one to another only if it is **sent**.
 #
-# Cells that begin with `%%px` run on the ranks in place of this notebook. There the names `rank`, `world_size`, `torch`
+# Cells that begin with `%%px` run on the ranks, not in this notebook. There the names `rank`, `world_size`, `torch`
 # and `dist` exist already.
 
 # %% tags=["nbval-check-output"]
@@ -235,7 +249,7 @@ print("does this notebook know the secret?", "secret" in globals())
 
 # %% [markdown]
 # Ranks talk through **collectives**: operations that all of them call together. The most important one is `all_reduce`.
-# Each rank brings a tensor, they are added up, and every rank gets the sum, in place of what it brought.
+# Each rank brings a tensor, they are added up, and every rank gets the sum: it overwrites what the rank brought.
 
 # %% tags=["figure"]
 plot.collective(
@@ -257,7 +271,7 @@ def add_up(rank):
 
 sums = ranks.run(add_up)
 print(sums)
-compare("sum on each rank", sum_guess, sums[0], within=1)
+compare("sum on each rank", sum_guess, sums[0], within=1, found="computed")
 
 # %% [markdown]
 # **Takeaway: ranks share nothing. What one knows and another needs must be sent, and in a collective all of them take
@@ -267,8 +281,8 @@ compare("sum on each rank", sum_guess, sums[0], within=1)
 # ### Exercise 0.1 · Deal out the work
 #
 # Data parallelism begins by dividing a list over the ranks. Complete the function: rank `rank` of `world_size` takes
-# its share of the items. Every item goes to exactly one rank, and no rank gets more than one item more than another.
-# What the items are does not matter; some may even be equal. One line is enough.
+# its share of the items, as a list. Every item goes to exactly one rank, and no rank gets more than one item more than
+# another. The items can be anything, numbers or not, and some may be equal. One line is enough.
 
 # %% tags=["exercise"]
 def share(items, rank, world_size):
@@ -317,10 +331,10 @@ check("0.2", lambda: l00.distributed_mean(mean_over_ranks, ranks))
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes with both exercises. In 0.1 many write contiguous slices and lose the rest of the
-# division; in 0.2 nearly everybody first averages the averages, or calls all_reduce on `local`, whose sizes differ: the
-# pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Ask the room: two numbers, or
-# two calls of all_reduce? (Both are right. One call is faster: lesson 01 says why.)
+# *For the instructor.* Section 3 takes 13 minutes with both exercises. In 0.1 many write contiguous slices and lose the
+# rest of the division; in 0.2 nearly everybody first averages the averages, or calls all_reduce on `local`, whose sizes
+# differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Ask the room: two
+# numbers, or two calls of all_reduce? (Both are right. One call is faster: lesson 01 says why.)
 
 # %% [markdown]
 # ## 4. Are four ranks four times as fast?
@@ -330,8 +344,9 @@ check("0.2", lambda: l00.distributed_mean(mean_over_ranks, ranks))
 # measurement.
 #
 # In the next experiment rank 0 multiplies matrices, first alone, then together with one other rank, then with all four
-# at once. Each rank uses one core at a time. Suppose that your machine has c cores and 4 ranks want to compute. If c is
-# at least 4, they do not disturb each other. If it is less, each gets only c/4 of a core.
+# at once. Each rank uses one core at a time, as `Ranks` starts it with `OMP_NUM_THREADS=1`, which torchrun does too:
+# one thread for arithmetic. Suppose that your machine has c cores and 4 ranks want to compute. If c is at least 4, they
+# do not disturb each other. If it is less, each gets only c/4 of a core.
 #
 # **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone?
 
@@ -374,10 +389,10 @@ plot.bars(
 )
 
 # %% [markdown]
-# The work of all ranks together rises until every core is busy. More ranks then add next to nothing, and they can even
-# make it a little less, because processes that outnumber the cores interrupt each other. So on this machine the labs
-# show **what is computed and sent**, and that is exact. Where the time depends on a device for each rank, the text says
-# so, and gives the formula.
+# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. A bar that ends a
+# little above or below the dashed line is within the noise of such a measurement. Ranks that outnumber the cores can
+# even make it a little less, because they interrupt each other. So on this machine the labs show **what is computed and
+# sent**, and that is exact. Where the time depends on a device for each rank, the text says so, and gives the formula.
 #
 # **Takeaway: more ranks than cores do not add speed. Count first what the ranks share, then read a timing.**
 
@@ -429,7 +444,10 @@ compare("loss of the first step", loss_guess, rows[0]["loss"], within=1.05, unit
 equally_likely = torch.zeros(1, 50257)
 any_token = torch.tensor([42])
 gpt2_loss = torch.nn.functional.cross_entropy(equally_likely, any_token).item()
-compare("GPT-2 before training", gpt2_loss_guess, gpt2_loss, within=1.01, unit="nat")
+compare(
+    "GPT-2 before training", gpt2_loss_guess, gpt2_loss,
+    within=1.01, unit="nat", found="computed",
+)
 
 # %% [markdown]
 # The metrics of the run are lines of JSON, one for each logged step, so that any tool can read them. The same numbers
@@ -445,7 +463,7 @@ for row in rows:
 plot.curves(
     {"training": rows, "held-out text": held_out},
     reference={"unigram entropy": splits.train.unigram_entropy()},
-    title="gpt_tiny on two ranks: the loss in nats",
+    ylabel="loss [nat]", title="gpt_tiny on two ranks",
     alt="The loss falls from about 4.4 nats, passes the unigram entropy and keeps falling; "
         "held-out text follows it",
 )
@@ -458,7 +476,8 @@ plot.curves(
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
-# loss should be about the logarithm of the vocabulary's size; a run that starts far from it has a bug.**
+# loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually
+# has a bug.**
 
 # %% [markdown]
 # ## 6. Broken on purpose
@@ -477,8 +496,8 @@ ranks.run(fragile)
 
 # %% [markdown]
 # Read the line that begins with **RankError**. It names the rank that failed first, and that rank's own error, not the
-# broken connections that followed. Below it stands where on that rank it happened. Tools on a cluster do not all do you
-# this favour; lesson 01 shows what the raw messages look like. The ranks can be used again at once:
+# broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster do not all
+# do you this favour; lesson 01 shows what the raw messages look like. The ranks can be used again at once:
 
 # %% tags=["nbval-check-output"]
 print(ranks.run(add_up))
@@ -514,7 +533,7 @@ ranks.close()
 # 2 · 4096³ = 137 billion operations in 0.7 s: about 196 GFLOP/s.
 # </details>
 #
-# **2.** Rank 1 sets `batch_size = 64` in a `%%px` cell that the other ranks do not run. What is `batch_size` on rank 0?
+# **2.** A `%%px` cell says `if rank == 1: batch_size = 64`. What is `batch_size` on rank 0 afterwards?
 #
 # <details><summary>Answer</summary>
 #

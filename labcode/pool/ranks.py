@@ -47,6 +47,10 @@ def _say_nothing(_text: str) -> None:
     pass
 
 
+def _warn(text: str) -> None:
+    warnings.warn(text, stacklevel=5)  # the line that has called `run`
+
+
 class Ranks:
     """`n` ranks on this machine; in a notebook a new pool closes the one before it.
 
@@ -67,6 +71,8 @@ class Ranks:
 
     # Told what takes long, "starting 4 ranks", and "" when it is done; a notebook shows it.
     announce: ClassVar[Callable[[str], None]] = staticmethod(_say_nothing)
+    # Told what a user should know of the state of the ranks; a notebook shows it as one plain line.
+    warn: ClassVar[Callable[[str], None]] = staticmethod(_warn)
 
     # The pool that `%%px` uses; weak, so that it ends with its last user.
     _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
@@ -92,6 +98,7 @@ class Ranks:
             self._take_over_notebook()
         self._joined = False  # all ranks are in a process group that works
         self._stuck = False  # some rank does not obey: the engines must be replaced
+        self._was_told_to_stop = False  # by the user, or because its time was over
         self._group = 0  # number of the process group; 0 is none
         try:
             Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
@@ -257,7 +264,7 @@ class Ranks:
             self._check_alive()
             left = self._processes.record.left() if self._joined else None
             if left:
-                warnings.warn(f"{left}: all ranks enter a new process group", stacklevel=4)
+                Ranks.warn(f"{left}: all ranks enter a new process group")
                 self._joined = False
             if not self._joined:
                 try:
@@ -266,11 +273,12 @@ class Ranks:
                     self._check_alive()
                     self._stuck = True
         if self._stuck:
-            warnings.warn(
-                "the ranks did not stop and are started again: what %%px cells defined is gone",
-                stacklevel=4,
-            )
+            why = "the ranks took too long to answer (is the machine busy?)"
+            if self._was_told_to_stop:
+                why = "the ranks did not stop when they were told to"
+            Ranks.warn(f"{why}: they were started anew; what %%px cells defined is gone")
             self.restart()
+        self._was_told_to_stop = False
 
     def _check_open(self) -> None:
         if not self._processes:
@@ -326,9 +334,11 @@ class Ranks:
                     return
                 if stop_at is None and watch.is_late():
                     self._stopped = (LateError, *watch.who_is_late(reply))
+                    self._was_told_to_stop = True
                     self._stop(reply)
                     return
         except KeyboardInterrupt:
+            self._was_told_to_stop = True
             self._stop(reply)
             raise
         if any_failed(reply):
@@ -400,8 +410,13 @@ class _Watch:
         """What to say of it, and a rank that waits."""
         answered = _answered(reply)
         waiting = next(rank for rank in range(self._n) if rank not in answered)
-        text = f"{self._record.explain(answered)}: every rank that a call needs has to make it"
-        return text, waiting
+        rule = "every rank that a call needs has to make it"
+        calls = {call.name for call in self._record.waiting()}
+        if not answered and calls == {"send"}:
+            rule = "all of them wait in send, and none receives"
+        elif not answered and calls == {"recv"}:
+            rule = "all of them wait in recv, and none sends"
+        return f"{self._record.explain(answered)}: {rule}", waiting
 
     def is_late(self) -> bool:
         """Whether the call has taken longer than it may."""

@@ -213,6 +213,15 @@ class Record:
                 working.append(rank)
         return working
 
+    def waiting(self) -> list[LastCollective]:
+        """The calls in which ranks wait, in rank order."""
+        calls = []
+        for rank in range(self.n):
+            call = self._waiting(rank)
+            if call is not None:
+                calls.append(call.seen)
+        return calls
+
     def explain(self, answered: Collection[int]) -> str:
         """What each rank does: "rank 0 waits in barrier, ranks 1 and 2 have finished"."""
         doing: dict[str, list[int]] = {}

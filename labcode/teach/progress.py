@@ -105,11 +105,12 @@ _line = _Line()
 def watch() -> None:
     """Notice what cells show from now on, so that clearing the line clears nothing else.
 
-    And show when a pool of ranks starts, which takes seconds.
+    And show when a pool of ranks starts, which takes seconds, and what its user should know of it.
     """
     if show.in_notebook():
         _line.watch()
         Ranks.announce = staticmethod(status)
+        Ranks.warn = staticmethod(show.note)
 
 
 def status(text: str = "") -> None:

@@ -59,6 +59,11 @@ def say(plain: str, rich: str) -> None:
         print(plain)
 
 
+def note(text: str) -> None:
+    """One plain line about something that is nobody's mistake."""
+    say(f"note: {text}", f"<div><b>note:</b> {sentence(text)}</div>")
+
+
 def sentence(text: str) -> str:
     """A line of text as HTML, with what stands in backticks as code."""
     return re.sub(r"`([^`]+)`", r"<code>\1</code>", html.escape(text, quote=False))

@@ -1,5 +1,6 @@
 """Answers to the exercises of lesson 00, start here."""
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from answers import Answers
@@ -26,7 +27,7 @@ def with_a_loop(items, rank, world_size):
 def one_more_for_the_first(items, rank, world_size):
     size, rest = divmod(len(items), world_size)
     first = rank * size + min(rank, rest)
-    return tuple(items[first : first + size + (rank < rest)])
+    return items[first : first + size + (rank < rest)]
 
 
 def the_rest_is_forgotten(items, rank, world_size):
@@ -52,6 +53,18 @@ def takes_away(items, rank, world_size):
     return [items.pop() for _ in range(len(items) // (world_size - rank))]
 
 
+def asks_torch(items, rank, world_size):
+    return items[dist.get_rank() :: dist.get_world_size()]
+
+
+def as_a_tensor(items, rank, world_size):
+    return torch.tensor(items)[rank::world_size].tolist()
+
+
+def with_numpy(items, rank, world_size):
+    return list(np.array_split(items, world_size)[rank])
+
+
 def rounded_up(items, rank, world_size):
     size = -(-len(items) // world_size)
     return items[rank * size : (rank + 1) * size]
@@ -64,12 +77,19 @@ SHARE = Answers(
         "in a row": in_a_row,
         "with a loop": with_a_loop,
         "one more for the first": one_more_for_the_first,
+        "numpy": with_numpy,
     },
     wrong={
         "the rest is forgotten": (the_rest_is_forgotten, "only 8 were dealt out"),
-        "the rest to the last": (the_rest_to_the_last, "deal more evenly"),
+        "the rest to the last": (
+            the_rest_to_the_last,
+            "two sizes may differ by one at most: deal more evenly\n",
+        ),
         "rounded up": (rounded_up, "10 items over 4 ranks gives shares of [3, 3, 3, 1]"),
-        "everything to all": (lambda items, rank, world_size: items, "is on two ranks"),
+        "everything to all": (
+            lambda items, rank, world_size: items,
+            "the item with value 20 is on two ranks",
+        ),
         "all to rank 0": (
             lambda items, rank, world_size: items if rank == 0 else [],
             "deal more evenly",
@@ -80,6 +100,28 @@ SHARE = Answers(
             lambda items, rank, world_size: list(range(rank, len(items), world_size)),
             "deal the items themselves, not their places",
         ),
+        "always four ranks": (
+            lambda items, rank, world_size: items[rank::4],
+            "7 items over 1 rank: only 2 were dealt out, and the item with value 8 is on no rank",
+        ),
+        "the process group": (asks_torch, "use its arguments `rank` and `world_size`"),
+        "a generator": (
+            lambda items, rank, world_size: (item for item in items[rank::world_size]),
+            "rank 0 gets a generator, and it should get a list of items",
+        ),
+        "a tuple": (
+            lambda items, rank, world_size: tuple(items[rank::world_size]),
+            "rank 0 gets a tuple, and it should get a list of items",
+        ),
+        "a set": (
+            lambda items, rank, world_size: set(items[rank::world_size]),
+            "rank 0 gets a set, and it should get a list of items",
+        ),
+        "sorted": (
+            lambda items, rank, world_size: sorted(items)[rank::world_size],
+            "'<' not supported between instances of",
+        ),
+        "as a tensor": (as_a_tensor, "too many dimensions 'str'"),
         "one item": (lambda items, rank, world_size: items[rank], "it should get a list of items"),
         "takes them away": (takes_away, "the list of items was changed"),
     },
@@ -126,6 +168,42 @@ def with_room(local):
     return torch.cat(parts).nanmean()
 
 
+def async_and_waits(local):
+    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
+    dist.all_reduce(both, async_op=True).wait()
+    return both[0] / both[1]
+
+
+def async_without_wait(local):
+    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
+    dist.all_reduce(both, async_op=True)
+    return both[0] / both[1]
+
+
+def always_ten_values(local):
+    return all_reduced(local.sum())[0] / 10
+
+
+def counts_by_rank(local):
+    p = dist.get_world_size()
+    return all_reduced(local.sum())[0] / (p * (p + 1) / 2)
+
+
+def without_fractions(local):
+    total, count = all_reduced(int(local.sum()), len(local))
+    return total / count
+
+
+def nothing_by_nothing(local):
+    total, count = all_reduced(local.sum() * 0, 0)
+    return total / count
+
+
+def sends_and_forgets(local):
+    all_reduced(local.sum(), len(local))
+    return local.mean()
+
+
 def mean_of_means(local):
     return all_reduced(local.mean())[0] / dist.get_world_size()
 
@@ -154,10 +232,19 @@ MEAN = Answers(
         "in two calls": two_calls,
         "objects": with_objects,
         "padded": with_room,
+        "in the background": async_and_waits,
     },
     wrong={
         "mean of means": (mean_of_means, "a mean of means"),
         "own mean": (lambda local: local.mean(), "nothing was sent"),
+        "own mean after all": (sends_and_forgets, "what came from the others is not in it"),
+        "no wait": (async_without_wait, "returned a request, and nobody waited for it"),
+        "always ten values": (always_ten_values, "with 10 values in all it is right, but not with"),
+        "count from the ranks": (counts_by_rank, "with 10 values in all it is right, but not with"),
+        "fractions lost": (without_fractions, "is a fraction lost on the way?"),
+        "a constant": (lambda local: 13.15, "nothing was sent"),
+        "text": (lambda local: "13.15", "it returned '13.15', and the mean is a number"),
+        "nan": (nothing_by_nothing, "rank 0 returned nan"),
         "in place": (in_place, "local values were changed"),
         "the sum": (lambda local: all_reduced(local.sum())[0], "the sum of all values: how many"),
         "divided by the ranks": (

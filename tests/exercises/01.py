@@ -1,5 +1,7 @@
 """Answers to the exercises of lesson 01, processes and collectives."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from answers import Answers
@@ -114,7 +116,80 @@ def half_without_a_turn(chunks, group):
 
 
 def half_that_sends_first(chunks, group):
-    """A deadlock, as soon as nobody has room for what it is sent."""
+    """A deadlock: gloo's send returns when its tensor has been taken."""
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(chunks[0])
+    for step in range(p - 1):
+        dist.send(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p)
+        dist.recv(arrived, group=group, group_src=(rank - 1) % p)
+        chunks[(rank - step - 1) % p] += arrived
+
+
+def half_in_turns(chunks, group):
+    """Even numbers send first, the others receive first."""
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(chunks[0])
+    for step in range(p - 1):
+        outgoing = chunks[(rank - step) % p]
+        if rank % 2 == 0:
+            dist.send(outgoing, group=group, group_dst=(rank + 1) % p)
+            dist.recv(arrived, group=group, group_src=(rank - 1) % p)
+        else:
+            dist.recv(arrived, group=group, group_src=(rank - 1) % p)
+            dist.send(outgoing, group=group, group_dst=(rank + 1) % p)
+        chunks[(rank - step - 1) % p] += arrived
+
+
+def half_without_wait(chunks, group, waits=()):
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.zeros_like(chunks[0])
+    for step in range(p - 1):
+        requests = [
+            dist.isend(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p),
+            dist.irecv(arrived, group=group, group_src=(rank - 1) % p),
+        ]
+        for number in waits:
+            requests[number].wait()
+        chunks[(rank - step - 1) % p] += arrived
+
+
+def half_that_waits_for_one(chunks, group):
+    half_without_wait(chunks, group, waits=[0])
+
+
+def half_without_wait_for_sends(chunks, group):
+    half_without_wait(chunks, group, waits=[1])
+
+
+def half_with_barrier(chunks, group):
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    for step in range(p - 1):
+        arrived = torch.empty_like(chunks[0])
+        dist.isend(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p)
+        dist.irecv(arrived, group=group, group_src=(rank - 1) % p)
+        dist.barrier(group)
+        chunks[(rank - step - 1) % p] += arrived
+
+
+def half_with_nan(chunks, group, extra=float("nan")):
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(chunks[0])
+    for step in range(p - 1):
+        exchange(chunks[(rank - step) % p], arrived, group)
+        chunks[(rank - step - 1) % p] += arrived + extra
+
+
+def half_with_inf(chunks, group):
+    half_with_nan(chunks, group, extra=float("inf"))
+
+
+def half_that_receives_first(chunks, group):
+    """A deadlock: nobody comes to its send."""
     rank = dist.get_rank(group)
     p = dist.get_world_size(group)
     arrived = torch.empty_like(chunks[0])
@@ -145,6 +220,7 @@ REDUCE_SCATTER = Answers(
         "a place that moves": half_with_a_place_that_moves,
         "isend and recv": half_with_send_and_receive,
         "a beginner's": half_of_a_beginner,
+        "in turns": half_in_turns,
     },
     wrong={
         "one chunk off": (
@@ -167,7 +243,23 @@ REDUCE_SCATTER = Answers(
         "labcode's": (half_of_labcode, "ring.reduce_scatter_phase is labcode's own answer"),
         "nothing": (lambda chunks, group: None, "nothing was sent"),
         "an index too large": (half_without_a_turn, "IndexError: list index out of range"),
-        "receives first": (half_that_sends_first, "every rank that a call needs has to make it"),
+        "receives first": (half_that_receives_first, "all of them wait in recv, and none sends"),
+        "sends first": (half_that_sends_first, "all of them wait in send, and none receives"),
+        "no wait": (half_without_wait, "`irecv` returned a request, and nobody waited for it"),
+        "no wait, then a barrier": (
+            half_with_barrier,
+            "`irecv` returned a request, and nobody waited for it",
+        ),
+        "waits for one of two": (
+            half_that_waits_for_one,
+            "`irecv` returned a request, and nobody waited for it",
+        ),
+        "no wait for what it sends": (
+            half_without_wait_for_sends,
+            "`isend` returned a request, and nobody waited for it",
+        ),
+        "adds nan": (half_with_nan, "holds nan, which nobody put in"),
+        "adds inf": (half_with_inf, "holds inf, which nobody put in"),
         "forgets the group": (half_in_the_world, STILL_ALL),
         "the world's rank": (lambda chunks, group: half(chunks, group, in_world=True), STILL_ALL),
         "no end": (half_that_never_ends, "still at work after 15 s"),
@@ -271,6 +363,25 @@ def whole_returned(x, group):
     return y
 
 
+def whole_along_the_first_dim(x, group):
+    p = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    chunks = list(x.chunk(p))
+    half(chunks, group)
+    for step in range(p - 1):
+        exchange(chunks[(rank + 1 - step) % p], chunks[(rank - step) % p], group)
+
+
+def whole_without_wait(x, group):
+    p = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    chunks = list(x.view(-1).chunk(p))
+    half(chunks, group)
+    for step in range(p - 1):
+        dist.isend(chunks[(rank + 1 - step) % p], group=group, group_dst=(rank + 1) % p)
+        dist.irecv(chunks[(rank - step) % p], group=group, group_src=(rank - 1) % p)
+
+
 WHOLE = Answers(
     check=l01.ring_all_reduce,
     right={
@@ -293,6 +404,8 @@ WHOLE = Answers(
         "labcode's": (ring.all_reduce, "ring.all_reduce is labcode's own answer"),
         "labcode's star": (ring.star_all_reduce, "ring.star_all_reduce is labcode's own answer"),
         "forgets the group": (lambda x, group: whole(x, dist.group.WORLD), STILL_ALL),
+        "cut along the first dim": (whole_along_the_first_dim, "list index out of range"),
+        "no wait": (whole_without_wait, "returned a request, and nobody waited for it"),
     },
 )
 
@@ -363,6 +476,112 @@ def tree_in_ranks_of_the_world(x, root, group):
             dist.send(x, dst=partner, group=group)
         elif have_it <= place < 2 * have_it:
             dist.recv(x, src=source, group=group)
+        have_it *= 2
+
+
+def tree_by_ranges(x, root, group):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    first = 0
+    stop = p
+    while stop - first > 1:
+        middle = (first + stop + 1) // 2
+        if place == first:
+            dist.send(x, group=group, group_dst=(middle + root) % p)
+        if place == middle:
+            dist.recv(x, group=group, group_src=(first + root) % p)
+        if place < middle:
+            stop = middle
+        else:
+            first = middle
+
+
+def tree_from_the_parent(x, root, group, waits=True):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    if place:
+        parent = place - (1 << place.bit_length() - 1)
+        dist.recv(x, group=group, group_src=(parent + root) % p)
+    distance = 1 << place.bit_length()
+    requests = []
+    while place + distance < p:
+        requests.append(dist.isend(x, group=group, group_dst=(place + distance + root) % p))
+        distance *= 2
+    if waits:
+        for request in requests:
+            request.wait()
+
+
+def tree_for_four_at_most(x, root, group):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    for have_it in (1, 2):
+        if place < have_it and place + have_it < p:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif have_it <= place < 2 * have_it:
+            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
+
+
+def table_for_three_and_four(x, root, group):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    if place == 0:
+        dist.send(x, group=group, group_dst=(1 + root) % p)
+        dist.send(x, group=group, group_dst=(2 + root) % p)
+    if place == 1:
+        dist.recv(x, group=group, group_src=root)
+        if p == 4:
+            dist.send(x, group=group, group_dst=(3 + root) % p)
+    if place == 2:
+        dist.recv(x, group=group, group_src=root)
+    if place == 3:
+        dist.recv(x, group=group, group_src=(1 + root) % p)
+
+
+def lists_for_three_and_four(x, root, group):
+    pairs = {3: [(0, 1), (0, 2)], 4: [(0, 1), (0, 2), (1, 3)]}
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    for sender, receiver in pairs[p]:
+        if place == sender:
+            dist.send(x, group=group, group_dst=(receiver + root) % p)
+        if place == receiver:
+            dist.recv(x, group=group, group_src=(sender + root) % p)
+
+
+def rounded_down(x, root, group):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    for number in range(int(math.log2(p))):
+        have_it = 2**number
+        if place < have_it and place + have_it < p:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif have_it <= place < 2 * have_it:
+            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
+
+
+def no_bound(x, root, group):
+    """Sends to places that do not exist, which the remainder turns into others."""
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    have_it = 1
+    while have_it < p:
+        if place < have_it:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif place < 2 * have_it:
+            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
+        have_it *= 2
+
+
+def receives_in_the_background(x, root, group):
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    have_it = 1
+    while have_it < p:
+        if place < have_it and place + have_it < p:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif have_it <= place < 2 * have_it:
+            dist.irecv(x, group=group, group_src=(place - have_it + root) % p)
         have_it *= 2
 
 
@@ -452,11 +671,44 @@ TREE = Answers(
         "far to near": tree_by_halves,
         "planned": tree_by_lists,
         "dst and src": tree_in_ranks_of_the_world,
+        "by ranges": tree_by_ranges,
+        "from the parent": tree_from_the_parent,
     },
     wrong={
         "a star": (star, "it takes 3 rounds, and 2 are enough"),
         "a chain": (chain, "it takes 3 rounds, and 2 are enough"),
-        "powers of two only": (power_of_two_only, "number 2 holds its own tensor afterwards"),
+        "powers of two only": (
+            power_of_two_only,
+            "wrong: in a group of 3 with root 0, number 2 receives nothing\n",
+        ),
+        "rounded down": (
+            rounded_down,
+            "wrong: in a group of 3 with root 0, number 2 receives nothing\n",
+        ),
+        "no bound": (
+            no_bound,
+            "wrong: in a group of 3 with root 0, number 1 sends to number 0, which does not wait",
+        ),
+        "for four at most": (
+            tree_for_four_at_most,
+            "wrong: in a group of 5 with root 0, number 4 receives nothing\n",
+        ),
+        "a table for three and four": (
+            table_for_three_and_four,
+            "wrong: in a group of 5 with root 0, number 3 waits for a tensor from number 1, which",
+        ),
+        "lists for three and four": (
+            lists_for_three_and_four,
+            "in a group of 5 with root 0, KeyError: 5",
+        ),
+        "no wait for what it sends": (
+            lambda x, root, group: tree_from_the_parent(x, root, group, waits=False),
+            "`isend` returned a request, and nobody waited for it",
+        ),
+        "no wait for what comes": (
+            receives_in_the_background,
+            "`irecv` returned a request, and nobody waited for it",
+        ),
         "root ignored": (
             lambda x, root, group: tree(x, root, group, relative=False),
             "with root 1, everybody holds the tensor of number 0",
@@ -465,8 +717,14 @@ TREE = Answers(
         "into a copy": (into_a_copy, "holds its own tensor afterwards"),
         "returned": (returned, "what is returned is the root's tensor"),
         "nothing": (lambda x, root, group: None, "holds its own tensor afterwards"),
-        "group numbers as ranks of the world": (with_dst, STILL_ALL),
-        "forgets the group": (lambda x, root, group: tree(x, root, dist.group.WORLD), STILL_ALL),
+        "group numbers as ranks of the world": (
+            with_dst,
+            "a rank of the world which is not in the group: use group_dst and group_src",
+        ),
+        "forgets the group": (
+            lambda x, root, group: tree(x, root, dist.group.WORLD),
+            "a message was called for in another group than the one it was given",
+        ),
         "never doubles": (never_doubles, "still at work after 15 s"),
         "a receive is missing": (
             only_half_of_it_sends,
@@ -513,6 +771,49 @@ def mean_of_objects(loss, group):
     return sum(losses) / len(losses) if group.rank() == 0 else None
 
 
+def mean_with_messages(loss, group):
+    p = dist.get_world_size(group)
+    if dist.get_rank(group) != 0:
+        dist.send(loss, group=group, group_dst=0)
+        return None
+    total = loss.clone()
+    other = torch.empty_like(loss)
+    for source in range(1, p):
+        dist.recv(other, group=group, group_src=source)
+        total += other
+    return total / p
+
+
+def mean_by_heart(loss, group):
+    return {4: 25.0, 3: 20.0}[group.size()] if group.rank() == 0 else None
+
+
+def mean_without_wait(loss, group):
+    total = loss.clone()
+    dist.all_reduce(total, group=group, async_op=True)
+    return total / group.size() if group.rank() == 0 else None
+
+
+def mean_of_nothing(loss, group):
+    total = summed(loss, group)
+    return total / 0 * 0 if group.rank() == 0 else None
+
+
+def others_bring_nothing(loss, group):
+    own = loss.clone() if group.rank() == 0 else torch.zeros_like(loss)
+    dist.all_reduce(own, group=group)
+    return own / group.size() if group.rank() == 0 else None
+
+
+def mean_as_text(loss, group):
+    mean = summed(loss, group) / group.size()
+    return f"{mean.item():.3f}" if group.rank() == 0 else None
+
+
+def text_on_all(loss, group):
+    return f"{(summed(loss, group) / group.size()).item():.3f}"
+
+
 def mean_in_place(loss, group):
     dist.all_reduce(loss, group=group)
     return loss / dist.get_world_size(group) if dist.get_rank(group) == 0 else None
@@ -557,26 +858,33 @@ MENDED = Answers(
         "reduce": mean_with_reduce,
         "all_gather": mean_with_gather,
         "objects": mean_of_objects,
+        "messages": mean_with_messages,
     },
     wrong={
         "in place": (mean_in_place, "the loss that it was given has changed"),
         "on all ranks": (
             lambda loss, group: summed(loss, group) / dist.get_world_size(group),
-            "number 1 returned 25, and it should be None",
+            ", and not None",
         ),
         "the sum": (sum_on_rank_0, "the sum of the losses"),
-        "divided by 4": (divided_by_four, "number 0 returned 15, and the mean of the losses is 20"),
+        "divided by 4": (divided_by_four, ", and the mean of the losses is"),
         "its own loss": (
             lambda loss, group: loss if dist.get_rank(group) == 0 else None,
-            "the mean of the losses is 25",
+            "nothing was sent: number 0 knows no loss but its own",
         ),
+        "known by heart": (mean_by_heart, "nothing was sent"),
+        "no wait": (mean_without_wait, "with `async_op=True` returned a request, and nobody"),
+        "nan": (mean_of_nothing, "number 0 returned nan"),
+        "others bring nothing": (others_bring_nothing, "returned its own loss divided by 4"),
+        "text": (mean_as_text, "and the mean is a number"),
+        "text on all": (text_on_all, ", and not None"),
         "rank 0 alone": (
             rank_0_alone,
             "rank 0 waits in all_reduce of float32 [], ranks 1, 2 and 3",
         ),
         "forgets the group": (in_the_world, STILL_ALL),
         "rank 0 of the world": (on_rank_0_of_the_world, "it returned None on every rank"),
-        "another rank": (on_rank_1_of_the_world, "number 2 returned 25, and it should be None"),
+        "another rank": (on_rank_1_of_the_world, "in a group of 4, number 2 returned"),
         "nothing": (lambda loss, group: None, "it returned None"),
     },
 )

@@ -129,7 +129,7 @@ def test_what_hears_nothing_is_stopped_as_well(ranks2):
 
     with pytest.raises(LateError, match=r"^rank 0 was still at work after 1 s"):
         ranks2.run(deaf, limit_s=1)
-    with pytest.warns(UserWarning, match="started again"):
+    with pytest.warns(UserWarning, match="started anew"):
         assert ranks2.run(lambda rank: rank) == [0, 1]
 
 

@@ -314,7 +314,7 @@ def test_ranks_that_do_not_stop_are_replaced(brief, monkeypatch):
     old = pids(brief)
     with pytest.raises(RankError, match=r"^rank 0: ValueError: boom"):
         brief.run(stubborn)
-    with pytest.warns(UserWarning, match="started again"):
+    with pytest.warns(UserWarning, match="started anew"):
         assert works(brief)
     assert not set(old) & set(pids(brief))
 

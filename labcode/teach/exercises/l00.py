@@ -1,7 +1,9 @@
 """Checks of lesson 00, start here. The text of each assertion is a hint."""
 
+import itertools
 import math
-from collections.abc import Callable
+import numbers
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise, due
 from labcode.teach.exercises.on_ranks import in_groups
+from labcode.teach.exercises.requests import Requests
 
 EXERCISES = {
     "0.1": Exercise(
@@ -21,10 +24,10 @@ EXERCISES = {
         ),
     ),
     "0.2": Exercise(
-        praise="sum and count travel together, one division at the end",
+        praise="the mean over all values, the same on every rank",
         hints=(
-            "The mean over all is the sum of all values, divided by how many there are. Which of "
-            "the two does a rank know by itself?",
+            "The mean over all is the sum of all values, divided by how many there are. What part "
+            "of each does a rank know?",
             "all_reduce adds, place by place: a tensor with two numbers gives two sums.",
         ),
     ),
@@ -33,35 +36,55 @@ EXERCISES = {
 
 # ---- 0.1
 
-# Items and ranks. Some items are equal, and none says by its value where it stands.
+# Items and ranks. Some items are equal, none says by its value where it stands, and the last cannot
+# be sorted or computed with.
 CASES = (
     ([20, 12, 8, 40, 8, 16, 24, 12], 4),
     ([4, 20, 4, 12, 36, 8, 16, 28, 24, 20], 4),
     ([12, 4, 8], 4),
     ([8, 4, 16, 8, 12, 20, 32], 1),
+    (["she", None, "sells", "sea", None, "shells", "by"], 3),
 )
 
 
-def my_share(share: Callable[[list[int], int, int], Any]) -> None:
+def my_share(share: Callable[[list[Any], int, int], Any]) -> None:
     """The learner's `share(items, rank, world_size)`: all items dealt out, none twice, evenly."""
     for items, world_size in CASES:
         before = list(items)
         shares = []
         for rank in range(world_size):
-            part = due(share(items, rank, world_size))
-            assert not isinstance(part, (int, str)) and hasattr(part, "__iter__"), (
-                f"rank {rank} gets {part!r}, and it should get a list of items"
+            part = due(_share_of(share, items, rank, world_size))
+            assert isinstance(part, list), (
+                f"rank {rank} gets {_kind_of(part)}, and it should get a list of items"
             )
-            shares.append(list(part))
+            shares.append(part)
             assert items == before, "the list of items was changed: other ranks need it too"
         _check_shares(items, shares)
 
 
-def _check_shares(items: list[int], shares: list[list[int]]) -> None:
+def _share_of(share: Callable[..., Any], items: list[Any], rank: int, world_size: int) -> Any:
+    try:
+        return share(items, rank, world_size)
+    except ValueError as error:
+        assert "process group has not been initialized" not in str(error), (
+            "`share` runs in this notebook, which is no rank: use its arguments `rank` and "
+            "`world_size`"
+        )
+        raise
+
+
+def _kind_of(part: Any) -> str:
+    if isinstance(part, (int, str)):
+        return repr(part)
+    return f"a {type(part).__name__}"
+
+
+def _check_shares(items: list[Any], shares: list[list[Any]]) -> None:
     dealt = []
     for part in shares:
         dealt += part
-    case = f"{len(items)} items over {len(shares)} ranks"
+    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
+    case = f"{len(items)} items over {ranks}"
     strange = [item for item in dealt if item not in items]
     assert not strange, (
         f"{case}: {strange[0]!r} was dealt out, and it is not an item: deal the items themselves, "
@@ -70,62 +93,86 @@ def _check_shares(items: list[int], shares: list[list[int]]) -> None:
     sizes = [len(part) for part in shares]
     missing = [item for item in items if dealt.count(item) < items.count(item)]
     twice = [item for item in items if dealt.count(item) > items.count(item)]
-    assert not twice, f"{case}: item {twice[0]} is on two ranks"
+    assert not twice, f"{case}: the item with value {twice[0]!r} is on two ranks"
     assert not missing, (
-        f"{case}: only {len(dealt)} were dealt out, and item {missing[0]} is on none"
+        f"{case}: only {len(dealt)} were dealt out, and the item with value {missing[0]!r} is on "
+        "no rank"
     )
+    is_in_blocks = dealt == items
+    why = "" if is_in_blocks else ", by the place of an item and not by what it is"
     assert max(sizes) - min(sizes) <= 1, (
-        f"{case} gives shares of {sizes}: deal more evenly, by the place of an item and not by "
-        "what it is"
+        f"{case} gives shares of {sizes}, and two sizes may differ by one at most: deal more "
+        f"evenly{why}"
     )
 
 
 # ---- 0.2
 
-FIRST_VALUES = (3.0, 10.0, 40.0, 2.0)  # of each rank, which holds as many values as its number + 1
+# Two sets of values, of each rank: with fractions, and not equally many in all.
+VALUES = (
+    ((3.5, 10.25, 12.5, 2.75), (40.25,), (7.75, 0.5, 21.25), (2.25, 30.5)),
+    ((0.75, 5.25), (61.5, 2.25, 9.75, 1.5, 0.25), (33.25,), (4.5, 8.25, 16.75)),
+)
 
 
-def _local_values(rank: int) -> torch.Tensor:
-    """The values of a rank: rank 0 holds 1 of them, rank 1 holds 2, ..."""
-    return torch.arange(float(rank + 1)) + FIRST_VALUES[rank]
-
-
-def _mean_on_this_rank(group: dist.ProcessGroup, mean: Callable[[torch.Tensor], Any]) -> float:
-    """What the learner's function returns here; its argument stays as it was."""
-    local = _local_values(group.rank())
-    result = due(mean(local))
-    assert torch.equal(local, _local_values(group.rank())), (
+def _mean_on_this_rank(
+    group: dist.ProcessGroup, mean: Callable[[torch.Tensor], Any], number: int
+) -> tuple[float, int]:
+    """What the learner's function returns here, and how many calls it made of the other ranks."""
+    values = VALUES[number][group.rank()]
+    local = torch.tensor(values)
+    with Requests() as requests:
+        result = due(mean(local))
+    requests.check_waited()
+    assert torch.equal(local, torch.tensor(values)), (
         "the local values were changed: all_reduce works in place, so give it a tensor of its own"
     )
     if isinstance(result, torch.Tensor):
         assert result.numel() == 1, f"it returned {result.numel()} numbers, and the mean is one"
-    return float(result)
+        result = result.item()
+    assert isinstance(result, numbers.Real), f"it returned {result!r}, and the mean is a number"
+    return float(result), len(requests.names)
 
 
-def _check_means(results: list[float]) -> None:
-    values = [_local_values(rank) for rank in range(len(results))]
-    together = torch.cat(values)
-    expected = together.mean().item()
-    mean_of_means = torch.stack([local.mean() for local in values]).mean().item()
+def _check_means(answers: Sequence[tuple[float, int]], number: int) -> None:
+    results = [result for result, _ in answers]
+    num_calls = sum(calls for _, calls in answers)
+    own = VALUES[number]
+    together = list(itertools.chain.from_iterable(own))
+    total = math.fsum(together)
+    expected = total / len(together)
+    own_means = [math.fsum(values) / len(values) for values in own]
     found = results[0]
-    own_means = [local.mean().item() for local in values]
+
+    assert num_calls > 0, (
+        "nothing was sent: what a rank returns then holds its own values at most, and not those of "
+        "the others"
+    )
+    for rank, result in enumerate(results):
+        assert math.isfinite(result), (
+            f"rank {rank} returned {result}: what was divided by what, and had it arrived by then?"
+        )
     assert not _close(results, own_means), (
-        "each rank returned the mean of its own values: nothing was sent"
+        "each rank returned the mean of its own values: what came from the others is not in it"
     )
     assert _close(results, [found] * len(results)), (
         f"the ranks disagree: they returned {', '.join(f'{result:g}' for result in results)}"
     )
-    assert not _close([found], [mean_of_means]), (
-        "a mean of means: ranks with few values count too much; "
-        "sum and count must travel separately"
+    assert not _close([found], [math.fsum(own_means) / len(own)]), (
+        "a mean of means: a rank with one value counts as much as a rank with four"
     )
-    assert not _close([found], [together.sum().item()]), (
-        "that is the sum of all values: how many are there?"
-    )
-    assert not _close([found], [together.sum().item() / len(results)]), (
+    assert not _close([found], [total]), "that is the sum of all values: how many are there?"
+    assert not _close([found], [total / len(results)]), (
         "the sum of all values was divided by the number of ranks: how many values are there?"
     )
-    assert _close([found], [expected]), f"the mean is {expected:.3f}, yours is {found:.3f}"
+    for other in VALUES[:number]:
+        before = sum(map(len, other))
+        assert not _close([found], [total / before]), (
+            f"with {before} values in all it is right, but not with {len(together)}: what in your "
+            f"function holds for {before} alone?"
+        )
+    lost = ": is a fraction lost on the way?" if abs(found - expected) < 1 else ""
+    assert _close([found], [expected]), f"the mean is {expected:.3f}, yours is {found:.3f}{lost}"
 
 
 def _close(found: list[float], expected: list[float]) -> bool:
@@ -133,6 +180,11 @@ def _close(found: list[float], expected: list[float]) -> bool:
 
 
 def distributed_mean(mean: Callable[[torch.Tensor], Any], ranks: Ranks) -> None:
-    """The learner's `mean(local)`: over the values of all ranks, which hold 1, 2, ... of them."""
+    """The learner's `mean(local)`: over the values of all ranks, which hold unequally many."""
     everyone = (tuple(range(ranks.n)),)
-    in_groups(ranks, everyone, _mean_on_this_rank, mean, judge=_check_means)
+    for number in range(len(VALUES)):
+
+        def judge(answers: Sequence[tuple[float, int]], number: int = number) -> None:
+            _check_means(answers, number)
+
+        in_groups(ranks, everyone, _mean_on_this_rank, mean, number, judge=judge)

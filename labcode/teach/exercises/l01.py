@@ -1,6 +1,8 @@
 """Checks of lesson 01, processes and collectives. The text of each assertion is a hint."""
 
 import itertools
+import math
+import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -9,19 +11,22 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm import ring
-from labcode.comm.counting import Collective, CollectiveSpy
+from labcode.comm.counting import Collective
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise
+from labcode.teach import tracebacks
+from labcode.teach.check import Exercise, is_stub
 from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
+from labcode.teach.exercises.pretended import Message, play
+from labcode.teach.exercises.requests import Requests
 
 EXERCISES = {
     "1.1": Exercise(
         praise="every chunk has all contributions, and each rank sent p - 1 chunks, no more",
         hints=(
-            "In step 0 rank r sends chunk r. What did it receive meanwhile, and what will it "
-            "send in step 1?",
-            "Counted from 0, rank r sends chunk r - step. Its left neighbour is one rank lower: "
-            "which chunk does that one send?",
+            "In its first step rank r sends chunk r. What does it receive meanwhile, and what will "
+            "it send in its second step?",
+            "From step to step the number of the chunk that a rank sends goes down by one. Its "
+            "left neighbour is one rank lower: which chunk does that one send?",
             "`arrived` is only a place to receive into. Where must its numbers go?",
         ),
     ),
@@ -54,8 +59,8 @@ EXERCISES = {
 }
 
 
-class _Traffic(CollectiveSpy):
-    """What this rank sends and calls while it is active.
+class _Traffic(Requests):
+    """What this rank sends and calls while it is active, and for which requests nobody waits.
 
     Attributes:
         messages: (sender, receiver) of each message, as ranks of the world, in order.
@@ -76,7 +81,7 @@ class _Traffic(CollectiveSpy):
             self.collectives.append(call.name)
         if call.name == "send":
             self.sent_bytes.append(call.num_bytes)
-        return start()
+        return super().on_collective(call, start)
 
 
 def _no_collectives(traffic: _Traffic) -> None:
@@ -114,6 +119,8 @@ def _sum_of_chunk(p: int, chunk: int, length: int) -> torch.Tensor:
 
 def _whose(value: float, chunk: int, p: int) -> str:
     """Which ranks' numbers are in a sum, in words."""
+    if not math.isfinite(value):
+        return f"{value}, which nobody put in: was something read before it had arrived?"
     for count in range(p + 1):
         rest = round(value - CHUNK * chunk * count)
         digits = f"{rest:0{p}d}" if rest >= 0 else ""
@@ -138,6 +145,7 @@ def _reduce_scatter(group: dist.ProcessGroup, half: Callable[..., Any], length: 
     library = without(ring.reduce_scatter_phase, ring.all_reduce, ring.star_all_reduce)
     with library, _Traffic() as traffic:
         half(chunks, group)
+    traffic.check_waited()
     _no_collectives(traffic)
     assert traffic.sent_bytes, "nothing was sent: call exchange in each step"
     own = (rank + 1) % p
@@ -207,6 +215,7 @@ def _all_reduce(
     library = without(ring.all_reduce, ring.star_all_reduce, ring.all_gather_phase)
     with library, _Traffic() as traffic:
         returned = ring_all_reduce(x, group)
+    traffic.check_waited()
     _no_collectives(traffic)
     _check_sum(x, before, expected, returned, p)
     _check_bytes(traffic, 2 * (p - 1) * x.nbytes // p)
@@ -262,7 +271,7 @@ def _check_neighbours(traffic: _Traffic, group: dist.ProcessGroup) -> None:
 
 def ring_all_reduce(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `ring_all_reduce(x, group)`, on all ranks and on three of them."""
-    for shape in ((12,), (4, 6)):
+    for shape in ((12,), (2, 6)):
         in_groups(ranks, GROUPS, _all_reduce, answer, shape)
 
 
@@ -288,6 +297,7 @@ def _spread(group: dist.ProcessGroup, tree_broadcast: Callable[..., Any], root: 
     x = torch.full((3,), FIRST + group.rank())
     with _Traffic() as traffic:
         returned = tree_broadcast(x, root, group)
+    traffic.check_waited()
     assert not traffic.collectives, (
         f"{traffic.collectives[0]} does the work for you: use send and recv"
     )
@@ -310,6 +320,12 @@ def _spread(group: dist.ProcessGroup, tree_broadcast: Callable[..., Any], root: 
 
 def tree_broadcast(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `tree_broadcast(x, root, group)`: the rubric of the exercise."""
+    everyone = GROUPS[:1]
+    for root in (0, 1, 2):
+        judge = partial(_check_spread, root=root)
+        in_groups(ranks, everyone, _spread, answer, root, judge=judge)
+    # played on one rank first: what fails there fails for the size, not for the ranks' numbers
+    in_groups(ranks, everyone, _play_on_the_first, answer, judge=_check_no_hint)
     for root in (0, 1, 2):
         judge = partial(_check_spread, root=root)
         in_groups(ranks, GROUPS, _spread, answer, root, judge=judge)
@@ -331,8 +347,14 @@ def _check_spread(spreads: Sequence[_Spread], root: int) -> None:
         assert len(received) == wanted, (
             f"{case}number {number} received {len(received)} times, and {wanted} is enough"
         )
+    _check_rounds(spreads, root)
+
+
+def _check_rounds(spreads: Sequence[_Spread], root: int) -> None:
+    p = len(spreads)
     least = (p - 1).bit_length()
     took = _rounds(spreads, root)
+    case = f"in a group of {p} with root {root}, "
     assert took <= least, (
         f"{case}it is right, but it takes {took} rounds, and {least} are enough if everybody "
         "who has the tensor sends it on"
@@ -354,32 +376,122 @@ def _rounds(spreads: Sequence[_Spread], root: int) -> int:
     return max(has_since.values())
 
 
+SIZES = (3, 5, 8)  # of groups that are played on one rank, without sending
+
+
+def _play_on_the_first(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+    """A hint, or ""."""
+    if group.rank() != 0:
+        return ""
+    try:
+        for p in SIZES:
+            for root in (0, p - 1):
+                played = []
+                for number in range(p):
+                    played.append(_play(p, number, answer, root))
+                _check_played(played, root)
+    except AssertionError as error:
+        return str(error)
+    return ""
+
+
+def _check_no_hint(hints: Sequence[str]) -> None:
+    assert not hints[0], hints[0]
+
+
+def _play(p: int, number: int, answer: Callable[..., Any], root: int) -> list[Message]:
+    x = torch.full((3,), FIRST + number)
+    try:
+        return play(p, number, partial(answer, x, root), sent=FIRST + root)
+    except Exception as error:
+        if is_stub(error):
+            raise
+        text = f"{type(error).__name__}: {error}"
+        if isinstance(error, AssertionError):
+            text = str(error)
+        elif "is not part of group" in text:
+            text = (
+                "a message goes to or from a rank of the world which is not in the group: use "
+                "group_dst and group_src, which count within the group"
+            )
+        place = tracebacks.place_in_cells(error)
+        raise AssertionError(f"in a group of {p} with root {root}, {text}{place}") from None
+
+
+def _check_played(played: Sequence[Sequence[Message]], root: int) -> None:
+    """The messages of all numbers of a group belong together, and the root's tensor gets round."""
+    p = len(played)
+    case = f"in a group of {p} with root {root}, "
+    for number, messages in enumerate(played):
+        sources = [source for source, to in messages if to == number]
+        if number == root:
+            assert not sources, f"{case}the root waits for a tensor, and it has one"
+            continue
+        assert sources, f"{case}number {number} receives nothing"
+        assert len(sources) == 1, (
+            f"{case}number {number} waits for {len(sources)} tensors, and one is enough"
+        )
+        source = sources[0]
+        assert source in range(p) and (source, number) in played[source], (
+            f"{case}number {number} waits for a tensor from number {source}, which sends it none"
+        )
+        assert messages[0] == (source, number), (
+            f"{case}number {number} sends before it has received the tensor"
+        )
+    for number, messages in enumerate(played):
+        for source, to in messages:
+            is_taken = source != number or (to in range(p) and (source, to) in played[to])
+            assert is_taken, (
+                f"{case}number {number} sends to number {to}, which does not wait for it"
+            )
+    _check_rounds([_Spread(FIRST + root, list(messages)) for messages in played], root)
+
+
 # ---- 1.4
 
 
-def _mean(group: dist.ProcessGroup, mean_loss: Callable[..., Any]) -> float | None:
-    """What the learner's function returns on this rank, whose loss is 10 (number + 1)."""
-    own = 10.0 * (group.rank() + 1)
+class _Told(NamedTuple):
+    """What the learner's function did on one rank.
+
+    Args:
+        mean: What it returned.
+        num_calls: How many calls to the other ranks it made.
+    """
+
+    mean: Any
+    num_calls: int
+
+
+def _mean(
+    group: dist.ProcessGroup, mean_loss: Callable[..., Any], losses: Sequence[float]
+) -> _Told:
+    """What the learner's function returns on this rank."""
+    own = losses[group.rank()]
     loss = torch.tensor(own)
-    mean = mean_loss(loss, group)
+    with Requests() as requests:
+        mean = mean_loss(loss, group)
+    requests.check_waited()
     assert loss.item() == own, "the loss that it was given has changed: all_reduce works in place"
     if isinstance(mean, torch.Tensor):
         assert mean.numel() == 1, f"it returned {mean.numel()} numbers, and the mean is one"
-        return mean.item()
-    return mean
+        mean = mean.item()
+    return _Told(mean, len(requests.names))
 
 
 def mended(mean_loss: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `mean_loss(loss, group)`: the mean on the group's number 0, None elsewhere."""
-    in_groups(ranks, GROUPS, _mean, mean_loss, judge=_check_mean)
+    # others each time, in eighths, so that the sum is exact and nobody can know it beforehand
+    losses = [random.randrange(8, 400) / 8 for _ in range(ranks.n)]
+    judge = partial(_check_mean, losses=losses)
+    in_groups(ranks, GROUPS, _mean, mean_loss, losses, judge=judge)
 
 
-def _check_mean(means: Sequence[Any]) -> None:
-    first, *others = means
-    p = len(means)
+def _check_mean(told: Sequence[_Told], losses: Sequence[float]) -> None:
+    p = len(told)
     case = f"in a group of {p}, "
+    first, *others = [one.mean for one in told]
     if first is None:
-        speakers = [str(number) for number, value in enumerate(means) if value is not None]
+        speakers = [str(number) for number, value in enumerate(others, 1) if value is not None]
         assert not speakers, (
             f"{case}number {speakers[0]} of the group returned the mean, and number 0 should: is "
             "your rank the number within the group?"
@@ -388,10 +500,32 @@ def _check_mean(means: Sequence[Any]) -> None:
             f"{case}it returned None on every rank, and number 0 should return the mean"
         )
     for number, value in enumerate(others, 1):
-        assert value is None, f"{case}number {number} returned {value:g}, and it should be None"
-    expected = 10.0 * (p + 1) / 2
-    total = p * expected
-    assert abs(first / total - 1) > 1e-6, "that is the sum of the losses, not their mean"
-    assert abs(first / expected - 1) < 1e-6, (
-        f"{case}number 0 returned {first:g}, and the mean of the losses is {expected:g}"
+        assert value is None, f"{case}number {number} returned {_short(value)}, and not None"
+    assert isinstance(first, (int, float)), (
+        f"{case}number 0 returned {first!r}, and the mean is a number"
     )
+    assert any(one.num_calls for one in told), (
+        f"{case}nothing was sent: number 0 knows no loss but its own"
+    )
+    _check_value(first, losses[:p], case)
+
+
+def _check_value(found: float, losses: Sequence[float], case: str) -> None:
+    p = len(losses)
+    total = math.fsum(losses)
+    assert math.isfinite(found), (
+        f"{case}number 0 returned {found}: what was divided by what, and had it arrived by then?"
+    )
+    assert not math.isclose(found, total, rel_tol=1e-6), (
+        "that is the sum of the losses, not their mean"
+    )
+    assert not math.isclose(found, losses[0] / p, rel_tol=1e-6), (
+        f"{case}number 0 returned its own loss divided by {p}: what did the others bring?"
+    )
+    assert math.isclose(found, total / p, rel_tol=1e-6), (
+        f"{case}number 0 returned {found:g}, and the mean of the losses is {total / p:g}"
+    )
+
+
+def _short(value: Any) -> str:
+    return f"{value:g}" if isinstance(value, float) else repr(value)

@@ -4,7 +4,7 @@ All lessons use them; `plot.lines` and so on are the way in.
 """
 
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -50,8 +50,9 @@ def lines(
     logx: bool = False,
     logy: bool = False,
     from_zero: bool = False,
-    marks: bool = True,
+    marks: bool | Collection[str] = True,
     reference: Mapping[str, float] | None = None,
+    upright: Mapping[str, float] | None = None,
 ) -> Picture:
     """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
 
@@ -65,8 +66,9 @@ def lines(
         logx: Logarithmic x axis.
         logy: Logarithmic y axis.
         from_zero: The y axis begins at 0, so that heights can be compared.
-        marks: A marker at each point.
+        marks: A marker at each point: of all lines, of none, or of those with these labels.
         reference: `{"label": y}`, horizontal dashed lines to compare with.
+        upright: `{"label": x}`, vertical dotted lines.
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
@@ -74,12 +76,15 @@ def lines(
     for i, (label, values) in enumerate(series.items()):
         xs, ys = _points(values, x)
         places.update(xs.tolist())
-        axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, marks))
+        has_marks = marks if isinstance(marks, bool) else label in marks
+        axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, has_marks))
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
     _draw_references(axes.axhline, reference)
+    for label, place in (upright or {}).items():
+        axes.axvline(place, color=INK, linestyle=":", lw=1.3, label=label)
     if from_zero:
         axes.set_ylim(bottom=0)
-    if len(series) > 1 or reference:
+    if len(series) > 1 or reference or upright:
         axes.legend(loc="best")
     _set_title(axes, title)
     for axis in (axes.xaxis, axes.yaxis):
@@ -177,7 +182,7 @@ def curves(
         ValueError: No row of a run holds the keys.
     """
     series = {}
-    most_points = 0
+    marked = []
     for label, run in runs.items():
         rows = _rows(run)
         xs, ys = _columns(rows, x, y)
@@ -185,7 +190,8 @@ def curves(
             found = sorted(rows[0]) if rows else "nothing"
             raise ValueError(f"no row of {label!r} holds both {x!r} and {y!r}: they hold {found}")
         series[label] = (xs, ys)
-        most_points = max(most_points, len(xs))
+        if len(xs) <= MAX_MARKED_POINTS:
+            marked.append(label)
     return lines(
         series,
         alt=alt,
@@ -193,7 +199,7 @@ def curves(
         ylabel=ylabel or y.replace("_", " "),
         title=title,
         logy=logy,
-        marks=most_points <= MAX_MARKED_POINTS,
+        marks=marked,
         reference=reference,
     )
 
@@ -266,7 +272,10 @@ def bars(
         else:
             drawn = axes.bar(at, sizes, width=thickness, color=colour, label=name)
         if fmt:
-            axes.bar_label(drawn, labels=_formatted(sizes, fmt), padding=2, fontsize=9)
+            texts = axes.bar_label(drawn, labels=_formatted(sizes, fmt), padding=2, fontsize=9)
+            if reference:  # no dashed line runs through a number
+                for text in texts:
+                    text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
 
     if horizontal:
         axes.set_yticks(range(len(labels)), labels)

@@ -351,7 +351,7 @@ def ring(n: int = 4, *, alt: str) -> Picture:
         axes.set_title(_step_title(step, n), loc="center", fontsize=9)
     for step, axes in enumerate(panels):
         begins_a_row = step in (0, n)
-        _name_memories(axes, n, with_ranks=begins_a_row)
+        _name_memories(axes, n, with_chunk=begins_a_row)
     _draw_ring_legend(legend_place, n)
     return picture
 
@@ -364,15 +364,14 @@ def _step_title(step: int, n: int) -> str:
     return f"step {step}: copy"
 
 
-def _name_memories(axes: Axes, n: int, *, with_ranks: bool) -> None:
-    """The numbers of the chunks over the columns; those of the ranks beside the rows."""
-    if with_ranks:
+def _name_memories(axes: Axes, n: int, *, with_chunk: bool) -> None:
+    """The numbers of the chunks over the columns; the ranks beside the rows."""
+    if with_chunk:
         put_text(axes, -0.12, 0.05, "chunk", 8, ha="right", va="bottom")
     for chunk in range(n):
         put_text(axes, chunk + 0.5, 0.05, str(chunk), 8, va="bottom")
     for rank in range(n):
-        name = f"rank {rank}" if with_ranks else str(rank)
-        put_text(axes, -0.12, -rank - 0.5, name, 8, ha="right")
+        put_text(axes, -0.12, -rank - 0.5, f"rank {rank}", 8, ha="right")
 
 
 def _draw_memories(axes: Axes, state: RingState, previous: RingState) -> None:

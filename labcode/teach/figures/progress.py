@@ -21,7 +21,7 @@ from labcode.teach.figures.style import (
 )
 
 DONE = PALETTE[2]  # a green
-LETTER = 0.14  # width of a letter of a title, in boxes
+LETTER = 0.155  # width of a letter of a title, in boxes
 BOX = 0.78
 ROW_IN = 0.36
 

@@ -1,0 +1,101 @@
+"""Which calls a learner's code makes on a rank, and for which of their requests nobody waits.
+
+    with Requests() as requests:
+        result = answer(x, group)
+    requests.check_waited()      # AssertionError: "`irecv` returned a request, and nobody ..."
+
+A request (a `Work`) that is dropped takes its message with it: gloo then ends it half-way, or waits
+for ever. So the requests are kept until the check has spoken, and what nobody has waited for cannot
+stop the other ranks.
+"""
+
+import functools
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any, Self
+
+import torch
+import torch.distributed as dist
+
+from labcode.comm.counting import BARRIER, Collective, CollectiveSpy
+
+SETTLE = timedelta(seconds=3)  # for what was started and never waited for
+# Whoever calls one of these of a request looks after it.
+LOOKING_AFTER = ("wait", "synchronize", "is_completed", "is_success", "get_future")
+SPELLED = {"send": "`isend`", "recv": "`irecv`"}
+
+
+class Requests(CollectiveSpy):
+    """The calls of this rank while it is active, and their requests.
+
+    Attributes:
+        names: Of all messages and collectives, in order; no barriers.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self._started: dict[int, tuple[str, dist.Work]] = {}  # by the number of the request
+        self._looked_after: set[int] = set()
+        self._originals: dict[str, Any] = {}
+
+    def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
+        if call.name != BARRIER:
+            self.names.append(call.name)
+        result = start()
+        work = _request_in(result)
+        if work is not None:
+            self._started[id(work)] = (call.name, work)
+        return result
+
+    def __enter__(self) -> Self:
+        for name in LOOKING_AFTER:
+            original = getattr(dist.Work, name, None)
+            if original is not None:
+                self._originals[name] = original
+                setattr(dist.Work, name, self._noting(original))
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        for name, original in self._originals.items():
+            setattr(dist.Work, name, original)
+
+    def _noting(self, original: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(original)
+        def method(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            self._looked_after.add(id(work))
+            return original(work, *args, **kwargs)
+
+        return method
+
+    def check_waited(self) -> None:
+        """See that somebody has waited for each request; wait for the others here.
+
+        Raises:
+            AssertionError: Nobody has. The text says what kind of call it was.
+            RuntimeError: Nobody has, and what it began does not end.
+        """
+        forgotten = []
+        for number, (name, work) in self._started.items():
+            if number not in self._looked_after:
+                forgotten.append(name)
+                work.wait(SETTLE)
+        assert not forgotten, _of_forgotten(forgotten)
+
+
+def _of_forgotten(names: list[str]) -> str:
+    """What to say of requests; of those that receive first, as their tensors are read too early."""
+    name = "recv" if "recv" in names else names[0]
+    call = SPELLED.get(name, f"`{name}` with `async_op=True`")
+    return f"{call} returned a request, and nobody waited for it"
+
+
+def _request_in(result: Any) -> dist.Work | None:
+    """The request among what an operation of c10d returns: boxed, alone or after the tensors."""
+    if isinstance(result, (tuple, list)):
+        result = result[-1] if result else None
+    if isinstance(result, torch.ScriptObject):
+        return dist.Work.unbox(result)
+    return None
