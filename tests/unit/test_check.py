@@ -135,6 +135,28 @@ def test_not_done_yet(capsys, case):
     assert said(capsys, NOT_DONE[case]) == "[ ] 99.1 not done yet\n"
 
 
+def half_written(x):
+    if x > 0:
+        return x
+    raise NotImplementedError("exercise: your code here")
+
+
+def untouched_in_a_loop(x):
+    """What is to be written stands in a loop."""
+    room = x * 2
+    for _ in range(room):
+        raise NotImplementedError("exercise: your code here")
+
+
+@pytest.mark.parametrize("function", [stub, untouched_in_a_loop])
+def test_an_untouched_function_is_seen_without_a_test(capsys, function):
+    assert said(capsys, lambda: fail("not called" * bool(function))) == ("[ ] 99.1 not done yet\n")
+
+
+def test_a_function_that_may_return_is_tested(capsys):
+    assert said(capsys, lambda: half_written(1)) == "[v] 99.1 right\n"
+
+
 def test_a_closure_that_is_still_unset(capsys):
     answer = ...
     assert said(capsys, lambda: fail(f"{answer}")) == "[ ] 99.1 not done yet\n"

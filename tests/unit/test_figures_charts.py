@@ -40,6 +40,18 @@ def test_lines_draws_each_series_and_the_references():
     assert written(axes.get_legend().get_texts()) == ["ring", "tree", "floor"]
 
 
+def test_lines_can_have_upright_lines_and_few_with_marks():
+    picture = plot.lines(
+        {"many": [1, 2, 3], "few": [3, 2, 1]}, marks=["few"], upright={"here": 1.5}, alt=ALT
+    )
+    many, few, here = picture.axes[0].lines
+    assert many.get_marker() == "None"
+    assert few.get_marker() != "None"
+    assert many.get_linestyle() == few.get_linestyle() == "-"
+    assert list(here.get_xdata()) == [1.5, 1.5]
+    assert written(picture.axes[0].get_legend().get_texts()) == ["many", "few", "here"]
+
+
 @pytest.mark.parametrize(("scale", "plain"), [(1, True), (1e-3, False), (1e4, False)])
 def test_small_numbers_on_a_log_axis_are_written_plainly(scale, plain):
     picture = plot.lines({"a": [scale * 1.7, scale * 40]}, logy=True, alt=ALT)
