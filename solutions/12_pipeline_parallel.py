@@ -26,9 +26,9 @@
 # - recognise a schedule that hangs, and know how to see it before it costs money;
 # - say what a pipeline sends, what tied weights need, and which stage sets the pace.
 #
-# **Time**: 60 minutes for sections 1 to 6. Sections 7 to 9 are a second sitting of 40 minutes: two more schedules, and
-# a table that joins the lessons of this part. **Needs**: lessons 01 (sends and receives), 04 (accumulating gradients)
-# and 09 (tensor parallel).
+# **Time**: 75 minutes for sections 1 to 6. Sections 7 to 9 are a second sitting of 55 minutes: two more schedules, and
+# a table that joins the lessons of this part. **Needs**: lessons 01 (sends and receives), 04 (accumulating gradients),
+# 08 (grids), 09 (tensor parallel) and 10 (what autograd keeps).
 
 # %%
 import time
@@ -89,7 +89,7 @@ plot.stages(
 # where forward makes one, so we take $t_B = 2\,t_F$.
 #
 # A **schedule** says which rank does what in which order. In labcode it is plain data, a list of actions for each rank.
-# Here is the simplest one, printed as a table: a column is one action, and a point is a rank that waits.
+# Here is the simplest one, printed as a table: a column is one action, and a dot marks a rank that waits.
 
 # %% tags=["nbval-check-output"]
 whole_batch = schedule("gpipe", num_stages=4, num_microbatches=1)
@@ -97,7 +97,7 @@ print("rank 1 does", whole_batch[1])
 print(stages.table(whole_batch, 4))
 
 # %% [markdown]
-# `1F0` reads: stage 1, forward, of part number 0 of the batch. So far the batch has only one part.
+# `1F0` means stage 1, forward, part 0 of the batch. So far the batch has only one part.
 #
 # **A fair clock.** Your machine may have two cores for four ranks. Four ranks that compute would wait for a core, not
 # for each other, and no schedule could be seen. So the stages here are **emulated**: each action does its arithmetic,
@@ -106,7 +106,7 @@ print(stages.table(whole_batch, 4))
 #
 # We take 30 ms for F and 60 ms for B.
 #
-# **Predict.** Which share of the time does a rank wait? How many seconds does the step take?
+# **Predict.** What share of the time does a rank spend waiting? How many seconds does the step take?
 
 # %% tags=["predict"]
 share_of_waiting = 3 / 4
@@ -118,8 +118,9 @@ STAGE_S = StageTimes(forward_s=0.030, input_s=0.030, weight_s=0.030)
 
 naive = stages.play(ranks, "gpipe", 1, STAGE_S)
 line = naive.simulated
-compare("share of waiting", share_of_waiting, line.bubble_over_total(), within=1)
-compare("one step", whole_batch_s, line.total_s, within=1, unit="s")
+waiting = line.bubble_over_total()
+compare("share of waiting", share_of_waiting, waiting, within=1, found="simulated")
+compare("one step", whole_batch_s, line.total_s, within=1, unit="s", found="simulated")
 print(f"on the clock the step took {1e3 * naive.measured.total_s:.0f} ms")
 
 # %% tags=["figure"]
@@ -144,7 +145,7 @@ print(f"a message costs about {1e3 * message_s:.1f} ms here")
 # (p - 1)/p of the time.** The model fits, and that is all that we have won so far.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. Play it with four people and one sheet of paper before showing the figure. People ask
+# *For the instructor.* 10 minutes. Play it with four people and one sheet of paper before showing the figure. People ask
 # why the gradient of the weights is not sent: nobody else has these weights. Others expect $t_B = t_F$; ask them to
 # count the matrix products in the backward of y = x A^T.
 
@@ -204,9 +205,11 @@ gpipe_kept = 8
 
 # %%
 gpipe = stages.play(ranks, "gpipe", 8, STAGE_S)
-compare("bubble / work", gpipe_bubble, gpipe.simulated.bubble_over_ideal(), within=1)
-compare("one step", gpipe_step_s, gpipe.simulated.total_s, within=1, unit="s")
-compare("micro-batches kept by rank 0", gpipe_kept, gpipe.kept[0], within=1)
+line = gpipe.simulated
+bubble = line.bubble_over_ideal()
+compare("bubble / work", gpipe_bubble, bubble, within=1, found="simulated")
+compare("one step", gpipe_step_s, line.total_s, within=1, unit="s", found="simulated")
+compare("kept by rank 0", gpipe_kept, gpipe.kept[0], within=1, found="counted")
 print(f"bubble / work on the clock: {gpipe.measured.bubble_over_ideal():.3f}")
 
 # %% tags=["figure"]
@@ -230,7 +233,7 @@ needed = 110  # 7 / (m + 7) <= 0.06 gives m >= 109.7
 fewest = 1
 while bubble_over_total("gpipe", 8, fewest) > 0.06:
     fewest += 1
-compare("micro-batches for 6 %", needed, fewest, within=1)
+compare("micro-batches for 6 %", needed, fewest, within=1, found="computed")
 
 # %% [markdown]
 # That is a lot. With one sample in each micro-batch, every data-parallel copy of the model needs a batch of 110
@@ -241,7 +244,7 @@ compare("micro-batches for 6 %", needed, fewest, within=1)
 # and runs the forward a second time before the backward. This is called activation checkpointing.)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. The paper draws the backwards from the last micro-batch to the first, and the check
+# *For the instructor.* 11 minutes. The paper draws the backwards from the last micro-batch to the first, and the check
 # takes that order too. A common mistake in the prediction is 116, the answer for bubble / work. Ask: does the bubble
 # depend on $t_B / t_F$? (Its share does not.)
 
@@ -258,8 +261,8 @@ compare("micro-batches for 6 %", needed, fewest, within=1)
 #    loss, `y.backward(gradient)` starts with the gradient that you give.
 # 3. **A send must not stop the sender.** `dist.send` may block until the receiver takes the message. If two neighbours
 #    send to each other at the same moment, both would wait for ever. `dist.isend` starts to send and returns a handle
-#    at once. Keep the handles and call their `wait()` when all is done. `dist.recv` does wait, and it should: without
-#    its input an action cannot start.
+#    at once. Keep the handles and call their `wait()` when all is done: a message whose handle nobody holds may be
+#    dropped before it has left. `dist.recv` does wait, and it should: without its input an action cannot start.
 #
 # The messages carry no label. (gloo knows a `tag`; NCCL ignores it.) Two neighbours agree on which message is which
 # because each sends its micro-batches in the order in which the other one asks for them.
@@ -270,8 +273,8 @@ compare("micro-batches for 6 %", needed, fewest, within=1)
 # Complete the runner. It runs on each rank of `group`, with this rank's list of actions and this rank's `stage`, a
 # module that you call as `stage(x)`. All micro-batches have the same shape, and the stages do not change it.
 #
-# - Every rank is given all `inputs` and `targets`, but only the first rank may look at `inputs[i]` (at the others it
-#   tells the shape alone), and only the last one at `targets[i]`.
+# - Every rank is given all `inputs` and `targets`, but only the first rank may look at `inputs[i]` (on the others use
+#   only its shape), and only the last one at `targets[i]`.
 # - `loss(y, targets[i])` is the loss of one micro-batch. The loss of the step is the mean over all of them.
 # - Afterwards the parameters of each stage have their gradients. Nothing is returned.
 # - Ranks are counted within the group: use `group=group` with `group_src=` and `group_dst=`, as in lesson 01.
@@ -340,9 +343,10 @@ show_source(pipeline._Run._exchange)
 # and send by hand what would have flowed through it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes, the longest exercise. What people get wrong, in the order of frequency:
-# `requires_grad_` forgotten (then `x.grad` is None), `dist.send` in place of `isend` (GPipe runs, 1F1B hangs: let them
-# see it, it is the best moment of the lesson), the 1/m forgotten, a queue in place of a dict (the check also plays
+# *For the instructor.* 23 minutes, the longest exercise. What people get wrong, in the order of frequency: the handle of
+# `isend` dropped (the message may never leave; the check sees it), `requires_grad_` forgotten (then `x.grad` is None),
+# `dist.send` in place of `isend` (GPipe runs, 1F1B hangs: let them see it, it is the best moment of the lesson), `irecv`
+# without `wait()`, the 1/m forgotten, a queue in place of a dict (the check also plays
 # GPipe with its backwards from last to first), `inputs[i]` used as the buffer. Ask: why `y.detach()` and not y? (What
 # is sent has no business with the graph; PyTorch would send it as well.)
 
@@ -408,11 +412,13 @@ one_f_one_b = stages.play(ranks, "1f1b", 8, STAGE_S)
 line = one_f_one_b.simulated
 found = stages.in_words(line.bubble_over_ideal(), gpipe.simulated.bubble_over_ideal())
 gap_start_s, gap_stop_s = stages.gaps(line, rank=0)["b"][0]
+gap_s = gap_stop_s - gap_start_s
+kept = one_f_one_b.kept
 
-compare("bubble / work", bubble_of_1f1b, found)
-compare("kept by rank 0", kept_by_first, one_f_one_b.kept[0], within=1)
-compare("kept by rank 3", kept_by_last, one_f_one_b.kept[3], within=1)
-compare("gap on rank 0", gap_of_rank_0_s, gap_stop_s - gap_start_s, within=1, unit="s")
+compare("bubble / work", bubble_of_1f1b, found, found="simulated")
+compare("kept by rank 0", kept_by_first, kept[0], within=1, found="counted")
+compare("kept by rank 3", kept_by_last, kept[3], within=1, found="counted")
+compare("gap on rank 0", gap_of_rank_0_s, gap_s, within=1, unit="s", found="simulated")
 print(f"bubble / work on the clock: {one_f_one_b.measured.bubble_over_ideal():.3f}")
 
 # %% tags=["figure"]
@@ -430,7 +436,8 @@ one_f_one_b.picture(
 #
 # The gap before the first backward surprises everyone who looks at a first profile. Is something slow there? No. Rank r
 # did its p - r forwards in time. Meanwhile micro-batch 0 reached the last rank, and it has to come back through the
-# ranks behind r, which takes p - 1 - r backwards. Until then there is nothing that rank r is allowed to do.
+# ranks behind r, which takes p - 1 - r backwards. The inputs of more forwards are there, so rank r could go on with them.
+# But each is one more micro-batch to keep, and it would keep more than p - r.
 #
 # All the waiting of a rank is in four places, which carry letters in the figure:
 #
@@ -489,15 +496,15 @@ def most_held(rank, name):
 
 of_gpipe = round(ranks.run(most_held, "gpipe")[0], 3)
 of_1f1b = round(ranks.run(most_held, "1f1b")[0], 3)
-compare("GPipe, bytes of rank 0", gpipe_kept, of_gpipe, within=1)
-compare("1F1B, bytes of rank 0", kept_by_first, of_1f1b, within=1)
+compare("GPipe, bytes of rank 0", gpipe_kept, of_gpipe, within=1, found="counted")
+compare("1F1B, bytes of rank 0", kept_by_first, of_1f1b, within=1, found="counted")
 
 # %% [markdown]
 # **Takeaway: 1F1B has the bubble of GPipe, and keeps at most p micro-batches in place of m. The first rank keeps the
 # most, and its long gap before the first backward is the way back.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
+# *For the instructor.* 17 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
 # forward late and the rank keeps one micro-batch more), a warm-up of r (the wrong end of the pipeline: it hangs), m
 # smaller than the warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
 
@@ -537,12 +544,13 @@ for name, stages_per_rank in per_rank.items():
 
 doubled = schedule("1f1b", 4, 8)
 doubled[1].insert(1, doubled[1][0])
-for validate in (torch_schedules.validate, check_schedule):
+validators = {"PyTorch": torch_schedules.validate, "labcode": check_schedule}
+for name, validate in validators.items():
     try:
         validate(doubled, 4, 8)
-        print(f"{validate.__module__}: nothing is wrong")
+        print(f"{name}: nothing is wrong")
     except ValueError as error:
-        print(f"{validate.__module__}: {error}")
+        print(f"{name}: {error}")
 
 # %% [markdown]
 # PyTorch's validator (of torch 2.13) collects the actions in sets, and a set that is given the same action again does
@@ -661,8 +669,9 @@ def sent_bytes(rank, shape, kind):
 
 pp_bytes = ranks.run(sent_bytes, pp4, "send")[1]
 tp_bytes = ranks.run(sent_bytes, GridShape(tp=4), "all_reduce")[1]
-compare("pp = 4, an inner rank", sent_by_pp, pp_bytes, within=1, unit="B")
-compare("tp = 4", sent_by_tp, tp_bytes, within=1.01, unit="B")
+name = "pp = 4, an inner rank"
+compare(name, sent_by_pp, pp_bytes, within=1, unit="B", found="counted")
+compare("tp = 4", sent_by_tp, tp_bytes, within=1.01, unit="B", found="counted")
 print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 
 # %% [markdown]
@@ -694,7 +703,7 @@ def step_units(layers_of_ranks, head=2):
 print("4, 4, 3, 3 takes", step_units((4, 4, 3, 3)), "units;", end=" ")
 print("4, 4, 4, 2 takes", step_units((4, 4, 4, 2)))
 ratio = step_units((4, 4, 3, 3)) / step_units((4, 4, 4, 2))
-compare("even, against balanced", times_as_long, ratio, within=1.1)
+compare("even, against balanced", times_as_long, ratio, within=1.1, found="simulated")
 
 # %% [markdown]
 # The ratio is a little less than 5/4, because only the m micro-batches go at the pace of the slowest stage. While the
@@ -702,7 +711,7 @@ compare("even, against balanced", times_as_long, ratio, within=1.1)
 # and one for each half of its backward, so the two steps take 3 · (16 · 5 + 4 + 4 + 3) = 273 and 3 · (16 · 4 + 4 + 4 +
 # 4) = 228 units.
 #
-# Memory may ask for something else. With 1F1B the first rank keeps p micro-batches and the last rank only one, but the
+# Memory may call for another split. With 1F1B the first rank keeps p micro-batches and the last rank only one, but the
 # last rank has the logits, [B, S, V]. Llama 3 takes one layer from the first stage and one from the last.
 #
 # **Takeaway: for each micro-batch, a pipeline sends one tensor of B · S · H numbers over each boundary in each
@@ -734,6 +743,7 @@ plot.halves(
 # Write a linear layer whose backward does I at once and leaves W for later. `SplitLinear.apply(x, weight, later)` gives
 # `y`. Its backward returns the gradient of x, and appends **a function without arguments** to the list `later`. When
 # that function is called, it computes the gradient of the weight and adds it to `weight.grad`.
+# Several forwards may run before the first backward, each with a list of its own.
 #
 # `x` is [.., inputs] with one or more leading dims, and `weight` is [outputs, inputs], as PyTorch keeps it. Find the two
 # matrix products from the shapes. `backward` returns one value for each argument of `forward` (`ctx` does not count),
@@ -796,19 +806,22 @@ show_source(linear._Linear.backward)
 #
 # And the memory? Activations are free only after **W**, which needs them too. Rank r of 1F1B keeps p - r micro-batches.
 #
-# **Predict** for 4 ranks, 8 micro-batches, and $t_F = t_I = t_W$: bubble / work, and the micro-batches that rank 0 and
-# rank 3 keep.
+# **Predict** for 4 ranks, 8 micro-batches, and $t_F = t_I = t_W$ = 30 ms: how many seconds shorter is the step than that
+# of 1F1B, and how many micro-batches do rank 0 and rank 3 keep?
 
 # %% tags=["predict"]
-zero_bubble = 3 * 1 / (8 * 3)
+shorter_s = 3 * (0.030 + 0.060) - 3 * 0.030  # the work is the same
 zero_kept_by_first = 4 - 0 + 0
 zero_kept_by_last = 4 - 3 + 3
 
 # %%
 split = stages.play(ranks, "zero_bubble", 8, STAGE_S)
-compare("bubble / work", zero_bubble, split.simulated.bubble_over_ideal(), within=1)
-compare("kept by rank 0", zero_kept_by_first, split.kept[0], within=1)
-compare("kept by rank 3", zero_kept_by_last, split.kept[3], within=1)
+difference_s = one_f_one_b.simulated.total_s - split.simulated.total_s
+kept = split.kept
+compare("shorter by", shorter_s, difference_s, within=1, unit="s", found="simulated")
+compare("kept by rank 0", zero_kept_by_first, kept[0], within=1, found="counted")
+compare("kept by rank 3", zero_kept_by_last, kept[3], within=1, found="counted")
+print(f"bubble / work, simulated: {split.simulated.bubble_over_ideal():.3f}")
 print(f"bubble / work on the clock: {split.measured.bubble_over_ideal():.3f}")
 
 # %% tags=["figure"]
@@ -820,13 +833,13 @@ split.picture(
 
 # %% [markdown]
 # The bubble is a third of 1F1B's, and no rank keeps more than rank 0 did before. The name promises more than H1 keeps:
-# the same paper's ZB-H2 comes close to zero, with about twice the memory.
+# the same paper's ZB-H2 comes close to zero, with about twice the memory. It spends it in gap b, on more forwards.
 #
 # **Takeaway: only the input half of a backward holds others up. The weight half can fill gaps. If F, I and W take
 # equally long, this leaves a third of the bubble, at the price that every rank keeps as much as the first one.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. In 12.4 the usual mistakes are to compute the product in backward and to put only
+# *For the instructor.* 20 minutes. In 12.4 the usual mistakes are to compute the product in backward and to put only
 # the addition off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum
 # over samples. Ask: what else reads the activations in W, and why is GELU not split? (It has no weights: all of its
 # backward is I.)
@@ -854,22 +867,26 @@ split.picture(
 #
 # **Predict** for p = 4, m = 8 and v = 2:
 #
-# 1. What is bubble / work?
+# 1. How many seconds does the step take, with 30 ms each for F, I and W of all layers of a rank?
 # 2. With 1F1B there are 3 boundaries between ranks, and each micro-batch crosses each of them twice: 48 messages. How
 #    many are there now?
 # 3. How many micro-batches does rank 0 keep, counted in whole ranks' worth of layers? (One stage is half of that.)
 
 # %% tags=["predict"]
-interleaved_bubble = 3 / (2 * 8)
+interleaved_step_s = 8 * 0.090 + 3 * 0.090 / 2  # work, and three half stages
 interleaved_messages = 7 * 2 * 8
 interleaved_kept = (2 * 3 + 4 + 1) / 2
 
 # %%
 interleaved = stages.play(ranks, "interleaved", 8, STAGE_S, stages_per_rank=2)
 line = interleaved.simulated
-compare("bubble / work", interleaved_bubble, line.bubble_over_ideal(), within=1)
-compare("messages", interleaved_messages, interleaved.messages, within=1)
-compare("kept by rank 0", interleaved_kept, interleaved.kept[0], within=1)
+step_s = line.total_s
+num_messages = interleaved.messages
+kept = interleaved.kept[0]
+compare("one step", interleaved_step_s, step_s, within=1, unit="s", found="simulated")
+compare("messages", interleaved_messages, num_messages, within=1, found="counted")
+compare("kept by rank 0", interleaved_kept, kept, within=1, found="counted")
+print(f"bubble / work, simulated: {line.bubble_over_ideal():.3f}")
 print(f"bubble / work on the clock: {interleaved.measured.bubble_over_ideal():.3f}")
 
 # %% tags=["figure"]
@@ -902,13 +919,13 @@ for name, experiment in experiments.items():
     formula = bubble_over_ideal(name, 4, 8, v)
     simulated = experiment.simulated.bubble_over_ideal()
     measured = experiment.measured.bubble_over_ideal()
-    print(f"{name:13} {formula:8.3f} {simulated:10.3f}", end=" ")
+    print(f"{name:13} {formula:8.4f} {simulated:10.4f}", end=" ")
     print(f"{delayed.bubble_over_ideal():9.3f} {measured:9.3f}  ", *experiment.kept)
     shown[name] = {"formula": formula, "measured": measured}
 
 # %% tags=["figure"]
 plot.bars(
-    shown, ylabel="bubble / work", fmt="{:.2f}",
+    shown, ylabel="bubble / work", fmt="{:.3f}",
     title="Two ways to a smaller bubble: halves of a backward, or shorter stages",
     alt="GPipe and 1F1B have the same bubble, interleaved has half of it and "
         "zero bubble a third; the measured bars are a little longer",
@@ -965,11 +982,12 @@ for make, stages_per_rank in (
 # At work you measure how long F, I and W take on your stages and how long a message takes, and you know how much memory
 # is left. Then you choose. Write the function that does so. It returns one of the `CANDIDATES` as `(name, v)`: the one
 # with the shortest step among those that keep at most `most` micro-batches (in whole ranks' worth of layers) on every
-# rank. `stage_s` is what all layers of one rank take for one micro-batch.
+# rank. `stage_s` is what all layers of one rank take for one micro-batch: a `StageTimes` with `forward_s`, `input_s` and
+# `weight_s`, as in section 1.
 #
-# You have `schedule(name, num_stages, m, p)` and `simulate(actions, stage_s, message_s=...)`. A simulation has `total_s`
-# and `peak_microbatches()`, which counts stages: with v stages on a rank, each is 1/v of its layers. The check asks six
-# things:
+# You have `schedule(name, num_stages, m, p)` and `simulate(actions, stage_s, message_s=...)`, whose `stage_s` is that of
+# one stage. A simulation has `total_s` and `peak_microbatches()`: the most that any rank keeps, counted in stages. With v
+# stages on a rank, each is 1/v of its layers. The check asks six things:
 #
 # 1. With little memory, the choice fits.
 # 2. With more memory and a fast link, the choice is faster.
@@ -1009,7 +1027,7 @@ def choose(p, m, stage_s, message_s, most):
 check("12.5", lambda: l12.choose(choose))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes with the exercise. What people forget: to divide the times by v (then interleaved
+# *For the instructor.* 26 minutes with the exercise. What people forget: to divide the times by v (then interleaved
 # never wins), to divide the peak by v (then it never fits), and that `schedule` refuses m that is no multiple of p. Ask:
 # why does GPipe beat 1F1B on a slow link, if memory allows? (In 1F1B every backward waits for a message that was sent
 # just before; in GPipe the messages have been under way for a long time.)
@@ -1021,10 +1039,10 @@ check("12.5", lambda: l12.choose(choose))
 # first? The order follows from what each costs.
 #
 # 1. **Does the model fit on one GPU?** Then use data parallelism only. It sends the least, and only once in a step.
-# 2. **If not, use tensor parallelism**, as little as needed, and never across nodes. Add sequence parallelism, which
-#    sends no more bytes.
-# 3. **If a whole node is not enough, use pipeline parallelism** between nodes.
-# 4. **If one sequence is too long** for the memory even so, use context parallelism.
+# 2. **If not, use tensor parallelism**, as little as needed, and never across nodes. Add sequence parallelism: it sends
+#    a quarter more bytes, and they can travel behind computing (lesson 10).
+# 3. **If the activations of one sequence do not fit** even so, use context parallelism.
+# 4. **If the weights need more than a node, use pipeline parallelism** between nodes.
 # 5. **All GPUs that are left are data parallel.** Check that m is several times p.
 #
 # Let us make a rule of it and see whether it gives what people really used. In mixed precision with Adam, Megatron keeps
@@ -1055,7 +1073,7 @@ def first_choice(num_parameters):
 choice_for_39_billion = (8, 2)  # 704 GB: over 8 ranks 88 GB each, over 16 ranks 44 GB
 
 # %% tags=["nbval-check-output"]
-compare("tp and pp", choice_for_39_billion, first_choice(39.1e9))
+compare("tp and pp", choice_for_39_billion, first_choice(39.1e9), found="computed")
 
 PUBLISHED = (  # hidden size, layers, GPUs, tp, pp, sequences in a batch
     (2304, 24, 32, 1, 1, 512),
@@ -1069,7 +1087,7 @@ PUBLISHED = (  # hidden size, layers, GPUs, tp, pp, sequences in a batch
     (20480, 105, 2520, 8, 35, 2520),
     (25600, 128, 3072, 8, 64, 3072),
 )
-print("parameters  GPUs  our tp, pp  published   dp  m for 1 sequence  bubble / work")
+print("parameters  GPUs  our tp, pp  published   dp  m, 1 sequence each  bubble / work")
 for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
     shape = GPTConfig(
         vocab_size=51200, context_length=2048, num_layers=num_layers, num_heads=8,
@@ -1080,7 +1098,7 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
     m = sequences // dp
     bubble = bubble_over_ideal("1f1b", pp, m)
     print(f"{shape.num_parameters / 1e9:8.1f} e9 {gpus:5} {ours!s:>11}", end=" ")
-    print(f"{(tp, pp)!s:>10} {dp:4} {m:17} {bubble:14.2f}")
+    print(f"{(tp, pp)!s:>10} {dp:4} {m:19} {bubble:14.2f}")
 
 # %% [markdown]
 # The rule gives the published layout for nine of the ten models. In the tenth it says 32 stages; the model has 105
@@ -1110,7 +1128,7 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # left goes to data parallelism.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 5 minutes. Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp
+# *For the instructor.* 9 minutes. Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp
 # 4, dp 16.)
 
 # %% [markdown]
@@ -1119,7 +1137,7 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # | where | start |
 # |---|---|
 # | 4 GPUs of one machine | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.pp 4 --train.micro_batch 4` |
-# | another schedule | add `--parallel.pipeline_schedule zero_bubble`, or `--parallel.pipeline_schedule interleaved --parallel.stages_per_rank 2` |
+# | another schedule | add `--parallel.pipeline_schedule zero_bubble`, or `--parallel.pipeline_schedule interleaved --parallel.stages_per_rank 2 --model.num_layers 8` (each of the 8 stages needs a layer) |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
 #
 # In the default order of the grid, pp is the slowest axis, so it is the one that crosses the nodes. The number of
@@ -1172,8 +1190,8 @@ ranks.close()
 # <details><summary>Answer</summary>
 #
 # The gradients would be m times as large. Adam divides by the size of the gradient, so its steps would hardly change.
-# Clipping would set in m times as early, weight decay that is part of the loss would count less, and SGD would take
-# steps that are m times as long.
+# Clipping would act already when the true gradient is m times smaller than the limit, weight decay that is part of the
+# loss would count less, and SGD would take steps that are m times as long.
 # </details>
 #
 # ## Recap

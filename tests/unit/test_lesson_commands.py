@@ -73,15 +73,11 @@ def check(command):
     parse(words).check(command.ranks)
 
 
-TOO_MANY_STAGES = "gpt_10m --parallel.pp 4 --train.micro_batch 4 --parallel.pipeline_schedule inter"
 SHOWN = []
 for _source in SOURCES:
     for _command in commands_in(_source.read_text()):
-        _marks = []
-        if TOO_MANY_STAGES in _command.text:
-            _marks = [pytest.mark.xfail(reason="lesson 12 shows 8 stages, gpt_10m has 6 layers")]
         _name = f"{_source.stem[:2]} {_command.text}"
-        SHOWN.append(pytest.param(_command, id=_name, marks=_marks))
+        SHOWN.append(pytest.param(_command, id=_name))
 
 
 @pytest.mark.parametrize("command", SHOWN)
