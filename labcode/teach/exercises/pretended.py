@@ -91,7 +91,7 @@ def play(
     numbers = {}
     for other in range(size):
         numbers[here if other == number else OTHERS + other] = other
-    world = distributed_c10d._world
+    world: Any = distributed_c10d._world
     world.pg_group_ranks[group] = numbers
     world.pg_map[group] = ("gloo", None)
     world.pg_names[group] = f"pretended, of {size}"
