@@ -7,13 +7,17 @@ import math
 from dataclasses import replace
 
 import numpy as np
+import torch
 import torch.distributed as dist
 from answers import Answers
 
+from labcode.comm.grid import Grid
 from labcode.perf.traffic import across_nodes, step_traffic
 from labcode.recipes import gpt_shape
 from labcode.teach.exercises import l08
 from labcode.topology import AXES, GridShape
+
+ORDERS = ["-".join(order) for order in itertools.permutations(AXES)]
 
 # ---- 8.1 coordinates
 
@@ -97,6 +101,36 @@ def coords_without_end(rank, sizes, order):
     return found
 
 
+def coords_with_numpy_numbers(rank, sizes, order):
+    axes = order.split("-")[::-1]
+    places = np.unravel_index(rank, [sizes[axis] for axis in axes])
+    return dict(zip(axes, places))
+
+
+def coords_with_torch(rank, sizes, order):
+    """torch.unravel_index imports sympy when it is first called."""
+    axes = order.split("-")[::-1]
+    places = torch.unravel_index(torch.tensor(rank), [sizes[axis] for axis in axes])
+    return dict(zip(axes, places))
+
+
+def coords_with_axes_written_down(rank, sizes, order):
+    found = {}
+    for axis in ("tp", "cp", "dp", "pp"):
+        rank, found[axis] = divmod(rank, sizes[axis])
+    return found
+
+
+def coords_into_the_argument(rank, sizes, order):
+    for axis in order.split("-"):
+        rank, sizes[axis] = divmod(rank, sizes[axis])
+    return sizes
+
+
+def coords_with_halves(rank, sizes, order):
+    return {axis: place / 1 for axis, place in coords(rank, sizes, order).items()}
+
+
 def coords_from_the_library(rank, sizes, order):
     return GridShape(**sizes, order=order).coords(rank)
 
@@ -109,10 +143,15 @@ COORDS = Answers(
         "strides": coords_with_strides,
         "numpy": coords_with_numpy,
         "all combinations": coords_by_listing,
+        "numbers of numpy": coords_with_numpy_numbers,
+        "torch": coords_with_torch,
     },
     wrong={
         "order backwards": (coords_backwards, "read backwards"),
-        "always the usual order": (coords_in_the_usual_order, "dp-pp-tp-cp"),
+        "always the usual order": (coords_in_the_usual_order, "whatever its `order` says"),
+        "axes written down": (coords_with_axes_written_down, "whatever its `order` says"),
+        "into the argument": (coords_into_the_argument, "it has changed `sizes`"),
+        "fractions": (coords_with_halves, "not a whole number"),
         "never divided": (coords_without_dividing, "how many ranks do the faster axes fill"),
         "slow axes left out": (coords_while_left, "no coordinate for dp, pp, cp, tp"),
         "quotient and rest swapped": (
@@ -207,6 +246,13 @@ def from_the_library(sizes, order, axes):
     return GridShape(**sizes, order=order).groups(*axes)
 
 
+def groups_by_emptying(sizes, order, axes):
+    found = groups(dict(sizes), order, axes)
+    for axis in axes:
+        sizes.pop(axis)
+    return found
+
+
 def one_for_each_rank(sizes, order, axes):
     found = []
     for rank in range(math.prod(sizes.values())):
@@ -233,6 +279,7 @@ GROUPS = Answers(
         "descending": (descending, "do not ascend"),
         "a dictionary returned": (as_a_dictionary, "give a list of lists"),
         "GridShape.groups": (from_the_library, "groups does the work for you"),
+        "the argument emptied": (groups_by_emptying, "it has changed `sizes`"),
         "a group for each rank": (one_for_each_rank, "in more than one group"),
     },
 )
@@ -313,6 +360,64 @@ def connect_the_world(rank, groups_of):
     return dict.fromkeys(groups_of, dist.group.WORLD)
 
 
+def connect_asking_for_the_rank(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            group = dist.new_group(members)
+            if dist.get_rank(group) >= 0:
+                own[axis] = group
+    return own
+
+
+def connect_by_enumeration(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        own[axis], _ = dist.new_subgroups_by_enumeration(groups_of[axis])
+    return own
+
+
+def connect_locally(rank, groups_of):
+    """Only its own, as PyTorch allows where the members alone synchronize."""
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of[axis]:
+            if rank in members:
+                own[axis] = dist.new_group(members, use_local_synchronization=True)
+    return own
+
+
+def connect_locally_in_its_own_order(rank, groups_of):
+    own = {}
+    for axis in groups_of:
+        for members in groups_of[axis]:
+            if rank in members:
+                own[axis] = dist.new_group(members, use_local_synchronization=True)
+    return own
+
+
+def connect_turned_on_rank_3(rank, groups_of):
+    names = list(groups_of)
+    if rank == 3:
+        names = names[::-1]
+    return connect_in_its_own_order(rank, {name: groups_of[name] for name in names})
+
+
+def connect_by_emptying(rank, groups_of):
+    own = {}
+    for axis in sorted(groups_of):
+        for members in groups_of.pop(axis):
+            group = dist.new_group(members)
+            if rank in members:
+                own[axis] = group
+    return own
+
+
+def connect_with_a_grid(rank, groups_of):
+    grid = Grid.create(GridShape(dp=2, tp=2))
+    return {axis: grid.group(axis) for axis in groups_of}
+
+
 def connect_a_list(rank, groups_of):
     return list(connect_sorted(rank, groups_of).values())
 
@@ -334,9 +439,15 @@ CONNECT = Answers(
         "sorted": connect_sorted,
         "a list of names": connect_by_a_list_of_names,
         "compared with NON_GROUP_MEMBER": connect_comparing,
+        "get_rank of the group": connect_asking_for_the_rank,
+        "new_subgroups_by_enumeration": connect_by_enumeration,
+        "the members alone": connect_locally,
     },
     wrong={
         "in its own order": (connect_in_its_own_order, "an order of its own"),
+        "turned on rank 3": (connect_turned_on_rank_3, "an order of its own"),
+        "the argument emptied": (connect_by_emptying, "it has changed `groups_of`"),
+        "Grid.create": (connect_with_a_grid, "labcode's own answer"),
         "only its own groups": (connect_only_its_own, "it is no member, but a group"),
         "keeps the last": (connect_keeps_the_last, "in which it is not"),
         "the members": (connect_returns_members, "in which it is not"),
@@ -350,16 +461,76 @@ CONNECT = Answers(
 # ---- 8.4 the best order
 
 
-def crossing_of(model, shape, ranks_per_node, batch):
-    traffic = step_traffic(model, shape, global_batch=batch)
-    return [across_nodes(sent, ranks_per_node) for sent in traffic.values()]
+def crossing(sent, ranks_per_node):
+    total = 0
+    for (sender, receiver), num_bytes in sent.items():
+        if sender // ranks_per_node != receiver // ranks_per_node:
+            total += num_bytes
+    return total
 
 
-def best(model, shape, ranks_per_node, global_batch, cost=sum, choose=min):
+def crossing_by_nodes(sent, ranks_per_node):
+    """Looks the node of each rank up in a list of nodes."""
+    last = max(max(link) for link in sent) if sent else 0
+    node_of = [rank // ranks_per_node for rank in range(last + 1)]
+    return sum(sent[link] for link in sent if node_of[link[0]] != node_of[link[1]])
+
+
+def crossing_with_numpy(sent, ranks_per_node):
+    links = np.array(list(sent), dtype=int).reshape(-1, 2) // ranks_per_node
+    return float(np.array(list(sent.values()))[links[:, 0] != links[:, 1]].sum())
+
+
+def crossing_by_distance(sent, ranks_per_node):
+    """Takes ranks that are far apart for ranks on different nodes."""
+    return sum(size for (a, b), size in sent.items() if abs(a - b) >= ranks_per_node)
+
+
+def staying(sent, ranks_per_node):
+    return sum(sent.values()) - crossing(sent, ranks_per_node)
+
+
+def crossing_of_all_links(sent, ranks_per_node):
+    return sum(sent.values())
+
+
+def crossing_one_way(sent, ranks_per_node):
+    return sum(size for (a, b), size in sent.items() if a // ranks_per_node < b // ranks_per_node)
+
+
+def crossing_by_emptying(sent, ranks_per_node):
+    total = 0
+    while sent:
+        (a, b), size = sent.popitem()
+        if a // ranks_per_node != b // ranks_per_node:
+            total += size
+    return total
+
+
+def crossing_of(model, shape, ranks_per_node, batch, **how):
+    traffic = step_traffic(model, shape, global_batch=batch, **how)
+    return {axis: crossing(sent, ranks_per_node) for axis, sent in traffic.items()}
+
+
+def total(of_axes):
+    return sum(of_axes.values())
+
+
+def best(
+    model,
+    shape,
+    ranks_per_node,
+    global_batch,
+    cost=total,
+    choose=min,
+    orders=ORDERS,
+    **how,
+):
     def of_order(order):
-        return cost(crossing_of(model, replace(shape, order=order), ranks_per_node, global_batch))
+        ordered = replace(shape, order=order)
+        return cost(crossing_of(model, ordered, ranks_per_node, global_batch, **how))
 
-    return choose(map("-".join, itertools.permutations(AXES)), key=of_order)
+    return choose(orders, key=of_order)
 
 
 def best_with_a_dictionary(model, shape, ranks_per_node, global_batch):
@@ -367,7 +538,7 @@ def best_with_a_dictionary(model, shape, ranks_per_node, global_batch):
     for axes in itertools.permutations(["dp", "pp", "cp", "tp"]):
         order = f"{axes[0]}-{axes[1]}-{axes[2]}-{axes[3]}"
         ordered = GridShape(shape.dp, shape.pp, shape.cp, shape.tp, order)
-        bytes_of[order] = sum(crossing_of(model, ordered, ranks_per_node, global_batch))
+        bytes_of[order] = total(crossing_of(model, ordered, ranks_per_node, global_batch))
     return min(bytes_of, key=lambda order: bytes_of[order])
 
 
@@ -376,12 +547,12 @@ def best_by_sorting(model, shape, ranks_per_node, global_batch):
     for axes in itertools.permutations(AXES):
         order = "-".join(axes)
         ordered = replace(shape, order=order)
-        total = 0
+        crossing = 0
         for sent in step_traffic(model, ordered, global_batch=global_batch).values():
             for (sender, receiver), num_bytes in sent.items():
                 if sender // ranks_per_node != receiver // ranks_per_node:
-                    total += num_bytes
-        pairs.append((total, order))
+                    crossing += num_bytes
+        pairs.append((crossing, order))
     pairs.sort()
     return pairs[0][1]
 
@@ -399,27 +570,83 @@ def best_of_all_links(model, shape, ranks_per_node, global_batch):
     return best(model, shape, 1, global_batch)
 
 
+def best_of_one_model(model, shape, ranks_per_node, global_batch):
+    """Takes the notebook's model in place of its own argument."""
+    return best(gpt_shape("gpt_7b"), shape, ranks_per_node, global_batch)
+
+
+def best_without_replace(model, shape, ranks_per_node, global_batch):
+    return min(ORDERS, key=lambda order: total(crossing_of(model, shape, ranks_per_node, 64)))
+
+
+def best_with_cp_last(*args):
+    return best(*args, orders=[order for order in ORDERS if order.endswith("cp")])
+
+
+def best_by_the_library(model, shape, ranks_per_node, global_batch):
+    def of_order(order):
+        traffic = step_traffic(model, replace(shape, order=order), global_batch=global_batch)
+        return sum(across_nodes(sent, ranks_per_node) for sent in traffic.values())
+
+    return min(ORDERS, key=of_order)
+
+
 def fewest_bytes(model, shape, ranks_per_node, global_batch):
     order = best(model, shape, ranks_per_node, global_batch)
-    return sum(crossing_of(model, replace(shape, order=order), ranks_per_node, global_batch))
+    return total(crossing_of(model, replace(shape, order=order), ranks_per_node, global_batch))
+
+
+def best_order_of(answer, ranks):
+    crossing, best = answer() if callable(answer) else answer
+    l08.best_order(crossing, best)
+
+
+def with_best(best):
+    """A right count of what crosses, with this way to choose."""
+    return crossing, best
 
 
 BEST = Answers(
-    check=lambda answer, ranks: l08.best_order(answer, gpt_shape("gpt_7b")),
+    check=best_order_of,
     right={
-        "min with a key": best,
-        "a dictionary": best_with_a_dictionary,
-        "sorted pairs": best_by_sorting,
+        "min with a key": (crossing, best),
+        "a dictionary": (crossing_by_nodes, best_with_a_dictionary),
+        "sorted pairs": (crossing_with_numpy, best_by_sorting),
     },
     wrong={
-        "the largest axis": (lambda *args: best(*args, cost=max), "all axes count together"),
-        "the worst": (lambda *args: best(*args, choose=max), "the worst of all"),
-        "always the usual one": (lambda *args: "tp-cp-dp-pp", "another order"),
-        "another batch": (best_of_one_batch, "the batch and the node size"),
-        "nodes of 8": (best_on_nodes_of_8, "between nodes, another order"),
-        "all links": (best_of_all_links, "between nodes, another order"),
-        "a tuple": (lambda *args: tuple(best(*args).split("-")), "names all four axes"),
-        "the bytes": (fewest_bytes, "the order is asked for"),
+        "by distance": ((crossing_by_distance, best), "on which node is each rank"),
+        "what stays": ((staying, best), "stay inside the nodes"),
+        "one way only": ((crossing_one_way, best), "on which node is each rank"),
+        "all links": (with_best(best_of_all_links), "does each order get a grid"),
+        "the largest axis": (
+            with_best(lambda *args: best(*args, cost=lambda sent: max(sent.values()))),
+            "all axes count together",
+        ),
+        "the worst": (with_best(lambda *args: best(*args, choose=max)), "the worst of all"),
+        "always the usual one": (with_best(lambda *args: "tp-cp-dp-pp"), "whatever is asked"),
+        "replace forgotten": (with_best(best_without_replace), "whatever is asked"),
+        "cp last": (with_best(best_with_cp_last), "ends with cp"),
+        "tp and dp alone": (
+            with_best(lambda *args: best(*args, cost=lambda sent: sent["tp"] + sent["dp"])),
+            "do all axes count",
+        ),
+        "scatter/gather": (
+            with_best(lambda *args: best(*args, scatter_gather=True)),
+            "the whole of act is sent",
+        ),
+        "the model of the notebook": (with_best(best_of_one_model), "the argument `model`"),
+        "another batch": (with_best(best_of_one_batch), "the batch and the node size"),
+        "nodes of 8": (with_best(best_on_nodes_of_8), "between nodes, another order"),
+        "a tuple": (
+            with_best(lambda *args: tuple(best(*args).split("-"))),
+            "names all four axes",
+        ),
+        "the bytes": (with_best(fewest_bytes), "the order is asked for"),
+        "every link counts": ((crossing_of_all_links, best), "on which node is each rank"),
+        "the argument emptied": ((crossing_by_emptying, best), "it has changed `sent`"),
+        "across_nodes": ((across_nodes, best), "labcode's own answer"),
+        "across_nodes within": (with_best(best_by_the_library), "labcode's own answer"),
+        "None": ((crossing, None), "best_order is None"),
     },
 )
 
@@ -449,6 +676,7 @@ DESIGN = Answers(
         "too few ranks": (GridShape(dp=4, tp=8), "there are 64 GPUs"),
         "does not fit": (GridShape(dp=64), "are allowed"),
         "a tuple": ((8, 8, 1, 1), "is not a GridShape"),
+        "None": (None, "my_grid is None"),
         "stages of unequal depth": (GridShape(dp=4, pp=16), "not divisible by pp=16"),
         "much dp": (GridShape(dp=16, pp=4), "above 0.45 s"),
     },

@@ -8,7 +8,7 @@ from torch import nn
 
 from labcode.comm.collectives import copy_to, gather_from, reduce_from
 from labcode.parallel import tensor
-from labcode.teach.exercises import l09
+from labcode.teach.exercises import l09, l09_vocabulary
 
 
 def everybody() -> dist.ProcessGroup:
@@ -83,6 +83,39 @@ def nothing(x, group):
     return None
 
 
+def itself(x, group):
+    return x
+
+
+def total_not_awaited(x, group):
+    """Starts a sum and hands on what is there."""
+    x = x.clone()
+    dist.all_reduce(x, group=group, async_op=True)
+    return x
+
+
+def total_awaited(x, group):
+    x = x.clone()
+    work = dist.all_reduce(x, group=group, async_op=True)
+    work.wait()
+    return x
+
+
+class CopyToOfTheClass(torch.autograd.Function):
+    """Keeps the group where all calls share it."""
+
+    group = None
+
+    @staticmethod
+    def forward(ctx, x, group):
+        CopyToOfTheClass.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return total(grad, CopyToOfTheClass.group), None
+
+
 f = function(same, total)
 g = function(total, same)
 
@@ -104,6 +137,10 @@ PAIRS = Answers(
             function(detached_copy, total_of_new_tensor),
             function(total_of_new_tensor, detached_copy),
         ),
+        "x itself, and awaited": (
+            function(itself, total_awaited),
+            function(total_awaited, itself),
+        ),
     },
     wrong={
         "f hands on": ((function(same, same), g), "own part"),
@@ -122,6 +159,14 @@ PAIRS = Answers(
             (function(same, total, lambda grad: grad), g),
             "incorrect number of gradients",
         ),
+        "no return in backward": (
+            (function(same, total, lambda grad: None), g),
+            "is there a `return` in backward",
+        ),
+        "not awaited": ((f, function(total_not_awaited, same)), "nobody waits"),
+        "not awaited in backward": ((function(same, total_not_awaited), g), "nobody waits"),
+        "the group on the class": ((CopyToOfTheClass, g), "on the class"),
+        "None": ((f, None), "ReduceFrom is None"),
         "g does nothing": ((f, function(same, same)), "forward has to sum"),
         "g sums twice": ((f, function(total, total)), "2 times too long"),
         "g in place": ((f, function(total_in_place, same)), "wrote into its input"),
@@ -290,6 +335,58 @@ class ColumnsWithG(Columns):
         return reduce_from(F.linear(x, self.weight, self.bias), self.group)
 
 
+class ColumnsPlainWeight(nn.Module):
+    """The weight is no parameter, the bias is."""
+
+    def __init__(self, layer, group):
+        super().__init__()
+        p, rank = group.size(), group.rank()
+        self.group = group
+        self.weight = layer.weight.detach().chunk(p)[rank].clone()
+        self.bias = None
+        if layer.bias is not None:
+            self.bias = nn.Parameter(layer.bias.detach().chunk(p)[rank].clone())
+
+    def forward(self, x):
+        return F.linear(copy_to(x, self.group), self.weight, self.bias)
+
+
+class ColumnsInTwo(Columns):
+    """Two parts, whatever the size of the group."""
+
+    def part(self, whole, dim):
+        return whole.chunk(2, dim)[self.group.rank()]
+
+
+class ColumnsHoldingTheLayer(Columns):
+    """Keeps the whole layer where parameters() does not look."""
+
+    def __init__(self, layer, group):
+        super().__init__(layer, group)
+        self.hidden = [layer]
+
+
+class ColumnsPadded(Columns):
+    """Computes all outputs, most of them with zeros."""
+
+    def forward(self, x):
+        rows = len(self.weight)
+        first = self.group.rank() * rows
+        parts = [torch.zeros_like(self.weight)] * self.group.size()
+        parts[self.group.rank()] = self.weight
+        y = (copy_to(x, self.group) @ torch.cat(parts).T)[..., first : first + rows]
+        return y if self.bias is None else y + self.bias
+
+
+class ColumnsInTheInput(Columns):
+    """Doubles its input, and halves it again in the copy."""
+
+    def forward(self, x):
+        y = super().forward(x)
+        x.data.mul_(2)
+        return y
+
+
 class NoReturn(Columns):
     def forward(self, x):
         F.linear(copy_to(x, self.group), self.weight, self.bias)
@@ -307,7 +404,12 @@ COLUMNS = Answers(
         "the first part everywhere": (ColumnsOfTheFirst, "the part of number 0"),
         "the rank of the job": (ColumnsOfTheWorld, "or that in the job"),
         "the default group": (ColumnsDefaultGroup, "runs over 4 ranks, and the group has 2"),
-        "no parameters": (ColumnsNoParameters, "has no parameters"),
+        "a plain weight": (ColumnsPlainWeight, "weight is a tensor and not an nn.Parameter"),
+        "in two": (ColumnsInTwo, "into how many parts"),
+        "holds the layer": (ColumnsHoldingTheLayer, "still holds the whole weight"),
+        "padded with zeros": (ColumnsPadded, "as much as this rank's share"),
+        "changes its input": (ColumnsInTheInput, "has changed its input"),
+        "no parameters": (ColumnsNoParameters, "not an nn.Parameter"),
         "the whole bias": (ColumnsWholeBias, "to which output features"),
         "no bias": (ColumnsNoBias, "the bias is not added"),
         "g in place of f": (ColumnsWithG, "1 all_reduce in forward"),
@@ -390,6 +492,33 @@ class RowsPlainSum(Rows):
         return y if self.bias is None else y + self.bias
 
 
+class RowsSumInPlace(Rows):
+    """dist.all_reduce on the output itself: autograd does not notice, and the gradient is right."""
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        dist.all_reduce(y, group=self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class RowsSumOfTheView(Rows):
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        dist.all_reduce(y.detach(), group=self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class RowsStraightThrough(Rows):
+    """g without a Function: the sum as a number that autograd is told of."""
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        total = y.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        y = y + (total - y.detach())
+        return y if self.bias is None else y + self.bias
+
+
 class RowsWithF(Rows):
     def forward(self, x):
         y = reduce_from(F.linear(copy_to(x, self.group), self.weight), self.group)
@@ -448,12 +577,20 @@ class RowsNoReturn(Rows):
 
 ROWS = Answers(
     check=l09.row_parallel,
-    right={"chunk": Rows, "slices": RowsBySlices, "zero for no bias": RowsWithZeros},
+    right={
+        "chunk": Rows,
+        "slices": RowsBySlices,
+        "zero for no bias": RowsWithZeros,
+        "straight through": RowsStraightThrough,
+    },
     wrong={
         "bias before the sum": (RowsBiasEarly, "too large by 1 biases"),
         "cuts the outputs": (RowsOfTheOutputs, "the inputs are shared out"),
         "no g": (RowsWithoutG, "nothing travels in forward"),
         "dist.all_reduce": (RowsPlainSum, "no gradient reaches the input"),
+        "the output summed in place": (RowsSumInPlace, "right by accident"),
+        "a view summed in place": (RowsSumOfTheView, "right by accident"),
+        "None": (None, "MyRowParallelLinear is None"),
         "f as well": (RowsWithF, "1 all_reduce in backward"),
         "the default group": (RowsDefaultGroup, "runs over 4 ranks, and the group has 2"),
         "the mean": (RowsMean, "other values"),
@@ -557,6 +694,33 @@ def swiglu_other_columns(x, gate, up, down, group):
     return reduce_from(inside @ down.chunk(p, dim=1)[p - 1 - rank].T, group)
 
 
+def swiglu_of_detached_weights(x, gate, up, down, group):
+    return swiglu(x, gate.detach(), up.detach(), down.detach(), group)
+
+
+def swiglu_of_copies(x, gate, up, down, group):
+    """Parameters of its own: what was handed in gets no gradient."""
+    p, rank = group.size(), group.rank()
+    own_up = nn.Parameter(up.chunk(p)[rank])
+    x = copy_to(x, group)
+    inside = F.silu(x @ gate.chunk(p)[rank].T) * (x @ own_up.T)
+    return reduce_from(inside @ down.chunk(p, dim=1)[rank].T, group)
+
+
+def swiglu_of_up(x, gate, up, down, group):
+    """silu on the wrong one."""
+    return swiglu(x, up, gate, down, group)
+
+
+def swiglu_summed_in_place(x, gate, up, down, group):
+    p, rank = group.size(), group.rank()
+    x = copy_to(x, group)
+    inside = F.silu(x @ gate.chunk(p)[rank].T) * (x @ up.chunk(p)[rank].T)
+    y = inside @ down.chunk(p, dim=1)[rank].T
+    dist.all_reduce(y.detach(), group=group)
+    return y
+
+
 SWIGLU = Answers(
     check=l09.swiglu,
     right={"chunk": swiglu, "slices": swiglu_with_slices, "fused": swiglu_fused},
@@ -571,6 +735,10 @@ SWIGLU = Answers(
         "the default group": (swiglu_default_group, "runs over 4 ranks, and the group has 2"),
         "sums over all": (swiglu_default_sums, "runs over 4 ranks, and the group has 2"),
         "other columns of down": (swiglu_other_columns, "fit together"),
+        "detached weights": (swiglu_of_detached_weights, "gate gets no gradient"),
+        "a parameter of its own": (swiglu_of_copies, "up gets no gradient"),
+        "silu on up": (swiglu_of_up, "to which of them does silu belong"),
+        "summed in place": (swiglu_summed_in_place, "right by accident"),
     },
 )
 
@@ -685,6 +853,29 @@ class TableOneOff(Table):
         return x.masked_fill(elsewhere[..., None], 0)
 
 
+class TableOfEqualParts(Table):
+    """As if all ranks had as many rows as this one."""
+
+    def __init__(self, embedding, group):
+        super().__init__(embedding, group)
+        self.first = group.rank() * len(self.weight)
+
+
+class TableIntoTheTokens(Table):
+    def forward(self, tokens):
+        tokens -= self.first
+        here = (tokens >= 0) & (tokens < len(self.weight))
+        x = F.embedding(tokens * here, self.weight) * here[..., None]
+        return reduce_from(x, self.group)
+
+
+class TableSummedInPlace(Table):
+    def forward(self, tokens):
+        x = self.own(tokens)
+        dist.all_reduce(x.detach(), group=self.group)
+        return x
+
+
 class TableWithF(Table):
     def forward(self, tokens):
         return copy_to(self.own(tokens), self.group)
@@ -711,6 +902,9 @@ EMBEDDING = Answers(
         "dist.all_reduce": (TablePlainSum, "weight gets no gradient"),
         "the default group": (TableDefaultGroup, "runs over 4 ranks, and the group has 2"),
         "a view": (TableView, "a view of the whole table"),
+        "equal parts": (TableOfEqualParts, "What does each rank add to the sum?"),
+        "into the tokens": (TableIntoTheTokens, "has changed `tokens`"),
+        "summed in place": (TableSummedInPlace, "right by accident"),
         "f in place of g": (TableWithF, "the vector of token"),
     },
 )
@@ -722,6 +916,9 @@ EMBEDDING = Answers(
 def own_loss(logits, targets, first, group, peak="max", masked=True, sums=reduce_from):
     highest = logits.detach().amax(-1)
     if peak == "max":
+        dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
+    if peak == "of all tokens":
+        highest = highest.amax().expand(len(highest)).contiguous()
         dist.all_reduce(highest, op=dist.ReduceOp.MAX, group=group)
     if peak == "none":
         highest = torch.zeros_like(highest)
@@ -761,7 +958,7 @@ def loss_with_logsumexp(logits, targets, first, group):
 
 def gathered(logits, targets, first, group):
     longest = torch.full(
-        (len(targets), -(-l09.VOCAB // group.size())), -torch.inf, dtype=logits.dtype
+        (len(targets), -(-l09_vocabulary.VOCAB // group.size())), -torch.inf, dtype=logits.dtype
     )
     longest[:, : logits.shape[-1]] = logits.detach()
     parts = [torch.empty_like(longest) for _ in range(group.size())]
@@ -790,6 +987,27 @@ def loss_without_shift(logits, targets, first, group):
     return own_loss(logits, targets, 0, group)
 
 
+def loss_into_the_targets(logits, targets, first, group):
+    loss = own_loss(logits, targets, first, group)
+    targets -= first
+    return loss
+
+
+def loss_summed_in_place(logits, targets, first, group):
+    """Sums behind the back of autograd."""
+    peak = logits.detach().amax(-1)
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - peak[:, None]
+    column = targets - first
+    elsewhere = (column < 0) | (column >= logits.shape[-1])
+    target = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0]
+    target = target.masked_fill(elsewhere, 0)
+    own_sum = shifted.exp().sum(-1)
+    dist.all_reduce(own_sum.detach(), group=group)
+    dist.all_reduce(target.detach(), group=group)
+    return own_sum.log() - target
+
+
 def sum_both_ways(x, group):
     return reduce_from(copy_to(x, group), group)
 
@@ -807,6 +1025,12 @@ LOSS = Answers(
             lambda *args: own_loss(*args, peak="none"),
             "before you take the exponential",
         ),
+        "one maximum for all tokens": (
+            lambda *args: own_loss(*args, peak="of all tokens"),
+            "of which logits",
+        ),
+        "into the targets": (loss_into_the_targets, "`targets` have been changed"),
+        "summed in place": (loss_summed_in_place, "right by accident"),
         "its own maximum": (lambda *args: own_loss(*args, peak="own"), "agree on one"),
         "nothing summed": (
             lambda *args: own_loss(*args, sums=lambda x, group: x),

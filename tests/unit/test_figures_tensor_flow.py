@@ -21,7 +21,7 @@ def test_the_way_through_an_mlp():
 
 def test_columns_then_rows():
     found = texts(plot.column_then_row(alt=ALT))
-    assert found.count("0") == found.count("1") == 4
+    assert found.count("rank 0") == found.count("rank 1") == 4
 
 
 def test_each_layout_is_that_of_the_tensor():

@@ -53,6 +53,8 @@ def lines(
     marks: bool | Collection[str] = True,
     reference: Mapping[str, float] | None = None,
     upright: Mapping[str, float] | None = None,
+    wide: str = "",
+    beside: bool = False,
 ) -> Picture:
     """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
 
@@ -69,6 +71,8 @@ def lines(
         marks: A marker at each point: of all lines, of none, or of those with these labels.
         reference: `{"label": y}`, horizontal dashed lines to compare with.
         upright: `{"label": x}`, vertical dotted lines.
+        wide: Label of a line that others may cover: drawn as a wide pale band beneath them.
+        beside: The legend stands beside the axes, where many lines leave no room for it.
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
@@ -76,6 +80,9 @@ def lines(
     for i, (label, values) in enumerate(series.items()):
         xs, ys = _points(values, x)
         places.update(xs.tolist())
+        if label == wide:
+            axes.plot(xs, ys, label=label, lw=9, color=RULE, alpha=0.45, zorder=1.5)
+            continue
         has_marks = marks if isinstance(marks, bool) else label in marks
         axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, has_marks))
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
@@ -85,7 +92,10 @@ def lines(
     if from_zero:
         axes.set_ylim(bottom=0)
     if len(series) > 1 or reference or upright:
-        axes.legend(loc="best")
+        if beside:
+            axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
+        else:
+            axes.legend(loc="best")
     _set_title(axes, title)
     for axis in (axes.xaxis, axes.yaxis):
         _plain_numbers(axis)

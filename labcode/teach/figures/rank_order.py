@@ -143,13 +143,13 @@ def _draw_nodes(axes: Axes, nodes: int, per_node: int) -> None:
         box.set_boxstyle("round,pad=0,rounding_size=0.12")
         box.set(facecolor=PALE, edgecolor=RULE, linewidth=1.0)
         axes.add_patch(box)
-        put_text(axes, left - 0.47, 0, f"node\n{node}", 8.5, linespacing=1.2)
+        put_text(axes, left - 0.47, 0, f"node\n{node}", 10, linespacing=1.2)
         for index in range(per_node):
             rank = node * per_node + index
             square = Rectangle((left + index + 0.18, -0.32), 0.64, 0.64)
             square.set(facecolor="white", edgecolor=INK, linewidth=1.0)
             axes.add_patch(square)
-            put_text(axes, left + index + 0.5, 0, str(rank), 9.5)
+            put_text(axes, left + index + 0.5, 0, str(rank), 10.5)
 
 
 def _draw_link(axes: Axes, sender: int, receiver: int, per_node: int, leaves: bool) -> None:
@@ -174,7 +174,7 @@ def _finish(axes: Axes, right: float, text: str) -> None:
     axes.set_xlim(-0.3, right + 0.3)
     axes.set_ylim(-2.0, 1.7)
     axes.set_axis_off()
-    axes.set_title(text, loc="left", fontsize=10)
+    axes.set_title(text, loc="left", fontsize=10.5)
 
 
 def _check_size(shape: GridShape) -> None:

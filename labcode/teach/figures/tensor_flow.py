@@ -120,8 +120,11 @@ class _Matrix(NamedTuple):
 
 @figure
 def column_then_row(*, alt: str, title: str = "") -> Picture:
-    """The two products of an MLP as matrices: A cut into columns, B into rows, on two ranks."""
-    picture = canvas(6.6, 2.3, alt=alt)
+    """The two products of an MLP as matrices: A cut into columns, B into rows, on two ranks.
+
+    T tokens, H features of a token, F features inside of the MLP.
+    """
+    picture = canvas(6.6, 2.5, alt=alt)
     axes = picture.axes[0]
     matrices = (
         _Matrix(0.0, 1.0, 1.4, "", "X", "[T, H]"),
@@ -134,8 +137,10 @@ def column_then_row(*, alt: str, title: str = "") -> Picture:
         _draw_matrix(axes, matrix)
     for x, sign in ((1.35, "·"), (5.1, "→"), (8.85, "·"), (10.65, "=")):
         put_text(axes, x, 0, sign, 14)
+    legend = "T: tokens    H: features of a token    F: features inside the MLP"
+    put_text(axes, -0.1, -2.5, legend, 8.5, ha="left")
     axes.set_xlim(-0.2, 13.75)
-    axes.set_ylim(-2.3, 1.75)
+    axes.set_ylim(-2.8, 1.75)
     blank(axes)
     if title:
         axes.set_title(title, loc="left")
@@ -174,13 +179,13 @@ def _part(
     height: float,
     rank: int | None,
 ) -> None:
-    """A rectangle of one rank, with its number; grey and "all" if it is whole."""
+    """A rectangle of one rank, with its name; grey and "all" if it is whole."""
     colour = WHOLE if rank is None else PALETTE[rank]
     patch = Rectangle((left, bottom), width, height)
     patch.set(facecolor=colour, edgecolor="white", linewidth=1.2)
     axes.add_patch(patch)
-    text = "all" if rank is None else str(rank)
-    put_text(axes, left + width / 2, bottom + height / 2, text, 9.5, color=ink_on(colour))
+    text = "all" if rank is None else f"rank {rank}"
+    put_text(axes, left + width / 2, bottom + height / 2, text, 9, color=ink_on(colour))
 
 
 # ---- the layouts of a DTensor

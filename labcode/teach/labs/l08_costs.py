@@ -1,4 +1,4 @@
-"""What a grid of H100 nodes costs in one step: memory, seconds on the links, idle stages.
+"""What a grid of H100 nodes costs in one step: bytes between nodes, memory, seconds, idle stages.
 
 Three formulas, which lesson 08 takes from the published work that it names. Nothing overlaps here:
 all seconds of communication count.
@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from labcode.config import GPTConfig
 from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.traffic import step_traffic
+from labcode.perf.traffic import across_nodes, step_traffic
 from labcode.topology import GridShape
 from labcode.units import si
 
@@ -20,6 +20,16 @@ INFINIBAND = 50e9  # 400 Gb/s for each GPU; NVIDIA DGX H100 datasheet
 FLOPS_PER_S = 0.4 * 989e12  # 40 % of an H100's peak in bfloat16
 STATE_BYTES = 16  # of a parameter: weights, gradients, AdamW (Rajbhandari et al. 2020)
 ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp", "cp-dp-tp-pp")  # what `cheapest` tries
+
+
+def crossing_bytes(
+    model: GPTConfig, shape: GridShape, ranks_per_node: int, batch: int
+) -> float:
+    """Bytes that cross between nodes in one step, all axes together."""
+    total = 0.0
+    for sent in step_traffic(model, shape, global_batch=batch).values():
+        total += across_nodes(sent, ranks_per_node)
+    return total
 
 
 class Costs(NamedTuple):
@@ -98,7 +108,7 @@ def table(found: Costs) -> str:
 def cheapest(
     model: GPTConfig, num_gpus: int, batch: int, tp: int, room_bytes: float, max_pp: int = 8
 ) -> tuple[GridShape, Costs]:
-    """The grid that loses least time among those with a given tp that fit.
+    """The grid that loses least time among those with a given tp that fit; cp is 1.
 
     Args:
         model: What is trained.
@@ -121,7 +131,7 @@ def cheapest(
 
 def _grids(num_gpus: int, batch: int, tp: int, max_pp: int) -> Iterable[GridShape]:
     """Grids of powers of two that divide the batch."""
-    for pp, cp, order in itertools.product((1, 2, 4, 8), (1, 2), ORDERS):
-        dp, rest = divmod(num_gpus, tp * pp * cp)
+    for pp, order in itertools.product((1, 2, 4, 8), ORDERS):
+        dp, rest = divmod(num_gpus, tp * pp)
         if rest == 0 and dp >= 1 and batch % dp == 0 and pp <= max_pp:
-            yield GridShape(dp, pp, cp, tp, order)
+            yield GridShape(dp=dp, pp=pp, tp=tp, order=order)

@@ -1,12 +1,14 @@
 """Lesson 09, and 10: a module beside this rank's shard of it, and a few steps of training."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labcode.comm.counting import counted, totals
+from labcode.parallel.model import ParallelModel
 
 Change = Callable[[nn.Module], nn.Module]
 Totals = dict[str, tuple[int, int]]  # {kind: (how many, their bytes)}
@@ -102,6 +104,35 @@ def adamw_steps(
         optimizer.step()
         losses.append(loss.detach())
     return torch.stack(losses)
+
+
+def weights_table(model: ParallelModel) -> str:
+    """One line for each weight of a parallel model: its whole shape, and that of this rank's part.
+
+    Blocks but the first are left out.
+    """
+    lines = [f"{'weight':32}{'whole':12}on this rank"]
+    for name, param in model.module.named_parameters():
+        whole = list(model.shardings[name].shape)
+        own = list(param.shape)
+        held = "the whole" if own == whole else str(own)
+        if not name.startswith("blocks.") or name.startswith("blocks.0."):
+            lines.append(f"{name:32}{str(whole):12}{held}")
+    return "\n".join(lines)
+
+
+def spelled(layout: Any) -> Any:
+    """A layout as PyTorch writes it, for a text in which cases or brackets differ.
+
+    "shard(1)" and "Shard 1" become "Shard(1)", "partial" becomes "Partial()"; all else is left as
+    it is.
+    """
+    if not isinstance(layout, str):
+        return layout
+    letters = "".join(letter for letter in layout.lower() if letter.isalnum())
+    known = {"replicate": "Replicate()", "partial": "Partial()"}
+    known |= {"shard0": "Shard(0)", "shard1": "Shard(1)"}
+    return known.get(letters, layout)
 
 
 class SeparateAttention(nn.Module):
