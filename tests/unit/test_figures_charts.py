@@ -153,3 +153,17 @@ def test_maps_share_one_scale():
     assert now.get_clim() == later.get_clim() == (280, 290)
     errors = plot.field(np.array([[-1.0, 3.0]]), diverging=True, alt=ALT).axes[0].images[0]
     assert errors.get_clim() == (-3, 3)
+
+
+def test_a_wide_line_lies_beneath_the_others_and_its_legend_is_wide_too():
+    picture = plot.lines(
+        {"truth": [1, 2, 3], "same": [1, 2, 3]},
+        wide="truth",
+        beside=True,
+        alt="Two equal lines, one of them wide",
+    )
+    truth, same = picture.axes[0].lines
+    assert truth.get_linewidth() > 3 * same.get_linewidth()
+    assert truth.get_zorder() < same.get_zorder()
+    shown = picture.axes[0].get_legend().get_lines()
+    assert shown[0].get_linewidth() == truth.get_linewidth()

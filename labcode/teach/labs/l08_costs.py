@@ -22,9 +22,7 @@ STATE_BYTES = 16  # of a parameter: weights, gradients, AdamW (Rajbhandari et al
 ORDERS = ("tp-cp-dp-pp", "tp-cp-pp-dp", "cp-dp-tp-pp")  # what `cheapest` tries
 
 
-def crossing_bytes(
-    model: GPTConfig, shape: GridShape, ranks_per_node: int, batch: int
-) -> float:
+def crossing_bytes(model: GPTConfig, shape: GridShape, ranks_per_node: int, batch: int) -> float:
     """Bytes that cross between nodes in one step, all axes together."""
     total = 0.0
     for sent in step_traffic(model, shape, global_batch=batch).values():

@@ -117,7 +117,7 @@ def weights_table(model: ParallelModel) -> str:
         own = list(param.shape)
         held = "the whole" if own == whole else str(own)
         if not name.startswith("blocks.") or name.startswith("blocks.0."):
-            lines.append(f"{name:32}{str(whole):12}{held}")
+            lines.append(f"{name:32}{whole!s:12}{held}")
     return "\n".join(lines)
 
 
