@@ -40,6 +40,7 @@ class Place(NamedTuple):
 
 
 def stand(shape: GridShape) -> Place:
+    """Where this rank stands in a grid."""
     grid = Grid.create(shape)
     return Place(grid.group("tp"), grid.coord("tp"), grid.size("tp"), grid.coord("dp"))
 
@@ -115,10 +116,12 @@ def error_of(found: Tensor, expected: Tensor) -> float:
 
 
 def is_close(found: Tensor, expected: Tensor) -> bool:
+    """Whether two tensors have one shape, and the same numbers up to rounding."""
     return found.shape == expected.shape and error_of(found, expected) < TOLERANCE
 
 
 def draw(seed: int, *sizes: int) -> Tensor:
+    """Normal random numbers in float64, the same in every process."""
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(*sizes, dtype=torch.float64, generator=generator)
 
@@ -169,7 +172,6 @@ class Sums:
 
     Attributes:
         behind_autograd: Whether one wrote into a tensor of the graph, outside of a Function.
-        not_awaited: How many were started with `async_op=True`, and nobody waited for them.
     """
 
     def __init__(self) -> None:
@@ -178,9 +180,11 @@ class Sums:
 
     @property
     def not_awaited(self) -> int:
+        """How many were started with `async_op=True`, and nobody waited for them."""
         return sum(not handle.was_awaited for handle in self._handles)
 
     def note(self, handle: "_Handle") -> None:
+        """Remember what was started."""
         self._handles.append(handle)
 
 
