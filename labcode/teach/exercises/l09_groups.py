@@ -157,6 +157,7 @@ class Parameter(NamedTuple):
 
 
 def parameters_of(module: nn.Module) -> dict[str, Parameter]:
+    """{name: parameter} of a module, as plain values that can be sent to another process."""
     params = {}
     for name, param in module.named_parameters():
         numbers = param.untyped_storage().nbytes() // param.element_size()
