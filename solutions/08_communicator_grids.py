@@ -692,8 +692,8 @@ def best_order(model, shape, ranks_per_node, global_batch):
 check("8.4", lambda: l08.best_order(my_crossing, best_order))
 
 # %% [markdown]
-# Here is labcode's count of what crosses, and the part of `step_traffic` that says what each axis sends: rings for tp,
-# cp and dp, and for pp what goes from stage to stage.
+# Here is labcode's count of what crosses, and `step_traffic`, which says what each axis sends: rings for tp, cp and dp,
+# and for pp what goes from stage to stage.
 
 # %%
 show_source(across_nodes)
