@@ -263,6 +263,9 @@ def test_a_literal_is_one_word_on_one_line(text):
     )
 
 
+PREEMPTED = "2026-11-22T12:59:29"
+
+
 @pytest.fixture
 def start(tmp_path):
     """`start(code)`: a script that can go on, with stubs for SLURM's commands.
@@ -358,33 +361,36 @@ def test_whatever_torchrun_says_a_run_with_its_checkpoint_goes_on(start, tmp_pat
     assert said(tmp_path) == ["--quiet --signal=USR1 7", "requeue 7"]
 
 
-def test_ranks_that_were_stopped_without_this_script_are_requeued(start, tmp_path):
-    """SLURM tells the steps alone that the job is preempted."""
-    assert start(0, signals=0).wait(60) == 0
+def test_a_preempted_job_is_requeued_although_slurm_tells_its_ranks_alone(start, tmp_path):
+    assert start(0, signals=0, preempted=PREEMPTED).wait(60) == 0
     assert said(tmp_path) == ["requeue 7"]
 
 
+def test_who_stops_the_ranks_by_hand_stops_the_job_for_good(start, tmp_path):
+    """`scancel --signal=USR1 7` signals the ranks, and not this script."""
+    assert start(0, signals=0).wait(60) == 0
+    assert said(tmp_path) == []
+
+
 def test_a_step_that_dies_as_it_starts_since_the_job_is_preempted_goes_on(start, tmp_path):
-    preempted = "2026-11-22T12:59:29"
-    assert start(143, signals=0, stopped=False, preempted=preempted).wait(60) == 0
+    assert start(143, signals=0, stopped=False, preempted=PREEMPTED).wait(60) == 0
     assert said(tmp_path) == ["requeue 7"]
 
 
 def test_a_preempted_run_that_has_finished_in_time_is_not_requeued(start, tmp_path):
-    preempted = "2026-11-22T12:59:29"
-    assert start(0, signals=0, stopped=False, preempted=preempted).wait(60) == 0
+    assert start(0, signals=0, stopped=False, preempted=PREEMPTED).wait(60) == 0
     assert said(tmp_path) == []
 
 
 def test_a_job_that_was_cancelled_stays_so(start, tmp_path):
     """`scontrol requeue` would bring it back."""
-    assert start(0, signals=0, state="COMPLETING").wait(60) == 0
+    assert start(0, signals=0, state="COMPLETING", preempted=PREEMPTED).wait(60) == 0
     assert said(tmp_path) == []
 
 
 @pytest.mark.parametrize(("restarts", "requeued"), [(0, True), (1, True), (2, False), (7, False)])
 def test_a_job_has_no_more_attempts_than_it_may(start, tmp_path, restarts, requeued):
-    process = start(0, signals=0, restarts=restarts)
+    process = start(0, signals=0, preempted=PREEMPTED, restarts=restarts)
     _, stderr = process.communicate(timeout=60)
     assert process.returncode == (0 if requeued else 1)
     assert said(tmp_path) == (["requeue 7"] if requeued else [])
