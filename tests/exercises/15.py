@@ -425,8 +425,8 @@ def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
 
 
 LOG = (
-    "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
-    "16 samples a step = dp 1 x 8 micro-batches of 2\n"
+    "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 2 x pp 2 x cp 1 x tp 1; "
+    "16 samples a step = dp 2 x 8 micro-batches of 1\n"
     "step 12/12 | loss 3.3115 | lr 1e-3\n"
 )
 
@@ -444,31 +444,37 @@ def check_form(answer, ranks):
 SCRIPT = Answers(
     check=check_form,
     right={
-        "a dict": form(2, 2, 2, 16),
-        "in another order": dict(reversed(form(2, 2, 2, 16).items())),
+        "a dict": form(1, 2, 1, 16),
+        "in another order": dict(reversed(form(1, 2, 1, 16).items())),
         "from pairs": dict(
-            zip(l15_hybrid.SIZE + l15_hybrid.FIELDS, (2, 2, 2, 2, 2, 16), strict=True)
+            zip(l15_hybrid.SIZE + l15_hybrid.FIELDS, (2, 2, 1, 2, 1, 16), strict=True)
         ),
     },
     wrong={
-        "larger batch": (form(2, 2, 4, 32), "the learning rate of the recipe"),
-        "tp leaves the node": (form(4, 1, 4, 16), "leaves the node"),
+        "larger batch": (form(1, 2, 2, 32), "the learning rate of the recipe"),
+        "tp": (form(2, 1, 8, 16), "cuts through the layers"),
+        "the hybrid of section 2": (form(2, 2, 2, 16), "cuts through the layers"),
         "one layer too few": (form(1, 4, 1, 16), "each stage needs a layer"),
-        "room for a quarter": (form(2, 1, 4, 16), "a rank holds 1/2"),
-        "not a divisor": (form(2, 2, 3, 16), "is not a multiple"),
-        "does not fit": (form(1, 3, 2, 16), "change an axis"),
-        "bubble too large": (form(2, 2, 4, 16), "the bubble is 1/4"),
-        "smaller than it must": (form(2, 2, 1, 16), "smaller than it must be"),
-        "text": (form("2", "2", "2", "16"), "whole numbers"),
+        "not cut": (form(1, 1, 4, 16), "each rank holds the whole model"),
+        "not a divisor": (form(1, 2, 3, 16), "is not a multiple"),
+        "does not fit": (form(1, 3, 1, 16), "change an axis"),
+        "the two copies forgotten": (form(1, 2, 2, 16), "a copy has 4 micro-batches in a step"),
+        "text": (form("1", "2", "1", "16"), "whole numbers"),
         "a field forgotten": (
-            {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 2, "parallel.pp": 2},
+            {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 1, "parallel.pp": 2},
             "the form has no train.micro_batch",
         ),
-        "all ranks on one node": (form(2, 2, 2, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),
-        "a node for each rank": (form(2, 2, 2, 16, 4, 1), "4 nodes: there are 2"),
-        "one node": (form(2, 2, 2, 16, 1, 2), "leave GPUs idle"),
-        "no stage at all": (form(2, 0, 2, 16), "pp"),
-        "negative": (form(2, 2, -2, 16), "micro_batch"),
+        "a field too many": (
+            form(1, 2, 1, 16) | {"parallel.dp": 2},
+            "no blank for parallel.dp",
+        ),
+        "None": (lambda: None, "my_form is None"),
+        "a list": ([2, 2, 1, 2, 1, 16], "is a list, not a dict"),
+        "all ranks on one node": (form(1, 2, 1, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),
+        "a node for each rank": (form(1, 2, 1, 16, 4, 1), "4 nodes: there are 2"),
+        "one node": (form(1, 2, 1, 16, 1, 2), "leave GPUs idle"),
+        "no stage at all": (form(1, 0, 1, 16), "pp"),
+        "negative": (form(1, 2, -2, 16), "micro_batch"),
     },
 )
 

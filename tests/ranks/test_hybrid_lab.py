@@ -39,8 +39,8 @@ def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
     return {"nodes": nodes, "ranks_per_node": ranks_per_node} | fields
 
 
-FIRST = "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 1 x pp 2 x cp 1 x tp 2; "
-FIRST += "16 samples a step = dp 1 x 8 micro-batches of 2"
+FIRST = "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 2 x pp 2 x cp 1 x tp 1; "
+FIRST += "16 samples a step = dp 2 x 8 micro-batches of 1"
 LOG = f"{FIRST}\nstep 3/12 | loss 3.9000 | lr 1e-3\n"
 LOG += "step 12/12 | loss 3.3115 | lr 1e-3\nstep 12/12 | validation loss 3.3\n"
 HERE = LOG.replace("2 nodes (n1: 0, 1; n2: 2, 3)", "1 node")
@@ -63,12 +63,12 @@ LOGS = {
     "two jobs of two": (submitted(LOG.replace("4 ranks", "2 ranks")), "several jobs, not one"),
     "one after the other over the nodes": (
         submitted(OTHER_PLACES),
-        "n1: 0, 2; n2: 1, 3: tp is not inside",
+        "n1: 0, 2; n2: 1, 3: they do not fill one node after the other",
     ),
-    "all on one node": (submitted(HERE), "on one node: tp is not inside"),
-    "another grid": (submitted(LOG.replace("pp 2", "pp 1").replace("dp 1", "dp 2")), "pp 1 x tp 2"),
+    "all on one node": (submitted(HERE), "on one node: they do not fill"),
+    "another grid": (submitted(LOG.replace("pp 2", "pp 1").replace("tp 1", "tp 2")), "pp 1 x tp 2"),
     "another batch": (submitted(LOG.replace("16 samples", "32 samples")), "32 samples a step"),
-    "other micro-batches": (submitted(LOG.replace("of 2\n", "of 1\n")), "micro-batches of 1"),
+    "other micro-batches": (submitted(LOG.replace("of 1\n", "of 2\n")), "micro-batches of 2"),
     "cut short": (submitted(LOG.replace("step 12/12", "step 9/12")), "ends at step 9 of 12"),
     "no step": (submitted(FIRST), "ends at step 0 of 12"),
     "another loss": (submitted(LOG.replace("3.3115", "3.3215")), "trained something else"),
@@ -78,7 +78,7 @@ LOGS = {
 @pytest.mark.parametrize("name", LOGS)
 def test_the_log_of_the_submitted_run(judged, name):
     done, hint = LOGS[name]
-    assert judged(lambda: l15.script(form(2, 2, 2, 16), lambda job: done, REFERENCE), hint)
+    assert judged(lambda: l15.script(form(1, 2, 1, 16), lambda job: done, REFERENCE), hint)
 
 
 def test_the_blanks_of_the_script_are_all_that_the_form_asks_for():
@@ -201,6 +201,7 @@ def test_the_recipe_is_the_one_that_the_exercise_describes():
 # ---- the jobs, on this machine without SLURM: on a cluster the lesson itself runs them
 
 ON_FOUR = form(2, 2, 2, 16)
+RIGHT = form(1, 2, 1, 16)
 WIDE = ON_FOUR | {
     "train.global_batch": 32,
     "train.steps": 1,
@@ -218,8 +219,8 @@ def without_slurm(tmp_path_factory):
 
 def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsys):
     reference = ranks4.run(l15_hybrid.plain, {"train.global_batch": 16})[0]
-    check("15.4", lambda: l15.script(ON_FOUR, without_slurm, reference))
-    done = without_slurm(l15_hybrid.job(ON_FOUR))
+    check("15.4", lambda: l15.script(RIGHT, without_slurm, reference))
+    done = without_slurm(l15_hybrid.job(RIGHT))
     out = capsys.readouterr().out
     assert "[v] 15.4" in out and out.count("this machine, no SLURM") == 1
     assert metrics.read(done.out)[-1]["step"] == 12 and not done.limited

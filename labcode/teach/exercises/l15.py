@@ -44,10 +44,10 @@ EXERCISES = {
         ),
     ),
     "15.4": Exercise(
-        praise="four ranks on two nodes, and the loss of plain dp",
+        praise="two copies on two nodes, and the loss of plain dp",
         hints=(
             "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
-            "dp is 1 here. What is the largest micro-batch with a bubble of at most 1/8?",
+            "How many copies of the model are there, and how many samples of a step has each?",
         ),
     ),
 }
@@ -432,9 +432,15 @@ def form(form: Mapping[str, Any], nodes: int = 2, ranks_per_node: int = 2) -> No
         form: {"nodes": .., "ranks_per_node": .., "parallel.tp": .., ...}.
         nodes, ranks_per_node: Of the cluster.
     """
-    missing = [name for name in SIZE + FIELDS if name not in due(form)]
+    assert form is not None, "my_form is None: give it the dict with your six numbers"
+    assert isinstance(due(form), Mapping), f"my_form is a {type(form).__name__}, not a dict"
+    missing = [name for name in SIZE + FIELDS if name not in form]
     assert not missing, f"the form has no {', '.join(missing)}"
-    values = due(*(form[name] for name in SIZE + FIELDS))
+    unknown = [str(name) for name in form if name not in SIZE + FIELDS]
+    assert not unknown, f"the script has no blank for {', '.join(unknown)}"
+    values = tuple(form[name] for name in SIZE + FIELDS)
+    if any(value is ... for value in values):
+        raise NotImplementedError("exercise")
     assert all(isinstance(value, int) for value in values), "all six are whole numbers"
     asked, per_node, tp, pp, micro, global_batch = values
     world = nodes * ranks_per_node
@@ -450,21 +456,18 @@ def form(form: Mapping[str, Any], nodes: int = 2, ranks_per_node: int = 2) -> No
         f"global batch {global_batch}: "
         f"the learning rate of the recipe was chosen for {wanted_batch}"
     )
-    assert tp <= ranks_per_node, f"tp={tp} leaves the node, which has {ranks_per_node} ranks"
+    assert tp == 1, f"tp={tp} cuts through the layers, and the cut is to go between them"
     try:
         changes = {name: form[name] for name in FIELDS}
         shape = recipes.with_changes(RECIPE, changes).check(world)
     except ValueError as error:
         raise AssertionError(str(error)) from None
-    parts = tp * pp
-    assert parts >= world, f"a rank holds 1/{parts} of the layers, and there is room for 1/{world}"
+    assert pp > 1, "each rank holds the whole model, and there is room for half of it"
+    assert pp == 2, f"a rank holds 1/{pp} of the model, and has room for half of it: cut no further"
     count = global_batch // (micro * shape.dp)
     assert (pp - 1) / count <= 1 / 8, (
-        f"{count} micro-batches: the bubble is {pp - 1}/{count} of the work, wanted is 1/8"
-    )
-    assert micro > 1, (
-        "micro-batch 1 works and is smaller than it must be: each step sends more messages than "
-        "necessary; how large can it be with a bubble of at most 1/8?"
+        f"a copy has {count} micro-batches in a step: the bubble is {pp - 1}/{count} of the work, "
+        "and 1/8 is allowed"
     )
 
 
@@ -500,7 +503,8 @@ def _check_first_line(blanks: Mapping[str, Any], done: Submitted) -> None:
     )
     if done.on_slurm:
         assert first["nodes"] == "n1: 0, 1; n2: 2, 3", (
-            f"the ranks sit on {first['nodes'] or 'one node'}: tp is not inside the nodes"
+            f"the ranks sit on {first['nodes'] or 'one node'}: they do not fill one node after the "
+            "other"
         )
     same_pp = int(first["pp"]) == blanks["parallel.pp"]
     same_tp = int(first["tp"]) == blanks["parallel.tp"]
