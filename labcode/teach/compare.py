@@ -9,7 +9,7 @@ from labcode.units import seconds, si
 
 EXACT_REL = 1e-9  # what rounding may do to a float that is meant to be exact
 LARGEST = 10**300
-WAYS = ("measured", "counted", "computed", "simulated")
+WAYS = ("measured", "counted", "computed", "simulated", "published")
 
 
 def compare(

@@ -74,6 +74,13 @@ RANKS_BY_NODE = Answers(
             lambda log: {k: v[:1] for k, v in with_split(log).items()},
             "the line says",
         ),
+        "every bracket": (
+            lambda log: {
+                part.split(": ")[0]: [int(rank) for rank in part.split(": ")[1].split(", ")]
+                for part in log[log.index("(") + 1 : log.index(")")].split("; ")
+            },
+            "starting (attempt 1: all well)",
+        ),
         "single digits": (
             lambda log: {
                 k: [int(d) for r in v for d in str(r)] for k, v in with_split(log).items()
@@ -161,12 +168,33 @@ OWN_SCRIPT = Answers(
     right={
         "a task for each rank": OWN,
         "short options": SHORT,
-        "torchrun": WITH_TORCHRUN,
         # srun is the last command, so that the job ends with its exit code
         "no strict mode": without(OWN, "set -euo"),
     },
     wrong={
-        "no text": (42, "the script is its text"),
+        "no text": (42, "give the script as a text"),
+        "None": (None, "give the script as a text"),
+        "torchrun": (WITH_TORCHRUN, "each task is a rank"),
+        "torchrun by another name": (
+            WITH_TORCHRUN.replace("python -m torch.distributed.run", "torchrun"),
+            "each task is a rank",
+        ),
+        "the list of nodes as an address": (
+            re.sub(r"ADDR=.*", "ADDR=$SLURM_JOB_NODELIST", OWN),
+            "S61",
+        ),
+        "the list of nodes in braces": (
+            re.sub(r"ADDR=.*", 'ADDR="${SLURM_NODELIST}"', OWN),
+            "S61",
+        ),
+        "ranks that do not end together": (
+            OWN.replace(" --kill-on-bad-exit=1", ""),
+            "(srun python -m labcode.train",
+        ),
+        "all on one line": (
+            re.sub(r"(ADDR=.*)\n(export .*)\nsrun --kill-on-bad-exit=1", r"\1; \2; srun", OWN),
+            "(srun python -m labcode.train",
+        ),
         "a comment in place of a directive": (
             OWN.replace("#SBATCH --nodes", "# SBATCH --nodes"),
             "S01",
@@ -261,6 +289,39 @@ wait
 true
 """
 )
+_FOLDER_LATER = """\
+folder=runs/lasting-$SLURM_JOB_ID
+srun"""
+REQUEUES_IN_TRAP = (
+    _START
+    + """\
+stopped=no
+trap 'stopped=yes; scancel --signal=USR1 $SLURM_JOB_ID; scontrol requeue $SLURM_JOB_ID' USR1
+srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 120 \\
+    --train.out runs/$SLURM_JOB_ID --checkpoint.every 100 --checkpoint.resume &
+ranks=$!
+status=0
+wait $ranks || status=$?
+if [[ $stopped == yes ]]; then
+    status=0
+    wait $ranks || status=$?
+fi
+exit $status
+"""
+)
+ONE_WAIT = (
+    _START
+    + """\
+stopped=no
+trap 'stopped=yes; scancel --signal=USR1 $SLURM_JOB_ID' USR1
+srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 120 \\
+    --train.out runs/$SLURM_JOB_ID --checkpoint.every 100 --checkpoint.resume &
+pid=$!
+status=0
+wait $pid || status=$?
+if [ $stopped = yes ]; then scontrol requeue $SLURM_JOB_ID; fi
+"""
+)
 SECOND_WAIT = """\
     status=0
     wait "$ranks" || status=$?
@@ -272,6 +333,9 @@ LASTING_SCRIPT = Answers(
         "a variable": LASTING,
         "all of it in the trap": IN_THE_TRAP,
         "without set -e": WITHOUT_ERREXIT,
+        "the folder in a variable": LASTING.replace("\nsrun", f"\n{_FOLDER_LATER}").replace(
+            '"runs/$SLURM_JOB_ID"', '"$folder"'
+        ),
     },
     wrong={
         "the log is emptied": (without(LASTING, "open-mode"), "S12"),
@@ -295,6 +359,17 @@ LASTING_SCRIPT = Answers(
             LASTING.replace(SECOND_WAIT, "    status=0\n    if"),
             "requeued before the ranks had saved",
         ),
+        "requeued in the trap": (REQUEUES_IN_TRAP, "requeued before the ranks had saved"),
+        "one wait": (ONE_WAIT, "requeued before the ranks had saved"),
+        "a fixed folder": (
+            LASTING.replace('"runs/$SLURM_JOB_ID"', "runs/lasting"),
+            "submit the script a second time",
+        ),
+        "a folder with the name of the job": (
+            LASTING.replace('$SLURM_JOB_ID" --ch', '$SLURM_JOB_NAME" --ch'),
+            "submit the script a second time",
+        ),
+        "None": (None, "give the script as a text"),
         "requeued without being told": (
             LASTING.replace("[[ $stopped == yes ]]", "true").replace(
                 'scancel --signal=USR1 "$SLURM_JOB_ID"',
@@ -336,6 +411,8 @@ DIAGNOSIS = Answers(
         ),
         "a word of one's own": (SEVEN | {"B": "firewall"}, "none of the seven"),
         "a list": (list(SEVEN.values()), "give a dictionary"),
+        "None": (None, "give a dictionary"),
+        "one of them None": (SEVEN | {"B": None}, "none of the seven"),
     },
 )
 

@@ -438,9 +438,11 @@ def test_a_factor_below_one_is_a_mistake_of_the_lesson():
 
 def test_compare_says_how_the_value_was_found(capsys):
     compare("ticks", 7, 7, within=1, found="simulated")
+    compare("speed", 5e9, 5e9, unit="B/s", found="published")
     compare("heads", ..., 4, found="counted")
     said = capsys.readouterr().out
     assert "predicted           7  simulated           7  right" in said
+    assert "predicted      5 GB/s  published      5 GB/s  within" in said
     assert "predicted nothing yet  counted           4" in said
     with pytest.raises(ValueError, match=r"^found='seen' is not known: choose measured, counted"):
         compare("ticks", 7, 7, found="seen")

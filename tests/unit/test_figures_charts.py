@@ -16,6 +16,18 @@ def written(texts):
 # ---- lines and curves
 
 
+def test_lines_circles_points_and_begins_at_zero():
+    picture = plot.lines(
+        {"ring": [6, 5, 7]}, points={"the fastest": ([1], [5])}, from_zero=True, alt=ALT
+    )
+    (axes,) = picture.axes
+    circle = axes.lines[1]
+    assert (list(circle.get_xdata()), list(circle.get_ydata())) == ([1], [5])
+    assert circle.get_linestyle() == "None"
+    assert axes.get_ylim()[0] == 0
+    assert written(axes.get_legend().get_texts()) == ["ring", "the fastest"]
+
+
 def test_lines_draws_each_series_and_the_references():
     picture = plot.lines(
         {"ring": [1, 2, 4], "tree": ([0, 5], [3, 3])},

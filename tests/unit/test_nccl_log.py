@@ -247,6 +247,20 @@ def gids(picture: Picture) -> list[str]:
     return [patch.get_gid() or "" for patch in picture.axes[0].patches]
 
 
+def test_the_arrows_between_two_nodes_do_not_cross() -> None:
+    picture = plot.transports(parse(l14_nccl_example.two_nodes()), alt=ALT)
+    at = {
+        patch.get_gid(): patch.center
+        for patch in picture.axes[0].patches
+        if (patch.get_gid() or "").startswith("rank")
+    }
+    for source, target in ((3, 4), (7, 0)):
+        assert at[f"rank {source}"][1] == pytest.approx(at[f"rank {target}"][1])
+    left, right = at["rank 0"][0], at["rank 4"][0]
+    assert all(at[f"rank {rank}"][0] <= left + 1e-9 for rank in (0, 1, 2, 3))
+    assert all(at[f"rank {rank}"][0] >= right - 1e-9 for rank in (4, 5, 6, 7))
+
+
 def test_the_drawing_has_nodes_ranks_and_an_arrow_for_each_pair() -> None:
     picture = plot.transports(parse(two_nodes()), alt=ALT)
     others = {gid for gid in gids(picture) if "->" not in gid}

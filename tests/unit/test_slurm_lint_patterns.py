@@ -90,6 +90,14 @@ FIRES = {
         AGENTS + f"P=29400\nsrun -K {RUN.replace('$((20000 + SLURM_JOB_ID % 9999))', '$P')}\n",
         ["S26"],
     ),
+    "all nodes as the address": (
+        RANKS + 'export MASTER_ADDR="${SLURM_JOB_NODELIST}"\n',
+        ["S61"],
+    ),
+    "all nodes as the end of a rendezvous": (
+        AGENTS + f"srun -K {RUN.replace('$HEAD', '$SLURM_NODELIST')}\n",
+        ["S61"],
+    ),
     "the default port of the rendezvous": (
         AGENTS
         + "srun -K torchrun --nnodes 2 --rdzv_backend c10d --rdzv_endpoint $(hostname) t.py\n",
@@ -148,6 +156,12 @@ SILENT = {
     "option of a plugin": "#SBATCH --uenv=pytorch/v2 --environment=my.toml --image=a/b:c\n",
     "mail types add up": "#SBATCH --mail-type=BEGIN\n#SBATCH --mail-type=END\n",
     "to be filled in": "#SBATCH --output={{ log }} --nodes={nodes} --account=<account>\n",
+    "the list of one node is its name": "#SBATCH --nodes=1\n"
+    "export MASTER_ADDR=$SLURM_JOB_NODELIST\n",
+    "the list is taken apart": "#SBATCH --nodes=2\n"
+    "nodes=($(scontrol show hostnames $SLURM_JOB_NODELIST))\nexport MASTER_ADDR=${nodes[0]}\n",
+    "the first of a list with commas": "#SBATCH --nodes=2\n"
+    "export MASTER_ADDR=${SLURM_JOB_NODELIST%%,*}\n",
     "one task on each node": "#SBATCH --nodes=4 --ntasks=4\nsrun -K hostname\n",
     "one task": "#SBATCH --ntasks=1\nsrun python train.py\n",
     "megabytes that are meant": "#SBATCH --mem=16000\n",

@@ -73,7 +73,14 @@ def _kill(script: Script, facts: Facts) -> Found:
     for step in script.trainings:
         told = step.unknown or {"kill-on-bad-exit", "wait"} & set(step.options)
         if step.by == "srun" and not told and script.tasks_of(step) != 1:
-            yield step.line, step.text[:60]
+            yield step.line, _from_srun(step)
+
+
+def _from_srun(step: Launch) -> str:
+    """The command from its srun on: much may stand before it on the same line."""
+    srun = re.search(r"\bsrun\s", step.text)
+    begin = srun.start() if srun else 0
+    return step.text[begin : begin + 60]
 
 
 @rule(
@@ -339,6 +346,32 @@ def _fixed_host(script: Script, facts: Facts) -> Found:
 
 
 @rule(
+    "S61",
+    "all nodes in place of one address to meet at: take the first host of the job",
+    "SLURM writes the nodes of a job as n[1-3], which is no host's name: the ranks wait for each "
+    'other until a time-out; HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)',
+    _TWO + "export MASTER_ADDR=$SLURM_JOB_NODELIST\n",
+    _TWO + 'HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)\nexport '
+    'MASTER_ADDR="$HEAD"\n',
+)
+def _list_of_nodes(script: Script, facts: Facts) -> Found:
+    nodes = r"SLURM_(?:JOB_|STEP_)?NODELIST"
+    where = (
+        r"(?:\bMASTER_ADDR=|--(?:rdzv[-_]endpoint|master[-_]addr|main_process_ip)[= ])['\"]?"
+        rf"(\${nodes}(?!\w)|\$\{{{nodes}\}})(?=['\":;&\s]|$)"
+    )
+    last = [command for command in script.commands if command.has(r"\bMASTER_ADDR=")]
+    for command in script.commands:
+        raw = command.match(where)
+        if raw is None or command.has(r"^(echo|printf)\b"):
+            continue
+        corrected = command in last and command is not last[-1]
+        # the list of a single node is its name
+        if script.multi_node and not corrected:
+            yield command.line, raw[1]
+
+
+@rule(
     "S27",
     "a trap that has to wait: start srun with & and wait for it",
     "bash runs a trap only after the foreground command, so the signal is heard when the time is "
@@ -352,7 +385,7 @@ def _foreground(script: Script, facts: Facts) -> Found:
     caught = script.found(r"\btrap\s+['\"]?\w.*\b(SIG)?(USR1|USR2|TERM)\b")
     steps = [step for step in script.trainings if step.by == "srun"]
     if caught and steps and not script.found(r"(^|[\s;])wait\b"):
-        yield steps[-1].line, steps[-1].text[:60]
+        yield steps[-1].line, _from_srun(steps[-1])
 
 
 @rule(
@@ -515,7 +548,7 @@ def _cpus(script: Script, facts: Facts) -> Found:
         told = {"cpus-per-task", "cpus-per-gpu"} & set(step.options) or step.unknown
         by_hand = re.search(r"none|no\b|mask|map", step.options.get("cpu-bind", ""))
         if step.by == "srun" and not told and not by_hand:
-            yield step.line, step.text[:60]
+            yield step.line, _from_srun(step)
 
 
 @rule(

@@ -55,6 +55,7 @@ def lines(
     upright: Mapping[str, float] | None = None,
     wide: str = "",
     beside: bool = False,
+    points: Mapping[str, tuple[ArrayLike, ArrayLike]] | None = None,
 ) -> Picture:
     """Lines with a legend; colour, dash and marker differ, so that no line depends on colour alone.
 
@@ -73,6 +74,7 @@ def lines(
         upright: `{"label": x}`, vertical dotted lines.
         wide: Label of a line that others may cover: drawn as a wide pale band beneath them.
         beside: The legend stands beside the axes, where many lines leave no room for it.
+        points: `{"label": (x, y)}`, places with a circle around them.
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
@@ -89,9 +91,12 @@ def lines(
     _draw_references(axes.axhline, reference)
     for label, place in (upright or {}).items():
         axes.axvline(place, color=INK, linestyle=":", lw=1.3, label=label)
+    for label, (xs, ys) in (points or {}).items():
+        circle = {"marker": "o", "ms": 11, "mfc": "none", "mec": INK, "mew": 1.4}
+        axes.plot(xs, ys, label=label, ls="none", **circle)
     if from_zero:
         axes.set_ylim(bottom=0)
-    if len(series) > 1 or reference or upright:
+    if len(series) > 1 or reference or upright or points:
         if beside:
             axes.legend(loc="upper left", bbox_to_anchor=(1, 1))
         else:

@@ -198,7 +198,7 @@ _BARS = (
     _Bar(1, 8.6, 12.4, "wait", ORANGE),
     _Bar(2, 0.3, 4.7, "steps 1, 2, 3 ...", BLUE),
     _Bar(2, 4.7, 5.6, "save", GREEN),
-    _Bar(2, 8.7, 12.1, "resume, step 38 ...", BLUE),
+    _Bar(2, 8.7, 12.1, "resume, next step ...", BLUE),
 )
 
 

@@ -41,7 +41,7 @@ class _Look(NamedTuple):
 _LOOKS = {  # fast ones first
     "P2P": _Look(PALETTE[2], "-", "P2P: from GPU to GPU"),
     "SHM": _Look(PALETTE[1], "--", "SHM: through host memory"),
-    "NET/IB": _Look(PALETTE[0], "-.", "NET/IB: RDMA network"),
+    "NET/IB": _Look(PALETTE[0], "-.", "NET/IB: InfiniBand"),
     "NET/Socket": _Look(PALETTE[5], ":", "NET/Socket: TCP"),
 }
 
@@ -165,21 +165,27 @@ def _place_ranks(comm: Communicator, nodes: list[_Node]) -> Places:
     """{rank: middle of its circle}.
 
     Two ranks stand one above the other, so that arrows between nodes do not cross them. More stand
-    in a ring.
+    in a ring. Of two such nodes each has its first and its last rank on the side of the other, so
+    that the two arrows between them do not cross.
     """
     most = _most_ranks(comm)
+    face = most > 2 and len(nodes) == 2
     places = {}
-    for node, ranks in zip(nodes, comm.hosts.values()):
+    for number, (node, ranks) in enumerate(zip(nodes, comm.hosts.values())):
         if len(ranks) == 1:
             radius = 0.0
         elif most <= 2:
             radius = 0.62
         else:
             radius = (min(node.width, node.height) - 1.5) / 2
-        first_angle = math.pi * (0.5 if most <= 2 else 0.75)
         x, y = node.middle
         for i, rank in enumerate(ranks):
-            angle = first_angle - 2 * math.pi * i / len(ranks)  # clockwise
+            turn = 2 * math.pi * i / len(ranks)
+            if face:
+                # the side of the other node lies between the last rank and the first
+                angle = math.pi * number + math.pi / len(ranks) + turn
+            else:
+                angle = math.pi * (0.5 if most <= 2 else 0.75) - turn  # clockwise
             across = radius * math.cos(angle)
             up = radius * math.sin(angle)
             places[rank] = (x + across, y + up)

@@ -147,8 +147,10 @@ class Lab:
         site = dataclasses.replace(load("local"), logs="runs")
         here = self.client is None
         handle = submit(job, site, client=self.client, here=here, echo=False)
-        where = handle.where if here else "SLURM, on nodes of the lab"
-        print(f"job {handle.number}: {where}")
+        where = f"job {handle.number}: {handle.where}"
+        if not here:
+            where = f"job {handle.number} runs on the lab's nodes"
+        print(where)
         self._jobs.append(handle)
         return handle
 

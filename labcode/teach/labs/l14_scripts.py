@@ -6,7 +6,9 @@
 Whatever the script does, it is cancelled after `limit_s`.
 """
 
+import shutil
 import sys
+import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +21,7 @@ from labcode.teach.progress import status
 
 POLL_S = 0.2
 MAX_RESTARTS = 1  # a job that goes back into the queue more often would do so for ever
-MEET_S = "90"  # how long ranks wait for each other
+MEET_S = "30"  # how long ranks wait for each other: most scripts that fail do it there
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ class Ended:
         log: What it printed, all attempts of it.
         restarts: How often it was requeued.
         signalled: Whether it was sent the signal.
-        early: Whether it was requeued while its ranks still ran; SLURM does not tell.
+        early: Whether it asked for a requeue while its ranks still ran.
         number: Of the job; "" if it was refused.
     """
 
@@ -63,14 +65,51 @@ class _Job(Protocol):
     def close(self) -> None: ...
 
 
+# SLURM does not tell whether a step still ran when its job was requeued, and a step that is
+# killed can save all the same if it is quick. So a script finds this program before SLURM's own.
+# It looks for an srun in the script's session, as a step that has just ended may still be listed.
+_SCONTROL = """\
+#!/bin/sh
+folder=$(dirname "$0")
+case "$1" in requeue*)
+    session=$(ps -o sid= -p $$ | tr -d ' ')
+    if ps -o stat=,comm= -s "$session" | grep -q '^[^Z][^ ]* *srun$'; then
+        touch "$folder/early-$SLURM_JOB_ID"
+    fi ;;
+esac
+PATH=${PATH#"$folder:"} exec scontrol "$@"
+"""
+
+
 class _OnCluster:
-    """A job of the lab's cluster."""
+    """A job of the lab's cluster.
 
-    early = False
+    Args:
+        lab: Of the cluster.
+        path: Of the script.
+        env: Environment variables of the job.
+    """
 
-    def __init__(self, client: Client, path: Path) -> None:
-        self._client = client
-        self.number = client.submit(path)
+    def __init__(self, lab: Lab, path: Path, env: dict[str, str]) -> None:
+        assert lab.client is not None
+        # below the folder of the lab, which all nodes see
+        self._folder = Path(tempfile.mkdtemp(prefix="scontrol-", dir="runs")).resolve()
+        program = self._folder / "scontrol"
+        program.write_text(_SCONTROL)
+        program.chmod(0o755)
+        words = [f"{name}={value}" for name, value in env.items()]
+        in_front = f"{self._folder}:{Path(sys.executable).parent}"
+        prefix = (*lab.client.prefix, *_WITH_PATH, in_front, "env", *words)
+        self._client = Client(prefix, lab.client.where)
+        try:
+            self.number = self._client.submit(path)
+        except SlurmError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
+
+    @property
+    def early(self) -> bool:
+        return (self._folder / f"early-{self.number}").exists()
 
     def state(self) -> tuple[str, int]:
         info = self._client.job(self.number)
@@ -85,6 +124,7 @@ class _OnCluster:
 
     def close(self) -> None:
         self._client.cancel(self.number)
+        shutil.rmtree(self._folder, ignore_errors=True)
 
 
 class _Here:
@@ -140,17 +180,15 @@ def run_script(
         status()
 
 
-# finds the Python of this process, with labcode, under the name "python"
-_WITH_OWN_PYTHON = ("/bin/sh", "-c", 'PATH="$0:$PATH" exec "$@"', str(Path(sys.executable).parent))
+# a command with folders in front of its PATH: among others that of this Python, with labcode
+_WITH_PATH = ("/bin/sh", "-c", 'PATH="$0:$PATH" exec "$@"')
 
 
 def _start(lab: Lab, path: Path) -> _Job:
     env = {**ENV, "PYTHONUNBUFFERED": "1", "LABCODE_MEET_TIMEOUT_S": MEET_S}
     if lab.client is None:
         return _Here(path, env)
-    words = [f"{name}={value}" for name, value in env.items()]
-    prefix = (*lab.client.prefix, *_WITH_OWN_PYTHON, "env", *words)
-    return _OnCluster(Client(prefix, lab.client.where), path)
+    return _OnCluster(lab, path, env)
 
 
 def _follow(job: _Job, end_s: float, signal_at_step: int | None) -> Ended:
@@ -162,7 +200,7 @@ def _follow(job: _Job, end_s: float, signal_at_step: int | None) -> Ended:
             state = "AGAIN"
         elif state == "RUNNING" and time.monotonic() > end_s:
             state = "LATE"
-        if state != "RUNNING":
+        if state != "RUNNING" or job.early:  # it would go on for a second attempt
             return Ended(state, log, restarts, signalled, job.number, job.early)
         done = steps(log)
         where = f"step {done[-1][0]}" if done else "waiting for the first step"
