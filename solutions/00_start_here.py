@@ -152,9 +152,10 @@ rates = {
     "A100": a100.peak_flops_per_s["bfloat16"],
     "H100": h100.peak_flops_per_s["bfloat16"],
 }
+such_cpus = rates["H100"] / measured_flops
 plot.bars(
     rates, ylabel="FLOP/s, log scale", logy=True,
-    title=f"By its datasheet an H100 is {rates['H100'] / measured_flops:,.0f} such CPUs",
+    title=f"By its datasheet an H100 is about {round(such_cpus, -3):,.0f} such CPUs",
     alt="On a log scale the datasheet peaks of A100 and H100 stand far above this CPU",
 )
 
