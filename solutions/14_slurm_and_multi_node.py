@@ -26,8 +26,12 @@
 # - predict what the second node adds to a step, and measure it;
 # - get from the symptom of a failed job to its cause.
 #
-# **Time**: 65 minutes. **Needs**: lesson 04 (data parallel training); lesson 01 (the ring all-reduce and what it
-# costs).
+# **Time**: 110 minutes, in two sittings: sections 1 to 3, where you write the scripts (70 minutes), and sections 4 to
+# 7, where you look for what is slow or broken (40 minutes). **Needs**: lesson 04 (data parallel training); lesson 01
+# (the ring all-reduce and what it costs).
+#
+# The first cell imports what the lesson uses of labcode. `GPTConfig` describes a model, `nccl_log` reads a log of NCCL,
+# and `replace`, from Python itself, copies a configuration with one value changed.
 
 # %%
 import re
@@ -53,8 +57,8 @@ lab = l14_cluster.open_lab("lesson14")
 # %% [markdown]
 # This cluster is real, and it runs on your machine: the programs of SLURM, and three **nodes**, as the machines of a
 # cluster are called. Each node has its own host name, its own network and its own processes; only the hardware is
-# shared. It needs Linux and a few Debian packages. If they are missing, the cell above says which. Then the commands
-# below are shown and not run, and your own scripts run on this machine without SLURM.
+# shared. The cluster needs Linux and a few Debian packages. If they are missing, the cell above says which. Then the
+# commands below are shown and not run, and your own scripts run on this machine without SLURM.
 #
 # ## 1. What a job is
 #
@@ -64,7 +68,7 @@ lab = l14_cluster.open_lab("lesson14")
 # reserved for you, and wait.
 #
 # To use them, the script calls `srun`. This starts a command on all nodes of the job, as often as there are **tasks**.
-# Each task gets a number, `SLURM_PROCID`. If a task is a process of a training, that number is its rank.
+# Each task gets a number, `SLURM_PROCID`. If the tasks train a model together, that number is the rank.
 
 # %% tags=["figure"]
 plot.launch_chain(
@@ -91,8 +95,8 @@ Path("runs/first.sbatch").write_text(FIRST)
 print(FIRST)
 
 # %% [markdown]
-# It asks for two nodes with two tasks on each, for five minutes, and names the file that its output goes to: `%x`
-# stands for the name of the job and `%j` for its number.
+# It asks for two nodes with two tasks on each, for at most five minutes, and names the file that its output goes to:
+# `%x` stands for the name of the job and `%j` for its number.
 #
 # **Predict.** How many lines does the `echo` of the script print? How many lines do the tasks of `srun` print?
 
@@ -104,13 +108,15 @@ lines_of_the_tasks = 2 * 2
 lab.sh("sinfo")
 log = lab.batch("runs/first.sbatch")
 if log:
-    compare("the script", lines_of_the_script, log.count("the script runs"), within=1)
-    compare("the tasks", lines_of_the_tasks, log.count("task "), within=1)
+    from_script = log.count("the script runs")
+    from_tasks = log.count("task ")
+    compare("the script", lines_of_the_script, from_script, within=1, found="counted")
+    compare("the tasks", lines_of_the_tasks, from_tasks, within=1, found="counted")
 
 # %% [markdown]
 # `sinfo` lists the nodes and their state. They belong to a **partition**, a queue with limits of its own; this one is
-# called `debug`. The two counts show what goes wrong most often in the first week: a training that is started without
-# `srun` runs on one node, while the others do nothing and are paid for.
+# called `debug`. The two counts show what goes wrong most often in the first week: a training run started without
+# `srun` stays on one node, while the others do nothing and are paid for.
 #
 # Now let us fill the queue. Jobs start in the order of their priority; here, the first submitted comes first. But a
 # later job may overtake a waiting one, if this does not delay it. SLURM can decide that, because each job has a time
@@ -118,7 +124,7 @@ if log:
 #
 # Three jobs are submitted, one after the other. The first wants two nodes for ten minutes, the second wants two nodes
 # for ten minutes, and the third wants one node for one minute. The cluster has three nodes. (`--exclusive` lets no
-# other job onto a node of this one, and `--wrap` takes a command in place of a script.)
+# other job onto a node of this one, and `--wrap` takes a command in place of a script: here one that only sleeps.)
 #
 # **Predict.** How many of the three jobs run at once?
 
@@ -126,22 +132,24 @@ if log:
 running_jobs = 2  # the first, and the third, which delays nobody
 
 # %%
-REQUESTS = {"first": (2, 10), "second": (2, 10), "third": (1, 1)}
-for name, (nodes, minutes) in REQUESTS.items():
+REQUESTS = {"first": (2, 10, 600), "second": (2, 10, 600), "third": (1, 1, 50)}
+for name, (nodes, minutes, seconds) in REQUESTS.items():
     lab.sh(
         "sbatch", f"--job-name={name}", f"--nodes={nodes}", f"--time={minutes}",
-        "--exclusive", "--output=/dev/null", "--wrap", "sleep 600",
+        "--exclusive", "--output=/dev/null", "--wrap", f"sleep {seconds}",
     )
 
-# %%
-def states():
-    return {job.name: job.state for job in lab.client.queue()}
+def has_overtaken():
+    queue = {job.name: job for job in lab.client.queue()}
+    third_runs = "third" in queue and queue["third"].state == "RUNNING"
+    return third_runs and "Resources" in queue["second"].where
 
-lab.until(lambda: states().get("third") == "RUNNING")
-QUEUE = ["squeue", "--sort=i", "--format=%.5i %.8j %.8T %.5D %R"]
-lab.sh(*QUEUE)
+lab.until(has_overtaken)
+print()
+lab.sh("squeue", "--sort=i", "--format=%.5i %.8j %.8T %.5D %R")
 if lab.said:
-    compare("jobs that run", running_jobs, lab.said.count("RUNNING"), within=1)
+    running = lab.said.count("RUNNING")
+    compare("jobs that run", running_jobs, running, within=1, found="counted")
 for name in REQUESTS:
     lab.sh("scancel", f"--name={name}")
 
@@ -154,15 +162,15 @@ for name in REQUESTS:
 # others.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 9 minutes. Ask before the figure: where does the line `pip install` of a batch script take
+# *For the instructor.* 12 minutes. Ask before the figure: where does the line `pip install` of a batch script take
 # effect? (On the first node only, unless the file system is shared.) Many predict that all three jobs wait in order.
 # Ask then who is harmed if the third job runs longer than it said. (Nobody: SLURM kills it after its minute.)
 
 # %% [markdown]
 # ## 2. The script, line by line
 #
-# There are two usual ways to start the ranks of a training. In the figure above, `srun` started each rank. In the other
-# way, `srun` starts one **torchrun** on each node, and torchrun starts the ranks of its node.
+# There are two usual ways to start the ranks. In the figure above, `srun` started each rank. In the other way, `srun`
+# starts one **torchrun** on each node, and torchrun starts the ranks of its node.
 
 # %% tags=["figure"]
 plot.launch_chain(
@@ -192,13 +200,14 @@ print(head)
 #   compute on the CPU.)
 # - `--time=00:30:00`: after this, SLURM kills what still runs.
 # - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it.
-# - `--no-requeue`: if a node fails, the job is not started again. Section 3 changes that.
+# - `--no-requeue`: if a node fails, the job is not started again. A second attempt would find the folder of its results
+#   taken. Section 3 changes that.
 
 # %% tags=["nbval-check-output"]
 print("set -euo pipefail" + body)
 
 # %% [markdown]
-# - `set -euo pipefail`: bash stops at the first command that fails. A script without it goes on after a training that
+# - `set -euo pipefail`: bash stops at the first command that fails. A script without it goes on after the ranks have
 #   died, and if its last command works, the job ends as COMPLETED.
 # - `PYTHONUNBUFFERED=1` and `OMP_NUM_THREADS=1`: print each line at once; compute with as many threads as the rank has
 #   CPUs.
@@ -209,8 +218,8 @@ print("set -euo pipefail" + body)
 #   and `sed -n 1p` takes the first.
 # - `port=...`: the port comes from the number of the job. A fixed port works until two jobs share a node.
 # - `out=...`: the folder of the results, with the name and the number of the job.
-# - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others wait for it until the time is
-#   over.
+# - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others may wait for it until a time-out
+#   of their own, or until the time limit of the job.
 # - `--cpus-per-task` is said again, because `srun` does not take it over from the directives (since SLURM 22.05).
 # - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
 #   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank.
@@ -227,9 +236,10 @@ request = Script(script)
 tasks = request.number("nodes") * request.number("ntasks-per-node")
 ranks_of_a_task = int(re.search(r"--nproc-per-node=(\d+)", script)[1])
 first_port, ports = re.search(r"\((\d+) \+ SLURM_JOB_ID % (\d+)\)", script).groups()
-compare("torchruns", torchruns, tasks, within=1)
-compare("ranks", ranks, tasks * ranks_of_a_task, within=1)
-compare("port of job 31337", port, int(first_port) + 31337 % int(ports), within=1)
+port_of_job = int(first_port) + 31337 % int(ports)
+compare("torchruns", torchruns, tasks, within=1, found="computed")
+compare("ranks", ranks, tasks * ranks_of_a_task, within=1, found="computed")
+compare("port of job 31337", port, port_of_job, within=1, found="computed")
 
 # %% [markdown]
 # Scripts are easy to get wrong, because SLURM says so little. It refuses a directive that is misspelt. But many faults
@@ -249,27 +259,35 @@ Path("runs/wishes.sbatch").write_text(WISHES)
 print(WISHES)
 
 # %% [markdown]
-# Two rules are enough to read it as `sbatch` does. Only lines that begin with exactly `#SBATCH` are directives. And
-# `sbatch` stops looking for them at the first command.
+# Three rules are enough to read it as `sbatch` does. Only lines that begin with exactly `#SBATCH` are directives.
+# `sbatch` stops looking for them at the first command. And a time of two numbers, with one colon between them, is in
+# minutes and seconds; SLURM rounds it up to whole minutes.
 #
-# **Predict.** How many of the four wishes does SLURM hear at all? (Whether it understands them is another question.)
+# **Predict.** How many directives does `sbatch` read here? How many minutes does the job get?
 
 # %% tags=["predict"]
-wishes_heard = 2
+directives_read = 2
+limit_minutes = 2
 
 # %%
 lab.sh("sbatch", "--hold", "--output=/dev/null", "runs/wishes.sbatch")
-lab.sh("squeue", "--noheader", "--format=job %i: %D nodes, time limit %l")
+FORMAT = "job %i: %D nodes, time limit %l, GPUs %b, shares its nodes %h"
+lab.sh("squeue", "--noheader", "--name=wishes.sbatch", f"--format={FORMAT}")
+limit = re.search(r"time limit (\d+):", lab.said)
 lab.sh("scancel", "--name=wishes.sbatch")
-compare("wishes heard", wishes_heard, len(Script(WISHES).directives), within=1)
+read = len(Script(WISHES).directives)
+compare("directives read", directives_read, read, within=1, found="counted")
+if limit:
+    compare("minutes", limit_minutes, int(limit[1]), within=1)
 print()
 for problem in lint(WISHES):
     print(f"line {problem.line}, {problem.rule}: {problem.message}")
 
 # %% [markdown]
-# The job has two nodes, no GPU, and neighbours. Its time limit is two minutes: SLURM reads `1:30` as one minute and 30
-# seconds, and rounds it up. `lint`, a part of labcode, knows more than fifty such faults. It found the comment and the
-# late line, but not the time, because one minute and a half might have been meant.
+# The job has two nodes and no GPU (`N/A`), and other jobs may run beside it (`OK`; `NO` would mean that they may not).
+# Its time limit is two minutes, and not the hour and a half that was meant. `lint`, a part of labcode, knows more than
+# fifty such faults. It found the comment and the late line, but not the time, because one minute and a half might have
+# been meant.
 #
 # **Takeaway: SLURM takes many scripts that do not do what was meant. Read a script as sbatch reads it, and let a linter
 # read it before the queue does.**
@@ -281,8 +299,8 @@ for problem in lint(WISHES):
 #
 #     4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4 x pp 1 x cp 1 x tp 1
 #
-# If a script starts the ranks wrongly, it trains the same model four times and prints `1 rank on 1 node` four times.
-# The loss falls all the same. So read this line before you look at the loss.
+# If a script starts the ranks wrongly, each of them trains the same model alone, and the log says `1 rank on 1 node`
+# four times. The loss falls all the same. So read this line before you look at the loss.
 #
 # Write a function that finds the line in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Other lines of a log have
 # brackets too.
@@ -309,14 +327,15 @@ check("14.1", lambda: l14.ranks_by_node(ranks_by_node))
 #
 #     python -m labcode.train gpt_tiny --train.steps 10
 #
-# in the way of the first figure: without torchrun, **each task is a rank**. Ask for at most 10 minutes and for no GPUs.
-# The log goes to the folder `runs`, which exists. Give the script as a text between triple quotes. It has to begin
-# right after the quotes, because `#!/bin/bash` must be its very first line.
+# with `srun` as section 2 describes it, and in the way of the first figure: without torchrun, **each task is a rank**.
+# Ask for at most 10 minutes and for no GPUs. The log goes to the folder `runs`, which exists. Give the script as a text
+# between triple quotes. It has to begin right after the quotes, because `#!/bin/bash` must be its very first line.
 #
 # What changes without torchrun? The program then reads its rank from `SLURM_PROCID`. The address and the port of the
-# meeting it reads from `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
+# rendezvous it reads from `MASTER_ADDR` and `MASTER_PORT`, and nobody sets these two but you.
 #
-# The check lints your script, submits it, waits for its end, and reads its log. This takes about 15 seconds.
+# The check lints your script, submits it, waits for its end, and reads its log. This takes 15 to 90
+# seconds: more on a busy machine, or if the ranks do not find each other.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -352,7 +371,7 @@ text = render(same, one_task_per_rank)
 print(text[text.index("first_node=") :])
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes with both exercises. What people get wrong in 14.2: they set `MASTER_ADDR` without
+# *For the instructor.* 32 minutes with both exercises. What people get wrong in 14.2: they set `MASTER_ADDR` without
 # `export`, so that the ranks do not inherit it; they keep `--ntasks-per-node=1`; they forget `srun`; or they write
 # `--time=10:00`, which is ten minutes and passes, and next time `1:30`. The script is short, so let people compare
 # theirs in pairs. Ask: what would happen with `--ntasks=4` in place of `--ntasks-per-node=2`? (SLURM may place three
@@ -374,7 +393,7 @@ plot.second_attempt(
 )
 
 # %% [markdown]
-# A **signal** is the simplest message between processes: a number that arrives at any time. `USR1` has no meaning of
+# A **signal** is the simplest message between processes: a number that can arrive at any time. `USR1` has no meaning of
 # its own. A process that does not expect it is killed by it.
 #
 # 1. `#SBATCH --signal=B:USR1@120` asks SLURM for `USR1`, 120 seconds before the time limit, or up to 60 seconds
@@ -390,7 +409,7 @@ plot.second_attempt(
 # Each attempt pays for the start and for the early stop. Suppose the training needs 100 minutes, the limit is 10
 # minutes, the start takes 1 minute, and the signal comes 2 minutes before the end.
 #
-# **Predict.** How many attempts does the job need?
+# **Predict.** How many attempts does the job need? (Count whole attempts.)
 
 # %% tags=["predict"]
 attempts = 15  # 100 / (10 - 1 - 2), rounded up
@@ -402,7 +421,7 @@ counted = 0
 while trained_minutes < needed_minutes:
     trained_minutes += 10 - 1 - 2
     counted += 1
-compare("attempts", attempts, counted, within=1)
+compare("attempts", attempts, counted, within=1, found="counted")
 
 # %% [markdown]
 # Before you write it, four facts about bash.
@@ -423,10 +442,13 @@ compare("attempts", attempts, counted, within=1)
 #
 #     python -m labcode.train gpt_tiny --train.steps 120 --checkpoint.every 100 --checkpoint.resume --train.out FOLDER
 #
-# in which you choose the FOLDER, below `runs`. A job that was not told to stop must not go back into the queue.
+# in which you choose the FOLDER, below `runs`. **A job that was not told to stop must not go back into the queue.** A
+# second job of the same script is another run, and begins at step 1.
 #
 # Nobody wants to wait for a time limit. So the check sends the signal itself, as SLURM would, when the log shows step
-# 10. Then it follows the job through both attempts. This takes about a minute, most of it in the queue.
+# 10. Then it follows the job through both attempts. This takes one to three minutes, most of it in the queue. (A real
+# signal may come while a rank is still starting. It would kill that rank. After this exercise you see how labcode
+# prevents that; your script need not.)
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -508,9 +530,11 @@ print(text[text.index("stopped=no") :])
 #
 # **Takeaway: with a trap, a second wait and a requeue, a run may be longer than any time limit. All attempts need the
 # same folder.**
+#
+# This is a good place for a break. If you close the notebook here, run its first cell again before section 4.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Typical: `srun` in the foreground (the trap runs when the training is over; the
+# *For the instructor.* 26 minutes. Typical: `srun` in the foreground (the trap runs when the training is over; the
 # linter says so), no second `wait` (the job is requeued while the ranks still save), and a folder that differs between
 # the attempts. Let somebody draw what happens if the signal comes one second after the start. Ask before you show
 # labcode's version: what happens to a script of this kind when a bug lets every attempt stop at once? (It is requeued
@@ -532,7 +556,7 @@ print(text[text.index("stopped=no") :])
 # The network between our nodes is only emulated, and too fast to matter. So we slow it down while the job runs, first
 # to 200 and then to 100 Mbit/s, which is 100/8 million bytes per second. The model has 811,008 parameters.
 #
-# **Predict.** How many bytes does a rank send in a step? How many seconds does the slow network add to a step?
+# **Predict.** How many bytes does a rank send in a step? How many seconds does the network of 100 Mbit/s add to a step?
 
 # %% tags=["predict"]
 sent_bytes = 2 * (1 / 2) * 4 * 811_008
@@ -556,28 +580,42 @@ model = GPTConfig(
     num_layers=1, num_heads=4, hidden_size=256, context_length=16, vocab_size=65
 )
 link_bytes = alpha_beta.bytes_sent("all_reduce", 2, 4 * model.num_parameters)
-compare("bytes that a rank sends", sent_bytes, link_bytes, within=1.01, unit="B")
+compare(
+    "bytes that a rank sends", sent_bytes, link_bytes,
+    within=1.01, unit="B", found="computed",
+)
 
-fastest_s = {}
+NAMES = {"off": "as it is", "200mbit": "200 Mbit/s", "100mbit": "100 Mbit/s"}
+BYTES_PER_S = {"200mbit": 200e6 / 8, "100mbit": 100e6 / 8}
 curves = {}
+fastest = {}
 for rate, rows in found.items():
-    fastest_s[rate] = min(seconds for _, _, seconds in rows)
-    label = rate.replace("mbit", " Mbit/s").replace("off", "as it is")
-    curves[label] = ([step for step, *_ in rows], [1e3 * s for *_, s in rows])
+    curves[NAMES[rate]] = ([step for step, *_ in rows], [1e3 * s for *_, s in rows])
+    step, _, seconds = min(rows, key=lambda row: row[2])
+    fastest[rate] = (step, 1e3 * seconds)
+predicted = {}
 if lab.cluster:
-    slower_s = fastest_s["100mbit"] - fastest_s["off"]
+    unslowed_ms = fastest["off"][1]
+    slower_s = (fastest["100mbit"][1] - unslowed_ms) / 1e3
     compare("added at 100 Mbit/s", added_s, slower_s, within=1.5, unit="s")
+    for rate, bytes_per_s in BYTES_PER_S.items():
+        on_the_wire_ms = 1e3 * link_bytes / bytes_per_s
+        predicted[f"predicted, {NAMES[rate]}"] = unslowed_ms + on_the_wire_ms
 plot.lines(
-    curves, xlabel="step", ylabel="ms per step",
-    title="Half the bandwidth, twice the time on the wire",
-    alt="Milliseconds per step of one job while its network is slowed down: "
-        "each halving of the bandwidth about doubles what a step takes",
+    curves, reference=predicted, from_zero=True,
+    points={"the fastest": tuple(zip(*fastest.values()))},
+    xlabel="step", ylabel="ms per step",
+    title="Half the bandwidth doubles what the network adds to a step",
+    alt="Milliseconds per step of one job at three bandwidths: the fastest steps lie near "
+        "the predicted lines, the added time at 100 Mbit/s being twice that at 200",
 )
 
 # %% [markdown]
 # The prediction counts only the bytes. The measurement can be a little less, because DDP sends while backward still
 # computes (lesson 05), or a little more, because packets have headers. Other programs on your machine can only add
-# time, so the fastest step at each bandwidth counts.
+# time, so the fastest step at each bandwidth counts. The dashed lines are the fastest step of the network as it is,
+# plus the predicted bytes over the bandwidth. Between the groups two steps are left out, because the bandwidth changed
+# during them.
 #
 # On a real cluster you do not have to train to know your network. **nccl-tests** is a program of NVIDIA that times
 # single collectives. For each size it prints `algbw`, the bytes divided by the time, and `busbw`, the **bus bandwidth**
@@ -597,7 +635,10 @@ bus_bandwidth = 2 * (24 - 1) / 24 * 67108864 / 24410e-6
 
 # %% tags=["nbval-check-output"]
 published_bandwidth = 5.27e9
-compare("bus bandwidth", bus_bandwidth, published_bandwidth, within=1.01, unit="B/s")
+compare(
+    "bus bandwidth", bus_bandwidth, published_bandwidth,
+    within=1.01, unit="B/s", found="published",
+)
 
 # %% [markdown]
 # Larger messages should not lower the bandwidth. Here it falls to less than a fifth, from 29.5 to 5.3 GB/s: twice the
@@ -624,11 +665,11 @@ for line in text.splitlines():
 good = nccl_log.parse(text)
 host = {rank: place.host for rank, place in good.main.ranks.items()}
 leaving = sum(host[source] != host[target] for source, target in good.main.pairs())
-compare("links between nodes", links_between_nodes, leaving, within=1)
+compare("links between nodes", links_between_nodes, leaving, within=1, found="counted")
 plot.transports(
     good, title="P2P inside a node, InfiniBand between the nodes",
-    alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over "
-        "InfiniBand between them",
+    alt="Two nodes of four ranks in one ring, counterclockwise: P2P inside each node, and two "
+        "links over InfiniBand between them",
 )
 
 # %% [markdown]
@@ -652,9 +693,9 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # at least once what the nodes talk over.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 9 minutes. The measured value lies between 0.6 and 1.2 of the prediction on a busy machine. Ask:
-# 7 billion gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each: what
-# does a step pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
+# *For the instructor.* 16 minutes. The measured value lies between 0.6 and 1.2 of the prediction on a busy machine.
+# Ask: 7 billion gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each:
+# what does a step pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
 
 # %% [markdown]
 # ## 5. When it does not start
@@ -695,8 +736,8 @@ with lab.fault("name"):
 
 # %% [markdown]
 # The address in the error tells the cause. Another wrong address is `172.17.0.1`: it belongs to `docker0`, an interface
-# that machines with Docker have, and that leads nowhere. Name the right interface in `NCCL_SOCKET_IFNAME` or
-# `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
+# that machines with Docker have, and that leads to no other machine. Name the right interface in `NCCL_SOCKET_IFNAME`
+# or `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
 #
 # **Second fault.** A firewall between the nodes lets nobody through to the ports 20000 to 29999 of n1. It does not
 # refuse them, it drops them silently. So there is no error until some time-out: here after 6 seconds on rank 0 and 10
@@ -712,6 +753,20 @@ with lab.fault("port"):
 # The last two commands try a port by hand. On port 18017 the answer is *Connection refused*, and that is good news: the
 # packets arrived, there is only nobody who listens. On port 20017 there is no answer at all, and `timeout` ends the
 # attempt with exit code 124. Silence is the fault. The cure is a port that the site leaves open.
+#
+# **Third fault.** Somebody has installed a new version of the program, but on n1 only. On n2 the file still is the old
+# one, in which `HIDDEN` is 96. Both ranks start, find each other, and connect.
+
+# %%
+with lab.fault("code"):
+    lab.hello()
+    everywhere = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", "--label"]
+    lab.sh(*everywhere, "cksum", "runs/hello.py")
+
+# %% [markdown]
+# A message came that does not fit: 64 numbers are 256 bytes, and 96 numbers are 384. NCCL does not check this, and
+# warns of hangs, crashes and wrong data. `cksum` prints a checksum of a file and its size. `srun` runs it on each node,
+# and if two nodes differ, the ranks do not run the same code.
 #
 # **Takeaway: "refused" shows an address, and the address shows the fault. Silence means a firewall, or a node that is
 # gone.**
@@ -771,7 +826,7 @@ print(l14_hang.stacks(folder))
 # Such a list of calls, from the innermost to the outermost, is called a **stack**. Rank 0 waits in `evaluate`, rank 1
 # in `train_step`: they wait for each other, in different calls. At work you get the stacks of a job that is running
 # already, without having prepared anything, with `py-spy dump --pid PID` on its node. This is what seven of eight ranks
-# showed in a published case:
+# showed in a published case, issue 3104 of accelerate (shortened):
 #
 #     Thread 3293 (active): "MainThread"
 #         all_gather_coalesced (deepspeed/runtime/zero/partition_parameters.py:1254)
@@ -797,7 +852,7 @@ print()
 analysis = l14_hang.analysis(folder)
 print(analysis)
 reported = int(re.search(r"sequence number: (\d+)", analysis)[1])
-compare("first difference", first_difference, reported, within=1)
+compare("first difference", first_difference, reported, within=1, found="counted")
 
 # %% [markdown]
 # The upper part is our own table of the records. The lower part is what PyTorch's analyser says of the same files, and
@@ -807,8 +862,12 @@ compare("first difference", first_difference, reported, within=1)
 #
 # Under NCCL you need no code for this. Set `TORCH_FR_BUFFER_SIZE=2000` (older versions of PyTorch call it
 # `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. PyTorch has a thread that looks after the
-# collectives of NCCL, the **watchdog**. When it finds one that has timed out, each rank writes its record. The
-# watchdog's message is also what you read first in the log of such a job. From a published case, shortened:
+# collectives of NCCL, the **watchdog**. When it finds one that has timed out, each rank writes its record to a file.
+# The name of the file begins with what `TORCH_FR_DUMP_TEMP_FILE` says (older versions:
+# `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) and ends with the rank. With `runs/JOB/trace_`, in a folder that all nodes share, you
+# get `trace_0`, `trace_1` and so on. Then `torchfrtrace --prefix trace_ runs/JOB`, which comes with PyTorch, prints the
+# analysis that you see above. The watchdog's message is also what you read first in the log of such a job. From a
+# published case, shortened:
 #
 #     [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE,
 #     NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
@@ -818,8 +877,9 @@ compare("first difference", first_difference, reported, within=1)
 # Read it like this. `SeqNum` counts the collectives of the group. Call 1579 was finished, and call 1580 was not, after
 # ten minutes. Rank 0 had *enqueued* 1580, and even two more, since on a GPU a call returns before it is done. So rank 0
 # waited for others. Now compare the ranks. One whose last enqueued number is lower than 1580 did not come; look at its
-# stack. If all of them have enqueued 1580, then their calls differ, or the network is broken. The flight recorder tells
-# which.
+# stack. If all of them have enqueued 1580, there are three cases. Their calls differ. Or the network is broken. Or the
+# GPU of a rank has not come so far: enqueued is not started, and it may still be in an earlier kernel. The flight
+# recorder tells whether the calls differ.
 #
 # **Takeaway: for a hang, first compare the counts, then the stacks, then the calls. The rank that complains is usually
 # one of those that waited.**
@@ -864,7 +924,7 @@ check("14.4", lambda: l14.diagnosis(my_diagnosis))
 lab.close()
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 5 and 6 take 15 minutes. B and D are the ones people get wrong: B because they look for
+# *For the instructor.* Sections 5 and 6 take 24 minutes. B and D are the ones people get wrong: B because they look for
 # a fault in rank 3, D because they do not know Docker's address. For G ask how two ranks can disagree about the size of
 # a tensor. (Another version of the code on one node: an installation that was done there only, or an old container
 # image.) Ask in section 6 what would have happened if `evaluate` had called `all_reduce` on a tensor of the same size.
@@ -885,13 +945,14 @@ lab.close()
 #
 # ## Questions
 #
-# **1.** A script ends with `srun python train.py`, followed by `echo finished`. There is no `set -e`. After 100 steps
-# a rank dies. In which state does the job end?
+# **1.** A script ends with `srun python train.py`, followed by one more line: `echo finished`. After 100 steps a rank
+# dies. In which state does the job end, and which two things are missing in the script?
 #
 # <details><summary>Answer</summary>
 #
-# COMPLETED, with exit code 0, because the last command was an `echo` that worked. And if `srun` was not told
-# `--kill-on-bad-exit=1`, the job may hang before that until its time is over.
+# COMPLETED, with exit code 0, because the last command was an `echo` that worked: `set -e` is missing. And since `srun`
+# was not told `--kill-on-bad-exit=1`, the other ranks may first wait for the dead one until their own time-out, or
+# until the time limit of the job. SLURM then ends it as TIMEOUT.
 # </details>
 #
 # **2.** Why is `--checkpoint.every 100` needed, although the ranks save when they are told to stop?
@@ -937,7 +998,8 @@ lab.close()
 # - SLURM: https://slurm.schedmd.com/sbatch.html (directives, `--signal`), https://slurm.schedmd.com/srun.html,
 #   https://slurm.schedmd.com/scontrol.html (requeue), https://slurm.schedmd.com/sched_config.html (backfill).
 # - torchrun: https://docs.pytorch.org/docs/stable/elastic/run.html.
-# - NCCL's variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html.
+# - NCCL's variables: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/env.html; what happens if ranks disagree
+#   on the size: https://docs.nvidia.com/deeplearning/nccl/user-guide/docs/usage/collectives.html.
 # - Bus bandwidth: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md. The two lines of section 4:
 #   https://github.com/NVIDIA/nccl/issues/1453; what to expect of a card of 400 Gbit/s:
 #   https://github.com/NVIDIA/nccl-tests/issues/290.
