@@ -307,7 +307,7 @@ for problem in lint(WISHES):
 
 # %% tags=["exercise"]
 def ranks_by_node(log):
-    """{node: [its ranks]} from the log of a training on several nodes."""
+    """{node: [its ranks]} from the log of a run on several nodes."""
     ### BEGIN SOLUTION
     inside = re.search(r"ranks on \d+ nodes \((.+?)\)", log)[1]
     found = {}
@@ -380,7 +380,7 @@ print(text[text.index("first_node=") :])
 # %% [markdown]
 # ## 3. Longer than the time limit
 #
-# Clusters have a longest time limit, often a day, and a training takes weeks. So a run has to be cut into pieces: stop
+# Clusters have a longest time limit, often a day, and a training run takes weeks. So it has to be cut into pieces: stop
 # in time, write a **checkpoint** (all that is needed to go on: weights, optimizer, position in the data), go back into
 # the queue, and resume. Nobody wants to do that by hand. The job can do it by itself, and each life of the job is
 # called an **attempt**.
@@ -764,9 +764,10 @@ with lab.fault("code"):
     lab.sh(*everywhere, "cksum", "runs/hello.py")
 
 # %% [markdown]
-# A message came that does not fit: 64 numbers are 256 bytes, and 96 numbers are 384. NCCL does not check this, and
-# warns of hangs, crashes and wrong data. `cksum` prints a checksum of a file and its size. `srun` runs it on each node,
-# and if two nodes differ, the ranks do not run the same code.
+# The ranks have met and are connected, so the network is not to blame. But a rank received a message of another size than
+# it expects. gloo notices that. NCCL does not: its documentation warns of hangs, crashes and wrong data. `cksum` prints a
+# checksum of a file and its size. `srun` runs it on each node, and here the two checksums differ: the ranks do not run
+# the same code.
 #
 # **Takeaway: "refused" shows an address, and the address shows the fault. Silence means a firewall, or a node that is
 # gone.**
@@ -797,7 +798,8 @@ def evaluate():
 world = bootstrap.start(timeout_s=8)
 folder = Path("runs/hang")
 folder.mkdir(exist_ok=True)
-faulthandler.dump_traceback_later(5, file=open(folder / f"stack_{world.rank}", "w"))
+stack = open(folder / f"stack_{world.rank}", "w")
+faulthandler.dump_traceback_later(5, file=stack)
 try:
     for step in range(4):
         train_step()
