@@ -606,8 +606,8 @@ plot.lines(
     points={"the fastest": tuple(zip(*fastest.values()))},
     xlabel="step", ylabel="ms per step",
     title="Half the bandwidth doubles what the network adds to a step",
-    alt="Milliseconds per step of one job at three bandwidths: the fastest steps lie near "
-        "the predicted lines, the added time at 100 Mbit/s being twice that at 200",
+    alt="Milliseconds per step of one job at three bandwidths: the fastest steps lie "
+        "near the predicted lines; 100 Mbit/s add twice as much as 200 Mbit/s",
 )
 
 # %% [markdown]
@@ -668,8 +668,8 @@ leaving = sum(host[source] != host[target] for source, target in good.main.pairs
 compare("links between nodes", links_between_nodes, leaving, within=1, found="counted")
 plot.transports(
     good, title="P2P inside a node, InfiniBand between the nodes",
-    alt="Two nodes of four ranks in one ring, counterclockwise: P2P inside each node, and two "
-        "links over InfiniBand between them",
+    alt="Two nodes of four ranks in one ring: P2P inside each node, and two links over "
+        "InfiniBand between them that do not cross",
 )
 
 # %% [markdown]
