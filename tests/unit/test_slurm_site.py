@@ -6,6 +6,8 @@ import re
 import pytest
 
 from labcode.slurm.script import site as sites
+from labcode.slurm.script.job import Job
+from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Site, load, names
 
 PUBLIC = sorted(set(names()) - {"generic", "local"})
@@ -152,3 +154,20 @@ def test_an_empty_profile_is_a_cluster_of_cpus(tmp_path):
 def test_yaml_makes_no_objects(tmp_path):
     with pytest.raises(ValueError, match=r"mine.yaml, line 1: "):
         load(write(tmp_path, "partition: !!python/object/apply:os.system [ls]\n"))
+
+
+def test_the_notes_of_a_site_stand_in_its_script_as_comments():
+    notes = ("a b " * 40 + "end", "x; rm -rf /")
+    text = render(Job("gpt_tiny"), Site(notes=notes))
+    comments = [line for line in text.splitlines() if line.startswith("# ")]
+    said = " ".join(line.removeprefix("# ") for line in comments)
+    assert f"Note: {notes[0]} Note: {notes[1]}" in said
+    assert all(len(line) <= 88 for line in comments)
+    with pytest.raises(ValueError, match=r"notes.* goes on one line"):
+        Site(notes=("two\nlines",))
+
+
+def test_perlmutter_says_that_nccl_talks_tcp_without_its_plugin():
+    text = render(Job("gpt_tiny", nodes=2), load("perlmutter"))
+    assert "# Note: without NCCL's plugin for Slingshot" in text
+    assert "export NCCL_SOCKET_IFNAME=hsn " in text

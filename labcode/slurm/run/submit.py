@@ -76,6 +76,8 @@ def submit(
         could_have = client is None and not here and site.name == "local"
         hint = f" ({HINT})" if could_have else ""
         print(f"job {handle.number} on {handle.where}{hint}; log: {handle.path}", flush=True)
+        for note in site.notes:
+            print(f"note: {note}", flush=True)
     return handle
 
 

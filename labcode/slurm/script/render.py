@@ -5,6 +5,8 @@ shell unquoted (`quote.py`): what comes from the job is taken literally, in what
 a `$NAME` is looked up by the cluster.
 """
 
+import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 
 import jinja2
@@ -15,6 +17,7 @@ from labcode.slurm.script.site import Container, Gpus, Site
 from labcode.topology import GridShape
 
 COLUMN = 40  # where comments begin
+WIDTH = 88  # of comments that fill their line
 
 Row = tuple[str, str | int | bool | None, str]  # option of sbatch, value, comment
 
@@ -61,6 +64,7 @@ def render(job: Job, site: Site) -> str:
         job=job,
         site=site,
         title=_title(job, shape),
+        notes=_as_comments(site.notes),
         directives=_directives(job, site),
         settings=settings,
         sets_threads="OMP_NUM_THREADS" not in {*site.env, *job.env},
@@ -89,6 +93,16 @@ def _check_fits(job: Job, site: Site) -> None:
         asked = f"{job.ranks_per_node} ranks x {site.cpus_per_rank} CPUs = {cpus}"
         has = f"the {site.cpus.per_node} CPUs of a node of {site.name}"
         raise ValueError(f"{asked} are more than {has}: change ranks_per_node or cpus.per_rank")
+
+
+def _as_comments(notes: Sequence[str]) -> list[str]:
+    """Lines of comments that fit the page."""
+    lines = []
+    for note in notes:
+        lines += textwrap.wrap(
+            note, WIDTH, initial_indent="# Note: ", subsequent_indent="# ", break_on_hyphens=False
+        )
+    return lines
 
 
 def _title(job: Job, shape: GridShape | None) -> str:

@@ -146,6 +146,7 @@ class Site:
         logs: Folder of the logs; it must exist when the job is submitted.
         mail: Who is told of a job's progress.
         directives: More options of sbatch, such as --licenses=scratch.
+        notes: What somebody should know who submits here; the script and `submit` say it.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections too
@@ -175,6 +176,7 @@ class Site:
     logs: str = "."
     mail: Mail | None = None
     directives: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least(self, "max_minutes", 1)
@@ -182,7 +184,7 @@ class Site:
         check_at_least(self, "max_attempts", 1)
         check_one_line(self, "account", "partition", "qos", "reservation", "constraint", "memory")
         check_one_line(self, "about", "modules", "env", "setup", "python", "scratch", "logs")
-        check_one_line(self, "directives")
+        check_one_line(self, "directives", "notes")
         self._check_paths()
         self._check_names()
         self._check_directives()
