@@ -290,7 +290,7 @@ def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watc
     with watch.active():
         with watch.running():
             small_gpt.backward(module, share)
-        own = small_gpt.gradient(module).clone()
+            own = small_gpt.gradient(module).clone()  # before a Future may put the means into place
         parallel.finish_gradient_sync()
         found = small_gpt.gradient(module).clone()
         sent = watch.taken()
