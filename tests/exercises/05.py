@@ -479,7 +479,7 @@ OVERLAPPED = Answers(
         "one bucket late": (OneBucketLate, "backward went on to 1 more gradient before it left"),
         "divided before wait()": (DividedBeforeWaiting, "what has to come after wait()?"),
         "the row made anew": (RowMadeAnew, "0.25 times: where is the sum"),
-        "Futures not waited for": (FuturesNotWaitedFor, "and 0 waited for"),
+        "Futures not waited for": (FuturesNotWaitedFor, "waited for: without wait() nobody"),
         "a Future in the hook": (FutureInTheHook, "gradient_ready calls wait()"),
     },
 )

@@ -182,7 +182,7 @@ def test_what_slurm_refuses_is_one_line_and_leaves_nothing(client, ranks):
             client=client,
         )
     assert "\n" not in str(error.value) and list(Path.cwd().glob("*.sbatch")) == []
-    with pytest.raises(UnknownJob, match="^no job 999999 on SLURM cluster"):
+    with pytest.raises(UnknownJob, match=r"^no job 999999 on SLURM cluster"):
         client.job("999999")
     assert [group.nodes for group in client.nodes()] == ["n[1-2]"]
 

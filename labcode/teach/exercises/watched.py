@@ -14,6 +14,7 @@ the tensor before, never has the right result by luck.
 
 import contextlib
 import threading
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -22,6 +23,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
+LATE_S = 0.1  # a Future's value comes so long after backward: who does not wait sees none of them
 HELD_UP_S = 5.0  # how long a Future waits for the end of what runs, before it counts as held up
 
 
@@ -186,6 +188,7 @@ class _Handle:
         try:
             if not self._watch.wait_until_idle():
                 self._watch.waits.append(True)  # somebody in backward waits for this Future
+            time.sleep(LATE_S)
             self._work.wait()
             self._arrive()
         except RuntimeError as error:  # another rank has failed
