@@ -587,7 +587,7 @@ def clip(gradient, max_norm=1.0):
 rank_gradients = [torch.tensor([3.0, 0.0]), torch.tensor([-1.0, 0.0])]
 clipped = [clip(gradient) for gradient in rank_gradients]
 mean = torch.stack(clipped).mean(dim=0)
-compare("first number of the mean", mean_of_clipped, mean[0], within=1, found="computed")
+compare("first of the mean", mean_of_clipped, mean[0], within=1, found="computed")
 
 # %% tags=["figure"]
 plot.clipping(
