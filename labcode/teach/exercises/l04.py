@@ -19,7 +19,7 @@ from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import RankError, Ranks
 from labcode.teach.check import Exercise, is_stub, reason
 from labcode.teach.exercises import small_gpt
-from labcode.teach.exercises.watched import Sent, Watch
+from labcode.teach.exercises.all_reduces import Sent, Watch
 from labcode.teach.labs import l04_by_hand
 
 EXERCISES = {

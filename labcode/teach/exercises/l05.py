@@ -16,7 +16,7 @@ from labcode.parallel.data import make_buckets
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import RETURNED_NONE, Exercise, due
 from labcode.teach.exercises import small_gpt
-from labcode.teach.exercises.watched import Sent, Watch
+from labcode.teach.exercises.all_reduces import Sent, Watch
 from labcode.teach.labs import l05_by_hand
 
 EXERCISES = {
