@@ -80,7 +80,7 @@ def test_of_an_array_the_task_that_failed_is_named(tmp_path: Path) -> None:
     with pytest.raises(JobFailed) as caught:
         SlurmHandle(Scripted(tasks), "21").wait(echo=False)
     assert str(caught.value) == (
-        "job 21 FAILED: task 3 of an array of 8 (21_3): rank 0: rank 0: task three is ill"
+        "job 21 FAILED: task 3 of an array of 8 (21_3): rank 0: task three is ill"
     )
 
 

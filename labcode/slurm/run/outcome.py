@@ -119,7 +119,7 @@ def explain(info: JobInfo, log: str, hang: str = "") -> Outcome:
     if state == "FAILED" and _OOM.search(what):
         state = "OUT_OF_MEMORY"
     if state not in _STATES:
-        reason = f"rank {rank}: {what}" if rank is not None else sentence or what
+        reason = _of_rank(rank, what) if rank is not None else sentence or what
         return Outcome(state, reason or exit_text(*info.exit_code), rank, info.restarts)
     limit = info.time_limit or "the job"
     reason = sentence or _STATES[state].format(limit=limit, nodes=info.nodes or "the job")
@@ -130,8 +130,14 @@ def explain(info: JobInfo, log: str, hang: str = "") -> Outcome:
     if state != "OUT_OF_MEMORY":  # whatever the ranks say, they were ended from outside
         return Outcome(state, reason, restarts=info.restarts)
     if rank is not None:
-        reason = f"rank {rank}: {what}; {reason}"
+        reason = f"{_of_rank(rank, what)}; {reason}"
     return Outcome(state, reason, rank, info.restarts)
+
+
+def _of_rank(rank: int, what: str) -> str:
+    """ "rank 3: killed ...", once: our own error line names the rank already."""
+    name = f"rank {rank}: "
+    return what if what.startswith(name) else name + what
 
 
 def first_failure(log: str) -> Failure:
@@ -182,9 +188,8 @@ def _from_srun(log: str) -> Failure | None:
     end = f"{_plain_end(what)} on {node}"
     said = _said(log)
     why = said.get(rank)
-    if "Exited" in what and not _is_killed(
-        what
-    ):  # it could still speak, and our own line may name another rank
+    could_speak = "Exited" in what and not _is_killed(what)
+    if could_speak:  # then our own line may name another rank
         why = why or said.get(None)
         named = _named(log)
         rank = rank if named is None else named
