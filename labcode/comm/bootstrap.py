@@ -537,13 +537,20 @@ def is_lost_peer(error: BaseException) -> bool:
     return bool(_GONE.search(text) or _LATE.search(text))
 
 
-def lost_peer_message(error: BaseException) -> str:
-    """The line for an error that `is_lost_peer`: what happened, and where to look."""
+def lost_peer_message(error: BaseException, hang: str = "") -> str:
+    """The line for an error that `is_lost_peer`: what happened, and where to look.
+
+    Args:
+        error: Of a collective, or of the store.
+        hang: Who waited for whom, if that is known.
+    """
     if _GONE.search(str(error)):
         return (
             "the connection to another rank was lost: it was killed or has crashed; look for its "
             "own last lines, and for 'out of memory' in the log of its machine"
         )
+    if hang:
+        return f"a collective has timed out: {hang}"
     return (
         "another rank did not answer in time: it hangs, or waits somewhere else; look for its own "
         "last lines, and with `py-spy dump --pid` where it is"

@@ -20,6 +20,7 @@ from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.data.sampler import Batches, validation_batches
+from labcode.doctor.hang import HangWatch
 from labcode.models.parallelize import parallelize
 from labcode.parallel.model import ParallelModel
 from labcode.perf.flops import training_flops_per_sample
@@ -64,6 +65,7 @@ class Trainer:
             nothing.
         start: Checkpoint to resume from.
         signals: What has been heard since the process was started; None listens during `fit` only.
+        watch: Is told of each step, so that it can say who waits for whom; None: nobody watches.
 
     Attributes:
         steps_done: Optimizer steps of the whole run, with those before it was resumed.
@@ -80,12 +82,14 @@ class Trainer:
         out: Path | None,
         start: Path | None = None,
         signals: StopSignals | None = None,
+        watch: HangWatch | None = None,
     ) -> None:
         self.config = config
         self.world = world
         self.grid = grid
         self.task = task
         self.signals = signals
+        self.watch = watch
         self.dtype = pick_dtype(config.train.dtype, world.device)
         # the dtype of weights and of floating-point data; bfloat16 is for matrix products only
         self.wide_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
@@ -178,6 +182,8 @@ class Trainer:
             while self.steps_done < settings.steps and not self.stopped_by:
                 step = self.step()
                 clock.count()
+                if self.watch:
+                    self.watch.step(self.steps_done)
                 if self._due(settings.log_every):
                     self.log.write(self._row(step, clock.seconds_per_step()))
                     clock.restart()

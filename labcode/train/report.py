@@ -41,13 +41,14 @@ def refuse_command(error: Exception) -> int:
     return fail(place, RefusedError(str(error)))
 
 
-def fail(place: Place, error: Exception, steps_done: int | None = None) -> int:
+def fail(place: Place, error: Exception, steps_done: int | None = None, hang: str = "") -> int:
     """Print one line about an error and return this rank's exit code.
 
     Args:
         place: Of this process.
         error: With the text to show. One that all know is reported by rank 0.
         steps_done: Optimizer steps before the error; None before training began.
+        hang: Who waited for whom before it, if that is known (`doctor.hang`).
 
     Held by: tests/unit/test_report.py
     """
@@ -59,7 +60,7 @@ def fail(place: Place, error: Exception, steps_done: int | None = None) -> int:
     if not is_lost_peer(error):
         _tell(f"error: {who}{when}{text_of(error)}")
     elif place.local_rank < TOLD_BY:
-        _tell(f"{who}{when}{bootstrap.lost_peer_message(error)}")
+        _tell(f"{who}{when}{bootstrap.lost_peer_message(error, hang)}")
     return FAILED
 
 

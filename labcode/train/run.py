@@ -20,6 +20,7 @@ from labcode.comm.agreement import (
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import Config
+from labcode.doctor.hang import HangWatch
 from labcode.topology import GridShape
 from labcode.train import finite, report
 from labcode.train.capacity import check_memory, shared_memory
@@ -60,6 +61,7 @@ def run(
     signals = signals or StopSignals()
     place = Place()
     trainer = None
+    watch = None
     folder = RunFolder(config)
     try:
         place = bootstrap.read_environment()
@@ -73,11 +75,13 @@ def run(
             share_gpus=parallel.share_gpus,
             timeout_s=parallel.collective_timeout_s,
         )
-        trainer = set_up(config, world, shape, folder, signals)
+        watch = HangWatch(parallel.collective_timeout_s)
+        watch.start()
+        trainer = set_up(config, world, shape, folder, signals, watch)
         _train(trainer, folder)
     except (Exception, KeyboardInterrupt) as error:
         _leave(trainer, folder, ctrl_c)
-        code = _code_after(error, place, trainer, ctrl_c)
+        code = _code_after(error, place, trainer, ctrl_c, watch)
         if code is None:
             raise
         return code
@@ -85,6 +89,8 @@ def run(
         _leave(trainer, folder, ctrl_c)
         return 0
     finally:
+        if watch:
+            watch.stop()
         bootstrap.stop()
         signals.ignore()
 
@@ -98,7 +104,12 @@ def _grid_shape(config: Config, place: Place) -> GridShape:
 
 
 def set_up(
-    config: Config, world: World, shape: GridShape, folder: RunFolder, signals: StopSignals
+    config: Config,
+    world: World,
+    shape: GridShape,
+    folder: RunFolder,
+    signals: StopSignals,
+    watch: HangWatch | None = None,
 ) -> Trainer:
     """Data, process groups, model and output folder.
 
@@ -126,7 +137,7 @@ def set_up(
         if start:
             print_on_first_rank(world, f"resuming from {start}")
     listening = signals if config.checkpoint.on else None
-    trainer = Trainer(config, world, grid, task, None, start, listening)
+    trainer = Trainer(config, world, grid, task, None, start, listening, watch)
     # only now: a run that cannot begin leaves all as it was
     out = on_first_rank(folder.claim)
     _check_that_all_see(config, folder, out)
@@ -184,7 +195,11 @@ def _leave(trainer: Trainer | None, folder: RunFolder, ctrl_c: CtrlC) -> None:
 
 
 def _code_after(
-    error: BaseException, place: Place, trainer: Trainer | None, ctrl_c: CtrlC
+    error: BaseException,
+    place: Place,
+    trainer: Trainer | None,
+    ctrl_c: CtrlC,
+    watch: HangWatch | None,
 ) -> int | None:
     """Report what has ended the run.
 
@@ -199,7 +214,8 @@ def _code_after(
         return report.interrupted(place, _how_far(trainer))
     if not isinstance(error, Exception) or not report.is_expected(error, trainer is not None):
         return None
-    return report.fail(place, error, None if trainer is None else trainer.steps_done)
+    steps_done = None if trainer is None else trainer.steps_done
+    return report.fail(place, error, steps_done, watch.report if watch else "")
 
 
 def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:

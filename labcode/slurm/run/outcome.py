@@ -47,6 +47,10 @@ _PYTHON = re.compile(
     r"^(?:\[rank(\d+)\]: )?([A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Diverged): .+)",
     re.MULTILINE,
 )
+# what labcode.doctor.hang has found, while the ranks waited and after their time-out
+_HANG = re.compile(r"^(?:\[(?:rank ?)?\d+\]:? )?hang: (.+)", re.MULTILINE)
+_TIMED_OUT = re.compile(r"^.*\ba collective has timed out: (.+)", re.MULTILINE)
+_MISSING = re.compile(r"rank (\d+) (?:has not come|does not answer)")
 _OOM = re.compile(
     r"oom[_-]kill|Out Of Memory|DefaultCPUAllocator: (not enough|can't allocate) memory"
     r"|CUDA out of memory|MemoryError",
@@ -124,6 +128,8 @@ def explain(info: JobInfo, log: str, hang: str = "") -> Outcome:
     limit = info.time_limit or "the job"
     reason = sentence or _STATES[state].format(limit=limit, nodes=info.nodes or "the job")
     if state == "TIMEOUT" and hang:
+        found = _HANG.findall(log)  # better than what can be seen from outside
+        hang = found[-1] if found else hang
         reason = f"{hang} (the time limit of {limit} ended it)"
     elif state == "TIMEOUT" and info.fields.get("Requeue") == "1" and not sentence:
         reason = _NO_CHECKPOINT.format(limit=limit)
@@ -135,9 +141,9 @@ def explain(info: JobInfo, log: str, hang: str = "") -> Outcome:
 
 
 def _of_rank(rank: int, what: str) -> str:
-    """ "rank 3: killed ...", once: our own error line names the rank already."""
-    name = f"rank {rank}: "
-    return what if what.startswith(name) else name + what
+    """ "rank 3: killed ...", once: our own lines may name the rank already."""
+    named = what.startswith(f"rank {rank}: ") or f": rank {rank} " in what
+    return what if named else f"rank {rank}: {what}"
 
 
 def first_failure(log: str) -> Failure:
@@ -146,6 +152,11 @@ def first_failure(log: str) -> Failure:
     torchrun's report names ranks; srun's lines name its tasks, which are ranks unless torchrun runs
     in them; our own error line and Python's last line say why.
     """
+    timed_out = _TIMED_OUT.search(log)
+    if timed_out:  # those that end with it only waited
+        missing = _MISSING.search(timed_out[1])
+        rank = int(missing[1]) if missing else None
+        return Failure(rank, f"a collective has timed out: {timed_out[1]}")
     failure = _from_torchrun(log) or _from_srun(log)
     if failure is not None:
         return failure
