@@ -64,7 +64,9 @@ STYLE: dict[Any, Any] = {
     "text.color": INK,
     "xtick.color": INK,
     "ytick.color": INK,
-    "legend.frameon": False,
+    "legend.facecolor": "white",  # a line behind the legend must not run through its words
+    "legend.edgecolor": "none",
+    "legend.framealpha": 0.9,
     "legend.fontsize": 9,
 }
 
