@@ -31,6 +31,9 @@ class _Pickler(cloudpickle.Pickler):
         if isinstance(obj, ExitAutocall):
             return _exit, ()  # in a notebook `exit` is an object that holds the whole kernel
         torch = sys.modules.get("torch")
+        functional = sys.modules.get("torch.distributed._functional_collectives")
+        if functional is not None and isinstance(obj, functional.AsyncCollectiveTensor):
+            obj = obj.trigger_wait()  # what a functional collective gives may still be under way
         if torch is None or type(obj) is not torch.Tensor:
             return super().reducer_override(obj)
         if obj.layout is not torch.strided or obj.is_meta:

@@ -144,6 +144,17 @@ def test_tensors_travel_both_ways(ranks2):
     assert torch.equal(sums[1][0], big + 1) and sums[0][1] == big.double().sum().item()
 
 
+def test_a_sum_that_is_under_way_is_waited_for(ranks2):
+    def total(rank):
+        from torch.distributed import _functional_collectives
+
+        return _functional_collectives.all_reduce(torch.ones(2) * rank, "sum", dist.group.WORLD)
+
+    for found in ranks2.run(total):
+        assert type(found) is torch.Tensor
+        assert torch.equal(found, torch.ones(2))
+
+
 def test_a_view_does_not_carry_its_storage():
     data = torch.randn(1000, 1000)
     sent = wire.dumps({"batch": data[3:5], "weight": torch.nn.Parameter(torch.ones(2))})
