@@ -101,6 +101,13 @@ def total_awaited(x, group):
     return x
 
 
+def total_by_functional(x, group):
+    """A functional collective: its result waits for itself when it is used."""
+    import torch.distributed._functional_collectives as functional
+
+    return functional.all_reduce(x, "sum", group)
+
+
 class CopyToOfTheClass(torch.autograd.Function):
     """Keeps the group where all calls share it."""
 
@@ -141,6 +148,10 @@ PAIRS = Answers(
             function(itself, total_awaited),
             function(total_awaited, itself),
         ),
+        "functional collectives": (
+            function(same, total_by_functional),
+            function(total_by_functional, same),
+        ),
     },
     wrong={
         "f hands on": ((function(same, same), g), "own part"),
@@ -176,6 +187,10 @@ PAIRS = Answers(
         ),
         "f and g exchanged": ((g, f), "forward is the identity"),
         "no return": ((function(nothing, total), g), "returned None"),
+        "two results": (
+            (f, function(lambda x, group: (total(x, group), group), same)),
+            "a tuple of 2",
+        ),
         "labcode's own": (
             (f, function(reduce_from, same)),
             "collectives.reduce_from is labcode's own answer",
@@ -387,6 +402,43 @@ class ColumnsInTheInput(Columns):
         return y
 
 
+class ColumnsCutTheLayer(nn.Module):
+    """Cuts up the layer that was handed in, and keeps its parameters."""
+
+    dim = 0
+
+    def __init__(self, layer, group):
+        super().__init__()
+        p, rank = group.size(), group.rank()
+        layer.weight.data = layer.weight.data.chunk(p, self.dim)[rank].clone()
+        if layer.bias is not None and self.dim == 0:
+            layer.bias.data = layer.bias.data.chunk(p)[rank].clone()
+        self.group = group
+        self.weight = layer.weight
+        self.bias = layer.bias
+
+    def forward(self, x):
+        return F.linear(copy_to(x, self.group), self.weight, self.bias)
+
+
+class ColumnsAndTheirBias(Columns):
+    """As Megatron-LM's layer does it: the bias is handed on."""
+
+    def forward(self, x):
+        return F.linear(copy_to(x, self.group), self.weight), self.bias
+
+
+class ColumnsScaled(Columns):
+    """With a parameter that nobody asked for."""
+
+    def __init__(self, layer, group):
+        super().__init__(layer, group)
+        self.scale = nn.Parameter(torch.ones((), dtype=layer.weight.dtype))
+
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
 class NoReturn(Columns):
     def forward(self, x):
         F.linear(copy_to(x, self.group), self.weight, self.bias)
@@ -394,7 +446,12 @@ class NoReturn(Columns):
 
 COLUMNS = Answers(
     check=l09.column_parallel,
-    right={"chunk": Columns, "slices": ColumnsBySlices, "a smaller Linear": ColumnsWithALinear},
+    right={
+        "chunk": Columns,
+        "slices": ColumnsBySlices,
+        "a smaller Linear": ColumnsWithALinear,
+        "one more parameter": ColumnsScaled,
+    },
     wrong={
         "cuts the inputs": (ColumnsOfTheInputs, "the outputs are shared out"),
         "no sharding": (ColumnsWhole, "is the whole weight"),
@@ -413,6 +470,8 @@ COLUMNS = Answers(
         "the whole bias": (ColumnsWholeBias, "to which output features"),
         "no bias": (ColumnsNoBias, "the bias is not added"),
         "g in place of f": (ColumnsWithG, "1 all_reduce in forward"),
+        "cuts up the layer": (ColumnsCutTheLayer, "`layer` itself has been changed"),
+        "a tuple": (ColumnsAndTheirBias, "it returned a tuple of 2"),
         "no return": (NoReturn, "returned None"),
         "labcode's own": (tensor.ColumnParallelLinear, "labcode's own answer"),
     },
@@ -570,6 +629,40 @@ class RowsCutBias(Rows):
         return reduce_from(F.linear(x, self.weight), self.group)
 
 
+class RowsBiasHeldByRank0(Rows):
+    """The others have no bias at all."""
+
+    def __init__(self, layer, group):
+        super().__init__(layer, group)
+        if group.rank() > 0:
+            self.bias = None
+
+    def forward(self, x):
+        return reduce_from(F.linear(x, self.weight, self.bias), self.group)
+
+
+class RowsCutTheLayer(ColumnsCutTheLayer):
+    dim = 1
+
+    def forward(self, x):
+        y = reduce_from(F.linear(x, self.weight), self.group)
+        return y if self.bias is None else y + self.bias
+
+
+class RowsAndTheirBias(Rows):
+    def forward(self, x):
+        return reduce_from(F.linear(x, self.weight), self.group), self.bias
+
+
+class RowsByFunctional(Rows):
+    """Functional collectives have no backward: the sum as a number that autograd is told of."""
+
+    def forward(self, x):
+        y = F.linear(x, self.weight)
+        y = y + (total_by_functional(y.detach(), self.group) - y.detach())
+        return y if self.bias is None else y + self.bias
+
+
 class RowsNoReturn(Rows):
     def forward(self, x):
         reduce_from(F.linear(x, self.weight), self.group)
@@ -582,6 +675,7 @@ ROWS = Answers(
         "slices": RowsBySlices,
         "zero for no bias": RowsWithZeros,
         "straight through": RowsStraightThrough,
+        "functional": RowsByFunctional,
     },
     wrong={
         "bias before the sum": (RowsBiasEarly, "too large by 1 biases"),
@@ -596,6 +690,12 @@ ROWS = Answers(
         "the mean": (RowsMean, "other values"),
         "no sharding": (RowsGathered, "is the whole weight"),
         "bias on one rank": (RowsBiasOfRank0, "bias gets no gradient"),
+        "one rank has the bias": (
+            RowsBiasHeldByRank0,
+            "the rank with number 1: there is no parameter `bias`",
+        ),
+        "cuts up the layer": (RowsCutTheLayer, "`layer` itself has been changed"),
+        "a tuple": (RowsAndTheirBias, "it returned a tuple of 2"),
         "a part of the bias": (RowsCutBias, "to which output features"),
         "no return": (RowsNoReturn, "returned None"),
     },
@@ -603,6 +703,10 @@ ROWS = Answers(
 
 
 # ---- 9.4 Llama's MLP
+
+
+def sum_both_ways(x, group):
+    return reduce_from(copy_to(x, group), group)
 
 
 def swiglu(x, gate, up, down, group):
@@ -712,6 +816,35 @@ def swiglu_of_up(x, gate, up, down, group):
     return swiglu(x, up, gate, down, group)
 
 
+def swiglu_with(inside_of):
+    """Another formula between the products: `inside_of(gate(x), up(x))`."""
+
+    def answer(x, gate, up, down, group):
+        p, rank = group.size(), group.rank()
+        x = copy_to(x, group)
+        inside = inside_of(x @ gate.chunk(p)[rank].T, x @ up.chunk(p)[rank].T)
+        return reduce_from(inside @ down.chunk(p, dim=1)[rank].T, group)
+
+    return answer
+
+
+def swiglu_summed_both_ways(x, gate, up, down, group):
+    p, rank = group.size(), group.rank()
+    x = copy_to(x, group)
+    inside = F.silu(x @ gate.chunk(p)[rank].T) * (x @ up.chunk(p)[rank].T)
+    return sum_both_ways(inside @ down.chunk(p, dim=1)[rank].T, group)
+
+
+def swiglu_in_place(x, gate, up, down, group):
+    """Cuts up the weights that were handed in."""
+    p, rank = group.size(), group.rank()
+    gate.data = gate.data.chunk(p)[rank]
+    up.data = up.data.chunk(p)[rank]
+    down.data = down.data.chunk(p, dim=1)[rank]
+    x = copy_to(x, group)
+    return reduce_from((F.silu(x @ gate.T) * (x @ up.T)) @ down.T, group)
+
+
 def swiglu_summed_in_place(x, gate, up, down, group):
     p, rank = group.size(), group.rank()
     x = copy_to(x, group)
@@ -738,6 +871,18 @@ SWIGLU = Answers(
         "detached weights": (swiglu_of_detached_weights, "gate gets no gradient"),
         "a parameter of its own": (swiglu_of_copies, "up gets no gradient"),
         "silu on up": (swiglu_of_up, "to which of them does silu belong"),
+        "silu of the product": (
+            swiglu_with(lambda gate, up: F.silu(gate * up)),
+            "of what is silu taken",
+        ),
+        "silu of both": (
+            swiglu_with(lambda gate, up: F.silu(gate) * F.silu(up)),
+            "of what is silu taken",
+        ),
+        "no silu": (swiglu_with(lambda gate, up: gate * up), "of what is silu taken"),
+        "a sum both ways": (swiglu_summed_both_ways, "every gradient is 2 times too long"),
+        "cuts up the weights": (swiglu_in_place, "the call has changed gate and up and down"),
+        "a tuple": (lambda *args: (swiglu(*args), None), "it returned a tuple of 2"),
         "summed in place": (swiglu_summed_in_place, "right by accident"),
     },
 )
@@ -881,6 +1026,51 @@ class TableWithF(Table):
         return copy_to(self.own(tokens), self.group)
 
 
+class TableBesideTheWhole(Table):
+    """`self.embedding = embedding`: one parameter too many."""
+
+    def __init__(self, embedding, group):
+        super().__init__(embedding, group)
+        self.embedding = embedding
+
+
+class TableHoldingTheWhole(Table):
+    def __init__(self, embedding, group):
+        super().__init__(embedding, group)
+        self.kept = [embedding.weight]
+
+
+class TableHoldingTheParts(Table):
+    """The parts are views of the whole."""
+
+    def __init__(self, embedding, group):
+        super().__init__(embedding, group)
+        self.parts = embedding.weight.tensor_split(group.size())
+
+
+class TableCutInPlace(Table):
+    """Cuts up the embedding that was handed in."""
+
+    def __init__(self, embedding, group):
+        super().__init__(embedding, group)
+        embedding.weight.data = self.weight.data
+        self.weight = embedding.weight
+
+
+class TableInATuple(Table):
+    def forward(self, tokens):
+        return super().forward(tokens), tokens
+
+
+class TableOneRowTooMany(Table):
+    """Counts the first token of the next rank as its own."""
+
+    def own(self, tokens):
+        row = tokens - self.first
+        here = (row >= 0) & (row <= len(self.weight))
+        return self.weight[row.clamp(0, len(self.weight) - 1)] * here[..., None]
+
+
 EMBEDDING = Answers(
     check=l09.vocabulary_embedding,
     right={
@@ -897,7 +1087,16 @@ EMBEDDING = Answers(
         ),
         "not shifted": (TableNotShifted, "a token that it does not have"),
         "one row too many": (TableOneOff, "a token that it does not have"),
-        "the whole table": (TableWhole, "is the whole table"),
+        "one row too many, clamped": (TableOneRowTooMany, "the vector of token 42 is wrong"),
+        "the whole table": (TableWhole, "weight is the whole table"),
+        "the whole table as well": (
+            TableBesideTheWhole,
+            "embedding.weight is the whole table",
+        ),
+        "holds the table": (TableHoldingTheWhole, "still holds the whole table"),
+        "holds its parts": (TableHoldingTheParts, "still holds the whole table"),
+        "cuts up the table": (TableCutInPlace, "`embedding` itself has been changed"),
+        "a tuple": (TableInATuple, "it returned a tuple of 2"),
         "no g": (TableWithoutG, "who has the vectors of the other tokens"),
         "dist.all_reduce": (TablePlainSum, "weight gets no gradient"),
         "the default group": (TableDefaultGroup, "runs over 4 ranks, and the group has 2"),
@@ -1008,8 +1207,42 @@ def loss_summed_in_place(logits, targets, first, group):
     return own_sum.log() - target
 
 
-def sum_both_ways(x, group):
-    return reduce_from(copy_to(x, group), group)
+def loss_with_one_column_too_many(logits, targets, first, group):
+    """Counts the first column of the next rank as its own."""
+    peak = logits.detach().max(dim=-1).values
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - peak[:, None]
+    column = targets - first
+    mine = (column >= 0) & (column <= logits.shape[-1])
+    picked = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0] * mine
+    denominator, target = reduce_from(torch.stack([shifted.exp().sum(-1), picked]), group)
+    return denominator.log() - target
+
+
+def loss_with_one_column_too_few(logits, targets, first, group):
+    """Takes the last column before its own."""
+    peak = logits.detach().max(dim=-1).values
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    shifted = logits - peak[:, None]
+    column = targets - first
+    mine = (targets >= first - 1) & (column < logits.shape[-1])
+    picked = shifted.gather(-1, column.clamp(0, logits.shape[-1] - 1)[:, None])[:, 0] * mine
+    denominator, target = reduce_from(torch.stack([shifted.exp().sum(-1), picked]), group)
+    return denominator.log() - target
+
+
+def loss_of_unshifted_target(logits, targets, first, group):
+    """The maximum is subtracted in the sum alone."""
+    peak = logits.detach().max(dim=-1).values
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    return own_loss(logits, targets, first, group) - peak
+
+
+def loss_of_unshifted_sum(logits, targets, first, group):
+    """The maximum is subtracted from the target alone."""
+    peak = logits.detach().max(dim=-1).values
+    dist.all_reduce(peak, op=dist.ReduceOp.MAX, group=group)
+    return own_loss(logits, targets, first, group) + peak
 
 
 LOSS = Answers(
@@ -1040,6 +1273,18 @@ LOSS = Answers(
             lambda *args: own_loss(*args, masked=False),
             "who has the logit of the target",
         ),
+        "one column too many": (loss_with_one_column_too_many, "(target 42)"),
+        "one column too few": (loss_with_one_column_too_few, "(target 41)"),
+        "the sign": (lambda *args: -own_loss(*args), "every loss has the wrong sign"),
+        "the maximum in the sum alone": (
+            loss_of_unshifted_target,
+            "in which terms of the formula does m stand",
+        ),
+        "the maximum from the target alone": (
+            loss_of_unshifted_sum,
+            "in which terms of the formula does m stand",
+        ),
+        "a tuple": (lambda *args: (own_loss(*args), None), "it returned a tuple of 2"),
         "first forgotten": (loss_without_shift, "who has the logit of the target"),
         "gathered": (gathered, "three are enough"),
         "in place": (in_place, "changed in place"),

@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
@@ -12,11 +13,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
-from labcode.comm.counting import Call
+from labcode.comm.counting import Call, counted
 from labcode.comm.grid import Grid
 from labcode.parallel import tensor
 from labcode.pool.answers import HangError
 from labcode.pool.ranks import RankError, Ranks
+from labcode.teach.check import due
 from labcode.topology import GridShape
 
 TOLERANCE = 1e-9
@@ -108,6 +110,37 @@ def refuse_ours(layer: Any) -> None:
         assert not isinstance(part, ours), (
             f"tensor.{type(part).__name__} is labcode's own answer to this exercise: write yours"
         )
+
+
+def one_tensor(value: Any) -> Tensor:
+    """What a learner's code returns, if it is a tensor; runs on a rank."""
+    value = due(value)
+    if isinstance(value, Tensor):
+        return value
+    what = f"a {type(value).__name__}"
+    if isinstance(value, (tuple, list)):
+        what = f"{what} of {len(value)}"
+    raise AssertionError(f"it returned {what}, and one tensor is due")
+
+
+def everywhere(is_so: bool) -> bool:
+    """Whether all ranks say yes; else one of them would wait for the others."""
+    votes = torch.tensor(int(is_so))
+    dist.all_reduce(votes, op=dist.ReduceOp.MIN)
+    return bool(votes)
+
+
+def sent_in_backward(y: Tensor, grad: Tensor | None = None) -> list[Call]:
+    """Run `y.backward(grad)`.
+
+    Returns:
+        What travelled.
+    """
+    with warnings.catch_warnings(), counted() as calls:
+        # `check_sums` says the same, in words of the lesson and once for all ranks
+        warnings.filterwarnings("ignore", "c10d::allreduce_: an autograd kernel was not registered")
+        y.backward(grad)
+    return calls
 
 
 def error_of(found: Tensor, expected: Tensor) -> float:

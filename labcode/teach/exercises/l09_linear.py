@@ -20,11 +20,14 @@ from labcode.teach.exercises.l09_groups import (
     check_sums,
     draw,
     error_of,
+    everywhere,
     is_close,
     kinds,
+    one_tensor,
     parameters_of,
     refuse_ours,
     run_on,
+    sent_in_backward,
     stand,
     watched_sums,
     who_is,
@@ -50,6 +53,7 @@ class _OwnLayer(NamedTuple):
         flops: Of all matrix products in forward.
         plain: Names of tensors that are no parameters.
         holds_whole: Whether something still holds the memory of the whole weight.
+        layer_kept: Whether the layer that was handed in was left unchanged.
         x_kept: Whether the input was left unchanged.
         behind_autograd: Whether a sum was written into a tensor of the graph.
     """
@@ -62,6 +66,7 @@ class _OwnLayer(NamedTuple):
     flops: int = 0
     plain: Sequence[str] = ()
     holds_whole: bool = False
+    layer_kept: bool = True
     x_kept: bool = True
     behind_autograd: bool = False
 
@@ -121,13 +126,15 @@ def _own_linear(make: Callable[..., Any], shape: GridShape, bias: bool, columns:
     whole = _whole_linear(bias)
     memory = StorageWeakRef(whole.weight.untyped_storage())
     layer = due(make(whole, place.group))
+    layer_kept = _is_unchanged(whole, bias)
     del whole
     refuse_ours(layer)
-    if not isinstance(layer, nn.Module):
-        return _OwnLayer(None)
-    plain = _plain_tensors(layer)
-    if not _has_its_parts(layer, place.p, bias, columns):
-        return _OwnLayer(parameters_of(layer), plain=plain)
+    is_module = isinstance(layer, nn.Module)
+    plain = _plain_tensors(layer) if is_module else []
+    has_its_parts = is_module and _has_its_parts(layer, place.p, bias, columns)
+    if not everywhere(has_its_parts):
+        params = parameters_of(layer) if is_module else None
+        return _OwnLayer(params, plain=plain, layer_kept=layer_kept)
     if not memory.expired():
         gc.collect()
     x, grad_y = _linear_input(place.number)
@@ -139,11 +146,10 @@ def _own_linear(make: Callable[..., Any], shape: GridShape, bias: bool, columns:
     x.requires_grad_()
     flops = FlopCounterMode(display=False)
     with counted() as forward, flops, watched_sums() as sums:
-        y = due(layer(x))
+        y = one_tensor(layer(x))
     backward: list[Call] = []
     if y.shape == grad_y.shape and y.requires_grad:
-        with counted() as backward:
-            y.backward(grad_y)
+        backward = sent_in_backward(y, grad_y)
     return _OwnLayer(
         params=parameters_of(layer),
         y=y.detach(),
@@ -153,9 +159,17 @@ def _own_linear(make: Callable[..., Any], shape: GridShape, bias: bool, columns:
         flops=flops.get_total_flops(),
         plain=plain,
         holds_whole=not memory.expired(),
+        layer_kept=layer_kept,
         x_kept=torch.equal(x.detach(), before),
         behind_autograd=sums.behind_autograd,
     )
+
+
+def _is_unchanged(layer: nn.Linear, bias: bool) -> bool:
+    """Whether a whole layer still is as `_whole_linear` makes it."""
+    found = [param.detach() for param in layer.parameters()]
+    expected = [param.detach() for param in _whole_linear(bias).parameters()]
+    return len(found) == len(expected) and all(map(torch.equal, found, expected))
 
 
 def _plain_tensors(module: nn.Module) -> list[str]:
@@ -173,7 +187,7 @@ def _has_its_parts(layer: nn.Module, p: int, bias: bool, columns: bool) -> bool:
     wanted["weight"] = (OUTPUTS // p, INPUTS) if columns else (OUTPUTS, INPUTS // p)
     if bias:
         wanted["bias"] = (OUTPUTS // p,) if columns else (OUTPUTS,)
-    return shapes == wanted
+    return all(shapes.get(name) == shape for name, shape in wanted.items())
 
 
 def column_parallel(make: Callable[..., Any], ranks: Ranks) -> None:
@@ -231,6 +245,9 @@ def _check_parameters(
         assert name not in own.plain, who + (
             f"{name} is a tensor and not an nn.Parameter, so no optimizer would find it"
         )
+    assert own.layer_kept, who + (
+        "`layer` itself has been changed, and it belongs to the caller: make new parameters"
+    )
     assert own.params, who + "the layer has no parameters, so no optimizer would find any"
     dim = 0 if columns else 1
     wanted = truth.weight.chunk(p, dim)[rank]
@@ -275,7 +292,9 @@ def _check_bias(
     if truth.bias is None:
         assert "bias" not in params, who + "there is a bias all the same"
         return
-    assert "bias" in params, who + "there is no parameter `bias`"
+    assert "bias" in params, who + (
+        "there is no parameter `bias`; the table of this section says what each rank keeps of it"
+    )
     wanted = truth.bias.chunk(p)[rank] if columns else truth.bias
     found = params["bias"].value
     assert torch.equal(found, wanted) or found.shape != wanted.shape, who + (
@@ -368,6 +387,7 @@ SWIGLU_SIZES = (16, 48)  # H and F
 
 
 WEIGHTS = ("gate", "up", "down")
+ARGUMENTS = ("x", *WEIGHTS)
 
 
 class _OwnSwiglu(NamedTuple):
@@ -379,7 +399,7 @@ class _OwnSwiglu(NamedTuple):
         weight_grads: Of gate, up and down, each the whole tensor, or None.
         forward, backward: What travelled.
         flops: Of all matrix products in forward.
-        x_kept: Whether x was left unchanged.
+        changed: Names of the arguments that were not left unchanged.
         behind_autograd: Whether a sum was written into a tensor of the graph.
     """
 
@@ -389,7 +409,7 @@ class _OwnSwiglu(NamedTuple):
     forward: list[Call]
     backward: list[Call]
     flops: int
-    x_kept: bool
+    changed: list[str]
     behind_autograd: bool
 
 
@@ -407,19 +427,40 @@ def _whole_swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
     return (F.silu(x @ gate.T) * (x @ up.T)) @ down.T
 
 
+def _mistaken_swiglus(
+    x: Tensor, gate: Tensor, up: Tensor, down: Tensor
+) -> list[tuple[Tensor, str]]:
+    """The results of other formulas on one process, and what is said about each."""
+    a = x @ gate.T
+    b = x @ up.T
+    exchanged = (
+        "the cuts are right, and gate and up have changed places: to which of them does silu "
+        "belong?"
+    )
+    elsewhere = "the cuts are right, and the formula is not: of what is silu taken?"
+    return [
+        (a * F.silu(b) @ down.T, exchanged),
+        (F.silu(a * b) @ down.T, elsewhere),
+        (F.silu(a) * F.silu(b) @ down.T, elsewhere),
+        (a * b @ down.T, elsewhere),
+        (torch.sigmoid(a) * b @ down.T, elsewhere),
+    ]
+
+
 def _own_swiglu(swiglu: Callable[..., Tensor], shape: GridShape) -> _OwnSwiglu:
     place = stand(shape)
     x, *weights = _swiglu_tensors(place.number)
-    before = x.clone()
-    for leaf in (x, *weights):
+    leaves = dict(zip(ARGUMENTS, (x, *weights)))
+    before = {name: leaf.clone() for name, leaf in leaves.items()}
+    for leaf in leaves.values():
         leaf.requires_grad_()
     flops = FlopCounterMode(display=False)
     with counted() as forward, flops, watched_sums() as sums:
-        y = due(swiglu(x, *weights, place.group))
+        y = one_tensor(swiglu(x, *weights, place.group))
+    changed = [name for name in ARGUMENTS if not torch.equal(leaves[name].detach(), before[name])]
     backward: list[Call] = []
-    if y.requires_grad and y.shape == x.shape:
-        with counted() as backward:
-            y.square().sum().backward()
+    if y.requires_grad and y.shape == x.shape and not changed:
+        backward = sent_in_backward(y.square().sum())
     return _OwnSwiglu(
         y=y.detach(),
         x_grad=x.grad,
@@ -427,7 +468,7 @@ def _own_swiglu(swiglu: Callable[..., Tensor], shape: GridShape) -> _OwnSwiglu:
         forward=forward,
         backward=backward,
         flops=flops.get_total_flops(),
-        x_kept=torch.equal(x.detach(), before),
+        changed=changed,
         behind_autograd=sums.behind_autograd,
     )
 
@@ -437,26 +478,26 @@ class _TrueSwiglu(NamedTuple):
 
     Args:
         y: The output.
-        exchanged: What would come out if gate and up changed places.
+        mistaken: What would come out of formulas that are taken for it, with a hint for each.
         x_grad: Gradient of x.
         weight_grads: Of gate, up and down.
     """
 
     y: Tensor
-    exchanged: Tensor
+    mistaken: list[tuple[Tensor, str]]
     x_grad: Tensor
     weight_grads: list[Tensor]
 
 
 def _true_swiglu(number: int) -> _TrueSwiglu:
     x, gate, up, down = _swiglu_tensors(number)
-    exchanged = _whole_swiglu(x, up, gate, down)
+    mistaken = _mistaken_swiglus(x, gate, up, down)
     leaves = (x, gate, up, down)
     for leaf in leaves:
         leaf.requires_grad_()
     y = _whole_swiglu(x, gate, up, down)
     x_grad, *weight_grads = torch.autograd.grad(y.square().sum(), leaves)
-    return _TrueSwiglu(y.detach(), exchanged, x_grad, weight_grads)
+    return _TrueSwiglu(y.detach(), mistaken, x_grad, weight_grads)
 
 
 def swiglu(answer: Callable[..., Tensor], ranks: Ranks) -> None:
@@ -466,13 +507,32 @@ def swiglu(answer: Callable[..., Tensor], ranks: Ranks) -> None:
     whole_flops = 3 * 2 * 6 * hidden * inside
     for shape in SHAPES:
         results = run_on(ranks, shape, _own_swiglu, answer)
+        truths = [_true_swiglu(shape.coords(rank)["dp"]) for rank in range(ranks.n)]
         for rank, own in enumerate(results):
-            truth = _true_swiglu(shape.coords(rank)["dp"])
             share = own.flops / (whole_flops / shape.tp)
-            _check_swiglu(who_is(rank, shape), own, truth, share, shape.tp)
+            _check_swiglu_output(who_is(rank, shape), own, truths[rank], share, shape.tp)
         for members in shape.groups("tp"):
-            truth = _true_swiglu(shape.coords(members[0])["dp"])
+            truth = truths[members[0]]
+            _check_not_doubled([results[member] for member in members], members, shape, truth)
+        for rank, own in enumerate(results):
+            _check_swiglu_gradient(who_is(rank, shape), own, truths[rank])
+        for members in shape.groups("tp"):
+            truth = truths[members[0]]
             _check_weight_gradients([results[member] for member in members], members, shape, truth)
+
+
+def _check_not_doubled(
+    results: Sequence[_OwnSwiglu], members: Sequence[int], shape: GridShape, truth: _TrueSwiglu
+) -> None:
+    """The gradient of down, which lies above f, is not p times that of one process."""
+    grads = [own.weight_grads[-1] for own in results]
+    if any(grad is None for grad in grads):
+        return
+    total = torch.stack([grad for grad in grads if grad is not None]).sum(0)
+    assert not is_close(total, shape.tp * truth.weight_grads[-1]), who_is(members[0], shape) + (
+        f"the output is right, and every gradient is {shape.tp} times too long, also that of down: "
+        "what happens in backward where the sum is made?"
+    )
 
 
 def _check_weight_gradients(
@@ -492,26 +552,33 @@ def _check_weight_gradients(
         )
 
 
-def _check_swiglu(who: str, own: _OwnSwiglu, truth: _TrueSwiglu, share: float, p: int) -> None:
+def _check_swiglu_output(
+    who: str, own: _OwnSwiglu, truth: _TrueSwiglu, share: float, p: int
+) -> None:
+    """The right numbers, from this rank's share of the products."""
+    assert not own.changed, who + (
+        f"the call has changed {' and '.join(own.changed)}: the arguments belong to the caller"
+    )
     assert own.y.shape == truth.y.shape, who + (
         f"the output is {list(own.y.shape)}, expected {list(truth.y.shape)}"
     )
     check_group_sizes(who, [*own.forward, *own.backward], p)
     assert own.forward, who + "nothing travels forward: is the output a sum over the ranks?"
-    assert not is_close(own.y, truth.exchanged), who + (
-        "the cuts are right, and gate and up have changed places: to which of them does silu "
-        "belong?"
-    )
+    for mistaken, hint in truth.mistaken:
+        assert not is_close(own.y, mistaken), who + hint
     assert is_close(own.y, truth.y), who + (
         f"the output is {error_of(own.y, truth.y):.0%} off: "
         "which rows of gate and up and which columns of down fit together?"
     )
-    assert own.x_kept, who + "x has been changed, and it belongs to the caller"
     check_sums(who, own.behind_autograd)
     assert share < 1.01, who + (
         f"it multiplies {share:.1f} times as much as its share: which of the three products "
         "is computed whole?"
     )
+
+
+def _check_swiglu_gradient(who: str, own: _OwnSwiglu, truth: _TrueSwiglu) -> None:
+    """The gradient of x, and one sum each way."""
     assert own.x_grad is not None, who + (
         "no gradient reaches x: all_reduce alone has no backward, f and g have"
     )

@@ -1,5 +1,6 @@
 """Exercises 9.5 and 9.6: the embedding and the loss. The text of each assertion is a hint."""
 
+import gc
 import itertools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from labcode.comm.counting import Call, counted
 from labcode.parallel import tensor
@@ -22,9 +24,11 @@ from labcode.teach.exercises.l09_groups import (
     error_of,
     is_close,
     kinds,
+    one_tensor,
     parameters_of,
     refuse_ours,
     run_on,
+    sent_in_backward,
     stand,
     watched_sums,
     who_is,
@@ -47,6 +51,8 @@ class _OwnEmbedding(NamedTuple):
         params: {name: parameter}; None if it is no nn.Module.
         y: Its output, [2, 9, WIDTH].
         calls: What travelled.
+        table_kept: Whether the embedding that was handed in was left unchanged.
+        holds_whole: Whether something still holds the memory of the whole table.
         tokens_kept: Whether the tokens were left unchanged.
         behind_autograd: Whether a sum was written into a tensor of the graph.
     """
@@ -54,6 +60,8 @@ class _OwnEmbedding(NamedTuple):
     params: dict[str, Parameter] | None
     y: Tensor | None = None
     calls: Sequence[Call] = ()
+    table_kept: bool = True
+    holds_whole: bool = False
     tokens_kept: bool = True
     behind_autograd: bool = False
 
@@ -62,11 +70,17 @@ def _tokens(number: int, vocab: int) -> Tensor:
     """[2, 9] tokens of a group, with the first and the last token of each rank among them."""
     generator = torch.Generator().manual_seed(50 + number)
     tokens = torch.randint(vocab, (2, 9), generator=generator)
+    ends = _ends(vocab)
+    tokens.view(-1)[: len(ends)] = ends
+    return tokens
+
+
+def _ends(vocab: int) -> Tensor:
+    """The first and the last token of each rank, whether there are two ranks or four."""
     ends = [0, vocab - 1]
     for part in torch.arange(vocab).tensor_split(4)[1:]:
         ends += [int(part[0]) - 1, int(part[0])]
-    tokens.view(-1)[: len(ends)] = torch.tensor(ends)
-    return tokens
+    return torch.tensor(ends)
 
 
 def _whole_embedding(vocab: int) -> nn.Embedding:
@@ -75,20 +89,28 @@ def _whole_embedding(vocab: int) -> nn.Embedding:
 
 def _own_embedding(make: Callable[..., Any], shape: GridShape, vocab: int) -> _OwnEmbedding:
     place = stand(shape)
-    embedding = due(make(_whole_embedding(vocab), place.group))
+    whole = _whole_embedding(vocab)
+    memory = StorageWeakRef(whole.weight.untyped_storage())
+    embedding = due(make(whole, place.group))
+    table_kept = torch.equal(whole.weight.detach(), _whole_embedding(vocab).weight.detach())
+    del whole
     refuse_ours(embedding)
     if not isinstance(embedding, nn.Module):
         return _OwnEmbedding(None)
     tokens = _tokens(place.number, vocab)
     before = tokens.clone()
     with counted() as calls, watched_sums() as sums:
-        y = due(embedding(tokens))
-        if y.requires_grad:
-            y.square().sum().backward()
+        y = one_tensor(embedding(tokens))
+    if y.requires_grad:
+        calls += sent_in_backward(y.square().sum())
+    if not memory.expired():
+        gc.collect()
     return _OwnEmbedding(
         params=parameters_of(embedding),
         y=y.detach(),
         calls=calls,
+        table_kept=table_kept,
+        holds_whole=not memory.expired(),
         tokens_kept=torch.equal(tokens, before),
         behind_autograd=sums.behind_autograd,
     )
@@ -121,18 +143,25 @@ def _check_embedding(
     expected.square().sum().backward()
     assert whole.weight.grad is not None
     assert own.params is not None and own.y is not None, who + "the class makes no nn.Module"
+    assert own.table_kept, who + (
+        "`embedding` itself has been changed, and it belongs to the caller: make a new parameter"
+    )
+    for name, param in own.params.items():
+        assert param.value.shape != whole.weight.shape, who + (
+            f"{name} is the whole table, {list(whole.weight.shape)}: each rank keeps some rows"
+        )
     assert "weight" in own.params, who + "there is no parameter `weight`"
     weight = own.params["weight"]
     wanted = whole.weight.detach().tensor_split(p)[rank]
-    assert weight.value.shape != whole.weight.shape, who + (
-        "weight is the whole table: each rank keeps some rows"
-    )
     assert weight.value.shape == wanted.shape and torch.equal(weight.value, wanted), who + (
         f"weight is {list(weight.value.shape)} and not part {rank} of `tensor_split({p})`, "
         f"{list(wanted.shape)}"
     )
     assert weight.storage == weight.value.numel(), who + (
         "weight is a view of the whole table, whose memory cannot be freed: it needs a copy"
+    )
+    assert not own.holds_whole, who + (
+        "something in the layer still holds the whole table, whose memory cannot be freed"
     )
     assert own.tokens_kept, who + "forward has changed `tokens`, which belong to the caller"
     check_group_sizes(who, own.calls, p)
@@ -204,9 +233,8 @@ def _logits(levels: str, number: int) -> tuple[Tensor, Tensor]:
     logits = draw(70 + number, TOKENS, VOCAB) * 3 + LEVELS[levels]
     generator = torch.Generator().manual_seed(80 + number)
     targets = torch.randint(VOCAB, (TOKENS,), generator=generator)
-    # one target on the first rank and one on the last, however many ranks there are
-    targets[0] = 0
-    targets[1] = VOCAB - 1
+    ends = _ends(VOCAB)
+    targets[: len(ends)] = ends
     return logits, targets
 
 
@@ -223,11 +251,10 @@ def _own_loss(loss: VocabularyLoss, shape: GridShape, levels: str) -> _OwnLoss:
         watched_sums() as sums,
         without(tensor.vocab_parallel_cross_entropy),
     ):
-        found = due(loss(mine, given, first, place.group))
+        found = one_tensor(loss(mine, given, first, place.group))
     backward: list[Call] = []
     if found.requires_grad and found.shape == (TOKENS,):
-        with counted() as backward:
-            found.sum().backward()
+        backward = sent_in_backward(found.sum())
     return _OwnLoss(
         loss=found.detach(),
         grad=mine.grad,
@@ -273,6 +300,7 @@ def _check_group_loss(
     own_shifted = torch.cat([result.shifted for result in results], -1)
     separate_maxima = F.cross_entropy(own_shifted, targets, reduction="none")
     expected = expected.detach()
+    largest = logits.detach().amax(-1)
     for member, result, grad in zip(members, results, grads):
         who = who_is(member, shape)
         _check_loss_shape(who, result.loss, levels, expected)
@@ -281,6 +309,7 @@ def _check_group_loss(
             "each rank subtracts a maximum of its own, so their sums have different units: "
             "agree on one maximum first"
         )
+        _check_loss_formula(who, result.loss, expected, largest)
         _check_loss_values(who, result, targets, expected)
         _check_loss_gradient(who, result, grad)
 
@@ -294,6 +323,16 @@ def _check_loss_shape(who: str, found: Tensor, levels: str, expected: Tensor) ->
         f"the loss is not finite {levels}: what do you subtract before you take the exponential, "
         "and of which logits is it taken?"
     )
+
+
+def _check_loss_formula(who: str, found: Tensor, expected: Tensor, largest: Tensor) -> None:
+    """Right sums, wrongly put together."""
+    assert not is_close(found, -expected), who + "every loss has the wrong sign"
+    for sign in (-1, 1):
+        assert not is_close(found, expected + sign * largest), who + (
+            "every loss is off by the largest logit of its token: in which terms of the formula "
+            "does m stand?"
+        )
 
 
 def _check_loss_values(who: str, result: _OwnLoss, targets: Tensor, expected: Tensor) -> None:
