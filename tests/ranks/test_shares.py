@@ -1,8 +1,10 @@
 """What lesson 09 measures with: the error of a share, its collectives, a few steps of training."""
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Partial, Replicate, Shard
 
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
@@ -15,6 +17,7 @@ from labcode.teach.labs.l09_shards import (
     adamw_steps,
     count_collectives,
     difference,
+    spelled,
 )
 from labcode.topology import GridShape
 
@@ -47,6 +50,25 @@ def test_collectives_of_a_share(ranks2):
     size = 3 * 64 * 4
     expected = ({"all_reduce": (1, size)}, {"all_reduce": (1, size)})
     assert ranks2.run(lambda: count_collectives(shard(make()), torch.ones(3, 64))) == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("name", "spellings"),
+    {
+        "Shard(0)": (Shard(0), "shard 0", "S(0)", "Shard(dim=0)", "Shard(-2)", [Shard(0)]),
+        "Shard(1)": (Shard(1), "Shard1", "S(1)", "Shard(dim=1)", " Shard(-1)", (Shard(-1),)),
+        "Replicate()": (Replicate(), Replicate, "replicate", "R"),
+        "Partial()": (Partial(), Partial, "partial", "Partial(sum)", "P(sum)"),
+    }.items(),
+)
+def test_a_layout_may_be_spelled_in_many_ways(name, spellings):
+    for spelling in (name, *spellings):
+        assert spelled(spelling) == name
+
+
+@pytest.mark.parametrize("other", ["Shard(2)", "Shard", Partial("max"), "sharp", 1, None, ..., ""])
+def test_what_is_no_layout_of_a_matrix_is_left_alone(other):
+    assert spelled(other) is other
 
 
 def test_separate_attention_is_the_fused_one():

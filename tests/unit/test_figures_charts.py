@@ -179,3 +179,12 @@ def test_a_wide_line_lies_beneath_the_others_and_its_legend_is_wide_too():
     assert truth.get_zorder() < same.get_zorder()
     shown = picture.axes[0].get_legend().get_lines()
     assert shown[0].get_linewidth() == truth.get_linewidth()
+
+
+def test_lines_look_the_same_with_a_wide_line_and_without():
+    runs = {"a": [1, 2, 3], "b": [2, 2, 3]}
+    alone = plot.lines(runs, alt=ALT).axes[0].lines
+    _, *beside_truth = plot.lines({"truth": [1, 2, 3]} | runs, wide="truth", alt=ALT).axes[0].lines
+    for one, other in zip(alone, beside_truth, strict=True):
+        assert one.get_color() == other.get_color()
+        assert one.get_marker() == other.get_marker()

@@ -79,14 +79,15 @@ def lines(
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
     places: set[float] = set()
-    for i, (label, values) in enumerate(series.items()):
+    drawn = [label for label in series if label != wide]  # the wide line takes no style from these
+    for label, values in series.items():
         xs, ys = _points(values, x)
         places.update(xs.tolist())
         if label == wide:
             axes.plot(xs, ys, label=label, lw=9, color=RULE, alpha=0.45, zorder=1.5)
             continue
         has_marks = marks if isinstance(marks, bool) else label in marks
-        axes.plot(xs, ys, label=label, lw=1.8, **_line_style(i, has_marks))
+        axes.plot(xs, ys, label=label, lw=1.8, **_line_style(drawn.index(label), has_marks))
     axes.set(xlabel=xlabel, ylabel=ylabel, xscale=_scale(logx), yscale=_scale(logy))
     _draw_references(axes.axhline, reference)
     for label, place in (upright or {}).items():

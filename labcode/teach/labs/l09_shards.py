@@ -1,5 +1,6 @@
 """Lesson 09, and 10: a module beside this rank's shard of it, and a few steps of training."""
 
+import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -11,6 +12,11 @@ from labcode.comm.counting import counted, totals
 from labcode.parallel.model import ParallelModel
 
 Change = Callable[[nn.Module], nn.Module]
+SPELLINGS = {
+    r"s(?:hard)?\W*?(?:dim\W*?)?(-[12]|[01])\W*": "Shard",
+    r"r(?:eplicate)?\W*": "Replicate",
+    r"p(?:artial)?\W*(?:sum)?\W*": "Partial",
+}
 Totals = dict[str, tuple[int, int]]  # {kind: (how many, their bytes)}
 
 
@@ -122,17 +128,22 @@ def weights_table(model: ParallelModel) -> str:
 
 
 def spelled(layout: Any) -> Any:
-    """A layout as PyTorch writes it, for a text in which cases or brackets differ.
+    """The layout of a matrix as the lesson writes it, for one that is written in another way.
 
-    "shard(1)" and "Shard 1" become "Shard(1)", "partial" becomes "Partial()"; all else is left as
-    it is.
+    That is "shard 1", "Shard(-1)" or "partial", a placement of PyTorch, or what PyTorch prints for
+    one: "S(1)", "Shard(dim=1)", "P(sum)". All else is left as it is.
     """
-    if not isinstance(layout, str):
-        return layout
-    letters = "".join(letter for letter in layout.lower() if letter.isalnum())
-    known = {"replicate": "Replicate()", "partial": "Partial()"}
-    known |= {"shard0": "Shard(0)", "shard1": "Shard(1)"}
-    return known.get(letters, layout)
+    placement = layout
+    if isinstance(layout, (tuple, list)) and len(layout) == 1:
+        placement = layout[0]
+    text = placement.__name__ if isinstance(placement, type) else str(placement)
+    for spelling, name in SPELLINGS.items():
+        found = re.fullmatch(spelling, text.strip().lower())
+        if found and found.groups():
+            return f"{name}({int(found[1]) % 2})"
+        if found:
+            return f"{name}()"
+    return layout
 
 
 class SeparateAttention(nn.Module):
