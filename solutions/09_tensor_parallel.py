@@ -336,9 +336,9 @@ for rank, differences in enumerate(ranks.run(difference, make_mlp, shard_mlp)):
 # %% [markdown]
 # It is exact, because gelu works on each feature alone and does not care that the other features are elsewhere.
 #
-# Why not rows first? Then partial **sums** would stand between the two layers, and gelu of a sum is not the sum of the
-# gelus. The ranks would have to add up first, with an all-reduce of a tensor four times as wide, in the middle of the
-# MLP. And there is the second bias. Every rank has the whole of it, and adds it **after** the sum.
+# Why not rows first? Then each rank would have only a partial **sum** where gelu needs the whole one, and gelu of a sum
+# is not the sum of the gelus. The ranks would have to add up first, with an all-reduce of a tensor four times as wide,
+# in the middle of the MLP. And there is the second bias. Every rank has the whole of it, and adds it **after** the sum.
 #
 # **Predict.** (a) Two ranks hold the partial sums 1 and -1, so gelu of the sum is gelu(0) = 0. What is the sum of the
 # gelus? You may use gelu(1) = 0.84 and gelu(x) - gelu(-x) = x. (b) Four ranks add the bias **before** the sum. By how
@@ -366,7 +366,7 @@ compare("biases too many", biases_too_many, biases, within=1)
 # ### Exercise 9.2 · The column-parallel layer
 #
 # Write it. `layer` is the whole `nn.Linear`, the same on every rank; `group.rank()` and `group.size()` say which part
-# is this rank's. `layer.bias` may be `None`. Keep the parts as `self.weight` and `self.bias`:
+# is this rank's. `layer.bias` may be `None`. Leave `layer` as it is. Keep the parts as `self.weight` and `self.bias`:
 #
 # - each is an `nn.Parameter`, or an optimizer would not find it;
 # - each is a copy (`.detach().clone()`), since a slice is only a view and would keep the whole weight in memory.
@@ -458,10 +458,12 @@ show_source(tensor.RowParallelLinear)
 #
 # In attention each head computes its softmax by itself. So heads are shared out as features were: the projections to q,
 # k and v are column-parallel, and the output projection is row-parallel. But our model, like most, has **one fused
-# weight** for the three: first the outputs of all queries, then those of all keys, then those of all values.
+# weight** for the three: the outputs of all queries come first, then those of all keys, then those of all values. Call
+# the outputs of one head in q, in k or in v a **block**.
 #
-# **Predict.** With four heads that makes 12 blocks of outputs. On two ranks, rank 0 computes the heads 0 and 1. A plain
-# cut in the middle gives it the first six blocks. How many of these six does it need?
+# **Predict.** With four heads there are 12 blocks, in the order q0 q1 q2 q3, k0 and so on to v3. On two ranks, rank 0
+# computes the heads 0 and 1. A plain cut in the middle gives it the first six blocks. How many of these six does it
+# need?
 
 # %% tags=["predict"]
 blocks_needed = 4
@@ -559,12 +561,14 @@ compare("bytes", bytes_in_all, counted_bytes, within=1, unit="B", found="counted
 # Four all-reduces of B·S·H numbers in each layer, whatever p is. It does not matter how many weights the layer has,
 # only how many activations go through it. With data parallelism it is the other way round.
 #
-# And they are hard to hide. The next matrix product needs the sum, so while an all-reduce is under way the rank has
-# nothing to compute. (The exception is backward: there the sum of f can travel while the rank computes the weight's
-# gradient, as it does in Megatron-LM.) So the ratio of communicating to computing decides. Of the 12 H² weights of a
-# layer, the attention has 4 H² and the MLP 8 H². Each costs 6 FLOPs for each token: a multiplication and an addition in
-# forward, and twice as many in backward. The p ranks share this work; we leave out the scores of the attention. With
-# GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes,
+# And they are hard to hide. The next matrix product needs the sum, so in plain code the rank has nothing to compute
+# while an all-reduce is under way. (It takes more work to overlap them. In backward the sum of f can travel while the
+# rank computes the weight's gradient, as in Megatron-LM. And a product can be cut into pieces, each of which is sent
+# while the next one is computed, as in torchtitan's asynchronous tensor parallelism.) So the ratio of communicating to
+# computing decides. Of the 12 H² weights of a layer, the attention has 4 H² and the MLP 8 H². Each costs 6 FLOPs for
+# each token: a multiplication and an addition in forward, and twice as many in backward. The p ranks share this work;
+# we leave out the scores of the attention. With GPUs of Φ FLOP/s, links of β bytes/s, and activations of 2 bytes, the
+# times for one token give
 #
 # $$\frac{T_{comm}}{T_{comp}} = \frac{4 \cdot 2\frac{p-1}{p} \cdot 2H / \beta}{72 H^2 / (p\,\Phi)}
 # = \frac{2\,(p-1)\,\Phi}{9\,H\,\beta}.$$
@@ -676,8 +680,8 @@ plot.layouts(
 
 # %% [markdown]
 # When you compute with DTensors, PyTorch works out the layout of the result, and communicates where it must. For
-# example, if x is `Replicate()` and w is `Shard(1)`, each rank has some columns of w, and so it gets some columns of x
-# @ w: the result is `Shard(1)`, and nothing was sent.
+# example, if x is `Shard(0)` and w is `Replicate()`, each rank has some rows of x and the whole of w, and so it gets the
+# same rows of x @ w: the result is `Shard(0)`, and nothing was sent.
 #
 # **Predict.** X is `Replicate()`, A is `Shard(1)` and B is `Shard(0)`. What layout does X @ A have, and what layout (X
 # @ A) @ B? Answer with one of the names above as text, such as `"Shard(0)"`.
@@ -720,34 +724,25 @@ def layouts_of_products():
     return layout(xa), layout(xab), summand, total
 
 of_xa, of_xab, summand, total = ranks.run(layouts_of_products)[0]
-compare("layout of X A", spelled(layout_of_xa), of_xa)
-compare("layout of X A B", spelled(layout_of_xab), of_xab)
+compare("layout of X A", spelled(layout_of_xa), of_xa, found="computed")
+compare("layout of X A B", spelled(layout_of_xab), of_xab, found="computed")
 print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 
 # %% [markdown]
 # That is your MLP in other words: columns give `Shard(1)`, then rows give `Partial()`, and turning a `Partial()` into a
-# `Replicate()` is the all-reduce g. What f does is the same in backward: the gradient of a `Replicate()` that was used
+# `Replicate()` is the all-reduce g. And f is the same thing in backward: the gradient of a `Replicate()` that was used
 # differently on each rank comes out as `Partial()`, and is summed.
 #
 # `parallelize_module(module, mesh, plan)` turns the weights of a model into DTensors. The plan names a **style** for
-# each layer. A style says how the weight is laid out, and which layouts go in and come out:
+# each layer. A style says how the weight is laid out, and which layouts go in and come out. For linear layers there are
+# two:
 #
-# | style | for | weight as stored | input | output |
-# |---|---|---|---|---|
-# | `ColwiseParallel()` | linear, embedding | `Shard(0)`, the outputs | `Replicate()` | `Shard(-1)`, its features |
-# | `RowwiseParallel()` | linear, embedding | `Shard(1)`, the inputs | `Shard(-1)` | `Replicate()`, after a sum |
-# | `SequenceParallel()` | norms, dropout | whole | `Shard(1)`, its tokens | `Shard(1)` |
-# | `PrepareModuleInput(...)` | any module | is left alone | `input_layouts` to `desired_input_layouts` | is left alone |
+# | style | weight as stored | input | output |
+# |---|---|---|---|
+# | `ColwiseParallel()` | `Shard(0)`, the outputs | `Replicate()` | `Shard(-1)`, its features |
+# | `RowwiseParallel()` | `Shard(1)`, the inputs | `Shard(-1)`, its features | `Replicate()`, after a sum |
 #
-# `Shard(-1)` is the last dim. The two columns about the weight and the input are those of a linear layer. An embedding
-# is stored as [V, H], so there `ColwiseParallel` cuts `Shard(1)`, and `RowwiseParallel` cuts the vocabulary,
-# `Shard(0)`, and needs `input_layouts=Replicate()`. `SequenceParallel` is the subject of lesson 10: between the pairs
-# each rank works on some of the tokens. `PrepareModuleInput` changes only the layout of what a module is given; you
-# will need it in a moment. And **`loss_parallel()`** is no style but a context, `with loss_parallel():`, in which
-# `F.cross_entropy` accepts logits that are `Shard(-1)` and does not gather them. Backward has to run inside it as well.
-# It is the loss of section 7.
-#
-# Now our MLP, by hand and by plan, with the same numbers.
+# `Shard(-1)` is the last dim. Now our MLP, by hand and by plan, with the same numbers.
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.tensor.parallel import (
@@ -803,7 +798,8 @@ compare("sums", sums_in_backward, backward, within=1, found="counted")
 # %% [markdown]
 # Three: each of the layers has an f of its own, and each sums the gradient of x. One sum of the three gradients, added
 # up on each rank first, would do. For that, x must become a DTensor **before** it branches to the three layers, and
-# that is what `PrepareModuleInput` is for. In a plan, the name `""` means the module itself, so this style is applied
+# that is what the style `PrepareModuleInput` is for. It leaves the weights of a module alone, and turns its input from
+# `input_layouts` into `desired_input_layouts`. In a plan, the name `""` means the module itself, so here it is applied
 # to the input of the whole attention: it takes a plain tensor, which is the same on all ranks (`Replicate()`), and
 # hands it on as a DTensor with the same layout.
 
@@ -832,9 +828,10 @@ for make, shard in (
 # The last line is the plain cut of section 3 again: a plan for our fused qkv gives no error, and all numbers are wrong.
 # DTensor keeps track of every layout, but it cannot know what the columns **mean**.
 #
-# One style is left: `SequenceParallel`. Here a norm stands before the MLP, and everything outside the pair is
-# `Shard(1)`: each rank holds some of the tokens. So `up` must be told that its input comes as `Shard(1)`, and `down`
-# that its output should leave as `Shard(1)`. Both styles take such arguments.
+# One style is left, and lesson 10 is about it: `SequenceParallel`, for norms and dropout. The weights stay whole, and
+# input and output are `Shard(1)`. With [B, S, H] that is the dim of the tokens, so each rank works on some of them. In
+# this example a norm stands before the MLP, and everything outside up and down is `Shard(1)`. So `up` must be told that
+# its input comes as `Shard(1)`, and `down` that its output should leave as `Shard(1)`. Both styles take such arguments.
 
 # %% tags=["nbval-check-output"]
 class NormAndMLP(nn.Module):
@@ -869,8 +866,9 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # distributed checkpoints. Count its collectives, and compare it with the whole model once.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Go through the table style by style, with the MLP on the board. Ask: in the table,
-# which layout would the output of `RowwiseParallel` have if nothing were sent? (`Partial()`.)
+# *For the instructor.* 15 minutes. Go through the two rows of the table with the MLP on the board, and introduce the
+# other styles where they are used. Ask: in the table, which layout would the output of `RowwiseParallel` have if nothing
+# were sent? (`Partial()`.)
 
 # %% [markdown]
 # ## 6. A whole GPT
@@ -912,7 +910,8 @@ print(ranks.run(described)[0])
 #
 # **Predict.** Without f, the gradient of everything below is incomplete at every step. How far does the loss fall in
 # these 15 steps, as a share of the fall of the true run? Say 0 if you think it does not learn, and 1 if it learns as
-# well as the true one. (AdamW divides a gradient by its own size, so only its direction counts.)
+# well as the true one. (A reminder from lesson 04: AdamW divides each number of a gradient by its
+# typical size.)
 
 # %% tags=["predict"]
 share_of_the_fall = 0.9
@@ -986,10 +985,12 @@ plot.lines(
 )
 
 # %% [markdown]
-# The broken run falls about as far as the true one. It could pass for a run with another seed. Its first loss is even
-# exact, because forward is right. (A difference of exactly 0 is drawn at 1e-17.) Two cheap tests find the mistake at
-# once: the loss of the **second** step against one process, and the copies of a weight that every rank of tp holds.
-# With f these are equal to the last bit; without it, each rank has its own.
+# The broken run falls about as far as the true one. It could pass for a run with another seed. AdamW helps to hide the
+# mistake: of each number of a gradient it uses little more than the sign, and a sign can be right although paths are
+# missing. The first loss is even exact, because forward is right. (A difference of exactly 0 is drawn at 1e-17.)
+#
+# Two cheap tests find the mistake at once: the loss of the **second** step against one process, and the copies of a
+# weight that every rank of tp holds. With f these are equal to the last bit; without it, each rank has its own.
 #
 # **Takeaway: every grid gives the losses of one process up to rounding. A curve that looks right proves nothing:
 # compare numbers, and compare the copies.**
@@ -1124,7 +1125,10 @@ def my_loss(logits, targets, first, group):
 check("9.6", lambda: l09.vocabulary_loss(my_loss, ranks))
 
 # %% [markdown]
-# PyTorch's `loss_parallel` does the same with logits that are a DTensor, `Shard(-1)`. Does it give the same numbers as
+# PyTorch has both of them too. In a plan, an embedding that is cut along the vocabulary is
+# `RowwiseParallel(input_layouts=Replicate())`: its weight is stored as [V, H], so the rows of the table are `Shard(0)`.
+# The loss is no style but a context: within `with loss_parallel():`, `F.cross_entropy` accepts logits that are a
+# DTensor, `Shard(-1)`, and does not gather them. Backward has to run inside it as well. Does it give the same numbers as
 # ours?
 
 # %% tags=["nbval-check-output"]
@@ -1271,5 +1275,7 @@ ranks.close()
 # - Shazeer 2020, arXiv:2002.05202: the MLP of exercise 9.4.
 # - Rajbhandari et al. 2020, arXiv:1910.02054, section 3.1: 16 bytes for each parameter.
 # - NVIDIA H100 datasheet, 2023: bfloat16, NVLink. DGX H100 datasheet, 2022: 400 Gb/s.
+# - PyTorch team 2024, asynchronous tensor parallelism in torchtitan:
+#   https://discuss.pytorch.org/t/distributed-w-torchtitan-introducing-async-tensor-parallelism-in-pytorch/209487
 # - PyTorch: https://docs.pytorch.org/docs/stable/distributed.tensor.html and
 #   https://docs.pytorch.org/docs/stable/distributed.tensor.parallel.html
