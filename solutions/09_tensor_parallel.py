@@ -680,8 +680,8 @@ plot.layouts(
 
 # %% [markdown]
 # When you compute with DTensors, PyTorch works out the layout of the result, and communicates where it must. For
-# example, if x is `Shard(0)` and w is `Replicate()`, each rank has some rows of x and the whole of w, and so it gets the
-# same rows of x @ w: the result is `Shard(0)`, and nothing was sent.
+# example, if x is `Shard(0)` and w is `Replicate()`, each rank has some rows of x and the whole of w, and so it gets
+# the same rows of x @ w: the result is `Shard(0)`, and nothing was sent.
 #
 # **Predict.** X is `Replicate()`, A is `Shard(1)` and B is `Shard(0)`. What layout does X @ A have, and what layout (X
 # @ A) @ B? Answer with one of the names above as text, such as `"Shard(0)"`.
@@ -867,8 +867,8 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. Go through the two rows of the table with the MLP on the board, and introduce the
-# other styles where they are used. Ask: in the table, which layout would the output of `RowwiseParallel` have if nothing
-# were sent? (`Partial()`.)
+# other styles where they are used. Ask: in the table, which layout would the output of `RowwiseParallel` have if
+# nothing were sent? (`Partial()`.)
 
 # %% [markdown]
 # ## 6. A whole GPT
@@ -1128,8 +1128,8 @@ check("9.6", lambda: l09.vocabulary_loss(my_loss, ranks))
 # PyTorch has both of them too. In a plan, an embedding that is cut along the vocabulary is
 # `RowwiseParallel(input_layouts=Replicate())`: its weight is stored as [V, H], so the rows of the table are `Shard(0)`.
 # The loss is no style but a context: within `with loss_parallel():`, `F.cross_entropy` accepts logits that are a
-# DTensor, `Shard(-1)`, and does not gather them. Backward has to run inside it as well. Does it give the same numbers as
-# ours?
+# DTensor, `Shard(-1)`, and does not gather them. Backward has to run inside it as well. Does it give the same numbers
+# as ours?
 
 # %% tags=["nbval-check-output"]
 from torch.distributed.tensor import DTensor
