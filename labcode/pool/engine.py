@@ -57,6 +57,11 @@ class _State(EngineState):
         if self.recorder is not None:
             self.recorder.finish()
 
+    def before_cut(self) -> None:
+        """Let the other ranks come out of the groups that they are making with this one."""
+        if self.recorder is not None:
+            self.recorder.let_connect()
+
 
 _state = _State()
 

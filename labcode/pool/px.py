@@ -43,6 +43,7 @@ class PxMagics(ParallelMagics):
         self, pool: Any, cell: str, block: bool | None, groupby: str, save_name: str | None
     ) -> Any:
         pool._ready()
+        pool._ran_cells = True
         reply = self.view.execute(cell, silent=False, block=False)
         self.last_result = reply
         if save_name:

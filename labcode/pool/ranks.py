@@ -98,7 +98,8 @@ class Ranks:
             self._take_over_notebook()
         self._joined = False  # all ranks are in a process group that works
         self._stuck = False  # some rank does not obey: the engines must be replaced
-        self._was_told_to_stop = False  # by the user, or because its time was over
+        self._was_told_to_stop = False  # whatever the reason
+        self._ran_cells = False  # `%%px` cells, which may have defined something
         self._group = 0  # number of the process group; 0 is none
         try:
             Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
@@ -255,8 +256,9 @@ class Ranks:
         self._stopped = None
         death = None if self._stuck else self._processes.death()
         if death and in_limited():
+            gone = ": what %%px cells defined is gone" if self._ran_cells else ""
             warnings.warn(
-                f"{death}, and all ranks are started again: what %%px cells defined is gone",
+                f"{death}, and all ranks are started again{gone}",
                 stacklevel=4,
             )
             self.restart()
@@ -275,8 +277,9 @@ class Ranks:
         if self._stuck:
             why = "the ranks took too long to answer (is the machine busy?)"
             if self._was_told_to_stop:
-                why = "the ranks did not stop when they were told to"
-            Ranks.warn(f"{why}: they were started anew; what %%px cells defined is gone")
+                why = "after the last call some rank did not stop when it was told to"
+            gone = "; what %%px cells defined is gone" if self._ran_cells else ""
+            Ranks.warn(f"{why}: all ranks were started anew{gone}")
             self.restart()
         self._was_told_to_stop = False
 
@@ -334,11 +337,9 @@ class Ranks:
                     return
                 if stop_at is None and watch.is_late():
                     self._stopped = (LateError, *watch.who_is_late(reply))
-                    self._was_told_to_stop = True
                     self._stop(reply)
                     return
         except KeyboardInterrupt:
-            self._was_told_to_stop = True
             self._stop(reply)
             raise
         if any_failed(reply):
@@ -350,6 +351,7 @@ class Ranks:
         assert self._processes is not None
         self._joined = False
         self._stuck = True
+        self._was_told_to_stop = True
         self._processes.break_off(self._group)
         reply.wait(PATIENCE_S)
         if reply.ready():

@@ -86,6 +86,7 @@ class EngineState:
         message = text_of(error)
         if "Timed out" in message:
             time.sleep(0.5)  # those who wait for the same rank time out as well: let them say so
+        self.before_cut()
         self.cut()
         frames = []
         for frame in traceback.extract_tb(error.__traceback__):
@@ -102,6 +103,9 @@ class EngineState:
             "message": message,
             "frames": frames,
         }
+
+    def before_cut(self) -> None:
+        """What is to be done after a failure, before the other ranks notice it."""
 
     def cut(self) -> None:
         """Close the connections to the other ranks: every wait on them ends with an error at once.

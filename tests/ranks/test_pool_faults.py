@@ -13,6 +13,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from labcode.pool import limits
 from labcode.pool.ranks import RankError, Ranks
@@ -79,6 +80,36 @@ def test_messages_left_behind_stay_in_their_group(pool):
     for _ in range(3):  # in one group the second message would go to the first call's irecv
         assert pool.run(asks_once_too_often) == [1, 1]
         pool.leave_group()
+
+
+def make_a_group_slowly(rank):
+    """Rank 1 is not yet out of `new_group` when rank 0 fails, and still needs the store."""
+    if rank == 1:
+        original = distributed_c10d._new_process_group_helper
+
+        def slow(*args, **kwargs):
+            made = original(*args, **kwargs)
+            time.sleep(0.7)
+            distributed_c10d._get_default_store().get("is there")
+            return made
+
+        distributed_c10d._new_process_group_helper = slow
+    else:
+        distributed_c10d._get_default_store().set("is there", "yes")
+    try:
+        dist.new_group()
+    finally:
+        if rank == 1:
+            distributed_c10d._new_process_group_helper = original
+    if rank == 0:
+        raise ValueError("at once")
+
+
+def test_a_failure_lets_the_others_make_their_group(pool):
+    with pytest.raises(RankError, match=r"^rank 0: ValueError: at once") as caught:
+        pool.run(make_a_group_slowly)
+    assert "finished before: rank 1" in caught.value.__notes__
+    assert works(pool)
 
 
 def test_a_check_starts_the_ranks_again_after_an_engine_died(pool):

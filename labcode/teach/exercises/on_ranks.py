@@ -18,7 +18,7 @@ import torch
 from labcode.comm.counting import counted
 from labcode.comm.grid import group_of
 from labcode.pool.ranks import RankError, Ranks
-from labcode.pool.record import ranks_text
+from labcode.pool.record import listed
 from labcode.teach.check import is_stub, reason
 
 LIMIT_S = 20.0  # what the code of an exercise takes is far below a second
@@ -71,7 +71,7 @@ def in_groups(
             text = str(error)
             stop = "" if text.endswith((".", "?", "!")) else "."
             raise AssertionError(
-                f"with ranks {_listed(groups[0])} it is right; {text}{stop} {STILL_THE_WORLD}"
+                f"with ranks {listed(groups[0])} it is right; {text}{stop} {STILL_THE_WORLD}"
             ) from None
         found.append(results)
     return found
@@ -90,7 +90,7 @@ def _in_group(
     ranks: Ranks, members: Sequence[int], work: Callable[..., Any], args: tuple, limit_s: float
 ) -> list[Any]:
     everyone = len(members) == ranks.n
-    where = "" if everyone else f"in the group of ranks {_listed(members)}"
+    where = "" if everyone else f"in the group of ranks {listed(members)}"
     try:
         of_ranks = ranks.run(_on_member, members, work, args, limit_s=limit_s)
     except RankError as error:
@@ -112,11 +112,6 @@ def _in_group(
 
 def _on(number: int) -> str:
     return f"on the rank with number {number} in the group: "
-
-
-def _listed(members: Sequence[int]) -> str:
-    """ "1, 2 and 3"."""
-    return ranks_text(members).partition(" ")[2]
 
 
 def _on_member(
