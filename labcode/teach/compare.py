@@ -50,9 +50,9 @@ def compare(
     if predicted is None or predicted is ...:
         _say(what, f"predicted {'nothing yet':>11}  {finding}", "", show.OPEN)
         return
-    if _is_text(predicted) and _is_number(measured):
-        is_right = False  # "7/3" may well be the right number
-        verdict = "give a number, not text"
+    if _is_number(measured) and isinstance(predicted, (str, list, tuple)):
+        is_right = False  # "7/3" and [7] may well hold the right number
+        verdict = f"give a number, not {'text' if isinstance(predicted, str) else 'a list'}"
     elif within == 1 or not (_is_number(predicted) and _is_number(measured)):
         is_right = _same(predicted, measured)
         verdict = "right" if is_right else f"wrong, it is {_distinct(measured, predicted, unit)}"
@@ -90,10 +90,6 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
 
 
 def _same(predicted: Any, measured: Any) -> bool:

@@ -366,6 +366,7 @@ RIGHT = {
         {"within": 1.001},
         "predicted 7/3 measured 2.333 give a number, not text",
     ),
+    "a list of a number": ([1], 40.5, {}, "predicted [1] measured 40.5 give a number, not a list"),
     "a word for a word": ("max", "max", {}, "predicted max measured max right"),
     "a truth": (True, True, {"within": 2}, "predicted True measured True right"),
     "a truth for a number": (True, 1, {}, "predicted True measured 1 wrong, it is 1"),
