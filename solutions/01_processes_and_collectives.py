@@ -133,8 +133,8 @@ for rank, held in enumerate(ranks.run(hand_over)):
 # %% [markdown]
 # In training, the same patterns of messages come up again and again, and each has a name. A **collective** is an
 # operation that a whole set of ranks takes part in: all of them call the same function, in the same order, with tensors
-# of the same shape. Such a set of ranks is called a **process group**. Four collectives have a **root**: one rank that
-# gives everything, or gets everything.
+# that fit together. (In an all-reduce, for example, all have the same shape.) Such a set of ranks is called a **process
+# group**. Four collectives have a **root**: one rank that gives everything, or gets everything.
 #
 # In the pictures, the colour of a box says which rank its data comes from. A dotted box is room for what will arrive. A
 # question mark means that what is left in this tensor is not defined. Where nothing is drawn, the rank needs no tensor.
@@ -271,8 +271,8 @@ for rank, text in enumerate(ranks.run(three_of_four)):
 # A group also knows which library carries its tensors, its **backend**. Tensors in a CPU's memory, as here, are carried
 # by gloo; tensors on NVIDIA's GPUs are carried by NCCL (say "nickel"). Your program makes the same calls in both cases.
 #
-# **Takeaway: a collective is a contract. All ranks of the group make the same call, in the same order, with the same
-# shape. What a rank then holds can be read from the picture.**
+# **Takeaway: a collective is a contract. All ranks of the group make the same call, in the same order, with tensors that
+# fit together. What a rank then holds can be read from the picture.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Section 2 takes 13 minutes. Let the room draw scatter and all-to-all on the board before the
@@ -594,9 +594,8 @@ check("1.3", lambda: l01.tree_broadcast(tree_broadcast, ranks))
 #
 # $$t = \alpha + \frac{n}{\beta}.$$
 #
-# This is the **alpha-beta model**. (Many texts, Thakur et al. among them, write β for the seconds per byte. There a
-# message takes α + n β.) The ring all-reduce makes 2 (p - 1) steps, one after the other, and in each of them
-# a rank sends n/p bytes. With the latency and the bytes of all steps added up, it takes
+# This is the **alpha-beta model**. The ring all-reduce makes 2 (p - 1) steps, one after the other, and in each of them a
+# rank sends n/p bytes. With the latency and the bytes of all steps added up, it takes
 #
 # $$t(n) = 2(p-1)\,\alpha + \frac{2(p-1)}{p}\,\frac{n}{\beta}.$$
 #
@@ -657,9 +656,10 @@ plot.lines(
 # On the left the model is flat, because nearly all the time is latency. On the right the time grows in proportion to
 # the size. Both parts cost the same where 2 (p - 1) α = 2 (p - 1)/p · n/β, which is at **n = p α β**, the dotted line.
 #
-# The measured points scatter, as other programs use the cores as well. In the middle they can also lie below the model
-# as a whole: it was fitted at its two ends, and it does not know that gloo cuts a tensor into pieces and adds up one
-# piece while the next is on its way.
+# The measured points scatter, as other programs use the cores as well. Small tensors can lie a good deal above the
+# model: α comes from 64 calls in a row, and each point here is a single call after a barrier, which the ranks do not
+# leave all at the same time. In the middle the points can also lie below the model: it was fitted at its two ends, and
+# it does not know that gloo cuts a tensor into pieces and adds up one piece while the next is on its way.
 #
 # If the comparison says "NOT within a factor of 2", other programs were busy while one of the three sizes was measured:
 # run the fit, your prediction and the measurement once more. The model also leaves something out: on this machine four
@@ -679,8 +679,8 @@ compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 
 # %% [markdown]
 # The 64 small tensors have as many bytes as the large one, and their calls pay the latency 64 times. On a busy machine
-# a call takes longer whenever one of the four ranks has to wait for a core; α, which was measured with such a row of
-# calls, holds this wait already.
+# a call takes longer whenever one of the four ranks has to wait for a core. α was measured with such a row of calls, so
+# it already contains the waiting.
 #
 # **Takeaway: below p α β bytes you pay for the number of messages, and above it for their bytes. So small tensors
 # should travel together.** Lesson 05 builds on this.
@@ -695,11 +695,11 @@ compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 # %% [markdown]
 # ## 7. Broken on purpose
 #
-# The contract of section 2 can be broken in three ways: a rank does not come, a rank makes another call, or a rank
+# The contract of section 2 can be broken in three ways: a rank does not take part, a rank makes another call, or a rank
 # brings another tensor. Each looks different, and it helps to have seen all three before they happen to you on a
 # cluster.
 #
-# **A rank does not come.** Only rank 0 prints the loss, so why should the others bother to compute its mean? The group
+# **A rank does not take part.** Only rank 0 prints the loss, so why should the others bother to compute its mean? The group
 # here gives up after 2 seconds. By default gloo waits for 30 minutes, and NCCL for 10.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: RuntimeError: ... Timed out waiting"
@@ -798,10 +798,15 @@ ranks.run(add_up_a_weight_watched)
 #
 # `SeqNum` counts the collectives of a group. Near this message each rank also logs the number of the last collective
 # that it **enqueued**, and of the last one that it **completed**. Compare the ranks: the one whose last enqueued number
-# is lower did not come. It may have logged nothing at all, because it waits for no collective; then look for the rank
-# that is missing in the log. ProcessGroupNCCL can also write down its last calls: with `TORCH_FR_BUFFER_SIZE=2000` set
-# (older versions call it `TORCH_NCCL_TRACE_BUFFER_SIZE`), the **flight recorder** keeps 2000 of them for each rank, and
-# with `TORCH_NCCL_DUMP_ON_TIMEOUT=1` each rank writes them to a file when the watchdog strikes.
+# is lowest did not take part. It may be missing from the log altogether, because a rank that waits for no collective
+# has nothing to report.
+#
+# <details><summary>For a job of your own on GPUs: NCCL's flight recorder</summary>
+#
+# ProcessGroupNCCL can also write down its last calls. With `TORCH_FR_BUFFER_SIZE=2000` set (older versions call it
+# `TORCH_NCCL_TRACE_BUFFER_SIZE`), the **flight recorder** keeps 2000 of them for each rank, and with
+# `TORCH_NCCL_DUMP_ON_TIMEOUT=1` each rank writes them to a file when the watchdog strikes.
+# </details>
 #
 # | what you see | what it usually is | what to do next |
 # |---|---|---|
@@ -928,7 +933,8 @@ print(f"here:   algorithm bandwidth {si(here, 'B/s')}, bus {si(here * 6 / 4, 'B/
 #
 # - Hockney 1994, *The communication challenge for MPP*, Parallel Computing 20(3): the model of latency and bandwidth.
 # - Thakur, Rabenseifner, Gropp 2005, *Optimization of collective communication operations in MPICH*, IJHPCA 19(1):
-#   trees, rings and recursive doubling, and what they cost.
+#   trees, rings and recursive doubling, and what they cost. Like many texts it writes β for the seconds per byte: there
+#   a message takes α + n β.
 # - Patarasuk, Yuan 2009, *Bandwidth optimal all-reduce algorithms for clusters of workstations*, JPDC 69(2), doi
 #   10.1016/j.jpdc.2008.09.002: the ring, and why no rank can send less.
 # - Times and bus bandwidth on A100, and what its NVLinks carry: S. Bekman, *Machine Learning Engineering*,

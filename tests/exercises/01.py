@@ -188,6 +188,40 @@ def half_with_inf(chunks, group):
     half_with_nan(chunks, group, extra=float("inf"))
 
 
+def half_sent_straight(chunks, group):
+    """No ring: every contribution goes to its rank at once."""
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrivals = {}
+    messages = []
+    for other in range(p):
+        if other == rank:
+            continue
+        arrivals[other] = torch.empty_like(chunks[0])
+        wanted = chunks[(other + 1) % p]
+        messages.append(dist.P2POp(dist.isend, wanted, group=group, group_peer=other))
+        messages.append(dist.P2POp(dist.irecv, arrivals[other], group=group, group_peer=other))
+    for message in dist.batch_isend_irecv(messages):
+        message.wait()
+    for arrived in arrivals.values():
+        chunks[(rank + 1) % p] += arrived
+
+
+def half_with_a_barrier_too_many(chunks, group):
+    rank = dist.get_rank(group)
+    p = dist.get_world_size(group)
+    arrived = torch.empty_like(chunks[0])
+    for step in range(p - 1):
+        exchange(chunks[(rank - step) % p], arrived, group)
+        chunks[(rank - step - 1) % p] += arrived
+        dist.barrier(group)
+
+
+def half_without_the_group(chunks, group):
+    arrived = torch.empty_like(chunks[0])
+    exchange(chunks[0], arrived)  # pyright: ignore  (a learner's mistake)
+
+
 def half_that_receives_first(chunks, group):
     """A deadlock: nobody comes to its send."""
     rank = dist.get_rank(group)
@@ -242,6 +276,15 @@ REDUCE_SCATTER = Answers(
         "dist.all_reduce": (half_with_all_reduce, "all_reduce does the work for you"),
         "labcode's": (half_of_labcode, "ring.reduce_scatter_phase is labcode's own answer"),
         "nothing": (lambda chunks, group: None, "nothing was sent"),
+        "straight to its rank": (
+            half_sent_straight,
+            "on a ring it sends to its right neighbour only, which is number 1",
+        ),
+        "a barrier in each step": (half_with_a_barrier_too_many, "and none is needed"),
+        "exchange without the group": (
+            half_without_the_group,
+            "TypeError: exchange() missing 1 required positional argument: 'group'",
+        ),
         "an index too large": (half_without_a_turn, "IndexError: list index out of range"),
         "receives first": (half_that_receives_first, "all of them wait in recv, and none sends"),
         "sends first": (half_that_sends_first, "all of them wait in send, and none receives"),
@@ -382,6 +425,15 @@ def whole_without_wait(x, group):
         dist.irecv(chunks[(rank - step) % p], group=group, group_src=(rank - 1) % p)
 
 
+def whole_but_for_the_last_step(x, group):
+    p = dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    chunks = list(x.view(-1).chunk(p))
+    half(chunks, group)
+    for step in range(p - 2):
+        exchange(chunks[(rank + 1 - step) % p], chunks[(rank - step) % p], group)
+
+
 WHOLE = Answers(
     check=l01.ring_all_reduce,
     right={
@@ -394,17 +446,30 @@ WHOLE = Answers(
         "on a copy": (lambda x, group: whole(x, group, copies=True), "x is as it was before"),
         "a new name for x": (whole_with_a_new_tensor, "x is as it was before"),
         "returned": (whole_returned, "what is returned is the sum, but x is not"),
-        "half of it": (lambda x, group: whole(x, group, phases=1), "of x holds the sum"),
+        "half of it": (
+            lambda x, group: whole(x, group, phases=1),
+            "only chunk 1 of x holds the sum, after 3 messages: that is the first half",
+        ),
         "the mean": (lambda x, group: whole(x, group, divide=True), "x holds the mean"),
         "one chunk off": (lambda x, group: whole(x, group, turn=-1), "no chunk of x holds the sum"),
-        "adds in the second half": (whole_adding_twice, "holds more than the sum"),
+        "adds in the second half": (
+            whole_adding_twice,
+            "chunks 0, 2 and 3 of x hold more than the sum",
+        ),
         "whole tensors": (whole_sending_everything, "bytes were sent in"),
         "a star": (whole_as_a_star, "bytes were sent in"),
         "dist.all_reduce": (whole_with_pytorch, "all_reduce does the work for you"),
         "labcode's": (ring.all_reduce, "ring.all_reduce is labcode's own answer"),
         "labcode's star": (ring.star_all_reduce, "ring.star_all_reduce is labcode's own answer"),
         "forgets the group": (lambda x, group: whole(x, dist.group.WORLD), STILL_ALL),
-        "cut along the first dim": (whole_along_the_first_dim, "list index out of range"),
+        "cut along the first dim": (
+            whole_along_the_first_dim,
+            "list index out of range, with x of shape [2, 6]: into how many chunks was it cut?",
+        ),
+        "a step too few": (
+            whole_but_for_the_last_step,
+            "only chunks 0, 1 and 3 of x hold the sum: which chunk did the left neighbour finish",
+        ),
         "no wait": (whole_without_wait, "returned a request, and nobody waited for it"),
     },
 )
@@ -547,6 +612,20 @@ def lists_for_three_and_four(x, root, group):
             dist.send(x, group=group, group_dst=(receiver + root) % p)
         if place == receiver:
             dist.recv(x, group=group, group_src=(sender + root) % p)
+
+
+def tree_with_barriers(x, root, group):
+    """To keep the rounds apart."""
+    p = dist.get_world_size(group)
+    place = (dist.get_rank(group) - root) % p
+    have_it = 1
+    while have_it < p:
+        if place < have_it and place + have_it < p:
+            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
+        elif have_it <= place < 2 * have_it:
+            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
+        dist.barrier(group)
+        have_it *= 2
 
 
 def rounded_down(x, root, group):
@@ -714,6 +793,10 @@ TREE = Answers(
             "with root 1, everybody holds the tensor of number 0",
         ),
         "dist.broadcast": (with_broadcast, "broadcast does the work for you"),
+        "barriers": (
+            tree_with_barriers,
+            "a barrier makes every rank wait for all others, and none is needed",
+        ),
         "into a copy": (into_a_copy, "holds its own tensor afterwards"),
         "returned": (returned, "what is returned is the root's tensor"),
         "nothing": (lambda x, root, group: None, "holds its own tensor afterwards"),

@@ -11,8 +11,9 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm import ring
-from labcode.comm.counting import Collective
+from labcode.comm.counting import BARRIER, Collective
 from labcode.pool.ranks import Ranks
+from labcode.pool.record import listed
 from labcode.teach import tracebacks
 from labcode.teach.check import Exercise, is_stub
 from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
@@ -23,8 +24,8 @@ EXERCISES = {
     "1.1": Exercise(
         praise="every chunk has all contributions, and each rank sent p - 1 chunks, no more",
         hints=(
-            "In its first step rank r sends chunk r. What does it receive meanwhile, and what will "
-            "it send in its second step?",
+            "Follow one rank through the picture. The thick frame is the chunk that it has "
+            "received in a step. Which one does it send in the next?",
             "From step to step the number of the chunk that a rank sends goes down by one. Its "
             "left neighbour is one rank lower: which chunk does that one send?",
             "`arrived` is only a place to receive into. Where must its numbers go?",
@@ -84,10 +85,15 @@ class _Traffic(Requests):
         return super().on_collective(call, start)
 
 
-def _no_collectives(traffic: _Traffic) -> None:
-    assert not traffic.collectives, (
-        f"{traffic.collectives[0]} does the work for you: use exchange, send and recv"
+def _no_collectives(traffic: _Traffic, use: str = "exchange, send and recv") -> None:
+    if not traffic.collectives:
+        return
+    name = traffic.collectives[0]
+    assert name != BARRIER, (
+        "a barrier makes every rank wait for all others, and none is needed: a message that has "
+        "been waited for has arrived"
     )
+    raise AssertionError(f"{name} does the work for you: use {use}")
 
 
 def _check_bytes(traffic: _Traffic, wanted: int) -> None:
@@ -129,10 +135,15 @@ def _whose(value: float, chunk: int, p: int) -> str:
             twice = [str(rank) for rank, number in times.items() if number > 1]
             missing = [str(rank) for rank, number in times.items() if number == 0]
             if twice:
-                return f"what number {', '.join(twice)} put in, more than once"
+                return f"what {_counted('number', twice)} put in, more than once"
             if missing:
-                return f"nothing from number {', '.join(missing)} of the group"
+                return f"nothing from {_counted('number', missing)} of the group"
     return "a mixture of different chunks: is the chunk that arrives the one you add it to?"
+
+
+def _counted(noun: str, numbers: Sequence[str]) -> str:
+    """ "chunk 0", "chunks 0, 1 and 2"."""
+    return f"{noun}{'s' if len(numbers) > 1 else ''} {listed(numbers)}"
 
 
 def _reduce_scatter(group: dist.ProcessGroup, half: Callable[..., Any], length: int) -> None:
@@ -152,6 +163,7 @@ def _reduce_scatter(group: dist.ProcessGroup, half: Callable[..., Any], length: 
     _check_in_place(tensors, chunks, own, p)
     _check_finished(tensors, own, p)
     _check_bytes(traffic, (p - 1) * tensors[0].nbytes)
+    _check_neighbours(traffic, group)
 
 
 def _check_in_place(
@@ -214,16 +226,25 @@ def _all_reduce(
     dist.all_reduce(expected, group=group)
     library = without(ring.all_reduce, ring.star_all_reduce, ring.all_gather_phase)
     with library, _Traffic() as traffic:
-        returned = ring_all_reduce(x, group)
+        try:
+            returned = ring_all_reduce(x, group)
+        except IndexError as error:
+            text = f"{error}, with x of shape {list(shape)}: into how many chunks was it cut?"
+            raise IndexError(text).with_traceback(error.__traceback__) from None
     traffic.check_waited()
     _no_collectives(traffic)
-    _check_sum(x, before, expected, returned, p)
+    _check_sum(x, before, expected, returned, p, len(traffic.sent_bytes))
     _check_bytes(traffic, 2 * (p - 1) * x.nbytes // p)
     _check_neighbours(traffic, group)
 
 
 def _check_sum(
-    x: torch.Tensor, before: torch.Tensor, expected: torch.Tensor, returned: Any, p: int
+    x: torch.Tensor,
+    before: torch.Tensor,
+    expected: torch.Tensor,
+    returned: Any,
+    p: int,
+    num_sent: int,
 ) -> None:
     if torch.equal(x, expected):
         return
@@ -245,17 +266,25 @@ def _check_sum(
         elif (found > wanted).all():
             too_large.append(str(number))
     assert not too_large, (
-        f"chunk {', '.join(too_large)} of x holds more than the sum: the second half passes "
-        "finished chunks on, and adds nothing"
+        f"{_counted('chunk', too_large)} of x {_hold(too_large)} more than the sum: the second "
+        "half passes finished chunks on, and adds nothing"
     )
     assert right != [], (
         "no chunk of x holds the sum: does the first half work on views of x, in place, and which "
         "chunk does the second half write over first?"
     )
-    raise AssertionError(
-        f"only chunk {', '.join(right)} of x holds the sum: which chunk did the left neighbour "
-        "finish last, which one does it send next, and is each copied to its own place?"
+    holds = f"only {_counted('chunk', right)} of x {_hold(right)} the sum"
+    assert num_sent >= p, (
+        f"{holds}, after {num_sent} messages: that is the first half, and the second one is missing"
     )
+    raise AssertionError(
+        f"{holds}: which chunk did the left neighbour finish last, which one does it send next, "
+        "and is each copied to its own place?"
+    )
+
+
+def _hold(numbers: Sequence[str]) -> str:
+    return "hold" if len(numbers) > 1 else "holds"
 
 
 def _check_neighbours(traffic: _Traffic, group: dist.ProcessGroup) -> None:
@@ -298,9 +327,7 @@ def _spread(group: dist.ProcessGroup, tree_broadcast: Callable[..., Any], root: 
     with _Traffic() as traffic:
         returned = tree_broadcast(x, root, group)
     traffic.check_waited()
-    assert not traffic.collectives, (
-        f"{traffic.collectives[0]} does the work for you: use send and recv"
-    )
+    _no_collectives(traffic, use="send and recv")
     for rank in itertools.chain(*traffic.messages):
         assert rank in members or rank < 0, (
             f"a message went to or from rank {rank} of the world, which is not in the group: use "
