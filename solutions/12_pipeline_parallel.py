@@ -26,9 +26,10 @@
 # - recognise a schedule that hangs, and know how to see it before it costs money;
 # - say what a pipeline sends, what tied weights need, and which stage sets the pace.
 #
-# **Time**: 75 minutes for sections 1 to 6. Sections 7 to 9 are a second sitting of 55 minutes: two more schedules, and
-# a table that joins the lessons of this part. **Needs**: lessons 01 (sends and receives), 04 (accumulating gradients),
-# 08 (grids), 09 (tensor parallel) and 10 (what autograd keeps).
+# **Time**: 85 minutes for sections 1 to 6; after section 3, which ends about 50 minutes in, is a good place for a break.
+# Sections 7 to 9 are a second sitting of 55 minutes: two more schedules, and a table that joins the lessons of this
+# part. **Needs**: lessons 01 (sends and receives), 04 (accumulating gradients), 08 (grids), 09 (tensor parallel) and 10
+# (what autograd keeps).
 
 # %%
 import time
@@ -276,7 +277,9 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="computed")
 # - Every rank is given all `inputs` and `targets`, but only the first rank may look at `inputs[i]` (on the others use
 #   only its shape), and only the last one at `targets[i]`.
 # - `loss(y, targets[i])` is the loss of one micro-batch. The loss of the step is the mean over all of them.
-# - Afterwards the parameters of each stage have their gradients. Nothing is returned.
+# - Gradients are **added** to what stands in the `.grad` of the stage's parameters, as backward does it: the runner may
+#   be called twice before the optimizer steps. Nothing is returned.
+# - `inputs` and `targets` belong to the caller and stay as they are. When B has used what its F has kept, let go of it.
 # - Ranks are counted within the group: use `group=group` with `group_src=` and `group_dst=`, as in lesson 01.
 #
 # The check runs it on all four ranks, and then in two groups of two at the same time. It plays GPipe, and a second
@@ -343,12 +346,13 @@ show_source(pipeline._Run._exchange)
 # and send by hand what would have flowed through it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 23 minutes, the longest exercise. What people get wrong, in the order of frequency: the handle of
+# *For the instructor.* 28 minutes, the longest exercise. What people get wrong, in the order of frequency: the handle of
 # `isend` dropped (the message may never leave; the check sees it), `requires_grad_` forgotten (then `x.grad` is None),
 # `dist.send` in place of `isend` (GPipe runs, 1F1B hangs: let them see it, it is the best moment of the lesson), `irecv`
 # without `wait()`, the 1/m forgotten, a queue in place of a dict (the check also plays
-# GPipe with its backwards from last to first), `inputs[i]` used as the buffer. Ask: why `y.detach()` and not y? (What
-# is sent has no business with the graph; PyTorch would send it as well.)
+# GPipe with its backwards from last to first), `inputs[i]` used as the buffer or asked for a gradient on rank 0, and
+# `.grad` divided by m at the end (the check also starts with gradients from a step before). Ask: why `y.detach()` and
+# not y? (What is sent has no business with the graph; PyTorch would send it as well.)
 
 # %% [markdown]
 # ## 4. One forward, one backward
@@ -435,7 +439,7 @@ one_f_one_b.picture(
 # that 1F1B wins over GPipe, and it is a lot, because now m can grow.
 #
 # The gap before the first backward surprises everyone who looks at a first profile. Is something slow there? No. Rank r
-# did its p - r forwards in time. Meanwhile micro-batch 0 reached the last rank, and it has to come back through the
+# did its p - r forwards on time. Meanwhile micro-batch 0 reached the last rank, and it has to come back through the
 # ranks behind r, which takes p - 1 - r backwards. The inputs of more forwards are there, so rank r could go on with them.
 # But each is one more micro-batch to keep, and it would keep more than p - r.
 #
@@ -504,7 +508,7 @@ compare("1F1B, bytes of rank 0", kept_by_first, of_1f1b, within=1, found="counte
 # most, and its long gap before the first backward is the way back.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
+# *For the instructor.* 18 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
 # forward late and the rank keeps one micro-batch more), a warm-up of r (the wrong end of the pipeline: it hangs), m
 # smaller than the warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
 
@@ -675,8 +679,8 @@ compare("tp = 4", sent_by_tp, tp_bytes, within=1.01, unit="B", found="counted")
 print(f"tensor parallelism sends {tp_bytes / pp_bytes:.0f} times as much")
 
 # %% [markdown]
-# (The small rest at tp is the loss.) With more layers the ratio grows further. And a rank of a pipeline does not wait
-# for what it sends. So pp is the axis that may leave the node.
+# (The small rest at tp is the loss.) With more layers the ratio grows further. And a rank of a pipeline
+# does not wait until what it sends has arrived. So pp is the axis that may leave the node.
 #
 # **Who gets fewer layers?** In the steady state all ranks go at the pace of the slowest stage. The head, which turns
 # vectors into logits, has V · H weights, and a layer has 12 H². For the vocabulary of GPT-2 and H = 2048 the head costs
@@ -719,7 +723,7 @@ compare("even, against balanced", times_as_long, ratio, within=1.1, found="simul
 # process.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. The first sitting ends here. Ask: how would you notice in production that the tied
+# *For the instructor.* 12 minutes. The first sitting ends here. Ask: how would you notice in production that the tied
 # sum is missing? (Compare the two copies once in a while: one all-reduce of a checksum.)
 
 # %% [markdown]
@@ -800,11 +804,13 @@ show_source(linear._Linear.backward)
 #
 # $$(p-1)\,(t_I + t_F - t_W).$$
 #
-# The other ranks have other gaps of the same sum, as in section 4. Rank r has only p - 1 - r gaps in its cool-down, so
-# it has to put off some of its W until the end: r of them. This schedule is called **ZB-H1** (Qi et al. 2023; ZB for
-# zero bubble).
+# The other ranks have other gaps of the same sum, as in section 4. Rank r has only p - 1 - r gaps in its cool-down, so it
+# has to put off r more W until the end than rank 0, which ends with one. This schedule is called **ZB-H1** (Qi et al.
+# 2023; ZB for zero bubble).
 #
-# And the memory? Activations are free only after **W**, which needs them too. Rank r of 1F1B keeps p - r micro-batches.
+# And the memory? W needs the inputs of the linear layers and the gradients of their outputs, so these are free only
+# after **W**. Attention scores and the input of GELU are needed by I alone, and are free after it. We count a
+# micro-batch as kept until its W. Rank r of 1F1B keeps p - r micro-batches.
 #
 # **Predict** for 4 ranks, 8 micro-batches, and $t_F = t_I = t_W$ = 30 ms: how many seconds shorter is the step than that
 # of 1F1B, and how many micro-batches do rank 0 and rank 3 keep?
@@ -853,7 +859,7 @@ split.picture(
 #
 # A micro-batch now goes round all ranks v times. The ranks take the micro-batches in groups of p: first p of them
 # through their first stage, then the same p through the second, and so on. When the p-th one has entered, the first one
-# is back. That is why m has to be a multiple of p.
+# is back. That is why the published schedule wants m to be a multiple of p. (PyTorch's also takes some other m.)
 #
 # How long is the warm-up of rank r? Count the forwards before its first backward:
 #
@@ -935,8 +941,8 @@ plot.bars(
 # The memory is exact, because it follows from the order alone. The time comes close to the simulator once messages are
 # counted.
 #
-# Does PyTorch's own runner compute the same? A `PipelineStage` wraps a module, and the schedule object is also the
-# runner. It cuts the batch by itself.
+# Does PyTorch's own runner compute the same? (You may skip this comparison.) A `PipelineStage` wraps a module, and the
+# schedule object is also the runner. It cuts the batch by itself.
 
 # %% tags=["nbval-check-output"]
 def theirs(rank, make, stages_per_rank):
@@ -1140,7 +1146,8 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # | another schedule | add `--parallel.pipeline_schedule zero_bubble`, or `--parallel.pipeline_schedule interleaved --parallel.stages_per_rank 2 --model.num_layers 8` (each of the 8 stages needs a layer) |
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.pp 2 --parallel.tp 2` |
 #
-# In the default order of the grid, pp is the slowest axis, so it is the one that crosses the nodes. The number of
+# (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
+# script.) In the default order of the grid, pp is the slowest axis, so it is the one that crosses the nodes. The number of
 # micro-batches is the batch of a data-parallel rank divided by `micro_batch`. On GPUs the stages really compute, and W
 # rarely takes as long as I. `model.on_action` is told when each action ran: put the times of your stages into
 # `simulate`, and choose before you submit.

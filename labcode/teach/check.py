@@ -40,6 +40,14 @@ LIMIT_S = 60.0  # of each call on ranks in a check, so that a loop without an en
 ON_RANK = re.compile(r"(rank \d+): (\w+):? *(.*)")
 MEANINGS = {  # what gloo and the store write, and what it means
     r"[Tt]imed out waiting \d+ms for \w+ operation": "it waited for a message that nobody sent",
+    r"element 0 of tensors does not require grad": (
+        "backward was started from a tensor that has no graph: was it detached, or computed "
+        "without autograd?"
+    ),
+    r"Invalid function argument\. Expected parameter `\w+` of type torch\.Tensor": (
+        "torch.distributed was given what is no tensor: if it is the .grad of an x, was "
+        "requires_grad_ called on this very x, and does another rank wait for it?"
+    ),
     r"wait timeout": "it waited for something that no rank put into the store",
     r"Connection (closed by peer|reset by peer)": "another rank ended while this one waited for it",
     r"returned an incorrect number of gradients \(expected (\d+), got (\d+)\)": (
@@ -278,6 +286,8 @@ def reason(error: BaseException) -> str:
     on_rank = ON_RANK.match(text)
     if on_rank:
         rank, name, message = on_rank.groups()
+        if name == "AssertionError" and place and not message:
+            return f"on {rank}: an assertion of yours does not hold{place}"
         if name == "AssertionError":
             return _cut(f"on {rank}: {message or 'a check failed'}")
         return f"on {rank}: {_cut(_in_words(name, message))}{place}"

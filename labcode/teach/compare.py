@@ -93,15 +93,23 @@ def _is_number(value: Any) -> bool:
 
 
 def _same(predicted: Any, measured: Any) -> bool:
-    """Equal; floats to 1e-9, and a list is as good as a tuple."""
+    """Equal; floats to 1e-9, a list is as good as a tuple, and text in any case, with or without
+    "the"."""
     if _is_number(predicted) and _is_number(measured):
         return predicted == measured or math.isclose(predicted, measured, rel_tol=EXACT_REL)
     if isinstance(predicted, (list, tuple)) and isinstance(measured, (list, tuple)):
         if len(predicted) != len(measured):
             return False
         return all(_same(_plain(one), _plain(other)) for one, other in zip(predicted, measured))
+    if isinstance(predicted, str) and isinstance(measured, str):
+        return _words(predicted) == _words(measured)
     # True == 1, but a truth value is no answer to "how many"
     return isinstance(predicted, bool) == isinstance(measured, bool) and predicted == measured
+
+
+def _words(text: str) -> str:
+    """A text without what makes no difference: "Same" is as good as "the same"."""
+    return text.strip().lower().removeprefix("the ")
 
 
 def _factor(predicted: float, measured: float) -> float:

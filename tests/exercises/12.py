@@ -132,6 +132,15 @@ def run_plainly(
     divide_by=None,
     fixed_last=False,
     twice=False,
+    wipes=False,
+    divides_grads=False,
+    asks_inputs=False,
+    waits_twice=False,
+    without_group=(),
+    without_autograd=False,
+    detaches=False,
+    first_sends=False,
+    no_leaf=False,
 ):
     """The runner of the lesson, or one with a mistake."""
     chosen = None if in_world else group
@@ -142,7 +151,12 @@ def run_plainly(
     one_buffer = torch.empty_like(inputs[0])
 
     def send(tensor, to):
-        if wait:
+        if "send" in without_group:
+            sending.append(dist.isend(tensor, dst=dist.get_rank() + to - rank))
+        elif waits_twice:
+            sending.append(dist.isend(tensor, group=group, group_dst=to))
+            sending[-1].wait()
+        elif wait:
             dist.send(tensor, group=group, group_dst=to)
         elif twice:
             sending.append(dist.isend(tensor, group=group, group_dst=to))
@@ -153,14 +167,18 @@ def run_plainly(
             dist.isend(tensor, group=group, group_dst=to)
 
     def receive(tensor, place, waits):
-        if waits:
+        if "recv" in without_group:
+            dist.recv(tensor, src=dist.get_rank() + place - rank)
+        elif waits:
             dist.recv(tensor, group=group, group_src=place)
         else:
             dist.irecv(tensor, group=group, group_src=place)
 
+    if wipes:
+        stage.zero_grad()
     for kind, _, i in actions:
         if kind == "F":
-            x = inputs[i]
+            x = inputs[i].requires_grad_() if asks_inputs and rank == 0 else inputs[i]
             if rank > 0:
                 buffer = inputs[i] if into_inputs else torch.empty_like(inputs[i], dtype=dtype)
                 if shape is not None:
@@ -172,10 +190,14 @@ def run_plainly(
                 if ask:
                     x = x.clone() if into_inputs else x
                     x.requires_grad_()
-            y = stage(x)
+                    x = x.clone() if no_leaf else x
+            with torch.set_grad_enabled(not without_autograd):
+                y = stage(x)
+            if detaches:
+                y = y.detach()
             if rank == last:
                 y = loss(y, targets[i])
-                if mean:
+                if mean and not divides_grads:
                     y = y / (divide_by or len(inputs))
             else:
                 send(y.detach(), rank + 1)
@@ -195,9 +217,12 @@ def run_plainly(
                 gradient = torch.empty_like(y)
                 receive(gradient, rank + 1, wait_for_gradient)
                 y.backward(gradient if start_gradient else torch.ones_like(y))
-            if rank > 0:
+            if rank > 0 or first_sends:
                 back = {"x": x.grad, "value": x.detach(), "zeros": torch.zeros_like(x)}
-                send(back[send_back], rank - 1)
+                send(back[send_back], max(rank - 1, 0))
+    if divides_grads:
+        for param in stage.parameters():
+            param.grad /= len(inputs)
     if detour:
         dist.broadcast(torch.zeros(1), group=group, group_src=0)
     if wait_at_end:
@@ -422,6 +447,50 @@ RUNNER = Answers(
         "no backward": (run_forwards_alone, "has no gradients"),
         "every rank alone": (run_without_neighbours, "works on the inputs of the batch"),
         "receives from the last": (run_from_the_last, "messages do not meet"),
+        "wipes what stood in .grad": (
+            run_with_mistake(wipes=True),
+            "what stood in .grad is gone",
+        ),
+        "divides .grad at the end": (
+            run_with_mistake(divides_grads=True),
+            "what stood in .grad is 0.3333 times as large",
+        ),
+        "asks for a gradient of the data": (
+            run_with_mistake(asks_inputs=True),
+            "inputs[0] requires a gradient on rank 0",
+        ),
+        "waits at once and again at the end": (
+            run_with_mistake(waits_twice=True),
+            "the handle of a send was waited for twice",
+        ),
+        "receives in the world": (
+            run_with_mistake(without_group=("recv",)),
+            "a message does not go through `group`",
+        ),
+        "sends in the world": (
+            run_with_mistake(without_group=("send",)),
+            "a message does not go through `group`",
+        ),
+        "no message in the group": (
+            run_with_mistake(without_group=("send", "recv")),
+            "a message does not go through `group`",
+        ),
+        "F without autograd": (
+            run_with_mistake(without_autograd=True),
+            "the stage ran without autograd",
+        ),
+        "y detached before B": (
+            run_with_mistake(detaches=True),
+            "backward was started from a tensor that has no graph",
+        ),
+        "the first rank sends None": (
+            run_with_mistake(first_sends=True),
+            "does another rank wait for it",
+        ),
+        "x is no leaf": (
+            run_with_mistake(no_leaf=True),
+            "was requires_grad_ called on this very x",
+        ),
         "runs the stage in B too": (run_stage_again, "was called more than"),
         "does nothing": (lambda *_: 0, "ran its stage 0 times"),
     },
@@ -573,6 +642,8 @@ def split_layer(
     keeps="function",
     forward="right",
     put="backward",
+    takes="in backward",
+    spoils=False,
 ):
     """The layer of the lesson, or one with a mistake."""
 
@@ -592,10 +663,12 @@ def split_layer(
 
         @staticmethod
         def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            param = ctx.weight
+            weight = param = ctx.weight
+            if takes == "in backward":
+                x_taken, weight = ctx.saved_tensors
 
             def compute():
+                x, _ = ctx.saved_tensors if takes == "when called" else (x_taken, None)
                 if product == "of each sample":
                     return grad.mT @ x
                 if product == "over the first dim":
@@ -633,6 +706,10 @@ def split_layer(
                 ctx.later.extend([weight_half, weight_half])
             if gives == "nothing":
                 return None, None, None
+            if spoils:
+                grad_x = grad @ weight
+                grad.zero_()
+                return grad_x, None, None
             if gives == "doubled":
                 return 2 * (grad @ weight), None, None
             return grad @ weight, None, None
@@ -708,6 +785,14 @@ SPLIT = Answers(
         "computed early": (split_layer(when="early"), "multiplies twice"),
         "nothing in later": (split_layer(keeps="none"), "`later` is empty"),
         "a tensor in later": (split_layer(keeps="tensor"), "put a function there"),
+        "ctx asked when it is called": (
+            split_layer(takes="when called"),
+            "ctx gives them only while backward runs",
+        ),
+        "the gradient zeroed": (
+            split_layer(spoils=True),
+            "has changed the gradient that it was given",
+        ),
         "twice in later": (split_layer(keeps="twice"), "2 entries"),
         "overwritten": (split_layer(add="overwrite"), "has replaced the gradient"),
         "the second one lost": (split_layer(add="first"), "left weight.grad as it was"),
@@ -738,6 +823,7 @@ def best_of(
     hop=True,
     times=None,
     ranks=None,
+    strict=False,
 ):
     """The choice of the lesson, or one with a mistake."""
     found = []
@@ -754,6 +840,8 @@ def best_of(
         actions = schedule(name, p * v, m, p)
         line = simulate(actions, one_s, message_s=message_s if hop else 0)
         kept = line.peak_microbatches() / (v if whole else 1)
+        if strict and kept >= most:
+            continue
         if kept <= most or not limit:
             found.append((line.total_s, name, v))
     _, name, v = min(found)
@@ -774,6 +862,20 @@ def best_with_refusals(p, m, stage_s, message_s, most):
         if max(peaks) <= most * v:
             results[name, v] = line.total_s
     return min(results, key=results.get)
+
+
+def best_with_none(p, m, stage_s, message_s, most):
+    """Starts with nothing, keeps what is strictly below the limit, and takes its name."""
+    best = None
+    for name, v in l12.CANDIDATES:
+        if name == "interleaved" and m % p:
+            continue
+        one_s = StageTimes(stage_s.forward_s / v, stage_s.input_s / v, stage_s.weight_s / v)
+        line = simulate(schedule(name, p * v, m, p), one_s, message_s=message_s)
+        is_small = line.peak_microbatches() / v < most
+        if is_small and (best is None or line.total_s < best[0]):
+            best = (line.total_s, name, v)
+    return best[1], best[2]
 
 
 def best_as_a_list(p, m, stage_s, message_s, most):
@@ -834,6 +936,12 @@ CHOOSE = Answers(
             functools.partial(best_of, ranks=4),
             "there is room for 9.6",
         ),
+        "strictly below most": (best_with_none, "`at most` includes the limit itself"),
+        "strictly below most, in a list": (
+            functools.partial(best_of, strict=True),
+            "`at most` includes the limit itself",
+        ),
+        "nothing returned": (lambda *_: None, "is there a `return`"),
         "always 1F1B": (lambda *_: ("1f1b", 1), "another candidate that fits takes"),
         "always interleaved": (lambda *_: ("interleaved", 2), "there is room for 4"),
         "only the name": (lambda *_: "zero_bubble", "return (name, v)"),

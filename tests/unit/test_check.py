@@ -239,6 +239,22 @@ RANK_ERRORS = {
         "on rank 0: backward gives 1 where 2 are due, one for each argument of forward but `ctx`: "
         "is there a `return`, and a None for what has no gradient?",
     ),
+    "a tensor without a graph": (
+        RankError(
+            "rank 3: RuntimeError: element 0 of tensors does not require grad and does not have a "
+            "grad_fn"
+        ),
+        "on rank 3: backward was started from a tensor that has no graph: was it detached, or "
+        "computed without autograd?",
+    ),
+    "None is sent": (
+        RankError(
+            "rank 0: TypeError: Invalid function argument. Expected parameter `tensor` of type "
+            "torch.Tensor\n             but got <class 'NoneType'> instead."
+        ),
+        "on rank 0: torch.distributed was given what is no tensor: if it is the .grad of an x, was "
+        "requires_grad_ called on this very x, and does another rank wait for it?",
+    ),
     "two sizes": (
         RankError("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ..."),
         "rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]: all ranks ...",
@@ -261,6 +277,17 @@ def test_the_line_of_a_rank_is_named(capsys, monkeypatch):
     assert said(capsys, lambda: raised(error)) == (
         "[x] 99.1 wrong: on rank 2: IndexError: list index out of range "
         "(line 2 of your cell, in half: `return chunks[4]`)\n"
+    )
+
+
+def test_an_assertion_of_the_learners_without_text_has_its_line(capsys, monkeypatch):
+    file = "/tmp/ipykernel_12/37.py"
+    monkeypatch.setitem(linecache.cache, file, (60, None, ["assert m >= p\n"], file))
+    error = RankError("rank 0: AssertionError: ", 0)
+    error.add_note(f'Traceback of rank 0:\n  File "{file}", line 1, in order')
+    assert said(capsys, lambda: raised(error)) == (
+        "[x] 99.1 wrong: on rank 0: an assertion of yours does not hold "
+        "(line 1 of your cell, in order: `assert m >= p`)\n"
     )
 
 
@@ -359,6 +386,7 @@ RIGHT = {
         "predicted 25.2 MB measured 25.2 MB wrong, it is 25,165,825 B",
     ),
     "a word": ("inf", "nan", {}, "predicted inf measured nan wrong, it is nan"),
+    "a word in another case": ("Same", "the same", {}, "predicted Same measured the same right"),
     "a word for a number": ("ten", 10, {}, "predicted ten measured 10 give a number, not text"),
     "a fraction as text": (
         "7/3",

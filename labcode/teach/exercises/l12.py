@@ -21,6 +21,7 @@ from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches, simul
 from labcode.pool.answers import HangError, LateError
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, Actions, check_schedule, schedule
+from labcode.teach import tracebacks
 from labcode.teach.check import Exercise, due
 from labcode.teach.exercises.on_ranks import IMPORT_LIMIT_S, LIMIT_S, without
 from labcode.teach.labs import l12_paced_pipeline
@@ -174,6 +175,39 @@ def gpipe(order: Callable[[int, int], list[Action]]) -> None:
 # ---- 12.2
 
 
+OLD_GRADIENT = 0.25  # all there is in `.grad` before a step that is not the first
+
+
+@dataclass(frozen=True)
+class _Case:
+    """A step of the learner's runner.
+
+    Args:
+        name: Of the schedule, for `_orders`.
+        m: Micro-batches.
+        has_gradients: The parameters have gradients already, as after a step without `zero_grad`.
+    """
+
+    name: str
+    m: int
+    has_gradients: bool = False
+
+    @property
+    def text(self) -> str:
+        """For the start of a hint."""
+        again = ", a second step without zero_grad" if self.has_gradients else ""
+        return f"{self.name}, m={self.m}{again}: "
+
+
+RUNNER_CASES = (
+    _Case("gpipe", 1),
+    _Case("gpipe", 4),
+    _Case("gpipe, back to front", 4),
+    _Case("1f1b", 6),
+    _Case("gpipe", 3, has_gradients=True),
+)
+
+
 class _WatchedStage(l12_paced_pipeline.Stage):
     """A stage that keeps what goes into it.
 
@@ -203,6 +237,9 @@ class _WatchedStage(l12_paced_pipeline.Stage):
                 "nothing for the rank before"
             )
         y = super().forward(x, inputs)
+        assert y.requires_grad, (
+            "the stage ran without autograd: its output has no graph that B could go back through"
+        )
         call = len(self.seen) - 1
 
         def note(_: Tensor) -> None:
@@ -281,6 +318,11 @@ class _Handle:
         handles.works.append(work)
 
     def wait(self, *args: Any, **kwargs: Any) -> Any:
+        # gloo would wait for a second end of the message, which never comes
+        assert self._is_open, (
+            f"the handle of a {self._kind} was waited for twice: its message ends once, and the "
+            "second wait() does not return"
+        )
         result = self._work.wait(*args, **kwargs)
         self._close()
         return result
@@ -300,23 +342,32 @@ class _Handle:
 
 
 @contextlib.contextmanager
-def _watched_messages(like: Tensor, num_sends: int) -> Iterator[_Handles]:
-    """See that each message is as large as it should be, and that somebody waits for it.
+def _watched_messages(like: Tensor, num_sends: int, group: dist.ProcessGroup) -> Iterator[_Handles]:
+    """See that each message has its size, goes through its group, and is waited for.
 
     gloo ends the process that receives into a tensor of another size.
 
     Args:
         like: What every message looks like.
         num_sends: How many this rank may send.
+        group: Through which all of them go.
     """
     handles = _Handles()
     num_sent = 0
     send = dist.ProcessGroup.send
     recv = dist.ProcessGroup.recv
 
-    def watched_send(group: Any, tensors: list[Tensor], *args: Any) -> _Handle:
+    def check_group(used: Any) -> None:
+        # the same words for a send and for a receive: chance says which rank comes to one first
+        assert used.group_name == group.group_name, (
+            "a message does not go through `group`: it is found only in the group in which it was "
+            "sent"
+        )
+
+    def watched_send(used: Any, tensors: list[Tensor], *args: Any) -> _Handle:
         nonlocal num_sent
         handles.check()
+        check_group(used)
         num_sent += 1
         assert num_sent <= num_sends, (
             f"it sends more messages than the {num_sends} that it has to: each F and each B has "
@@ -326,16 +377,17 @@ def _watched_messages(like: Tensor, num_sends: int) -> Iterator[_Handles]:
         assert _is_like(found, like), (
             f"it sends {_kind_of(found)}, and the receiver expects {_kind_of(like)}"
         )
-        return _Handle(send(group, tensors, *args), "send", handles)
+        return _Handle(send(used, tensors, *args), "send", handles)
 
-    def watched_recv(group: Any, tensors: list[Tensor], *args: Any) -> _Handle:
+    def watched_recv(used: Any, tensors: list[Tensor], *args: Any) -> _Handle:
         handles.check()
+        check_group(used)
         found = tensors[0]
         assert _is_like(found, like), (
             f"the buffer of a receive is {_kind_of(found)}, and the message {_kind_of(like)}: "
             "torch.empty_like makes a tensor like another one"
         )
-        return _Handle(recv(group, tensors, *args), "recv", handles)
+        return _Handle(recv(used, tensors, *args), "recv", handles)
 
     with (
         mock.patch.object(dist.ProcessGroup, "send", watched_send),
@@ -365,6 +417,7 @@ class _Ran:
         gradients: Of the stage's parameters in one row; None if one has none.
         num_sent: Messages.
         changed: The first micro-batch whose inputs or targets are not what they were.
+        asked_for: The first micro-batch whose inputs require a gradient now.
     """
 
     seen: list[Tensor]
@@ -373,6 +426,7 @@ class _Ran:
     gradients: Tensor | None
     num_sent: int
     changed: int | None
+    asked_for: int | None
 
 
 def _orders(name: str, p: int, m: int) -> Actions:
@@ -404,14 +458,19 @@ def _without_the_library() -> Iterator[None]:
         yield
 
 
-def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], name: str, m: int) -> _Ran:
+def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], case: _Case) -> _Ran:
     """One step of the learner's runner on this rank of a group."""
+    name = case.name
+    m = case.m
     place = group.rank()
     p = group.size()
     members = dist.get_process_group_ranks(group)
     stage = _WatchedStage(place, m)
+    if case.has_gradients:
+        for param in stage.parameters():
+            param.grad = torch.full_like(param, OLD_GRADIENT)
     inputs, targets = _data(members, m)
-    watched = _watched_messages(inputs[0], _num_sends(place, p, m))
+    watched = _watched_messages(inputs[0], _num_sends(place, p, m), group)
     with _without_the_library(), watched as handles, _Messages() as messages:
         run_actions(_orders(name, p, m)[place], stage, F.mse_loss, inputs, targets, group)
         handles.check_all()
@@ -424,10 +483,22 @@ def _run_once(group: dist.ProcessGroup, run_actions: Callable[..., Any], name: s
         same = torch.equal(old[0], new[0]) and torch.equal(old[1], new[1])
         if changed is None and not same:
             changed = number
+    asked_for = None
+    for number, one in enumerate(inputs):
+        if asked_for is None and one.requires_grad:
+            asked_for = number
     grads = None
     if all(param.grad is not None for param in stage.parameters()):
         grads = stage.gradient()
-    return _Ran(stage.seen, stage.went_back, stage.overwritten, grads, messages.num_sent, changed)
+    return _Ran(
+        stage.seen,
+        stage.went_back,
+        stage.overwritten,
+        grads,
+        messages.num_sent,
+        changed,
+        asked_for,
+    )
 
 
 def _import_all(rank: int) -> None:
@@ -442,35 +513,35 @@ def _import_all(rank: int) -> None:
 
 
 def _run_in_groups(
-    rank: int, run_actions: Callable[..., Any], name: str, m: int, shape: GridShape
+    rank: int, run_actions: Callable[..., Any], case: _Case, shape: GridShape
 ) -> _Ran:
     """On this rank, in its pipeline of a grid."""
-    return _run_once(Grid.create(shape).group("pp"), run_actions, name, m)
+    return _run_once(Grid.create(shape).group("pp"), run_actions, case)
 
 
 def runner(run_actions: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's runner, with three schedules, on all ranks and in two groups of two.
+
+    In the end it is run as in a second step without `zero_grad`.
 
     Args:
         run_actions: `run_actions(actions, stage, loss, inputs, targets, group)`.
         ranks: Where it runs.
     """
     ranks.run(_import_all, limit_s=IMPORT_LIMIT_S)
-    cases = (("gpipe", 1), ("gpipe", 4), ("gpipe, back to front", 4), ("1f1b", 6))
-    for name, m in cases:
+    for case in RUNNER_CASES:
         for shape in SHAPES:
-            case = f"{name}, m={m}: "
             try:
-                of_ranks = ranks.run(_run_in_groups, run_actions, name, m, shape, limit_s=LIMIT_S)
+                of_ranks = ranks.run(_run_in_groups, run_actions, case, shape, limit_s=LIMIT_S)
             except RankError as error:
-                hint = _lost_message(error, name, shape)
+                hint = _lost_message(error, case.name, shape)
                 if not hint:
                     raise
-                raise AssertionError(f"{case}{hint} {_last_calls(ranks)}") from None
+                raise AssertionError(f"{case.text}{hint} {_last_calls(ranks)}") from None
             try:
                 for members in shape.groups("pp"):
                     runs = [of_ranks[member] for member in members]
-                    _check_runs(runs, members, name, m, case)
+                    _check_runs(runs, members, case)
             except AssertionError:
                 # what was sent in vain is not to reach the next answer
                 ranks.leave_group()
@@ -528,8 +599,11 @@ def _last_calls(ranks: Ranks) -> str:
     return f"(last calls: {'; '.join(words)})"
 
 
-def _check_runs(runs: Sequence[_Ran], members: Sequence[int], name: str, m: int, case: str) -> None:
+def _check_runs(runs: Sequence[_Ran], members: Sequence[int], of_case: _Case) -> None:
     """All ranks of one group, in the order in which a mistake would spread."""
+    name = of_case.name
+    m = of_case.m
+    case = of_case.text
     p = len(members)
     inputs, targets = _data(members, m)
     stages = [l12_paced_pipeline.Stage(number) for number in range(p)]
@@ -539,6 +613,10 @@ def _check_runs(runs: Sequence[_Ran], members: Sequence[int], name: str, m: int,
         assert ran.changed is None, case + (
             f"{who} has changed inputs[{ran.changed}] or targets[{ran.changed}]: receive into a "
             "new tensor, with torch.empty_like"
+        )
+        assert ran.asked_for is None, case + (
+            f"after the step inputs[{ran.asked_for}] requires a gradient on {who}: data needs "
+            "none, and the tensor belongs to the caller"
         )
         forwards = [one for one in _orders(name, p, m)[place] if one.kind == "F"]
         _check_seen(ran.seen, values, forwards, inputs, place, case + who)
@@ -554,7 +632,10 @@ def _check_runs(runs: Sequence[_Ran], members: Sequence[int], name: str, m: int,
                 f"{case}{who}, at the B of micro-batch {number}: x is no longer what its F was "
                 "given: a later message was received into the same tensor"
             )
-        _check_gradients(runs[place].gradients, stages, place, inputs, targets, case + who)
+        found = runs[place].gradients
+        if of_case.has_gradients:
+            found = _without_old(found, stages, place, inputs, targets, case + who)
+        _check_gradients(found, stages, place, inputs, targets, case + who)
     for place, ran in enumerate(runs):
         wanted = _num_sends(place, p, m)
         assert ran.num_sent == wanted, case + (
@@ -602,6 +683,42 @@ def _check_order(went_back: Sequence[int], order: Sequence[Action], who: str) ->
         )
 
 
+def _true_parts(
+    stages: Sequence[nn.Module], place: int, inputs: Sequence[Tensor], targets: Sequence[Tensor]
+) -> list[Tensor]:
+    """What each micro-batch adds to the gradients of one stage, by one process."""
+    parts = []
+    for x, y in zip(inputs, targets):
+        loss = F.mse_loss(nn.Sequential(*stages)(x), y) / len(inputs)
+        grads = torch.autograd.grad(loss, list(stages[place].parameters()))
+        parts.append(torch.cat([grad.flatten() for grad in grads]))
+    return parts
+
+
+def _without_old(
+    found: Tensor | None,
+    stages: Sequence[nn.Module],
+    place: int,
+    inputs: Sequence[Tensor],
+    targets: Sequence[Tensor],
+    who: str,
+) -> Tensor | None:
+    """What a step has added to gradients that were there before it."""
+    assert found is not None, f"{who} has no gradients after the step, and before it had some"
+    expected = torch.stack(_true_parts(stages, place, inputs, targets)).sum(0)
+    # The step alone was right in the cases before, so the rest is what has become of the old ones.
+    rest = found - expected
+    times = float(rest.mean()) / OLD_GRADIENT
+    is_old = bool((rest - times * OLD_GRADIENT).norm() < 1e-9 * found.norm())
+    if is_old and abs(times - 1) > 1e-9:
+        became = "is gone" if abs(times) < 1e-9 else f"is {times:.4g} times as large"
+        raise AssertionError(
+            f"{who} had gradients before the step, and what stood in .grad {became}: a step adds "
+            "its own to them, and they may not change otherwise"
+        )
+    return found - OLD_GRADIENT
+
+
 def _check_gradients(
     found: Tensor | None,
     stages: Sequence[nn.Module],
@@ -612,11 +729,7 @@ def _check_gradients(
 ) -> None:
     """Whether the gradients of one stage are those of one process."""
     assert found is not None, f"{who} has no gradients: does its B call backward?"
-    parts = []
-    for x, y in zip(inputs, targets):
-        loss = F.mse_loss(nn.Sequential(*stages)(x), y) / len(inputs)
-        grads = torch.autograd.grad(loss, list(stages[place].parameters()))
-        parts.append(torch.cat([grad.flatten() for grad in grads]))
+    parts = _true_parts(stages, place, inputs, targets)
     expected = torch.stack(parts).sum(0)
 
     def is_close(other: Tensor) -> bool:
@@ -825,6 +938,12 @@ def _weight_half(weight: nn.Parameter, later: list[Callable[[], Any]]) -> Tensor
             "the first W finds None in weight.grad, and nothing can be added to None"
         )
         raise
+    except RuntimeError as error:
+        assert "saved tensors after they have already been freed" not in str(error), (
+            "what stands in `later` asks ctx for the saved tensors, and when it is called they are "
+            "freed: ctx gives them only while backward runs"
+        )
+        raise
     assert weight.grad is not None, (
         "the function in `later` was called, and weight.grad is still None"
     )
@@ -836,12 +955,17 @@ def _check_input_half(micro_batch: _MicroBatch, weight: nn.Parameter, grad: Tens
     x = micro_batch.x
     later = micro_batch.later
     counter = FlopCounterMode(display=False)
+    handed = grad.clone()
     with counter:
-        micro_batch.y.backward(grad)
+        micro_batch.y.backward(handed)
     assert x.grad is not None, "x has no gradient: the first thing that backward returns is dx"
     expected = grad @ weight.detach()
     assert torch.allclose(x.grad, expected), (
         f"dx has the right shape and the wrong values, for x {list(x.shape)}"
+    )
+    assert torch.equal(handed, grad), (
+        "backward has changed the gradient that it was given: it is the caller's, and W needs it "
+        "as it was"
     )
     assert weight.grad is None, (
         "weight.grad is there right after backward: this half has to wait in `later`"
@@ -864,7 +988,7 @@ CANDIDATES = (("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 4),
 
 
 @dataclass(frozen=True)
-class _Case:
+class _Situation:
     """What a schedule is chosen for."""
 
     about: str
@@ -874,21 +998,31 @@ class _Case:
     message_s: float
     most: float
 
+    @property
+    def text(self) -> str:
+        """For the start of a hint."""
+        return f"{self.about} (p={self.p}, m={self.m}, most={self.most:g}): "
+
 
 _EVEN = StageTimes(0.010, 0.010, 0.010)
 CASES = (
-    _Case("little memory", 4, 8, _EVEN, 0.0, 4),
-    _Case("more memory, a fast link", 4, 8, _EVEN, 0.0, 6),
-    _Case("more memory, a slow link", 4, 8, _EVEN, 0.008, 6),
-    _Case("m is no multiple of p", 4, 6, _EVEN, 0.0, 8),
-    _Case("a short W", 4, 8, StageTimes(0.010, 0.019, 0.001), 0.002, 6),
-    _Case("a long I", 4, 8, StageTimes(0.010, 0.020, 0.008), 0.002, 6),
-    _Case("eight ranks", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 9.6),
-    _Case("eight ranks, more memory", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 12),
+    _Situation("little memory", 4, 8, _EVEN, 0.0, 4),
+    _Situation("more memory, a fast link", 4, 8, _EVEN, 0.0, 6),
+    _Situation("more memory, a slow link", 4, 8, _EVEN, 0.008, 6),
+    _Situation("m is no multiple of p", 4, 6, _EVEN, 0.0, 8),
+    _Situation("a short W", 4, 8, StageTimes(0.010, 0.019, 0.001), 0.002, 6),
+    _Situation("a long I", 4, 8, StageTimes(0.010, 0.020, 0.008), 0.002, 6),
+    _Situation("eight ranks", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 9.6),
+    _Situation("eight ranks, more memory", 8, 16, StageTimes(0.010, 0.012, 0.008), 0.0005, 12),
 )
 
 
-def _outcome(case: _Case, name: str, v: int) -> tuple[float, float] | None:
+# What Python says of a loop that has kept no candidate.
+NOTHING_FOUND = "NoneType|empty|index out of range"
+ONE_FITS = "At least one candidate fits each time; `at most` includes the limit itself"
+
+
+def _outcome(case: _Situation, name: str, v: int) -> tuple[float, float] | None:
     """(seconds of a step, micro-batches kept by the fullest rank); None if it is impossible."""
     if name == "interleaved" and case.m % case.p:
         return None
@@ -904,12 +1038,19 @@ def choose(answer: Callable[..., Any]) -> None:
         answer: `answer(p, m, stage_s, message_s, most)`: (name, v).
     """
     for case in CASES:
-        found = due(answer(case.p, case.m, case.stage_s, case.message_s, case.most))
-        _check_choice(found, case)
+        try:
+            found = answer(case.p, case.m, case.stage_s, case.message_s, case.most)
+        except (TypeError, ValueError, IndexError) as error:
+            if not re.search(NOTHING_FOUND, str(error)):
+                raise
+            place = tracebacks.place_in_cells(error)
+            raise AssertionError(f"{case.text}no candidate was left{place}. {ONE_FITS}") from None
+        assert found is not None, f"{case.text}it returned None: is there a `return`? {ONE_FITS}"
+        _check_choice(due(found), case)
 
 
-def _check_choice(found: Any, case: _Case) -> None:
-    text = f"{case.about} (p={case.p}, m={case.m}, most={case.most:g}): "
+def _check_choice(found: Any, case: _Situation) -> None:
+    text = case.text
     is_pair = isinstance(found, (tuple, list)) and len(found) == 2
     assert is_pair and tuple(found) in CANDIDATES, text + (
         f"{str(found)[:40]} is none of the candidates: return (name, v)"

@@ -308,7 +308,7 @@ def bars(
         _draw_references(axes.axhline, reference)
     _set_title(axes, title)
     if len(series) > 1 or reference:
-        picture.figure.legend(loc="outside upper right", ncols=4)
+        picture.figure.legend(loc="outside lower center", ncols=4)
     return picture
 
 

@@ -86,9 +86,12 @@ def pipeline(
         lanes: {name of a time line: what its rows are}, where they are not ranks.
     """
     num_rows = sum(len(line.ranks) for line in lines.values())
-    height_in = 1.15 + 0.27 * num_rows + 0.42 * len(lines)
-    picture = canvas(WIDTH_IN, height_in, alt=alt, rows=len(lines))
     total_ms = 1e3 * max(line.total_s for line in lines.values())
+    row_in = 0.27
+    if any(_is_narrow(line, total_ms) for line in lines.values()):
+        row_in = 0.36  # two lines of text in a block
+    height_in = 1.15 + row_in * num_rows + 0.42 * len(lines)
+    picture = canvas(WIDTH_IN, height_in, alt=alt, rows=len(lines))
     for number, (name, line) in enumerate(lines.items()):
         axes = picture.axes[number]
         lane = "rank" if lanes is None else lanes.get(name, "rank")
@@ -109,8 +112,7 @@ def pipeline(
 
 def _draw_line(axes: Axes, line: Timeline, total_ms: float, lane: str) -> None:
     first = _first_stages(line.rows)
-    shortest_ms = 1e3 * min(bar.duration_s for bar in line.rows)
-    is_narrow = shortest_ms / total_ms * AXIS_IN <= 0.15
+    is_narrow = _is_narrow(line, total_ms)
     ranks = line.ranks
     for row, rank in enumerate(ranks):
         # what is not covered by a block is a rank that waits
@@ -125,6 +127,12 @@ def _draw_line(axes: Axes, line: Timeline, total_ms: float, lane: str) -> None:
     axes.grid(False)
     axes.spines["left"].set_visible(False)
     axes.tick_params(labelsize=8)
+
+
+def _is_narrow(line: Timeline, total_ms: float) -> bool:
+    """Whether a letter and a number do not fit beside each other into its shortest block."""
+    shortest_ms = 1e3 * min(bar.duration_s for bar in line.rows)
+    return shortest_ms / total_ms * AXIS_IN <= 0.15
 
 
 def _first_stages(rows: Sequence[Bar]) -> dict[int, int]:
@@ -146,8 +154,8 @@ def _draw_block(axes: Axes, row: int, bar: Bar, is_first: bool, is_narrow: bool)
     number = str(bar.action.microbatch)
     colour = ink_on(fill)
     if is_narrow:
-        put_text(axes, middle_ms, row - 0.19, letter, 5.5, color=colour)
-        put_text(axes, middle_ms, row + 0.19, number, 5.5, color=colour)
+        put_text(axes, middle_ms, row - 0.19, letter, 7, color=colour)
+        put_text(axes, middle_ms, row + 0.19, number, 7, color=colour)
     else:
         put_text(axes, middle_ms, row, f"{letter}{number}", 6.5, color=colour)
 
