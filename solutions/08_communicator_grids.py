@@ -144,8 +144,10 @@ check("8.1", lambda: l08.coords_of(my_coords))
 #
 # A **group** along an axis holds the ranks that differ along this axis and nowhere else. All their other coordinates
 # are the same. So every rank is in exactly one group of each axis, and the groups of an axis together hold every rank
-# once. In the picture, the ranks of one tp group have the same colour and the same letter. A launcher fills one
-# machine, called a **node**, before it goes on to the next.
+# once.
+#
+# A launcher fills one machine, called a **node**, before it goes on to the next. The picture shows both nodes. The
+# ranks of one tp group have the same colour and the same letter.
 
 # %% tags=["figure"]
 print("tp groups:", shape.groups("tp"))
@@ -246,7 +248,8 @@ show_source(GridShape.groups)
 # **all** ranks of the job have to call it, members or not, and in the **same order**. Each rank counts its calls, and
 # the count becomes the group's name. Under that name the members leave their addresses in the store (lesson 01) and
 # look for each other's. (With `use_local_synchronization=True` only the members call it, and the name is made of their
-# ranks. All that follows is about the usual way.)
+# ranks and of how many groups each of them is in by then. So the order counts there, too. All that follows is about the
+# usual way.)
 #
 # What if the order differs? Suppose that rank 3 makes the dp groups before the tp groups. That happens when code loops
 # over a `set` of names of axes, because Python orders the strings of a set differently in each process. Let us do it on
@@ -306,18 +309,24 @@ ranks.run(absent)
 
 # %% [markdown]
 # The error names rank 1, which is the one that **waited**. What each rank did, at the end of the message, is added by
-# our pool; a job on a cluster does not tell you. There, the key in the message says who is missing. Each member of a
-# group leaves its address under its number in the group, and the last part of the key is the number of the member whose
-# address never came. Here it is 1, and member 1 of the group [1, 3] is rank 3. (The number before `cpu` is the name of
-# the group, that is, the number of the call.) NCCL waits later, in the first collective of the group, and words it
-# differently. But the question is the same: which member of which group never came?
+# our pool; a job on a cluster does not tell you. There, the key in the message says who is missing. It looks like
+# `/0//6//cpu//0/1`. Two of its parts matter:
+#
+# - `6`, before `cpu`, is the name of the group, which is the number of the call. The four calls of the cell before
+#   count, too.
+# - `1`, at the end, is the number of a member within the group. Each member leaves its address under its own number,
+#   and this one never came. Member 1 of the group [1, 3] is rank 3.
+#
+# NCCL waits later, in the first collective of the group, unless `init_process_group` was given a `device_id`; and it
+# words it differently. But the question is the same: which member of which group never came?
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.3 · Make them all
 #
 # Write the function that a rank calls to get its groups. `groups_of` is a dictionary that gives for each axis all its
 # groups, as exercise 8.2 does: `{"tp": [[0, 1], [2, 3]], "dp": [[0, 2], [1, 3]], ...}`. Return this rank's own process
-# group for each axis. Careful: the content is the same on all ranks, but each may have it in another order.
+# group for each axis. Careful: each axis has the same list of groups on all ranks, but the dictionary may hold
+# the axes in another order on each rank.
 
 # %% tags=["exercise"]
 def connect(rank, groups_of):
@@ -519,15 +528,17 @@ for name, counted in {"tp-dp-cp-pp": tp_first, "dp-tp-cp-pp": dp_first}.items():
 # 16 GPUs of section 1, and 256 sequences of 2048 tokens in a step. Activations have 2 bytes now (bfloat16). The other
 # two axes send:
 #
-# - **pp**: act to the next stage in forward, and as much gradient back. With pp = 2 there is one boundary.
+# - **pp**: act to the next stage in forward, and as much gradient back. With pp = 2 there is one boundary: each rank of
+#   the first stage sends act once to its partner in the second, and gets as much back.
 # - **cp**: keys and values of the attention. Our grid has cp = 1, so nothing is sent.
 #
-# **Predict.** There are 6 orders of tp, dp and pp. On two nodes of 8, which axis must be the slowest to send **most**
-# bytes between the nodes? Remember that the faster axes fill a node before the slowest one moves on. Answer with
-# `"dp"`, `"pp"` or `"tp"`.
+# **Predict.** In the usual order pp is the slowest axis, so each of the two nodes holds one stage. How many bytes cross
+# between the nodes in a step? Count the bytes of act for one rank first: dp = 2 shares out the sequences, and act is
+# not divided by tp. Then count the ranks that send.
 
 # %% tags=["predict"]
-worst_slowest_axis = "tp"
+act_7b_bytes = 128 * 2048 * 4096 * 2
+usual_order_bytes = 16 * act_7b_bytes  # 8 ranks send forward, 8 send back
 
 # %% tags=["figure"]
 model = gpt_shape("gpt_7b")
@@ -540,9 +551,8 @@ for axes in itertools.permutations(("tp", "dp", "pp")):
         "2 nodes of 8": crossing_bytes(model, ordered, 8, batch=256) / 1e9,
         "4 nodes of 4": crossing_bytes(model, ordered, 4, batch=256) / 1e9,
     }
-worst = max(crossing_gb, key=lambda order: crossing_gb[order]["2 nodes of 8"])
-slowest = worst.split("-")[-1]
-compare("slowest of the worst order", worst_slowest_axis, slowest, found="computed")
+found = crossing_bytes(model, shape, 8, batch=256)
+compare("tp-dp-pp", usual_order_bytes, found, within=1, unit="B", found="computed")
 by_cost = dict(sorted(crossing_gb.items(), key=lambda item: sum(item[1].values())))
 plot.bars(
     by_cost, ylabel="GB between nodes in one step", fmt="{:.0f}",
@@ -552,8 +562,9 @@ plot.bars(
 )
 
 # %% [markdown]
-# On two nodes only the slowest axis crosses. On smaller nodes more axes have to cross: an order with tp in the middle
-# is good on nodes of 8 and bad on nodes of 4.
+# There are 6 orders of tp, dp and pp. On two nodes only the slowest axis crosses, since the two faster ones fill a
+# node. On smaller nodes more axes have to cross: an order with tp in the middle is good on nodes of 8 and bad on nodes
+# of 4.
 #
 # What do the bytes cost in time? In a ring, all links carry the same bytes at the same moment, so the **slowest link
 # decides**. This function is all we need:
@@ -579,14 +590,14 @@ print(f"computing takes {costs(model, shape, 256).compute_s:.2f} s")
 # %% [markdown]
 # (For the computing we assume 40 % of an H100's peak of 989 TFLOP/s in bfloat16.) With tp inside the node, its
 # communication takes an eighth of the computing time; across nodes it takes longer than the computing. And this time
-# cannot hide behind the computing, because the next matrix product needs the sum. The gradients of dp can travel while
-# backward still computes, as you saw in lesson 05. These are the best speeds of the links; real runs lose more, and
-# latency comes on top.
+# can hardly hide behind the computing, because the next matrix product needs the sum. The gradients of dp can travel
+# while backward still computes, as you saw in lesson 05. These are the best speeds of the links; real runs lose more,
+# and latency comes on top.
 #
 # Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, so there is
 # a batch at which they are equal. Let us find it. If dp is slowest, 16 links cross, and each carries the gradients of
-# an eighth of the model: 16 · P/8 · 4 bytes, with P parameters. If pp is slowest, 8 ranks send act forward and 8 send
-# as much back. With b sequences in a step, b/2 for each copy, that is 16 · b/2 · 2048 · 4096 · 2 bytes: tokens, hidden
+# an eighth of the model: 16 · P/8 · 4 bytes, with P parameters. If pp is slowest, 16 links carry act, as in your
+# prediction. With b sequences in a step, b/2 for each copy, that is 16 · b/2 · 2048 · 4096 · 2 bytes: tokens, hidden
 # size, bytes of a number. The next cell solves for the b at which both are equal.
 
 # %% tags=["nbval-check-output"]
@@ -640,7 +651,7 @@ plot.lines(
     },
     x=batches, logx=True, logy=True, xlabel="sequences in a step",
     ylabel="GB between nodes",
-    title="Scatter/gather moves the crossing from 400 to 1600",
+    title="Scatter/gather moves the break-even from 400 to 1600 sequences",
     alt="The bytes of pp grow with the batch and those of dp do not; they meet at "
         "about 400 sequences, and at 1600 where the ranks of tp share what pp sends",
 )
@@ -693,7 +704,8 @@ check("8.4", lambda: l08.best_order(my_crossing, best_order))
 
 # %% [markdown]
 # Here is labcode's count of what crosses, and `step_traffic`, which says what each axis sends: rings for tp, cp and dp,
-# and for pp what goes from stage to stage.
+# and for pp what goes from stage to stage. Its docstring speaks of cp for the most part, and how K and V travel along
+# cp is the subject of lesson 11; skip that for now.
 
 # %%
 show_source(across_nodes)
@@ -757,7 +769,7 @@ check("8.5", lambda: l08.design(my_grid))
 # = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
 #
 # With cp = 1 the product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp
-# costs is proportional to tp - 1. So each further rank of tp has its price, even on NVLink.
+# costs is proportional to tp - 1. Each further rank of tp therefore has its price, even on NVLink.
 #
 # **Predict.** Take two grids of 64 GPUs, one with tp = 2 and one with tp = 8, which both keep tp inside the node. How
 # many times as long are the links of tp busy with tp = 8 as with tp = 2?
@@ -776,12 +788,9 @@ compare("times as long", times_as_long, ratio, within=1.001, found="computed")
 # The rule says **where** tp belongs, and how large it can be. It does not say how large it should be. In the exercise,
 # pp = 8 and tp = 2 already leave 13 GB of weights and optimizer on each GPU, so a larger tp buys nothing.
 #
-# When do we need more of it? Take the same model and the same 512 sequences, and more and more GPUs. The computing time
-# falls with the number of GPUs, and so does what tp sends: its **share** of the time stays the same. But if the
-# additional GPUs go to dp, then there are fewer micro-batches for each pipeline, which idles more; and the all-reduce
-# of the gradients takes as long as ever, while there is less and less computing beside it. tp takes more GPUs without
-# asking for more samples. (So does cp, which shares out the tokens of a sequence; here we keep it at 1 and look at tp
-# alone.) The picture shows for each tp the best grid with these GPUs.
+# When do we need more of it? Take the same model and the same 512 sequences, and more and more GPUs. The picture shows
+# for each tp the best grid with these GPUs. (cp shares out the tokens of a sequence and could help as well; here we
+# keep it at 1.)
 
 # %% tags=["figure"]
 num_gpus = [64, 128, 256, 512, 1024]
@@ -799,11 +808,20 @@ plot.lines(
 )
 
 # %% [markdown]
+# Each line says what is lost for one second of computing.
+#
+# - **With tp = 1 all additional GPUs go to dp.** Then there are fewer micro-batches for each pipeline, and it idles
+#   more. The all-reduce of the gradients takes as long as ever, and there is less and less computing beside it. So the
+#   line climbs.
+# - **With tp = 8 the line begins high, because of what tp sends.** But that falls with the number of GPUs, as the
+#   computing does, and so its share stays the same. tp takes more GPUs without asking for more samples.
+#
 # At 64 GPUs a small tp is best. At 128 and 256 it is tp = 4, though at 128 only just. At 512 tp = 8, which fills the
-# node as the rule says, has caught up with it, and at 1024 it is clearly ahead. The other reason for a large tp is
-# memory: more stages do not make a single layer smaller, and tp does. So the rule of Narayanan et al., tensor parallel
-# up to the size of a node and pipeline parallel beyond, is meant for models that have to be cut into that many parts.
-# Across nodes the same bytes of tp would take nine times as long.
+# node as the rule says, is as good as 4, and at 1024 it is clearly ahead.
+#
+# The other reason for a large tp is memory: more stages do not make a single layer smaller, and tp does. So the rule of
+# Narayanan et al., tensor parallel up to the size of a node and pipeline parallel beyond, is meant for models that have
+# to be cut into that many parts. Across nodes the same bytes of tp would take nine times as long.
 #
 # **Takeaway: tp belongs inside the node, and costs in proportion to tp - 1 even there. Take as much of it as memory and
 # the number of samples force you to, and no more.**

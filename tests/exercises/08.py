@@ -396,6 +396,38 @@ def connect_locally_in_its_own_order(rank, groups_of):
     return own
 
 
+def connect_over_a_set(rank, groups_of):
+    """Right by luck, where four ranks happen to order a set alike."""
+    own = {}
+    for axis in set(groups_of):
+        for members in sorted(groups_of[axis]):
+            group = dist.new_group(members)
+            if rank in members:
+                own[axis] = group
+    return own
+
+
+def connect_over_a_lucky_set(rank, groups_of):
+    """As on ranks whose hashes are the same: the plain names come in one order everywhere."""
+    names = set(groups_of)
+    if all(type(name) is str for name in names):
+        names = sorted(names)
+    return connect_in_its_own_order(rank, {name: groups_of[name] for name in names})
+
+
+def connect_by_a_sorted_set(rank, groups_of):
+    return connect_in_its_own_order(
+        rank, {name: groups_of[name] for name in sorted(set(groups_of))}
+    )
+
+
+def connect_by_a_copy(rank, groups_of):
+    """Looks names up that are written in the code, as far as they are there."""
+    by_name = dict(groups_of.items())
+    axes = [axis for axis in ("tp", "cp", "dp", "pp") if axis in by_name]
+    return connect_in_its_own_order(rank, {axis: by_name[axis] for axis in axes})
+
+
 def connect_turned_on_rank_3(rank, groups_of):
     names = list(groups_of)
     if rank == 3:
@@ -442,9 +474,17 @@ CONNECT = Answers(
         "get_rank of the group": connect_asking_for_the_rank,
         "new_subgroups_by_enumeration": connect_by_enumeration,
         "the members alone": connect_locally,
+        "a sorted set": connect_by_a_sorted_set,
+        "a copy with names of its own": connect_by_a_copy,
     },
     wrong={
         "in its own order": (connect_in_its_own_order, "an order of its own"),
+        "a set": (connect_over_a_set, "in an order of its own"),
+        "a set that is the same by luck": (connect_over_a_lucky_set, "each set, in an order"),
+        "the members alone, in their own order": (
+            connect_locally_in_its_own_order,
+            "is call 1 of new_group on rank 0 and call 3 on rank 1",
+        ),
         "turned on rank 3": (connect_turned_on_rank_3, "an order of its own"),
         "the argument emptied": (connect_by_emptying, "it has changed `groups_of`"),
         "Grid.create": (connect_with_a_grid, "labcode's own answer"),
@@ -634,6 +674,14 @@ BEST = Answers(
             with_best(lambda *args: best(*args, scatter_gather=True)),
             "the whole of act is sent",
         ),
+        "activations of 4 bytes": (
+            with_best(lambda *args: best(*args, value_bytes=4)),
+            "with value_bytes=4",
+        ),
+        "gradients of 2 bytes": (
+            with_best(lambda *args: best(*args, gradient_bytes=2)),
+            "with gradient_bytes=2",
+        ),
         "the model of the notebook": (with_best(best_of_one_model), "the argument `model`"),
         "another batch": (with_best(best_of_one_batch), "the batch and the node size"),
         "nodes of 8": (with_best(best_on_nodes_of_8), "between nodes, another order"),
@@ -678,6 +726,10 @@ DESIGN = Answers(
         "a tuple": ((8, 8, 1, 1), "is not a GridShape"),
         "None": (None, "my_grid is None"),
         "stages of unequal depth": (GridShape(dp=4, pp=16), "not divisible by pp=16"),
+        "Llama's order": (
+            GridShape(dp=4, pp=8, tp=2, order="tp-cp-pp-dp"),
+            "in another order dp spends 0.011 s",
+        ),
         "much dp": (GridShape(dp=16, pp=4), "above 0.45 s"),
     },
 )

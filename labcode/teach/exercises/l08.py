@@ -263,12 +263,40 @@ def _unsorted(groups: Sequence[Sequence[int]]) -> Sequence[int]:
 CONNECTED = GridShape(dp=2, tp=2)
 
 
+OWN_ORDER = "each rank has the dictionary, and each set, in an order of its own"
+
 ORDER_ON_RANK = (  # in which each rank has the dictionary, as from a set of names
     ("tp", "dp", "pp"),
     ("dp", "pp", "tp"),
     ("pp", "tp", "dp"),
     ("pp", "dp", "tp"),
 )
+
+
+class _Name(str):
+    """An axis whose place in a `set` is that of this rank's own order, and not a matter of luck.
+
+    Python hashes texts differently in each process. So a loop over a set of them takes four ranks
+    through the same order once in a while, and would be right then.
+    """
+
+    __slots__ = ("place",)
+    place: int
+
+    def __hash__(self) -> int:
+        return self.place
+
+    def __eq__(self, other: object) -> bool:
+        return str.__eq__(self, other) is True
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+
+def _name(text: str, place: int) -> _Name:
+    name = _Name(text)
+    name.place = place
+    return name
 
 
 class _Made(NamedTuple):
@@ -288,16 +316,27 @@ class _Rehearsal(NamedTuple):
 
     Args:
         made: The groups that it asks for, in order.
+        made_with_sets: The same where the order of a `set` is this rank's own; None if the code
+            does not work with such names.
         kept: {axis: the members of the group that it returns; None for what is no group}.
     """
 
     made: list[_Made]
+    made_with_sets: list[_Made] | None
     kept: dict[str, Any]
 
 
 def _in_own_order(rank: int) -> dict[str, list[list[int]]]:
     """{axis: its groups}, on each rank in another order of the axes."""
     return {axis: CONNECTED.groups(axis) for axis in ORDER_ON_RANK[rank]}
+
+
+def _in_order_of_hashes(rank: int) -> dict[str, list[list[int]]]:
+    """As `_in_own_order`, and a `set` of its axes has the same order."""
+    groups_of: dict[str, list[list[int]]] = {}
+    for place, axis in enumerate(ORDER_ON_RANK[rank]):
+        groups_of[_name(axis, place)] = CONNECTED.groups(axis)
+    return groups_of
 
 
 def _call(rank: int, connect: Callable[..., Any]) -> Mapping[str, Any]:
@@ -330,13 +369,19 @@ def _rehearse(group: dist.ProcessGroup, connect: Callable[..., Any]) -> _Rehears
         own = ready[members]
         return dist.GroupMember.NON_GROUP_MEMBER if own is None else own
 
+    made_with_sets: list[_Made] | None = None
     with mock.patch.object(dist.distributed_c10d, "_new_group_with_tag", hand_out):
         kept = _call(rank, connect)
+        made_first = list(made)
+        made.clear()
+        with contextlib.suppress(Exception):  # such names are not found in other dictionaries
+            connect(rank, _in_order_of_hashes(rank))
+            made_with_sets = list(made)
     members_of = {}
     for axis, own in kept.items():
         is_group = isinstance(own, dist.ProcessGroup)
         members_of[axis] = dist.get_process_group_ranks(own) if is_group else None
-    return _Rehearsal(made, members_of)
+    return _Rehearsal(made_first, made_with_sets, members_of)
 
 
 def _sums(group: dist.ProcessGroup, connect: Callable[..., Any]) -> dict[str, int]:
@@ -380,8 +425,10 @@ def _check_made(rehearsals: Sequence[_Rehearsal]) -> None:
     assert rehearsals[0].made, "rank 0 makes no group: which call makes one?"
     for rank, rehearsal in enumerate(rehearsals):
         _check_complete(rank, rehearsal.made)
-    for first, second in itertools.combinations(range(len(rehearsals)), 2):
-        _check_same_order(rehearsals, first, second)
+    _check_same_order([rehearsal.made for rehearsal in rehearsals])
+    with_sets = [rehearsal.made_with_sets for rehearsal in rehearsals]
+    if None not in with_sets:
+        _check_same_order([made for made in with_sets if made is not None])
 
 
 def _check_complete(rank: int, made: Sequence[_Made]) -> None:
@@ -401,18 +448,33 @@ def _check_complete(rank: int, made: Sequence[_Made]) -> None:
             assert tuple(group) in by_all, f"rank {rank} does not make the group {group}"
 
 
-def _check_same_order(rehearsals: Sequence[_Rehearsal], first: int, second: int) -> None:
-    """Two ranks make the groups that concern both in the same order."""
-    ours = _shared(rehearsals[first].made, second)
-    theirs = _shared(rehearsals[second].made, first)
-    for number, (own, other) in enumerate(zip(ours, theirs)):
-        assert own == other, (
-            f"call {number + 1} of new_group: rank {first} makes {list(own.ranks)}, rank {second} "
-            f"makes {list(other.ranks)}; each rank has the dictionary in an order of its own"
+def _check_same_order(made: Sequence[Sequence[_Made]]) -> None:
+    """Any two ranks make the groups that concern both in the same order."""
+    for first, second in itertools.combinations(range(len(made)), 2):
+        ours = _shared(made[first], second)
+        theirs = _shared(made[second], first)
+        for number, (own, other) in enumerate(zip(ours, theirs)):
+            assert own == other, (
+                f"call {number + 1} of new_group: rank {first} makes {list(own.ranks)}, rank "
+                f"{second} makes {list(other.ranks)}; {OWN_ORDER}"
+            )
+        assert len(ours) == len(theirs), (
+            f"rank {first} makes {len(ours)} groups, rank {second} makes {len(theirs)}"
         )
-    assert len(ours) == len(theirs), (
-        f"rank {first} makes {len(ours)} groups, rank {second} makes {len(theirs)}"
-    )
+        for group in ours:
+            if not group.by_members:
+                continue
+            here = _number_of(group, made[first])
+            there = _number_of(group, made[second])
+            assert here == there, (
+                f"{list(group.ranks)} is call {here} of new_group on rank {first} and call {there} "
+                f"on rank {second}, so they wait for each other; {OWN_ORDER}"
+            )
+
+
+def _number_of(group: _Made, made: Sequence[_Made]) -> int:
+    """Which call made it, from 1: torch puts the number of a rank's groups into such a name."""
+    return 1 + made.index(group)
 
 
 def _shared(made: Sequence[_Made], other: int) -> list[_Made]:
@@ -579,6 +641,9 @@ def _why_order(cases: Sequence[_Case], orders: Sequence[str], all_costs: Sequenc
     one_model = [_crossing_of(case._replace(model=cases[0].model)) for case in cases]
     if chosen(of_cases=one_model):
         return "for another model it is the best: is it the argument `model` that is asked?"
+    for setting, value in (("value_bytes", 4), ("gradient_bytes", 2)):
+        if chosen(of_cases=[_crossing_of(case, **{setting: value}) for case in cases]):
+            return f"with {setting}={value} it is the best: leave step_traffic's settings alone"
     for axes in (("tp", "dp", "pp"), ("tp", "dp"), ("tp", "pp"), ("tp",)):
         if chosen(cost=lambda crossing, axes=axes: sum(crossing[axis] for axis in axes)):
             return f"by {' and '.join(axes)} alone it is the best: do all axes count?"
@@ -617,7 +682,24 @@ def design(shape: Any) -> None:
         worst = max(found.link_s, key=lambda axis: found.link_s[axis])
         place = "over links that leave the node" if found.leaves_node[worst] else "inside the node"
         advice = f"most of it is spent by {worst}, {place}"
+    if found.lost_s > LOST_S:
+        advice = _why_this_order(model, shape, found) or advice
     assert found.lost_s <= LOST_S, (
         f"{shape}: {link_s:.2f} s on the links and {found.idle_s:.2f} s of idle stages, "
         f"together above {LOST_S} s: {advice}"
+    )
+
+
+def _why_this_order(model: GPTConfig, shape: GridShape, found: l08_costs.Costs) -> str:
+    """The axis for which another order of the same sizes would be good enough; "" if none is."""
+    ordered = [replace(shape, order=order) for order in ORDERS]
+    best = min(
+        (l08_costs.costs(model, other, BATCH) for other in ordered), key=lambda costs: costs.lost_s
+    )
+    if best.lost_s > LOST_S:
+        return ""
+    worst = max(found.link_s, key=lambda axis: found.link_s[axis] - best.link_s[axis])
+    return (
+        f"the sizes are good, and in another order {worst} spends {best.link_s[worst]:.3f} s in "
+        f"place of {found.link_s[worst]:.3f} s: which axes leave the node?"
     )

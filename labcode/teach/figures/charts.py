@@ -10,7 +10,13 @@ from typing import Any
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.ticker import LogFormatter, MaxNLocator, NullLocator
+from matplotlib.ticker import (
+    FormatStrFormatter,
+    LogFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+)
 from numpy.typing import ArrayLike
 
 from labcode.teach.figures.style import (
@@ -30,6 +36,7 @@ MAX_MARKED_POINTS = 25  # a curve with more points is drawn without markers
 MAX_OWN_TICKS = 8  # an x axis with no more values, all of them whole, has its ticks there
 MAX_TICKS_ACROSS = 14  # that closely they do not run into each other
 MAX_TICK = 5000  # larger numbers are too long for such ticks
+MAX_DECADES = 100  # from one end of a log axis to the other, for ticks at 0.1, 0.2, 0.5, 1
 MAX_LABEL_CHARACTERS = 64  # bars whose labels take more characters together lie down
 
 Rows = Iterable[Mapping[str, Any]]  # of metrics, as `labcode.train.metrics.read` returns them
@@ -144,8 +151,13 @@ def _scale(logarithmic: bool) -> str:
 
 
 def _plain_numbers(axis: Axis) -> None:
-    """2, 5, 10 in place of 2 x 10^0, 10^1 on a log axis over small numbers."""
+    """0.2, 0.5, 1 and 2, 5, 10 in place of powers of ten on a log axis over small numbers."""
     low, high = axis.get_view_interval()
+    if axis.get_scale() == "log" and 0.01 <= low < 0.5 and high <= MAX_DECADES * low:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+        axis.set_major_formatter(FormatStrFormatter("%g"))
+        axis.set_minor_locator(NullLocator())
+        return
     if axis.get_scale() == "log" and low >= 0.5 and high <= 5000:
         axis.set_major_formatter(LogFormatter())
         axis.set_minor_formatter(LogFormatter(minor_thresholds=(2, 0.5)))

@@ -24,7 +24,8 @@ from labcode.teach.figures.style import (
 from labcode.topology import GridShape
 
 INSIDE = RULE
-CROSSING = PALETTE[5]
+CROSSING = (PALETTE[5], "#7A3300")  # of groups in turn, so that arcs that touch can be told apart
+DASHES = ((0, (4, 1.5)), (0, (1.5, 1.2)))
 MAX_RANKS = 16
 NODE_GAP = 0.5  # in boxes of ranks
 NODE_NAME = 1.0  # left of the ranks of a node
@@ -94,7 +95,7 @@ def links(
 
     An arc is a link between neighbours of a ring. Above the ranks go those to the next member,
     below them those from the last member back to the first. Links that leave a node are thick and
-    dashed.
+    dashed, in another way for every second group.
 
     Args:
         shape: The grid, up to 16 ranks.
@@ -116,11 +117,11 @@ def links(
         _draw_nodes(axes, nodes, per_node)
         crossing = 0
         total = 0
-        for group in shape.groups(axis):
+        for number, group in enumerate(shape.groups(axis)):
             for place, sender in enumerate(group):
                 receiver = group[(place + 1) % len(group)]
                 leaves = sender // per_node != receiver // per_node
-                _draw_link(axes, sender, receiver, per_node, leaves)
+                _draw_link(axes, sender, receiver, per_node, number % 2 if leaves else None)
                 total += 1
                 crossing += 1 if leaves else 0
         _finish(axes, right, f"{axis}: {crossing} of {total} links leave the node")
@@ -152,8 +153,15 @@ def _draw_nodes(axes: Axes, nodes: int, per_node: int) -> None:
             put_text(axes, left + index + 0.5, 0, str(rank), 10.5)
 
 
-def _draw_link(axes: Axes, sender: int, receiver: int, per_node: int, leaves: bool) -> None:
-    """An arc between two ranks: above where it goes on, below where it closes the ring."""
+def _draw_link(axes: Axes, sender: int, receiver: int, per_node: int, leaving: int | None) -> None:
+    """An arc between two ranks: above where it goes on, below where it closes the ring.
+
+    Args:
+        axes: Of the picture.
+        sender, receiver: Ranks.
+        per_node: Ranks of a node.
+        leaving: Which style a link that leaves the node has; None for one that does not.
+    """
     start = _middle(sender, per_node)
     stop = _middle(receiver, per_node)
     width = abs(stop - start)
@@ -161,12 +169,14 @@ def _draw_link(axes: Axes, sender: int, receiver: int, per_node: int, leaves: bo
     base = 0.34 if is_above else -0.34
     angles = (0, 180) if is_above else (180, 360)
     height = 0.8 + 0.1 * width
-    if leaves:
+    if leaving is not None:
         height += 0.22 * (sender % 4)  # so that parallel arcs can be told apart
-    name = "leaves" if leaves else "inside"
     arc = Arc(((start + stop) / 2, base), width, height, theta1=angles[0], theta2=angles[1])
-    arc.set(color=CROSSING if leaves else INSIDE, linewidth=2.2 if leaves else 1.3, gid=name)
-    arc.set(linestyle=(0, (4, 1.5)) if leaves else "-", zorder=3)
+    if leaving is None:
+        arc.set(color=INSIDE, linewidth=1.3, gid="inside")
+    else:
+        arc.set(color=CROSSING[leaving], linestyle=DASHES[leaving], linewidth=2.2, gid="leaves")
+    arc.set(zorder=3)
     axes.add_patch(arc)
 
 
