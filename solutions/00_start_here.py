@@ -55,8 +55,8 @@ from labcode.units import seconds
 # you more than none, because you learn what you took for granted.
 #
 # Each question to predict stands in a box. In the cell after it, replace the three dots with your answer, a number.
-# `compare` then shows both numbers. It accepts an answer that is within a factor of the measured one, and says how
-# large that factor is; where it asks for the exact number it says "right" or "wrong". Let us try it.
+# `compare` then shows both numbers. It accepts an answer that is close enough: within a factor that it names, 2 for
+# example. Where it asks for the exact number it says "right" or "wrong". Let us try it.
 #
 # **Predict.** How many cores does the processor of this machine have?
 
@@ -74,8 +74,8 @@ compare("cores of this machine", cores_guess, cores, within=1, found="counted")
 # lesson. You cannot break anything: run a cell as often as you like, and go on without an exercise if you want to. If
 # you have no answer to a question, leave the three dots, but run their cell: later cells use its names.
 #
-# What you have done is kept. This picture shows the exercises of the whole course, and marks those that have passed. To
-# see it again, run the cell again, or type `python -m labcode` in a terminal.
+# What you have done is kept. This picture shows the exercises of all lessons that you have, and marks those that have
+# passed. To see it again, run the cell again, or type `python -m labcode` in a terminal.
 
 # %% tags=["figure"]
 plot.progress()
@@ -101,12 +101,14 @@ print("instructions:", torch.backends.cpu.get_cpu_capability())
 
 # %% [markdown]
 # A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle.
-# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes 16 numbers at once, but not
-# every core has two such units: Intel's server cores have, and do 64 operations per cycle; AMD's Zen 4 puts each
-# instruction through units of 8, and stays at 32. A laptop runs at roughly 3 billion cycles per second.
+# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes 16 numbers at once, and a core
+# with two such units does 64. Most of Intel's server cores have two; other cores with AVX512 stay at 32, for example
+# AMD's Zen 4, which puts each instruction through units of 8.
 #
-# One thing the machine does not show: the cores of a virtual machine in a cloud are often half cores, two of which
-# share the units of one.
+# Which processor do you have? On Linux `lscpu` says it in a terminal, on a Mac `sysctl -n machdep.cpu.brand_string`. A
+# laptop runs at roughly 3 billion cycles per second. Where the name tells you no more, take this and 32 operations per
+# cycle. One thing a machine often does not show: the cores of a virtual machine in a cloud can be half cores, two of
+# which share the units of one.
 #
 # **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
 # 1e9.)
@@ -250,7 +252,8 @@ print("does this notebook know the secret?", "secret" in globals())
 
 # %% [markdown]
 # Ranks talk through **collectives**: operations that all of them call together. The most important one is `all_reduce`.
-# Each rank brings a tensor, they are added up, and every rank gets the sum: it overwrites what the rank brought.
+# Each rank brings a tensor, they are added up, and every rank gets the sum: it overwrites what the rank brought. The
+# call itself returns nothing.
 
 # %% tags=["figure"]
 plot.collective(
@@ -334,8 +337,8 @@ check("0.2", lambda: l00.distributed_mean(mean_over_ranks, ranks))
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Section 3 takes 13 minutes with both exercises. In 0.1 many write contiguous slices and lose the
 # rest of the division; in 0.2 nearly everybody first averages the averages, or calls all_reduce on `local`, whose sizes
-# differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Ask the room: two
-# numbers, or two calls of all_reduce? (Both are right. One call is faster: lesson 01 says why.)
+# differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Others write
+# `total = dist.all_reduce(...)` and compute with None. Ask the room: two numbers, or two calls of all_reduce? (Both are right. One call is faster: lesson 01 says why.)
 
 # %% [markdown]
 # ## 4. Are four ranks four times as fast?
@@ -346,8 +349,8 @@ check("0.2", lambda: l00.distributed_mean(mean_over_ranks, ranks))
 #
 # In the next experiment rank 0 multiplies matrices, first alone, then together with one other rank, then with all four
 # at once. Each rank uses one core at a time, as `Ranks` starts it with `OMP_NUM_THREADS=1`, which torchrun does too:
-# one thread for arithmetic. Suppose that your machine has c cores and 4 ranks want to compute. If c is at least 4, they
-# do not disturb each other. If it is less, each gets only c/4 of a core.
+# one thread for arithmetic. While there are at least as many cores as ranks that compute, these do not disturb each
+# other. When there are fewer, they take turns: two ranks on one core get half of its time each.
 #
 # **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone?
 
@@ -390,10 +393,16 @@ plot.bars(
 )
 
 # %% [markdown]
-# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. A bar that ends a
-# little above or below the dashed line is within the noise of such a measurement. Ranks that outnumber the cores can
-# even make it a little less, because they interrupt each other. So on this machine the labs show **what is computed and
-# sent**, and that is exact. Where the time depends on a device for each rank, the text says so, and gives the formula.
+# The work of all ranks together rises until every core is busy. More ranks then add next to nothing. With more ranks
+# than cores the total can even fall a little, because the ranks interrupt each other. A bar that ends a little above or
+# below the dashed line is within the noise of such a measurement.
+#
+# A bar that ends far above the line means that other programs were running. Every process that wants to compute gets
+# its turn, so on a busy machine four ranks together get a larger share of the cores than one rank does. Run the
+# measurement again when the machine is quiet.
+#
+# So on this machine the labs show **what is computed and sent**, and that is exact. Where the time depends on a device
+# for each rank, the text says so, and gives the formula.
 #
 # **Takeaway: more ranks than cores do not add speed. Count first what the ranks share, then read a timing.**
 

@@ -44,6 +44,15 @@ def by_value(items, rank, world_size):
     return [item for item in items if item // 4 % world_size == rank]
 
 
+def by_remainder(items, rank, world_size):
+    """All items of the first case are multiples of 4: rank 0 gets them all, in their order."""
+    return [item for item in items if item % world_size == rank]
+
+
+def by_hash(items, rank, world_size):
+    return [item for item in items if hash(item) % world_size == rank]
+
+
 def by_index(items, rank, world_size):
     """`index` finds the first of two equal items."""
     return [item for item in items if items.index(item) % world_size == rank]
@@ -92,8 +101,10 @@ SHARE = Answers(
         ),
         "all to rank 0": (
             lambda items, rank, world_size: items if rank == 0 else [],
-            "deal more evenly",
+            "deal more evenly\n",
         ),
+        "by remainder": (by_remainder, "by the place of an item and not by what it is"),
+        "by hash": (by_hash, "by the place of an item and not by what it is"),
         "by value": (by_value, "by the place of an item and not by what it is"),
         "by index": (by_index, "by the place of an item and not by what it is"),
         "the places": (
@@ -102,7 +113,7 @@ SHARE = Answers(
         ),
         "always four ranks": (
             lambda items, rank, world_size: items[rank::4],
-            "7 items over 1 rank: only 2 were dealt out, and the item with value 8 is on no rank",
+            "the item with value 8 is on no rank. With 4 ranks it was right: what in your function",
         ),
         "the process group": (asks_torch, "use its arguments `rank` and `world_size`"),
         "a generator": (
@@ -180,6 +191,42 @@ def async_without_wait(local):
     return both[0] / both[1]
 
 
+def takes_what_it_returns(local):
+    total = dist.all_reduce(local.sum())
+    count = dist.all_reduce(torch.tensor(len(local)))
+    return total / count
+
+
+def asks_what_it_returns(local):
+    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
+    total, count = dist.all_reduce(both)
+    return total / count
+
+
+def returns_what_it_returns(local):
+    return dist.all_reduce(local.mean())
+
+
+def with_empty_places(local):
+    longest = torch.tensor(len(local))
+    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
+    padded = torch.zeros(int(longest))
+    padded[: len(local)] = local
+    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, padded)
+    return torch.cat(parts).mean()
+
+
+def by_own_count(local):
+    return all_reduced(local.sum())[0] / len(local)
+
+
+def in_half_precision(local):
+    both = torch.tensor([local.sum(), len(local)], dtype=torch.float16)
+    dist.all_reduce(both)
+    return both[0] / both[1]
+
+
 def always_ten_values(local):
     return all_reduced(local.sum())[0] / 10
 
@@ -238,6 +285,24 @@ MEAN = Answers(
         "mean of means": (mean_of_means, "a mean of means"),
         "own mean": (lambda local: local.mean(), "nothing was sent"),
         "own mean after all": (sends_and_forgets, "what came from the others is not in it"),
+        "computes with what all_reduce returns": (
+            takes_what_it_returns,
+            "computes with a None: `all_reduce` itself returns nothing",
+        ),
+        "unpacks what all_reduce returns": (
+            asks_what_it_returns,
+            "computes with a None: `all_reduce` itself returns nothing",
+        ),
+        "returns what all_reduce returns": (
+            returns_what_it_returns,
+            "it returned None: is there a `return`, and of what? `all_reduce` itself returns",
+        ),
+        "empty places counted": (
+            with_empty_places,
+            "was divided by 16, and there are 10 values: does your count hold places",
+        ),
+        "divided by its own count": (by_own_count, "and is it the same on every rank?"),
+        "half precision": (in_half_precision, "of how many bits are the numbers"),
         "no wait": (async_without_wait, "returned a request, and nobody waited for it"),
         "always ten values": (always_ten_values, "with 10 values in all it is right, but not with"),
         "count from the ranks": (counts_by_rank, "with 10 values in all it is right, but not with"),

@@ -49,17 +49,27 @@ CASES = (
 
 def my_share(share: Callable[[list[Any], int, int], Any]) -> None:
     """The learner's `share(items, rank, world_size)`: all items dealt out, none twice, evenly."""
+    right_with = []  # numbers of ranks
     for items, world_size in CASES:
-        before = list(items)
-        shares = []
-        for rank in range(world_size):
-            part = due(_share_of(share, items, rank, world_size))
-            assert isinstance(part, list), (
-                f"rank {rank} gets {_kind_of(part)}, and it should get a list of items"
-            )
-            shares.append(part)
-            assert items == before, "the list of items was changed: other ranks need it too"
-        _check_shares(items, shares)
+        shares = _shares(share, items, world_size)
+        only_with = right_with[0] if len(set(right_with)) == 1 else world_size
+        _check_dealt(items, shares, only_with)
+        _check_sizes(items, shares, share)
+        right_with.append(world_size)
+
+
+def _shares(share: Callable[..., Any], items: list[Any], world_size: int) -> list[list[Any]]:
+    """What each rank gets of the items."""
+    before = list(items)
+    shares = []
+    for rank in range(world_size):
+        part = due(_share_of(share, items, rank, world_size))
+        assert isinstance(part, list), (
+            f"rank {rank} gets {_kind_of(part)}, and it should get a list of items"
+        )
+        shares.append(part)
+        assert items == before, "the list of items was changed: other ranks need it too"
+    return shares
 
 
 def _share_of(share: Callable[..., Any], items: list[Any], rank: int, world_size: int) -> Any:
@@ -79,34 +89,67 @@ def _kind_of(part: Any) -> str:
     return f"a {type(part).__name__}"
 
 
-def _check_shares(items: list[Any], shares: list[list[Any]]) -> None:
+def _case(items: list[Any], shares: list[list[Any]]) -> str:
+    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
+    return f"{len(items)} items over {ranks}"
+
+
+def _check_dealt(items: list[Any], shares: list[list[Any]], only_with: int) -> None:
+    """See that each item was dealt out once.
+
+    Args:
+        items: What was to be dealt out.
+        shares: Of each rank.
+        only_with: With this many ranks it was right so far, and no other number was tried.
+    """
     dealt = []
     for part in shares:
         dealt += part
-    ranks = "1 rank" if len(shares) == 1 else f"{len(shares)} ranks"
-    case = f"{len(items)} items over {ranks}"
+    case = _case(items, shares)
     strange = [item for item in dealt if item not in items]
     assert not strange, (
         f"{case}: {strange[0]!r} was dealt out, and it is not an item: deal the items themselves, "
         "not their places"
     )
-    sizes = [len(part) for part in shares]
     missing = [item for item in items if dealt.count(item) < items.count(item)]
     twice = [item for item in items if dealt.count(item) > items.count(item)]
     assert not twice, f"{case}: the item with value {twice[0]!r} is on two ranks"
+    why = ""
+    if only_with != len(shares):
+        why = (
+            f". With {only_with} ranks it was right: what in your function holds for {only_with} "
+            "alone?"
+        )
     assert not missing, (
         f"{case}: only {len(dealt)} were dealt out, and the item with value {missing[0]!r} is on "
-        "no rank"
+        f"no rank{why}"
     )
-    is_in_blocks = dealt == items
-    why = "" if is_in_blocks else ", by the place of an item and not by what it is"
-    assert max(sizes) - min(sizes) <= 1, (
-        f"{case} gives shares of {sizes}, and two sizes may differ by one at most: deal more "
-        f"evenly{why}"
+
+
+def _check_sizes(
+    items: list[Any], shares: list[list[Any]], share: Callable[[list[Any], int, int], Any]
+) -> None:
+    """See that no rank has more than one item more than another."""
+    sizes = [len(part) for part in shares]
+    if max(sizes) - min(sizes) <= 1:
+        return
+    # As many other items: who deals by the place gives shares of the same sizes.
+    of_others = _shares(share, list(range(len(items))), len(shares))
+    is_by_place = sizes == [len(part) for part in of_others]
+    why = "" if is_by_place else ", by the place of an item and not by what it is"
+    raise AssertionError(
+        f"{_case(items, shares)} gives shares of {sizes}, and two sizes may differ by one at most: "
+        f"deal more evenly{why}"
     )
 
 
 # ---- 0.2
+
+RETURNS_NOTHING = (
+    "`all_reduce` itself returns nothing, as the sum is put into the tensor that it is given"
+)
+# An error below this part of the mean is too small for a lost fraction of a value.
+ROUNDING = 0.005
 
 # Two sets of values, of each rank: with fractions, and not equally many in all.
 VALUES = (
@@ -122,7 +165,7 @@ def _mean_on_this_rank(
     values = VALUES[number][group.rank()]
     local = torch.tensor(values)
     with Requests() as requests:
-        result = due(mean(local))
+        result = _mean_of(mean, local, requests)
     requests.check_waited()
     assert torch.equal(local, torch.tensor(values)), (
         "the local values were changed: all_reduce works in place, so give it a tensor of its own"
@@ -132,6 +175,20 @@ def _mean_on_this_rank(
         result = result.item()
     assert isinstance(result, numbers.Real), f"it returned {result!r}, and the mean is a number"
     return float(result), len(requests.names)
+
+
+def _mean_of(mean: Callable[[torch.Tensor], Any], local: torch.Tensor, requests: Requests) -> Any:
+    """What the learner's function returns, if it did not compute with what all_reduce returns."""
+    try:
+        result = mean(local)
+    except (TypeError, AttributeError) as error:
+        is_of_none = "NoneType" in str(error) and requests.names[-1:] == ["all_reduce"]
+        assert not is_of_none, f"your function computes with a None: {RETURNS_NOTHING}"
+        raise
+    assert result is not None or not requests.names, (
+        f"it returned None: is there a `return`, and of what? {RETURNS_NOTHING}"
+    )
+    return due(result)
 
 
 def _check_means(answers: Sequence[tuple[float, int]], number: int) -> None:
@@ -155,8 +212,11 @@ def _check_means(answers: Sequence[tuple[float, int]], number: int) -> None:
     assert not _close(results, own_means), (
         "each rank returned the mean of its own values: what came from the others is not in it"
     )
+    own_counts = [len(values) for values in own]
+    by_own_count = _close(results, [total / count for count in own_counts])
+    why = ". What do you divide by, and is it the same on every rank?" if by_own_count else ""
     assert _close(results, [found] * len(results)), (
-        f"the ranks disagree: they returned {', '.join(f'{result:g}' for result in results)}"
+        f"the ranks disagree: they returned {', '.join(f'{result:g}' for result in results)}{why}"
     )
     assert not _close([found], [math.fsum(own_means) / len(own)]), (
         "a mean of means: a rank with one value counts as much as a rank with four"
@@ -171,8 +231,17 @@ def _check_means(answers: Sequence[tuple[float, int]], number: int) -> None:
             f"with {before} values in all it is right, but not with {len(together)}: what in your "
             f"function holds for {before} alone?"
         )
-    lost = ": is a fraction lost on the way?" if abs(found - expected) < 1 else ""
-    assert _close([found], [expected]), f"the mean is {expected:.3f}, yours is {found:.3f}{lost}"
+    places = len(results) * max(own_counts)
+    assert not _close([found], [total / places]), (
+        f"the sum of all values was divided by {places}, and there are {len(together)} values: "
+        "does your count hold places that no rank had a value for?"
+    )
+    why = ""
+    if abs(found - expected) < ROUNDING * expected:
+        why = ": of how many bits are the numbers that you compute with?"
+    elif abs(found - expected) < 1:
+        why = ": is a fraction lost on the way?"
+    assert _close([found], [expected]), f"the mean is {expected:.3f}, yours is {found:.3f}{why}"
 
 
 def _close(found: list[float], expected: list[float]) -> bool:
