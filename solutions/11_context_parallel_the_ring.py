@@ -13,9 +13,10 @@
 # %% [markdown]
 # # 11 · Context parallel: the ring
 #
-# Some sequences are too long for one GPU, even one at a time: whole books, videos, the weather of a month. Then the sequence itself is cut, and each rank holds a part of the tokens from the first layer to
-# the loss. In all of the network only attention looks at other tokens, and in this lesson you write an attention that
-# does so without ever having the whole sequence in one place: the **ring**.
+# Some sequences are too long for one GPU, even one at a time: whole books, videos, the weather of a month. Then the
+# sequence itself is cut, and each rank holds a part of the tokens from the first layer to the loss. In all of the
+# network only attention looks at other tokens, and in this lesson you write an attention that does so without ever
+# having the whole sequence in one place: the **ring**.
 #
 # ## Goals
 #
@@ -173,10 +174,11 @@ compare("lse, all three keys", lse_of_both, lse, within=1.001, found="computed")
 # ### Exercise 11.1 · Online softmax
 #
 # Write the merge: from the outputs and lse of two blocks of keys, compute those that attention over both blocks would
-# give. `out` is [.., Q, D] and `lse` is [.., Q]. Two things may happen, to the first block as well as to the second:
+# give. `out` is [.., Q, D] and `lse` is [.., Q]. Two things may happen, in all rows (queries) or in some of them:
 #
-# - scores may be in the thousands, where `exp` overflows, also in one block alone;
-# - a block may have no visible key. Its output is 0 and its lse is -inf.
+# - scores may be in the thousands, where `exp` overflows, in both blocks or in one of them;
+# - a row may see no key of a block, either of the first or of the second, but never of both. The block's output is 0
+#   in this row, and its lse is -inf.
 
 # %% tags=["exercise"]
 def my_merge(out_a, lse_a, out_b, lse_b):
@@ -195,8 +197,9 @@ check("11.1", lambda: l11.merge(my_merge))
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 20 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
 # add up, denominators add up. Nearly everybody writes `exp(lse)` first, which the check refuses at scores of 5000.
-# Others weight with lse itself, or subtract the first lse, which overflows where the second is larger. Ask the room: in which order may blocks be merged? (In any, and in any grouping. That
-# is why the ring may start anywhere.)
+# Others weight with lse itself, or subtract the first lse, which overflows where the second is larger, or subtract the
+# largest lse of all rows, which loses the rows far below it. Ask the room: in which order may blocks be merged? (In any,
+# and in any grouping. That is why the ring may start anywhere.)
 
 # %% [markdown]
 # labcode's merge works in place, and with a sigmoid in place of two exponentials. With a and b for the two lse, the
@@ -214,9 +217,9 @@ show_source(attention_block.merge)
 # ## 3. The ring, forward
 #
 # Each of p ranks has its queries, keys and values: a piece of S/p tokens, in the order of the ranks. This layout of the
-# sequence is called **contiguous**. In step 0 each rank computes attention over its own keys. Then every rank passes its keys and values on to the next rank, and the last
-# rank passes them to the first. In step 1 everybody looks at the keys of the rank before it, and so on. After p - 1
-# messages all parts have been everywhere.
+# sequence is called **contiguous**. In step 0 each rank computes attention over its own keys. Then every rank passes
+# its keys and values on to the next rank, and the last rank passes them to the first. In step 1 everybody looks at the
+# keys of the rank before it, and so on. After p - 1 messages all parts have been everywhere.
 
 # %% tags=["figure"]
 plot.ring_attention(
@@ -227,8 +230,8 @@ plot.ring_attention(
 )
 
 # %% [markdown]
-# In the picture a row is a rank. Its queries Q stay, and the keys and values K V move down by one row in each step;
-# what leaves at the bottom comes in at the top. The words on the right say what a causal mask leaves to do: `half` of
+# In the picture a row is a rank. Its queries Q stay, and the keys and values K V move down by one row in each step. The
+# arrow that leaves at the bottom and the one that comes in at the top are one message. The words on the right say what a causal mask leaves to do: `half` of
 # the scores on a rank's own keys (a causal block), `all` of them on earlier keys, and `none` on later ones.
 #
 # **Predict.** In a ring of 8 ranks, whose keys are on rank 2 in step 5? And how many of the 8 parts does rank 2 look at
@@ -266,8 +269,9 @@ compare("parts for rank 2", parts_looked_at, looked_at, within=1, found="simulat
 # `torch.stack((k, v))` makes one tensor of two, so that one message is enough. For a block use `attend`, for merging
 # your own function, or `attention_block.merge(out, lse, out_b, lse_b)`, which changes its first two arguments.
 #
-# The check compares with one process in float64. It also counts: p - 1 messages of one part of K and V for each rank,
-# to one neighbour, and never more than two parts in memory that have arrived. About 20 lines.
+# The check compares with one process in float64. It also looks at the messages: somebody has waited for each, a rank
+# sends p - 1 parts of K and V, all to one neighbour, and there are never more than two parts in memory that have
+# arrived. About 20 lines.
 
 # %% tags=["exercise"]
 def pass_on(x, group):
@@ -303,10 +307,10 @@ def ring_forward(q, k, v, group):
 check("11.2", lambda: l11.ring_forward(ring_forward, ranks))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes for the section. The most common mistakes: leaving the loop, or not passing on, when there is nothing
-# to see (the next rank then waits: it hangs); the wrong source (rank + step, which is right only if parts move the
-# other way); `dist.get_rank()` without the group, which the check finds with groups of ranks 0, 2 and 1, 3. Ask the
-# room: when could the next part already be under way? (From the moment this one is here: receive step + 1 while
+# *For the instructor.* 25 minutes for the section. The most common mistakes: leaving the loop, or not passing on, when
+# there is nothing to see (the next rank then waits: it hangs); the wrong source (rank + step, which is right only if
+# parts move the other way); receiving into the tensor that is sent; `dist.get_rank()` without the group, which the
+# check finds in the group of ranks 1, 2 and 3. Ask the room: when could the next part already be under way? (From the moment this one is here: receive step + 1 while
 # computing step. That is what labcode does.)
 
 # %% [markdown]
@@ -335,8 +339,21 @@ show_source(context._Ring.forward)
 #
 # If we left backward to autograd, forward would have to keep every part of K and V that came by: the whole sequence. So
 # backward is written by hand as well. It needs the formulas of attention's backward, which are those of FlashAttention
-# (Dao et al. 2022), and one observation. (In the code below `delta` is the part of the softmax's derivative that comes
-# from its denominator.)
+# (Dao et al. 2022), and one observation. In the code below, `delta` is the part of the softmax's derivative that comes
+# from its denominator.
+#
+# <details><summary>Where delta comes from</summary>
+#
+# The weight of key j is P_j = exp(s_j - lse), and the derivative of lse by s_j is P_j. So a change of s_j changes P_j
+# itself by P_j, and through the denominator every P_i by -P_i P_j. With dP_j = dout · v_j, the gradient of the score is
+#
+# $$ds_j = P_j\, dP_j - P_j \sum_i P_i\, dP_i = P_j\, (dP_j - \delta), \qquad
+# \delta = \sum_i P_i\, (\text{dout} \cdot v_i) = \text{dout} \cdot \sum_i P_i v_i
+# = \text{dout} \cdot \text{out} .$$
+#
+# The sum runs over all keys, so `out` must be that over all keys as well. The code then multiplies by 1/sqrt(D), which
+# is the derivative of a score by q · k.
+# </details>
 #
 # With the whole lse known, P = exp(s - lse) gives the weights of a block **as they are in the whole softmax**: the
 # block is a part of the columns of the whole table. All gradients are sums over this table. So each block gives its own
@@ -444,8 +461,9 @@ print(inspect.getdoc(context._Ring.backward))
 
 # %% [markdown]
 # Let *kv* be the bytes of one rank's K and V together. In forward each part makes p - 1 hops. In backward it goes round
-# once more, and in labcode's version the sums of its gradients (in float64 as large as K and V) make p - 1 hops as
-# well.
+# once more, and in labcode's version the sums of its gradients make p - 1 hops as well. Here, where everything is in
+# float64, they are as large as K and V. In 16-bit training they are twice as large, because labcode keeps sums in 32
+# bits.
 #
 # **Predict.** Take B = 1 sample, N = 4 heads, S = 1024 tokens on p = 4 ranks, D = 32 features in a head, and 8 bytes
 # for a number. How many bytes does a rank send in forward and backward together?
@@ -563,8 +581,8 @@ compare("rank 3 / fair share", last_to_fair, last / fair, within=1, found="count
 # `my_chunks(rank, p)` returns the two of the chunks 0 to 2p - 1 that a rank holds, such that all ranks have the same
 # work. Chunk c sees all chunks before it and half of itself, which is c + 1/2 chunks of keys.
 #
-# `my_block(rank, source, tokens)` says what a rank has to compute while the keys of `source` are there. Both hold
-# `tokens` tokens, the earlier chunk first. Return three things: the slice of the rank's queries, the slice of the
+# `my_block(rank, source, tokens)` says what a rank has to compute while the keys of `source` are there. Each of the two
+# holds `tokens` tokens in all: two chunks of the same size, the earlier one first. Return three things: the slice of the rank's queries, the slice of the
 # source's keys, and whether the block is causal. All these queries must see all these keys, or the block is causal. It
 # may help to draw the tiles of two ranks.
 #
@@ -747,6 +765,9 @@ for name, (off, _, kept) in (("gather", gather), ("all-to-all", ulysses)):
 # | number of ranks | any | any | at most the number of key/value heads |
 # | causal mask | needs zig-zag | needs zig-zag | is balanced by itself |
 #
+# Zig-zag cuts the sequence into 2p chunks. Where its length is not a multiple of 2p, labcode makes some chunks one token
+# longer than others.
+#
 # The all-to-all sends least, and its bytes even shrink with p. Its limit is the number of heads, and tensor parallelism
 # cuts the heads as well: tp · cp cannot be larger than their number. Both ways are combined in practice: all-to-all
 # inside a node, and a ring between nodes.
@@ -805,7 +826,7 @@ report("cp 4, sum forgotten", ranks.run(losses_without_sum, 5)[0])
 # |---|---|---|
 # | cuts weights and optimizer | yes | not by itself; sharded data parallelism (lesson 13) can cut them over dp × cp |
 # | cuts activations | yes | yes |
-# | a rank sends per layer, forward and backward | 10 (t - 1)/t · [B, S, H] in 16 bits | 2 (p - 1) kv in 16 bits, and (p - 1) kv in 32 |
+# | a rank sends per layer, forward and backward | 10 (t - 1)/t · [B, S, H] in 16 bits | 2 (p - 1) kv in 16 bits, and (p - 1) kv in 32 (the sums) |
 # | can hide | only partly | most of it, behind long blocks |
 # | limit | heads, and the size of a node | parts that are too short to hide a message |
 #

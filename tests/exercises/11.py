@@ -79,6 +79,37 @@ def only_b_may_be_empty(out_a, lse_a, out_b, lse_b):
     return out_a * (1 - share) + out_b * share, lse
 
 
+def empty_as_a_whole(out_a, lse_a, out_b, lse_b):
+    """One row without a key counts as a block without one."""
+    if torch.isinf(lse_a).any():
+        return out_b, lse_b
+    if torch.isinf(lse_b).any():
+        return out_a, lse_a
+    return merged(out_a, lse_a, out_b, lse_b)
+
+
+def merged_unless_empty(out_a, lse_a, out_b, lse_b):
+    if torch.isinf(lse_a).all():
+        return out_b, lse_b
+    if torch.isinf(lse_b).all():
+        return out_a, lse_a
+    return merged(out_a, lse_a, out_b, lse_b)
+
+
+def one_maximum(out_a, lse_a, out_b, lse_b):
+    """Subtracts the largest lse of all rows."""
+    top = torch.max(lse_a.max(), lse_b.max())
+    a, b = (lse_a - top).exp(), (lse_b - top).exp()
+    total = a + b
+    out = (out_a * a[..., None] + out_b * b[..., None]) / total[..., None]
+    return out, top + total.log()
+
+
+def one_maximum_without_nan(out_a, lse_a, out_b, lse_b):
+    out, lse = one_maximum(out_a, lse_a, out_b, lse_b)
+    return out.nan_to_num(), lse
+
+
 MERGE = Answers(
     check=lambda answer, ranks: l11.merge(answer),
     right={
@@ -88,6 +119,7 @@ MERGE = Answers(
         "sigmoid": merged_with_sigmoid,
         "in place": merged_in_place,
         "a list": lambda *blocks: list(merged(*blocks)),
+        "empty blocks apart": merged_unless_empty,
     },
     wrong={
         "mean": (lambda a, x, b, y: ((a + b) / 2, torch.logaddexp(x, y)), "plain mean"),
@@ -108,6 +140,17 @@ MERGE = Answers(
         "anchored at the first": (anchored_at_a, "whichever of the two lse is larger"),
         "anchored at the second": (anchored_at_b, "whichever of the two lse is larger"),
         "only the second may be empty": (only_b_may_be_empty, "where it is the first one"),
+        "one empty row counts for all": (empty_as_a_whole, "no row may depend on another"),
+        "one maximum for all rows": (one_maximum, "no row may depend on another"),
+        "and without nan": (one_maximum_without_nan, "no row may depend on another"),
+        "float32": (
+            lambda *blocks: [x.float() for x in merged(*blocks)],
+            "out is float32, and its inputs are float64",
+        ),
+        "lse in float32": (
+            lambda *blocks: (merged(*blocks)[0], merged(*blocks)[1].float()),
+            "lse is float32, and its inputs are float64",
+        ),
         "labcode's": (merged_by_labcode, "labcode's own answer"),
         "lse with a dim for D": (
             lambda *blocks: (merged(*blocks)[0], merged(*blocks)[1][..., None]),
@@ -354,6 +397,87 @@ def forward_isend_never_waited(q, k, v, group):
     return out, lse
 
 
+def forward_waiting_for_one(q, k, v, group, number):
+    """Of a send and a receive only one is waited for."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        arrived = torch.empty_like(kv)
+        works = dist.batch_isend_irecv(
+            [
+                dist.P2POp(dist.isend, kv, group=group, group_peer=(rank + 1) % p),
+                dist.P2POp(dist.irecv, arrived, group=group, group_peer=(rank - 1) % p),
+            ]
+        )
+        works[number].wait()
+        kv = arrived
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+    return out, lse
+
+
+def forward_into_what_is_sent(q, k, v, group):
+    """Sends and receives with one tensor."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        messages = [
+            dist.P2POp(dist.isend, kv, group=group, group_peer=(rank + 1) % p),
+            dist.P2POp(dist.irecv, kv, group=group, group_peer=(rank - 1) % p),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+    return out, lse
+
+
+def forward_in_two_places(q, k, v, group):
+    """Sends from one half of a buffer and receives into the other half."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    both = torch.empty(2, 2, *k.shape, dtype=k.dtype)
+    both[0] = torch.stack((k, v))
+    for step in range(1, p):
+        here, other = (step - 1) % 2, step % 2
+        messages = [
+            dist.P2POp(dist.irecv, both[other], group=group, group_peer=(rank - 1) % p),
+            dist.P2POp(dist.isend, both[here], group=group, group_peer=(rank + 1) % p),
+        ]
+        for work in dist.batch_isend_irecv(messages):
+            work.wait()
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, *both[other], False))
+    return out, lse
+
+
+def forward_two_ranks_on(q, k, v, group):
+    """Each message goes to the rank after the next one."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v))
+    for step in range(1, p):
+        kv = pass_on(kv, group, -2)
+        if (rank - step) % p < rank:
+            out, lse = merged(out, lse, *attend(q, kv[0], kv[1], False))
+    return out, lse
+
+
+def forward_in_short_numbers(q, k, v, group, dtype):
+    """K and V travel in fewer bits."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    out, lse = attend(q, k, v, True)
+    kv = torch.stack((k, v)).to(dtype)
+    for step in range(1, p):
+        kv = pass_on(kv, group)
+        if (rank - step) % p < rank:
+            k_b, v_b = kv.to(k.dtype)
+            out, lse = merged(out, lse, *attend(q, k_b, v_b, False))
+    return out, lse
+
+
 def forward_to_everybody(q, k, v, group):
     """Not a ring: each rank sends its part to each other rank."""
     rank, p = dist.get_rank(group), dist.get_world_size(group)
@@ -404,6 +528,7 @@ FORWARD = Answers(
         "isend and recv": forward_with_isend,
         "computing meanwhile": forward_computing_meanwhile,
         "merging at the end": forward_merging_at_the_end,
+        "two places in one buffer": forward_in_two_places,
     },
     wrong={
         "own keys only": (option(only_own=True), "own keys alone"),
@@ -420,8 +545,30 @@ FORWARD = Answers(
         "all_gather": (forward_by_gathering, "all_gather does the work for you"),
         "collects all parts": (forward_collecting, "more than one part of K and V"),
         "keeps all parts in a list": (forward_in_a_list, "arrived are in memory together"),
-        "nobody waits": (forward_without_waiting, "Who waits?"),
-        "isend never waited for": (forward_isend_never_waited, "has each isend and irecv its wait"),
+        "nobody waits": (forward_without_waiting, "`irecv` returned a request, and nobody waited"),
+        "isend never waited for": (forward_isend_never_waited, "`isend` returned a request, and"),
+        "waits for the send only": (
+            lambda q, k, v, group: forward_waiting_for_one(q, k, v, group, 0),
+            "`irecv` returned a request, and nobody waited",
+        ),
+        "waits for the receive only": (
+            lambda q, k, v, group: forward_waiting_for_one(q, k, v, group, 1),
+            "`isend` returned a request, and nobody waited",
+        ),
+        "receives into what it sends": (forward_into_what_is_sent, "still being sent"),
+        "two ranks on": (forward_two_ranks_on, "on rank 0: it sends to rank 2"),
+        "float32 on the wire": (
+            lambda q, k, v, group: forward_in_short_numbers(q, k, v, group, torch.float32),
+            "messages are sent in float32",
+        ),
+        "bfloat16 on the wire": (
+            lambda q, k, v, group: forward_in_short_numbers(q, k, v, group, torch.bfloat16),
+            "messages are sent in bfloat16",
+        ),
+        "rounded at home": (
+            lambda q, k, v, group: forward(q.float().double(), k, v, group),
+            "cease to be float64",
+        ),
         "sends to everybody": (forward_to_everybody, "one neighbour only"),
         "labcode's": (forward_with_labcode, "labcode's own answer"),
         "the group ignored": (forward_in_the_world, "still speaks of all of them"),
@@ -573,6 +720,33 @@ def backward_with_all_reduce(dout, q, k, v, out, lse, group):
     return dq, dk, dv
 
 
+def backward_in_float32(dout, q, k, v, out, lse, group):
+    """The sums travel in float32."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    dq = torch.zeros_like(q)
+    kv = torch.stack((k, v))
+    sums = torch.zeros_like(kv, dtype=torch.float32)
+    for step in range(p):
+        source = (rank - step) % p
+        if source <= rank:
+            terms = attend_backward(dout, q, kv[0], kv[1], out, lse, source == rank)
+            dq += terms[0]
+            sums += torch.stack(terms[1:])
+        if step < p - 1:
+            kv = pass_on(kv, group)
+        sums = pass_on(sums, group)
+    return dq, sums[0], sums[1]
+
+
+def backward_without_waiting(dout, q, k, v, out, lse, group):
+    """K and V go round first, and only what arrives is waited for."""
+    rank, p = dist.get_rank(group), dist.get_world_size(group)
+    arrived = torch.empty_like(k)
+    dist.isend(k, group=group, group_dst=(rank + 1) % p)
+    dist.irecv(arrived, group=group, group_src=(rank - 1) % p).wait()
+    return backward(dout, q, k, v, out, lse, group, kv_hops=p - 1)
+
+
 def backwards(**changes):
     return lambda dout, q, k, v, out, lse, group: backward(
         dout, q, k, v, out, lse, group, **changes
@@ -604,6 +778,8 @@ BACKWARD = Answers(
         "K and V go too far": (backwards(kv_hops=4), "are sent where 7 are enough"),
         "changes k": (backwards(in_place=True), "k has changed"),
         "a collective": (backward_with_all_reduce, "all_reduce does the work for you"),
+        "sums in float32": (backward_in_float32, "messages are sent in float32"),
+        "isend never waited for": (backward_without_waiting, "`isend` returned a request, and"),
         "the group ignored": (
             lambda dout, q, k, v, out, lse, group: backward(
                 dout, q, k, v, out, lse, dist.group.WORLD
@@ -698,6 +874,23 @@ DEAL = Answers(
             "later than their queries",
         ),
         "no slices": (two(chunks, lambda r, s, n: (n, n, False)), "no slices"),
+        "half of the tokens by /": (
+            two(chunks, lambda r, s, n: (slice(0, n), slice(0, n if s == r else n / 2), s == r)),
+            "a slice takes whole numbers",
+        ),
+        "tokens taken for a chunk": (
+            two(
+                chunks,
+                lambda r, s, n: (
+                    (slice(0, 2 * n), slice(0, 2 * n), True)
+                    if s == r
+                    else (slice(0, 2 * n), slice(0, n), False)
+                    if s < r
+                    else (slice(n, 2 * n), slice(0, 2 * n), False)
+                ),
+            ),
+            "goes beyond the 6 tokens",
+        ),
         "one slice": (
             two(chunks, lambda r, s, n: slice(0, n)),
             "a slice of queries, a slice of keys",

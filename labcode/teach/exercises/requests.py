@@ -5,14 +5,14 @@
     requests.check_waited()      # AssertionError: "`irecv` returned a request, and nobody ..."
 
 A request (a `Work`) that is dropped takes its message with it: gloo then ends it half-way, or waits
-for ever. So the requests are kept until the check has spoken, and what nobody has waited for cannot
-stop the other ranks.
+for ever. So the requests that nobody has waited for are kept until the check has spoken, and cannot
+stop the other ranks. One that has been waited for is let go, as it holds on to its tensors.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from datetime import timedelta
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
@@ -25,17 +25,36 @@ LOOKING_AFTER = ("wait", "synchronize", "is_completed", "is_success", "get_futur
 SPELLED = {"send": "`isend`", "recv": "`irecv`"}
 
 
+class _Request(NamedTuple):
+    """A call that nobody has waited for yet.
+
+    Args:
+        name: Of the call.
+        work: What it returned.
+        places: The addresses of a message's tensors; none for a collective.
+    """
+
+    name: str
+    work: dist.Work
+    places: list[range]
+
+
 class Requests(CollectiveSpy):
     """The calls of this rank while it is active, and their requests.
 
     Attributes:
         names: Of all messages and collectives, in order; no barriers.
+        sent_dtypes: Of the tensors that were sent as messages.
+        mixed: Whether a message was received into memory that was being sent.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []
-        self._started: dict[int, tuple[str, dist.Work]] = {}  # by the number of the request
+        self.sent_dtypes: set[torch.dtype] = set()
+        self.mixed = False
+        self._places: list[range] = []  # of the message that starts now
+        self._started: dict[int, _Request] = {}  # by the number of the request
         self._looked_after: set[int] = set()
         self._originals: dict[str, Any] = {}
 
@@ -45,8 +64,27 @@ class Requests(CollectiveSpy):
         result = start()
         work = _request_in(result)
         if work is not None:
-            self._started[id(work)] = (call.name, work)
+            request = _Request(call.name, work, self._places)
+            self.mixed = self.mixed or any(_mix(request, o) for o in self._started.values())
+            self._started[id(work)] = request
         return result
+
+    def __torch_dispatch__(
+        self,
+        func: torch._ops.OpOverload,
+        types: Iterable[type],
+        args: tuple = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        self._places = []
+        name = func._schema.name
+        if name.startswith(("c10d::send", "c10d::recv")):
+            for tensor in args[0]:
+                start = tensor.data_ptr()
+                self._places.append(range(start, start + tensor.nbytes))
+                if name.startswith("c10d::send"):
+                    self.sent_dtypes.add(tensor.dtype)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
     def __enter__(self) -> Self:
         for name in LOOKING_AFTER:
@@ -66,7 +104,11 @@ class Requests(CollectiveSpy):
         @functools.wraps(original)
         def method(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
             self._looked_after.add(id(work))
-            return original(work, *args, **kwargs)
+            result = original(work, *args, **kwargs)
+            if original.__name__ == "wait":  # done: another request may get this number
+                self._started.pop(id(work), None)
+                self._looked_after.discard(id(work))
+            return result
 
         return method
 
@@ -78,11 +120,22 @@ class Requests(CollectiveSpy):
             RuntimeError: Nobody has, and what it began does not end.
         """
         forgotten = []
-        for number, (name, work) in self._started.items():
+        for number, request in self._started.items():
             if number not in self._looked_after:
-                forgotten.append(name)
-                work.wait(SETTLE)
+                forgotten.append(request.name)
+                request.work.wait(SETTLE)
         assert not forgotten, _of_forgotten(forgotten)
+
+
+def _mix(request: _Request, other: _Request) -> bool:
+    """Whether one of the two is received into memory from which the other one is sent."""
+    if {request.name, other.name} != {"send", "recv"}:
+        return False
+    for place in request.places:
+        for other_place in other.places:
+            if place.start < other_place.stop and other_place.start < place.stop:
+                return True
+    return False
 
 
 def _of_forgotten(names: list[str]) -> str:

@@ -35,6 +35,9 @@ class Memory:
         storage = tensor.untyped_storage()
         self._pieces.setdefault(StorageWeakRef(storage), storage.nbytes())
 
+    def __contains__(self, piece: StorageWeakRef) -> bool:
+        return piece in self._pieces
+
     def alive(self) -> dict[StorageWeakRef, int]:
         """What still exists, with its bytes."""
         return {piece: size for piece, size in self._pieces.items() if not piece.expired()}
@@ -59,6 +62,7 @@ class Watch(CollectiveSpy):
         self.most_arrived = 0
         self._made = Memory()
         self._arrived = Memory()
+        self._elements: dict[StorageWeakRef, int] = {}  # of the largest tensor in each piece
 
     def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
         if call.name == BARRIER:
@@ -78,6 +82,8 @@ class Watch(CollectiveSpy):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, torch.Tensor):
                 self._made.add(tensor)
+                piece = StorageWeakRef(tensor.untyped_storage())
+                self._elements[piece] = max(tensor.numel(), self._elements.get(piece, 0))
         self.most_arrived = max(self.most_arrived, sum(self._arrived.alive().values()))
         return result
 
@@ -108,6 +114,11 @@ class Watch(CollectiveSpy):
             if sum(sizes) <= at_most or time.monotonic() > end:
                 return sizes
             time.sleep(0.01)
+
+    def largest_without_messages(self) -> int:
+        """Elements of the largest tensor into whose memory no message was received."""
+        sizes = [size for piece, size in self._elements.items() if piece not in self._arrived]
+        return max(sizes, default=0)
 
     def count(self, name: str) -> int:
         """How many calls of one kind were made."""
