@@ -309,9 +309,9 @@ compare("always whole, the paper's", 10 / 34, paper_left, within=1.01, found="co
 
 # %% [markdown]
 # A quarter of our layer stays on every rank, however many ranks you take, and 10/34 = 29 % of the paper's. Does that
-# explain the 53 % of the published run? Only partly. In mixed precision, x (to which every block adds its result) stays
-# in float32. So what the norms keep has 4 bytes a number, and the rest has 2. Then 2 · 4 + 2 · 2 = 12 bytes of 2 · 4 +
-# 14 · 2 = 36 are whole, which is a third. A model also has two ends that are not cut. What else the published run
+# explain the 53 % of the published run? Only partly. Under `torch.autocast`, x (to which every block adds its result)
+# stays in float32. So what the norms keep has 4 bytes a number, and the rest has 2. Then 2 · 4 + 2 · 2 = 12 bytes of 2
+# · 4 + 14 · 2 = 36 are whole, which is a third. A model also has two ends that are not cut. What else the published run
 # keeps, its log cannot tell: it counts everything that is in use on the GPU.
 #
 # **Takeaway: a layer keeps 34 bytes for each of s b h, if nothing stores the s × s tables. Tensor parallelism cuts what
@@ -359,9 +359,9 @@ plot.around_a_layer(
 #   writes the sum of what it receives into `own`.
 #
 # On GPUs, NCCL wants contiguous tensors. Gloo, which runs here, copies others silently. So call `.contiguous()` on what
-# you have cut out, or your code ends on the first GPU. `backward` returns one gradient for each argument of `forward`
-# but `ctx`; that of `group` is `None`. Write the two functions first, and use each of them twice. What `forward` stores
-# in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
+# you have cut out, or your code ends on the first GPU; the check looks for it. `backward` returns one gradient for each
+# argument of `forward` but `ctx`; that of `group` is `None`. Write the two functions first, and use each of them twice.
+# What `forward` stores in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
 
 # %% tags=["exercise"]
 def gather_tokens(x, group):
@@ -438,8 +438,9 @@ with_plain_gather = 12 / 4 + 2 / 4 + 2
 with_own_tokens_only = 16 / 4
 
 # %% [markdown]
-# The two layers can keep their own tokens if backward **gathers them again**. Keeping a quarter of the memory costs one
-# more all-gather. It can be under way while the rank computes the gradient of the input, which does not need x at all.
+# The two layers can keep their own tokens if backward **gathers them again**. To keep only a quarter costs one more
+# all-gather for each of the two layers. It can be under way while the rank computes the gradient of the input, which
+# does not need x at all.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 10.3 · Gather again
@@ -630,9 +631,10 @@ ranks.run(cut_250_tokens)
 # all tokens, and each had the whole gradient of that weight. Now each rank normalises a quarter of the tokens, and has
 # the gradient **of those**. The true gradient is the sum over the ranks, and somebody has to form it.
 #
-# How wrong is one rank's part? Let us first see how the four parts lie to each other. At the very first step of
-# training we take the gradients of all shared weights as one long vector, on each rank before the sum and after it, and
-# print the cosine between the parts: it is 1 where they point the same way, and 0 where they have nothing in common.
+# How wrong is one rank's part? Let us first see how the four parts lie relative to each other. At the very first step
+# of training we take the gradients of all shared weights as one long vector, on each rank before the sum and after it,
+# and print the cosine between the parts: it is 1 where they point the same way, and 0 where they have nothing in
+# common.
 
 # %%
 def shared_gradients(rank):
@@ -682,8 +684,8 @@ compare("missing in a part, mean", missing_share, sum(errors) / 4, within=1.05)
 # table `shardings`, and `finish_gradient_sync` reads nothing else. We train twice for 20 steps: once as it should be,
 # and once with `tp` deleted from that table, so that nobody forms the sums.
 #
-# **Predict.** How far apart are the two loss curves at most: more than a tenth of what the loss falls in 20 steps
-# (`True`), or less (`False`)?
+# **Predict** (a guess is enough). How far apart are the two loss curves at most: more than a tenth of what the loss falls
+# in 20 steps (`True`), or less (`False`)?
 
 # %% tags=["predict"]
 larger_than_a_tenth = False

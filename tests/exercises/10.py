@@ -175,6 +175,20 @@ def scattered_flat(x, group):
     return own
 
 
+def scattered_in_pieces(x, group):
+    """What is cut out along dim 1 has gaps in its memory."""
+    parts = list(x.chunk(dist.get_world_size(group), dim=1))
+    own = torch.empty_like(parts[0]).contiguous()
+    dist.reduce_scatter(own, parts, group=group)
+    return own
+
+
+def gathered_without_waiting(x, group):
+    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(parts, x.contiguous(), group=group, async_op=True)
+    return torch.cat(parts, dim=1)
+
+
 def own_tokens(x, group):
     return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
 
@@ -257,6 +271,17 @@ PAIR = Answers(
         ),
     },
     wrong={
+        "cut without contiguous": (
+            lambda: (
+                function(gathered, scattered_in_pieces),
+                function(scattered_in_pieces, gathered),
+            ),
+            "does not lie in one piece",
+        ),
+        "an all-gather not waited for": (
+            lambda: (function(gathered_without_waiting, scattered), SCATTER),
+            "nobody waited for it",
+        ),
         "own gradient": (
             lambda: (function(gathered, own_tokens), SCATTER),
             "the other ranks have used these tokens as well",
@@ -618,6 +643,19 @@ class Mlp(Weights):
             dist.all_reduce(param.grad, group=self.group)
 
 
+class MlpWithoutWaiting(Mlp):
+    def finish_gradient_sync(self):
+        for param in (self.norm_weight, self.norm_bias, self.down_bias):
+            dist.all_reduce(param.grad, group=self.group, async_op=True)
+
+
+class MlpWithGeluByTanh(Mlp):
+    def forward(self, x):
+        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
+        h = F.gelu(gathered_linear(h, self.up, self.up_bias, self.group), approximate="tanh")
+        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
+
+
 class MlpInOneMessage(Mlp):
     def forward(self, x):
         normed = F.layer_norm(x, (x.size(-1),), self.norm_weight, self.norm_bias)
@@ -758,6 +796,8 @@ MLP = Answers(
         "the norm by hand": lambda: MlpWithTheNormByHand,
     },
     wrong={
+        "the sums not waited for": (lambda: MlpWithoutWaiting, "nobody waited for it"),
+        "gelu by tanh": (lambda: MlpWithGeluByTanh, "with their defaults"),
         "bias before the sum": (lambda: BiasBeforeTheSum, "as often as there are ranks"),
         "no residual": (lambda: NoResidual, "goes past the MLP"),
         "no bias": (lambda: NoDownBias, "lacks down_bias"),

@@ -17,6 +17,7 @@ from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import RETURNED_NONE, Exercise, due
 from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.requests import Requests
 from labcode.teach.exercises.watch import Watch, draw, far, own_part, run_trial
 
 EXERCISES = {
@@ -137,8 +138,8 @@ def _check_part(answer: Callable[..., Any], part: str) -> None:
     per_token, per_score = _coefficients(answer, part, 1)
     if kept.scores:
         assert math.isclose(per_score, kept.scores, rel_tol=1e-6), (
-            f"{part}: you count {per_score:g} bytes for each score. Three operations work on this "
-            "table: what does the backward of each one read?"
+            f"{part} on one rank: you count {per_score:g} bytes for each score. Three operations "
+            "work on this table: what does the backward of each one read?"
         )
     else:
         assert abs(per_score) < 1e-6, f"{part}: nothing in it has s x s numbers for each head"
@@ -146,6 +147,8 @@ def _check_part(answer: Callable[..., Any], part: str) -> None:
     more = "too much: is a tensor counted twice, or one that nobody reads in backward?"
     if per_token < wanted:
         more = "too little: which operation's input, or whose mask, is missing?"
+    if math.isclose(2 * per_token, wanted, rel_tol=1e-6):
+        more = "half of it: how many bytes has a 16-bit number?"
     assert math.isclose(per_token, wanted, rel_tol=1e-6), (
         f"{part} on one rank: you count {per_token:g} s b h bytes"
         f"{' beside the scores' if kept.scores else ''}, which is {more}"
@@ -211,21 +214,42 @@ def _forward_and_backward(
     """(hint, output, gradient of x, what forward and backward did)."""
     before = x.clone()
     x = x.requires_grad_()
-    with Watch() as forward, without(start_all_gather, start_reduce_scatter):
+    with (
+        Watch() as forward,
+        Requests() as requests,
+        without(start_all_gather, start_reduce_scatter),
+    ):
         y = function.apply(x, group)
     hint = _shape_hint(y, shape)
     if hint:
         return hint, before, before, []
+    requests.check_waited()
+    if requests.gaps:
+        return f"forward {_gaps_hint(requests)}", before, before, []
     if far(x.detach(), before):
         return "forward has changed the x that it was given", before, before, []
     given = grad.clone()
-    with Watch() as backward, without(start_all_gather, start_reduce_scatter):
+    with (
+        Watch() as backward,
+        Requests() as requests,
+        without(start_all_gather, start_reduce_scatter),
+    ):
         y.backward(given)
+    requests.check_waited()
+    if requests.gaps:
+        return f"backward {_gaps_hint(requests)}", before, before, []
     if x.grad is None:
         return "backward gives no gradient for x", before, before, []
     if far(given, grad):
         return GRADIENT_CHANGED, before, before, []
     return "", y.detach(), x.grad, [forward, backward]
+
+
+def _gaps_hint(requests: Requests) -> str:
+    return (
+        f"gives {requests.gaps[0]} a tensor that does not lie in one piece, as one has after a cut "
+        "along dim 1: NCCL refuses that"
+    )
 
 
 def _shape_hint(y: Any, shape: tuple[int, ...]) -> str:
@@ -280,7 +304,10 @@ def _try_gather(group: dist.ProcessGroup, gather: Pair) -> str:
     if hint:
         return f"the all-gather: {hint}"
     if far(y, whole):
-        return "the all-gather: forward does not give the tokens of all ranks in their order"
+        return (
+            "the all-gather: forward does not give the tokens of all ranks in their order; is each "
+            "tensor of the list one of its own?"
+        )
     own_only = own_part(grads[rank], group, 1)
     expected = own_part(torch.stack(grads).sum(0), group, 1)
     if grad.shape != expected.shape:
@@ -477,11 +504,12 @@ def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
             "the name that it has in the dict"
         )
     x = own_part(whole_x.detach(), group, 1).requires_grad_()
-    with Watch() as forward:
+    with Watch() as forward, Requests() as requests:
         y = model(x)
     hint = _shape_hint(y, tuple(x.shape))
     if hint:
         return hint
+    requests.check_waited()
     part = own_part(expected.detach(), group, 1)
     hint = _output_hint(y.detach(), part, x.detach(), own["down_bias"], p)
     if hint:
@@ -493,7 +521,9 @@ def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
     if x.grad is None or far(x.grad, own_part(whole_x.grad, group, 1)):
         return "y is right, but the gradient of x is not: does each step have its own backward?"
     before = {name: _gradient(model, name) for name in shapes}
-    model.finish_gradient_sync()  # pyright: ignore
+    with Requests() as requests:
+        model.finish_gradient_sync()  # pyright: ignore
+    requests.check_waited()
     for name in shapes:
         hint = _parameter_hint(name, before[name], _gradient(model, name), whole[name].grad, group)
         if hint:
@@ -526,7 +556,10 @@ def _output_hint(y: Tensor, expected: Tensor, x: Tensor, down_bias: Tensor, p: i
         return "y lacks the x that goes past the MLP and is added at the end"
     if not far(y, expected + (p - 1) * x):
         return "y has x in it as often as there are ranks: where is it added?"
-    return "y is not what one process gives for these tokens"
+    return (
+        "y is not what one process gives for these tokens: are F.layer_norm and F.gelu called with "
+        "their defaults, and is the x that is added at the end the one before the norm?"
+    )
 
 
 def _parameter_hint(

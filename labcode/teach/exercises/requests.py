@@ -10,12 +10,13 @@ stop the other ranks. One that has been waited for is let go, as it holds on to 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from datetime import timedelta
 from typing import Any, NamedTuple, Self
 
 import torch
 import torch.distributed as dist
+from torch._prims_common import is_non_overlapping_and_dense_or_false
 
 from labcode.comm.counting import BARRIER, Collective, CollectiveSpy
 
@@ -46,6 +47,8 @@ class Requests(CollectiveSpy):
         names: Of all messages and collectives, in order; no barriers.
         sent_dtypes: Of the tensors that were sent as messages.
         mixed: Whether a message was received into memory that was being sent.
+        gaps: Names of the calls that were given a tensor with gaps in its memory, which NCCL
+            refuses and gloo copies.
     """
 
     def __init__(self) -> None:
@@ -53,7 +56,9 @@ class Requests(CollectiveSpy):
         self.names: list[str] = []
         self.sent_dtypes: set[torch.dtype] = set()
         self.mixed = False
+        self.gaps: list[str] = []
         self._places: list[range] = []  # of the message that starts now
+        self._has_gaps = False  # of the call that starts now
         self._started: dict[int, _Request] = {}  # by the number of the request
         self._looked_after: set[int] = set()
         self._originals: dict[str, Any] = {}
@@ -61,6 +66,8 @@ class Requests(CollectiveSpy):
     def on_collective(self, call: Collective, start: Callable[[], Any]) -> Any:
         if call.name != BARRIER:
             self.names.append(call.name)
+            if self._has_gaps:
+                self.gaps.append(call.name)
         result = start()
         work = _request_in(result)
         if work is not None:
@@ -78,6 +85,8 @@ class Requests(CollectiveSpy):
     ) -> Any:
         self._places = []
         name = func._schema.name
+        if name.startswith("c10d::"):
+            self._has_gaps = any(not is_non_overlapping_and_dense_or_false(x) for x in _all(args))
         if name.startswith(("c10d::send", "c10d::recv")):
             for tensor in args[0]:
                 start = tensor.data_ptr()
@@ -125,6 +134,15 @@ class Requests(CollectiveSpy):
                 forgotten.append(request.name)
                 request.work.wait(SETTLE)
         assert not forgotten, _of_forgotten(forgotten)
+
+
+def _all(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors among the arguments of a call, which may stand in lists of lists."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (tuple, list)):
+            yield from _all(value)
 
 
 def _mix(request: _Request, other: _Request) -> bool:
