@@ -97,7 +97,7 @@ def stepper(way: str, sequence: bool, config: GPTConfig, batch: int) -> Callable
 
     torch.set_num_threads(1)
     model, loss_of, finish = sharded(way, sequence, config)
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(model.parameters(), OptimConfig())
     # a fused kernel takes DTensors or plain tensors, not both
     for group in list(optimizer.param_groups):
         plain = [p for p in group["params"] if not isinstance(p, DTensor)]
@@ -129,7 +129,7 @@ def alone(config: GPTConfig, batch: int, steps: int) -> list[float]:
     from labcode.train.optim import make_optimizer
 
     model = initialize(gpt.GPT(config), 0)
-    optimizer = make_optimizer(model, OptimConfig())
+    optimizer = make_optimizer(model.parameters(), OptimConfig())
     tokens = torch.randint(
         config.vocab_size,
         (batch, config.context_length + 1),

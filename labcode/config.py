@@ -274,6 +274,9 @@ class ParallelConfig:
     tp: int = 1  # ranks of tensor parallelism
     order: str = "tp-cp-dp-pp"  # the axes, fastest-varying first: neighbouring ranks differ in tp
     data_parallel: Literal["ddp", "labcode"] = "ddp"  # PyTorch's, or the hand-written one
+    # what is divided over dp: 1 the optimizer's state, 2 gradients too, 3 weights too
+    zero_stage: int = 0
+    zero_replicas: int = 1  # hybrid sharding: dp is so many copies, each divided over dp/copies
     bucket_mb: float = 25.0  # gradients travel in buckets of this size, in MB
     sequence_parallel: bool = (
         False  # over tp: norms, dropout and residuals on a part of the sequence
@@ -287,9 +290,10 @@ class ParallelConfig:
     collective_timeout_s: float = 600.0  # so long a collective waits for a rank that does not come
 
     def __post_init__(self) -> None:
-        ranks = dict.fromkeys(("dp", "pp", "cp", "tp"), SIZE)
+        ranks = dict.fromkeys(("dp", "pp", "cp", "tp", "zero_replicas"), SIZE)
         others = {"stages_per_rank": LAYERS, "layers_per_stage": LAYERS, "bucket_mb": BUCKET_MB}
         others["collective_timeout_s"] = TIMEOUT_S
+        others["zero_stage"] = Range(0, 3, "give 0 for none, or 1, 2 or 3")
         check_fields(self, "parallel", ranks | others)
         if self.layers_per_stage == ():
             raise ValueError(
@@ -380,6 +384,49 @@ class ParallelConfig:
                 "no dropout, set it to 0 or use --parallel.context_attention all_gather"
             )
         _check_sequence(model, shape, self.sequence_parallel)
+        self._check_zero(model, shape)
+
+    def _check_zero(self, model: ModelConfig, shape: GridShape) -> None:
+        """Check what ZeRO can be combined with."""
+        stage = f"parallel.zero_stage={self.zero_stage}"
+        if self.zero_replicas > 1 and not self.zero_stage:
+            raise ValueError(
+                f"parallel.zero_replicas={self.zero_replicas} with {stage}: nothing is divided "
+                "there, choose a stage of 1 to 3"
+            )
+        if shape.dp % self.zero_replicas:
+            raise ValueError(
+                f"parallel.dp={shape.dp} is not divisible by "
+                f"parallel.zero_replicas={self.zero_replicas}: change one of them"
+            )
+        if not self.zero_stage:
+            return
+        if isinstance(model, GPTConfig) and model.kv_heads < shape.tp:
+            raise ValueError(
+                f"{stage} with parallel.tp={shape.tp} and model.num_kv_heads={model.kv_heads}: "
+                "weights of which ranks of tp hold copies cannot be divided as well, use "
+                "parallel.zero_stage=0 or a smaller parallel.tp"
+            )
+        if self.zero_stage > 1 and shape.pp > 1 and self.pipeline_schedule == "zero_bubble":
+            raise ValueError(
+                f"{stage} with parallel.pipeline_schedule=zero_bubble, which puts off the "
+                "gradients of weights that would be gone by then: use parallel.zero_stage=1 or "
+                "another schedule"
+            )
+        if self.data_parallel == "ddp":
+            self._check_zero_of_torch(shape, stage)
+
+    def _check_zero_of_torch(self, shape: GridShape, stage: str) -> None:
+        ours = "use --parallel.data_parallel labcode"
+        if shape.pp > 1:
+            raise ValueError(
+                f"{stage} with parallel.pp={shape.pp} and parallel.data_parallel=ddp: {ours}"
+            )
+        if self.zero_replicas > 1 and (shape.cp > 1 or self.zero_stage == 1):
+            raise ValueError(
+                f"parallel.zero_replicas={self.zero_replicas} with parallel.data_parallel=ddp "
+                f"works for zero_stage 2 and 3 without cp: {ours}"
+            )
 
 
 def _even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
@@ -597,6 +644,13 @@ class Config:
         """
         shape = self.parallel.shape(world_size)
         self.parallel.check(self.model, shape)
+        parallel = self.parallel
+        if self.checkpoint.on and parallel.zero_stage == 1 and parallel.data_parallel == "ddp":
+            raise ValueError(
+                "parallel.zero_stage=1 with parallel.data_parallel=ddp is PyTorch's "
+                "ZeroRedundancyOptimizer, whose state must be gathered on one rank to be saved: "
+                "use --parallel.data_parallel labcode, or no checkpoints"
+            )
         self.parallel.check_stages(shape.pp, self.train.accumulation(shape.dp))
         num_stages = shape.pp * self.parallel.stages_per_rank
         num_microbatches = self.train.accumulation(shape.dp)

@@ -21,7 +21,9 @@ from labcode.topology import AXES, GridShape
 AXIS = "grid: ranks along some axes"
 PIPELINE = "grid: ranks of one pipeline"
 ENDS = "grid: first and last rank of one pipeline"
-PURPOSES = (AXIS, PIPELINE, ENDS)
+PART = "grid: neighbours along a part of an axis"
+ACROSS = "grid: ranks at the same place in each part of an axis"
+PURPOSES = (AXIS, PIPELINE, ENDS, PART, ACROSS)
 
 
 class Grid:
@@ -96,6 +98,47 @@ class Grid:
         self.shape.size(*axes)  # names the axes that exist if one does not
         return self._groups[frozenset(axes)]
 
+    def split(self, axis: str, num_parts: int) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+        """Cut the groups along an axis into parts of neighbours; every rank of the job calls it.
+
+        With `order="tp-cp-dp-pp"` and tp*cp = 1, 8 ranks of dp in 2 parts are
+
+            inside a part     0 1 2 3 | 4 5 6 7
+            across the parts  0 4 | 1 5 | 2 6 | 3 7
+
+        Communicates: each new group meets once through the store; no tensor is sent.
+
+        Args:
+            axis: The axis.
+            num_parts: Into how many parts; it divides the size of the axis.
+
+        Returns:
+            (the group of this rank's part, the group of the ranks at its place in each part)
+
+        Raises:
+            ValueError: The axis cannot be cut into so many equal parts.
+
+        Held by: tests/ranks/test_grid.py::test_an_axis_is_split_into_parts_of_neighbours
+        """
+        size = self.size(axis)
+        if num_parts < 1 or size % num_parts:
+            raise ValueError(
+                f"{axis}={size} cannot be cut into {num_parts} equal parts: choose a divisor of it"
+            )
+        if num_parts == 1:
+            return self.group(axis), self.group()
+        if num_parts == size:
+            return self.group(), self.group(axis)
+        each = size // num_parts
+        parts = []
+        across = []
+        for ranks in self.shape.groups(axis):
+            for first in range(0, size, each):
+                parts.append(ranks[first : first + each])
+            for place in range(each):
+                across.append(ranks[place::each])
+        return _part_group(parts, self.rank, PART), _part_group(across, self.rank, ACROSS)
+
     def ends(self) -> dist.ProcessGroup:
         """The group of the first and the last rank of this rank's pipeline; only they may ask."""
         assert self._ends is not None, (
@@ -157,6 +200,13 @@ def _own_group(all_groups: list[list[int]], rank: int) -> dist.ProcessGroup:
     if found is not None:
         return found
     return _made(_make(all_groups, own, AXIS))
+
+
+def _part_group(all_groups: list[list[int]], rank: int, purpose: str) -> dist.ProcessGroup:
+    """This rank's group among parts of an axis; made unless it was asked for before."""
+    own = _containing(all_groups, rank)
+    assert own is not None, f"rank {rank} is in none of {all_groups}"
+    return _find(own, purpose) or _made(_make(all_groups, own, purpose))
 
 
 def _pipeline_groups(

@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.agreement import on_every_rank
@@ -30,7 +31,9 @@ from labcode.parallel.plan import (
     full_weights,
     keep_own_stages,
 )
-from labcode.parallel.sharding import FullWeight, ParamSharding, broadcast_parameters
+from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcast_parameters
+from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
+from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
 
@@ -86,14 +89,19 @@ def parallelize(
     if plan.prepare is not None:
         plan.prepare(model)
     shardings = _describe_parameters(model, plan, weights, grid)
-    if on_meta:
-        # no rank waits in the broadcasts below for one that has not enough memory
-        on_every_rank(lambda: _draw_on(device, dtype, model, shardings, grid, seed, plan.tied))
-    broadcast_parameters(dict(model.named_parameters()), shardings, grid)
+    draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
+    if on_meta and _keeps_no_weight_whole(parallel):
+        replica = _draw_rows_of_each(model, grid, parallel, draw)
+    else:
+        if on_meta:
+            # no rank waits in the broadcasts below for one that has not enough memory
+            on_every_rank(draw.all)
+        broadcast_parameters(dict(model.named_parameters()), shardings, grid)
+        replica = _replicate(model, grid, parallel)
     if seed is not None:
         # the same on tp, where the same activations are
         torch.manual_seed(_seed_at(seed, grid, "dp", "pp", "cp"))
-    replica = _replicate(model, grid, parallel)
+    _describe_shards(shardings, replica, parallel)
     return ParallelModel(
         replica,
         plan,
@@ -156,38 +164,77 @@ def _describe_parameters(
     return shardings
 
 
-def _draw_on(
-    device: torch.device,
-    dtype: torch.dtype | None,
-    model: nn.Module,
-    shardings: Mapping[str, ParamSharding],
-    grid: Grid,
-    seed: int | None,
-    tied: tuple[str, ...],
-) -> None:
-    """Take the memory for a meta model's weights, and draw them; nothing is communicated."""
-    model.to_empty(device=device).to(device, dtype)
-    _draw(model, shardings, grid, seed, tied)
+class _Draw:
+    """The initial values of a meta model's weights: this rank's parts of them."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        shardings: Mapping[str, ParamSharding],
+        grid: Grid,
+        seed: int | None,
+        tied: tuple[str, ...],
+        device: torch.device,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._model = model
+        self._shardings = shardings
+        self._grid = grid
+        self._seed = seed
+        self._tied = tied
+        self._device = device
+        self._dtype = dtype
+
+    @torch.no_grad()
+    def all(self) -> None:
+        """Take the memory for all weights, and draw them; nothing is communicated."""
+        self._model.to_empty(device=self._device).to(self._device, self._dtype)
+        for name, param in self._model.named_parameters():
+            param.copy_(self.one(name))
+
+    def one(self, name: str) -> torch.Tensor:
+        """This rank's part of a weight's initial value, as tp and pp cut it."""
+        if self._seed is None:
+            raise ValueError(
+                "a model on the meta device has no values: give the seed from which to draw them"
+            )
+        config = cast(GPTConfig | ViTConfig, self._model.config)
+        drawn_as = name
+        if name in self._tied:
+            drawn_as = self._tied[0]  # tied weights have the values of the first
+        whole = initial_value(drawn_as, self._shardings[name].shape, config, self._seed)
+        return self._shardings[name].own(whole, self._grid).to(self._device, self._dtype)
 
 
-@torch.no_grad()
-def _draw(
-    model: nn.Module,
-    shardings: Mapping[str, ParamSharding],
-    grid: Grid,
-    seed: int | None,
-    tied: tuple[str, ...],
-) -> None:
-    """Give each weight this rank's part of its initial value."""
-    if seed is None:
-        raise ValueError(
-            "a model on the meta device has no values: give the seed from which to draw them"
+def _keeps_no_weight_whole(parallel: ParallelConfig) -> bool:
+    return parallel.zero_stage == 3 and parallel.data_parallel == "labcode"
+
+
+def _draw_rows_of_each(
+    model: nn.Module, grid: Grid, parallel: ParallelConfig, draw: _Draw
+) -> Replica:
+    """Divide a meta model over dp; no rank ever holds more than one whole weight beside its rows.
+
+    All ranks draw the same values, so that nothing has to be broadcast.
+    """
+    group, others = _groups_of_zero(grid, parallel)
+    num_shares = grid.size("dp")
+
+    def make() -> Replica:
+        return FullyShardedModule(
+            model, group, num_shares=num_shares, replicas=others, materialize=draw.one
         )
-    config = cast(GPTConfig | ViTConfig, model.config)
-    for name, param in model.named_parameters():
-        drawn_as = tied[0] if name in tied else name  # tied weights have the values of the first
-        whole = initial_value(drawn_as, shardings[name].shape, config, seed)
-        param.copy_(shardings[name].own(whole, grid))
+
+    return on_every_rank(make)
+
+
+def _groups_of_zero(
+    grid: Grid, parallel: ParallelConfig
+) -> tuple[dist.ProcessGroup, list[dist.ProcessGroup]]:
+    """(the ranks over which weights are divided, the groups of ranks that hold the same rows)."""
+    group, replicas = grid.split("dp", parallel.zero_replicas)
+    others = [copies for copies in (replicas, grid.group("cp")) if copies.size() > 1]
+    return group, others
 
 
 def _replicate(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Replica:
@@ -196,11 +243,54 @@ def _replicate(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Replic
     Every weight is partial over cp, since its ranks see different tokens. Megatron-LM and
     torchtitan put cp and dp into one group in the same way.
     """
+    if parallel.zero_stage and not _is_torchs_zero_1(parallel):
+        return _shard_over_dp(model, grid, parallel)
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
     if parallel.data_parallel == "ddp" and grid.size("pp") == 1:
         return TorchDataParallel(model, group, parallel.bucket_mb, num_shares)
     return DataParallel(model, group, parallel.bucket_mb, num_shares)
+
+
+def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:
+    """ZeroRedundancyOptimizer is an optimizer (`train.optim`): gradients stay whole, as in DDP."""
+    return parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
+
+
+def _shard_over_dp(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Replica:
+    """Divide weights, gradients or the optimizer's state over dp; cp holds copies of the parts."""
+    num_shares = grid.size("dp")
+    stays_whole = parallel.zero_stage < 3
+    if parallel.data_parallel == "ddp":
+        return TorchFullyShardedModule(
+            model,
+            grid,
+            num_replicas=parallel.zero_replicas,
+            num_shares=num_shares,
+            reshard_after_forward=not stays_whole,
+        )
+    group, others = _groups_of_zero(grid, parallel)
+    if stays_whole:
+        return ShardedDataParallel(
+            model,
+            group,
+            parallel.bucket_mb,
+            num_shares=num_shares,
+            replicas=others,
+            keep_gradients=parallel.zero_stage == 1,
+        )
+    return FullyShardedModule(model, group, num_shares=num_shares, replicas=others)
+
+
+def _describe_shards(
+    shardings: dict[str, ParamSharding], replica: Replica, parallel: ParallelConfig
+) -> None:
+    """Note which weights are cut over dp as well, within the parts that tp makes."""
+    copies = None if parallel.zero_replicas == 1 else (parallel.zero_replicas,)
+    over_dp = Shard(0, copies=copies, apart=True, in_chunks=True)
+    for name in replica.shards:
+        sharding = shardings[name]
+        shardings[name] = replace(sharding, shards={**sharding.shards, "dp": over_dp})
 
 
 def _seed_at(seed: int, grid: Grid, *axes: str) -> int:

@@ -44,6 +44,8 @@ class DataParallel(nn.Module):
             `no_sync()`; its gradient would be lost.
     """
 
+    accumulates_shards = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -55,6 +57,7 @@ class DataParallel(nn.Module):
         self.module = module
         self.group = group
         self.num_shares = num_shares or dist.get_world_size(group)
+        self.shards: dict[str, nn.Parameter] = {}  # every rank keeps whole weights
         self._syncing = True
         first = dist.get_global_rank(group, 0)
         with torch.no_grad():
@@ -89,6 +92,9 @@ class DataParallel(nn.Module):
                 bucket.send(self.group, self.num_shares)
         for bucket in self.buckets:
             bucket.receive()
+
+    def gather_parameters(self) -> None:
+        """Nothing is left to do after an optimizer step: every rank has updated all weights."""
 
     def _gradient_ready(self, bucket: "Bucket", param: nn.Parameter) -> None:
         if not self._syncing:
@@ -135,6 +141,8 @@ class TorchDataParallel(DistributedDataParallel):
         options: More arguments of DDP, such as `find_unused_parameters`.
     """
 
+    accumulates_shards = False
+
     def __init__(
         self,
         module: nn.Module,
@@ -146,11 +154,15 @@ class TorchDataParallel(DistributedDataParallel):
         super().__init__(
             module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
         )
+        self.shards: dict[str, nn.Parameter] = {}
         if num_shares not in (None, dist.get_world_size(process_group)):
             # DDP divides by the number of ranks; a hook replaces its average by one of our own
             self.register_comm_hook((process_group, num_shares), _sum_then_divide)
 
     def finish_gradient_sync(self) -> None:
+        """Nothing is left to do."""
+
+    def gather_parameters(self) -> None:
         """Nothing is left to do."""
 
 

@@ -28,10 +28,18 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of one micro-bat
 class Replica(Protocol):
     """A module whose gradients are averaged over the ranks that hold copies of it.
 
-    `parallel.data.DataParallel` and `parallel.data.TorchDataParallel` are two of them.
+    `parallel.data.DataParallel`, `parallel.data.TorchDataParallel` and those of `parallel.zero`.
+
+    Attributes:
+        module: What is wrapped.
+        shards: {name: this rank's rows of a weight} of the weights that are divided over dp; their
+            `.grad` is the average. Empty without ZeRO.
+        accumulates_shards: Gradients are averaged at each backward and added up in `shards`.
     """
 
     module: nn.Module
+    shards: dict[str, nn.Parameter]
+    accumulates_shards: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
@@ -43,6 +51,10 @@ class Replica(Protocol):
 
     def finish_gradient_sync(self) -> None:
         """Wait until the gradients are averaged."""
+        ...
+
+    def gather_parameters(self) -> None:
+        """After the optimizer: let all ranks have the weights that each has updated."""
         ...
 
 
@@ -58,6 +70,8 @@ class ParallelModel(nn.Module):
         shardings: {name of a weight of this rank in the whole model: how it is spread}.
         full_weights: {name: stage and shape} of all weights of the whole model.
         grid: The process groups.
+        weights: {name: what this rank trains and keeps of it}: the weight of the module or, where
+            ZeRO divides it, this rank's rows.
         loss: `loss(output, targets) -> scalar` of this rank's output: the loss of its dp rank's
             samples, the same on every rank of tp and cp.
         on_action: With a pipeline: called as `on_action(action, started_s, stopped_s)` after each
@@ -81,6 +95,8 @@ class ParallelModel(nn.Module):
         self.shardings = shardings
         self.full_weights = full_weights
         self.grid = grid
+        own = dict(replica.module.named_parameters())
+        self.weights = {name: replica.shards.get(name, param) for name, param in own.items()}
         self.loss = partial(plan.loss, **(loss_options or {}))
         self.autocast_dtype = autocast_dtype
         self.on_action: OnAction | None = None
@@ -125,7 +141,8 @@ class ParallelModel(nn.Module):
         total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
         for number, (inputs, targets) in enumerate(batches):
             is_last = number == len(batches) - 1
-            with contextlib.nullcontext() if is_last else self.no_sync():
+            syncs = is_last or self.replica.accumulates_shards
+            with contextlib.nullcontext() if syncs else self.no_sync():
                 with self._autocast():
                     loss = self.loss(self(inputs), targets)
                 (loss * weights[number]).backward()
@@ -160,24 +177,30 @@ class ParallelModel(nn.Module):
     def finish_gradient_sync(self) -> None:
         """Finish the average over dp and the sums of partial gradients over cp, tp and stages."""
         self.replica.finish_gradient_sync()
-        all_reduce_partial_gradients(self._params(), self.shardings, self.grid)
+        all_reduce_partial_gradients(self.weights, self.shardings, self.grid)
+
+    def gather_parameters(self) -> None:
+        """After the optimizer's step: let all ranks of dp have the weights that each updated."""
+        self.replica.gather_parameters()
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""
-        return gradient_norm(self._params(), self.shardings, self.grid)
+        return gradient_norm(self.weights, self.shardings, self.grid)
 
     def full_state_dict(self) -> Any:
         """(name, tensor) of the whole model's state dict, one at a time.
 
         All ranks iterate over it together.
         """
-        return full_state_dict(self.module, self.shardings, self.full_weights, self.grid)
+        return full_state_dict(
+            self.module, self.weights, self.shardings, self.full_weights, self.grid
+        )
 
     def describe(self) -> str:
         """The plan, and this rank's weights: shapes, and where their gradients are summed."""
         lines = [f"{entry.modules:26}{entry.how}" for entry in self.plan.entries]
         lines.append("")
-        for name, param in self._params().items():
+        for name, param in self.weights.items():
             sharding = self.shardings[name]
             shapes = f"{list(sharding.shape)} -> {list(param.shape)}"
             axes = list(sharding.partial_over)
@@ -239,13 +262,10 @@ class ParallelModel(nn.Module):
 
     def _boundary(self, inputs: torch.Tensor) -> torch.Tensor:
         """An empty tensor like what a stage hands to the next one."""
-        example = next(self.module.parameters())
+        example = next(self.module.parameters())  # perhaps without memory, but with a dtype
         return example.new_empty(self.plan.stages.boundary(inputs))
 
     def _autocast(self) -> AbstractContextManager:
         device = self.grid.mesh.device_type
         enabled = self.autocast_dtype is not None
         return torch.autocast(device, self.autocast_dtype, enabled=enabled)
-
-    def _params(self) -> dict[str, nn.Parameter]:
-        return dict(self.module.named_parameters())

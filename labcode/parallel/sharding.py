@@ -39,17 +39,24 @@ class Shard:
     an attention become q0 | k0 | v0 and q1 | k1 | v1, so that every rank gets whole heads of each.
 
     With `copies` a section is cut into fewer pieces than there are ranks: `copies` neighbouring
-    ranks hold the same piece. This is for attention with fewer key/value heads than ranks.
+    ranks hold the same piece. This is for attention with fewer key/value heads than ranks. If the
+    copies lie `apart`, ranks that follow each other hold different pieces until all are there; then
+    it begins again. This is for hybrid sharding, whose neighbours are one copy of the model.
 
     Args:
         dim: The dim that is cut.
         sections: Lengths along `dim`, which add up to its size; None: one section.
         copies: How many ranks hold the same piece, for each section; None: 1 for all.
+        apart: Where the copies of a piece are.
+        in_chunks: Cut as `torch.chunk` does: all pieces but the last ones have the same size, and
+            the last ones may be smaller or empty.
     """
 
     dim: int
     sections: tuple[int, ...] | None = None
     copies: tuple[int, ...] | None = None
+    apart: bool = False
+    in_chunks: bool = False
 
     def take(self, whole: torch.Tensor, index: int, parts: int) -> torch.Tensor:
         """Part number `index` of `parts`: a copy, so that nothing holds on to the whole."""
@@ -79,8 +86,18 @@ class Shard:
         pieces = []
         for number, section in enumerate(whole.split(lengths, self.dim)):
             copies = self.copies_of(number)
-            pieces.append(section.tensor_split(parts // copies, self.dim)[index // copies])
+            num_pieces = parts // copies
+            place = index % num_pieces if self.apart else index // copies
+            pieces.append(self._cut(section, num_pieces, place))
         return pieces
+
+    def _cut(self, section: torch.Tensor, num_pieces: int, place: int) -> torch.Tensor:
+        if not self.in_chunks:
+            return section.tensor_split(num_pieces, self.dim)[place]
+        rows = section.shape[self.dim]
+        each = -(-rows // num_pieces)  # rounded up
+        first = min(place * each, rows)
+        return section.narrow(self.dim, first, min(each, rows - first))
 
 
 @dataclass(frozen=True)
@@ -237,6 +254,7 @@ def gradient_norm(params: Params, shardings: Shardings, grid: Grid) -> torch.Ten
 
 def full_state_dict(
     module: nn.Module,
+    params: Params,
     shardings: Shardings,
     full_weights: Mapping[str, FullWeight],
     grid: Grid,
@@ -250,18 +268,19 @@ def full_state_dict(
 
     Args:
         module: This rank's part of the model.
-        shardings: Of its weights.
+        params: What this rank holds of each of its weights.
+        shardings: How each of them is spread.
         full_weights: Of all weights of the whole model, in the order of the state dict.
     """
     first_names = {id(param): name for name, param in module.named_parameters()}
     own = dict(module.named_parameters(remove_duplicate=False))  # tied weights under both names
-    example = next(iter(own.values()))
+    example = next(iter(params.values()))
     group = grid.group("pp")
     for name, (stage, shape) in full_weights.items():
         if stage == grid.coord("pp"):
-            param = own[name]
-            sharding = shardings[first_names[id(param)]]
-            whole = sharding.full(param.detach(), grid).contiguous()
+            first_name = first_names[id(own[name])]
+            sharding = shardings[first_name]
+            whole = sharding.full(params[first_name].detach(), grid).contiguous()
         else:
             whole = example.new_empty(shape)
         dist.broadcast(whole, src=dist.get_global_rank(group, stage), group=group)
@@ -352,6 +371,9 @@ def _sum_copied_sections(params: Params, shardings: Shardings, group: dist.Proce
 
 def _counted_here(grad: torch.Tensor, sharding: ParamSharding, grid: Grid) -> list[torch.Tensor]:
     """What this rank adds to the norm: of several copies of a section the first one counts."""
+    over_dp = sharding.shards.get("dp")
+    if over_dp is not None and grid.coord("dp") >= grid.size("dp") // over_dp.copies_of(0):
+        return []  # hybrid sharding: the first ranks of dp are the first copy of the model
     if not _has_copies(sharding):
         return [grad]
     index = grid.coord("tp")

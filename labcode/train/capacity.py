@@ -149,11 +149,17 @@ def _rank_bytes(
         weights + max(gradients + moments, activations) + data of a step
 
     Gradients are freed before the next forward, and before the first step there are no moments.
+    ZeRO divides moments, gradients and weights over dp, from stage 1, 2 and 3 on.
     """
     value_bytes = _value_bytes(config)
-    weights = value_bytes * _parameters(model, config, shape, coord)
+    whole = value_bytes * _parameters(model, config, shape, coord)
+    stage = config.parallel.zero_stage
+    part = whole / (shape.dp // config.parallel.zero_replicas)
+    moments = 2 * (part if stage >= 1 else whole)
+    gradients = part if stage >= 2 else whole
+    weights = part if stage >= 3 else whole
     activations = _activation_bytes(model, config, shape, coord)
-    return weights + max(3 * weights, activations) + _data_bytes(model, config, shape)
+    return weights + max(gradients + moments, activations) + _data_bytes(model, config, shape)
 
 
 def _value_bytes(config: Config) -> int:

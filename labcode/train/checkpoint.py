@@ -32,7 +32,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
-from labcode.config import Config
+from labcode.config import Config, ParallelConfig
 from labcode.files import sync_folder, write_atomically
 from labcode.recipes import field_paths
 from labcode.train import finite
@@ -373,7 +373,9 @@ class Checkpoints:
         Raises:
             ValueError: They differ in more than `MAY_CHANGE`.
         """
-        then = _flat(about.config)
+        # a field that is newer than the checkpoint had the effect of its default
+        then = _flat({"parallel": _plain(dataclasses.asdict(ParallelConfig()))})
+        then |= _flat(about.config)
         now = _plain(field_paths(self.config))
         differing = []
         for name in sorted(now.keys() | then.keys()):

@@ -86,7 +86,7 @@ def _tensors(
     model: ParallelModel, optimizer: torch.optim.Optimizer | None
 ) -> Iterator[tuple[str, str, torch.Tensor]]:
     """(name of the weight, what to call the tensor, the tensor): all weights, then the state."""
-    params = dict(model.module.named_parameters())
+    params = model.weights
     for name, param in params.items():
         yield name, name, param.detach()
     if optimizer is None:

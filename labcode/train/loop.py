@@ -99,10 +99,11 @@ class Trainer:
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
         self.model = self._build()
-        self.optimizer = on_every_rank(lambda: make_optimizer(self.model, config.optim))
+        self.optimizer = on_every_rank(self._make_optimizer)
         self.state = RunState(self.model, self.optimizer, self.batches, world.device)
         if start:
             self._checkpoints_in(start.parents[1]).load(self.state, start)
+            self.model.gather_parameters()  # under ZeRO each rank has read its own rows
         self.steps_before = self.steps_done
         self.open(out)
 
@@ -130,6 +131,12 @@ class Trainer:
             autocast_dtype=self.dtype if self.dtype == torch.bfloat16 else None,
             loss_options=self.task.loss_options,
         )
+
+    def _make_optimizer(self) -> torch.optim.Optimizer:
+        parallel = self.config.parallel
+        by_torch = parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
+        group = self.grid.group("dp") if by_torch else None
+        return make_optimizer(self.model.weights.values(), self.config.optim, group)
 
     def open(self, out: Path | None) -> None:
         """From now on write into this folder; None writes nothing.
@@ -227,9 +234,10 @@ class Trainer:
         grad_norm = self.model.gradient_norm().item()
         if not math.isfinite(grad_norm):
             raise Diverged(f"the gradient norm is {grad_norm}: {CURE}")
-        clip_gradients(self.model.parameters(), grad_norm, self.config.optim.clip_norm)
+        clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        self.model.gather_parameters()
         # only now: a step that was broken off does not count
         self.batches.advance()
         return Step(loss, grad_norm, lr)
@@ -355,7 +363,7 @@ class Trainer:
                 weights[name] = tensor.cpu().clone()
         self.log.close()
         if self.out and self.log.writes:
-            sharded = self.grid.size("pp", "cp", "tp") > 1
+            sharded = self.grid.size("pp", "cp", "tp") > 1 or self.config.parallel.zero_stage == 3
             own = None if sharded else self.model.module
             write_result(self.out, self.task, self.config.train, weights, own)
 

@@ -5,10 +5,14 @@ import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from torch.distributed.tensor import DTensor
+
+from labcode.parallel.model import ParallelModel
 
 
 class StepClock:
@@ -50,3 +54,45 @@ def peak_memory_bytes(device: torch.device) -> int:
             return int(found[1]) * 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, others KiB
+
+
+class HeldBytes(NamedTuple):
+    """What a rank keeps for a model, in bytes; each memory counts once.
+
+    Args:
+        weights: Those of the module, and this rank's rows of them.
+        gradients: Of both.
+        optimizer: What the optimizer keeps for each weight.
+    """
+
+    weights: int
+    gradients: int
+    optimizer: int
+
+
+def held_bytes(model: ParallelModel, optimizer: torch.optim.Optimizer) -> HeldBytes:
+    """Weights, gradients and optimizer state that are in this rank's memory now.
+
+    Call it between `forward_backward` and the optimizer's step, when all three are there.
+
+    Held by: tests/ranks/test_zero_memory.py
+    """
+    params = [*model.module.parameters(), *model.weights.values()]
+    grads = [param.grad for param in params if param.grad is not None]
+    state = []
+    for values in optimizer.state.values():
+        for value in values.values():
+            if isinstance(value, torch.Tensor):
+                state.append(value)
+    return HeldBytes(_storage_bytes(params), _storage_bytes(grads), _storage_bytes(state))
+
+
+def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes of the memory behind some tensors, that of views of one memory once."""
+    sizes = {}
+    for tensor in tensors:
+        own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        storage = own.untyped_storage()
+        if storage.nbytes():
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

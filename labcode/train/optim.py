@@ -7,27 +7,42 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labcode.config import OptimConfig
 
 
-def make_optimizer(model: nn.Module, config: OptimConfig) -> torch.optim.AdamW:
+def make_optimizer(
+    params: Iterable[nn.Parameter],
+    config: OptimConfig,
+    sharded_over: dist.ProcessGroup | None = None,
+) -> torch.optim.Optimizer:
     """AdamW with weight decay on tensors of two dims or more, without it on biases and norms.
 
-    Frozen weights are left out.
+    Args:
+        params: The weights; frozen ones are left out.
+        config: Rates and decay.
+        sharded_over: Divide the optimizer's state over this group with PyTorch's
+            ZeroRedundancyOptimizer; None: this rank keeps that of all `params`.
 
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165),
     appendix B.
     """
-    trained = [param for param in model.parameters() if param.requires_grad]
+    trained = [param for param in params if param.requires_grad]
     matrices = [param for param in trained if param.dim() >= 2]
     vectors = [param for param in trained if param.dim() < 2]
     groups = [
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(groups, lr=config.lr, betas=(config.beta1, config.beta2), fused=True)
+    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": True}
+    if sharded_over is not None:
+        return ZeroRedundancyOptimizer(
+            groups, torch.optim.AdamW, process_group=sharded_over, **options
+        )
+    return torch.optim.AdamW(groups, **options)
 
 
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:

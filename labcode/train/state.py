@@ -45,7 +45,7 @@ class RunState:
         device: torch.device,
     ) -> None:
         self.model = model
-        self.params = dict(model.module.named_parameters())
+        self.params = model.weights
         self.optimizer = optimizer
         self.batches = batches
         self.device = device

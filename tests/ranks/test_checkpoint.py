@@ -22,6 +22,7 @@ from faults import forks
 
 from labcode import recipes
 from labcode.train import metrics
+from labcode.train.checkpoint_files import read_about
 
 TINY = {
     "model.num_layers": 2,
@@ -49,6 +50,13 @@ GRIDS = {
         "parallel.data_parallel": "labcode",
     },
     "cp 2, tp 2": {"parallel.cp": 2, "parallel.tp": 2, "model.dropout": 0.0},
+    "dp 2, tp 2, ZeRO-1": {
+        "parallel.tp": 2,
+        "parallel.zero_stage": 1,
+        "parallel.data_parallel": "labcode",
+    },
+    "dp 4, ZeRO-3": {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"},
+    "dp 4, FSDP2": {"parallel.zero_stage": 3, "parallel.data_parallel": "ddp"},
 }
 TRAIN = [
     sys.executable,
@@ -93,6 +101,15 @@ def test_going_on_gives_bit_for_bit_the_run_that_never_stopped(ranks4, tmp_path,
     assert all(torch.equal(whole[name], again[name]) for name in whole)
     kept = [row["step"] for row in metrics.read(tmp_path) if "loss" in row]
     assert kept == [1, 2, 3, 4, 5, 6]  # those of the two attempts, each once
+
+
+def test_a_checkpoint_that_is_older_than_a_field_can_be_resumed_from(ranks2, tmp_path):
+    ranks2.run(train, CONFIG, tmp_path, None, 3)
+    start = tmp_path / "checkpoints" / "step-00000006"
+    about = read_about(start)
+    del about.config["parallel"]["zero_stage"]
+    (start / "run.json").write_bytes(about.to_json())
+    assert set(ranks2.run(newest, CONFIG, tmp_path)) == {start}
 
 
 def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):

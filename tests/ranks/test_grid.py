@@ -4,6 +4,7 @@ import itertools
 
 import pytest
 
+from labcode.pool.answers import RankError
 from labcode.topology import AXES, GridShape
 
 SHAPES_OF_4 = [
@@ -71,6 +72,36 @@ def meshes(sizes, order):
 def test_the_mesh_agrees_with_init_device_mesh(ranks4, order):
     for ours, theirs in ranks4.run(meshes, (2, 1, 1, 2), order):
         assert ours == theirs
+
+
+def split(sizes, order, axis, num_parts):
+    import torch.distributed as dist
+
+    from labcode.comm.grid import Grid
+
+    grid = Grid.create(GridShape(*sizes, order=order))
+    inside, across = grid.split(axis, num_parts)
+    again = grid.split(axis, num_parts)
+    assert again == (inside, across)  # made once
+    return dist.get_process_group_ranks(inside), dist.get_process_group_ranks(across)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_parts", "expected"),
+    [
+        ((4, 1, 1, 1), 2, [([0, 1], [0, 2]), ([0, 1], [1, 3]), ([2, 3], [0, 2]), ([2, 3], [1, 3])]),
+        ((4, 1, 1, 1), 1, [([0, 1, 2, 3], [rank]) for rank in range(4)]),
+        ((4, 1, 1, 1), 4, [([rank], [0, 1, 2, 3]) for rank in range(4)]),
+        ((2, 1, 1, 2), 2, [([0], [0, 2]), ([1], [1, 3]), ([2], [0, 2]), ([3], [1, 3])]),
+    ],
+)
+def test_an_axis_is_split_into_parts_of_neighbours(ranks4, sizes, num_parts, expected):
+    assert ranks4.run(split, sizes, "tp-cp-dp-pp", "dp", num_parts) == expected
+
+
+def test_an_axis_that_cannot_be_split_is_refused(ranks4):
+    with pytest.raises(RankError, match="dp=4 cannot be cut into 3 equal parts: choose a divisor"):
+        ranks4.run(split, (4, 1, 1, 1), "tp-cp-dp-pp", "dp", 3)
 
 
 def coordinates(shape):

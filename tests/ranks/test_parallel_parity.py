@@ -131,7 +131,7 @@ def plain_run(config):
 
     task, batch = make_task(config), config.train.global_batch
     model = initialize(task.build(), config.train.seed).double()
-    optimizer = make_optimizer(model, config.optim)
+    optimizer = make_optimizer(model.parameters(), config.optim)
     batches = Batches(len(task.train), batch, dp_size=1, dp_coord=0, seed=config.train.seed)
 
     def loss_of(data, indices):
@@ -286,6 +286,54 @@ def test_every_schedule_on_every_grid_trains_like_one_process(
     pool = request.getfixturevalue(f"ranks{math.prod(grid)}")
     base, config = piped(grid, schedule)
     assert_same(pool.run(fit, config), deep_reference(base))
+
+
+TIED, GROUPED, WEATHER = MODELS
+ZERO = [  # (stage, whose, dp, pp, cp, tp): the model, and what else is switched on
+    ((1, "labcode", 2, 1, 1, 1), TIED, {"parallel.bucket_mb": 1e-3, "train.micro_batch": 1}),
+    ((2, "labcode", 4, 1, 1, 1), TIED, {"train.micro_batch": 1}),
+    ((3, "labcode", 4, 1, 1, 1), TIED, {"train.micro_batch": 1}),
+    ((3, "labcode", 2, 1, 1, 1), WEATHER, {"parallel.activation_checkpointing": "full"}),
+    ((1, "ddp", 2, 1, 1, 1), TIED, {"train.micro_batch": 2}),
+    ((2, "ddp", 2, 1, 1, 1), WEATHER, {}),
+    ((3, "ddp", 4, 1, 1, 1), TIED, {"train.micro_batch": 1}),
+    ((3, "ddp", 2, 1, 2, 1), GROUPED, {}),
+    ((3, "labcode", 2, 1, 1, 2), TIED, {"parallel.sequence_parallel": True}),
+    ((3, "labcode", 2, 1, 2, 1), GROUPED, {"train.micro_batch": 2}),
+    ((2, "labcode", 2, 1, 1, 2), WEATHER, {"parallel.sequence_parallel": True}),
+    ((2, "labcode", 2, 1, 2, 1), GROUPED, {}),
+    ((3, "ddp", 2, 1, 1, 2), GROUPED, {"parallel.sequence_parallel": True}),
+    ((3, "labcode", 2, 2, 1, 1), TIED, {"train.micro_batch": 1}),
+    ((2, "labcode", 2, 2, 1, 1), WEATHER, {"train.micro_batch": 1}),
+    (
+        (1, "labcode", 2, 2, 1, 1),
+        TIED,
+        {"train.micro_batch": 1, "parallel.pipeline_schedule": "zero_bubble"},
+    ),
+    ((3, "labcode", 4, 1, 1, 1), GROUPED, {"parallel.zero_replicas": 2}),
+    ((2, "labcode", 4, 1, 1, 1), TIED, {"parallel.zero_replicas": 2}),
+    ((3, "ddp", 4, 1, 1, 1), WEATHER, {"parallel.zero_replicas": 2}),
+    (
+        (3, "labcode", 2, 2, 1, 2),
+        TIED,
+        {"train.micro_batch": 1, "parallel.sequence_parallel": True},
+    ),
+    ((3, "labcode", 4, 1, 2, 1), GROUPED, {"parallel.zero_replicas": 2}),
+]
+
+
+@pytest.mark.parametrize(("grid", "name", "extra"), ZERO, ids=name_of)
+def test_every_zero_stage_trains_like_one_process(request, reference, grid, name, extra):
+    stage, whose, dp, pp, cp, tp = grid
+    pool = request.getfixturevalue(f"ranks{dp * pp * cp * tp}")
+    chosen = {"parallel.zero_stage": stage, "parallel.data_parallel": whose, "parallel.pp": pp}
+    config = recipes.with_changes(MODELS[name], changes(dp, cp, tp, **(chosen | extra)))
+    if pp > 1:
+        config = recipes.with_changes(config, {"model.num_layers": 2})
+        alone = recipes.with_changes(MODELS[name], {"model.num_layers": 2})
+        assert_same(pool.run(fit, config), plain_run(alone))
+    else:
+        assert_same(pool.run(fit, config), reference(name))
 
 
 def diverge(config):

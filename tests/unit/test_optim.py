@@ -29,7 +29,7 @@ def test_a_run_shorter_than_its_warm_up_has_a_rate_at_every_step(steps):
 def test_only_matrices_decay_and_frozen_weights_are_left_out():
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3), nn.Linear(3, 1))
     model[2].requires_grad_(False)
-    groups = make_optimizer(model, OptimConfig(weight_decay=0.3)).param_groups
+    groups = make_optimizer(model.parameters(), OptimConfig(weight_decay=0.3)).param_groups
     assert [group["weight_decay"] for group in groups] == [0.3, 0.0]
     assert [p is model[0].weight for p in groups[0]["params"]] == [True]
     assert len(groups[1]["params"]) == 3

@@ -52,6 +52,33 @@ VIT = ViTConfig(num_variables=2, lat=30, lon=60, patch_size=5, num_heads=4)  # 6
             {},
             r"model.dropout=0.1 with parallel.cp=2: ring attention has no dropout",
         ),
+        (GPT, {"dp": 2}, {"zero_stage": 4}, r"parallel.zero_stage=4: give at most 3"),
+        (GPT, {"dp": 2}, {"zero_replicas": 2}, r"zero_replicas=2 with parallel.zero_stage=0"),
+        (
+            GPT,
+            {"dp": 4},
+            {"zero_stage": 3, "zero_replicas": 3},
+            r"parallel.dp=4 is not divisible by parallel.zero_replicas=3",
+        ),
+        (
+            GPTConfig(num_kv_heads=2),
+            {"tp": 4, "dp": 2},
+            {"zero_stage": 1},
+            r"zero_stage=1 with parallel.tp=4 and model.num_kv_heads=2: weights of which ranks",
+        ),
+        (
+            GPT,
+            {"pp": 2, "dp": 2},
+            {"zero_stage": 2, "pipeline_schedule": "zero_bubble", "data_parallel": "labcode"},
+            r"zero_stage=2 with parallel.pipeline_schedule=zero_bubble",
+        ),
+        (GPT, {"pp": 2, "dp": 2}, {"zero_stage": 3}, r"use --parallel.data_parallel labcode"),
+        (
+            GPT,
+            {"cp": 2, "dp": 2},
+            {"zero_stage": 3, "zero_replicas": 2},
+            r"zero_replicas=2 with parallel.data_parallel=ddp works for zero_stage 2 and 3 without",
+        ),
         (
             GPT,
             {},
@@ -79,6 +106,12 @@ def test_a_layout_that_cannot_work_is_refused_in_one_line(model, grid, options, 
         (GPTConfig(dropout=0.1), {"cp": 2}, {"context_attention": "all_gather"}),
         (GPTConfig(dropout=0.1), {"tp": 2}, {"context_attention": "ring"}),
         (VIT, {"cp": 2, "tp": 4}, {"sequence_parallel": True}),
+        (VIT, {"dp": 4}, {"zero_stage": 3, "zero_replicas": 2}),
+        (
+            GPT,
+            {"dp": 2, "pp": 2},
+            {"zero_stage": 1, "pipeline_schedule": "zero_bubble", "data_parallel": "labcode"},
+        ),
         # sizes that come from the data are checked when they are known
         (ViTConfig(), {"cp": 7}, {}),
     ],
@@ -92,6 +125,10 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
     [
         ({"parallel.tp": 3}, "model.num_heads=4 is not divisible"),
         ({"parallel.cp": 3, "model.context_length": 5}, "context_length"),
+        (
+            {"parallel.zero_stage": 1, "checkpoint.every": 5, "train.global_batch": 6},
+            "ZeroRedundancyOptimizer, whose state must be gathered on one rank to be saved",
+        ),
         (
             {"parallel.pp": 3, "model.num_layers": 2},
             "3*1 stages, but model.num_layers=2: each stage needs a layer",

@@ -1,0 +1,209 @@
+"""ZeRO-1 and 2: data parallelism in which a rank gets its own part of the averaged gradients.
+
+An all-reduce is a reduce-scatter and an all-gather. After the first half each rank has the sum for
+its own rows; that is all it needs if it updates only them. The second half gathers the new weights
+in place of the gradients:
+
+    DDP       all-reduce of gradients                                2 (p-1)/p  N
+    ZeRO-1,2  reduce-scatter of gradients, all-gather of weights     2 (p-1)/p  N
+
+So optimizer state and gradients shrink to 1/p and nothing more is sent. The stages differ in what
+becomes of the other rows' gradients: stage 1 keeps the memory until the optimizer has stepped,
+stage 2 frees each bucket as soon as it has been sent.
+
+Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.1, 5.2 and 7.1.
+"""
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from labcode.comm.collectives import start_reduce_scatter
+from labcode.parallel.data import make_buckets
+from labcode.parallel.zero.cut import Cut, piece_of
+from labcode.parallel.zero.optimizer import gather_weights
+
+
+class ShardedDataParallel(nn.Module):
+    """A module whose averaged gradients, and so the optimizer's state, are divided over a group.
+
+    Call it like the module. After the last backward of a step call `finish_gradient_sync()`, let an
+    optimizer step that was made of `shards`, and call `gather_parameters()`.
+
+    Communicates: at construction a broadcast of parameters and buffers; backward one reduce-scatter
+        per bucket, `(p-1)/p` times the gradients' bytes; `gather_parameters` as much. With replicas
+        an all-reduce of each rank's part over each of these groups.
+    Held by: tests/ranks/test_zero.py::test_sharded_gradients_are_those_of_one_process,
+        tests/ranks/test_parallel_parity.py
+
+    Args:
+        module: The same module on every rank.
+        group: The ranks over which gradients and state are divided.
+        bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
+        num_shares: Into how many shares the batch is cut: the sum of the gradients is divided by
+            it. None: as many as ranks.
+        replicas: More groups of ranks that hold the same weights: the part of each rank is summed
+            over them too.
+        keep_gradients: Keep each gradient's memory until the optimizer has stepped (ZeRO-1).
+
+    Attributes:
+        shards: {name: this rank's rows of a trained weight}; they share the weight's memory. Their
+            `.grad` is the average.
+    """
+
+    accumulates_shards = False  # whole gradients add up, and are sent once
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        bucket_mb: float = 25,
+        *,
+        num_shares: int | None = None,
+        replicas: Sequence[dist.ProcessGroup] = (),
+        keep_gradients: bool = False,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.num_shares = num_shares or group.size()
+        self.replicas = tuple(replicas)
+        self.keep_gradients = keep_gradients
+        self._syncing = True
+        with torch.no_grad():
+            for copies in (group, *self.replicas):
+                first = dist.get_global_rank(copies, 0)
+                for tensor in (*module.parameters(), *module.buffers()):
+                    dist.broadcast(tensor, src=first, group=copies)
+        own: dict[nn.Parameter, nn.Parameter] = {}
+        for param in module.parameters():
+            if param.requires_grad:
+                rows = piece_of(param.detach(), group.rank(), group.size())
+                own[param] = nn.Parameter(rows)
+        self.shards = shards_by_name(module, own)
+        self.buckets: list[ShardedBucket] = []
+        for number, bucket in enumerate(make_buckets(module, bucket_mb)):
+            self.buckets.append(ShardedBucket(bucket.params, own, group))
+            for param in bucket.params:
+                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """What the module computes."""
+        return self.module(*args, **kwargs)
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates whole gradients."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def finish_gradient_sync(self) -> None:
+        """Wait until each of the `shards` has its average; every rank calls it once per step."""
+        for bucket in self.buckets:
+            if bucket.finish is None:
+                bucket.send(self.num_shares)
+        for bucket in self.buckets:
+            bucket.receive(self.replicas, self.keep_gradients)
+
+    def gather_parameters(self) -> None:
+        """Give all ranks the rows that each has updated; every rank calls it after the optimizer.
+
+        Communicates: one all-gather for each bucket.
+        """
+        for bucket in self.buckets:
+            gather_weights(bucket.params, self.group)
+
+    def _gradient_ready(self, bucket: "ShardedBucket", param: nn.Parameter) -> None:
+        if not self._syncing:
+            return
+        if param not in bucket.missing:
+            raise RuntimeError(
+                "a second backward ran before finish_gradient_sync(), its gradient would be lost: "
+                "call finish_gradient_sync() after each backward, or run all but the last one "
+                "inside no_sync()"
+            )
+        bucket.missing.remove(param)
+        for candidate in self.buckets:  # in one order on all ranks, as in `parallel.data`
+            if candidate.finish is not None:
+                continue
+            if candidate.missing:
+                break
+            candidate.send(self.num_shares)
+
+
+class ShardedBucket:
+    """Some weights of one dtype whose gradients travel together.
+
+    Attributes:
+        params: The weights.
+        missing: Those whose gradient is not ready yet.
+        finish: Waits for the reduce-scatter under way; None before it has begun.
+    """
+
+    def __init__(
+        self,
+        params: list[nn.Parameter],
+        own: Mapping[nn.Parameter, nn.Parameter],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self.params = params
+        self.shards = [own[param] for param in params]
+        self.group = group
+        self.cut = Cut([param.shape for param in params], group.size())
+        self.missing = set(params)
+        self.finish: Callable[[], torch.Tensor] | None = None
+
+    def send(self, num_shares: int) -> None:
+        """Start the reduce-scatter without waiting for it."""
+        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
+        message = self.cut.pack_all(grads, grads[0].dtype)
+        message /= num_shares  # before the sum, which might overflow in fp16
+        self.finish = start_reduce_scatter(message, self.group, dim=0)
+
+    def receive(self, replicas: Sequence[dist.ProcessGroup], keep: bool) -> None:
+        """Wait, and hand this rank's averages to its shards."""
+        assert self.finish is not None, "send() comes first"
+        segment = self.finish()
+        for group in replicas:
+            dist.all_reduce(segment, group=group)
+        index = self.group.rank()
+        for param, shard, mean in zip(self.params, self.shards, self.cut.unpack(segment, index)):
+            if keep and param.grad is not None:
+                place = piece_of(param.grad, index, self.group.size())
+                place.copy_(mean)
+                shard.grad = place  # holds the memory of the whole gradient
+            else:
+                shard.grad = mean.clone()
+            param.grad = None
+        self.finish = None
+        self.missing = set(self.params)
+
+
+def shards_by_name(
+    module: nn.Module, own: Mapping[nn.Parameter, nn.Parameter]
+) -> dict[str, nn.Parameter]:
+    """{name of a weight: this rank's part of it}, for the weights that are divided."""
+    shards = {}
+    for name, param in module.named_parameters():
+        if param in own:
+            shards[name] = own[param]
+    return shards
+
+
+def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], None]:
+    """The hook of a weight in bucket `number`; it refers to nothing, as that of `parallel.data`."""
+
+    def hook(param: nn.Parameter) -> None:
+        alive = parallel()
+        if alive is not None:
+            alive._gradient_ready(alive.buckets[number], param)
+
+    return hook

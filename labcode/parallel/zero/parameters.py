@@ -1,0 +1,467 @@
+"""ZeRO-3: each rank keeps its rows of every weight, and borrows the others for a moment.
+
+The modules of a model are divided into units, one for each layer and one for the rest. Around each
+unit the ranks of a group do, with p ranks and N weights in all:
+
+    forward    all-gather the unit's weights, compute, free them            (p-1)/p  N
+    backward   all-gather them again, compute, free them                    (p-1)/p  N
+               reduce-scatter the gradients, keep one's own rows            (p-1)/p  N
+
+so that 3/2 of what DDP sends is sent, and a rank never holds more than its rows and two units.
+While a unit computes, the weights of the next one already travel (prefetch).
+
+The optimizer works on `shards`, this rank's rows. The module's own parameters stay the objects that
+autograd knows, but most of the time the memory of their values is given back,
+`untyped_storage().resize_(0)`. What autograd has saved of a weight in forward, such as its
+transpose, points to the same storage, and is right again as soon as the weight is gathered for
+backward. A parameter that is read at another time gives NaN.
+
+Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.3 and 7.2.2; Zhao et al. 2023
+    (PyTorch FSDP, arXiv:2304.11277), sections 3 and 4, for units, prefetch and storage.
+Held by: tests/ranks/test_zero.py, tests/ranks/test_parallel_parity.py
+"""
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from labcode.comm.collectives import start_all_gather, start_reduce_scatter
+from labcode.parallel.zero.cut import Cut, piece_of
+from labcode.parallel.zero.gradients import shards_by_name
+
+Materialize = Callable[[str], torch.Tensor]
+
+
+class FullyShardedModule(nn.Module):
+    """A module whose weights, gradients and optimizer state are divided over a group.
+
+    Call it like the module. After the last backward of a step call `finish_gradient_sync()`, then
+    let an optimizer step that was made of `shards.values()`. Every rank runs the same units in the
+    same order.
+
+    Communicates: forward one all-gather per unit; backward one all-gather and one reduce-scatter
+        per unit; the unit of the rest is gathered once per step. At construction a broadcast of
+        every weight, unless `materialize` gives them.
+    Held by: tests/ranks/test_zero.py::test_a_fully_sharded_module_trains_like_a_whole_one
+
+    Args:
+        module: The same module on every rank, whose parameters become empty; on the meta device
+            with `materialize`.
+        group: The ranks over which everything is divided.
+        compute_dtype: Of the gathered weights, and of floating-point inputs; None: that of the
+            weights. The shards keep the dtype of the weights, and gradients are summed in it.
+        units: The modules that are gathered one at a time; None: every layer in an `nn.ModuleList`.
+        num_shares: Into how many shares the batch is cut: the sum of the gradients is divided by
+            it. None: as many as ranks.
+        replicas: More groups of ranks that hold the same weights; gradients are summed over them.
+        reshard_after_forward: Give the weights back between forward and backward. False keeps them
+            until backward is done, which saves an all-gather and is ZeRO-2 in memory.
+        prefetch: Start to gather the next unit while one computes.
+        materialize: `materialize(name)` is the whole value of a weight of a meta module: no rank
+            ever holds more than one whole weight.
+
+    Attributes:
+        shards: {name: this rank's rows of a weight}, frozen ones included; `.grad` is the average.
+        accumulates_shards: Each backward outside `no_sync()` adds its average to the shards, so
+            that no gradient stays whole between micro-batches.
+    """
+
+    accumulates_shards = True
+
+    def __init__(
+        self,
+        module: nn.Module,
+        group: dist.ProcessGroup,
+        compute_dtype: torch.dtype | None = None,
+        *,
+        units: Iterable[nn.Module] | None = None,
+        num_shares: int | None = None,
+        replicas: Sequence[dist.ProcessGroup] = (),
+        reshard_after_forward: bool = True,
+        prefetch: bool = True,
+        materialize: Materialize | None = None,
+    ) -> None:
+        super().__init__()
+        self.module = module
+        self.group = group
+        self.compute_dtype = compute_dtype
+        self.reshard_after_forward = reshard_after_forward
+        self.prefetch = prefetch
+        self._syncing = True
+        self._in_backward = False
+        if materialize is not None:
+            _leave_meta(module)
+        names = {param: name for name, param in module.named_parameters()}
+        if materialize is None:
+            _broadcast(module, (group, *replicas))
+        makes = _Makes(names, materialize, compute_dtype)
+        average = _Average(group, tuple(replicas), num_shares or group.size())
+        chosen = _layers(module) if units is None else list(units)
+        self.units: list[Unit] = []
+        shared = _used_outside(module, chosen)
+        taken = set(shared)
+        for layer in chosen:
+            own = [param for param in layer.parameters() if param not in taken]
+            taken.update(own)
+            self.units.append(Unit(own, makes, average))
+        rest = [param for param in module.parameters() if param not in taken or param in shared]
+        self.root = Unit(rest, makes, average)
+        own_rows = {}
+        for unit in (*self.units, self.root):
+            own_rows |= dict(zip(unit.params, unit.shards))
+        self.shards = shards_by_name(module, own_rows)
+        for number, layer in enumerate(chosen):
+            self._watch(layer, number)
+        for unit in (*self.units, self.root):
+            for param in unit.params:
+                if param.requires_grad:
+                    hook = _gradient_hook(weakref.ref(self), weakref.ref(unit))
+                    param.register_post_accumulate_grad_hook(hook)
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """What the module computes."""
+        self.root.gather()
+        if self.compute_dtype is not None:
+            args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
+        output = self.module(*args, **kwargs)
+        if not torch.is_grad_enabled():
+            self._release()
+        return output
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Within it backward only accumulates whole gradients; nothing of them is sent."""
+        self._syncing = False
+        try:
+            yield
+        finally:
+            self._syncing = True
+
+    def finish_gradient_sync(self) -> None:
+        """Wait until each of the `shards` has its average; every rank calls it once per step.
+
+        A weight that took no part counts as a gradient of zero.
+        """
+        for unit in (*self.units, self.root):
+            if unit.has_whole_gradients() or not unit.was_reduced:
+                unit.reduce()
+        for unit in (*self.units, self.root):
+            unit.finish_reduce()
+            unit.was_reduced = False
+        self._release()
+
+    def gather_parameters(self) -> None:
+        """Nothing is left to do after an optimizer step: weights are gathered as they are used."""
+
+    @torch.no_grad()
+    def gather_full_params(self) -> dict[str, torch.Tensor]:
+        """{name: the whole weight}, in the dtype of the shards, on every rank.
+
+        Communicates: an all-gather of all weights.
+        """
+        wholes: dict[nn.Parameter, torch.Tensor] = {}
+        for unit in (*self.units, self.root):
+            wholes |= dict(zip(unit.params, unit.wholes()))
+        return {name: wholes[param] for name, param in self.module.named_parameters()}
+
+    # ---- around a unit
+
+    def _watch(self, layer: nn.Module, number: int) -> None:
+        """Gather a unit before its module runs, and give it back after."""
+        alive = weakref.ref(self)
+
+        def before(module: nn.Module, args: tuple) -> None:
+            parallel = _still_there(alive)
+            parallel._gather(number, step=1)
+
+        def after(module: nn.Module, args: tuple, output: Any) -> None:
+            parallel = _still_there(alive)
+            for tensor in pytree.tree_leaves(output):
+                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                    tensor.register_hook(before_backward)
+            # under activation checkpointing a forward may run inside backward, which goes on to
+            # use the weights
+            inside_backward = torch._C._current_graph_task_id() != -1
+            is_last_use = parallel.reshard_after_forward or not torch.is_grad_enabled()
+            if is_last_use and not inside_backward:
+                parallel.units[number].reshard()
+
+        def before_backward(grad: torch.Tensor) -> None:
+            parallel = _still_there(alive)
+            parallel._begin_backward()
+            parallel._gather(number, step=-1)
+
+        layer.register_forward_pre_hook(before)
+        layer.register_forward_hook(after)
+
+    def _gather(self, number: int, step: int) -> None:
+        """Have a unit whole now, and the next one soon."""
+        self.units[number].gather()
+        neighbour = number + step
+        if self.prefetch and 0 <= neighbour < len(self.units):
+            self.units[neighbour].start_gather()
+
+    def _gradient_ready(self, unit: "Unit", param: nn.Parameter) -> None:
+        """A weight has its gradient of this backward."""
+        self._begin_backward()
+        unit.ready.add(param)
+        if len(unit.ready) < unit.num_trained:
+            return
+        unit.ready.clear()
+        if self._syncing:
+            unit.reduce()
+        # a frozen weight has no gradient that would tell when it was used for the last time
+        if unit.num_trained == len(unit.params) and unit is not self.root:
+            unit.reshard()
+
+    def _begin_backward(self) -> None:
+        if not self._in_backward:
+            self._in_backward = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+
+    def _end_backward(self) -> None:
+        """What was not complete is sent now, so that all ranks have sent the same."""
+        self._in_backward = False
+        for unit in self.units:
+            if self._syncing and unit.ready:
+                unit.reduce()
+            unit.reshard()
+        if self._syncing and self.root.ready:
+            self.root.reduce()
+        for unit in (*self.units, self.root):
+            unit.ready.clear()
+            unit.finish_reduce()
+
+    def _release(self) -> None:
+        for unit in (*self.units, self.root):
+            unit.reshard()
+
+    def _cast(self, value: Any) -> Any:
+        if isinstance(value, torch.Tensor) and value.is_floating_point():
+            return value.to(self.compute_dtype)
+        return value
+
+
+class Unit:
+    """Weights that are gathered together, used, and given back.
+
+    Args:
+        params: Parameters of the module.
+        makes: Gives the value of each, and its dtype while it is whole.
+        average: What is done with gradients.
+
+    Attributes:
+        params: Parameters of the module; their memory is empty unless they are gathered.
+        shards: This rank's rows of each.
+        ready: Those whose gradient of this backward is there.
+        was_reduced: Gradients were sent since the last `finish_gradient_sync`.
+    """
+
+    def __init__(
+        self, params: Sequence[nn.Parameter], makes: "_Makes", average: "_Average"
+    ) -> None:
+        self.params = list(params)
+        self.average = average
+        self.group = average.group
+        self.cut = Cut([param.shape for param in params], self.group.size())
+        self.shards: list[nn.Parameter] = []
+        self._wholes: list[torch.Tensor] = []  # the memory of `params`, outside autograd
+        self._absent: list[torch.Tensor] = []  # one NaN in the shape of each, in place of them
+        for param in self.params:
+            value = makes.value(param)
+            rows = piece_of(value, self.group.rank(), self.group.size()).clone()
+            self.shards.append(nn.Parameter(rows, requires_grad=param.requires_grad))
+            dtype = makes.compute_dtype or value.dtype
+            whole = torch.empty(param.shape, dtype=dtype, device=value.device)
+            self._wholes.append(whole)
+            self._absent.append(whole.new_full((), torch.nan).expand(param.shape))
+        self.num_trained = sum(param.requires_grad for param in self.params)
+        self.ready: set[nn.Parameter] = set()
+        self.was_reduced = False
+        self._is_whole = True
+        self._gathering: Callable[[], torch.Tensor] | None = None
+        self._reducing: Callable[[], torch.Tensor] | None = None
+        self.reshard()
+
+    def start_gather(self) -> None:
+        """Begin to gather, unless that was done already."""
+        if self._is_whole or self._gathering is not None or not self.params:
+            return
+        with torch.no_grad():
+            own = self.cut.pack(self.shards, self._wholes[0].dtype)
+            self._gathering = start_all_gather(own, self.group, dim=0)
+
+    def gather(self) -> None:
+        """Return when the weights are whole."""
+        self.start_gather()
+        if self._gathering is None:
+            return
+        message = self._gathering()
+        self._gathering = None
+        for whole in self._wholes:
+            whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+        with torch.no_grad():
+            self.cut.unpack_all(message, self._wholes)
+        for param, whole in zip(self.params, self._wholes):
+            param.data = whole
+        self._is_whole = True
+
+    def reshard(self) -> None:
+        """Give the memory of the whole weights back."""
+        if self._gathering is not None:
+            self._gathering()  # it was prefetched, and not used after all
+            self._gathering = None
+        if self._is_whole:
+            for param, whole, absent in zip(self.params, self._wholes, self._absent):
+                param.data = absent
+                whole.untyped_storage().resize_(0)
+            self._is_whole = False
+
+    def reduce(self) -> None:
+        """Begin to average the gradients; this rank gets its rows of them."""
+        self.finish_reduce()
+        if not self.num_trained:
+            return
+        grads = []
+        for param, whole in zip(self.params, self._wholes):
+            if param.grad is None:  # also of a frozen weight: one cut serves all messages
+                grads.append(torch.zeros(param.shape, dtype=whole.dtype, device=whole.device))
+            else:
+                grads.append(param.grad)
+        message = self.cut.pack_all(grads, self.shards[0].dtype)
+        for param in self.params:
+            param.grad = None
+        message /= self.average.num_shares
+        self._reducing = start_reduce_scatter(message, self.group, dim=0)
+        self.was_reduced = True
+
+    def finish_reduce(self) -> None:
+        """Wait for the averages, and add them to the gradients of the shards."""
+        if self._reducing is None:
+            return
+        segment = self._reducing()
+        self._reducing = None
+        for group in self.average.replicas:
+            dist.all_reduce(segment, group=group)
+        for shard, mean in zip(self.shards, self.cut.unpack(segment, self.group.rank())):
+            if not shard.requires_grad:
+                continue
+            shard.grad = mean.clone() if shard.grad is None else shard.grad + mean
+
+    def has_whole_gradients(self) -> bool:
+        """Whether a backward inside `no_sync` has left some."""
+        return any(param.grad is not None for param in self.params)
+
+    def wholes(self) -> list[torch.Tensor]:
+        """New whole tensors in the dtype of the shards."""
+        if not self.params:
+            return []
+        dtype = self.shards[0].dtype
+        message = start_all_gather(self.cut.pack(self.shards, dtype), self.group, dim=0)()
+        wholes = [
+            torch.empty(param.shape, dtype=dtype, device=message.device) for param in self.params
+        ]
+        self.cut.unpack_all(message, wholes)
+        return wholes
+
+
+class _Makes:
+    """Where the values of the weights come from."""
+
+    def __init__(
+        self,
+        names: Mapping[nn.Parameter, str],
+        materialize: Materialize | None,
+        compute_dtype: torch.dtype | None,
+    ) -> None:
+        self._names = names
+        self._materialize = materialize
+        self.compute_dtype = compute_dtype
+
+    def value(self, param: nn.Parameter) -> torch.Tensor:
+        """The whole value of a weight."""
+        if self._materialize is None:
+            return param.detach()
+        return self._materialize(self._names[param])
+
+
+class _Average:
+    """Over which ranks gradients are summed, and by what the sum is divided."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        replicas: tuple[dist.ProcessGroup, ...],
+        num_shares: int,
+    ) -> None:
+        self.group = group
+        self.replicas = replicas
+        self.num_shares = num_shares
+
+
+def _leave_meta(module: nn.Module) -> None:
+    """Exchange the parameters of a meta module for empty ones; tied ones stay tied."""
+    made: dict[nn.Parameter, nn.Parameter] = {}
+    for child in module.modules():
+        for name, param in child.named_parameters(recurse=False, remove_duplicate=False):
+            if param not in made:
+                shape = torch.empty(()).expand(param.shape)  # one number in that shape
+                made[param] = nn.Parameter(shape, requires_grad=param.requires_grad)
+            setattr(child, name, made[param])
+
+
+def _layers(module: nn.Module) -> list[nn.Module]:
+    """Every layer in an `nn.ModuleList` that has weights."""
+    layers = []
+    for child in module.modules():
+        if isinstance(child, nn.ModuleList):
+            layers += [layer for layer in child if list(layer.parameters())]
+    return layers
+
+
+def _used_outside(module: nn.Module, units: Iterable[nn.Module]) -> set[nn.Parameter]:
+    """Weights that several units share, or a unit and the rest: they belong to the rest."""
+    users: dict[nn.Parameter, int] = {}
+    inside: set[nn.Module] = set()
+    for unit in units:
+        inside.update(unit.modules())
+        for param in set(unit.parameters()):
+            users[param] = users.get(param, 0) + 1
+    for child in module.modules():
+        if child not in inside:
+            for param in child.parameters(recurse=False):
+                users[param] = users.get(param, 0) + 2
+    return {param for param, count in users.items() if count > 1}
+
+
+def _broadcast(module: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
+    """Make the copies of a module equal."""
+    with torch.no_grad():
+        for group in groups:
+            first = dist.get_global_rank(group, 0)
+            for tensor in (*module.parameters(), *module.buffers()):
+                dist.broadcast(tensor, src=first, group=group)
+
+
+def _still_there(alive: weakref.ref) -> FullyShardedModule:
+    parallel = alive()
+    assert parallel is not None, "the FullyShardedModule around this module is gone"
+    return parallel
+
+
+def _gradient_hook(alive: weakref.ref, unit: "weakref.ref[Unit]") -> Callable[[nn.Parameter], None]:
+    """The hook of a weight; it holds nothing alive, as that of `parallel.data`."""
+
+    def hook(param: nn.Parameter) -> None:
+        parallel = alive()
+        own = unit()
+        if parallel is not None and own is not None:
+            parallel._gradient_ready(own, param)
+
+    return hook

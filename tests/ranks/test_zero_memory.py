@@ -1,0 +1,51 @@
+"""What each stage of ZeRO keeps on a rank, against the formula, within 3 %."""
+
+import pytest
+import torch
+
+from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.perf.state_memory import state_bytes
+
+MODEL = GPTConfig(vocab_size=512, context_length=16, num_layers=2, num_heads=4, hidden_size=64)
+SLACK = 0.03
+
+
+def held(parallel: ParallelConfig) -> tuple[int, int, int]:
+    """Weights, gradients and optimizer state of this rank, in bytes, in the second step."""
+    import torch.distributed as dist
+
+    from labcode.comm.grid import Grid
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+    from labcode.topology import GridShape
+    from labcode.train.measure import held_bytes
+    from labcode.train.optim import make_optimizer
+
+    grid = Grid.create(GridShape(dp=dist.get_world_size()))
+    with torch.device("meta"):
+        model = GPT(MODEL)
+    model = parallelize(model, grid, parallel, seed=0)
+    by_torch = parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
+    group = grid.group("dp") if by_torch else None
+    optimizer = make_optimizer(model.weights.values(), OptimConfig(), group)
+    tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
+    for _ in range(2):
+        optimizer.zero_grad()
+        model.forward_backward([(tokens, tokens)])
+        found = held_bytes(model, optimizer)
+        optimizer.step()
+        model.gather_parameters()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("stage", "whose"),
+    [(0, "ddp"), (1, "labcode"), (2, "labcode"), (3, "labcode"), (3, "ddp")],
+)
+def test_a_rank_keeps_what_the_formula_says(ranks4, stage, whose):
+    predicted = state_bytes(MODEL.num_parameters, stage, 4)
+    for found in ranks4.run(held, ParallelConfig(zero_stage=stage, data_parallel=whose)):
+        for name in ("weights", "gradients", "optimizer"):
+            measured = getattr(found, name)
+            expected = getattr(predicted, name)
+            assert measured == pytest.approx(expected, rel=SLACK), f"{name}: {found}, {predicted}"
