@@ -113,11 +113,13 @@ for bucket_mb in (1e-9, 0.1, 0.3, 1, 25):
     model_ms.append(1e3 * sum(predicted_s))
 
 ratio = measured_ms[0] / measured_ms[-1]
+compare("all at once", all_at_once_s, large_s, unit="s")
 compare("one by one, against one", times_as_long, ratio, within=2)
 plot.lines(
     {"measured": measured_ms, "alpha-beta model": model_ms},
     x=number_of_messages,
     logx=True,
+    logy=True,
     xlabel="all-reduces per step",
     ylabel="ms per step",
     title="The same bytes cost more in more messages",
@@ -148,11 +150,12 @@ plot.buckets(
 
 # %% [markdown]
 # How are buckets filled? From the last parameter to the first, because backward reaches the last one first. A bucket
-# takes the next gradient as long as it then holds at most a given number of bytes. In the picture the limit is 20
-# numbers, and the gradients have the sizes in `example_sizes`, that is 10, 4, 12, 6, 10 and 8 from left to right. So 8
-# and 10 make 18, and with the next 6 it would be too much.
+# takes the next gradient as long as it then holds at most a given amount. In the picture the limit is 20 numbers, and
+# the gradients have the sizes in `example_sizes`, that is 10, 4, 12, 6, 10 and 8 from left to right. So 8 and 10 make
+# 18, and with the next 6 it would be too much.
 #
 # **Predict.** With a limit of 30 numbers, how many numbers does each message hold, in the order in which they leave?
+# Write a list. (The code gives limits in MB.)
 
 # %% tags=["predict"]
 message_sizes = [24, 26]  # 8 + 10 + 6, and 12 + 4 + 10
@@ -164,8 +167,10 @@ compare("numbers in each message", message_sizes, found, within=1, found="counte
 
 # %% [markdown]
 # PyTorch's DDP has another rule: it closes a bucket once it has **reached** the limit, so a bucket may be larger than
-# that. With a limit of 30 numbers its first message would hold 8 + 10 + 6 + 12 = 36, and the second the other 14. Its
-# default limit is 25 MiB, and 1 MiB for the bucket that leaves first.
+# that. With a limit of 30 numbers its first message would hold 8 + 10 + 6 + 12 = 36, and the second the other 14. If
+# you leave `bucket_cap_mb` alone, the limit is 25 MiB, and 1 MiB for the bucket that leaves first. All this holds from
+# the second step on. In the first step one bucket holds everything (unless `find_unused_parameters=True`), because DDP
+# does not know yet in which order the gradients come.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 5.1 · One all-reduce for each bucket
@@ -220,8 +225,8 @@ show_source(l05_by_hand.average_buckets)
 # computes the other layers. This is called **overlap**.
 #
 # The picture shows one step of a model whose gradients travel in four buckets, without overlap and with it. Backward
-# needs 10 ms for the part of the model whose gradients are in one bucket (B1 to B4), and the link needs 8 ms to
-# all-reduce a bucket (1 to 4).
+# needs 10 ms for the part of the model whose gradients are in one bucket, and the link needs 8 ms to all-reduce a
+# bucket. B1 is backward of the last layers and B4 that of the first ones; 1 to 4 are their buckets on the link.
 
 # %% tags=["figure"]
 slow_link.draw_overlap(
@@ -229,7 +234,7 @@ slow_link.draw_overlap(
 )
 
 # %% [markdown]
-# Let us do the sum for the picture.
+# Let us work it out for the picture.
 #
 # - **Without overlap**, sending starts when backward is done. That makes 4 · 10 + 4 · 8 = 72 ms.
 # - **With overlap**, the first bucket is ready after 10 ms and has arrived at 18 ms, before the next one is ready at 20
@@ -258,7 +263,7 @@ slow_link.draw_overlap(
 
 # %% [markdown]
 # If sending is the slower of the two, the link is busy all the time after the first bucket, and the processor waits at
-# the end. In both cases all of the shorter activity but one bucket is hidden behind the longer one.
+# the end. In both cases the shorter activity is hidden behind the longer one, except for the time of a single bucket.
 #
 # This decides the size of a bucket. It has to be large enough that its latency does not matter, and small enough that
 # the first one leaves early and the last one is short.
@@ -413,7 +418,7 @@ on_ethernet, on_gloo = ranks.run(timed_steps, [ethernet, only_gloo])[0]
 
 # %% tags=["figure"]
 after, overlapped = on_ethernet
-hidden = 1 - overlapped.wait_s / overlapped.link_s
+hidden = 1 - overlapped.exposed_s / overlapped.link_s  # exposed: after backward
 compare("fraction that is hidden", hidden_fraction, hidden)
 plot.overlap(
     {"sent after backward": after.lanes(), "sent during backward": overlapped.lanes()},
@@ -428,12 +433,10 @@ print(f"  sent after backward  {1e3 * on_gloo.after.total_s:.1f} ms")
 print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 
 # %% [markdown]
-# On the emulated link, the step waits for one bucket and a little copying. (If it waits much longer, other programs
-# held the core; run it again.) The printed lines are for gloo alone, without the emulated link. The four kinds of steps
-# took turns, so the noise of this machine is in all of them, and it is easily as large as the difference between two
-# lines. Little is gained there or something is even lost: copying needs a core, and with a rank on every core none is
-# free. On 32 GPUs with NCCL, overlap made the training of ResNet-50 faster by 38 % and that of BERT by 35 % (Li et al.
-# 2020, section 5.1).
+# On the emulated link only one bucket is still under way when backward ends. With gloo alone, in the printed lines,
+# there is little to gain, and the noise of the machine may be larger: copying needs a core, and with a rank on every
+# core none is free. On 32 GPUs with NCCL, overlap made the training of ResNet-50 faster by 38 % and that of BERT by 35
+# % (Li et al. 2020, section 5.1).
 #
 # **Takeaway: overlap gains where something other than the computing core moves the bytes.**
 
@@ -446,7 +449,7 @@ print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 # | step | `labcode.parallel.data` | DDP |
 # |---|---|---|
 # | equal weights | a broadcast in `DataParallel()` | `_sync_module_states` in the constructor |
-# | buckets, last parameter first | `make_buckets` | `_compute_bucket_assignment_by_size`; made anew after the first step, in the order in which the gradients came |
+# | buckets, last parameter first | `make_buckets` | `_compute_bucket_assignment_by_size`; one bucket in the first step, then made anew, in the order in which the gradients came |
 # | a gradient is ready | `_gradient_ready` | `Reducer::autograd_hook` |
 # | send in one order | wait for the buckets before | `Reducer::mark_bucket_ready` |
 # | wait, hand out the means | `finish_gradient_sync()` | `Reducer::finalize_backward`, before `backward()` returns |
@@ -650,8 +653,8 @@ show_source(clip_gradients)
 # ## 7. Broken on purpose
 #
 # Some models do not use every parameter in every step: layers that are dropped at random, experts that no token was
-# sent to, a head for a task that is not in this batch. Here rank 1 leaves out what the last block does. Its gradients
-# never become ready, so their bucket never leaves.
+# sent to, a head for a task that is not in this batch. Here rank 1 skips the last block. Its gradients never become
+# ready, so their bucket never leaves.
 
 # %% tags=["raises-exception"] raises="RankError: rank 1: RuntimeError: Expected to have finished reduction in the prior iteration"
 def leave_out(hidden, rotation):
@@ -670,7 +673,7 @@ print(ranks.run(skip_a_block, find_unused_parameters=True))
 ranks.run(skip_a_block)
 
 # %% [markdown]
-# The other ranks hang in their first backward, waiting for a bucket. Rank 1 does not notice anything until its
+# The other ranks hang in their first backward, waiting for the bucket. Rank 1 does not notice anything until its
 # **second** forward. Then DDP finds that not all gradients of the step before were ready, and says "Expected to have
 # finished reduction in the prior iteration before starting a new one". Two parts of the long message help.
 #
@@ -761,8 +764,9 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# DDP sends after every micro-batch again, because it decides in forward. The results are the same up to rounding, and
-# the step sends eight times the bytes. Only a look at the time or at the bytes shows it.
+# DDP sends after every micro-batch again, because it decides in forward. The step sends eight times the bytes. The
+# results are the same up to rounding: to average once more what is already the same on all ranks does not change it,
+# and each new share is averaged once. Only a look at the time or at the bytes shows it.
 # </details>
 #
 # **4.** From lesson 04: with AdamW, does it matter for the training whether the gradients are averaged or only added

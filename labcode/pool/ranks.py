@@ -257,10 +257,7 @@ class Ranks:
         death = None if self._stuck else self._processes.death()
         if death and in_limited():
             gone = ": what %%px cells defined is gone" if self._ran_cells else ""
-            warnings.warn(
-                f"{death}, and all ranks are started again{gone}",
-                stacklevel=4,
-            )
+            Ranks.warn(f"{death}, and all ranks are started again{gone}")
             self.restart()
         if not self._stuck:
             self._check_alive()

@@ -53,6 +53,9 @@ def compare(
     if _is_number(measured) and isinstance(predicted, (str, list, tuple)):
         is_right = False  # "7/3" and [7] may well hold the right number
         verdict = f"give a number, not {'text' if isinstance(predicted, str) else 'a list'}"
+    elif _is_list(measured) and isinstance(predicted, (str, int, float)):
+        is_right = False  # "24, 26" may well be the right numbers
+        verdict = f"give a list, not {'text' if isinstance(predicted, str) else 'one number'}"
     elif within == 1 or not (_is_number(predicted) and _is_number(measured)):
         is_right = _same(predicted, measured)
         verdict = "right" if is_right else f"wrong, it is {_distinct(measured, predicted, unit)}"
@@ -90,6 +93,10 @@ def _plain(value: Any) -> Any:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, (list, tuple))
 
 
 def _same(predicted: Any, measured: Any) -> bool:

@@ -3,13 +3,16 @@
 import contextlib
 import functools
 import math
+import threading
 
 import torch
 import torch.distributed as dist
+import torch.distributed._functional_collectives as funcol
 from answers import Answers
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
 
 from labcode.models import gpt
+from labcode.parallel.data import Bucket
 from labcode.teach.exercises import l05
 from labcode.teach.labs import l05_by_hand
 
@@ -182,6 +185,26 @@ def only_the_first_sends(buckets, group):
         row /= group.size()
 
 
+def by_labcode(buckets, group):
+    l05_by_hand.average_buckets(buckets, group)
+
+
+def by_labcodes_buckets(buckets, group):
+    for bucket in buckets:
+        travelling = Bucket(bucket)
+        travelling.send(group, group.size())
+        travelling.receive()
+
+
+def joins_weights(buckets, group):
+    for bucket in buckets:
+        row = torch.cat([param.detach().flatten() for param in bucket])
+        dist.all_reduce(row, group=group)
+        row /= group.size()
+        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+            param.grad.copy_(mean.view_as(param))
+
+
 BUCKETS = Answers(
     check=l05.average_buckets,
     right={
@@ -204,6 +227,10 @@ BUCKETS = Answers(
         "only one rank sends": (only_the_first_sends, "every rank that a call needs"),
         "waits too late": (waits_too_late, "was it there when you copied?"),
         "divides before waiting": (divides_before_waiting, "what has to come after wait()?"),
+        "labcode's own": (l05_by_hand.average_buckets, "labcode's own answer"),
+        "labcode's own, called": (by_labcode, "labcode's own answer"),
+        "labcode's buckets": (by_labcodes_buckets, "labcode's own answer"),
+        "weights": (joins_weights, "weights or gradients?"),
         "never waits": (never_waits, "1 all-reduce started and 0 waited for"),
     },
 )
@@ -424,7 +451,7 @@ class AfterBackward(AsInTheLesson):
         self.missing[number] -= 1
 
     def finish_gradient_sync(self):
-        l05_by_hand.average_buckets(self.buckets, self.group)
+        row_and_split(self.buckets, self.group)
         self.missing = [len(bucket) for bucket in self.buckets]
 
 
@@ -443,6 +470,52 @@ class OneForEachParameter(AsInTheLesson):
 class NothingSent(AsInTheLesson):
     def gradient_ready(self, number, param):
         self.missing[number] -= 1
+
+
+class ByLabcode(l05_by_hand.Overlapped):
+    pass
+
+
+class Functional(AsInTheLesson):
+    """With the functional collectives, which the check cannot follow."""
+
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            row = torch.cat([other.grad.flatten() for other in bucket])
+            total = funcol.all_reduce(row, "sum", self.group)
+            self.under_way.append((None, total, bucket))
+
+    def finish_gradient_sync(self):
+        self.under_way = [
+            (None, funcol.wait_tensor(row), bucket) for _, row, bucket in self.under_way
+        ]
+        super().finish_gradient_sync()
+
+
+class InThreads(AsInTheLesson):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            row = torch.cat([other.grad.flatten() for other in bucket])
+            thread = threading.Thread(
+                target=dist.all_reduce, args=(row,), kwargs={"group": self.group}
+            )
+            thread.start()
+            thread.wait = thread.join
+            self.under_way.append((thread, row, bucket))
+
+
+class JoinsWeights(AsInTheLesson):
+    def gradient_ready(self, number, param):
+        self.missing[number] -= 1
+        if self.missing[number] == 0:
+            bucket = self.buckets[number]
+            row = torch.cat([other.detach().flatten() for other in bucket])
+            work = dist.all_reduce(row, group=self.group, async_op=True)
+            self.under_way.append((work, row, bucket))
 
 
 def variant(**changes):
@@ -480,6 +553,11 @@ OVERLAPPED = Answers(
         "divided before wait()": (DividedBeforeWaiting, "what has to come after wait()?"),
         "the row made anew": (RowMadeAnew, "0.25 times: where is the sum"),
         "Futures not waited for": (FuturesNotWaitedFor, "waited for: without wait() nobody"),
+        "labcode's own": (l05_by_hand.Overlapped, "labcode's own answer"),
+        "labcode's own, inherited": (ByLabcode, "labcode's own answer"),
+        "functional collectives": (Functional, "not by `dist.all_reduce`"),
+        "threads": (InThreads, "in a thread of its own"),
+        "weights": (JoinsWeights, "weights or gradients?"),
         "a Future in the hook": (FutureInTheHook, "gradient_ready calls wait()"),
     },
 )
@@ -603,10 +681,47 @@ class CountsInside(Quiet):
             super().gradient_ready(number, param)
 
 
+class WithoutYield(Quiet):
+    @contextlib.contextmanager
+    def no_sync(self):
+        self.sends = False
+
+
+class WithoutDecorator(Quiet):
+    def no_sync(self):
+        self.sends = False
+        try:
+            yield
+        finally:
+            self.sends = True
+
+
+class HandedOn(Quiet):
+    """A context made of a function that hands on the generator of another one."""
+
+    def quietly(self):
+        self.sends = False
+        try:
+            yield
+        finally:
+            self.sends = True
+
+    @contextlib.contextmanager
+    def no_sync(self):
+        return self.quietly()
+
+
 QUIET = Answers(
     check=l05.quiet,
-    right={"a flag": Quiet, "a depth": Counted, "its own context": Remembers},
+    right={
+        "a flag": Quiet,
+        "a depth": Counted,
+        "its own context": Remembers,
+        "handed on": HandedOn,
+    },
     wrong={
+        "no yield": (WithoutYield, "no_sync has no `yield`"),
+        "no decorator": (WithoutDecorator, "what stood above its `def`?"),
         "no finally": (WithoutFinally, "after an error inside no_sync()"),
         "not set back": (type("Stuck", (Quiet,), {"after": False}), "is the flag set back?"),
         "the wrong way round": (type("Turned", (Quiet,), {"during": True}), "inside no_sync()"),
@@ -792,6 +907,36 @@ def no_root(model, optimizer, inputs, targets, max_norm):
     return steps(model, optimizer, inputs, targets, after=square_of)
 
 
+def averages_twice(model, optimizer, inputs, targets, max_norm):
+    def again(module):
+        for param in module.parameters():
+            dist.all_reduce(param.grad, group=model.group)
+            param.grad /= model.group.size()
+        return clip(module, max_norm)
+
+    return steps(model, optimizer, inputs, targets, after=again)
+
+
+def clips_by_value(model, optimizer, inputs, targets, max_norm):
+    def by_value(module):
+        norm = norm_of(module)
+        for param in module.parameters():
+            param.grad.clamp_(-max_norm, max_norm)
+        return norm
+
+    return steps(model, optimizer, inputs, targets, after=by_value)
+
+
+def returns_the_loss(model, optimizer, inputs, targets, max_norm):
+    optimizer.zero_grad()
+    loss = gpt.loss(model.module(inputs), targets)
+    loss.backward()
+    model.finish_gradient_sync()
+    clip(model.module, max_norm)
+    optimizer.step()
+    return loss
+
+
 def without_return(model, optimizer, inputs, targets, max_norm):
     clipped_step(model, optimizer, inputs, targets, max_norm)
 
@@ -812,6 +957,9 @@ CLIPPED = Answers(
         "zero_grad forgotten": (forgets_zero_grad, "what is in `.grad` when it begins?"),
         "no step": (no_step, "who makes the step?"),
         "PyTorch's own": (by_torch, "take the norm yourself"),
+        "averages twice": (averages_twice, "when finish_gradient_sync returns?"),
+        "clips by value": (clips_by_value, "it limits the norm of all of them together"),
+        "the loss": (returns_the_loss, "which is the loss"),
         "no return": (without_return, "it returned None"),
     },
 )
@@ -894,6 +1042,40 @@ def hook_world(group, bucket):
     return sent(half, None).then(lambda done: done.value()[0].float())
 
 
+def hook_one_for_each_gradient(group, bucket):
+    rows = [gradient.to(torch.bfloat16) / group.size() for gradient in bucket.gradients()]
+    futures = [sent(row, group) for row in rows]
+
+    def hand_out(_):
+        for gradient, row in zip(bucket.gradients(), rows):
+            gradient.copy_(row)
+        return bucket.buffer()
+
+    return torch.futures.collect_all(futures).then(hand_out)
+
+
+def hook_functional(group, bucket):
+    half = (bucket.buffer() / group.size()).bfloat16()
+    future = torch.futures.Future()
+    future.set_result(funcol.wait_tensor(funcol.all_reduce(half, "sum", group)).float())
+    return future
+
+
+def hook_by_gradients(group, bucket):
+    """Fills the row gradient by gradient, and sends it whole."""
+    row = torch.cat([gradient.flatten() for gradient in bucket.gradients()]).bfloat16()
+
+    def hand_out(done):
+        start = 0
+        for gradient in bucket.gradients():
+            part = done.value()[0][start : start + gradient.numel()]
+            gradient.copy_(part.view_as(gradient) / group.size())
+            start += gradient.numel()
+        return bucket.buffer()
+
+    return sent(row, group).then(hand_out)
+
+
 def hook_by_torch(group, bucket):
     return bf16_compress_hook(group, bucket)
 
@@ -908,6 +1090,7 @@ COMPRESSED = Answers(
         "divides before": compress,
         "divides afterwards": divides_afterwards,
         "into the buffer": with_state,
+        "gradient by gradient in one row": hook_by_gradients,
     },
     wrong={
         "a sum": (hook_sum, "4 times as long as the mean"),
@@ -919,6 +1102,8 @@ COMPRESSED = Answers(
         "waits": (hook_waits, "the hook waits for the all-reduce"),
         "a tensor": (hook_tensor, "it returned a Tensor"),
         "forgets the group": (hook_world, "ranks outside of the group"),
+        "one for each gradient": (hook_one_for_each_gradient, "all-reduces for one bucket"),
+        "functional collectives": (hook_functional, "not by `dist.all_reduce`"),
         "PyTorch's own": (hook_by_torch, "PyTorch's own hook would do"),
         "no return": (hook_without_return, "it returned None"),
     },

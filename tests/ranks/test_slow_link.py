@@ -74,6 +74,7 @@ def test_a_step_tells_backward_from_waiting_and_when_buckets_travelled(ranks2):
             assert (step.sent[0][0] < step.backward_s) == overlap and step.total_s >= step.sent[-1][
                 1
             ]
+            assert (step.exposed_s < step.link_s) == overlap and step.exposed_s > 0
             lanes = step.lanes()
             assert lanes.backward == [(0.0, step.backward_s * 1e3)]
             assert lanes.sent == [(begin * 1e3, end * 1e3) for begin, end in step.sent]

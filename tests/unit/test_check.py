@@ -395,6 +395,13 @@ RIGHT = {
         "predicted 7/3 measured 2.333 give a number, not text",
     ),
     "a list of a number": ([1], 40.5, {}, "predicted [1] measured 40.5 give a number, not a list"),
+    "text for a list": (
+        "24, 26",
+        [24, 26],
+        {"within": 1},
+        "predicted 24, 26 measured [24, 26] give a list, not text",
+    ),
+    "a number for a list": (24, [24, 26], {}, "give a list, not one number"),
     "a word for a word": ("max", "max", {}, "predicted max measured max right"),
     "a truth": (True, True, {"within": 2}, "predicted True measured True right"),
     "a truth for a number": (True, 1, {}, "predicted True measured 1 wrong, it is 1"),

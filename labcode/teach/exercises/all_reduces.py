@@ -38,6 +38,8 @@ class Sent:
         ready: The parameters that had their gradient by then, in order.
         arrived: Somebody waited for it, and the tensor holds the sum.
         touched: The tensor was changed between the start and then.
+        in_thread: It was called in a thread of the learner's own; nothing was sent then, because
+            the ranks would not meet in the same order.
     """
 
     numel: int
@@ -46,6 +48,7 @@ class Sent:
     ready: tuple[int, ...]
     arrived: bool = False
     touched: bool = False
+    in_thread: bool = False
 
 
 class Watch:
@@ -90,11 +93,15 @@ class Watch:
     def active(self) -> Iterator[None]:
         """Within it `dist.all_reduce` takes notes; at its end nothing is under way any more."""
         real = dist.all_reduce
+        own_thread = threading.get_ident()
 
         def noted(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
             is_async = bool(kwargs.get("async_op", len(args) > 2 and args[2]))
             sent = Sent(tensor.numel(), is_async, self.is_running, tuple(self.ready))
             self.sent.append(sent)
+            if threading.get_ident() != own_thread:
+                sent.in_thread = True
+                return _Handle(None, tensor, tensor, sent, self)
             message = tensor.detach().clone() if is_async else tensor
             work = real(message, *args, **kwargs)
             handle = _Handle(work, tensor, message, sent, self)

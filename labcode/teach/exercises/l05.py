@@ -12,11 +12,13 @@ from torch import nn
 from torch.nn.utils import parameters_to_vector
 
 from labcode.comm.counting import Call, counted
-from labcode.parallel.data import make_buckets
+from labcode.models.gpt import loss as gpt_loss
+from labcode.parallel.data import Bucket, make_buckets
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import RETURNED_NONE, Exercise, due
 from labcode.teach.exercises import small_gpt
 from labcode.teach.exercises.all_reduces import Sent, Watch
+from labcode.teach.exercises.on_ranks import without
 from labcode.teach.labs import l05_by_hand
 
 EXERCISES = {
@@ -65,6 +67,21 @@ EXERCISES = {
 
 BUCKET_MB = 0.01  # cuts the small GPT into several buckets
 NUM_STEPS = 3
+BY_LABCODE = (  # its own answers to exercises 5.1 and 5.2
+    l05_by_hand.average_buckets,
+    l05_by_hand.Overlapped.gradient_ready,
+    l05_by_hand.Overlapped.finish_gradient_sync,
+    Bucket.send,
+    Bucket.receive,
+)
+IN_A_THREAD = (
+    "an all-reduce was called in a thread of its own: ranks match collectives by their order, and "
+    "threads of two ranks run in different orders. async_op=True needs no thread"
+)
+NOT_SEEN = (
+    "an all-reduce was started, but not by `dist.all_reduce`, and this check can follow no other: "
+    "use that one"
+)
 LR = 0.5
 
 Buckets = list[list[nn.Parameter]]
@@ -118,7 +135,7 @@ def _bucketed(
     buckets = _buckets(module, bucket_mb)
     bucket_bytes = [_num_bytes(bucket) for bucket in buckets]
     watch = Watch()
-    with counted() as calls, watch.active():
+    with without(*BY_LABCODE), counted() as calls, watch.active():
         average(buckets, group)
         sent = watch.taken()
     assert torch.equal(weights, parameters_to_vector(module.parameters()).detach()), (
@@ -157,6 +174,7 @@ def _check_messages(case: str, result: _Averaged) -> None:
 
 def _check_waits(case: str, sent: Sequence[Sent]) -> None:
     """Each all-reduce was waited for, and its row was left alone until then."""
+    assert not any(one.in_thread for one in sent), case + IN_A_THREAD
     asynchronous = [one for one in sent if one.is_async]
     arrived = [one for one in asynchronous if one.arrived]
     assert len(arrived) == len(asynchronous), (
@@ -211,6 +229,10 @@ def _check_mean(
             case + "the result holds gradients of ranks outside of the group: "
             "which group does your all-reduce use?"
         )
+    of_weights = small_gpt.times_too_long(found, small_gpt.weights(small_gpt.model()))
+    assert off < 1e-9 or of_weights is None, (
+        case + "`.grad` holds weights of the model: what did you join, weights or gradients?"
+    )
     same_numbers = torch.allclose(found.sort().values, expected.sort().values)
     assert off < 1e-9 or not same_numbers, (
         case + "the right numbers in the wrong places: which part of the row belongs to which "
@@ -231,6 +253,7 @@ class _Step(NamedTuple):
         sent: Its all-reduces.
         waits: For each wait, whether it was in backward.
         left: How many handles it kept.
+        num_calls: All-reduces, however they were started.
         order: The parameters in the order in which their gradients came.
     """
 
@@ -239,6 +262,7 @@ class _Step(NamedTuple):
     sent: list[Sent]
     waits: list[bool]
     left: int
+    num_calls: int
     order: list[int]
 
 
@@ -269,11 +293,13 @@ def _overlapped(
         # before the learner's hook, which PyTorch then calls second
         param.register_post_accumulate_grad_hook(lambda param: watch.ready.append(number_of[param]))
     buckets = _buckets(module, BUCKET_MB)
-    parallel = parallel_class(module, group, buckets)
+    with without(l05_by_hand.Overlapped.__init__):
+        parallel = parallel_class(module, group, buckets)
     steps = []
     for step in range(NUM_STEPS):
         share = small_gpt.shares(members, [4] * len(members), step)[members.index(rank)]
-        steps.append(_watched_step(parallel, module, share, watch))
+        with without(*BY_LABCODE):
+            steps.append(_watched_step(parallel, module, share, watch))
         _sgd(module)
     numbers = []
     numels = []
@@ -287,7 +313,7 @@ def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watc
     for param in module.parameters():
         param.grad = torch.zeros_like(param)  # so that a row can be made too early
     watch.begin_step()
-    with watch.active():
+    with counted() as calls, watch.active():
         with watch.running():
             small_gpt.backward(module, share)
             own = small_gpt.gradient(module).clone()  # before a Future may put the means into place
@@ -295,7 +321,8 @@ def _watched_step(parallel: Any, module: nn.Module, share: small_gpt.Batch, watc
         found = small_gpt.gradient(module).clone()
         sent = watch.taken()
     left = len(getattr(parallel, "under_way", ()))
-    return _Step(own, found, sent, list(watch.waits), left, list(watch.ready))
+    num_calls = sum(call.kind == "all_reduce" for call in calls)
+    return _Step(own, found, sent, list(watch.waits), left, num_calls, list(watch.ready))
 
 
 def _sgd(module: nn.Module) -> None:
@@ -347,6 +374,8 @@ def _check_steps(
 def _check_sending(case: str, number: int, step: _Step, result: _Steps) -> None:
     """Each bucket once, complete, during backward, without waiting; and waited for afterwards."""
     sent = step.sent
+    assert not any(one.in_thread for one in sent), case + IN_A_THREAD
+    assert step.num_calls <= len(sent), case + NOT_SEEN
     assert sent or number == 0, (
         case + "nothing was sent, though step 1 did send: what must `missing` hold when a step "
         "begins?"
@@ -458,21 +487,21 @@ def _accumulated(
             part = slice(number, None, num_micro_batches)
             is_last = number == num_micro_batches - 1
             is_counted = list(parallel.missing) != whole
-            with contextlib.nullcontext() if is_last else due(parallel.no_sync()):
+            with contextlib.nullcontext() if is_last else _no_sync(parallel):
                 small_gpt.backward(module, (inputs[part], targets[part]))
             sent.append(len(watch.sent))
         own = small_gpt.gradient(module).clone()
         parallel.finish_gradient_sync()
         found = small_gpt.gradient(module).clone() / num_micro_batches
         watch.begin_step()
-        is_swallowed = _swallows(due(parallel.no_sync()))
+        is_swallowed = _swallows(_no_sync(parallel))
         small_gpt.backward(module, (inputs, targets))
         parallel.finish_gradient_sync()
         after_error = len(watch.sent)
         watch.begin_step()
         other_module = small_gpt.model()
         other = parallel_class(other_module, group, _buckets(other_module, BUCKET_MB))
-        with due(parallel.no_sync()):
+        with _no_sync(parallel):
             small_gpt.backward(other_module, (inputs, targets))
         other.finish_gradient_sync()
         of_other = len(watch.sent)
@@ -486,6 +515,19 @@ def _accumulated(
         after_error,
         of_other,
     )
+
+
+def _no_sync(parallel: Any) -> contextlib.AbstractContextManager:
+    """The learner's context; an assertion says why it is none."""
+    context = due(parallel.no_sync())
+    assert not inspect.isgenerator(context), (
+        "no_sync has a `yield`, but it is no context: what stood above its `def`?"
+    )
+    is_made = isinstance(context, contextlib._GeneratorContextManager)
+    assert not is_made or context.gen is not None, (
+        "no_sync has no `yield`: where does the code inside the `with` block run?"
+    )
+    return context
 
 
 def _swallows(context: contextlib.AbstractContextManager) -> bool:
@@ -555,12 +597,18 @@ class _Clipped(NamedTuple):
         used: The gradients that the optimizer used: how far the weights moved, divided by the
             learning rate.
         own: The gradient of this rank's share in the first step.
+        num_sent: All-reduces in the first step.
+        num_buckets: How many there are.
+        loss: Of this rank's share in the first step.
         sum_of_norms: Of the parameters, one by one, in the first step; of the reference only.
     """
 
     norms: list[float]
     used: list[torch.Tensor]
     own: torch.Tensor
+    num_sent: int = 0
+    num_buckets: int = 0
+    loss: float = 0.0
     sum_of_norms: float = 0.0
 
 
@@ -577,11 +625,16 @@ def _clip_steps(
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
     module = small_gpt.model()
-    parallel = l05_by_hand.Overlapped(module, group, _buckets(module, BUCKET_MB))
+    buckets = _buckets(module, BUCKET_MB)
+    parallel = l05_by_hand.Overlapped(module, group, buckets)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
-    own = small_gpt.gradient_of(small_gpt.shares(members, [4] * len(members))[members.index(rank)])
+    first = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
+    own = small_gpt.gradient_of(first)
+    with torch.no_grad():
+        loss = gpt_loss(module(first[0]), first[1]).item()
     norms = []
     used = []
+    num_sent = []
     shortcuts = ("clip_grad_norm_", "get_total_norm", "clip_grads_with_norm_")
     with contextlib.ExitStack() as stack:
         for name in shortcuts:
@@ -589,15 +642,18 @@ def _clip_steps(
         for number in range(2):
             share = small_gpt.shares(members, [4] * len(members), number)[members.index(rank)]
             before = small_gpt.weights(module)
-            norms.append(float(due(step(parallel, optimizer, *share, max_norm))))
+            with counted() as calls:
+                norm = due(step(parallel, optimizer, *share, max_norm))
+            norms.append(float(norm.detach() if isinstance(norm, torch.Tensor) else norm))
             used.append((before - small_gpt.weights(module)) / LR)
-    return _Clipped(norms, used, own)
+            num_sent.append(len(calls))
+    return _Clipped(norms, used, own, num_sent[0], len(buckets), loss)
 
 
 def clipped(step: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `clipped_step(model, optimizer, inputs, targets, max_norm)`."""
     for grouping in small_gpt.GROUPINGS:
-        for factor in (10.0, 0.5):  # of the first norm: not clipped, and clipped
+        for factor in (10.0, 0.02):  # of the first norm: not clipped; below many single numbers
             first_norm = _one_clipped(grouping[0], max_norm=1e9).norms[0]
             max_norm = factor * first_norm
             results = small_gpt.run(ranks, _clip_steps, step, max_norm, grouping)
@@ -628,7 +684,7 @@ def _one_clipped(members: Sequence[int], max_norm: float) -> _Clipped:
         norms.append(nn.utils.clip_grad_norm_(module.parameters(), max_norm).item())
         used.append(small_gpt.gradient(module).clone())
         _sgd(module)
-    return _Clipped(norms, used, own, sum_of_norms)
+    return _Clipped(norms, used, own, sum_of_norms=sum_of_norms)
 
 
 def _check_clipped(
@@ -649,6 +705,11 @@ def _check_clipped(
             case + f"the step was made with a gradient of norm {found.norm():.3g}: not clipped, or "
             "clipped after the step"
         )
+        by_value = unclipped.clamp(-max_norm, max_norm)
+        assert small_gpt.distance(found, by_value) > 1e-4, (
+            case + "no number is above max_norm, but it limits the norm of all of them together, "
+            f"and that is {found.norm():.3g}"
+        )
         _check_not_clipped_first(case, found, owns, max_norm)
     too_long = small_gpt.times_too_long(found, right)
     assert too_long is None or abs(too_long - 1) < 1e-4, (
@@ -660,7 +721,12 @@ def _check_clipped(
         case + f"the step is {off:.0%} away from the clipped mean gradient: do all parameters "
         "have the same factor, from the norm of all of them together?"
     )
-    _check_norm(case, result.norms[0], expected, owns, max_norm)
+    _check_norm(case, result, expected, owns, max_norm)
+    assert result.num_sent == result.num_buckets, (
+        case + f"{_counted(result.num_sent, 'message')} in one step for "
+        f"{_counted(result.num_buckets, 'bucket')}: what does every rank hold when "
+        "finish_gradient_sync returns?"
+    )
     off = small_gpt.distance(result.used[1], expected.used[1])
     assert off < 1e-4, (
         case + f"step 1 is right, step 2 is {off:.0%} away: what is in `.grad` when it begins?"
@@ -680,11 +746,15 @@ def _check_not_clipped_first(
 
 
 def _check_norm(
-    case: str, found: float, reference: _Clipped, owns: torch.Tensor, max_norm: float
+    case: str, result: _Clipped, reference: _Clipped, owns: torch.Tensor, max_norm: float
 ) -> None:
     """The norm that was returned is that of the mean gradient, before clipping."""
+    found = result.norms[0]
     expected = reference.norms[0]
     right = abs(found / expected - 1) < 1e-4
+    assert right or abs(found / result.loss - 1) > 1e-6, (
+        case + f"it returns {found:.4g}, which is the loss: asked is the norm"
+    )
     after = expected > max_norm and abs(found / max_norm - 1) < 1e-4
     assert right or not after, case + "it returns the norm after clipping: asked is the one before"
     is_own = any(abs(found / own.norm().item() - 1) < 1e-6 for own in owns)
@@ -712,8 +782,9 @@ def _check_norm(
 class _Bucket:
     """What a communication hook sees of DDP's bucket."""
 
-    def __init__(self, gradient: torch.Tensor) -> None:
+    def __init__(self, gradient: torch.Tensor, params: list[nn.Parameter]) -> None:
         self._gradient = gradient
+        self._params = params
 
     def buffer(self) -> torch.Tensor:
         return self._gradient
@@ -728,10 +799,11 @@ class _Bucket:
         return True
 
     def gradients(self) -> list[torch.Tensor]:
-        return [self._gradient]
+        parts = self._gradient.split([param.numel() for param in self._params])
+        return [part.view_as(param) for part, param in zip(parts, self._params)]
 
-    def parameters(self) -> list[torch.Tensor]:
-        return []
+    def parameters(self) -> list[nn.Parameter]:
+        return list(self._params)
 
 
 class _Compressed(NamedTuple):
@@ -742,6 +814,7 @@ class _Compressed(NamedTuple):
         found: What the Future holds.
         kinds: The dtypes that travelled.
         sent_bytes: How much.
+        num_sent: In how many all-reduces.
         waited: The hook waited for something.
     """
 
@@ -749,6 +822,7 @@ class _Compressed(NamedTuple):
     found: torch.Tensor
     kinds: list[str]
     sent_bytes: int
+    num_sent: int
     waited: bool
 
 
@@ -760,10 +834,11 @@ def _compressed(
     share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
     gradient = small_gpt.gradient_of(share, torch.float32)
     watch = Watch()
-    bucket = _Bucket(gradient.clone())
+    bucket = _Bucket(gradient.clone(), list(small_gpt.model(torch.float32).parameters()))
     tensors: list[tuple[str, int]] = []
-    with watch.active(), _noting_dtypes(tensors), watch.running():
+    with counted() as calls, watch.active(), _noting_dtypes(tensors), watch.running():
         future = hook(group, bucket=bucket)
+    assert len(calls) <= len(tensors), NOT_SEEN
     assert future is not None, RETURNED_NONE
     assert isinstance(future, torch._C.Future), (
         f"it returned a {type(future).__name__}: DDP expects a Future, which says later what the "
@@ -783,7 +858,7 @@ def _compressed(
     waited = True in watch.waits or any(not one.is_async for one in watch.sent)
     kinds = sorted({dtype for dtype, _ in tensors})
     sent_bytes = sum(num_bytes for _, num_bytes in tensors)
-    return _Compressed(gradient, found.float().clone(), kinds, sent_bytes, waited)
+    return _Compressed(gradient, found.float().clone(), kinds, sent_bytes, len(tensors), waited)
 
 
 @contextlib.contextmanager
@@ -852,6 +927,9 @@ def _check_compressed(members: Sequence[int], results: Sequence[_Compressed]) ->
         half = result.own.nbytes // 2
         assert result.sent_bytes == half, (
             case + f"{result.sent_bytes} bytes travelled, half of the bucket are {half}"
+        )
+        assert result.num_sent == 1, (
+            case + f"{result.num_sent} all-reduces for one bucket: what is a bucket for?"
         )
         assert not result.waited, (
             case + "the hook waits for the all-reduce, and backward stands still meanwhile: start "

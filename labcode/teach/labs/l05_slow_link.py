@@ -86,6 +86,11 @@ class Step:
         return self.total_s - self.backward_s
 
     @property
+    def exposed_s(self) -> float:
+        """How long the link was busy after backward had returned."""
+        return sum(max(0.0, end - max(begin, self.backward_s)) for begin, end in self.sent)
+
+    @property
     def link_s(self) -> float:
         """How long the link was busy."""
         return sum(end - begin for begin, end in self.sent)
