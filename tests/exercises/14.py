@@ -26,7 +26,7 @@ def with_regex(log):
 
 
 def with_split(log):
-    line = next(line for line in log.splitlines() if " nodes (" in line)
+    line = next(line for line in log.splitlines() if " ranks on " in line)
     inside = line.split(" nodes (")[1].split(")")[0]
     found = {}
     for part in inside.split(";"):
@@ -39,12 +39,18 @@ def with_split(log):
 
 def with_find(log):
     """Character by character, as one writes it who knows neither."""
-    start = log.index("(", log.index(" nodes ("))
+    start = log.index("(", log.index(" ranks on "))
     inside = log[start + 1 : log.index(")", start)]
     return {
         part.strip().partition(": ")[0]: list(map(int, part.partition(": ")[2].split(", ")))
         for part in inside.split("; ")
     }
+
+
+def line_with_nodes(log):
+    """The first line in which that word is."""
+    line = next(line for line in log.splitlines() if "nodes" in line)
+    return with_split(line)
 
 
 def first_bracket(log):
@@ -79,13 +85,18 @@ RANKS_BY_NODE = Answers(
                 part.split(": ")[0]: [int(rank) for rank in part.split(": ")[1].split(", ")]
                 for part in log[log.index("(") + 1 : log.index(")")].split("; ")
             },
-            "starting (attempt 1: all well)",
+            "starting on several nodes (attempt 1",
         ),
         "single digits": (
             lambda log: {
                 k: [int(d) for r in v for d in str(r)] for k, v in with_split(log).items()
             },
             "the line says",
+        ),
+        "the first line with nodes": (line_with_nodes, "starting on several nodes (attempt 1"),
+        "from the first rank of a node to its last": (
+            lambda log: {k: list(range(min(v), max(v) + 1)) for k, v in with_split(log).items()},
+            "your ranks of n1 are [0, 1, 2], the line says [0, 2]",
         ),
         "forgets to return": (lambda log: with_split(log).clear(), "it returned None"),
     },
@@ -127,7 +138,7 @@ SHORT = """\
 #SBATCH -J own -N 2
 #SBATCH --ntasks-per-node 2
 #SBATCH -t 10
-#SBATCH -o own-%j.out
+#SBATCH -o runs/own-%j.out
 
 set -e -o pipefail
 nodes=( $(scontrol show hostnames $SLURM_JOB_NODELIST) )
@@ -163,6 +174,17 @@ def without(text, line):
     return "".join(kept for kept in text.splitlines(keepends=True) if line not in kept)
 
 
+def with_directive(option):
+    """OWN with one more directive."""
+    return OWN.replace("#SBATCH --time", f"#SBATCH {option}\n#SBATCH --time")
+
+
+SUM_IN_SHORT = """\
+#SBATCH -J x -N 2 -n 4 -t 00:10:00
+#SBATCH -o runs/%j.out
+set"""
+
+
 OWN_SCRIPT = Answers(
     check=on_stand_in(l14.own_script),
     right={
@@ -170,6 +192,11 @@ OWN_SCRIPT = Answers(
         "short options": SHORT,
         # srun is the last command, so that the job ends with its exit code
         "no strict mode": without(OWN, "set -euo"),
+        "no GPU, in so many words": with_directive("--gpus-per-node=0"),
+        "the share as an option of srun": OWN.replace(
+            "#SBATCH --ntasks-per-node=2\n", "#SBATCH --ntasks=4\n"
+        ).replace("srun --kill", "srun --ntasks-per-node=2 --kill"),
+        "the log with a dot": OWN.replace("=runs/%x", "=./runs/%x"),
     },
     wrong={
         "no text": (42, "give the script as a text"),
@@ -212,6 +239,26 @@ OWN_SCRIPT = Answers(
         "nothing is exported": (OWN.replace("export ", ""), "MASTER_ADDR and MASTER_PORT"),
         "a misspelt module": (OWN.replace("labcode.train", "labcode.trian"), "No module named"),
         "an unknown option": (OWN.replace("train.steps", "train.step"), "train.step"),
+        "all steps of the recipe": (
+            OWN.replace(" --train.steps 10", ""),
+            "the command has no --train.steps",
+        ),
+        "the sum of the tasks": (
+            OWN.replace("--ntasks-per-node=2", "--ntasks=4"),
+            "and not the share of each node",
+        ),
+        "the sum in short options": (
+            re.sub(r"(?s)#SBATCH --job.*?\nset", SUM_IN_SHORT, OWN),
+            "and not the share of each node",
+        ),
+        "GPUs of a node": (with_directive("--gpus-per-node=2"), "asks for GPUs (--gpus-per-node=2"),
+        "GPUs as a resource": (with_directive("--gres=gpu:2"), "asks for GPUs (--gres=gpu:2"),
+        "GPUs of the job": (with_directive("--gpus=4"), "asks for GPUs (--gpus=4"),
+        "a GPU with a name": (with_directive("-G a100:1"), "asks for GPUs (--gpus=a100:1"),
+        "the log beside the script": (
+            OWN.replace("=runs/%x", "=%x"),
+            "and not to the folder runs",
+        ),
         "too few steps": (OWN.replace("steps 10", "steps 3"), "10 were meant"),
         "trains nothing": (
             OWN.replace("python -m labcode.train gpt_tiny --train.steps 10", "python --version"),
@@ -281,17 +328,20 @@ WITHOUT_ERREXIT = (
     + """\
 set +e
 trap 'echo time is over; told=1; scancel -s USR1 "$SLURM_JOB_ID"' SIGUSR1
+code=0
 srun -K python -m labcode.train gpt_tiny --train.steps 120 --train.out runs/long-${SLURM_JOB_ID} \\
     --checkpoint.every 50 --checkpoint.resume &
+ranks=$!
+wait $ranks || code=$?
 wait
-wait
-[ -n "${told:-}" ] && scontrol requeue "$SLURM_JOB_ID"
-true
+[ -n "${told:-}" ] && scontrol requeue "$SLURM_JOB_ID" && exit 0
+exit $code
 """
 )
 _FOLDER_LATER = """\
 folder=runs/lasting-$SLURM_JOB_ID
 srun"""
+_FOLDER_BY_COMMAND = "folder=runs/$(printf %06d $SLURM_JOB_ID)"
 REQUEUES_IN_TRAP = (
     _START
     + """\
@@ -322,6 +372,18 @@ wait $pid || status=$?
 if [ $stopped = yes ]; then scontrol requeue $SLURM_JOB_ID; fi
 """
 )
+HIDES_A_CRASH = (
+    _START
+    + """\
+stopped=no
+trap 'stopped=yes; scancel --signal=USR1 $SLURM_JOB_ID' USR1
+srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 120 \\
+    --train.out runs/$SLURM_JOB_ID --checkpoint.every 100 --checkpoint.resume &
+pid=$!
+while kill -0 $pid 2>/dev/null; do wait $pid || true; done
+[ "$stopped" = no ] || scontrol requeue "$SLURM_JOB_ID"
+"""
+)
 SECOND_WAIT = """\
     status=0
     wait "$ranks" || status=$?
@@ -333,6 +395,9 @@ LASTING_SCRIPT = Answers(
         "a variable": LASTING,
         "all of it in the trap": IN_THE_TRAP,
         "without set -e": WITHOUT_ERREXIT,
+        "the folder from a command": LASTING.replace(
+            "\nsrun", f"\n{_FOLDER_BY_COMMAND}\nsrun"
+        ).replace('"runs/$SLURM_JOB_ID"', '"$folder"'),
         "the folder in a variable": LASTING.replace("\nsrun", f"\n{_FOLDER_LATER}").replace(
             '"runs/$SLURM_JOB_ID"', '"$folder"'
         ),
@@ -368,6 +433,40 @@ LASTING_SCRIPT = Answers(
         "a folder with the name of the job": (
             LASTING.replace('$SLURM_JOB_ID" --ch', '$SLURM_JOB_NAME" --ch'),
             "submit the script a second time",
+        ),
+        "a folder with the day": (
+            LASTING.replace('"runs/$SLURM_JOB_ID"', "runs/last-$(date +%F)"),
+            "the results go to runs/last-$(date +%F), whichever job it is",
+        ),
+        "a folder with the day, in a variable": (
+            LASTING.replace("\nsrun", "\nout=runs/$(date +%F)\nsrun").replace(
+                '"runs/$SLURM_JOB_ID"', '"$out"'
+            ),
+            "the results go to runs/$(date +%F), whichever job it is",
+        ),
+        "hides a crash": (HIDES_A_CRASH, "ends as COMPLETED: with whose exit code"),
+        "requeued after a crash": (
+            LASTING.replace(
+                'exit "$status"',
+                'if [[ $status != 0 ]]; then scontrol requeue "$SLURM_JOB_ID"; fi\nexit "$status"',
+            ),
+            "with ranks that fail at once, goes back into the queue",
+        ),
+        "signals itself": (
+            LASTING.replace("scancel --signal", "scancel --batch --signal"),
+            "whom does scancel signal with --batch",
+        ),
+        "signals itself, in the trap": (
+            LASTING.replace("'stopped=yes'", "'stopped=yes; scancel -b -s USR1 $SLURM_JOB_ID'"),
+            "whom does scancel signal with --batch",
+        ),
+        "submits a new job": (
+            LASTING.replace('scontrol requeue "$SLURM_JOB_ID"', "sbatch $0"),
+            "both attempts are one job",
+        ),
+        "all steps of the recipe": (
+            LASTING.replace("--train.steps 120", ""),
+            "the command has no --train.steps",
         ),
         "None": (None, "give the script as a text"),
         "requeued without being told": (

@@ -13,9 +13,11 @@ import pytest
 
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
+from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
 from labcode.teach.exercises import l14
 from labcode.teach.labs import l14_cluster
+from labcode.teach.labs.l14_scripts import Ended
 
 HELLO = """\
 import socket, sys
@@ -153,6 +155,24 @@ def test_a_hand_written_script_saves_is_requeued_and_resumes(
 ) -> None:
     l14.lasting_script(answers["LASTING"], lab)
     assert "COMPLETED after 1 restart" in capsys.readouterr().out
+
+
+def test_the_log_shows_how_many_ranks_each_node_has() -> None:
+    l14._on_two_nodes("4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4")
+    l14._on_two_nodes("4 ranks on 2 nodes (n2: 0, 2; n3: 1, 3), gloo on cpu; grid dp 4")
+    uneven = "4 ranks on 2 nodes (n1: 0, 1, 2; n2: 3)"
+    with pytest.raises(AssertionError) as error:
+        l14._on_two_nodes(f"{uneven}, gloo on cpu; grid dp 4")
+    assert str(error.value).endswith(f"the log says: {uneven}")
+
+
+def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
+    ended = Ended("FAILED", "ModuleNotFoundError: No module named 'torch'\n")
+    with pytest.raises(AssertionError, match="a login shell, which sets PATH afresh"):
+        l14._ran(ended, Script("#!/bin/bash -l\nsrun python train.py\n"))
+    with pytest.raises(AssertionError) as error:
+        l14._ran(ended, Script("#!/bin/bash -e\nsrun python train.py\n"))
+    assert "login" not in str(error.value)
 
 
 # ------------------------------------------------------------------------------------------- links

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from labcode.teach.labs.l14_stand_in import StandInJob, split_options
+from labcode.teach.labs.l14_stand_in import FAILED_RANKS, FAILING, StandInJob, split_options
 
 HEAD = """\
 #!/bin/bash
@@ -62,6 +62,15 @@ def test_a_task_that_fails_ends_the_others_if_srun_was_told_so(run: Run) -> None
     state, _, log = run(f"srun --kill-on-bad-exit=1 bash -c '{task}'\n")
     assert state == "FAILED"
     assert "task 1: Exited with exit code 3" in log
+
+
+def test_where_ranks_are_to_fail_only_the_training_does(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(FAILING, "1")
+    state, _, log = run("srun echo here\nsrun python -m labcode.train gpt_tiny\n")
+    assert state == "FAILED"
+    assert log.splitlines() == ["here"] * 4 + [FAILED_RANKS]
 
 
 def test_a_job_that_is_told_to_stop_is_requeued(run: Run) -> None:

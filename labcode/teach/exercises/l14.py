@@ -6,21 +6,24 @@ run: on the lab's cluster, or without SLURM by what stands in for it.
 
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from labcode.slurm.lint.linter import lint
-from labcode.slurm.lint.parse import Script
+from labcode.slurm.lint.parse import Script, minutes
+from labcode.slurm.lint.shell import BLANK
 from labcode.slurm.run.outcome import first_failure
 from labcode.slurm.script.site import load
 from labcode.teach.check import Exercise, due
 from labcode.teach.labs.l14_cluster import Lab, steps
-from labcode.teach.labs.l14_scripts import Ended, run_script
+from labcode.teach.labs.l14_scripts import Ended, run_script, run_with_failing_ranks
 
 EXERCISES = {
     "14.1": Exercise(
         "whatever the nodes are called, and however many ranks they have",
         hints=(
-            "other lines of the log have brackets too: first find the line that speaks of nodes",
+            "other lines of the log have brackets too, or the word nodes: what has only the line "
+            "that you look for?",
             "inside the brackets a semicolon separates the nodes; a colon ends the name of each",
         ),
     ),
@@ -73,12 +76,17 @@ LOGS = {
         "b": [1, 2],
         "c": [3],
     },
+    "4 ranks on 2 nodes (n1: 0, 2; n2: 1, 3), gloo on cpu; "  # as srun --distribution=cyclic does
+    "grid dp 4 x pp 1 x cp 1 x tp 1": {
+        "n1": [0, 2],
+        "n2": [1, 3],
+    },
     "12 ranks on 2 nodes (n1: 0, 1, 2, 3, 4, 5; n2: 6, 7, 8, 9, 10, 11), gloo on cpu": {
         "n1": [0, 1, 2, 3, 4, 5],
         "n2": [6, 7, 8, 9, 10, 11],
     },
 }
-BEFORE = "starting (attempt 1: all well) ...\n"
+BEFORE = "starting on several nodes (attempt 1: all well) ...\n"
 AFTER = "\nstep 1/80 | loss 4.1744 (nats: 1) | 0.1 s/step\n"
 
 
@@ -169,6 +177,52 @@ def _asks_for(script: Script, ranks_per_node: int) -> None:
     )
 
 
+_GPU_OPTIONS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
+_GPU_OPTIONS.add("tres-per-task")
+
+
+def _asks_for_no_gpus(script: Script) -> None:
+    for directive in script.directives:
+        of_gpus = directive.name.startswith("gpus") or "gpu" in directive.value
+        if directive.name not in _GPU_OPTIONS or not of_gpus:
+            continue
+        assert re.search(r"(^|[:=])0$", directive.value), (
+            f"line {directive.line} asks for GPUs (--{directive.name}={directive.value}): this job "
+            "was to have none"
+        )
+
+
+def _fixes_the_share(script: Script) -> None:
+    """That it says how many tasks each node gets, and not only how many there are in all."""
+    options = [launch.options for launch in script.sruns]
+    on_each = script.option("ntasks-per-node") or any("ntasks-per-node" in one for one in options)
+    assert on_each, (
+        "the script fixes the number of all tasks, and not the share of each node: SLURM may put "
+        "three on one node and one on the other"
+    )
+
+
+def _logs_to_runs(script: Script) -> None:
+    output = script.value("output") or ""
+    folder = Path(script.value("chdir") or "", output).parent
+    assert folder.name == "runs", f"the log goes to {output}, and not to the folder runs"
+
+
+def _trains_for(script: Script, num_steps: int) -> None:
+    """That the training stops after so many steps; the whole recipe would take minutes."""
+    for launch in script.trainings:
+        if launch.has_unknown_words or not launch.has(r"labcode\.train\b"):
+            continue
+        told = launch.said("train.steps")
+        assert told is not None, (
+            f"line {launch.line}: the command has no --train.steps, so it trains all steps of the "
+            f"recipe; {num_steps} were meant"
+        )
+        assert not told.isdigit() or int(told) == num_steps, (
+            f"line {launch.line}: --train.steps {told}; {num_steps} were meant"
+        )
+
+
 def _reason(ended: Ended) -> str:
     """Why a job did not complete, in its own words."""
     what = first_failure(ended.log).what.partition(": export")[0]  # the rest says how to mend it
@@ -183,11 +237,21 @@ def _reason(ended: Ended) -> str:
     return "; ".join(parts) or "its log is empty"
 
 
-def _ran(ended: Ended) -> None:
+_LOGIN_SHELL = re.compile(r"#!.*\s(--login|-[a-z]*l[a-z]*)\b")
+
+
+def _ran(ended: Ended, script: Script) -> None:
     """The job was taken, came to an end, and did not fail."""
     assert ended.state != "REFUSED", f"sbatch refuses the script: {ended.log}"
+    reason = _reason(ended)
+    not_found = re.search("No module named|command not found", reason)
+    if not_found and _LOGIN_SHELL.match(script.lines[0]):
+        reason += (
+            "; the -l in its first line makes bash a login shell, which sets PATH afresh, so that "
+            "it is no longer the PATH of this notebook"
+        )
     assert ended.state not in ("FAILED", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"), (
-        f"job {ended.number} ended as {ended.state}: {_reason(ended)}"
+        f"job {ended.number} ended as {ended.state}: {reason}"
     )
 
 
@@ -205,8 +269,12 @@ def own_script(text: str, lab: Lab) -> None:
         "here srun is to start them: each task is a rank"
     )
     _asks_for(script, ranks_per_node=2)
+    _fixes_the_share(script)
+    _asks_for_no_gpus(script)
+    _logs_to_runs(script)
+    _trains_for(script, FIRST_STEPS)
     ended = run_script(lab, text, limit_s=240)
-    _ran(ended)
+    _ran(ended, script)
     assert ended.state != "LATE", (
         f"the job had not ended after four minutes: {_reason(ended)}; who waits for whom?"
     )
@@ -220,13 +288,25 @@ def own_script(text: str, lab: Lab) -> None:
     line = _FIRST_LINE.search(ended.log)
     assert line is not None
     if lab.cluster:
-        assert "on 2 nodes" in line[0], f"all ranks are on one node: {line[0][:70]}"
+        _on_two_nodes(line[0])
     done = [number for number, *_ in steps(ended.log)]
     assert done and done[-1] == FIRST_STEPS, (
         f"the last step in the log is {done[-1] if done else 'none'}; {FIRST_STEPS} were meant"
     )
     print(f"job {ended.number}: {ended.state}. The first line of its log:")
     print(line[0].partition("; grid")[0])
+    limit = script.value("time") or ""
+    if limit.count(":") == 1:
+        print(f"Its time limit: --time={limit} is {minutes(limit):.2g} minutes.")
+
+
+def _on_two_nodes(line: str) -> None:
+    """That the first line of a log has two ranks on each of two nodes."""
+    assert "on 2 nodes" in line, f"all ranks are on one node: {line[:70]}"
+    counts = [node.count(",") + 1 for node in line.partition(")")[0].split(";")]
+    assert counts == [2, 2], (
+        f"two ranks on each node were meant, and the log says: {line.partition(', gloo')[0][:70]}"
+    )
 
 
 STEPS = 120
@@ -247,41 +327,86 @@ def lasting_script(text: str, lab: Lab) -> None:
     asked = script.value("signal") or ""
     assert asked, "no line asks SLURM for a signal before the time limit"
     assert asked.startswith("B:"), f"--signal={asked} goes to the ranks, and not to this script"
+    _trains_for(script, STEPS)
+    _keeps_its_number(script)
+    _signals_the_ranks(script)
     folder = _fixed_folder(script)
     assert not folder, (
         f"the results go to {folder}, whichever job it is: submit the script a second time, and "
         "what does --checkpoint.resume find there?"
     )
     ended = run_script(lab, text, limit_s=420, signal_at_step=SIGNAL_AT)
-    _lasted(ended)
+    _lasted(ended, script)
     last_before, first_after = _resumed(ended.log)
+    state = _state_if_ranks_fail(text)
     print(f"job {ended.number}: {ended.state} after {ended.restarts} restart")
     print(f"told to stop, it saved after step {last_before};")
     print(f"the first line of the second attempt is of step {first_after}")
+    if state:
+        print(f"the same script with ranks that fail: {state}")
+
+
+def _keeps_its_number(script: Script) -> None:
+    submits = script.found(r"(^|[\s;&|'\"({])sbatch\s")
+    assert not submits, (
+        f"line {submits[0].line} submits another job, with a number of its own: in the figure "
+        "both attempts are one job"
+    )
+
+
+def _signals_the_ranks(script: Script) -> None:
+    to_itself = script.found(r"\bscancel\s[^;&|]*?(?<!\S)(--batch\b|-[a-z]*b)")
+    assert not to_itself, (
+        f"line {to_itself[0].line}: whom does scancel signal with --batch? And whom was the signal "
+        "to reach?"
+    )
+
+
+def _state_if_ranks_fail(text: str) -> str:
+    """How the job ends whose ranks fail, and that nobody signals; "" if that was not found out."""
+    ended = run_with_failing_ranks(text)
+    if ended is None:
+        return ""
+    assert ended.restarts == 0, (
+        "the same script, with ranks that fail at once, goes back into the queue, although nobody "
+        "has told it to stop"
+    )
+    assert ended.state != "COMPLETED", (
+        "the same script, with ranks that fail at once, ends as COMPLETED: with whose exit code "
+        "does it end?"
+    )
+    return ended.state
 
 
 # what has the same value in every job of this user
 _SAME_IN_EVERY_JOB = r"\$\{?(SLURM_JOB_NAME|SLURM_SUBMIT_DIR|USER|HOME|PWD|SCRATCH|WORK)\b\}?"
 
 
+_JOB_NUMBER = re.compile(r"SLURM_(ARRAY_)?JOB_?ID")
+_OUTPUT_OF = re.compile(r"\$\([^()]*\)|`[^`]*`")  # a command whose output bash puts here
+
+
 def _fixed_folder(script: Script) -> str:
-    """The folder of the results, if it is the same in every job of this script; else ""."""
+    """The folder of the results, if two jobs of this script may have the same; else ""."""
     if re.search(r"\$\{SLURM_(JOB_?ID|RESTART_COUNT):?[-=]", script.text):
         return ""  # `Launch` fills in the value after the dash, which is not the one on a cluster
     for launch in script.trainings:
-        folder = launch.said("train.out")
-        if folder and "$" not in re.sub(_SAME_IN_EVERY_JOB, "", folder):
-            return folder
+        folder = launch.said("train.out") or ""
+        if not folder or _JOB_NUMBER.search(folder):
+            continue
+        rest = _OUTPUT_OF.sub("", folder)  # the date, say
+        if "$" not in re.sub(_SAME_IN_EVERY_JOB, "", rest):
+            return folder.replace(BLANK, " ")
     return ""
 
 
-def _lasted(ended: Ended) -> None:
+def _lasted(ended: Ended, script: Script) -> None:
     """The job stopped, was requeued once, resumed, and came to its end."""
     assert not ended.early, (
         "the job was requeued before the ranks had saved: which line waits for them, after the "
         "signal has ended the first wait?"
     )
-    _ran_or_was_killed(ended)
+    _ran_or_was_killed(ended, script)
     stopped = "stopped by SIGUSR1" in ended.log
     assert ended.signalled, (
         f"the job ended before step {SIGNAL_AT}, so nobody could stop it: {_reason(ended)}"
@@ -309,7 +434,7 @@ def _first_attempt(log: str) -> str:
     return log[: begins[1]] if len(begins) > 1 else log
 
 
-def _ran_or_was_killed(ended: Ended) -> None:
+def _ran_or_was_killed(ended: Ended, script: Script) -> None:
     """As `_ran`; a script that dies of the signal is told so."""
     if ended.state == "FAILED" and ended.signalled and ended.restarts == 0:
         stopped = "stopped by SIGUSR1" in ended.log
@@ -321,7 +446,7 @@ def _ran_or_was_killed(ended: Ended) -> None:
             "set -e, what happens at a command that returns another code than 0, such as a wait "
             "that a signal has ended?"
         )
-    _ran(ended)
+    _ran(ended, script)
 
 
 def _resumed(log: str) -> tuple[int, int]:
@@ -349,7 +474,8 @@ SYMPTOMS = {
     "SO_ERROR: Connection refused, remote=[127.0.1.1]:41877",
     "B": "rank 3: DistNetworkError: The client socket has timed out after 600000ms while trying\n"
     "to connect to (gpu07, 29500).\n"
-    "rank 0: DistStoreError: Timed out after 601 seconds waiting for clients. 1/8 clients joined.",
+    "rank 0, on gpu07: DistStoreError: Timed out after 601 seconds waiting for clients.\n"
+    "1/8 clients joined.",
     "C": "[rank0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=4, "
     "OpType=BROADCAST,\nNumelIn=112, Timeout(ms)=1800000) ran for 1800010 milliseconds\n"
     "(the same on ranks 1, 2, 4, 5, 6, 7; py-spy shows rank 3 in load_vocabulary)",

@@ -26,9 +26,10 @@ _DULL = ("<frozen", "launch_rank.py", "c10d_logger.py", "runpy.py")
 def save_flight_record(folder: Path, rank: int) -> None:
     """Write down the collectives that PyTorch has recorded for this rank.
 
-    They are recorded if TORCH_FR_BUFFER_SIZE is set when the process starts. With NCCL, PyTorch
-    writes such a file by itself when the watchdog strikes. What gloo records lacks the name and the
-    ranks of the group, which are filled in here.
+    PyTorch 2.13 records the last 2000 of a rank (measured, with gloo), and TORCH_FR_BUFFER_SIZE
+    says another number; older versions may record none without it. With NCCL, PyTorch writes such a
+    file by itself when the watchdog strikes. What gloo records lacks the name and the ranks of the
+    group, which are filled in here.
 
     Source: docs.pytorch.org/tutorials/unstable/flight_recorder_tutorial.html
     """

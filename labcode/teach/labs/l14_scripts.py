@@ -2,10 +2,12 @@
 
     ended = run_script(lab, text)                     # on the lab's cluster, or its stand-in
     ended = run_script(lab, text, signal_at_step=10)  # USR1 to the script, as before a time limit
+    ended = run_with_failing_ranks(text)              # what the script makes of ranks that crash
 
 Whatever the script does, it is cancelled after `limit_s`.
 """
 
+import contextlib
 import shutil
 import sys
 import tempfile
@@ -16,7 +18,7 @@ from typing import Protocol
 
 from labcode.slurm.run.client import Client, SlurmError
 from labcode.teach.labs.l14_cluster import ENV, Lab, steps
-from labcode.teach.labs.l14_stand_in import StandInJob
+from labcode.teach.labs.l14_stand_in import FAILED_RANKS, FAILING, StandInJob
 from labcode.teach.progress import status
 
 POLL_S = 0.2
@@ -178,6 +180,31 @@ def run_script(
     finally:
         job.close()
         status()
+
+
+FAILING_LIMIT_S = 30.0
+
+
+def run_with_failing_ranks(text: str) -> Ended | None:
+    """How a script ends whose ranks fail at once: on the stand-in, wherever the lab is.
+
+    Args:
+        text: Of the script.
+
+    Returns:
+        None if it came to no end in time, or started no ranks.
+    """
+    with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):
+        Path("runs").mkdir()
+        path = Path("runs/failing.sbatch")
+        path.write_text(text, encoding="utf-8")
+        job = _Here(path, {FAILING: "1"})
+        try:
+            ended = _follow(job, time.monotonic() + FAILING_LIMIT_S, None)
+        finally:
+            job.close()
+            status()
+    return ended if FAILED_RANKS in ended.log and ended.state != "LATE" else None
 
 
 # a command with folders in front of its PATH: among others that of this Python, with labcode

@@ -28,6 +28,8 @@ from labcode.slurm.lint.parse import SHORT, WITH_VALUE, Script
 PROGRAMS = ("srun", "scontrol", "scancel")
 ADDRESS = "127.0.0.1"  # of each of the nodes
 FOLDER = "LABCODE_STAND_IN"  # names the folder of the job to the three programs
+FAILING = "LABCODE_STAND_IN_FAILS"  # if it is set, srun fails where it would start a training
+FAILED_RANKS = "srun: error: n1: task 0: Exited with exit code 1"
 POLL_S = 0.05
 GRACE_S = 5.0  # how long a script may run on after it has asked for a requeue
 
@@ -185,6 +187,9 @@ def srun(words: Sequence[str], folder: Path) -> int:
         size = nodes * int(per_node or os.environ["SLURM_NTASKS_PER_NODE"])
     if not command:
         print("srun: fatal: No command given to execute.", file=sys.stderr)
+        return 1
+    if os.environ.get(FAILING) and "labcode.train" in " ".join(command):
+        print(FAILED_RANKS, file=sys.stderr)
         return 1
     local_size = -(-size // nodes)
     processes = []
