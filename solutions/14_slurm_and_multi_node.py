@@ -124,7 +124,7 @@ if log:
 #
 # Three jobs are submitted, one after the other. The first wants two nodes for ten minutes, the second wants two nodes
 # for ten minutes, and the third wants one node for one minute. The cluster has three nodes. (`--exclusive` lets no
-# other job onto a node of this one, and `--wrap` takes a command in place of a script: here one that only sleeps.)
+# other job onto the nodes of this one, and `--wrap` takes a command in place of a script: here one that only sleeps.)
 #
 # **Predict.** How many of the three jobs run at once?
 
@@ -194,19 +194,24 @@ head, body = script.split("set -euo pipefail")
 print(head)
 
 # %% [markdown]
+# `sbatch` does not read what follows a ` #` in a directive: these are comments.
+#
 # - `--ntasks-per-node=1`: the task of a node is torchrun. So the two CPUs of `--cpus-per-task=2` are for both ranks
 #   that it starts.
 # - `--gpus-per-node=2`: one GPU for each rank. (The GPUs of our nodes are emulated: SLURM counts them, and the ranks
 #   compute on the CPU.)
 # - `--time=00:30:00`: after this, SLURM kills what still runs.
 # - `--output=%x-%j.log`: every job gets its own log. With a fixed name, the next job would overwrite it.
-# - `--no-requeue`: if a node fails, the job is not started again. A second attempt would find the folder of its results
-#   taken. Section 3 changes that.
+# - `--no-requeue`: if a node fails, the job is not started again. A second attempt would find that the folder for its
+#   results already exists. Section 3 changes that.
 
 # %% tags=["nbval-check-output"]
 print("set -euo pipefail" + body)
 
 # %% [markdown]
+# In Exercise 14.2 you will need four of these lines yourself: `set`, `first_node`, `port`, and `srun` with
+# `--kill-on-bad-exit`.
+#
 # - `set -euo pipefail`: bash stops at the first command that fails. A script without it goes on after the ranks have
 #   died, and if its last command works, the job ends as COMPLETED.
 # - `PYTHONUNBUFFERED=1` and `OMP_NUM_THREADS=1`: print each line at once; compute with as many threads as the rank has
@@ -220,7 +225,7 @@ print("set -euo pipefail" + body)
 # - `out=...`: the folder of the results, with the name and the number of the job.
 # - `srun --kill-on-bad-exit=1`: if one task fails, all tasks end. Otherwise the others may wait for it until a time-out
 #   of their own, or until the time limit of the job.
-# - `--cpus-per-task` is said again, because `srun` does not take it over from the directives (since SLURM 22.05).
+# - `--cpus-per-task` is given again, because `srun` does not take it over from the directives (since SLURM 22.05).
 # - `--nnodes`, `--nproc-per-node`, `--rdzv-...`: torchrun is told how many nodes there are, how many ranks to start
 #   here, and where to meet. It then sets `RANK`, `WORLD_SIZE`, `MASTER_ADDR` and `MASTER_PORT` for each rank.
 #
@@ -303,7 +308,7 @@ for problem in lint(WISHES):
 # four times. The loss falls all the same. So read this line before you look at the loss.
 #
 # Write a function that finds the line in a log and returns `{"n1": [0, 1], "n2": [2, 3]}`. Other lines of a log have
-# brackets too.
+# brackets too, or speak of nodes.
 
 # %% tags=["exercise"]
 def ranks_by_node(log):
@@ -442,13 +447,13 @@ compare("attempts", attempts, counted, within=1, found="counted")
 #
 #     python -m labcode.train gpt_tiny --train.steps 120 --checkpoint.every 100 --checkpoint.resume --train.out FOLDER
 #
-# in which you choose the FOLDER, below `runs`. **A job that was not told to stop must not go back into the queue.** A
-# second job of the same script is another run, and begins at step 1.
+# in which you choose the FOLDER, below `runs`. **A job that was not told to stop must not go back into the queue**, and
+# one whose ranks fail must end as FAILED. A second job of the same script is another run, and begins at step 1.
 #
 # Nobody wants to wait for a time limit. So the check sends the signal itself, as SLURM would, when the log shows step
-# 10. Then it follows the job through both attempts. This takes one to three minutes, most of it in the queue. (A real
-# signal may come while a rank is still starting. It would kill that rank. After this exercise you see how labcode
-# prevents that; your script need not.)
+# 10. Then it follows the job through both attempts. This takes one to three minutes, most of it in the queue. At the
+# end it runs the script once more, with ranks that fail at once. (A real signal may come while a rank is still
+# starting. It would kill that rank. After this exercise you see how labcode prevents that; your script need not.)
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -506,7 +511,7 @@ text = render(lasting, one_task_per_rank)
 print(text[text.index("stopped=no") :])
 
 # %% [markdown]
-# It does the same as a short script, and differs from it in four points.
+# It does the same as a short script, and thinks of more cases. These two can happen to every job.
 #
 # - **Ranks that are still starting.** `USR1` would kill a rank that has not set up its handler yet. So a small bash
 #   script stands between `srun` and each rank: `hand_down`, which is a part of labcode. It is what SLURM signals. The
@@ -515,15 +520,18 @@ print(text[text.index("stopped=no") :])
 # - **Stopped or finished?** The exit code is 0 for both. So a training that was stopped leaves a file in its folder, and
 #   this is called `stopped`. If the signal comes in the last step, the run finishes. Then there is no such file, and the
 #   job does not go back into the queue.
+#
+# <details><summary>What else it takes care of: preemption, a last attempt, torchrun</summary>
+#
 # - **Others may end a job.** `scontrol requeue` would bring back a job that somebody has just cancelled. So the script
 #   asks SLURM first. And on some clusters a job with a higher priority may take away the nodes of a job that runs. This
 #   is called **preemption**. SLURM announces it with the signal `TERM`, but to the tasks only. `hand_down` takes `TERM`
 #   for the same request.
 # - **A last attempt.** A bug that stops every attempt early would send the job back into the queue for ever.
 #   `SLURM_RESTART_COUNT` says how often the job has been requeued, and after 20 attempts the script gives up.
-#
-# With torchrun there is one more reason for `hand_down`. SLURM knows torchrun, but on most clusters not the ranks below
-# it, and torchrun dies of `USR1`. `hand_down` finds the ranks. `python -m labcode.slurm.hand_down` prints it.
+# - **torchrun** is one more reason for `hand_down`. SLURM knows torchrun, but on most clusters not the ranks below it,
+#   and torchrun dies of `USR1`. `hand_down` finds the ranks. `python -m labcode.slurm.hand_down` prints it.
+# </details>
 #
 # A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
 # checkpoint.
@@ -602,7 +610,7 @@ if lab.cluster:
         on_the_wire_ms = 1e3 * link_bytes / bytes_per_s
         predicted[f"predicted, {NAMES[rate]}"] = unslowed_ms + on_the_wire_ms
 plot.lines(
-    curves, reference=predicted, from_zero=True,
+    curves, reference=predicted, from_zero=True, beside=True,
     points={"the fastest": tuple(zip(*fastest.values()))},
     xlabel="step", ylabel="ms per step",
     title="Half the bandwidth doubles what the network adds to a step",
@@ -740,8 +748,8 @@ with lab.fault("name"):
 # or `GLOO_SOCKET_IFNAME`; `ip -brief address` on a node lists them.
 #
 # **Second fault.** A firewall between the nodes lets nobody through to the ports 20000 to 29999 of n1. It does not
-# refuse them, it drops them silently. So there is no error until some time-out: here after 6 seconds on rank 0 and 10
-# on rank 1, by default after minutes.
+# refuse them, it drops them silently. So there is no error until some time-out: here after 6 to 10 seconds, by
+# default after minutes.
 
 # %%
 with lab.fault("port"):
@@ -779,8 +787,8 @@ with lab.fault("code"):
 # another call than the others, or none. In the program below only rank 0 evaluates, and in doing so it broadcasts one
 # number.
 #
-# Two tools are switched on. After 5 seconds `faulthandler`, a part of Python, writes down where each rank is. And
-# PyTorch's **flight recorder** keeps the last 100 collectives of each rank.
+# Two tools watch it. After 5 seconds `faulthandler`, a part of Python, writes down where each rank is. And PyTorch's
+# **flight recorder** keeps the last collectives of each rank: 2000 of them, if nothing else is said.
 
 # %%
 HANG = '''import faulthandler, os
@@ -813,7 +821,7 @@ os._exit(0)  # at once: the broken group would be waited for
 Path("runs/hang.py").write_text(HANG)
 hung = launch.run(
     "runs.hang", nproc=2, echo=False,
-    env_extra={"TORCH_FR_BUFFER_SIZE": "100", "CUDA_VISIBLE_DEVICES": ""},
+    env_extra={"CUDA_VISIBLE_DEVICES": ""},
 )
 print(hung.output)
 
@@ -862,14 +870,9 @@ compare("first difference", first_difference, reported, within=1, found="counted
 # for right and compares the others with it. Here rank 0 did what nobody else did. The tool finds the place. Who is
 # wrong, you have to decide.
 #
-# Under NCCL you need no code for this. Set `TORCH_FR_BUFFER_SIZE=2000` (older versions of PyTorch call it
-# `TORCH_NCCL_TRACE_BUFFER_SIZE`) and `TORCH_NCCL_DUMP_ON_TIMEOUT=1`. PyTorch has a thread that looks after the
-# collectives of NCCL, the **watchdog**. When it finds one that has timed out, each rank writes its record to a file.
-# The name of the file begins with what `TORCH_FR_DUMP_TEMP_FILE` says (older versions:
-# `TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) and ends with the rank. With `runs/JOB/trace_`, in a folder that all nodes share, you
-# get `trace_0`, `trace_1` and so on. Then `torchfrtrace --prefix trace_ runs/JOB`, which comes with PyTorch, prints the
-# analysis that you see above. The watchdog's message is also what you read first in the log of such a job. From a
-# published case, shortened:
+# Under NCCL you need no code for this. PyTorch has a thread that looks after the collectives of NCCL, the **watchdog**.
+# When it finds one that has timed out, it says so, and this message is what you read first in the log of such a job.
+# From a published case, shortened:
 #
 #     [Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=1580, OpType=ALLREDUCE,
 #     NumelIn=466119168, NumelOut=466119168, Timeout(ms)=600000) ran for 600060 milliseconds before timing out.
@@ -882,6 +885,21 @@ compare("first difference", first_difference, reported, within=1, found="counted
 # stack. If all of them have enqueued 1580, there are three cases. Their calls differ. Or the network is broken. Or the
 # GPU of a rank has not come so far: enqueued is not started, and it may still be in an earlier kernel. The flight
 # recorder tells whether the calls differ.
+#
+# The watchdog also lets each rank write its record to a file. Variables that you export in the script decide on that:
+#
+# | variable (its name in older versions of PyTorch) | what it says |
+# |---|---|
+# | `TORCH_FR_BUFFER_SIZE` (`TORCH_NCCL_TRACE_BUFFER_SIZE`) | how many collectives are kept: 2000 by default in PyTorch 2.13, perhaps none in an older one |
+# | `TORCH_NCCL_DUMP_ON_TIMEOUT=1` | write them down when the watchdog strikes |
+# | `TORCH_FR_DUMP_TEMP_FILE` (`TORCH_NCCL_DEBUG_INFO_TEMP_FILE`) | how the name of each file begins; the rank is added to it |
+#
+# With `runs/JOB/trace_`, in a folder that all nodes share, you get `trace_0`, `trace_1` and so on. Then
+# `torchfrtrace --prefix trace_ runs/JOB`, which comes with PyTorch, prints the analysis that you see above.
+#
+# labcode's own training asks stacks and flight recorder by itself. When nothing moves for a minute,
+# `python -m labcode.train` prints one line that begins with `hang:` and names the rank that did not come, the line of
+# the program where it is, and the ranks that wait for it.
 #
 # **Takeaway: for a hang, first compare the counts, then the stacks, then the calls. The rank that complains is usually
 # one of those that waited.**

@@ -338,4 +338,4 @@ def _draw_legend(drawing: Figure, comm: Communicator) -> None:
         look = _look(transport)
         lines.append(Line2D([0], [0], color=look.colour, ls=look.dash, lw=2.2))
         names.append(look.name)
-    drawing.legend(lines, names, loc="outside upper left", ncols=2, handlelength=2.6)
+    drawing.legend(lines, names, loc="outside lower left", ncols=2, handlelength=2.6)
