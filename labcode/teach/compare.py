@@ -115,8 +115,9 @@ def _same(predicted: Any, measured: Any) -> bool:
 
 
 def _words(text: str) -> str:
-    """A text without what makes no difference: "Same" is as good as "the same"."""
-    return text.strip().lower().removeprefix("the ")
+    """A text without what makes no difference: "Same" is as good as "the same", "DP4" as "dp 4"."""
+    words = text.strip().lower().removeprefix("the ")
+    return "".join(words.split())
 
 
 def _factor(predicted: float, measured: float) -> float:

@@ -403,6 +403,12 @@ RIGHT = {
     ),
     "a number for a list": (24, [24, 26], {}, "give a list, not one number"),
     "a word for a word": ("max", "max", {}, "predicted max measured max right"),
+    "a word with capitals and blanks": (
+        "Dp4",
+        "dp 4",
+        {},
+        "predicted Dp4 measured dp 4 right",
+    ),
     "a truth": (True, True, {"within": 2}, "predicted True measured True right"),
     "a truth for a number": (True, 1, {}, "predicted True measured 1 wrong, it is 1"),
     "a list for a tuple": ([0, 2], (0, 2), {}, "predicted [0, 2] measured (0, 2) right"),
