@@ -326,7 +326,8 @@ class ParallelConfig:
         if num_stages > num_layers:
             raise ValueError(
                 f"parallel.pp*stages_per_rank = {pp}*{self.stages_per_rank} stages, "
-                f"but model.num_layers={num_layers}: each stage needs a layer"
+                f"but model.num_layers={num_layers}: each stage needs a layer, so "
+                "lower parallel.pp or raise model.num_layers"
             )
         sizes = self.layers_per_stage or _even_sizes(num_layers, num_stages)
         if len(sizes) != num_stages or sum(sizes) != num_layers or min(sizes) < 1:

@@ -57,7 +57,7 @@ ranks = Ranks(4, timeout_s=120)
 # | world size | what you are given | ranks, one for each GPU |
 # | tp, pp | whether the model fits, and how many GPUs a node has | ranks that hold **one** copy of the model: tp · pp |
 # | dp | nobody: it is what is left | copies of the model: world size / (tp · pp) |
-# | global batch | what learns well | samples of one optimizer step |
+# | global batch | what the model learns well with | samples of one optimizer step |
 # | local batch | follows | samples of one copy: global batch / dp |
 # | micro-batch | memory and efficiency | samples that go through a stage together |
 # | m | follows | micro-batches of one copy in a step: local batch / micro-batch |
@@ -93,8 +93,8 @@ compare("micro-batches", micro_batches, m, within=1, found="computed")
 
 # %% [markdown]
 # `with_changes` does what `--parallel.tp 8 --parallel.pp 4 ...` does on the command line. Note what was **not** chosen:
-# dp. If you are given one more node in the middle of a project and the batch stays, dp grows and m shrinks, and nothing
-# else in the form changes.
+# dp. If you are given twice as many nodes in the middle of a project and the batch stays, dp doubles and m halves, and
+# nothing else in the form changes.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 15.1 · The form as a function
@@ -121,8 +121,8 @@ def layout(world, tp, pp, global_batch, micro_batch):
 check("15.1", lambda: l15.layout(layout))
 
 # %% [markdown]
-# **More GPUs, the same batch.** A pipeline of p stages takes m + p - 1 turns for m micro-batches (lesson 12), so its
-# GPUs work for the share m/(m + p - 1) of the time. With more copies of the model, there are fewer micro-batches for
+# **More GPUs, the same batch.** A pipeline of pp stages takes m + pp - 1 turns for m micro-batches (lesson 12), so
+# its GPUs work for the share m/(m + pp - 1) of the time. With more copies of the model, there are fewer micro-batches for
 # each, and the share becomes smaller.
 #
 # Narayanan et al. (2021) trained GPT-3 (174.6 billion parameters) with tp = 8, pp = 12, micro-batch 1 and a global
@@ -142,7 +142,10 @@ for gpus, speed in PUBLISHED.items():
     from_bubble[gpus] = 153 * share / (384 / (384 + 11))
     print(f"{gpus:5} GPUs: m = {m:3}, bubble gives {from_bubble[gpus]:.0f}", end=", ")
     print("published", speed)
-compare("TFLOP/s on 1536 GPUs", on_1536_gpus, PUBLISHED[1536], within=1.02)
+compare(
+    "TFLOP/s on 1536 GPUs", on_1536_gpus, PUBLISHED[1536],
+    within=1.02, found="published",
+)
 
 # %% [markdown]
 # One line of arithmetic explains what these authors lost by scaling out, within 2 %. (Their table does not name the
@@ -160,7 +163,8 @@ compare("TFLOP/s on 1536 GPUs", on_1536_gpus, PUBLISHED[1536], within=1.02)
 #
 # From here on we use the smallest run that cuts the model along two axes: tensor 2 × pipeline 2, on two nodes of two
 # GPUs. With four GPUs, dp = 1 is left. There are two ways to place it. Either the two ranks of a tensor-parallel pair
-# share a node, and the pipeline crosses the nodes, or the other way round. The `order` of the grid decides.
+# share a node, and the pipeline crosses the nodes, or the other way round. The `order` of the grid decides. In the
+# figures a letter and a colour, a or b, mark each tensor-parallel pair.
 
 # %% tags=["figure"]
 model = l15.MODEL  # 2 layers, hidden size 64, 32 tokens, float32
@@ -235,8 +239,8 @@ print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B
 # 5. **dp.** After that, once in a step, the gradients are all-reduced over dp. A rank holds 1/(tp · pp) of the
 #    parameters, and each gradient has 4 bytes.
 #
-# For pp = 1 and 2 this counts each message. With more stages, those in the middle send two messages, and have no part in
-# the 2 of point 2: there the sum is an estimate.
+# For pp = 1 and 2 this is exact. With more stages it is an estimate: a stage in the middle sends two messages for each
+# micro-batch, and has neither the embedding nor the head.
 #
 # Each message takes the link that its group needs. `cluster.link(group)` is the link inside a node if all ranks of the
 # group sit on one, and else the link between nodes.
@@ -377,9 +381,9 @@ best = min(last, key=last.get)
 compare("fastest with 256 samples", fastest_with_256, best, found="computed")
 plot.lines(
     per_sample_ms, x=sizes, logx=True, from_zero=True,
-    xlabel="global batch", ylabel="ms per sample",
+    xlabel="global batch", ylabel="predicted ms per sample",
     title="Data parallelism pays once a step, the others with each micro-batch",
-    alt="Time per sample falls with the batch for all layouts; data parallel starts "
+    alt="Predicted time per sample falls with the batch for all layouts; dp 4 starts "
         "highest, crosses the hybrid between 32 and 64 samples, and ends lowest",
 )
 
@@ -391,7 +395,7 @@ plot.lines(
 # speed at small batches. What is left goes to data parallelism.**
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 15.3 · Open end: choose the layout
+# ### Exercise 15.3 · Choose the layout
 #
 # Write the function that fills in the form. It is given the GPUs and the batch, and `room_bytes`, the memory that a
 # rank has for its share of weights, gradients and optimizer (16 bytes for each parameter). It returns the `GridShape`
@@ -465,7 +469,7 @@ plot.pipeline(
 
 # %% [markdown]
 # Read the lower part in pairs. Ranks 0 and 1 are one stage: each all-reduce makes them wait for each other, so they do
-# the same at the same time. Ranks 2 and 3 begin one forward and one message later. Ranks 0 and 1 have their long gap
+# the same at nearly the same time. Ranks 2 and 3 begin one forward and one message later. Ranks 0 and 1 have their long gap
 # before the first backward, as in lesson 12. The short gaps between two blocks are messages on their way: in this
 # emulated cluster a sender waits until its message has left, and on a GPU it would go on.
 #
@@ -477,7 +481,8 @@ plot.pipeline(
 #
 # Now `python -m labcode.train gpt_tiny`, with its real data, optimizer and log, on a real SLURM with two nodes (lesson
 # 14). The nodes share your cores. For comparison, plain dp = 4 trains first, on the ranks of this notebook. Then you see
-# the script of the job, with blanks. `--ntasks-per-node` is the number of ranks on a node.
+# the script of the job, with blanks. `--ntasks-per-node` is the number of ranks on a node. (The GPUs of these nodes are
+# emulated and the ranks compute on the CPU, so the script asks for none.)
 
 # %%
 lab = slurm_lab.open_lab("lesson15", nodes=2)
@@ -496,7 +501,7 @@ print(hybrid_lab.blank_script())
 #
 # Give a dict with the six blanks: `nodes`, `ranks_per_node`, `parallel.tp`, `parallel.pp`, `train.micro_batch` and
 # `train.global_batch`. The check submits the job, and reads in its log who sat where, the grid, the steps and the last
-# loss.
+# loss. This takes up to two minutes.
 
 # %% tags=["exercise"]
 ### BEGIN SOLUTION
@@ -622,11 +627,11 @@ for changes in (
 # - a wrong **order**: the same losses, and more bytes on the slow link;
 # - a **global batch** that was not meant: in programs that ask for m instead ("gradient accumulation steps"), it grows
 #   with every node;
-# - an m that is **too small**: the job runs, and half of its GPUs wait.
+# - an m that is **too small**: the job runs, and its GPUs wait for most of the time.
 #
 # **Out of memory.** The micro-batch also decides what a rank keeps for its backward. Take the hybrid with a global batch
-# of 32, hidden size 32 and a large vocabulary, V = 65,536. Each rank of the **last** stage holds the logits of its half
-# of the vocabulary: micro-batch · 128 tokens · V/2 numbers of 4 bytes.
+# of 32, hidden size 32 and a large vocabulary, V = 65,536. A rank that has the head holds the logits of its half of
+# the vocabulary: micro-batch · 128 tokens · V/2 numbers of 4 bytes.
 #
 # **Predict.** How many bytes do these logits take with micro-batch 32, and how many with micro-batch 2? When memory is
 # short, the ranks of which stage run out of it, 0 or 1?
@@ -649,7 +654,8 @@ for micro_batch, predicted in ((32, logits_of_32), (2, logits_of_2)):
 
 # %% [markdown]
 # What is kept is not yet the peak: the backward of the loss has three such tensors at once, the softmax that was kept, a
-# corrected copy, and the gradient. Now the same two as jobs, with a real limit of memory for each rank.
+# corrected copy, and the gradient. Now the same two as jobs, with a real limit of memory for each rank. This
+# takes up to four minutes.
 
 # %%
 print(f"the limit is {si(hybrid_lab.LIMIT_BYTES, 'B')} for each rank")
@@ -676,8 +682,8 @@ lab.close()
 # %% [markdown]
 # Each rank that has an error of its own says so in a line. The others have lost their peers, and what they say is a
 # consequence. So search the log for the words of memory, not for the first or the last error. (The twin of a rank that
-# died may be ended before it can speak.) Rank 0 hardly notices, as it is on the first stage: `memory_bytes` in the log is
-# no warning.
+# died may be ended before it can speak.) Rank 0 hardly notices, as it is on the first stage. `memory_bytes` in the log is
+# rank 0's alone, so it gives no warning.
 #
 # | limit | what the log says |
 # |---|---|

@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 15, hybrid training."""
 
 import functools
+import itertools
 import math
 from pathlib import Path
 
@@ -50,6 +51,16 @@ def layout_with_one_text(world, tp, pp, global_batch, micro):
     if world % (tp * pp) or global_batch % (micro * (world // (tp * pp))):
         raise ValueError(f"{world} and {global_batch} do not fit")
     return layout(world, tp, pp, global_batch, micro)
+
+
+def layout_by_global_batch(world, tp, pp, global_batch, micro):
+    """Asks whether dp and the micro-batch divide the samples, each by itself."""
+    dp = world // (tp * pp)
+    if world % (tp * pp):
+        raise ValueError("ranks")
+    if global_batch % dp or global_batch % micro:
+        raise ValueError("samples")
+    return dp, global_batch // dp, global_batch // dp // micro
 
 
 def layout_without_text(*numbers):
@@ -104,6 +115,10 @@ LAYOUT = Answers(
         "one text for both": (layout_with_one_text, "let each say which it is"),
         "no text": (layout_without_text, "the ValueError has no text"),
         "assert": (layout_with_assert, "raises an AssertionError: raise a ValueError"),
+        "micro-batches of the global batch": (
+            layout_by_global_batch,
+            "12 samples over micro*dp = 8: your function gives (4, 3, 1)",
+        ),
         "refuses ranks only": (
             lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])),
             "511 samples over dp = 2",
@@ -137,6 +152,9 @@ def iteration(
     sizes=None,
     messages=1,
     always=False,
+    overlap=False,
+    ends_of_stage=None,
+    samples_of_act=True,
     links=None,
     scale=1,
 ):
@@ -145,16 +163,19 @@ def iteration(
     flops = training_flops_per_sample(model) * (micro_batch if samples else 1)
     compute_s = flops / (shape.tp * shape.pp if cut else 1) / cluster.flops_per_s
     tokens, hidden = sizes or (model.context_length, model.hidden_size)
-    act = micro_batch * tokens * hidden * value_bytes
+    act = (micro_batch if samples_of_act else 1) * tokens * hidden * value_bytes
     axes = {axis: cluster.link(shape.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
     for axis, place in (links or {}).items():
         axes[axis] = getattr(cluster, place)
     number = (4 * model.num_layers + ends) / (shape.pp if share else 1)
+    if ends_of_stage:
+        number = 4 * model.num_layers / shape.pp + ends_of_stage(shape)
     turn_s = compute_s
     if tp:
         turn_s += number * alpha_beta.time_s("all_reduce", shape.tp, act, axes["tp"])
     if pp and (always or shape.pp > 1):
-        turn_s += messages * alpha_beta.time_s("send", 2, act, axes["pp"])
+        message_s = messages * alpha_beta.time_s("send", 2, act, axes["pp"])
+        turn_s = max(turn_s, message_s) if overlap else turn_s + message_s
     size = gradient_bytes * model.num_parameters / (shape.tp * shape.pp if gradient_parts else 1)
     dp_s = alpha_beta.time_s("all_reduce", shape.dp, size, axes["dp"])
     turns = m if bubble is None else m + shape.pp + bubble
@@ -232,7 +253,21 @@ ITERATION = Answers(
         "computing not shared": (wrong_iteration(cut=False), "ranks of a copy share it"),
         "FLOPs of one sample": (wrong_iteration(samples=False), "has more samples than one"),
         "no tp": (wrong_iteration(tp=False), "the all-reduces are missing"),
-        "no message": (wrong_iteration(pp=False), "message to the next stage is missing"),
+        "no message": (wrong_iteration(pp=False), "does not get longer by the message"),
+        "messages that overlap": (wrong_iteration(overlap=True), "nothing overlaps here"),
+        "act in bf16": (wrong_iteration(value_bytes=2), "how many bytes has a number of act"),
+        "act of one sample": (
+            wrong_iteration(samples_of_act=False),
+            "act has all samples of a micro-batch",
+        ),
+        "one all-reduce more on each stage": (
+            wrong_iteration(ends_of_stage=lambda shape: 1),
+            "is right for pp = 2",
+        ),
+        "one more, or both on the only stage": (
+            wrong_iteration(ends_of_stage=lambda shape: 1 + (shape.pp == 1)),
+            "is right for pp = 2",
+        ),
         "gradients of the whole model": (
             wrong_iteration(gradient_parts=False),
             "only its part of the parameters",
@@ -314,11 +349,12 @@ def best(
     micro=True,
     whole=True,
     state_bytes=16,
+    up_to=6,
 ):
     """The search of the lesson, or one with a mistake."""
     found = []
-    for power in range(6):
-        for other in range(6):
+    for power in range(up_to):
+        for other in range(up_to):
             tp, pp = 2**power, 2**other
             if world % (tp * pp):
                 continue
@@ -334,7 +370,7 @@ def best(
                 continue
             parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
             found.append((sum(parts.values()), tp, pp))
-    if not found and state_bytes != 16:
+    if not found and (state_bytes != 16 or up_to != 6):
         return None
     _, tp, pp = max(found) if largest else min(found)
     return GridShape(dp=world // tp // pp, pp=pp, tp=tp)
@@ -374,6 +410,20 @@ def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_by
     return best_shape
 
 
+def best_of_small_sizes(model, world, global_batch, micro_batch, cluster, room_bytes):
+    """Tries 1, 2 and 4 for all three sizes, and the first it finds if none of them fits."""
+    sizes = (1, 2, 4)
+    found = {}
+    for dp, pp, tp in itertools.product(sizes, sizes, sizes):
+        shape = GridShape(dp=dp, pp=pp, tp=tp)
+        fits = 16 * model.num_parameters / (tp * pp) <= room_bytes
+        if shape.world_size != world or model.num_layers % pp or model.num_heads % tp or not fits:
+            continue
+        if global_batch % (dp * micro_batch) == 0:
+            found[shape] = iteration(model, shape, global_batch, micro_batch, cluster)
+    return min(found, key=found.get)
+
+
 BEST = Answers(
     check=lambda answer, ranks: l15.best_layout(answer),
     right={
@@ -390,6 +440,11 @@ BEST = Answers(
         ),
         "micro-batch not looked at": (functools.partial(best, micro=False), "cannot be cut"),
         "the rest of the local batch": (functools.partial(best, whole=False), "cannot be cut"),
+        "sizes of 1, 2 and 4": (
+            functools.partial(best, up_to=3),
+            "room for an eighth: dp 1, pp 4, tp 2",
+        ),
+        "sizes of 1, 2 and 4, dp too": (best_of_small_sizes, "16 ranks and a large batch"),
         "18 bytes": (functools.partial(best, state_bytes=18), "which rule is too strict"),
         "batch not looked at": (functools.partial(best, batch=False), "cannot be cut"),
         "heads not looked at": (

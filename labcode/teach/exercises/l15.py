@@ -64,6 +64,7 @@ REFUSED = {
     (6, 2, 2, 16, 2): "6 ranks over tp*pp = 4",
     (64, 8, 4, 511, 1): "511 samples over dp = 2",
     (64, 8, 4, 16, 3): "16 samples over micro*dp = 6",
+    (4, 1, 1, 12, 2): "12 samples over micro*dp = 8",  # both divide 12, and their product does not
 }
 
 
@@ -154,7 +155,8 @@ OTHER_SIZES = replace(MODEL, context_length=48, hidden_size=32, num_layers=4)
 ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
     (MODEL, GridShape(), 8, 2, CLUSTER),
     (MODEL, GridShape(dp=4), 8, 2, CLUSTER),
-    (MODEL, GridShape(pp=2), 8, 2, CLUSTER),
+    # 3 samples and 2 bytes in place of 4 are different mistakes; of 2 samples they were the same
+    (MODEL, GridShape(pp=2), 12, 3, CLUSTER),
     (MODEL, GridShape(tp=2), 8, 1, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2), 8, 2, CLUSTER),
     (MODEL, GridShape(tp=2, pp=2, order="pp-dp-cp-tp"), 8, 2, CLUSTER),
@@ -218,15 +220,21 @@ MISTAKES = (
     ("uncut", "point 1, compute: the tp * pp ranks of a copy share it"),
     ("all-reduces of all", "point 2, tp: a stage has only its share of the all-reduces"),
     ("4 L", "point 2, tp: the embedding and the head have all-reduces too"),
+    (
+        "one more on each stage",
+        "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are there "
+        "in the whole model, whatever pp is?",
+    ),
     ("no tp", "point 2, tp: the all-reduces are missing"),
     ("tp inside", "point 2, tp: not every tp group sits on one node"),
     ("tp between", "point 2, tp: some tp groups sit on one node"),
-    ("no message", "point 3, pp: the message to the next stage is missing"),
+    ("no message", "point 3, pp: a turn does not get longer by the message; nothing overlaps here"),
     ("always a message", "point 3, pp: with pp = 1 there is no message"),
     ("two messages", "point 3, pp: each micro-batch is charged one message"),
     ("pp inside", "point 3, pp: not every pipeline sits on one node"),
     ("pp between", "point 3, pp: some pipelines sit on one node"),
     ("numbers", "points 2 and 3: how many bytes has a number of act?"),
+    ("act of 2 bytes", "points 2 and 3: how many bytes has a number of act?"),
     ("fixed act", "points 2 and 3: act depends on the model's tokens and hidden size"),
     ("act of one sample", "points 2 and 3: act has all samples of a micro-batch"),
     ("no turns", "point 4, turns: nobody waits here, and a stage waits for pp - 1 turns"),
@@ -265,6 +273,8 @@ def _mistaken_s(case: Case, mistake: str) -> float:
     act = 4 * micro_batch * model.context_length * model.hidden_size
     if mistake == "numbers":
         act /= 4
+    elif mistake == "act of 2 bytes":
+        act /= 2
     elif mistake == "fixed act":
         act = 4 * micro_batch * MODEL.context_length * MODEL.hidden_size
     elif mistake == "act of one sample":
@@ -273,6 +283,8 @@ def _mistaken_s(case: Case, mistake: str) -> float:
     all_reduces = 4 * model.num_layers + 2
     if mistake == "4 L":
         all_reduces -= 2
+    if mistake == "one more on each stage":
+        all_reduces += shape.pp - 2
     if mistake != "all-reduces of all":
         all_reduces /= shape.pp
     tp_s = all_reduces * time_s("all_reduce", shape.tp, act, links["tp"])
@@ -326,6 +338,8 @@ class _Choice:
 
 
 _NODES_OF_FOUR = replace(CLUSTER, ranks_per_node=4)
+_NODES_OF_EIGHT = replace(CLUSTER, ranks_per_node=8)
+_ODD = replace(DEEP, num_layers=3)  # which no pipeline of 2, 4 or 8 stages divides
 _ONE_HEAD = replace(DEEP, num_heads=1)  # without the rule of the heads, tp would be fastest
 CHOICES = (
     _Choice("a small batch", MODEL, 4, 8, 2, CLUSTER, 1e12),
@@ -333,6 +347,11 @@ CHOICES = (
     _Choice("little room", MODEL, 4, 256, 2, CLUSTER, 16 * MODEL.num_parameters / 3.9),
     _Choice("8 layers on 8 ranks", DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
     _Choice("16 ranks", DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
+    _Choice("16 ranks and a large batch", MODEL, 16, 1024, 1, _NODES_OF_FOUR, 1e12),
+    _Choice("room for an eighth", DEEP, 8, 64, 1, CLUSTER, 16 * DEEP.num_parameters / 7.9),
+    _Choice(
+        "3 layers on nodes of 8", _ODD, 8, 64, 1, _NODES_OF_EIGHT, 16 * _ODD.num_parameters / 7.9
+    ),
     _Choice("a batch that few copies divide", DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
     _Choice("12 samples in micro-batches of 4", DEEP, 8, 12, 4, CLUSTER, 1e12),
     _Choice("10 samples in micro-batches of 2", MODEL, 8, 10, 2, CLUSTER, 1e12),
@@ -398,7 +417,7 @@ def best_layout(answer: Callable[..., GridShape]) -> None:
         if choice is not CHOICES[0]:  # it did return something before
             assert found is not None, (
                 case + "your function finds no layout that keeps the rules, and there is one: "
-                "which rule is too strict?"
+                "which rule is too strict, or which size is never tried?"
             )
         found = due(found)
         assert isinstance(found, GridShape), case + f"{found!s:.40} is no GridShape"

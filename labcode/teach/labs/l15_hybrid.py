@@ -99,7 +99,7 @@ def blank_script() -> str:
     text = re.sub(rf"(--nodes=|--ntasks-per-node=|--(?:{fields}) )\d+", r"\1____", text)
     kept = []
     for line in text.splitlines():
-        line = re.sub(r" --train\.steps .*| +# .*", "", line)
+        line = re.sub(r" --train\.steps .*?(?= --train\.out|$)| +# .*", "", line)
         if line and not line.startswith("# "):
             kept.append(line)
     return "\n".join(kept)
