@@ -1,10 +1,12 @@
-"""Peak speed and memory of the GPUs that the course needs, each with its source.
+"""Peak speed and memory of the GPUs that the course needs, each with its source; the CPU's name.
 
 A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is
 worse than none.
 """
 
+import platform
 from dataclasses import dataclass
+from pathlib import Path
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,20 @@ DEVICES = {
 def find(device_name: str) -> Device | None:
     """The device that the driver calls `device_name`; None if it is not in the table."""
     return DEVICES.get(device_name)
+
+
+def cpu_name(cpuinfo: Path = Path("/proc/cpuinfo")) -> str:
+    """What this machine's processor is called.
+
+    Args:
+        cpuinfo: Where Linux says it; elsewhere, and on ARM, Python is asked.
+    """
+    if cpuinfo.exists():
+        for line in cpuinfo.read_text().splitlines():
+            key, _, value = line.partition(":")
+            if key.strip() == "model name":
+                return value.strip()
+    return platform.processor() or platform.machine()
 
 
 def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:

@@ -94,9 +94,10 @@ gpu_names = ", ".join(gpus) or "none"
 print(f"{cores} cores, {memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
 
 # %% [markdown]
-# How much a core does in a cycle depends on its instructions. PyTorch says which ones it uses here:
+# How much a core does in a cycle depends on its kind and on its instructions. PyTorch says which ones it uses here:
 
 # %%
+print("processor:", hardware.cpu_name())
 print("instructions:", torch.backends.cpu.get_cpu_capability())
 
 # %% [markdown]
@@ -105,10 +106,9 @@ print("instructions:", torch.backends.cpu.get_cpu_capability())
 # with two such units does 64. Most of Intel's server cores have two; other cores with AVX512 stay at 32, for example
 # AMD's Zen 4, which puts each instruction through units of 8.
 #
-# Which processor do you have? On Linux `lscpu` says it in a terminal, on a Mac `sysctl -n machdep.cpu.brand_string`. A
-# laptop runs at roughly 3 billion cycles per second. Where the name tells you no more, take this and 32 operations per
-# cycle. One thing a machine often does not show: the cores of a virtual machine in a cloud can be half cores, two of
-# which share the units of one.
+# A laptop runs at roughly 3 billion cycles per second. Where the name of your processor tells you no more, take this and
+# 32 operations per cycle. One thing a machine often does not show: the cores of a virtual machine in a cloud can be half
+# cores, two of which share the units of one.
 #
 # **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
 # 1e9.)
