@@ -271,8 +271,8 @@ for rank, text in enumerate(ranks.run(three_of_four)):
 # A group also knows which library carries its tensors, its **backend**. Tensors in a CPU's memory, as here, are carried
 # by gloo; tensors on NVIDIA's GPUs are carried by NCCL (say "nickel"). Your program makes the same calls in both cases.
 #
-# **Takeaway: a collective is a contract. All ranks of the group make the same call, in the same order, with tensors that
-# fit together. What a rank then holds can be read from the picture.**
+# **Takeaway: a collective is a contract. All ranks of the group make the same call, in the same order, with tensors
+# that fit together. What a rank then holds can be read from the picture.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Section 2 takes 13 minutes. Let the room draw scatter and all-to-all on the board before the
@@ -699,8 +699,8 @@ compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 # brings another tensor. Each looks different, and it helps to have seen all three before they happen to you on a
 # cluster.
 #
-# **A rank does not take part.** Only rank 0 prints the loss, so why should the others bother to compute its mean? The group
-# here gives up after 2 seconds. By default gloo waits for 30 minutes, and NCCL for 10.
+# **A rank does not take part.** Only rank 0 prints the loss, so why should the others bother to compute its mean? The
+# group here gives up after 2 seconds. By default gloo waits for 30 minutes, and NCCL for 10.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: RuntimeError: ... Timed out waiting"
 def mean_loss_for_the_log(rank):
