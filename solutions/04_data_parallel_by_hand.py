@@ -200,9 +200,10 @@ ratio = distance_after / distance_before
 compare("distance that is left", distance_left, ratio, within=1.01)
 
 # %% [markdown]
-# Ranks that start apart stay apart, by the same distance. Each adds the same step to its own weights. No later average
-# of gradients mends this, and there is no error. (Weight decay, which is off here, shrinks all weights and so the
-# distance, but far too slowly to help.) The cure is one broadcast of rank 0's weights before training.
+# Ranks that start apart stay apart, by the same distance. Each adds the same step to its own weights, as their
+# optimizers have seen nothing but the same averages. No later average of gradients mends this, and there is no error.
+# (Weight decay, which is off here, shrinks all weights and so the distance, but far too slowly to help.) The cure is
+# one broadcast of rank 0's weights before training.
 
 # %% tags=["nbval-check-output"]
 mended = ranks.run(train_with_own_seed, l04_by_hand.broadcast_weights)
@@ -221,9 +222,9 @@ l04_by_hand.plot_differences(cases, one_process)
 
 # %% [markdown]
 # The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
-# in the last bits of a float64 only, because sums are taken in another order. (A difference of exactly 0 is drawn at
-# 1e-17.) The two wrong runs are off by more than a thousandth from the second step on. Fourteen powers of ten lie
-# between right and wrong, but a plot of the losses alone would not show it: all four runs learn.
+# in the last bits of a float64 only, because sums are taken in another order. The two wrong runs are off by more than a
+# hundredth from the second step on. Fourteen powers of ten lie between right and wrong, but a plot of the losses alone
+# would hardly show it: all four runs learn.
 #
 # **Takeaway: equal weights at the start, and the mean gradient in each step. Then every rank holds the model of one
 # process, after any number of steps.**
@@ -272,10 +273,10 @@ plot.sample_weights(
 # ### Exercise 4.2 · Uneven shares
 #
 # Every rank knows how many samples its gradient is the mean of: `mine`. It does not know the numbers of the others.
-# Make every `.grad` the gradient of the mean over **all** samples of the group. You may all-reduce other things than
-# gradients as well. A rank may even have no sample: its `mine` is 0, and its gradients are zeros. (The mean loss of no
-# sample is nan, but its gradients are 0.) The check tries 7 + 3 + 3 + 3 samples, two groups of 7 + 3, and 7 + 3 + 0 +
-# 6.
+# Make every `.grad` the gradient of the mean over **all** samples of the group. You may send other things than
+# gradients, too. Here every parameter is trained. A rank may even have no sample: its `mine` is 0, and its gradients
+# are zeros. (The mean loss of no sample is nan, but its gradients are 0.) The check tries 7 + 3 + 3 + 3 samples, two
+# groups of 7 + 3, and 7 + 3 + 0 + 6.
 
 # %% tags=["exercise"]
 def average_uneven(model, mine, group):
@@ -433,8 +434,8 @@ l04_by_hand.plot_epochs(epoch_order)
 # Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. (The first epoch is the
 # same in both, because a sampler that was never told begins with epoch 0.)
 #
-# The other mistake is to have no sampler at all. Suppose that each of two ranks reads the first 8 samples of the same
-# order.
+# The other mistake is to have no sampler at all. Suppose that each of two ranks shuffles all samples with the same
+# seed, and reads 8 of them in each step, in that order.
 #
 # **Predict.** The global batch should have 16 samples. How many different ones does it have?
 
@@ -471,9 +472,13 @@ compare("different samples", different_samples, found, within=1, found="counted"
 #
 # Every rank keeps the whole model. For each parameter, training with Adam in float32 keeps four numbers of 4 bytes: the
 # weight, its gradient, and Adam's two moments, which are running means of the gradient and of its square. That makes 16
-# bytes for a parameter. (Training in 16 bits, as Rajbhandari et al. 2020 count it, needs 16 bytes as well: 2 for the
-# weight, 2 for its gradient, and 4 each for the two moments and for a copy of the weight in float32.) The activations
-# of a rank's share come on top.
+# bytes for a parameter. The activations of a rank's share come on top.
+#
+# <details><summary>And if it trains in 16 bits?</summary>
+#
+# It needs 16 bytes as well, as Rajbhandari et al. 2020 count: 2 for the weight, 2 for its gradient, and 4 each for the
+# two moments and for a copy of the weight in float32. Megatron-LM can keep the gradient in float32 too, which makes 18.
+# </details>
 #
 # **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on 8
 # such GPUs, with data parallelism?
@@ -556,8 +561,8 @@ plot.copies(
 #    `lr=3e-3`.
 # 3. **Data.** A `DistributedSampler(dataset)`, which shuffles, and a `DataLoader` that gets it as `sampler=`. All ranks
 #    together read `global_batch` samples in a step; how many does one rank read?
-# 4. **Loop.** In each epoch `set_epoch`, then for each batch: forward and loss with `gpt.loss(model(inputs), targets)`,
-#    `zero_grad`, backward, step.
+# 4. **Loop.** In each epoch `set_epoch`, then for each batch: move inputs and targets to the device, forward and loss
+#    with `gpt.loss(model(inputs), targets)`, `zero_grad`, backward, step.
 # 5. **Log.** After each epoch rank 0 alone prints a line such as `epoch 0: loss 3.1234`. The number is the mean over
 #    all steps and **all ranks**.
 # 6. **End.** Rank 0 alone saves the weights of the model inside DDP: `torch.save(..., folder / "weights.pt")` of its
@@ -566,8 +571,8 @@ plot.copies(
 # The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
 # `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: what else you import or define has to stand inside it.
 # It starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the weights at
-# the end with those that one process must get. Without GPUs it can try only the CPU, so for the device in point 1 it
-# reads your source. This takes about half a minute.
+# the end with those that one process must get. Without GPUs it can try only the CPU, so for the device in points 1 and
+# 4 it reads your source. This takes about half a minute.
 
 # %% tags=["exercise"]
 import os
@@ -641,7 +646,8 @@ check("4.4", lambda: l04.script(main))
 # | SLURM | the sbatch script of lesson 14 does the same, with `srun` |
 # | the course's own training program | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
 #
-# NCCL replaces gloo where there are GPUs, and nothing else changes.
+# On two machines the line is the same on both, and HOST is the name of one of them. NCCL replaces gloo where there are
+# GPUs, and nothing else changes.
 #
 # ## Questions
 #
@@ -699,7 +705,8 @@ check("4.4", lambda: l04.script(main))
 # - Li et al. 2020, *PyTorch Distributed: Experiences on Accelerating Data Parallel Training*, arXiv:2006.15704: what
 #   DDP does.
 # - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054, section 3.1: where the 16 bytes of mixed-precision training come
-#   from.
+#   from. The 18 of Megatron-LM: NVIDIA, *Megatron Core Developer Guide*, "Distributed Optimizer",
+#   docs.nvidia.com/megatron-core/developer-guide.
 # - Kingma and Ba 2015, *Adam*, arXiv:1412.6980, section 2.1: its steps do not depend on the scale of the gradients.
 # - torchrun and its variables: <https://docs.pytorch.org/docs/stable/elastic/run.html>.
 

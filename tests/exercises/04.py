@@ -5,9 +5,11 @@ import tempfile
 import torch
 import torch.distributed as dist
 from answers import Answers
+from torch.nn.parallel import DistributedDataParallel
 
 from labcode.models import gpt
 from labcode.teach.exercises import l04
+from labcode.teach.labs import l04_by_hand
 
 # ---- 4.1 average the gradients
 
@@ -120,6 +122,43 @@ def divides_before_waiting(model, group):
             work.wait()
 
 
+def stops_at_a_frozen_parameter(model, group):
+    for param in model.parameters():
+        if param.grad is None:
+            break
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= group.size()
+
+
+def sends_weights_too(model, group):
+    for param in model.parameters():
+        dist.broadcast(param.data, group_src=0, group=group)
+        if param.grad is not None:
+            dist.all_reduce(param.grad, group=group)
+            param.grad /= group.size()
+
+
+def rounded(model, group, dtype=torch.float32):
+    for param in model.parameters():
+        if param.grad is not None:
+            short = param.grad.to(dtype)
+            dist.all_reduce(short, group=group)
+            param.grad = (short / group.size()).to(param.dtype)
+
+
+def largest(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.all_reduce(param.grad, op=dist.ReduceOp.MAX, group=group)
+
+
+def on_one_rank(model, group):
+    for param in model.parameters():
+        if param.grad is not None:
+            dist.reduce(param.grad, group=group, group_dst=0)
+            param.grad /= group.size()
+
+
 AVERAGE = Answers(
     check=l04.average_gradients,
     right={
@@ -139,6 +178,22 @@ AVERAGE = Answers(
         "zeros for a frozen parameter": (fills_with_zeros, "weight decay alone makes it shrink"),
         "never waits": (never_waits, "started with async_op=True and 0 waited for"),
         "divides before waiting": (divides_before_waiting, "while its all-reduce was under way"),
+        "stops at a frozen parameter": (
+            stops_at_a_frozen_parameter,
+            "rank 0 still has its own gradient in 3280 of 6880 numbers",
+        ),
+        "labcode's": (
+            l04_by_hand.average_gradients,
+            "l04_by_hand.average_gradients is labcode's own answer",
+        ),
+        "sends the weights as well": (sends_weights_too, "the weights have changed"),
+        "in float32": (rounded, "of its length away from the mean: is it rounded on its way"),
+        "in bfloat16": (
+            lambda model, group: rounded(model, group, torch.bfloat16),
+            "of its length away from the mean: is it rounded on its way",
+        ),
+        "the largest": (largest, "away from the mean"),
+        "on one rank only": (on_one_rank, "away from the mean, and rank 0 is right"),
     },
 )
 
@@ -228,6 +283,31 @@ def uneven_gradients_in_the_world(model, mine, group):
         dist.all_reduce(param.grad)
 
 
+def mine_forgotten(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        dist.all_reduce(param.grad, group=group)
+        param.grad /= total
+
+
+def divides_by_mine(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        param.grad *= total / max(mine, 1)
+        dist.all_reduce(param.grad, group=group)
+
+
+def weighed_in_bfloat16(model, mine, group):
+    total = torch.tensor(float(mine))
+    dist.all_reduce(total, group=group)
+    for param in model.parameters():
+        short = (param.grad * mine / total).bfloat16()
+        dist.all_reduce(short, group=group)
+        param.grad = short.double()
+
+
 UNEVEN = Answers(
     check=l04.average_uneven,
     right={
@@ -241,6 +321,12 @@ UNEVEN = Answers(
         "divided twice": (divided_twice, "0.25 times as long as it should be"),
         "weighed afterwards": (weighed_after, "weigh first, then send"),
         "plain sum": (plain_sum, "that is the plain sum"),
+        "mine forgotten": (mine_forgotten, "turns the mean over `mine` samples into a sum?"),
+        "divides by mine": (
+            divides_by_mine,
+            "a rank with few samples counts for more than one with many",
+        ),
+        "in bfloat16": (weighed_in_bfloat16, "is it rounded on its way"),
         "nothing sent": (nothing_sent, "did anything travel?"),
         "leaves without samples": (
             leaves_without_samples,
@@ -373,6 +459,24 @@ def makes_a_step(model, inputs, targets, m, group):
     torch.optim.AdamW(model.parameters()).step()
 
 
+def with_ddp(model, inputs, targets, m, group):
+    """As DDP's documentation has it."""
+    model.zero_grad()
+    wrapped = DistributedDataParallel(model, process_group=group)
+    *first, last = zip(inputs.chunk(m), targets.chunk(m))
+    with wrapped.no_sync():
+        for micro_inputs, micro_targets in first:
+            (gpt.loss(wrapped(micro_inputs), micro_targets) / m).backward()
+    micro_inputs, micro_targets = last
+    (gpt.loss(wrapped(micro_inputs), micro_targets) / m).backward()
+
+
+def only_the_first(model, inputs, targets, m, group):
+    model.zero_grad()
+    (gpt.loss(model(inputs.chunk(m)[0]), targets.chunk(m)[0])).backward()
+    sum_then_divide(model, group)
+
+
 ACCUMULATED = Answers(
     check=l04.accumulated_gradients,
     right={
@@ -403,6 +507,8 @@ ACCUMULATED = Answers(
         "always four parts": (always_four_parts, "called 4 times, with 1, 1, 1, 1 samples"),
         "one sample each": (one_sample_each, "called 4 times, with 1, 1, 1, 1 samples"),
         "parts of m samples": (splits_into_parts_of_m, "into how many parts do you cut"),
+        "with DDP": (with_ddp, "wrapping a model in DDP sends its weights"),
+        "only the first": (only_the_first, "the model was called once, with 2 samples"),
         "makes a step": (makes_a_step, "the step comes after this function"),
     },
 )
@@ -611,6 +717,18 @@ WRITTEN = Answers(
                 '        device = torch.device("cuda")\n',
             ),
             "which one would a rank take",
+        ),
+        "the batches stay on the CPU": (
+            with_change("model(inputs.to(device)), targets.to(device))", "model(inputs), targets)"),
+            "here, without GPUs, all is right; with GPUs, the batches would stay on the CPU",
+        ),
+        "the targets stay on the CPU": (
+            with_change("targets.to(device))", "targets)"),
+            "with GPUs, what a batch holds besides `inputs` would stay on the CPU",
+        ),
+        "a function outside of main": (
+            with_change("    rank = dist.get_rank()\n", "    rank = which_rank()\n"),
+            "the file would not know the name `which_rank`: only `main` is copied",
         ),
         "no rendezvous": (
             with_change("dist.init_process_group", "str"),

@@ -17,9 +17,11 @@ from labcode import launch
 from labcode.comm.counting import counted
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import RankError, Ranks
+from labcode.pool.record import ranks_text
 from labcode.teach.check import Exercise, is_stub, reason
-from labcode.teach.exercises import small_gpt
+from labcode.teach.exercises import l04_source, small_gpt
 from labcode.teach.exercises.all_reduces import Sent, Watch
+from labcode.teach.exercises.on_ranks import without
 from labcode.teach.labs import l04_by_hand
 
 EXERCISES = {
@@ -79,13 +81,17 @@ def _averaged(rank: int, average: Callable[..., Any], grouping: Sequence[Sequenc
     members = dist.get_process_group_ranks(group)
     share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
     module = small_gpt.model()
-    frozen = list(module.parameters())[-1]
+    params = list(module.parameters())
+    frozen = params[len(params) // 2]  # others come behind it
     frozen.requires_grad_(False)
     small_gpt.backward(module, share)
     own = small_gpt.gradient(module).clone()
+    with torch.no_grad():
+        for param in params:
+            param += rank  # other weights on each rank: who sends weights changes them
     before = small_gpt.weights(module)
     watch = Watch()
-    with watch.active():
+    with without(l04_by_hand.average_gradients), watch.active():
         _average_some(average, module, group)
         sent = watch.taken()
     assert torch.equal(before, small_gpt.weights(module)), (
@@ -102,9 +108,11 @@ def _check_waits(case: str, sent: Sequence[Sent]) -> None:
     """Every all-reduce was waited for before anybody used its result."""
     asynchronous = [one for one in sent if one.is_async]
     arrived = [one for one in asynchronous if one.arrived]
-    assert len(arrived) == len(asynchronous), (
-        case + f"{len(asynchronous)} all-reduces were started with async_op=True and "
-        f"{len(arrived)} waited for: before wait() has returned nobody knows what a tensor holds"
+    number = len(asynchronous)
+    assert len(arrived) == number, (
+        case + f"{number} all-reduce{'s were' if number > 1 else ' was'} started with "
+        f"async_op=True and {len(arrived)} waited for: before wait() has returned nobody knows "
+        "what a tensor holds"
     )
     assert not any(one.touched for one in arrived), (
         case + "a tensor was changed while its all-reduce was under way: what comes after wait()?"
@@ -152,9 +160,46 @@ def _check_average(members: Sequence[int], results: Sequence[_Result]) -> None:
             case + f"rank {rank} has gradients of ranks outside of the group: "
             "which group does your all-reduce use?"
         )
-        assert small_gpt.distance(found, expected) < 1e-9, (
-            case + f"rank {rank} is {small_gpt.distance(found, expected):.0%} away from the mean"
+        _check_all_reached(case, rank, results[rank], expected)
+        off = small_gpt.distance(found, expected)
+        others = _who_is_right(members, results, expected)
+        assert off < 1e-9, case + f"rank {rank} is {_far(off, 'the mean')}{others}"
+
+
+def _who_is_right(
+    members: Sequence[int], results: Sequence[_Result], expected: torch.Tensor
+) -> str:
+    """ ", and rank 0 is right"; "" if none is."""
+    right = []
+    for rank in members:
+        if small_gpt.distance(results[rank].found, expected) < 1e-9:
+            right.append(rank)
+    if not right:
+        return ""
+    return f", and {ranks_text(right)} {'is' if len(right) == 1 else 'are'} right"
+
+
+def _check_all_reached(case: str, rank: int, result: _Result, expected: torch.Tensor) -> None:
+    """No parameter still has its own gradient, while others have the mean."""
+    wrong = (result.found - expected).abs() > 1e-9 * expected.abs().max()
+    left = int(wrong.sum())
+    assert left == 0 or not torch.equal(result.found[wrong], result.own[wrong]), (
+        case + f"rank {rank} still has its own gradient in {left} of {len(wrong)} numbers, and "
+        "the mean in the others: does your loop reach every parameter?"
+    )
+
+
+ROUNDED = 0.01  # bfloat16 keeps three digits
+
+
+def _far(off: float, what: str) -> str:
+    """How far a gradient is from what it should be: "12% away from the mean"."""
+    if off < ROUNDED:
+        return (
+            f"{off:.1g} of its length away from {what}: is it rounded on its way, to a type with "
+            "fewer digits?"
         )
+    return f"{off:.0%} away from {what}"
 
 
 # ---- 4.2
@@ -232,6 +277,7 @@ def _check_weights(
     assert small_gpt.distance(found, owns.sum(0)) > 1e-9, (
         case + "that is the plain sum: weigh each rank's gradient before it travels"
     )
+    _check_slips(case, found, owns, sizes)
     # the weights may be float32, a seventh of which is off by 1e-8
     too_long = small_gpt.times_too_long(found, expected, rounding=1e-6)
     assert too_long is None or abs(too_long - 1) < 1e-6, (
@@ -244,7 +290,24 @@ def _check_weights(
         "all-reduce use?"
     )
     off = small_gpt.distance(found, expected)
-    assert off < 1e-6, case + f"{off:.1%} away from the gradient of all samples"
+    assert off < 1e-6, case + _far(off, "the gradient of all samples")
+
+
+def _check_slips(case: str, found: torch.Tensor, owns: torch.Tensor, sizes: Sequence[int]) -> None:
+    """Sums of the ranks' means with wrong weights, up to a factor."""
+    alike = small_gpt.times_too_long(found, owns.sum(0), rounding=1e-6)
+    assert alike is None, (
+        case + "that is the sum of the ranks' means, all with the same weight, divided by some "
+        "number: what turns the mean over `mine` samples into a sum?"
+    )
+    inverse = torch.zeros_like(found)
+    for own, size in zip(owns, sizes):
+        if size:
+            inverse += own / size
+    assert small_gpt.times_too_long(found, inverse, rounding=1e-6) is None, (
+        case + "a rank with few samples counts for more than one with many: look at your weights "
+        "once more"
+    )
 
 
 # ---- 4.3
@@ -259,6 +322,7 @@ class _Accumulated(NamedTuple):
         last: That of the last micro-batch.
         found: Its gradient afterwards.
         sent_bytes: What it gave to collectives.
+        broadcasts: Whether a broadcast was one of them.
         parts: How many samples the model saw each time.
         passes: "F" for each forward, "B" for each backward, in order.
     """
@@ -268,6 +332,7 @@ class _Accumulated(NamedTuple):
     last: torch.Tensor
     found: torch.Tensor
     sent_bytes: int
+    broadcasts: bool
     parts: list[int]
     passes: str
 
@@ -306,7 +371,16 @@ def _accumulated(
     sent_bytes = sum(call.num_bytes for call in calls)
     found = small_gpt.gradient(module)
     last_gradient = small_gpt.gradient_of(last)
-    return _Accumulated(before, share, last_gradient, found, sent_bytes, parts, "".join(passes))
+    return _Accumulated(
+        before=before,
+        share=share,
+        last=last_gradient,
+        found=found,
+        sent_bytes=sent_bytes,
+        broadcasts=any(call.kind == "broadcast" for call in calls),
+        parts=parts,
+        passes="".join(passes),
+    )
 
 
 def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks) -> None:
@@ -343,12 +417,15 @@ def _check_accumulated(
         if too_long is None:
             _check_what_is_missing(case, result, last, in_world, m)
         off = small_gpt.distance(found, expected)
-        assert off < 1e-9, case + f"{off:.0%} away from the gradient of the whole batch"
+        assert off < 1e-9, case + _far(off, "the gradient of the whole batch")
         once = found.nbytes
-        assert result.sent_bytes < 1.5 * once, (
-            case + f"{result.sent_bytes / once:.0f} times the gradients' bytes travelled: "
-            "send them once, after the last micro-batch"
+        times = f"{result.sent_bytes / once:.0f} times the gradients' bytes travelled: "
+        is_once = result.sent_bytes < 1.5 * once
+        assert is_once or not result.broadcasts, (
+            case + times + "there is a broadcast among what was sent, and the ranks' weights are "
+            "equal already (wrapping a model in DDP sends its weights)"
         )
+        assert is_once, case + times + "send them once, after the last micro-batch"
 
 
 def _check_passes(case: str, result: _Accumulated, m: int) -> None:
@@ -360,9 +437,11 @@ def _check_passes(case: str, result: _Accumulated, m: int) -> None:
         case + f"the model saw {largest} samples at once; a micro-batch of a share of 4 has {size}"
     )
     listed = ", ".join(map(str, result.parts))
+    calls = "once" if len(result.parts) == 1 else f"{len(result.parts)} times"
+    samples = "sample" if result.parts == [1] else "samples"
     assert result.parts == [size] * m, (
-        case + f"the model was called {len(result.parts)} times, with {listed} samples: into how "
-        "many parts do you cut the share?"
+        case + f"the model was called {calls}, with {listed} {samples}: into how many parts do you "
+        "cut the share?"
     )
     assert "FF" not in result.passes, (
         case + "the next forward began before the backward of the micro-batch before: then all "
@@ -426,6 +505,11 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     source = main if isinstance(main, str) else textwrap.dedent(inspect.getsource(main))
     if 'NotImplementedError("exercise' in source:
         raise NotImplementedError("exercise: your code here")
+    unknown = l04_source.missing_names(source, HEADER)
+    assert not unknown, (
+        f"the file would not know the name `{unknown[0]}`: only `main` is copied into it, so what "
+        "it uses is imported or defined inside it"
+    )
     path = Path(folder) / SCRIPT
     path.parent.mkdir(exist_ok=True)
     path.write_text(HEADER + source + FOOTER)
@@ -467,6 +551,8 @@ def _check_device(source: str) -> None:
     assert "LOCAL_RANK" in source or "get_node_local_rank" in source, (
         case + "with GPUs, which one would a rank take? See point 1"
     )
+    left = l04_source.what_stays_on_the_cpu(source)
+    assert not left, case + f"with GPUs, {left} would stay on the CPU: see point 4"
 
 
 def _visible_gpus(nproc: int) -> dict[str, str]:
