@@ -607,3 +607,15 @@ def test_a_folder_is_joined_with_one_slash():
 def test_the_committed_examples_are_up_to_date():
     committed = {path.name: path.read_text() for path in examples.FOLDER.glob("*.sbatch")}
     assert committed == examples.scripts(), "run python -m labcode.slurm.examples"
+
+
+@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
+def test_masks_bind_the_tasks_of_srun_and_not_an_agent(launcher):
+    cpus = Cpus(8, 4, masks=("0xf0", "0x0f"))
+    script = render(Job("gpt_tiny"), Site(cpus=cpus, launcher=launcher))
+    assert ("--cpu-bind=mask_cpu:0xf0,0x0f" in script) == (launcher == "srun")
+
+
+def test_the_caches_of_lumi_lie_on_the_node():
+    script = render(Job("gpt_tiny", ranks_per_node=8), load("lumi"))
+    assert 'export MIOPEN_USER_DB_PATH="/tmp/miopen-config-$USER"' in script

@@ -237,6 +237,8 @@ def _srun(site: Site) -> str:
     words = ["srun --kill-on-bad-exit=1", '--cpus-per-task="$SLURM_CPUS_PER_TASK"']
     if site.cpus.bind:
         words.append(f"--cpu-bind={site.cpus.bind}")
+    if site.cpus.masks and site.launcher == "srun":  # of torchrun, the one task has all cores
+        words.append(f"--cpu-bind=mask_cpu:{','.join(site.cpus.masks)}")
     gpus = site.gpus
     if gpus.per_node and gpus.request == "gpus-per-task" and site.launcher == "srun":
         words.append("--gpu-bind=none")  # a rank picks its GPU by its local rank among all

@@ -33,6 +33,9 @@ MANAGED = frozenset(_MANAGED.split())
 Event = Literal["BEGIN", "END", "FAIL", "REQUEUE", "TIME_LIMIT", "TIME_LIMIT_80", "ALL"]
 
 
+_MASK = re.compile(r"0x[0-9a-fA-F]{1,64}")
+
+
 @dataclass(frozen=True)
 class Gpus:
     """The GPUs of a node, and how a job asks for them.
@@ -62,15 +65,23 @@ class Cpus:
         per_node: How many.
         per_rank: How many each rank gets; None: an even share of the node for each GPU.
         bind: The option --cpu-bind of srun.
+        masks: In place of `bind`, where each rank is a task of srun: the cores of each local rank
+            as a hexadecimal mask, on nodes whose cores nearest to GPU 0 are not the first ones.
     """
 
     per_node: int | None = None
     per_rank: int | None = None
     bind: Literal["cores", "threads", "sockets", "ldoms", "none"] | None = None
+    masks: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_at_least(self, "per_node", 1)
         check_at_least(self, "per_rank", 1)
+        for mask in self.masks:
+            if not _MASK.fullmatch(mask):
+                raise FieldError("masks", f"{mask!r} is no mask of cores: write it as '0xfe00'")
+        if self.masks and self.bind:
+            raise FieldError("masks", "goes in place of bind: leave one of them out")
 
 
 @dataclass(frozen=True)
