@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +18,8 @@ import ipyparallel
 
 from labcode import processes
 from labcode.pool import family, record
+
+CLOSE_S = 5.0  # how long the connections to the engines may take to close
 
 
 class Processes:
@@ -151,9 +154,27 @@ class Processes:
             with contextlib.suppress(OSError):
                 process.stdin.close()
         if self.client:
-            with contextlib.suppress(Exception):
-                self.client.close(linger=0)
+            self._close(self.client)
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _close(self, client: ipyparallel.Client) -> None:
+        """Close the client; go on without it if one of its threads does not end.
+
+        `close` waits for that thread without a limit. An interrupt at a bad moment, outside of a
+        turn, can leave a lock behind for which it waits for ever.
+        """
+
+        def close() -> None:
+            with contextlib.suppress(Exception):
+                client.close(linger=0)
+
+        closing = threading.Thread(target=close, name="close the client of a pool", daemon=True)
+        try:
+            closing.start()
+        except RuntimeError:  # at the end of the program no thread can be started any more
+            close()
+        else:
+            closing.join(CLOSE_S)
 
 
 def _reason(code: int) -> str:

@@ -12,7 +12,6 @@ import contextlib
 import inspect
 import os
 import sys
-import threading
 import time
 import warnings
 import weakref
@@ -36,6 +35,7 @@ from labcode.pool.limits import check_arguments, in_limited, make_room, time_lim
 from labcode.pool.processes import Processes
 from labcode.pool.record import LastCollective, ranks_text
 from labcode.pool.stopping import text_of
+from labcode.pool.turn import Turn
 
 GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
 HANG_S = 5.0  # how long ranks may wait for one that does not come, before the pool says so
@@ -82,7 +82,7 @@ class Ranks:
         make_room(n)
         self.n = n
         self.timeout_s = timeout_s
-        self._turn = threading.RLock()  # one call at a time, whichever thread asks for it
+        self._turn = Turn()  # one call at a time, whichever thread asks for it
         self._stopped: tuple[type[RankError], str, int] | None = None  # why, and a rank it is about
         self._processes: Processes | None = None
         self._magics: Any = None
@@ -104,7 +104,8 @@ class Ranks:
         try:
             Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
             self._connect()
-            self._join()
+            with self._turn:
+                self._join()
         except BaseException:
             self.close()
             raise
@@ -321,6 +322,7 @@ class Ranks:
         watch = _Watch(self._processes, self.n, limit_s)
         try:
             while not reply.ready():
+                self._turn.raise_interrupt()
                 self._check_alive()
                 reply.wait(0.02)
                 if stop_at is None and any_failed(reply):
