@@ -68,6 +68,7 @@ def run(
     *args: Any,
     nproc: int = 2,
     timeout_s: float = 600.0,
+    restarts: int = 0,
     env_extra: dict[str, str] | None = None,
     echo: bool = True,
 ) -> Completed:
@@ -78,19 +79,27 @@ def run(
         args: Command line of the module; each is turned into a string.
         nproc: Number of ranks.
         timeout_s: Time after which all ranks are ended.
+        restarts: How often torchrun starts all ranks again after one of them has failed.
         env_extra: Environment variables to add.
         echo: Print each line as it comes.
 
     Raises:
         LaunchError: A rank failed, or the time is over. No process is left then, nor after Ctrl-C.
-        ValueError: `nproc`, `timeout_s` or `module` is no number of ranks, no time, or no name.
+        ValueError: `nproc`, `timeout_s`, `restarts` or `module` is no number of ranks, no time, no
+            number of restarts, or no name.
     """
-    _check(module, nproc, timeout_s)
+    _check(module, nproc, timeout_s, restarts)
     with tempfile.TemporaryDirectory(
         prefix="labcode-launch-", ignore_cleanup_errors=True
     ) as folder:
         command = _ending_with_this_process(
-            torchrun("--standalone", f"--log-dir={folder}", nproc=nproc), folder
+            torchrun(
+                "--standalone",
+                f"--log-dir={folder}",
+                f"--max-restarts={restarts}",
+                nproc=nproc,
+            ),
+            folder,
         )
         # torchrun fills in the rank.
         command += ["-m", "labcode.launch_rank", str(os.getpid()), folder, "${local_rank}"]
@@ -111,7 +120,7 @@ def run(
                 output.text,
             )
         if process.returncode:
-            raise _error(Path(folder), process.returncode, seconds, output.text)
+            raise _error(Path(folder), process.returncode, seconds, restarts, output.text)
         return Completed(output.text, seconds)
 
 
@@ -121,7 +130,7 @@ def torchrun(*options: str, nproc: int) -> list[str]:
     return [*agent, *options, f"--nproc-per-node={nproc}"]
 
 
-def _check(module: str, nproc: int, timeout_s: float) -> None:
+def _check(module: str, nproc: int, timeout_s: float, restarts: int) -> None:
     """Raises ValueError for arguments that cannot be meant."""
     if isinstance(nproc, bool) or not isinstance(nproc, int):
         raise ValueError(f"nproc={nproc!r}: it is the number of ranks, such as 2")
@@ -132,6 +141,8 @@ def _check(module: str, nproc: int, timeout_s: float) -> None:
     # not "<= 0", which nan is not either; and no thread can wait for ever
     if not isinstance(timeout_s, int | float) or not 0 < timeout_s <= threading.TIMEOUT_MAX:
         raise ValueError(f"timeout_s={timeout_s!r}: it is a time in seconds, above 0, such as 600")
+    if isinstance(restarts, bool) or not isinstance(restarts, int) or restarts < 0:
+        raise ValueError(f"restarts={restarts!r}: it is a number of restarts, 0 or more")
     if not isinstance(module, str) or not all(map(str.isidentifier, module.split("."))):
         raise ValueError(f"module={module!r}: it is a dotted name, such as 'labcode.train'")
 
@@ -215,8 +226,8 @@ class _Output:
 # ---- why it failed
 
 
-def _error(folder: Path, code: int, seconds: float, output: str) -> LaunchError:
-    """The first failure, from what the ranks noted and from torchrun's report."""
+def _error(folder: Path, code: int, seconds: float, restarts: int, output: str) -> LaunchError:
+    """The first failure of the last attempt, from what its ranks noted and torchrun's report."""
     log = ""
     with contextlib.suppress(FileNotFoundError):  # somebody tidied up the folder
         log = (folder / "torchrun.log").read_text(errors="replace")
@@ -233,7 +244,10 @@ def _error(folder: Path, code: int, seconds: float, output: str) -> LaunchError:
     same = [note for note in notes if note["error"] == earliest["error"]]
     first = min(same, key=lambda note: note["rank"])
     rank = first["rank"]
-    error = LaunchError(f"rank {rank} failed after {seconds:.1f} s: {first['error']}", rank, output)
+    when = f"after {seconds:.1f} s"
+    if restarts:
+        when += " and 1 restart" if restarts == 1 else f" and {restarts} restarts"
+    error = LaunchError(f"rank {rank} failed {when}: {first['error']}", rank, output)
     if first["traceback"]:
         error.add_note(f"on rank {rank}: {first['traceback'].rstrip()}")
     return error

@@ -99,6 +99,8 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
     processes.end_with_parents(
         int(launcher), before_end=lambda: _remove_for(int(launcher), folder), at_once=True
     )
+    # of an attempt before this one, after which torchrun has started all ranks again
+    Path(folder, f"rank-{rank}.json").unlink(missing_ok=True)
     sys.argv = [module, *args]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -136,6 +136,21 @@ def store_of_agent(place: Place, timeout_s: float) -> dist.Store:
     return _of_this_attempt(place, _reach(place, Patience(place, timeout_s)), timeout_s)
 
 
+def store_of_job(place: Place, timeout_s: float) -> dist.Store | None:
+    """What the attempts of a job that torchrun restarts share; None where they share nothing.
+
+    The store of torchrun outlives an attempt, the one that rank 0 opens does not.
+
+    Raises:
+        MeetingError: It cannot be reached.
+    """
+    if not place.has_agent or place.hosts_store or place.address is None:
+        return None
+    store = _reach(place, Patience(place, timeout_s))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore("labcode/all_attempts", store)
+
+
 def _reach(place: Place, patience: Patience) -> dist.TCPStore:
     """The store at MASTER_ADDR:MASTER_PORT, opened by rank 0 if no agent has done so."""
     while True:

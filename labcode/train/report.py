@@ -16,6 +16,7 @@ import torch
 from labcode.comm import bootstrap
 from labcode.comm.agreement import SharedError, is_shared
 from labcode.comm.bootstrap import Place
+from labcode.train import attempts
 from labcode.train.ctrl_c import INTERRUPTED
 
 FAILED = 2
@@ -55,7 +56,10 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
     when = "" if steps_done is None else f"after step {steps_done}: "
     who = f"rank {place.rank}: " if place.world_size > 1 else ""
     if is_shared(error):
-        say(place, f"error: {when}{text_of(error)}")
+        line = f"error: {when}{text_of(error)}"
+        # the restarts of a job meet the same error again
+        if place.rank == 0 and not attempts.is_said_before(line, place):
+            _tell(line)
         return bootstrap.leave_together(place, FAILED)
     if not is_lost_peer(error):
         _tell(f"error: {who}{when}{text_of(error)}")

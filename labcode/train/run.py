@@ -22,7 +22,7 @@ from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.doctor.hang import HangWatch
 from labcode.topology import GridShape
-from labcode.train import finite, report
+from labcode.train import attempts, finite, report
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.ctrl_c import CtrlC
@@ -77,6 +77,8 @@ def run(
         )
         watch = HangWatch(parallel.collective_timeout_s)
         watch.start()
+        config = attempts.goes_on(config, place)
+        folder = RunFolder(config)
         trainer = set_up(config, world, shape, folder, signals, watch)
         _train(trainer, folder)
     except (Exception, KeyboardInterrupt) as error:
@@ -139,10 +141,18 @@ def set_up(
     listening = signals if config.checkpoint.on else None
     trainer = Trainer(config, world, grid, task, None, start, listening, watch)
     # only now: a run that cannot begin leaves all as it was
-    out = on_first_rank(folder.claim)
+    out = on_first_rank(lambda: _claim(folder, world.place))
     _check_that_all_see(config, folder, out)
     on_every_rank(lambda: trainer.open(out))
     return trainer
+
+
+def _claim(folder: RunFolder, place: Place) -> Path:
+    """Take the folder; a restart of this job finds it, unless the old run may still come back."""
+    out = folder.claim()
+    if not folder.config.train.overwrite:
+        attempts.note_folder(out, place)
+    return out
 
 
 def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:
@@ -169,6 +179,8 @@ def _train(trainer: Trainer, folder: RunFolder) -> None:
         if trainer.config.train.overwrite:
             finite.check(trainer.model)  # or a run that has diverged would replace a good one
         folder.keep()
+        if trainer.out is not None:
+            attempts.note_folder(trainer.out, trainer.world.place)
 
     trainer.fit(after_first_step=keep)
     if trainer.stopped_by and not trainer.has_begun and trainer.config.train.overwrite:

@@ -252,6 +252,8 @@ def test_a_killed_torchrun_is_the_error(module, until, survivors):
         ({"timeout_s": float("nan")}, r"timeout_s=nan: it is a time in seconds.*"),
         ({"timeout_s": float("inf")}, r"timeout_s=inf: it is a time in seconds.*"),
         ({"timeout_s": "60"}, r"timeout_s='60': it is a time in seconds.*"),
+        ({"restarts": -1}, r"restarts=-1: it is a number of restarts, 0 or more"),
+        ({"restarts": True}, r"restarts=True: it is a number of restarts, 0 or more"),
         ({"module": "my job.py"}, r"module='my job.py': it is a dotted name, such as .*"),
         ({"module": ""}, r"module='': it is a dotted name, such as 'labcode.train'"),
     ],

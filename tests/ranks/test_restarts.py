@@ -1,0 +1,170 @@
+"""torchrun starts the ranks again after one has died: the run goes on from its last checkpoint."""
+
+import os
+import shutil
+import signal
+from functools import partial
+
+import pytest
+import torch.distributed as dist
+from faults import fixtures, forks
+from faults.cases import BASE
+from faults.injection import at_step, die
+
+from labcode import launch
+
+ARGS = (
+    *BASE,
+    "--train.steps=8",
+    "--train.log_every=1",
+    "--checkpoint.keep=9",
+    "--model.dropout=0.1",
+)
+# `dying.py MOMENTS ARGS` trains; a rank kills itself after the step that is named for its attempt
+DYING = """
+import os, signal, sys, threading, time
+
+def prepare():
+    while "labcode.train.loop" not in sys.modules:
+        time.sleep(0.005)
+    from labcode.train.loop import Trainer
+    # RANK:STEP of each attempt; the last one of "1:7,0:6," is left alone
+    moments = [*sys.argv[1].split(","), ""]
+    rank, _, last = moments[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].partition(":")
+    original = Trainer.step
+
+    def step(self):
+        if os.environ["RANK"] == rank and self.steps_done == int(last):
+            os.kill(os.getpid(), signal.SIGKILL)
+        return original(self)
+
+    Trainer.step = step
+
+threading.Thread(target=prepare, daemon=True).start()
+from labcode.train.__main__ import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def undisturbed(folder, ranks):
+    args = [*ARGS, f"--data.cache_dir={fixtures.cache()}", "--train.out=run"]
+    done = forks.train([*args, "--checkpoint.every=3"], cwd=folder, ranks=ranks)
+    assert set(done.codes) == {0}, done.err
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def whole1(tmp_path_factory):
+    """The run of one rank that nobody disturbed."""
+    return undisturbed(tmp_path_factory.mktemp("whole1"), 1)
+
+
+@pytest.fixture(scope="module")
+def whole2(tmp_path_factory):
+    """The same on two ranks."""
+    return undisturbed(tmp_path_factory.mktemp("whole2"), 2)
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+@pytest.fixture
+def dying(tmp_path, monkeypatch):
+    """The module `dying` for `launch.run`, in an empty working folder."""
+    (tmp_path / "dying.py").write_text(DYING)
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.chdir(tmp_path)
+    return "dying"
+
+
+def test_a_run_whose_ranks_are_killed_twice_ends_as_the_one_that_nobody_disturbed(
+    dying, tmp_path, whole2
+):
+    done = launch.run(
+        dying,
+        "1:7,0:6",  # the second attempt resumes from step 6, and is killed in its first step
+        *ARGS,
+        f"--data.cache_dir={fixtures.cache()}",
+        "--checkpoint.every=3",
+        restarts=2,
+        echo=False,
+    )
+    assert fixtures.differs(tmp_path / "runs/gpt_tiny-001", whole2) == ""
+    # one folder, although the command names none
+    assert names(tmp_path / "runs") == ["gpt_tiny-001"]
+    resuming = "resuming from runs/gpt_tiny-001/checkpoints/step-00000006"
+    assert done.output.count(resuming) == 2
+
+
+def test_ranks_that_die_in_every_attempt_are_one_line_after_the_last(dying):
+    with pytest.raises(launch.LaunchError) as caught:
+        launch.run(dying, "1:0,1:0", *ARGS, "--train.out=run", restarts=1, echo=False)
+    line = str(caught.value)
+    assert line.startswith("rank 1 failed after") and "\n" not in line
+    assert line.endswith("s and 1 restart: killed by signal 9")
+
+
+# ---- without torchrun: attempts that share a store, as it gives them one
+
+
+@pytest.fixture
+def attempt(tmp_path):
+    """`attempt(number, *args)`: that attempt of a job of one rank, in tmp_path."""
+    port = forks.free_port()
+    store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
+    one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
+    job = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+
+    def train(number, *args, patch=None):
+        env = one | job | place | {"TORCHELASTIC_RESTART_COUNT": str(number)}
+        words = [*ARGS, f"--data.cache_dir={fixtures.cache()}", *args]
+        return forks.train(words, cwd=tmp_path, env=env, patch=patch)
+
+    yield train
+    del store
+
+
+def steps(folder):
+    return sorted(fixtures.losses_of(folder))
+
+
+IN_STEP_5 = partial(at_step, 5, die)
+
+
+def test_a_restarted_run_without_checkpoints_begins_again_in_its_own_folder(attempt, tmp_path):
+    assert attempt(0, "--train.out=run", patch=IN_STEP_5).codes == [-signal.SIGKILL]
+    assert steps(tmp_path / "run") == [1, 2, 3, 4]
+    done = attempt(1, "--train.out=run")
+    assert done.codes == [0], done.err
+    assert steps(tmp_path / "run") == list(range(1, 9))
+    assert names(tmp_path) == ["run"]
+
+
+def test_an_error_that_every_attempt_meets_is_said_once(attempt, tmp_path):
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "notes.txt").write_text("mine")
+    args = ("--train.out=other", "--checkpoint.every=2")
+    first = attempt(0, *args)
+    line = "error: other exists already"
+    assert (first.codes, len(first.errors)) == ([2], 1) and first.errors[0].startswith(line)
+    again = attempt(1, *args)
+    assert (again.codes, again.err) == ([2], [""])
+    assert names(tmp_path / "other") == ["notes.txt"]
+
+
+@pytest.mark.parametrize("step", [1, 5])
+def test_a_restart_of_a_run_that_overwrites_another(attempt, tmp_path, whole1, step):
+    shutil.copytree(whole1, tmp_path / "run")
+    (tmp_path / "run" / "result.txt").write_text("the old run")
+    args = ("--train.out=run", "--train.overwrite", "--checkpoint.every=3")
+    assert attempt(0, *args, patch=partial(at_step, step, die)).codes == [-signal.SIGKILL]
+    done = attempt(1, *args)
+    assert done.codes == [0], done.err
+    # before the first step stands the old run is put back, and overwritten again
+    assert ("is back" in done.out[0]) == (step == 1)
+    assert ("resuming from run/checkpoints/step-00000003" in done.out[0]) == (step == 5)
+    assert fixtures.differs(tmp_path / "run", whole1) == ""
+    assert names(tmp_path) == ["run"]
