@@ -2,7 +2,7 @@
 
 A weight is sharded over some axes of the grid and replicated over the others. Drawing its values,
 making its copies equal, summing its gradient, taking the norm, collecting the full state dict and
-naming it in a checkpoint all read the same `ParamSharding`.
+storing it in a checkpoint all read the same `ParamSharding`.
 
 A rank computes the gradient of what it saw. A weight that several ranks hold but use on different
 tokens (every weight over cp; under sequence parallelism norms and biases over tp too) gets only a
@@ -147,17 +147,6 @@ class ParamSharding:
             parts = _gather_parts(part, shard, shape, grid.group(axis))
             part = shard.join(parts, shape)
         return part
-
-    def key(self, grid: Grid) -> str:
-        """The name of this rank's part in a checkpoint: the coordinate of every axis that cuts it.
-
-        Ranks with the same key hold the same values, and a checkpoint keeps one of them. An axis
-        that is missing here would lose state silently.
-
-        Held by: tests/ranks/test_sharding.py::test_a_key_names_every_axis_that_cuts_the_tensor
-        """
-        axes = ("pp", *sorted(self.shards))
-        return "-".join(f"{axis}{grid.coord(axis)}" for axis in axes)
 
 
 class FullWeight(NamedTuple):

@@ -5,10 +5,13 @@
         tensors.json        where each of them lies
         run.json            step, config, grid, data; size and sha256 of every file
 
-Every rank writes its own part of each tensor, under a name with the coordinate of every axis that
-cuts the tensor (`ParamSharding.key`): ranks with the same name hold the same values, and DCP writes
-them once. The folder is called `....partial` until the last rank is done. Resuming needs the same
-grid. The folder must be one that all ranks see.
+Every rank writes its own part of each tensor, in boxes under their place in the whole; what several
+ranks hold DCP writes once. The folder is called `....partial` until the last rank is done. It must
+be one that all ranks see.
+
+A run may be resumed on another grid, on another number of ranks and at another stage of ZeRO: each
+rank reads the boxes that it needs. On the same grid it goes on bit for bit; on another one sums are
+made in another order, and the random numbers of dropout begin anew.
 
 A run never removes what it did not write, unless it is older than what it has written and
 `checkpoint.keep` asks for it. A later checkpoint that it could not resume from makes room for its
@@ -50,7 +53,7 @@ from labcode.train.checkpoint_files import (
     verify,
 )
 from labcode.train.report import text_of
-from labcode.train.state import RunState, Tensors, first_cause
+from labcode.train.state import RunState, SavePlanner, Tensors, first_cause
 from labcode.train.tensor_index import to_tree
 
 # What may differ between the run that wrote a checkpoint and the one that resumes from it.
@@ -59,13 +62,10 @@ MAY_CHANGE = (
     "checkpoint.",
     "optim.",
     "data.cache_dir",
-    "parallel.bucket_mb",
-    "parallel.collective_timeout_s",
-    "parallel.data_parallel",
-    "parallel.dp",
-    "parallel.share_gpus",
+    "parallel.",
     "train.eval_",
     "train.log_every",
+    "train.micro_batch",
     "train.out",
     "train.overwrite",
     "train.sample_tokens",
@@ -158,7 +158,7 @@ class Checkpoints:
     def _write(self, state: RunState, unfinished: Path, folder: Path) -> None:
         """All files of a checkpoint, then its final name."""
         writer = dcp.FileSystemWriter(unfinished)  # which brings its files to the disk
-        metadata = dcp.save(state.tensors(), storage_writer=writer)
+        metadata = dcp.save(state.tensors(), storage_writer=writer, planner=SavePlanner())
         on_first_rank(lambda: _write_index(unfinished, metadata))
         about = About(
             step=state.batches.step,
@@ -323,7 +323,8 @@ class Checkpoints:
 
         def read() -> Tensors:
             about = read_about(folder)
-            tensors = state.read(folder, read_index(folder, about))
+            same_grid = about.grid == _plain(dataclasses.asdict(self.grid.shape))
+            tensors = state.read(folder, read_index(folder, about), same_grid=same_grid)
             step = int(tensors["step"])
             if step != about.step:
                 raise DamagedError(f"its tensors are of step {step}")
@@ -382,13 +383,6 @@ class Checkpoints:
             if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
                 differing.append(name)
         self._check_recipe(then, now, differing, folder)
-        shape = _plain(dataclasses.asdict(self.grid.shape))
-        if about.grid != shape:
-            raise ValueError(
-                f"{folder} was written on the grid {_grid(about.grid)}, "
-                f"this run is on {_grid(shape)}: "
-                "start it as it was, or begin again in another train.out"
-            )
         for name in differing:
             raise ValueError(
                 f"{folder} was written with {name}={then.get(name)}, "
@@ -501,7 +495,3 @@ def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[prefix + name] = value
     return flat
-
-
-def _grid(shape: dict[str, Any]) -> str:
-    return ", ".join(f"{axis}={size}" for axis, size in shape.items())

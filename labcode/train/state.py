@@ -1,34 +1,120 @@
-"""The state of a run as named tensors: what a checkpoint has to hold so that nothing is lost."""
+"""The state of a run as named tensors: what a checkpoint has to hold so that nothing is lost.
+
+A weight that is spread over the ranks is one tensor of the checkpoint. Each rank writes the boxes
+that it has (`parallel.boxes`), and reads those that it needs, from whatever ranks wrote them. So
+the same checkpoint can be read on any grid and at any stage of ZeRO.
+"""
 
 import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
+from labcode.comm.grid import Grid
 from labcode.data.sampler import Batches
+from labcode.parallel.boxes import boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
+from labcode.parallel.sharding import ParamSharding
 from labcode.train.checkpoint_files import DamagedError
 from labcode.train.tensor_index import Reader
 
+T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
+
+
+class Part:
+    """This rank's part of a tensor, for torch.distributed.checkpoint: some boxes of the whole.
+
+    The methods with underscores are of torch's protocol `_Checkpointable`, as those of DTensor.
+
+    Args:
+        own: The part; it is read from, or written into.
+        sharding: How the whole is spread.
+        grid: Where this rank stands.
+    """
+
+    def __init__(self, own: torch.Tensor, sharding: ParamSharding, grid: Grid) -> None:
+        self.own = own
+        self.shape = torch.Size(sharding.shape)
+        self.boxes = boxes_of(sharding, grid)
+
+    def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
+        items = []
+        properties = TensorProperties.create_from_tensor(self.own)
+        for number, chunk in enumerate(self.__create_chunk_list__()):
+            index = MetadataIndex(key, chunk.offsets, number)
+            data = TensorWriteData(chunk, properties, self.shape)
+            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
+        return items
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        chunks = []
+        for box in self.boxes:
+            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
+        return chunks
+
+    def box(self, index: MetadataIndex) -> torch.Tensor:
+        """The block of this rank's part that begins at a place of the whole."""
+        for box in self.boxes:
+            if torch.Size(box.offsets) == index.offset:
+                return box.view(self.own)
+        raise KeyError(f"{index.fqn} has no box at {index.offset} on this rank")
+
+
+class SavePlanner(dcp.DefaultSavePlanner):
+    """PyTorch's planner, which finds a box in a `Part` too."""
+
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """What is written under an index."""
+        value = self.state_dict[index.fqn]
+        return value.box(index) if isinstance(value, Part) else super().lookup_object(index)
+
+
+class LoadPlanner(dcp.DefaultLoadPlanner):
+    """PyTorch's planner, which finds a box in a `Part` too."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the tensors as they are; PyTorch's own would copy those of unknown classes."""
+        self.state_dict = state_dict
+        self.original_state_dict = state_dict
+        self.metadata = metadata
+        self.is_coordinator = is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """What is read into."""
+        value = self.state_dict[index.fqn]
+        return value.box(index) if isinstance(value, Part) else super().lookup_tensor(index)
 
 
 class RunState:
     """Weights, optimizer, position in the data and random numbers of a run, by name.
 
-        PLACE/model/NAME              a weight, or this rank's shard of it
-        PLACE/optim/NAME/KEY          what the optimizer keeps for it
-        rankR/random/GENERATOR        where a generator of random numbers is
-        step                          the position in the data
-
-    PLACE names the coordinate of every axis that cuts the tensor (`ParamSharding.key`).
+        model/NAME                a weight
+        optim/NAME/KEY            what the optimizer keeps for it
+        rankR/random/GENERATOR    where a generator of random numbers is
+        step                      the position in the data
 
     Args:
         model: This rank's part of the model.
@@ -49,24 +135,23 @@ class RunState:
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
-        self.places = {name: sharding.key(model.grid) for name, sharding in model.shardings.items()}
         self.own = f"rank{dist.get_rank()}/random/"
         # the modules of a model share one stream of random numbers
         streams = [module.stream for module in model.modules() if isinstance(module, IsolatedRng)]
         self.stream = streams[0] if streams else None
 
-    def tensors(self) -> Tensors:
+    def tensors(self) -> dict[str, Any]:
         """Everything, by name; the tensors are those of the run and not copies."""
-        found = {"step": torch.tensor(self.batches.state_dict()["step"])}
+        found: dict[str, Any] = {"step": torch.tensor(self.batches.state_dict()["step"])}
         for name, param in self.params.items():
-            found[self._weight_key(name)] = param.detach()
+            found[_weight_key(name)] = self._part(name, param.detach())
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[self._optimizer_prefix(name) + key] = value
+                found[_optimizer_prefix(name) + key] = self._part_or_number(name, value)
         for name, state in self._random().items():
             found[self.own + name] = state
         return found
 
-    def read(self, folder: Path, index: Metadata) -> Tensors:
+    def read(self, folder: Path, index: Metadata, *, same_grid: bool = True) -> Tensors:
         """This rank's tensors of a checkpoint, all that `fill` needs; the run is left as it is.
 
         Nothing is communicated: each rank reads its own.
@@ -74,26 +159,43 @@ class RunState:
         Args:
             folder: The checkpoint.
             index: Where its tensors lie.
+            same_grid: It was written on the grid of this run. If not, the random numbers of its
+                ranks belong to nobody here, and are left out.
 
         Raises:
             DamagedError: A tensor is missing, has another shape or dtype, or cannot be read.
             OSError: A file cannot be read for a reason that says nothing about the checkpoint.
         """
-        stored = {}
+        stored: dict[str, TensorStorageMetadata] = {}
         for key, entry in index.state_dict_metadata.items():
-            if self._is_mine(key):
-                entry = cast(TensorStorageMetadata, entry)  # the index holds no others
-                dtype = entry.properties.dtype
-                stored[key] = torch.empty(entry.size, dtype=dtype, device="meta")
-        self._check(stored)
-        mine = {key: torch.empty_like(tensor, device="cpu") for key, tensor in stored.items()}
+            stored[key] = cast(TensorStorageMetadata, entry)  # the index holds no others
+        self._check(stored, same_grid)
+        wanted: dict[str, Any] = {"step": _empty(stored["step"])}
+        for name, param in self.params.items():
+            key = _weight_key(name)
+            own = torch.empty(param.shape, dtype=param.dtype)
+            wanted[key] = self._part(name, own)
+            for rest in _below(stored, _optimizer_prefix(name)):
+                key = _optimizer_prefix(name) + rest
+                if stored[key].size == torch.Size(self.model.shardings[name].shape):
+                    own = torch.empty(param.shape, dtype=stored[key].properties.dtype)
+                    wanted[key] = self._part_or_number(name, own)
+                else:
+                    wanted[key] = _empty(stored[key])
+        if same_grid:
+            for key in self._random():
+                wanted[self.own + key] = _empty(stored[self.own + key])
         with warnings.catch_warnings(), torch.no_grad():
             # "assuming the intent is to load in a single process"
             warnings.simplefilter("ignore", UserWarning)
+            reader = Reader(folder, index)
             try:
-                dcp.load(mine, storage_reader=Reader(folder, index), no_dist=True)
+                dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
             except CheckpointException as error:
                 raise _why_not_read(error) from None
+        mine = {}
+        for key, value in wanted.items():
+            mine[key] = value.own if isinstance(value, Part) else value
         self._check_generators(mine)
         return mine
 
@@ -105,40 +207,47 @@ class RunState:
         """
         with torch.no_grad():
             for name, param in self.params.items():
-                param.copy_(mine[self._weight_key(name)])
+                param.copy_(mine[_weight_key(name)])
         self._load_optimizer(mine)
         self._load_random(mine)
         self.batches.load_state_dict({"step": int(mine["step"])})
 
-    def _check(self, mine: Mapping[str, torch.Tensor]) -> None:
-        """Compare names, shapes and dtypes with what this run needs.
+    def _part(self, name: str, own: torch.Tensor) -> Part:
+        return Part(own, self.model.shardings[name], self.model.grid)
 
-        Args:
-            mine: This rank's tensors, with or without values.
+    def _part_or_number(self, name: str, value: torch.Tensor) -> Part | torch.Tensor:
+        """What an optimizer keeps has the shape of its weight, or is one number."""
+        return self._part(name, value) if value.shape == self.params[name].shape else value
+
+    def _check(self, stored: Mapping[str, TensorStorageMetadata], same_grid: bool) -> None:
+        """Compare names, shapes and dtypes with what this run needs.
 
         Raises:
             DamagedError: The first that is missing or does not fit.
         """
-        for key, own in self._needed().items():
-            if key not in mine:
+        for key, (size, dtype) in self._needed(same_grid).items():
+            if key not in stored:
                 raise DamagedError(f"it has no {key}")
-            found = mine[key]
-            if found.shape != own.shape or found.dtype != own.dtype:
+            found = stored[key]
+            if found.size != size or found.properties.dtype != dtype:
                 raise DamagedError(
-                    f"{key} is {_described(found)}, and this run needs {_described(own)}"
+                    f"{key} is {_described(found.size, found.properties.dtype)}, "
+                    f"and this run needs {_described(size, dtype)}"
                 )
-        keys = self._optimizer_keys(mine)
-        for name, param in self.params.items():
-            prefix = self._optimizer_prefix(name)
+        keys = self._optimizer_keys(stored)
+        for name in self.params:
+            prefix = _optimizer_prefix(name)
+            size = torch.Size(self.model.shardings[name].shape)
             # a weight that had no gradient so far has no state at all
-            for key in keys if _below(mine, prefix) else ():
-                if prefix + key not in mine:
+            for key in keys if _below(stored, prefix) else ():
+                if prefix + key not in stored:
                     raise DamagedError(f"it has no {prefix}{key}")
-                found = mine[prefix + key]
-                if found.dim() and found.shape != param.shape:
+                found = stored[prefix + key]
+                if len(found.size) and found.size != size:
+                    dtype = found.properties.dtype
                     raise DamagedError(
-                        f"{prefix}{key} is {_described(found)}, "
-                        f"and this run needs {_described(param)}"
+                        f"{prefix}{key} is {_described(found.size, dtype)}, "
+                        f"and this run needs {_described(size, dtype)}"
                     )
 
     def _check_generators(self, mine: Mapping[str, torch.Tensor]) -> None:
@@ -150,35 +259,22 @@ class RunState:
             except RuntimeError as error:
                 raise DamagedError(f"{self.own}{name} is not a state: {error}") from None
 
-    def _optimizer_keys(self, mine: Mapping[str, torch.Tensor]) -> list[str]:
+    def _optimizer_keys(self, stored: Mapping[str, Any]) -> list[str]:
         """What the optimizer keeps for a weight, such as "exp_avg"."""
         keys = set()
         for name in self.params:
-            keys.update(_below(mine, self._optimizer_prefix(name)))
+            keys.update(_below(stored, _optimizer_prefix(name)))
         return sorted(keys)
 
-    def _needed(self) -> Tensors:
+    def _needed(self, same_grid: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """What every checkpoint of this run has, whatever its optimizer keeps."""
-        needed = {"step": torch.tensor(0)}
+        needed = {"step": (torch.Size(), torch.int64)}
         for name, param in self.params.items():
-            needed[self._weight_key(name)] = param.detach()
-        for name, state in self._random().items():
-            needed[self.own + name] = state
+            size = torch.Size(self.model.shardings[name].shape)
+            needed[_weight_key(name)] = (size, param.dtype)
+        for name, state in self._random().items() if same_grid else ():
+            needed[self.own + name] = (state.shape, state.dtype)
         return needed
-
-    def _is_mine(self, key: str) -> bool:
-        if key == "step" or key.startswith(self.own):
-            return True
-        place, _, rest = key.partition("/")
-        kind, _, rest = rest.partition("/")
-        name = rest if kind == "model" else rest.rpartition("/")[0]
-        return self.places.get(name) == place
-
-    def _weight_key(self, name: str) -> str:
-        return f"{self.places[name]}/model/{name}"
-
-    def _optimizer_prefix(self, name: str) -> str:
-        return f"{self.places[name]}/optim/{name}/"
 
     def _load_optimizer(self, mine: Mapping[str, torch.Tensor]) -> None:
         state = self.optimizer.state_dict()
@@ -186,7 +282,7 @@ class RunState:
         index = 0  # the optimizer counts the parameters of all groups
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                prefix = self._optimizer_prefix(names[param])
+                prefix = _optimizer_prefix(names[param])
                 state["state"][index] = _below(mine, prefix)
                 index += 1
         # brings each tensor to the device and the dtype that its weight asks for
@@ -202,6 +298,8 @@ class RunState:
 
     def _load_random(self, mine: Mapping[str, torch.Tensor]) -> None:
         found = _below(mine, self.own)
+        if not found:
+            return  # of another grid: the generators stay as this run has seeded them
         torch.set_rng_state(found["cpu"])
         if self.device.type == "cuda":
             torch.cuda.set_rng_state(found["cuda"], self.device)
@@ -227,11 +325,23 @@ def _why_not_read(error: CheckpointException) -> Exception:
     return DamagedError(f"its tensors cannot be read ({type(cause).__name__}: {text})")
 
 
-def _described(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+def _weight_key(name: str) -> str:
+    return f"model/{name}"
 
 
-def _below(tensors: Mapping[str, torch.Tensor], prefix: str) -> Tensors:
+def _optimizer_prefix(name: str) -> str:
+    return f"optim/{name}/"
+
+
+def _empty(stored: TensorStorageMetadata) -> torch.Tensor:
+    return torch.empty(stored.size, dtype=stored.properties.dtype)
+
+
+def _described(size: torch.Size, dtype: torch.dtype) -> str:
+    return f"{list(size)} {str(dtype).removeprefix('torch.')}"
+
+
+def _below(tensors: Mapping[str, T], prefix: str) -> dict[str, T]:
     """The tensors whose names begin with a prefix, without it."""
     found = {}
     for key, tensor in tensors.items():

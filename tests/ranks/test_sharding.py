@@ -1,4 +1,4 @@
-"""One description of how a weight is spread: parts, checkpoint keys, gradients of copied heads."""
+"""One description of how a weight is spread: parts, gradients of copied heads."""
 
 import pytest
 import torch
@@ -12,34 +12,26 @@ from labcode.parallel.sharding import ParamSharding, Shard
 from labcode.topology import GridShape
 
 
-def parts_and_keys(rank):
-    """What each rank holds of a weight cut by two axes, whether it comes back whole, its keys."""
+def parts(rank):
+    """What each rank holds of a weight cut by two axes, and whether it comes back whole."""
     grid = Grid.create(GridShape(dp=2, tp=2))
     whole = torch.arange(30.0).view(10, 3)
     sharding = ParamSharding((10, 3), {"tp": Shard(0, (6, 4)), "dp": Shard(0)})
     own = sharding.own(whole, grid)
-    replicated = ParamSharding((10, 3))
     return (
         own,
         torch.equal(sharding.full(own, grid), whole),
-        sharding.key(grid),
-        replicated.key(grid),
         sharding.replicated_over(("dp", "cp", "tp")),
     )
 
 
-def test_a_key_names_every_axis_that_cuts_the_tensor(ranks4):
-    results = ranks4.run(parts_and_keys)
-    keys = [key for _, _, key, _, _ in results]
-    # tp varies fastest: rank 1 has tp 1, rank 2 has dp 1
-    assert keys == ["pp0-dp0-tp0", "pp0-dp0-tp1", "pp0-dp1-tp0", "pp0-dp1-tp1"]
-    assert {key for _, _, _, key, _ in results} == {"pp0"}  # written once
-    assert {axes for *_, axes in results} == {("cp",)}
+def test_a_weight_is_replicated_over_the_axes_that_do_not_cut_it(ranks4):
+    assert {axes for *_, axes in ranks4.run(parts)} == {("cp",)}
 
 
 def test_a_weight_that_two_axes_cut_comes_back_whole(ranks4):
-    results = ranks4.run(parts_and_keys)
-    assert all(same for _, same, _, _, _ in results)
+    results = ranks4.run(parts)
+    assert all(same for _, same, _ in results)
     # tp 0 has rows 0-2 and 6-7 of the two sections, dp cuts these five into three and two
     assert results[0][0][:, 0].tolist() == [0.0, 3.0, 6.0]
     assert results[2][0][:, 0].tolist() == [18.0, 21.0]

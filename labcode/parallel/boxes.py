@@ -1,0 +1,118 @@
+"""Where a rank's part of a weight lies within the whole, as boxes of consecutive indices.
+
+A part need not be one block: of a fused q | k | v a rank of tp has some rows of each third, and if
+dp cuts these rows once more, its share may end in the middle of one. A checkpoint stores each box
+under its place in the whole weight, and whoever reads it takes from the boxes of others what its
+own need. So a run can be resumed on a grid that cuts every weight in another way.
+
+    whole of 6 rows, sections q | k | v of 2, tp = 2, this rank is the second:
+
+    rows of the whole   0 1 2 3 4 5         boxes: rows 1, 3 and 5, which are
+    rows it has           0   1   2                rows 0, 1 and 2 of its part
+
+Source: the same idea in PyTorch is the resharding of torch.distributed.checkpoint; the boxes of a
+    DTensor there are one per rank.
+Held by: tests/unit/test_boxes.py
+"""
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import NamedTuple, Protocol
+
+import torch
+
+from labcode.parallel.sharding import ParamSharding
+
+
+class Place(Protocol):
+    """What is asked of a grid here."""
+
+    def coord(self, axis: str) -> int:
+        """This rank's coordinate along an axis."""
+        ...
+
+    def size(self, *axes: str) -> int:
+        """Number of ranks along some axes."""
+        ...
+
+
+class Run(NamedTuple):
+    """Consecutive indices along one dim.
+
+    Args:
+        first: In the whole weight.
+        own_first: In this rank's part.
+        length: How many.
+    """
+
+    first: int
+    own_first: int
+    length: int
+
+
+class Box(NamedTuple):
+    """A block of a whole weight that one rank has.
+
+    Args:
+        offsets: Where it begins in the whole weight.
+        own_offsets: Where it begins in this rank's part.
+        sizes: Its shape.
+    """
+
+    offsets: tuple[int, ...]
+    own_offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def view(self, own: torch.Tensor) -> torch.Tensor:
+        """The block within this rank's part."""
+        for dim, (first, length) in enumerate(zip(self.own_offsets, self.sizes)):
+            own = own.narrow(dim, first, length)
+        return own
+
+
+def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
+    """The blocks of the whole weight that make this rank's part; none if the part is empty."""
+    runs_of_dims = []
+    for dim in range(len(sharding.shape)):
+        runs_of_dims.append(_runs(_indices(sharding, dim, place)))
+    boxes = []
+    for runs in itertools.product(*runs_of_dims):
+        boxes.append(
+            Box(
+                offsets=tuple(run.first for run in runs),
+                own_offsets=tuple(run.own_first for run in runs),
+                sizes=tuple(run.length for run in runs),
+            )
+        )
+    return boxes
+
+
+def part_shape(sharding: ParamSharding, place: Place) -> torch.Size:
+    """The shape of this rank's part."""
+    dims = range(len(sharding.shape))
+    return torch.Size([len(_indices(sharding, dim, place)) for dim in dims])
+
+
+def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
+    """Which indices of one dim this rank has, in the order in which it has them."""
+    indices = torch.arange(sharding.shape[dim])
+    for axis, shard in sharding.shards.items():
+        if shard.dim == dim:
+            # cut like the weight itself, so that both never disagree
+            along_first = replace(shard, dim=0)
+            indices = along_first.take(indices, place.coord(axis), place.size(axis))
+    return indices
+
+
+def _runs(indices: torch.Tensor) -> list[Run]:
+    """Neighbours that follow each other, put together."""
+    values: Sequence[int] = indices.tolist()
+    runs: list[Run] = []
+    for own, value in enumerate(values):
+        if runs and value == runs[-1].first + runs[-1].length:
+            last = runs[-1]
+            runs[-1] = last._replace(length=last.length + 1)
+        else:
+            runs.append(Run(value, own, 1))
+    return runs
