@@ -132,6 +132,9 @@ class RunState:
     ) -> None:
         self.model = model
         self.params = model.weights
+        # tied weights of two pipeline stages are one: a run without stages has no second one
+        tied = model.plan.tied
+        self.stored_as = {name: tied[0] if name in tied else name for name in self.params}
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
@@ -144,9 +147,11 @@ class RunState:
         """Everything, by name; the tensors are those of the run and not copies."""
         found: dict[str, Any] = {"step": torch.tensor(self.batches.state_dict()["step"])}
         for name, param in self.params.items():
-            found[_weight_key(name)] = self._part(name, param.detach())
+            found[_weight_key(self.stored_as[name])] = self._part(name, param.detach())
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[_optimizer_prefix(name) + key] = self._part_or_number(name, value)
+                found[_optimizer_prefix(self.stored_as[name]) + key] = self._part_or_number(
+                    name, value
+                )
         for name, state in self._random().items():
             found[self.own + name] = state
         return found
@@ -172,11 +177,11 @@ class RunState:
         self._check(stored, same_grid)
         wanted: dict[str, Any] = {"step": _empty(stored["step"])}
         for name, param in self.params.items():
-            key = _weight_key(name)
+            key = _weight_key(self.stored_as[name])
             own = torch.empty(param.shape, dtype=param.dtype)
             wanted[key] = self._part(name, own)
-            for rest in _below(stored, _optimizer_prefix(name)):
-                key = _optimizer_prefix(name) + rest
+            for rest in _below(stored, _optimizer_prefix(self.stored_as[name])):
+                key = _optimizer_prefix(self.stored_as[name]) + rest
                 if stored[key].size == torch.Size(self.model.shardings[name].shape):
                     own = torch.empty(param.shape, dtype=stored[key].properties.dtype)
                     wanted[key] = self._part_or_number(name, own)
@@ -207,7 +212,7 @@ class RunState:
         """
         with torch.no_grad():
             for name, param in self.params.items():
-                param.copy_(mine[_weight_key(name)])
+                param.copy_(mine[_weight_key(self.stored_as[name])])
         self._load_optimizer(mine)
         self._load_random(mine)
         self.batches.load_state_dict({"step": int(mine["step"])})
@@ -236,7 +241,7 @@ class RunState:
                 )
         keys = self._optimizer_keys(stored)
         for name in self.params:
-            prefix = _optimizer_prefix(name)
+            prefix = _optimizer_prefix(self.stored_as[name])
             size = torch.Size(self.model.shardings[name].shape)
             # a weight that had no gradient so far has no state at all
             for key in keys if _below(stored, prefix) else ():
@@ -263,7 +268,7 @@ class RunState:
         """What the optimizer keeps for a weight, such as "exp_avg"."""
         keys = set()
         for name in self.params:
-            keys.update(_below(stored, _optimizer_prefix(name)))
+            keys.update(_below(stored, _optimizer_prefix(self.stored_as[name])))
         return sorted(keys)
 
     def _needed(self, same_grid: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
@@ -271,7 +276,7 @@ class RunState:
         needed = {"step": (torch.Size(), torch.int64)}
         for name, param in self.params.items():
             size = torch.Size(self.model.shardings[name].shape)
-            needed[_weight_key(name)] = (size, param.dtype)
+            needed[_weight_key(self.stored_as[name])] = (size, param.dtype)
         for name, state in self._random().items() if same_grid else ():
             needed[self.own + name] = (state.shape, state.dtype)
         return needed
@@ -282,7 +287,7 @@ class RunState:
         index = 0  # the optimizer counts the parameters of all groups
         for group in self.optimizer.param_groups:
             for param in group["params"]:
-                prefix = _optimizer_prefix(names[param])
+                prefix = _optimizer_prefix(self.stored_as[names[param]])
                 state["state"][index] = _below(mine, prefix)
                 index += 1
         # brings each tensor to the device and the dtype that its weight asks for
