@@ -78,13 +78,10 @@ def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
         runs_of_dims.append(_runs(_indices(sharding, dim, place)))
     boxes = []
     for runs in itertools.product(*runs_of_dims):
-        boxes.append(
-            Box(
-                offsets=tuple(run.first for run in runs),
-                own_offsets=tuple(run.own_first for run in runs),
-                sizes=tuple(run.length for run in runs),
-            )
-        )
+        offsets = tuple(run.first for run in runs)
+        own_offsets = tuple(run.own_first for run in runs)
+        sizes = tuple(run.length for run in runs)
+        boxes.append(Box(offsets, own_offsets, sizes))
     return boxes
 
 

@@ -232,7 +232,7 @@ class Checkpoints:
         Communicates: a broadcast and two all-gathers of short texts for each checkpoint looked at.
 
         Raises:
-            ValueError: It was written by another model, on other data or on another grid, or it is
+            ValueError: It was written by another model or on other data, or it is
                 later than the end of the run.
             CheckpointError: There are some and none is whole, or one cannot be read for a reason
                 that says nothing about it, such as a missing right.

@@ -1,6 +1,6 @@
 """Where each tensor of a checkpoint lies in its files, as JSON.
 
-    {"pp0/model/embed.weight": {"dtype": "float32", "size": [65, 64], "chunks": [
+    {"model/embed.weight": {"dtype": "float32", "size": [65, 64], "chunks": [
         {"offsets": [0, 0], "sizes": [65, 64], "file": "__0_0.distcp", "start": 0, "bytes": 17805}
     ]}, ...}
 

@@ -10,8 +10,8 @@ from labcode.train import tensor_index
 
 TENSORS = {
     "step": torch.tensor(3),
-    "pp0/model/embed.weight": torch.arange(6.0, dtype=torch.float64).reshape(2, 3),
-    "pp0/model/none": torch.empty(0, 4),
+    "model/embed.weight": torch.arange(6.0, dtype=torch.float64).reshape(2, 3),
+    "model/none": torch.empty(0, 4),
     "rank0/random/cpu": torch.arange(5, dtype=torch.uint8),
     "flags": torch.tensor([True, False]),
     "short": torch.ones(3, dtype=torch.bfloat16),
@@ -42,13 +42,13 @@ def test_what_was_written_is_read_without_the_pickle(saved, monkeypatch):
 @pytest.mark.filterwarnings("ignore")
 def test_a_tensor_that_several_ranks_wrote_in_pieces_is_put_together(saved):
     folder, tree, sizes = saved
-    whole = tree["pp0/model/embed.weight"]["chunks"][0]
+    whole = tree["model/embed.weight"]["chunks"][0]
     piece = {**whole, "offsets": [2, 0]}
     twice = {"dtype": "float64", "size": [4, 3], "chunks": [whole, piece]}
     index = tensor_index.to_metadata({"both": twice}, sizes)
     found = {"both": torch.empty(4, 3, dtype=torch.float64)}
     dcp.load(found, storage_reader=tensor_index.Reader(folder, index), no_dist=True)
-    assert torch.equal(found["both"], torch.cat([TENSORS["pp0/model/embed.weight"]] * 2))
+    assert torch.equal(found["both"], torch.cat([TENSORS["model/embed.weight"]] * 2))
 
 
 ODD = [None, 3, 2.5, True, "text", [], ["text"], [[]], {}, {"a": 1}, -1, 2**70, "../x", "/x", "\0"]
@@ -72,7 +72,7 @@ PLACES = [
 def test_whatever_stands_in_it_is_refused_in_one_line(saved, place):
     _, tree, sizes = saved
     for value in ODD:
-        odd = {"embed": copy.deepcopy(tree["pp0/model/embed.weight"])}
+        odd = {"embed": copy.deepcopy(tree["model/embed.weight"])}
         target = odd
         for key in place[:-1]:
             target = target[key]
@@ -92,11 +92,11 @@ def test_json_that_is_no_index_is_refused(tree):
 
 def test_a_tensor_larger_than_its_file_is_refused(saved):
     _, tree, sizes = saved
-    entry = copy.deepcopy(tree["pp0/model/embed.weight"])
+    entry = copy.deepcopy(tree["model/embed.weight"])
     entry["size"] = entry["chunks"][0]["sizes"] = [2**31, 2**30]
     with pytest.raises(ValueError, match="chunk 0 of huge needs 18446744073709551616 bytes"):
         tensor_index.to_metadata({"huge": entry}, sizes)
-    entry = copy.deepcopy(tree["pp0/model/embed.weight"])
+    entry = copy.deepcopy(tree["model/embed.weight"])
     entry["chunks"][0]["bytes"] = 10**9
     with pytest.raises(ValueError, match=r"ends at byte \d+ of __0_0.distcp, which has"):
         tensor_index.to_metadata({"long": entry}, sizes)

@@ -52,7 +52,7 @@ def cases(rng: random.Random) -> list[Case]:
         made.append(_other(what, args, names))
     for what, (args, answer) in ALLOWED.items():
         made.append(_other(what, args, [], answer))
-    made += [_grid_of(ranks) for ranks in (2, 3)]
+    made += [_grid_of(2, TRAINS), _grid_of(3, REFUSED)]  # 3 do not divide the batch
     made += [_text_changed(what) for what in TEXTS]
     for what, change in BEGINNINGS.items():
         made.append(_begin(what, change))
@@ -236,19 +236,21 @@ ALLOWED: dict[str, tuple[list[str], str]] = {
     "keep one": (["--checkpoint.keep=1"], TRAINS),
     "fewer steps than done": (["--train.steps=3"], EITHER),
     "no sample": (["--train.sample_tokens=0"], TRAINS),
-    "micro-batches of one": (["--train.micro_batch=1"], EITHER),
+    "micro-batches of one": (["--train.micro_batch=1"], TRAINS),
     "a folder that is not there": (["--train.out=new"], TRAINS),
 }
 TEXTS = ("longer", "other characters", "same size", "gone", "empty")
 
 
-def _grid_of(ranks: int) -> Case:
+def _grid_of(ranks: int, answer: str) -> Case:
     return Case(
         f"on {ranks} ranks in place of 1",
         RESUME,
-        ["grid", "dp", "global_batch"],
+        [] if answer == TRAINS else ["global_batch"],
+        answer,
         ranks=ranks,
         prepare=_put,
+        replaced=["run"] if answer == TRAINS else [],
     )
 
 
