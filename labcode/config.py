@@ -594,6 +594,7 @@ class CheckpointConfig:
     every: int = 0  # optimizer steps between checkpoints; 0: only at the end, and at a signal
     keep: int = 2  # how many of the newest are kept
     resume: bool = False  # resume from the newest checkpoint in train.out; start if there is none
+    in_background: bool = False  # training goes on while the files are written, from a copy
 
     def __post_init__(self) -> None:
         steps = Range(0, COUNT.most, "give the steps between checkpoints, or 0 for none")

@@ -23,7 +23,8 @@ PIPELINE = "grid: ranks of one pipeline"
 ENDS = "grid: first and last rank of one pipeline"
 PART = "grid: neighbours along a part of an axis"
 ACROSS = "grid: ranks at the same place in each part of an axis"
-PURPOSES = (AXIS, PIPELINE, ENDS, PART, ACROSS)
+BACKGROUND = "grid: all ranks, for a thread beside training"
+PURPOSES = (AXIS, PIPELINE, ENDS, PART, ACROSS, BACKGROUND)
 
 
 class Grid:
@@ -145,6 +146,20 @@ class Grid:
             f"rank {self.rank} is neither the first nor the last of its pipeline"
         )
         return self._ends
+
+    def background(self) -> dist.ProcessGroup:
+        """A group of all ranks for a thread that communicates while training does; over gloo.
+
+        Two threads that use one group would take each other's messages. Every rank of the job asks
+        for it at the same time; it is made once.
+        """
+        ranks = list(range(self.shape.world_size))
+        found = _find(ranks, BACKGROUND)
+        if found is not None:
+            return found
+        made = dist.new_group(ranks, timeout=_timeout(), backend="gloo", group_desc=BACKGROUND)
+        assert isinstance(made, dist.ProcessGroup)
+        return made
 
     def size(self, *axes: str) -> int:
         """Number of ranks in `group(*axes)`."""

@@ -16,7 +16,6 @@ Held by: tests/unit/test_boxes.py
 """
 
 import itertools
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple, Protocol
 
@@ -104,12 +103,13 @@ def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
 
 def _runs(indices: torch.Tensor) -> list[Run]:
     """Neighbours that follow each other, put together."""
-    values: Sequence[int] = indices.tolist()
-    runs: list[Run] = []
-    for own, value in enumerate(values):
-        if runs and value == runs[-1].first + runs[-1].length:
-            last = runs[-1]
-            runs[-1] = last._replace(length=last.length + 1)
-        else:
-            runs.append(Run(value, own, 1))
+    if len(indices) == 0:
+        return []
+    breaks = (indices.diff() != 1).nonzero().flatten() + 1
+    starts = [0, *breaks.tolist()]
+    ends = [*breaks.tolist(), len(indices)]
+    firsts = indices[starts].tolist()
+    runs = []
+    for first, start, end in zip(firsts, starts, ends):
+        runs.append(Run(first, start, end - start))
     return runs

@@ -18,16 +18,21 @@ A run never removes what it did not write, unless it is older than what it has w
 own under another name, `step-00000120.unused`.
 """
 
+import concurrent.futures
+import contextlib
 import dataclasses
 import json
 import os
 import re
 import shutil
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
@@ -88,6 +93,49 @@ class CheckpointError(SharedError, OSError):
     """A checkpoint could not be written, or none could be read; all ranks know."""
 
 
+class _Writing:
+    """A checkpoint whose files a thread writes.
+
+    The thread does not keep the process alive: one that waits for a rank that is gone may be left.
+
+    Args:
+        folder: Its final name.
+        write: Writes the files; returns those of this rank.
+    """
+
+    def __init__(self, folder: Path, write: Callable[[], dict[str, StoredFile]]) -> None:
+        self.folder = folder
+        self._future: Future[dict[str, StoredFile]] = Future()
+        self._write = write
+        name = f"write {folder.name}"
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            self._future.set_result(self._write())
+        except BaseException as error:  # CheckpointException is no Exception
+            self._future.set_exception(error)
+
+    def is_done(self) -> bool:
+        """Whether this rank's files are written, or could not be."""
+        return self._future.done()
+
+    def wait(self, limit_s: float) -> None:
+        """Until it is done, at most so long."""
+        concurrent.futures.wait([self._future], limit_s)
+
+    def result(self) -> dict[str, StoredFile]:
+        """This rank's files.
+
+        Raises:
+            OSError: They could not be written, with the reason.
+        """
+        try:
+            return self._future.result()
+        except CheckpointException as error:
+            raise OSError(first_cause(error)) from None
+
+
 class Checkpoints:
     """The checkpoints of one run, in `OUT/checkpoints`.
 
@@ -103,6 +151,8 @@ class Checkpoints:
         self.grid = grid
         self.folder = out / "checkpoints"
         self.data_sha256 = data_sha256
+        self._writing: _Writing | None = None  # in the background
+        self._memory: Tensors = {}  # of the copy that is written there
 
     # ---- writing
 
@@ -122,13 +172,97 @@ class Checkpoints:
         Held by: tests/ranks/test_checkpoint.py::
             test_a_checkpoint_that_cannot_be_written_leaves_the_older_one
         """
+        self.finish()
         self._check_finite(state)
         folder = self.folder / step_name(state.batches.step)
-        unfinished = folder.with_suffix(".partial")
         # of an earlier attempt that was killed while it wrote
         on_first_rank(self._remove_unfinished)
+        with self._cleaned_up(folder):
+            unfinished = _unfinished(folder)
+            metadata = _write_tensors(state.tensors(), unfinished)
+            own = on_every_rank(lambda: _own_files(unfinished, metadata))
+            self._publish(folder, own)
+        return folder
+
+    def begin(self, state: RunState) -> None:
+        """Copy the run, and write a checkpoint of the copy while training goes on.
+
+        A thread writes it, which talks to those of the other ranks through a group of its own. The
+        checkpoint counts once `finish_if_written` or `finish` has given it its name. One that is
+        still being written is finished first.
+
+        Communicates: a few broadcasts of a short text.
+
+        Raises:
+            Diverged: As `save` does.
+            CheckpointError: The one before could not be written.
+        Held by: tests/ranks/test_background_save.py
+        """
+        self.finish()
+        self._check_finite(state)
+        folder = self.folder / step_name(state.batches.step)
+        on_first_rank(self._remove_unfinished)
+        group = self.grid.background()
+        copies = state.copies(self._memory)
+
+        def write() -> dict[str, StoredFile]:
+            unfinished = _unfinished(folder)
+            metadata = _write_tensors(copies, unfinished, group)
+            return _own_files(unfinished, metadata)
+
+        self._writing = _Writing(folder, write)
+
+    def finish_if_written(self) -> None:
+        """Complete the checkpoint that is written in the background, if every rank is done with it.
+
+        Communicates: while one is written, an all-reduce of one number; if it is done what `finish`
+            communicates.
+
+        Raises:
+            CheckpointError: It could not be written, on every rank.
+        """
+        if self._writing is None:
+            return
+        done = torch.tensor(int(self._writing.is_done()))
+        dist.all_reduce(done, dist.ReduceOp.MIN)
+        if done.item():
+            self.finish()
+
+    def finish(self) -> None:
+        """Wait for the checkpoint that is written in the background, if there is one.
+
+        Communicates: an all-gather of the checksums; a few broadcasts of a short text.
+
+        Raises:
+            CheckpointError: It could not be written, on every rank; the older ones are there.
+        """
+        writing = self._writing
+        if writing is None:
+            return
+        self._writing = None
+        with self._cleaned_up(writing.folder):
+            own = on_every_rank(writing.result)
+            self._publish(writing.folder, own)
+
+    def abandon(self) -> None:
+        """The run ends early: nothing is left of a checkpoint that is still being written."""
+        writing = self._writing
+        if writing is None:
+            return
+        self._writing = None
+        writing.wait(LAST_FILES_S)
+        self._clean_up_alone()
+
+    @contextlib.contextmanager
+    def _cleaned_up(self, folder: Path) -> Iterator[None]:
+        """While a checkpoint is written: if that fails, nothing of it is left.
+
+        Raises:
+            CheckpointError: It failed, on every rank, with the reason.
+            KeyboardInterrupt: As it came, or as it came to another rank.
+        """
         try:
-            self._write(state, unfinished, folder)
+            yield
         except (CheckpointException, OSError, PeerError) as error:
             if _is_interrupt(error):
                 self._clean_up_alone()
@@ -143,7 +277,6 @@ class Checkpoints:
         except (KeyboardInterrupt, RuntimeError):  # which may be a connection that is closed
             self._clean_up_alone()
             raise
-        return folder
 
     def _check_finite(self, state: RunState) -> None:
         """A checkpoint of a run that has diverged would take the place of one that can be used."""
@@ -155,19 +288,26 @@ class Checkpoints:
                 raise
             raise finite.Diverged(f"{error}; the last checkpoint is {complete[-1]}") from None
 
-    def _write(self, state: RunState, unfinished: Path, folder: Path) -> None:
-        """All files of a checkpoint, then its final name."""
-        writer = dcp.FileSystemWriter(unfinished)  # which brings its files to the disk
-        metadata = dcp.save(state.tensors(), storage_writer=writer, planner=SavePlanner())
-        on_first_rank(lambda: _write_index(unfinished, metadata))
+    def _publish(self, folder: Path, own: dict[str, StoredFile]) -> None:
+        """Describe what all ranks have written, and give it its final name.
+
+        Args:
+            folder: That name.
+            own: The files that this rank has written.
+        """
+        parts: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
+        dist.all_gather_object(parts, own)
+        files = {}
+        for part in parts:
+            files |= part
         about = About(
-            step=state.batches.step,
+            step=_step_of(folder),
             config=dataclasses.asdict(self.config),
             grid=dataclasses.asdict(self.grid.shape),
             data_sha256=self.data_sha256,
-            files=_stored_by_all(unfinished),
+            files=dict(sorted(files.items())),
         )
-        on_first_rank(lambda: self._complete(unfinished, folder, about))
+        on_first_rank(lambda: self._complete(_unfinished(folder), folder, about))
 
     def _complete(self, unfinished: Path, folder: Path, about: About) -> None:
         """Describe the files that all ranks have written, rename their folder, remove old ones."""
@@ -426,24 +566,46 @@ def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _write_index(folder: Path, metadata: Metadata) -> None:
-    write_atomically(folder / INDEX, json.dumps(to_tree(metadata)).encode())
+def _unfinished(folder: Path) -> Path:
+    """What a checkpoint is called until it is complete."""
+    return folder.with_suffix(".partial")
 
 
-def _stored_by_all(folder: Path) -> dict[str, StoredFile]:
-    """Sizes and checksums of the files of a checkpoint, each from the rank that wrote it."""
+def _write_tensors(
+    tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
+) -> Metadata:
+    """This rank's part of some tensors, brought to the disk.
 
-    def own_files() -> dict[str, StoredFile]:
-        names = share_of(dist.get_rank(), dist.get_world_size(), os.listdir(folder))
-        return {name: stored(folder / name) for name in names}
+    Args:
+        tensors: As from `RunState.tensors`.
+        folder: Of the checkpoint.
+        group: Of all ranks; None is the default group.
 
-    own = on_every_rank(own_files)
-    parts: list[dict[str, StoredFile]] = [{} for _ in range(dist.get_world_size())]
-    dist.all_gather_object(parts, own)
-    files = {}
-    for part in parts:
-        files |= part
-    return dict(sorted(files.items()))
+    Returns:
+        Where each tensor lies, on rank 0.
+    """
+    writer = dcp.FileSystemWriter(folder)
+    with _no_second_checksum():
+        return dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
+
+
+@contextlib.contextmanager
+def _no_second_checksum() -> Iterator[None]:
+    """torch gives each tensor a CRC-32, a fifth of the time of a save; ours is a SHA-256."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
+
+
+def _own_files(folder: Path, metadata: Metadata) -> dict[str, StoredFile]:
+    """Write the index on rank 0; sizes and checksums of the files that this rank has written."""
+    if dist.get_rank() == 0:
+        write_atomically(folder / INDEX, json.dumps(to_tree(metadata)).encode())
+    names = share_of(dist.get_rank(), dist.get_world_size(), os.listdir(folder))
+    return {name: stored(folder / name) for name in names}
 
 
 def _remove(folder: Path) -> None:

@@ -211,8 +211,13 @@ class Trainer:
     def _save_if_due(self, checkpoints: Checkpoints, signals: StopSignals) -> None:
         """Write a checkpoint where one is due, or asked for by a signal, which ends the run."""
         self._stop_if_asked(signals)
-        if self.stopped_by or self._due(self.config.checkpoint.every):
-            checkpoints.save(self.state)
+        checkpoints.finish_if_written()
+        is_last = self.stopped_by or self.steps_done == self.config.train.steps
+        if is_last or self._due(self.config.checkpoint.every):
+            if self.config.checkpoint.in_background and not is_last:
+                checkpoints.begin(self.state)
+            else:
+                checkpoints.save(self.state)
 
     def _stop_if_asked(self, signals: StopSignals) -> None:
         """Agree with all ranks whether the run stops; after the last step it finishes instead."""
@@ -276,6 +281,8 @@ class Trainer:
 
     def close(self) -> None:
         """Close the metrics files; what was written stays."""
+        if self.checkpoints:
+            self.checkpoints.abandon()
         self.log.close()
 
     def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:

@@ -23,12 +23,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from labcode.comm.grid import Grid
 from labcode.data.sampler import Batches
-from labcode.parallel.boxes import boxes_of
+from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
-from labcode.parallel.sharding import ParamSharding
 from labcode.train.checkpoint_files import DamagedError
 from labcode.train.tensor_index import Reader
 
@@ -43,14 +41,14 @@ class Part:
 
     Args:
         own: The part; it is read from, or written into.
-        sharding: How the whole is spread.
-        grid: Where this rank stands.
+        shape: Of the whole.
+        boxes: Of which the part is made.
     """
 
-    def __init__(self, own: torch.Tensor, sharding: ParamSharding, grid: Grid) -> None:
+    def __init__(self, own: torch.Tensor, shape: torch.Size, boxes: list[Box]) -> None:
         self.own = own
-        self.shape = torch.Size(sharding.shape)
-        self.boxes = boxes_of(sharding, grid)
+        self.shape = shape
+        self.boxes = boxes
 
     def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
         items = []
@@ -66,6 +64,10 @@ class Part:
         for box in self.boxes:
             chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
         return chunks
+
+    def copied_into(self, own: torch.Tensor) -> "Part":
+        """The same boxes, with the values copied into other memory."""
+        return Part(own.copy_(self.own), self.shape, self.boxes)
 
     def box(self, index: MetadataIndex) -> torch.Tensor:
         """The block of this rank's part that begins at a place of the whole."""
@@ -135,6 +137,7 @@ class RunState:
         # tied weights of two pipeline stages are one: a run without stages has no second one
         tied = model.plan.tied
         self.stored_as = {name: tied[0] if name in tied else name for name in self.params}
+        self.boxes = {name: boxes_of(model.shardings[name], model.grid) for name in self.params}
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
@@ -155,6 +158,26 @@ class RunState:
         for name, state in self._random().items():
             found[self.own + name] = state
         return found
+
+    def copies(self, memory: Tensors) -> dict[str, Any]:
+        """As `tensors`, but copied to the CPU, so that training may change its own.
+
+        Args:
+            memory: What an earlier call has filled, to be filled again: new memory takes twice as
+                long, since the system hands it out page by page. It gets what it lacks.
+        """
+        copies: dict[str, Any] = {}
+        with torch.no_grad():
+            for name, value in self.tensors().items():
+                own = value.own if isinstance(value, Part) else value
+                if name not in memory or memory[name].shape != own.shape:
+                    pinned = own.device.type == "cuda"  # from there it is copied much faster
+                    memory[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=pinned)
+                if isinstance(value, Part):
+                    copies[name] = value.copied_into(memory[name])
+                else:
+                    copies[name] = memory[name].copy_(own)
+        return copies
 
     def read(self, folder: Path, index: Metadata, *, same_grid: bool = True) -> Tensors:
         """This rank's tensors of a checkpoint, all that `fill` needs; the run is left as it is.
@@ -218,7 +241,7 @@ class RunState:
         self.batches.load_state_dict({"step": int(mine["step"])})
 
     def _part(self, name: str, own: torch.Tensor) -> Part:
-        return Part(own, self.model.shardings[name], self.model.grid)
+        return Part(own, torch.Size(self.model.shardings[name].shape), self.boxes[name])
 
     def _part_or_number(self, name: str, value: torch.Tensor) -> Part | torch.Tensor:
         """What an optimizer keeps has the shape of its weight, or is one number."""
