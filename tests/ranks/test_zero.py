@@ -299,3 +299,40 @@ def test_what_each_stage_sends(ranks2):
     assert ddp == {"all_reduce": (1, num_bytes)}
     assert two == {"reduce_scatter": (1, num_bytes), "all_gather": (1, num_bytes)}
     assert three == {"all_gather": (6, 2 * num_bytes), "reduce_scatter": (3, num_bytes)}
+
+
+def broken_then_whole(rank):
+    """The gradients of this rank's rows after a backward that raised, and those without it."""
+    import torch.distributed as dist
+
+    from labcode.parallel.zero import FullyShardedModule
+
+    x, y = data()
+    found = []
+    for breaks in (True, False):
+        parallel = FullyShardedModule(make_net(0), dist.group.WORLD)
+        if breaks:
+            output = parallel(x[0])
+            hook = parallel.module.layers[1].weight.register_hook(raising)
+            with pytest.raises(ZeroDivisionError):
+                torch.nn.functional.mse_loss(output, y[0]).backward()
+            hook.remove()
+            for param in (*parallel.parameters(), *parallel.shards.values()):
+                param.grad = None
+        torch.nn.functional.mse_loss(parallel(x[1]), y[1]).backward()
+        parallel.finish_gradient_sync()
+        found.append(
+            [shard.grad.clone() for shard in parallel.shards.values() if shard.grad is not None]
+        )
+    return found
+
+
+def raising(_gradient):
+    raise ZeroDivisionError
+
+
+def test_after_a_backward_that_raised_the_next_one_is_whole(ranks2):
+    for after, without in ranks2.run(broken_then_whole):
+        assert len(after) == len(without) > 5
+        for found, expected in zip(after, without):
+            torch.testing.assert_close(found, expected, rtol=0, atol=0)

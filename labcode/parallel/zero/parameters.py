@@ -126,6 +126,8 @@ class FullyShardedModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """What the module computes."""
+        if torch._C._current_graph_task_id() == -1:
+            self._forget_backward()
         self.root.gather()
         if self.compute_dtype is not None:
             args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
@@ -219,6 +221,18 @@ class FullyShardedModule(nn.Module):
         # a frozen weight has no gradient that would tell when it was used for the last time
         if unit.num_trained == len(unit.params) and unit is not self.root:
             unit.reshard()
+
+    def _forget_backward(self) -> None:
+        """A backward that raised has not come to its end: what it has sent is of no use.
+
+        Held by: tests/ranks/test_zero.py::test_after_a_backward_that_raised_the_next_one_is_whole
+        """
+        if not self._in_backward:
+            return
+        self._in_backward = False
+        for unit in (*self.units, self.root):
+            unit.ready.clear()
+            unit.drop_reduce()
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
@@ -353,6 +367,12 @@ class Unit:
             if not shard.requires_grad:
                 continue
             shard.grad = mean.clone() if shard.grad is None else shard.grad + mean
+
+    def drop_reduce(self) -> None:
+        """Wait for averages that nobody wants, so that no message stays behind."""
+        if self._reducing is not None:
+            self._reducing()
+            self._reducing = None
 
     def has_whole_gradients(self) -> bool:
         """Whether a backward inside `no_sync` has left some."""
