@@ -59,7 +59,8 @@ def stepper(
 
     def kept() -> tuple[int, int, int]:
         model.forward_backward(batches)
-        found = held_bytes(model, optimizer)
+        # ZeroRedundancyOptimizer keeps the state in an optimizer of its own
+        found = held_bytes(model, getattr(optimizer, "optim", optimizer))
         optimizer.zero_grad()
         return found
 

@@ -168,6 +168,8 @@ def start_all_gather(x: torch.Tensor, group: Group, dim: int) -> Callable[[], to
 
     def finish() -> torch.Tensor:
         work.wait()
+        if dim == 0:
+            return parts.flatten(0, 1)  # the parts lie one after the other already
         return torch.cat(parts.unbind(0), dim)  # [p, .., D/p, ..] -> [.., D, ..]
 
     return finish
@@ -177,14 +179,17 @@ def start_reduce_scatter(x: torch.Tensor, group: Group, dim: int) -> Callable[[]
     """Begin to sum over the group; what it returns waits and gives this rank's part, `[.., D/p,
     ..]`.
 
+    Between the two calls x must not change.
+
     Raises:
         ValueError: D is not divisible by p.
     """
     if group.size() == 1:
         return partial(_identity, x, group)
+    own_parts = _parts(x, group, dim)
+    out = torch.empty_like(own_parts[0], memory_format=torch.contiguous_format)
     # [p, .., D/p, ..]: what goes to one rank has to be contiguous
-    parts = torch.stack(_parts(x, group, dim))
-    out = torch.empty_like(parts[0])
+    parts = x.contiguous() if dim == 0 else torch.stack(own_parts)
     work = _scatter_flat(out.view(-1), parts.view(-1), group=group, async_op=True)
 
     def finish() -> torch.Tensor:

@@ -51,18 +51,15 @@ class Cut:
 
     def pack(self, pieces: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """One segment, `[L]`, from a rank's pieces."""
-        segment = pieces[0].new_zeros(self.length, dtype=dtype)
-        for place, piece in zip(self._places(segment, pieces), pieces):
-            place.copy_(piece)
+        segment = pieces[0].new_empty(self.length, dtype=dtype)
+        self._fill(segment, pieces)
         return segment
 
     def pack_all(self, wholes: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """A message for all ranks, `[p L]`, from whole tensors."""
-        message = wholes[0].new_zeros(self.parts, self.length, dtype=dtype)
+        message = wholes[0].new_empty(self.parts, self.length, dtype=dtype)
         for index, segment in enumerate(message):
-            pieces = self.pieces(wholes, index)
-            for place, piece in zip(self._places(segment, pieces), pieces):
-                place.copy_(piece)
+            self._fill(segment, self.pieces(wholes, index))
         return message.view(-1)
 
     def unpack(self, segment: torch.Tensor, index: int) -> list[torch.Tensor]:
@@ -78,10 +75,13 @@ class Cut:
             for place, piece in zip(self.pieces(wholes, index), self.unpack(segment, index)):
                 place.copy_(piece)
 
-    def _places(self, segment: torch.Tensor, pieces: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    def _fill(self, segment: torch.Tensor, pieces: Sequence[torch.Tensor]) -> None:
+        """Copy a rank's pieces into its segment; what they leave is zero."""
         sizes = [piece.numel() for piece in pieces]
         used = segment[: sum(sizes)]
-        return [flat.view(piece.shape) for flat, piece in zip(used.split(sizes), pieces)]
+        for flat, piece in zip(used.split(sizes), pieces):
+            flat.view(piece.shape).copy_(piece)
+        segment[sum(sizes) :].zero_()
 
 
 def rows_of(rows: int, index: int, parts: int) -> tuple[int, int]:
