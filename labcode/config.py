@@ -545,6 +545,9 @@ class TrainConfig:
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
     overwrite: bool = False  # replace an existing `out`
+    start_from: str | None = (
+        None  # folder with the weights of a GPT-2, as labcode.train.export writes
+    )
 
     def __post_init__(self) -> None:
         ranges = {

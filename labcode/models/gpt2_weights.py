@@ -1,6 +1,6 @@
-"""Load GPT-2 weights from `transformers` without importing it.
+"""GPT-2 weights in the names and shapes of `transformers`, without importing it.
 
-All that is read is a state dict and a config object. Usage:
+Read are a state dict and a config object, written are the same. Usage:
 
     hf = transformers.GPT2LMHeadModel.from_pretrained("gpt2")     # or any GPT2LMHeadModel
     model = load_gpt2(GPT(gpt2_config(hf.config)), hf.state_dict())
@@ -120,11 +120,86 @@ def load_gpt2(model: GPT, state_dict: Mapping[str, torch.Tensor]) -> GPT:
     return model
 
 
+def names_in_gpt2(config: GPTConfig) -> dict[str, str]:
+    """{name of a weight here: its name in a `GPT2LMHeadModel`}, for all weights of a GPT.
+
+    A head that is tied to the embedding has no name of its own there.
+
+    Raises:
+        ValueError: GPT-2 has no place for such a model.
+    """
+    if config.positions != "learned":
+        raise ValueError(
+            f"model.positions={config.positions}: a GPT-2 has learned positions, "
+            "and its format has no place for others"
+        )
+    if config.kv_heads != config.num_heads:
+        raise ValueError(
+            f"model.num_kv_heads={config.num_kv_heads}: a GPT-2 has as many key/value heads as "
+            "query heads, and its format has no place for fewer"
+        )
+    names = {}
+    for theirs, ours in _names(config.num_layers).items():
+        names[ours] = f"transformer.{theirs}"
+    names["head.weight"] = "transformer.wte.weight" if config.tie_embeddings else _HEAD
+    return names
+
+
+def is_transposed(name: str) -> bool:
+    """Whether GPT-2 keeps a weight, by its name there, as [in, out] in place of [out, in]."""
+    return ".c_" in name and name.endswith("weight")
+
+
+def is_causal_mask(name: str) -> bool:
+    """Whether a name in a state dict of an older version is that of a buffer, not of a weight."""
+    return name.endswith(_CAUSAL_MASKS)
+
+
+def to_gpt2(config: GPTConfig, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The state dict of a `GPT2LMHeadModel` that computes the same.
+
+    Args:
+        config: Of the GPT.
+        weights: Its state dict.
+
+    Raises:
+        ValueError: GPT-2 has no place for such a model.
+
+    Held by: tests/ranks/test_gpt2_files.py
+    """
+    found = {}
+    for ours, theirs in names_in_gpt2(config).items():
+        if ours in weights:
+            value = weights[ours]
+            found[theirs] = (value.t() if is_transposed(theirs) else value).contiguous()
+    return found
+
+
+def to_gpt2_config(config: GPTConfig) -> dict[str, Any]:
+    """The content of `config.json` beside those weights."""
+    return {
+        "model_type": "gpt2",
+        "architectures": ["GPT2LMHeadModel"],
+        "vocab_size": config.vocab_size,
+        "n_positions": config.context_length,
+        "n_layer": config.num_layers,
+        "n_head": config.num_heads,
+        "n_embd": config.hidden_size,
+        "n_inner": config.ffn_size,
+        "tie_word_embeddings": config.tie_embeddings,
+        "activation_function": "gelu_pytorch_tanh",
+        "layer_norm_epsilon": 1e-5,
+        **dict.fromkeys(_DROPOUTS, config.dropout),
+        "bos_token_id": None,
+        "eos_token_id": None,
+    }
+
+
 def _bare_names(state_dict: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The weights under the names of a `GPT2Model`, without the buffers of older versions."""
     weights = {}
     for name, value in state_dict.items():
-        if not name.endswith(_CAUSAL_MASKS):
+        if not is_causal_mask(name):
             weights[name.removeprefix("transformer.")] = value
     return weights
 
@@ -144,8 +219,7 @@ def _names(num_layers: int) -> dict[str, str]:
 
 def _as_linear(name: str, value: torch.Tensor) -> torch.Tensor:
     """A weight in the layout of `nn.Linear`; `c_attn`, `c_proj` and `c_fc` are `Conv1D` modules."""
-    is_conv_weight = ".c_" in name and name.endswith("weight")
-    return value.t() if is_conv_weight else value
+    return value.t() if is_transposed(name) else value
 
 
 def _own_head(head: torch.Tensor | None) -> torch.Tensor:

@@ -74,6 +74,7 @@ MAY_CHANGE = (
     "train.out",
     "train.overwrite",
     "train.sample_tokens",
+    "train.start_from",
     "train.steps",
 )
 

@@ -27,6 +27,7 @@ from labcode.perf.flops import training_flops_per_sample
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.finite import CURE, Diverged
+from labcode.train.gpt2_files import Gpt2File
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
@@ -104,6 +105,10 @@ class Trainer:
         if start:
             self._checkpoints_in(start.parents[1]).load(self.state, start)
             self.model.gather_parameters()  # under ZeRO each rank has read its own rows
+        elif config.train.start_from:
+            folder = Path(config.train.start_from)
+            on_every_rank(lambda: Gpt2File(folder).read_into(self.model))
+            self.model.gather_parameters()
         self.steps_before = self.steps_done
         self.open(out)
 

@@ -1,0 +1,28 @@
+"""`python -m labcode.train.export RUN DIR`: the weights of a run for `transformers`, as a GPT-2."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def main(args: Sequence[str]) -> int:
+    """Run the program; returns its exit code: 0, or 2 after an error of one line."""
+    parser = argparse.ArgumentParser(prog="python -m labcode.train.export", description=__doc__)
+    parser.add_argument("run", type=Path, help="folder of a run of a GPT with learned positions")
+    parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
+    given = parser.parse_args(args)
+    from labcode.train.checkpoint_files import DamagedError
+    from labcode.train.gpt2_files import export  # imports torch: `--help` need not wait for it
+
+    try:
+        source = export(given.run, given.to)
+    except (ValueError, OSError, DamagedError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {given.to}, from {source}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
