@@ -10,9 +10,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from labcode.train.chaos.damage import append, cut, fill, flip, folder_instead, loop, noise, write
+
 from .. import fixtures
 from ..cases import EITHER, Case, Room
-from ..damage import append, cut, fill, flip, folder_instead, loop, noise, write
 from ..fixtures import RESUME
 
 NEWEST = "step-00000006"

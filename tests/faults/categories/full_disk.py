@@ -5,7 +5,9 @@ import random
 import shutil
 from functools import partial
 
-from .. import disks, fixtures
+from labcode.train.chaos import disks
+
+from .. import fixtures
 from ..cases import EITHER, Case, Room
 from ..fixtures import LONG
 from ..injection import all_of

@@ -8,9 +8,10 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+from labcode.train.chaos.damage import append, cut, fill, flip, folder_instead, loop, noise, write
+
 from .. import fixtures, forks
 from ..cases import BASE, EITHER, REFUSED, TRAINS, Case, Room
-from ..damage import append, cut, fill, flip, folder_instead, loop, noise, write
 
 BPE = ("--data.tokenizer=bpe", "--data.bpe_vocab_size=300")
 TEXT = "to be or not to be, that is the question\n" * 200

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
+from labcode.train.chaos.damage import cut, fill, flip, folder_instead, loop, noise, write
+
 from .. import fixtures
 from ..cases import EITHER, REFUSED, TRAINS, WEATHER, Case
-from ..damage import cut, fill, flip, folder_instead, loop, noise, write
 from ..injection import set_to
 
 VARIABLES = ("t2m", "u10")

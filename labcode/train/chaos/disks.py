@@ -42,9 +42,13 @@ class Disk:
             os.close(descriptor)
         os.chdir(here)
 
+    def seen(self, path: Path) -> Path:
+        """A path on the disk, as a process sees it that has not entered."""
+        return Path(f"/proc/{self.keeper}/root{path}")
+
     def copy_to(self, folder: Path) -> None:
         """Copy all that is on the disk."""
-        shutil.copytree(f"/proc/{self.keeper}/root{self.place}", folder, dirs_exist_ok=True)
+        shutil.copytree(self.seen(self.place), folder, dirs_exist_ok=True)
 
     def remount(self, options: str) -> None:
         """Change its size, or make it read-only."""

@@ -1,0 +1,303 @@
+"""Play a plan: trainings that are disturbed, each held to the one that nobody disturbed."""
+
+import contextlib
+import json
+import platform
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from labcode.config import Config
+from labcode.train import metrics
+from labcode.train.chaos import disks
+from labcode.train.chaos.account import Account, Outcome, bytes_lost
+from labcode.train.chaos.inject import inject
+from labcode.train.chaos.job import Job, StuckError
+from labcode.train.chaos.plan import DAMAGES, KINDS, NEEDS_DISK, Fault, plan
+
+DISK_MB = 256
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Chaos:
+    """What is played.
+
+    Args:
+        args: Of `python -m labcode.train`, the recipe first; without a folder.
+        shown: What the user has typed of it.
+        config: The same as `args`, parsed.
+        ranks: On how many.
+        faults: How many.
+        seed: Of the plan.
+        kinds: Of faults; empty: all that this machine allows.
+        limit_s: Time after which a job that should go on, or end, is stuck.
+    """
+
+    args: Sequence[str]
+    shown: str
+    config: Config
+    ranks: int
+    faults: int
+    seed: int
+    kinds: Sequence[str]
+    limit_s: float
+
+
+def play(chaos: Chaos, say: Say) -> Account:
+    """Play all faults of a plan.
+
+    Args:
+        chaos: What.
+        say: Is told what happens, line by line.
+
+    Raises:
+        ValueError: An unknown kind of fault.
+        StuckError: The training does not even run undisturbed.
+    """
+    has_disk = disks.allowed()
+    kinds = list(chaos.kinds or KINDS)
+    left_out = []
+    if not has_disk:
+        for kind in NEEDS_DISK:
+            if kind in kinds:
+                kinds.remove(kind)
+                left_out.append(
+                    f"{kind}: this machine lets nobody but root mount a disk (user namespaces)"
+                )
+    left_out.append("the network between nodes: one machine has none to cut")
+    every = chaos.config.checkpoint.every
+    faults = plan(chaos.seed, chaos.faults, kinds=kinds, every=every, ranks=chaos.ranks)
+    with _work(has_disk) as (work, disk):
+        rounds = _Rounds(chaos, work, disk, say)
+        rounds.play(faults)
+    return Account(
+        recipe=chaos.shown,
+        ranks=chaos.ranks,
+        seed=chaos.seed,
+        every=every,
+        rounds=rounds.number,
+        rounds_equal=rounds.equal,
+        unplanned=rounds.unplanned,
+        left_out=left_out,
+        outcomes=rounds.outcomes,
+        versions={"python": platform.python_version(), "torch": torch.__version__},
+    )
+
+
+@contextlib.contextmanager
+def _work(has_disk: bool) -> Iterator[tuple[Path, disks.Disk | None]]:
+    """A folder for the logs, and a small disk in it for the runs, where one can be had."""
+    with tempfile.TemporaryDirectory(prefix="labcode-chaos-", ignore_cleanup_errors=True) as name:
+        work = Path(name)
+        if not has_disk:
+            yield work, None
+            return
+        with disks.small_disk(work / "disk", f"size={DISK_MB}m") as disk:
+            yield work, disk
+
+
+class _Rounds:
+    """Trainings one after another, with as many faults in each as come before its end.
+
+    Attributes:
+        number: Trainings that came to their end.
+        equal: Those that ended as the undisturbed one.
+        unplanned: Attempts that ended without a planned fault.
+        outcomes: Of the faults so far.
+    """
+
+    def __init__(self, chaos: Chaos, work: Path, disk: disks.Disk | None, say: Say) -> None:
+        self.chaos = chaos
+        self.work = work
+        self.disk = disk
+        self.say = say
+        self.number = 0
+        self.equal = 0
+        self.unplanned = 0
+        self.outcomes: list[Outcome] = []
+
+    def play(self, faults: Sequence[Fault]) -> None:
+        """Train undisturbed, then with these faults."""
+        reference = self._job("reference")
+        started = time.monotonic()
+        try:
+            reference.start()
+            reference.wait(lambda: not reference.runs)
+        finally:
+            reference.end()
+        if not reference.is_finished():
+            lines = reference.log().strip().splitlines()
+            raise StuckError(f"the undisturbed training failed: {lines[-1] if lines else ''}")
+        self.say(f"undisturbed: {time.monotonic() - started:.1f} s")
+        waiting = list(faults)
+        while waiting:
+            self._round(waiting, reference)
+
+    def _job(self, name: str) -> Job:
+        place = self.work if self.disk is None else self.disk.place
+        return Job(
+            self.chaos.args,
+            place / name,
+            self.work,
+            self.chaos.ranks,
+            self.disk,
+            self.chaos.limit_s,
+        )
+
+    def _round(self, waiting: list[Fault], reference: Job) -> None:
+        """One training, until its end; the faults that happen in it are taken off the list."""
+        self.number += 1
+        job = self._job(f"round-{self.number}")
+        try:
+            job.start()
+            resumed = job.wait_for_attempt(0) or 0
+            while waiting and self._comes(waiting[0], resumed, job):
+                fault = waiting.pop(0)
+                resumed = self._play_one(fault, job)
+            self._go_to_end(job)
+        finally:
+            job.end()
+        difference = differs(job.run, reference.run)
+        self.equal += not difference
+        self.say(f"training {self.number}: {difference or 'ended as the undisturbed one'}")
+        shutil.rmtree(job.run, ignore_errors=True)
+
+    def _comes(self, fault: Fault, resumed: int, job: Job) -> bool:
+        """Wait for the moment of a fault; False if the training ends before."""
+        due = resumed + fault.after_steps
+        if due >= self.chaos.config.train.steps:
+            return False
+        job.wait(lambda: job.step() >= due or not job.runs)
+        if fault.kind in DAMAGES:
+            # one that may be damaged, and one to go on from
+            job.wait(lambda: len(job.checkpoints()) >= 2 or not job.runs)
+        return job.runs and not job.is_finished()
+
+    def _play_one(self, fault: Fault, job: Job) -> int:
+        """Let a fault happen, start the run again if need be, and see what it has cost.
+
+        Returns:
+            The step that the run went on from.
+        """
+        before = {}
+        for folder in job.checkpoints():
+            size = sum(path.stat().st_size for path in folder.iterdir())
+            before[int(folder.name.removeprefix("step-"))] = size
+        attempts = job.attempts()
+        starts = job.starts
+        started = time.monotonic()
+        why = ""
+        try:
+            inject(fault, job)
+        except StuckError as error:
+            why = f"what it should have ended has not ended: {error}"
+            job.end()
+        goes_on = fault.kind == "starve" and job.attempts() == attempts and job.runs
+        if goes_on:
+            seconds = time.monotonic() - started
+            return self._note(fault, job, job.step(), job.step(), 0, seconds, why)
+        after = job.look()
+        if fault.kind in DAMAGES:
+            before = {}
+        if not job.runs and not job.is_finished():
+            job.start()
+        if job.starts > starts:
+            attempts = 0
+        resumed = self._wait_until_it_goes_on(job, attempts)
+        seconds = time.monotonic() - started
+        if resumed is None:
+            if not job.is_finished():
+                why = why or "the run did not go on"
+            resumed = after.step
+        lost_bytes = bytes_lost(before, after, resumed, job.rows())
+        return self._note(fault, job, after.step, resumed, lost_bytes, seconds, why)
+
+    def _wait_until_it_goes_on(self, job: Job, attempts: int) -> int | None:
+        """The step that the run has resumed from; None if it does not go on."""
+        try:
+            return job.wait_for_attempt(attempts)
+        except StuckError:
+            job.end()
+            job.start()
+            with contextlib.suppress(StuckError):
+                job.wait_for_attempt(0)
+            return None
+
+    def _note(
+        self,
+        fault: Fault,
+        job: Job,
+        step: int,
+        resumed: int,
+        lost_bytes: int,
+        seconds: float,
+        why: str,
+    ) -> int:
+        outcome = Outcome(
+            number=fault.number,
+            kind=fault.kind,
+            round=self.number,
+            survived=not why,
+            step=step,
+            resumed_from=resumed,
+            steps_lost=max(0, step - resumed),
+            bytes_lost=lost_bytes,
+            seconds=round(seconds, 2),
+            why=why,
+        )
+        self.outcomes.append(outcome)
+        self.say(
+            f"fault {fault.number}: {KINDS[fault.kind]}, after step {step}: "
+            + (why or f"went on from step {resumed}")
+            + f", {seconds:.1f} s"
+        )
+        return resumed
+
+    def _go_to_end(self, job: Job) -> None:
+        """Let the training finish; one that fails without a fault is started again, and counted."""
+        for _ in range(3):
+            with contextlib.suppress(StuckError):
+                job.wait(lambda: not job.runs, pause_s=0.05)
+            if job.is_finished():
+                return
+            self.unplanned += 1
+            job.end()
+            job.start()
+
+
+def differs(run: Path, reference: Path) -> str:
+    """Where the weights or the losses of two runs differ; "" if they are the same bit for bit."""
+    if not (run / "weights.pt").is_file():
+        return "there is no weights.pt"
+    found = torch.load(run / "weights.pt", weights_only=True)
+    wanted = torch.load(reference / "weights.pt", weights_only=True)
+    if found.keys() != wanted.keys():
+        return "the weights have other names"
+    for name, tensor in wanted.items():
+        if not torch.equal(found[name], tensor):
+            return f"weights differ at {name}"
+    ours = _losses(run)
+    theirs = _losses(reference)
+    if ours.keys() != theirs.keys():
+        return "metrics are of other steps"
+    for key, numbers in theirs.items():
+        if ours[key] != numbers:
+            return f"{key[1]} of step {key[0]} is {ours[key]}, not {numbers}"
+    return ""
+
+
+def _losses(run: Path) -> dict[tuple[int, str], float]:
+    """{(step, name): value} of what does not depend on the clock."""
+    found = {}
+    for line in (run / metrics.FILE_NAME).read_text().splitlines():
+        row = json.loads(line)
+        for name in ("loss", "val_loss", "grad_norm", "lr"):
+            if name in row:
+                found[row["step"], name] = row[name]
+    return found
