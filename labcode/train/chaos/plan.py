@@ -45,6 +45,13 @@ class Fault:
     draw: float
 
 
+def check_kinds(kinds: Sequence[str]) -> None:
+    """Raises ValueError if one of them is not of `KINDS`."""
+    for kind in kinds:
+        if kind not in KINDS:
+            raise ValueError(suggest.unknown("kind of fault", kind, KINDS))
+
+
 def plan(seed: int, count: int, *, kinds: Sequence[str], every: int, ranks: int) -> list[Fault]:
     """Draw faults: every kind equally often, in a random order.
 
@@ -59,9 +66,7 @@ def plan(seed: int, count: int, *, kinds: Sequence[str], every: int, ranks: int)
         ValueError: There is no such kind.
     Held by: tests/unit/test_chaos.py
     """
-    for kind in kinds:
-        if kind not in KINDS:
-            raise ValueError(suggest.unknown("kind of fault", kind, KINDS))
+    check_kinds(kinds)
     rng = random.Random(seed)
     faults: list[Fault] = []
     while len(faults) < count:
