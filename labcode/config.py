@@ -525,6 +525,7 @@ class OptimConfig:
             )
 
 
+FACTOR = Range(0, 10**6, "give more than 1, or 0 for none")
 # a schedule lists every one of them
 MOST_MICRO_BATCHES = 100_000
 
@@ -542,6 +543,14 @@ class TrainConfig:
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10
+    # of a gradient that is not finite, or a spike: stop the run; skip the update; or go back to the
+    # newest checkpoint and leave out all batches since
+    on_bad_step: Literal["stop", "skip", "rollback"] = "stop"
+    spike_factor: float = 0.0  # a gradient norm so many times its running median is bad; 0: none is
+    bad_in_a_row: int = 5  # more bad steps in a row end the run
+    bad_in_all: int = 100  # more bad steps in the whole run end it
+    # a rank that takes so many times longer than those with the same work is named; 0: none is
+    slow_factor: float = 2.0
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
     overwrite: bool = False  # replace an existing `out`
@@ -558,9 +567,20 @@ class TrainConfig:
             "eval_every": COUNT_OR_ZERO,
             "eval_batches": COUNT,
             "log_every": COUNT,
+            "spike_factor": FACTOR,
+            "bad_in_a_row": COUNT,
+            "bad_in_all": COUNT,
+            "slow_factor": FACTOR,
             "sample_tokens": COUNT_OR_ZERO,
         }
         check_fields(self, "train", ranges)
+        for name in ("spike_factor", "slow_factor"):
+            factor = getattr(self, name)
+            if 0 < factor <= 1:
+                raise ValueError(
+                    f"train.{name}={factor} would find fault with the usual: give more than 1, or "
+                    "0 for none"
+                )
 
     def accumulation(self, dp_size: int) -> int:
         """Micro-batches that one rank adds up before each optimizer step.
@@ -634,6 +654,11 @@ class Config:
         if self.checkpoint.resume and self.train.out is None:
             raise ValueError(
                 "checkpoint.resume needs the folder of the run: name it with train.out"
+            )
+        if self.train.on_bad_step == "rollback" and self.checkpoint.every == 0:
+            raise ValueError(
+                "train.on_bad_step=rollback goes back to a checkpoint, and checkpoint.every=0 "
+                "writes none: give the steps between them"
             )
         if self.checkpoint.resume and self.train.overwrite:
             raise ValueError(

@@ -18,7 +18,7 @@ from labcode import hardware
 from labcode.comm.agreement import on_every_rank
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
-from labcode.config import Config
+from labcode.config import Config, TrainConfig
 from labcode.data.sampler import Batches, validation_batches
 from labcode.doctor.hang import HangWatch
 from labcode.models.parallelize import parallelize
@@ -26,8 +26,8 @@ from labcode.parallel.model import ParallelModel
 from labcode.perf.flops import training_flops_per_sample
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
-from labcode.train.finite import CURE, Diverged
 from labcode.train.gpt2_files import Gpt2File
+from labcode.train.guard import Guard
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
@@ -47,11 +47,13 @@ class Step(NamedTuple):
         loss: Mean over this dp rank's samples, a float64 scalar.
         grad_norm: 2-norm of the whole model's gradient, before clipping.
         lr: Learning rate.
+        left_out: Why its update was left out; "" if it was made.
     """
 
     loss: torch.Tensor
     grad_norm: float
     lr: float
+    left_out: str = ""
 
 
 class Trainer:
@@ -101,7 +103,8 @@ class Trainer:
         self.batches = on_every_rank(self._batches)
         self.model = self._build()
         self.optimizer = on_every_rank(self._make_optimizer)
-        self.state = RunState(self.model, self.optimizer, self.batches, world.device)
+        self.guard = _guard(config.train)
+        self.state = RunState(self.model, self.optimizer, self.batches, world.device, self.guard)
         if start:
             self._checkpoints_in(start.parents[1]).load(self.state, start)
             self.model.gather_parameters()  # under ZeRO each rank has read its own rows
@@ -196,7 +199,9 @@ class Trainer:
                 clock.count()
                 if self.watch:
                     self.watch.step(self.steps_done)
-                if self._due(settings.log_every):
+                if step.left_out:
+                    self._go_on_without(step)
+                elif self._due(settings.log_every):
                     self.log.write(self._row(step, clock.seconds_per_step()))
                     clock.restart()
                 with clock.paused():
@@ -232,8 +237,11 @@ class Trainer:
     def step(self) -> Step:
         """One optimizer step: forward and backward, clip, update.
 
+        The update of a bad step is left out (`Guard`); its batch counts as read.
+
         Raises:
-            Diverged: The gradient norm is not finite; the weights are as before the step.
+            Diverged: The gradient is bad and the rule is to stop, or there were too many; the
+                weights are as before the step.
         """
         lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
         for group in self.optimizer.param_groups:
@@ -242,15 +250,43 @@ class Trainer:
         batches = self._micro_batches(self.task.train, indices, self.accumulation)
         loss = self.model.forward_backward(batches)
         grad_norm = self.model.gradient_norm().item()
-        if not math.isfinite(grad_norm):
-            raise Diverged(f"the gradient norm is {grad_norm}: {CURE}")
-        clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
-        self.optimizer.step()
+        left_out = self.guard.judge(grad_norm)
+        if not left_out:
+            clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.model.gather_parameters()
         # only now: a step that was broken off does not count
         self.batches.advance()
-        return Step(loss, grad_norm, lr)
+        return Step(loss, grad_norm, lr, left_out)
+
+    def _go_on_without(self, step: Step) -> None:
+        """Say that a step was left out; by rule go back to a checkpoint, past all batches since.
+
+        Before the first checkpoint there is nothing to go back to, and the step alone is left out.
+        """
+        how = "its update is left out"
+        start = None
+        if self.config.train.on_bad_step == "rollback" and self.checkpoints:
+            start = self.checkpoints.newest()
+        if start and self.checkpoints:
+            how = self._roll_back(self.checkpoints, start)
+        line = f"step {self.steps_done} is bad, {step.left_out}: {how}"
+        self.log.write({"step": self.steps_done, "bad_steps": self.guard.bad_steps}, line)
+
+    def _roll_back(self, checkpoints: Checkpoints, start: Path) -> str:
+        """Take the weights and the optimizer of a checkpoint; the position in the data stays.
+
+        Communicates: what reading a checkpoint does.
+        """
+        last = self.steps_done
+        counted = self.guard.state
+        taken = checkpoints.load(self.state, start)
+        self.model.gather_parameters()
+        self.guard.state = counted  # the bad step is not forgotten
+        first = self.steps_done + 1
+        self.batches.load_state_dict({"step": last})
+        return f"back to {taken.name}, the batches of steps {first} to {last} are left out"
 
     @torch.no_grad()
     def validate(self) -> float:
@@ -378,6 +414,13 @@ class Trainer:
             sharded = self.grid.size("pp", "cp", "tp") > 1 or self.config.parallel.zero_stage == 3
             own = None if sharded else self.model.module
             write_result(self.out, self.task, self.config.train, weights, own)
+
+
+def _guard(settings: TrainConfig) -> Guard:
+    """What judges the gradients of a run."""
+    return Guard(
+        settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
+    )
 
 
 def _read(data: Any, part: np.ndarray) -> Batch:

@@ -29,6 +29,7 @@ UNITS = {
     "tokens_per_s_per_rank": "tokens/s, one rank",
     "memory_bytes": "peak bytes of rank 0 (device memory on a GPU, resident memory on a CPU)",
     "mfu": "fraction of the device's peak",
+    "bad_steps": "steps of the run whose update was left out",
 }
 
 
@@ -88,8 +89,12 @@ class Log:
         """Move the bar by one step."""
         self._bar.update()
 
-    def write(self, row: dict[str, float]) -> None:
+    def write(self, row: dict[str, float], line: str = "") -> None:
         """Keep, write and show a row.
+
+        Args:
+            row: As in `metrics.jsonl`.
+            line: Shown in its place, on a terminal too.
 
         Raises:
             OSError: The disk is full.
@@ -99,7 +104,10 @@ class Log:
             self._bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
         if self._writer:
             self._writer.write(row)
-            if not self._on_terminal:
+            if line:
+                tqdm.write(line)  # above the progress bar, where there is one
+                sys.stdout.flush()
+            elif not self._on_terminal:
                 print(shown(row, self._steps), flush=True)
 
     def close(self) -> None:

@@ -28,10 +28,13 @@ from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
 from labcode.train.checkpoint_files import DamagedError
+from labcode.train.guard import Guard
 from labcode.train.tensor_index import Reader
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
+
+GUARD = "guard"  # a key of a checkpoint
 
 
 class Part:
@@ -117,12 +120,14 @@ class RunState:
         optim/NAME/KEY            what the optimizer keeps for it
         rankR/random/GENERATOR    where a generator of random numbers is
         step                      the position in the data
+        guard                     what judges gradients remembers, if it does
 
     Args:
         model: This rank's part of the model.
         optimizer: Of that model.
         batches: The position in the data, which is also the number of steps done.
         device: Whose random generator the run draws from, beside that of the CPU.
+        guard: What judges its gradients; None: nothing does.
     """
 
     def __init__(
@@ -131,6 +136,7 @@ class RunState:
         optimizer: torch.optim.Optimizer,
         batches: Batches,
         device: torch.device,
+        guard: Guard | None = None,
     ) -> None:
         self.model = model
         self.params = model.weights
@@ -141,6 +147,7 @@ class RunState:
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
+        self.guard = guard if guard is not None and guard.remembers else None
         self.own = f"rank{dist.get_rank()}/random/"
         # the modules of a model share one stream of random numbers
         streams = [module.stream for module in model.modules() if isinstance(module, IsolatedRng)]
@@ -157,6 +164,8 @@ class RunState:
                 )
         for name, state in self._random().items():
             found[self.own + name] = state
+        if self.guard is not None:
+            found[GUARD] = self.guard.state
         return found
 
     def copies(self, memory: Tensors) -> dict[str, Any]:
@@ -213,6 +222,9 @@ class RunState:
         if same_grid:
             for key in self._random():
                 wanted[self.own + key] = _empty(stored[self.own + key])
+        # a run that begins to judge its gradients resumes from one that did not
+        if self.guard is not None and GUARD in stored:
+            wanted[GUARD] = _empty(stored[GUARD])
         with warnings.catch_warnings(), torch.no_grad():
             # "assuming the intent is to load in a single process"
             warnings.simplefilter("ignore", UserWarning)
@@ -238,6 +250,8 @@ class RunState:
                 param.copy_(mine[_weight_key(self.stored_as[name])])
         self._load_optimizer(mine)
         self._load_random(mine)
+        if self.guard is not None and GUARD in mine:
+            self.guard.state = mine[GUARD]
         self.batches.load_state_dict({"step": int(mine["step"])})
 
     def _part(self, name: str, own: torch.Tensor) -> Part:
@@ -253,7 +267,7 @@ class RunState:
         Raises:
             DamagedError: The first that is missing or does not fit.
         """
-        for key, (size, dtype) in self._needed(same_grid).items():
+        for key, (size, dtype) in self._needed(stored, same_grid).items():
             if key not in stored:
                 raise DamagedError(f"it has no {key}")
             found = stored[key]
@@ -294,12 +308,16 @@ class RunState:
             keys.update(_below(stored, _optimizer_prefix(self.stored_as[name])))
         return sorted(keys)
 
-    def _needed(self, same_grid: bool) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    def _needed(
+        self, stored: Mapping[str, Any], same_grid: bool
+    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
         """What every checkpoint of this run has, whatever its optimizer keeps."""
         needed = {"step": (torch.Size(), torch.int64)}
         for name, param in self.params.items():
             size = torch.Size(self.model.shardings[name].shape)
             needed[_weight_key(self.stored_as[name])] = (size, param.dtype)
+        if self.guard is not None and GUARD in stored:
+            needed[GUARD] = (self.guard.state.shape, self.guard.state.dtype)
         for name, state in self._random().items() if same_grid else ():
             needed[self.own + name] = (state.shape, state.dtype)
         return needed
