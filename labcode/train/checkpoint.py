@@ -156,10 +156,19 @@ class Checkpoints:
         self.grid = grid
         self.folder = out / "checkpoints"
         self.data_sha256 = data_sha256
+        self._unused: list[Path] = []
         self._writing: _Writing | None = None  # in the background
         self._memory: Tensors = {}  # of the copy that is written there
 
     # ---- writing
+
+    def resumed_from(self, step: int) -> None:
+        """Complete checkpoints of later steps are not those of this run.
+
+        They are damaged, or it would have resumed from the last of them. The first one that this
+        run completes takes their place, so that `checkpoint.keep` counts only what can be read.
+        """
+        self._unused = [folder for folder in self._complete_ones() if _step_of(folder) > step]
 
     def save(self, state: RunState) -> Path:
         """Write a checkpoint and remove the oldest.
@@ -323,8 +332,9 @@ class Checkpoints:
         write_atomically(unfinished / ABOUT, about.to_json())
         # of this step or later ones: damaged, or this run would have resumed from the last of them
         for other in self._complete_ones():
-            if _step_of(other) >= about.step:
+            if _step_of(other) >= about.step or other in self._unused:
                 _put_aside(other)
+        self._unused = []
         os.replace(unfinished, folder)
         sync_folder(self.folder)
         for old in self._complete_ones()[: -self.config.checkpoint.keep]:

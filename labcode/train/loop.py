@@ -157,6 +157,7 @@ class Trainer:
         self.checkpoints: Checkpoints | None = None
         if out and config.checkpoint.on:
             self.checkpoints = self._checkpoints_in(out)
+            self.checkpoints.resumed_from(self.steps_before)
         folder = out if self.world.rank == 0 else None
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
 
@@ -268,6 +269,7 @@ class Trainer:
         how = "its update is left out"
         start = None
         if self.config.train.on_bad_step == "rollback" and self.checkpoints:
+            self.checkpoints.finish()
             start = self.checkpoints.newest()
         if start and self.checkpoints:
             how = self._roll_back(self.checkpoints, start)

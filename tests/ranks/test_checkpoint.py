@@ -300,6 +300,22 @@ def test_a_checkpoint_of_this_attempt_replaces_none_that_it_did_not_resume_from(
     ]
 
 
+def test_a_damaged_checkpoint_is_not_one_of_those_that_are_kept(written):
+    """Else a second damaged one could leave none that can be read."""
+    folder = written / "run" / "checkpoints"
+    flip_a_bit(folder / "step-00000006" / "run.json", 50)
+    shutil.copytree(folder / "step-00000006", folder / "step-00000005")
+    args = ("--checkpoint.every=3", "--checkpoint.keep=2", "--checkpoint.resume")
+    done = run("--train.out=run", *args, "--train.steps=8", cwd=written)
+    assert done.codes == [0], done.err
+    assert names(folder) == [
+        "step-00000005.unused",
+        "step-00000006",
+        "step-00000006.unused",
+        "step-00000008",
+    ]
+
+
 @pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "run.json", "tensors.json"])
 def test_a_flipped_bit_anywhere_is_seen(ranks1, written, name):
     folder = written / "run" / "checkpoints"

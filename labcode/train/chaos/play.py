@@ -121,6 +121,7 @@ class _Rounds:
         self.equal = 0
         self.unplanned = 0
         self.outcomes: list[Outcome] = []
+        self._damaged: set[tuple[str, int]] = set()
 
     def play(self, faults: Sequence[Fault]) -> None:
         """Train undisturbed, then with these faults."""
@@ -185,10 +186,7 @@ class _Rounds:
         Returns:
             The step that the run went on from.
         """
-        before = {}
-        for folder in job.checkpoints():
-            size = sum(path.stat().st_size for path in folder.iterdir())
-            before[int(folder.name.removeprefix("step-"))] = size
+        before = self._complete(job)
         attempts = job.attempts()
         starts = job.starts
         started = time.monotonic()
@@ -205,6 +203,9 @@ class _Rounds:
         after = job.look()
         if fault.kind in DAMAGES:
             before = {}
+        for folder in job.checkpoints():
+            if int(folder.name.removeprefix("step-")) not in after.checkpoints:
+                self._damaged.add(_identity(folder))
         if not job.runs and not job.is_finished():
             job.start()
         if job.starts > starts:
@@ -217,6 +218,16 @@ class _Rounds:
             resumed = after.step
         lost_bytes = bytes_lost(before, after, resumed, job.rows())
         return self._note(fault, job, after.step, resumed, lost_bytes, seconds, why)
+
+    def _complete(self, job: Job) -> dict[int, int]:
+        """{step: bytes} of the checkpoints that are complete, without those damaged on purpose."""
+        found = {}
+        for folder in job.checkpoints():
+            with contextlib.suppress(FileNotFoundError):  # an old one is removed at this moment
+                if _identity(folder) not in self._damaged:
+                    size = sum(path.stat().st_size for path in folder.iterdir())
+                    found[int(folder.name.removeprefix("step-"))] = size
+        return found
 
     def _wait_until_it_goes_on(self, job: Job, attempts: int) -> int | None:
         """The step that the run has resumed from; None if it does not go on."""
@@ -269,6 +280,11 @@ class _Rounds:
             self.unplanned += 1
             job.end()
             job.start()
+
+
+def _identity(folder: Path) -> tuple[str, int]:
+    """A folder, told from a later one of the same name."""
+    return folder.name, folder.stat().st_ino
 
 
 def differs(run: Path, reference: Path) -> str:
