@@ -34,6 +34,7 @@ from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.report import DataError
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
+from labcode.train.slow import SlowRankWatch
 from labcode.train.state import RunState
 from labcode.train.tasks import Task
 
@@ -103,6 +104,7 @@ class Trainer:
         self.batches = on_every_rank(self._batches)
         self.model = self._build()
         self.optimizer = on_every_rank(self._make_optimizer)
+        self.slow = self._watch_slow_ranks()
         self.guard = _guard(config.train)
         self.state = RunState(self.model, self.optimizer, self.batches, world.device, self.guard)
         if start:
@@ -145,6 +147,15 @@ class Trainer:
         by_torch = parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
         group = self.grid.group("dp") if by_torch else None
         return make_optimizer(self.model.weights.values(), self.config.optim, group)
+
+    def _watch_slow_ranks(self) -> SlowRankWatch | None:
+        """What finds a slow rank, where several have the same work."""
+        factor = self.config.train.slow_factor
+        if not factor or self.grid.size("dp") == 1:
+            return None
+        is_whole = self.config.parallel.zero_stage < 3
+        module = self.model.module if is_whole else None
+        return SlowRankWatch(self.grid, self.world.device, factor, module)
 
     def open(self, out: Path | None) -> None:
         """From now on write into this folder; None writes nothing.
@@ -247,10 +258,16 @@ class Trainer:
         lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
+        if self.slow:
+            self.slow.clock.begin()
         indices = self.batches.indices(self.steps_done)
         batches = self._micro_batches(self.task.train, indices, self.accumulation)
+        if self.slow:
+            self.slow.clock.has_read()
         loss = self.model.forward_backward(batches)
         grad_norm = self.model.gradient_norm().item()
+        if self.slow:
+            self.slow.clock.end()
         left_out = self.guard.judge(grad_norm)
         if not left_out:
             clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
@@ -375,6 +392,8 @@ class Trainer:
         dist.all_reduce(total, group=self.grid.group("dp"))
         loss = total.item() / self.grid.size("dp")
         finite.check_loss("the loss", loss)
+        for line in self.slow.look() if self.slow else ():
+            self.log.say(line)
         samples_per_s = self.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * self.task.model_config.sequence_length
         row = {

@@ -105,10 +105,15 @@ class Log:
         if self._writer:
             self._writer.write(row)
             if line:
-                tqdm.write(line)  # above the progress bar, where there is one
-                sys.stdout.flush()
+                self.say(line)
             elif not self._on_terminal:
                 print(shown(row, self._steps), flush=True)
+
+    def say(self, line: str) -> None:
+        """Print a line, above the progress bar where there is one; only on the rank that writes."""
+        if self.writes:
+            tqdm.write(line)
+            sys.stdout.flush()
 
     def close(self) -> None:
         """Close the files; what was written stays."""
