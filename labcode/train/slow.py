@@ -25,6 +25,8 @@ from labcode.comm.grid import Grid
 IN_A_ROW = 3  # intervals of the log in which a rank must be slow before it is named
 LEAST_S = 0.05  # a step: less than that between two ranks is not worth a line
 
+Moment = float | torch.cuda.Event
+
 
 class WorkClock:
     """The time from the beginning of a step to its first gradient, in the last micro-batch.
@@ -38,8 +40,8 @@ class WorkClock:
     def __init__(self, device: torch.device) -> None:
         self._on_gpu = device.type == "cuda"
         self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._begun: float | torch.cuda.Event = 0.0
-        self._arrived: float | torch.cuda.Event | None = None
+        self._begun: Moment | None = None
+        self._arrived: Moment | None = None
         self._restart()
 
     def _restart(self) -> None:
@@ -67,7 +69,7 @@ class WorkClock:
             self._hooks = {number: self._hooks[number]}
         self._arrived = self._now()
 
-    def _now(self) -> float | torch.cuda.Event:
+    def _now(self) -> Moment:
         if not self._on_gpu:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
@@ -85,21 +87,27 @@ class WorkClock:
 
     def end(self) -> None:
         """The step is done, and the device has come so far."""
-        if self._arrived is None:
-            return
-        self._steps += 1
-        if isinstance(self._begun, torch.cuda.Event):
-            assert isinstance(self._arrived, torch.cuda.Event)
-            self._total_s += self._begun.elapsed_time(self._arrived) / 1000
-        else:
-            assert isinstance(self._arrived, float)
-            self._total_s += self._arrived - self._begun
+        seconds = _between(self._begun, self._arrived)
+        if seconds is not None:
+            self._steps += 1
+            self._total_s += seconds
 
     def take(self) -> float:
         """Mean seconds a step since this was last asked; 0 without a step."""
         mean_s = self._total_s / self._steps if self._steps else 0.0
         self._restart()
         return mean_s
+
+
+def _between(begun: Moment | None, arrived: Moment | None) -> float | None:
+    """Seconds between two moments of one clock; None where they are not known (yet)."""
+    if isinstance(begun, float) and isinstance(arrived, float):
+        return arrived - begun
+    if not isinstance(begun, torch.cuda.Event) or not isinstance(arrived, torch.cuda.Event):
+        return None
+    if not arrived.query():
+        return None
+    return begun.elapsed_time(arrived) / 1000
 
 
 class SlowRanks:

@@ -109,3 +109,20 @@ def test_the_device_and_backend_are_the_gpu_and_nccl():
         assert x.tolist() == [1.0, 1.0, 1.0]
     finally:
         bootstrap.stop()
+
+
+def test_the_clock_of_a_ranks_own_work_counts_what_the_gpu_does():
+    from labcode.train.slow import WorkClock
+
+    device = torch.device("cuda", 0)
+    model = torch.nn.Linear(64, 64, device=device)
+    clock = WorkClock(device)
+    clock.watch(model)
+    for cycles in (10_000_000, 10_000_000):
+        clock.begin()
+        clock.has_read()
+        torch.cuda._sleep(cycles)  # at most some GHz: milliseconds
+        model(torch.ones(8, 64, device=device)).sum().backward()
+        torch.cuda.synchronize()
+        clock.end()
+    assert clock.take() > 0.001

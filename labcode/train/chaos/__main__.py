@@ -35,7 +35,7 @@ def main(words: Sequence[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     # imports torch, which takes a second: an error of the command line comes before it
-    from labcode.train.chaos.account import summary, table
+    from labcode.train.chaos.account import Account, summary, table
     from labcode.train.chaos.job import StuckError
     from labcode.train.chaos.play import Chaos, play
 
@@ -49,12 +49,18 @@ def main(words: Sequence[str]) -> int:
         kinds=options.kinds,
         limit_s=options.limit_s,
     )
+
+    def keep(account: Account) -> None:
+        if options.result:
+            account.write(options.result)
+
     # a shell starts its background jobs deaf to it, and they would pass that on to what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
-        account = play(chaos, _say)
+        account = play(chaos, _say, keep)
     except KeyboardInterrupt:
-        print("interrupted: nothing was written", file=sys.stderr)
+        where = f"the finished trainings are in {options.result}" if options.result else ""
+        print(f"interrupted: {where or 'nothing was written'}", file=sys.stderr)
         return 130
     except StuckError as error:
         print(f"error: {error}", file=sys.stderr)
@@ -65,7 +71,6 @@ def main(words: Sequence[str]) -> int:
     if account.unplanned:
         print(f"{account.unplanned} attempts ended without a fault of the plan")
     if options.result:
-        account.write(options.result)
         print(f"written to {options.result}")
     for line in account.complaints():
         print(f"wrong: {line}")

@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from labcode.files import write_atomically
 from labcode.train.chaos.job import Seen
 from labcode.train.chaos.plan import KINDS
 
@@ -125,7 +126,7 @@ class Account:
 
     def write(self, path: Path) -> None:
         """Write all of it as JSON."""
-        path.write_text(json.dumps(asdict(self), indent=1) + "\n", encoding="utf-8")
+        write_atomically(path, f"{json.dumps(asdict(self), indent=1)}\n".encode())
 
 
 def read(path: Path) -> Account:

@@ -49,12 +49,13 @@ class Chaos:
     limit_s: float
 
 
-def play(chaos: Chaos, say: Say) -> Account:
+def play(chaos: Chaos, say: Say, keep: Callable[[Account], object]) -> Account:
     """Play all faults of a plan.
 
     Args:
         chaos: What.
         say: Is told what happens, line by line.
+        keep: Is given the account of all faults so far, after each training.
 
     Raises:
         ValueError: An unknown kind of fault.
@@ -75,17 +76,24 @@ def play(chaos: Chaos, say: Say) -> Account:
     faults = plan(chaos.seed, chaos.faults, kinds=kinds, every=every, ranks=chaos.ranks)
     with _work(has_disk) as (work, disk):
         rounds = _Rounds(chaos, work, disk, say)
-        rounds.play(faults)
+        rounds.train_undisturbed()
+        while faults:
+            rounds.play_one(faults)
+            keep(_account(chaos, rounds, left_out))
+    return _account(chaos, rounds, left_out)
+
+
+def _account(chaos: Chaos, rounds: "_Rounds", left_out: list[str]) -> Account:
     return Account(
         recipe=chaos.shown,
         ranks=chaos.ranks,
         seed=chaos.seed,
-        every=every,
+        every=chaos.config.checkpoint.every,
         rounds=rounds.number,
         rounds_equal=rounds.equal,
         unplanned=rounds.unplanned,
         left_out=left_out,
-        outcomes=rounds.outcomes,
+        outcomes=list(rounds.outcomes),
         versions={"python": platform.python_version(), "torch": torch.__version__},
     )
 
@@ -108,6 +116,7 @@ class _Rounds:
     Attributes:
         number: Trainings that came to their end.
         equal: Those that ended as the undisturbed one.
+        reference: The undisturbed one.
         unplanned: Attempts that ended without a planned fault.
         outcomes: Of the faults so far.
     """
@@ -122,23 +131,24 @@ class _Rounds:
         self.unplanned = 0
         self.outcomes: list[Outcome] = []
         self._damaged: set[tuple[str, int]] = set()
+        self.reference = self._job("reference")
 
-    def play(self, faults: Sequence[Fault]) -> None:
-        """Train undisturbed, then with these faults."""
-        reference = self._job("reference")
+    def train_undisturbed(self) -> None:
+        """The training that all others are held to.
+
+        Raises:
+            StuckError: It fails.
+        """
         started = time.monotonic()
         try:
-            reference.start()
-            reference.wait(lambda: not reference.runs)
+            self.reference.start()
+            self.reference.wait(lambda: not self.reference.runs)
         finally:
-            reference.end()
-        if not reference.is_finished():
-            lines = reference.log().strip().splitlines()
+            self.reference.end()
+        if not self.reference.is_finished():
+            lines = self.reference.log().strip().splitlines()
             raise StuckError(f"the undisturbed training failed: {lines[-1] if lines else ''}")
         self.say(f"undisturbed: {time.monotonic() - started:.1f} s")
-        waiting = list(faults)
-        while waiting:
-            self._round(waiting, reference)
 
     def _job(self, name: str) -> Job:
         place = self.work if self.disk is None else self.disk.place
@@ -151,7 +161,7 @@ class _Rounds:
             self.chaos.limit_s,
         )
 
-    def _round(self, waiting: list[Fault], reference: Job) -> None:
+    def play_one(self, waiting: list[Fault]) -> None:
         """One training, until its end; the faults that happen in it are taken off the list."""
         self.number += 1
         job = self._job(f"round-{self.number}")
@@ -164,7 +174,7 @@ class _Rounds:
             self._go_to_end(job)
         finally:
             job.end()
-        difference = differs(job.run, reference.run)
+        difference = differs(job.run, self.reference.run)
         self.equal += not difference
         self.say(f"training {self.number}: {difference or 'ended as the undisturbed one'}")
         shutil.rmtree(job.run, ignore_errors=True)
