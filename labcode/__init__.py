@@ -20,7 +20,7 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         doctor/       reading NCCL's log
         parallel/     each parallelism written out, and how weights are sharded
         models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
-        train/        the training loop: `python -m labcode.train gpt_tiny`
+        train/        the training loop: `python -m labcode.train gpt_tiny`; chaos/ disturbs it
         teach/        checks, figures, labs and exercises, for lessons and tests alone
 
 Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
