@@ -490,6 +490,7 @@ AVERAGE = Answers(
         "packed": average,
         "each weight padded": padded_weights,
         "a handle": with_a_handle,
+        "parts of their own length": without_padding,
     },
     wrong={
         "an all-reduce": (all_reduced, "the sum of its own part only"),
@@ -503,9 +504,8 @@ AVERAGE = Answers(
         "gradients kept": (functools.partial(average, keeps=True), "still holds a whole gradient"),
         "added up": (functools.partial(average, adds=True), "it takes its place"),
         "the next rank's rows": (functools.partial(average, shift=1), "of the weight [7, 3]"),
-        "cut after joining": (flat_chunks, "in wrong places"),
-        "no padding": (without_padding, "reduce_scatter"),
-        "float32": (in_float32, "in_float32"),
+        "cut after joining": (flat_chunks, "right numbers in wrong places"),
+        "float32": (in_float32, "dtype 'float'"),
         "nothing sent": (nothing_sent, "did anything travel?"),
         "weights": (of_weights, "of the weight [7, 3]"),
         "unpacked by the first rank's sizes": (

@@ -57,6 +57,8 @@ FIGURES = {
     "ring_gradients": lambda alt: plot.ring_gradients(4, alt=alt),
     "ulysses": lambda alt: plot.ulysses(4, alt=alt),
     "launch_chain": lambda alt: plot.launch_chain(alt=alt),
+    "zero": lambda alt: plot.zero(4, alt=alt),
+    "zero_steps": lambda alt: plot.zero_steps(alt=alt),
     "second_attempt": lambda alt: plot.second_attempt(alt=alt),
 }
 AS_WIDE = ("heatmap", "grid", "cuts", "launch_chain", "second_attempt")  # as their content

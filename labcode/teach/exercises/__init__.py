@@ -10,6 +10,7 @@
     l10   sequence parallelism
     l11   context parallelism: the ring
     l12   pipeline parallelism
+    l13   sharded data parallelism: own rows, a sharded optimizer, a borrowed weight, a layout
     l14   ranks by node, a batch script, one that saves and requeues, faults from symptoms
     l15   hybrid training
 

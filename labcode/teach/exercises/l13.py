@@ -76,6 +76,22 @@ SEEN = (
 )
 
 
+def _in_step(group: dist.ProcessGroup, parts: Iterator[str]) -> str:
+    """The hint of this rank, from a trial in parts that yields one, or "", after each of them.
+
+    All ranks stop after a part in which one has a hint: the others would wait for it in the next.
+    """
+    while True:
+        try:
+            hint = next(parts, None)
+        except AssertionError as error:
+            hint = str(error)
+        answers = [None] * group.size()
+        dist.all_gather_object(answers, hint, group=group)
+        if any(answers) or hint is None:
+            return hint or ""
+
+
 # ---- 13.1
 
 
@@ -144,11 +160,13 @@ def sharded_optimizer(answer: Callable[..., Any], ranks: Ranks) -> None:
 
 
 def _try_optimizer(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+    return _in_step(group, _train_all(group, answer))
+
+
+def _train_all(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     for name, (kind, options) in OPTIMIZERS.items():
-        hint = _train(group, answer, kind, options)
-        if hint:
-            return f"{name}, {hint}"
-    return ""
+        for hint in _train(group, answer, kind, options):
+            yield f"{name}, {hint}" if hint else ""
 
 
 def _train(
@@ -156,8 +174,8 @@ def _train(
     answer: Callable[..., Any],
     kind: type[torch.optim.Optimizer],
     options: Mapping[str, Any],
-) -> str:
-    """A hint, or "" where each step gives the weights of one process."""
+) -> Iterator[str]:
+    """After each step a hint, or "" where it gives the weights of one process."""
     params = _weights(group)
     alone = _weights(group)
     reference = kind(alone, **options)
@@ -182,22 +200,18 @@ def _train(
             optimizer.step()
         reference.step()
         names.update(call.name for call in watch.calls)
-        hint = _of_state(group, made)
-        if hint:
-            return hint
+        yield _of_state(group, made)
         for place, param in enumerate(params):
-            weight = f"{case}of the weight {list(param.shape)} "
             hint = _of_rows(group, param.detach(), alone[place].detach(), before[place], made[0])
-            if hint:
-                return weight + hint
+            yield f"{case}of the weight {list(param.shape)} {hint}" if hint else ""
         optimizer.zero_grad()
-        for param in params:
-            if param.grad is not None and bool(param.grad.any()):
-                return f"{case}after zero_grad() a weight still has its gradient"
+        left = [param.grad for param in params if param.grad is not None]
+        if any(bool(grad.any()) for grad in left):
+            yield f"{case}after zero_grad() a weight still has its gradient"
+        yield ""
     kinds = sorted(names - {"broadcast", "all_gather", "send", "recv"})
     if kinds:
-        return f"the weights are right, but it calls {kinds[0]}: what is there to add up?"
-    return ""
+        yield f"the weights are right, but it calls {kinds[0]}: what is there to add up?"
 
 
 def _weights(group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -292,6 +306,10 @@ def average_own_rows(answer: Callable[..., Any], ranks: Ranks) -> None:
 
 
 def _try_average(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+    return _in_step(group, _two_calls(group, answer))
+
+
+def _two_calls(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     p = group.size()
     me = group.rank()
     params = _weights(group)
@@ -310,19 +328,17 @@ def _try_average(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
         with Watch() as watch, without(*BY_LABCODE):
             answer(params, rows, group)
         if any(far(param.detach(), value) for param, value in zip(params, before)):
-            return f"{case}weights have changed: it is about gradients only"
+            yield f"{case}weights have changed: it is about gradients only"
         hint = _of_messages(watch)
-        if hint:
-            return case + hint
+        yield case + hint if hint else ""
         for place, shape in enumerate(SHAPES):
             hint = _of_mean(
                 group, place, rows[place], [one[place] for one in everybody], old[place]
             )
-            if hint:
-                return f"{case}of the weight {list(shape)} {hint}"
+            yield f"{case}of the weight {list(shape)} {hint}" if hint else ""
         if any(param.grad is not None for param in params):
-            return f"{case}`params[i].grad` still holds a whole gradient"
-    return ""
+            yield f"{case}`params[i].grad` still holds a whole gradient"
+        yield ""
 
 
 def _of_messages(watch: Watch) -> str:
@@ -419,10 +435,16 @@ def _watched() -> Iterator[Watch]:
 
 def borrowing_linear(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's layer: its methods one by one, and then two layers in training."""
-    run_trial(ranks, _try_gather, answer)
-    run_trial(ranks, _try_forward, answer)
-    run_trial(ranks, _try_backward, answer)
-    run_trial(ranks, _try_training, answer)
+    for trial in (_gather_trial, _forward_trial, _backward_trial, _training_trial):
+        run_trial(ranks, _try_part, trial, answer)
+
+
+def _try_part(
+    group: dist.ProcessGroup,
+    trial: Callable[..., Iterator[str]],
+    answer: Callable[..., Any],
+) -> str:
+    return _in_step(group, trial(group, answer))
 
 
 WEIGHTS = ((7, 6), (8, 6), (5, 6))  # no multiple of the ranks, one of 4 ranks, none for the last
@@ -434,46 +456,49 @@ def _bytes(layer: Any) -> int:
     return layer.weight.untyped_storage().nbytes()
 
 
-def _try_gather(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+def _gather_trial(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     for number, shape in enumerate(WEIGHTS):
         weight = draw(group, 400 + number, *shape)
-        case = f"a weight {list(shape)} on {group.size()} ranks: "
-        with _watched():
-            layer = answer(weight, group)
-        if _bytes(layer):
-            return f"{case}right after __init__ the weight has memory: reshard() gives it back"
-        if far(weight, draw(group, 400 + number, *shape)):
-            return f"{case}the tensor that the layer was made of has changed"
-        with torch.no_grad():
-            layer.rows.mul_(2)  # as an optimizer would change them
-        with _watched() as watch:
-            layer.gather()
-        if not _bytes(layer):
-            return f"{case}after gather() the weight has no memory"
-        if layer.weight.shape != weight.shape or _bytes(layer) != weight.nbytes:
-            return (
-                f"{case}after gather() the weight is {list(layer.weight.shape)} in {_bytes(layer)} "
-                f"bytes of memory, and it should be {list(shape)} in {weight.nbytes}"
-            )
-        names = [call.name for call in watch.calls]
-        if names != ["all_gather"]:
-            return f"{case}gather() makes the calls {', '.join(names) or 'none'}: one all_gather"
-        found = layer.weight.detach()
-        if not far(found, weight):
-            return (
-                f"{case}after gather() the weight is that of the beginning, and the rows of all "
-                "ranks have changed since: from where does it get its values?"
-            )
-        if far(found, 2 * weight):
-            return f"{case}after gather() the weight has wrong values: whose rows stand where?"
-        with _watched():
-            layer.reshard()
-        if _bytes(layer):
-            return f"{case}after reshard() the weight still has its memory"
-        hint = _of_held(watch, layer, weight, "after gather() and reshard()")
-        if hint:
-            return case + hint
-    return ""
+        hint = _of_gather(group, answer, weight)
+        yield f"a weight {list(shape)} on {group.size()} ranks: {hint}" if hint else ""
+
+
+def _of_gather(group: dist.ProcessGroup, answer: Callable[..., Any], weight: Tensor) -> str:
+    """What is wrong with `gather` and `reshard`, for one weight."""
+    before = weight.clone()
+    with _watched():
+        layer = answer(weight, group)
+    if _bytes(layer):
+        return "right after __init__ the weight has memory: reshard() gives it back"
+    if far(weight, before):
+        return "the tensor that the layer was made of has changed"
+    with torch.no_grad():
+        layer.rows.mul_(2)  # as an optimizer would change them
+    with _watched() as watch:
+        layer.gather()
+    if not _bytes(layer):
+        return "after gather() the weight has no memory"
+    if layer.weight.shape != weight.shape or _bytes(layer) != weight.nbytes:
+        return (
+            f"after gather() the weight is {list(layer.weight.shape)} in {_bytes(layer)} "
+            f"bytes of memory, and it should be {list(weight.shape)} in {weight.nbytes}"
+        )
+    names = [call.name for call in watch.calls]
+    if names != ["all_gather"]:
+        return f"gather() makes the calls {', '.join(names) or 'none'}: one all_gather"
+    found = layer.weight.detach()
+    if not far(found, weight):
+        return (
+            "after gather() the weight is that of the beginning, and the rows of all "
+            "ranks have changed since: from where does it get its values?"
+        )
+    if far(found, 2 * weight):
+        return "after gather() the weight has wrong values: whose rows stand where?"
+    with _watched():
+        layer.reshard()
+    if _bytes(layer):
+        return "after reshard() the weight still has its memory"
+    return _of_held(watch, layer, weight, "after gather() and reshard()")
 
 
 def _of_held(watch: Watch, layer: Any, weight: Tensor, when: str) -> str:
@@ -488,32 +513,35 @@ def _of_held(watch: Watch, layer: Any, weight: Tensor, when: str) -> str:
     return ""
 
 
-def _try_forward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
-    weight = draw(group, 410, 7, 6)
-    x = draw(group, 420 + group.rank(), *INPUT)
+def _forward_trial(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     for is_training in (False, True):
         case = "with gradients: " if is_training else "under torch.no_grad(): "
-        with _watched():
-            layer = answer(weight, group)
-        with torch.set_grad_enabled(is_training), _watched() as watch:
-            y = due(layer(x))
-        if not isinstance(y, Tensor) or y.shape != (1, 2, 7):
-            what = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
-            return f"{case}forward gives {what} for x [1, 2, 6] and W [7, 6]"
-        if far(y.detach(), F.linear(x, weight)):
-            return f"{case}forward gives wrong values: it is x W^T"
-        if _bytes(layer):
-            return f"{case}after forward the weight still has its memory"
-        names = [call.name for call in watch.calls]
-        if names != ["all_gather"]:
-            return f"{case}forward makes the calls {', '.join(names) or 'none'}: one all_gather"
-        hint = _of_held(watch, layer, weight, "after forward")
-        if hint:
-            return case + hint
-    return ""
+        hint = _of_forward(group, answer, is_training)
+        yield case + hint if hint else ""
 
 
-def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+def _of_forward(group: dist.ProcessGroup, answer: Callable[..., Any], is_training: bool) -> str:
+    """What is wrong with `forward`."""
+    weight = draw(group, 410, 7, 6)
+    x = draw(group, 420 + group.rank(), *INPUT)
+    with _watched():
+        layer = answer(weight, group)
+    with torch.set_grad_enabled(is_training), _watched() as watch:
+        y = due(layer(x))
+    if not isinstance(y, Tensor) or y.shape != (1, 2, 7):
+        what = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
+        return f"forward gives {what} for x [1, 2, 6] and W [7, 6]"
+    if far(y.detach(), F.linear(x, weight)):
+        return "forward gives wrong values: it is x W^T"
+    if _bytes(layer):
+        return "after forward the weight still has its memory"
+    names = [call.name for call in watch.calls]
+    if names != ["all_gather"]:
+        return f"forward makes the calls {', '.join(names) or 'none'}: one all_gather"
+    return _of_held(watch, layer, weight, "after forward")
+
+
+def _backward_trial(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     p = group.size()
     for number, shape in enumerate(WEIGHTS):
         weight = draw(group, 430 + number, *shape)
@@ -523,9 +551,7 @@ def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
         total = torch.zeros_like(weight)
         for micro_batch in range(2):
             hint = _one_backward(group, layer, weight, total, micro_batch)
-            if hint:
-                return case + hint
-    return ""
+            yield case + hint if hint else ""
 
 
 def _one_backward(
@@ -590,7 +616,7 @@ def _one_backward(
     return ""
 
 
-def _try_training(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
+def _training_trial(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
     """Two layers, three steps, beside one process with the batch of all ranks."""
     p = group.size()
     me = group.rank()
@@ -613,11 +639,11 @@ def _try_training(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
         for number, layer in enumerate(layers):
             wanted = piece_of(alone[number].detach(), me, p)
             if wanted.numel() and far(layer.rows.detach(), wanted):
-                return (
+                yield (
                     f"two layers in training: after step {step + 1} the rows of layer {number + 1} "
                     "are not those of one process"
                 )
-    return ""
+        yield ""
 
 
 # ---- 13.5

@@ -8,6 +8,7 @@ where in it; so does an assertion of the check's own, whose text therefore names
 """
 
 import contextlib
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from types import CodeType, FrameType
@@ -146,7 +147,9 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
     forbidden: dict[CodeType, str] = {}
     for function in functions:
         module = function.__module__.rpartition(".")[2]
-        forbidden[function.__code__] = f"{module}.{function.__name__}"
+        # a decorator such as torch.no_grad() has one wrapper for all functions
+        own: Any = inspect.unwrap(function)
+        forbidden[own.__code__] = f"{module}.{function.__name__}"
     called = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:

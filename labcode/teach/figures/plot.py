@@ -28,6 +28,7 @@ from labcode.teach.figures.pipeline import halves, pipeline, stages
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
+from labcode.teach.figures.sharded import zero, zero_steps
 from labcode.teach.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
@@ -71,4 +72,6 @@ __all__ = [
     "timeline",
     "transports",
     "ulysses",
+    "zero",
+    "zero_steps",
 ]

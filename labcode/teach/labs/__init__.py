@@ -10,6 +10,8 @@
     l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
     l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid
     l12_paced_pipeline    12, 15   a pipeline whose actions take a given time; its time lines
+    l13_layouts           13       bytes kept and seconds sent of a layout, and the best one
+    l13_units             13       units of ZeRO-3 that take a given time to compute and to gather
     l14_cluster           14, 15   a small SLURM on this machine, which runs what a lesson submits
     l14_faults            14       what breaks that cluster for a while
     l14_nccl_example      14       the log of NCCL on two nodes

@@ -1,0 +1,1039 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 13 · Sharded data parallel: ZeRO and FSDP
+#
+# Data parallelism copies the whole model to every rank. All copies hold the same weights, keep the same optimizer state
+# and compute the same update. In this lesson you remove the copies, one kind after the other, until no two ranks keep
+# the same byte. What you end up with is called ZeRO in DeepSpeed and FSDP in PyTorch.
+#
+# ## Goals
+#
+# - predict what a rank keeps for weights, gradients and optimizer at each stage of ZeRO, and measure it;
+# - write an optimizer whose state is divided over the ranks;
+# - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward;
+# - count what each stage sends, and say when sharding is better than tensor parallelism and when it is not;
+# - choose units, prefetch, resharding and hybrid sharding for a model and a cluster.
+#
+# **Time**: 90 minutes, in two sittings of 45, and 15 more for the open end. Sections 1 to 3 divide the optimizer and
+# the gradients; sections 4 to 6 divide the weights. **Needs**: lessons 01 (collectives and their bytes), 04 and 05
+# (data parallel, hooks); section 6 compares with lesson 09 (tensor parallel).
+
+# %%
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from labcode.comm.counting import counted
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.models.gpt import GPT
+from labcode.models.parallelize import parallelize
+from labcode.parallel.data import DataParallel
+from labcode.parallel.zero import FullyShardedModule, cut, gradients, optimizer
+from labcode.parallel.zero.cut import piece_of
+from labcode.parallel.zero.parameters import Unit
+from labcode.perf.alpha_beta import bytes_sent
+from labcode.perf.state_memory import state_bytes
+from labcode.perf.traffic import across_nodes, ring
+from labcode.pool.ranks import Ranks
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l13
+from labcode.teach.figures import plot
+from labcode.teach.labs import l13_layouts as layouts
+from labcode.teach.labs import l13_units as units
+from labcode.topology import GridShape
+from labcode.train.measure import held_bytes
+from labcode.train.optim import make_optimizer
+
+ranks = Ranks(4)
+
+# %% [markdown]
+# ## 1. What data parallelism keeps p times
+#
+# Take a model with N parameters that is trained with AdamW in mixed precision. The products are computed in 16-bit
+# numbers, and the optimizer works on 32-bit copies of the weights, the **master weights**. AdamW also keeps two averages
+# for each parameter, the first and the second moment. For each parameter a rank keeps
+#
+# | what | bytes | who needs it |
+# |---|---|---|
+# | weight | 2 | forward and backward |
+# | gradient | 2 | the optimizer, once per step |
+# | master weight | 4 | the optimizer |
+# | first and second moment | 4 + 4 | the optimizer |
+#
+# These are 16 bytes, and 12 of them are the optimizer's. On p data-parallel ranks the same 16 bytes exist p times. Now
+# look at the last column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike.
+# It would be enough if **one** of them computed it.
+#
+# Rajbhandari et al. (2019) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
+# optimizer*:
+#
+# - **stage 1** divides the optimizer's state: each rank keeps 12/p bytes of it for each parameter;
+# - **stage 2** divides the gradients too: a rank keeps those that its part of the optimizer needs;
+# - **stage 3** divides the weights too: a rank keeps its part, and borrows the others when a layer needs them.
+#
+# A part of a tensor that a rank keeps is called its **shard** of it. In the picture each box is a rank, with the 16
+# bytes of a parameter. What is white is kept by another rank.
+
+# %% tags=["figure"]
+plot.zero(
+    4, title="Each stage divides one kind more",
+    alt="Four ranks each keep all 16 bytes without ZeRO, 7 at stage 1, 5.5 at stage 2 "
+        "and 4 at stage 3; the parts that they keep do not overlap",
+)
+
+# %% [markdown]
+# For example, one billion parameters on 4 ranks take 16 GB on each rank without ZeRO. At stage 1 they take 2 + 2 + 12/4
+# = 7 bytes for each parameter, 7 GB.
+#
+# **Predict.** The first figure of the paper has 7.5 billion parameters on 64 ranks. How many GB does a rank keep without
+# ZeRO, and at each of the three stages?
+
+# %% tags=["predict"]
+without_gb = 7.5 * 16
+stage_1_gb = 7.5 * (4 + 12 / 64)
+stage_2_gb = 7.5 * (2 + 14 / 64)
+stage_3_gb = 7.5 * (16 / 64)
+
+# %% tags=["nbval-check-output"]
+mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}
+paper = []
+for stage in range(4):
+    kept = state_bytes(7_500_000_000, stage, ranks=64, **mixed)
+    paper.append(kept.total / 1e9)
+compare("without ZeRO, GB", without_gb, paper[0], within=1.01, found="computed")
+compare("stage 1, GB", stage_1_gb, paper[1], within=1.01, found="computed")
+compare("stage 2, GB", stage_2_gb, paper[2], within=1.01, found="computed")
+compare("stage 3, GB", stage_3_gb, paper[3], within=1.01, found="computed")
+
+# %% [markdown]
+# 120 GB fit on no GPU of that time. 31.4 GB fit on one with 32 GB, and stage 3 needs 1.9 GB. However many ranks there
+# are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they do not help any more when
+# the 16-bit weights alone are too large for a device.
+#
+# The table leaves something out: activations, and the buffers in which messages travel. Neither is divided by ZeRO.
+#
+# **Now our own.** In this lesson everything is float32: 4 bytes for a weight, 4 for its gradient, and 8 for the two
+# moments. There are no master weights, because the weights have 32 bits already. The next cell trains a small GPT for
+# two steps and weighs what a rank holds between backward and the optimizer. `held_bytes` adds up the memory behind all
+# weights, gradients and optimizer tensors.
+
+# %%
+CONFIG = GPTConfig(
+    vocab_size=512, context_length=16, num_layers=4, num_heads=4, hidden_size=64
+)
+
+def two_steps(rank, stage, library="labcode", replicas=1):
+    """What this rank holds, and the collectives and the loss of the second step."""
+    grid = Grid.create(GridShape(dp=4))
+    how = ParallelConfig(
+        zero_stage=stage, data_parallel=library, zero_replicas=replicas
+    )
+    with torch.device("meta"):  # shapes only: parallelize makes the weights
+        whole = GPT(CONFIG)
+    model = parallelize(whole, grid, how, seed=0)
+    adamw = make_optimizer(model.weights.values(), OptimConfig())
+    generator = torch.Generator().manual_seed(rank)
+    tokens = torch.randint(512, (1, 16), generator=generator)
+    for _ in range(2):
+        adamw.zero_grad()
+        with counted() as calls:
+            loss = model.forward_backward([(tokens, tokens)])
+            held = held_bytes(model, adamw)
+            adamw.step()
+            model.gather_parameters()
+    # below 1000 bytes travel only numbers such as a count of tokens
+    large = [call for call in calls if call.num_bytes >= 1000]
+    return sum(held), large, loss.item()
+
+# %% [markdown]
+# **Predict.** How many bytes for each parameter does a rank hold at stage 0 (no ZeRO), 1, 2 and 3? There are 4 ranks, and
+# without ZeRO 4 + 4 + 8 bytes for each parameter.
+
+# %% tags=["predict"]
+bytes_at_stage_0 = 4 + 4 + 8
+bytes_at_stage_1 = 4 + 4 + 8 / 4
+bytes_at_stage_2 = 4 + 4 / 4 + 8 / 4
+bytes_at_stage_3 = 16 / 4
+
+# %%
+by_stage = []
+for stage in range(4):
+    by_stage.append(ranks.run(two_steps, stage))
+
+def bytes_for_each(run):
+    """On the rank that holds the most."""
+    return max(held for held, _, _ in run) / CONFIG.num_parameters
+
+print(f"{CONFIG.num_parameters:,} parameters")
+compare("stage 0", bytes_at_stage_0, bytes_for_each(by_stage[0]), within=1.03)
+compare("stage 1", bytes_at_stage_1, bytes_for_each(by_stage[1]), within=1.03)
+compare("stage 2", bytes_at_stage_2, bytes_for_each(by_stage[2]), within=1.03)
+compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.03)
+
+# %% [markdown]
+# Each is within 3 % of the formula, on the rank that holds the most.
+#
+# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO divides these,
+# stage 2 the gradients as well, stage 3 everything.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64
+# at every stage. Ask: what does ZeRO do for plain SGD in float32? (No optimizer state: stage 1 saves nothing.) Ask also
+# where the 8 bytes of the mean of the moments go with an 8-bit optimizer (2 instead of 8, so stage 1 is worth less).
+
+# %% [markdown]
+# ## 2. Stage 1: each rank updates its part
+#
+# First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p ranks,
+# each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For example, 7
+# rows on 4 ranks are 2, 2, 2 and 1, and 5 rows are 2, 2, 1 and 0.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.1 · My rows
+#
+# Write a function that returns the rows of this rank as a **view**: a tensor that shares the memory of the weight, as a
+# slice does. What counts is the rank's number in the group, `dist.get_rank(group)`. One to three lines.
+
+# %% tags=["exercise"]
+def own_rows(weight, group):
+    """The rows of `weight` that this rank updates: a view, perhaps of 0 rows."""
+    ### BEGIN SOLUTION
+    each = -(-len(weight) // dist.get_world_size(group))
+    first = dist.get_rank(group) * each
+    return weight[first : first + each]
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.1", lambda: l13.own_rows(own_rows, ranks))
+
+# %% [markdown]
+# Here is labcode's. `piece_of(whole, index, parts)` is the view that rank `index` of `parts` ranks has, and from here on
+# you may use it.
+
+# %%
+show_source(cut.rows_of)
+show_source(cut.piece_of)
+
+# %% [markdown]
+# AdamW treats each number by itself: the new value of a weight depends on the old one, its gradient and its own two
+# moments. So a rank can hand its rows to an ordinary AdamW as if they were a weight of their own, and they become what
+# they would have become in the whole weight. (An optimizer such as Muon looks at a whole matrix. It could not be divided
+# in this way.)
+#
+# A step then has three parts:
+#
+# 1. each rank takes its rows of the averaged gradients;
+# 2. an ordinary optimizer updates its rows, which also changes the whole weight, since they share their memory;
+# 3. each rank sends its rows to all others, and gets theirs.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.2 · An optimizer of which each rank keeps a part
+#
+# Write the class. The gradients in `param.grad` are averaged already. `make` makes an ordinary optimizer of a list of
+# tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
+#
+# - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
+# - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
+# - For the third part, let each rank broadcast its rows. `dist.broadcast(tensor, group_src=i, group=group)` sends the
+#   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. All of this belongs into
+#   `with torch.no_grad():`.
+#
+# About 15 lines.
+
+# %% tags=["exercise"]
+class ShardedOptimizer:
+    """Updates `params`, which all ranks hold; each rank keeps the state of its rows."""
+
+    def __init__(self, params, make, group):
+        ### BEGIN SOLUTION
+        self.params = list(params)
+        self.group = group
+        self.p = dist.get_world_size(group)
+        self.rows = []
+        for param in self.params:
+            own = piece_of(param.detach(), dist.get_rank(group), self.p)
+            self.rows.append(nn.Parameter(own))
+        self.inner = make(self.rows)
+        ### END SOLUTION
+
+    def step(self):
+        """Update all weights, on all ranks."""
+        ### BEGIN SOLUTION
+        rank = dist.get_rank(self.group)
+        for param, rows in zip(self.params, self.rows):
+            rows.grad = piece_of(param.grad, rank, self.p)
+        self.inner.step()
+        with torch.no_grad():
+            for param in self.params:
+                for owner in range(self.p):
+                    part = piece_of(param, owner, self.p)
+                    dist.broadcast(part, group_src=owner, group=self.group)
+        ### END SOLUTION
+
+    def zero_grad(self):
+        """Forget the gradients of the whole weights."""
+        ### BEGIN SOLUTION
+        for param in self.params:
+            param.grad = None
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("13.2", lambda: l13.sharded_optimizer(ShardedOptimizer, ranks))
+
+# %% [markdown]
+# labcode's step begins in the same way (its `_own` is a `piece_of`). Then it packs the rows of all weights into one
+# message and sends them with a single all-gather, for the reason that you found in lesson 05: one large message is
+# faster than a hundred small ones. An all-gather wants parts of one size. Where a rank has fewer rows, its part is filled
+# up with zeros.
+
+# %%
+show_source(optimizer.ShardedOptimizer.step)
+show_source(optimizer.gather_weights)
+
+# %% [markdown]
+# What does this cost? For an all-reduce of N numbers a rank sends 2 (p-1)/p N numbers; for an all-gather it sends
+# (p-1)/p N (lesson 01). DDP needs the all-reduce of the gradients. Now the all-gather of the weights comes on top.
+#
+# **Predict.** How many times as much as with DDP does a rank send in a step?
+
+# %% tags=["predict"]
+times_as_much = 3 / 2
+
+# %% tags=["nbval-check-output"]
+def sent_in_a_step(rank):
+    """Bytes that a rank sends: (for the gradients, for the weights)."""
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    parallel = DataParallel(model, dist.group.WORLD)
+    sharded = optimizer.ShardedOptimizer(
+        model.parameters(), torch.optim.AdamW, dist.group.WORLD
+    )
+    with counted() as calls:
+        parallel(torch.ones(1, 32)).sum().backward()
+        parallel.finish_gradient_sync()
+        sharded.step()
+    sent = {"all_reduce": 0, "all_gather": 0}
+    for call in calls:
+        sent[call.kind] += bytes_sent(call.kind, call.group_size, call.num_bytes)
+    return sent["all_reduce"], sent["all_gather"]
+
+for_gradients, for_weights = ranks.run(sent_in_a_step)[0]
+ratio = (for_gradients + for_weights) / for_gradients
+compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
+
+# %% [markdown]
+# **Takeaway: AdamW works number by number, so each rank can update its own rows and send them to the others. The state
+# shrinks to 1/p.** In this form a rank sends half as much again as with DDP. The next section takes that back.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 17 minutes. The most common mistakes: giving `make` whole weights (right numbers, and no memory
+# saved: the check counts them), cloning the rows, so that the weight never changes, and `src=` in the place of
+# `group_src=`, which is right as long as there is only one group. Ask: what would happen to a learning-rate schedule?
+# (It must reach the inner optimizer; labcode copies the options in each step.) And clipping? (After the average the
+# whole gradient is on each rank at stage 1; from stage 2 on the squares have to be summed over the ranks.)
+
+# %% [markdown]
+# ## 3. Stage 2: only my part of the gradients
+#
+# Half of that all-reduce was for nothing. A rank needs the averaged gradient of its own rows and of no others. In lesson
+# 01 you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum of its own part, and
+# an all-gather. So we take the first half alone. The second half moves behind the optimizer, where it carries new
+# weights in place of gradients:
+#
+# | | after backward | after the optimizer | numbers that a rank sends |
+# |---|---|---|---|
+# | DDP | all-reduce of gradients | | 2 (p-1)/p N |
+# | stage 1, as above | all-reduce of gradients | all-gather of weights | 3 (p-1)/p N |
+# | stages 1 and 2 | reduce-scatter of gradients | all-gather of weights | 2 (p-1)/p N |
+#
+# So the memory of the optimizer's state shrinks to 1/p, and **nothing** more is sent than with DDP.
+#
+# Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the averages
+# of its own rows and frees the rest, while backward goes on.
+#
+# A reduce-scatter also wants parts of one size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b of
+# 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is filled
+# up with a row of zeros:
+#
+#     to rank 0:  a0 a1 b0 b1        to rank 1:  a2 a3 b2 0
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.3 · The average of my rows
+#
+# Write a function that is called after backward. It leaves in `rows[i].grad` the average over the group of this rank's
+# rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Do it with **one**
+# reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of one size, of
+# which number j goes to rank j. It writes into `own` the sum of what this rank receives.
+#
+# - `piece_of(tensor, j, p)` are the rows of rank j; `.flatten()` makes a row of numbers of them, and `torch.cat` joins.
+# - The first rank has the most rows, so its part is the longest.
+# - `grad.new_zeros(p, length)` are zeros in the dtype of a gradient.
+#
+# About 15 lines.
+
+# %% tags=["exercise"]
+def average_own_rows(params, rows, group):
+    """The average of this rank's rows, in `rows[i].grad`; whole gradients are freed."""
+    ### BEGIN SOLUTION
+    p = dist.get_world_size(group)
+    length = sum(piece_of(param, 0, p).numel() for param in params)
+    parts = params[0].grad.new_zeros(p, length)
+    for rank in range(p):
+        pieces = [piece_of(param.grad, rank, p).flatten() for param in params]
+        numbers = torch.cat(pieces)
+        parts[rank, : len(numbers)] = numbers
+    own = torch.empty_like(parts[0])
+    dist.reduce_scatter(own, list(parts), group=group)
+    own /= p
+    first = 0
+    for param, row in zip(params, rows):
+        stop = first + row.numel()
+        row.grad = own[first:stop].view_as(row)
+        param.grad = None
+        first = stop
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.3", lambda: l13.average_own_rows(average_own_rows, ranks))
+
+# %% [markdown]
+# In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and `receive`
+# after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `replicas` belong to
+# section 6.
+
+# %%
+show_source(gradients.ShardedBucket.send)
+show_source(gradients.ShardedBucket.receive)
+
+# %% [markdown]
+# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and 2
+# save memory and send nothing more.** So there is little reason to use plain data parallelism with AdamW on many ranks.
+# Stage 1 costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
+#
+# This is the end of the first sitting.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 16 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its own,
+# which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by the
+# world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent once per
+# step; all but the own rows, if each micro-batch is sent. Stage 2 and accumulation do not go well together.)
+
+# %% [markdown]
+# ## 4. Stage 3: borrow the weights
+#
+# A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the time
+# it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards gives the
+# memory back. That is called to **reshard** the weight.
+#
+#     forward     all-gather the weight -> compute -> reshard
+#     backward    all-gather the weight again -> compute -> reshard -> reduce-scatter the gradient
+
+# %% tags=["figure"]
+plot.zero_steps(
+    title="The all-gather after the optimizer moves to where the weights are used",
+    alt="Data parallelism all-reduces gradients in backward; stages 1 and 2 "
+        "reduce-scatter them and all-gather weights after the optimizer; stage 3 "
+        "all-gathers weights in forward and again in backward",
+)
+
+# %% [markdown]
+# After the optimizer nothing has to travel: each rank has updated its rows, and the next forward gathers them. In all
+# there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers in a step. That is half as much again as with DDP,
+# and it is the price of stage 3.
+#
+# **How to take memory away from a weight.** During forward, autograd saves the weight for backward. So it is not enough
+# to forget it: autograd still holds it. PyTorch's FSDP uses a trick. A tensor is a header (shape, dtype) that points to a
+# **storage**, the memory itself. What autograd has saved points to the same storage. If we shrink the storage to 0 bytes,
+# the memory is free, and all headers stay as they are. Before backward we give the storage its size again and fill it,
+# and everything that points to it is right.
+
+# %% tags=["nbval-check-output"]
+weight = nn.Parameter(torch.ones(5, 3))
+num_bytes = weight.nbytes
+x = torch.ones(1, 3, requires_grad=True)
+y = F.linear(x, weight)  # autograd saves the weight
+weight.untyped_storage().resize_(0)
+print("shape", list(weight.shape), "and", weight.untyped_storage().nbytes(), "bytes")
+weight.untyped_storage().resize_(num_bytes)
+weight.data.copy_(2 * torch.ones(5, 3))  # what stands in it now is new
+y.sum().backward()
+print("gradient of x", x.grad.tolist())
+
+# %% [markdown]
+# Backward has used the values that we filled in later: the gradient of x is 5 · 2 = 10. (Of course they should be the same
+# as in forward.)
+#
+# Note the `.data`. Autograd counts each change of a tensor, and it refuses to run backward through a weight that was
+# changed since forward. A copy into `weight.data` is not counted. A copy into `weight` or into `weight.detach()` is.
+#
+# What if somebody reads a weight that is not there?
+
+# %% tags=["raises-exception"] raises="RuntimeError: setStorage: sizes"
+y = F.linear(x, weight)
+weight.untyped_storage().resize_(0)
+y.sum().backward()
+
+# %% [markdown]
+# "Out of bounds for storage of size 0": this is what you get if you forget to gather in backward. It is a lucky case.
+# Other operations do not look before they read, and then the process dies. (If a rank dies in an exercise,
+# `ranks.restart()` starts new ones.) So labcode takes one more step: while a weight is away, the parameter shows NaN in
+# the same shape.
+
+# %% tags=["nbval-check-output"]
+def read_between_steps(rank):
+    model = FullyShardedModule(nn.Linear(3, 2), dist.group.WORLD)
+    return model.module.weight.tolist()
+
+print(ranks.run(read_between_steps)[0])
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.4 · A linear layer that borrows its weight
+#
+# Complete the layer. It has no bias: y = x Wᵀ, as `F.linear(x, W)` computes it. `rows` is what this rank keeps and what
+# the optimizer updates. `weight` is whole while it is used, and has no memory else. Five methods are yours:
+#
+# - `reshard` takes the memory away, and `gather` gives it back and fills it from the **present** rows of all ranks, with
+#   one all-gather. `dist.all_gather(parts, own, group=group)` writes the tensor `own` of rank j into `parts[j]`. All have
+#   one size, so you need rows of zeros again. Joined and without these rows they are the weight.
+# - `forward` computes with the whole weight and reshards. A function that is registered with `y.register_hook(function)`
+#   is called in backward with the gradient of y, before backward reaches this layer. Under `torch.no_grad()` y has no
+#   gradient (`y.requires_grad` is False), and then no hook can be registered.
+# - `before_backward` is to be that function.
+# - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this rank's
+#   rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
+#   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.
+#
+# The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward, then
+# at two layers in training. It says "not done yet" as long as the next one is open. About 30 lines.
+
+# %% tags=["exercise"]
+class BorrowingLinear(nn.Module):
+    """y = x W^T; each rank of the group keeps its rows of W, and borrows the others."""
+
+    def __init__(self, weight, group):
+        super().__init__()
+        self.group = group
+        self.p = dist.get_world_size(group)
+        own = piece_of(weight, dist.get_rank(group), self.p)
+        self.rows = nn.Parameter(own.clone())
+        self.weight = nn.Parameter(weight.clone())
+        self.num_bytes = self.weight.nbytes
+        self.weight.register_post_accumulate_grad_hook(self.gradient_ready)
+        self.reshard()
+
+    def reshard(self):
+        """Give the memory of the whole weight back."""
+        ### BEGIN SOLUTION
+        self.weight.untyped_storage().resize_(0)
+        ### END SOLUTION
+
+    def gather(self):
+        """Make the weight whole, from the rows of all ranks."""
+        ### BEGIN SOLUTION
+        each = -(-len(self.weight) // self.p)
+        own = self.rows.new_zeros(each, self.rows.shape[1])
+        own[: len(self.rows)] = self.rows.detach()
+        parts = [torch.empty_like(own) for _ in range(self.p)]
+        dist.all_gather(parts, own, group=self.group)
+        self.weight.untyped_storage().resize_(self.num_bytes)
+        self.weight.data.copy_(torch.cat(parts)[: len(self.weight)])
+        ### END SOLUTION
+
+    def forward(self, x):
+        """x W^T; afterwards the weight has no memory."""
+        ### BEGIN SOLUTION
+        self.gather()
+        y = F.linear(x, self.weight)
+        self.reshard()
+        if y.requires_grad:
+            y.register_hook(self.before_backward)
+        return y
+        ### END SOLUTION
+
+    def before_backward(self, grad):
+        """Called with the gradient of y, before backward reaches this layer."""
+        ### BEGIN SOLUTION
+        self.gather()
+        ### END SOLUTION
+
+    def gradient_ready(self, weight):
+        """Called when `weight.grad` is there: leave the average of our rows."""
+        ### BEGIN SOLUTION
+        each = -(-len(weight) // self.p)
+        whole = weight.grad.new_zeros(self.p * each, weight.shape[1])
+        whole[: len(weight)] = weight.grad
+        weight.grad = None
+        self.reshard()
+        own = torch.empty_like(whole[:each])
+        dist.reduce_scatter(own, list(whole.split(each)), group=self.group)
+        mean = own[: len(self.rows)] / self.p
+        if self.rows.grad is None:
+            self.rows.grad = mean
+        else:
+            self.rows.grad += mean
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("13.4", lambda: l13.borrowing_linear(BorrowingLinear, ranks))
+
+# %% [markdown]
+# labcode does the same for a whole **unit**: some weights that are gathered together, usually those of one layer. Its
+# all-gather is started and waited for separately, so that it can travel while something else computes.
+
+# %%
+show_source(Unit.gather)
+show_source(Unit.reshard)
+
+# %% [markdown]
+# **Predict.** Our GPT has four layers, each of which is a unit, and the rest (the embedding and the last norm) is a unit
+# too. At stage 3, how many all-gathers does a step make, and how many reduce-scatters? One thing to know: the rest is
+# used first and last, so labcode gathers it once and keeps it until backward is done.
+
+# %% tags=["predict"]
+num_all_gathers = 2 * 4 + 1
+num_reduce_scatters = 4 + 1
+
+# %% tags=["nbval-check-output"]
+def count(calls, kind):
+    return sum(call.kind == kind for call in calls)
+
+_, at_stage_3, _ = by_stage[3][0]
+gathers = count(at_stage_3, "all_gather")
+scatters = count(at_stage_3, "reduce_scatter")
+compare("all-gathers", num_all_gathers, gathers, within=1, found="counted")
+compare("reduce-scatters", num_reduce_scatters, scatters, within=1, found="counted")
+
+# %% [markdown]
+# And here is PyTorch's **FSDP2** beside ours. `fully_shard(layer)` makes a unit of a layer. It cuts each weight along its
+# first dim too. Both train the same GPT on the same tokens.
+
+# %% tags=["nbval-check-output"]
+fsdp2 = ranks.run(two_steps, 3, "ddp")  # PyTorch's own at stage 3
+runs = {"no ZeRO": by_stage[0], "stage 1": by_stage[1], "stage 2": by_stage[2]}
+runs |= {"stage 3": by_stage[3], "FSDP2": fsdp2}
+print("          all-reduce  reduce-scatter all-gather      sent  loss of rank 0")
+for name, run in runs.items():
+    _, calls, loss = run[0]
+    sizes = [bytes_sent(c.kind, c.group_size, c.num_bytes) for c in calls]
+    numbers = sum(sizes) / 4
+    print(f"{name:8}", end=" ")
+    for kind in ("all_reduce", "reduce_scatter", "all_gather"):
+        print(f"{count(calls, kind):12}", end=" ")
+    print(f"{numbers / CONFIG.num_parameters:9.2f} N {loss:10.5f}")
+
+# %% [markdown]
+# The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at stages 1
+# and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which gathers the rest a second time
+# in backward.
+#
+# **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
+# parallelism.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 25 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
+# the check. The usual trouble: `copy_` before `resize_` (outside of the check it kills the rank), `detach()` where
+# `.data` is needed, no hook under `no_grad`, and a new tensor in `weight.data`. That last one gives right numbers and
+# frees nothing, because autograd holds the tensor of forward. Ask: why is the hook on y, and not a backward hook of the
+# module? (It has to run before the backward of this layer, and only a hook on its output's gradient does.)
+
+# %% [markdown]
+# ## 5. Units, prefetch, and when to reshard
+#
+# Three choices are left, and each trades time for memory.
+#
+# **How large is a unit?** If each weight is a unit of its own, there are many small messages. If the whole model is one
+# unit, all weights are whole at once, and we have gained nothing for activations' peak. In between is one unit for each
+# layer: the usual choice.
+#
+# **Prefetch.** While a layer computes, the weights of the next one can already travel. Then two units are whole at the
+# same time, or arriving.
+#
+# **Reshard after forward, or not?** If the weights stay whole until backward has used them, they need not be gathered
+# again. Then at the end of forward all of them are in memory.
+#
+# On two cores we cannot see what prefetch wins, because here sending costs the same cores that compute. So the next
+# experiment is emulated, as in lessons 05 and 12. The ranks, hooks and collectives are labcode's own. But each layer
+# sleeps for as long as a device would compute, and each message arrives as late as over a link that carries one at a
+# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms, and
+# to reduce-scatter their gradients also 15 ms.
+#
+# **Without prefetch** each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the first
+# layer to run waits 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the layer
+# before it: 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms. The step takes
+# 630 ms.
+#
+# **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
+# backward, has to wait for its weights. How many layers are whole or arriving at the same time, at most?
+
+# %% tags=["predict"]
+with_prefetch_ms = (15 + 6 * 20) + (15 + 6 * 40 + 15)
+most_whole = 2
+
+# %%
+speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
+prefetched = units.play(ranks, 6, speeds)
+step_ms = 1e3 * prefetched.step_s
+compare("step with prefetch, ms", with_prefetch_ms, step_ms, within=1.2)
+compare("layers whole at once", most_whole, prefetched.most_whole, within=1)
+
+# %% tags=["figure"]
+rows_ms = []
+for lane, label, start_s, stop_s in prefetched.spans:
+    rows_ms.append((lane, label, 1e3 * start_s, 1e3 * stop_s))
+plot.timeline(
+    rows_ms, xlabel="ms",
+    title="With prefetch the device waits only where a pass begins",
+    alt="The device runs six forwards F and six backwards B almost without gaps, while "
+        "the link gathers the weights of the next layer and reduces gradients",
+)
+
+# %% [markdown]
+# In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer
+# than 20 ms, the link would be the slower one there, and set the pace.
+#
+# Now all choices beside each other.
+
+# %%
+choices = {
+    "a layer, no prefetch": {"prefetch": False},
+    "a layer, prefetch": {},
+    "a layer, kept for backward": {"reshard": False},
+    "two layers, prefetch": {"layers_per_unit": 2},
+    "the whole model": {"layers_per_unit": 6},
+}
+print("unit                         step   layers whole at once")
+for name, options in choices.items():
+    played = units.play(ranks, 6, speeds, **options)
+    print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
+
+# %% [markdown]
+# Units of one layer with prefetch are nearly as fast as keeping everything, with a third of the weights in memory. To keep
+# the weights saves the first wait of backward, 15 ms, and what the link does not have to carry. That matters where the
+# link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
+#
+# The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is kind
+# to us: on a GPU, NCCL's own kernels take some of the processor while they send.
+#
+# In PyTorch these choices are `fully_shard(layer)` for each unit, `reshard_after_forward=True` or `False`, and
+# `layer.set_modules_to_forward_prefetch([...])`. In labcode they are arguments of `FullyShardedModule`; a run chooses with
+# `--parallel.zero_stage`.
+#
+# **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank 1,
+# as somebody might who drops layers at random.
+
+# %% tags=["raises-exception"] raises="RankError: ranks 0, 2 and 3 called all_gather"
+class Skipping(nn.Module):
+    """Four layers, of which rank 1 leaves out one."""
+
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(8, 8) for _ in range(4)])
+
+    def forward(self, x):
+        for number, layer in enumerate(self.layers):
+            if dist.get_rank() == 1 and number == 1:
+                continue
+            x = x + layer(x)
+        return x
+
+def skip_a_layer(rank):
+    model = FullyShardedModule(Skipping(), dist.group.WORLD, prefetch=False)
+    model(torch.ones(2, 8)).sum().backward()
+    model.finish_gradient_sync()
+
+ranks.run(skip_a_layer)
+
+# %% [markdown]
+# Rank 1 was one all-gather ahead of the others all the time. The shapes fitted, so nobody noticed: for a while rank 0
+# computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show. Draw
+# such random numbers from a generator that is the same on all ranks.
+#
+# **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide behind
+# computing as long as they take less time.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. Ask before the table: which two numbers decide whether it pays to keep the weights?
+# (The link's time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect "the
+# whole model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the order
+# stays.
+
+# %% [markdown]
+# ## 6. Across nodes: hybrid sharding, or tensor parallelism
+#
+# **Hybrid sharding.** Links between nodes are slower than those inside a node. If the ranks of **one node** can hold a
+# copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and the
+# reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows with the
+# ranks that hold the same rows.
+#
+# How much crosses the boundary of a node? We count numbers that a whole node sends, for n nodes with s ranks each.
+#
+# - **One copy over all p ranks.** In a ring through all ranks each link carries (p-1)/p N numbers for each of the three
+#   collectives, also the one link that leaves the node: 3 (p-1)/p N.
+# - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
+#   sends 2 (n-1)/n N.
+#
+# That is at most a third less in bytes. What counts more is how they cross: once per step, in a ring of n ranks and not
+# of p, and every gather that a layer has to wait for is inside.
+#
+# **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and hybrid?
+
+# %% tags=["predict"]
+flat_sends = 3 * 3 / 4
+hybrid_sends = 2 * 1 / 2
+
+# %% tags=["nbval-check-output"]
+def sent_to_the_other_node(rank, replicas):
+    """Bytes that cross from this rank's node to the other, in rings in rank order."""
+    grid = Grid.create(GridShape(dp=4))
+    group, copies = grid.split("dp", replicas)
+    _, calls, _ = two_steps(rank, 3, replicas=replicas)
+    crossing = 0
+    for call in calls:
+        members = copies if call.kind == "all_reduce" else group
+        links = ring(call.kind, dist.get_process_group_ranks(members), call.num_bytes)
+        own = {link: sent for link, sent in links.items() if link[0] == rank}
+        crossing += across_nodes(own, ranks_per_node=2)
+    return crossing
+
+flat = ranks.run(sent_to_the_other_node, 1)
+hybrid = ranks.run(sent_to_the_other_node, 2)
+each_node = 2 * 4 * CONFIG.num_parameters  # 2 nodes, 4 bytes for a number
+numbers = [sum(sent) / each_node for sent in (flat, hybrid)]
+compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
+compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
+
+# %% [markdown]
+# (The flat one is a little below the formula, because the rest of the model is gathered only once.) The price is memory:
+# a rank keeps 16/s bytes for each parameter and not 16/p.
+#
+# **Or tensor parallelism?** Tensor parallelism divides the weights as well (lesson 09), and nothing of them travels: it
+# sends activations. Which is less? Take a transformer layer with hidden size h and T tokens, which p ranks process
+# together.
+#
+# - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank sends
+#   4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
+# - Stage 3 moves the layer's weights three times. They are about 12 h² numbers (4 h² in attention, 8 h² in the MLP). A
+#   rank sends 36 (p-1)/p h².
+#
+# The factor (p-1)/p is the same on both sides. They are equal when 8 T h = 36 h².
+#
+# **Predict.** At how many tokens T are they equal, for h = 8192 on 8 ranks? And for h = 32 on 4 ranks?
+
+# %% tags=["predict"]
+equal_at_8192 = 4.5 * 8192
+equal_at_32 = 4.5 * 32
+
+# %%
+compare("T for h = 8192", equal_at_8192, 36 / 8 * 8192, within=1, found="computed")
+
+def sent_for_a_layer(rank, dp, tp, tokens):
+    """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
+    sent = {}
+    for num_layers in (2, 4):
+        grid = Grid.create(GridShape(dp=dp, tp=tp))
+        config = GPTConfig(
+            vocab_size=64, context_length=tokens // 4, num_layers=num_layers,
+            num_heads=4, hidden_size=32,
+        )
+        stage = 3 if dp > 1 else 0
+        how = ParallelConfig(zero_stage=stage, data_parallel="labcode")
+        model = parallelize(GPT(config), grid, how, seed=0)
+        batch = torch.zeros(4 // dp, tokens // 4, dtype=torch.int64)
+        with counted() as calls:
+            model.forward_backward([(batch, batch)])
+        sizes = [bytes_sent(c.kind, c.group_size, c.num_bytes) for c in calls]
+        sent[num_layers] = sum(sizes)
+    return (sent[4] - sent[2]) / 2
+
+for tokens in (36, 144, 576):
+    by_tp = ranks.run(sent_for_a_layer, 1, 4, tokens)[0]
+    by_zero = ranks.run(sent_for_a_layer, 4, 1, tokens)[0]
+    if tokens == 144:
+        even = tokens * by_zero / by_tp
+    print(f"{tokens:4} tokens: tensor parallel sends {by_tp / 1e3:5.0f} kB,", end=" ")
+    print(f"stage 3 {by_zero / 1e3:5.0f} kB")
+compare("T for h = 32", equal_at_32, even, within=1.1, found="counted")
+
+# %% [markdown]
+# What ZeRO sends does not depend on the batch; what tensor parallelism sends grows with it. For h = 8192 they are equal at
+# about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less. With a smaller one tensor
+# parallelism does. That happens when you spread a fixed batch over more and more GPUs, and in inference.
+#
+# Bytes are not all. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay inside a
+# node. On the other side, data parallelism needs at least one sequence for each rank, and tensor parallelism divides the
+# activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel ranks, as
+# Llama 3 did.
+#
+# **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at 4.5
+# h tokens for the group.**
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.5 · Open end: choose a layout before you submit
+#
+# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has `num_parameters`,
+# `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s` (a link between two
+# ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are `layouts.candidates(
+# situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over the ranks of a node.
+#
+# Return the one that sends for the shortest time among those that fit, with its costs:
+# `Layout(stage, ranks_of_a_copy, kept_bytes, sending_s)`. Count like this, in mixed precision:
+#
+# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit weights
+#   of two layers on top, the one in use and the next. All layers are equally large.
+# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2 and
+#   3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else the one
+#   inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
+# - Nothing hides behind computing, and latency is left out.
+#
+# The check goes through nine situations, from 1 billion parameters on 4 nodes to 70 billion on 64 nodes, with slow and
+# fast links, large nodes, a single node, and a model of few layers. In each it asks whether your layout fits, whether
+# its costs are right, and whether another one that fits is faster.
+
+# %% tags=["exercise"]
+Layout = layouts.Layout
+
+def choose(situation):
+    """The Layout that sends for the shortest time among those that fit."""
+    ### BEGIN SOLUTION
+    message_bytes = 2 * situation.num_parameters
+    everyone = situation.nodes * situation.ranks_per_node
+    fitting = []
+    for stage, p in layouts.candidates(situation):
+        kept = state_bytes(situation.num_parameters, stage, p, **mixed).total
+        collectives = 2
+        if stage == 3:
+            collectives = 3
+            kept += 2 * message_bytes / situation.num_layers
+        link = situation.inside_bytes_per_s
+        if p > situation.ranks_per_node:
+            link = min(link, situation.between_bytes_per_s)
+        sending_s = collectives * (p - 1) / p * message_bytes / link
+        copies = everyone // p
+        if copies > 1:
+            across = 2 * (copies - 1) / copies * message_bytes
+            sending_s += across / situation.between_bytes_per_s
+        if kept <= situation.room_bytes:
+            fitting.append(Layout(stage, p, kept, sending_s))
+    return min(fitting, key=lambda layout: layout.sending_s)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.5", lambda: l13.choose(choose))
+
+# %% [markdown]
+# Here are the nine situations with what labcode's costs choose.
+
+# %% tags=["nbval-check-output"]
+print("                                    stage  ranks of a copy    keeps     sends")
+for situation in layouts.CASES:
+    best = layouts.best(situation)
+    print(f"{situation.about:35} {best.stage:5} {best.ranks_of_a_copy:16}", end=" ")
+    print(f"{best.kept_bytes / 1e9:6.1f} GB {best.sending_s:7.2f} s")
+
+# %% [markdown]
+# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
+# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8 it
+# rarely pays: 16/8 = 2 bytes for each parameter are what stage 2 keeps anyway.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 27 minutes with the exercise. What people forget: the two borrowed layers, the all-reduce between
+# copies, and that with one node there is nothing between nodes. Ask: what would change with 4 micro-batches in a step?
+# (Stage 3 gathers for each of them, so it sends nearly four times as much; stages 1 and 2 send once.)
+
+# %% [markdown]
+# ## 7. From here to GPUs and SLURM
+#
+# | where | start |
+# |---|---|
+# | 4 GPUs of one machine, stage 1 | `torchrun --nproc-per-node=4 -m labcode.train gpt_10m --parallel.zero_stage 1` |
+# | FSDP2; with ours in its place | `--parallel.zero_stage 3`; and `--parallel.data_parallel labcode` |
+# | hybrid sharding, two copies | `--parallel.zero_stage 3 --parallel.zero_replicas 2` |
+# | with tensor parallelism | `--parallel.zero_stage 3 --parallel.tp 2` |
+# | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.zero_stage 3` |
+#
+# (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
+# script.) On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run shows
+# it. It is more than this lesson's table says, by the activations, the units that are whole, and the buffers in which
+# messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before each layer
+# mean that the link is too slow, or that nothing is prefetched.
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## Questions
+#
+# **1.** A model of 10 billion parameters is trained with AdamW in mixed precision on 16 ranks. What does a rank keep at
+# stages 1, 2 and 3?
+#
+# <details><summary>Answer</summary>
+#
+# (4 + 12/16) · 10 = 47.5 GB, (2 + 14/16) · 10 = 28.75 GB, and 10 GB.
+# </details>
+#
+# **2.** Somebody logs `model.layers[0].weight.norm()` between two steps under stage 3. What may they see?
+#
+# <details><summary>Answer</summary>
+#
+# Not the norm: the weight is not there. labcode gives NaN. FSDP2 shows a DTensor of which each rank has its rows, and
+# computes the right norm with a collective; if only rank 0 logs, that one waits for ever.
+# </details>
+#
+# **3.** Why does ZeRO at stage 2 send no more than DDP, although weights travel too?
+#
+# <details><summary>Answer</summary>
+#
+# DDP's all-reduce is a reduce-scatter and an all-gather. Stage 2 keeps the reduce-scatter, and gathers the weights after
+# the update in place of the gradients before it.
+# </details>
+#
+# **4.** With stage 3, doubling the batch of each rank makes a step take less than twice as long. Why?
+#
+# <details><summary>Answer</summary>
+#
+# What is sent depends on the weights alone. If the link was the slower one, computing grows behind it, and only when it
+# has become the slower one does the step grow with it.
+# </details>
+#
+# **5.** From lesson 12: why do pipeline and stage 3 not go well together?
+#
+# <details><summary>Answer</summary>
+#
+# A pipeline needs many micro-batches, and each forward and backward of each of them gathers the weights of the stage. Keep
+# them whole for all micro-batches, or use stage 1.
+# </details>
+#
+# ## Recap
+#
+# | stage | a rank keeps, of 16 N bytes | sends, in numbers | collectives | in labcode |
+# |---|---|---|---|---|
+# | 0 (DDP) | 16 N | 2 (p-1)/p N | all-reduce | `parallel.data.DataParallel` |
+# | 1 | (4 + 12/p) N | 2 (p-1)/p N | reduce-scatter, all-gather | `parallel.zero.ShardedDataParallel`, or `ShardedOptimizer` after any DDP |
+# | 2 | (2 + 14/p) N | 2 (p-1)/p N | the same | `parallel.zero.ShardedDataParallel` |
+# | 3 | 16/p N, and two units | 3 (p-1)/p N | two all-gathers, reduce-scatter | `parallel.zero.FullyShardedModule` |
+# | 3, hybrid | 16/s N, and two units | between nodes 2 (n-1)/n N for a node | the same inside, all-reduce between | `zero_replicas` |
+#
+# Against tensor parallelism: the bytes are equal at T = 4.5 h tokens for the group.
+#
+# ## Sources
+#
+# - Rajbhandari et al. 2019, *ZeRO*, arXiv:1910.02054: the three stages and the first figure; volumes in section 7.
+# - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units, storage, prefetch; hybrid sharding in section 3.2.2.
+# - Liang et al. 2024, *TorchTitan*, arXiv:2410.06511: FSDP2.
+# - Korthikanti et al. 2022, arXiv:2205.05198: 12 h² weights of a layer and what tensor parallelism sends.
+# - Llama Team 2024, arXiv:2407.21783, section 3.3.2: tensor parallelism and FSDP together.
+# - Megatron Core, *Distributed Optimizer*,
+#   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>.
