@@ -119,9 +119,9 @@ compare("stage 2, GB", stage_2_gb, paper[2], within=1.01, found="computed")
 compare("stage 3, GB", stage_3_gb, paper[3], within=1.01, found="computed")
 
 # %% [markdown]
-# 120 GB fit on no GPU of that time. 31.4 GB fit on one with 32 GB, and stage 3 needs 1.9 GB. However many ranks there
-# are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they do not help any more when
-# the 16-bit weights alone are too large for a device.
+# 120 GB fit on no GPU of that time. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB. However many ranks
+# there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they do not help any more
+# when the 16-bit weights alone are too large for a device.
 #
 # The table leaves something out: activations, and the buffers in which messages travel. Neither is divided by ZeRO.
 #
@@ -192,7 +192,7 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.03)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64
 # at every stage. Ask: what does ZeRO do for plain SGD in float32? (No optimizer state: stage 1 saves nothing.) Ask also
-# where the 8 bytes of the mean of the moments go with an 8-bit optimizer (2 instead of 8, so stage 1 is worth less).
+# what stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
 
 # %% [markdown]
 # ## 2. Stage 1: each rank updates its part
@@ -654,8 +654,8 @@ for name, run in runs.items():
 # Three choices are left, and each trades time for memory.
 #
 # **How large is a unit?** If each weight is a unit of its own, there are many small messages. If the whole model is one
-# unit, all weights are whole at once, and we have gained nothing for activations' peak. In between is one unit for each
-# layer: the usual choice.
+# unit, all weights are whole at the same time, and that is the moment which has to fit. In between is one unit for each
+# layer, the usual choice.
 #
 # **Prefetch.** While a layer computes, the weights of the next one can already travel. Then two units are whole at the
 # same time, or arriving.
@@ -696,10 +696,11 @@ plot.timeline(
     rows_ms, xlabel="ms",
     title="With prefetch the device waits only where a pass begins",
     alt="The device runs six forwards F and six backwards B almost without gaps, while "
-        "the link gathers the weights of the next layer and reduces gradients",
+        "the link gathers weights, G, and reduce-scatters gradients, R",
 )
 
 # %% [markdown]
+# F and B are forward and backward of a layer. On the link G gathers the weights of a layer and R reduce-scatters gradients.
 # In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer
 # than 20 ms, the link would be the slower one there, and set the pace.
 #
@@ -719,8 +720,8 @@ for name, options in choices.items():
     print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
 
 # %% [markdown]
-# Units of one layer with prefetch are nearly as fast as keeping everything, with a third of the weights in memory. To keep
-# the weights saves the first wait of backward, 15 ms, and what the link does not have to carry. That matters where the
+# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. To keep
+# the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters where the
 # link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
 #
 # The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is kind

@@ -390,6 +390,7 @@ def with_a_handle(params, rows, group):
         lists.append(torch.cat(pieces))
     mine = torch.zeros_like(lists[0])
     work = dist.reduce_scatter(mine, lists, group=group, async_op=True)
+    assert work is not None
     work.wait()
     sizes = [piece_of(param, 0, p).numel() for param in params]
     for param, row, part in zip(params, rows, mine.split(sizes)):
@@ -538,7 +539,9 @@ class Borrowing(nn.Module):
 
     def __init__(self, weight, group):
         super().__init__()
-        self.group = group if self.own_group else dist.group.WORLD
+        self.group = group
+        if not self.own_group:
+            self.group = dist.distributed_c10d._get_default_group()
         self.rows = nn.Parameter(own(weight, group).clone())
         self.weight = nn.Parameter(weight.clone())
         self.num_bytes = self.weight.nbytes
@@ -647,6 +650,7 @@ class ByOwnPieces(Borrowing):
             mine[: self.rows.shape[0]].copy_(self.rows)
         arrived = list(mine.new_empty(p, *mine.shape))
         work = dist.all_gather(arrived, mine, group=self.group, async_op=True)
+        assert work is not None
         self.weight.untyped_storage().resize_(self.num_bytes)
         work.wait()
         for rank, part in enumerate(arrived):

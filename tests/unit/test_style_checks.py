@@ -19,6 +19,7 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "10_sequence_parallel_and_activation_memory",
     "11_context_parallel_the_ring",
     "12_pipeline_parallel",
+    "13_sharded_data_parallel",
     "14_slurm_and_multi_node",
     "15_hybrid_training",
 )

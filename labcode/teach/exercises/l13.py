@@ -269,8 +269,7 @@ def _of_rows(
                 "and is that the rank that has updated them?"
             )
         if not far(mine, old):
-            inside = [one for part in inner.param_groups for one in part["params"]]
-            if all(one.grad is None for one in inside if one.numel()):
+            if not _has_gradients(inner):
                 return "nothing changes: the tensors that `make` got have no `.grad` when they step"
             return (
                 "this rank's own rows are the old ones after the step: does what `make` got share "
@@ -287,6 +286,14 @@ def _of_rows(
             "those of this step?"
         )
     return ""
+
+
+def _has_gradients(inner: torch.optim.Optimizer) -> bool:
+    """Whether any tensor of an optimizer has a gradient."""
+    for part in inner.param_groups:
+        if any(tensor.grad is not None for tensor in part["params"]):
+            return True
+    return False
 
 
 def _times(found: Tensor, expected: Tensor) -> float | None:
@@ -590,13 +597,13 @@ def _one_backward(
         return "after backward `weight.grad` still holds the whole gradient"
     if _bytes(layer):
         return "after backward the weight still has its memory"
-    if layer.rows.grad is None and piece_of(weight, me, p).numel():
-        return "after backward `rows.grad` is None"
     mean = torch.stack(grads).mean(0)
     old = piece_of(total, me, p).clone()
     total += mean
-    found = layer.rows.grad
+    found: Any = layer.rows.grad
     wanted = piece_of(total, me, p)
+    if wanted.numel() and found is None:
+        return "after backward `rows.grad` is None"
     if wanted.numel() and far(found, wanted):
         new = piece_of(mean, me, p)
         if not far(found, new):

@@ -4,6 +4,8 @@ Real ranks run labcode's FullyShardedModule, with its hooks and its collectives.
 emulated: a layer sleeps for as long as a device would compute, and what is sent counts as under
 way for as long as a link would carry it, one message after the other. A sleeping rank needs no
 core, so times come out as predicted on two cores for four ranks.
+
+Held by: tests/ranks/test_units_lab.py
 """
 
 import contextlib
@@ -46,7 +48,8 @@ class Played(NamedTuple):
     Args:
         step_s: Its time, of the slowest rank; the median of some steps.
         most_whole: The most layers whose weights were whole at once.
-        spans: What rank 0 computed and sent in the last step.
+        spans: What rank 0 computed (F and B with the number of the layer) and sent (G for a gather,
+            R for a reduce-scatter) in the last step.
     """
 
     step_s: float
@@ -73,15 +76,19 @@ def play(
         prefetch: Gather the next unit while one computes.
         reshard: Give the weights back between forward and backward.
     """
-    options = {"reshard_after_forward": reshard, "prefetch": prefetch}
-    answers = ranks.run(_steps, num_layers, layers_per_unit, speeds, options)
+    answers = ranks.run(_steps, num_layers, layers_per_unit, speeds, prefetch, reshard)
     by_step = [max(of_ranks) for of_ranks in zip(*(times for times, _, _ in answers))]
     most_whole = max(most for _, most, _ in answers)
     return Played(statistics.median(by_step), most_whole, answers[0][2])
 
 
 def _steps(
-    rank: int, num_layers: int, layers_per_unit: int, speeds: Speeds, options: dict[str, bool]
+    rank: int,
+    num_layers: int,
+    layers_per_unit: int,
+    speeds: Speeds,
+    prefetch: bool,
+    reshard: bool,
 ) -> tuple[list[float], int, list[Span]]:
     """(seconds of each step, most layers whole at once, the spans of the last step) of a rank."""
     torch.set_num_threads(1)
@@ -91,8 +98,10 @@ def _steps(
         numbers = range(first, min(first + layers_per_unit, num_layers))
         blocks.append(nn.Sequential(*(_Layer(number, clock) for number in numbers)))
     model = _Stack(blocks)
-    sharded = FullyShardedModule(model, dist.group.WORLD, **options)
-    clock.count_whole = lambda: _whole_layers(sharded, blocks)
+    world = dist.group.WORLD
+    assert world is not None
+    sharded = FullyShardedModule(model, world, reshard_after_forward=reshard, prefetch=prefetch)
+    clock.count_whole = lambda: _whole_layers(sharded, list(blocks))
     x = torch.randn(4, WIDTH)
     times = []
     with _over_the_link(clock):
@@ -195,7 +204,7 @@ def _over_the_link(clock: _Clock) -> Iterator[None]:
     def slow(start: Callable[..., Any], name: str) -> Callable[..., Any]:
         def started(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], Any]:
             finish = start(x, group, dim)
-            whole = x.numel() * (group.size() if name == "gather" else 1)
+            whole = x.numel() * (group.size() if name == "G" else 1)
             arrived_s = clock.send(name, whole / WIDTH**2 * clock.speeds.message_s)
 
             def finish_late() -> Any:
@@ -207,8 +216,8 @@ def _over_the_link(clock: _Clock) -> Iterator[None]:
 
         return started
 
-    gather = slow(parameters.start_all_gather, "gather")
-    reduce = slow(parameters.start_reduce_scatter, "reduce")
+    gather = slow(parameters.start_all_gather, "G")
+    reduce = slow(parameters.start_reduce_scatter, "R")
     with (
         mock.patch.object(parameters, "start_all_gather", gather),
         mock.patch.object(parameters, "start_reduce_scatter", reduce),
