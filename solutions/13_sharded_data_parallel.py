@@ -63,8 +63,8 @@ ranks = Ranks(4)
 # ## 1. What data parallelism keeps p times
 #
 # Take a model with N parameters that is trained with AdamW in mixed precision. The products are computed in 16-bit
-# numbers, and the optimizer works on 32-bit copies of the weights, the **master weights**. AdamW also keeps two averages
-# for each parameter, the first and the second moment. For each parameter a rank keeps
+# numbers, and the optimizer works on 32-bit copies of the weights, the **master weights**. AdamW also keeps two
+# averages for each parameter, the first and the second moment. For each parameter a rank keeps
 #
 # | what | bytes | who needs it |
 # |---|---|---|
@@ -74,8 +74,8 @@ ranks = Ranks(4)
 # | first and second moment | 4 + 4 | the optimizer |
 #
 # These are 16 bytes, and 12 of them are the optimizer's. On p data-parallel ranks the same 16 bytes exist p times. Now
-# look at the last column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike.
-# It would be enough if **one** of them computed it.
+# look at the last column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute
+# alike. It would be enough if **one** of them computed it.
 #
 # Rajbhandari et al. (2019) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
@@ -98,8 +98,8 @@ plot.zero(
 # For example, one billion parameters on 4 ranks take 16 GB on each rank without ZeRO. At stage 1 they take 2 + 2 + 12/4
 # = 7 bytes for each parameter, 7 GB.
 #
-# **Predict.** The first figure of the paper has 7.5 billion parameters on 64 ranks. How many GB does a rank keep without
-# ZeRO, and at each of the three stages?
+# **Predict.** The first figure of the paper has 7.5 billion parameters on 64 ranks. How many GB does a rank keep
+# without ZeRO, and at each of the three stages?
 
 # %% tags=["predict"]
 without_gb = 7.5 * 16
@@ -159,8 +159,8 @@ def two_steps(rank, stage, library="labcode", replicas=1):
     return sum(held), large, loss.item()
 
 # %% [markdown]
-# **Predict.** How many bytes for each parameter does a rank hold at stage 0 (no ZeRO), 1, 2 and 3? There are 4 ranks, and
-# without ZeRO 4 + 4 + 8 bytes for each parameter.
+# **Predict.** How many bytes for each parameter does a rank hold at stage 0 (no ZeRO), 1, 2 and 3? There are 4 ranks,
+# and without ZeRO 4 + 4 + 8 bytes for each parameter.
 
 # %% tags=["predict"]
 bytes_at_stage_0 = 4 + 4 + 8
@@ -186,8 +186,8 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.03)
 # %% [markdown]
 # Each is within 3 % of the formula, on the rank that holds the most.
 #
-# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO divides these,
-# stage 2 the gradients as well, stage 3 everything.**
+# **Takeaway: three quarters of what a rank keeps for a parameter belong to the optimizer. Stage 1 of ZeRO divides
+# these, stage 2 the gradients as well, stage 3 everything.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64
@@ -197,9 +197,9 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.03)
 # %% [markdown]
 # ## 2. Stage 1: each rank updates its part
 #
-# First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p ranks,
-# each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For example, 7
-# rows on 4 ranks are 2, 2, 2 and 1, and 5 rows are 2, 2, 1 and 0.
+# First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p
+# ranks, each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For
+# example, 7 rows on 4 ranks are 2, 2, 2 and 1, and 5 rows are 2, 2, 1 and 0.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.1 · My rows
@@ -220,8 +220,8 @@ def own_rows(weight, group):
 check("13.1", lambda: l13.own_rows(own_rows, ranks))
 
 # %% [markdown]
-# Here is labcode's. `piece_of(whole, index, parts)` is the view that rank `index` of `parts` ranks has, and from here on
-# you may use it.
+# Here is labcode's. `piece_of(whole, index, parts)` is the view that rank `index` of `parts` ranks has, and from here
+# on you may use it.
 
 # %%
 show_source(cut.rows_of)
@@ -230,8 +230,8 @@ show_source(cut.piece_of)
 # %% [markdown]
 # AdamW treats each number by itself: the new value of a weight depends on the old one, its gradient and its own two
 # moments. So a rank can hand its rows to an ordinary AdamW as if they were a weight of their own, and they become what
-# they would have become in the whole weight. (An optimizer such as Muon looks at a whole matrix. It could not be divided
-# in this way.)
+# they would have become in the whole weight. (An optimizer such as Muon looks at a whole matrix. It could not be
+# divided in this way.)
 #
 # A step then has three parts:
 #
@@ -248,8 +248,8 @@ show_source(cut.piece_of)
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
 # - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
 # - For the third part, let each rank broadcast its rows. `dist.broadcast(tensor, group_src=i, group=group)` sends the
-#   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. All of this belongs into
-#   `with torch.no_grad():`.
+#   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. All of this belongs
+#   into `with torch.no_grad():`.
 #
 # About 15 lines.
 
@@ -296,8 +296,8 @@ check("13.2", lambda: l13.sharded_optimizer(ShardedOptimizer, ranks))
 # %% [markdown]
 # labcode's step begins in the same way (its `_own` is a `piece_of`). Then it packs the rows of all weights into one
 # message and sends them with a single all-gather, for the reason that you found in lesson 05: one large message is
-# faster than a hundred small ones. An all-gather wants parts of one size. Where a rank has fewer rows, its part is filled
-# up with zeros.
+# faster than a hundred small ones. An all-gather wants parts of one size. Where a rank has fewer rows, its part is
+# filled up with zeros.
 
 # %%
 show_source(optimizer.ShardedOptimizer.step)
@@ -347,10 +347,10 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # %% [markdown]
 # ## 3. Stage 2: only my part of the gradients
 #
-# Half of that all-reduce was for nothing. A rank needs the averaged gradient of its own rows and of no others. In lesson
-# 01 you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum of its own part, and
-# an all-gather. So we take the first half alone. The second half moves behind the optimizer, where it carries new
-# weights in place of gradients:
+# Half of that all-reduce was for nothing. A rank needs the averaged gradient of its own rows and of no others. In
+# lesson 01 you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum of its own
+# part, and an all-gather. So we take the first half alone. The second half moves behind the optimizer, where it
+# carries new weights in place of gradients:
 #
 # | | after backward | after the optimizer | numbers that a rank sends |
 # |---|---|---|---|
@@ -360,8 +360,8 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 #
 # So the memory of the optimizer's state shrinks to 1/p, and **nothing** more is sent than with DDP.
 #
-# Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the averages
-# of its own rows and frees the rest, while backward goes on.
+# Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the
+# averages of its own rows and frees the rest, while backward goes on.
 #
 # A reduce-scatter also wants parts of one size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b of
 # 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is filled
@@ -374,8 +374,8 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 #
 # Write a function that is called after backward. It leaves in `rows[i].grad` the average over the group of this rank's
 # rows of `params[i].grad` (what stood there before is replaced), and `None` in `params[i].grad`. Do it with **one**
-# reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of one size, of
-# which number j goes to rank j. It writes into `own` the sum of what this rank receives.
+# reduce-scatter for all weights: `dist.reduce_scatter(own, parts, group=group)` takes a list of p tensors of one size,
+# of which number j goes to rank j. It writes into `own` the sum of what this rank receives.
 #
 # - `piece_of(tensor, j, p)` are the rows of rank j; `.flatten()` makes a row of numbers of them, and `torch.cat` joins.
 # - The first rank has the most rows, so its part is the longest.
@@ -409,33 +409,33 @@ def average_own_rows(params, rows, group):
 check("13.3", lambda: l13.average_own_rows(average_own_rows, ranks))
 
 # %% [markdown]
-# In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and `receive`
-# after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `replicas` belong to
-# section 6.
+# In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and
+# `receive` after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `replicas`
+# belong to section 6.
 
 # %%
 show_source(gradients.ShardedBucket.send)
 show_source(gradients.ShardedBucket.receive)
 
 # %% [markdown]
-# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and 2
-# save memory and send nothing more.** So there is little reason to use plain data parallelism with AdamW on many ranks.
-# Stage 1 costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
+# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1
+# and 2 save memory and send nothing more.** So there is little reason to use plain data parallelism with AdamW on many
+# ranks. Stage 1 costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
 #
 # This is the end of the first sitting.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 16 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its own,
-# which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by the
-# world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent once per
-# step; all but the own rows, if each micro-batch is sent. Stage 2 and accumulation do not go well together.)
+# *For the instructor.* 16 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its
+# own, which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by
+# the world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent
+# once per step; all but the own rows, if each micro-batch is sent. Stage 2 and accumulation do not go well together.)
 
 # %% [markdown]
 # ## 4. Stage 3: borrow the weights
 #
-# A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the time
-# it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards gives the
-# memory back. That is called to **reshard** the weight.
+# A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the
+# time it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards
+# gives the memory back. That is called to **reshard** the weight.
 #
 #     forward     all-gather the weight -> compute -> reshard
 #     backward    all-gather the weight again -> compute -> reshard -> reduce-scatter the gradient
@@ -450,14 +450,14 @@ plot.zero_steps(
 
 # %% [markdown]
 # After the optimizer nothing has to travel: each rank has updated its rows, and the next forward gathers them. In all
-# there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers in a step. That is half as much again as with DDP,
-# and it is the price of stage 3.
+# there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers in a step. That is half as much again as with
+# DDP, and it is the price of stage 3.
 #
-# **How to take memory away from a weight.** During forward, autograd saves the weight for backward. So it is not enough
-# to forget it: autograd still holds it. PyTorch's FSDP uses a trick. A tensor is a header (shape, dtype) that points to a
-# **storage**, the memory itself. What autograd has saved points to the same storage. If we shrink the storage to 0 bytes,
-# the memory is free, and all headers stay as they are. Before backward we give the storage its size again and fill it,
-# and everything that points to it is right.
+# **How to take memory away from a weight.** During forward, autograd saves the weight for backward. So it is not
+# enough to forget it: autograd still holds it. PyTorch's FSDP uses a trick. A tensor is a header (shape, dtype) that
+# points to a **storage**, the memory itself. What autograd has saved points to the same storage. If we shrink the
+# storage to 0 bytes, the memory is free, and all headers stay as they are. Before backward we give the storage its
+# size again and fill it, and everything that points to it is right.
 
 # %% tags=["nbval-check-output"]
 weight = nn.Parameter(torch.ones(5, 3))
@@ -472,8 +472,8 @@ y.sum().backward()
 print("gradient of x", x.grad.tolist())
 
 # %% [markdown]
-# Backward has used the values that we filled in later: the gradient of x is 5 · 2 = 10. (Of course they should be the same
-# as in forward.)
+# Backward has used the values that we filled in later: the gradient of x is 5 · 2 = 10. (Of course they should be the
+# same as in forward.)
 #
 # Note the `.data`. Autograd counts each change of a tensor, and it refuses to run backward through a weight that was
 # changed since forward. A copy into `weight.data` is not counted. A copy into `weight` or into `weight.detach()` is.
@@ -492,6 +492,8 @@ y.sum().backward()
 # the same shape.
 
 # %% tags=["nbval-check-output"]
+weight.untyped_storage().resize_(num_bytes)  # so that you may look at it again
+
 def read_between_steps(rank):
     model = FullyShardedModule(nn.Linear(3, 2), dist.group.WORLD)
     return model.module.weight.tolist()
@@ -502,21 +504,21 @@ print(ranks.run(read_between_steps)[0])
 # ### Exercise 13.4 · A linear layer that borrows its weight
 #
 # Complete the layer. It has no bias: y = x Wᵀ, as `F.linear(x, W)` computes it. `rows` is what this rank keeps and what
-# the optimizer updates. `weight` is whole while it is used, and has no memory else. Five methods are yours:
+# the optimizer updates. `weight` is whole while it is used, and has no memory at other times. Five methods are yours:
 #
-# - `reshard` takes the memory away, and `gather` gives it back and fills it from the **present** rows of all ranks, with
-#   one all-gather. `dist.all_gather(parts, own, group=group)` writes the tensor `own` of rank j into `parts[j]`. All have
-#   one size, so you need rows of zeros again. Joined and without these rows they are the weight.
-# - `forward` computes with the whole weight and reshards. A function that is registered with `y.register_hook(function)`
-#   is called in backward with the gradient of y, before backward reaches this layer. Under `torch.no_grad()` y has no
-#   gradient (`y.requires_grad` is False), and then no hook can be registered.
+# - `reshard` takes the memory away, and `gather` gives it back and fills it from the **present** rows of all ranks,
+#   with one all-gather. `dist.all_gather(parts, own, group=group)` writes the tensor `own` of rank j into `parts[j]`.
+#   All have one size, so you need rows of zeros again. Joined and without these rows they are the weight.
+# - `forward` computes with the whole weight and reshards. A function that is registered with
+#   `y.register_hook(function)` is called in backward with the gradient of y, before backward reaches this layer. Under
+#   `torch.no_grad()` y has no gradient (`y.requires_grad` is False), and then no hook can be registered.
 # - `before_backward` is to be that function.
-# - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this rank's
-#   rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
+# - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this
+#   rank's rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
 #   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.
 #
-# The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward, then
-# at two layers in training. It says "not done yet" as long as the next one is open. About 30 lines.
+# The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward,
+# then at two layers in training. It says "not done yet" as long as the next one is open. About 30 lines.
 
 # %% tags=["exercise"]
 class BorrowingLinear(nn.Module):
@@ -597,9 +599,9 @@ show_source(Unit.gather)
 show_source(Unit.reshard)
 
 # %% [markdown]
-# **Predict.** Our GPT has four layers, each of which is a unit, and the rest (the embedding and the last norm) is a unit
-# too. At stage 3, how many all-gathers does a step make, and how many reduce-scatters? One thing to know: the rest is
-# used first and last, so labcode gathers it once and keeps it until backward is done.
+# **Predict.** Our GPT has four layers, each of which is a unit, and the rest (the embedding and the last norm) is a
+# unit too. At stage 3, how many all-gathers does a step make, and how many reduce-scatters? One thing to know: the
+# rest is used first and last, so labcode gathers it once and keeps it until backward is done.
 
 # %% tags=["predict"]
 num_all_gathers = 2 * 4 + 1
@@ -616,8 +618,8 @@ compare("all-gathers", num_all_gathers, gathers, within=1, found="counted")
 compare("reduce-scatters", num_reduce_scatters, scatters, within=1, found="counted")
 
 # %% [markdown]
-# And here is PyTorch's **FSDP2** beside ours. `fully_shard(layer)` makes a unit of a layer. It cuts each weight along its
-# first dim too. Both train the same GPT on the same tokens.
+# And here is PyTorch's **FSDP2** beside ours. `fully_shard(layer)` makes a unit of a layer. It cuts each weight along
+# its first dim too. Both train the same GPT on the same tokens.
 
 # %% tags=["nbval-check-output"]
 fsdp2 = ranks.run(two_steps, 3, "ddp")  # PyTorch's own at stage 3
@@ -631,12 +633,12 @@ for name, run in runs.items():
     print(f"{name:8}", end=" ")
     for kind in ("all_reduce", "reduce_scatter", "all_gather"):
         print(f"{count(calls, kind):12}", end=" ")
-    print(f"{numbers / CONFIG.num_parameters:9.2f} N {loss:10.5f}")
+    print(f"{numbers / CONFIG.num_parameters:9.2f} N {loss:10.4f}")
 
 # %% [markdown]
-# The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at stages 1
-# and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which gathers the rest a second time
-# in backward.
+# The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at
+# stages 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which gathers the rest a
+# second time in backward.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
@@ -666,13 +668,13 @@ for name, run in runs.items():
 # On two cores we cannot see what prefetch wins, because here sending costs the same cores that compute. So the next
 # experiment is emulated, as in lessons 05 and 12. The ranks, hooks and collectives are labcode's own. But each layer
 # sleeps for as long as a device would compute, and each message arrives as late as over a link that carries one at a
-# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms, and
-# to reduce-scatter their gradients also 15 ms.
+# time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms,
+# and to reduce-scatter their gradients also 15 ms.
 #
-# **Without prefetch** each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the first
-# layer to run waits 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the layer
-# before it: 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms. The step takes
-# 630 ms.
+# **Without prefetch** each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the
+# first layer to run waits 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the
+# layer before it: 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms. The
+# step takes 630 ms.
 #
 # **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
 # backward, has to wait for its weights. How many layers are whole or arriving at the same time, at most?
@@ -700,9 +702,9 @@ plot.timeline(
 )
 
 # %% [markdown]
-# F and B are forward and backward of a layer. On the link G gathers the weights of a layer and R reduce-scatters gradients.
-# In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer
-# than 20 ms, the link would be the slower one there, and set the pace.
+# F and B are forward and backward of a layer. On the link, G gathers the weights of a layer, and R reduce-scatters its
+# gradients. In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message
+# took longer than 20 ms, the link would be the slower one there, and set the pace.
 #
 # Now all choices beside each other.
 
@@ -720,19 +722,19 @@ for name, options in choices.items():
     print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
 
 # %% [markdown]
-# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. To keep
-# the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters where the
-# link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
+# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. To
+# keep the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
+# where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
 #
-# The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is kind
-# to us: on a GPU, NCCL's own kernels take some of the processor while they send.
+# The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is
+# kind to us: on a GPU, NCCL's own kernels take some of the processor while they send.
 #
 # In PyTorch these choices are `fully_shard(layer)` for each unit, `reshard_after_forward=True` or `False`, and
-# `layer.set_modules_to_forward_prefetch([...])`. In labcode they are arguments of `FullyShardedModule`; a run chooses with
-# `--parallel.zero_stage`.
+# `layer.set_modules_to_forward_prefetch([...])`. In labcode they are arguments of `FullyShardedModule`; a run chooses
+# with `--parallel.zero_stage`.
 #
-# **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank 1,
-# as somebody might who drops layers at random.
+# **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank
+# 1, as somebody might who drops layers at random.
 
 # %% tags=["raises-exception"] raises="RankError: ranks 0, 2 and 3 called all_gather"
 class Skipping(nn.Module):
@@ -758,25 +760,25 @@ ranks.run(skip_a_layer)
 
 # %% [markdown]
 # Rank 1 was one all-gather ahead of the others all the time. The shapes fitted, so nobody noticed: for a while rank 0
-# computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show. Draw
-# such random numbers from a generator that is the same on all ranks.
+# computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show.
+# Draw such random numbers from a generator that is the same on all ranks.
 #
 # **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide behind
 # computing as long as they take less time.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. Ask before the table: which two numbers decide whether it pays to keep the weights?
-# (The link's time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect "the
-# whole model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the order
-# stays.
+# (The link's time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect
+# "the whole model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the
+# order stays.
 
 # %% [markdown]
 # ## 6. Across nodes: hybrid sharding, or tensor parallelism
 #
 # **Hybrid sharding.** Links between nodes are slower than those inside a node. If the ranks of **one node** can hold a
-# copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and the
-# reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows with the
-# ranks that hold the same rows.
+# copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and
+# the reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows
+# with the ranks that hold the same rows.
 #
 # How much crosses the boundary of a node? We count numbers that a whole node sends, for n nodes with s ranks each.
 #
@@ -788,7 +790,8 @@ ranks.run(skip_a_layer)
 # That is at most a third less in bytes. What counts more is how they cross: once per step, in a ring of n ranks and not
 # of p, and every gather that a layer has to wait for is inside.
 #
-# **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and hybrid?
+# **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and
+# hybrid?
 
 # %% tags=["predict"]
 flat_sends = 3 * 3 / 4
@@ -816,15 +819,15 @@ compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
 compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 
 # %% [markdown]
-# (The flat one is a little below the formula, because the rest of the model is gathered only once.) The price is memory:
-# a rank keeps 16/s bytes for each parameter and not 16/p.
+# (The flat one is a little below the formula, because the rest of the model is gathered only once.) The price is
+# memory: a rank keeps 16/s bytes for each parameter and not 16/p.
 #
 # **Or tensor parallelism?** Tensor parallelism divides the weights as well (lesson 09), and nothing of them travels: it
 # sends activations. Which is less? Take a transformer layer with hidden size h and T tokens, which p ranks process
 # together.
 #
-# - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank sends
-#   4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
+# - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank
+#   sends 4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
 # - Stage 3 moves the layer's weights three times. They are about 12 h² numbers (4 h² in attention, 8 h² in the MLP). A
 #   rank sends 36 (p-1)/p h².
 #
@@ -833,11 +836,11 @@ compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 # **Predict.** At how many tokens T are they equal, for h = 8192 on 8 ranks? And for h = 32 on 4 ranks?
 
 # %% tags=["predict"]
-equal_at_8192 = 4.5 * 8192
-equal_at_32 = 4.5 * 32
+equal_at_8192 = 36 * 8192 // 8
+equal_at_32 = 36 * 32 // 8
 
 # %%
-compare("T for h = 8192", equal_at_8192, 36 / 8 * 8192, within=1, found="computed")
+compare("T for h = 8192", equal_at_8192, 36 * 8192 // 8, within=1, found="computed")
 
 def sent_for_a_layer(rank, dp, tp, tokens):
     """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
@@ -868,34 +871,35 @@ for tokens in (36, 144, 576):
 compare("T for h = 32", equal_at_32, even, within=1.1, found="counted")
 
 # %% [markdown]
-# What ZeRO sends does not depend on the batch; what tensor parallelism sends grows with it. For h = 8192 they are equal at
-# about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less. With a smaller one tensor
-# parallelism does. That happens when you spread a fixed batch over more and more GPUs, and in inference.
+# What ZeRO sends does not depend on the batch; what tensor parallelism sends grows with it. For h = 8192 they are
+# equal at about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less. With a smaller one
+# tensor parallelism does. That happens when you spread a fixed batch over more and more GPUs, and in inference.
 #
-# Bytes are not all. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay inside a
-# node. On the other side, data parallelism needs at least one sequence for each rank, and tensor parallelism divides the
-# activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel ranks, as
-# Llama 3 did.
+# Bytes are not all. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay inside
+# a node. On the other side, data parallelism needs at least one sequence for each rank, and tensor parallelism divides
+# the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel ranks,
+# as Llama 3 did.
 #
-# **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at 4.5
-# h tokens for the group.**
+# **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at
+# 4.5 h tokens for the group.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.5 · Open end: choose a layout before you submit
 #
-# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has `num_parameters`,
-# `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s` (a link between two
-# ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are `layouts.candidates(
-# situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over the ranks of a node.
+# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
+# `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
+# (a link between two ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are
+# `layouts.candidates( situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
+# the ranks of a node.
 #
 # Return the one that sends for the shortest time among those that fit, with its costs:
 # `Layout(stage, ranks_of_a_copy, kept_bytes, sending_s)`. Count like this, in mixed precision:
 #
-# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit weights
-#   of two layers on top, the one in use and the next. All layers are equally large.
-# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2 and
-#   3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else the one
-#   inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
+# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit
+#   weights of two layers on top, the one in use and the next. All layers are equally large.
+# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2
+#   and 3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else
+#   the one inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
 # - Nothing hides behind computing, and latency is left out.
 #
 # The check goes through nine situations, from 1 billion parameters on 4 nodes to 70 billion on 64 nodes, with slow and
@@ -934,7 +938,10 @@ def choose(situation):
 check("13.5", lambda: l13.choose(choose))
 
 # %% [markdown]
-# Here are the nine situations with what labcode's costs choose.
+# Here is how labcode's lab counts, and what it chooses in the nine situations.
+
+# %%
+show_source(layouts.cost_of)
 
 # %% tags=["nbval-check-output"]
 print("                                    stage  ranks of a copy    keeps     sends")
@@ -945,13 +952,13 @@ for situation in layouts.CASES:
 
 # %% [markdown]
 # Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
-# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8 it
-# rarely pays: 16/8 = 2 bytes for each parameter are what stage 2 keeps anyway.
+# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
+# it rarely pays: 16/8 = 2 bytes for each parameter are what stage 2 keeps anyway.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 27 minutes with the exercise. What people forget: the two borrowed layers, the all-reduce between
-# copies, and that with one node there is nothing between nodes. Ask: what would change with 4 micro-batches in a step?
-# (Stage 3 gathers for each of them, so it sends nearly four times as much; stages 1 and 2 send once.)
+# *For the instructor.* 27 minutes with the exercise. What people forget: the two borrowed layers, the all-reduce
+# between copies, and that with one node there is nothing between nodes. Ask: what would change with 4 micro-batches in
+# a step? (Stage 3 gathers for each of them, so it sends nearly four times as much; stages 1 and 2 send once.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM
@@ -965,10 +972,10 @@ for situation in layouts.CASES:
 # | SLURM, inside a job of two nodes | `srun --nodes=2 --ntasks-per-node=4 python -m labcode.train gpt_10m --parallel.zero_stage 3` |
 #
 # (Under `srun`, export `MASTER_ADDR` and `MASTER_PORT` first, the variables of lesson 04; lesson 14 writes such a
-# script.) On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run shows
-# it. It is more than this lesson's table says, by the activations, the units that are whole, and the buffers in which
-# messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before each layer
-# mean that the link is too slow, or that nothing is prefetched.
+# script.) On a GPU the memory that a step really needs is `torch.cuda.max_memory_allocated()`; the report of a run
+# shows it. It is more than this lesson's table says, by the activations, the units that are whole, and the buffers in
+# which messages travel. In a profile of a good run the all-gathers lie below the layers before them; gaps before each
+# layer mean that the link is too slow, or that nothing is prefetched.
 
 # %%
 ranks.close()
@@ -996,8 +1003,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# DDP's all-reduce is a reduce-scatter and an all-gather. Stage 2 keeps the reduce-scatter, and gathers the weights after
-# the update in place of the gradients before it.
+# DDP's all-reduce is a reduce-scatter and an all-gather. Stage 2 keeps the reduce-scatter, and gathers the weights
+# after the update in place of the gradients before it.
 # </details>
 #
 # **4.** With stage 3, doubling the batch of each rank makes a step take less than twice as long. Why?
@@ -1012,8 +1019,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# A pipeline needs many micro-batches, and each forward and backward of each of them gathers the weights of the stage. Keep
-# them whole for all micro-batches, or use stage 1.
+# A pipeline needs many micro-batches, and each forward and backward of each of them gathers the weights of the stage.
+# Keep them whole for all micro-batches, or use stage 1.
 # </details>
 #
 # ## Recap

@@ -77,7 +77,8 @@ def play(
         reshard: Give the weights back between forward and backward.
     """
     answers = ranks.run(_steps, num_layers, layers_per_unit, speeds, prefetch, reshard)
-    by_step = [max(of_ranks) for of_ranks in zip(*(times for times, _, _ in answers))]
+    times = [of_rank for of_rank, _, _ in answers]
+    by_step = [max(of_ranks) for of_ranks in zip(*times)]
     most_whole = max(most for _, most, _ in answers)
     return Played(statistics.median(by_step), most_whole, answers[0][2])
 
