@@ -248,8 +248,8 @@ show_source(cut.piece_of)
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
 # - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
 # - For the third part, let each rank broadcast its rows. `dist.broadcast(tensor, group_src=i, group=group)` sends the
-#   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. All of this belongs
-#   into `with torch.no_grad():`.
+#   tensor of rank i of the group and overwrites that of the others; a tensor of 0 rows is fine. Do this
+#   inside `with torch.no_grad():`.
 #
 # About 15 lines.
 
