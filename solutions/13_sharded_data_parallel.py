@@ -787,8 +787,9 @@ ranks.run(skip_a_layer)
 # - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
 #   sends 2 (n-1)/n N.
 #
-# That is at most a third less in bytes. What counts more is how they cross: once per step, in a ring of n ranks and not
-# of p, and every gather that a layer has to wait for is inside.
+# With many nodes that is a third less, and with two nodes less than half. What counts more is how it crosses: only
+# gradients do, which can travel behind backward, in rings of n ranks and not of p. Every gather that a layer has to wait
+# for stays inside the node.
 #
 # **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and
 # hybrid?
