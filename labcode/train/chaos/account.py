@@ -60,7 +60,7 @@ def bytes_lost(
     Returns:
         Bytes of checkpoints that were whole, and neither they nor later ones were resumed from; and
         of the rows of metrics up to that step that are gone or have changed.
-    Held by: tests/unit/test_chaos.py
+    Held by: tests/unit/test_chaos_plan.py
     """
     lost = 0
     whole = dict(before) | after.checkpoints
