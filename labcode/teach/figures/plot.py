@@ -29,6 +29,7 @@ from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
 from labcode.teach.figures.sharded import zero, zero_steps
+from labcode.teach.figures.survival import boxes, runs, save_steps
 from labcode.teach.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
@@ -38,6 +39,7 @@ __all__ = [
     "accumulation",
     "around_a_layer",
     "bars",
+    "boxes",
     "buckets",
     "causal",
     "clipping",
@@ -65,7 +67,9 @@ __all__ = [
     "ring_attention",
     "ring_gradients",
     "rounds",
+    "runs",
     "sample_weights",
+    "save_steps",
     "second_attempt",
     "stages",
     "tensor_parallel_mlp",

@@ -1,0 +1,117 @@
+"""Lesson 17: `labcode.train` with a fault in it, for torchrun.
+
+    python -m labcode.teach.labs.l17_faulty kill:1:7 RECIPE ...    rank 1 dies after step 7
+    python -m labcode.teach.labs.l17_faulty signal:0:7 RECIPE ...  rank 0 is told to stop: SIGUSR1
+    python -m labcode.teach.labs.l17_faulty stuck:1:7 RECIPE ...   rank 1 reads its batch for 9 s
+    python -m labcode.teach.labs.l17_faulty none RECIPE ...        nothing happens
+
+The fault comes in the first attempt only.
+
+Held by: tests/unit/test_l17_labs.py; that ranks are started again, tests/ranks/test_restarts.py
+"""
+
+import os
+import re
+import signal
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from labcode.comm import bootstrap
+from labcode.train.__main__ import main as train
+
+STUCK_S = 9.0
+COLUMNS = 100  # of a cell's output
+
+
+def main(args: Sequence[str]) -> int:
+    """Train; returns the exit code.
+
+    Args:
+        args: KIND:RANK:STEP or none, then the command line of `labcode.train`.
+    """
+    place = bootstrap.read_environment()
+    if args[0] == "none" or place.attempt > 0:
+        return train(args[1:])
+    kind, rank, step = args[0].split(":")
+    if place.rank == int(rank):
+        # the loop imports torch, which `labcode.train` puts off until its arguments are parsed
+        threading.Thread(target=_prepare, args=[FAULTS[kind], int(step)], daemon=True).start()
+    return train(args[1:])
+
+
+def _prepare(fault: Callable[[], None], step: int) -> None:
+    while not hasattr(sys.modules.get("labcode.train.loop"), "Trainer"):
+        time.sleep(0.005)
+    trainer: Any = sys.modules["labcode.train.loop"].Trainer
+    original = trainer.step
+
+    def with_fault(self: Any) -> Any:
+        if self.steps_done == step:
+            fault()
+        return original(self)
+
+    trainer.step = with_fault
+
+
+def read_from_a_slow_disk() -> None:
+    """Is called by one rank, while the others are in the collective that comes next."""
+    time.sleep(STUCK_S)
+
+
+FAULTS: dict[str, Callable[[], None]] = {
+    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
+    "signal": lambda: os.kill(os.getpid(), signal.SIGUSR1),
+    "stuck": read_from_a_slow_disk,
+}
+
+
+def told(output: str) -> str:
+    """What the ranks said, without the numbers that differ from run to run, and the sample text.
+
+    Args:
+        output: Of `launch.run`.
+    """
+    lines = []
+    for line in output.splitlines():
+        text = line.removeprefix("[rank 0] ")
+        if re.match(r"step \d+/\d+ \| loss", text):
+            text = " | ".join(text.split(" | ")[:2])
+        elif re.match(r"\d+ ranks? on", text):
+            text = text.partition(";")[0]
+        elif not re.match(r"resuming|rank \d|stopped|(\[rank \d\] )?hang", text):
+            continue
+        lines.extend(textwrap.wrap(text, COLUMNS, subsequent_indent="    "))
+    return "\n".join(lines)
+
+
+def resumed_from(output: str) -> int | None:
+    """The step of the checkpoint that a run has resumed from; None if it began at step 1."""
+    found = re.search(r"resuming from \S+step-0*(\d+)", output)
+    return int(found[1]) if found else None
+
+
+def losses(output: str) -> list[tuple[int, str]]:
+    """(step, its loss) of all attempts, in the order in which they were made."""
+    found = re.findall(r"step (\d+)/\d+ \| loss (\S+)", output)
+    return [(int(step), loss) for step, loss in found]
+
+
+def who_waits(output: str) -> tuple[int, int]:
+    """(the rank that waits, the rank that has not come), as the watch says it.
+
+    Raises:
+        ValueError: It has said nothing.
+    """
+    missing = re.search(r"hang: .*?rank (\d+) has not come", output)
+    waits = re.search(r"hang: .*; rank (\d+) waits", output)
+    if missing is None or waits is None:
+        raise ValueError("no line begins with 'hang:': was the rank stuck for long enough?")
+    return int(waits[1]), int(missing[1])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

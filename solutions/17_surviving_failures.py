@@ -1,0 +1,956 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 17 · Surviving failures
+#
+# A training run on thousands of GPUs does not end without a failure. Some GPU, cable or node breaks every few hours.
+# Since all ranks wait for each other, one broken part stops them all. You cannot prevent this. What you can do is lose
+# little each time: minutes, and not days. In this lesson you find out what a failure costs, you write the parts that
+# make it cheap, and you watch real processes die and come back.
+#
+# ## Goals
+#
+# - derive how often to save from two numbers, predict the cost, and hold it against a simulation;
+# - write a checkpoint that is there whole or not at all, whenever the program is killed;
+# - write the loop that finds the newest whole checkpoint and goes on as if nothing had happened;
+# - load a checkpoint on another number of GPUs than the one that wrote it;
+# - find the rank that a hanging job waits for, and the layer where a NaN begins.
+#
+# **Time**: 60 minutes: 15 for the costs, 30 for the three parts that you write, 15 for finding faults and for a plan of
+# your own. **Needs**: lesson 01 (ranks, torchrun), lesson 09 (a tensor cut over ranks). Lesson 14 has the job script
+# that section 4 speaks of.
+
+# %%
+import hashlib
+import json
+import os
+import shutil
+import statistics
+from pathlib import Path
+
+import torch
+
+from labcode import launch
+from labcode.config import GPTConfig
+from labcode.files import sync_folder
+from labcode.models.gpt import GPT
+from labcode.models.layers import initialize
+from labcode.parallel import boxes
+from labcode.perf import failures
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l17
+from labcode.teach.figures import plot
+from labcode.teach.labs import l17_disk, l17_faulty, l17_plan, l17_run
+from labcode.teach.labs.l17_boxes import Box, tiles
+from labcode.train.checkpoint import Checkpoints
+
+MINUTE = 60.0
+HOUR = 60 * MINUTE
+DAY = 24 * HOUR
+
+# %% [markdown]
+# ## 1. What a failure costs
+#
+# In 2024 Meta published how the training of Llama 3 405B was interrupted: **419** times unexpectedly, in 54 days, on
+# 16,384 GPUs (arXiv:2407.21783, section 3.3.4). More than half of the causes were GPUs and their memory. The number to
+# take from this is the **mean time between failures** of the job, MTBF or $M$: the time divided by the failures.
+#
+# If the parts fail independently of each other, n times as many of them fail n times as often. So the MTBF of a job is
+# that of one part, divided by the number of parts.
+#
+# **Predict.** What was the MTBF of this job, in hours? And what would it be for a job on 1,024 such GPUs?
+
+# %% tags=["predict"]
+mtbf_hours = 54 * 24 / 419
+mtbf_hours_of_1024 = mtbf_hours * 16384 / 1024
+
+# %% tags=["nbval-check-output"]
+mtbf_s = 54 * DAY / 419
+gpu_mtbf_s = mtbf_s * 16384
+compare("hours, 16,384 GPUs", mtbf_hours, mtbf_s / HOUR, within=1.05, found="published")
+compare("hours, 1,024 GPUs", mtbf_hours_of_1024, gpu_mtbf_s / 1024 / HOUR,
+        within=1.05, found="computed")
+print(f"one GPU, with its share of all the rest: {gpu_mtbf_s / DAY / 365:.1f} years")
+
+# %% [markdown]
+# A single GPU is reliable. It is the number of them that makes a failure an everyday event.
+#
+# When one comes, the run goes back to its last **checkpoint**: weights, optimizer, position in the data, random
+# numbers, all that is needed to go on. What was done since then is lost. So there are three costs.
+#
+# - **Saving.** The ranks stand still for C seconds and write.
+# - **Lost work.** What was done since the last checkpoint has to be done again.
+# - **Restarting.** It takes R seconds until somebody, or some program, has noticed the failure, has replaced the node,
+#   started the ranks and loaded the checkpoint.
+#
+# The picture shows the same eight hours of work three times, with the same failures.
+
+# %% tags=["figure"]
+example = {}
+for minutes in (120, 30, 5):
+    story = failures.simulate(
+        8 * HOUR, minutes * MINUTE,
+        save_s=60, restart_s=15 * MINUTE, mtbf_s=mtbf_s, seed=5,
+    )
+    example[f"every {minutes} min"] = story.events
+plot.runs(
+    example, title="Eight hours of work, with two failures",
+    alt="Three time lines of a run with two failures: with a checkpoint every 2 hours "
+        "much work is lost, with one every 5 minutes much time goes into saving, and "
+        "with one every half hour the run ends first",
+)
+
+# %% [markdown]
+# Who saves seldom loses much work, and who saves often spends the time on saving. The best interval lies between them,
+# and it can be computed. Let $T$ be the time between two checkpoints.
+#
+# - In each interval of $T$ seconds, saving takes $C$. That is $C/T$ of the time.
+# - A failure comes every $M$ seconds, at any moment of an interval. On average it undoes **half** an interval, $T/2$.
+#   That is $T/(2M)$ of the time.
+# - Each failure also costs $R$, that is $R/M$ of the time, whatever $T$ is.
+#
+# $$\text{overhead} \approx \frac{C}{T} + \frac{T}{2M} + \frac{R}{M}$$
+#
+# The first term falls with $T$ and the second one grows. At the best $T$ a small change of $T$ changes nothing: what
+# one term gains the other one loses. Young found this interval in 1974.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 17.1 · The best interval
+#
+# Write the function that gives the $T$ of the lowest overhead, from C and M.
+
+# %% tags=["exercise"]
+def best_interval_s(save_s, mtbf_s):
+    """Seconds between checkpoints; all times are in seconds."""
+    ### BEGIN SOLUTION
+    # the derivative of C/T + T/(2M) is -C/T**2 + 1/(2M), which is zero at
+    return (2 * save_s * mtbf_s) ** 0.5
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("17.1", lambda: l17.best_interval(best_interval_s))
+
+# %% [markdown]
+# Now let us use it for the job of the paper. How long its ranks stood still for a checkpoint is not published, so we
+# assume C = 60 s and R = 10 minutes. Young's interval is then
+# $\sqrt{2 \cdot 60 \cdot 11{,}135} \approx 1156$ s, about 19 minutes.
+#
+# The simulation below is all that we need to test the formula. It draws the time of the next failure from an
+# **exponential distribution**. This is what "at random" means: however long the run has lived already, the next
+# failure is as far away as ever.
+
+# %%
+show_source(failures.simulate)
+
+# %% [markdown]
+# **Predict.** How large is the overhead of Young's interval, as a part of the work (0.1 means 10 %)? Put C, T, M and R
+# into the formula above. And how large would it be with a checkpoint every two hours?
+
+# %% tags=["predict"]
+overhead_at_young = 60 / 1156 + 1156 / (2 * 11135) + 600 / 11135
+overhead_at_two_hours = 60 / 7200 + 7200 / (2 * 11135) + 600 / 11135
+
+# %% tags=["nbval-check-output"]
+def simulated_overhead(interval_s, save_s=60, restart_s=10 * MINUTE):
+    """The mean of eight runs of 54 days of work."""
+    found = []
+    for seed in range(8):
+        story = failures.simulate(54 * DAY, interval_s, save_s, restart_s, mtbf_s, seed)
+        found.append(story.overhead)
+    return statistics.mean(found)
+
+at_young = simulated_overhead(1156)
+at_two_hours = simulated_overhead(2 * HOUR)
+compare("at 19 minutes", overhead_at_young, at_young, found="simulated")
+compare("at 2 hours", overhead_at_two_hours, at_two_hours,
+        within=1.5, found="simulated")
+print(f"of the time, {1 / (1 + at_young):.0%} is work that counts")
+
+# %% [markdown]
+# The formula is good at 19 minutes. At two hours it is too low by about a fifth, because it forgets something: what is
+# done again can be lost again. The longer an interval is, measured by M, the more often that happens.
+#
+# Meta reports that more than 90 % of the time was effective. Our run stays below that, so their saves and restarts must
+# have cost less than the ones that we have assumed. Which of them would you improve first? Here is the overhead
+# over the interval, for C = 60 s and for C = 5 s, with circles where it was simulated.
+
+# %% tags=["figure"]
+minutes = [2 ** (power / 4) for power in range(8, 33)]
+simulated_at = [4, 8, 16, 32, 64, 128, 256]
+lines = {}
+circles = ([], [])
+young = ([], [])
+for save_s in (60, 5):
+    curve = []
+    for interval in minutes:
+        cost = failures.overhead(interval * MINUTE, save_s, 10 * MINUTE, mtbf_s)
+        curve.append(100 * cost)
+    lines[f"C = {save_s} s"] = (minutes, curve)
+    for interval in simulated_at:
+        circles[0].append(interval)
+        circles[1].append(100 * simulated_overhead(interval * MINUTE, save_s))
+    best_s = failures.young_interval_s(save_s, mtbf_s)
+    young[0].append(best_s / MINUTE)
+    young[1].append(100 * failures.overhead(best_s, save_s, 10 * MINUTE, mtbf_s))
+lines["at Young's interval"] = young
+plot.lines(
+    lines, points={"simulated": circles}, marks=["at Young's interval"],
+    logx=True, logy=True,
+    xlabel="minutes between checkpoints", ylabel="overhead, % of the work",
+    title="A flat minimum between two slopes",
+    alt="The overhead over the interval falls, is flat near Young's interval and grows "
+        "again; for a save of 5 seconds the minimum is lower, at a shorter interval",
+)
+
+# %% [markdown]
+# The curve comes from a formula of Daly (2006), which counts the repeated losses as well. A piece of $T + C$ seconds
+# succeeds with probability $e^{-(T+C)/M}$. So it fails $e^{(T+C)/M} - 1$ times on average before it succeeds, and
+#
+# $$\text{overhead} = \frac{(M + R)\,\left(e^{(T+C)/M} - 1\right)}{T} - 1$$
+#
+# Its minimum has no simple form. Daly gives an approximation, which differs from Young's where C is not small beside
+# M:
+#
+# $$T = \sqrt{2CM}\,\left(1 + \tfrac13 \sqrt{\tfrac{C}{2M}} + \tfrac19 \tfrac{C}{2M}\right) - C$$
+#
+# Look at the figure again. The minimum is **flat**: half or twice the best interval costs little more. What counts is
+# C. At Young's interval, saving and lost work together cost $2\sqrt{C/(2M)}$ of the time. To halve that, C has to
+# become four times shorter.
+#
+# This is why large runs save **in the background**: the ranks stand still only until the tensors are copied into the
+# memory of their node, and a thread writes the files while training goes on. In labcode this is
+# `--checkpoint.in_background`. Such a checkpoint counts only when its files are written. Until then, a failure leads
+# back to the one before.
+#
+# **Takeaway: save every $\sqrt{2CM}$ seconds. It need not be exact. A shorter standstill C pays by its square root.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Ask first how often a job on 16,384 GPUs fails; guesses go from days to months. The
+# most common mistake in 17.1 is to let a failure undo the whole interval, which gives $\sqrt{CM}$; the check says so.
+# Question for the room: the failures of a real cluster are not independent (a switch takes 32 nodes with it, a bad
+# node fails again). Does this make our numbers too high or too low? (For the same number of failures, too high: those
+# that come together undo the same work once. But a node that fails again at once makes the restart longer.)
+
+# %% [markdown]
+# ## 2. Whole or not at all
+#
+# So a run of weeks writes thousands of checkpoints, and a failure can come while one is being written. What is on the
+# disk then? Here is a save that many first versions look like. It writes two files, over those of the last time.
+
+# %%
+def naive_save(folder, step, files):
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+def files_of(step):
+    return {"model.bin": b"%04d" % step * 5000, "optimizer.bin": b"%04d" % step * 9000}
+
+# %% [markdown]
+# We save after step 4, and again after step 8. This time the process dies before its second `open`. (The lab only
+# pretends: it stops the function at that operation, and whatever it still tries to do to the disk.)
+#
+# **Predict.** Of which step is the model on the disk now, and of which step is the optimizer?
+
+# %% tags=["predict"]
+step_of_model = 8
+step_of_optimizer = 4
+
+# %% tags=["nbval-check-output"]
+folder = Path("runs/naive")
+folder.mkdir(parents=True, exist_ok=True)
+naive_save(folder, 4, files_of(4))
+died_at = l17_disk.killed_in_the_middle(naive_save, folder, 8, files_of(8), at=1)
+print("died before:", died_at)
+found = {}
+for name in files_of(8):
+    found[name] = int((folder / name).read_bytes()[:4])
+compare("model", step_of_model, found["model.bin"], within=1)
+compare("optimizer", step_of_optimizer, found["optimizer.bin"], within=1)
+
+# %% [markdown]
+# Both files can be read. No error will ever come: the run goes on with a model and an optimizer that do not belong
+# together. And the checkpoint of step 4, which was good, is gone.
+#
+# The cure has three steps, and their order is everything.
+
+# %% tags=["figure"]
+OLD = {"step-4": "whole"}
+plot.save_steps(
+    {
+        "before": OLD,
+        "1. write the files,\nsync each of them": {**OLD, "step-8.partial": "partial"},
+        "2. rename the folder,\nsync the one above": {**OLD, "step-8": "whole"},
+        "3. remove\nthe oldest": {"step-8": "whole"},
+    },
+    title="At every moment there is a whole checkpoint",
+    alt="Four moments of a save: only step 4; step 4 and a partial step 8; step 4 and "
+        "a whole step 8 after the rename; only step 8 after the oldest was removed",
+)
+
+# %% [markdown]
+# 1. **Write under another name**, `step-00000008.partial`. A reader takes no folder with such a name. Bytes that are
+#    "written" are at first in a buffer of Python, then in the memory of the system. `file.flush()` empties the first
+#    buffer, and `os.fsync(file.fileno())` waits until the system has put the bytes on the disk. Without it a loss of
+#    power can leave a file with the right name and no content.
+# 2. **Rename.** `os.replace(old, new)` gives a folder another name in one step. A program that dies before it leaves
+#    the old name, and one that dies after it leaves the new one. There is nothing between the two. The name itself
+#    stands in the folder above, and has to be synced as well: labcode's `sync_folder(folder)` does that.
+# 3. **Remove the oldest**, when the new one has its name, and not before.
+#
+# A disk can also damage a file later, and somebody may cut it short while copying. So a **checksum** of each file is
+# written with it: a number that depends on every byte. `hashlib.sha256(content).hexdigest()` is one.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 17.2 · An atomic checkpoint
+#
+# Write `save`. It gets the content of each file as bytes, and makes a folder `step-00000008` of them, with one more
+# file: `checksums.json` holds `{"name of a file": "its sha256 in hexadecimal digits", ...}`. Afterwards the `keep`
+# newest checkpoints are there, and nothing else. Two things may be there already.
+#
+# - **What a killed attempt has left**, under your temporary name. It must neither stop you nor get into the new
+#   checkpoint.
+# - **A folder with the final name.** Then it is damaged, or the run would have resumed from it. It makes room.
+#
+# The check kills your function before each of its operations on the disk, one after the other, and looks at what is
+# left. `shutil.rmtree(path)` removes a folder with all its files.
+
+# %% tags=["exercise"]
+def save(folder, step, files, keep):
+    """Write the checkpoint of a step, whole or not at all.
+
+    folder: a Path, which exists; files: {name: bytes}; keep: how many checkpoints stay.
+    """
+    final = folder / f"step-{step:08d}"
+    ### BEGIN SOLUTION
+    partial = folder / f"step-{step:08d}.partial"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    checksums = {}
+    for name, content in files.items():
+        checksums[name] = hashlib.sha256(content).hexdigest()
+    everything = {**files, "checksums.json": json.dumps(checksums).encode()}
+    for name, content in everything.items():
+        with open(partial / name, "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    sync_folder(folder)
+    whole = [path for path in folder.glob("step-*") if path.suffix == ""]
+    for old in sorted(whole)[:-keep]:
+        shutil.rmtree(old)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("17.2", lambda: l17.save_atomically(save))
+
+# %% [markdown]
+# And what does the reader do with the checksums? Below, one byte of a good checkpoint is changed.
+
+# %%
+folder = Path("runs/damaged")
+l17_run.save(folder, 8, files_of(8), keep=2)
+file = folder / "step-00000008" / "model.bin"
+content = bytearray(file.read_bytes())
+content[1000] ^= 1
+num_bytes = file.write_bytes(content)
+
+# %% tags=["raises-exception"] raises="DamagedError: step-00000008: model.bin is not as it was written"
+l17_run.read(folder / "step-00000008")
+
+# %% [markdown]
+# In labcode many ranks write into one folder, each its own files. Rank 0 renames it when all of them are done. This is
+# the part that corresponds to steps 2 and 3. It renames an old checkpoint before it removes it: can you say why?
+
+# %%
+show_source(Checkpoints._complete)
+
+# %% [markdown]
+# <details><summary>Answer</summary>
+#
+# Removing a folder takes many operations, one for each file. A process that dies in the middle would leave a folder
+# with the name of a checkpoint, and without some of its files. The checksums would tell, but a name should not promise
+# what is not there.
+# </details>
+#
+# **Takeaway: write under another name, sync, rename, and only then remove the old one. The name is the promise that a
+# checkpoint is whole, and checksums prove it.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. What people get wrong: `fsync` without `flush` (the check compares the size that
+# was synced with the final one), removing the old checkpoint first (with `keep=1` a kill leaves nothing), writing each
+# file atomically but into the final folder (every file is whole, the checkpoint is not), and a temporary folder in
+# `/tmp`, which is another disk, so that the "rename" copies. Ask: is `os.replace` of a folder atomic on a network file
+# system? (On NFS and Lustre a rename is one operation of the server. On object stores there is no rename at all: there
+# one writes a small file last, which says that the others are complete.)
+
+# %% [markdown]
+# ## 3. Kill a rank and watch
+#
+# Now to a real one. torchrun starts the ranks, and with `--max-restarts=1` it starts all of them again if one of them
+# dies. The training below runs on two ranks, makes 16 steps and saves every 6 steps. In the first attempt, rank 1 is
+# killed after step 14, by signal 9, which no process can catch. (`l17_faulty` is `labcode.train` with a fault in it.)
+#
+# Two things have to happen. Rank 0 must notice: it waits in an all-reduce for a rank that is gone, and the connection
+# between the two breaks. And the second attempt must find out that there was a first one.
+#
+# **Predict.** From which step does the second attempt resume? How many steps are done a second time?
+
+# %% tags=["predict"]
+resumes_from = 12
+steps_done_again = 14 - 12
+
+# %%
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SHORT = (
+    "gpt_tiny", "--train.log_every", 1, "--train.eval_every", 0,
+    "--train.eval_batches", 1, "--train.sample_tokens", 4,
+)
+
+def run_with(fault, *args, nproc=2, restarts=0):
+    done = launch.run(
+        "labcode.teach.labs.l17_faulty", fault, *SHORT, *args,
+        nproc=nproc, restarts=restarts, echo=False, env_extra=ON_CPU,
+    )
+    print(l17_faulty.told(done.output))
+    return done.output
+
+output = run_with(
+    "kill:1:14", "--train.steps", 16, "--checkpoint.every", 6,
+    "--train.out", "runs/killed", restarts=1,
+)
+
+# %%
+resumed = l17_faulty.resumed_from(output)
+losses = l17_faulty.losses(output)
+steps = [step for step, loss in losses]
+repeated = len(steps) - len(set(steps))
+compare("resumes from step", resumes_from, resumed, within=1, found="counted")
+compare("steps done again", steps_done_again, repeated, within=1, found="counted")
+of_step_14 = [loss for step, loss in losses if step == 14]
+print("loss of step 14, in the first attempt and in the second:", *of_step_14)
+
+# %% [markdown]
+# The second attempt computes the same losses as the first one. It is not enough to put back the weights: it must read
+# the same samples, with the same optimizer, and dropout must draw the same numbers. On the same grid labcode's
+# training goes on **bit for bit**, and a test holds that.
+#
+# Restarting all ranks because of one sounds wasteful. But the others cannot go on. They are in the middle of a step in
+# which a part is missing, and their process group is broken. torchrun can also be told that the number of nodes may
+# change: with `--nnodes=3:4` it goes on with three nodes when the fourth one does not come back. This is called
+# **elastic**. The run then has another number of ranks, which is the subject of the next section.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 17.3 · The restart loop
+#
+# Write a training that can be killed at any moment. Each attempt calls the same function, and does not know whether it
+# is the first one. You have these tools:
+#
+# - `l17_run.Training()` makes a fresh run: `.model`, `.optimizer` and `.batches` (whose `.position` is a number); its
+#   `.step()` makes one step and returns the loss. The model has dropout, which draws from torch's generator:
+#   `torch.get_rng_state()` and `torch.set_rng_state(state)`.
+# - `l17_run.write(folder, step, state)` writes a checkpoint as you did in 17.2, and keeps the two newest. `state` is a
+#   dictionary of whatever you want to find again.
+# - `l17_run.checkpoints(folder)` lists the folders with the name of a checkpoint, the oldest first.
+# - `l17_run.read(path)` gives the state back, or raises `l17_run.DamagedError`. Then an older one has to do.
+#
+# Save after every `every`-th step. Return `{step: loss}` of the steps that **this attempt** has made, counted from 1.
+
+# %% tags=["exercise"]
+def train(folder, num_steps, every):
+    """Train to `num_steps`, from the newest whole checkpoint if there is one."""
+    training = l17_run.Training()
+    ### BEGIN SOLUTION
+    step = 0
+    for path in reversed(l17_run.checkpoints(folder)):
+        try:
+            state = l17_run.read(path)
+        except l17_run.DamagedError:
+            continue
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        training.batches.position = state["position"]
+        torch.set_rng_state(state["random"])
+        step = state["step"]
+        break
+    losses = {}
+    while step < num_steps:
+        step += 1
+        losses[step] = training.step()
+        if step % every == 0:
+            state = {
+                "model": training.model.state_dict(),
+                "optimizer": training.optimizer.state_dict(),
+                "position": training.batches.position,
+                "random": torch.get_rng_state(),
+                "step": step,
+            }
+            l17_run.write(folder, step, state)
+    return losses
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("17.3", lambda: l17.restart_loop(train))
+
+# %% [markdown]
+# Here is the same search in labcode. The ranks share the work of reading and comparing the files, and agree on what
+# they have found. If all of them are damaged it does not begin again at step 1, but stops with an error. Why is that
+# better?
+
+# %%
+show_source(Checkpoints._newest_of)
+
+# %% [markdown]
+# **Takeaway: every attempt runs the same command. It looks for the newest whole checkpoint, puts back all that a step
+# reads, and begins at step 1 only if there is none.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 13 minutes. Nearly everybody forgets one of the four: weights, optimizer, position in the data,
+# random numbers. The check names the one that is missing, and nothing else in the run would: the loss goes on falling.
+# The answer to the question: the folder holds the result of weeks, and a run that begins again there overwrites it.
+# Somebody has to look. Question for the room: what happens if a bug kills the run in the same step each time?
+# (`--max-restarts` counts, and the job ends. A run without such a limit burns its whole time.)
+
+# %% [markdown]
+# ## 4. An end with notice, and another number of GPUs
+#
+# Not every end comes without a warning. A job reaches its time limit, or a job with a higher priority takes its nodes
+# away. SLURM calls that **preemption**. In both cases the ranks get a signal some time before: `SIGTERM`, or
+# `SIGUSR1` with the script of lesson 14, in which you have passed it on to the ranks.
+#
+# Each rank remembers the signal, finishes its step, and agrees with the others that this was the last one. Then they
+# save and end with exit code 0. Nothing is lost, if the **notice** is longer than a step and a save. Otherwise a
+# preemption is a failure like any other.
+#
+# Below, rank 0 gets `SIGUSR1` while it makes step 15. The run saves every 6 steps, as before.
+#
+# **Predict.** Of which step is the newest checkpoint afterwards?
+
+# %% tags=["predict"]
+step_of_newest = 15
+
+# %%
+told_to_stop = (
+    "--train.steps", 20, "--checkpoint.every", 6, "--checkpoint.resume",
+    "--train.out", "runs/told", "--train.dtype", "float64",
+)
+output = run_with("signal:0:14", *told_to_stop)
+newest = max(Path("runs/told/checkpoints").iterdir()).name
+compare("newest checkpoint", step_of_newest, int(newest.removeprefix("step-")),
+        within=1, found="counted")
+
+# %% [markdown]
+# When the job comes back, the cluster may be fuller. Two GPUs are not free, and one is. The same command on one rank:
+
+# %%
+output = run_with("none", *told_to_stop, nproc=1)
+
+# %% [markdown]
+# It went on from step 15, with half the ranks. How can one rank read what two have written?
+#
+# With data parallelism alone that is easy, since all ranks hold the same. But remember lesson 09, where each rank held
+# a part of every weight. Suppose that four ranks have written the **boxes** of a matrix of 6 rows and 8 columns. Now
+# the run comes back on another grid, where a rank needs columns 2 to 4 of all rows.
+
+# %% tags=["figure"]
+plot.boxes(
+    tiles((6, 8), 2, 2), Box((0, 2), (6, 3)),
+    title="One box of the new grid, out of four of the old one",
+    alt="A matrix in four tiles, written by ranks 0 to 3; the box of a reader covers a "
+        "part of each, two columns of ranks 0 and 2 and one column of ranks 1 and 3",
+)
+
+# %% [markdown]
+# A box is given by its **offsets**, where it begins in the whole tensor, and its **sizes**. The reader looks at each
+# box that was written, and takes what both have in common. Along one dim, the ranges $[a, a+m)$ and $[b, b+n)$ have
+# in common what lies between the larger begin and the smaller end:
+#
+# $$\left[\max(a, b),\ \min(a+m,\ b+n)\right)$$
+#
+# If the end is not after the begin, they have nothing in common. In more than one dim two boxes meet only if they meet
+# in **every** dim.
+#
+# The reader above has the offsets (0, 2) and the sizes (6, 3). Rank 3 has written offsets (3, 4), sizes (3, 4).
+#
+# **Predict.** Which rows and which columns do they have in common? Where does this part begin, counted in the reader's
+# own box? Give (row, column).
+
+# %% tags=["predict"]
+first_in_common = (3, 4)
+place_in_own_box = (3 - 0, 4 - 2)
+
+# %% tags=["nbval-check-output"]
+reader = Box((0, 2), (6, 3))
+written = tiles((6, 8), 2, 2)[3]
+begins = [max(a, b) for a, b in zip(reader.offsets, written.offsets)]
+in_own_box = [begin - offset for begin, offset in zip(begins, reader.offsets)]
+compare("begins, in the whole", first_in_common, begins, found="computed")
+compare("begins, in its own box", place_in_own_box, in_own_box, found="computed")
+
+# %% [markdown]
+# So each element has three places: one in the whole tensor, one in the box that was written, and one in the box that
+# is read. All are counted from their own begin.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 17.4 · A resharding loader
+#
+# Write the loader. `box` is what this rank needs, and `written` lists what lies on the disk, as pairs of a box and a
+# function `read()` that reads its tensor. Reading is expensive: read what you need, once, and nothing else.
+#
+# The check goes through rows, columns, tiles, tensors of one and three dims, and sizes that do not divide.
+# `tensor[slice(1, 3), slice(0, 2)]` is `tensor[1:3, 0:2]`, and a tuple of slices works as an index too.
+
+# %% tags=["exercise"]
+def reshard(box, written):
+    """The tensor of `box`, out of the boxes that others have written."""
+    own = torch.empty(box.sizes)
+    ### BEGIN SOLUTION
+    for theirs, read in written:
+        in_own = []
+        in_theirs = []
+        for dim in range(len(box.sizes)):
+            begin = max(box.offsets[dim], theirs.offsets[dim])
+            own_end = box.offsets[dim] + box.sizes[dim]
+            their_end = theirs.offsets[dim] + theirs.sizes[dim]
+            end = min(own_end, their_end)
+            own_begin = begin - box.offsets[dim]
+            their_begin = begin - theirs.offsets[dim]
+            in_own.append(slice(own_begin, own_begin + end - begin))
+            in_theirs.append(slice(their_begin, their_begin + end - begin))
+        if all(part.stop > part.start for part in in_own):
+            own[tuple(in_own)] = read()[tuple(in_theirs)]
+    ### END SOLUTION
+    return own
+
+# %% tags=["check"]
+check("17.4", lambda: l17.reshard(reshard))
+
+# %% [markdown]
+# In labcode, `torch.distributed.checkpoint` (DCP) does this part. labcode tells it which boxes a rank has, and there
+# may be several: of a fused query, key and value weight, a rank of tensor parallelism has some rows of each third.
+
+# %%
+show_source(boxes.boxes_of)
+
+# %% [markdown]
+# What about the rest of the state? The optimizer's averages have the shape of their weights, and the same boxes. The
+# position in the data is one number, since labcode's sampler counts global batches and not those of a rank. Only the
+# random numbers of dropout cannot be taken over: two ranks had two generators, and one rank has one. So on another
+# grid a run goes on with the same data and the same weights, but sums are made in another order and dropout draws
+# other numbers. In float64 and without dropout the losses agree to 1e-9.
+#
+# **Takeaway: a checkpoint that stores boxes under their place in the whole tensor can be read on any grid. A reader
+# intersects its box with each of them.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 13 minutes. The classic mistake in 17.4 is to mix up the three places: forgetting to subtract
+# the own offset works for the first rank only. The next is `<=` in place of `<`, which reads every neighbour. Question
+# for the room: 512 ranks read a checkpoint of 512 files, each box meets two of them; how many reads does the file
+# system see, and what would it see if every rank read everything? (1,024 against 262,144.)
+
+# %% [markdown]
+# ## 5. Failures that do not end the run
+#
+# ### Nobody dies, and nothing moves
+#
+# A rank that is dead is easy to notice. One that hangs is not: all others wait for it, in a call that may take ten
+# minutes to give up. Lesson 14 has shown how to find it afterwards, with stacks and PyTorch's **flight recorder**. In
+# labcode's training each rank has a thread that watches whether its main thread still moves. When nothing moves, the
+# threads ask the flight recorders of all ranks, compare them, and say in one line who waits for whom.
+#
+# Below, rank 1 reads its data from a slow disk before step 5, for nine seconds. The watch speaks after five.
+#
+# **Predict.** Which rank waits in a collective, and which one has not come to it?
+
+# %% tags=["predict"]
+rank_that_waits = 0
+rank_that_has_not_come = 1
+
+# %%
+output = run_with(
+    "stuck:1:4", "--train.steps", 6, "--parallel.collective_timeout_s", 15,
+    "--train.out", "runs/stuck",
+)
+waits, missing = l17_faulty.who_waits(output)
+compare("waits", rank_that_waits, waits, within=1)
+compare("has not come", rank_that_has_not_come, missing, within=1)
+
+# %% [markdown]
+# The line names the function in which rank 1 was, and it came before the time-out. The watch ends nothing, since a
+# slow rank may come after all, as it did here. If it does not, the collective gives up after
+# `--parallel.collective_timeout_s`, the ranks end with this line as their error, and torchrun starts them again. So the
+# time-out is a part of R, and it should be minutes, not the half hour that is the default of many programs.
+#
+# ### All goes on, and the numbers are wrong
+#
+# The third kind of failure does not even stop the run. Somewhere a number becomes infinite, or NaN ("not a number"),
+# and with the next all-reduce every rank has it. The cause may be a learning rate, a sample, a bug, or broken
+# hardware. Let us break a memory cell: in a GPT of four blocks we flip **one bit** of one weight, the highest bit of
+# the exponent, in `blocks.1.mlp.up`.
+
+# %%
+config = GPTConfig(vocab_size=65, context_length=32, hidden_size=64)
+model = initialize(GPT(config), seed=0)
+weight = model.blocks[1].mlp.up.weight
+before = weight[3, 5].item()
+with torch.no_grad():
+    weight.view(torch.int32)[3, 5] ^= 1 << 30
+print(f"the weight was {before:.3g}, and is {weight[3, 5].item():.3g}")
+
+# %% [markdown]
+# The largest number of float32 is about 3.4e38. The broken weight is smaller, so it is a number still. Its layer
+# multiplies it by activations of about 1 and adds it up; the next layer multiplies by weights of about 0.02. Then comes
+# the layer norm of block 2, which computes a variance: it **squares** its input.
+#
+# **Predict.** Which module is the first whose output is not finite: `"blocks.1.mlp.up"`, `"blocks.1.mlp.down"` or
+# `"blocks.2.norm1"`?
+
+# %% tags=["predict"]
+first_that_is_not_finite = "blocks.2.norm1"
+
+# %% tags=["nbval-check-output"]
+def largest_outputs(model, tokens):
+    """{module: the largest absolute value of its output}, in forward's order."""
+    largest = {}
+
+    def hook_of(name):
+        def hook(module, inputs, output):
+            largest[name] = output.abs().max().item()
+        return hook
+
+    hooks = []
+    for name, module in model.named_modules():
+        is_leaf = not list(module.children())
+        if is_leaf:
+            hooks.append(module.register_forward_hook(hook_of(name)))
+    with torch.no_grad():
+        model(tokens)
+    for hook in hooks:
+        hook.remove()
+    return largest
+
+tokens = torch.arange(128).reshape(4, 32) % 65
+largest = largest_outputs(model, tokens)
+is_finite = {name: value - value == 0 for name, value in largest.items()}
+first = next(name for name, finite in is_finite.items() if not finite)
+compare("first not finite", first_that_is_not_finite, first, found="measured")
+names = list(largest)
+for name in names[names.index("blocks.1.norm2") : names.index(first) + 1]:
+    print(f"{name:<24} {largest[name]:.1e}")
+
+# %% [markdown]
+# The module that shows the first NaN is not the broken one. So a NaN hunt does not look for the first NaN, but for the
+# first **jump**: two lines earlier the output grew by 37 orders of magnitude. Keep such a table of a healthy step, and
+# compare. On many ranks, compare the ranks of a data-parallel group with each other before the all-reduce mixes them:
+# only one of them has the broken cell.
+#
+# What should a run do by itself?
+#
+# - **Stop**, before it writes a checkpoint. labcode looks at the gradient norm in each step, which is one number that
+#   is the same on all ranks, and at every weight and every average of the optimizer before it saves. A checkpoint with
+#   a NaN is worse than none: it takes the place of a good one.
+# - **Skip** the step: do not apply the gradient, and take the next batch. This helps against a bad sample, and against
+#   nothing else.
+# - **Roll back** to the last checkpoint and leave out the batches around the place. That is what was done for PaLM,
+#   where the loss jumped about 20 times (arXiv:2204.02311, section 5.1).
+#
+# In labcode, `--train.on_bad_step` is one of `stop`, `skip` and `rollback`, and `--train.spike_factor` says from which
+# multiple of its median a gradient norm counts as a spike. A rule like that needs a limit, since a run that skips every
+# second step trains nothing, and says nothing: `--train.bad_in_a_row` and `--train.bad_in_all`.
+#
+# **Takeaway: a hang is found by comparing who has called what, a NaN by looking for the first jump. Neither may be
+# written into a checkpoint.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. Ask before the NaN hunt: what happens if the same bit flips in `attention.proj`? (The
+# output of its block is huge, and finite; the norms after it divide by its size. The loss is wrong, and nothing is
+# NaN.) Let somebody try other bits: most of them change nothing that one can see. This is called silent data
+# corruption. Six of the 419 interruptions of section 1 were found to be that.
+
+# %% [markdown]
+# ## 6. A plan for a cluster
+#
+# Now all of it together. This is the cluster that you get, and the training that it is for:
+
+# %% tags=["nbval-check-output"]
+site = l17_plan.SITE
+print(f"GPUs of the job                     {site.gpus:,}")
+print(f"MTBF of one GPU, as in section 1    {site.gpu_mtbf_s / DAY / 365:.1f} years")
+print(f"preemptions by other jobs           {site.preemptions_per_day:g} a day")
+print(f"notice before a preemption          {site.notice_s:g} s")
+print(f"restart                             {site.restart_s / MINUTE:g} minutes")
+print(f"one checkpoint                      {site.checkpoint_bytes / 1e9:.0f} GB")
+print(f"your disk quota                     {site.quota_bytes / 1e9:,.0f} GB")
+print(f"all ranks together write            {site.write_bytes_per_s / 1e9:g} GB/s")
+print(f"the site lets one job write         {site.max_writing:.0%} of the time")
+
+# %% [markdown]
+# There are two kinds of save.
+#
+# - **blocking**: all ranks stand still until the files are written.
+# - **background**: they stand still for 4 s, until the tensors are copied into the memory of the nodes. The files then
+#   take 1.5 times as long as above, and meanwhile training loses 10 % of its speed. The checkpoint counts when they are
+#   written.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 17.5 · Your plan
+#
+# Decide how this run is to be saved, and say what it will cost. `make_plan` returns a dictionary:
+#
+# - `"kind"`: `"blocking"` or `"background"`;
+# - `"interval_s"`: the time between two checkpoints;
+# - `"keep"`: how many checkpoints stay on the disk while the next one is written;
+# - `"mtbf_s"`: the mean time between ends of **any** kind at which work is lost;
+# - `"overhead"`: what failures and saving will cost in all, as a part of the work.
+#
+# `site` has the numbers that were printed, under the names that the cell above uses. The check simulates your plan
+# over 60 days of work, shows what it costs, and compares it with what you expected. It passes if the site allows the
+# plan, no other plan is more than 15 % cheaper, and your overhead is within 15 %.
+
+# %% tags=["exercise"]
+def make_plan(site):
+    """How to save on this cluster, and what it costs."""
+    ### BEGIN SOLUTION
+    save_s = site.checkpoint_bytes / site.write_bytes_per_s  # longer than the notice
+    hardware_per_day = site.gpus * DAY / site.gpu_mtbf_s
+    ends_per_day = hardware_per_day + site.preemptions_per_day
+    mean_s = DAY / ends_per_day
+
+    write_s = 1.5 * save_s
+    standstill_s = 4 + 0.1 * write_s  # in seconds of the training's time
+    young_s = failures.young_interval_s(standstill_s, mean_s)
+    allowed_s = write_s / site.max_writing - 4
+    interval_s = max(young_s, allowed_s)
+
+    saving = standstill_s / interval_s
+    lost = (interval_s / 2 + write_s) / mean_s
+    restarting = site.restart_s / mean_s
+    return {
+        "kind": "background",
+        "interval_s": interval_s,
+        "keep": 3,  # and a fourth one while it is written: 3,360 GB
+        "mtbf_s": mean_s,
+        "overhead": saving + lost + restarting,
+    }
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("17.5", lambda: l17.plan(make_plan(site)))
+
+# %% [markdown]
+# Look at the three parts of the cost. Half of it is restarts now, which no interval can change. A run like this gains
+# more from a restart that takes 5 minutes than from the best of all intervals: spare nodes that are up already, a
+# time-out of minutes, and a checkpoint that is read quickly.
+#
+# **Takeaway: first make saves cheap, then choose the interval, then shorten the restart. And count every end without
+# notice, not the hardware alone.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes, or homework. Most plans forget the preemptions (the notice of 30 s is shorter than
+# the save of 42 s), or add the two times in place of the two rates. Young's interval would be about 13 minutes here,
+# and the site allows 21: the flat minimum makes that cheap. Ask what a notice of 60 s would change. (Preemptions would
+# lose no work, the MTBF would be 25 hours, and each preemption would still cost a save and a restart.)
+
+# %% [markdown]
+# ## 7. From here to GPUs and SLURM
+#
+# Nothing changes but the numbers. A job that survives needs all of these at once:
+#
+#     python -m labcode.slurm submit gpt_tiny --site my.yaml --nodes 4 \
+#         --checkpoint.every 500 --checkpoint.keep 3 --checkpoint.in_background
+#
+# The script passes on the signals of SLURM, requeues the job, and resumes in the same folder (lesson 14). Put the
+# checkpoints on a file system that all nodes see, and measure C there: the log has it. On GPUs, `in_background` copies
+# into pinned memory of the node, so check that it has room for a rank's share of weights and optimizer, on top of all
+# else. NCCL does not notice a dead peer by its connection as gloo does. It waits until its watchdog's time-out, so set
+# `--parallel.collective_timeout_s` to a few times your longest step, and not more.
+#
+# Before you trust any of this, disturb a training on purpose. This command kills, stops and starves the ranks of a run
+# by a seeded plan, damages its checkpoints and fills its disk. Then it compares losses and weights with those of a run
+# that nobody has disturbed, bit for bit:
+#
+#     python -m labcode.train.chaos gpt_tiny --faults 20 --seed 1
+#
+# ## Questions
+#
+# **1.** A job moves from 1,024 to 4,096 GPUs, and C stays the same. What happens to the best interval, and to the part
+# of the time that saving and lost work cost?
+#
+# <details><summary>Answer</summary>
+#
+# M is four times shorter. The interval becomes half as long, and the cost $2\sqrt{C/(2M)}$ twice as large.
+# </details>
+#
+# **2.** Somebody saves into `latest.pt.tmp` and renames it to `latest.pt`, without `fsync`. The process is killed, but
+# the machine stays up. Is the file whole? And what if the power fails?
+#
+# <details><summary>Answer</summary>
+#
+# After a kill it is: what was given to the system survives the process. After a loss of power the name may be there
+# without the bytes, and the previous checkpoint, which had the same name, is gone.
+# </details>
+#
+# **3.** A run resumes with the right weights, optimizer and random numbers, but begins its data again. The loss falls
+# nicely, even faster than before. Why is that no good sign?
+#
+# <details><summary>Answer</summary>
+#
+# It sees samples that it has seen already, and remembers them. The training loss is too low, and the validation loss
+# is not. The samples that should have come are never seen.
+# </details>
+#
+# **4.** A tensor of 10 rows was written by 4 ranks, of 3, 3, 2 and 2 rows. It is read by 3 ranks, of 4, 3 and 3 rows.
+# From whose files does each of them read?
+#
+# <details><summary>Answer</summary>
+#
+# Written: rows 0-2, 3-5, 6-7, 8-9. The first reader needs 0-3: ranks 0 and 1. The second needs 4-6: ranks 1 and 2. The
+# third needs 7-9: ranks 2 and 3.
+# </details>
+#
+# **5.** From lesson 14: why does `scontrol requeue` keep the number of the job, and what in this lesson depends on it?
+#
+# <details><summary>Answer</summary>
+#
+# It is the same job, which starts again. The folder of the run has this number in its name, so all attempts find the
+# checkpoints of the earlier ones.
+# </details>
+#
+# ## Recap
+#
+# | concept | fact | in labcode |
+# |---|---|---|
+# | MTBF of a job | that of one GPU, divided by their number | `perf.failures` |
+# | best interval | $\sqrt{2CM}$, and the minimum is flat | `perf.failures.young_interval_s` |
+# | atomic checkpoint | write aside, sync, rename, then remove | `train.checkpoint` |
+# | restart | all ranks again, newest whole checkpoint | `train.attempts`, `launch` |
+# | notice | finish the step, save, end with 0 | `train.signals` |
+# | another grid | boxes under their place in the whole, intersected | `parallel.boxes` |
+# | hang | compare what each rank has called | `doctor.hang` |
+# | NaN | look for the first jump; never save it | `train.finite` |
+#
+# ## Sources
+#
+# - Young 1974, A first order approximation to the optimum checkpoint interval: doi:10.1145/361147.361115.
+# - Daly 2006, A higher order estimate of the optimum checkpoint interval for restart dumps:
+#   doi:10.1016/j.future.2004.11.016.
+# - Grattafiori et al. 2024, The Llama 3 Herd of Models: arXiv:2407.21783, section 3.3.4 and table 5.
+# - Chowdhery et al. 2022, PaLM: arXiv:2204.02311, section 5.1 (loss spikes).
+# - Jiang et al. 2024, MegaScale: arXiv:2402.15627, section 4 (finding the rank that hangs).
+# - torchrun, restarts and elastic runs: https://docs.pytorch.org/docs/stable/elastic/run.html.
+# - torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
+# - What is on the disk after a crash: https://man7.org/linux/man-pages/man2/fsync.2.html,
+#   https://man7.org/linux/man-pages/man2/rename.2.html.

@@ -1,0 +1,623 @@
+"""Answers to the exercises of lesson 17, surviving failures."""
+
+import contextlib
+import hashlib
+import io
+import json
+import math
+import os
+import shutil
+import tempfile
+from pathlib import Path
+
+import torch
+from answers import Answers
+
+from labcode.files import sync_folder, write_atomically
+from labcode.perf.failures import young_interval_s
+from labcode.teach.exercises import l17
+from labcode.teach.labs import l17_run
+
+# ---- 17.1 Young's interval
+
+
+def as_a_search(save_s, mtbf_s):
+    """By halving, for who does not trust derivatives."""
+    low, high = 1e-6, 1e9
+    for _ in range(200):
+        middle = math.sqrt(low * high)
+        if save_s / middle > middle / (2 * mtbf_s):
+            low = middle
+        else:
+            high = middle
+    return middle
+
+
+YOUNG = Answers(
+    check=lambda answer, ranks: l17.best_interval(answer),
+    right={
+        "square root": lambda save_s, mtbf_s: math.sqrt(2 * save_s * mtbf_s),
+        "power": lambda save_s, mtbf_s: (2 * save_s * mtbf_s) ** 0.5,
+        "tensor": lambda save_s, mtbf_s: torch.tensor(2 * save_s * mtbf_s).double().sqrt().item(),
+        "search": as_a_search,
+    },
+    wrong={
+        "all of the interval is lost": (lambda c, m: math.sqrt(c * m), "too short: how much"),
+        "no root": (lambda c, m: 2 * c * m, "in seconds squared"),
+        "arithmetic mean": (lambda c, m: (c + m) / 2, "at the best T these two are equal"),
+        "inverted": (lambda c, m: math.sqrt(2 * c / m), "at the best T these two are equal"),
+        "rate for time": (lambda c, m: math.sqrt(2 * c / (1 / m)) / m, "these two are equal"),
+        "forgets to return": (lambda c, m: None, "it returned None"),
+        "text": (lambda c, m: f"{math.sqrt(2 * c * m):.0f} s", "give a number"),
+        "minutes": (lambda c, m: math.sqrt(2 * c * m) / 60, "these two are equal"),
+        "labcode's own": (young_interval_s, "young_interval_s"),
+    },
+)
+
+# ---- 17.2 an atomic checkpoint
+
+
+def write_synced(path, content):
+    with open(path, "wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def keep_newest(folder, keep):
+    whole = [path for path in folder.glob("step-*") if path.suffix == ""]
+    for old in sorted(whole)[:-keep]:
+        shutil.rmtree(old)
+
+
+def checksums_of(files):
+    found = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+    return json.dumps(found).encode()
+
+
+def straight(folder, step, files, keep):
+    final = folder / f"step-{step:08d}"
+    partial = folder / f"step-{step:08d}.partial"
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir()
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        write_synced(partial / name, content)
+    if final.exists():
+        shutil.rmtree(final)
+    os.replace(partial, final)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def with_low_level_calls(folder, step, files, keep):
+    final = os.path.join(folder, f"step-{step:08d}")
+    new = os.path.join(folder, f".new-{step}")
+    shutil.rmtree(new, ignore_errors=True)
+    os.mkdir(new)
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        descriptor = os.open(os.path.join(new, name), os.O_CREAT | os.O_WRONLY, 0o644)
+        os.write(descriptor, content)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    shutil.rmtree(final, ignore_errors=True)
+    os.rename(new, final)
+    descriptor = os.open(folder, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
+    names = sorted(name for name in os.listdir(folder) if name.startswith("step-"))
+    for name in names[: max(0, len(names) - keep)]:
+        shutil.rmtree(os.path.join(folder, name))
+
+
+def with_a_random_name(folder, step, files, keep):
+    for leftover in folder.glob("unfinished-*"):
+        shutil.rmtree(leftover)
+    temporary = Path(tempfile.mkdtemp(prefix="unfinished-", dir=folder))
+    for name, content in files.items():
+        write_atomically(temporary / name, content)
+    write_atomically(temporary / "checksums.json", checksums_of(files))
+    final = folder / f"step-{step:08d}"
+    if final.is_dir():
+        final.rename(folder / f"unfinished-{final.name}")
+    temporary.rename(final)
+    sync_folder(folder)
+    for leftover in folder.glob("unfinished-*"):
+        shutil.rmtree(leftover)
+    keep_newest(folder, keep)
+
+
+def with_sync_of_all(folder, step, files, keep):
+    """One call for all that was written."""
+    partial = folder / f"tmp.{step}"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, content in files.items():
+        (partial / name).write_bytes(content)
+    (partial / "checksums.json").write_bytes(checksums_of(files))
+    os.sync()
+    shutil.rmtree(folder / f"step-{step:08d}", ignore_errors=True)
+    partial.replace(folder / f"step-{step:08d}")
+    os.sync()
+    keep_newest(folder, keep)
+
+
+def into_its_final_name(folder, step, files, keep):
+    final = folder / f"step-{step:08d}"
+    final.mkdir(exist_ok=True)
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        write_synced(final / name, content)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def each_file_atomically(folder, step, files, keep):
+    """Every file is whole, and the checkpoint is not."""
+    final = folder / f"step-{step:08d}"
+    final.mkdir(exist_ok=True)
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        write_atomically(final / name, content)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def changed(old, new):
+    """`straight` with another text in one place."""
+    import inspect
+
+    source = inspect.getsource(straight)
+    assert old in source
+    scope = dict(globals())
+    exec(source.replace(old, new), scope)
+    return scope["straight"]
+
+
+def removes_first(folder, step, files, keep):
+    """Makes room before there is something new."""
+    whole = sorted(path for path in folder.glob("step-*") if path.suffix == "")
+    for old in whole[: len(whole) - keep + 1]:
+        shutil.rmtree(old)
+    straight(folder, step, files, keep)
+
+
+def without_sync(folder, step, files, keep):
+    partial = folder / f"step-{step:08d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        (partial / name).write_bytes(content)
+    final = folder / f"step-{step:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def syncs_too_early(folder, step, files, keep):
+    partial = folder / f"step-{step:08d}.partial"
+    shutil.rmtree(partial, ignore_errors=True)
+    partial.mkdir()
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        with open(partial / name, "wb") as file:
+            file.write(content[:5])
+            os.fsync(file.fileno())
+            file.write(content[5:])
+    final = folder / f"step-{step:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    os.replace(partial, final)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def elsewhere(folder, step, files, keep):
+    """On another disk, for all one knows."""
+    temporary = Path(tempfile.mkdtemp())
+    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
+        write_synced(temporary / name, content)
+    final = folder / f"step-{step:08d}"
+    shutil.rmtree(final, ignore_errors=True)
+    shutil.move(temporary, final)
+    sync_folder(folder)
+    keep_newest(folder, keep)
+
+
+def by_age(folder, step, files, keep):
+    """Sorted by name without zeros in front: step-100 comes before step-12."""
+    straight(folder, step, files, 99)
+    whole = [path for path in folder.glob("step-*") if path.suffix == ""]
+    for old in sorted(whole, key=lambda path: path.name.lstrip("step-0"))[:-keep]:
+        shutil.rmtree(old)
+
+
+NO_CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
+NO_ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
+
+SAVE = Answers(
+    check=lambda answer, ranks: l17.save_atomically(answer),
+    right={
+        "straight": straight,
+        "with the calls of the system": with_low_level_calls,
+        "under a random name": with_a_random_name,
+        "one sync for all": with_sync_of_all,
+    },
+    wrong={
+        "into its final name": (into_its_final_name, "had this name while its files were still"),
+        "each file by itself": (each_file_atomically, "had this name while its files were still"),
+        "removes before it writes": (removes_first, "When may the old one go?"),
+        "no sync": (without_sync, "are on the disk (it was never synced)"),
+        "sync before the end": (syncs_too_early, "synced before all its bytes had left"),
+        "no sync of the folder": (
+            changed("    sync_folder(folder)\n", ""),
+            "the rename itself is not on the disk",
+        ),
+        "on another disk": (elsewhere, "only within one file system"),
+        "a leftover is in the way": (changed(NO_CLEARING, ""), "What does the killed attempt"),
+        "a leftover is filled up": (
+            changed(NO_CLEARING + "    partial.mkdir()", "    partial.mkdir(exist_ok=True)"),
+            "rank7.bin, which an earlier attempt had left",
+        ),
+        "no room for a second one": (changed(NO_ROOM, ""), "Directory not empty"),
+        "keeps all": (changed("    keep_newest(folder, keep)\n", ""), "is still there"),
+        "keeps one too few": (
+            changed("keep_newest(folder, keep)", "keep_newest(folder, keep - 1 or 1)"),
+            "is gone",
+        ),
+        "keeps the largest name": (by_age, "there is no folder step-00000012"),
+        "no checksums": (
+            changed('{**files, "checksums.json": checksums_of(files)}', "files"),
+            "has no checksums.json",
+        ),
+        "checksum of the name": (
+            changed("checksums_of(files)", "checksums_of({name: name.encode() for name in files})"),
+            "its sha256, in hexadecimal digits",
+        ),
+        "labcode's own": (l17_run.save, "l17_run.save"),
+    },
+)
+
+
+# ---- 17.4 a resharding loader
+
+
+def by_hand(box, written):
+    own = torch.empty(box.sizes)
+    for theirs, read in written:
+        in_own = []
+        in_theirs = []
+        for dim in range(len(box.sizes)):
+            first = max(box.offsets[dim], theirs.offsets[dim])
+            own_end = box.offsets[dim] + box.sizes[dim]
+            their_end = theirs.offsets[dim] + theirs.sizes[dim]
+            last = min(own_end, their_end)
+            if last <= first:
+                break
+            in_own.append(slice(first - box.offsets[dim], last - box.offsets[dim]))
+            in_theirs.append(slice(first - theirs.offsets[dim], last - theirs.offsets[dim]))
+        else:
+            own[tuple(in_own)] = read()[tuple(in_theirs)]
+    return own
+
+
+def with_narrow(box, written):
+    own = torch.zeros(box.sizes)
+    for theirs, read in written:
+        starts = [max(a, b) for a, b in zip(box.offsets, theirs.offsets)]
+        ends = [
+            min(a + m, b + n)
+            for a, m, b, n in zip(box.offsets, box.sizes, theirs.offsets, theirs.sizes)
+        ]
+        if any(end <= start for start, end in zip(starts, ends)):
+            continue
+        source = read()
+        target = own
+        for dim, (start, end) in enumerate(zip(starts, ends)):
+            source = source.narrow(dim, start - theirs.offsets[dim], end - start)
+            target = target.narrow(dim, start - box.offsets[dim], end - start)
+        target.copy_(source)
+    return own
+
+
+def with_indices(box, written):
+    """Sets of indices in place of ends."""
+    own = torch.full(box.sizes, float("nan"))
+    for theirs, read in written:
+        common = []
+        for a, m, b, n in zip(box.offsets, box.sizes, theirs.offsets, theirs.sizes):
+            common.append(sorted(set(range(a, a + m)) & set(range(b, b + n))))
+        if not all(common):
+            continue
+        mine = [torch.tensor(c) - a for c, a in zip(common, box.offsets)]
+        other = [torch.tensor(c) - b for c, b in zip(common, theirs.offsets)]
+        own[torch.meshgrid(*mine, indexing="ij")] = read()[torch.meshgrid(*other, indexing="ij")]
+    return own
+
+
+def variant(old, new):
+    """`by_hand` with another text in one place."""
+    import inspect
+
+    source = inspect.getsource(by_hand)
+    assert old in source
+    scope = dict(globals())
+    exec(source.replace(old, new), scope)
+    return scope["by_hand"]
+
+
+def reads_all(box, written):
+    """Puts the whole together, and cuts."""
+    ends = [[o + s for o, s in zip(b.offsets, b.sizes)] for b, _ in written]
+    whole = torch.empty([max(end) for end in zip(*ends)])
+    for theirs, read in written:
+        place = [slice(o, o + s) for o, s in zip(theirs.offsets, theirs.sizes)]
+        whole[tuple(place)] = read()
+    return whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
+
+
+def rows_only(box, written):
+    own = torch.empty(box.sizes)
+    for theirs, read in written:
+        first = max(box.offsets[0], theirs.offsets[0])
+        last = min(box.offsets[0] + box.sizes[0], theirs.offsets[0] + theirs.sizes[0])
+        if first < last:
+            part = read()[first - theirs.offsets[0] : last - theirs.offsets[0]]
+            own[first - box.offsets[0] : last - box.offsets[0]] = part
+    return own
+
+
+def one_of_them(box, written):
+    """The first that fits must hold it all."""
+    for theirs, read in written:
+        inside = []
+        for a, m, b, n in zip(box.offsets, box.sizes, theirs.offsets, theirs.sizes):
+            if not b <= a <= a + m <= b + n:
+                break
+            inside.append(slice(a - b, a - b + m))
+        else:
+            return read()[tuple(inside)]
+    return torch.zeros(box.sizes)
+
+
+RESHARD = Answers(
+    check=lambda answer, ranks: l17.reshard(answer),
+    right={"slices": by_hand, "narrow": with_narrow, "sets of indices": with_indices},
+    wrong={
+        "reads all": (reads_all, "has nothing in common with it"),
+        "reads before it looks": (
+            variant("        in_own = []\n", "        in_own = []\n        found = read()\n"),
+            "has nothing in common with it",
+        ),
+        "a neighbour is read": (variant("last <= first", "last < first"), "nothing in common"),
+        "own place not subtracted": (
+            variant("first - box.offsets[dim], last - box.offsets[dim]", "first, last"),
+            "a vector of two ranks, read by three",
+        ),
+        "their place not subtracted": (
+            variant("first - theirs.offsets[dim], last - theirs.offsets[dim]", "first, last"),
+            "a vector of two ranks, read by three",
+        ),
+        "smaller begin": (variant("first = max(", "first = min("), "a vector of two ranks"),
+        "larger end": (variant("last = min(", "last = max("), "a vector of two ranks"),
+        "the first dim only": (rows_only, "rows to columns"),
+        "from one box only": (one_of_them, "elements are wrong"),
+        "the other's shape": (
+            variant("torch.empty(box.sizes)", "torch.empty(written[0][0].sizes)"),
+            "your tensor has the shape",
+        ),
+        "break leaves the loop": (
+            variant("                break\n", "                return own\n"),
+            "elements are wrong",
+        ),
+        "forgets to return": (variant("    return own\n", ""), "it returned None"),
+    },
+)
+
+# ---- 17.3 the restart loop
+
+
+def plain(folder, num_steps, every):
+    training = l17_run.Training()
+    step = 0
+    for path in reversed(l17_run.checkpoints(folder)):
+        try:
+            state = l17_run.read(path)
+        except l17_run.DamagedError:
+            continue
+        training.model.load_state_dict(state["model"])
+        training.optimizer.load_state_dict(state["optimizer"])
+        training.batches.position = state["position"]
+        torch.set_rng_state(state["random"])
+        step = state["step"]
+        break
+    losses = {}
+    while step < num_steps:
+        losses[step + 1] = training.step()
+        step += 1
+        if step % every == 0:
+            state = {
+                "model": training.model.state_dict(),
+                "optimizer": training.optimizer.state_dict(),
+                "position": training.batches.position,
+                "random": torch.get_rng_state(),
+                "step": step,
+            }
+            l17_run.write(folder, step, state)
+    return losses
+
+
+def in_functions(folder, num_steps, every):
+    """The step from the name of the folder, and the position from the step."""
+
+    def newest():
+        whole = [path for path in l17_run.checkpoints(folder) if not l17_run.damage_of(path)]
+        return whole[-1] if whole else None
+
+    run = l17_run.Training()
+    start = newest()
+    first = 1
+    if start is not None:
+        weights, optimizer, random = l17_run.read(start)["all"]
+        first = int(start.name[5:]) + 1
+        run.model.load_state_dict(weights)
+        run.optimizer.load_state_dict(optimizer)
+        run.batches.position = 16 * (first - 1)
+        torch.random.set_rng_state(random)
+    losses = {}
+    for number in range(first, num_steps + 1):
+        losses[number] = run.step()
+        if number % every == 0:
+            everything = [run.model.state_dict(), run.optimizer.state_dict()]
+            l17_run.write(folder, number, {"all": [*everything, torch.random.get_rng_state()]})
+    return losses
+
+
+def saves_at_the_end_too(folder, num_steps, every):
+    """And replays the data in place of setting the position."""
+    run = l17_run.Training()
+    done = 0
+    for path in sorted(folder.glob("step-????????"), reverse=True):
+        with contextlib.suppress(l17_run.DamagedError):
+            state = l17_run.read(path)
+            done = state["done"]
+            for _ in range(done):
+                run.batches.take()
+            run.model.load_state_dict(state["model"])
+            run.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["random"])
+            break
+    losses = {}
+    while done < num_steps:
+        done += 1
+        losses[done] = run.step()
+        if done % every and done < num_steps:
+            continue
+        state = {"model": run.model.state_dict(), "optimizer": run.optimizer.state_dict()}
+        state |= {"random": torch.get_rng_state(), "done": done}
+        l17_run.write(folder, done, state, keep=3 if done == num_steps else 2)
+    return losses
+
+
+def loop(old, new):
+    """`plain` with another text in one place."""
+    import inspect
+
+    source = inspect.getsource(plain)
+    assert old in source
+    scope = dict(globals())
+    exec(source.replace(old, new), scope)
+    return scope["plain"]
+
+
+WHOLE_OR_NEXT = (
+    "        try:\n            state = l17_run.read(path)\n"
+    "        except l17_run.DamagedError:\n            continue\n"
+)
+STATE_OF_OPTIMIZER = '        training.optimizer.load_state_dict(state["optimizer"])\n'
+
+
+def trusts_everything(folder, num_steps, every):
+    """Reads the file itself, so that nobody looks at checksums."""
+    newest = max(folder.glob("step-*"), default=None)
+    if newest is not None:
+        torch.load(io.BytesIO((newest / "state.pt").read_bytes()), weights_only=True)
+    return plain(folder, num_steps, every)
+
+
+RESTART = Answers(
+    check=lambda answer, ranks: l17.restart_loop(answer),
+    right={
+        "plain": plain,
+        "in functions": in_functions,
+        "replays the data": saves_at_the_end_too,
+    },
+    wrong={
+        "begins again": (loop("reversed(l17_run.checkpoints(folder))", "[]"), "begins again"),
+        "weights forgotten": (
+            loop('        training.model.load_state_dict(state["model"])\n', ""),
+            "the weights",
+        ),
+        "optimizer forgotten": (loop(STATE_OF_OPTIMIZER, ""), "the state of the optimizer"),
+        "data forgotten": (
+            loop('        training.batches.position = state["position"]\n', ""),
+            "the position in the data",
+        ),
+        "random numbers forgotten": (
+            loop('        torch.set_rng_state(state["random"])\n', ""),
+            "torch's random numbers",
+        ),
+        "a step is done twice": (
+            loop('        step = state["step"]\n', '        step = state["step"] - 1\n'),
+            "counted from 1",
+        ),
+        "a step is left out": (
+            loop('                "step": step,\n', '                "step": step + 1,\n'),
+            "counted from 1",
+        ),
+        "stops at a damaged one": (
+            loop(WHOLE_OR_NEXT, "        state = l17_run.read(path)\n"),
+            "There is an older one, which is whole",
+        ),
+        "a damaged one ends the search": (
+            loop("            continue\n", "            break\n"),
+            "begins again",
+        ),
+        "the oldest": (
+            loop("reversed(l17_run.checkpoints(folder))", "l17_run.checkpoints(folder)"),
+            "is not what it was",
+        ),
+        "no checksums": (trusts_everything, "Its name and its checksums say so"),
+        "never saves": (loop("step % every == 0", "False"), "the folder holds []"),
+        "saves each step": (loop("step % every == 0", "True"), "were meant, the two newest"),
+        "all losses in a list": (
+            loop("    return losses\n", "    return list(losses.values())\n"),
+            "give a dictionary, step: loss",
+        ),
+        "forgets to return": (loop("    return losses\n", ""), "it returned None"),
+    },
+)
+
+# ---- 17.5 a plan
+
+GOOD = {
+    "kind": "background",
+    "interval_s": 1300,
+    "keep": 3,
+    "mtbf_s": 8.08 * 3600,
+    "overhead": 0.064,
+}
+PLAN = Answers(
+    check=lambda answer, ranks: _quietly(answer),
+    right={
+        "just allowed": {**GOOD, "interval_s": 1257},
+        "a round interval": {**GOOD, "interval_s": 1500, "overhead": 0.066},
+        "two are kept": {**GOOD, "keep": 2, "overhead": 0.07},
+        "from rounded numbers": {**GOOD, "mtbf_s": 8 * 3600, "overhead": 0.06},
+    },
+    wrong={
+        "best for itself alone": (
+            {**GOOD, "interval_s": 774, "overhead": 0.06},
+            "the site allows 5%",
+        ),
+        "stands still": ({**GOOD, "kind": "blocking", "interval_s": 1560}, "there is one for less"),
+        "every two hours": ({**GOOD, "interval_s": 7200, "overhead": 0.2}, "done again is the"),
+        "hardware alone": ({**GOOD, "mtbf_s": 24.74 * 3600}, "that is the hardware alone"),
+        "times added": ({**GOOD, "mtbf_s": 36.74 * 3600}, "the times or the rates"),
+        "of the paper": ({**GOOD, "mtbf_s": 3.09 * 3600}, "ends a day"),
+        "restarts forgotten": ({**GOOD, "overhead": 0.032}, "which one do you see differently"),
+        "in percent": ({**GOOD, "overhead": 6.4}, "you expect an overhead of 640"),
+        "no room": ({**GOOD, "keep": 4}, "there are 5 checkpoints"),
+        "one only": ({**GOOD, "keep": 1}, "begins again at step 1"),
+        "unknown kind": ({**GOOD, "kind": "async"}, "choose blocking or background"),
+        "text": ({**GOOD, "interval_s": "20 min"}, "give a number"),
+        "a list": (list(GOOD.values()), "give a dictionary"),
+        "a key is missing": ({"kind": "background"}, "does not say 'interval_s'"),
+    },
+)
+
+
+def _quietly(answer):
+    """The tests look at the verdict alone."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        l17.plan(answer)
+
+
+ANSWERS = {"17.1": YOUNG, "17.2": SAVE, "17.4": RESHARD, "17.3": RESTART, "17.5": PLAN}

@@ -1,0 +1,149 @@
+"""What lesson 17 is built on: the disk on which a program dies, the small run, the cluster."""
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+
+from labcode.teach.labs import l17_faulty, l17_plan, l17_run
+from labcode.teach.labs.l17_disk import killed_in_the_middle, operations
+
+FILES = {"a.bin": b"a" * 100, "b.bin": b"b" * 10}
+
+
+def save_two(folder, files):
+    for name, content in files.items():
+        (folder / name).write_bytes(content)
+
+
+# ---- the disk
+
+
+def test_a_program_dies_before_the_operation_that_is_named(tmp_path):
+    assert killed_in_the_middle(save_two, tmp_path, FILES, at=1) == "open b.bin"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin"]
+
+
+def test_a_program_that_makes_fewer_operations_lives(tmp_path):
+    assert killed_in_the_middle(save_two, tmp_path, FILES, at=2) == ""
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_a_dead_program_tidies_nothing_up(tmp_path):
+    def tidy(folder):
+        try:
+            (folder / "new").mkdir()
+            (folder / "new" / "file").write_bytes(b"")
+        finally:
+            (folder / "new").rmdir()
+
+    assert killed_in_the_middle(tidy, tmp_path, at=1) == "open file"
+    assert (tmp_path / "new").is_dir()
+
+
+def test_a_rename_knows_which_files_were_synced(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    with operations(tmp_path) as seen:
+        with open(new / "synced", "wb") as file:
+            file.write(b"12")
+            file.flush()
+            os.fsync(file.fileno())
+        with open(new / "early", "wb") as file:
+            os.fsync(file.fileno())
+            file.write(b"12")
+        (new / "never").write_bytes(b"12")
+        os.replace(new, tmp_path / "final")
+    assert seen.renames[0].unsynced == [("early", True), ("never", False)]
+    assert not seen.synced_after_rename
+
+
+def test_nobody_is_watched_afterwards(tmp_path):
+    with operations(tmp_path) as seen:
+        pass
+    (tmp_path / "file").write_bytes(b"")
+    assert seen.names == []
+
+
+# ---- the run
+
+
+def test_two_runs_without_kills_are_the_same():
+    first = l17_run.Training()
+    losses = [first.step() for _ in range(3)]
+    second = l17_run.Training()
+    assert losses == [second.step() for _ in range(3)]
+    assert len(set(losses)) == 3
+
+
+def test_a_state_is_read_as_it_was_written_and_the_newest_are_kept(tmp_path):
+    for step in (4, 8, 12):
+        l17_run.write(tmp_path, step, {"weight": torch.ones(3) * step})
+    names = [path.name for path in l17_run.checkpoints(tmp_path)]
+    assert names == ["step-00000008", "step-00000012"]
+    state = l17_run.read(tmp_path / "step-00000012")
+    assert state["weight"].tolist() == [12, 12, 12]
+
+
+@pytest.mark.parametrize("damage", ["shorter", "missing", "without checksums"])
+def test_damage_is_told(tmp_path, damage):
+    l17_run.save(tmp_path, 4, FILES, keep=1)
+    folder: Path = tmp_path / "step-00000004"
+    if damage == "shorter":
+        (folder / "a.bin").write_bytes(b"a")
+    elif damage == "missing":
+        (folder / "a.bin").unlink()
+    else:
+        (folder / l17_run.CHECKSUMS).unlink()
+    with pytest.raises(l17_run.DamagedError, match="step-00000004: "):
+        l17_run.read(folder)
+
+
+# ---- what the ranks say
+
+OUTPUT = """\
+[rank 0] 2 ranks on 1 node, gloo on cpu; grid dp 2 x pp 1 x cp 1 x tp 1; 16 samples a step
+[rank 0] step 1/3 | loss 4.4 | gradient norm 3.2
+[rank 0] step 2/3 | loss 4.2 | gradient norm 3.1
+[rank 0] resuming from runs/x/checkpoints/step-00000001
+[rank 1] hang: no progress for 5 s: rank 1 has not come to all_reduce #44 of one number: it is in \
+read (x.py, line 5); rank 0 waits in all_reduce #44 of one number among ranks 0 and 1
+[rank 0] step 2/3 | loss 4.2 | gradient norm 3.1
+[rank 0] step 3/3 | validation loss 4.1
+[rank 0] and the sample text
+"""
+
+
+def test_the_output_of_ranks_is_read():
+    assert l17_faulty.resumed_from(OUTPUT) == 1
+    assert l17_faulty.losses(OUTPUT) == [(1, "4.4"), (2, "4.2"), (2, "4.2")]
+    assert l17_faulty.who_waits(OUTPUT) == (0, 1)
+    told = l17_faulty.told(OUTPUT).splitlines()
+    assert told[:2] == ["2 ranks on 1 node, gloo on cpu", "step 1/3 | loss 4.4"]
+    assert told[4].startswith("[rank 1] hang: no progress")
+    assert told[-1] == "step 2/3 | loss 4.2"
+
+
+def test_a_watch_that_is_silent_is_told():
+    with pytest.raises(ValueError, match="no line begins"):
+        l17_faulty.who_waits("step 1/3 | loss 4.4")
+
+
+# ---- the cluster
+
+
+@pytest.mark.parametrize(("kind", "interval_s"), [("blocking", 1560), ("background", 1300)])
+def test_the_formula_foresees_what_a_plan_costs(kind, interval_s):
+    found = l17_plan.simulated(l17_plan.SITE, kind, interval_s).total
+    assert l17_plan.expected(l17_plan.SITE, kind, interval_s) == pytest.approx(found, rel=0.1)
+
+
+def test_the_best_plan_is_one_that_the_site_allows():
+    kind, interval_s, _ = l17_plan.best(l17_plan.SITE)
+    assert l17_plan.writing(l17_plan.SITE, kind, interval_s) <= l17_plan.SITE.max_writing
+
+
+def test_a_long_notice_makes_preemptions_harmless():
+    patient = l17_plan.Cluster(notice_s=60)
+    assert patient.mtbf_s > 2 * l17_plan.SITE.mtbf_s
