@@ -78,7 +78,7 @@ def signalled_in(where, *numbers, ranks=(0, 1), call=1):
         "_finish": loop.Trainer,
         "write_result": loop,
         "make_task": run,
-        "_write": checkpoint.Checkpoints,
+        "_write_tensors": checkpoint,
     }[where]
 
     def act(calls):
@@ -342,10 +342,10 @@ ON = ["--checkpoint.every=2"]
 @pytest.mark.parametrize(
     ("where", "numbers", "ranks", "steps"),
     [
-        ("_write", [signal.SIGINT], [0, 1], 2),
+        ("_write_tensors", [signal.SIGINT], [0, 1], 2),
         # to one rank: rank 0 keeps the store here, in which the word of another one is left; under
         # torchrun, whose agent keeps it, that works both ways
-        ("_write", [signal.SIGINT], [1], 2),
+        ("_write_tensors", [signal.SIGINT], [1], 2),
         ("_finish", [signal.SIGINT], [0, 1], 3),
         ("step", [signal.SIGINT, signal.SIGINT], [0, 1], 1),
     ],

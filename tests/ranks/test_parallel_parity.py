@@ -337,7 +337,7 @@ def test_every_zero_stage_trains_like_one_process(request, reference, grid, name
 
 
 def diverge(config):
-    from labcode.train.loop import Diverged
+    from labcode.train.finite import Diverged
 
     try:
         fit(config)
