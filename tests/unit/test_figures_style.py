@@ -59,9 +59,19 @@ FIGURES = {
     "launch_chain": lambda alt: plot.launch_chain(alt=alt),
     "zero": lambda alt: plot.zero(4, alt=alt),
     "zero_steps": lambda alt: plot.zero_steps(alt=alt),
+    "boxes": lambda alt: plot.boxes([((0, 0), (2, 4))], ((1, 1), (1, 3)), alt=alt),
+    "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
+    "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
     "second_attempt": lambda alt: plot.second_attempt(alt=alt),
 }
-AS_WIDE = ("heatmap", "grid", "cuts", "launch_chain", "second_attempt")  # as their content
+AS_WIDE = (
+    "heatmap",
+    "grid",
+    "cuts",
+    "launch_chain",
+    "second_attempt",
+    "save_steps",
+)  # as their content
 
 
 @pytest.mark.parametrize("name", FIGURES)
