@@ -526,6 +526,8 @@ class OptimConfig:
 
 
 FACTOR = Range(0, 10**6, "give more than 1, or 0 for none")
+PERIOD_S = Range(0, 86_400, "give the seconds, or 0 for none")
+SHORTEST_PERIOD_S = 0.01
 # a schedule lists every one of them
 MOST_MICRO_BATCHES = 100_000
 
@@ -551,6 +553,7 @@ class TrainConfig:
     bad_in_all: int = 100  # more bad steps in the whole run end it
     # a rank that takes so many times longer than those with the same work is named; 0: none is
     slow_factor: float = 2.0
+    sample_device_s: float = 1.0  # seconds between looks at how busy the device is; 0: none
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
     overwrite: bool = False  # replace an existing `out`
@@ -571,6 +574,7 @@ class TrainConfig:
             "bad_in_a_row": COUNT,
             "bad_in_all": COUNT,
             "slow_factor": FACTOR,
+            "sample_device_s": PERIOD_S,
             "sample_tokens": COUNT_OR_ZERO,
         }
         check_fields(self, "train", ranges)
@@ -581,6 +585,11 @@ class TrainConfig:
                     f"train.{name}={factor} would find fault with the usual: give more than 1, or "
                     "0 for none"
                 )
+        if 0 < self.sample_device_s < SHORTEST_PERIOD_S:
+            raise ValueError(
+                f"train.sample_device_s={self.sample_device_s} would disturb what it measures: "
+                f"give at least {SHORTEST_PERIOD_S}, or 0 for none"
+            )
 
     def accumulation(self, dp_size: int) -> int:
         """Micro-batches that one rank adds up before each optimizer step.

@@ -1,7 +1,7 @@
 """Peak speed and memory of the GPUs that the course needs, each with its source; the CPU's name.
 
 A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is
-worse than none.
+worse than none. What a device reaches in practice is measured by `train.device_speed`.
 """
 
 import platform
@@ -27,8 +27,21 @@ class Device:
 
 
 _V100 = {"float16": 125e12, "float32": 15.7e12, "float64": 7.8e12}
-_A100 = {"bfloat16": 312e12, "float16": 312e12, "float32": 19.5e12, "float64": 9.7e12}
-_HOPPER = {"bfloat16": 989e12, "float16": 989e12, "float32": 67e12, "float64": 34e12}
+# tf32: float32 whose factors the tensor cores round to 10 bits of mantissa
+_A100 = {
+    "bfloat16": 312e12,
+    "float16": 312e12,
+    "tf32": 156e12,
+    "float32": 19.5e12,
+    "float64": 9.7e12,
+}
+_HOPPER = {
+    "bfloat16": 989e12,
+    "float16": 989e12,
+    "tf32": 494e12,
+    "float32": 67e12,
+    "float64": 34e12,
+}
 
 # Keyed by the name that the driver reports, so that a slower variant of a chip (H100 PCIe) is not
 # mistaken for a faster one (H100 SXM).

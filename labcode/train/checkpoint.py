@@ -75,6 +75,7 @@ MAY_CHANGE = (
     "train.on_bad_step",
     "train.out",
     "train.overwrite",
+    "train.sample_device_s",
     "train.sample_tokens",
     "train.slow_factor",
     "train.spike_factor",

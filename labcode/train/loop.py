@@ -26,6 +26,8 @@ from labcode.parallel.model import ParallelModel
 from labcode.perf.flops import training_flops_per_sample
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
+from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
+from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.gpt2_files import Gpt2File
 from labcode.train.guard import Guard
 from labcode.train.measure import StepClock, peak_memory_bytes
@@ -99,6 +101,8 @@ class Trainer:
         self.wide_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
         self.accumulation = config.train.accumulation(grid.size("dp"))
         self.stopped_by: str | None = None
+        # before the model takes its memory, and on all ranks at once, as they will compute
+        self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.dtype)
 
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
@@ -171,6 +175,13 @@ class Trainer:
             self.checkpoints.resumed_from(self.steps_before)
         folder = out if self.world.rank == 0 else None
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
+        self.sampler = self._device_sampler()
+
+    def _device_sampler(self) -> DeviceSampler:
+        """What samples this rank's device during `fit`, where the samples are written."""
+        period_s = self.config.train.sample_device_s if self.log.writes else 0.0
+        meter = meter_for(self.world.device) if period_s else ProcessMeter()
+        return DeviceSampler(meter, period_s, lambda: self.steps_done, self.log.write_device)
 
     def _checkpoints_in(self, out: Path) -> Checkpoints:
         return Checkpoints(self.config, self.grid, out, self.task.data_sha256)
@@ -203,7 +214,7 @@ class Trainer:
         """
         settings = self.config.train
         clock = StepClock()
-        with self.log.bar(), self._stop_signals() as signals:
+        with self.log.bar(), self.sampler, self._stop_signals() as signals:
             if self.checkpoints and signals:
                 self._stop_if_asked(signals)  # while it started: nothing is to be saved yet
             while self.steps_done < settings.steps and not self.stopped_by:
@@ -226,6 +237,8 @@ class Trainer:
                         self._save_if_due(self.checkpoints, signals)
                 self.log.advance()
         if not self.stopped_by:
+            if self.sampler.problem:
+                self.log.say(f"the device was not sampled to the end: {self.sampler.problem}")
             with StopSignals():  # what is left is short, and would have to be done again
                 self._finish()
         return self.history
@@ -402,21 +415,34 @@ class Trainer:
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "step_s": step_s,
+            "samples_per_s": samples_per_s,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_rank": tokens_per_s / self.world.world_size,
             "memory_bytes": peak_memory_bytes(self.world.device),
         }
-        mfu = self._mfu(samples_per_s / self.world.world_size)
-        if mfu is not None:
-            row["mfu"] = mfu
-        return row
+        flops = samples_per_s * training_flops_per_sample(self.task.model_config)
+        return row | self._shares_of_peak(flops / self.world.world_size)
 
-    def _mfu(self, samples_per_s_per_rank: float) -> float | None:
-        if self.world.device.type != "cuda":
-            return None
-        flops_per_s = samples_per_s_per_rank * training_flops_per_sample(self.task.model_config)
-        dtype = str(self.dtype).removeprefix("torch.")
-        return hardware.mfu(flops_per_s, torch.cuda.get_device_name(), dtype)
+    def _shares_of_peak(self, flops_per_s: float) -> dict[str, float]:
+        """How well this rank uses its device: by the datasheet, by what it can reach, by samples.
+
+        MFU is defined by the datasheet's peak, and a CPU has none here. What a large matrix product
+        reaches on this device is a peak too, and a lower one.
+
+        Args:
+            flops_per_s: That the model needs, on one rank.
+        """
+        found = {"flops_per_s": flops_per_s}
+        if self.world.device.type == "cuda":
+            dtype = str(self.dtype).removeprefix("torch.")
+            mfu = hardware.mfu(flops_per_s, torch.cuda.get_device_name(), dtype)
+            if mfu is not None:
+                found["mfu"] = mfu
+        found["matmul_share"] = flops_per_s / self.matmul_flops_per_s
+        utilisation = self.sampler.utilisation()
+        if utilisation is not None:
+            found["utilisation"] = utilisation
+        return found
 
     def _finish(self) -> None:
         """Gather the whole model; rank 0 writes it, and what it can do.

@@ -1,6 +1,7 @@
 """The rows of metrics of a run: kept, written, shown.
 
-Each row is one JSON object on a line of `metrics.jsonl`; the same numbers go to TensorBoard.
+Each row is one JSON object on a line of `metrics.jsonl`; samples of the device are those of
+`device.jsonl`. The same numbers go to TensorBoard.
 """
 
 import contextlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from labcode.files import write_atomically
+from labcode.train import device_samples
 
 FILE_NAME = "metrics.jsonl"
 Row = Mapping[str, float]  # its keys: "step", and those of UNITS
@@ -25,10 +27,14 @@ UNITS = {
     "grad_norm": "2-norm of the whole gradient, before clipping",
     "lr": "learning rate",
     "step_s": "seconds per optimizer step",
+    "samples_per_s": "samples/s, all ranks",
     "tokens_per_s": "tokens/s, all ranks",
     "tokens_per_s_per_rank": "tokens/s, one rank",
     "memory_bytes": "peak bytes of rank 0 (device memory on a GPU, resident memory on a CPU)",
-    "mfu": "fraction of the device's peak",
+    "flops_per_s": "model FLOP/s, one rank",
+    "mfu": "model FLOP/s, fraction of the peak in the device's datasheet",
+    "matmul_share": "model FLOP/s, fraction of the rate that a large matrix product reaches here",
+    "utilisation": "fraction of the device that was busy, mean of the samples since the last row",
     "bad_steps": "steps of the run whose update was left out",
 }
 
@@ -42,6 +48,7 @@ SHOWN = {
     "step_s": "{:.4f} s/step",
     "tokens_per_s": "{:,.0f} tokens/s",
     "mfu": "MFU {:.1%}",
+    "matmul_share": "{:.0%} of the matmul rate",
 }
 
 
@@ -109,6 +116,15 @@ class Log:
             elif not self._on_terminal:
                 print(shown(row, self._steps), flush=True)
 
+    def write_device(self, row: dict[str, float]) -> None:
+        """Write a sample of the device; any thread may call it.
+
+        Raises:
+            OSError: The disk is full.
+        """
+        if self._writer:
+            self._writer.write_device(row)
+
     def say(self, line: str) -> None:
         """Print a line, above the progress bar where there is one; only on the rank that writes."""
         if self.writes:
@@ -137,19 +153,70 @@ class MetricsWriter:
     def __init__(self, folder: Path, after_step: int = 0) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._path = folder / FILE_NAME
-        kept = b""
-        if after_step and self._path.exists():
-            for line, row in _rows(self._path):
-                if row["step"] <= after_step:
-                    kept += line + b"\n"
-        write_atomically(self._path, kept)
-        self._file = open(self._path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+        self._folder = folder
+        self._after_step = after_step
+        self._rows = RowFile(folder / FILE_NAME, after_step)
+        self._device_rows: RowFile | None = None
         purge_step = after_step + 1 if after_step else None
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
 
     def write(self, row: Row) -> None:
         """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
+
+        Raises:
+            OSError: The disk is full; the rows before this one are kept whole.
+        """
+        self._rows.write(row)
+        for name, value in row.items():
+            if name != "step":
+                self._board.add_scalar(name, value, row["step"])
+
+    def write_device(self, row: Row) -> None:
+        """Add one sample of the device, with the keys of `device_samples.UNITS`.
+
+        Raises:
+            ValueError: The file of a run before this one holds something else.
+            OSError: The disk is full; the rows before this one are kept whole.
+        """
+        if self._device_rows is None:
+            self._device_rows = RowFile(self._folder / device_samples.FILE_NAME, self._after_step)
+        self._device_rows.write(row)
+        for name, value in row.items():
+            if name not in ("step", "time_s"):
+                self._board.add_scalar(f"device/{name}", value, row["step"])
+
+    def close(self) -> None:
+        """Close all files."""
+        self._rows.close()
+        if self._device_rows:
+            self._device_rows.close()
+        self._board.close()
+
+
+class RowFile:
+    """A file of rows, one JSON object a line, each of them whole.
+
+    Args:
+        path: It is made anew, or continued.
+        after_step: Keep what is there of the steps up to this one; 0 keeps nothing.
+
+    Raises:
+        ValueError: What is there is no file of rows; it is left as it is.
+        OSError: It cannot be written, or the disk is full.
+    """
+
+    def __init__(self, path: Path, after_step: int = 0) -> None:
+        self._path = path
+        kept = b""
+        if after_step and path.exists():
+            for line, row in _rows(path):
+                if row["step"] <= after_step:
+                    kept += line + b"\n"
+        write_atomically(path, kept)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
+
+    def write(self, row: Row) -> None:
+        """Add one row.
 
         Raises:
             OSError: The disk is full; the rows before this one are kept whole.
@@ -161,14 +228,10 @@ class MetricsWriter:
         if written < len(line):
             self._file.truncate(end)
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
-        for name, value in row.items():
-            if name != "step":
-                self._board.add_scalar(name, value, row["step"])
 
     def close(self) -> None:
-        """Close both files."""
+        """Close the file."""
         self._file.close()
-        self._board.close()
 
 
 def _line(row: Row) -> bytes:
@@ -185,7 +248,7 @@ def shown(row: Row, steps: int) -> str:
 
 
 def read(path: str | Path) -> list[dict[str, float]]:
-    """The rows of a run, from its folder or its `metrics.jsonl`.
+    """The rows of a run, from its folder or its `metrics.jsonl` (or `device.jsonl`).
 
     A last line that was cut short by a kill is left out.
 

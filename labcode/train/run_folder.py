@@ -32,6 +32,7 @@ OWN_FILES = (
     LOCK_NAME,
     STOPPED_NAME,
     "metrics.jsonl",
+    "device.jsonl",
     "result.txt",
     "weights.pt",
     "checkpoints",

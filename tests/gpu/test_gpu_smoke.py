@@ -9,7 +9,8 @@ import sys
 import pytest
 import torch
 
-from labcode.train import metrics
+from labcode import hardware
+from labcode.train import device_samples, device_speed, metrics
 
 pytestmark = [
     pytest.mark.gpu,
@@ -41,6 +42,7 @@ def test_gpt_tiny_learns_in_bfloat16_over_nccl(tmp_path):
     rows = [row for row in metrics.read(tmp_path / "run") if "loss" in row]
     assert rows[-1]["loss"] < rows[0]["loss"] - 0.3
     assert 0 < rows[-1]["memory_bytes"] < torch.cuda.get_device_properties(0).total_memory
+    assert 0 < rows[-1]["matmul_share"] < 1
 
 
 STEPS = (
@@ -126,3 +128,24 @@ def test_the_clock_of_a_ranks_own_work_counts_what_the_gpu_does():
         torch.cuda.synchronize()
         clock.end()
     assert clock.take() > 0.001
+
+
+def test_the_driver_says_how_busy_the_gpu_is(tmp_path):
+    meter = device_samples.GpuMeter(torch.device("cuda", 0))
+    held = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    row = meter.read()
+    assert held.numel() < row["memory_bytes"] < 1e12
+    assert 0 <= row["utilisation"] <= 1 and row["power_w"] > 0
+    done = train(tmp_path, "--train.steps=200", "--train.sample_device_s=0.1", "--train.out=run")
+    assert done.returncode == 0, done.stderr
+    samples = metrics.read(tmp_path / "run" / "device.jsonl")
+    assert max(sample["utilisation"] for sample in samples) > 0
+
+
+def test_a_large_matrix_product_reaches_a_good_part_of_the_datasheet():
+    name = torch.cuda.get_device_name()
+    found = device_speed.matmul_flops_per_s(torch.device("cuda", 0), torch.bfloat16)
+    share = hardware.mfu(found, name, "bfloat16")
+    if share is None:
+        pytest.skip(f"{name} has no peak in the table")
+    assert 0.4 < share < 1.05

@@ -76,16 +76,19 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
     out = tmp_path / "runs" / "gpt_tiny-001"
     rows = metrics.read(out)
     assert [row["step"] for row in rows if "loss" in row] == [1, 2, 3, 4]
-    assert set(rows[0]) == {
+    assert set(rows[0]) - {"utilisation"} == {
         *(
             "step",
             "loss",
             "grad_norm",
             "lr",
             "step_s",
+            "samples_per_s",
             "tokens_per_s",
             "tokens_per_s_per_rank",
             "memory_bytes",
+            "flops_per_s",
+            "matmul_share",
         )
     }
     assert rows[0]["tokens_per_s"] == pytest.approx(2 * rows[0]["tokens_per_s_per_rank"])

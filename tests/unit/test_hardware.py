@@ -12,6 +12,8 @@ def test_mfu_is_a_fraction_of_a_known_peak_and_never_a_guess():
     assert hardware.mfu(1e12, "NVIDIA H200", "int4") is None
     # a slower card than the H100 of the table
     assert hardware.mfu(1e12, "NVIDIA H100 PCIe", "bfloat16") is None
+    # tensor cores, eight times as fast as without them
+    assert hardware.mfu(78e12, "NVIDIA A100-SXM4-80GB", "tf32") == pytest.approx(0.5)
     assert all(device.source for device in hardware.DEVICES.values())
 
 

@@ -1,0 +1,84 @@
+"""How fast this device is at what a training step does, measured: the peak that can be achieved.
+
+A datasheet states a rate that no program reaches, and a CPU has none. What is measured here is what
+large operations of PyTorch get on this device as it is now, with these threads and whatever else
+runs on it.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+
+# rows and columns: large enough to reach the rate of the device
+MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+REPEATS = 5
+
+
+def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that a large square matrix product reaches: 2 n^3 / seconds, the median of 5.
+
+    Takes about 0.1 s on two cores; measured once in a process for each dtype, number of threads and
+    precision of float32.
+
+    Args:
+        device: Where.
+        dtype: Of the factors and the product.
+
+    Held by: tests/unit/test_device_speed.py
+    """
+    threads = torch.get_num_threads()
+    return _matmul_flops_per_s(device, dtype, threads, torch.get_float32_matmul_precision())
+
+
+@functools.cache
+def _matmul_flops_per_s(
+    device: torch.device, dtype: torch.dtype, threads: int, precision: str
+) -> float:
+    size = MATMUL_SIZE[device.type]
+    left = _random(size, device, dtype)
+    right = _random(size, device, dtype)
+    product = torch.empty_like(left)
+    with torch.no_grad():
+        seconds = median_s(device, lambda: torch.mm(left, right, out=product))
+    if device.type == "cuda":
+        # the peak that a run reports is its own
+        del left, right, product
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    return 2 * size**3 / seconds
+
+
+def median_s(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:
+    """Median seconds of some work, after one time that does not count.
+
+    Args:
+        device: What is waited for after each time.
+        work: What to do.
+        repeats: How many times.
+    """
+    work()
+    found = []
+    for _ in range(repeats):
+        _wait_for(device)
+        started = time.perf_counter()
+        work()
+        _wait_for(device)
+        found.append(time.perf_counter() - started)
+    return statistics.median(found)
+
+
+def _wait_for(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _random(size: int, device: torch.device, dtype: torch.dtype) -> torch.Tensor:
+    """[size, size]; zeros would be quicker on a GPU, which then draws less power.
+
+    The generators of the process are left as they are.
+    """
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.rand(size, size, device=device, generator=generator).to(dtype)
