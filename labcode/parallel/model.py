@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.grid import Grid
-from labcode.parallel.pipeline import OnAction, Pipeline
+from labcode.parallel.pipeline import OnAction, Pipeline, Ranges, unnamed
 from labcode.parallel.plan import ModelPlan
 from labcode.parallel.sharding import (
     FullWeight,
@@ -76,6 +76,9 @@ class ParallelModel(nn.Module):
             samples, the same on every rank of tp and cp.
         on_action: With a pipeline: called as `on_action(action, started_s, stopped_s)` after each
             action of `forward_backward`; None: nobody.
+        ranges: Called as `ranges(part)` around each part of `forward_backward`: forward, backward
+            and communication. With PyTorch's DDP and ZeRO the gradients travel, and are waited
+            for, inside backward; messages of tp and cp travel inside forward and backward.
     """
 
     def __init__(
@@ -100,6 +103,7 @@ class ParallelModel(nn.Module):
         self.loss = partial(plan.loss, **(loss_options or {}))
         self.autocast_dtype = autocast_dtype
         self.on_action: OnAction | None = None
+        self.ranges: Ranges = unnamed
         self._pipelines: dict[int, Pipeline] = {}
 
     @property
@@ -143,9 +147,10 @@ class ParallelModel(nn.Module):
             is_last = number == len(batches) - 1
             syncs = is_last or self.replica.accumulates_shards
             with contextlib.nullcontext() if syncs else self.no_sync():
-                with self._autocast():
+                with self.ranges("forward"), self._autocast():
                     loss = self.loss(self(inputs), targets)
-                (loss * weights[number]).backward()
+                with self.ranges("backward"):
+                    (loss * weights[number]).backward()
             total += loss.detach() * weights[number]
         self.finish_gradient_sync()
         return total
@@ -176,12 +181,14 @@ class ParallelModel(nn.Module):
 
     def finish_gradient_sync(self) -> None:
         """Finish the average over dp and the sums of partial gradients over cp, tp and stages."""
-        self.replica.finish_gradient_sync()
-        all_reduce_partial_gradients(self.weights, self.shardings, self.grid)
+        with self.ranges("communication"):
+            self.replica.finish_gradient_sync()
+            all_reduce_partial_gradients(self.weights, self.shardings, self.grid)
 
     def gather_parameters(self) -> None:
         """After the optimizer's step: let all ranks of dp have the weights that each updated."""
-        self.replica.gather_parameters()
+        with self.ranges("communication"):
+            self.replica.gather_parameters()
 
     def gradient_norm(self) -> torch.Tensor:
         """The 2-norm of the whole model's gradient, a float64 scalar; every rank calls it."""
@@ -217,8 +224,9 @@ class ParallelModel(nn.Module):
         with (
             self.replica.no_sync()
         ):  # a stage runs backward many times before its gradient is whole
-            total = pipeline.step(inputs, targets, weights, self.on_action)
-        dist.all_reduce(total, group=self.grid.group("pp"))
+            total = pipeline.step(inputs, targets, weights, self.on_action, self.ranges)
+        with self.ranges("communication"):
+            dist.all_reduce(total, group=self.grid.group("pp"))
         return total
 
     def _weights(self, batches: Sequence[Batch]) -> list[torch.Tensor | float]:

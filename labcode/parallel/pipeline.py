@@ -25,6 +25,12 @@ from labcode.schedules import Action, Message, PipelinePlan, evaluation_plan
 
 Stage = Callable[[torch.Tensor | None, torch.Tensor], torch.Tensor]
 OnAction = Callable[[Action, float, float], None]
+Ranges = Callable[[str], AbstractContextManager]  # names what runs in its block
+
+
+def unnamed(part: str) -> AbstractContextManager:
+    """The `Ranges` of a step whose parts nobody asks for."""
+    return contextlib.nullcontext()
 
 
 class StageError(RuntimeError):
@@ -71,6 +77,7 @@ class Pipeline:
         targets: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor | float] | None = None,
         on_action: OnAction | None = None,
+        ranges: Ranges = unnamed,
     ) -> torch.Tensor:
         """Forward and backward of all micro-batches; gradients are added to `.grad`.
 
@@ -81,6 +88,8 @@ class Pipeline:
             on_action: Called as `on_action(action, started_s, stopped_s)` after each action, with
                 times of `time.perf_counter`. An action starts when its input is there: the time in
                 which a rank waits for another one lies between two actions.
+            ranges: Named forward, backward and communication, the last when a rank waits for a
+                message or begins to send one.
 
         Returns:
             The mean loss of the micro-batches on the rank of the last stage, 0 on the others.
@@ -90,7 +99,7 @@ class Pipeline:
         """
         if weights is None:
             weights = [1 / self.plan.num_microbatches] * self.plan.num_microbatches
-        run = _Run(self, self.plan, inputs, targets, weights, on_action)
+        run = _Run(self, self.plan, inputs, targets, weights, on_action, ranges)
         run.all_ticks()
         run.check_nothing_is_left()
         total = torch.zeros((), dtype=torch.float64, device=run.losses.device)
@@ -128,6 +137,7 @@ class _Run:
         targets: Sequence[torch.Tensor],
         weights: Sequence[torch.Tensor | float] | None,
         on_action: OnAction | None,
+        ranges: Ranges = unnamed,
     ) -> None:
         self.pipeline = pipeline
         self.plan = plan
@@ -135,6 +145,7 @@ class _Run:
         self.targets = targets
         self.weights = weights
         self.on_action = on_action
+        self.ranges = ranges
         self.rank = pipeline.group.rank()
         device = pipeline.boundary(inputs[0]).device
         self.losses = torch.zeros(len(inputs), dtype=torch.float64, device=device)
@@ -159,10 +170,13 @@ class _Run:
         """Run this rank's program to its end."""
         for action, due in self.plan.programs[self.rank]:
             if action is not None:
-                self._act(action)
-            self._exchange(due)
-        for work, _ in self._leaving:
-            work.wait()
+                with self.ranges("forward" if action.kind == "F" else "backward"):
+                    self._act(action)
+            with self.ranges("communication"):
+                self._exchange(due)
+        with self.ranges("communication"):
+            for work, _ in self._leaving:
+                work.wait()
 
     def check_nothing_is_left(self) -> None:
         """Every forward had its backward, and every I its W."""
@@ -233,7 +247,8 @@ class _Run:
         if what not in self._arriving:
             return self._ready.pop(what)
         work, tensor = self._arriving.pop(what)
-        work.wait()
+        with self.ranges("communication"):
+            work.wait()
         self._started_s = time.perf_counter()  # the action starts when its input is there
         return tensor
 

@@ -33,6 +33,7 @@ from labcode.train.guard import Guard
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
+from labcode.train.ranges import StepRanges
 from labcode.train.report import DataError
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
@@ -106,7 +107,9 @@ class Trainer:
 
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
+        self.ranges = StepRanges(on_gpu=world.device.type == "cuda")
         self.model = self._build()
+        self.model.ranges = self.ranges
         self.optimizer = on_every_rank(self._make_optimizer)
         self.slow = self._watch_slow_ranks()
         self.guard = _guard(config.train)
@@ -273,20 +276,23 @@ class Trainer:
             group["lr"] = lr
         if self.slow:
             self.slow.clock.begin()
-        indices = self.batches.indices(self.steps_done)
-        batches = self._micro_batches(self.task.train, indices, self.accumulation)
+        with self.ranges("data"):
+            indices = self.batches.indices(self.steps_done)
+            batches = self._micro_batches(self.task.train, indices, self.accumulation)
         if self.slow:
             self.slow.clock.has_read()
         loss = self.model.forward_backward(batches)
-        grad_norm = self.model.gradient_norm().item()
-        if self.slow:
-            self.slow.clock.end()
-        left_out = self.guard.judge(grad_norm)
-        if not left_out:
-            clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
-            self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        with self.ranges("optimizer"):
+            grad_norm = self.model.gradient_norm().item()
+            if self.slow:
+                self.slow.clock.end()
+            left_out = self.guard.judge(grad_norm)
+            if not left_out:
+                clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
+                self.optimizer.step()
+            self.optimizer.zero_grad(set_to_none=True)
         self.model.gather_parameters()
+        self.ranges.end_step()
         # only now: a step that was broken off does not count
         self.batches.advance()
         return Step(loss, grad_norm, lr, left_out)
@@ -409,12 +415,14 @@ class Trainer:
             self.log.say(line)
         samples_per_s = self.config.train.global_batch / step_s
         tokens_per_s = samples_per_s * self.task.model_config.sequence_length
+        parts_s = {f"{part}_s": seconds for part, seconds in self.ranges.take().items()}
         row = {
             "step": self.steps_done,
             "loss": loss,
             "grad_norm": step.grad_norm,
             "lr": step.lr,
             "step_s": step_s,
+            **parts_s,
             "samples_per_s": samples_per_s,
             "tokens_per_s": tokens_per_s,
             "tokens_per_s_per_rank": tokens_per_s / self.world.world_size,

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from labcode import processes
-from labcode.train import metrics
+from labcode.train import metrics, ranges
 
 SMALL = [
     *(
@@ -83,6 +83,11 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
             "grad_norm",
             "lr",
             "step_s",
+            "data_s",
+            "forward_s",
+            "backward_s",
+            "communication_s",
+            "optimizer_s",
             "samples_per_s",
             "tokens_per_s",
             "tokens_per_s_per_rank",
@@ -91,6 +96,8 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
             "matmul_share",
         )
     }
+    parts_s = sum(rows[1][f"{part}_s"] for part in ranges.PARTS)
+    assert 0 < parts_s <= 1.001 * rows[1]["step_s"]
     assert rows[0]["tokens_per_s"] == pytest.approx(2 * rows[0]["tokens_per_s_per_rank"])
     assert rows[0]["tokens_per_s"] == pytest.approx(4 * 32 / rows[0]["step_s"])
     assert "val_loss" in rows[-1]
