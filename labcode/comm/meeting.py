@@ -7,7 +7,13 @@ of its C++ code and not who was missing. Here the waiting is done in Python, in 
 1. Somebody listens at MASTER_ADDR:MASTER_PORT. Until then the reason is known: the name does not
    resolve, or nobody is there.
 2. It is a store of torch, and the store of this job.
-3. Each rank writes down that it is here; all go on when the last one has come.
+3. Each rank writes down that it is here, in the roll call that rank 0 has opened; all go on when
+   rank 0 sees that the last one has come.
+
+torchrun may start all ranks again. Its agents do not agree how often: one whose rank has died
+counts a restart, and one that is only told to start again does not (torch 2.13). So it is rank 0
+that numbers the roll calls. A rank that finds its name in one already knows that it was of an
+attempt before, and waits for the next.
 
 Who waits says so after ten seconds and then from time to time, once for each node. Ranks do start
 at different times, where containers are loaded or a file system is slow: so the last word comes
@@ -42,6 +48,7 @@ MAX_LISTED = 4096  # ranks that a message looks at; each costs a request to the 
 READ_S = 1.5  # how long the store stays open, for ranks that have yet to read why all end
 _COMPLETE = "complete"  # keys of the store
 _VERDICT = "verdict"
+_OPENED = "opened"  # how many roll calls there were
 _WAIT_LONGER = "set LABCODE_MEET_TIMEOUT_S to wait longer"
 
 
@@ -123,8 +130,9 @@ def meet(place: Place, patience: Patience, timeout_s: float) -> dist.Store:
         RollCallError: Ranks are missing, or one came twice.
     """
     store = _reach(place, patience)
-    _hold_roll_call(place, store, patience)
-    return _of_this_attempt(place, store, timeout_s)
+    number = _hold_roll_call(place, store, patience)
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"labcode/met_{number}", store)
 
 
 def store_of_agent(place: Place, timeout_s: float) -> dist.Store:
@@ -133,7 +141,9 @@ def store_of_agent(place: Place, timeout_s: float) -> dist.Store:
     Raises:
         MeetingError: It cannot be reached.
     """
-    return _of_this_attempt(place, _reach(place, Patience(place, timeout_s)), timeout_s)
+    store = _reach(place, Patience(place, timeout_s))
+    store.set_timeout(timedelta(seconds=timeout_s))
+    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
 
 
 def store_of_job(place: Place, timeout_s: float) -> dist.Store | None:
@@ -161,12 +171,6 @@ def _reach(place: Place, patience: Patience) -> dist.TCPStore:
         if store is not None:
             return store
         patience.pause()
-
-
-def _of_this_attempt(place: Place, store: dist.TCPStore, timeout_s: float) -> dist.Store:
-    """The keys of a store that belong to this attempt of the job."""
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
 
 
 # ---- 1. somebody listens
@@ -343,19 +347,18 @@ def _native_stderr_closed() -> Iterator[None]:
 # ---- 3. the roll call
 
 
-def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) -> None:
-    """Return when all ranks have come."""
+def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) -> int:
+    """Return the number of the roll call when all ranks have come to it."""
     try:
-        _check_job(place, dist.PrefixStore("labcode", tcp_store))
-        store = dist.PrefixStore(f"labcode/attempt_{place.attempt}/roll_call", tcp_store)
-        _say_here(place, store)
-        while not _is_set(store, _COMPLETE):
-            if _is_set(store, _VERDICT):
-                raise RollCallError(store.get(_VERDICT).decode())
+        store = dist.PrefixStore("labcode", tcp_store)
+        _check_job(place, store)
+        call = _RollCall(place, store)
+        while not call.is_complete():
+            call.raise_verdict()
             if patience.is_over():
-                raise _give_up(place, store, patience)
+                raise _give_up(place, call, patience)
             if patience.is_due():
-                present, missing = _roll(place, store)
+                present, missing = call.roll()
                 patience.say(
                     f"{_ranks(missing)} of {place.world_size} at {_where(place)}; "
                     f"here: {_ranks(present)}"
@@ -370,6 +373,94 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
             f"rank 0, whose store at {_where(place)} all meet in, has ended before all had come: "
             "look for its own last lines"
         ) from None
+    return call.number
+
+
+class _RollCall:
+    """The list of those who have come, of the newest roll call that rank 0 has opened.
+
+    Until it has opened one, the others write their names on a list that only messages are made of.
+
+    Args:
+        place: Of this process.
+        store: Of the job, for all its attempts.
+
+    Attributes:
+        number: Of the roll call that this rank is in, counted from 1; 0: in none yet.
+
+    Raises:
+        MeetingError: A process that no agent has started finds another one with its rank.
+    """
+
+    def __init__(self, place: Place, store: dist.Store) -> None:
+        self._place = place
+        self._all = store
+        self._own = f"on {socket.gethostname()}, process {os.getpid()}"
+        self._looked_at = 0
+        self.number = 0
+        if place.rank == 0:
+            self._enter(store.add(_OPENED, 1))
+        else:
+            store.set(f"early/{_here(place.rank)}", self._own)
+
+    def is_complete(self) -> bool:
+        """Whether all have come; rank 0 finds it out, and tells the others."""
+        if self._place.rank > 0:
+            self._enter_newest()
+            return self.number > 0 and _is_set(self._list, _COMPLETE)
+        if not _are_set(self._list, [_here(rank) for rank in range(self._place.world_size)]):
+            return False
+        self._list.set(_COMPLETE, "")
+        return True
+
+    def roll(self) -> tuple[list[int], list[int]]:
+        """The ranks that have come and those that have not, of the first `MAX_LISTED`."""
+        names = self._list if self.number else dist.PrefixStore("early", self._all)
+        present = []
+        missing = []
+        for rank in range(min(self._place.world_size, MAX_LISTED)):
+            if _is_set(names, _here(rank)):
+                present.append(rank)
+            else:
+                missing.append(rank)
+        return present, missing
+
+    def pronounce(self, verdict: str) -> None:
+        """Tell all that have come why they end."""
+        if self.number:
+            self._list.set(_VERDICT, verdict)
+
+    def raise_verdict(self) -> None:
+        """Raises RollCallError if another rank has given up."""
+        if self.number and _is_set(self._list, _VERDICT):
+            raise RollCallError(self._list.get(_VERDICT).decode())
+
+    @property
+    def _list(self) -> dist.Store:
+        return dist.PrefixStore(f"roll_call_{self.number}", self._all)
+
+    def _enter_newest(self) -> None:
+        """Enter the newest roll call, unless this rank's name stands there: it is an old one."""
+        if not _is_set(self._all, _OPENED):
+            return
+        newest = self._all.add(_OPENED, 0)
+        if newest > self._looked_at:
+            self._enter(newest)
+
+    def _enter(self, number: int) -> None:
+        self._looked_at = number
+        names = dist.PrefixStore(f"roll_call_{number}", self._all)
+        first = names.compare_set(_here(self._place.rank), "", self._own).decode()
+        is_of_an_attempt_before = first != self._own and self._place.has_agent
+        if is_of_an_attempt_before:
+            return
+        self.number = number
+        if first != self._own:
+            rank = self._place.rank
+            text = f"two processes have rank {rank} of {self._place.world_size}: {first}, and "
+            text += f"{self._own} at {_where(self._place)}: give each a RANK of its own"
+            self.pronounce(text)
+            raise MeetingError(text)
 
 
 def _check_job(place: Place, store: dist.Store) -> None:
@@ -387,24 +478,9 @@ def _check_job(place: Place, store: dist.Store) -> None:
         )
 
 
-def _say_here(place: Place, store: dist.Store) -> None:
-    """Write down that this rank has come, and whether it is the last one."""
-    own = f"on {socket.gethostname()}, process {os.getpid()}"
-    # An agent starts each rank once. It may start all of them again, without a new number of the
-    # attempt where the number of nodes changes.
-    first = store.compare_set(_here(place.rank), "", own).decode()
-    if first != own and not place.has_agent:
-        text = f"two processes have rank {place.rank} of {place.world_size}: {first}, and {own}"
-        text += f" at {_where(place)}: give each a RANK of its own"
-        store.set(_VERDICT, text)
-        raise MeetingError(text)
-    if store.add("number", 1) == place.world_size:
-        store.set(_COMPLETE, "")
-
-
-def _give_up(place: Place, store: dist.Store, patience: Patience) -> MeetingError:
+def _give_up(place: Place, call: _RollCall, patience: Patience) -> MeetingError:
     """The error of whoever has waited long enough; the others are told the same."""
-    present, missing = _roll(place, store)
+    present, missing = call.roll()
     are_missing = "has" if len(missing) == 1 else "have"
     are_here = "has" if len(present) == 1 else "have"
     text = (
@@ -412,27 +488,20 @@ def _give_up(place: Place, store: dist.Store, patience: Patience) -> MeetingErro
         f"{patience.in_vain}, {_ranks(present)} {are_here}: start every rank with this MASTER_ADDR "
         f"and MASTER_PORT, or {_WAIT_LONGER}; for one process unset RANK and WORLD_SIZE"
     )
-    store.set(_VERDICT, text)
+    call.pronounce(text)
     # rank 0 reports what all know
     return RollCallError(text) if 0 in present else MeetingError(text)
 
 
-def _roll(place: Place, store: dist.Store) -> tuple[list[int], list[int]]:
-    """The ranks that have come and those that have not, of the first `MAX_LISTED`."""
-    present = []
-    missing = []
-    for rank in range(min(place.world_size, MAX_LISTED)):
-        if _is_set(store, _here(rank)):
-            present.append(rank)
-        else:
-            missing.append(rank)
-    return present, missing
-
-
 def _is_set(store: dist.Store, key: str) -> bool:
     """Whether somebody wrote a key; torch's stack is not shown if the store has just gone."""
+    return _are_set(store, [key])
+
+
+def _are_set(store: dist.Store, keys: Sequence[str]) -> bool:
+    """Whether all these keys were written."""
     with _native_stderr_closed():
-        return store.check([key])
+        return store.check(list(keys))
 
 
 def _here(rank: int) -> str:

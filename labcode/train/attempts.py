@@ -29,13 +29,14 @@ def goes_on(config: Config, place: Place) -> Config:
 
     A run that writes no checkpoints begins again from its first step, in the same folder.
 
-    Communicates: in a restarted job, a broadcast of a path.
+    Communicates: under torchrun, a broadcast of a path. Whether this is the first attempt is known
+    only to the store: the agents of several nodes do not count alike.
 
     Args:
         config: As the command line has it.
         place: Of this process.
     """
-    if place.attempt == 0:
+    if not place.has_agent:
         return config
     noted = on_first_rank(lambda: _noted(place))
     if not noted:

@@ -3,6 +3,8 @@
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -104,6 +106,62 @@ def test_ranks_that_die_in_every_attempt_are_one_line_after_the_last(dying):
     line = str(caught.value)
     assert line.startswith("rank 1 failed after") and "\n" not in line
     assert line.endswith("s and 1 restart: killed by signal 9")
+
+
+# `two_nodes.py ARGS` trains; rank 1 kills itself before step 5, while rank 0 computes for long
+TWO_NODES = """
+import os, pathlib, signal, sys, threading, time
+
+def prepare():
+    while "labcode.train.loop" not in sys.modules:
+        time.sleep(0.005)
+    from labcode.train.loop import Trainer
+    original = Trainer.step
+    is_first = not pathlib.Path("killed").exists()
+
+    def step(self):
+        if is_first and self.steps_done == 4:
+            if os.environ["RANK"] == "1":
+                pathlib.Path("killed").touch()
+                os.kill(os.getpid(), signal.SIGKILL)
+            time.sleep(10)
+        return original(self)
+
+    Trainer.step = step
+
+threading.Thread(target=prepare, daemon=True).start()
+from labcode.train.__main__ import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_two_torchruns_restart_though_only_one_of_them_counts_it(tmp_path, whole2):
+    """The node whose rank was killed counts a restart. The other one is busy and does not notice
+    that its peer is gone; its torchrun starts it again because the first one does, and does not
+    count that.
+    """
+    (tmp_path / "two_nodes.py").write_text(TWO_NODES)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    port = forks.free_port()
+    torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
+    run = ["two_nodes.py", *ARGS, f"--data.cache_dir={fixtures.cache()}", "--train.out=run"]
+    command = [*torchrun, "--max-restarts=2", *run, "--checkpoint.every=3"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "LABCODE_MEET_TIMEOUT_S": "100"}
+    nodes = []
+    for name in ("a.log", "b.log"):
+        with open(tmp_path / name, "wb") as log:
+            node = subprocess.Popen(command, cwd=tmp_path, env=env, stdout=log, stderr=log)
+        nodes.append(node)
+    try:
+        codes = [node.wait(timeout=400) for node in nodes]
+    finally:
+        for node in nodes:
+            node.terminate()
+    logs = [(tmp_path / name).read_text() for name in ("a.log", "b.log")]
+    assert codes == [0, 0], logs
+    assert sum(log.count("failed (exitcode: -9)") for log in logs) == 1
+    assert sum(log.count("resuming from run/checkpoints/step-00000003") for log in logs) == 1
+    assert fixtures.differs(tmp_path / "run", whole2) == ""
 
 
 # ---- without torchrun: attempts that share a store, as it gives them one
