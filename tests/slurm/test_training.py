@@ -220,6 +220,21 @@ def test_a_killed_process_ends_the_job_as_failed_and_long_before_its_end(
     submitted.until(lambda _: not processes_of_training(cluster, ("n1", "n2")))
 
 
+def test_a_killed_rank_is_started_again_within_the_job(cluster, tmp_path):
+    """Each node has its torchrun, and only one of them has lost a rank."""
+    every_5 = {"checkpoint.every": 5}
+    one_more_chance = job("restarted", 40, ranks_per_node=1, changes=every_5, max_restarts=2)
+    submitted = Submitted(cluster, tmp_path, one_more_chance, LOCAL)
+    submitted.until(lambda job: len(job.steps()) >= 6)
+    cluster.exec(["pkill", "-KILL", "-n", "-f", "--", "-u -m [l]abcode.train"], node="n2")
+    assert submitted.end() == "COMPLETED", submitted.log
+    assert submitted.info["Restarts"] == "0"  # SLURM has seen nothing of it
+    assert "checkpoints/step-000000" in re.search(r"resuming from (\S+)", submitted.log)[1]
+    assert losses(metrics.read(submitted.out)) == pytest.approx(
+        alone(tmp_path, 40), rel=0, abs=1e-9
+    )
+
+
 def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
     submitted = Submitted(cluster, tmp_path, job("cancelled", LONG, nodes=4, ranks_per_node=1))
     submitted.until(lambda job: len(job.steps()) >= 2)

@@ -45,6 +45,7 @@ def test_check_refuses_what_cannot_run(given, message):
         ({"nodes": 0}, "nodes=0: give at least 1"),
         ({"ranks_per_node": -1}, "ranks_per_node=-1"),
         ({"max_attempts": 0}, "max_attempts=0: give at least 1"),
+        ({"max_restarts": -1}, "max_restarts=-1: give 0 for none, or more"),
         ({"minutes": 2, "signal_s": 120}, "signal_s=120 is no less than the time limit of 120 s"),
         ({"name": "a\nb"}, "goes on one line"),
         ({"name": "a/b"}, "without /"),

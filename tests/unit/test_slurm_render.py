@@ -404,6 +404,13 @@ def test_the_most_attempts_are_the_sites_unless_the_job_says_so():
     assert "+ 1 >= 90))" in render(Job("gpt_tiny", max_attempts=90), Site(max_attempts=5))
 
 
+def test_torchrun_starts_the_ranks_again_as_often_as_the_job_says():
+    assert "--max-restarts" not in render(Job("gpt_tiny"), Site())
+    assert " --max-restarts=3 \\\n" in render(Job("gpt_tiny", max_restarts=3), Site())
+    with pytest.raises(ValueError, match="on generic srun starts the ranks, and starts none again"):
+        render(Job("gpt_tiny", max_restarts=3), Site(name="generic", launcher="srun"))
+
+
 def test_a_later_signal_is_passed_on_too_and_the_step_is_waited_for(start, tmp_path):
     process = start(0, signals=2)  # the first one came while srun was still starting, say
     while process.poll() is None:

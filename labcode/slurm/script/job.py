@@ -41,6 +41,8 @@ class Job:
             half of a short job.
         max_attempts: How often the job may run, if it goes back into the queue each time; None is
             the site's.
+        max_restarts: How often torchrun may start the ranks again after one has died, within the
+            job and on the same nodes; only where the site's launcher is torchrun.
 
     Raises:
         ValueError: A value that no job can have.
@@ -60,6 +62,7 @@ class Job:
     nccl_debug: str | None = None
     signal_s: int = 0
     max_attempts: int | None = None
+    max_restarts: int = 0
 
     def __post_init__(self) -> None:
         if isinstance(self.overrides, str):
@@ -86,6 +89,8 @@ class Job:
                 raise ValueError(f"{name}={getattr(self, name)}: give at least 1")
         if self.max_attempts is not None and self.max_attempts < 1:
             raise ValueError(f"max_attempts={self.max_attempts}: give at least 1")
+        if self.max_restarts < 0:
+            raise ValueError(f"max_restarts={self.max_restarts}: give 0 for none, or more")
         limit_s = 60 * self.minutes
         if self.signal_s >= limit_s:
             found = f"signal_s={self.signal_s} is no less than the time limit of {limit_s} s"

@@ -88,6 +88,9 @@ def _check_fits(job: Job, site: Site) -> None:
         if most is not None and asked > most:
             found = f"{name}={asked} is more than {limit}={most} of {site.name}"
             raise ValueError(f"{found}: ask for less")
+    if job.max_restarts and site.launcher != "torchrun":
+        found = f"max_restarts={job.max_restarts}, but on {site.name} srun starts the ranks"
+        raise ValueError(f"{found}, and starts none again: leave it out, or use launcher: torchrun")
     cpus = site.cpus_per_rank * job.ranks_per_node
     if site.cpus.per_node and cpus > site.cpus.per_node:
         asked = f"{job.ranks_per_node} ranks x {site.cpus_per_rank} CPUs = {cpus}"
@@ -227,6 +230,8 @@ def _command(job: Job, site: Site) -> list[str]:
         lines.append(f"{python} -m torch.distributed.run {ranks}")
         meet = '--rdzv-backend=c10d --rdzv-endpoint="$first_node:$port"'
         lines.append(f'--rdzv-id="$SLURM_JOB_ID" {meet}')
+        if job.max_restarts:
+            lines.append(f"--max-restarts={job.max_restarts}")
         program = f"-m {job.module}"
     typed = [literal(word) for word in job.typed]
     lines.append(" ".join([program, *typed, *job.added('"$out"')]))
