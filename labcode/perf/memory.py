@@ -12,7 +12,8 @@ features, a heads, t ranks of tp, 16-bit numbers, dropout masks of one byte), th
 `layer_activations` names each term, for any width of the numbers, with a fused attention (which
 keeps no s x s scores) or without, with or without dropout, with fewer key/value heads, and with a
 sequence cut over cp. Each memory that is kept alive counts once. Weights, gradients, and what lives
-only for a moment inside an operation do not count.
+only for a moment inside an operation do not count: `perf.training_memory` has them too, and the
+peak of a step.
 
 Shapes: B samples, S tokens, H hidden features, N query heads, K key/value heads, D features of a
 head, F features inside the MLP; of a weather state C variables in patches of P x P, and I values in

@@ -1,16 +1,18 @@
 """What a run measures of itself: seconds a step, and memory."""
 
 import contextlib
+import gc
 import re
 import resource
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.profiler import ProfilerActivity, profile
 
 from labcode.parallel.model import ParallelModel
 
@@ -96,3 +98,51 @@ def _storage_bytes(tensors: Iterable[torch.Tensor]) -> int:
         if storage.nbytes():
             sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
+
+
+class Allocated(NamedTuple):
+    """What some work took of the memory for tensors, in bytes above what was there before.
+
+    Args:
+        peak: The most at any moment.
+        left: What is still held after it.
+    """
+
+    peak: int
+    left: int
+
+
+def allocated_bytes(work: Callable[[], object], device: torch.device) -> Allocated:
+    """Do some work, and count what tensors take meanwhile, temporary ones too.
+
+    On a CPU the profiler sees each allocation, so that the work takes longer; on a GPU the
+    allocator counts anyway. What libraries take for themselves is not among them. The profiler
+    does not see what another thread frees: a thread of gloo may be the last one that lets go of a
+    message, which then counts to the end.
+
+    Held by: tests/ranks/test_training_memory.py
+    """
+    gc.collect()  # else what was left over before may be freed meanwhile
+    if device.type == "cuda":
+        before = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        work()
+        peak = torch.cuda.max_memory_allocated(device)
+        gc.collect()
+        return Allocated(peak - before, torch.cuda.memory_allocated(device) - before)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        work()
+        gc.collect()
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events: Any = profiler.profiler.kineto_results.events()  # its types lack what is read here
+    changes = []
+    for event in events:
+        if event.name() == "[memory]":
+            changes.append((event.start_ns(), event.nbytes()))
+    changes.sort()
+    live = 0
+    peak = 0
+    for _, num_bytes in changes:
+        live += num_bytes
+        peak = max(peak, live)
+    return Allocated(peak, live)

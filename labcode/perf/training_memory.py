@@ -1,0 +1,470 @@
+"""The most bytes that one rank needs within a training step, and what they consist of.
+
+A step is followed from moment to moment. Weights and the optimizer's state are always there;
+activations grow through forward and go away through backward, while gradients take their place:
+
+    loss backward        all activations, and what the loss needs besides
+    head backward        the loss is done: the gradient of the logits, that of the head
+    last layer backward  all layers' activations still, the buffers of this layer's MLP
+    first layer backward one layer's activations, nearly all gradients
+    gradients complete   all gradients; a tied embedding is about to get its second one
+    optimizer            all gradients, no activations
+
+Between the last and the first layer activations shrink and gradients grow by the same amount with
+each layer, so that the highest of these moments is the peak of the step: the loss for a large
+vocabulary, the last layer for many tokens, the end for few tokens and many weights.
+
+Shapes: B samples of a micro-batch, S tokens, H hidden features, F features inside the MLP, V
+vocabulary; of a weather state C variables on Y latitudes and X longitudes.
+
+Source: the terms of activations are those of `perf.memory`, those of weights, gradients and
+    optimizer of `perf.state_memory`; which buffers backward needs was read from PyTorch's formulas
+    (derivatives.yaml) and from the memory events of its profiler.
+Held by: tests/unit/test_training_memory.py; against measured peaks of one rank by
+    tests/ranks/test_training_memory.py, within 2 %
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from labcode.config import GPTConfig, ViTConfig, require
+from labcode.perf.memory import INDEX_BYTES, ONE_RANK, layer_activations, model_activations
+from labcode.perf.state_memory import StateBytes, state_bytes
+from labcode.topology import GridShape
+
+# dtype of a run: (bytes of what a matrix product reads, bytes of weights and between the layers)
+WIDTHS = {
+    "float32": (4, 4),
+    "tf32": (4, 4),
+    "float64": (8, 8),
+    "bfloat16": (2, 4),  # under autocast: weights, gradients and residuals stay float32
+    "float16": (2, 4),
+}
+
+
+@dataclass(frozen=True)
+class TrainingMemory:
+    """Bytes of one rank at one moment of a step.
+
+    Args:
+        moment: Which.
+        parameters: Weights.
+        gradients: Of the weights, as far as backward has come; all of them from the second
+            micro-batch on.
+        optimizer: What AdamW keeps: two moments of each weight.
+        activations: What forward has kept for backward, the loss left out. Under autocast the
+            narrow copies of the weights are among them.
+        logits: What the loss holds: the softmax over the vocabulary and, in its backward, two
+            buffers more of that size; of a ViT the error and four buffers of a state's size.
+        data: Inputs and targets of all micro-batches of the step.
+        buckets: What gradients are copied into to be averaged.
+        temporary: What lives for a few operations: the gradients of activations in the layer whose
+            backward runs (the residual stream's and the one inside the MLP), that of a weight
+            before it is added to what earlier micro-batches left or cast to the weight's dtype, a
+            unit of weights that ZeRO-3 has gathered.
+    """
+
+    moment: str
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    logits: float
+    data: float
+    buckets: float
+    temporary: float
+
+    @property
+    def parts(self) -> dict[str, float]:
+        """{part: bytes}, those above that are bytes."""
+        return {
+            "parameters": self.parameters,
+            "gradients": self.gradients,
+            "optimizer": self.optimizer,
+            "activations": self.activations,
+            "logits": self.logits,
+            "data": self.data,
+            "buckets": self.buckets,
+            "temporary": self.temporary,
+        }
+
+    @property
+    def total(self) -> float:
+        """All parts together."""
+        return sum(self.parts.values())
+
+
+def training_memory(
+    model: GPTConfig | ViTConfig,
+    shape: GridShape = ONE_RANK,
+    *,
+    micro_batch: int,
+    num_micro_batches: int = 1,
+    dtype: str = "float32",
+    zero_stage: int = 0,
+    data_parallel: str = "ddp",
+    sequence_parallel: bool = False,
+    activation_checkpointing: str = "none",
+    mask_bytes: int = 1,
+    fused_attention: bool = True,
+) -> TrainingMemory:
+    """The moment of a step at which a rank holds the most; its `total` is the peak.
+
+    Args, Raises: As those of `training_moments`.
+    """
+    moments = training_moments(
+        model,
+        shape,
+        micro_batch=micro_batch,
+        num_micro_batches=num_micro_batches,
+        dtype=dtype,
+        zero_stage=zero_stage,
+        data_parallel=data_parallel,
+        sequence_parallel=sequence_parallel,
+        activation_checkpointing=activation_checkpointing,
+        mask_bytes=mask_bytes,
+        fused_attention=fused_attention,
+    )
+    return max(moments, key=_total)
+
+
+def _total(moment: TrainingMemory) -> float:
+    return moment.total
+
+
+def training_moments(
+    model: GPTConfig | ViTConfig,
+    shape: GridShape = ONE_RANK,
+    *,
+    micro_batch: int,
+    num_micro_batches: int = 1,
+    dtype: str = "float32",
+    zero_stage: int = 0,
+    data_parallel: str = "ddp",
+    sequence_parallel: bool = False,
+    activation_checkpointing: str = "none",
+    mask_bytes: int = 1,
+    fused_attention: bool = True,
+) -> list[TrainingMemory]:
+    """What a rank holds at each moment of the backward of its last micro-batch, in their order.
+
+    Of a step after the first, in which the optimizer has its state. What is measured on one rank
+    holds what is said of one rank; with tp, cp and ZeRO the parts of a rank are those of the rooms
+    below, and the peak of the whole is a prediction.
+
+    Args:
+        model: Its shape, with every size filled in.
+        shape: The grid.
+        micro_batch: Samples that a rank works on at once.
+        num_micro_batches: How many of them add up their gradients.
+        dtype: Of the matrix products; weights, gradients and optimizer are float32, or float64.
+        zero_stage: 0 to 3.
+        data_parallel: "ddp", which keeps its buckets from step to step, or "labcode", which makes
+            them as gradients come.
+        sequence_parallel: As in `layer_activations`; so are `mask_bytes` and `fused_attention`.
+        activation_checkpointing: "none", or "full": of each layer only the input is kept.
+
+    Raises:
+        ValueError: A dtype or an option that is not known, a pipeline, whose stages hold several
+            micro-batches at once, or sizes that the grid does not divide.
+    """
+    _check_options(shape, dtype, data_parallel, activation_checkpointing)
+    value_bytes, wide_bytes = WIDTHS[dtype]
+    options = {
+        "batch": micro_batch,
+        "sequence_parallel": sequence_parallel,
+        "value_bytes": value_bytes,
+        "residual_bytes": wide_bytes,
+        "mask_bytes": mask_bytes,
+        "fused_attention": fused_attention,
+    }
+    sizes = _Sizes(
+        model=model,
+        shape=shape,
+        layer=sum(layer_activations(model, shape, **options).values()),
+        whole=model_activations(model, shape, **options),
+        micro_batch=micro_batch,
+        value_bytes=value_bytes,
+        wide_bytes=wide_bytes,
+        sequence_parallel=sequence_parallel,
+        full_checkpointing=activation_checkpointing == "full",
+    )
+    return _moments(sizes, num_micro_batches, zero_stage, data_parallel)
+
+
+def _check_options(shape: GridShape, dtype: str, data_parallel: str, checkpointing: str) -> None:
+    choices = {
+        "dtype": (dtype, tuple(WIDTHS)),
+        "data_parallel": (data_parallel, ("ddp", "labcode")),
+        "activation_checkpointing": (checkpointing, ("none", "full")),
+    }
+    for name, (value, known) in choices.items():
+        if value not in known:
+            raise ValueError(f"{name}={value!r}: choose {' or '.join(known)}")
+    if shape.pp > 1:
+        raise ValueError(
+            f"pp={shape.pp}: a stage holds several micro-batches at once, which is not predicted "
+            "here; ask for one stage as a model of its own"
+        )
+
+
+class WeightCounts(NamedTuple):
+    """Weights of one rank, in numbers.
+
+    Args:
+        layer: Of one layer.
+        down: Of the second product of an MLP, the weight whose gradient is made first in a layer.
+        head: Of the output head, shared with the embedding where the two are tied.
+        ends: Of all that is in no layer, the head included.
+        narrowed: Of those which autocast copies into the narrow dtype.
+    """
+
+    layer: float
+    down: float
+    head: float
+    ends: float
+    narrowed: float
+
+
+def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> WeightCounts:
+    """How many weights a rank has of what, as tp cuts them: matrices, but no norms.
+
+    Held by: tests/unit/test_training_memory.py
+    """
+    hidden = model.hidden_size
+    tp = shape.tp
+    kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
+    qkv = (hidden + 1) * (model.num_heads + 2 * kv_heads) * model.head_size / tp
+    proj = hidden * hidden / tp + hidden
+    up = (hidden + 1) * model.ffn / tp
+    down = model.ffn * hidden / tp + hidden
+    layer = qkv + proj + up + down + 4 * hidden
+    if isinstance(model, ViTConfig):
+        head = (hidden + 1) * model.patch_outputs
+        embed = (model.patch_inputs + 1) * hidden
+        ends = embed + head + model.sequence_length * hidden + 2 * hidden
+        narrow_ends = embed + head
+    else:
+        require(model, "vocab_size")
+        assert model.vocab_size is not None
+        head = model.vocab_size * hidden / tp
+        copies = 1 if model.tie_embeddings else 2
+        positions = model.context_length * hidden if model.positions == "learned" else 0
+        ends = copies * head + positions + 2 * hidden
+        narrow_ends = head
+    narrowed = model.num_layers * (layer - 4 * hidden) + narrow_ends
+    return WeightCounts(layer, down, head, ends, narrowed)
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """What the moments are made of.
+
+    Args:
+        layer: Bytes of activations that a layer needs in its backward.
+        whole: {kind: bytes} of the whole model, without checkpointing.
+    """
+
+    model: GPTConfig | ViTConfig
+    shape: GridShape
+    layer: float
+    whole: dict[str, float]
+    micro_batch: int
+    value_bytes: int
+    wide_bytes: int
+    sequence_parallel: bool
+    full_checkpointing: bool
+
+    @property
+    def weights(self) -> WeightCounts:
+        return weight_counts(self.model, self.shape)
+
+    @property
+    def num_weights(self) -> float:
+        return self.model.num_layers * self.weights.layer + self.weights.ends
+
+    @property
+    def tokens(self) -> float:
+        """Of this rank."""
+        return self.micro_batch * self.model.sequence_length / self.shape.cp
+
+    @property
+    def whole_tokens(self) -> float:
+        """Where tp cuts no features: in norms and between the layers."""
+        return self.tokens / self.shape.tp if self.sequence_parallel else self.tokens
+
+    @property
+    def residual(self) -> float:
+        """What goes from layer to layer."""
+        return self.whole_tokens * self.model.hidden_size * self.wide_bytes
+
+    @property
+    def mlp_gradient(self) -> float:
+        """The gradient inside the MLP, and of the narrow copy of what comes into it from above."""
+        inside = self.tokens * self.model.ffn / self.shape.tp * self.value_bytes
+        if self.value_bytes == self.wide_bytes:
+            return inside
+        return inside + self.whole_tokens * self.model.hidden_size * self.value_bytes
+
+    @property
+    def kept_of_a_layer(self) -> float:
+        return self.residual if self.full_checkpointing else self.layer
+
+    @property
+    def computed_again(self) -> float:
+        """What the layer whose backward runs has beyond what was kept of it."""
+        return self.layer - self.kept_of_a_layer if self.full_checkpointing else 0.0
+
+    @property
+    def output(self) -> float:
+        """One buffer as large as the logits, or as the predicted state."""
+        width = max(4, self.wide_bytes)
+        if isinstance(self.model, ViTConfig):
+            return self.micro_batch * self.model.sequence_length * self.model.patch_outputs * width
+        assert self.model.vocab_size is not None
+        return self.tokens * self.model.vocab_size / self.shape.tp * width
+
+    @property
+    def narrow_copies(self) -> float:
+        """What autocast makes of the weights, for as long as backward needs it."""
+        narrow = self.value_bytes < self.wide_bytes
+        return self.weights.narrowed * self.value_bytes if narrow else 0.0
+
+    @property
+    def data(self) -> float:
+        """Inputs and targets of one micro-batch."""
+        if isinstance(self.model, GPTConfig):
+            return self.micro_batch * 2 * self.model.context_length * INDEX_BYTES
+        fields = 2 * (self.model.num_variables or 0) + (self.model.num_forcings or 0)
+        points = (self.model.lat or 0) * (self.model.lon or 0)
+        return self.micro_batch * fields * points * self.wide_bytes
+
+
+def _moments(
+    sizes: _Sizes, num_micro_batches: int, zero_stage: int, data_parallel: str
+) -> list[TrainingMemory]:
+    """The moments, from the sizes."""
+    counts = sizes.weights
+    wide = sizes.wide_bytes
+    layers = sizes.model.num_layers
+    accumulates = num_micro_batches > 1
+    state = _state(sizes, zero_stage)
+    all_gradients = state.gradients
+    # what backward makes is whole, also where ZeRO then keeps a part
+    last_layer_gradients = (counts.head + counts.down) * wide
+    first_layer_gradients = (sizes.num_weights - counts.layer + counts.down) * wide
+    tied = isinstance(sizes.model, GPTConfig) and sizes.model.tie_embeddings
+    cast = 0.0 if sizes.value_bytes == wide else sizes.value_bytes
+
+    ends = ("final norm", "head input", "loss")
+    before = sum(sizes.whole.get(kind, 0.0) for kind in ("first dropout", "patches"))
+    after = sum(sizes.whole.get(kind, 0.0) for kind in ends[:2])
+    # tokens and targets are counted as data
+    loss = sizes.output
+    layers_kept = layers * sizes.kept_of_a_layer
+    narrow = sizes.narrow_copies
+    narrow_layer = narrow * counts.layer / max(1.0, counts.narrowed)
+    loss_buffers = 4 if isinstance(sizes.model, ViTConfig) else 2
+
+    def moment(
+        name: str,
+        *,
+        gradients: float,
+        activations: float = 0.0,
+        logits: float = 0.0,
+        temporary: float = 0.0,
+        new_weight: float = 0.0,
+        at_end: bool = False,
+    ) -> TrainingMemory:
+        """What is the same at all moments is filled in.
+
+        Args:
+            gradients: As far as they are there in the first micro-batch.
+            new_weight: Weights whose gradient has just been made.
+            at_end: Whether all gradients are on their way.
+        """
+        if zero_stage >= 2:
+            gradients = min(gradients, all_gradients)
+        if accumulates:
+            gradients = all_gradients
+            temporary += new_weight * wide
+        temporary += new_weight * cast
+        if zero_stage == 3:
+            temporary += _gathered(sizes)
+        return TrainingMemory(
+            moment=name,
+            parameters=state.weights,
+            gradients=gradients,
+            optimizer=state.optimizer,
+            activations=activations,
+            logits=logits,
+            data=num_micro_batches * sizes.data,
+            buckets=_buckets(sizes, zero_stage, data_parallel, at_end),
+            temporary=temporary,
+        )
+
+    return [
+        moment(
+            "loss backward",
+            gradients=0.0,
+            activations=before + layers_kept + after + narrow,
+            logits=(1 + loss_buffers) * loss,
+        ),
+        moment(
+            "head backward",
+            gradients=counts.head * wide,
+            activations=before + layers_kept + after + narrow,
+            logits=loss * sizes.value_bytes / max(4, wide),
+            temporary=sizes.residual,
+            new_weight=counts.head,
+        ),
+        moment(
+            "last layer backward",
+            gradients=last_layer_gradients,
+            activations=before + layers_kept + sizes.computed_again + narrow,
+            temporary=sizes.residual + sizes.mlp_gradient,
+            new_weight=counts.down,
+        ),
+        moment(
+            "first layer backward",
+            gradients=first_layer_gradients,
+            activations=before + sizes.layer + narrow_layer,
+            temporary=sizes.residual + sizes.mlp_gradient,
+            new_weight=counts.down,
+        ),
+        moment(
+            "gradients complete",
+            gradients=sizes.num_weights * wide,
+            activations=before,
+            temporary=sizes.residual + (counts.head * wide if tied else 0.0),
+            at_end=True,
+        ),
+        moment("optimizer", gradients=all_gradients),
+    ]
+
+
+def _state(sizes: _Sizes, zero_stage: int) -> StateBytes:
+    """Weights, gradients and AdamW's moments between the steps."""
+    return state_bytes(
+        round(sizes.num_weights),
+        zero_stage,
+        sizes.shape.dp,
+        weight_bytes=sizes.wide_bytes,
+        gradient_bytes=sizes.wide_bytes,
+        optimizer_bytes=2 * sizes.wide_bytes,
+    )
+
+
+def _buckets(sizes: _Sizes, zero_stage: int, data_parallel: str, at_end: bool) -> float:
+    """What gradients are copied into: by DDP for good, by ours as they come."""
+    whole = sizes.num_weights * sizes.wide_bytes
+    if zero_stage == 0 and data_parallel == "ddp":
+        return whole
+    if zero_stage == 1 and data_parallel == "ddp":  # ZeroRedundancyOptimizer beside DDP
+        return whole
+    return whole if at_end and zero_stage < 2 else 0.0
+
+
+def _gathered(sizes: _Sizes) -> float:
+    """Weights and gradients of the unit whose backward runs, whole: one layer."""
+    return 2 * sizes.weights.layer * sizes.wide_bytes
