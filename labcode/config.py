@@ -638,6 +638,25 @@ class CheckpointConfig:
         return self.every > 0 or self.resume
 
 
+@dataclass(frozen=True)
+class LoaderConfig:
+    """How batches come to the loop; none of it changes which samples they hold.
+
+    With DALI `workers` are threads of its pipeline, and `prefetch` counts the batches of all of
+    them.
+    """
+
+    workers: int = 0  # processes that read ahead; 0: the training process reads, between steps
+    prefetch: int = 2  # steps that each worker reads ahead
+    pin_memory: bool = False  # on a GPU: read into page-locked memory, from which copies overlap
+    backend: Literal["torch", "dali"] = "torch"  # dali: NVIDIA's, for weather, labcode[dali]
+
+    def __post_init__(self) -> None:
+        workers = Range(0, 1024, "give the number of processes, or 0 for none")
+        prefetch = Range(1, 1000, "give a number above 0")
+        check_fields(self, "loader", {"workers": workers, "prefetch": prefetch})
+
+
 MOST_NAME_CHARACTERS = 100
 
 
@@ -652,6 +671,7 @@ class Config:
     optim: OptimConfig = field(default_factory=OptimConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    loader: LoaderConfig = field(default_factory=LoaderConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "", {})
@@ -659,6 +679,11 @@ class Config:
             raise ValueError(
                 f"name={shown(self.name)}: it becomes part of the name of a folder, give one of at "
                 f"most {MOST_NAME_CHARACTERS} characters without a slash"
+            )
+        if self.loader.backend == "dali" and isinstance(self.data, TextData):
+            raise ValueError(
+                "loader.backend=dali reads weather, and this recipe reads text: "
+                "use --loader.backend torch"
             )
         if self.checkpoint.resume and self.train.out is None:
             raise ValueError(

@@ -73,7 +73,11 @@ class Batches:
     @property
     def epoch(self) -> int:
         """The epoch of the next step, counted from 0."""
-        return self.step // self.steps_per_epoch
+        return self.epoch_of(self.step)
+
+    def epoch_of(self, step: int) -> int:
+        """The epoch that a step belongs to, counted from 0."""
+        return step // self.steps_per_epoch
 
     def global_indices(self, step: int) -> np.ndarray:
         """The whole batch of a step, all ranks together: [global_batch] int64."""

@@ -70,6 +70,20 @@ class TextDataset:
                 "ranks different weights; leave such tokens out"
             )
 
+    def __getstate__(self) -> dict[str, Any]:
+        """For another process: of a token file only the place, which it maps for itself."""
+        state = dict(self.__dict__)
+        place = _place_in_file(self.tokens)
+        if place is not None:
+            state["tokens"] = place
+        return state
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        tokens = state["tokens"]
+        if isinstance(tokens, _PlaceInFile):
+            tokens = tokens.mapped()
+        self.__dict__.update(state, tokens=tokens)
+
     def __len__(self) -> int:
         """Number of windows, `(T - 1) // S`."""
         return max(0, len(self.tokens) - 1) // self.context_length
@@ -162,6 +176,39 @@ def load(config: TextData, context_length: int, cache_dir: str | Path | None = N
 
 
 # ---- token files
+
+
+class _PlaceInFile(NamedTuple):
+    """Where tokens lie in a token file.
+
+    Args:
+        path: Of the file.
+        dtype: Of a token.
+        offset: Bytes before the first one.
+        num_tokens: How many there are.
+    """
+
+    path: Path
+    dtype: np.dtype
+    offset: int
+    num_tokens: int
+
+    def mapped(self) -> np.ndarray:
+        """The tokens, memory-mapped."""
+        return np.memmap(self.path, self.dtype, "r", self.offset, (self.num_tokens,))
+
+
+def _place_in_file(tokens: np.ndarray) -> _PlaceInFile | None:
+    """Where memory-mapped tokens lie; None for tokens that are in memory."""
+    whole: Any = tokens
+    while isinstance(whole.base, np.ndarray):
+        whole = whole.base
+    if not isinstance(whole, np.memmap) or whole.filename is None:
+        return None
+    if not len(tokens) or not tokens.flags.c_contiguous:
+        return None
+    first = tokens.__array_interface__["data"][0] - whole.__array_interface__["data"][0]
+    return _PlaceInFile(Path(whole.filename), tokens.dtype, whole.offset + first, len(tokens))
 
 
 class _Prepared(NamedTuple):

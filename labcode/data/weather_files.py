@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 import numpy as np
+import torch
 
 from labcode.data.paths import check_is_file, user_path
 from labcode.fields import shown
@@ -93,12 +94,36 @@ def open_weather(path: str | None, variables: Sequence[str]) -> WeatherFile:
     file = replace(file, read=partial(_read_checked, file))
     if file.in_memory:
         states = file.read(range(len(file.times)))
-        file = replace(file, read=partial(_take, states))
+        file = replace(file, read=_Held(states))
     return file
 
 
-def _take(states: np.ndarray, numbers: Numbers) -> np.ndarray:
-    return states[np.asarray(numbers)]
+class _Held:
+    """States in memory.
+
+    Sent to another process they are moved to memory that both share, once: so workers have no
+    copies of their own.
+
+    Args:
+        states: [T, C, Y, X]
+    """
+
+    def __init__(self, states: np.ndarray) -> None:
+        self.states = states
+        self._shared: torch.Tensor | None = None
+
+    def __call__(self, numbers: Numbers) -> np.ndarray:
+        return self.states[np.asarray(numbers)]
+
+    def __getstate__(self) -> torch.Tensor:
+        if self._shared is None:
+            self._shared = torch.from_numpy(self.states).share_memory_()
+            self.states = self._shared.numpy()
+        return self._shared
+
+    def __setstate__(self, shared: torch.Tensor) -> None:
+        self._shared = shared
+        self.states = shared.numpy()
 
 
 def _check_times(file: WeatherFile) -> None:
@@ -204,7 +229,7 @@ def _open_sample(variables: tuple[str, ...]) -> WeatherFile:
         lat=89.5 - 2.0 * np.arange(90),
         lon=0.5 + 2.0 * np.arange(180),
         times=np.datetime64("2026-03-25T00", "s") + hours.astype("timedelta64[h]"),
-        read=partial(_take, states),
+        read=_Held(states),
     )
 
 

@@ -67,6 +67,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "optim.",
     "data.cache_dir",
+    "loader.",
     "parallel.",
     "train.bad_in_",
     "train.eval_",

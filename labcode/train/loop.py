@@ -8,7 +8,7 @@ import contextlib
 import math
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from labcode.comm.agreement import on_every_rank
 from labcode.comm.bootstrap import World
 from labcode.comm.grid import Grid
 from labcode.config import Config, TrainConfig
+from labcode.data.loader import Loader
 from labcode.data.sampler import Batches, validation_batches
 from labcode.doctor.hang import HangWatch
 from labcode.models.parallelize import parallelize
@@ -34,14 +35,11 @@ from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.ranges import StepRanges
-from labcode.train.report import DataError
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
 from labcode.train.slow import SlowRankWatch
 from labcode.train.state import RunState
 from labcode.train.tasks import Task
-
-Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 
 
 class Step(NamedTuple):
@@ -107,6 +105,7 @@ class Trainer:
 
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
+        self.loader = on_every_rank(self._loader)
         self.ranges = StepRanges(on_gpu=world.device.type == "cuda")
         self.model = self._build()
         self.model.ranges = self.ranges
@@ -132,6 +131,17 @@ class Trainer:
             dp_size=self.grid.size("dp"),
             dp_coord=self.grid.coord("dp"),
             seed=self.config.train.seed,
+        )
+
+    def _loader(self) -> Loader:
+        """What brings them to the device."""
+        return Loader(
+            self.task.train,
+            self.batches,
+            self.accumulation,
+            self.config.loader,
+            self.world.device,
+            self.wide_dtype,
         )
 
     def _build(self) -> ParallelModel:
@@ -277,8 +287,7 @@ class Trainer:
         if self.slow:
             self.slow.clock.begin()
         with self.ranges("data"):
-            indices = self.batches.indices(self.steps_done)
-            batches = self._micro_batches(self.task.train, indices, self.accumulation)
+            batches = self.loader.take(self.steps_done)
         if self.slow:
             self.slow.clock.has_read()
         loss = self.model.forward_backward(batches)
@@ -359,7 +368,8 @@ class Trainer:
         return loss
 
     def close(self) -> None:
-        """Close the metrics files; what was written stays."""
+        """End the loader and close the metrics files; what was written stays."""
+        self.loader.close()
         if self.checkpoints:
             self.checkpoints.abandon()
         self.log.close()
@@ -367,23 +377,11 @@ class Trainer:
     def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:
         """(sum of the losses of some validation samples, their number), [2] float64."""
         num_parts = min(self.accumulation, len(indices))
-        batches = self._micro_batches(self.task.val, indices, num_parts)
+        batches = self.loader.read(self.task.val, indices, num_parts)
         losses = self.model.losses(batches)
         sizes = [len(inputs) for inputs, _ in batches]
         counts = torch.tensor(sizes, dtype=torch.float64, device=losses.device)
         return torch.stack([losses @ counts, counts.sum()])
-
-    def _micro_batches(self, data: Any, indices: np.ndarray, num_parts: int) -> list[Batch]:
-        """Samples of a dataset in `num_parts` micro-batches, on the device."""
-        batches = []
-        for part in np.array_split(indices, num_parts):
-            inputs, targets = _read(data, part)
-            batches.append((self._to_device(inputs), self._to_device(targets)))
-        return batches
-
-    def _to_device(self, x: torch.Tensor) -> torch.Tensor:
-        dtype = self.wide_dtype if x.is_floating_point() else x.dtype
-        return x.to(self.world.device, dtype, non_blocking=True)
 
     def _stop_signals(self) -> contextlib.AbstractContextManager[StopSignals | None]:
         """Signals are remembered only where a checkpoint can answer them; else they end the
@@ -476,19 +474,6 @@ def _guard(settings: TrainConfig) -> Guard:
     return Guard(
         settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
     )
-
-
-def _read(data: Any, part: np.ndarray) -> Batch:
-    """Some samples of a dataset.
-
-    Raises:
-        DataError: It has found something wrong in them, such as NaN in a file that is read as it
-            is needed.
-    """
-    try:
-        return data[part]
-    except ValueError as error:
-        raise DataError(str(error)) from error
 
 
 def pick_dtype(name: str, device: torch.device) -> torch.dtype:

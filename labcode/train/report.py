@@ -16,6 +16,7 @@ import torch
 from labcode.comm import bootstrap
 from labcode.comm.agreement import SharedError, is_shared
 from labcode.comm.bootstrap import Place
+from labcode.data.loader import DataError
 from labcode.train import attempts
 from labcode.train.ctrl_c import INTERRUPTED
 
@@ -27,10 +28,6 @@ TOLD_BY = 2  # ranks of each node that report a lost one: one of the two may be 
 
 class RefusedError(SharedError, ValueError):
     """What was asked for cannot be run; every rank finds the same."""
-
-
-class DataError(ValueError):
-    """A sample cannot be read; only the ranks that read it know."""
 
 
 def refuse_command(error: Exception) -> int:

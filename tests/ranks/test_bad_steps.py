@@ -24,19 +24,18 @@ ROLLBACK = ("--train.on_bad_step=rollback", "--checkpoint.every=3", "--checkpoin
 
 def poison(steps, factor):
     """A patch: the last sample of the batch of some steps is multiplied, on whoever reads it."""
-    from labcode.train.loop import Trainer
+    from labcode.data.loader import Loader
 
-    original = Trainer._micro_batches
+    original = Loader.take
 
-    def poisoned(self, data, indices, num_parts):
-        batches = original(self, data, indices, num_parts)
-        step = self.steps_done + 1
-        last = self.grid.coord("dp") == self.grid.size("dp") - 1
-        if data is self.task.train and step in steps and last:
+    def poisoned(self, step):
+        batches = original(self, step)
+        order = self.batches
+        if step + 1 in steps and order.dp_coord == order.dp_size - 1:
             batches[-1][0][-1].mul_(factor)
         return batches
 
-    Trainer._micro_batches = poisoned
+    Loader.take = poisoned
 
 
 NAN_IN_STEP_5 = partial(poison, (5,), float("nan"))

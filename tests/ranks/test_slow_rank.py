@@ -14,16 +14,16 @@ ARGS = (*WEATHER, "--train.global_batch=4", "--train.log_every=2", "--train.out=
 
 def read_slowly(rank, seconds):
     """A patch: that rank takes longer for its samples."""
-    from labcode.train import loop
+    from labcode.data import loader
 
-    original = loop._read
+    original = loader.read
 
     def slow(data, part):
         if os.environ["RANK"] == str(rank):
             time.sleep(seconds)
         return original(data, part)
 
-    loop._read = slow
+    loader.read = slow
 
 
 def named(done):

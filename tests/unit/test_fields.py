@@ -18,6 +18,7 @@ from labcode.config import (
     CheckpointConfig,
     Config,
     GPTConfig,
+    LoaderConfig,
     OptimConfig,
     ParallelConfig,
     TextData,
@@ -141,12 +142,16 @@ SECTIONS = {
     "parallel": [ParallelConfig],
     "train": [TrainConfig],
     "checkpoint": [CheckpointConfig],
+    "loader": [LoaderConfig],
 }
 
 
 @pytest.mark.parametrize(
     ("path", "value", "advice"),
     [
+        ("loader.workers", -1, "give the number of processes, or 0 for none"),
+        ("loader.prefetch", 0, "give a number above 0"),
+        ("loader.backend", "tf", "choose torch or dali"),
         ("train.seed", -1, "give a number from 0 to 18446744073709551615"),
         ("train.seed", 2**64, "give at most 18446744073709551615"),
         ("train.steps", 2**63, "give at most 9223372036854775807"),
