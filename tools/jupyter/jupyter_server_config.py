@@ -61,6 +61,8 @@ folders = {
     "terminal": root / "runs",
     "notebooks": root / "notebooks" / "runs",
     "solutions": root / "solutions" / "runs",
+    # runs that ship with the course, to be seen under the own ones
+    "reference": root / "labcode" / "assets" / "reference_runs",
 }
 spec = ",".join(f"{name}:{folder}" for name, folder in folders.items())
 options = ["--logdir_spec", spec, "--host", "localhost", "--port", "{port}"]
