@@ -1,31 +1,37 @@
-"""`python -m tools.reliability [RESULT]`: the table of the README about faults, from its JSON.
+"""`python -m tools.reliability [RESULT]`: the tables of the README about faults, from their JSON.
 
-RESULT is what `python -m labcode.train.chaos RECIPE --result FILE` has written; without it the one
-in `benchmarks/results` is shown again.
+RESULT is what `python -m labcode.train.chaos RECIPE --result FILE` has written, on one machine or
+with `--cluster`; it replaces the one of its kind in `benchmarks/results`. Without it those are
+shown again.
 
 Held by: tests/unit/test_reliability.py
 """
 
-import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from labcode.files import write_atomically
 from labcode.train.chaos import account
 
 ROOT = Path(__file__).resolve().parents[1]
 README = ROOT / "README.md"
-RESULT = ROOT / "benchmarks" / "results" / "chaos.json"
+RESULTS = ROOT / "benchmarks" / "results"
+ON_ONE_MACHINE = RESULTS / "chaos.json"
+ON_A_CLUSTER = RESULTS / "chaos_cluster.json"
 BEGINS = "<!-- faults: written by `python -m tools.reliability` -->"
 ENDS = "<!-- end of faults -->"
 
 
-def section(found: account.Account) -> str:
-    """The sentence and the table."""
-    return f"{account.summary(found)}\n\n{account.table(found)}"
+def section(accounts: Sequence[account.Account]) -> str:
+    """A sentence and a table for each."""
+    parts = []
+    for found in accounts:
+        parts += [account.summary(found), account.table(found)]
+    return "\n\n".join(parts)
 
 
-def shown(readme: str, found: account.Account) -> str:
+def shown(readme: str, accounts: Sequence[account.Account]) -> str:
     """A README with the section of these faults.
 
     Raises:
@@ -35,24 +41,30 @@ def shown(readme: str, found: account.Account) -> str:
     _, ends, after = rest.partition(ENDS)
     if not begins or not ends:
         raise ValueError(f"README.md has no lines {BEGINS} and {ENDS}: put them where it belongs")
-    return f"{before}{BEGINS}\n\n{section(found)}\n\n{ENDS}{after}"
+    return f"{before}{BEGINS}\n\n{section(accounts)}\n\n{ENDS}{after}"
+
+
+def committed() -> list[account.Account]:
+    """The accounts in `benchmarks/results`."""
+    return [account.read(ON_ONE_MACHINE), account.read(ON_A_CLUSTER)]
 
 
 def main(words: Sequence[str]) -> int:
-    """Write the table; 1 if something was lost, which the table shows as well."""
-    path = Path(words[0]) if words else RESULT
+    """Write the tables; 1 if something was lost, which they show as well."""
     try:
-        found = account.read(path)
-        text = shown(README.read_text(encoding="utf-8"), found)
+        if words:
+            new = account.read(Path(words[0]))
+            new.write(ON_A_CLUSTER if new.nodes else ON_ONE_MACHINE)
+        accounts = committed()
+        text = shown(README.read_text(encoding="utf-8"), accounts)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    for line in found.complaints():
-        print(f"wrong: {line}", file=sys.stderr)
-    if path.resolve() != RESULT:
-        shutil.copyfile(path, RESULT)
-    README.write_text(text, encoding="utf-8")
-    return 0 if found.good else 1
+    for found in accounts:
+        for line in found.complaints():
+            print(f"wrong: {line}", file=sys.stderr)
+    write_atomically(README, text.encode())
+    return 0 if all(found.good for found in accounts) else 1
 
 
 if __name__ == "__main__":

@@ -99,6 +99,8 @@ def test_the_table_has_a_row_for_each_kind_and_is_read_back_from_its_file(tmp_pa
         (["gpt_tiny", "--kinds", "kil"], "unknown kind of fault 'kil': did you mean kill?"),
         (["gpt_tiny", "--faults=0"], "--faults and --ranks are counts"),
         (["gpt_tiny", "--ranks=3"], "global_batch=16 is not a multiple of"),
+        (["gpt_tiny", "--cluster=none-such"], "no cluster 'none-such' is up on this machine"),
+        (["gpt_tiny", "--kinds", "cut"], "cut: one machine has no network to cut; give --cluster"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(words, message, capsys):

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from labcode.command import UsageError, parse
 from labcode.config import Config
+from labcode.minislurm.cluster import running
 from labcode.train.chaos.plan import KINDS, check_kinds
 
 # what the training has unless the command line says otherwise
@@ -34,6 +35,23 @@ def main(words: Sequence[str]) -> int:
     except (UsageError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    cluster = None
+    if options.cluster is not None:
+        cluster = running(options.cluster)
+        if cluster is None:
+            print(
+                f"error: no cluster {options.cluster!r} is up on this machine: start it with "
+                f"slurm/cluster up 2 --name {options.cluster}",
+                file=sys.stderr,
+            )
+            return 2
+        if options.ranks % len(cluster.spec.names()):
+            print(
+                f"error: --ranks {options.ranks} over {len(cluster.spec.names())} nodes: give a "
+                "multiple of the number of nodes",
+                file=sys.stderr,
+            )
+            return 2
     # imports torch, which takes a second: an error of the command line comes before it
     from labcode.train.chaos.account import Account, summary, table
     from labcode.train.chaos.job import StuckError
@@ -48,6 +66,7 @@ def main(words: Sequence[str]) -> int:
         seed=options.seed,
         kinds=options.kinds,
         limit_s=options.limit_s,
+        cluster=cluster,
     )
 
     def keep(account: Account) -> None:
@@ -65,6 +84,9 @@ def main(words: Sequence[str]) -> int:
     except StuckError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(f"\n{table(account)}\n\n{summary(account)}")
     for line in account.left_out:
         print(f"left out: {line}")
@@ -114,6 +136,9 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--seed", type=int, default=1, help="of the plan (1)")
     parser.add_argument("--ranks", type=int, default=2, help="of the training (2)")
     parser.add_argument("--kinds", nargs="+", default=[], metavar="KIND", help=", ".join(KINDS))
+    parser.add_argument(
+        "--cluster", metavar="NAME", help="train on the nodes of this cluster of slurm/cluster"
+    )
     parser.add_argument("--result", type=Path, help="write all outcomes to this JSON file")
     parser.add_argument(
         "--limit-s", type=float, default=180.0, help="after which a job is stuck (180)"

@@ -90,6 +90,7 @@ class Account:
         left_out: What could not be done on this machine, and why.
         outcomes: Of each fault.
         versions: Of Python and torch.
+        nodes: Of a local SLURM cluster; 0: under torchrun on one machine.
     """
 
     recipe: str
@@ -102,6 +103,7 @@ class Account:
     left_out: list[str]
     outcomes: list[Outcome]
     versions: dict[str, str]
+    nodes: int = 0
 
     @property
     def good(self) -> bool:
@@ -157,9 +159,10 @@ def table(account: Account) -> str:
 def summary(account: Account) -> str:
     """In a sentence, what the numbers belong to."""
     trainings = "1 training" if account.rounds == 1 else f"{account.rounds:,} trainings"
+    where = f" on {account.nodes} nodes of a local SLURM cluster" if account.nodes else ""
     return (
-        f"`{account.recipe}` on {account.ranks} ranks, a checkpoint every {account.every} steps, "
-        f"seed {account.seed}: {len(account.outcomes):,} faults in {trainings}; "
+        f"`{account.recipe}` on {account.ranks} ranks{where}, a checkpoint every {account.every} "
+        f"steps, seed {account.seed}: {len(account.outcomes):,} faults in {trainings}; "
         f"{account.rounds_equal:,} of them ended with the losses and the weights of a training "
         "that nobody disturbed, bit for bit."
     )

@@ -17,6 +17,7 @@ from labcode import processes
 from labcode.train.chaos import damage
 from labcode.train.chaos.job import Job
 from labcode.train.chaos.plan import KINDS, Fault
+from labcode.train.chaos.slurm_job import SlurmJob
 
 STARVED_S = 1.5
 STOPPED_S = 0.1  # the longest of the bursts in which a rank is starved
@@ -141,6 +142,11 @@ def _quota(_fault: Fault, job: Job) -> None:
     job.wait_until_gone(ranks)
 
 
+def _cut(fault: Fault, job: Job) -> None:
+    assert isinstance(job, SlurmJob), "one machine has no network to cut"
+    job.cut(fault.rank)
+
+
 def _send(number: int, ranks: list[psutil.Process]) -> None:
     """Send a signal to those that are still there."""
     for rank in ranks:
@@ -162,5 +168,6 @@ _INJECT: dict[str, Callable[[Fault, Job], None]] = {
     "corrupt": _corrupt,
     "full_disk": _full_disk,
     "quota": _quota,
+    "cut": _cut,
 }
 assert _INJECT.keys() == KINDS.keys()

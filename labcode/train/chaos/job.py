@@ -118,9 +118,9 @@ class Job:
         with contextlib.suppress(psutil.NoSuchProcess):
             for child in psutil.Process(self.agent.pid).children():
                 with contextlib.suppress(psutil.NoSuchProcess):
-                    if processes.alive(child) and child.cmdline()[1:4] == _RANK:
+                    if processes.alive(child) and child.cmdline()[1:4] == RANK_WORDS:
                         found.append(child)
-        return sorted(found, key=_age)
+        return sorted(found, key=age)
 
     def wait_for_ranks(self) -> list[psutil.Process]:
         """All ranks of an attempt, once they are there; fewer if torchrun has ended."""
@@ -239,8 +239,9 @@ class Job:
         return Seen(rows[-1][0] if rows else 0, rows, whole)
 
 
-_RANK = ["-u", "-m", "labcode.train"]
+RANK_WORDS = ["-u", "-m", "labcode.train"]  # of the command line of a rank
 
 
-def _age(process: psutil.Process) -> tuple[float, int]:
+def age(process: psutil.Process) -> tuple[float, int]:
+    """What sorts processes by the moment of their start."""
     return process.create_time(), process.pid

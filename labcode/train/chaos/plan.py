@@ -21,9 +21,12 @@ KINDS = {
     "corrupt": "a bit of the newest checkpoint is flipped while the run is down",
     "full_disk": "the disk is full when a checkpoint is written",
     "quota": "no file may grow beyond a limit (RLIMIT_FSIZE)",
+    "cut": "the network cable of a node is pulled, until its ranks have waited in vain",
 }
 DAMAGES = ("truncate", "corrupt")
 NEEDS_DISK = ("full_disk",)
+NEEDS_TORCHRUN = ("kill_starting", "kill_torchrun", "ask_term")
+NEEDS_CLUSTER = ("cut",)
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,22 @@ from pathlib import Path
 import torch
 
 from labcode.config import Config
+from labcode.minislurm.cluster import Cluster
 from labcode.train import metrics
 from labcode.train.chaos import disks
 from labcode.train.chaos.account import Account, Outcome, bytes_lost
 from labcode.train.chaos.inject import inject
 from labcode.train.chaos.job import Job, StuckError
-from labcode.train.chaos.plan import DAMAGES, KINDS, NEEDS_DISK, Fault, plan
+from labcode.train.chaos.plan import (
+    DAMAGES,
+    KINDS,
+    NEEDS_CLUSTER,
+    NEEDS_DISK,
+    NEEDS_TORCHRUN,
+    Fault,
+    plan,
+)
+from labcode.train.chaos.slurm_job import SlurmJob
 
 DISK_MB = 256
 Say = Callable[[str], None]
@@ -37,6 +47,7 @@ class Chaos:
         seed: Of the plan.
         kinds: Of faults; empty: all that this machine allows.
         limit_s: Time after which a job that should go on, or end, is stuck.
+        cluster: A local SLURM cluster on whose nodes the ranks run; None: under torchrun, here.
     """
 
     args: Sequence[str]
@@ -47,6 +58,7 @@ class Chaos:
     seed: int
     kinds: Sequence[str]
     limit_s: float
+    cluster: Cluster | None = None
 
 
 def play(chaos: Chaos, say: Say, keep: Callable[[Account], object]) -> Account:
@@ -61,17 +73,8 @@ def play(chaos: Chaos, say: Say, keep: Callable[[Account], object]) -> Account:
         ValueError: An unknown kind of fault.
         StuckError: The training does not even run undisturbed.
     """
-    has_disk = disks.allowed()
-    kinds = list(chaos.kinds or KINDS)
-    left_out = []
-    if not has_disk:
-        for kind in NEEDS_DISK:
-            if kind in kinds:
-                kinds.remove(kind)
-                left_out.append(
-                    f"{kind}: this machine lets nobody but root mount a disk (user namespaces)"
-                )
-    left_out.append("the network between nodes: one machine has none to cut")
+    has_disk = chaos.cluster is None and disks.allowed()
+    kinds, left_out = _possible(chaos, has_disk)
     every = chaos.config.checkpoint.every
     faults = plan(chaos.seed, chaos.faults, kinds=kinds, every=every, ranks=chaos.ranks)
     with _work(has_disk) as (work, disk):
@@ -81,6 +84,32 @@ def play(chaos: Chaos, say: Say, keep: Callable[[Account], object]) -> Account:
             rounds.play_one(faults)
             keep(_account(chaos, rounds, left_out))
     return _account(chaos, rounds, left_out)
+
+
+def _possible(chaos: Chaos, has_disk: bool) -> tuple[list[str], list[str]]:
+    """The kinds of faults that can be played, and of each other one the reason why not."""
+    impossible = {}
+    if chaos.cluster is not None:
+        for kind in NEEDS_TORCHRUN:
+            impossible[kind] = "on the cluster srun starts the ranks, and no torchrun"
+        for kind in NEEDS_DISK:
+            impossible[kind] = "the nodes of the cluster share the disk of this machine"
+    else:
+        for kind in NEEDS_CLUSTER:
+            impossible[kind] = "one machine has no network to cut; give --cluster NAME"
+        if not has_disk:
+            for kind in NEEDS_DISK:
+                impossible[kind] = "this machine lets nobody but root mount a disk"
+    kinds = []
+    left_out = []
+    for kind in chaos.kinds or KINDS:
+        if kind in impossible:
+            left_out.append(f"{kind}: {impossible[kind]}")
+        else:
+            kinds.append(kind)
+    if not kinds:
+        raise ValueError("; ".join(left_out))
+    return kinds, left_out
 
 
 def _account(chaos: Chaos, rounds: "_Rounds", left_out: list[str]) -> Account:
@@ -95,6 +124,7 @@ def _account(chaos: Chaos, rounds: "_Rounds", left_out: list[str]) -> Account:
         left_out=left_out,
         outcomes=list(rounds.outcomes),
         versions={"python": platform.python_version(), "torch": torch.__version__},
+        nodes=len(chaos.cluster.spec.names()) if chaos.cluster is not None else 0,
     )
 
 
@@ -151,6 +181,10 @@ class _Rounds:
         self.say(f"undisturbed: {time.monotonic() - started:.1f} s")
 
     def _job(self, name: str) -> Job:
+        chaos = self.chaos
+        if chaos.cluster is not None:
+            where = self.work / name
+            return SlurmJob(chaos.args, where, self.work, chaos.ranks, chaos.cluster, chaos.limit_s)
         place = self.work if self.disk is None else self.disk.place
         return Job(
             self.chaos.args,
