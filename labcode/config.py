@@ -540,8 +540,10 @@ class TrainConfig:
     global_batch: int = 32  # samples per optimizer step over all ranks, whatever their number
     micro_batch: int | None = None  # samples per rank and forward; None: no gradient accumulation
     seed: int = 0
-    # auto: bfloat16 on a GPU, float32 on a CPU
-    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    # of matrix products; auto: bfloat16 on a GPU, float32 on a CPU
+    dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64"] = "auto"
+    # in which gradients are summed over dp; float32: as they are
+    reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10

@@ -50,6 +50,7 @@ def parallelize(
     device: torch.device | None = None,
     dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
+    reduce_dtype: torch.dtype | None = None,
     loss_options: Mapping[str, Any] | None = None,
     make_plan: MakePlan | None = None,
 ) -> ParallelModel:
@@ -68,6 +69,7 @@ def parallelize(
             it. None leaves it alone.
         device, dtype: Of a meta model's weights; None: the CPU, and the dtype it was built in.
         autocast_dtype: In which the matrix products are computed; None: that of the weights.
+        reduce_dtype: In which gradients are summed over dp and cp; None: that of the weights.
         loss_options: More arguments of the model's loss, such as the weights of latitudes.
         make_plan: The plan of a model that `PLANS` does not know: `make_plan(model.config, grid,
             parallel)`.
@@ -91,13 +93,13 @@ def parallelize(
     shardings = _describe_parameters(model, plan, weights, grid)
     draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
     if on_meta and _keeps_no_weight_whole(parallel):
-        replica = _draw_rows_of_each(model, grid, parallel, draw)
+        replica = _draw_rows_of_each(model, grid, parallel, draw, reduce_dtype)
     else:
         if on_meta:
             # no rank waits in the broadcasts below for one that has not enough memory
             on_every_rank(draw.all)
         broadcast_parameters(dict(model.named_parameters()), shardings, grid)
-        replica = _replicate(model, grid, parallel)
+        replica = _replicate(model, grid, parallel, reduce_dtype)
     if seed is not None:
         # the same on tp, where the same activations are
         torch.manual_seed(_seed_at(seed, grid, "dp", "pp", "cp"))
@@ -211,7 +213,11 @@ def _keeps_no_weight_whole(parallel: ParallelConfig) -> bool:
 
 
 def _draw_rows_of_each(
-    model: nn.Module, grid: Grid, parallel: ParallelConfig, draw: _Draw
+    model: nn.Module,
+    grid: Grid,
+    parallel: ParallelConfig,
+    draw: _Draw,
+    reduce_dtype: torch.dtype | None,
 ) -> Replica:
     """Divide a meta model over dp; no rank ever holds more than one whole weight beside its rows.
 
@@ -222,7 +228,12 @@ def _draw_rows_of_each(
 
     def make() -> Replica:
         return FullyShardedModule(
-            model, group, num_shares=num_shares, replicas=others, materialize=draw.one
+            model,
+            group,
+            reduce_dtype=reduce_dtype,
+            num_shares=num_shares,
+            replicas=others,
+            materialize=draw.one,
         )
 
     return on_every_rank(make)
@@ -237,19 +248,21 @@ def _groups_of_zero(
     return group, others
 
 
-def _replicate(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Replica:
+def _replicate(
+    model: nn.Module, grid: Grid, parallel: ParallelConfig, reduce_dtype: torch.dtype | None
+) -> Replica:
     """Average gradients over dp, and sum them over cp in the same message.
 
     Every weight is partial over cp, since its ranks see different tokens. Megatron-LM and
     torchtitan put cp and dp into one group in the same way.
     """
     if parallel.zero_stage and not _is_torchs_zero_1(parallel):
-        return _shard_over_dp(model, grid, parallel)
+        return _shard_over_dp(model, grid, parallel, reduce_dtype)
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
     if parallel.data_parallel == "ddp" and grid.size("pp") == 1:
-        return TorchDataParallel(model, group, parallel.bucket_mb, num_shares)
-    return DataParallel(model, group, parallel.bucket_mb, num_shares)
+        return TorchDataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
+    return DataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
 
 
 def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:
@@ -257,7 +270,9 @@ def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:
     return parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
 
 
-def _shard_over_dp(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Replica:
+def _shard_over_dp(
+    model: nn.Module, grid: Grid, parallel: ParallelConfig, reduce_dtype: torch.dtype | None
+) -> Replica:
     """Divide weights, gradients or the optimizer's state over dp; cp holds copies of the parts."""
     num_shares = grid.size("dp")
     stays_whole = parallel.zero_stage < 3
@@ -268,6 +283,7 @@ def _shard_over_dp(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Re
             num_replicas=parallel.zero_replicas,
             num_shares=num_shares,
             reshard_after_forward=not stays_whole,
+            reduce_dtype=reduce_dtype,
         )
     group, others = _groups_of_zero(grid, parallel)
     if stays_whole:
@@ -278,8 +294,11 @@ def _shard_over_dp(model: nn.Module, grid: Grid, parallel: ParallelConfig) -> Re
             num_shares=num_shares,
             replicas=others,
             keep_gradients=parallel.zero_stage == 1,
+            reduce_dtype=reduce_dtype,
         )
-    return FullyShardedModule(model, group, num_shares=num_shares, replicas=others)
+    return FullyShardedModule(
+        model, group, reduce_dtype=reduce_dtype, num_shares=num_shares, replicas=others
+    )
 
 
 def _describe_shards(

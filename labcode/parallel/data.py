@@ -12,7 +12,7 @@ Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -38,6 +38,7 @@ class DataParallel(nn.Module):
         num_shares: Into how many shares the batch is cut: the sum over the group is divided by it.
             None: as many as ranks. With context parallelism it is dp, in a group of dp and cp: the
             ranks of cp each see a part of the tokens, so their gradients are summed.
+        reduce_dtype: In which gradients travel and are summed; None: in their own.
 
     Raises:
         RuntimeError: In backward: a second backward ran before `finish_gradient_sync()`, outside
@@ -52,10 +53,12 @@ class DataParallel(nn.Module):
         group: dist.ProcessGroup,
         bucket_mb: float = 25,
         num_shares: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
         self.group = group
+        self.reduce_dtype = reduce_dtype
         self.num_shares = num_shares or dist.get_world_size(group)
         self.shards: dict[str, nn.Parameter] = {}  # every rank keeps whole weights
         self._syncing = True
@@ -89,7 +92,7 @@ class DataParallel(nn.Module):
         """
         for bucket in self.buckets:
             if bucket.work is None:
-                bucket.send(self.group, self.num_shares)
+                bucket.send(self.group, self.num_shares, self.reduce_dtype)
         for bucket in self.buckets:
             bucket.receive()
 
@@ -113,7 +116,7 @@ class DataParallel(nn.Module):
                 continue
             if candidate.missing:
                 break
-            candidate.send(self.group, self.num_shares)
+            candidate.send(self.group, self.num_shares, self.reduce_dtype)
 
 
 def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], None]:
@@ -137,7 +140,7 @@ class TorchDataParallel(DistributedDataParallel):
 
     Args:
         module, process_group, bucket_cap_mb: As those of DDP.
-        num_shares: As that of `DataParallel`.
+        num_shares, reduce_dtype: As those of `DataParallel`.
         options: More arguments of DDP, such as `find_unused_parameters`.
     """
 
@@ -149,14 +152,20 @@ class TorchDataParallel(DistributedDataParallel):
         process_group: dist.ProcessGroup | None = None,
         bucket_cap_mb: float = 25,
         num_shares: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
         **options: Any,
     ) -> None:
         super().__init__(
             module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
         )
         self.shards: dict[str, nn.Parameter] = {}
-        if num_shares not in (None, dist.get_world_size(process_group)):
-            # DDP divides by the number of ranks; a hook replaces its average by one of our own
+        num_ranks = dist.get_world_size(process_group)
+        num_shares = num_shares or num_ranks
+        # DDP divides by the number of ranks; a hook replaces its average by one of our own
+        if reduce_dtype is not None:
+            state = _NarrowSum(process_group, num_shares, reduce_dtype)
+            self.register_comm_hook(state, _sum_in_narrow_dtype)
+        elif num_shares != num_ranks:
             self.register_comm_hook((process_group, num_shares), _sum_then_divide)
 
     def finish_gradient_sync(self) -> None:
@@ -181,6 +190,31 @@ def _first_value(future: torch.futures.Future) -> torch.Tensor:
     return future.value()[0]
 
 
+class _NarrowSum(NamedTuple):
+    """The state of `_sum_in_narrow_dtype`."""
+
+    group: dist.ProcessGroup | None
+    num_shares: int
+    dtype: torch.dtype
+
+
+def _sum_in_narrow_dtype(
+    state: _NarrowSum, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The same, but what travels has another dtype.
+
+    PyTorch's own `bf16_compress_hook` does not run on gloo.
+    """
+    flat = bucket.buffer().div_(state.num_shares)
+    work = dist.all_reduce(flat.to(state.dtype), group=state.group, async_op=True)
+    assert work is not None, "this rank is not in the group of its DDP"
+
+    def widened(future: torch.futures.Future) -> torch.Tensor:
+        return flat.copy_(_first_value(future))
+
+    return work.get_future().then(widened)
+
+
 class Bucket:
     """Some parameters whose gradients travel as one flat tensor.
 
@@ -202,11 +236,14 @@ class Bucket:
         """Size of the message."""
         return sum(param.numel() * param.element_size() for param in self.params)
 
-    def send(self, group: dist.ProcessGroup, num_shares: int) -> None:
-        """Start the all-reduce without waiting for it."""
+    def send(
+        self, group: dist.ProcessGroup, num_shares: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """Start the all-reduce without waiting for it; dtype: of the message."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         self.flat = torch.cat([grad.flatten() for grad in grads])
         self.flat /= num_shares  # before the sum: a sum of p large gradients could overflow in fp16
+        self.flat = self.flat.to(dtype or self.flat.dtype)
         self.work = dist.all_reduce(self.flat, group=group, async_op=True)
 
     def receive(self) -> None:

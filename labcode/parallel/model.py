@@ -127,21 +127,24 @@ class ParallelModel(nn.Module):
         """
         return self.replica(*args)
 
-    def forward_backward(self, batches: Sequence[Batch]) -> torch.Tensor:
+    def forward_backward(
+        self, batches: Sequence[Batch], loss_scale: torch.Tensor | float = 1.0
+    ) -> torch.Tensor:
         """One step's gradients: all micro-batches forward and backward.
 
         Args:
             batches: (inputs, targets) of each micro-batch, the same number on every rank.
+            loss_scale: By which the gradients are multiplied, a power of two (`train.loss_scale`).
 
         Returns:
             This dp rank's share of the loss, a float64 scalar, the same on every rank of pp, cp and
             tp; its mean over dp is the loss of the step.
         """
-        weights = self._weights(batches)
+        weights = [weight * loss_scale for weight in self._weights(batches)]
         if self.grid.size("pp") > 1:
             total = self._through_the_pipeline(batches, weights)
             self.finish_gradient_sync()
-            return total
+            return total / loss_scale
         total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
         for number, (inputs, targets) in enumerate(batches):
             is_last = number == len(batches) - 1
@@ -153,7 +156,7 @@ class ParallelModel(nn.Module):
                     (loss * weights[number]).backward()
             total += loss.detach() * weights[number]
         self.finish_gradient_sync()
-        return total
+        return total / loss_scale
 
     @torch.no_grad()
     def losses(self, batches: Sequence[Batch]) -> torch.Tensor:

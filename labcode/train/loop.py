@@ -31,9 +31,11 @@ from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
 from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.gpt2_files import Gpt2File
 from labcode.train.guard import Guard
+from labcode.train.loss_scale import LossScaler
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
+from labcode.train.precision import pick_precision, set_matmul_precision
 from labcode.train.ranges import StepRanges
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
@@ -49,13 +51,15 @@ class Step(NamedTuple):
         loss: Mean over this dp rank's samples, a float64 scalar.
         grad_norm: 2-norm of the whole model's gradient, before clipping.
         lr: Learning rate.
-        left_out: Why its update was left out; "" if it was made.
+        left_out: Why its update was left out because the step is bad; "" if it is not.
+        rescaled: Whether its update was left out because the loss scale was too large for float16.
     """
 
     loss: torch.Tensor
     grad_norm: float
     lr: float
     left_out: str = ""
+    rescaled: bool = False
 
 
 class Trainer:
@@ -95,13 +99,12 @@ class Trainer:
         self.task = task
         self.signals = signals
         self.watch = watch
-        self.dtype = pick_dtype(config.train.dtype, world.device)
-        # the dtype of weights and of floating-point data; bfloat16 is for matrix products only
-        self.wide_dtype = torch.float64 if self.dtype == torch.float64 else torch.float32
+        self.precision = pick_precision(config.train.dtype, world.device)
+        set_matmul_precision(self.precision, world.device)
         self.accumulation = config.train.accumulation(grid.size("dp"))
         self.stopped_by: str | None = None
         # before the model takes its memory, and on all ranks at once, as they will compute
-        self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.dtype)
+        self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.precision.matmul)
 
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
@@ -112,7 +115,10 @@ class Trainer:
         self.optimizer = on_every_rank(self._make_optimizer)
         self.slow = self._watch_slow_ranks()
         self.guard = _guard(config.train)
-        self.state = RunState(self.model, self.optimizer, self.batches, world.device, self.guard)
+        self.scaler = LossScaler() if self.precision.scales_loss else None
+        self.state = RunState(
+            self.model, self.optimizer, self.batches, world.device, self.guard, self.scaler
+        )
         if start:
             self._checkpoints_in(start.parents[1]).load(self.state, start)
             self.model.gather_parameters()  # under ZeRO each rank has read its own rows
@@ -141,7 +147,7 @@ class Trainer:
             self.accumulation,
             self.config.loader,
             self.world.device,
-            self.wide_dtype,
+            self.precision.wide,
         )
 
     def _build(self) -> ParallelModel:
@@ -154,8 +160,9 @@ class Trainer:
             self.config.parallel,
             seed=self.config.train.seed,
             device=self.world.device,
-            dtype=self.wide_dtype,
-            autocast_dtype=self.dtype if self.dtype == torch.bfloat16 else None,
+            dtype=self.precision.wide,
+            autocast_dtype=self.precision.autocast,
+            reduce_dtype=_reduce_dtype(self.config.train),
             loss_options=self.task.loss_options,
         )
 
@@ -237,6 +244,8 @@ class Trainer:
                     self.watch.step(self.steps_done)
                 if step.left_out:
                     self._go_on_without(step)
+                elif step.rescaled and self.scaler:
+                    self._say_overflow(self.scaler)
                 elif self._due(settings.log_every):
                     self.log.write(self._row(step, clock.seconds_per_step()))
                     clock.restart()
@@ -290,13 +299,16 @@ class Trainer:
             batches = self.loader.take(self.steps_done)
         if self.slow:
             self.slow.clock.has_read()
-        loss = self.model.forward_backward(batches)
+        loss = self.model.forward_backward(batches, self.scaler.scale if self.scaler else 1.0)
         with self.ranges("optimizer"):
             grad_norm = self.model.gradient_norm().item()
             if self.slow:
                 self.slow.clock.end()
-            left_out = self.guard.judge(grad_norm)
-            if not left_out:
+            rescaled = False
+            if self.scaler:
+                grad_norm, rescaled = self._unscale(self.scaler, grad_norm, loss)
+            left_out = "" if rescaled else self.guard.judge(grad_norm)
+            if not left_out and not rescaled:
                 clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
                 self.optimizer.step()
             self.optimizer.zero_grad(set_to_none=True)
@@ -304,7 +316,42 @@ class Trainer:
         self.ranges.end_step()
         # only now: a step that was broken off does not count
         self.batches.advance()
-        return Step(loss, grad_norm, lr, left_out)
+        return Step(loss, grad_norm, lr, left_out, rescaled)
+
+    def _unscale(
+        self, scaler: LossScaler, scaled_norm: float, loss: torch.Tensor
+    ) -> tuple[float, bool]:
+        """Undo the loss scale in the gradients, and choose the next one.
+
+        Communicates: where the gradient has overflowed the loss, an all-reduce of one number over
+            dp.
+
+        Returns:
+            The true norm of the gradient; whether it has overflowed and a smaller scale may help.
+        """
+        grad_norm = scaler.unscale(self.model.weights.values(), scaled_norm)
+        if math.isfinite(grad_norm):
+            scaler.update(overflowed=False)
+            return grad_norm, False
+        can_cure = scaler.can_cure(grad_norm, self._mean_loss(loss))
+        if can_cure:
+            scaler.update(overflowed=True)
+        return grad_norm, can_cure
+
+    def _say_overflow(self, scaler: LossScaler) -> None:
+        """Say that an update was left out because the loss scale was too large."""
+        line = (
+            f"step {self.steps_done}: a gradient overflows float16 with a loss scale of "
+            f"{2 * scaler.scale:g}; its update is left out, the scale is {scaler.scale:g} now"
+        )
+        row = {"step": self.steps_done, "loss_scale": scaler.scale, "overflows": scaler.overflows}
+        self.log.write(row, line)
+
+    def _mean_loss(self, loss: torch.Tensor) -> float:
+        """The loss of a step over all ranks of dp, from this rank's; all ranks call it."""
+        total = loss.clone()
+        dist.all_reduce(total, group=self.grid.group("dp"))
+        return total.item() / self.grid.size("dp")
 
     def _go_on_without(self, step: Step) -> None:
         """Say that a step was left out; by rule go back to a checkpoint, past all batches since.
@@ -405,9 +452,7 @@ class Trainer:
         Raises:
             Diverged: The loss is not finite.
         """
-        total = step.loss.clone()
-        dist.all_reduce(total, group=self.grid.group("dp"))
-        loss = total.item() / self.grid.size("dp")
+        loss = self._mean_loss(step.loss)
         finite.check_loss("the loss", loss)
         for line in self.slow.look() if self.slow else ():
             self.log.say(line)
@@ -440,8 +485,7 @@ class Trainer:
         """
         found = {"flops_per_s": flops_per_s}
         if self.world.device.type == "cuda":
-            dtype = str(self.dtype).removeprefix("torch.")
-            mfu = hardware.mfu(flops_per_s, torch.cuda.get_device_name(), dtype)
+            mfu = hardware.mfu(flops_per_s, torch.cuda.get_device_name(), self.precision.name)
             if mfu is not None:
                 found["mfu"] = mfu
         found["matmul_share"] = flops_per_s / self.matmul_flops_per_s
@@ -476,8 +520,6 @@ def _guard(settings: TrainConfig) -> Guard:
     )
 
 
-def pick_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The dtype of matrix products: "auto" is bfloat16 on a GPU and float32 on a CPU."""
-    if name == "auto":
-        name = "bfloat16" if device.type == "cuda" else "float32"
-    return getattr(torch, name)
+def _reduce_dtype(settings: TrainConfig) -> torch.dtype | None:
+    """In which gradients are summed over dp; None: as they are."""
+    return None if settings.reduce_dtype == "float32" else getattr(torch, settings.reduce_dtype)

@@ -41,6 +41,8 @@ UNITS = {
     "matmul_share": "model FLOP/s, fraction of the rate that a large matrix product reaches here",
     "utilisation": "fraction of the device that was busy, mean of the samples since the last row",
     "bad_steps": "steps of the run whose update was left out",
+    "loss_scale": "by which the loss is multiplied in float16",
+    "overflows": "steps of the run left out because the loss scale was too large",
 }
 
 

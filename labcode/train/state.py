@@ -29,12 +29,14 @@ from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
 from labcode.train.checkpoint_files import DamagedError
 from labcode.train.guard import Guard
+from labcode.train.loss_scale import LossScaler
 from labcode.train.tensor_index import Reader
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
 
-GUARD = "guard"  # a key of a checkpoint
+GUARD = "guard"  # keys of a checkpoint
+SCALER = "loss_scale"
 
 
 class Part:
@@ -121,6 +123,7 @@ class RunState:
         rankR/random/GENERATOR    where a generator of random numbers is
         step                      the position in the data
         guard                     what judges gradients remembers, if it does
+        loss_scale                the same of what scales the loss, in float16
 
     Args:
         model: This rank's part of the model.
@@ -128,6 +131,7 @@ class RunState:
         batches: The position in the data, which is also the number of steps done.
         device: Whose random generator the run draws from, beside that of the CPU.
         guard: What judges its gradients; None: nothing does.
+        scaler: What scales its loss; None: nothing does.
     """
 
     def __init__(
@@ -137,6 +141,7 @@ class RunState:
         batches: Batches,
         device: torch.device,
         guard: Guard | None = None,
+        scaler: LossScaler | None = None,
     ) -> None:
         self.model = model
         self.params = model.weights
@@ -147,7 +152,11 @@ class RunState:
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
-        self.guard = guard if guard is not None and guard.remembers else None
+        self.remembering: dict[str, Guard | LossScaler] = {}
+        if guard is not None and guard.remembers:
+            self.remembering[GUARD] = guard
+        if scaler is not None:
+            self.remembering[SCALER] = scaler
         self.own = f"rank{dist.get_rank()}/random/"
         # the modules of a model share one stream of random numbers
         streams = [module.stream for module in model.modules() if isinstance(module, IsolatedRng)]
@@ -164,8 +173,8 @@ class RunState:
                 )
         for name, state in self._random().items():
             found[self.own + name] = state
-        if self.guard is not None:
-            found[GUARD] = self.guard.state
+        for key, remembering in self.remembering.items():
+            found[key] = remembering.state
         return found
 
     def copies(self, memory: Tensors) -> dict[str, Any]:
@@ -223,8 +232,8 @@ class RunState:
             for key in self._random():
                 wanted[self.own + key] = _empty(stored[self.own + key])
         # a run that begins to judge its gradients resumes from one that did not
-        if self.guard is not None and GUARD in stored:
-            wanted[GUARD] = _empty(stored[GUARD])
+        for key in self.remembering.keys() & stored.keys():
+            wanted[key] = _empty(stored[key])
         with warnings.catch_warnings(), torch.no_grad():
             # "assuming the intent is to load in a single process"
             warnings.simplefilter("ignore", UserWarning)
@@ -250,8 +259,8 @@ class RunState:
                 param.copy_(mine[_weight_key(self.stored_as[name])])
         self._load_optimizer(mine)
         self._load_random(mine)
-        if self.guard is not None and GUARD in mine:
-            self.guard.state = mine[GUARD]
+        for key in self.remembering.keys() & mine.keys():
+            self.remembering[key].state = mine[key]
         self.batches.load_state_dict({"step": int(mine["step"])})
 
     def _part(self, name: str, own: torch.Tensor) -> Part:
@@ -316,8 +325,9 @@ class RunState:
         for name, param in self.params.items():
             size = torch.Size(self.model.shardings[name].shape)
             needed[_weight_key(self.stored_as[name])] = (size, param.dtype)
-        if self.guard is not None and GUARD in stored:
-            needed[GUARD] = (self.guard.state.shape, self.guard.state.dtype)
+        for key in self.remembering.keys() & stored.keys():
+            state = self.remembering[key].state
+            needed[key] = (state.shape, state.dtype)
         for name, state in self._random().items() if same_grid else ():
             needed[self.own + name] = (state.shape, state.dtype)
         return needed

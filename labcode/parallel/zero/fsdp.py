@@ -8,13 +8,14 @@ Source: docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html
 
 import contextlib
 from collections.abc import Iterator
+from functools import partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from labcode.comm import bootstrap
@@ -30,6 +31,7 @@ class TorchFullyShardedModule(nn.Module):
         num_replicas: Hybrid sharding: dp is so many copies.
         num_shares: By what the sum of the gradients is divided.
         reshard_after_forward: False keeps the weights whole until backward is done.
+        reduce_dtype: In which gradients travel and are summed; None: that of the weights.
 
     Attributes:
         shards: {name: this rank's rows of a weight}; they share the memory of the DTensor.
@@ -45,19 +47,25 @@ class TorchFullyShardedModule(nn.Module):
         num_replicas: int,
         num_shares: int,
         reshard_after_forward: bool,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         with torch.no_grad():
             copies = grid.group("dp", "cp")
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
-        mesh = _mesh(grid, num_replicas)
+        shard = partial(
+            fully_shard,
+            mesh=_mesh(grid, num_replicas),
+            reshard_after_forward=reshard_after_forward,
+            mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
+        )
         for child in module.modules():
             if isinstance(child, nn.ModuleList):
                 for layer in child:
                     if list(layer.parameters()):
-                        fully_shard(layer, mesh=mesh, reshard_after_forward=reshard_after_forward)
-        fully_shard(module, mesh=mesh, reshard_after_forward=reshard_after_forward)
+                        shard(layer)
+        shard(module)
         self.module = module
         for child in module.modules():
             if isinstance(child, FSDPModule):

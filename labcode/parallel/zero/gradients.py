@@ -50,6 +50,7 @@ class ShardedDataParallel(nn.Module):
         replicas: More groups of ranks that hold the same weights: the part of each rank is summed
             over them too.
         keep_gradients: Keep each gradient's memory until the optimizer has stepped (ZeRO-1).
+        reduce_dtype: In which gradients travel and are summed; None: in their own.
 
     Attributes:
         shards: {name: this rank's rows of a trained weight}; they share the weight's memory. Their
@@ -67,6 +68,7 @@ class ShardedDataParallel(nn.Module):
         num_shares: int | None = None,
         replicas: Sequence[dist.ProcessGroup] = (),
         keep_gradients: bool = False,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.module = module
@@ -74,6 +76,7 @@ class ShardedDataParallel(nn.Module):
         self.num_shares = num_shares or group.size()
         self.replicas = tuple(replicas)
         self.keep_gradients = keep_gradients
+        self.reduce_dtype = reduce_dtype
         self._syncing = True
         with torch.no_grad():
             for copies in (group, *self.replicas):
@@ -109,7 +112,7 @@ class ShardedDataParallel(nn.Module):
         """Wait until each of the `shards` has its average; every rank calls it once per step."""
         for bucket in self.buckets:
             if bucket.finish is None:
-                bucket.send(self.num_shares)
+                bucket.send(self.num_shares, self.reduce_dtype)
         for bucket in self.buckets:
             bucket.receive(self.replicas, self.keep_gradients)
 
@@ -136,7 +139,7 @@ class ShardedDataParallel(nn.Module):
                 continue
             if candidate.missing:
                 break
-            candidate.send(self.num_shares)
+            candidate.send(self.num_shares, self.reduce_dtype)
 
 
 class ShardedBucket:
@@ -161,11 +164,12 @@ class ShardedBucket:
         self.missing = set(params)
         self.finish: Callable[[], torch.Tensor] | None = None
 
-    def send(self, num_shares: int) -> None:
-        """Start the reduce-scatter without waiting for it."""
+    def send(self, num_shares: int, dtype: torch.dtype | None = None) -> None:
+        """Start the reduce-scatter without waiting for it; dtype: of the message."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
         message = self.cut.pack_all(grads, grads[0].dtype)
         message /= num_shares  # before the sum, which might overflow in fp16
+        message = message.to(dtype or message.dtype)
         self.finish = start_reduce_scatter(message, self.group, dim=0)
 
     def receive(self, replicas: Sequence[dist.ProcessGroup], keep: bool) -> None:
@@ -174,6 +178,7 @@ class ShardedBucket:
         segment = self.finish()
         for group in replicas:
             dist.all_reduce(segment, group=group)
+        segment = segment.to(self.shards[0].dtype)
         index = self.group.rank()
         for param, shard, mean in zip(self.params, self.shards, self.cut.unpack(segment, index)):
             if keep and param.grad is not None:

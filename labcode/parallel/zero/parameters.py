@@ -55,7 +55,8 @@ class FullyShardedModule(nn.Module):
             with `materialize`.
         group: The ranks over which everything is divided.
         compute_dtype: Of the gathered weights, and of floating-point inputs; None: that of the
-            weights. The shards keep the dtype of the weights, and gradients are summed in it.
+            weights. The shards keep the dtype of the weights.
+        reduce_dtype: In which gradients travel and are summed; None: that of the weights.
         units: The modules that are gathered one at a time; None: every layer in an `nn.ModuleList`.
         num_shares: Into how many shares the batch is cut: the sum of the gradients is divided by
             it. None: as many as ranks.
@@ -80,6 +81,7 @@ class FullyShardedModule(nn.Module):
         group: dist.ProcessGroup,
         compute_dtype: torch.dtype | None = None,
         *,
+        reduce_dtype: torch.dtype | None = None,
         units: Iterable[nn.Module] | None = None,
         num_shares: int | None = None,
         replicas: Sequence[dist.ProcessGroup] = (),
@@ -101,7 +103,7 @@ class FullyShardedModule(nn.Module):
         if materialize is None:
             _broadcast(module, (group, *replicas))
         makes = _Makes(names, materialize, compute_dtype)
-        average = _Average(group, tuple(replicas), num_shares or group.size())
+        average = _Average(group, tuple(replicas), num_shares or group.size(), reduce_dtype)
         chosen = _layers(module) if units is None else list(units)
         self.units: list[Unit] = []
         shared = _used_outside(module, chosen)
@@ -352,6 +354,7 @@ class Unit:
         for param in self.params:
             param.grad = None
         message /= self.average.num_shares
+        message = message.to(self.average.dtype or message.dtype)
         self._reducing = start_reduce_scatter(message, self.group, dim=0)
         self.was_reduced = True
 
@@ -363,6 +366,7 @@ class Unit:
         self._reducing = None
         for group in self.average.replicas:
             dist.all_reduce(segment, group=group)
+        segment = segment.to(self.shards[0].dtype)
         for shard, mean in zip(self.shards, self.cut.unpack(segment, self.group.rank())):
             if not shard.requires_grad:
                 continue
@@ -412,17 +416,19 @@ class _Makes:
 
 
 class _Average:
-    """Over which ranks gradients are summed, and by what the sum is divided."""
+    """Over which ranks gradients are summed, by what the sum is divided, and in which dtype."""
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         replicas: tuple[dist.ProcessGroup, ...],
         num_shares: int,
+        dtype: torch.dtype | None,
     ) -> None:
         self.group = group
         self.replicas = replicas
         self.num_shares = num_shares
+        self.dtype = dtype
 
 
 def _leave_meta(module: nn.Module) -> None:

@@ -34,7 +34,7 @@ def _case(rng: random.Random) -> Case:
         "model.dropout": rng.choice([0, 0, 0.1]),
         "train.global_batch": rng.choice([1, 2, 4, 6, 8]),
         "train.micro_batch": rng.choice([1, 1, 2, "None"]),
-        "train.dtype": rng.choice(["float32", "float64", "bfloat16"]),
+        "train.dtype": rng.choice(["float32", "float64", "bfloat16", "float16"]),
         "train.out": "out",
     }
     words = [f"--{name}={value}" for name, value in fields.items()]

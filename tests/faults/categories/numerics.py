@@ -46,7 +46,7 @@ def cases(rng: random.Random) -> list[Case]:
                             patch=patch,
                         )
                     )
-    for dtype in ("float32", "float64", "bfloat16"):
+    for dtype in ("float32", "float64", "bfloat16", "float16"):
         args = [f"--train.dtype={dtype}", "--optim.lr=1e30", "--train.steps=4", *HOT, *_saves(1, 1)]
         made.append(_case(f"lr 1e30 in {dtype}", args, REFUSED, 1))
     return made
