@@ -659,6 +659,59 @@ class LoaderConfig:
         check_fields(self, "loader", {"workers": workers, "prefetch": prefetch})
 
 
+@dataclass(frozen=True)
+class ProfileConfig:
+    """Steps that are recorded in OUT/profile, for TensorBoard's profiler tab and Perfetto.
+
+    `python -m labcode.train.profile OUT` says where their time went.
+    """
+
+    steps: str | None = None  # "10:13": steps 10, 11 and 12, as a slice of Python; "10": that one
+    ranks: tuple[int, ...] = (0,)  # those that record
+    warmup: int = 1  # steps before them that the profiler sees and forgets
+    memory: bool = False  # every allocation, too, and what it is for
+    stacks: bool = False  # the lines of Python that called each operation, too
+    # on GPUs: ranges for Nsight Systems in place of the profiler of PyTorch
+    nvtx: bool = False
+
+    def __post_init__(self) -> None:
+        check_fields(self, "profile", {"ranks": COUNT_OR_ZERO, "warmup": COUNT_OR_ZERO})
+        if self.steps is None and (self.memory or self.stacks or self.nvtx):
+            raise ValueError(
+                "profile.memory, stacks and nvtx are for recorded steps, and there are none: "
+                "name them, --profile.steps 10:13"
+            )
+        if self.memory and self.nvtx:
+            raise ValueError(
+                "profile.nvtx leaves the recording to Nsight Systems, which sees no tensors: leave "
+                "out profile.memory"
+            )
+        self.recorded  # noqa: B018  (a look at the steps, which may be wrong)
+
+    @property
+    def recorded(self) -> range:
+        """The steps that are recorded; the first step of a run is 1.
+
+        Raises:
+            ValueError: They are not written as steps are.
+        """
+        if self.steps is None:
+            return range(0)
+        first, colon, end = self.steps.partition(":")
+        if not first.isdecimal() or (colon and not end.isdecimal()):
+            raise ValueError(
+                f"profile.steps={shown(self.steps)}: give the first step and the one after the "
+                "last, such as 10:13 for steps 10, 11 and 12"
+            )
+        steps = range(int(first), int(end) if colon else int(first) + 1)
+        if not steps or steps[0] < 1:
+            raise ValueError(
+                f"profile.steps={shown(self.steps)} holds no step: the first step of a run is 1, "
+                "and the end comes after the beginning"
+            )
+        return steps
+
+
 MOST_NAME_CHARACTERS = 100
 
 
@@ -674,6 +727,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
 
     def __post_init__(self) -> None:
         check_fields(self, "", {})
@@ -696,6 +750,11 @@ class Config:
                 "train.on_bad_step=rollback goes back to a checkpoint, and checkpoint.every=0 "
                 "writes none: give the steps between them"
             )
+        if self.profile.recorded and self.profile.recorded[0] > self.train.steps:
+            raise ValueError(
+                f"profile.steps={self.profile.steps} begins after the last step, "
+                f"train.steps={self.train.steps}: change one of them"
+            )
         if self.checkpoint.resume and self.train.overwrite:
             raise ValueError(
                 "checkpoint.resume continues the run in train.out, and train.overwrite removes it: "
@@ -710,6 +769,12 @@ class Config:
         """
         shape = self.parallel.shape(world_size)
         self.parallel.check(self.model, shape)
+        for rank in self.profile.ranks if self.profile.steps else ():
+            if rank >= world_size:
+                raise ValueError(
+                    f"profile.ranks has {rank}, and the ranks of this job are 0 to "
+                    f"{world_size - 1}: choose among them"
+                )
         parallel = self.parallel
         if self.checkpoint.on and parallel.zero_stage == 1 and parallel.data_parallel == "ddp":
             raise ValueError(

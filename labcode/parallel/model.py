@@ -140,7 +140,8 @@ class ParallelModel(nn.Module):
             This dp rank's share of the loss, a float64 scalar, the same on every rank of pp, cp and
             tp; its mean over dp is the loss of the step.
         """
-        weights = [weight * loss_scale for weight in self._weights(batches)]
+        with self.ranges("communication"):
+            weights = [weight * loss_scale for weight in self._weights(batches)]
         if self.grid.size("pp") > 1:
             total = self._through_the_pipeline(batches, weights)
             self.finish_gradient_sync()

@@ -69,6 +69,7 @@ MAY_CHANGE = (
     "data.cache_dir",
     "loader.",
     "parallel.",
+    "profile.",
     "train.bad_in_",
     "train.eval_",
     "train.log_every",

@@ -33,9 +33,11 @@ from labcode.train.gpt2_files import Gpt2File
 from labcode.train.guard import Guard
 from labcode.train.loss_scale import LossScaler
 from labcode.train.measure import StepClock, peak_memory_bytes
+from labcode.train.memory_marks import MemoryMarks
 from labcode.train.metrics import Log
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.precision import pick_precision, set_matmul_precision
+from labcode.train.profile import StepProfiler
 from labcode.train.ranges import StepRanges
 from labcode.train.result import write_result
 from labcode.train.signals import StopSignals
@@ -194,6 +196,10 @@ class Trainer:
             self.checkpoints = self._checkpoints_in(out)
             self.checkpoints.resumed_from(self.steps_before)
         folder = out if self.world.rank == 0 else None
+        marks = MemoryMarks(self.model.weights.values(), self.optimizer)
+        self.profiler = StepProfiler(
+            config.profile, self.world.rank, self.world.device, self.ranges, marks, out
+        )
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
         self.sampler = self._device_sampler()
 
@@ -238,7 +244,8 @@ class Trainer:
             if self.checkpoints and signals:
                 self._stop_if_asked(signals)  # while it started: nothing is to be saved yet
             while self.steps_done < settings.steps and not self.stopped_by:
-                step = self.step()
+                with self.profiler.step(self.steps_done + 1):
+                    step = self.step()
                 clock.count()
                 if self.watch:
                     self.watch.step(self.steps_done)
@@ -415,11 +422,12 @@ class Trainer:
         return loss
 
     def close(self) -> None:
-        """End the loader and close the metrics files; what was written stays."""
+        """End the loader, close the files of metrics and profile; what was written stays."""
         self.loader.close()
         if self.checkpoints:
             self.checkpoints.abandon()
         self.log.close()
+        self.profiler.close()
 
     def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:
         """(sum of the losses of some validation samples, their number), [2] float64."""

@@ -24,7 +24,6 @@ from typing import Any
 
 import torch
 
-PARTS = ("data", "forward", "backward", "communication", "optimizer")
 OUTSIDE = ""  # what runs when no part does
 
 Moment = Any  # seconds of the clock on a CPU, torch.cuda.Event on a GPU
@@ -57,7 +56,7 @@ class StepRanges:
         self._note()
         self._running.append(part)
         try:
-            with _marked(part, self._on_gpu) if self.marked else contextlib.nullcontext():
+            with marked(part, self._on_gpu) if self.marked else contextlib.nullcontext():
                 yield
         finally:
             self._note()
@@ -118,7 +117,7 @@ def _seconds_between(begin: Moment, end: Moment) -> float:
 
 
 @contextlib.contextmanager
-def _marked(part: str, on_gpu: bool) -> Iterator[None]:
+def marked(part: str, on_gpu: bool) -> Iterator[None]:
     """Name a part to the profilers that may be recording."""
     if on_gpu:
         torch.cuda.nvtx.range_push(part)

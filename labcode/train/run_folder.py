@@ -37,9 +37,12 @@ OWN_FILES = (
     "weights.pt",
     "checkpoints",
     "checkpoints/step-*",
+    "profile",
+    "profile/*.pt.trace.json.gz",
     "tensorboard",
     "tensorboard/events.out.tfevents.*",
 )
+WRITTEN_FOLDERS = ("checkpoints", "profile", "tensorboard")
 # what other programs put into any folder that they show
 HARMLESS = (".DS_Store", ".ipynb_checkpoints", ".nfs*")
 # what every config has, of whatever version
@@ -337,7 +340,10 @@ def check_removable(out: Path) -> None:
 def strangers(out: Path) -> list[str]:
     """What lies in the folder of a run and no run writes, sorted."""
     found = []
-    for path in (*out.iterdir(), *out.glob("checkpoints/*"), *out.glob("tensorboard/*")):
+    paths = list(out.iterdir())
+    for folder in WRITTEN_FOLDERS:
+        paths += out.glob(f"{folder}/*")
+    for path in paths:
         name = str(path.relative_to(out))
         own = any(fnmatchcase(name, pattern) for pattern in OWN_FILES)
         harmless = any(fnmatchcase(path.name, pattern) for pattern in HARMLESS)

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from labcode import processes
-from labcode.train import metrics, ranges
+from labcode.perf.chrome_trace import PARTS
+from labcode.train import metrics
 
 SMALL = [
     *(
@@ -96,7 +97,7 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
             "matmul_share",
         )
     }
-    parts_s = sum(rows[1][f"{part}_s"] for part in ranges.PARTS)
+    parts_s = sum(rows[1][f"{part}_s"] for part in PARTS)
     assert 0 < parts_s <= 1.001 * rows[1]["step_s"]
     assert rows[0]["tokens_per_s"] == pytest.approx(2 * rows[0]["tokens_per_s_per_rank"])
     assert rows[0]["tokens_per_s"] == pytest.approx(4 * 32 / rows[0]["step_s"])

@@ -56,7 +56,9 @@ class Contents(AsyncLargeFileManager):
 c.ServerApp.contents_manager_class = Contents
 
 # A kernel works in the folder of its notebook, so runs that it starts land in notebooks/runs.
-# TensorBoard watches folders that do not exist yet, and shows their runs as soon as they appear.
+# TensorBoard watches links to folders that do not exist yet, and shows their runs, and what was
+# recorded of them in its profiler tab, as soon as they appear. Links in one folder, because that
+# tab does not know --logdir_spec and would search all of this repository instead.
 folders = {
     "terminal": root / "runs",
     "notebooks": root / "notebooks" / "runs",
@@ -64,8 +66,12 @@ folders = {
     # runs that ship with the course, to be seen under the own ones
     "reference": root / "labcode" / "assets" / "reference_runs",
 }
-spec = ",".join(f"{name}:{folder}" for name, folder in folders.items())
-options = ["--logdir_spec", spec, "--host", "localhost", "--port", "{port}"]
+watched = root / "build" / "tensorboard"
+watched.mkdir(parents=True, exist_ok=True)
+for name, folder in folders.items():
+    (watched / name).unlink(missing_ok=True)
+    (watched / name).symlink_to(folder)
+options = ["--logdir", str(watched), "--host", "localhost", "--port", "{port}"]
 c.ServerProxy.servers = {
     "tensorboard": {
         "command": [sys.executable, "-m", "tensorboard.main", *options],

@@ -1,0 +1,81 @@
+"""The TensorBoard of `make lab`: its profiler tab finds what a run has recorded."""
+
+import json
+import shutil
+import socket
+import subprocess
+import time
+import urllib.request
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from faults import forks
+from faults.cases import BASE
+
+from labcode import processes
+
+CONFIG = Path(__file__).resolve().parents[2] / "tools" / "jupyter" / "jupyter_server_config.py"
+PATIENCE_S = 120.0
+
+
+def tile_command(root):
+    """What the tile of the launcher starts, for a repository at `root`."""
+    shutil.copytree(CONFIG.parent, root / "tools" / "jupyter")
+    config = SimpleNamespace()
+    for part in ("ServerApp", "LabApp", "ServerProxy"):
+        setattr(config, part, SimpleNamespace())
+    path = root / "tools" / "jupyter" / CONFIG.name
+    names = {"get_config": lambda: config, "__file__": str(path)}
+    exec(compile(path.read_text(), str(path), "exec"), names)
+    return config.ServerProxy.servers["tensorboard"]["command"]
+
+
+def free_port():
+    with socket.socket() as server:
+        server.bind(("localhost", 0))
+        return server.getsockname()[1]
+
+
+def answer(port, path):
+    """The JSON of an address; None as long as nobody answers."""
+    try:
+        with urllib.request.urlopen(f"http://localhost:{port}/data/{path}", timeout=30) as page:
+            return json.load(page)
+    except OSError:
+        return None
+
+
+def wait_for(port, path, wanted):
+    deadline = time.monotonic() + PATIENCE_S
+    while time.monotonic() < deadline:
+        found = answer(port, path)
+        if found is not None and wanted(found):
+            return found
+        time.sleep(0.5)
+    raise TimeoutError(f"{path} did not answer as it should: {found}")
+
+
+@pytest.mark.full
+def test_the_profiler_tab_shows_a_run_that_begins_later(tmp_path):
+    port = free_port()
+    command = [word.format(port=port) for word in tile_command(tmp_path)]
+    board = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
+    try:
+        plugins = wait_for(port, "plugins_listing", bool)
+        assert "pytorch_profiler" in plugins
+        args = [*BASE, "--train.steps=4", "--profile.steps=3:5", "--train.out=runs/mine"]
+        assert forks.train(args, cwd=tmp_path).codes == [0]
+        run = "terminal/mine/profile"
+        wait_for(port, "plugin/pytorch_profiler/runs", lambda found: run in found["runs"])
+        workers = answer(port, f"plugin/pytorch_profiler/workers?run={run}&view=Overview")
+        (worker,) = workers
+        assert worker.endswith("_0")
+        (span,) = answer(port, f"plugin/pytorch_profiler/spans?run={run}&worker={worker}")
+        which = f"run={run}&worker={worker}&span={span}"
+        overview = answer(port, f"plugin/pytorch_profiler/overview?{which}")
+        assert [row[0] for row in overview["steps"]["rows"]] == ["3", "4"]
+        scalars = answer(port, "plugin/scalars/tags")
+        assert "loss" in scalars["terminal/mine/tensorboard"]
+    finally:
+        processes.end([board])
