@@ -1,15 +1,20 @@
-"""How long a training step should take on a cluster, from the shapes of model and grid alone.
+"""How long a training step should take, from the shapes of model and grid alone.
 
-The plainest model there is: m micro-batches go through pp equal stages; each stage computes, takes
-part in all-reduces and sends; nothing overlaps. Nothing is run here: `teach.labs.emulate` runs such
-a step and measures it.
+On a cluster: the plainest model there is. m micro-batches go through pp equal stages; each stage
+computes, takes part in all-reduces and sends; nothing overlaps. Nothing is run here:
+`teach.labs.emulate` runs such a step and measures it.
+
+On one device (`device_step`): three numbers of the device. Matrix products take their FLOPs at the
+rate that such products reach, all else the bytes that it reads and writes at the memory's
+bandwidth, and each operation the time of its launch. Whichever part is the largest says what would
+make the step faster.
 """
 
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from labcode.config import GPTConfig
+from labcode.config import GPTConfig, ViTConfig
 from labcode.perf import alpha_beta
 from labcode.perf.alpha_beta import Link
 from labcode.perf.flops import training_flops_per_sample
@@ -139,3 +144,159 @@ def _slowest(cluster: ClusterModel, groups: Sequence[Sequence[int]]) -> Link:
 
 def _slowness(link: Link) -> float:
     return link.alpha_s + 1 / link.beta_bytes_per_s
+
+
+# ---- one device
+
+
+@dataclass(frozen=True)
+class DeviceSpeed:
+    """What one device can do; `train.device_speed.device_speed` measures it.
+
+    Args:
+        flops_per_s: In matrix products.
+        bytes_per_s: Read and written by operations that compute little, such as an addition.
+        launch_s: Seconds that an operation takes however small it is.
+    """
+
+    flops_per_s: float
+    bytes_per_s: float
+    launch_s: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    """The seconds of a step, by what they are spent on.
+
+    Args:
+        matmul_s: In matrix products, attention among them.
+        memory_s: Reading and writing, in all other operations.
+        launch_s: Launching operations.
+    """
+
+    matmul_s: float
+    memory_s: float
+    launch_s: float
+
+    @property
+    def step_s(self) -> float:
+        """All of it: one operation comes after the other."""
+        return self.matmul_s + self.memory_s + self.launch_s
+
+
+def device_step(
+    model: GPTConfig | ViTConfig,
+    speed: DeviceSpeed,
+    *,
+    micro_batch: int,
+    num_micro_batches: int = 1,
+    value_bytes: int = 4,
+    wide_bytes: int = 4,
+) -> StepTime:
+    """The seconds of one optimizer step on one device.
+
+        matmul_s   FLOPs / rate
+        memory_s   bytes read and written / bandwidth
+        launch_s   operations * launch
+
+    An operation of a real step takes the longer of its arithmetic and its memory traffic; here each
+    counts for one of the two. Left out is whatever makes an operation slower than that: small
+    products and attention do not reach the rate of a large product, and GELU computes more than it
+    moves. So a prediction is mostly too short.
+
+    Args:
+        model: Every size filled in. No dropout and no activation checkpointing.
+        speed: Of the device, in the dtype of the matrix products.
+        micro_batch: Samples at once.
+        num_micro_batches: How many of them make a step.
+        value_bytes: Of a number that a matrix product reads or writes.
+        wide_bytes: Of weights, gradients, residuals and loss.
+
+    Source: Williams et al. 2009 (Roofline, doi:10.1145/1498765.1498785); the launch as a part of
+        its own, as in He 2022, "Making Deep Learning Go Brrrr From First Principles".
+    Held by: tests/unit/test_device_step.py; against measured steps by
+        benchmarks/predicted_step.py, within a factor of 2 in float32; bfloat16 on a CPU is
+        farther off, where attention's backward has no fast kernel
+    """
+    flops = micro_batch * training_flops_per_sample(model)
+    tokens = micro_batch * model.sequence_length
+    num_bytes = model.num_layers * _layer_bytes(model, tokens, value_bytes, wide_bytes)
+    num_bytes += _ends_bytes(model, tokens, wide_bytes)
+    optimizer_bytes = OPTIMIZER_PASSES * model.num_parameters * wide_bytes
+    launches = num_micro_batches * launches_per_micro_batch(model, value_bytes < wide_bytes)
+    return StepTime(
+        matmul_s=num_micro_batches * flops / speed.flops_per_s,
+        memory_s=(num_micro_batches * num_bytes + optimizer_bytes) / speed.bytes_per_s,
+        launch_s=launches * speed.launch_s,
+    )
+
+
+# How often each number of some tensor is read or written in forward and backward together.
+NORM_PASSES = 2 + 3  # forward: x, output; backward: x, gradient, new gradient
+ADD_PASSES = 3 + 3  # forward: two terms and their sum; backward: the two gradients of a fork
+GELU_PASSES = 2 + 3  # as a norm
+BIAS_PASSES = 1  # backward sums the gradient over all tokens
+JOIN_PASSES = 2  # backward copies the gradients of q, k and v into one tensor
+# forward: 4 products and 2 sums of halves, joined; the same in backward
+ROTARY_PASSES = 9 + 9
+SCORE_PASSES = 2 + 4  # the softmax is written and read, also where it never leaves the cache
+CAST_PASSES = 2  # under autocast: read in one width, written in the other
+LOSS_PASSES = 9 + 5  # forward: maximum, difference, exp, sum, quotient; backward: two copies
+# the norm of the gradient reads it; AdamW reads weight, gradient and moments, and writes all but
+# the gradient; the first backward writes the gradient, DDP copies it into a bucket and back
+OPTIMIZER_PASSES = 1 + 7 + 1 + 4
+
+
+def _layer_bytes(
+    model: GPTConfig | ViTConfig, tokens: float, value_bytes: int, wide_bytes: int
+) -> float:
+    """Bytes that one layer moves outside of its matrix products, forward and backward."""
+    hidden = model.hidden_size
+    kv_heads = model.kv_heads if isinstance(model, GPTConfig) else model.num_heads
+    qkv = (model.num_heads + 2 * kv_heads) * model.head_size
+    wide = 2 * (NORM_PASSES + ADD_PASSES) * hidden
+    narrow = GELU_PASSES * model.ffn + JOIN_PASSES * qkv
+    narrow += BIAS_PASSES * (qkv + 2 * hidden + model.ffn)
+    if isinstance(model, GPTConfig) and model.positions == "rotary":
+        narrow += ROTARY_PASSES * (model.num_heads + kv_heads) * model.head_size
+    if value_bytes < wide_bytes:
+        wide += 2 * CAST_PASSES * 2 * hidden
+    scores = SCORE_PASSES * model.num_heads * model.sequence_length
+    return tokens * (wide * wide_bytes + narrow * value_bytes + scores * value_bytes)
+
+
+def _ends_bytes(model: GPTConfig | ViTConfig, tokens: float, wide_bytes: int) -> float:
+    """Bytes of the embedding, the last norm and the loss."""
+    outputs = model.patch_outputs if isinstance(model, ViTConfig) else model.vocab_size or 0
+    return (
+        tokens
+        * wide_bytes
+        * ((NORM_PASSES + ADD_PASSES) * model.hidden_size + LOSS_PASSES * outputs)
+    )
+
+
+LAYER_VIEWS = (
+    20  # another look at the same memory is launched as well: transposed, split, flattened
+)
+LAYER_OPERATIONS = (
+    11 + LAYER_VIEWS
+)  # two norms, four products, attention, GELU, two sums, a join of heads
+ROTARY_OPERATIONS = 7  # four products, two sums, a join
+AUTOCAST_OPERATIONS = 12  # weights and biases of four products, and what goes in and out
+END_OPERATIONS = 20  # embedding, positions, last norm, head, and the loss in single operations
+# for each operation of forward there are two of backward, and a product has a sum for its bias
+FORWARD_AND_BACKWARD = 3
+LAYER_WEIGHTS = 12  # tensors: four matrices, two norms, each with a bias
+END_WEIGHTS = 5
+GRADIENT_OPERATIONS = 2  # each gradient is added to its weight's, and copied into a bucket
+
+
+def launches_per_micro_batch(model: GPTConfig | ViTConfig, autocast: bool = False) -> int:
+    """Operations of one forward and backward; the optimizer's few are left out."""
+    layer = LAYER_OPERATIONS
+    if isinstance(model, GPTConfig) and model.positions == "rotary":
+        layer += ROTARY_OPERATIONS
+    if autocast:
+        layer += AUTOCAST_OPERATIONS
+    products = FORWARD_AND_BACKWARD * (model.num_layers * layer + END_OPERATIONS)
+    return products + GRADIENT_OPERATIONS * (model.num_layers * LAYER_WEIGHTS + END_WEIGHTS)

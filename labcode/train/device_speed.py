@@ -12,8 +12,14 @@ from collections.abc import Callable
 
 import torch
 
+from labcode.perf.step import DeviceSpeed
+
 # rows and columns: large enough to reach the rate of the device
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+# numbers in each of three tensors: more than the caches hold
+STREAM_SIZE = {"cpu": 2**24, "cuda": 2**27}
+CHAIN = 50  # links of a chain of small operations
+FEW = 8  # features in it
 REPEATS = 5
 
 
@@ -49,6 +55,55 @@ def _matmul_flops_per_s(
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * size**3 / seconds
+
+
+def device_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:
+    """The three numbers from which `perf.step.device_step` predicts a step; about a second.
+
+    Args:
+        device: Where.
+        dtype: Of the matrix products.
+
+    Held by: tests/unit/test_device_speed.py
+    """
+    return DeviceSpeed(
+        flops_per_s=matmul_flops_per_s(device, dtype),
+        bytes_per_s=stream_bytes_per_s(device),
+        launch_s=launch_s(device),
+    )
+
+
+def stream_bytes_per_s(device: torch.device) -> float:
+    """Bytes/s that the sum of two large float32 tensors reads and writes.
+
+    Source: McCalpin 1995, STREAM, whose kernel "add" it is.
+    """
+    size = STREAM_SIZE[device.type]
+    left = torch.ones(size, device=device)
+    right = torch.ones(size, device=device)
+    total = torch.empty_like(left)
+    seconds = median_s(device, lambda: torch.add(left, right, out=total))
+    return 3 * left.element_size() * size / seconds
+
+
+def launch_s(device: torch.device) -> float:
+    """Seconds of one operation of a training on next to nothing, in forward or backward.
+
+    It is the time of Python, autograd and the allocator; on a GPU that of the launch besides. A
+    chain of norm, product, GELU and sum, the operations of an MLP, is timed.
+    """
+    norm = torch.nn.LayerNorm(FEW, device=device)
+    product = torch.nn.Linear(FEW, FEW, device=device)
+    start = torch.ones(1, FEW, device=device)
+
+    def chain() -> None:
+        x = start
+        for _ in range(CHAIN):
+            x = x + torch.nn.functional.gelu(product(norm(x)))
+        x.sum().backward()
+
+    operations_of_a_link = 4 + 8  # forward, and twice as many in backward
+    return median_s(device, chain) / (CHAIN * operations_of_a_link)
 
 
 def median_s(device: torch.device, work: Callable[[], object], repeats: int = REPEATS) -> float:

@@ -25,3 +25,10 @@ def test_the_median_leaves_out_the_first_time_and_an_outlier():
     found = device_speed.median_s(CPU, lambda: time.sleep(next(waits)), repeats=5)
     assert 0.01 <= found < 0.2
     assert next(waits, None) is None
+
+
+def test_the_three_numbers_of_a_device_are_those_of_a_computer():
+    speed = device_speed.device_speed(CPU, torch.float32)
+    assert speed.flops_per_s == device_speed.matmul_flops_per_s(CPU, torch.float32)
+    assert 1e8 < speed.bytes_per_s < 1e13
+    assert 1e-7 < speed.launch_s < 1e-2
