@@ -241,9 +241,16 @@ class WeatherData:
         False  # also train on each state rotated by every longitude: more data from few times
     )
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
+    crop: tuple[int, ...] | None = None  # train on parts of the map: so many latitudes x longitudes
+    mirror: bool = False  # every second sample is mirrored at the equator, drawn anew in each epoch
 
     def __post_init__(self) -> None:
-        check_fields(self, "data", {"val_fraction": FRACTION})
+        check_fields(self, "data", {"val_fraction": FRACTION, "crop": SIZE})
+        if self.crop is not None and len(self.crop) != 2:
+            raise ValueError(
+                f"data.crop={shown(self.crop)}: give two numbers, latitudes and longitudes of a "
+                "part of the map, such as 30 60"
+            )
         if not self.variables:
             raise ValueError("data.variables is empty: name at least one, for example t2m")
         for name in self.variables:

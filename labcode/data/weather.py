@@ -5,15 +5,18 @@ Shapes: B samples, T times, C variables, F forcings (known inputs that are not p
 latitudes, X longitudes.
 """
 
+import copy
 import hashlib
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from labcode.config import WeatherData
-from labcode.data.weather_files import WeatherFile, open_weather
+from labcode.data.weather_files import Box, WeatherFile, open_weather
 
 # of more training times than these, as many are read for mean and deviation, evenly spread
 STATISTICS_TIMES = 512
@@ -41,6 +44,22 @@ class Statistics:
         return (states - self.mean.to(states)) / self.std.to(states)
 
 
+class Sample(NamedTuple):
+    """One sample as it lies in the file: in its units, before it is mirrored.
+
+    Args:
+        states: Now and at the next time, [2, C, Y, X].
+        sun: Its height at both times, [2, Y, X]; None without.
+        weights: Of the latitudes, [Y].
+        mirrored: Whether north and south are to change places.
+    """
+
+    states: np.ndarray
+    sun: np.ndarray | None
+    weights: np.ndarray
+    mirrored: bool
+
+
 class WeatherDataset:
     """Transitions from one time of a file to the next, normalised.
 
@@ -48,6 +67,30 @@ class WeatherDataset:
     sample i is transition `i % n`, turned east by `i // n` grid points, n the number of
     transitions. A few days of weather become thousands of samples, and no rank draws a random
     number: which turn is seen when is the sampler's order, the same for every dp.
+
+    With `crop` a sample is a part of the map. Where it lies is drawn anew in each epoch, evenly
+    over all rows that leave room for it, and over all longitudes: where the map goes round the
+    Earth a part may cross its edge. Of a file that is not held in memory only the chunks are read
+    in which the part lies. A model that sees parts does not know where they are, except from the
+    sun.
+
+    With `mirror` every second sample, drawn in the same way, is mirrored at the equator: its rows
+    change their order, and what points north (`v10`) or turns with the Earth (vorticity) changes
+    its sign (`NORTHWARD`). The equations of the atmosphere stay as they are, as the axis of the
+    Earth is its own mirror image. What breaks is all that is fixed to the ground or to the
+    calendar: continents and mountains lie where none are, and the sun, which is mirrored along,
+    stands as half a year later.
+
+    What is drawn is a function of (seed, epoch, sample) alone: the same for every rank that needs
+    the sample, whoever reads it and when. Validation draws nothing: with `fixed` each transition
+    is cut into as many parts of that size as fit into the map, evenly spread, and sample i is part
+    `i % p` of transition `i // p`. The whole map cannot be validated on, since the model has
+    learned positions within a part.
+
+    A part counts by its area: with `crop` or `mirror` targets bring the weights of their rows
+    along as one more field, cos(lat) over its mean on the *whole* map. The mean over parts then
+    weights places as the mean over the map does, except that rows near its upper and lower edge
+    lie in fewer parts.
 
     Args:
         file: Where states come from.
@@ -57,6 +100,12 @@ class WeatherDataset:
             where there are many.
         sun: Append two forcings to each state, `sun_height` now and at the next time, for which no
             weather is needed.
+        crop: Latitudes and longitudes of a part; None: the whole map.
+        mirror: As above.
+        seed: Of what is drawn.
+        fixed: Draw nothing, as above.
+
+    Held by: tests/unit/test_data_crops.py
     """
 
     def __init__(
@@ -66,6 +115,10 @@ class WeatherDataset:
         times: range,
         roll: bool = False,
         sun: bool = False,
+        crop: Sequence[int] | None = None,
+        mirror: bool = False,
+        seed: int = 0,
+        fixed: bool = False,
     ) -> None:
         self.variables = file.variables
         self.lat = file.lat
@@ -73,14 +126,32 @@ class WeatherDataset:
         self.forcings = ("sun_now", "sun_next") if sun else ()
         self.times = file.times[times.start : times.stop]
         self.num_transitions = len(times) - 1
+        self.sample_shape = tuple(crop) if crop else (len(file.lat), len(file.lon))
+        self.brings_weights = crop is not None or mirror
+        self.statistics = statistics
+        self.signs = _signs(file.variables)
         self._file = file
-        self._statistics = statistics
         self._start = times.start
         self._turns = len(file.lon) if roll else 1
+        self._whole = crop is None
+        self._mirror = mirror and not fixed
+        self._seed = seed
+        self._epoch = 0
+        self._weights = _row_weights(file.lat)
+        self._parts = _even_parts(file, self.sample_shape) if fixed else None
+
+    def in_epoch(self, epoch: int) -> "WeatherDataset":
+        """The same samples, with what is drawn in that epoch."""
+        if not self.brings_weights or epoch == self._epoch:
+            return self
+        other = copy.copy(self)
+        other._epoch = epoch
+        return other
 
     def __len__(self) -> int:
-        """Number of transitions, times X with `roll`."""
-        return self.num_transitions * self._turns
+        """Number of transitions, times X with `roll`, or times the fixed parts of a map."""
+        parts = 1 if self._parts is None else len(self._parts)
+        return self.num_transitions * self._turns * parts
 
     def __getitem__(
         self, indices: int | Sequence[int] | np.ndarray
@@ -91,7 +162,8 @@ class WeatherDataset:
             indices: B sample numbers, or a single one.
 
         Returns:
-            [B, C+F, Y, X] and [B, C, Y, X], float32; without B for a single number.
+            [B, C+F, Y, X] and [B, C, Y, X], float32; without B for a single number. With `crop` or
+            `mirror` targets have one field more, the weights of their rows.
 
         Raises:
             IndexError: A number beyond the last sample.
@@ -103,7 +175,15 @@ class WeatherDataset:
             raise IndexError(
                 f"there is no sample {outside[0]}: they count from 0 to {len(self) - 1}"
             )
-        turns, transitions = np.divmod(np.atleast_1d(indices), self.num_transitions)
+        numbers = np.atleast_1d(indices)
+        state, target = self._drawn(numbers) if self.brings_weights else self._maps(numbers)
+        if indices.ndim == 0:
+            return state[0], target[0]
+        return state, target
+
+    def _maps(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Whole maps, [B, C+F, Y, X] and [B, C, Y, X]; each time is read once."""
+        turns, transitions = np.divmod(numbers, self.num_transitions)
         now = self._start + transitions
         state, target = self._normalised(now)
         if self.forcings:
@@ -111,15 +191,13 @@ class WeatherDataset:
         if turns.any():
             state = _turned(state, turns)
             target = _turned(target, turns)
-        if indices.ndim == 0:
-            return state[0], target[0]
         return state, target
 
     def _normalised(self, now: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """The states at some times and at the next ones, each [B, C, Y, X]."""
         # transitions that follow each other share a time: each time is read once
         times, where = np.unique(np.stack([now, now + 1]), return_inverse=True)
-        states = self._statistics.normalise(torch.from_numpy(self._file.read(times)))
+        states = self.statistics.normalise(torch.from_numpy(self._file.read(times)))
         of_now, of_next = torch.from_numpy(where.reshape(2, -1))
         return states[of_now], states[of_next]
 
@@ -127,6 +205,109 @@ class WeatherDataset:
         """The height of the sun, [B, 1, Y, X]."""
         heights = sun_height(self._file.times[times], self.lat, self.lon)
         return torch.from_numpy(heights)[:, None]
+
+    # ---- parts of the map, and mirrored ones
+
+    def sample(self, number: int) -> Sample:
+        """One sample as it lies in the file, with what is drawn for it.
+
+        Raises:
+            ValueError: A damaged file, or a value that is missing.
+        """
+        box, transition, mirrored = self._draw(number)
+        times = np.array([self._start + transition, self._start + transition + 1])
+        states = self._file.read(times, box)
+        sun = None
+        if self.forcings:
+            columns = (box.left + np.arange(box.width)) % len(self.lon)
+            sun = sun_height(self._file.times[times], self.lat[box.rows], self.lon[columns])
+        return Sample(states, sun, self._weights[box.rows], mirrored)
+
+    def _draw(self, number: int) -> tuple[Box, int, bool]:
+        """(Where a sample lies, which transition it is of, whether it is mirrored)."""
+        height, width = self.sample_shape
+        if self._parts is not None:
+            transition, part = divmod(number, len(self._parts))
+            return self._parts[part], transition, False
+        turn, transition = divmod(number, self.num_transitions)
+        generator = np.random.Generator(np.random.PCG64([self._seed, self._epoch, number]))
+        top = int(generator.integers(0, len(self.lat) - height + 1))
+        left = int(generator.integers(0, _places(self.lon, width)))
+        mirrored = self._mirror and bool(generator.random() < 0.5)
+        if self._whole:
+            left = 0
+        # column x of a map that is turned east is column x - turn of the file
+        left = (left - turn) % len(self.lon)
+        return Box(top, left, height, width), transition, mirrored
+
+    def _drawn(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts of maps, [B, C+F, Y, X] and [B, C+1, Y, X]."""
+        pairs = [self._pair(int(number)) for number in numbers]
+        states, targets = zip(*pairs)
+        return torch.stack(states), torch.stack(targets)
+
+    def _pair(self, number: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A state and its target, [C+F, Y, X] and [C+1, Y, X]."""
+        found = self.sample(number)
+        states = torch.from_numpy(found.states)  # [2, C, Y, X]
+        weights = torch.from_numpy(found.weights)
+        sun = None if found.sun is None else torch.from_numpy(found.sun)
+        if found.mirrored:
+            states = states.flip(2) * self.signs
+            weights = weights.flip(0)
+            sun = None if sun is None else sun.flip(1)
+        states = self.statistics.normalise(states)
+        state = states[0] if sun is None else torch.cat([states[0], sun])
+        field = weights[None, :, None].expand(1, *self.sample_shape)
+        return state, torch.cat([states[1], field])
+
+
+# what changes its sign in a mirror at the equator: northward wind, vorticity, potential vorticity
+NORTHWARD = re.compile(r"p?vo?\d*|(\d+m_)?v_component.*|.*vorticity.*")
+
+
+def _signs(variables: Sequence[str]) -> torch.Tensor:
+    """-1 for what changes its sign in a mirror, else 1: [C, 1, 1] float32."""
+    signs = [-1.0 if NORTHWARD.fullmatch(name) else 1.0 for name in variables]
+    return torch.tensor(signs)[:, None, None]
+
+
+def _row_weights(lat: np.ndarray) -> np.ndarray:
+    """What `models.vit.latitude_weights` gives for the whole map, which data/ cannot import."""
+    weights = np.cos(np.deg2rad(lat))
+    return (weights / weights.mean()).astype(np.float32)
+
+
+def _goes_round(lon: np.ndarray) -> bool:
+    """Whether longitudes are evenly spread over the whole circle: the last meets the first."""
+    steps = np.diff(np.append(lon, lon[0])) % 360
+    around = np.minimum(steps, 360 - steps)
+    return len(lon) > 1 and bool(np.allclose(around, 360 / len(lon), rtol=0.01))
+
+
+def _places(lon: np.ndarray, width: int) -> int:
+    """How many columns a part of this width can begin at."""
+    return len(lon) if _goes_round(lon) else len(lon) - width + 1
+
+
+def _even_parts(file: WeatherFile, shape: Sequence[int]) -> list[Box]:
+    """As many parts as fit into the map without overlap, evenly spread."""
+    height, width = shape
+    tops = _even_starts(len(file.lat), height)
+    lefts = _even_starts(len(file.lon), width)
+    parts = []
+    for top in tops:
+        for left in lefts:
+            parts.append(Box(top, left, height, width))
+    return parts
+
+
+def _even_starts(length: int, size: int) -> list[int]:
+    """Where parts of a size begin that share a length: the first at 0, the last at its end."""
+    count = length // size
+    if count == 1:
+        return [(length - size) // 2]
+    return [round(number * (length - size) / (count - 1)) for number in range(count)]
 
 
 def _turned(maps: torch.Tensor, turns: np.ndarray) -> torch.Tensor:
@@ -181,12 +362,16 @@ class WeatherSplits:
     sha256: str
 
 
-def load(config: WeatherData) -> WeatherSplits:
+def load(config: WeatherData, seed: int = 0) -> WeatherSplits:
     """The weather of a config, the last `val_fraction` of its transitions kept for validation.
 
     The split is in time and strict: no time of validation is input or target of training, which
     costs the one transition between the two parts. Mean and deviation come from training times
     alone. Small files are held in memory, of large ones each batch reads what it needs.
+
+    Args:
+        config: What to read.
+        seed: Of what is drawn for each sample (`data.crop`, `data.mirror`).
 
     Raises:
         ValueError: One line on what is wrong: fewer than 4 times, a variable that never changes, or
@@ -207,9 +392,21 @@ def load(config: WeatherData) -> WeatherSplits:
             f"{file.name}: times such as {file.times[0]} are no dates, "
             "and without them data.sun cannot be True"
         )
-    train = WeatherDataset(file, stats, range(first_val), config.roll, config.sun)
-    val = WeatherDataset(file, stats, range(first_val, num_times), sun=config.sun)
+    if config.crop is not None:
+        _check_crop(file, config.crop)
+    common = {"sun": config.sun, "crop": config.crop, "mirror": config.mirror, "seed": seed}
+    train = WeatherDataset(file, stats, range(first_val), config.roll, **common)
+    val = WeatherDataset(file, stats, range(first_val, num_times), fixed=True, **common)
     return WeatherSplits(train, val, stats, fingerprint(file))
+
+
+def _check_crop(file: WeatherFile, crop: Sequence[int]) -> None:
+    whole = (len(file.lat), len(file.lon))
+    if crop[0] > whole[0] or crop[1] > whole[1]:
+        raise ValueError(
+            f"data.crop={crop[0]} {crop[1]} but {file.name} has {whole[0]} latitudes x {whole[1]} "
+            "longitudes: give a part of them"
+        )
 
 
 def fingerprint(file: WeatherFile) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -37,6 +37,34 @@ HDF5_SUFFIXES = (".h5", ".hdf5", ".nc", ".nc4")
 IN_MEMORY_BYTES = 2**28
 
 
+class Box(NamedTuple):
+    """A part of the grid; its columns go on at the first one where a row ends.
+
+    Args:
+        top: Its first row, a latitude.
+        left: Its first column, a longitude.
+        height: Rows.
+        width: Columns, at most all.
+    """
+
+    top: int
+    left: int
+    height: int
+    width: int
+
+    @property
+    def rows(self) -> slice:
+        """Its latitudes."""
+        return slice(self.top, self.top + self.height)
+
+    def columns(self, num_columns: int) -> list[slice]:
+        """Its longitudes, of so many: in one piece, or in two."""
+        stop = self.left + self.width
+        if stop <= num_columns:
+            return [slice(self.left, stop)]
+        return [slice(self.left, num_columns), slice(0, stop - num_columns)]
+
+
 @dataclass(frozen=True)
 class WeatherFile:
     """Fields on a grid that can be read time by time.
@@ -48,7 +76,8 @@ class WeatherFile:
         lon: [X] degrees east
         times: [T], as a rule numpy datetimes.
         read: `read(numbers)` gives the states at those times, [len(numbers), C, Y, X] float32 in
-            the file's units.
+            the file's units; `read(numbers, box)` only a part of the grid, for which no chunk is
+            read that lies outside.
     """
 
     name: str
@@ -56,7 +85,7 @@ class WeatherFile:
     lat: np.ndarray
     lon: np.ndarray
     times: np.ndarray
-    read: Callable[[Numbers], np.ndarray]
+    read: Callable[..., np.ndarray]
 
     @property
     def state_bytes(self) -> int:
@@ -112,8 +141,14 @@ class _Held:
         self.states = states
         self._shared: torch.Tensor | None = None
 
-    def __call__(self, numbers: Numbers) -> np.ndarray:
-        return self.states[np.asarray(numbers)]
+    def __call__(self, numbers: Numbers, box: Box | None = None) -> np.ndarray:
+        if box is None:
+            return self.states[np.asarray(numbers)]
+        # the part first: it is a view, and only what is in it is copied
+        pieces = []
+        for columns in box.columns(self.states.shape[-1]):
+            pieces.append(self.states[:, :, box.rows, columns][np.asarray(numbers)])
+        return pieces[0] if len(pieces) == 1 else np.concatenate(pieces, axis=-1)
 
     def __getstate__(self) -> torch.Tensor:
         if self._shared is None:
@@ -192,18 +227,26 @@ def _check_variables(name: str, wanted: Sequence[str], present: Sequence[str]) -
         )
 
 
-def _read_checked(file: WeatherFile, numbers: Numbers) -> np.ndarray:
+def _read_checked(file: WeatherFile, numbers: Numbers, box: Box | None = None) -> np.ndarray:
     """`file.read`, where a value that is missing or infinite is an error."""
-    states = file.read(numbers)
+    states = file.read(numbers, box)
     bad = np.argwhere(~np.isfinite(states))
     if len(bad):
         t, c, y, x = bad[0]
+        where = f"at time {file.times[numbers[t]]}, {_place(file, box, y, x)}"
         raise ValueError(
-            f"{file.name}: {file.variables[c]} is {states[t, c, y, x]} "
-            f"at time {file.times[numbers[t]]}, latitude {file.lat[y]:g}, "
-            f"longitude {file.lon[x]:g}: fill the gaps or leave the variable out"
+            f"{file.name}: {file.variables[c]} is {states[t, c, y, x]} {where}: "
+            "fill the gaps or leave the variable out"
         )
     return states
+
+
+def _place(file: WeatherFile, box: Box | None, y: int, x: int) -> str:
+    """Latitude and longitude of a point of the grid, or of a part of it."""
+    if box is not None:
+        y = box.top + y
+        x = (box.left + x) % len(file.lon)
+    return f"latitude {file.lat[y]:g}, longitude {file.lon[x]:g}"
 
 
 # ---- the sample
@@ -367,10 +410,22 @@ def _check_chunks(path: Path, variables: Sequence[str]) -> None:
             )
 
 
-def _read_fields(path: Path, fields: Sequence[Any], numbers: Numbers) -> np.ndarray:
-    """All variables at some times, [len(numbers), C, Y, X]."""
+def _read_fields(
+    path: Path, fields: Sequence[Any], numbers: Numbers, box: Box | None = None
+) -> np.ndarray:
+    """All variables at some times, [len(numbers), C, Y, X]; of a part of the grid with `box`."""
     numbers = np.asarray(numbers)
-    return np.stack([_values(path, field, numbers) for field in fields], axis=1)
+    if box is None:
+        return np.stack([_values(path, field, numbers) for field in fields], axis=1)
+    read = []
+    for field in fields:
+        pieces = []
+        for columns in box.columns(field.shape[-1]):
+            # nothing is read here: xarray notes what is wanted
+            part = field[:, box.rows, columns]
+            pieces.append(_values(path, part, numbers))
+        read.append(np.concatenate(pieces, axis=-1))
+    return np.stack(read, axis=1)
 
 
 def _values(path: Path, field: Any, numbers: np.ndarray) -> np.ndarray:

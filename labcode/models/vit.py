@@ -158,12 +158,17 @@ def loss(
         mean(w(y) * (prediction - target)**2)
 
     Args:
-        prediction, target: [B, C, Y, X]
+        prediction: [B, C, Y, X]
+        target: The same; or [B, C+1, Y, X], in which each sample brings the weights of its own rows
+            along as a last field, as crops do, which lie anywhere.
         weights: [Y] from `latitude_weights`, on the same device; None: all rows count the same.
 
     Source: Rasp et al. 2020 (WeatherBench, arXiv:2002.00469), eq. 1, without the root.
     """
-    error = (prediction - target).square()
+    variables = prediction.shape[1]
+    error = (prediction - target[:, :variables]).square()
+    if target.shape[1] > variables:
+        return (error * target[:, variables:]).mean()
     if weights is None:
         return error.mean()
     return (error * weights.to(error)[:, None]).mean()

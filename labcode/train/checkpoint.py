@@ -533,7 +533,10 @@ class Checkpoints:
             ValueError: They differ in more than `MAY_CHANGE`.
         """
         # a field that is newer than the checkpoint had the effect of its default
-        then = _flat({"parallel": _plain(dataclasses.asdict(ParallelConfig()))})
+        newer = {"parallel": ParallelConfig(), "data": type(self.config.data)()}
+        then = {}
+        for section, defaults in newer.items():
+            then |= _flat({section: _plain(dataclasses.asdict(defaults))})
         then |= _flat(about.config)
         now = _plain(field_paths(self.config))
         differing = []

@@ -51,7 +51,7 @@ def make_task(config: Config) -> Task:
     if isinstance(config.model, GPTConfig) and isinstance(config.data, TextData):
         task = _text_task(config.model, config.data)
     elif isinstance(config.model, ViTConfig) and isinstance(config.data, WeatherData):
-        task = _weather_task(config.model, config.data)
+        task = _weather_task(config.model, config.data, config.train.seed)
     else:
         raise ValueError(
             f"{type(config.model).__name__} cannot learn from {type(config.data).__name__}: "
@@ -127,14 +127,14 @@ def _sample_text(
 # ---- weather
 
 
-def _weather_task(model_config: ViTConfig, data: WeatherData) -> Task:
-    splits = weather.load(data)
+def _weather_task(model_config: ViTConfig, data: WeatherData, seed: int) -> Task:
+    splits = weather.load(data, seed)
     train = splits.train
     sizes = {
         "num_variables": len(train.variables),
         "num_forcings": len(train.forcings),
-        "lat": len(train.lat),
-        "lon": len(train.lon),
+        "lat": train.sample_shape[0],
+        "lon": train.sample_shape[1],
     }
     for name, size in sizes.items():
         asked = getattr(model_config, name)
@@ -143,7 +143,8 @@ def _weather_task(model_config: ViTConfig, data: WeatherData) -> Task:
                 f"model.{name}={asked} but the data has {size}: leave it out to take the data's"
             )
     sized = replace(model_config, **sizes)
-    weights = latitude_weights(train.lat)
+    # crops lie anywhere, and each brings the weights of its own rows along
+    weights = None if train.brings_weights else latitude_weights(train.lat)
     return Task(
         sized,
         build=partial(ViT, sized),
@@ -151,25 +152,30 @@ def _weather_task(model_config: ViTConfig, data: WeatherData) -> Task:
         val=splits.val,
         finish=partial(_skill_table, splits, weights),
         data_sha256=splits.sha256,
-        loss_options={"weights": weights},
+        loss_options={} if weights is None else {"weights": weights},
     )
 
 
 @torch.no_grad()
 def _skill_table(
-    splits: WeatherSplits, weights: torch.Tensor, model: nn.Module, num_tokens: int, seed: int
+    splits: WeatherSplits,
+    weights: torch.Tensor | None,
+    model: nn.Module,
+    num_tokens: int,
+    seed: int,
 ) -> str:
     """Error on the held-out times, beside that of persistence: "tomorrow will be like today".
 
     Args:
         splits: The data.
-        weights: Of the latitudes, [Y].
+        weights: Of the latitudes, [Y]; None: each sample brings its own along.
         model: The whole model.
         num_tokens: For tasks that draw a sample; not used here.
         seed: Likewise.
     """
     param = next(model.parameters())
-    weights = weights.to(param)
+    if weights is not None:
+        weights = weights.to(param)
     num_variables = len(splits.train.variables)
     # sums of squared errors, one state at a time: all of a large file would not fit into memory
     model_errors = torch.zeros(num_variables, dtype=torch.float64)
@@ -181,7 +187,8 @@ def _skill_table(
         prediction = model(state)
         for variable in range(num_variables):
             channel = slice(variable, variable + 1)
-            truth = target[:, channel]
+            # with the weights of its rows, if it brings them along
+            truth = torch.cat([target[:, channel], target[:, num_variables:]], dim=1)
             model_errors[variable] += vit_loss(prediction[:, channel], truth, weights).item()
             persistence_errors[variable] += vit_loss(state[:, channel], truth, weights).item()
     lines = [f"{'normalised RMSE, held-out':28}{'model':>8}{'persistence':>13}"]

@@ -11,6 +11,8 @@ import pytest
 import torch
 from faults.forks import start, train
 
+from labcode.train import metrics
+
 SMALL = ["gpt_tiny", "--model.num_layers=1", "--model.num_heads=2", "--model.hidden_size=16"]
 SMALL += ["--model.context_length=32", "--model.dropout=0.1", "--train.global_batch=8"]
 SMALL += ["--train.log_every=1", "--train.eval_batches=1", "--train.sample_tokens=0"]
@@ -91,3 +93,29 @@ def test_however_a_run_ends_its_workers_end_with_it(tmp_path, whom, number, code
     assert line in done.err[0]
     assert done.tracebacks == 0
     assert done.left == []
+
+
+PARTS = ["vit_tiny", "--model.num_layers=2", "--model.num_heads=2", "--model.hidden_size=8"]
+PARTS += ["--data.crop", "20", "30", "--data.mirror", "--train.dtype=float64", "--train.steps=5"]
+PARTS += ["--train.global_batch=4", "--train.eval_batches=3", "--train.log_every=1"]
+PARTS += ["--train.micro_batch=1", "--train.out=run"]
+
+
+def test_parts_of_a_map_give_every_grid_the_losses_of_one_process(tmp_path):
+    layouts = {
+        "alone": (1, ()),
+        "dp": (2, ("--loader.workers=1",)),
+        "tp": (2, ("--parallel.tp=2",)),
+        "pp": (2, ("--parallel.pp=2",)),
+    }
+    found = {}
+    for name, (ranks, more) in layouts.items():
+        (tmp_path / name).mkdir()
+        args = [*PARTS, *more]
+        done = train(args, cwd=tmp_path / name, ranks=ranks, patch=may_have_children)
+        assert set(done.codes) == {0}, done.err
+        rows = metrics.read(tmp_path / name / "run")
+        found[name] = [row.get("loss", row.get("val_loss")) for row in rows]
+    assert len(found["alone"]) == 6
+    for losses in found.values():
+        assert losses == pytest.approx(found["alone"], rel=1e-9)
