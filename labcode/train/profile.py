@@ -159,6 +159,7 @@ def main(words: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m labcode.train.profile",
         description="What the profile of a run says: where the time of a step goes, and what to do",
+        epilog=f"For Nsight Systems start a run with --profile.nvtx by: {NSYS} torchrun ...",
     )
     parser.add_argument("run", help="the folder of a run, or a trace")
     parser.add_argument("--rank", type=int, default=None, help="whose profile; the first there is")

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 
 from labcode.parallel.sharding import Shard
+from labcode.perf.breakdown import StepTimes
+from labcode.perf.memory_timeline import CATEGORIES, MemoryTimeline
 from labcode.perf.pipeline import StageTimes, simulate
 from labcode.schedules import schedule
 from labcode.teach.figures import plot
@@ -16,10 +18,18 @@ from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
 
 ALT = "Four words at least"
+MIB = 2**20
 
 FOUR_SHARES = [[0.1, 0.1], [0.1, 0.1, 0.1], [0.1, 0.1], [0.3]]
 TWO_BY_TWO = GridShape(dp=2, tp=2)
 STEP = plot.StepLanes(backward=[(0, 1), (1, 2)], sent=[(1, 3)])
+STEP_TIMES = StepTimes(1, 100.0, 40.0, 30.0, 20.0, 10.0, 50.0, 20.0, {"forward": 60.0})
+STEP_MEMORY = MemoryTimeline(
+    1,
+    [0.0, 1.0, 2.0],
+    {name: [5 * MIB, 9 * MIB, 5 * MIB] for name in CATEGORIES},
+    [("forward", 0.0, 1.0), ("backward", 1.0, 2.5)],
+)
 LINE = simulate(schedule("zero_bubble", 4, 8), StageTimes(1, 1, 1))
 
 FIGURES = {
@@ -63,6 +73,8 @@ FIGURES = {
     "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
     "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
     "second_attempt": lambda alt: plot.second_attempt(alt=alt),
+    "step_breakdown": lambda alt: plot.step_breakdown({"a": STEP_TIMES}, alt=alt),
+    "memory_timeline": lambda alt: plot.memory_timeline(STEP_MEMORY, alt=alt),
 }
 AS_WIDE = (
     "heatmap",

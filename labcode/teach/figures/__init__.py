@@ -11,6 +11,7 @@ grid.py          the ranks of a grid on their nodes, coloured by group     lesso
 rank_order.py    the digits of a rank, the links that leave a node         lesson 08
 pipeline.py      stages and their messages; F, B, I, W of a pipeline       lessons 12, 15
 timeline.py      who is busy when                                          any lesson
+profile.py       where a recorded step's time went, and its memory         lessons 02, 16
 tensor_flow.py   f and g around an MLP, columns and rows, DTensor layouts  lesson 09
 weights.py       which rank holds which columns or rows of a weight        lesson 09
 layer.py         what a layer keeps, and what travels around it            lesson 10

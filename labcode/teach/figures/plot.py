@@ -25,6 +25,7 @@ from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.overlap import StepLanes, overlap
 from labcode.teach.figures.pipeline import halves, pipeline, stages
+from labcode.teach.figures.profile import memory_timeline, step_breakdown
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
@@ -60,6 +61,7 @@ __all__ = [
     "layouts",
     "lines",
     "links",
+    "memory_timeline",
     "overlap",
     "pipeline",
     "progress",
@@ -72,6 +74,7 @@ __all__ = [
     "save_steps",
     "second_attempt",
     "stages",
+    "step_breakdown",
     "tensor_parallel_mlp",
     "timeline",
     "transports",
