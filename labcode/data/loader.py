@@ -32,6 +32,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from labcode import processes
 from labcode.config import LoaderConfig
 from labcode.data.copy_ahead import CopyAhead
+from labcode.data.errors import DataError
 from labcode.data.sampler import Batches
 
 Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
@@ -43,10 +44,6 @@ PRELOADED = ("labcode.data.loader", "xarray", "zarr", "h5netcdf", "h5py")
 BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
 TOLD_S = 2.0  # within which the end of a worker is known
 JOIN_S = 5.0  # how long a worker that was killed may take to be gone
-
-
-class DataError(ValueError):
-    """A sample cannot be read; only the ranks that read it know."""
 
 
 @runtime_checkable

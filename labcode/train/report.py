@@ -16,7 +16,7 @@ import torch
 from labcode.comm import bootstrap
 from labcode.comm.agreement import SharedError, is_shared
 from labcode.comm.bootstrap import Place
-from labcode.data.loader import DataError
+from labcode.data.errors import DataError
 from labcode.train import attempts
 from labcode.train.ctrl_c import INTERRUPTED
 

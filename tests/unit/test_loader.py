@@ -15,7 +15,8 @@ import torch
 from labcode.config import LoaderConfig, TextData, WeatherData
 from labcode.data import text, weather
 from labcode.data.copy_ahead import CopyAhead
-from labcode.data.loader import DataError, Loader, StepReader, _InProcess
+from labcode.data.errors import DataError
+from labcode.data.loader import Loader, StepReader, _InProcess
 from labcode.data.sampler import Batches
 
 
