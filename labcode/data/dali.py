@@ -177,12 +177,14 @@ class DaliSource:
             device_id=(self.device.index or 0) if on_gpu else None,
             prefetch_queue_depth=self.prefetch,
         )
-        float_type, int_type = dali.types.FLOAT, dali.types.INT32
+        dtypes = []
+        for name, _ in INPUTS:
+            dtypes.append(dali.types.INT32 if name == "mirrored" else dali.types.FLOAT)
         with pipeline:
             read = dali.fn.external_source(
                 self._next_inputs,
                 num_outputs=len(INPUTS),
-                dtype=[int_type if name == "mirrored" else float_type for name, _ in INPUTS],
+                dtype=dtypes,
                 layout=[layout for _, layout in INPUTS],
             )
             states, mirrored, signs, sun, weights = read
