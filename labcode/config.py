@@ -292,7 +292,8 @@ class ParallelConfig:
     pipeline_schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble"] = "1f1b"
     stages_per_rank: int = 1  # more than 1 only with pipeline_schedule="interleaved"
     layers_per_stage: tuple[int, ...] | None = None  # None: as evenly as possible
-    activation_checkpointing: Literal["none", "full"] = "none"  # full: keep only each layer's input
+    # what backward computes again. selective: the core of attention; full: each layer
+    activation_checkpointing: Literal["none", "selective", "full"] = "none"
     share_gpus: bool = False  # several ranks on one GPU, over gloo
     collective_timeout_s: float = 600.0  # so long a collective waits for a rank that does not come
 
@@ -514,6 +515,8 @@ class OptimConfig:
     beta1: float = 0.9
     beta2: float = 0.95
     clip_norm: float = 1.0  # largest allowed norm of the whole gradient; 0 turns clipping off
+    # one kernel for all weights; one for each operation on all weights; one for each of both
+    implementation: Literal["fused", "foreach", "for_loop"] = "fused"
 
     def __post_init__(self) -> None:
         ranges = {

@@ -37,6 +37,12 @@ from labcode.parallel.zero.fsdp import TorchFullyShardedModule
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
 
+# the modules of which only the inputs are kept, by the value of activation_checkpointing
+REPEATED_IN_BACKWARD = {
+    "none": None,
+    "selective": "blocks.*.attention.core",
+    "full": "blocks.*",
+}
 PLANS: dict[type[nn.Module], MakePlan] = {GPT: gpt_plan, ViT: vit_plan}
 DEFAULTS = ParallelConfig()
 
@@ -144,8 +150,9 @@ def _with_dropout_and_checkpointing(
     added = []
     for name in plan.isolated_dropout:
         added.append(PlanEntry(name, "dropout differs between ranks of tp", isolated))
-    if parallel.activation_checkpointing == "full":
-        added.append(PlanEntry("blocks.*", "activation checkpointing", repeated_in_backward))
+    repeated = REPEATED_IN_BACKWARD[parallel.activation_checkpointing]
+    if repeated is not None:
+        added.append(PlanEntry(repeated, "activation checkpointing", repeated_in_backward))
     return replace(plan, entries=(*plan.entries, *added))
 
 

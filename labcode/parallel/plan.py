@@ -184,9 +184,17 @@ def checkpointed(module: nn.Module, stream: RngStream) -> nn.Module:
     The second forward draws the random numbers of the first one again: PyTorch restores the
     generators of the process, and `stream` is rewound here.
 
-    Source: Chen et al. 2016 (arXiv:1604.06174).
-    Held by: tests/ranks/test_pipeline.py::test_activation_checkpointing_keeps_the_input_alone,
-        tests/ranks/test_parallelize.py::test_activation_checkpointing_repeats_the_dropout
+    Of a whole layer ("full") only its input is kept. Of the core of attention alone ("selective")
+    q, k and v are kept, which the layer keeps anyway, and the scores are computed again. They are
+    most of what a layer keeps where the sequence is long, and little of its work. A fused kernel
+    (FlashAttention) has no scores to keep: all that is left to save is its log-sum-exp.
+
+    Source: Chen et al. 2016 (arXiv:1604.06174); Korthikanti et al. 2022 (arXiv:2205.05198), section
+        5, for the selective kind.
+    Held by: tests/ranks/test_pipeline.py::
+        test_activation_checkpointing_keeps_the_input_of_each_layer_alone,
+        tests/ranks/test_activation_bytes.py, tests/ranks/test_sharding.py::
+        test_activation_checkpointing_repeats_the_dropout
     """
 
     def contexts() -> tuple[AbstractContextManager, AbstractContextManager]:

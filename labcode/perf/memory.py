@@ -31,6 +31,7 @@ from labcode.topology import GridShape
 ONE_RANK = GridShape()
 STATISTIC_BYTES = 4  # what norms, attention and loss keep is float32, or wider with wider numbers
 INDEX_BYTES = 8  # tokens and targets are int64
+INSIDE_THE_CORE = {"log-sum-exp", "scores"}  # of attention: what nothing outside it reads
 
 
 def layer_activations(
@@ -43,6 +44,7 @@ def layer_activations(
     residual_bytes: int | None = None,
     mask_bytes: int = 1,
     fused_attention: bool = True,
+    activation_checkpointing: str = "none",
 ) -> dict[str, float]:
     """Bytes that one layer keeps on one rank until its backward, by kind of tensor.
 
@@ -74,6 +76,8 @@ def layer_activations(
             the number that it drops.
         fused_attention: Whether the scores are never stored (FlashAttention, and what PyTorch calls
             efficient attention).
+        activation_checkpointing: "selective": log-sum-exp and scores are computed again. "full":
+            all is, from the layer's input.
 
     Returns:
         {kind: bytes}; kinds that do not occur are left out.
@@ -81,7 +85,8 @@ def layer_activations(
     Raises:
         ValueError: A size that is not a multiple of what it is divided by.
 
-    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, eqs. 1, 2 and 4.
+    Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1, eqs. 1, 2 and 4; section 5 for
+        activation checkpointing.
     """
     _check_divisible(model, shape, sequence_parallel)
     if residual_bytes is None:
@@ -100,6 +105,11 @@ def layer_activations(
     terms["GELU output"] = terms["GELU input"]
     if model.dropout:
         terms["dropout masks"] = 2 * whole_tokens * hidden * mask_bytes
+    if activation_checkpointing == "full":
+        return {"layer input": whole_tokens * hidden * residual_bytes}
+    if activation_checkpointing == "selective":
+        for kind in INSIDE_THE_CORE & terms.keys():
+            del terms[kind]
     return terms
 
 
@@ -177,6 +187,7 @@ def model_activations(
     residual_bytes: int | None = None,
     mask_bytes: int = 1,
     fused_attention: bool = True,
+    activation_checkpointing: str = "none",
 ) -> dict[str, float]:
     """Bytes of the whole model and its loss on one rank, by kind of tensor.
 
@@ -214,6 +225,7 @@ def model_activations(
         residual_bytes=residual_bytes,
         mask_bytes=mask_bytes,
         fused_attention=fused_attention,
+        activation_checkpointing=activation_checkpointing,
     )
     if residual_bytes is None:
         residual_bytes = value_bytes

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
-from labcode.config import Config, ParallelConfig
+from labcode.config import Config, ParallelConfig, TrainConfig
 from labcode.files import sync_folder, write_atomically
 from labcode.recipes import field_paths
 from labcode.train import finite
@@ -533,7 +533,11 @@ class Checkpoints:
             ValueError: They differ in more than `MAY_CHANGE`.
         """
         # a field that is newer than the checkpoint had the effect of its default
-        newer = {"parallel": ParallelConfig(), "data": type(self.config.data)()}
+        newer = {
+            "parallel": ParallelConfig(),
+            "data": type(self.config.data)(),
+            "train": TrainConfig(),
+        }
         then = {}
         for section, defaults in newer.items():
             then |= _flat({section: _plain(dataclasses.asdict(defaults))})

@@ -5,6 +5,7 @@ AdamW with weight decay on matrices only, warm-up, half a cosine, clipping by th
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,6 +13,13 @@ from torch import nn
 from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labcode.config import OptimConfig
+
+
+IMPLEMENTATIONS = {
+    "fused": {"fused": True},
+    "foreach": {"foreach": True},
+    "for_loop": {"foreach": False, "fused": False},
+}
 
 
 def make_optimizer(
@@ -23,7 +31,7 @@ def make_optimizer(
 
     Args:
         params: The weights; frozen ones are left out.
-        config: Rates and decay.
+        config: Rates and decay; how many kernels it takes.
         sharded_over: Divide the optimizer's state over this group with PyTorch's
             ZeroRedundancyOptimizer; None: this rank keeps that of all `params`.
 
@@ -37,7 +45,8 @@ def make_optimizer(
         {"params": matrices, "weight_decay": config.weight_decay},
         {"params": vectors, "weight_decay": 0.0},
     ]
-    options = {"lr": config.lr, "betas": (config.beta1, config.beta2), "fused": True}
+    options: dict[str, Any] = {"lr": config.lr, "betas": (config.beta1, config.beta2)}
+    options |= IMPLEMENTATIONS[config.implementation]
     if sharded_over is not None:
         return ZeroRedundancyOptimizer(
             groups, torch.optim.AdamW, process_group=sharded_over, **options

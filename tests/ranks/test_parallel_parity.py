@@ -352,3 +352,33 @@ def test_a_run_that_diverges_stops_on_every_rank_with_one_line(ranks2, axis):
     messages = set(ranks2.run(diverge, recipes.with_changes(GPT, wild)))
     assert len(messages) == 1
     assert "lower optim.lr" in messages.pop()
+
+
+REPEATED = [  # (dp, pp, cp, tp): the model, and what else is switched on
+    ((1, 1, 1, 1), WEATHER, {}),
+    ((2, 1, 1, 1), TIED, {"parallel.data_parallel": "labcode", "parallel.zero_stage": 3}),
+    ((2, 1, 1, 1), WEATHER, {"parallel.zero_stage": 3}),
+    ((1, 1, 1, 2), GROUPED, {"parallel.sequence_parallel": True}),
+    ((1, 1, 2, 1), GROUPED, {}),
+    ((1, 1, 2, 1), TIED, {"parallel.context_attention": "all_gather"}),
+    ((1, 2, 1, 1), TIED, {"train.micro_batch": 2}),
+    (
+        (1, 2, 1, 1),
+        TIED,
+        {"train.micro_batch": 2, "parallel.pipeline_schedule": "zero_bubble"},
+    ),
+    ((1, 2, 2, 1), TIED, {"train.micro_batch": 4}),
+    ((1, 1, 2, 2), GROUPED, {"parallel.sequence_parallel": True}),
+]
+
+
+@pytest.mark.parametrize("kind", ["selective", "full"])
+@pytest.mark.parametrize(("grid", "name", "extra"), REPEATED, ids=name_of)
+def test_activation_checkpointing_trains_like_one_process(
+    request, reference, grid, name, extra, kind
+):
+    dp, pp, cp, tp = grid
+    pool = request.getfixturevalue(f"ranks{dp * pp * cp * tp}")
+    chosen = {"parallel.pp": pp, "parallel.activation_checkpointing": kind}
+    config = recipes.with_changes(MODELS[name], changes(dp, cp, tp, **(chosen | extra)))
+    assert_same(pool.run(fit, config), reference(name))

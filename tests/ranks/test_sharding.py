@@ -163,7 +163,7 @@ def checkpointed_dropout(rank, sequence_parallel):
         vocab_size=23, context_length=8, num_layers=2, num_heads=4, hidden_size=16, dropout=0.3
     )
     found = []
-    for kind in ("none", "full"):
+    for kind in ("none", "selective", "full"):
         parallel = ParallelConfig(
             sequence_parallel=sequence_parallel, activation_checkpointing=kind
         )
@@ -182,8 +182,9 @@ def checkpointed_dropout(rank, sequence_parallel):
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_activation_checkpointing_repeats_the_dropout(ranks2, sequence_parallel):
-    for plain, repeated in ranks2.run(checkpointed_dropout, sequence_parallel):
-        torch.testing.assert_close(repeated, plain, rtol=0, atol=1e-12)
+    for plain, *repeated in ranks2.run(checkpointed_dropout, sequence_parallel):
+        for grads in repeated:
+            torch.testing.assert_close(grads, plain, rtol=0, atol=1e-12)
 
 
 def second_backward(rank):

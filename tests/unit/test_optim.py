@@ -35,6 +35,38 @@ def test_only_matrices_decay_and_frozen_weights_are_left_out():
     assert len(groups[1]["params"]) == 3
 
 
+def weights_after(implementation, dtype, steps=5):
+    """The weights of a small model after some steps with one kind of AdamW."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).to(dtype)
+    config = OptimConfig(lr=1e-2, weight_decay=0.3, implementation=implementation)
+    optimizer = make_optimizer(model.parameters(), config)
+    x = torch.randn(16, 7, dtype=dtype)
+    for _ in range(steps):
+        model(x).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cat([param.detach().flatten() for param in model.parameters()])
+
+
+@pytest.mark.parametrize("implementation", ["foreach", "for_loop"])
+@pytest.mark.parametrize(("dtype", "atol"), [(torch.float64, 1e-14), (torch.float32, 1e-6)])
+def test_every_implementation_of_adamw_gives_the_same_weights(implementation, dtype, atol):
+    expected = weights_after("fused", dtype)
+    found = weights_after(implementation, dtype)
+    torch.testing.assert_close(found, expected, rtol=0, atol=atol)
+
+
+@pytest.mark.parametrize(
+    ("implementation", "fused", "foreach"),
+    [("fused", True, None), ("foreach", None, True), ("for_loop", False, False)],
+)
+def test_the_implementation_is_the_one_that_was_asked_for(implementation, fused, foreach):
+    config = OptimConfig(implementation=implementation)
+    (group, _) = make_optimizer(nn.Linear(2, 2).parameters(), config).param_groups
+    assert (group["fused"], group["foreach"]) == (fused, foreach)
+
+
 def test_clipping_scales_the_whole_gradient():
     params = [
         nn.Parameter(torch.zeros(2)),

@@ -41,6 +41,7 @@ REFUSED_VALUES = {
     "optim.beta1": ["1", "1.5", "-0.1", "nan", "inf", "abc"],
     "optim.beta2": ["1", "1.5", "-0.1", "nan", "inf", "abc"],
     "optim.clip_norm": ["-1", "nan", "inf", "abc"],
+    "optim.implementation": ["", "fast", "for-loop"],
     "train.steps": ["0", "-1", "1.5", "nan", "abc", "", "1e3"],
     "train.global_batch": ["0", "-4", "1000000", "2.5", "99999999999999999999", "abc"],
     "train.micro_batch": ["0", "-1", "3", "8", "abc", "1e20"],

@@ -23,7 +23,7 @@ def _case(rng: random.Random) -> Case:
         "parallel.context_attention": rng.choice(["ring", "all_gather"]),
         "parallel.pipeline_schedule": rng.choice(["gpipe", "1f1b", "interleaved", "zero_bubble"]),
         "parallel.stages_per_rank": rng.choice([1, 1, 1, 2]),
-        "parallel.activation_checkpointing": rng.choice(["none", "full"]),
+        "parallel.activation_checkpointing": rng.choice(["none", "selective", "full"]),
         "parallel.sequence_parallel": rng.choice(["true", "false"]),
         "parallel.bucket_mb": rng.choice([0.0001, 0.01, 25]),
         "model.num_layers": rng.choice([1, 2, 3, 4]),
