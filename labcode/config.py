@@ -554,6 +554,9 @@ class TrainConfig:
     dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64"] = "auto"
     # in which gradients are summed over dp; float32: as they are
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # by torch.compile: each layer, or the whole; tens of seconds at the first step
+    compile: Literal["none", "block", "model"] = "none"
+    cuda_graphs: bool = False  # on a GPU: forward and backward as one recorded list of kernels
     eval_every: int = 100  # steps between validations; 0: only at the end
     eval_batches: int = 8
     log_every: int = 10
@@ -785,6 +788,7 @@ class Config:
                     f"profile.ranks has {rank}, and the ranks of this job are 0 to "
                     f"{world_size - 1}: choose among them"
                 )
+        self._check_speed(shape)
         parallel = self.parallel
         if self.checkpoint.on and parallel.zero_stage == 1 and parallel.data_parallel == "ddp":
             raise ValueError(
@@ -797,3 +801,61 @@ class Config:
         num_microbatches = self.train.accumulation(shape.dp)
         schedule(self.parallel.pipeline_schedule, num_stages, num_microbatches, shape.pp)
         return shape
+
+    def _check_speed(self, shape: GridShape) -> None:
+        """Check what train.compile and train.cuda_graphs can be combined with."""
+        parallel = self.parallel
+        compiles = self.train.compile != "none"
+        whole = self.train.compile == "model"
+        repeats = parallel.activation_checkpointing
+        ours = parallel.data_parallel == "labcode"
+        compiled = f"train.compile={self.train.compile}"
+        refused = [
+            (
+                compiles and shape.size("pp", "cp", "tp") > 1,
+                f"{compiled} with pp {shape.pp}, cp {shape.cp}, tp {shape.tp}: the collectives "
+                "inside a model cut what is compiled into pieces, use dp alone",
+            ),
+            (
+                compiles and repeats == "selective",
+                f"{compiled} with parallel.activation_checkpointing=selective: what is compiled "
+                "has no module of its own for the core of attention, use full or none",
+            ),
+            (
+                whole and repeats == "full",
+                f"{compiled} with parallel.activation_checkpointing=full, which repeats one layer "
+                "at a time: use --train.compile block",
+            ),
+            (
+                whole and parallel.zero_stage == 3 and ours,
+                f"{compiled} with parallel.zero_stage=3 by labcode, which gathers one layer at a "
+                "time: use --train.compile block",
+            ),
+            (
+                self.train.cuda_graphs and shape.world_size > 1,
+                f"train.cuda_graphs with {shape.world_size} ranks: the graph is that of one rank, "
+                "start one",
+            ),
+            (
+                self.train.cuda_graphs and compiles,
+                f"train.cuda_graphs with {compiled}: choose one of them",
+            ),
+            (
+                self.train.cuda_graphs and repeats != "none",
+                f"train.cuda_graphs with parallel.activation_checkpointing={repeats}, which saves "
+                "and restores the state of random numbers: choose one of them",
+            ),
+            (
+                self.train.cuda_graphs and self.model.dropout > 0,
+                f"train.cuda_graphs with model.dropout={self.model.dropout:g}, whose random "
+                "numbers change streams inside the graph: set it to 0",
+            ),
+            (
+                self.train.cuda_graphs and parallel.zero_stage > 0,
+                f"train.cuda_graphs with parallel.zero_stage={parallel.zero_stage}: there is "
+                "nothing to divide on one rank, set it to 0",
+            ),
+        ]
+        for is_refused, message in refused:
+            if is_refused:
+                raise ValueError(message)

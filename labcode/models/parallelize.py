@@ -30,6 +30,7 @@ from labcode.parallel.plan import (
     checkpointed,
     full_weights,
     keep_own_stages,
+    with_compiled_forward,
 )
 from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcast_parameters
 from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
@@ -57,6 +58,8 @@ def parallelize(
     dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    compiled: str = "none",
+    compiler: str = "inductor",
     loss_options: Mapping[str, Any] | None = None,
     make_plan: MakePlan | None = None,
 ) -> ParallelModel:
@@ -76,6 +79,9 @@ def parallelize(
         device, dtype: Of a meta model's weights; None: the CPU, and the dtype it was built in.
         autocast_dtype: In which the matrix products are computed; None: that of the weights.
         reduce_dtype: In which gradients are summed over dp and cp; None: that of the weights.
+        compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
+            without pp, cp and tp (`Config.check`).
+        compiler: What torch.compile calls a backend.
         loss_options: More arguments of the model's loss, such as the weights of latitudes.
         make_plan: The plan of a model that `PLANS` does not know: `make_plan(model.config, grid,
             parallel)`.
@@ -89,6 +95,10 @@ def parallelize(
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
     plan = (make_plan or _known_plan(model))(model.config, grid, parallel)
+    if compiled != "none":
+        plan = _with_plain_layers(plan)
+    if compiled == "block":
+        plan = _with_compiled_blocks(plan, compiler)
     plan = _with_dropout_and_checkpointing(plan, grid, parallel, seed, device)
     weights = full_weights(model, plan.stages, grid.size("pp"))
 
@@ -106,6 +116,8 @@ def parallelize(
             on_every_rank(draw.all)
         broadcast_parameters(dict(model.named_parameters()), shardings, grid)
         replica = _replicate(model, grid, parallel, reduce_dtype)
+    if compiled == "model":
+        with_compiled_forward(model, compiler)
     if seed is not None:
         # the same on tp, where the same activations are
         torch.manual_seed(_seed_at(seed, grid, "dp", "pp", "cp"))
@@ -154,6 +166,26 @@ def _with_dropout_and_checkpointing(
     if repeated is not None:
         added.append(PlanEntry(repeated, "activation checkpointing", repeated_in_backward))
     return replace(plan, entries=(*plan.entries, *added))
+
+
+def _with_plain_layers(plan: ModelPlan) -> ModelPlan:
+    """The plan without what it does to layers, for a grid that cuts none of them.
+
+    Groups of one rank give the same numbers, but each of their collectives is one more place where
+    torch.compile has to leave its graph.
+    """
+    entries = [entry for entry in plan.entries if not entry.modules.startswith("blocks.")]
+    return replace(plan, entries=tuple(entries))
+
+
+def _with_compiled_blocks(plan: ModelPlan, compiler: str) -> ModelPlan:
+    """The plan, with the compilation of each layer; activation checkpointing goes around it."""
+
+    def compile_it(module: nn.Module) -> nn.Module:
+        return with_compiled_forward(module, compiler)
+
+    added = PlanEntry("blocks.*", "compiled", compile_it)
+    return replace(plan, entries=(*plan.entries, added))
 
 
 def _describe_parameters(

@@ -159,6 +159,21 @@ class ParallelModel(nn.Module):
         self.finish_gradient_sync()
         return total / loss_scale
 
+    def forward_backward_alone(
+        self, batches: Sequence[Batch], loss_scale: torch.Tensor
+    ) -> torch.Tensor:
+        """The same for a rank that is alone: whole weights, and nobody to average with.
+
+        It asks for no value on the way, so that a GPU can record it (`train.cuda_graph`).
+        """
+        total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
+        for (inputs, targets), weight in zip(batches, self._weights(batches), strict=True):
+            with self._autocast():
+                loss = self.loss(self.module(inputs), targets)
+            (loss * weight * loss_scale).backward()
+            total += loss.detach() * weight
+        return total
+
     @torch.no_grad()
     def losses(self, batches: Sequence[Batch]) -> torch.Tensor:
         """The loss of each micro-batch, without gradients; the same on every rank of the model.

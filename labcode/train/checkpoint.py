@@ -71,6 +71,8 @@ MAY_CHANGE = (
     "parallel.",
     "profile.",
     "train.bad_in_",
+    "train.compile",
+    "train.cuda_graphs",
     "train.eval_",
     "train.log_every",
     "train.micro_batch",

@@ -23,10 +23,11 @@ from labcode.data.loader import Loader
 from labcode.data.sampler import Batches, validation_batches
 from labcode.doctor.hang import HangWatch
 from labcode.models.parallelize import parallelize
-from labcode.parallel.model import ParallelModel
+from labcode.parallel.model import Batch, ParallelModel
 from labcode.perf.flops import training_flops_per_sample
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
+from labcode.train.cuda_graph import GraphedStep
 from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
 from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.gpt2_files import Gpt2File
@@ -116,6 +117,7 @@ class Trainer:
         self.model.ranges = self.ranges
         self.optimizer = on_every_rank(self._make_optimizer)
         self.slow = self._watch_slow_ranks()
+        self.graphed = GraphedStep(self.model) if config.train.cuda_graphs else None
         self.guard = _guard(config.train)
         self.scaler = LossScaler() if self.precision.scales_loss else None
         self.state = RunState(
@@ -165,6 +167,7 @@ class Trainer:
             dtype=self.precision.wide,
             autocast_dtype=self.precision.autocast,
             reduce_dtype=_reduce_dtype(self.config.train),
+            compiled=self.config.train.compile,
             loss_options=self.task.loss_options,
         )
 
@@ -306,7 +309,7 @@ class Trainer:
             batches = self.loader.take(self.steps_done)
         if self.slow:
             self.slow.clock.has_read()
-        loss = self.model.forward_backward(batches, self.scaler.scale if self.scaler else 1.0)
+        loss = self._forward_backward(batches, self.scaler.scale if self.scaler else 1.0)
         with self.ranges("optimizer"):
             grad_norm = self.model.gradient_norm().item()
             if self.slow:
@@ -324,6 +327,13 @@ class Trainer:
         # only now: a step that was broken off does not count
         self.batches.advance()
         return Step(loss, grad_norm, lr, left_out, rescaled)
+
+    def _forward_backward(self, batches: list[Batch], loss_scale: float) -> torch.Tensor:
+        """The gradients of a step, and its loss; recorded or not."""
+        if self.graphed is None:
+            return self.model.forward_backward(batches, loss_scale)
+        with self.ranges("forward"):  # and backward: a recording is one
+            return self.graphed.forward_backward(batches, loss_scale)
 
     def _unscale(
         self, scaler: LossScaler, scaled_norm: float, loss: torch.Tensor

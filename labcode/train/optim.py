@@ -14,7 +14,6 @@ from torch.distributed.optim import ZeroRedundancyOptimizer
 
 from labcode.config import OptimConfig
 
-
 IMPLEMENTATIONS = {
     "fused": {"fused": True},
     "foreach": {"foreach": True},

@@ -17,6 +17,8 @@ from dataclasses import dataclass
 
 import torch
 
+from labcode.config import TrainConfig
+
 AMPERE = (8, 0)  # the first compute capability with TF32
 
 
@@ -43,6 +45,19 @@ class Precision:
     def scales_loss(self) -> bool:
         """Whether small gradients would be lost without a loss scale."""
         return self.matmul == torch.float16
+
+
+def check_device(settings: TrainConfig, device: torch.device) -> None:
+    """Check that a device can do what a run asks of it.
+
+    Raises:
+        ValueError: It cannot, in one line.
+    """
+    pick_precision(settings.dtype, device)
+    if settings.cuda_graphs and device.type != "cuda":
+        raise ValueError(
+            f"train.cuda_graphs on a {device.type}: only GPUs have CUDA graphs, leave it out"
+        )
 
 
 def pick_precision(name: str, device: torch.device) -> Precision:

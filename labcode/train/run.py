@@ -27,7 +27,7 @@ from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.ctrl_c import CtrlC
 from labcode.train.loop import Trainer
-from labcode.train.precision import pick_precision
+from labcode.train.precision import check_device
 from labcode.train.report import RefusedError
 from labcode.train.run_folder import RunFolder
 from labcode.train.run_lock import LOCK_NAME
@@ -127,7 +127,7 @@ def set_up(
     # Without checkpoints a signal ends the process, as it ends any other.
     if config.checkpoint.on:
         signals.listen()
-    on_every_rank(lambda: pick_precision(config.train.dtype, world.device))
+    on_every_rank(lambda: check_device(config.train, world.device))
     task = _make_task_once_per_node(config, world)
     # before any group of the grid is made
     on_every_rank(lambda: _check_sizes(config, world, shape, task))

@@ -47,6 +47,8 @@ REFUSED_VALUES = {
     "train.micro_batch": ["0", "-1", "3", "8", "abc", "1e20"],
     "train.seed": ["-1", "1.5", "abc", "nan", "18446744073709551616", "-99999999999999999999"],
     "train.dtype": ["", "half", "fp32", "int8", "tf32"],
+    "train.compile": ["", "yes", "layers"],
+    "train.cuda_graphs": ["", "perhaps", "true"],
     "train.reduce_dtype": ["", "float64", "auto"],
     "train.eval_every": ["-1", "1.5", "abc"],
     "train.eval_batches": ["0", "-1", "abc", "1e20"],
