@@ -12,7 +12,8 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
     without torch too
         minislurm/    a real SLURM of several nodes on this machine; stands alone
         slurm/        script/ a job and a site -> sbatch; lint/ what is wrong with one; run/ submit
-        perf/         what a step should cost, from shapes alone (saved_bytes and trace measure it)
+        perf/         what a step should cost, from shapes alone (saved_bytes and trace measure it);
+                      what the profile of a run tells: summary, breakdown, advice, memory_timeline
     with torch
         data/         text and weather
         comm/         processes, process groups, collectives: communication and nothing else

@@ -6,6 +6,9 @@ from typing import Any
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
+from labcode.perf.breakdown import COLLECTIVE
+from labcode.perf.chrome_trace import Event, read
+
 Row = tuple[str, str, float, float]  # lane, label, start, stop; the times in ms
 
 COMPUTING = {  # what an operation of torch is called in a figure
@@ -21,7 +24,6 @@ COMPUTING = {  # what an operation of torch is called in a figure
     "aten::add": "elementwise",
     "aten::add_": "elementwise",
 }
-BACKENDS = ("gloo:", "nccl:")  # how they name the time from the start of a collective to its end
 
 
 def record(step: Callable[[], object], repeats: int, lane: str) -> list[list[Row]]:
@@ -42,7 +44,7 @@ def record(step: Callable[[], object], repeats: int, lane: str) -> list[list[Row
     return found[1:]
 
 
-def rows(recorded: profile, lane: str) -> list[Row]:
+def rows(recorded: Any, lane: str) -> list[Row]:
     """(lane, label, start, stop) in ms since the first of them, for `plot.timeline`.
 
     Computing is in the lane `lane`, collectives in `lane + ", sending"`; a collective lasts until
@@ -50,24 +52,26 @@ def rows(recorded: profile, lane: str) -> list[Row]:
     left out.
 
     Args:
-        recorded: A profile that has ended.
+        recorded: A profile that has ended and was not exported, or a trace: what
+            `chrome_trace.read` takes.
         lane: Such as "rank 0".
     """
-    found = []
-    for event in recorded.events() or ():
-        label = COMPUTING.get(event.name)
-        if label is not None and not _is_inside_another(event):
-            found.append((lane, label, event.time_range))
-        elif event.name.startswith(BACKENDS):
+    shown: list[tuple[str, str, Event]] = []
+    busy_until_us: dict[Any, float] = {}  # of each thread, the end of an operation of the table
+    for event in read(recorded).of("cpu_op", "user_annotation"):
+        if COLLECTIVE.match(event.name):
             label = event.name.partition(":")[2].replace("_", "-")
-            found.append((f"{lane}, sending", label, event.time_range))
-    if not found:
+            shown.append((f"{lane}, sending", label, event))
+        elif event.name in COMPUTING and event.start_us >= busy_until_us.get(event.thread, 0.0):
+            busy_until_us[event.thread] = event.stop_us
+            shown.append((lane, COMPUTING[event.name], event))
+    if not shown:
         return []
-    found.sort(key=_start_us)
-    first_us = _start_us(found[0])
+    first_us = shown[0][2].start_us
     in_ms = []
-    for where, label, times in found:
-        in_ms.append((where, label, (times.start - first_us) / 1e3, (times.end - first_us) / 1e3))
+    for where, label, event in shown:
+        start_ms = (event.start_us - first_us) / 1e3
+        in_ms.append((where, label, start_ms, (event.stop_us - first_us) / 1e3))
     return in_ms
 
 
@@ -77,18 +81,3 @@ def share(rows_of_rank: list[Row], label: str) -> float:
     last = max(stop for _, _, _, stop in rows_of_rank)
     taken = sum(stop - start for _, name, start, stop in rows_of_rank if name == label)
     return taken / (last - first)
-
-
-def _start_us(found: tuple[str, str, Any]) -> float:
-    """The profiler counts in microseconds."""
-    return found[2].start
-
-
-def _is_inside_another(event: Any) -> bool:
-    """Whether an operation was called by another one of the table."""
-    parent = event.cpu_parent
-    while parent is not None:
-        if parent.name in COMPUTING:
-            return True
-        parent = parent.cpu_parent
-    return False

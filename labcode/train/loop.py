@@ -199,7 +199,8 @@ class Trainer:
             self.checkpoints = self._checkpoints_in(out)
             self.checkpoints.resumed_from(self.steps_before)
         folder = out if self.world.rank == 0 else None
-        marks = MemoryMarks(self.model.weights.values(), self.optimizer)
+        weights = [*self.model.module.parameters(), *self.model.weights.values()]
+        marks = MemoryMarks(weights, self.optimizer)
         self.profiler = StepProfiler(
             config.profile, self.world.rank, self.world.device, self.ranges, marks, out
         )

@@ -38,6 +38,51 @@ def held(parallel: ParallelConfig) -> tuple[int, int, int]:
     return found
 
 
+def held_and_recorded(parallel: ParallelConfig) -> tuple[tuple[int, int, int], list[int]]:
+    """(What `held_bytes` counts, the same from a recording of the second step)."""
+    import torch.distributed as dist
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    from labcode.comm.grid import Grid
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+    from labcode.perf.memory_timeline import memory_timeline
+    from labcode.topology import GridShape
+    from labcode.train.measure import held_bytes
+    from labcode.train.memory_marks import MemoryMarks
+    from labcode.train.optim import make_optimizer
+
+    grid = Grid.create(GridShape(dp=dist.get_world_size()))
+    with torch.device("meta"):
+        model = GPT(MODEL)
+    model = parallelize(model, grid, parallel, seed=0)
+    optimizer = make_optimizer(model.weights.values(), OptimConfig())
+    marks = MemoryMarks([*model.module.parameters(), *model.weights.values()], optimizer)
+    tokens = torch.zeros(2, MODEL.context_length, dtype=torch.int64)
+    model.forward_backward([(tokens, tokens)])
+    optimizer.step()
+    optimizer.zero_grad()
+    model.gather_parameters()
+    with (
+        profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded,
+        record_function("ProfilerStep#2"),
+        marks.watch(),
+    ):
+        model.forward_backward([(tokens, tokens)])
+        found = held_bytes(model, optimizer)
+        optimizer.step()
+    timeline = memory_timeline(recorded)
+    names = ("parameters", "gradients", "optimizer")
+    return tuple(found), [timeline.used_bytes[name][-1] for name in names]
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_recording_counts_what_the_rank_keeps(ranks2, stage):
+    parallel = ParallelConfig(zero_stage=stage, data_parallel="labcode")
+    for found, recorded in ranks2.run(held_and_recorded, parallel):
+        assert recorded == pytest.approx(list(found), rel=0.01)
+
+
 @pytest.mark.parametrize(
     ("stage", "whose"),
     [(0, "ddp"), (1, "labcode"), (2, "labcode"), (3, "labcode"), (3, "ddp")],

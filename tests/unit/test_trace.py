@@ -1,9 +1,9 @@
 """A recorded profile as rows of a time line: computing, and collectives in their own lane."""
 
 from itertools import pairwise
-from types import SimpleNamespace
 
 import torch
+from made_traces import MadeTrace
 from torch.profiler import ProfilerActivity, profile
 
 from labcode.perf import trace
@@ -25,21 +25,11 @@ def test_a_profile_becomes_rows():
     assert all(before[3] <= after[2] for before, after in pairwise(rows))
 
 
-def event(name, start, end, parent=None):
-    return SimpleNamespace(
-        name=name, cpu_parent=parent, time_range=SimpleNamespace(start=start, end=end)
-    )
-
-
 def test_collectives_have_a_lane_of_their_own_and_nested_operations_none():
-    outer = event("aten::scaled_dot_product_attention", 1000, 3000)
-    events = [
-        event("gloo:all_reduce", 3000, 5000),
-        outer,
-        event("aten::bmm", 1500, 2000, outer),
-        event("aten::view", 0, 1),
-    ]
-    rows = trace.rows(SimpleNamespace(events=lambda: events), "rank 1")
+    made = MadeTrace().operation("aten::view", 0, 1)
+    made.operation("aten::scaled_dot_product_attention", 1000, 3000)
+    made.operation("aten::bmm", 1500, 2000).collective("gloo:all_reduce", 3000, 5000)
+    rows = trace.rows(made.trace(), "rank 1")
     assert rows == [("rank 1", "attention", 0.0, 2.0), ("rank 1, sending", "all-reduce", 2.0, 4.0)]
     assert trace.share(rows, "all-reduce") == 0.5
-    assert trace.rows(SimpleNamespace(events=list), "rank 1") == []
+    assert trace.rows(MadeTrace().trace(), "rank 1") == []
