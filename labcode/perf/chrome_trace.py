@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 SUFFIXES = (".pt.trace.json", ".pt.trace.json.gz")  # as TensorBoard's profiler tab looks for them
 FOLDER = "profile"  # of a run
 PARTS = ("data", "forward", "backward", "communication", "optimizer")  # ranges of a step
+GRAPH = "graph"  # forward and backward of a step, in one CUDA graph
 STEP = re.compile(r"ProfilerStep#(\d+)")
 ON_GPU = ("kernel", "gpu_memcpy", "gpu_memset")
 LAUNCHES = ("cuda_runtime", "cuda_driver")
@@ -100,7 +101,7 @@ class Trace:
     def parts(self, step: Event) -> Iterator[Event]:
         """The named parts of a step, as its host has marked them, in order."""
         for event in self.of("user_annotation"):
-            is_part = event.name in PARTS and event.thread == step.thread
+            is_part = event.name in (*PARTS, GRAPH) and event.thread == step.thread
             if is_part and step.start_us <= event.start_us < step.stop_us:
                 yield event
 

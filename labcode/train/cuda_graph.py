@@ -48,7 +48,8 @@ class GraphedStep:
             self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
             self._graph = self._record()
         self._fill(batches, loss_scale)
-        self._graph.replay()
+        with self.model.ranges("graph"):  # forward and backward: what is in it cannot be told apart
+            self._graph.replay()
         for name, param in self.model.weights.items():
             param.grad = self._grads.get(name)
         return self._loss.clone()

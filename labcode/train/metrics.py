@@ -30,6 +30,7 @@ UNITS = {
     "data_s": "seconds a step that rank 0 waits for its samples",
     "forward_s": "seconds a step in forward, with the messages of tp and cp",
     "backward_s": "seconds a step in backward, with the messages of tp, cp and PyTorch's DDP",
+    "graph_s": "seconds a step in both, where a CUDA graph holds them",
     "communication_s": "seconds a step that wait for gradients, weights and stages, and no more",
     "optimizer_s": "seconds a step for gradient norm, clipping and update",
     "samples_per_s": "samples/s, all ranks",

@@ -8,6 +8,7 @@ import re
 import pytest
 from made_traces import MadeTrace
 
+from labcode import recipes
 from labcode.perf.advice import advice
 from labcode.perf.summary import summary
 
@@ -110,3 +111,19 @@ def test_a_summary_tells_all_of_it():
     on_gpu = summary(gpu_step(gap=6).trace())
     assert "; 63 kernels of 9.9 us, 100% of them began as soon as they were launched" in on_gpu
     assert "stream 7: 63 kernels and copies" in on_gpu
+
+
+def options_named():
+    """All options that some advice names."""
+    traces = [gpu_step(gap=6), step_of()]
+    for reason in ("data", "communication", "optimizer", "elementwise", "nothing"):
+        traces.append(step_of(**{reason: 400}))
+    text = "\n".join("\n".join(advice(trace.trace())) for trace in traces)
+    return sorted(set(re.findall(r"--(\w+\.\w+)", text)))
+
+
+@pytest.mark.parametrize("option", options_named())
+def test_every_option_that_is_named_exists(option):
+    section, _, field = option.partition(".")
+    config = recipes.gpt_tiny()
+    assert hasattr(getattr(config, section, None), field)
