@@ -34,7 +34,7 @@ class GraphedStep:
         self.model = model
         self._graph: torch.cuda.CUDAGraph | None = None
         self._batches: list[Batch] = []
-        self._scale = torch.ones((), device="cuda")
+        self._scale = torch.ones(())
         self._loss = torch.zeros(())
         self._grads: dict[str, torch.Tensor] = {}
 
@@ -46,6 +46,7 @@ class GraphedStep:
         """
         if self._graph is None:
             self._batches = [(inputs.clone(), targets.clone()) for inputs, targets in batches]
+            self._scale = torch.ones((), device=batches[0][0].device)
             self._graph = self._record()
         self._fill(batches, loss_scale)
         with self.model.ranges("graph"):  # forward and backward: what is in it cannot be told apart
