@@ -78,6 +78,8 @@ def free_port():
 def lab(tmp_path_factory):
     """A running server on a copy of the course: (address, folder of the copy)."""
     folder, home = tmp_path_factory.mktemp("course"), tmp_path_factory.mktemp("home")
+    runs = Path("labcode", "assets", "reference_runs")
+    shutil.copytree(ROOT / runs, folder / runs)
     for part in ("notebooks", "solutions", "tools"):
         shutil.copytree(
             ROOT / part,
