@@ -421,7 +421,8 @@ def _start_server() -> None:
 def _begin_worker(rank_pid: int, _number: int) -> None:
     """What each worker does first."""
     signal.pthread_sigmask(signal.SIG_BLOCK, BLOCKED)
-    # the server ends at once when its rank does, and forks from its main thread
+    # The server may outlive its rank, as each worker holds the pipe on which it waits for the end
+    # of all; workers look for the rank each second, and take the server along.
     processes.end_with_parents(rank_pid, at_once=True)
 
 
