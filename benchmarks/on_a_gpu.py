@@ -1,0 +1,281 @@
+"""Everything that only a GPU can show, as one script: one file of results that lesson 03 can plot.
+
+    python benchmarks/on_a_gpu.py                        # all parts, about 15 minutes on an H200
+    python benchmarks/on_a_gpu.py --parts mfu graphs     # some; the others keep their old results
+    python benchmarks/on_a_gpu.py --small                # tiny shapes, also without a GPU: a trial
+
+Each number is of `python -m labcode.train`, as a user would run it: the median over the rows of its
+metrics, without the first ones, in which compilation and warm-up happen. The result is written
+after each part, so that what ends early keeps what it has.
+"""
+
+import argparse
+import datetime
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from side_by_side import write
+
+from labcode.train import metrics
+
+HERE = Path(__file__).parent
+RESULT = HERE / "results" / "on_a_gpu.json"
+LIMIT_S = 540  # of one command
+WARM_ROWS = 4  # of the metrics that are left out
+
+Changes = Mapping[str, object]
+
+FAST: Changes = {
+    "train.dtype": "bfloat16",
+    "train.compile": "model",
+    "optim.implementation": "fused",
+}
+TEXT: Changes = {"data.tokenizer": "bpe", "train.sample_tokens": 0}
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training.
+
+    Args:
+        name: In the table.
+        recipe: Of `python -m labcode.train`.
+        changes: Of its fields.
+        goal: The least MFU that we want, if there is one.
+    """
+
+    name: str
+    recipe: str
+    changes: Changes
+    goal: float | None = None
+
+
+def gpt(layers: int, heads: int, hidden: int, batch: int) -> Changes:
+    """A GPT of 2048 tokens with GPT-2's vocabulary, a little larger so that 64 divides it."""
+    return {
+        "model.num_layers": layers,
+        "model.num_heads": heads,
+        "model.hidden_size": hidden,
+        "model.context_length": 2048,
+        "model.vocab_size": 50304,
+        "model.positions": "learned",
+        "train.global_batch": batch,
+        "train.micro_batch": batch,
+        **TEXT,
+    }
+
+
+MFU = (
+    Run("GPT 124M", "gpt_10m", {**gpt(12, 12, 768, 32), **FAST}, goal=0.45),
+    Run("GPT 1.3B", "gpt_10m", {**gpt(24, 16, 2048, 8), **FAST}, goal=0.55),
+)
+
+# a ViT of the size of ViT-Base on the weather of the course: 648 patches
+VIT: Changes = {
+    "model.num_layers": 12,
+    "model.num_heads": 12,
+    "model.hidden_size": 768,
+    "train.global_batch": 16,
+}
+# each rung adds to those before it
+RUNGS: tuple[tuple[str, Changes], ...] = (
+    (
+        "float32, optimizer as a loop",
+        {"train.dtype": "float32", "optim.implementation": "for_loop"},
+    ),
+    ("tf32", {"train.dtype": "tf32"}),
+    ("bfloat16", {"train.dtype": "bfloat16"}),
+    ("foreach optimizer", {"optim.implementation": "foreach"}),
+    ("fused optimizer", {"optim.implementation": "fused"}),
+    ("compiled", {"train.compile": "model"}),
+    ("two workers", {"loader.workers": 2}),
+)
+
+
+def ladder() -> list[Run]:
+    """One run for each rung, with those below it."""
+    runs = []
+    changes = dict(VIT)
+    for name, more in RUNGS:
+        changes |= more
+        runs.append(Run(name, "vit_tiny", dict(changes)))
+    return runs
+
+
+GRAPHS = (
+    Run("gpt_tiny", "gpt_tiny", {"train.dtype": "bfloat16"}),
+    Run(
+        "gpt_tiny, CUDA graphs", "gpt_tiny", {"train.dtype": "bfloat16", "train.cuda_graphs": True}
+    ),
+)
+
+SMALL: Changes = {
+    "model.num_layers": 2,
+    "model.num_heads": 2,
+    "model.hidden_size": 32,
+    "train.global_batch": 2,
+    "train.micro_batch": 2,
+}
+# what a CPU refuses, or takes too long for in a trial
+ONLY_ON_A_GPU = ("train.compile", "train.cuda_graphs")
+
+
+def changed(run: Run, small: bool) -> dict[str, object]:
+    """The fields of a run; in a trial with tiny shapes, and without what only a GPU can do."""
+    changes = dict(run.changes)
+    if small:
+        changes |= SMALL
+        if "model.context_length" in changes:
+            changes["model.context_length"] = 64
+        if not torch.cuda.is_available():
+            for name in ONLY_ON_A_GPU:
+                changes.pop(name, None)
+            if changes.get("train.dtype") == "tf32":
+                changes["train.dtype"] = "float32"
+    return changes
+
+
+def command(run: Run, small: bool, out: Path) -> list[str]:
+    """The command line of a training, after the recipe's module."""
+    steps = 12 if small else 120
+    timing = {
+        "train.steps": steps,
+        "train.log_every": 2 if small else 10,
+        "train.eval_every": 0,
+        "train.eval_batches": 1,
+        "train.out": str(out),
+    }
+    words = [run.recipe]
+    for name, value in {**changed(run, small), **timing}.items():
+        words.append(f"--{name}" if value is True else f"--{name}={value}")
+    return words
+
+
+def measure(run: Run, small: bool) -> dict[str, Any]:
+    """Train, and take the medians of what the run says of itself."""
+    with tempfile.TemporaryDirectory(prefix="labcode-gpu-") as folder:
+        out = Path(folder) / "run"
+        train = [sys.executable, "-m", "labcode.train", *command(run, small, out)]
+        done = subprocess.run(train, capture_output=True, text=True, timeout=LIMIT_S, check=False)
+        if done.returncode:
+            lines = (done.stdout + done.stderr).strip().splitlines()
+            return {"name": run.name, "failed": lines[-1] if lines else "no word"}
+        rows = [row for row in metrics.read(out) if "loss" in row]
+    found: dict[str, Any] = {"name": run.name, "changes": changed(run, small)}
+    late = rows[WARM_ROWS:] if len(rows) > WARM_ROWS else rows[-1:]
+    for key in ("step_s", "samples_per_s", "tokens_per_s", "flops_per_s", "mfu", "matmul_share"):
+        values = [row[key] for row in late if key in row]
+        if values:
+            found[key] = statistics.median(values)
+    found["memory_bytes"] = rows[-1]["memory_bytes"]
+    found["loss"] = rows[-1]["loss"]
+    if run.goal is not None:
+        found["goal_mfu"] = run.goal
+    return found
+
+
+def measured(runs: Sequence[Run]) -> Callable[[bool], list[dict[str, Any]]]:
+    """A part that measures some runs and prints a line for each."""
+
+    def part(small: bool) -> list[dict[str, Any]]:
+        found = []
+        for run in runs:
+            row = measure(run, small)
+            found.append(row)
+            print(line(row), flush=True)
+        return found
+
+    return part
+
+
+def line(row: Mapping[str, Any]) -> str:
+    """A result for people."""
+    if "failed" in row:
+        return f"  {row['name']}: failed: {row['failed']}"
+    text = f"  {row['name']}: {1e3 * row['step_s']:.1f} ms a step"
+    text += f", {row['samples_per_s']:.1f} samples/s, {row['memory_bytes'] / 1e9:.1f} GB"
+    if "mfu" in row:
+        text += f", MFU {row['mfu']:.1%}"
+    if "goal_mfu" in row:
+        text += f" (goal {row['goal_mfu']:.0%})"
+    return text
+
+
+def other_program(words: Sequence[str]) -> Callable[[bool], dict[str, Any]]:
+    """A part that is another program, of one size: its code and its last lines."""
+
+    def part(_small: bool) -> dict[str, Any]:
+        env = os.environ | {"PYTHONUNBUFFERED": "1"}
+        done = subprocess.run(
+            [sys.executable, *words],
+            cwd=HERE.parent,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+        lines = done.stdout.strip().splitlines()
+        print("\n".join(lines[-30:]), flush=True)
+        return {"code": done.returncode, "last_lines": lines[-30:]}
+
+    return part
+
+
+PARTS: dict[str, Callable[[bool], Any]] = {
+    "tests": other_program(["-m", "pytest", "-q", "tests/gpu", "-m", "gpu"]),
+    "mfu": measured(MFU),
+    "ladder": measured(ladder()),
+    "graphs": measured(GRAPHS),
+    "peer": other_program([str(HERE / "gpt_against_transformers.py")]),
+}
+
+
+def device() -> dict[str, Any]:
+    """What the numbers belong to."""
+    found: dict[str, Any] = {
+        "torch": torch.__version__,
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": "cpu",
+    }
+    if torch.cuda.is_available():
+        found["device"] = torch.cuda.get_device_name()
+        found["cuda"] = torch.version.cuda
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--small", action="store_true", help="tiny shapes: a trial of the script")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    options = parser.parse_args()
+    if not torch.cuda.is_available() and not options.small:
+        print("error: torch sees no CUDA device here: use --small for a trial", file=sys.stderr)
+        return 2
+    record = json.loads(options.out.read_text()) if options.out.is_file() else {}
+    for name in options.parts:
+        print(f"{name}:", flush=True)
+        try:
+            found = PARTS[name](options.small)
+        except subprocess.TimeoutExpired:
+            found = {"failed": f"took more than {LIMIT_S} s"}
+            print(f"  {found['failed']}", flush=True)
+        record[name] = {"on": device(), "results": found}
+        write(options.out, record)
+    print(f"written to {options.out}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
