@@ -16,7 +16,7 @@ from answers import Answers
 from labcode.files import sync_folder, write_atomically
 from labcode.perf.failures import young_interval_s
 from labcode.teach.exercises import l17
-from labcode.teach.labs import l17_run
+from labcode.teach.labs import l17_plan, l17_run
 
 # ---- 17.1 Young's interval
 
@@ -40,16 +40,23 @@ YOUNG = Answers(
         "power": lambda save_s, mtbf_s: (2 * save_s * mtbf_s) ** 0.5,
         "tensor": lambda save_s, mtbf_s: torch.tensor(2 * save_s * mtbf_s).double().sqrt().item(),
         "search": as_a_search,
+        "rounded": lambda save_s, mtbf_s: round(math.sqrt(2 * save_s * mtbf_s)),
+        "cut off": lambda save_s, mtbf_s: int((2 * save_s * mtbf_s) ** 0.5),
     },
     wrong={
         "all of the interval is lost": (lambda c, m: math.sqrt(c * m), "too short: how much"),
         "no root": (lambda c, m: 2 * c * m, "in seconds squared"),
-        "arithmetic mean": (lambda c, m: (c + m) / 2, "at the best T these two are equal"),
-        "inverted": (lambda c, m: math.sqrt(2 * c / m), "at the best T these two are equal"),
-        "rate for time": (lambda c, m: math.sqrt(2 * c / (1 / m)) / m, "these two are equal"),
+        "arithmetic mean": (lambda c, m: (c + m) / 2, "T costs less"),
+        "inverted": (lambda c, m: math.sqrt(2 * c / m), "T costs less"),
+        "rate for time": (lambda c, m: math.sqrt(2 * c / (1 / m)) / m, "T costs less"),
         "forgets to return": (lambda c, m: None, "it returned None"),
         "text": (lambda c, m: f"{math.sqrt(2 * c * m):.0f} s", "give a number"),
-        "minutes": (lambda c, m: math.sqrt(2 * c * m) / 60, "these two are equal"),
+        "minutes": (lambda c, m: math.sqrt(2 * c * m) / 60, "T costs less"),
+        "Daly's": (
+            lambda c, m: math.sqrt(2 * c * m) * (1 + math.sqrt(c / m / 2) / 3 + c / m / 18) - c,
+            "that is Daly's interval",
+        ),
+        "zero": (lambda c, m: 0, "an interval is above 0"),
         "labcode's own": (young_interval_s, "young_interval_s"),
     },
 )
@@ -229,6 +236,17 @@ def by_age(folder, step, files, keep):
         shutil.rmtree(old)
 
 
+def removes_as_labcode_does(folder, step, files, keep):
+    """The old one loses its name first; of that nobody has to be sure."""
+    straight(folder, step, files, 99)
+    whole = sorted(path for path in folder.glob("step-*") if path.suffix == "")
+    for old in whole[:-keep]:
+        doomed = old.with_suffix(".partial")
+        os.replace(old, doomed)
+        shutil.rmtree(doomed)
+
+
+REMOVAL = "    sync_folder(folder)\n    keep_newest(folder, keep)\n"
 NO_CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
 NO_ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
 
@@ -239,16 +257,30 @@ SAVE = Answers(
         "with the calls of the system": with_low_level_calls,
         "under a random name": with_a_random_name,
         "one sync for all": with_sync_of_all,
+        "removes under another name": removes_as_labcode_does,
     },
     wrong={
         "into its final name": (into_its_final_name, "had this name while its files were still"),
         "each file by itself": (each_file_atomically, "had this name while its files were still"),
-        "removes before it writes": (removes_first, "When may the old one go?"),
+        "removes before it writes": (removes_first, "What has to come first?"),
         "no sync": (without_sync, "are on the disk (it was never synced)"),
         "sync before the end": (syncs_too_early, "synced before all its bytes had left"),
         "no sync of the folder": (
             changed("    sync_folder(folder)\n", ""),
-            "the rename itself is not on the disk",
+            "the name step-00000008 itself is not on the disk",
+        ),
+        "sync of the folder at the end": (
+            changed(REMOVAL, "    keep_newest(folder, keep)\n    sync_folder(folder)\n"),
+            "is removed before the name step-00000008 is on the disk",
+        ),
+        "sync only after a removal": (
+            changed(
+                REMOVAL,
+                "    if len(list(folder.glob('step-*'))) > keep:\n"
+                "        sync_folder(folder)\n"
+                "        keep_newest(folder, keep)\n",
+            ),
+            "nothing had to be removed, and the name step-00000004",
         ),
         "on another disk": (elsewhere, "only within one file system"),
         "a leftover is in the way": (changed(NO_CLEARING, ""), "What does the killed attempt"),
@@ -377,6 +409,11 @@ def one_of_them(box, written):
     return torch.zeros(box.sizes)
 
 
+def _holds(theirs, box):
+    ends = zip(theirs.offsets, theirs.sizes, box.offsets, box.sizes)
+    return all(b <= a <= a + m <= b + n for b, n, a, m in ends)
+
+
 RESHARD = Answers(
     check=lambda answer, ranks: l17.reshard(answer),
     right={"slices": by_hand, "narrow": with_narrow, "sets of indices": with_indices},
@@ -398,7 +435,23 @@ RESHARD = Answers(
         "smaller begin": (variant("first = max(", "first = min("), "a vector of two ranks"),
         "larger end": (variant("last = min(", "last = max("), "a vector of two ranks"),
         "the first dim only": (rows_only, "rows to columns"),
-        "from one box only": (one_of_them, "elements are wrong"),
+        "from one box only": (one_of_them, "stay in memory for its own"),
+        "a view of what was read": (
+            lambda box, written: (
+                one_of_them(box, written)
+                if any(_holds(theirs, box) for theirs, _ in written)
+                else by_hand(box, written)
+            ),
+            "stay in memory for its own",
+        ),
+        "half precision": (
+            variant("torch.empty(box.sizes)", "torch.empty(box.sizes, dtype=torch.float16)"),
+            "what was written is of torch.float32",
+        ),
+        "empties the list": (
+            lambda box, written: by_hand(box, [written.pop() for _ in range(len(written))]),
+            "it has changed",
+        ),
         "the other's shape": (
             variant("torch.empty(box.sizes)", "torch.empty(written[0][0].sizes)"),
             "your tensor has the shape",
@@ -417,7 +470,8 @@ RESHARD = Answers(
 def plain(folder, num_steps, every):
     training = l17_run.Training()
     step = 0
-    for path in reversed(l17_run.checkpoints(folder)):
+    found = l17_run.checkpoints(folder)
+    for path in reversed(found):
         try:
             state = l17_run.read(path)
         except l17_run.DamagedError:
@@ -428,6 +482,8 @@ def plain(folder, num_steps, every):
         torch.set_rng_state(state["random"])
         step = state["step"]
         break
+    if found and step == 0:
+        raise l17_run.DamagedError("none is whole")
     losses = {}
     while step < num_steps:
         losses[step + 1] = training.step()
@@ -448,7 +504,10 @@ def in_functions(folder, num_steps, every):
     """The step from the name of the folder, and the position from the step."""
 
     def newest():
-        whole = [path for path in l17_run.checkpoints(folder) if not l17_run.damage_of(path)]
+        found = l17_run.checkpoints(folder)
+        whole = [path for path in found if not l17_run.damage_of(path)]
+        if found and not whole:
+            raise l17_run.DamagedError(l17_run.damage_of(found[-1]))
         return whole[-1] if whole else None
 
     run = l17_run.Training()
@@ -484,6 +543,9 @@ def saves_at_the_end_too(folder, num_steps, every):
             run.optimizer.load_state_dict(state["optimizer"])
             torch.set_rng_state(state["random"])
             break
+    if not done:
+        for path in l17_run.checkpoints(folder):
+            l17_run.read(path)  # which raises
     losses = {}
     while done < num_steps:
         done += 1
@@ -530,7 +592,7 @@ RESTART = Answers(
         "replays the data": saves_at_the_end_too,
     },
     wrong={
-        "begins again": (loop("reversed(l17_run.checkpoints(folder))", "[]"), "begins again"),
+        "begins again": (loop("found = l17_run.checkpoints(folder)", "found = []"), "begins again"),
         "weights forgotten": (
             loop('        training.model.load_state_dict(state["model"])\n', ""),
             "the weights",
@@ -558,11 +620,15 @@ RESTART = Answers(
         ),
         "a damaged one ends the search": (
             loop("            continue\n", "            break\n"),
-            "begins again",
+            "There is an older one, which is whole",
+        ),
+        "begins again where all are damaged": (
+            loop("    if found and step == 0:\n", "    if False:\n"),
+            "both checkpoints are damaged",
         ),
         "the oldest": (
-            loop("reversed(l17_run.checkpoints(folder))", "l17_run.checkpoints(folder)"),
-            "is not what it was",
+            loop("reversed(found)", "found"),
+            "not as it was",
         ),
         "no checksums": (trusts_everything, "Its name and its checksums say so"),
         "never saves": (loop("step % every == 0", "False"), "the folder holds []"),
@@ -577,6 +643,48 @@ RESTART = Answers(
 
 # ---- 17.5 a plan
 
+DAY_S = 24 * 3600
+
+
+def planned(site, kind="background", keep=None, hardware_alone=False, **changes):
+    """A plan by the formulas of the lesson."""
+    save_s = site.checkpoint_bytes / site.write_bytes_per_s
+    ends_per_s = site.gpus / site.gpu_mtbf_s
+    if save_s > site.notice_s and not hardware_alone:
+        ends_per_s += site.preemptions_per_day / DAY_S
+    write_s = 1.5 * save_s if kind == "background" else save_s
+    pause_s = 4 if kind == "background" else save_s
+    standstill_s = 4 + 0.1 * write_s if kind == "background" else save_s
+    young_s = math.sqrt(2 * standstill_s / ends_per_s)
+    interval_s = max(young_s, write_s / site.max_writing - pause_s)
+    lost = (interval_s / 2 + (write_s if kind == "background" else 0)) * ends_per_s
+    answer = {
+        "kind": kind,
+        "interval_s": interval_s,
+        "keep": keep or math.floor(site.quota_bytes / site.checkpoint_bytes) - 1,
+        "mtbf_s": 1 / ends_per_s,
+        "overhead": standstill_s / interval_s + lost + site.restart_s * ends_per_s,
+    }
+    for key, change in changes.items():
+        answer[key] = change(answer[key]) if callable(change) else change
+    return answer
+
+
+def plan_with(**changes):
+    return lambda site: planned(site, **changes)
+
+
+def both_times_added(site):
+    hardware_s = site.gpu_mtbf_s / site.gpus
+    preemption_s = DAY_S / site.preemptions_per_day if site.preemptions_per_day else 0
+    return planned(site, mtbf_s=hardware_s + preemption_s)
+
+
+def asks_the_lab(site):
+    kind, interval_s, cost = l17_plan.best(site)
+    return planned(site, kind=kind, interval_s=interval_s, overhead=cost.total)
+
+
 GOOD = {
     "kind": "background",
     "interval_s": 1300,
@@ -587,29 +695,40 @@ GOOD = {
 PLAN = Answers(
     check=lambda answer, ranks: _quietly(answer),
     right={
-        "just allowed": {**GOOD, "interval_s": 1257},
-        "a round interval": {**GOOD, "interval_s": 1500, "overhead": 0.066},
-        "two are kept": {**GOOD, "keep": 2, "overhead": 0.07},
-        "from rounded numbers": {**GOOD, "mtbf_s": 8 * 3600, "overhead": 0.06},
+        "by the formulas": planned,
+        "a longer interval": plan_with(interval_s=lambda T: 1.1 * T, overhead=lambda x: 1.01 * x),
+        "two are kept": plan_with(keep=2),
+        "rounded": plan_with(mtbf_s=lambda M: round(M, -3), overhead=lambda x: round(x, 3)),
     },
     wrong={
         "best for itself alone": (
-            {**GOOD, "interval_s": 774, "overhead": 0.06},
+            plan_with(interval_s=lambda T: 0.6 * T),
             "the site allows 5%",
         ),
-        "stands still": ({**GOOD, "kind": "blocking", "interval_s": 1560}, "there is one for less"),
-        "every two hours": ({**GOOD, "interval_s": 7200, "overhead": 0.2}, "done again is the"),
-        "hardware alone": ({**GOOD, "mtbf_s": 24.74 * 3600}, "that is the hardware alone"),
-        "times added": ({**GOOD, "mtbf_s": 36.74 * 3600}, "the times or the rates"),
-        "of the paper": ({**GOOD, "mtbf_s": 3.09 * 3600}, "ends a day"),
-        "restarts forgotten": ({**GOOD, "overhead": 0.032}, "which one do you see differently"),
-        "in percent": ({**GOOD, "overhead": 6.4}, "you expect an overhead of 640"),
-        "no room": ({**GOOD, "keep": 4}, "there are 5 checkpoints"),
-        "one only": ({**GOOD, "keep": 1}, "begins again at step 1"),
-        "unknown kind": ({**GOOD, "kind": "async"}, "choose blocking or background"),
-        "text": ({**GOOD, "interval_s": "20 min"}, "give a number"),
-        "a list": (list(GOOD.values()), "give a dictionary"),
-        "a key is missing": ({"kind": "background"}, "does not say 'interval_s'"),
+        "stands still": (plan_with(kind="blocking"), "there is one for less"),
+        "every two hours": (plan_with(interval_s=7200, overhead=0.2), "done again is the"),
+        "hardware alone": (plan_with(hardware_alone=True), "that is the hardware alone"),
+        "times added": (both_times_added, "the times or the rates"),
+        "of the paper": (plan_with(mtbf_s=3.09 * 3600), "ends a day"),
+        "restarts forgotten": (
+            plan_with(overhead=lambda x: x / 2),
+            "which one do you see differently",
+        ),
+        "in percent": (plan_with(overhead=lambda x: 100 * x), "you expect an overhead of 6"),
+        "no room": (plan_with(keep=4), "there are 5 checkpoints"),
+        "one only": (plan_with(keep=1), "begins again at step 1"),
+        "unknown kind": (plan_with(kind="async"), "choose blocking or background"),
+        "text": (plan_with(interval_s="20 min"), "give a number"),
+        "a list": (lambda site: list(GOOD.values()), "give a dictionary"),
+        "a key is missing": (lambda site: {"kind": "background"}, "does not say 'interval_s'"),
+        "constants": (lambda site: GOOD, "On another cluster (8,192 GPUs, no preemptions"),
+        "a plan in place of the function": (GOOD, "give the function itself"),
+        "labcode's own": (asks_the_lab, "l17_plan.best is labcode's own answer"),
+        "labcode's MTBF": (
+            lambda site: planned(site, mtbf_s=l17_plan.mtbf_s(site)),
+            "l17_plan.mtbf_s is labcode's own answer",
+        ),
+        "forgets to return": (lambda site: None, "found None"),
     },
 )
 

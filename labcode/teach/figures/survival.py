@@ -4,6 +4,7 @@ Lesson 17 uses them; `plot.runs`, `plot.save_steps` and `plot.boxes` are the way
 """
 
 from collections.abc import Mapping, Sequence
+from typing import Literal
 
 from matplotlib.axes import Axes
 from matplotlib.patches import Rectangle
@@ -139,7 +140,9 @@ def boxes(
     (top, first), (tall, wide) = wanted
     for rank, (offsets, sizes) in enumerate(written):
         colour = colour_of(rank)
-        _block(left, offsets, sizes, colour, f"rank {rank}", corner=True)
+        # the name stands in the corner that is farther from the reader's box
+        is_left = offsets[1] + sizes[1] / 2 < first + wide / 2
+        _block(left, offsets, sizes, colour, f"rank {rank}", corner="left" if is_left else "right")
         begin = [max(offsets[0], top), max(offsets[1], first)]
         end = [min(offsets[0] + sizes[0], top + tall), min(offsets[1] + sizes[1], first + wide)]
         common = [end[0] - begin[0], end[1] - begin[1]]
@@ -150,11 +153,20 @@ def boxes(
         for colour, line in ((WHITE, 5.0), (INK, 2.6)):
             frame = Rectangle(corner, wide, tall, fill=False, edgecolor=colour, linewidth=line)
             axes.add_patch(frame)
-    for axes, name in ((left, "what each rank has written"), (right, "its box, from the ranks")):
+    for axes, name in (
+        (left, "what each rank has written"),
+        (right, "the reader's box, by writer"),
+    ):
         axes.set_xlim(-0.15, width + 0.15)
         axes.set_ylim(-height - 0.15, 0.15)
         axes.set_title(name, loc="left", fontsize=10)
         blank(axes)
+    for row in range(height):
+        put_text(left, -0.3, -row - 0.5, f"{row}", 8, ha="right")
+    for column in range(width):
+        put_text(left, column + 0.5, -height - 0.35, f"{column}", 8)
+    left.set_xlim(-0.8, width + 0.15)
+    left.set_ylim(-height - 0.7, 0.15)
     right.set_xlim(-0.15, max(wide, 0.62 * width) + 0.15)
     put_headline(picture, title)
     return picture
@@ -166,7 +178,7 @@ def _block(
     sizes: Sequence[int],
     colour: str,
     name: str,
-    corner: bool = False,
+    corner: Literal["", "left", "right"] = "",
 ) -> None:
     """A block with its elements; rows go down, columns to the right.
 
@@ -176,7 +188,7 @@ def _block(
         sizes: Rows and columns.
         colour: Of the block.
         name: Written in its middle.
-        corner: Written in its upper right corner instead.
+        corner: Written in this upper corner instead.
     """
     row, column = offsets
     rows, columns = sizes
@@ -187,7 +199,9 @@ def _block(
         axes.plot([column + line] * 2, [-row - rows, -row], color=PALE, lw=0.4, alpha=0.6)
     for line in range(1, rows):
         axes.plot([column, column + columns], [-row - line] * 2, color=PALE, lw=0.4, alpha=0.6)
-    if corner:
+    if corner == "left":
+        put_text(axes, column + 0.14, -row - 0.5, name, 8.5, color=ink_on(colour), ha="left")
+    elif corner == "right":
         place = (column + columns - 0.14, -row - 0.5)
         put_text(axes, *place, name, 8.5, color=ink_on(colour), ha="right")
     else:

@@ -56,6 +56,19 @@ class Rename:
 
 
 @dataclass
+class FolderSync:
+    """A moment at which the names in the folder were on the disk.
+
+    Args:
+        after_renames: How many names had been given by then.
+        files: What was in the folder, as paths below it.
+    """
+
+    after_renames: int
+    files: frozenset[str]
+
+
+@dataclass
 class Seen:
     """What a program has done to the disk.
 
@@ -65,7 +78,7 @@ class Seen:
         names: Of its operations, such as "mkdir step-00000008.partial".
         renames: Within the folder, or into it.
         synced: {(device, inode): size when it was last synced}.
-        synced_after_rename: Whether the folder itself was synced since the last rename.
+        folder_syncs: When the folder itself was synced.
     """
 
     root: Path
@@ -73,7 +86,7 @@ class Seen:
     names: list[str] = field(default_factory=list)
     renames: list[Rename] = field(default_factory=list)
     synced: dict[tuple[int, int], int] = field(default_factory=dict)
-    synced_after_rename: bool = True
+    folder_syncs: list[FolderSync] = field(default_factory=list)
 
     def operation(self, name: str) -> None:
         """Called before an operation.
@@ -91,7 +104,11 @@ class Seen:
         self.synced[status.st_dev, status.st_ino] = status.st_size
         own = self.root.stat()
         if (own.st_dev, own.st_ino) == (status.st_dev, status.st_ino):
-            self.synced_after_rename = True
+            files = []
+            for path in self.root.rglob("*"):
+                if path.is_file():
+                    files.append(str(path.relative_to(self.root)))
+            self.folder_syncs.append(FolderSync(len(self.renames), frozenset(files)))
 
     def sync_all(self) -> None:
         """All that is in the folder is on the disk."""
@@ -109,7 +126,6 @@ class Seen:
                 if synced_bytes != status.st_size:
                     unsynced.append((path.name, synced_bytes is not None))
         self.renames.append(Rename(source, target, unsynced))
-        self.synced_after_rename = False
 
 
 _watching: dict[int, Seen] = {}  # by thread
