@@ -183,7 +183,7 @@ print(f"of the time, {1 / (1 + at_young):.0%} is work that counts")
 #
 # Meta reports that more than 90 % of the time was effective. Our run stays below that, so their saves and restarts must
 # have cost less than the ones that we have assumed. Which of them would you improve first? Here is the overhead
-# over the interval, for C = 60 s and for C = 5 s, with circles where it was simulated.
+# over the interval, for C = 60 s and for C = 5 s, with circles where it was simulated and diamonds at Young's interval.
 
 # %% tags=["figure"]
 minutes = [2 ** (power / 4) for power in range(8, 33)]

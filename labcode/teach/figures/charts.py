@@ -32,6 +32,11 @@ from labcode.teach.figures.style import (
 )
 from labcode.train import metrics
 
+POINT_MARKERS = (
+    {"marker": "o", "ms": 11, "mfc": "none"},
+    {"marker": "D", "ms": 7, "mfc": INK},
+    {"marker": "s", "ms": 10, "mfc": "none"},
+)
 MAX_MARKED_POINTS = 25  # a curve with more points is drawn without markers
 MAX_OWN_TICKS = 8  # an x axis with no more values, all of them whole, has its ticks there
 MAX_TICKS_ACROSS = 14  # that closely they do not run into each other
@@ -81,7 +86,7 @@ def lines(
         upright: `{"label": x}`, vertical dotted lines.
         wide: Label of a line that others may cover: drawn as a wide pale band beneath them.
         beside: The legend stands beside the axes, where many lines leave no room for it.
-        points: `{"label": (x, y)}`, places with a circle around them.
+        points: `{"label": (x, y)}`, places with a circle around them; of a second label diamonds.
     """
     picture = canvas(6.2, 3.2, alt=alt)
     axes = picture.axes[0]
@@ -99,9 +104,9 @@ def lines(
     _draw_references(axes.axhline, reference)
     for label, place in (upright or {}).items():
         axes.axvline(place, color=INK, linestyle=":", lw=1.3, label=label)
-    for label, (xs, ys) in (points or {}).items():
-        circle = {"marker": "o", "ms": 11, "mfc": "none", "mec": INK, "mew": 1.4}
-        axes.plot(xs, ys, label=label, ls="none", **circle)
+    for number, (label, (xs, ys)) in enumerate((points or {}).items()):
+        marker = POINT_MARKERS[number % len(POINT_MARKERS)]
+        axes.plot(xs, ys, label=label, ls="none", mec=INK, mew=1.4, **marker)
     if from_zero:
         axes.set_ylim(bottom=0)
     if len(series) > 1 or reference or upright or points:
