@@ -861,7 +861,8 @@ def make_plan(site):
     return {
         "kind": "background",
         "interval_s": interval_s,
-        "keep": int(site.quota_bytes // site.checkpoint_bytes) - 1,  # one more is being written
+        # one more lies there while it is written
+        "keep": int(site.quota_bytes // site.checkpoint_bytes) - 1,
         "mtbf_s": mean_s,
         "overhead": saving + lost + restarting,
     }
