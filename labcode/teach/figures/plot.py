@@ -23,6 +23,7 @@ from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.layer import around_a_layer, kept
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
+from labcode.teach.figures.one_device import formats, fusion, gradient_range, launches
 from labcode.teach.figures.overlap import StepLanes, overlap
 from labcode.teach.figures.pipeline import halves, pipeline, stages
 from labcode.teach.figures.profile import memory_timeline, step_breakdown
@@ -53,11 +54,15 @@ __all__ = [
     "data_parallel",
     "digits",
     "field",
+    "formats",
+    "fusion",
+    "gradient_range",
     "grid",
     "halves",
     "heatmap",
     "kept",
     "launch_chain",
+    "launches",
     "layouts",
     "lines",
     "links",

@@ -1,0 +1,118 @@
+"""Lesson 03: a small GPT, its batches, and how a step of it is counted and timed.
+
+Held by: tests/unit/test_l03_labs.py
+"""
+
+import statistics
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from labcode.config import GPTConfig, TextData
+from labcode.data import text
+from labcode.models.gpt import GPT
+
+CONTEXT_LENGTH = 64
+CHARACTERS = 83  # of the text that the course ships
+NO_WORK = ("profiler", "_local_scalar_dense", "lift_fresh", "detach", "alias")
+
+
+def config(**changes: Any) -> GPTConfig:
+    """The GPT of this lesson: 2 layers, 256 features, 1.6 million parameters.
+
+    Args:
+        changes: Fields that are to differ.
+    """
+    sizes: dict[str, Any] = {
+        "vocab_size": CHARACTERS,
+        "context_length": CONTEXT_LENGTH,
+        "num_layers": 2,
+        "num_heads": 4,
+        "hidden_size": 256,
+    }
+    sizes.update(changes)
+    return GPTConfig(**sizes)
+
+
+def new_model(seed: int = 0, **changes: Any) -> GPT:
+    """A GPT with the same weights at each call.
+
+    Args:
+        seed: Of the weights.
+        changes: Fields of its config that are to differ.
+    """
+    torch.manual_seed(seed)
+    return GPT(config(**changes))
+
+
+class Batches:
+    """Windows of Shakespeare's characters, the same at each call with the same number."""
+
+    def __init__(self) -> None:
+        self._windows = text.load(TextData(), CONTEXT_LENGTH).train
+
+    def __call__(self, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
+        """Tokens and targets of a step, each [size, CONTEXT_LENGTH] int64."""
+        generator = np.random.default_rng(step)
+        return self._windows[generator.integers(len(self._windows), size=size)]
+
+
+# ---- counting
+
+
+class _Operations(TorchDispatchMode):
+    """Counts what reaches the kernels of PyTorch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: Counter[str] = Counter()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        name = str(func).split(".")
+        if name[0] not in NO_WORK and name[1] not in NO_WORK:
+            self.found[name[1]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(work: Callable[[], object]) -> Counter[str]:
+    """How often some work calls each operation of PyTorch, by its name.
+
+    On a GPU most of them launch one kernel. Those that only read a number or make a view of
+    nothing new (`detach`) do not count.
+
+    Args:
+        work: What to do.
+    """
+    with _Operations() as counted:
+        work()
+    return counted.found
+
+
+# ---- timing
+
+
+def median_s(works: Mapping[str, Callable[[], object]], rounds: int = 9) -> dict[str, float]:
+    """Median seconds of several pieces of work, done in turn.
+
+    So a neighbour who keeps the machine busy for a while slows all of them. One round before does
+    not count.
+
+    Args:
+        works: `{"label": what to do}`.
+        rounds: That count.
+    """
+    found: dict[str, list[float]] = {label: [] for label in works}
+    for number in range(rounds + 1):
+        for label, work in works.items():
+            started = time.perf_counter()
+            work()
+            if number:
+                found[label].append(time.perf_counter() - started)
+    return {label: statistics.median(times) for label, times in found.items()}
