@@ -111,8 +111,14 @@ def median_s(works: Mapping[str, Callable[[], object]], rounds: int = 9) -> dict
     found: dict[str, list[float]] = {label: [] for label in works}
     for number in range(rounds + 1):
         for label, work in works.items():
-            started = time.perf_counter()
-            work()
+            taken = seconds_of(work)
             if number:
-                found[label].append(time.perf_counter() - started)
+                found[label].append(taken)
     return {label: statistics.median(times) for label, times in found.items()}
+
+
+def seconds_of(work: Callable[[], object]) -> float:
+    """Seconds of some work, done once."""
+    started = time.perf_counter()
+    work()
+    return time.perf_counter() - started

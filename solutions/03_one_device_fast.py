@@ -1,0 +1,1075 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 03 · One device, fast
+#
+# In lesson 02 you found where the time of a step goes. In this lesson you take it away, one rung of a ladder after the
+# other: smaller numbers, fewer operations, less memory traffic, fewer launches. Each rung helps against one kind of
+# cost. So before each one you say what it should gain, and then you measure.
+#
+# ## Goals
+#
+# - name the three costs of a step (arithmetic, bytes, launches) and say which of them a setting reduces;
+# - say what float32, tf32, bfloat16 and float16 can hold, and why weights stay in 32 bits;
+# - write a dynamic loss scaler, and a float16 step that uses it in the right order;
+# - write AdamW so that its number of calls does not grow with the number of weights;
+# - predict what fusion gains, when compiling pays, and when CUDA graphs do.
+#
+# **Time**: 60 minutes. **Needs**: lessons 00 to 02. Everything runs on one core of a CPU. What only a GPU can show is
+# said to be so, with published numbers.
+
+# %%
+import math
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from labcode.hardware import cpu_name
+from labcode.models import gpt
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l03
+from labcode.teach.figures import plot
+from labcode.teach.labs import l03_race
+from labcode.teach.labs.l03_step import Batches, median_s, new_model
+from labcode.teach.labs.l03_step import operations, seconds_of
+from labcode.teach.progress import status
+from labcode.train import loss_scale
+
+torch.set_num_threads(1)  # a neighbour on the other core disturbs less
+batches = Batches()
+
+# %% [markdown]
+# ## 1. What a step is made of
+#
+# A device spends a step on three things:
+#
+# - **arithmetic**: the matrix products. Counted in floating-point operations (FLOPs);
+# - **bytes**: everything else mostly waits for memory. An addition of two large tensors reads two numbers and writes
+#   one for a single FLOP;
+# - **launches**: each operation has to be started. On a GPU the processor puts a **kernel** (a program for the device)
+#   into a queue, which takes some microseconds, however little the kernel has to do.
+#
+# | rung | fewer FLOPs per second needed? | fewer bytes | fewer launches |
+# |---|---|---|---|
+# | 16-bit products | the same FLOPs at a higher rate | half, where tensors become 16-bit | no |
+# | fused optimizer | no | yes | yes |
+# | torch.compile | no | yes | yes |
+# | CUDA graphs | no | no | all but one |
+#
+# How much does it bring? The HPC centre NERSC has published such a ladder, for a vision transformer that learns to
+# forecast weather on one A100 GPU, with 16 samples in a step. Each bar has all that the bars before it have.
+
+# %% tags=["figure"]
+A100 = {  # samples/s in the last epoch of each run of NERSC's README
+    "baseline": 8.81,
+    "4 data workers": 12.58,
+    "DALI": 13.19,
+    "bfloat16": 53.21,
+    "fused Adam": 53.31,
+    "torch.compile": 54.98,
+}
+plot.bars(
+    A100, ylabel="samples/s", title="Published: a ViT on one A100 (NERSC, 2024)",
+    alt="From the baseline of 8.8 samples per second to 12.6 with four data workers, "
+        "13.2 with DALI, 53 with bfloat16, 53 with a fused optimizer and 55 compiled",
+)
+
+# %% [markdown]
+# The first two rungs are those of lesson 02: they feed the device. The large one is precision. And one rung is hidden:
+# the baseline already multiplies in tf32, a format of the next section. With tf32 switched off, the DALI run falls from
+# 13.2 to 10.1 samples/s.
+#
+# Samples per second are hard to compare with a profile, so let us turn them into seconds. With 16 samples in a step,
+# 10.1 samples/s are 16 / 10.1 = 1.58 s for a step.
+#
+# **Predict.** How many seconds does a step take in the baseline and on the last rung? What part of the whole saving (in
+# seconds) is due to bfloat16?
+
+# %% tags=["predict"]
+baseline_s = 16 / 8.81
+last_s = 16 / 54.98
+part_of_bfloat16 = (16 / 13.19 - 16 / 53.21) / (16 / 8.81 - 16 / 54.98)
+
+# %% tags=["nbval-check-output"]
+step_s = {rung: 16 / rate for rung, rate in A100.items()}
+saved_s = step_s["baseline"] - step_s["torch.compile"]
+by_bfloat16_s = step_s["DALI"] - step_s["bfloat16"]
+compare("baseline", baseline_s, step_s["baseline"], unit="s", found="published")
+compare("last rung", last_s, step_s["torch.compile"], unit="s", found="published")
+part = by_bfloat16_s / saved_s
+compare("part of bfloat16", part_of_bfloat16, part, within=1.1, found="published")
+
+# %% [markdown]
+# Three fifths of the saving are precision. The fused optimizer saved next to nothing here, and NERSC says why: this
+# model's time is mostly in large matrix products. On another model it is another rung. So you need to know your step.
+#
+# Here is ours, a small GPT on 8 windows of 64 characters. A matrix product of [T, a] and [a, b] takes 2 T a b FLOPs, so
+# a weight costs 2 FLOPs for each token in forward. Backward takes twice as many, for the gradient of the input and that
+# of the weight. A training step with T tokens and N weights takes about **6 N T** FLOPs.
+#
+# **Predict.** Our model has 1.62 million weights, and a step has 512 tokens. How many FLOPs is that?
+
+# %% tags=["predict"]
+flops_guess = 6 * 1.62e6 * 512
+
+# %%
+model = new_model()
+tokens, targets = batches(0)
+
+
+def forward_backward():
+    gpt.loss(model(tokens), targets).backward()
+
+
+with FlopCounterMode(display=False) as counter:
+    forward_backward()
+flops = counter.get_total_flops()
+seconds = median_s({"step": forward_backward})["step"]
+calls = operations(forward_backward)
+
+compare("FLOPs", flops_guess, flops, unit="FLOP", within=1.1, found="counted")
+print(f"{sum(calls.values())} operations; the most frequent: {calls.most_common(3)}")
+print(f"{cpu_name()}: {seconds * 1e3:.0f} ms, {flops / seconds / 1e9:.0f} GFLOP/s")
+
+# %% [markdown]
+# The formula counts a few weights that are only looked up, and leaves out the products within attention. For short
+# sequences both are small.
+#
+# **Takeaway: a step is arithmetic, bytes and launches. A rung that reduces what your step hardly has will gain hardly
+# anything.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 8 minutes. People take the ratio of the rates (53 - 13) / (55 - 9) = 0.87 for the part of
+# bfloat16. Rates do not add up, seconds do: it is 0.60. Ask: which rung would be the largest if the data rungs were left
+# out? And: why is 8.81 used where the README's text says "around 8.8"? (The bars are the last epoch of each log.)
+
+# %% [markdown]
+# ## 2. Numbers of 16 bits
+#
+# A floating-point number is ± 1.f · 2^e. The bits of the **exponent** e decide how large and how small a number can be,
+# its **range**. The bits of the **fraction** f decide how close two numbers lie, their **spacing**.
+
+# %% tags=["figure"]
+plot.formats(
+    {"float32": (8, 23), "tf32": (8, 10), "bfloat16": (8, 7), "float16": (5, 10)},
+    title="bfloat16 keeps the range of float32, float16 keeps more digits",
+    alt="float32 has 8 bits of exponent and 23 of fraction, tf32 8 and 10, bfloat16 8 "
+        "and 7, float16 5 and 10; each has one bit for the sign",
+)
+
+# %% [markdown]
+# Between 2^e and 2^(e+1) there are 2^f numbers for f bits of fraction, evenly spaced. So their spacing is 2^(e-f). For
+# example, between 1 and 2 (e = 0) the bfloat16 numbers lie 2^-7 = 0.0078 apart. A result that is not among them is
+# rounded to the nearest one. If it lies in the middle, it goes to the neighbour whose last bit is 0.
+#
+# tf32 is not a format for storing. Tensor cores of a GPU read float32 factors, use 10 bits of their fraction, and add
+# up in float32.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.1 · How far to the next number?
+#
+# Write a function that gives the distance from |x| to the next larger number of a format with so many bits of fraction.
+# x is not 0, it may be negative, and it is not so tiny that the format runs out of exponents. One to three lines.
+
+# %% tags=["exercise"]
+def spacing(x, fraction_bits):
+    """The distance from |x| to the next larger number."""
+    ### BEGIN SOLUTION
+    exponent = math.floor(math.log2(abs(x)))
+    return 2.0 ** (exponent - fraction_bits)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("3.1", lambda: l03.spacing(spacing))
+
+# %% [markdown]
+# The range of float16: exponents go from -14 to 15, so the largest number is about 2^16. Below 2^-14 there are still
+# **subnormal** numbers, evenly spaced by 2^-24 down to 0. So the smallest is 2^-24 = 6.0e-8, and what is less than half
+# of it becomes 0.
+#
+# **Predict.** What becomes of 1 + 2^-9 in bfloat16 (f = 7) and in float16 (f = 10)? What becomes of a gradient of 1e-8
+# in float16 and of 70,000 in float16? (Write `math.inf` for infinity.)
+
+# %% tags=["predict"]
+in_bfloat16 = 1.0
+in_float16 = 1 + 2**-9
+small_gradient = 0.0
+large_gradient = math.inf
+
+# %% tags=["nbval-check-output"]
+def rounded(x, dtype):
+    return torch.tensor(x, dtype=torch.float64).to(dtype).item()
+
+compare("1 + 2^-9, bfloat16", in_bfloat16, rounded(1 + 2**-9, torch.bfloat16), within=1)
+compare("1 + 2^-9, float16", in_float16, rounded(1 + 2**-9, torch.float16), within=1)
+compare("1e-8, float16", small_gradient, rounded(1e-8, torch.float16), within=1)
+compare("70,000, float16", large_gradient, rounded(70_000.0, torch.float16), within=1)
+print("1e-8 in bfloat16:", rounded(1e-8, torch.bfloat16))
+
+# %% [markdown]
+# So bfloat16 loses digits and float16 loses range. A matrix product forgives lost digits: it adds up many numbers,
+# their rounding errors partly cancel, and the device adds in float32. An **update** does not forgive. Take a weight of
+# 1.0, and subtract 0.001 from it a hundred times.
+#
+# **Predict.** What is the weight after 100 updates, in float32 and in bfloat16? (Just below 1 the spacing of bfloat16 is
+# 2^-8.)
+
+# %% tags=["predict"]
+weight_in_float32 = 0.9
+weight_in_bfloat16 = 1.0
+
+# %% tags=["nbval-check-output"]
+found = {}
+for dtype in (torch.float32, torch.bfloat16):
+    weight = torch.ones((), dtype=dtype)
+    for _ in range(100):
+        weight -= 0.001
+    found[dtype] = weight.item()
+compare("float32", weight_in_float32, found[torch.float32], within=1.01)
+compare("bfloat16", weight_in_bfloat16, found[torch.bfloat16], within=1)
+
+# %% [markdown]
+# Each update is less than half the spacing, and each one is rounded away. It is not a matter of bad luck: after a
+# million updates the weight would still be 1. So the weights are kept in float32, as **master weights**, and 16-bit
+# copies of them are made for the products. In PyTorch **autocast** does this: within its block, matrix products get
+# 16-bit copies of their factors, and sums that need digits (softmax, the norms, the loss) are computed in float32.
+#
+# How many weights would be stuck in our model, one step with a learning rate of 1e-4?
+
+# %%
+def share_that_moves(dtype, lr):
+    """Of all weights, in one step of AdamW; the weights themselves have this dtype."""
+    model = new_model().to(dtype)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=0)
+    before = nn.utils.parameters_to_vector(model.parameters()).detach().clone()
+    gpt.loss(model(tokens), targets).backward()
+    optimizer.step()
+    after = nn.utils.parameters_to_vector(model.parameters()).detach()
+    return (after != before).float().mean().item()
+
+for lr in (1e-3, 1e-4, 1e-5):
+    wide = share_that_moves(torch.float32, lr)
+    narrow = share_that_moves(torch.bfloat16, lr)
+    print(f"lr {lr:g}: of the weights move {wide:4.0%} in float32, {narrow:4.0%} in bfloat16")
+
+# %% [markdown]
+# At a learning rate of 1e-3 nobody notices. When the rate falls, at the end of a training, fewer and fewer weights
+# move. Pure bfloat16 weights train, and stop too early.
+#
+# **What autocast does to memory, speed and loss.** What backward needs is saved in the dtype in which it was computed.
+# The factors of products become half as large. What the norms, softmax and loss save stays as it is, and so does the
+# stream of activations between the layers.
+#
+# **Predict.** How large is what autograd saves with bfloat16 autocast, as a part of what it saves in float32: 1/2,
+# between 1/2 and 1, or 1? Write a number.
+
+# %% tags=["predict"]
+saved_ratio = 0.75
+
+# %%
+def autocast(dtype):
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+
+def saved_by_forward(dtype):
+    with saved_bytes(model) as saved, autocast(dtype):
+        loss = gpt.loss(model(tokens), targets)
+        num_bytes = saved.total()
+    loss.backward()
+    return num_bytes
+
+in_32_bits = saved_by_forward(torch.float32)
+in_16_bits = saved_by_forward(torch.bfloat16)
+print(f"float32 {in_32_bits / 1e6:.1f} MB, bfloat16 {in_16_bits / 1e6:.1f} MB")
+compare("saved", saved_ratio, in_16_bits / in_32_bits, within=1.15)
+
+# %% [markdown]
+# Now speed and loss. Speed depends on the device. A GPU since 2017 multiplies float16 on tensor cores, since 2020
+# bfloat16 and tf32. A CPU may have a unit for bfloat16 (Intel's AMX, or AVX512-BF16) and none for float16. Then float16
+# is converted, and costs time.
+#
+# Let us train the same model from the same weights in all three.
+
+# %%
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+NUM_STEPS = 40
+
+def trained(dtype, num_steps=NUM_STEPS):
+    """The loss of each step."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    losses = []
+    for step in range(num_steps):
+        tokens, targets = batches(step)
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        status(f"{dtype}: step {step + 1} of {num_steps}")
+    return losses
+
+losses = {str(dtype).removeprefix("torch."): trained(dtype) for dtype in DTYPES}
+
+# %% tags=["figure"]
+plot.lines(
+    losses, xlabel="step", ylabel="loss (nats per character)", marks=False,
+    title="Three dtypes, one curve", wide="float32",
+    alt="The losses of float32, bfloat16 and float16 fall together over 40 steps and "
+        "lie on each other",
+)
+
+# %% [markdown]
+# The curves lie on each other. And time? **Predict.** How many times as fast as float32 is a forward and backward in
+# bfloat16, and in float16, on this CPU? Look at the next line first: it says what your CPU has.
+
+# %%
+flags = torch.cpu.get_capabilities()
+print("units for bfloat16:", flags.get("amx_bf16") or flags.get("avx512_bf16"))
+print("units for float16 products:", flags.get("amx_fp16"))
+
+# %% tags=["predict"]
+bfloat16_speedup = 1.6
+float16_speedup = 0.9
+
+# %%
+def work_in(dtype):
+    def work():
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        loss.backward()
+    return work
+
+times = median_s({str(dtype)[6:]: work_in(dtype) for dtype in DTYPES}, rounds=15)
+base_s = times["float32"]
+compare("bfloat16", bfloat16_speedup, base_s / times["bfloat16"], within=1.7)
+compare("float16", float16_speedup, base_s / times["float16"], within=1.7)
+
+# %% [markdown]
+# bfloat16 gains where there is a unit for it, and float16 gains nothing on a CPU without one. The matrix products alone
+# would gain far more. Everything between them, which autocast leaves in float32, takes as long as before, and there are
+# conversions on top. Large layers gain more than small ones. On the A100 of section 1 it was a factor of four.
+#
+# **Takeaway: bfloat16 has the range of float32 and 2 to 3 digits. Products forgive that, updates do not. So compute in
+# 16 bits, and keep weights and optimizer in 32.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. On a CPU without bfloat16 units (most laptops before 2023) the ratios are below 1:
+# let people say what they got, and collect capabilities against ratios on the board. Ask: does a larger bfloat16 weight
+# get stuck earlier or later? (Earlier: the spacing grows with it, and AdamW's update does not.) One remedy is
+# *stochastic rounding*: round up with the probability that keeps the mean right.
+
+# %% [markdown]
+# ## 3. float16 needs a scaled loss
+#
+# Many GPUs before 2020 have no bfloat16, and float16 has 8 times as many numbers between 1 and 2. Its problem is the range.
+# Our model trained without trouble, because its gradients are large. Now let the batch be accumulated from m = 1024
+# micro-batches. Each backward then starts from loss / 1024, and all its gradients are 1024 times as small. (Large models
+# have small gradients as well: their weights are many, and each has its small part.)
+#
+# The picture shows the true gradients, computed in float32, over what float16 can hold.
+
+# %%
+def gradients(dtype, factor):
+    """All gradients of `factor * loss`, in one row."""
+    model = new_model()
+    with autocast(dtype):
+        loss = gpt.loss(model(tokens), targets)
+    (loss * factor).backward()
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+true = gradients(torch.float32, 1 / 1024)
+
+# %% tags=["figure"]
+plot.gradient_range(
+    {"loss / 1024": true, "loss / 1024, times 65536": true * 2**16},
+    least=2**-25, most=65504, title="A scale moves the gradients, not their order",
+    alt="Without a scale a part of the gradients lies below the smallest float16; "
+        "times 65536 all of them lie within its range",
+)
+
+# %% [markdown]
+# The remedy: multiply the loss by s before backward. Backward is linear, so all gradients are multiplied by s. Divide
+# them by s again in float32, before the optimizer. If s is a power of two, nothing is rounded on the way.
+#
+# How large may s be? The largest float16 is 65,504. For example, with a largest gradient of 0.5 and s = 2^16 the largest
+# scaled one is 32,768, which fits, and with s = 2^17 it would be 65,536, which does not.
+#
+# **Predict.** The next cell prints the largest gradient of loss (not of loss / 1024). What is the largest power of two
+# that fits? Compute it.
+
+# %%
+largest = gradients(torch.float32, 1).abs().max().item()
+print(f"largest gradient: {largest:.4f}")
+
+# %% tags=["predict"]
+largest_scale = 2 ** math.floor(math.log2(65504 / largest))
+
+# %%
+fitting = 1
+while gradients(torch.float16, 2 * fitting).isfinite().all():
+    fitting *= 2
+compare("largest scale", largest_scale, fitting, within=2)
+
+# %% [markdown]
+# (Within a factor of two: gradients of activations travel through backward as well, and one of them may be larger than
+# those of all weights.)
+#
+# During a training the gradients change, and with them the best s. So it is found by trying, **dynamically**:
+#
+# - begin large, with 2^16;
+# - if any gradient is not finite, leave out this update, and halve s;
+# - after 2000 good steps in a row double s.
+#
+# A step that is left out costs little. It happens a few times at the start, and then once in 2000 steps or less.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.2 · A dynamic loss scaler
+#
+# Write the three methods. `params` may be any iterable of parameters, and it can be gone through only once. About 15
+# lines.
+#
+# - `backward` computes the gradients of `scale * loss`. The loss itself stays as it is, because it is logged.
+# - `unscale` divides every `.grad` by the scale, in place, and returns whether **all** of them are finite. A parameter
+#   that took no part has `.grad` None. `tensor.isfinite()` is False for inf and NaN.
+# - `update` gets that answer and changes `scale`, by the rules above.
+
+# %% tags=["exercise"]
+class Scaler:
+    """A dynamic loss scale."""
+
+    def __init__(self, scale=2.0**16, growth_interval=2000):
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0  # in a row
+
+    def backward(self, loss):
+        """Compute the gradients of `scale * loss`."""
+        ### BEGIN SOLUTION
+        (loss * self.scale).backward()
+        ### END SOLUTION
+
+    def unscale(self, params):
+        """Divide all gradients by the scale; True if all of them are finite."""
+        ### BEGIN SOLUTION
+        finite = True
+        for param in params:
+            if param.grad is None:
+                continue
+            param.grad /= self.scale
+            if not param.grad.isfinite().all():
+                finite = False
+        return finite
+        ### END SOLUTION
+
+    def update(self, finite):
+        """Halve the scale, count a good step, or double it."""
+        ### BEGIN SOLUTION
+        if not finite:
+            self.scale /= 2
+            self.good_steps = 0
+            return
+        self.good_steps += 1
+        if self.good_steps == self.growth_interval:
+            self.scale *= 2
+            self.good_steps = 0
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("3.2", lambda: l03.scaler(Scaler))
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.3 · A step in float16
+#
+# Now the whole step, with what belongs to it in practice: several micro-batches, and **clipping** (if the norm of all
+# gradients is larger than `max_norm`, they are scaled down together to that norm). It may use your scaler's three
+# methods; the check brings its own scaler.
+#
+# - `micro_batches` is a list of (tokens, targets); the loss of a step is the mean of theirs.
+# - Forward and loss run within `torch.autocast("cpu", dtype=torch.float16)`, backward outside of it.
+# - `nn.utils.clip_grad_norm_(params, max_norm)` clips. Where does it belong?
+# - If a gradient is not finite, the weights stay as they are, and the scaler has to know.
+#
+# About 10 lines.
+
+# %% tags=["exercise"]
+def train_step(model, optimizer, scaler, micro_batches, max_norm):
+    """One update from all micro-batches together."""
+    ### BEGIN SOLUTION
+    optimizer.zero_grad()
+    for tokens, targets in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = gpt.loss(model(tokens), targets)
+        scaler.backward(loss / len(micro_batches))
+    finite = scaler.unscale(model.parameters())
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    scaler.update(finite)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("3.3", lambda: l03.train_step(train_step))
+
+# %% [markdown]
+# PyTorch has this as `torch.amp.GradScaler`. Let us train with loss / 1024 in float32, in float16 alone, and in float16
+# with PyTorch's scaler. AdamW divides a gradient by its own size, so in float32 the factor 1/1024 changes nothing.
+#
+# **Predict.** What does float16 alone do: "diverge", "stand still" or "the same"?
+
+# %% tags=["predict"]
+float16_alone = "stand still"
+
+# %%
+def trained_small(dtype, scaled):
+    """Losses of a training on loss / 1024."""
+    model = new_model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
+    losses = []
+    for step in range(NUM_STEPS):
+        tokens, targets = batches(step)
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        scaler.scale(loss / 1024).backward()
+        scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        scaler.step(optimizer)  # leaves the update out if a gradient is not finite
+        scaler.update()
+        losses.append(loss.item())
+        status(f"{dtype}: step {step + 1} of {NUM_STEPS}")
+    return losses
+
+small = {
+    "float32": trained_small(torch.float32, scaled=False),
+    "float16": trained_small(torch.float16, scaled=False),
+    "float16 with GradScaler": trained_small(torch.float16, scaled=True),
+}
+ends = {label: sum(losses[-5:]) / 5 for label, losses in small.items()}
+print({label: round(loss, 2) for label, loss in ends.items()})
+
+# %% tags=["figure"]
+plot.lines(
+    small, xlabel="step", ylabel="loss (nats per character)", marks=False,
+    title="loss / 1024: float16 alone stops learning", wide="float32",
+    alt="float32 and float16 with a scaler fall together; float16 alone stays near "
+        "3.4 nats, where only the frequencies of characters are learned",
+)
+
+# %%
+share_of_zeros = (gradients(torch.float16, 1 / 1024) == 0).float().mean().item()
+print(f"zeros among the gradients of the first step: {share_of_zeros:.0%}")
+verdict = "stand still" if ends["float16"] > ends["float32"] + 0.1 else "the same"
+compare("float16 alone", float16_alone, verdict, within=1)
+
+# %% [markdown]
+# Nothing failed and nothing was printed: no NaN, no error, and the loss even falls at first. Only the frequencies of the
+# characters are learned, with the few gradients that are large enough. This is what too small a gradient looks like.
+#
+# Here is labcode's scaler. It decides by the norm of the whole gradient, for a reason that comes with several ranks:
+# the norm is the same number on each of them, so all leave out the same steps, and nobody has to ask.
+
+# %%
+show_source(loss_scale.LossScaler.unscale)
+show_source(loss_scale.LossScaler.update)
+
+# %% [markdown]
+# **Two mistakes of order.** The first is silent: clipping before unscaling. Take a true norm of 1.5 and max_norm 1, with
+# s = 2^16.
+#
+# **Predict.** What is the norm that reaches the optimizer, if you clip first and unscale then?
+
+# %% tags=["predict"]
+norm_at_the_optimizer = 1 / 2**16
+
+# %% tags=["nbval-check-output"]
+weight = nn.Parameter(torch.zeros(1))
+weight.grad = torch.tensor([1.5 * 2**16])  # as a scaled backward leaves it
+nn.utils.clip_grad_norm_([weight], 1.0)
+weight.grad /= 2**16
+compare("norm", norm_at_the_optimizer, weight.grad.norm().item(), within=1.01)
+
+# %% [markdown]
+# With plain SGD the training would stand still. AdamW hides the mistake, because it divides the factor out again, and
+# what remains is that every step is clipped.
+#
+# The second mistake PyTorch catches. Somebody unscales in the loop over micro-batches:
+
+# %% tags=["raises-exception"] raises="RuntimeError: unscale_() has already been called"
+optimizer = torch.optim.AdamW(model.parameters())
+scaler = torch.amp.GradScaler("cpu")
+for tokens, targets in (batches(0), batches(1)):
+    with autocast(torch.float16):
+        loss = gpt.loss(model(tokens), targets)
+    scaler.scale(loss / 2).backward()
+    scaler.unscale_(optimizer)  # belongs after the loop
+
+# %% [markdown]
+# The first half would be divided by s twice.
+#
+# **Takeaway: scale, backward, unscale, look whether all is finite, clip, step, update the scale. float16 needs it,
+# bfloat16 does not.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 18 minutes. What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not set back,
+# `finite` of the last parameter only, clipping first. Ask: why is the learning-rate schedule often one step ahead in
+# float16 logs? (`scheduler.step()` was called for a step that was left out; PyTorch warns.) Ask also what happens to a
+# model whose loss is NaN at any scale. (GradScaler halves s for ever and leaves out every step: look at s in your log.)
+
+# %% [markdown]
+# ## 4. The optimizer: hundreds of small operations
+#
+# AdamW does this with each weight w, for its gradient g, in step t:
+#
+#     w = (1 - lr * decay) * w                               decay
+#     m = beta1 * m + (1 - beta1) * g                        mean of the gradients
+#     v = beta2 * v + (1 - beta2) * g * g                    mean of their squares
+#     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+#
+# Written as a loop over the parameters, PyTorch takes 9 operations for each of them: one counts the step, one is for the
+# decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many launches.
+#
+# **Predict.** Our model has 28 parameters (tensors). How many operations does a step take as a loop? And with
+# `foreach`, where each operation takes the **list** of all parameters? (That one has 10 operations, since the mean of
+# the squares takes its numbers another way.) And with `fused`, where one operation does all but count the step?
+
+# %% tags=["predict"]
+as_a_loop = 9 * 28
+as_foreach = 10
+as_fused = 2
+
+# %% tags=["nbval-check-output"]
+def adamw_of(model, how):
+    params = model.parameters()
+    fused, foreach = how == "fused", how == "foreach"
+    optimizer = torch.optim.AdamW(params, lr=1e-9, fused=fused, foreach=foreach)
+    optimizer.step()  # the first step makes the state
+    return optimizer
+
+HOWS = ("loop", "foreach", "fused")
+counts = {how: sum(operations(adamw_of(model, how).step).values()) for how in HOWS}
+compare("loop", as_a_loop, counts["loop"], within=1.05, found="counted")
+compare("foreach", as_foreach, counts["foreach"], within=1.2, found="counted")
+compare("fused", as_fused, counts["fused"], within=1, found="counted")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.4 · AdamW on lists
+#
+# Write the step with `torch._foreach_*`: these take lists of tensors, and do one thing to all of them. As with tensors, a
+# name that ends in an underscore writes into its first argument. You need, for instance:
+#
+# - `torch._foreach_mul_(list, number)`, and `add_`, `div_` alike;
+# - `torch._foreach_lerp_(a, b, weight)`: a = a + weight * (b - a);
+# - `torch._foreach_addcmul_(a, b, c, number)`: a = a + number * b * c;
+# - `torch._foreach_addcdiv_(a, b, c, number)`: a = a + number * b / c;
+# - `torch._foreach_sqrt(list)`, which gives a new list.
+#
+# All is in place, in the order of the formulas; the gradients stay as they are. About 10 lines. The check compares with
+# AdamW in float64, and counts your operations for 4 tensors and for 20.
+
+# %% tags=["exercise"]
+@torch.no_grad()
+def adamw(weights, grads, means, squares, step,
+          lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1):
+    """One step of AdamW on lists of tensors; `step` counts from 1."""
+    ### BEGIN SOLUTION
+    torch._foreach_mul_(weights, 1 - lr * decay)
+    torch._foreach_lerp_(means, grads, 1 - beta1)
+    torch._foreach_mul_(squares, beta2)
+    torch._foreach_addcmul_(squares, grads, grads, 1 - beta2)
+    roots = torch._foreach_sqrt(squares)
+    torch._foreach_div_(roots, math.sqrt(1 - beta2**step))
+    torch._foreach_add_(roots, eps)
+    torch._foreach_addcdiv_(weights, means, roots, -lr / (1 - beta1**step))
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("3.4", lambda: l03.adamw(adamw))
+
+# %% [markdown]
+# What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all tensors,
+# so it saves launches. It saves no bytes: each operation still reads and writes all of its lists. The fused one saves
+# both. It reads w, g, m and v once and writes w, m and v once.
+#
+# **On a CPU** PyTorch has no such kernel for lists: a foreach operation is a loop in C++ over the tensors.
+#
+# **Predict.** How many times as fast as the loop is `fused` here? Count bytes: as a loop, the operations above read and
+# write about 22 numbers for each weight, and fused 7.
+
+# %% tags=["predict"]
+fused_speedup = 22 / 7
+
+# %%
+wide = new_model()
+deep = new_model(num_layers=24, hidden_size=32)  # many small weights
+for small_model in (wide, deep):
+    for param in small_model.parameters():
+        param.grad = torch.ones_like(param)
+
+optimizer_s = {}
+for label, kind in (("28 large", wide), ("292 small", deep)):
+    works = {how: adamw_of(kind, how).step for how in HOWS}
+    optimizer_s[label] = median_s(works, rounds=25)
+    loop_s = optimizer_s[label]["loop"]
+    shares = {how: f"{loop_s / s:.1f}" for how, s in optimizer_s[label].items()}
+    print(f"{label:>10} parameters: as fast as the loop {shares}")
+large = optimizer_s["28 large"]
+compare("fused", fused_speedup, large["loop"] / large["fused"], within=2.5)
+
+# %% [markdown]
+# The fused one gains on both models: bytes on the one, calls on the other. foreach, which is the default on a GPU, gains
+# on a CPU at most what the calls from Python cost.
+#
+# **Takeaway: an optimizer is memory traffic and launches. foreach saves launches, fused saves both.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 12 minutes. What goes wrong: decay in the gradient (Adam with L2), eps before the correction,
+# and `torch._foreach_sqrt_`, which destroys v. The 22 numbers: step 0, decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2,
+# add 2, addcdiv 4, and some temporaries. Ask: why is foreach not the default everywhere? (It needs a temporary copy of
+# all roots at once, the size of the weights.)
+
+# %% [markdown]
+# ## 5. torch.compile: fewer bytes by fusion
+#
+# What the fused optimizer has by hand, `torch.compile` does by itself. It records which operations a function makes, and
+# writes new kernels in which neighbouring elementwise operations are **fused**: a number is read once, goes through all
+# of them in a register, and is written once. On a GPU the kernels are written in Triton, on a CPU in C++. Matrix
+# products stay what they are.
+
+# %% tags=["figure"]
+plot.fusion(
+    ["* 2", "+ 1", "* 0.5", "- 3", "abs", "clamp"],
+    title="Six operations: twelve passes over memory, or two",
+    alt="One by one each of six operations reads its input from memory and writes its "
+        "result back; fused, only the first reads and only the last writes",
+)
+
+# %% [markdown]
+# Time of such a chain is bytes divided by the rate of the memory, whatever the arithmetic is.
+#
+# **Predict.** How many times as fast is the fused chain, by this model? For how many calls do you have to use it, until
+# 8 s of compiling are paid back, if a call took 2.5 ms and takes 0.5 ms afterwards?
+
+# %% tags=["predict"]
+fusion_speedup = 12 / 2
+calls_to_pay = 8 / (2.5e-3 - 0.5e-3)
+
+# %%
+def chain(x):
+    return ((x * 2 + 1) * 0.5 - 3).abs().clamp(max=1)
+
+x = torch.randn(2**20)
+compiled = torch.compile(chain)
+status("compiling: some 10 s, and more where others compute")
+compile_s = seconds_of(lambda: compiled(x))
+chain_s = median_s({"one by one": lambda: chain(x), "fused": lambda: compiled(x)}, 25)
+status("")
+
+gain_s = chain_s["one by one"] - chain_s["fused"]
+speedup = chain_s["one by one"] / chain_s["fused"]
+compare("fusion", fusion_speedup, speedup, within=3)
+compare("calls", calls_to_pay, 8 / 2e-3, within=1.01, found="computed")
+print(f"compiled in {compile_s:.0f} s: paid back after", end=" ")
+print(f"{compile_s / gain_s:,.0f} calls")
+
+# %% [markdown]
+# (A second run finds the kernel in a cache on the disk and compiles faster. The model of bytes is rough here: the
+# processor keeps a part of the tensors in its caches, and new memory for each result costs time of its own.)
+#
+# A chain like this gains what the bytes say. A whole model gains less, since most of its time is in matrix products. On
+# this CPU our GPT takes 20 to 40 s to compile and gains nothing that could be measured. On NERSC's A100 it was 3 %
+# (53.3 to 55.0 samples/s), for a first epoch that took 57 s and not 12.
+#
+# What `compile` cannot record (a `print`, an `.item()`, a decision by a value) breaks the graph in two, and a new shape
+# of the input is a new compilation. So batches should have one shape.
+#
+# **Takeaway: compiling saves bytes and launches between matrix products. It pays when steps saved times their number
+# exceed the compile time.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 7 minutes. The measured factor may lie on either side of 6: allocations (page faults) of five
+# temporaries make the slow side slower, caches make it faster. Ask: why is dropout + residual + norm a good candidate?
+# (Three elementwise or row-wise operations on the widest stream of the layer.)
+
+# %% [markdown]
+# ## 6. When launches are the bottleneck
+#
+# On a CPU an operation is done when its call returns. On a GPU the processor runs ahead: it launches kernels into a queue,
+# and the device works through it. As long as kernels take longer than launches, the queue is never empty, and launches
+# cost nothing. With short kernels the device waits for the processor.
+
+# %% tags=["figure"]
+plot.launches(
+    {
+        "long kernels: launches are hidden": (5, 12),
+        "short kernels: the device waits": (5, 2),
+        "short kernels as one graph": (0, 2),
+    },
+    title="A step takes as long as the slower of the two lanes",
+    alt="With long kernels the device is busy all the time; with short ones it waits "
+        "for each launch; as a graph, one launch starts all six kernels",
+)
+
+# %% [markdown]
+# A **CUDA graph** records all launches of a step once. Afterwards a single launch replays all of them, with the same kernels
+# on the same addresses. So shapes must not change, inputs are copied into the recorded ones, and nothing in the step
+# may ask the device for a value (no `.item()`, and no `if` on a gradient: a loss scaler has to decide on the device).
+#
+# With n kernels, a launch of l and a kernel of k microseconds, a step takes about max(n · l, n · k).
+#
+# **Predict.** A step has 1000 kernels and a launch takes 5 µs. How long is the step for k = 20 µs, and for k = 2 µs?
+# How many times as fast can a graph make each of the two?
+
+# %% tags=["predict"]
+long_ms = 1000 * 20e-3
+short_ms = 1000 * 5e-3
+graph_gain_long = 1.0
+graph_gain_short = 5 / 2
+
+# %% tags=["nbval-check-output"]
+def step_ms(kernels, launch_us, kernel_us):
+    return kernels * max(launch_us, kernel_us) / 1e3
+
+compare("k = 20", long_ms, step_ms(1000, 5, 20), within=1, found="computed")
+compare("k = 2", short_ms, step_ms(1000, 5, 2), within=1, found="computed")
+long_gain = step_ms(1000, 5, 20) / step_ms(1000, 0, 20)
+short_gain = step_ms(1000, 5, 2) / step_ms(1000, 0, 2)
+compare("graph, k = 20", graph_gain_long, long_gain, within=1, found="computed")
+compare("graph, k = 2", graph_gain_short, short_gain, within=1, found="computed")
+
+# %% [markdown]
+# There are no CUDA graphs on a CPU, but the same overhead can be seen: the time of an addition against its size. Where the
+# line is flat, all you pay for is the call.
+
+# %%
+SIZES = [2**power for power in range(0, 23, 2)]
+addition_us = []
+for size in SIZES:
+    a, b, out = torch.ones(size), torch.ones(size), torch.empty(size)
+    repeats = max(1, 2**14 // size)
+
+    def additions():
+        for _ in range(repeats):
+            torch.add(a, b, out=out)
+
+    seconds = median_s({"add": additions})["add"]
+    addition_us.append(seconds / repeats * 1e6)
+
+# %% tags=["figure"]
+plot.lines(
+    {"one addition": addition_us}, x=SIZES, logx=True, logy=True,
+    xlabel="numbers in the tensor", ylabel="microseconds",
+    title="Below some thousand numbers the call is all you pay",
+    alt="The time of an addition is flat for small tensors and grows in proportion "
+        "to the size for large ones",
+)
+
+# %% [markdown]
+# Published gains of graphs on GPUs say the same as the model. In the MLPerf 1.0 runs on which PyTorch reported, Mask R-CNN
+# on 272 GPUs (with one image on each, so with short kernels) became 1.70 times as fast, and BERT on 4096 GPUs 1.12 times.
+# NERSC writes of an earlier model of its tutorial that it "does not benefit much": its kernels were long.
+#
+# **Takeaway: launches cost something only when the kernels are shorter than they are: small models, small batches,
+# many GPUs for one batch. Then record them once.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 6 minutes. Ask: what else helps when launches are the bottleneck? (A larger batch, fused
+# operations.) And: why is `loss.item()` in every step bad on a GPU, even without graphs? (The processor waits until the
+# queue is empty, and then starts with nothing launched ahead.)
+
+# %% [markdown]
+# ## 7. The whole ladder, here
+#
+# We climb it with our own step: 8 windows, forward, backward and AdamW. Each row has what the rows before it have. Beside
+# it stands NERSC's ladder, from the rung where the data are no longer in the way. Both are relative to their first rung.
+
+# %%
+def step_with(dtype, how):
+    model = new_model()
+    optimizer = adamw_of(model, how)
+
+    def step():
+        optimizer.zero_grad()
+        with autocast(dtype):
+            loss = gpt.loss(model(tokens), targets)
+        loss.backward()
+        optimizer.step()
+    return step
+
+here_s = median_s(
+    {
+        "float32": step_with(torch.float32, "loop"),
+        "bfloat16": step_with(torch.bfloat16, "loop"),
+        "fused optimizer": step_with(torch.bfloat16, "fused"),
+    },
+    rounds=15,
+)
+ladder = {
+    rung: {"here": here_s["float32"] / seconds} for rung, seconds in here_s.items()
+}
+published = {"float32": "DALI", "bfloat16": "bfloat16", "fused optimizer": "fused Adam"}
+for rung, name in published.items():
+    ladder[rung]["A100, published"] = A100[name] / A100["DALI"]
+ladder["torch.compile"] = {"A100, published": A100["torch.compile"] / A100["DALI"]}
+
+# %% tags=["figure"]
+plot.bars(
+    ladder, ylabel="times as fast as the first rung", fmt="{:.1f}",
+    title="The same ladder on two devices",
+    alt="On the A100 nearly all of the gain of four times comes from bfloat16; here "
+        "bfloat16 and the fused optimizer both gain",
+)
+
+# %% [markdown]
+# The same rungs, and other gains. NERSC's first rung is tf32, not float32, and its model has large matrix products, so
+# precision is all. Our step is small, and its optimizer takes a larger part of it. There is no bar for `torch.compile`
+# here: section 5 says why. `benchmarks/step.py` measures such a ladder on a GPU.
+#
+# **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 3.5 · Open end: reach a loss in the least time
+#
+# A training has a goal, not a number of steps. Choose the settings with which our GPT reaches 2.9 nats on windows that
+# it does not train on, as soon as possible: `l03_race.Settings(batch, dtype, optimizer, attention)`. The learning rate
+# is fixed. The baseline is a batch of 32 in float32 with the loop.
+#
+# - `batch` is 4, 8, 16 or 32; `dtype` "float32", "bfloat16" or "float16" (with a scaler); `optimizer` "for_loop",
+#   "foreach" or "fused"; `attention` "fused" or "math" (plain operations in the place of one kernel).
+# - Time is steps × seconds for a step. `l03_race.steps_to_target(settings)` counts the steps, None if 120 are not
+#   enough; `l03_race.step_seconds(one, other)` times a step of each.
+# - Say also how many times as fast as the baseline it will be. Do not try everything: measure the two parts, and
+#   multiply.
+#
+# | | |
+# |---|---|
+# | reaches the loss | required |
+# | at least 3 times as fast as the baseline | required |
+# | your prediction within a factor of 2 | required |
+#
+# The check runs both, in turn. On a CPU without a unit for bfloat16 another dtype may win.
+
+# %% tags=["exercise"]
+### BEGIN SOLUTION
+settings = l03_race.Settings(batch=8, dtype="bfloat16", optimizer="fused")
+predicted_speedup = 6.0
+### END SOLUTION
+
+# %% tags=["check"]
+check("3.5", lambda: l03.race(settings, predicted_speedup))
+
+# %% [markdown]
+# A batch of 4 has the quickest steps of all, and needs so many more of them that it loses: its gradients are too noisy
+# for this learning rate. Between 8 and 32 the number of steps hardly changes, so the smaller batch wins on one small
+# device. Lesson 06 is about where that ends.
+
+# %% tags=["solution-only"]
+for batch in l03_race.SIZES:
+    choice = l03_race.Settings(batch=batch, dtype="bfloat16", optimizer="fused")
+    print(f"batch {batch:2}: {l03_race.steps_to_target(choice)} steps")
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes with section 7. People choose the largest batch, because it has the most samples per
+# second. That is the wrong measure: samples are not progress. Others choose batch 4 by the time of a step. Ask: how
+# would the winner change on an A100, where a batch of 8 takes as long as one of 64? (Then the larger batch is free.)
+
+# %% [markdown]
+# ## 8. From here to GPUs and SLURM
+#
+# | rung | in labcode | in plain PyTorch |
+# |---|---|---|
+# | tf32 | `--train.dtype tf32` | `torch.set_float32_matmul_precision("high")` |
+# | bfloat16, the default on a GPU | `--train.dtype bfloat16` | `torch.autocast("cuda", torch.bfloat16)` |
+# | float16 with a loss scaler | `--train.dtype float16` | and `torch.amp.GradScaler("cuda")` |
+# | fused optimizer | (always) | `AdamW(..., fused=True)` |
+# | compile | | `torch.compile(model)` |
+# | CUDA graphs | | `torch.compile(model, mode="reduce-overhead")`, `torch.cuda.graph` |
+#
+# On a GPU: `python -m labcode.train gpt_10m --train.dtype bfloat16`. In a job on SLURM the same line stands behind
+# `srun`, with one GPU: `srun --gpus=1 python -m labcode.train gpt_10m --train.dtype bfloat16`. Measure on a node that you
+# have for yourself, and leave out the first steps: they compile, allocate and warm up.
+#
+# Climb in this order: feed the device (lesson 02), bfloat16, fused optimizer and attention, a batch that fills the device,
+# compile. Try CUDA graphs when a profile shows gaps between short kernels.
+#
+# ## Questions
+#
+# **1.** A colleague stores a sum of 10,000 losses, each about 3, in bfloat16. What will the sum be?
+#
+# <details><summary>Answer</summary>
+#
+# It grows until half the spacing is more than 3: from 1024 to 2048 the spacing is 8, so adding 3 changes nothing. It
+# stays near 1024. Sums belong in float32.
+# </details>
+#
+# **2.** In a float16 run the scale falls from 65,536 to 1 within twenty steps, and the loss no longer changes. What
+# happened?
+#
+# <details><summary>Answer</summary>
+#
+# Every step was left out: some gradient is not finite at any scale. The fault is in the model or in the data (a
+# division by zero, the logarithm of 0), not in the range of float16.
+# </details>
+#
+# **3.** A step takes 40 ms, of which 30 ms are matrix products. What can torch.compile gain at most? And a device with
+# products 4 times as fast?
+#
+# <details><summary>Answer</summary>
+#
+# Compiling can take away at most the other 10 ms: 40 / 30 = 1.33 times as fast. With faster products 40 / (10 + 7.5) =
+# 2.3 times; afterwards the 10 ms are more than half, and compiling is worth more than before.
+# </details>
+#
+# **4.** Why does clipping come after unscaling, and the check for inf before both?
+#
+# <details><summary>Answer</summary>
+#
+# `max_norm` is meant for true gradients. And the norm of a gradient with an inf in it is inf: clipping would multiply by
+# 0 and turn it into NaN everywhere.
+# </details>
+#
+# **5.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank send?
+#
+# <details><summary>Answer</summary>
+#
+# 2 (p-1)/p · N numbers of 2 bytes: 4 (p-1)/p N bytes, half of those in float32.
+# </details>
+#
+# ## Recap
+#
+# | rung | attacks | gains when | costs |
+# |---|---|---|---|
+# | bfloat16 autocast | arithmetic, bytes of factors | the device has a unit for it, layers are large | digits |
+# | float16 with a scaler | the same | the same, without bfloat16 | range: a scaler, steps left out |
+# | foreach optimizer | launches | many small weights, on a GPU | a temporary copy |
+# | fused optimizer | launches and bytes | always a little | nothing |
+# | torch.compile | bytes, launches | much that is elementwise, one shape | 10 s to minutes |
+# | CUDA graphs | launches | kernels shorter than launches | fixed shapes and addresses |
+#
+# ## Sources
+#
+# - NERSC, *Deep Learning at Scale Training*, README, "Single GPU performance profiling and optimization" (logs of
+#   November 2024, A100 with 40 GB, batch 16): <https://github.com/NERSC/dl-at-scale-training>. The bars are epoch 4 of
+#   each log: baseline, 4 workers, DALI, AMP BF16, fused, JIT; 10.1 samples/s is its run with `NVIDIA_TF32_OVERRIDE=0`.
+# - NERSC, *SC22 tutorial*, "Using CUDA Graphs (optional)": <https://github.com/NERSC/sc22-dl-tutorial>.
+# - Nguyen et al. 2021, *Accelerating PyTorch with CUDA Graphs*, table 1:
+#   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>.
+# - Micikevicius et al. 2017, *Mixed Precision Training*, arXiv:1710.03740: master weights, loss scaling.
+# - Kalamkar et al. 2019, *A Study of BFLOAT16 for Deep Learning Training*, arXiv:1905.12322.
+# - Loshchilov and Hutter 2017, *Decoupled Weight Decay Regularization*, arXiv:1711.05101, algorithm 2.
+# - Kaplan et al. 2020, arXiv:2001.08361, section 2.1: 6 N FLOPs for a token.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/amp.html>,
+#   <https://docs.pytorch.org/docs/stable/notes/amp_examples.html>.
