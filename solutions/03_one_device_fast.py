@@ -38,14 +38,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from labcode.hardware import cpu_name
 from labcode.models import gpt
 from labcode.perf.saved_bytes import saved_bytes
+from labcode.perf.step import device_step
 from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l03
 from labcode.teach.figures import plot
 from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_step import Batches, median_s, new_model
-from labcode.teach.labs.l03_step import operations, seconds_of
+from labcode.teach.labs.l03_step import Batches, median_s, new_model, operations, seconds_of
 from labcode.teach.progress import status
 from labcode.train import loss_scale
+from labcode.train.device_speed import device_speed
 
 torch.set_num_threads(1)  # a neighbour on the other core disturbs less
 batches = Batches()
@@ -61,12 +62,12 @@ batches = Batches()
 # - **launches**: each operation has to be started. On a GPU the processor puts a **kernel** (a program for the device)
 #   into a queue, which takes some microseconds, however little the kernel has to do.
 #
-# | rung | fewer FLOPs per second needed? | fewer bytes | fewer launches |
+# | rung | arithmetic | bytes | launches |
 # |---|---|---|---|
-# | 16-bit products | the same FLOPs at a higher rate | half, where tensors become 16-bit | no |
-# | fused optimizer | no | yes | yes |
-# | torch.compile | no | yes | yes |
-# | CUDA graphs | no | no | all but one |
+# | 16-bit products | as many FLOPs, at a higher rate | half, where tensors become 16-bit | as many, or more |
+# | fused optimizer | the same | fewer | fewer |
+# | torch.compile | the same | fewer | fewer |
+# | CUDA graphs | the same | the same | one |
 #
 # How much does it bring? The HPC centre NERSC has published such a ladder, for a vision transformer that learns to
 # forecast weather on one A100 GPU, with 16 samples in a step. Each bar has all that the bars before it have.
@@ -146,6 +147,41 @@ print(f"{cpu_name()}: {seconds * 1e3:.0f} ms, {flops / seconds / 1e9:.0f} GFLOP/
 # %% [markdown]
 # The formula counts a few weights that are only looked up, and leaves out the products within attention. For short
 # sequences both are small.
+#
+# Now we can say how long each of the three costs takes. labcode measures three numbers of a device: the rate of a large
+# matrix product, the rate of the memory, and the time of an operation that has nothing to do. Then a step takes about
+#
+#     FLOPs / rate  +  bytes / bandwidth  +  operations * launch
+#
+# **Predict.** Which is the largest part of our step here: "arithmetic", "bytes" or "launches"?
+
+# %% tags=["predict"]
+largest_part = "arithmetic"
+
+# %%
+speed = device_speed(torch.device("cpu"), torch.float32)
+parts = device_step(model.config, speed, micro_batch=8)
+parts_ms = {
+    "arithmetic": parts.matmul_s * 1e3,
+    "bytes": parts.memory_s * 1e3,
+    "launches": parts.launch_s * 1e3,
+}
+print(f"{speed.flops_per_s / 1e9:.0f} GFLOP/s, {speed.bytes_per_s / 1e9:.0f} GB/s,", end=" ")
+print(f"{speed.launch_s * 1e6:.1f} us for a launch")
+largest = max(parts_ms, key=lambda name: parts_ms[name])
+compare("the largest part", largest_part, largest, found="computed")
+
+# %% tags=["figure"]
+plot.bars(
+    parts_ms, ylabel="milliseconds", fmt="{:.1f}",
+    title="Where a step of our GPT goes on this CPU, by the model",
+    alt="Of the three parts of a step arithmetic is the longest, then bytes; "
+        "launches hardly count on a CPU",
+)
+
+# %% [markdown]
+# In this sum the operations follow each other, and none is slower than its bytes or FLOPs say. Real steps take up to
+# twice as long (`benchmarks/predicted_step.py`). It is enough to see which rung to climb first.
 #
 # **Takeaway: a step is arithmetic, bytes and launches. A rung that reduces what your step hardly has will gain hardly
 # anything.**
@@ -322,6 +358,7 @@ def trained(dtype, num_steps=NUM_STEPS):
     return losses
 
 losses = {str(dtype).removeprefix("torch."): trained(dtype) for dtype in DTYPES}
+status()
 
 # %% tags=["figure"]
 plot.lines(
@@ -332,7 +369,7 @@ plot.lines(
 )
 
 # %% [markdown]
-# The curves lie on each other. And time? **Predict.** How many times as fast as float32 is a forward and backward in
+# The curves lie on each other, but for small differences. And time? **Predict.** How many times as fast as float32 is a forward and backward in
 # bfloat16, and in float16, on this CPU? Look at the next line first: it says what your CPU has.
 
 # %%
@@ -388,13 +425,14 @@ def gradients(dtype, factor):
     with autocast(dtype):
         loss = gpt.loss(model(tokens), targets)
     (loss * factor).backward()
-    return torch.cat([param.grad.flatten() for param in model.parameters()])
+    grads = [param.grad for param in model.parameters() if param.grad is not None]
+    return torch.cat([grad.flatten() for grad in grads])
 
 true = gradients(torch.float32, 1 / 1024)
 
 # %% tags=["figure"]
 plot.gradient_range(
-    {"loss / 1024": true, "loss / 1024, times 65536": true * 2**16},
+    {"loss / 1024": true, "times 65536": true * 2**16},
     least=2**-25, most=65504, title="A scale moves the gradients, not their order",
     alt="Without a scale a part of the gradients lies below the smallest float16; "
         "times 65536 all of them lie within its range",
@@ -558,6 +596,7 @@ small = {
     "float16": trained_small(torch.float16, scaled=False),
     "float16 with GradScaler": trained_small(torch.float16, scaled=True),
 }
+status()
 ends = {label: sum(losses[-5:]) / 5 for label, losses in small.items()}
 print({label: round(loss, 2) for label, loss in ends.items()})
 
@@ -643,12 +682,12 @@ for tokens, targets in (batches(0), batches(1)):
 # decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many launches.
 #
 # **Predict.** Our model has 28 parameters (tensors). How many operations does a step take as a loop? And with
-# `foreach`, where each operation takes the **list** of all parameters? (That one has 10 operations, since the mean of
-# the squares takes its numbers another way.) And with `fused`, where one operation does all but count the step?
+# `foreach`, where each of the 9 takes the **list** of all parameters? And with `fused`, where one operation does all but
+# count the step?
 
 # %% tags=["predict"]
 as_a_loop = 9 * 28
-as_foreach = 10
+as_foreach = 9
 as_fused = 2
 
 # %% tags=["nbval-check-output"]
@@ -707,10 +746,10 @@ check("3.4", lambda: l03.adamw(adamw))
 # **On a CPU** PyTorch has no such kernel for lists: a foreach operation is a loop in C++ over the tensors.
 #
 # **Predict.** How many times as fast as the loop is `fused` here? Count bytes: as a loop, the operations above read and
-# write about 22 numbers for each weight, and fused 7.
+# write 20 numbers for each weight, and fused 7.
 
 # %% tags=["predict"]
-fused_speedup = 22 / 7
+fused_speedup = 20 / 7
 
 # %%
 wide = new_model()
@@ -737,8 +776,8 @@ compare("fused", fused_speedup, large["loop"] / large["fused"], within=2.5)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. What goes wrong: decay in the gradient (Adam with L2), eps before the correction,
-# and `torch._foreach_sqrt_`, which destroys v. The 22 numbers: step 0, decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2,
-# add 2, addcdiv 4, and some temporaries. Ask: why is foreach not the default everywhere? (It needs a temporary copy of
+# and `torch._foreach_sqrt_`, which destroys v. The 20 numbers: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+# addcdiv 4. Ask: why is foreach not the default everywhere? (It needs a temporary copy of
 # all roots at once, the size of the weights.)
 
 # %% [markdown]
@@ -776,7 +815,7 @@ compiled = torch.compile(chain)
 status("compiling: some 10 s, and more where others compute")
 compile_s = seconds_of(lambda: compiled(x))
 chain_s = median_s({"one by one": lambda: chain(x), "fused": lambda: compiled(x)}, 25)
-status("")
+status()
 
 gain_s = chain_s["one by one"] - chain_s["fused"]
 speedup = chain_s["one by one"] / chain_s["fused"]
@@ -789,15 +828,16 @@ print(f"{compile_s / gain_s:,.0f} calls")
 # (A second run finds the kernel in a cache on the disk and compiles faster. The model of bytes is rough here: the
 # processor keeps a part of the tensors in its caches, and new memory for each result costs time of its own.)
 #
-# A chain like this gains what the bytes say. A whole model gains less, since most of its time is in matrix products. On
-# this CPU our GPT takes 20 to 40 s to compile and gains nothing that could be measured. On NERSC's A100 it was 3 %
-# (53.3 to 55.0 samples/s), for a first epoch that took 57 s and not 12.
+# A chain like this gains what the bytes say. A whole model gains less, since most of its time is in matrix products. When
+# this course was written, a small GPT took 22 to 39 s to compile on two cores of a CPU, and no gain could be measured.
+# On NERSC's A100 the last of four epochs gained 3 % (53.3 to 55.0 samples/s). The two before it gained nothing, and the
+# first took 57 s in the place of 12.
 #
 # What `compile` cannot record (a `print`, an `.item()`, a decision by a value) breaks the graph in two, and a new shape
 # of the input is a new compilation. So batches should have one shape.
 #
-# **Takeaway: compiling saves bytes and launches between matrix products. It pays when steps saved times their number
-# exceed the compile time.**
+# **Takeaway: compiling saves bytes and launches between matrix products. It pays when the time that it saves in all steps is
+# more than that of compiling.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 7 minutes. The measured factor may lie on either side of 6: allocations (page faults) of five
@@ -855,22 +895,22 @@ compare("graph, k = 2", graph_gain_short, short_gain, within=1, found="computed"
 # line is flat, all you pay for is the call.
 
 # %%
-SIZES = [2**power for power in range(0, 23, 2)]
-addition_us = []
-for size in SIZES:
+def addition_us(size):
+    """Microseconds of an addition of `size` numbers."""
     a, b, out = torch.ones(size), torch.ones(size), torch.empty(size)
-    repeats = max(1, 2**14 // size)
+    repeats = max(1, 2**16 // size)
 
     def additions():
         for _ in range(repeats):
             torch.add(a, b, out=out)
+    return median_s({"add": additions})["add"] / repeats * 1e6
 
-    seconds = median_s({"add": additions})["add"]
-    addition_us.append(seconds / repeats * 1e6)
+SIZES = [2**power for power in range(0, 23, 2)]
+times_us = [addition_us(size) for size in SIZES]
 
 # %% tags=["figure"]
 plot.lines(
-    {"one addition": addition_us}, x=SIZES, logx=True, logy=True,
+    {"one addition": times_us}, x=SIZES, logx=True, logy=True,
     xlabel="numbers in the tensor", ylabel="microseconds",
     title="Below some thousand numbers the call is all you pay",
     alt="The time of an addition is flat for small tensors and grows in proportion "
@@ -936,7 +976,7 @@ plot.bars(
 # %% [markdown]
 # The same rungs, and other gains. NERSC's first rung is tf32, not float32, and its model has large matrix products, so
 # precision is all. Our step is small, and its optimizer takes a larger part of it. There is no bar for `torch.compile`
-# here: section 5 says why. `benchmarks/step.py` measures such a ladder on a GPU.
+# here: section 5 says why.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
 
@@ -973,13 +1013,14 @@ check("3.5", lambda: l03.race(settings, predicted_speedup))
 
 # %% [markdown]
 # A batch of 4 has the quickest steps of all, and needs so many more of them that it loses: its gradients are too noisy
-# for this learning rate. Between 8 and 32 the number of steps hardly changes, so the smaller batch wins on one small
-# device. Lesson 06 is about where that ends.
+# for this learning rate. A batch of 32 needs no fewer steps than one of 8, and each takes longer. So 8 or 16 win on one
+# small device. (With other windows the numbers of steps differ by some tens.) Lesson 06 is about where this ends.
 
 # %% tags=["solution-only"]
-for batch in l03_race.SIZES:
+for batch in (4, 8, 16):
     choice = l03_race.Settings(batch=batch, dtype="bfloat16", optimizer="fused")
     print(f"batch {batch:2}: {l03_race.steps_to_target(choice)} steps")
+print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 10 minutes with section 7. People choose the largest batch, because it has the most samples per

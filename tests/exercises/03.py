@@ -241,6 +241,7 @@ class ReturnsEarly(AsInTheLesson):
             if param.grad is not None:
                 param.grad /= self.scale
                 return bool(param.grad.isfinite().all())
+        return None
 
 
 class ForgetsNone(AsInTheLesson):
@@ -471,9 +472,7 @@ def with_foreach(
 def without_in_place(
     weights, grads, means, squares, step, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1
 ):
-    new = torch._foreach_add(
-        torch._foreach_mul(means, beta1), torch._foreach_mul(grads, 1 - beta1)
-    )
+    new = torch._foreach_add(torch._foreach_mul(means, beta1), torch._foreach_mul(grads, 1 - beta1))
     torch._foreach_copy_(means, new)
     grad_squares = torch._foreach_mul(grads, grads)
     torch._foreach_copy_(

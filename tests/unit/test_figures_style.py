@@ -72,6 +72,12 @@ FIGURES = {
     "boxes": lambda alt: plot.boxes([((0, 0), (2, 4))], ((1, 1), (1, 3)), alt=alt),
     "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
     "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
+    "formats": lambda alt: plot.formats({"float16": (5, 10)}, alt=alt),
+    "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
+    "gradient_range": lambda alt: plot.gradient_range(
+        {"all": [0.5, 1e-9, 0.0]}, least=2**-25, most=65504, alt=alt
+    ),
+    "launches": lambda alt: plot.launches({"short": (5, 2)}, alt=alt),
     "second_attempt": lambda alt: plot.second_attempt(alt=alt),
     "step_breakdown": lambda alt: plot.step_breakdown({"a": STEP_TIMES}, alt=alt),
     "memory_timeline": lambda alt: plot.memory_timeline(STEP_MEMORY, alt=alt),

@@ -51,7 +51,7 @@ EXERCISES = {
         ),
     ),
     "3.5": Exercise(
-        "at the target in less than half the time, and you knew how much it would be",
+        "at the target in less than a third of the time, and you knew how much it would be",
         hints=(
             "a time is steps times seconds for a step. Which field changes which of the two?",
             "`l03_race.steps_to_target(settings)` and `l03_race.step_seconds(one, other)` tell "

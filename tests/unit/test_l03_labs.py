@@ -1,0 +1,70 @@
+"""What lesson 03 counts and races."""
+
+import pytest
+import torch
+
+from labcode.teach.labs import l03_by_hand, l03_race
+from labcode.teach.labs.l03_step import Batches, config, median_s, new_model, operations
+
+
+def test_the_model_has_the_weights_that_the_lesson_says():
+    assert round(config().num_parameters / 1e6, 2) == 1.62
+    assert len(list(new_model().parameters())) == 28
+    assert len(list(new_model(num_layers=24, hidden_size=32).parameters())) == 292
+
+
+def test_batches_are_the_same_at_each_call():
+    batches = Batches()
+    tokens, targets = batches(3, size=2)
+    again, _ = Batches()(3, size=2)
+    assert tokens.shape == (2, 64)
+    assert torch.equal(tokens, again)
+    assert torch.equal(tokens[:, 1:], targets[:, :-1])
+    assert tokens.max() < config().vocab_size
+
+
+def test_operations_are_counted_without_what_computes_nothing():
+    x = torch.ones(3)
+    found = operations(lambda: (x * 2 + 1).detach().sum().item())
+    assert found == {"mul": 1, "add": 1, "sum": 1}
+
+
+def test_works_are_timed_in_turn():
+    done = []
+    found = median_s({"a": lambda: done.append("a"), "b": lambda: done.append("b")}, rounds=2)
+    assert done == ["a", "b"] * 3
+    assert set(found) == {"a", "b"}
+
+
+@pytest.mark.parametrize("dtype", l03_race.DTYPES)
+def test_each_kind_of_training_learns(dtype):
+    settings = l03_race.Settings(batch=4, dtype=dtype, optimizer="fused", attention="math")
+    batches = Batches()
+    trainer = l03_race.Trainer(settings, batches)
+    before = trainer.loss(*batches(0)).item()
+    for _ in range(4):
+        assert trainer.step() > 0
+    assert trainer.loss(*batches(0)).item() < before - 0.1
+
+
+def test_a_speedup_is_steps_times_seconds(monkeypatch):
+    settings = l03_race.Settings(batch=8)
+    monkeypatch.setattr(l03_race, "step_seconds", lambda one, other: (1.0, 4.0))
+    assert l03_race.speedup(settings, {settings: 50, l03_race.BASELINE: 100}.get) == 8
+    assert l03_race.speedup(settings, {l03_race.BASELINE: 100}.get) == 0
+
+
+def test_settings_name_what_can_be_chosen():
+    with pytest.raises(ValueError, match="dtype='int8' is not known: choose one of float32"):
+        l03_race.Settings(dtype="int8")
+
+
+def test_the_scaler_by_hand_finds_the_largest_scale():
+    scaler = l03_by_hand.Scaler(scale=2.0**20, growth_interval=4)
+    weight = torch.nn.Parameter(torch.ones(1))
+    for _ in range(40):
+        weight.grad = None
+        scaler.backward((weight.to(torch.float16) * 0.5).sum())
+        scaler.update(scaler.unscale([weight]))
+    # the gradient of the loss is the scale itself, and 2**16 is no float16
+    assert scaler.scale in (2.0**15, 2.0**16)
