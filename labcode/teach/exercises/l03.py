@@ -181,11 +181,11 @@ def _judge_unscaled(params: list[nn.Parameter], expected: Sequence[Sequence[floa
 
 
 def _finds_what_is_not_finite(scaler_cls: Callable[..., Any]) -> None:
-    inf, nan = math.inf, math.nan
+    inf = math.inf
     cases = {
         "inf in the first gradient": ([inf, 1.0], [1.0]),
         "-inf in the first gradient": ([-inf, 1.0], [1.0]),
-        "NaN in the first gradient": ([1.0, nan], [1.0]),
+        "NaN in the first gradient": ([1.0, math.nan], [1.0]),
         "inf in the last gradient": ([1.0, 1.0], [inf]),
         "inf and -inf in one gradient": ([inf, -inf], [1.0]),
     }
@@ -445,7 +445,11 @@ def _judge_overflow(run: _Run) -> None:
 # ---- 3.4
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,))
-LR, BETA1, BETA2, EPS, DECAY = 0.02, 0.8, 0.9, 1e-3, 0.3
+LR = 0.02
+BETA1 = 0.8
+BETA2 = 0.9
+EPS = 1e-3
+DECAY = 0.3
 
 
 class _State(NamedTuple):

@@ -24,8 +24,11 @@ from labcode.teach.figures.style import (
     put_text,
 )
 
-SIGN, EXPONENT, FRACTION = "#999999", PALETTE[1], PALETTE[4]
-MEMORY, COMPUTE = PALETTE[4], PALETTE[1]
+SIGN = "#999999"
+EXPONENT = PALETTE[1]
+FRACTION = PALETTE[4]
+MEMORY = PALETTE[4]
+COMPUTE = PALETTE[1]
 WHITE = "#FFFFFF"
 MOST_STAGES = 8  # more boxes cannot be read
 
@@ -85,8 +88,9 @@ def gradient_range(
         title: Above the figure.
     """
     picture = canvas(6.6, 1.0 + 1.15 * len(sizes), alt=alt, rows=len(sizes))
-    lowest, highest = np.log2(least) - 14, np.log2(most) + 4
-    edges = np.arange(np.floor(lowest), np.ceil(highest) + 1)
+    lowest = np.floor(np.log2(least) - 14)
+    highest = np.ceil(np.log2(most) + 4)
+    edges = np.arange(lowest, highest + 1)
     for axes, (label, numbers) in zip(picture.axes, sizes.items()):
         found = np.abs(np.asarray(numbers)).ravel()
         exponents = np.log2(found[found > 0])
