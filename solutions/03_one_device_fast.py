@@ -25,8 +25,9 @@
 # - write AdamW so that its number of calls does not grow with the number of weights;
 # - predict what fusion gains, when compiling pays, and when CUDA graphs do.
 #
-# **Time**: 60 minutes. **Needs**: lessons 00 to 02. Everything runs on one core of a CPU. What only a GPU can show is
-# said to be so, with published numbers.
+# **Time**: 75 minutes, in two sittings. Sections 1 to 3 are about numbers of 16 bits, sections 4 to 7 about
+# everything else. **Needs**: lessons 00 to 02. Everything runs on one core of a CPU. What only a GPU can show is said
+# to be so, with published numbers.
 
 # %%
 import math
@@ -189,8 +190,9 @@ plot.bars(
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 8 minutes. People take the ratio of the rates (53 - 13) / (55 - 9) = 0.87 for the part of
-# bfloat16. Rates do not add up, seconds do: it is 0.60. Ask: which rung would be the largest if the data rungs were left
-# out? And: why is 8.81 used where the README's text says "around 8.8"? (The bars are the last epoch of each log.)
+# bfloat16. Rates do not add up, seconds do: it is 0.60. Ask: which rung would be the largest if the data rungs were
+# left out? And: why is 8.81 used where the README's text says "around 8.8"? (The bars are the last epoch of each
+# log.)
 
 # %% [markdown]
 # ## 2. Numbers of 16 bits
@@ -260,8 +262,8 @@ print("1e-8 in bfloat16:", rounded(1e-8, torch.bfloat16))
 # their rounding errors partly cancel, and the device adds in float32. An **update** does not forgive. Take a weight of
 # 1.0, and subtract 0.001 from it a hundred times.
 #
-# **Predict.** What is the weight after 100 updates, in float32 and in bfloat16? (Just below 1 the spacing of bfloat16 is
-# 2^-8.)
+# **Predict.** What is the weight after 100 updates, in float32 and in bfloat16? (Just below 1 the spacing of bfloat16
+# is 2^-8.)
 
 # %% tags=["predict"]
 weight_in_float32 = 0.9
@@ -370,13 +372,15 @@ plot.lines(
 )
 
 # %% [markdown]
-# The curves lie on each other, but for small differences. And time? **Predict.** How many times as fast as float32 is a forward and backward in
-# bfloat16, and in float16, on this CPU? Look at the next line first: it says what your CPU has.
+# The curves lie on each other, but for small differences. And time? Here is what your CPU has.
 
 # %%
 flags = torch.cpu.get_capabilities()
 print("units for bfloat16:", flags.get("amx_bf16") or flags.get("avx512_bf16"))
 print("units for float16 products:", flags.get("amx_fp16"))
+
+# %% [markdown]
+# **Predict.** How many times as fast as float32 is a forward and backward in bfloat16, and in float16, on this CPU?
 
 # %% tags=["predict"]
 bfloat16_speedup = 1.6
@@ -412,10 +416,10 @@ compare("float16", float16_speedup, base_s / times["float16"], within=1.7)
 # %% [markdown]
 # ## 3. float16 needs a scaled loss
 #
-# Many GPUs before 2020 have no bfloat16, and float16 has 8 times as many numbers between 1 and 2. Its problem is the range.
-# Our model trained without trouble, because its gradients are large. Now let the batch be accumulated from m = 1024
-# micro-batches. Each backward then starts from loss / 1024, and all its gradients are 1024 times as small. (Large models
-# have small gradients as well: their weights are many, and each has its small part.)
+# Many GPUs before 2020 have no bfloat16, and float16 has 8 times as many numbers between 1 and 2. Its problem is the
+# range. Our model trained without trouble, because its gradients are large. Now let the batch be accumulated from m =
+# 1024 micro-batches. Each backward then starts from loss / 1024, and all its gradients are 1024 times as small.
+# (Large models have small gradients as well: their weights are many, and each has its small part.)
 #
 # The picture shows the true gradients, computed in float32, over what float16 can hold.
 
@@ -443,15 +447,17 @@ plot.gradient_range(
 # The remedy: multiply the loss by s before backward. Backward is linear, so all gradients are multiplied by s. Divide
 # them by s again in float32, before the optimizer. If s is a power of two, nothing is rounded on the way.
 #
-# How large may s be? The largest float16 is 65,504. For example, with a largest gradient of 0.5 and s = 2^16 the largest
-# scaled one is 32,768, which fits, and with s = 2^17 it would be 65,536, which does not.
+# How large may s be? The largest float16 is 65,504. For example, with a largest gradient of 0.5 and s = 2^16 the
+# largest scaled one is 32,768, which fits, and with s = 2^17 it would be 65,536, which does not.
 #
-# **Predict.** The next cell prints the largest gradient of loss (not of loss / 1024). What is the largest power of two
-# that fits? Compute it.
+# Here is the largest gradient of our loss itself, not of loss / 1024.
 
 # %%
 largest = gradients(torch.float32, 1).abs().max().item()
 print(f"largest gradient: {largest:.4f}")
+
+# %% [markdown]
+# **Predict.** What is the largest power of two that fits? Compute it.
 
 # %% tags=["predict"]
 largest_scale = 2 ** math.floor(math.log2(65504 / largest))
@@ -604,9 +610,10 @@ print({label: round(loss, 2) for label, loss in ends.items()})
 # %% tags=["figure"]
 plot.lines(
     small, xlabel="step", ylabel="loss (nats per character)", marks=False,
-    title="loss / 1024: float16 alone stops learning", wide="float32",
-    alt="float32 and float16 with a scaler fall together; float16 alone stays near "
-        "3.4 nats, where only the frequencies of characters are learned",
+    title="loss / 1024: float16 alone hardly learns", wide="float32",
+    reference={"frequencies of characters alone": batches.frequencies_loss},
+    alt="float32 and float16 with a scaler fall together, below the loss of "
+        "frequencies alone; float16 alone stays above it",
 )
 
 # %%
@@ -616,8 +623,9 @@ verdict = "stand still" if ends["float16"] > ends["float32"] + 0.1 else "the sam
 compare("float16 alone", float16_alone, verdict, within=1)
 
 # %% [markdown]
-# Nothing failed and nothing was printed: no NaN, no error, and the loss even falls at first. Only the frequencies of the
-# characters are learned, with the few gradients that are large enough. This is what too small a gradient looks like.
+# Nothing failed and nothing was printed: no NaN, no error, and the loss even falls at first, with the gradients that
+# are large enough. Later more of them are zero. The loss does not even get to that of a model that knows the
+# frequencies of the characters and nothing else. This is what too small a gradient looks like.
 #
 # Here is labcode's scaler. It decides by the norm of the whole gradient, for a reason that comes with several ranks:
 # the norm is the same number on each of them, so all leave out the same steps, and nobody has to ask.
@@ -627,8 +635,8 @@ show_source(loss_scale.LossScaler.unscale)
 show_source(loss_scale.LossScaler.update)
 
 # %% [markdown]
-# **Two mistakes of order.** The first is silent: clipping before unscaling. Take a true norm of 1.5 and max_norm 1, with
-# s = 2^16.
+# **Two mistakes of order.** The first is silent: clipping before unscaling. Take a true norm of 1.5 and max_norm 1,
+# with s = 2^16.
 #
 # **Predict.** What is the norm that reaches the optimizer, if you clip first and unscale then?
 
@@ -661,10 +669,10 @@ for tokens, targets in (batches(0), batches(1)):
 # The first half would be divided by s twice.
 #
 # **Takeaway: scale, backward, unscale, look whether all is finite, clip, step, update the scale. float16 needs it,
-# bfloat16 does not.**
+# bfloat16 does not.** This is the end of the first sitting.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 18 minutes. What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not set back,
+# *For the instructor.* 17 minutes. What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not set back,
 # `finite` of the last parameter only, clipping first. Ask: why is the learning-rate schedule often one step ahead in
 # float16 logs? (`scheduler.step()` was called for a step that was left out; PyTorch warns.) Ask also what happens to a
 # model whose loss is NaN at any scale. (GradScaler halves s for ever and leaves out every step: look at s in your log.)
@@ -679,12 +687,13 @@ for tokens, targets in (batches(0), batches(1)):
 #     v = beta2 * v + (1 - beta2) * g * g                    mean of their squares
 #     w = w - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
 #
-# Written as a loop over the parameters, PyTorch takes 9 operations for each of them: one counts the step, one is for the
-# decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many launches.
+# Written as a loop over the parameters, PyTorch takes 9 operations for each of them: one counts the step, one is for
+# the decay, one for m, two for v, and four for the last line. All are elementwise: few FLOPs, many bytes, many
+# launches.
 #
 # **Predict.** Our model has 28 parameters (tensors). How many operations does a step take as a loop? And with
-# `foreach`, where each of the 9 takes the **list** of all parameters? And with `fused`, where one operation does all but
-# count the step?
+# `foreach`, where each of the 9 takes the **list** of all parameters? And with `fused`, where one operation does all
+# but count the step?
 
 # %% tags=["predict"]
 as_a_loop = 9 * 28
@@ -708,8 +717,8 @@ compare("fused", as_fused, counts["fused"], within=1, found="counted")
 # %% [markdown] tags=["exercise"]
 # ### Exercise 3.4 · AdamW on lists
 #
-# Write the step with `torch._foreach_*`: these take lists of tensors, and do one thing to all of them. As with tensors, a
-# name that ends in an underscore writes into its first argument. You need, for instance:
+# Write the step with `torch._foreach_*`: these take lists of tensors, and do one thing to all of them. As with
+# tensors, a name that ends in an underscore writes into its first argument. You need, for instance:
 #
 # - `torch._foreach_mul_(list, number)`, and `add_`, `div_` alike;
 # - `torch._foreach_lerp_(a, b, weight)`: a = a + weight * (b - a);
@@ -740,9 +749,9 @@ def adamw(weights, grads, means, squares, step,
 check("3.4", lambda: l03.adamw(adamw))
 
 # %% [markdown]
-# What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all tensors,
-# so it saves launches. It saves no bytes: each operation still reads and writes all of its lists. The fused one saves
-# both. It reads w, g, m and v once and writes w, m and v once.
+# What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all
+# tensors, so it saves launches. It saves no bytes: each operation still reads and writes all of its lists. The fused
+# one saves both. It reads w, g, m and v once and writes w, m and v once.
 #
 # **On a CPU** PyTorch has no such kernel for lists: a foreach operation is a loop in C++ over the tensors.
 #
@@ -770,8 +779,8 @@ large = optimizer_s["28 large"]
 compare("fused", fused_speedup, large["loop"] / large["fused"], within=2.5)
 
 # %% [markdown]
-# The fused one gains on both models: bytes on the one, calls on the other. foreach, which is the default on a GPU, gains
-# on a CPU at most what the calls from Python cost.
+# The fused one gains on both models: bytes on the one, calls on the other. foreach, which is the default on a GPU,
+# gains on a CPU at most what the calls from Python cost.
 #
 # **Takeaway: an optimizer is memory traffic and launches. foreach saves launches, fused saves both.**
 
@@ -784,10 +793,10 @@ compare("fused", fused_speedup, large["loop"] / large["fused"], within=2.5)
 # %% [markdown]
 # ## 5. torch.compile: fewer bytes by fusion
 #
-# What the fused optimizer has by hand, `torch.compile` does by itself. It records which operations a function makes, and
-# writes new kernels in which neighbouring elementwise operations are **fused**: a number is read once, goes through all
-# of them in a register, and is written once. On a GPU the kernels are written in Triton, on a CPU in C++. Matrix
-# products stay what they are.
+# What the fused optimizer has by hand, `torch.compile` does by itself. It records which operations a function makes,
+# and writes new kernels in which neighbouring elementwise operations are **fused**: a number is read once, goes
+# through all of them in a register, and is written once. On a GPU the kernels are written in Triton, on a CPU in C++.
+# Matrix products stay what they are.
 
 # %% tags=["figure"]
 plot.fusion(
@@ -827,19 +836,20 @@ print(f"compiled in {compile_s:.0f} s: paid back after", end=" ")
 print(f"{compile_s / gain_s:,.0f} calls")
 
 # %% [markdown]
-# (`fresh_cache` hides the cache on the disk, where a second run would find the kernel. The model of bytes is rough here: the
-# processor keeps a part of the tensors in its caches, and new memory for each result costs time of its own.)
+# (`fresh_cache` hides the cache on the disk, where a second run would find the kernel. The model of bytes is rough
+# here: the processor keeps a part of the tensors in its caches, and new memory for each result costs time of its
+# own.)
 #
-# A chain like this gains what the bytes say. A whole model gains less, since most of its time is in matrix products. When
-# this course was written, a small GPT took 22 to 39 s to compile on two cores of a CPU, and no gain could be measured.
-# On NERSC's A100 the last of four epochs gained 3 % (53.3 to 55.0 samples/s). The two before it gained nothing, and the
-# first took 57 s in the place of 12.
+# A chain like this gains what the bytes say. A whole model gains less, since most of its time is in matrix products.
+# When this course was written, a small GPT took 22 to 39 s to compile on two cores of a CPU, and no gain could be
+# measured. On NERSC's A100 the last of four epochs gained 3 % (53.3 to 55.0 samples/s). The two before it gained
+# nothing, and the first took 57 s in the place of 12.
 #
 # What `compile` cannot record (a `print`, an `.item()`, a decision by a value) breaks the graph in two, and a new shape
 # of the input is a new compilation. So batches should have one shape.
 #
-# **Takeaway: compiling saves bytes and launches between matrix products. It pays when the time that it saves in all steps is
-# more than that of compiling.**
+# **Takeaway: compiling saves bytes and launches between matrix products. It pays when the time that it saves in all
+# steps is more than that of compiling.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 7 minutes. The measured factor may lie on either side of 6: allocations (page faults) of five
@@ -849,9 +859,9 @@ print(f"{compile_s / gain_s:,.0f} calls")
 # %% [markdown]
 # ## 6. When launches are the bottleneck
 #
-# On a CPU an operation is done when its call returns. On a GPU the processor runs ahead: it launches kernels into a queue,
-# and the device works through it. As long as kernels take longer than launches, the queue is never empty, and launches
-# cost nothing. With short kernels the device waits for the processor.
+# On a CPU an operation is done when its call returns. On a GPU the processor runs ahead: it launches kernels into a
+# queue, and the device works through it. As long as kernels take longer than launches, the queue is never empty, and
+# launches cost nothing. With short kernels the device waits for the processor.
 
 # %% tags=["figure"]
 plot.launches(
@@ -866,9 +876,10 @@ plot.launches(
 )
 
 # %% [markdown]
-# A **CUDA graph** records all launches of a step once. Afterwards a single launch replays all of them, with the same kernels
-# on the same addresses. So shapes must not change, inputs are copied into the recorded ones, and nothing in the step
-# may ask the device for a value (no `.item()`, and no `if` on a gradient: a loss scaler has to decide on the device).
+# A **CUDA graph** records all launches of a step once. Afterwards a single launch replays all of them, with the same
+# kernels on the same addresses. So shapes must not change, inputs are copied into the recorded ones, and nothing in
+# the step may ask the device for a value (no `.item()`, and no `if` on a gradient: a loss scaler has to decide on the
+# device).
 #
 # With n kernels, a launch of l and a kernel of k microseconds, a step takes about max(n · l, n · k).
 #
@@ -893,8 +904,8 @@ compare("graph, k = 20", graph_gain_long, long_gain, within=1, found="computed")
 compare("graph, k = 2", graph_gain_short, short_gain, within=1, found="computed")
 
 # %% [markdown]
-# There are no CUDA graphs on a CPU, but the same overhead can be seen: the time of an addition against its size. Where the
-# line is flat, all you pay for is the call.
+# There are no CUDA graphs on a CPU, but the same overhead can be seen: the time of an addition against its size.
+# Where the line is flat, all you pay for is the call.
 
 # %%
 def addition_us(size):
@@ -920,10 +931,10 @@ plot.lines(
 )
 
 # %% [markdown]
-# Published gains of graphs on GPUs say the same as the model. In the MLPerf 1.0 runs on which PyTorch reported, Mask R-CNN
-# on 272 GPUs (with one image on each, so with short kernels) became 1.70 times as fast, and BERT on 4096 GPUs 1.12 times.
-# NERSC writes of an earlier model of its tutorial that it "does not benefit much", and recommends graphs for models "with
-# more CPU latency issues (e.g. from many small kernel launches)".
+# Published gains of graphs on GPUs say the same as the model. In the MLPerf 1.0 runs on which PyTorch reported, Mask
+# R-CNN on 272 GPUs (with one image on each, so with short kernels) became 1.70 times as fast, and BERT on 4096 GPUs
+# 1.12 times. NERSC writes of an earlier model of its tutorial that it "does not benefit much", and recommends graphs
+# for models "with more CPU latency issues (e.g. from many small kernel launches)".
 #
 # **Takeaway: launches cost something only when the kernels are shorter than they are: small models, small batches,
 # many GPUs for one batch. Then record them once.**
@@ -936,8 +947,9 @@ plot.lines(
 # %% [markdown]
 # ## 7. The whole ladder, here
 #
-# We climb it with our own step: 8 windows, forward, backward and AdamW. Each row has what the rows before it have. Beside
-# it stands NERSC's ladder, from the rung where the data are no longer in the way. Both are relative to their first rung.
+# We climb it with our own step: 8 windows, forward, backward and AdamW. Each row has what the rows before it have.
+# Beside it stands NERSC's ladder, from the rung where the data are no longer in the way. Both are relative to their
+# first rung.
 
 # %%
 def step_with(dtype, how):
@@ -1038,16 +1050,16 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 # | tf32 | `--train.dtype tf32` | `torch.set_float32_matmul_precision("high")` |
 # | bfloat16, the default on a GPU | `--train.dtype bfloat16` | `torch.autocast("cuda", torch.bfloat16)` |
 # | float16 with a loss scaler | `--train.dtype float16` | and `torch.amp.GradScaler("cuda")` |
-# | fused optimizer | (always) | `AdamW(..., fused=True)` |
-# | compile | | `torch.compile(model)` |
-# | CUDA graphs | | `torch.compile(model, mode="reduce-overhead")`, `torch.cuda.graph` |
+# | fused optimizer, the default | `--optim.implementation fused` | `AdamW(..., fused=True)` |
+# | compile each layer, or the whole | `--train.compile block`, `model` | `torch.compile(model)` |
+# | CUDA graphs | `--train.cuda_graphs` | `torch.cuda.graph`, or `torch.compile(model, mode="reduce-overhead")` |
 #
-# On a GPU: `python -m labcode.train gpt_10m --train.dtype bfloat16`. In a job on SLURM the same line stands behind
-# `srun`, with one GPU: `srun --gpus=1 python -m labcode.train gpt_10m --train.dtype bfloat16`. Measure on a node that you
-# have for yourself, and leave out the first steps: they compile, allocate and warm up.
+# On a GPU: `python -m labcode.train gpt_10m --train.dtype bfloat16 --train.compile block`. In a job on SLURM the same
+# line stands behind `srun --gpus=1`. Measure on a node that you have for yourself, and leave out the first steps:
+# they compile, allocate and warm up.
 #
-# Climb in this order: feed the device (lesson 02), bfloat16, fused optimizer and attention, a batch that fills the device,
-# compile. Try CUDA graphs when a profile shows gaps between short kernels.
+# Climb in this order: feed the device (lesson 02), bfloat16, fused optimizer and attention, a batch that fills the
+# device, compile. Try CUDA graphs when a profile shows gaps between short kernels.
 #
 # ## Questions
 #
@@ -1081,11 +1093,12 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 #
 # <details><summary>Answer</summary>
 #
-# `max_norm` is meant for true gradients. And the norm of a gradient with an inf in it is inf: clipping would multiply by
-# 0 and turn it into NaN everywhere.
+# `max_norm` is meant for true gradients. And the norm of a gradient with an inf in it is inf: clipping would multiply
+# by 0 and turn it into NaN everywhere.
 # </details>
 #
-# **5.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank send?
+# **5.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank
+# send?
 #
 # <details><summary>Answer</summary>
 #

@@ -56,6 +56,11 @@ class Batches:
     def __init__(self) -> None:
         self._windows = text.load(TextData(), CONTEXT_LENGTH).train
 
+    @property
+    def frequencies_loss(self) -> float:
+        """The loss of who knows how frequent each character is, and no more."""
+        return self._windows.unigram_entropy()
+
     def __call__(self, step: int, size: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
         """Tokens and targets of a step, each [size, CONTEXT_LENGTH] int64."""
         generator = np.random.default_rng(step)
