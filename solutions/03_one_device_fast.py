@@ -991,7 +991,7 @@ plot.bars(
 # %% [markdown]
 # The same rungs, and other gains. NERSC's first rung is tf32, not float32, and its model has large matrix products, so
 # precision is all. Our step is small, and its optimizer takes a larger part of it. There is no bar for `torch.compile`
-# here: section 5 says why.
+# here: section 5 says why. On a GPU `python benchmarks/on_a_gpu.py` measures every rung.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
 
