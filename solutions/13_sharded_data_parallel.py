@@ -25,8 +25,9 @@
 # - count what each stage sends, and say when sharding is better than tensor parallelism and when it is not;
 # - choose units, prefetch, resharding and hybrid sharding for a model and a cluster.
 #
-# **Time**: 90 minutes, in two sittings of 45, and 15 more for the open end. Sections 1 to 3 divide the optimizer and
-# the gradients; sections 4 to 6 divide the weights. **Needs**: lessons 01 (collectives and their bytes), 04 and 05
+# **Time**: 130 minutes, in three sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
+# 4 divides the weights, and most of it is one exercise (40). Sections 5 and 6 are about choices (25), and exercise 13.5
+# at their end is optional (15). **Needs**: lessons 01 (collectives and their bytes), 04 and 05
 # (data parallel, hooks); section 6 compares with lesson 09 (tensor parallel).
 
 # %%
@@ -73,7 +74,8 @@ ranks = Ranks(4)
 # | master weight | 4 | the optimizer |
 # | first and second moment | 4 + 4 | the optimizer |
 #
-# These are 16 bytes, and 12 of them are the optimizer's. On p data-parallel ranks the same 16 bytes exist p times. Now
+# These are 16 bytes, and 12 of them are the optimizer's. (Some keep the gradient in 4 bytes, as Megatron-LM does by
+# default, and then they are 18.) On p data-parallel ranks the same 16 bytes exist p times. Now
 # look at the last column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute
 # alike. It would be enough if **one** of them computed it.
 #
@@ -120,15 +122,16 @@ compare("stage 3, GB", stage_3_gb, paper[3], within=1.01, found="computed")
 
 # %% [markdown]
 # 120 GB fit on no GPU of that time. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB. However many ranks
-# there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they do not help any more
-# when the 16-bit weights alone are too large for a device.
+# there are, stage 1 keeps more than 4 bytes for each parameter, and stage 2 more than 2. So they no longer help when
+# the 16-bit weights alone are too large for a device.
 #
 # The table leaves something out: activations, and the buffers in which messages travel. Neither is divided by ZeRO.
 #
 # **Now our own.** In this lesson everything is float32: 4 bytes for a weight, 4 for its gradient, and 8 for the two
 # moments. There are no master weights, because the weights have 32 bits already. The next cell trains a small GPT for
 # two steps and weighs what a rank holds between backward and the optimizer. `held_bytes` adds up the memory behind all
-# weights, gradients and optimizer tensors.
+# weights, gradients and optimizer tensors. After the optimizer's step `gather_parameters()` does what a stage needs so
+# that the next forward finds the new weights. `library` and `replicas` are used in sections 4 and 6.
 
 # %%
 CONFIG = GPTConfig(
@@ -231,7 +234,8 @@ show_source(cut.piece_of)
 # AdamW treats each number by itself: the new value of a weight depends on the old one, its gradient and its own two
 # moments. So a rank can hand its rows to an ordinary AdamW as if they were a weight of their own, and they become what
 # they would have become in the whole weight. (An optimizer such as Muon looks at a whole matrix. It could not be
-# divided in this way.)
+# divided in this way. And to clip gradients by their global norm, as nearly every large run does, each rank adds up the
+# squares of its own rows, and one all-reduce of a single number adds these sums.)
 #
 # A step then has three parts:
 #
@@ -242,7 +246,9 @@ show_source(cut.piece_of)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 13.2 · An optimizer of which each rank keeps a part
 #
-# Write the class. The gradients in `param.grad` are averaged already. `make` makes an ordinary optimizer of a list of
+# Write the class. `params` may be what `model.parameters()` gives, which one can go through only once. The gradients in
+# `param.grad` are averaged already. A weight that is frozen or was not used has `None` there; such a weight stays as it
+# is in this step. `make` makes an ordinary optimizer of a list of
 # tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
 #
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
@@ -274,7 +280,10 @@ class ShardedOptimizer:
         ### BEGIN SOLUTION
         rank = dist.get_rank(self.group)
         for param, rows in zip(self.params, self.rows):
-            rows.grad = piece_of(param.grad, rank, self.p)
+            if param.grad is None:
+                rows.grad = None  # not that of an earlier step
+            else:
+                rows.grad = piece_of(param.grad, rank, self.p)
         self.inner.step()
         with torch.no_grad():
             for param in self.params:
@@ -338,7 +347,7 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # shrinks to 1/p.** In this form a rank sends half as much again as with DDP. The next section takes that back.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. The most common mistakes: giving `make` whole weights (right numbers, and no memory
+# *For the instructor.* 20 minutes. The most common mistakes: giving `make` whole weights (right numbers, and no memory
 # saved: the check counts them), cloning the rows, so that the weight never changes, and `src=` in the place of
 # `group_src=`, which is right as long as there is only one group. Ask: what would happen to a learning-rate schedule?
 # (It must reach the inner optimizer; labcode copies the options in each step.) And clipping? (After the average the
@@ -362,6 +371,11 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 #
 # Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the
 # averages of its own rows and frees the rest, while backward goes on.
+#
+# That holds for one micro-batch in a step. With m micro-batches (lesson 04) DDP and stage 1 add whole gradients up and
+# send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it never keeps a
+# whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it adds them up whole and
+# sends them once; then it keeps as much between the micro-batches as at stage 1. labcode does the second.
 #
 # A reduce-scatter also wants parts of one size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b of
 # 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is filled
@@ -410,8 +424,10 @@ check("13.3", lambda: l13.average_own_rows(average_own_rows, ranks))
 
 # %% [markdown]
 # In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and
-# `receive` after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `replicas`
-# belong to section 6.
+# `receive` after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `self.cut`
+# knows which rows of each weight go to which rank: it packs the padded message and unpacks a part of it. `num_shares`
+# is by what the sum is divided, here the number of ranks; `missing` are weights whose gradient is not ready yet, and
+# `replicas` belong to section 6.
 
 # %%
 show_source(gradients.ShardedBucket.send)
@@ -419,13 +435,13 @@ show_source(gradients.ShardedBucket.receive)
 
 # %% [markdown]
 # **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1
-# and 2 save memory and send nothing more.** So there is little reason to use plain data parallelism with AdamW on many
-# ranks. Stage 1 costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
+# and 2 save memory, and with one micro-batch in a step they send nothing more.** So there is little reason to use plain
+# data parallelism with AdamW on many ranks. Stage 1 sends nothing more with many micro-batches either. It costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
 #
 # This is the end of the first sitting.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 16 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its
+# *For the instructor.* 18 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its
 # own, which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by
 # the world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent
 # once per step; all but the own rows, if each micro-batch is sent. Stage 2 and accumulation do not go well together.)
@@ -435,7 +451,7 @@ show_source(gradients.ShardedBucket.receive)
 #
 # A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the
 # time it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards
-# gives the memory back. That is called to **reshard** the weight.
+# gives the memory back. This is called **resharding** the weight.
 #
 #     forward     all-gather the weight -> compute -> reshard
 #     backward    all-gather the weight again -> compute -> reshard -> reduce-scatter the gradient
@@ -445,13 +461,15 @@ plot.zero_steps(
     title="The all-gather after the optimizer moves to where the weights are used",
     alt="Data parallelism all-reduces gradients in backward; stages 1 and 2 "
         "reduce-scatter them and all-gather weights after the optimizer; stage 3 "
-        "all-gathers weights in forward and again in backward",
+        "gathers the weights of each unit in forward and again in backward, and "
+        "reduce-scatters the gradients of each unit",
 )
 
 # %% [markdown]
 # After the optimizer nothing has to travel: each rank has updated its rows, and the next forward gathers them. In all
 # there are two all-gathers and one reduce-scatter, 3 (p-1)/p N numbers in a step. That is half as much again as with
-# DDP, and it is the price of stage 3.
+# DDP, and it is the price of stage 3. With m micro-batches it is m times as much: labcode, like FSDP2 by default,
+# gathers and reduce-scatters in each of them.
 #
 # **How to take memory away from a weight.** During forward, autograd saves the weight for backward. So it is not
 # enough to forget it: autograd still holds it. PyTorch's FSDP uses a trick. A tensor is a header (shape, dtype) that
@@ -516,6 +534,9 @@ print(ranks.run(read_between_steps)[0])
 # - `gradient_ready` is called in backward when `weight.grad` is there (lesson 05). It **adds** the average of this
 #   rank's rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
 #   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.
+#
+# Between its uses nothing else may hold the whole weight, not even in parts: no attribute, and not autograd, which
+# keeps what an operation was given.
 #
 # The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward,
 # then at two layers in training. It says "not done yet" as long as the next one is open. About 30 lines.
@@ -637,14 +658,17 @@ for name, run in runs.items():
 
 # %% [markdown]
 # The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at
-# stages 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which gathers the rest a
-# second time in backward.
+# stages 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which we told to
+# gather the rest a second time in backward. (By default FSDP2 reshards each layer after forward, and keeps the
+# outermost unit, the root, as ours does.)
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
+#
+# This is the end of the second sitting.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
+# *For the instructor.* 40 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
 # the check. The usual trouble: `copy_` before `resize_` (outside of the check it kills the rank), `detach()` where
 # `.data` is needed, no hook under `no_grad`, and a new tensor in `weight.data`. That last one gives right numbers and
 # frees nothing, because autograd holds the tensor of forward. Ask: why is the hook on y, and not a backward hook of the
@@ -696,6 +720,7 @@ for lane, label, start_s, stop_s in prefetched.spans:
     rows_ms.append((lane, label, 1e3 * start_s, 1e3 * stop_s))
 plot.timeline(
     rows_ms, xlabel="ms",
+    names={"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"},
     title="With prefetch the device waits only where a pass begins",
     alt="The device runs six forwards F and six backwards B almost without gaps, while "
         "the link gathers weights, G, and reduce-scatters gradients, R",
@@ -722,8 +747,8 @@ for name, options in choices.items():
     print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
 
 # %% [markdown]
-# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. To
-# keep the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
+# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. Keeping
+# the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
 # where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
 #
 # The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is
@@ -787,7 +812,7 @@ ranks.run(skip_a_layer)
 # - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
 #   sends 2 (n-1)/n N.
 #
-# With many nodes that is a third less, and with two nodes less than half. What counts more is how it crosses: only
+# With many nodes that is two thirds of what the first way sends, and with two nodes less than half of it. What counts more is how it crosses: only
 # gradients do, which can travel behind backward, in rings of n ranks and not of p. Every gather that a layer has to wait
 # for stays inside the node.
 #
@@ -890,7 +915,7 @@ compare("T for h = 32", equal_at_32, even, within=1.1, found="counted")
 # Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
 # `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
 # (a link between two ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are
-# `layouts.candidates( situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
+# `layouts.candidates(situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
 # the ranks of a node.
 #
 # Return the one that sends for the shortest time among those that fit, with its costs:
@@ -954,12 +979,14 @@ for situation in layouts.CASES:
 # %% [markdown]
 # Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
 # more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
-# it rarely pays: 16/8 = 2 bytes for each parameter are what stage 2 keeps anyway.
+# it rarely pays: a copy in a node takes 16/8 = 2 bytes for each parameter, and the two layers. Over many ranks stage 2
+# keeps little more than 2 bytes too. So where hybrid sharding fits, stage 2 mostly fits as well, and sends less.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 27 minutes with the exercise. What people forget: the two borrowed layers, the all-reduce
+# *For the instructor.* 28 minutes, 15 of them for the exercise. What people forget: the two borrowed layers, the all-reduce
 # between copies, and that with one node there is nothing between nodes. Ask: what would change with 4 micro-batches in
-# a step? (Stage 3 gathers for each of them, so it sends nearly four times as much; stages 1 and 2 send once.)
+# a step? (Stage 3 gathers and reduce-scatters for each of them, four times as much. Stage 1 sends once, and so does
+# labcode's stage 2, which then keeps whole gradients; one that frees them sends five parts in place of two.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM
@@ -1005,7 +1032,8 @@ ranks.close()
 # <details><summary>Answer</summary>
 #
 # DDP's all-reduce is a reduce-scatter and an all-gather. Stage 2 keeps the reduce-scatter, and gathers the weights
-# after the update in place of the gradients before it.
+# after the update in place of the gradients before it. (With one micro-batch. With more it sends the gradients of each,
+# or keeps whole gradients until the last one.)
 # </details>
 #
 # **4.** With stage 3, doubling the batch of each rank makes a step take less than twice as long. Why?
@@ -1033,6 +1061,9 @@ ranks.close()
 # | 2 | (2 + 14/p) N | 2 (p-1)/p N | the same | `parallel.zero.ShardedDataParallel` |
 # | 3 | 16/p N, and two units | 3 (p-1)/p N | two all-gathers, reduce-scatter | `parallel.zero.FullyShardedModule` |
 # | 3, hybrid | 16/s N, and two units | between nodes 2 (n-1)/n N for a node | the same inside, all-reduce between | `zero_replicas` |
+#
+# "Sends" is for one micro-batch in a step. With m of them stages 0 and 1 send the same once; stage 2 that frees its
+# gradients in each sends (m + 1) (p-1)/p N, and stage 3 sends 3 m (p-1)/p N.
 #
 # Against tensor parallelism: the bytes are equal at T = 4.5 h tokens for the group.
 #

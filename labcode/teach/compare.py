@@ -134,7 +134,9 @@ def _how_much(predicted: float, measured: float, unit: str) -> str:
     """The measurement in terms of the prediction: "2.1 times as long"."""
     if not math.isfinite(_factor(predicted, measured)):
         return f"it is {_text(measured, unit)}"
-    return f"{measured / predicted:.3g} times as {'long' if unit == 's' else 'much'}"
+    times = measured / predicted
+    digits = 4 if 0.9 < times < 1.1 else 3  # 1.013 is not within 1.01
+    return f"{times:.{digits}g} times as {'long' if unit == 's' else 'much'}"
 
 
 # ---- how it is printed

@@ -69,6 +69,19 @@ def rank_of_the_world(weight, group):
     return weight[dist.get_rank() * each : (dist.get_rank() + 1) * each]
 
 
+def rounded_to_nearest(weight, group):
+    each = max(1, round(len(weight) / group.size() + 0.25))
+    return weight[group.rank() * each : (group.rank() + 1) * each]
+
+
+def none_for_no_rows(weight, group):
+    each = -(-len(weight) // group.size())
+    first = group.rank() * each
+    if first < len(weight):
+        return weight[first : first + each]
+    return None
+
+
 def next_rows(weight, group):
     p = group.size()
     each = -(-len(weight) // p)
@@ -83,6 +96,8 @@ OWN_ROWS = Answers(
         "rounded down": (rounded_down, "how many does each rank get"),
         "chunk alone": (chunk_alone, "IndexError"),
         "tensor_split": (tensor_split, "how many does each rank get"),
+        "rounded to the nearest": (rounded_to_nearest, "how many does each rank get"),
+        "None where there are no rows": (none_for_no_rows, "a view of 0 rows"),
         "a copy": (lambda weight, group: rounded_up(weight, group).clone(), "but a copy of them"),
         "a list": (lambda weight, group: rounded_up(weight, group).tolist(), "returned a list"),
         "by columns": (lambda weight, group: rounded_up(weight.T, group).T, "rows are whole"),
@@ -122,9 +137,12 @@ class InTheLesson:
     gives_gradients = True
     divides = False
     in_world = False
+    lists = True
+    waits = True
+    on_none = "skips"
 
     def __init__(self, params, make, group):
-        self.params = list(params)
+        self.params = list(params) if self.lists else params
         self.group = group
         self.rows = []
         for param in self.params:
@@ -137,6 +155,13 @@ class InTheLesson:
 
     def step(self):
         for param, rows in zip(self.params, self.rows):
+            if param.grad is None and self.on_none == "skips":
+                rows.grad = None
+                continue
+            if param.grad is None and self.on_none == "keeps the last":
+                continue
+            if param.grad is None and self.on_none == "zeros":
+                param.grad = torch.zeros_like(param)
             grad = param.grad if self.whole_state else own(param.grad, self.group)
             if self.divides:
                 grad = grad / self.group.size()
@@ -159,8 +184,10 @@ class InTheLesson:
                         dist.broadcast(part, src=rank, group=self.group)
                     elif self.next_rank:
                         dist.broadcast(part, group_src=(rank + 1) % p, group=self.group)
-                    else:
+                    elif self.waits:
                         dist.broadcast(part, group_src=rank, group=self.group)
+                    else:
+                        dist.broadcast(part, group_src=rank, group=self.group, async_op=True)
 
     def zero_grad(self):
         if self.forgets:
@@ -188,21 +215,23 @@ class GathersPadded(InTheLesson):
 
     def zero_grad(self):
         for param in self.params:
-            param.grad.zero_()
+            if param.grad is not None:
+                param.grad.zero_()
 
 
 class InOneMessage:
     """Everything in one all-gather; plain tensors in the place of parameters."""
 
     def __init__(self, params, make, group):
-        self.params = params
+        self.params = [*params]
         self.group = group
-        self.mine = [own(param.data, group) for param in params]
+        self.mine = [own(param.data, group) for param in self.params]
         self.opt = make(self.mine)
 
     def step(self):
         for tensor, param in zip(self.mine, self.params):
-            tensor.grad = own(param.grad, self.group).clone()
+            has = param.grad is not None
+            tensor.grad = own(param.grad, self.group).clone() if has else None
         self.opt.step()
         p = self.group.size()
         sizes = [piece_of(param, 0, p).numel() for param in self.params]
@@ -279,7 +308,7 @@ class ByLabcode:
 
     def step(self):
         for param, rows in zip(self.params, self.inner.param_groups[0]["params"]):
-            rows.grad = own(param.grad, self.group)
+            rows.grad = None if param.grad is None else own(param.grad, self.group)
         self.inner.step()
         optimizer.gather_weights(self.params, self.group)
 
@@ -300,6 +329,17 @@ OPTIMIZER = Answers(
         "state for the whole weight": (
             changed(InTheLesson, whole_state=True),
             "was given whole weights",
+        ),
+        "a generator": (changed(InTheLesson, lists=False), "finds nothing"),
+        "nobody waits": (changed(InTheLesson, waits=False), "Has the message come"),
+        "stops at None": (changed(InTheLesson, on_none="stops"), "whose `grad` is None?"),
+        "the last gradient again": (
+            changed(InTheLesson, on_none="keeps the last"),
+            "it had no gradient in this step",
+        ),
+        "zeros for None": (
+            changed(InTheLesson, on_none="zeros"),
+            "it had no gradient in this step",
         ),
         "copies": (changed(InTheLesson, copies=True), "share the memory of the weight"),
         "nothing sent": (changed(InTheLesson, sends=False), "how do they get there?"),
@@ -341,6 +381,7 @@ def average(
     adds=False,
     in_world=False,
     shift=0,
+    waits=True,
 ):
     p = group.size()
     longest = sum(piece_of(param, 0, p).numel() for param in params)
@@ -350,7 +391,11 @@ def average(
         flat = torch.cat(pieces)
         parts[rank, : len(flat)] = flat
     mine = torch.empty_like(parts[0])
-    dist.reduce_scatter(mine, list(parts), group=None if in_world else group)
+    chosen = None if in_world else group
+    if waits:
+        dist.reduce_scatter(mine, list(parts), group=chosen)
+    else:
+        dist.reduce_scatter(mine, list(parts), group=chosen, async_op=True)
     mine /= p if divide_by is None else divide_by
     first = 0
     for param, row in zip(params, rows):
@@ -506,6 +551,7 @@ AVERAGE = Answers(
         "added up": (functools.partial(average, adds=True), "it takes its place"),
         "the next rank's rows": (functools.partial(average, shift=1), "of the weight [7, 3]"),
         "cut after joining": (flat_chunks, "right numbers in wrong places"),
+        "nobody waits": (functools.partial(average, waits=False), "Has the message come"),
         "float32": (in_float32, "dtype 'float'"),
         "nothing sent": (nothing_sent, "did anything travel?"),
         "weights": (of_weights, "of the weight [7, 3]"),
@@ -536,6 +582,10 @@ class Borrowing(nn.Module):
     keeps_whole = False
     own_group = True
     asks = True
+    waits = True
+    bytes_each = None
+    holds_parts = False
+    product = staticmethod(F.linear)
 
     def __init__(self, weight, group):
         super().__init__()
@@ -556,14 +606,22 @@ class Borrowing(nn.Module):
     def gather(self):
         p = self.group.size()
         if self.resizes:
-            self.weight.untyped_storage().resize_(self.num_bytes)
+            num_bytes = self.num_bytes
+            if self.bytes_each is not None:
+                num_bytes = self.bytes_each * self.weight.numel()
+            self.weight.untyped_storage().resize_(num_bytes)
         each = -(-len(self.weight) // p)
         if not self.pads:
             each = len(self.rows)
         mine = self.rows.new_zeros(each, *self.weight.shape[1:])
         mine[: len(self.rows)] = self.rows.detach()
         parts = [torch.empty_like(mine) for _ in range(p)]
-        dist.all_gather(parts, mine, group=self.group)
+        if self.waits:
+            dist.all_gather(parts, mine, group=self.group)
+        else:
+            dist.all_gather(parts, mine, group=self.group, async_op=True)
+        if self.holds_parts:
+            self.parts = parts
         whole = torch.cat(parts)
         if self.cuts:
             whole = whole[: len(self.weight)]
@@ -579,7 +637,7 @@ class Borrowing(nn.Module):
 
     def forward(self, x):
         self.gather()
-        y = F.linear(x, self.weight)
+        y = self.product(x, self.weight)
         if self.frees_forward:
             self.reshard()
         if self.gathers_backward and (y.requires_grad or not self.asks):
@@ -711,6 +769,19 @@ class NoReduce(Borrowing):
         self.reshard()
 
 
+class NobodyWaitsInBackward(Borrowing):
+    def gradient_ready(self, weight):
+        p = self.group.size()
+        each = -(-len(weight) // p)
+        padded = F.pad(weight.grad, (0, 0, 0, p * each - len(weight)))
+        mine = torch.zeros_like(padded[:each])
+        dist.reduce_scatter(mine, list(padded.chunk(p)), group=self.group, async_op=True)
+        mine = mine[: len(self.rows)] / p
+        self.rows.grad = mine if self.rows.grad is None else self.rows.grad + mine
+        weight.grad = None
+        self.reshard()
+
+
 class HoldsTheMessage(Borrowing):
     """Keeps what has arrived."""
 
@@ -720,6 +791,8 @@ class HoldsTheMessage(Borrowing):
 
 
 def mistaken(**mistakes):
+    if "product" in mistakes:
+        mistakes["product"] = staticmethod(mistakes["product"])
     return type("Mistaken", (Borrowing,), mistakes)
 
 
@@ -729,6 +802,7 @@ BORROWED = Answers(
         "as in the lesson": Borrowing,
         "into one tensor": IntoOneTensor,
         "piece by piece": ByOwnPieces,
+        "a product with the transpose": mistaken(product=lambda x, weight: x @ weight.T),
     },
     wrong={
         "memory forgotten": (mistaken(resizes=False), "while it had no memory"),
@@ -756,7 +830,24 @@ BORROWED = Answers(
         "an all-reduce": (GathersInCollective, "who sums the gradient"),
         "other rows": (FirstRowsOfTheGradient, "which rows of the gradient go to which rank?"),
         "nothing summed": (NoReduce, "who sums the gradient"),
-        "holds what has arrived": (HoldsTheMessage, "who holds it?"),
+        "holds what has arrived": (HoldsTheMessage, "Who holds them?"),
+        "holds the parts": (mistaken(holds_parts=True), "Who holds them?"),
+        "a clone": (
+            mistaken(product=lambda x, weight: F.linear(x, weight.clone())),
+            "Who holds them?",
+        ),
+        "a sum with zero": (
+            mistaken(product=lambda x, weight: F.linear(x, weight + 0.0)),
+            "Who holds them?",
+        ),
+        "a contiguous transpose": (
+            mistaken(product=lambda x, weight: x @ weight.T.contiguous()),
+            "Who holds them?",
+        ),
+        "numbers for bytes": (mistaken(bytes_each=1), "in what does the storage count?"),
+        "four bytes a number": (mistaken(bytes_each=4), "in what does the storage count?"),
+        "nobody waits": (mistaken(waits=False), "Has the message come"),
+        "nobody waits in backward": (NobodyWaitsInBackward, "Has the message come"),
     },
 )
 

@@ -34,3 +34,9 @@ def test_what_cannot_be_drawn_is_refused():
         plot.timeline([("rank 0", "a", 2, 1)], alt=ALT)
     with pytest.raises(ValueError, match="at least one"):
         plot.timeline([], alt=ALT)
+
+
+def test_the_legend_spells_short_labels():
+    rows = [("link", "G1", 0, 1), ("link", "R1", 1, 2)]
+    (legend,) = plot.timeline(rows, alt=ALT, names={"G": "G gather"}).figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["G gather", "R"]

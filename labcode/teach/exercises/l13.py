@@ -3,7 +3,9 @@
 import contextlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from types import GeneratorType
+from typing import Any, Self
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -70,10 +72,54 @@ EMPTY = (
     "the weight was read or written while it had no memory: its storage has to have its size again "
     "before that. (Outside of this check the process may die of it.)"
 )
+TOO_SMALL = (
+    "the memory of a tensor has {has} bytes, and its {numbers} numbers need {needs}: in what does "
+    "the storage count? (Outside of this check the process may die of it.)"
+)
 SEEN = (
     "autograd has seen that you wrote into the weight, and refuses it in backward: which way of "
     "writing does the text above name?"
 )
+
+
+class _Waited(Watch):
+    """A watch that knows whether the learner's code has waited for all that it started.
+
+    PyTorch waits with `Work.wait` itself unless `async_op` is True, so both ways are counted there.
+    (`is_completed` is of no use: gloo's reduce-scatter never says so.)
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._waits = 0
+        self._patches = contextlib.ExitStack()
+
+    def __enter__(self) -> Self:
+        for name in ("wait", "get_future"):
+            self._patches.enter_context(mock.patch.object(dist.Work, name, self._counting(name)))
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        self._patches.close()
+
+    def _counting(self, name: str) -> Callable[..., Any]:
+        method = getattr(dist.Work, name)
+
+        def counting(work: dist.Work, *args: Any, **kwargs: Any) -> Any:
+            self._waits += 1
+            return method(work, *args, **kwargs)
+
+        return counting
+
+    def under_way(self) -> str:
+        """A hint if there are more calls than waits."""
+        if self._waits >= len(self.calls):
+            return ""
+        return (
+            f"collectives started: {len(self.calls)}, waited for: {self._waits}. Has the message come "
+            "when you use it?"
+        )
 
 
 def _in_step(group: dist.ProcessGroup, parts: Iterator[str]) -> str:
@@ -103,16 +149,22 @@ def own_rows(answer: Callable[..., Any], ranks: Ranks) -> None:
 def _try_own_rows(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
     p = group.size()
     me = group.rank()
-    for rows in (8, 12, 7, 5, 2):
+    for rows in (8, 12, 7, 9, 5, 2):
         weight = draw(group, rows, rows, 3)
         before = weight.clone()
-        with without(rows_of, piece_of):
-            found = due(answer(weight, group))
-        if not isinstance(found, Tensor):
-            return f"it returned a {type(found).__name__}: the rows are a tensor"
         first, stop = rows_of(rows, me, p)
         expected = before[first:stop]
         case = f"{rows} rows on {p} ranks: "
+        with without(rows_of, piece_of):
+            found = answer(weight, group)
+        if found is None and first == stop:
+            return (
+                f"{case}it returned None on the rank with number {me}: a rank that gets no rows "
+                "has a view of 0 rows"
+            )
+        found = due(found)
+        if not isinstance(found, Tensor):
+            return f"it returned a {type(found).__name__}: the rows are a tensor"
         if not torch.equal(weight, before):
             return f"{case}the weight itself has changed: only look at it"
         if found.shape == before.shape and len(expected) < rows:
@@ -141,6 +193,7 @@ OPTIMIZERS = {
     "AdamW": (torch.optim.AdamW, {"lr": 0.05, "weight_decay": 0.1}),
 }
 NUM_STEPS = 3
+UNUSED = (1, 3)  # in this step this weight has no gradient; all ranks have rows of it
 BY_LABCODE = (
     ShardedOptimizer.__init__,
     ShardedOptimizer.step,
@@ -186,22 +239,41 @@ def _train(
         return made[-1]
 
     with without(*BY_LABCODE):
-        optimizer = answer(params, make, group)
+        # a generator, as model.parameters() gives one
+        optimizer = answer((param for param in params), make, group)
     names: set[str] = set()
     for number in range(NUM_STEPS):
         case = f"step {number + 1}: "
         before = [param.detach().clone() for param in params]
         for place, param in enumerate(params):
+            if (number, place) == UNUSED:
+                param.grad = None
+                alone[place].grad = None
+                continue
             grad = draw(group, 50 + 10 * number + place, *param.shape)
             # as backward does it: what stands in .grad is added to
             param.grad = grad.clone() if param.grad is None else param.grad + grad
             alone[place].grad = grad
-        with Watch() as watch, without(*BY_LABCODE):
+        with _Waited() as watch, _with_none(case), without(*BY_LABCODE):
             optimizer.step()
         reference.step()
         names.update(call.name for call in watch.calls)
         yield _of_state(group, made)
+        hint = watch.under_way()
+        yield case + hint if hint else ""
+        if not _moves(params, before) and _keeps_used_generator(optimizer):
+            yield (
+                "nothing changes: `params` may be a generator, as model.parameters() gives one, "
+                "and who goes through it a second time finds nothing"
+            )
+        yield ""
         for place, param in enumerate(params):
+            if (number, place) == UNUSED and far(param.detach(), before[place]):
+                yield (
+                    f"{case}the weight {list(param.shape)} has changed, and it had no gradient in "
+                    "this step (`grad` is None): what stands in the `.grad` of its rows?"
+                )
+            yield ""
             hint = _of_rows(group, param.detach(), alone[place].detach(), before[place], made[0])
             yield f"{case}of the weight {list(param.shape)} {hint}" if hint else ""
         optimizer.zero_grad()
@@ -212,6 +284,30 @@ def _train(
     kinds = sorted(names - {"broadcast", "all_gather", "send", "recv"})
     if kinds:
         yield f"the weights are right, but it calls {kinds[0]}: what is there to add up?"
+
+
+@contextlib.contextmanager
+def _with_none(case: str) -> Iterator[None]:
+    """An error over the gradient that is None, in words."""
+    try:
+        yield
+    except (AttributeError, TypeError) as error:
+        text = str(error)
+        assert "NoneType" not in text, (
+            f"{case}{type(error).__name__}: {text}. Is it a weight whose `grad` is None?"
+        )
+        raise
+
+
+def _moves(params: Sequence[Tensor], before: Sequence[Tensor]) -> bool:
+    """Whether any weight has changed."""
+    return any(far(param.detach(), old) for param, old in zip(params, before))
+
+
+def _keeps_used_generator(holder: Any) -> bool:
+    """Whether an attribute is a generator that has nothing left."""
+    values = vars(holder).values()
+    return any(isinstance(value, GeneratorType) and not value.gi_frame for value in values)
 
 
 def _weights(group: dist.ProcessGroup) -> list[nn.Parameter]:
@@ -332,11 +428,13 @@ def _two_calls(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator
         old = [None if row.grad is None else row.grad.clone() for row in rows]
         for param, grad in zip(params, everybody[me]):
             param.grad = grad.clone()
-        with Watch() as watch, without(*BY_LABCODE):
+        with _Waited() as watch, without(*BY_LABCODE):
             answer(params, rows, group)
         if any(far(param.detach(), value) for param, value in zip(params, before)):
             yield f"{case}weights have changed: it is about gradients only"
         hint = _of_messages(watch)
+        yield case + hint if hint else ""
+        hint = watch.under_way()
         yield case + hint if hint else ""
         for place, shape in enumerate(SHAPES):
             hint = _of_mean(
@@ -403,7 +501,7 @@ def _of_mean(
 # ---- 13.4
 
 
-class _Careful(Watch):
+class _Careful(_Waited):
     """A watch that stops before memory is read or written that is not there."""
 
     def __torch_dispatch__(
@@ -415,9 +513,20 @@ class _Careful(Watch):
     ) -> Any:
         if not func.is_view:
             for value in pytree.tree_leaves((args, kwargs)):
-                is_tensor = isinstance(value, Tensor) and value.numel() > 0
-                assert not (is_tensor and value.untyped_storage().nbytes() == 0), EMPTY
+                if isinstance(value, Tensor) and value.numel() > 0:
+                    _assert_memory(value)
         return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def _assert_memory(value: Tensor) -> None:
+    """Assert that the memory of a tensor reaches to its last number."""
+    has = value.untyped_storage().nbytes()
+    assert has, EMPTY
+    last = value.storage_offset()
+    for size, stride in zip(value.shape, value.stride()):
+        last += (size - 1) * stride
+    needs = (last + 1) * value.element_size()
+    assert has >= needs, TOO_SMALL.format(has=has, numbers=last + 1, needs=needs)
 
 
 @contextlib.contextmanager
@@ -433,7 +542,7 @@ def _in_words() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _watched() -> Iterator[Watch]:
+def _watched() -> Iterator[_Careful]:
     """What the learner's layer calls and makes."""
     watch = _Careful()
     with _in_words(), without(*BY_LABCODE), watch:
@@ -492,6 +601,9 @@ def _of_gather(
         layer.rows.mul_(2)  # as an optimizer would change them
     with _watched() as watch:
         layer.gather()
+    hint = watch.under_way()
+    if hint:
+        return hint
     if not _bytes(layer):
         return "after gather() the weight has no memory"
     if layer.weight.shape != weight.shape or _bytes(layer) != weight.nbytes:
@@ -519,14 +631,16 @@ def _of_gather(
     return ""
 
 
-def _of_held(watch: Watch, layer: Any, weight: Tensor, when: str) -> str:
-    """Whether something as large as the whole weight is still alive."""
-    others = [layer.weight, layer.rows, weight]
-    held = watch.held(*others, at_most=weight.nbytes - 1)
-    if max(held, default=0) >= weight.nbytes:
+def _of_held(watch: Watch, layer: Any, weight: Tensor, when: str, *others: Tensor | None) -> str:
+    """Whether as much as the whole weight is still alive; `others` do not count."""
+    known = [layer.weight, layer.rows, weight]
+    known += [tensor for tensor in others if tensor is not None]
+    held = watch.held(*known, at_most=weight.nbytes - 1)
+    if sum(held) >= weight.nbytes:
         return (
-            f"{when} a tensor as large as the whole weight is still alive: who holds it? (A new "
-            "tensor in `weight.data` is one, and autograd holds the old one)"
+            f"{when} tensors of {sum(held)} bytes are alive besides the layer's own, and the whole "
+            f"weight has {weight.nbytes}: a copy of it, or its parts. Who holds them? (An "
+            "attribute does, and autograd holds what an operation needs in backward.)"
         )
     return ""
 
@@ -542,6 +656,7 @@ def _of_forward(group: dist.ProcessGroup, answer: Callable[..., Any], is_trainin
     """What is wrong with `forward`."""
     weight = draw(group, 410, 7, 6)
     x = draw(group, 420 + group.rank(), *INPUT)
+    x.requires_grad_()  # so that autograd saves the weight
     with _watched():
         layer = answer(weight, group)
     with torch.set_grad_enabled(is_training), _watched() as watch:
@@ -549,14 +664,17 @@ def _of_forward(group: dist.ProcessGroup, answer: Callable[..., Any], is_trainin
     if not isinstance(y, Tensor) or y.shape != (1, 2, 7):
         what = list(y.shape) if isinstance(y, Tensor) else type(y).__name__
         return f"forward gives {what} for x [1, 2, 6] and W [7, 6]"
-    if far(y.detach(), F.linear(x, weight)):
+    hint = watch.under_way()
+    if hint:
+        return hint
+    if far(y.detach(), F.linear(x.detach(), weight)):
         return "forward gives wrong values: it is x W^T"
     if _bytes(layer):
         return "after forward the weight still has its memory"
     names = [call.name for call in watch.calls]
     if names != ["all_gather"]:
         return f"forward makes the calls {', '.join(names) or 'none'}: one all_gather"
-    return _of_held(watch, layer, weight, "after forward")
+    return _of_held(watch, layer, weight, "after forward", x, y)
 
 
 def _backward_trial(group: dist.ProcessGroup, answer: Callable[..., Any]) -> Iterator[str]:
@@ -594,6 +712,7 @@ def _one_backward(
         y = layer(x)
     with _watched() as backward:
         y.square().sum().backward()
+    hint = backward.under_way()
     assert x.grad is not None, "x has no gradient after backward"
     assert true_x.grad is not None
     if far(x.grad, true_x.grad):
@@ -602,6 +721,8 @@ def _one_backward(
     if "reduce_scatter" not in names:
         made = ", ".join(names) or "none"
         return f"backward makes the calls {made}: who sums the gradient of the weight?"
+    if hint:
+        return hint
     if sorted(names) != ["all_gather", "reduce_scatter"]:
         return f"backward makes the calls {', '.join(names)}: one all_gather and one reduce_scatter"
     if layer.weight.grad is not None:
@@ -628,7 +749,7 @@ def _one_backward(
         return "`rows.grad` is wrong: which rows of the gradient go to which rank?"
     del y
     if micro_batch == 0 and weight.shape == WEIGHTS[0]:
-        return _of_held(backward, layer, weight, "after backward")
+        return _of_held(backward, layer, weight, "after backward", x, x.grad, found)
     return ""
 
 
@@ -690,10 +811,13 @@ def _check_layout(found: Any, situation: Situation) -> None:
     chosen = f"stage {found.stage} over {found.ranks_of_a_copy} ranks "
     assert math.isclose(found.kept_bytes, true.kept_bytes, rel_tol=1e-6), (
         f"{case}{chosen}keeps {true.kept_bytes / 1e9:.4g} GB, and kept_bytes says "
-        f"{found.kept_bytes / 1e9:.4g}"
+        f"{found.kept_bytes / 1e9:.4g}: look at what it keeps of the model, and at the "
+        "layers that are whole"
     )
     assert math.isclose(found.sending_s, true.sending_s, rel_tol=1e-6), (
-        f"{case}{chosen}sends for {true.sending_s:.4g} s, and sending_s says {found.sending_s:.4g}"
+        f"{case}{chosen}sends for {true.sending_s:.4g} s, and sending_s says "
+        f"{found.sending_s:.4g}: look at what travels inside a copy, over which link, and at what "
+        "travels between copies"
     )
     assert true.kept_bytes <= situation.room_bytes, (
         f"{case}{chosen}keeps {true.kept_bytes / 1e9:.4g} GB, and there is room for "

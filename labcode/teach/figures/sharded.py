@@ -106,9 +106,12 @@ SENT = {
         ("all-gather:\nweights", WEIGHTS, AFTER),
     ],
     "stage 3": [
-        ("all-gather:\nweights", WEIGHTS, FORWARD),
-        ("all-gather:\nweights", WEIGHTS, (2.2, 4.1)),
-        ("reduce-scatter:\ngradients", GRADIENTS, (4.3, 6.2)),
+        ("G", WEIGHTS, (0.0, 0.95)),
+        ("G", WEIGHTS, (1.05, 2.0)),
+        ("G", WEIGHTS, (2.2, 3.15)),
+        ("R", GRADIENTS, (3.25, 4.15)),
+        ("G", WEIGHTS, (4.25, 5.2)),
+        ("R", GRADIENTS, (5.3, 6.2)),
     ],
 }
 TIMES_N = {"data parallel": 2, "stages 1 and 2": 2, "stage 3": 3}
@@ -134,9 +137,11 @@ def zero_steps(*, alt: str, title: str = "") -> Picture:
             _draw_box(axes, start, stop, y - 1.0, 0.85, colour, label)
         cost = f"{TIMES_N[name]} (p-1)/p N"
         put_text(axes, 10.0, y - 0.3, cost, 9, ha="left")
+    below = "each unit, here two: G all-gather of its weights, R reduce-scatter of its gradients"
+    put_text(axes, 0.0, -6.1, below, 8.5, ha="left")
     put_text(axes, 10.0, 1.15, "numbers sent", 8.5, ha="left", color=RULE)
     axes.set_xlim(-2.6, 12.1)
-    axes.set_ylim(-5.8, 1.5)
+    axes.set_ylim(-6.5, 1.5)
     blank(axes)
     axes.set_aspect("auto")
     if title:

@@ -5,7 +5,7 @@ Any lesson may use it; `plot.timeline` is the way in.
 
 import math
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from labcode.teach.figures.style import (
     Picture,
@@ -29,6 +29,7 @@ def timeline(
     alt: str,
     xlabel: str = "time",
     title: str = "",
+    names: Mapping[str, str] | None = None,
 ) -> Picture:
     """Labelled bars over time, one lane each: what a rank, a stream or a bucket is doing when.
 
@@ -39,6 +40,7 @@ def timeline(
         alt: What the figure shows.
         xlabel: The time and its unit.
         title: Above the figure.
+        names: What the legend says for a label; None: the labels themselves, without numbers.
 
     Raises:
         ValueError: No rows, or one that stops before it starts.
@@ -79,7 +81,7 @@ def timeline(
     signs = [swatch(colour_of(i), edge=1) for i in range(len(kinds))]
     picture.figure.legend(
         signs,
-        kinds,
+        [(names or {}).get(kind, kind) for kind in kinds],
         loc="outside upper right",
         ncols=min(5, len(kinds)),
         handlelength=1,
