@@ -715,12 +715,12 @@ compare("step with prefetch, ms", with_prefetch_ms, step_ms, within=1.2)
 compare("layers whole at once", most_whole, prefetched.most_whole, within=1)
 
 # %% tags=["figure"]
+names = {"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"}
 rows_ms = []
 for lane, label, start_s, stop_s in prefetched.spans:
     rows_ms.append((lane, label, 1e3 * start_s, 1e3 * stop_s))
 plot.timeline(
-    rows_ms, xlabel="ms",
-    names={"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"},
+    rows_ms, xlabel="ms", names=names,
     title="With prefetch the device waits only where a pass begins",
     alt="The device runs six forwards F and six backwards B almost without gaps, while "
         "the link gathers weights, G, and reduce-scatters gradients, R",

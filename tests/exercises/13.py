@@ -331,7 +331,7 @@ OPTIMIZER = Answers(
             "was given whole weights",
         ),
         "a generator": (changed(InTheLesson, lists=False), "finds nothing"),
-        "nobody waits": (changed(InTheLesson, waits=False), "Has the message come"),
+        "nobody waits": (changed(InTheLesson, waits=False), "waited for: "),
         "stops at None": (changed(InTheLesson, on_none="stops"), "whose `grad` is None?"),
         "the last gradient again": (
             changed(InTheLesson, on_none="keeps the last"),
@@ -551,7 +551,7 @@ AVERAGE = Answers(
         "added up": (functools.partial(average, adds=True), "it takes its place"),
         "the next rank's rows": (functools.partial(average, shift=1), "of the weight [7, 3]"),
         "cut after joining": (flat_chunks, "right numbers in wrong places"),
-        "nobody waits": (functools.partial(average, waits=False), "Has the message come"),
+        "nobody waits": (functools.partial(average, waits=False), "waited for: "),
         "float32": (in_float32, "dtype 'float'"),
         "nothing sent": (nothing_sent, "did anything travel?"),
         "weights": (of_weights, "of the weight [7, 3]"),
@@ -846,8 +846,8 @@ BORROWED = Answers(
         ),
         "numbers for bytes": (mistaken(bytes_each=1), "in what does the storage count?"),
         "four bytes a number": (mistaken(bytes_each=4), "in what does the storage count?"),
-        "nobody waits": (mistaken(waits=False), "Has the message come"),
-        "nobody waits in backward": (NobodyWaitsInBackward, "Has the message come"),
+        "nobody waits": (mistaken(waits=False), "waited for: "),
+        "nobody waits in backward": (NobodyWaitsInBackward, "waited for: "),
     },
 )
 

@@ -117,8 +117,8 @@ class _Waited(Watch):
         if self._waits >= len(self.calls):
             return ""
         return (
-            f"collectives started: {len(self.calls)}, waited for: {self._waits}. Has the message come "
-            "when you use it?"
+            f"collectives started: {len(self.calls)}, waited for: {self._waits}. Has the message "
+            "come when you use it?"
         )
 
 
