@@ -75,9 +75,9 @@ ranks = Ranks(4)
 # | first and second moment | 4 + 4 | the optimizer |
 #
 # These are 16 bytes, and 12 of them are the optimizer's. (Some keep the gradient in 4 bytes, as Megatron-LM does by
-# default, and then they are 18.) On p data-parallel ranks the same 16 bytes exist p times. Now
-# look at the last column. The optimizer's 12 bytes are needed once per step, for an update that all ranks compute
-# alike. It would be enough if **one** of them computed it.
+# default, and then they are 18.) On p data-parallel ranks the same 16 bytes exist p times. Now look at the last column.
+# The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be enough if
+# **one** of them computed it.
 #
 # Rajbhandari et al. (2019) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
@@ -248,8 +248,8 @@ show_source(cut.piece_of)
 #
 # Write the class. `params` may be what `model.parameters()` gives, which one can go through only once. The gradients in
 # `param.grad` are averaged already. A weight that is frozen or was not used has `None` there; such a weight stays as it
-# is in this step. `make` makes an ordinary optimizer of a list of
-# tensors, as in `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
+# is in this step. `make` makes an ordinary optimizer of a list of tensors, as in
+# `make = lambda tensors: torch.optim.AdamW(tensors, lr=0.01)`; call it once.
 #
 # - An optimizer updates the tensors that it was given, from their `.grad`. So your rows need a `.grad` too.
 # - `nn.Parameter(view)` is a parameter in the memory of the view; take the view of `param.detach()`.
@@ -434,9 +434,10 @@ show_source(gradients.ShardedBucket.send)
 show_source(gradients.ShardedBucket.receive)
 
 # %% [markdown]
-# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1
-# and 2 save memory, and with one micro-batch in a step they send nothing more.** So there is little reason to use plain
-# data parallelism with AdamW on many ranks. Stage 1 sends nothing more with many micro-batches either. It costs nothing but code; in Megatron-LM it is called the *distributed optimizer*.
+# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and
+# 2 save memory, and with one micro-batch in a step they send nothing more.** So there is little reason to use plain
+# data parallelism with AdamW on many ranks. Stage 1 sends nothing more with many micro-batches either. It costs nothing
+# but code; in Megatron-LM it is called the *distributed optimizer*.
 #
 # This is the end of the first sitting.
 
@@ -657,10 +658,10 @@ for name, run in runs.items():
     print(f"{numbers / CONFIG.num_parameters:9.2f} N {loss:10.4f}")
 
 # %% [markdown]
-# The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at
-# stages 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which we told to
-# gather the rest a second time in backward. (By default FSDP2 reshards each layer after forward, and keeps the
-# outermost unit, the root, as ours does.)
+# The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at stages
+# 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which we told to gather the rest
+# a second time in backward. (By default FSDP2 reshards each layer after forward, and keeps the outermost unit, the
+# root, as ours does.)
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
@@ -747,8 +748,8 @@ for name, options in choices.items():
     print(f"{name:27} {1e3 * played.step_s:4.0f} ms {played.most_whole:8}")
 
 # %% [markdown]
-# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six. Keeping
-# the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
+# Units of one layer with prefetch are nearly as fast as keeping everything, with two layers in memory and not six.
+# Keeping the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
 # where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
 #
 # The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is
@@ -761,7 +762,7 @@ for name, options in choices.items():
 # **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank
 # 1, as somebody might who drops layers at random.
 
-# %% tags=["raises-exception"] raises="RankError: ranks 0, 2 and 3 called all_gather"
+# %% tags=["raises-exception"] raises="RankError: rank"
 class Skipping(nn.Module):
     """Four layers, of which rank 1 leaves out one."""
 
@@ -812,9 +813,9 @@ ranks.run(skip_a_layer)
 # - **A copy in each node.** Each of the s ranks all-reduces N/s numbers over n ranks, and sends 2 (n-1)/n N/s. The node
 #   sends 2 (n-1)/n N.
 #
-# With many nodes that is two thirds of what the first way sends, and with two nodes less than half of it. What counts more is how it crosses: only
-# gradients do, which can travel behind backward, in rings of n ranks and not of p. Every gather that a layer has to wait
-# for stays inside the node.
+# With many nodes that is two thirds of what the first way sends, and with two nodes less than half of it. What counts
+# more is how it crosses: only gradients do, which can travel behind backward, in rings of n ranks and not of p. Every
+# gather that a layer has to wait for stays inside the node.
 #
 # **Predict.** Our 4 ranks stand for 2 nodes of 2. How many numbers for each parameter does a node send, flat and
 # hybrid?
@@ -983,10 +984,11 @@ for situation in layouts.CASES:
 # keeps little more than 2 bytes too. So where hybrid sharding fits, stage 2 mostly fits as well, and sends less.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 28 minutes, 15 of them for the exercise. What people forget: the two borrowed layers, the all-reduce
-# between copies, and that with one node there is nothing between nodes. Ask: what would change with 4 micro-batches in
-# a step? (Stage 3 gathers and reduce-scatters for each of them, four times as much. Stage 1 sends once, and so does
-# labcode's stage 2, which then keeps whole gradients; one that frees them sends five parts in place of two.)
+# *For the instructor.* 28 minutes, 15 of them for the exercise. What people forget: the two borrowed layers, the
+# all-reduce between copies, and that with one node there is nothing between nodes. Ask: what would change with 4
+# micro-batches in a step? (Stage 3 gathers and reduce-scatters for each of them, four times as much. Stage 1 sends
+# once, and so does labcode's stage 2, which then keeps whole gradients; one that frees them sends five parts in place
+# of two.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM
