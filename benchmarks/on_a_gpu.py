@@ -237,7 +237,7 @@ PARTS: dict[str, Callable[[bool], Any]] = {
     "mfu": measured(MFU),
     "ladder": measured(ladder()),
     "graphs": measured(GRAPHS),
-    "peer": other_program([str(HERE / "gpt_against_transformers.py")]),
+    "peer": other_program([str(HERE / "step.py"), "--device=cuda", "--compile"]),
 }
 
 
