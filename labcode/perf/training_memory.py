@@ -20,7 +20,7 @@ vocabulary; of a weather state C variables on Y latitudes and X longitudes.
 Source: the terms of activations are those of `perf.memory`, those of weights, gradients and
     optimizer of `perf.state_memory`; which buffers backward needs was read from PyTorch's formulas
     (derivatives.yaml) and from the memory events of its profiler.
-Held by: tests/unit/test_training_memory.py; against measured peaks of one rank by
+Held by: tests/unit/test_training_memory_parts.py; against measured peaks of one rank by
     tests/ranks/test_training_memory.py, within 2 %
 """
 
@@ -229,7 +229,7 @@ class WeightCounts(NamedTuple):
 def weight_counts(model: GPTConfig | ViTConfig, shape: GridShape = ONE_RANK) -> WeightCounts:
     """How many weights a rank has of what, as tp cuts them: matrices, but no norms.
 
-    Held by: tests/unit/test_training_memory.py
+    Held by: tests/unit/test_training_memory_parts.py
     """
     hidden = model.hidden_size
     tp = shape.tp
