@@ -45,7 +45,13 @@ from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l03
 from labcode.teach.figures import plot
 from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_step import Batches, median_s, new_model, operations, seconds_of
+from labcode.teach.labs.l03_step import (
+    Batches,
+    median_s,
+    new_model,
+    operations,
+    seconds_of,
+)
 from labcode.teach.progress import status
 from labcode.train import loss_scale
 from labcode.train.device_speed import device_speed
@@ -168,8 +174,9 @@ parts_ms = {
     "bytes": parts.memory_s * 1e3,
     "launches": parts.launch_s * 1e3,
 }
-print(f"{speed.flops_per_s / 1e9:.0f} GFLOP/s, {speed.bytes_per_s / 1e9:.0f} GB/s,", end=" ")
-print(f"{speed.launch_s * 1e6:.1f} us for a launch")
+print(f"matrix products {speed.flops_per_s / 1e9:.0f} GFLOP/s")
+print(f"memory {speed.bytes_per_s / 1e9:.0f} GB/s")
+print(f"a launch {speed.launch_s * 1e6:.1f} us")
 largest = max(parts_ms, key=lambda name: parts_ms[name])
 compare("the largest part", largest_part, largest, found="computed")
 
@@ -301,7 +308,8 @@ def share_that_moves(dtype, lr):
 for lr in (1e-3, 1e-4, 1e-5):
     wide = share_that_moves(torch.float32, lr)
     narrow = share_that_moves(torch.bfloat16, lr)
-    print(f"lr {lr:g}: of the weights move {wide:4.0%} in float32, {narrow:4.0%} in bfloat16")
+    parts = f"{wide:4.0%} in float32, {narrow:4.0%} in bfloat16"
+    print(f"lr {lr:g}: of the weights move {parts}")
 
 # %% [markdown]
 # At a learning rate of 1e-3 nobody notices. When the rate falls, at the end of a training, fewer and fewer weights
