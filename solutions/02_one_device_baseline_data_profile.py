@@ -113,7 +113,8 @@ for step in range(2, 8):
 baseline_s = statistics.median(step_s)
 print(f"{batch_size / baseline_s:.0f} samples/s")
 compare("seconds a step", predicted_s, baseline_s, unit="s", within=2)
-print(f"{baseline_s / predicted_s:.1f} times as long as the matrix products alone")
+ratio = baseline_s * flops_per_s / step_flops
+print(f"{ratio:.1f} times as long as the matrix products alone")
 
 # %% [markdown]
 # The prediction is too small, by a factor of several. Nothing is wrong with it: it says what the step would take if
@@ -171,9 +172,8 @@ rest_share = 0.1
 # %% tags=["nbval-check-output"]
 times = iter([0, 0, 2, 6, 9, 10])
 timer = l02_by_hand.StepTimer(clock=lambda: next(times))
-with timer.part("backward"):
-    with timer.part("communication"):
-        pass
+with timer.part("backward"), timer.part("communication"):
+    pass
 shares = timer.shares()
 exact = {"within": 1, "found": "counted"}
 compare("backward", backward_share, shares["backward"], **exact)
@@ -759,7 +759,7 @@ gpt_times
 
 # %%
 gpt_wait = "more" if any("data wait" in line for line in advice(by_gpt)) else "less"
-compare("data wait of the GPT", gpt_data_wait, gpt_wait, found="recorded")
+compare("data wait of the GPT", gpt_data_wait, gpt_wait, found="measured")
 
 # %% [markdown]
 # For the GPT more workers would change nothing: there is no data to wait for. What stands out there is computing itself,

@@ -12,6 +12,7 @@ BIN = Path(sys.executable).parent
 LESSON_COLUMNS = 88
 # lessons whose code keeps to LESSON_COLUMNS; ends with all
 REWRITTEN_LESSONS: tuple[str, ...] = (
+    "02_one_device_baseline_data_profile",
     "03_one_device_fast",
     "04_data_parallel_by_hand",
     "05_ddp_buckets_overlap_hooks",

@@ -64,7 +64,7 @@ def open_counted(path: str | Path) -> tuple[list[Any], CountingStore]:
 class Crops:
     """Pairs of a part of the map now and six hours later, from a file of zarr.
 
-    Which part is drawn from the number of the sample alone, so that it does not matter who reads it.
+    Which part is drawn from the number of the sample alone: it does not matter who reads it.
 
     Args:
         path: The file.
