@@ -31,10 +31,13 @@
 # %%
 import contextlib
 import math
+import os
 import queue
 import statistics
 import threading
 import time
+
+os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's own log lines are left out
 
 import torch
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -588,15 +591,22 @@ def steps_s(batches, num_warmup=2):
         started = now
     return statistics.median(seconds[num_warmup:])
 
-plain_s = steps_s(l02_weather.batches(crops, batch_size, 10))
-source = l02_weather.batches(crops, batch_size, 10)
-prefetched_s = steps_s(l02_by_hand.Prefetcher(source, ahead=2))
+in_turns_s = []
+read_ahead_s = []
+for _ in range(3):
+    source = l02_weather.batches(crops, batch_size, 10)
+    in_turns_s.append(steps_s(source))
+    source = l02_weather.batches(crops, batch_size, 10)
+    read_ahead_s.append(steps_s(l02_by_hand.Prefetcher(source, ahead=2)))
+plain_s = statistics.median(in_turns_s)
+prefetched_s = statistics.median(read_ahead_s)
 compare("seconds a step", prefetched_guess_s, prefetched_s, unit="s", within=2)
 print(f"{prefetched_s / plain_s:.2f} of the time in turns")
 
 # %% [markdown]
-# The reader needs a processor of its own. If other programs keep the second core of this machine busy, little is saved,
-# and your number says so. On a GPU the loop's processor is nearly idle, so there is always room for a reader.
+# The prediction is a bound that is seldom reached. The reader needs a processor of its own: if other programs keep the
+# second core of this machine busy, little is saved, and your number says so. It also needs the GIL for what is Python in
+# zarr, and then the loop waits. On a GPU the loop's processor is nearly idle, so there is room for a reader.
 #
 # **Takeaway: a loader that reads ahead hides the shorter of reading and computing behind the longer one.**
 
@@ -676,8 +686,9 @@ plot.lines(
 #
 # - each batch has to get from the worker to the loop (PyTorch puts it into shared memory);
 # - more processes than cores take turns, and each turn costs time and empties caches;
-# - each worker has to be **started**: the printed seconds are a whole interpreter that imports PyTorch. That is paid once,
-#   and in each epoch, if `persistent_workers` is off in PyTorch's `DataLoader`;
+# - workers have to be **started**: the second of the printed times contains an interpreter that imports PyTorch. labcode
+#   keeps it as a server from which all workers are forked, so that the later ones are there sooner. PyTorch's
+#   `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
 # - each worker has its own memory: its own copy of what the dataset holds, and `prefetch` batches.
 #
 # On a cluster, the cores of a node are shared by its ranks: with 64 cores and 8 GPUs there are 8 for each rank, one of
