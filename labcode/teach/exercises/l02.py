@@ -290,7 +290,8 @@ def _ends(case: str, story: Callable[[], Any]) -> Any:
         try:
             # who calls is noted for each thread by itself
             with without(l02_by_hand.Prefetcher.__iter__, l02_by_hand._put):
-                told.append((story(), None))
+                found = story()
+            told.append((found, None))
         except BaseException as error:
             told.append((None, error))
 
