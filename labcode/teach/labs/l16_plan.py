@@ -1,4 +1,4 @@
-"""Lesson 16: cases of a model and a budget, and how they are judged: bytes and seconds by formula."""
+"""Lesson 16: models and budgets, and how a choice is judged: bytes and seconds by formula."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
