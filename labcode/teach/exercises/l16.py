@@ -158,23 +158,24 @@ def _of_peak(case: str, parts: Parts, count: int, found: float) -> None:
     kept = 3 * weights
     gradients = weights if count > 1 else 0.0
     expected = kept + max(activations + 3 * logits + gradients, weights)
+    at_loss = activations + 3 * logits
     wrong = [
         (
-            kept + weights + activations + 3 * logits,
+            kept + weights + at_loss,
             "at the first moment no gradient of a weight exists yet in a step of one micro-batch",
         ),
         (
-            kept + max(activations + 3 * logits, weights),
+            kept + max(at_loss, weights),
             "from the second micro-batch on, the gradients of the first are there all the time",
         ),
+        (kept + at_loss, "there are two moments: which is the larger one here?"),
         (
-            kept + activations + 3 * logits: "there are two moments: which is the larger one here?",
-        kept + max(activations + logits + gradients, weights),
+            kept + max(activations + logits + gradients, weights),
             "the loss holds three tensors as large as the logits",
         ),
+        (kept + max(activations + gradients, weights), "where are the logits?"),
         (
-            kept + max(activations + gradients, weights): "where are the logits?",
-        weights + max(activations + 3 * logits + gradients, weights),
+            weights + max(at_loss + gradients, weights),
             "AdamW keeps two numbers for each weight from step to step",
         ),
     ]
@@ -311,7 +312,8 @@ def _keeps_little(answer: Any) -> None:
     state = torch.get_rng_state()
     inputs = x.untyped_storage().nbytes() + scale.untyped_storage().nbytes() + state.nbytes
     assert kept <= inputs, (
-        f"{kept} bytes are kept, and the inputs with the random state have {inputs}: keep nothing but the inputs"
+        f"{kept} bytes are kept, and the inputs with the random state have {inputs}: keep "
+        "nothing but the inputs"
     )
     node = output.grad_fn
     held = [value for value in vars(node).values() if isinstance(value, Tensor)]

@@ -3,8 +3,12 @@
     python -m labcode.teach.labs.l16_limited '{"room_bytes": ..., "micro_batch": 8, ...}'
 
 The process imports everything and trains a tiny model first, so that what libraries set up is
-there. Then it may allocate `room_bytes` more (`RLIMIT_DATA`: memory that a process writes, not files that
-it maps), and trains the model of `settings`. What it prints is a log, as a training writes it.
+there. Then it may allocate `room_bytes` more (`RLIMIT_DATA`: memory that a process writes, not
+files that it maps), and trains the model of `settings`. What it prints is a log, as a training
+writes it.
+
+In float32 a training needs what `perf.training_memory` says and 10 to 11 MiB more; with autocast
+some 28 MiB more, because the products have their weights in an order of their own.
 """
 
 import json
@@ -21,7 +25,7 @@ from typing import Any
 from labcode.config import GPTConfig
 
 LIMIT_S = 120.0
-SPARE_BYTES = 12 * 2**20  # on top: what libraries take in float32, 10 to 11 MiB as measured
+SPARE_BYTES = 12 * 2**20  # on top, for what libraries take in float32
 DONE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) ms")
 ENVIRONMENT = {  # each block of 64 kB or more goes back to the system when it is freed
     "MALLOC_MMAP_THRESHOLD_": "65536",
