@@ -24,6 +24,7 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "13_sharded_data_parallel",
     "14_slurm_and_multi_node",
     "15_hybrid_training",
+    "16_making_it_fit",
     "17_surviving_failures",
 )
 

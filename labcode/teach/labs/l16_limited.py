@@ -13,7 +13,6 @@ some 28 MiB more, because the products have their weights in an order of their o
 
 import json
 import math
-import os
 import re
 import resource
 import subprocess
@@ -86,11 +85,12 @@ def train_within(
         "room_bytes": int(room_bytes),
         "num_steps": num_steps,
     }
-    command = [sys.executable, "-m", "labcode.teach.labs.l16_limited", json.dumps(asked)]
+    variables = [f"{name}={value}" for name, value in ENVIRONMENT.items()]
+    module = "labcode.teach.labs.l16_limited"
+    command = ["env", *variables, sys.executable, "-m", module, json.dumps(asked)]
     try:
         ended = subprocess.run(
             command,
-            env={**os.environ, **ENVIRONMENT},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
