@@ -55,7 +55,6 @@ from labcode.train.measure import allocated_bytes
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler is silent about itself
 CPU = torch.device("cpu")
 MIB = 2**20
-GIB = 2**30
 
 # %% [markdown]
 # ## 1. The error, and what it does not say
@@ -601,8 +600,8 @@ for dtype in ("float32", "bfloat16"):
             CONFIG, micro_batch=16, dtype=dtype, activation_checkpointing=kind,
             data_parallel="labcode",
         )
-        print(f"{dtype:>9}, checkpointing {kind:>4}: {memory.total / MIB:5.0f} MiB,", end=" ")
-        print(f"highest at: {memory.moment}")
+        print(f"{dtype:>9}, checkpointing {kind:>4}:", end=" ")
+        print(f"{memory.total / MIB:5.0f} MiB, highest at: {memory.moment}")
 
 # %% [markdown]
 # What helps depends on which part is the largest. Checkpointing does nothing for weights, ZeRO nothing for activations.
