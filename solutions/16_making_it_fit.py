@@ -627,7 +627,7 @@ for dtype in ("float32", "bfloat16"):
 #   program that made it; <https://pytorch.org/memory_viz> draws them.
 #
 # **Offload** moves the optimizer's state, or activations, to the memory of the host and back. It costs a transfer over
-# PCIe in each step. Ten GB over a link of 25 GB/s take 0.4 s each way. Do it when nothing else is left.
+# PCIe in each step. If the link has 25 GB/s, ten GB take 0.4 s each way. Do it when nothing else is left.
 #
 # On SLURM there are two memories, and two errors:
 #
@@ -671,7 +671,8 @@ compare("verdict", verdict, "neither")
 #   `launch_s` for each micro-batch.
 # - `micro_batch` times `num_micro_batches` is the global batch, always.
 #
-# The check goes through six cases. In each the settings must fit, and must reach at least 85 % of the best speed by this
+# The check goes through six cases, whose rates and launch times are made up: lesson 03 measures those of a machine. In
+# each the settings must fit, and must reach at least 85 % of the best speed by this
 # model of the time. (The clock of a busy machine decides nothing.) The first case is then run for real, in a process
 # that gets this much memory and no more. About 15 lines.
 
