@@ -26,7 +26,7 @@
 # - write a loader that reads ahead, and predict what that saves, and what more workers save;
 # - read a profile, and choose the cure from it.
 #
-# **Time**: 60 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
+# **Time**: 65 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
 
 # %%
 import contextlib
@@ -297,8 +297,8 @@ plot.timeline(
     ],
     xlabel="ms",
     title="What the timer says, and what the GPU does",
-    alt="The timer gives forward 2 ms, backward 3 ms and loss.item() 26 ms, while the GPU "
-        "computes forward for 9 ms and backward for 20 ms",
+    alt="The timer gives forward 2 ms, backward 3 ms and loss.item() 26 ms, while "
+        "the GPU computes forward for 9 ms and backward for 20 ms",
 )
 
 # %% [markdown]
@@ -337,8 +337,8 @@ plot.timeline(
     ],
     xlabel="longitude",
     title="One row of the map: a chunk is read whole",
-    alt="Of a row of 360 columns a crop wants 30 to 90; with one chunk all 360 are read, "
-        "with chunks of 180 columns only the first 180",
+    alt="Of a row of 360 columns a crop wants 30 to 90; with one chunk all 360 are "
+        "read, with chunks of 180 columns only the first 180",
 )
 
 # %% [markdown]
@@ -409,8 +409,8 @@ plot.bars(
     ylabel="ms a step",
     fmt="{:.0f}",
     title="Smaller chunks: less to unpack",
-    alt="Milliseconds of data, forward, backward and optimizer with both chunkings; data "
-        "takes much less with tiles, the other parts stay",
+    alt="Milliseconds of data, forward, backward and optimizer with both chunkings; "
+        "data takes much less with tiles, the other parts stay",
 )
 
 # %% [markdown]
@@ -474,7 +474,7 @@ plot.timeline(
 
 # %% tags=["predict"]
 in_turns_ms = 4 * (60 + 50)
-read_ahead_ms = 4 * 60 + 50  # the loop waits for each batch, and computes with the last one
+read_ahead_ms = 4 * 60 + 50  # the loop waits for each batch, then computes once
 
 # %% tags=["nbval-check-output"]
 exact = {"within": 1, "unit": "ms", "found": "simulated"}
@@ -573,7 +573,7 @@ show_source(l02_by_hand.Prefetcher._read)
 
 # %%
 read_s = better.seconds["data"] / 6
-compute_s = sum(better.seconds[part] for part in ("forward", "backward", "optimizer")) / 6
+compute_s = sum(better.seconds[part] for part in parts[1:]) / 6  # all but data
 print(f"read {1e3 * read_s:.0f} ms, compute {1e3 * compute_s:.0f} ms")
 
 # %% tags=["predict"]
@@ -674,13 +674,13 @@ plot.lines(
     x=[0, 1, 2, 4],
     xlabel="workers",
     ylabel="ms a step",
-    title="The first worker saves most; the cores set the end",
-    alt="Milliseconds a step with 0, 1, 2 and 4 workers, measured and by the bound, which "
-        "does not fall any more from two workers on",
+    title="Workers take reading out of the loop, as far as there are cores",
+    alt="Milliseconds a step with 0, 1, 2 and 4 workers, measured and by the bound, "
+        "which does not fall any more from two workers on",
 )
 
 # %% [markdown]
-# The first worker takes the reading out of the loop. What the others can add ends with the number of cores. The measured
+# Workers take the reading out of the loop. What more of them can add ends with the number of cores. The measured
 # times lie above the bound (or about on it, if the machine was busier when the timer of section 2 ran), for reasons that
 # the formula leaves out:
 #
@@ -763,8 +763,8 @@ print(summary(by_gpt, rows=6))
 gpt_times = plot.step_breakdown(
     {"ViT, whole maps": by_maps, "ViT, tiles": by_tiles, "GPT on text": by_gpt},
     title="The same question has another answer for each training",
-    alt="Shares of computing, data wait and the rest in a step of the ViT with both files "
-        "and of the GPT, where data wait cannot be seen",
+    alt="Shares of computing, data wait and the rest in a step of the ViT with both "
+        "files and of the GPT, where data wait cannot be seen",
 )
 gpt_times
 
@@ -835,7 +835,8 @@ with profile(activities=[ProfilerActivity.CPU]) as recorded:
     slow_training(job, 5)
 for event in sorted(recorded.key_averages(), key=lambda event: -event.cpu_time_total):
     if event.key in job.counts:
-        print(f"{event.key:20} {event.cpu_time_total / 1e3:8.1f} ms {event.count:4} calls")
+        total_ms = event.cpu_time_total / 1e3
+        print(f"{event.key:20} {total_ms:8.1f} ms {event.count:4} calls")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.4 · Open end: the same training, faster
