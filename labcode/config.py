@@ -689,11 +689,12 @@ class ProfileConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, "profile", {"ranks": COUNT_OR_ZERO, "warmup": COUNT_OR_ZERO})
-        if self.steps is None and (self.memory or self.stacks or self.nvtx):
-            raise ValueError(
-                "profile.memory, stacks and nvtx are for recorded steps, and there are none: "
-                "name them, --profile.steps 10:13"
-            )
+        for name in ("memory", "stacks", "nvtx"):
+            if getattr(self, name) and self.steps is None:
+                raise ValueError(
+                    f"profile.{name} is for recorded steps, and there are none: name them, "
+                    "--profile.steps 10:13"
+                )
         if self.memory and self.nvtx:
             raise ValueError(
                 "profile.nvtx leaves the recording to Nsight Systems, which sees no tensors: leave "

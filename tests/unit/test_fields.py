@@ -166,7 +166,11 @@ SECTIONS = {
         ("train.steps", None, "train.steps=None is not a whole number"),
         ("train.steps", [3], "train.steps is a list: give a whole number"),
         ("train.overwrite", 1, "train.overwrite=1 is not true or false"),
-        ("train.dtype", "float16", "choose auto or float32 or bfloat16 or float64"),
+        (
+            "train.dtype",
+            "float8",
+            "choose auto or float32 or tf32 or bfloat16 or float16 or float64",
+        ),
         ("checkpoint.keep", 10**400, "checkpoint.keep=a number of 400 digits: give at most"),
         ("optim.lr", math.nan, "give a finite number"),
         ("optim.lr", math.inf, "give a finite number"),
