@@ -254,11 +254,14 @@ def test_workers_do_not_hear_what_is_meant_for_their_rank():
     with Loader(dataset, batches(dataset), 1, workers(2)) as loader:
         for step in range(2):  # both have begun
             loader.take(step)
-        for worker in loader._source._processes():
+        told = loader._source._processes()
+        for worker in told:
             for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
                 os.kill(worker.pid, number)
         for step in range(2, 10):
             loader.take(step)
+        assert loader._source._processes() == told
+        assert all(worker.is_alive() for worker in told)
 
 
 # ---- the thread that copies to a GPU, here without one
