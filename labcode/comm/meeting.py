@@ -12,8 +12,8 @@ of its C++ code and not who was missing. Here the waiting is done in Python, in 
 
 torchrun may start all ranks again. Its agents do not agree how often: one whose rank has died
 counts a restart, and one that is only told to start again does not (torch 2.13). So it is rank 0
-that numbers the roll calls. A rank that finds its name in one already knows that it was of an
-attempt before, and waits for the next.
+that numbers the roll calls. A rank that finds its name in one already, or a verdict, knows that it
+was of an attempt before, and waits for the next.
 
 Who waits says so after ten seconds and then from time to time, once for each node. Ranks do start
 at different times, where containers are loaded or a file system is slow: so the last word comes
@@ -451,8 +451,9 @@ class _RollCall:
         self._looked_at = number
         names = dist.PrefixStore(f"roll_call_{number}", self._all)
         first = names.compare_set(_here(self._place.rank), "", self._own).decode()
-        is_of_an_attempt_before = first != self._own and self._place.has_agent
-        if is_of_an_attempt_before:
+        # an agent ends all ranks once one has given up, so that who still comes is of a later one
+        is_of_an_attempt_before = first != self._own or _is_set(names, _VERDICT)
+        if is_of_an_attempt_before and self._place.has_agent:
             return
         self.number = number
         if first != self._own:

@@ -16,7 +16,8 @@ class Place:
         address: Host and port of the store where the ranks meet; None without a rendezvous over
             TCP.
         hosts_store: Whether this process opens that store; torchrun's agent may have opened it.
-        attempt: How often torchrun has restarted the job; each attempt has store keys of its own.
+        attempt: How often the torchrun of this node has counted a restart; others may count another
+            number (`meeting`).
         has_agent: Whether an agent of torchrun started this process. Then it is no use without it.
         job: What torchrun or SLURM calls the job; "" for processes that were started by hand.
     """

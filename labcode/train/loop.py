@@ -341,8 +341,7 @@ class Trainer:
     ) -> tuple[float, bool]:
         """Undo the loss scale in the gradients, and choose the next one.
 
-        Communicates: where the gradient has overflowed the loss, an all-reduce of one number over
-            dp.
+        Communicates: only where the gradient has overflowed, one all-reduce of the loss over dp.
 
         Returns:
             The true norm of the gradient; whether it has overflowed and a smaller scale may help.
