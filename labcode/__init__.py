@@ -11,15 +11,18 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         processes launch launch_rank      ending processes; a module under torchrun on this machine
     without torch too
         minislurm/    a real SLURM of several nodes on this machine; stands alone
-        slurm/        script/ a job and a site -> sbatch; lint/ what is wrong with one; run/ submit
+        slurm/        jobs for SLURM: script/ a job and a site -> sbatch; lint/ what is wrong with
+                      one; run/ submit
         perf/         what a step should cost, from shapes alone (saved_bytes and trace measure it);
                       what the profile of a run tells: summary, breakdown, advice, memory_timeline
     with torch
-        data/         text and weather
+        data/         text and weather, and who reads which sample
         comm/         processes, process groups, collectives: communication and nothing else
         pool/         the ranks behind a notebook, `Ranks(4).run(fn)` and `%%px`
-        doctor/       reading NCCL's log
+        doctor/       what is wrong with an installation (`python -m labcode.doctor`), with a
+                      training loop (watch), a hang, NCCL's log
         parallel/     each parallelism written out, and how weights are sharded
+        precision/    formats of few bits, FP8 layers, and who loses precision where
         models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
         train/        the training loop: `python -m labcode.train gpt_tiny`; chaos/ disturbs it
         teach/        checks, figures, labs and exercises, for lessons and tests alone

@@ -8,7 +8,8 @@ from labcode import course
 
 EPILOG = """\
 Also there: python -m labcode.train RECIPE (a training run), python -m labcode.slurm (job scripts),
-and `make lab`, which opens the course. An exercise is done when its check in the notebook says so.
+python -m labcode.doctor (is this installation right?), and `make lab`, which opens the course.
+An exercise is done when its check in the notebook says so.
 """
 
 

@@ -5,7 +5,8 @@ value is a `ValueError` of one line that says what to change, with the field's n
 on the command line.
 """
 
-from dataclasses import dataclass, field
+import math
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from labcode.fields import (
@@ -506,10 +507,21 @@ WEIGHT_DECAY = Range(0, 1000, "must not be negative")
 
 @dataclass(frozen=True)
 class OptimConfig:
-    """AdamW and its learning-rate schedule: linear warm-up, then half a cosine down to `min_lr`."""
+    """The optimizer and its learning-rate schedule: linear warm-up, then half a cosine to `min_lr`.
 
+    LAMB and LARS scale the update of each matrix to the size of that matrix; they come with
+    labcode[optimizers]. For LARS `beta1` is the momentum.
+
+    Source: You et al. 2019 (arXiv:1904.00962), LAMB; You et al. 2017 (arXiv:1708.03888), LARS.
+    """
+
+    name: Literal["adamw", "lamb", "lars"] = "adamw"
     lr: float = 1e-3
     min_lr: float = 1e-4
+    # `lr` and `min_lr` are those of `reference_batch`; by (train.global_batch / reference_batch),
+    # or by its square root, they grow with the batch
+    lr_rule: Literal["none", "linear", "square_root"] = "none"
+    reference_batch: int | None = None  # samples per optimizer step
     warmup_steps: int = 20
     weight_decay: float = 0.1  # on matrices; biases and norms are left alone
     beta1: float = 0.9
@@ -522,6 +534,7 @@ class OptimConfig:
         ranges = {
             "lr": POSITIVE,
             "min_lr": NOT_NEGATIVE,
+            "reference_batch": SIZE,
             "warmup_steps": COUNT_OR_ZERO,
             "weight_decay": WEIGHT_DECAY,
             "beta1": PROBABILITY,
@@ -533,11 +546,48 @@ class OptimConfig:
             raise ValueError(
                 f"optim.min_lr={self.min_lr} is larger than optim.lr={self.lr}: change one of them"
             )
+        if self.lr_rule != "none" and self.reference_batch is None:
+            raise ValueError(
+                f"optim.lr_rule={self.lr_rule} scales optim.lr from the batch for which it is "
+                "right: name that one with optim.reference_batch"
+            )
+        if self.lr_rule == "none" and self.reference_batch is not None:
+            raise ValueError(
+                f"optim.reference_batch={self.reference_batch} changes nothing with "
+                "optim.lr_rule=none: choose linear or square_root, or leave it out"
+            )
+
+    def for_batch(self, global_batch: int) -> "OptimConfig":
+        """The same with the learning rates of a batch, and without a rule.
+
+            linear        lr * B / B_ref            (SGD, while the batch is far below critical)
+            square_root   lr * sqrt(B / B_ref)      (Adam: its update does not grow with the batch)
+
+        Args:
+            global_batch: Samples per optimizer step, B.
+
+        Source: Goyal et al. 2017 (arXiv:1706.02677), section 2.1; Malladi et al. 2022
+            (arXiv:2205.10287), for the square root with Adam.
+        Held by: tests/unit/test_optim.py::test_the_rate_follows_the_batch_by_its_rule
+        """
+        if self.reference_batch is None:
+            return self
+        ratio = global_batch / self.reference_batch
+        factor = ratio if self.lr_rule == "linear" else math.sqrt(ratio)
+        return replace(
+            self,
+            lr=self.lr * factor,
+            min_lr=self.min_lr * factor,
+            lr_rule="none",
+            reference_batch=None,
+        )
 
 
 FACTOR = Range(0, 10**6, "give more than 1, or 0 for none")
 PERIOD_S = Range(0, 86_400, "give the seconds, or 0 for none")
 SHORTEST_PERIOD_S = 0.01
+# DDP makes its buckets anew after the first step, and PowerSGD remembers errors by bucket
+EXACT_STEPS = Range(2, COUNT.most, "give at least 2: DDP makes its buckets anew after step 1")
 # a schedule lists every one of them
 MOST_MICRO_BATCHES = 100_000
 
@@ -551,9 +601,12 @@ class TrainConfig:
     micro_batch: int | None = None  # samples per rank and forward; None: no gradient accumulation
     seed: int = 0
     # of matrix products; auto: bfloat16 on a GPU, float32 on a CPU
-    dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64"] = "auto"
+    dtype: Literal["auto", "float32", "tf32", "bfloat16", "float16", "float64", "fp8"] = "auto"
     # in which gradients are summed over dp; float32: as they are
     reduce_dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    # DDP sends each matrix of gradients as two thin ones with so many columns; 0: as it is
+    powersgd_rank: int = 0
+    powersgd_exact_steps: int = 10  # steps before that, whose gradients travel whole
     # by torch.compile: each layer, or the whole; tens of seconds at the first step
     compile: Literal["none", "block", "model"] = "none"
     cuda_graphs: bool = False  # on a GPU: forward and backward as one recorded list of kernels
@@ -568,6 +621,9 @@ class TrainConfig:
     bad_in_all: int = 100  # more bad steps in the whole run end it
     # a rank that takes so many times longer than those with the same work is named; 0: none is
     slow_factor: float = 2.0
+    # measure how large a batch is worth its samples: metric noise_scale, from the gradients of
+    # single micro-batches, of which a step must have two at least
+    noise_scale: bool = False
     sample_device_s: float = 1.0  # seconds between looks at how busy the device is; 0: none
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
@@ -582,6 +638,8 @@ class TrainConfig:
             "global_batch": SIZE,
             "micro_batch": SIZE,
             "seed": SEED,
+            "powersgd_rank": COUNT_OR_ZERO,
+            "powersgd_exact_steps": EXACT_STEPS,
             "eval_every": COUNT_OR_ZERO,
             "eval_batches": COUNT,
             "log_every": COUNT,
@@ -651,6 +709,26 @@ class CheckpointConfig:
     def on(self) -> bool:
         """Whether the run writes checkpoints at all."""
         return self.every > 0 or self.resume
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """Copies of the model that train alone for some steps, for slow links between them.
+
+    The defaults are DiLoCo's; outer_lr 1 and outer_momentum 0 average the copies (local SGD).
+
+    Source: Douillard et al. 2023 (arXiv:2311.08105), section 3.
+    """
+
+    steps: int = 0  # optimizer steps between two averages over dp; 0: gradients, at every step
+    outer_lr: float = 0.7  # of the step that all copies take together
+    outer_momentum: float = 0.9  # Nesterov's
+
+    def __post_init__(self) -> None:
+        rate = Range(0, 100, "give a number above 0, for example 0.7", above=True)
+        momentum = Range(0, 0.999, "give a number from 0 to 0.999")
+        fields = {"steps": COUNT_OR_ZERO, "outer_lr": rate, "outer_momentum": momentum}
+        check_fields(self, "local", fields)
 
 
 @dataclass(frozen=True)
@@ -726,7 +804,65 @@ class ProfileConfig:
         return steps
 
 
+@dataclass(frozen=True)
+class DebugConfig:
+    """Tools that look at every tensor of a step; each costs time while it looks."""
+
+    # a step whose loss or gradient is not finite runs once more, and the first tensor that is not
+    # finite is named; each step costs one all-reduce of one number
+    probe: bool = False
+    # so many first steps are written to OUT/record, for `python -m labcode.precision.bisect`
+    record_steps: int = 0
+    # a YAML of debug features, as for Transformer Engine: statistics of tensors, fake quantization
+    config: str | None = None  # it needs labcode[debug]
+    log_dir: str | None = None  # where they are written; None: OUT/debug
+    # whose statistics are put together: the ranks along these axes; None: each rank has its own
+    reduce_over: tuple[str, ...] | None = None
+    reduce_weights: bool = True  # put those of weights together over tp
+    feature_dir: str | None = None  # a folder with features of yours
+    tensorboard: bool = False  # in log_dir/tensorboard, too, by one rank of each pipeline stage
+
+    def __post_init__(self) -> None:
+        check_fields(self, "debug", {"record_steps": COUNT_OR_ZERO})
+        for axis in self.reduce_over or ():
+            if axis not in ("dp", "cp", "tp"):
+                raise ValueError(
+                    f"debug.reduce_over has {shown(axis)}: name some of dp, cp and tp; ranks of pp "
+                    "have different layers"
+                )
+        others = ("log_dir", "reduce_over", "feature_dir", "tensorboard")
+        for name in others:
+            if self.config is None and getattr(self, name):
+                raise ValueError(
+                    f"debug.{name} is for debug.config, and there is none: name a YAML of features"
+                )
+        if self.config is not None and self.probe:
+            raise ValueError(
+                "debug.probe runs a step twice, and debug.config would count it twice: choose one "
+                "of them"
+            )
+
+
+@dataclass(frozen=True)
+class Fp8Config:
+    """Where the scales of 8-bit numbers come from, for `train.dtype=fp8` (`precision.fp8`)."""
+
+    recipe: Literal["delayed", "current", "block"] = "delayed"
+    history_length: int = 16  # delayed: steps whose amaxes are remembered
+    margin: int = 0  # delayed and current: powers of two that are left free for growth
+    amax: Literal["max", "most_recent"] = "max"  # delayed: which amax of the history counts
+    # the ranks that use the same scales: all that have parts or copies of a layer, those of tp, or
+    # each rank by itself
+    share: Literal["all", "tp", "none"] = "all"
+    skip: tuple[str, ...] = ("head",)  # linear layers whose names end so stay in bfloat16
+
+    def __post_init__(self) -> None:
+        margin = Range(0, 32, "give the number of powers of two to leave free")
+        check_fields(self, "fp8", {"history_length": COUNT, "margin": margin})
+
+
 MOST_NAME_CHARACTERS = 100
+FP8_BLOCK = 32  # numbers that share a scale in MXFP8
 
 
 @dataclass(frozen=True)
@@ -742,6 +878,9 @@ class Config:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     loader: LoaderConfig = field(default_factory=LoaderConfig)
     profile: ProfileConfig = field(default_factory=ProfileConfig)
+    local: LocalConfig = field(default_factory=LocalConfig)
+    debug: DebugConfig = field(default_factory=DebugConfig)
+    fp8: Fp8Config = field(default_factory=Fp8Config)
 
     def __post_init__(self) -> None:
         check_fields(self, "", {})
@@ -790,6 +929,12 @@ class Config:
                     f"{world_size - 1}: choose among them"
                 )
         self._check_speed(shape)
+        self._check_optimizer(shape)
+        self._check_noise_scale(shape)
+        self._check_powersgd(shape)
+        self._check_local(shape)
+        self._check_debug()
+        self._check_fp8(shape)
         parallel = self.parallel
         if self.checkpoint.on and parallel.zero_stage == 1 and parallel.data_parallel == "ddp":
             raise ValueError(
@@ -859,4 +1004,227 @@ class Config:
         ]
         for is_refused, message in refused:
             if is_refused:
+                raise ValueError(message)
+
+    def _check_optimizer(self, shape: GridShape) -> None:
+        """Check that an optimizer that asks for the norms of weights has whole weights."""
+        if self.optim.name == "adamw":
+            return
+        named = f"optim.name={self.optim.name} with"
+        reason = "the norm of a whole weight decides how far it moves"
+        if shape.tp > 1:
+            raise ValueError(
+                f"{named} tp {shape.tp}, which cuts weights: {reason}, use dp, pp or cp"
+            )
+        if self.parallel.zero_stage > 0:
+            raise ValueError(
+                f"{named} parallel.zero_stage={self.parallel.zero_stage}, which cuts weights: "
+                f"{reason}, set it to 0"
+            )
+
+    def _check_noise_scale(self, shape: GridShape) -> None:
+        """Check that gradients of single micro-batches can be seen, and that there are several."""
+        if not self.train.noise_scale:
+            return
+        parallel = self.parallel
+        if shape.size("pp", "cp", "tp") > 1:
+            raise ValueError(
+                f"train.noise_scale with pp {shape.pp}, cp {shape.cp}, tp {shape.tp}: no rank sees "
+                "the whole gradient of a micro-batch, use dp alone"
+            )
+        if parallel.zero_stage > 0:
+            raise ValueError(
+                f"train.noise_scale with parallel.zero_stage={parallel.zero_stage}: gradients are "
+                "divided before they are whole, set it to 0"
+            )
+        if self.train.cuda_graphs:
+            raise ValueError(
+                "train.noise_scale with train.cuda_graphs: a recorded step hides the gradients of "
+                "its micro-batches, choose one of them"
+            )
+        num_microbatches = shape.dp * self.train.accumulation(shape.dp)
+        if num_microbatches == 1:
+            raise ValueError(
+                "train.noise_scale compares the gradients of micro-batches with their mean, and "
+                "this run has one micro-batch a step: give a smaller train.micro_batch, or more dp"
+            )
+
+    def _check_fp8(self, shape: GridShape) -> None:
+        """Check what train.dtype=fp8 can be combined with."""
+        if self.train.dtype != "fp8":
+            return
+        asked = "train.dtype=fp8"
+        shared = self.fp8.share == "all" or shape.size("dp", "cp", "tp") == 1
+        refused = [
+            (
+                self.train.compile != "none",
+                f"{asked} with train.compile={self.train.compile}: the scales change outside of "
+                "what is compiled, use --train.compile none",
+            ),
+            (
+                self.train.cuda_graphs,
+                f"{asked} with train.cuda_graphs: the histories of scales take new memory at each "
+                "step, choose one of them",
+            ),
+            (
+                self.checkpoint.on and self.fp8.recipe == "delayed" and not shared,
+                f"{asked} with fp8.share={self.fp8.share} and checkpoints: each rank has histories "
+                "of its own and a checkpoint holds one, use --fp8.share all or no checkpoints",
+            ),
+        ]
+        for is_refused, message in refused:
+            if is_refused:
+                raise ValueError(message)
+        if self.fp8.recipe == "block":
+            self._check_blocks(shape)
+
+    def _check_blocks(self, shape: GridShape) -> None:
+        """Check that each side of a matrix product is cut into whole blocks."""
+        sizes = {
+            "model.hidden_size": self.model.hidden_size,
+            "model.hidden_size / tp": self.model.hidden_size / shape.tp,
+            "model.ffn_size / tp": self.model.ffn / shape.tp,
+        }
+        for name, size in sizes.items():
+            if size % FP8_BLOCK:
+                raise ValueError(
+                    f"fp8.recipe=block with {name} = {size:g}: a block has {FP8_BLOCK} numbers, "
+                    "make it a multiple of that or use --fp8.recipe current"
+                )
+
+    def _check_local(self, shape: GridShape) -> None:
+        """Check what local.steps can be combined with."""
+        train = self.train
+        parallel = self.parallel
+        steps = self.local.steps
+        asked = f"local.steps={steps}"
+        refused = [
+            (
+                shape.size("pp", "cp") > 1,
+                f"{asked} with pp {shape.pp}, cp {shape.cp}: a copy of the model is one rank, or "
+                "those of tp, use dp and tp alone",
+            ),
+            (
+                parallel.zero_stage > 0,
+                f"{asked} with parallel.zero_stage={parallel.zero_stage}: copies that train alone "
+                "have nothing to divide, set it to 0",
+            ),
+            (
+                self.checkpoint.on,
+                f"{asked} with checkpoints: between two averages every copy has an optimizer state "
+                "of its own, and a checkpoint holds one, use no checkpoints",
+            ),
+            (
+                train.on_bad_step != "stop" or train.spike_factor > 0,
+                f"{asked} with train.on_bad_step={train.on_bad_step} and "
+                f"train.spike_factor={train.spike_factor:g}: a step is that of one copy, and the "
+                "others do not hear of it, use stop and 0",
+            ),
+            (
+                train.dtype == "float16",
+                f"{asked} with train.dtype=float16: each copy would scale its loss by itself, use "
+                "bfloat16 or float32",
+            ),
+            (
+                train.reduce_dtype != "float32" or train.powersgd_rank > 0,
+                f"{asked} with train.reduce_dtype={train.reduce_dtype} and train.powersgd_rank="
+                f"{train.powersgd_rank}: no gradients travel, use float32 and 0",
+            ),
+            (
+                parallel.data_parallel != "ddp",
+                f"{asked} with parallel.data_parallel={parallel.data_parallel}: no gradients "
+                "travel, neither by PyTorch nor by labcode, leave it at ddp",
+            ),
+            (
+                self.optim.lr_rule != "none",
+                f"{asked} with optim.lr_rule={self.optim.lr_rule}: the rule is for steps on the "
+                "whole batch, and a copy steps on its share, give optim.lr for that and use none",
+            ),
+            (
+                train.noise_scale,
+                f"{asked} with train.noise_scale, which needs the gradient of the whole batch: "
+                "choose one of them",
+            ),
+            (
+                steps > 0 and train.eval_every % max(1, steps) > 0,
+                f"{asked} with train.eval_every={train.eval_every}: between two averages there is "
+                "no common model to evaluate, give a multiple of local.steps",
+            ),
+        ]
+        for is_refused, message in refused:
+            if steps and is_refused:
+                raise ValueError(message)
+
+    def _check_debug(self) -> None:
+        """Check what the tools of `debug` can be combined with."""
+        train = self.train
+        refused = [
+            (
+                train.compile != "none" or train.cuda_graphs,
+                f"train.compile={train.compile} and train.cuda_graphs={train.cuda_graphs}: nobody "
+                "sees the tensors inside of what is compiled or recorded, use none and false",
+            ),
+            (
+                train.noise_scale or train.powersgd_rank > 0,
+                f"train.noise_scale={train.noise_scale} and train.powersgd_rank="
+                f"{train.powersgd_rank}: a step that runs twice counts twice there, use false and "
+                "0",
+            ),
+            (
+                self.local.steps > 0,
+                f"local.steps={self.local.steps}: the ranks do not see the same bad step, use 0",
+            ),
+        ]
+        for is_refused, message in refused:
+            if self.debug.probe and is_refused:
+                raise ValueError(f"debug.probe with {message}")
+        repeated = self.parallel.activation_checkpointing
+        speed = train.compile != "none" or train.cuda_graphs
+        looks = ""
+        if self.debug.record_steps:
+            looks = f"debug.record_steps={self.debug.record_steps}"
+        elif self.debug.config:
+            looks = f"debug.config={shown(self.debug.config)}"
+        if looks and (speed or repeated != "none"):
+            raise ValueError(
+                f"{looks} with train.compile={train.compile}, "
+                f"train.cuda_graphs={train.cuda_graphs} and parallel.activation_checkpointing="
+                f"{repeated}: each layer has to run once, and to be seen, use none of them"
+            )
+
+    def _check_powersgd(self, shape: GridShape) -> None:
+        """Check what train.powersgd_rank can be combined with."""
+        train = self.train
+        parallel = self.parallel
+        asked = f"train.powersgd_rank={train.powersgd_rank}"
+        hook = "it is a hook of PyTorch's DDP"
+        refused = [
+            (
+                parallel.data_parallel != "ddp",
+                f"{asked} with parallel.data_parallel={parallel.data_parallel}: {hook}, use "
+                "--parallel.data_parallel ddp",
+            ),
+            (
+                parallel.zero_stage > 0,
+                f"{asked} with parallel.zero_stage={parallel.zero_stage}: {hook}, and there is "
+                "none under ZeRO, set it to 0",
+            ),
+            (
+                shape.size("pp", "cp", "tp") > 1,
+                f"{asked} with pp {shape.pp}, cp {shape.cp}, tp {shape.tp}: it averages whole "
+                "gradients over the ranks of dp, use dp alone",
+            ),
+            (
+                train.reduce_dtype != "float32",
+                f"{asked} with train.reduce_dtype={train.reduce_dtype}: choose one of them",
+            ),
+            (
+                train.dtype == "float16" or train.on_bad_step != "stop",
+                f"{asked} with train.dtype={train.dtype} and "
+                f"train.on_bad_step={train.on_bad_step}: after a step that is left out its memory "
+                "of errors would be left as it is, use another dtype and --train.on_bad_step stop",
+            ),
+        ]
+        for is_refused, message in refused:
+            if train.powersgd_rank and is_refused:
                 raise ValueError(message)

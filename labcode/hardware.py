@@ -36,11 +36,27 @@ _A100 = {
     "float64": 9.7e12,
 }
 _HOPPER = {
+    "fp8": 1979e12,  # the datasheet's 3958e12 are those of matrices with zeros in a pattern
     "bfloat16": 989e12,
     "float16": 989e12,
     "tf32": 494e12,
     "float32": 67e12,
     "float64": 34e12,
+}
+
+_B200 = {
+    "fp8": 4500e12,
+    "bfloat16": 2250e12,
+    "float16": 2250e12,
+    "tf32": 1100e12,
+}
+_MI300X = {
+    "fp8": 2614.9e12,
+    "bfloat16": 1307.4e12,
+    "float16": 1307.4e12,
+    "tf32": 653.7e12,
+    "float32": 163.4e12,
+    "float64": 81.7e12,
 }
 
 # Keyed by the name that the driver reports, so that a slower variant of a chip (H100 PCIe) is not
@@ -52,6 +68,8 @@ DEVICES = {
     "NVIDIA A100-SXM4-80GB": Device(_A100, 80e9, 2039e9, "NVIDIA A100 datasheet, 2021"),
     "NVIDIA H100 80GB HBM3": Device(_HOPPER, 80e9, 3.35e12, "NVIDIA H100 datasheet, 2023 (SXM)"),
     "NVIDIA H200": Device(_HOPPER, 141e9, 4.8e12, "NVIDIA H200 datasheet, 2024 (SXM)"),
+    "NVIDIA B200": Device(_B200, 180e9, 7.7e12, "NVIDIA HGX B200 datasheet, 2025"),
+    "AMD Instinct MI300X": Device(_MI300X, 192e9, 5.3e12, "AMD Instinct MI300X datasheet, 2023"),
 }
 
 

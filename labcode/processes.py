@@ -7,6 +7,7 @@ the process that started it, and with the process of number SUPERVISOR; before s
 removes FOLDER.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
@@ -25,6 +26,39 @@ import psutil
 GRACE_S = 5.0  # how long processes may take to end after a signal, before they are killed
 CHECK_S = 1.0  # between two looks whether the parents are still there
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Ending:
+    """A process that ends in one moment when its work is done; made before other modules are
+    imported.
+
+    At its end Python takes its modules apart while threads of torch and gloo still run. One that
+    is touched by it in that moment aborts the process ("terminate called without an active
+    exception", seen on a busy machine), and a job whose results are all written counts as failed.
+    With a code, the process ends before that, after all handlers of `atexit`: those that are
+    registered later than this one run earlier. Files must be closed by then. After an error, which
+    has no code, Python ends as it always does.
+
+    Held by: tests/unit/test_processes.py::
+        test_a_process_that_has_done_its_work_ends_before_anything_can_abort_it
+    """
+
+    def __init__(self) -> None:
+        self._code: int | None = None
+        atexit.register(self._end)
+
+    def with_code(self, code: int) -> int:
+        """The exit code of this process, for `sys.exit`."""
+        self._code = code
+        return code
+
+    def _end(self) -> None:
+        if self._code is None:
+            return
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
+                stream.flush()
+        os._exit(self._code)
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -293,6 +294,20 @@ def job_id(env: Mapping[str, str] | None = None) -> str:
     return env.get("SLURM_JOB_ID", "")
 
 
+def place_of_process(pid: int) -> Place | None:
+    """Where another process of this user stands; None if it is no rank of several, or may
+    not be looked at.
+
+    Args:
+        pid: Its number on this machine.
+    """
+    try:
+        place = read_environment(psutil.Process(pid).environ())
+    except (psutil.Error, OSError, ValueError):
+        return None
+    return None if place.address is None else place
+
+
 # ---- which device, which backend
 
 
@@ -467,6 +482,27 @@ def _init_process_group(
             f"{backend} could not connect the ranks: {reason}; look at the network interfaces, "
             "and at GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME"
         ) from None
+
+
+def pretend(rank: int, world_size: int) -> None:
+    """Make this process one rank of a job of which no other rank exists: nothing is ever sent.
+
+    For dry runs, which need groups of any size; `stop` ends it.
+
+    Args:
+        rank: Which.
+        world_size: Of how many.
+
+    Raises:
+        RuntimeError: A process group exists already.
+
+    Held by: tests/ranks/test_dry_run.py
+    """
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise RuntimeError("this process has a process group already: call bootstrap.stop() first")
+    dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
 
 
 def leave_together(place: Place, code: int) -> int:

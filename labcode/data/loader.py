@@ -16,6 +16,7 @@ import multiprocessing
 import os
 import signal
 import sys
+import threading
 import time
 import warnings
 import weakref
@@ -379,6 +380,9 @@ class _Workers:
         # which would wait for the rest of a message for ever.
         if not self.pinned:
             _kill(workers)
+            # one that was killed may have held the lock of their common event, and nobody is left
+            # who would ask for the event
+            iterator._workers_done_event = threading.Event()
         iterator._shutdown_workers()
         _kill(workers)
 

@@ -1,8 +1,36 @@
 """What goes wrong between ranks: found while a job runs, or afterwards in its logs.
 
+`python -m labcode.doctor` checks an installation:
+software     Python, packages, torch, two ranks that talk
+machine      SLURM, ports, names, shared memory, disk
+variables    environment variables that bite
+checked      what one check has found
+all_reduce   what each of the two ranks runs
+
+`python -m labcode.doctor hang` asks a job who is where:
+ask          the command: two questions, and what follows from the answers
+answers      the thread of each rank that answers
+find_run     from a folder, a process or a job to the run
+
 hang        who waits for whom, while nothing moves
 standing    where one rank stands: the collective it waits in, and its place in the code
 nccl_log    who talks to whom over what, from NCCL's INFO log
 nccl_lines  what one line of it says
 nccl_graph  ranks, links and communicators as plain data
+watch_loop   what is wrong in a training loop, found while it runs: `doctor.watch(...)`
+watch_calls  collectives compared before they begin
+watch_loss   with which weight a loss enters the gradient
+facts        what one rank notes of a training loop, and one finding
+judge        from the facts of all ranks to findings
 """
+
+from typing import Any
+
+
+def __getattr__(name: str) -> Any:
+    """`doctor.watch`, which needs torch: imported when it is asked for."""
+    if name == "watch":
+        from labcode.doctor.watch_loop import watch
+
+        return watch
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -221,8 +221,11 @@ class Cluster:
         found = []
         seal = ["munge", "-n", f"--socket={self.folder}/munge/socket"]
         if self.exec(seal, check=False, timeout_s=30).returncode:
+            # without it the controller is not heard: asked, it would be waited for nearly a minute
             found.append("munged")
-        if "is UP" not in self.exec(["scontrol", "ping"], check=False, timeout_s=60).stdout:
+            if self.exec(["pgrep", "-x", "slurmctld"], check=False).returncode:
+                found.append("slurmctld")
+        elif "is UP" not in self.exec(["scontrol", "ping"], check=False, timeout_s=60).stdout:
             found.append("slurmctld")
         return found
 

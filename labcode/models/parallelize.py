@@ -20,8 +20,9 @@ from labcode.models.gpt_plan import gpt_plan
 from labcode.models.layers import initial_value
 from labcode.models.vit import ViT
 from labcode.models.vit_plan import vit_plan
-from labcode.parallel.data import DataParallel, TorchDataParallel
+from labcode.parallel.data import DataParallel
 from labcode.parallel.dropout import IsolatedRng, RngStream, seed_for
+from labcode.parallel.local import LocalReplica
 from labcode.parallel.model import ParallelModel, Replica
 from labcode.parallel.plan import (
     ModelPlan,
@@ -33,8 +34,10 @@ from labcode.parallel.plan import (
     with_compiled_forward,
 )
 from labcode.parallel.sharding import FullWeight, ParamSharding, Shard, broadcast_parameters
+from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
 from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
 from labcode.parallel.zero.fsdp import TorchFullyShardedModule
+from labcode.precision.fp8 import Fp8
 
 MakePlan = Callable[[Any, Grid, ParallelConfig], ModelPlan]
 
@@ -58,10 +61,13 @@ def parallelize(
     dtype: torch.dtype | None = None,
     autocast_dtype: torch.dtype | None = None,
     reduce_dtype: torch.dtype | None = None,
+    powersgd: PowerSGD | None = None,
+    trains_alone: bool = False,
     compiled: str = "none",
     compiler: str = "inductor",
     loss_options: Mapping[str, Any] | None = None,
     make_plan: MakePlan | None = None,
+    fp8: Fp8 | None = None,
 ) -> ParallelModel:
     """Put a model on the grid: stages over pp, shards over tp, tokens over cp, copies over dp.
 
@@ -79,19 +85,27 @@ def parallelize(
         device, dtype: Of a meta model's weights; None: the CPU, and the dtype it was built in.
         autocast_dtype: In which the matrix products are computed; None: that of the weights.
         reduce_dtype: In which gradients are summed over dp and cp; None: that of the weights.
+        powersgd: How PyTorch's DDP compresses gradients, on a grid of dp alone; None: not at all.
+        trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
         compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
             without pp, cp and tp (`Config.check`).
         compiler: What torch.compile calls a backend.
         loss_options: More arguments of the model's loss, such as the weights of latitudes.
         make_plan: The plan of a model that `PLANS` does not know: `make_plan(model.config, grid,
             parallel)`.
+        fp8: What lets the linear layers compute in 8 bits; None: they compute as the others.
 
     Raises:
         ValueError: The model does not fit the grid, no plan is known for it, or a meta model comes
-            without a seed.
+            without a seed; or PowerSGD is asked of anything but PyTorch's DDP on dp alone.
 
     Held by: tests/ranks/test_parallel_parity.py
     """
+    if powersgd is not None and not _is_plain_ddp(grid, parallel):
+        raise ValueError(
+            "PowerSGD is a hook of PyTorch's DDP: use data_parallel=ddp and zero_stage=0 on a grid "
+            "of dp alone"
+        )
     on_meta = next(model.parameters()).is_meta
     device = torch.device(device or "cpu") if on_meta else next(model.parameters()).device
     plan = (make_plan or _known_plan(model))(model.config, grid, parallel)
@@ -106,6 +120,8 @@ def parallelize(
     apply_plan(model, plan.entries)
     if plan.prepare is not None:
         plan.prepare(model)
+    if fp8 is not None:
+        fp8.convert(model)
     shardings = _describe_parameters(model, plan, weights, grid)
     draw = _Draw(model, shardings, grid, seed, plan.tied, device, dtype)
     if on_meta and _keeps_no_weight_whole(parallel):
@@ -115,7 +131,10 @@ def parallelize(
             # no rank waits in the broadcasts below for one that has not enough memory
             on_every_rank(draw.all)
         broadcast_parameters(dict(model.named_parameters()), shardings, grid)
-        replica = _replicate(model, grid, parallel, reduce_dtype)
+        if trains_alone:
+            replica = LocalReplica(model)
+        else:
+            replica = _replicate(model, grid, parallel, reduce_dtype, powersgd)
     if compiled == "model":
         with_compiled_forward(model, compiler)
     if seed is not None:
@@ -288,7 +307,11 @@ def _groups_of_zero(
 
 
 def _replicate(
-    model: nn.Module, grid: Grid, parallel: ParallelConfig, reduce_dtype: torch.dtype | None
+    model: nn.Module,
+    grid: Grid,
+    parallel: ParallelConfig,
+    reduce_dtype: torch.dtype | None,
+    powersgd: PowerSGD | None,
 ) -> Replica:
     """Average gradients over dp, and sum them over cp in the same message.
 
@@ -300,8 +323,15 @@ def _replicate(
     group = grid.group("dp", "cp")
     num_shares = grid.size("dp")
     if parallel.data_parallel == "ddp" and grid.size("pp") == 1:
-        return TorchDataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
+        return TorchDataParallel(
+            model, group, parallel.bucket_mb, num_shares, reduce_dtype, powersgd
+        )
     return DataParallel(model, group, parallel.bucket_mb, num_shares, reduce_dtype)
+
+
+def _is_plain_ddp(grid: Grid, parallel: ParallelConfig) -> bool:
+    is_ddp = parallel.data_parallel == "ddp" and parallel.zero_stage == 0
+    return is_ddp and grid.size("pp", "cp", "tp") == 1
 
 
 def _is_torchs_zero_1(parallel: ParallelConfig) -> bool:

@@ -2,50 +2,77 @@
 
     g = 1/p * sum over ranks of g_r     p ranks; equal shares of the batch, each loss a mean over it
 
-Gradients travel in buckets: one all-reduce of 25 MB is faster than a hundred small ones, and a
-bucket can leave while backward still computes the layers below. PyTorch's DistributedDataParallel
-works in the same way.
+Gradients travel in buckets (`parallel.buckets`): one all-reduce of 25 MB is faster than a hundred
+small ones, and a bucket can leave while backward still computes the layers below. PyTorch's
+DistributedDataParallel works in the same way.
 
 Source: Li et al. 2020 (arXiv:2006.15704), sections 3.2 and 4.2.
 """
 
 import weakref
+import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.nn.parallel import DistributedDataParallel
+
+from labcode.parallel.buckets import (
+    Bucket,
+    broadcast_together,
+    cut_into_buckets,
+    make_buckets,
+    trained_last_first,
+)
+
+__all__ = ["Bucket", "DataParallel", "make_buckets"]
 
 
 class DataParallel(nn.Module):
     """A module whose gradients are averaged over a group while backward runs.
 
     Call it like the module; after `loss.backward()` call `finish_gradient_sync()`, then step the
-    optimizer.
+    optimizer. From then on each `.grad` is a view into a bucket: it is overwritten by the next
+    step, so clone what is to stay.
+
+    A parameter that takes no part in backward counts as a gradient of zero, since other ranks may
+    have one; see `find_unused_parameters`. One that needs no gradient is left alone. Parameters may
+    be frozen, unfrozen, or moved to another dtype or device between two steps, on all ranks alike:
+    the next forward makes the buckets anew.
 
     Communicates: at construction a broadcast of parameters and buffers from the group's first rank;
-        forward nothing; backward one all-reduce per bucket, in total `2 (p-1)/p` times the
-        gradients' bytes per rank on a ring.
-    Held by: tests/ranks/test_data_parallel.py::test_averaged_gradients_equal_those_of_one_process
+        forward the buffers, once per step, if there are any; backward one all-reduce per bucket, in
+        total `2 (p-1)/p` times the gradients' bytes per rank on a ring. Once, before the second
+        step, a broadcast of the order of the parameters.
+    Held by: tests/ranks/test_data_parallel.py::test_averaged_gradients_equal_those_of_one_process,
+        tests/ranks/test_data_parallel_by_hand.py, tests/ranks/test_buckets.py
 
     Args:
-        module: The same module on every rank; parameters that need no gradient are left alone.
+        module: The same module on every rank.
         group: The ranks that hold copies of the module.
         bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
         num_shares: Into how many shares the batch is cut: the sum over the group is divided by it.
             None: as many as ranks. With context parallelism it is dp, in a group of dp and cp: the
             ranks of cp each see a part of the tokens, so their gradients are summed.
         reduce_dtype: In which gradients travel and are summed; None: in their own.
+        first_bucket_mb: Size of the bucket that leaves first, if that is less.
+        broadcast_buffers: Before the first forward of each step in training mode, give all ranks
+            the buffers of the first: running statistics of BatchNorm, which would diverge.
+        find_unused_parameters: Leave a parameter alone that no rank has used, as one process does:
+            without it such a parameter gets a gradient of zero, and weight decay changes it. Costs
+            one more all-reduce per step, of a number per parameter.
 
     Raises:
+        ValueError: The ranks wrap modules with different parameters; on every rank.
         RuntimeError: In backward: a second backward ran before `finish_gradient_sync()`, outside
-            `no_sync()`; its gradient would be lost.
+            `no_sync()`, whose gradient would be lost; or a gradient is sparse. In
+            `finish_gradient_sync()`: a parameter was frozen, unfrozen or moved after the forward.
     """
 
     accumulates_shards = False
+    trains_alone = False
 
     def __init__(
         self,
@@ -54,25 +81,38 @@ class DataParallel(nn.Module):
         bucket_mb: float = 25,
         num_shares: int | None = None,
         reduce_dtype: torch.dtype | None = None,
+        *,
+        first_bucket_mb: float = 1,
+        broadcast_buffers: bool = True,
+        find_unused_parameters: bool = False,
     ) -> None:
         super().__init__()
         self.module = module
         self.group = group
+        self.bucket_mb = bucket_mb
+        self.first_bucket_mb = first_bucket_mb
         self.reduce_dtype = reduce_dtype
         self.num_shares = num_shares or dist.get_world_size(group)
+        self.broadcast_buffers = broadcast_buffers
+        self.find_unused_parameters = find_unused_parameters
         self.shards: dict[str, nn.Parameter] = {}  # every rank keeps whole weights
         self._syncing = True
+        self._in_a_step = False
+        self._hooked: set[nn.Parameter] = set()
+        self._used: set[nn.Parameter] = set()
+
+        _require_same_parameters(module, group)
         first = dist.get_global_rank(group, 0)
         with torch.no_grad():
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor, src=first, group=group)
-        self.buckets = make_buckets(module, bucket_mb)
-        for number, bucket in enumerate(self.buckets):
-            for param in bucket.params:
-                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
+        self._params = list(module.parameters())
+        self._learn_order_from(trained_last_first(module))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
+        if self.training and torch.is_grad_enabled() and not self._in_a_step:
+            self._begin_step()
         return self.module(*args, **kwargs)
 
     @contextmanager
@@ -85,29 +125,36 @@ class DataParallel(nn.Module):
             self._syncing = True
 
     def finish_gradient_sync(self) -> None:
-        """Wait for the buckets under way and put the averages into `.grad`.
+        """Wait for the buckets under way; then each `.grad` is the average.
 
         Every rank calls it once per step. A parameter that took no part in this backward counts as
         a gradient of zero: the other ranks may have one.
         """
+        self._require_unchanged()
         for bucket in self.buckets:
             if bucket.work is None:
                 bucket.send(self.group, self.num_shares, self.reduce_dtype)
+        unused = self._unused_on_all_ranks() if self.find_unused_parameters else set()
         for bucket in self.buckets:
-            bucket.receive()
+            bucket.receive(unused)
+        self._used.clear()
+        self._in_a_step = False
+        self._steps_seen += 1
 
     def gather_parameters(self) -> None:
         """Nothing is left to do after an optimizer step: every rank has updated all weights."""
 
-    def _gradient_ready(self, bucket: "Bucket", param: nn.Parameter) -> None:
-        if not self._syncing:
-            return
-        if param not in bucket.missing:
+    def _gradient_ready(self, param: nn.Parameter) -> None:
+        bucket = self._bucket_of[param]
+        if bucket.work is not None or (self._syncing and param not in bucket.missing):
             raise RuntimeError(
                 "a second backward ran before finish_gradient_sync(), its gradient would be lost: "
                 "call finish_gradient_sync() after each backward, or run all but the last one "
                 "inside no_sync()"
             )
+        bucket.adopt(param)
+        if not self._syncing:
+            return
         bucket.missing.remove(param)
         # Collectives match by order, so all ranks must send in one order: a bucket waits for those
         # before it.
@@ -118,9 +165,94 @@ class DataParallel(nn.Module):
                 break
             candidate.send(self.group, self.num_shares, self.reduce_dtype)
 
+    # ---- between two steps
 
-def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], None]:
-    """The hook of a parameter in bucket `number`.
+    def _begin_step(self) -> None:
+        """What the first forward of a step does before it computes; on all ranks alike."""
+        self._in_a_step = True
+        if _kinds(self._params) != self._kinds:
+            self._learn_order_from(trained_last_first(self.module))
+        elif self._steps_seen and not self._order_is_known:
+            self._take_order_of_first_rank()
+        buffers = list(self.module.buffers())
+        if self.broadcast_buffers and buffers:
+            broadcast_together(buffers, self.group)
+
+    def _learn_order_from(self, guess: list[nn.Parameter]) -> None:
+        """Make buckets in an order that is a guess, and note the true one in the next backward."""
+        self._kinds = _kinds(self._params)
+        self._order_is_known = False
+        self._steps_seen = 0
+        self._ready_order: dict[nn.Parameter, None] = {}  # a set that keeps its order
+        self._make_buckets(guess)
+
+    def _take_order_of_first_rank(self) -> None:
+        """Make the buckets anew, in the order in which gradients became ready in the first step.
+
+        Ranks may have seen different orders, and collectives match by order: the first rank's is
+        that of all. DDP does the same before its second step.
+
+        Communicates: one broadcast of a number per trained parameter.
+        """
+        trained = trained_last_first(self.module)
+        seen = [param for param in self._ready_order if param in self._bucket_of]
+        unseen = [param for param in trained if param not in self._ready_order]
+        place_of = {param: place for place, param in enumerate(trained)}
+        places = [place_of[param] for param in (*seen, *unseen)]
+        self._order_is_known = True
+        if not places:
+            return
+        order = torch.tensor(places, device=trained[0].device)
+        broadcast_together([order], self.group)
+        self._make_buckets([trained[place] for place in order.tolist()])
+
+    def _make_buckets(self, order: list[nn.Parameter]) -> None:
+        """Gradients that are there already stay where they are until they are adopted."""
+        self.buckets: list[Bucket] = []
+        self._bucket_of: dict[nn.Parameter, Bucket] = {}
+        for params in cut_into_buckets(order, self.bucket_mb, self.first_bucket_mb):
+            bucket = Bucket(params)
+            self.buckets.append(bucket)
+            for param in params:
+                self._bucket_of[param] = bucket
+        for param in order:
+            if param not in self._hooked:
+                param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self)))
+                self._hooked.add(param)
+
+    def _require_unchanged(self) -> None:
+        """Check that the buckets are still those of the parameters."""
+        for param, built_for, now in zip(self._params, self._kinds, _kinds(self._params)):
+            if built_for != now:
+                name = _name_of(self.module, param)
+                raise RuntimeError(
+                    f"{name} was frozen, unfrozen or moved after the forward of this step: do it "
+                    "before, and call the DataParallel object, not its .module"
+                )
+
+    def _unused_on_all_ranks(self) -> set[nn.Parameter]:
+        """The trained parameters whose gradient no rank has computed in this step.
+
+        Communicates: one all-reduce of a number per trained parameter.
+        """
+        trained = list(self._bucket_of)
+        if not trained:
+            return set()
+        flags = [int(param in self._used) for param in trained]
+        is_used = torch.tensor(flags, dtype=torch.int32, device=trained[0].device)
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX, group=self.group)
+        return {param for param, used in zip(trained, is_used.tolist()) if not used}
+
+    def _note(self, param: nn.Parameter) -> None:
+        """Remember that a gradient has come, and when."""
+        if not self._order_is_known:
+            self._ready_order[param] = None
+        if self.find_unused_parameters:
+            self._used.add(param)
+
+
+def _when_ready(parallel: weakref.ref) -> Callable[[nn.Parameter], None]:
+    """The hook of a parameter.
 
     It must not refer to the model, the bucket or the parameter. Autograd would hold it where
     Python's garbage collector does not look, and none of them would ever be freed, nor the process
@@ -130,155 +262,57 @@ def _when_ready(parallel: weakref.ref, number: int) -> Callable[[nn.Parameter], 
     def hook(param: nn.Parameter) -> None:
         alive = parallel()
         if alive is not None:
-            alive._gradient_ready(alive.buckets[number], param)
+            _require_dense(alive.module, param)
+            alive._note(param)
+            alive._gradient_ready(param)
 
     return hook
 
 
-class TorchDataParallel(DistributedDataParallel):
-    """PyTorch's DDP with the interface of ours: its backward returns with the average done.
-
-    Args:
-        module, process_group, bucket_cap_mb: As those of DDP.
-        num_shares, reduce_dtype: As those of `DataParallel`.
-        options: More arguments of DDP, such as `find_unused_parameters`.
-    """
-
-    accumulates_shards = False
-
-    def __init__(
-        self,
-        module: nn.Module,
-        process_group: dist.ProcessGroup | None = None,
-        bucket_cap_mb: float = 25,
-        num_shares: int | None = None,
-        reduce_dtype: torch.dtype | None = None,
-        **options: Any,
-    ) -> None:
-        super().__init__(
-            module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
+def _require_dense(module: nn.Module, param: nn.Parameter) -> None:
+    if param.grad is not None and param.grad.layout != torch.strided:
+        raise RuntimeError(
+            f"the gradient of {_name_of(module, param)} is sparse, and buckets are dense: build "
+            "its layer with sparse=False, or use PyTorch's DDP"
         )
-        self.shards: dict[str, nn.Parameter] = {}
-        num_ranks = dist.get_world_size(process_group)
-        num_shares = num_shares or num_ranks
-        # DDP divides by the number of ranks; a hook replaces its average by one of our own
-        if reduce_dtype is not None:
-            state = _NarrowSum(process_group, num_shares, reduce_dtype)
-            self.register_comm_hook(state, _sum_in_narrow_dtype)
-        elif num_shares != num_ranks:
-            self.register_comm_hook((process_group, num_shares), _sum_then_divide)
-
-    def finish_gradient_sync(self) -> None:
-        """Nothing is left to do."""
-
-    def gather_parameters(self) -> None:
-        """Nothing is left to do."""
 
 
-def _sum_then_divide(
-    state: tuple[dist.ProcessGroup | None, int], bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """A communication hook of DDP: the sum over the group, divided by the number of shares."""
-    group, num_shares = state
-    flat = bucket.buffer().div_(num_shares)  # before the sum, as in `Bucket.send`
-    work = dist.all_reduce(flat, group=group, async_op=True)
-    assert work is not None, "this rank is not in the group of its DDP"
-    return work.get_future().then(_first_value)
+def _name_of(module: nn.Module, wanted: nn.Parameter) -> str:
+    for name, param in module.named_parameters():
+        if param is wanted:
+            return name
+    return "a parameter"
 
 
-def _first_value(future: torch.futures.Future) -> torch.Tensor:
-    return future.value()[0]
+def _kinds(params: list[nn.Parameter]) -> list[tuple[bool, torch.dtype, torch.device]]:
+    """What decides in which bucket a parameter is, if in any."""
+    return [(param.requires_grad, param.dtype, param.device) for param in params]
 
 
-class _NarrowSum(NamedTuple):
-    """The state of `_sum_in_narrow_dtype`."""
+def _require_same_parameters(module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Check that all ranks wrap the same parameters; otherwise the broadcast would hang.
 
-    group: dist.ProcessGroup | None
-    num_shares: int
-    dtype: torch.dtype
+    Communicates: one all-gather of two numbers.
 
-
-def _sum_in_narrow_dtype(
-    state: _NarrowSum, bucket: dist.GradBucket
-) -> torch.futures.Future[torch.Tensor]:
-    """The same, but what travels has another dtype.
-
-    PyTorch's own `bf16_compress_hook` does not run on gloo.
+    Raises:
+        ValueError: On every rank, with the first that differs from the first of the group.
     """
-    flat = bucket.buffer().div_(state.num_shares)
-    work = dist.all_reduce(flat.to(state.dtype), group=state.group, async_op=True)
-    assert work is not None, "this rank is not in the group of its DDP"
-
-    def widened(future: torch.futures.Future) -> torch.Tensor:
-        return flat.copy_(_first_value(future))
-
-    return work.get_future().then(widened)
-
-
-class Bucket:
-    """Some parameters whose gradients travel as one flat tensor.
-
-    Attributes:
-        params: The parameters.
-        missing: Those whose gradient is not ready yet.
-        flat: The message, while it is under way.
-        work: The all-reduce under way; None before it is sent.
-    """
-
-    def __init__(self, params: list[nn.Parameter]) -> None:
-        self.params = params
-        self.missing = set(params)
-        self.flat: torch.Tensor | None = None
-        self.work: dist.Work | None = None
-
-    @property
-    def num_bytes(self) -> int:
-        """Size of the message."""
-        return sum(param.numel() * param.element_size() for param in self.params)
-
-    def send(
-        self, group: dist.ProcessGroup, num_shares: int, dtype: torch.dtype | None = None
-    ) -> None:
-        """Start the all-reduce without waiting for it; dtype: of the message."""
-        grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.params]
-        self.flat = torch.cat([grad.flatten() for grad in grads])
-        self.flat /= num_shares  # before the sum: a sum of p large gradients could overflow in fp16
-        self.flat = self.flat.to(dtype or self.flat.dtype)
-        self.work = dist.all_reduce(self.flat, group=group, async_op=True)
-
-    def receive(self) -> None:
-        """Wait for the all-reduce and hand the averages back to the parameters."""
-        assert self.work is not None and self.flat is not None, "send() comes first"
-        self.work.wait()
-        sizes = [param.numel() for param in self.params]
-        for param, mean in zip(self.params, self.flat.split(sizes)):
-            if param.grad is None:
-                param.grad = torch.empty_like(param)
-            param.grad.copy_(mean.view_as(param))
-        self.flat = None
-        self.work = None
-        self.missing = set(self.params)
-
-
-def make_buckets(module: nn.Module, bucket_mb: float) -> list[Bucket]:
-    """Parameters that need a gradient, last layer first, since backward finishes it first.
-
-    A bucket is cut at `bucket_mb` MB; it holds one dtype, and at least one parameter, however
-    large.
-    """
-    groups: list[list[nn.Parameter]] = []
-    filled_bytes = 0
-    trained = [param for param in module.parameters() if param.requires_grad]
-    for param in reversed(trained):
-        size_bytes = param.numel() * param.element_size()
-        fits = (
-            len(groups) > 0
-            and filled_bytes + size_bytes <= bucket_mb * 1e6
-            and groups[-1][0].dtype == param.dtype
-        )
-        if not fits:
-            groups.append([])
-            filled_bytes = 0
-        groups[-1].append(param)
-        filled_bytes += size_bytes
-    return [Bucket(params) for params in groups]
+    lines = []
+    for name, param in module.named_parameters():
+        lines.append(f"{name} {list(param.shape)} {param.dtype} {param.requires_grad}")
+    if not lines:
+        return
+    digest = zlib.crc32("\n".join(lines).encode())
+    device = next(module.parameters()).device
+    own = torch.tensor([len(lines), digest], device=device)
+    found = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(found, own, group=group)
+    for index, other in enumerate(found):
+        if not torch.equal(other, found[0]):
+            first = dist.get_global_rank(group, 0)
+            rank = dist.get_global_rank(group, index)
+            raise ValueError(
+                f"rank {first} wraps {found[0][0]} parameters and rank {rank} {other[0]}, and "
+                "their names, shapes, dtypes or requires_grad differ: build and freeze the same "
+                "module on every rank before it is wrapped"
+            )

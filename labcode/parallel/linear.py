@@ -52,6 +52,19 @@ class MatrixProduct:
 PLAIN_PRODUCT = MatrixProduct()
 
 
+class LinearFunction(Protocol):
+    """A linear layer with a backward of its own, in place of three products (`precision.fp8`)."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: nn.Parameter, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`x W^T + bias`; it asks `current_store` itself."""
+        ...
+
+
+Product = MatrixProduct | LinearFunction
+
+
 class GradientStore(Protocol):
     """Whoever may take over the gradient of a weight to compute it later."""
 
@@ -68,9 +81,11 @@ def linear(
     x: torch.Tensor,
     weight: nn.Parameter,
     bias: torch.Tensor | None,
-    product: MatrixProduct = PLAIN_PRODUCT,
+    product: Product = PLAIN_PRODUCT,
 ) -> torch.Tensor:
     """`x W^T + bias` with exchangeable products, whose dW can be put off."""
+    if not isinstance(product, MatrixProduct):
+        return product(x, weight, bias)
     store = current_store.get()
     if product is PLAIN_PRODUCT and store is None:
         return F.linear(x, weight, bias)  # the same, in PyTorch's own backward

@@ -28,18 +28,21 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs and targets of one micro-bat
 class Replica(Protocol):
     """A module whose gradients are averaged over the ranks that hold copies of it.
 
-    `parallel.data.DataParallel`, `parallel.data.TorchDataParallel` and those of `parallel.zero`.
+    `parallel.data.DataParallel`, `parallel.torch_data.TorchDataParallel`, those of `parallel.zero`;
+    `parallel.local.LocalReplica`, which averages nothing.
 
     Attributes:
         module: What is wrapped.
         shards: {name: this rank's rows of a weight} of the weights that are divided over dp; their
             `.grad` is the average. Empty without ZeRO.
         accumulates_shards: Gradients are averaged at each backward and added up in `shards`.
+        trains_alone: Nothing is averaged over dp; a batch is that of one copy of the model.
     """
 
     module: nn.Module
     shards: dict[str, nn.Parameter]
     accumulates_shards: bool
+    trains_alone: bool
 
     def __call__(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """What the module computes."""
@@ -167,11 +170,12 @@ class ParallelModel(nn.Module):
         It asks for no value on the way, so that a GPU can record it (`train.cuda_graph`).
         """
         total = torch.zeros((), dtype=torch.float64, device=batches[0][0].device)
-        for (inputs, targets), weight in zip(batches, self._weights(batches), strict=True):
-            with self._autocast():
-                loss = self.loss(self.module(inputs), targets)
-            (loss * weight * loss_scale).backward()
-            total += loss.detach() * weight
+        with self.no_sync():
+            for (inputs, targets), weight in zip(batches, self._weights(batches), strict=True):
+                with self._autocast():
+                    loss = self.loss(self.module(inputs), targets)
+                (loss * weight * loss_scale).backward()
+                total += loss.detach() * weight
         return total
 
     @torch.no_grad()
@@ -262,6 +266,8 @@ class ParallelModel(nn.Module):
         counts = [self.plan.count_targets(targets) for _, targets in batches]
         counts = torch.stack(counts).to(torch.float64)
         total = counts.sum()
+        if self.replica.trains_alone:
+            return list(counts / total)
         dist.all_reduce(total, group=self.grid.group("dp"))
         return list(counts * self.grid.size("dp") / total)
 

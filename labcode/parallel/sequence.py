@@ -23,11 +23,17 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from labcode.comm.collectives import reduce_scatter, start_all_gather, start_reduce_scatter
+from labcode.comm.collectives import (
+    all_gather,
+    reduce_scatter,
+    start_all_gather,
+    start_reduce_scatter,
+)
 from labcode.parallel.linear import (
     PLAIN_PRODUCT,
     GradientStore,
     MatrixProduct,
+    Product,
     current_store,
     narrowed,
 )
@@ -48,7 +54,7 @@ def gathered_linear(
     weight: nn.Parameter,
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
-    product: MatrixProduct = PLAIN_PRODUCT,
+    product: Product = PLAIN_PRODUCT,
 ) -> torch.Tensor:
     """`gather(x) @ weight.T + bias`, of which only this rank's part of x is kept for backward.
 
@@ -74,6 +80,10 @@ def gathered_linear(
     """
     # narrowed before the gather: it halves the message
     x_narrow, weight_narrow, bias_narrow = narrowed(x, weight, bias)
+    if not isinstance(product, MatrixProduct):
+        # it keeps the whole x, in 8 bits
+        assert x_narrow is not None
+        return product(all_gather(x_narrow, group, SEQUENCE_DIM), weight, bias)
     store = current_store.get()
     return _GatheredLinear.apply(
         x_narrow, weight_narrow, bias_narrow, weight, group, product, store

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from labcode.comm.collectives import copy_to, reduce_from
-from labcode.parallel.linear import PLAIN_PRODUCT, MatrixProduct, linear, narrowed
+from labcode.parallel.linear import PLAIN_PRODUCT, Product, linear, narrowed
 from labcode.parallel.sequence import gathered_linear, scatter_sequence
 from labcode.parallel.sharding import Shard
 
@@ -56,7 +56,7 @@ class ColumnParallelLinear(nn.Module):
         *,
         copies: tuple[int, ...] | None = None,
         sequence: bool = False,
-        product: MatrixProduct = PLAIN_PRODUCT,
+        product: Product = PLAIN_PRODUCT,
     ) -> None:
         super().__init__()
         shard = Shard(0, sections, copies)
@@ -96,7 +96,7 @@ class RowParallelLinear(nn.Module):
         group: dist.ProcessGroup,
         *,
         sequence: bool = False,
-        product: MatrixProduct = PLAIN_PRODUCT,
+        product: Product = PLAIN_PRODUCT,
     ) -> None:
         super().__init__()
         shard = Shard(1)
@@ -226,7 +226,7 @@ def copied_linear(
     weight: nn.Parameter,
     bias: torch.Tensor | None,
     group: dist.ProcessGroup,
-    product: MatrixProduct = PLAIN_PRODUCT,
+    product: Product = PLAIN_PRODUCT,
 ) -> torch.Tensor:
     """`x @ weight.T + bias` of a whole x: the gradient of x is summed over the group in backward.
 

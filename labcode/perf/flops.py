@@ -1,6 +1,7 @@
 """How much arithmetic a model needs, from its shape alone."""
 
-from labcode.config import GPTConfig, ViTConfig, require
+from labcode.config import GPTConfig, ViTConfig
+from labcode.perf.transformer import Transformer
 
 
 def training_flops_per_sample(config: GPTConfig | ViTConfig) -> int:
@@ -16,20 +17,38 @@ def training_flops_per_sample(config: GPTConfig | ViTConfig) -> int:
         (arXiv:2204.02311), appendix B.
     Held by: tests/unit/test_flops.py::test_flops_equal_those_that_torch_counts
     """
-    tokens = config.sequence_length
-    hidden = config.hidden_size
-    if isinstance(config, ViTConfig):
-        kv_heads = config.num_heads
-        patch_embedding = config.patch_inputs * hidden
-        head = hidden * config.patch_outputs
-        ends = patch_embedding + head
-    else:
-        require(config, "vocab_size")
-        assert config.vocab_size is not None
-        kv_heads = config.kv_heads
-        ends = config.vocab_size * hidden
-    attention_layer = hidden * (2 * hidden + 2 * kv_heads * config.head_size)
-    mlp = 2 * hidden * config.ffn
-    weights = config.num_layers * (attention_layer + mlp) + ends
-    attention = config.num_layers * 4 * tokens**2 * hidden
-    return 3 * (2 * tokens * weights + attention)
+    return transformer_flops_per_sample(Transformer.of(config))
+
+
+def transformer_flops_per_sample(
+    model: Transformer, *, causal: bool = False, activation_checkpointing: str = "none"
+) -> int:
+    """FLOPs of forward and backward for one sample of any transformer.
+
+        none         3 forward                                             72 B s L h^2 (...)
+        selective    3 forward + the core of attention once more
+        full         4 forward of the layers, 3 of the head                96 B s L h^2 (...)
+
+    Args:
+        model: Its shape.
+        causal: Whether only the half of attention's square counts that a causal mask leaves.
+        activation_checkpointing: What is computed again counts as well: these are the hardware's
+            FLOPs; without it they are the model's.
+
+    Source: Narayanan et al. 2021 (arXiv:2104.04473), eq. 3, and its appendix; Korthikanti et al.
+        2022 (arXiv:2205.05198), appendix A.
+    Held by: tests/unit/test_flops.py
+    """
+    tokens = model.sequence_length
+    attention = model.num_layers * 4 * tokens**2 * model.hidden_size
+    if causal:
+        attention //= 2
+    layers = 2 * tokens * model.num_layers * model.layer_products + attention
+    ends = 2 * tokens * (model.head_weights + model.inputs * model.hidden_size)
+    again = {"none": 0, "selective": attention, "full": layers}
+    if activation_checkpointing not in again:
+        raise ValueError(
+            f"activation_checkpointing={activation_checkpointing!r}: choose one of "
+            f"{', '.join(again)}"
+        )
+    return 3 * (layers + ends) + again[activation_checkpointing]

@@ -26,6 +26,7 @@ Held by: tests/unit/test_perf_memory.py; against measured bytes by
 """
 
 from labcode.config import GPTConfig, ViTConfig, require
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 
 ONE_RANK = GridShape()
@@ -35,7 +36,7 @@ INSIDE_THE_CORE = {"log-sum-exp", "scores"}  # of attention: what nothing outsid
 
 
 def layer_activations(
-    model: GPTConfig | ViTConfig,
+    model: GPTConfig | ViTConfig | Transformer,
     shape: GridShape = ONE_RANK,
     *,
     batch: int,
@@ -58,6 +59,7 @@ def layer_activations(
                                                     and the product too
         attention output     B S N D          / tp  what proj reads; the fused kernel keeps it too
         GELU input, output   B S F each       / tp
+        gate, gated          B S F each       / tp  gated MLPs only: the other factor, the product
         dropout masks        2 B S H                with dropout only
 
     "4 bytes" are more where the numbers themselves have more. S is S/cp here. Under sequence
@@ -77,7 +79,8 @@ def layer_activations(
         fused_attention: Whether the scores are never stored (FlashAttention, and what PyTorch calls
             efficient attention).
         activation_checkpointing: "selective": log-sum-exp and scores are computed again. "full":
-            all is, from the layer's input.
+            all is, from the layer's input. "operators": all but the output of attention and of
+            every second product, as in torchtitan.
 
     Returns:
         {kind: bytes}; kinds that do not occur are left out.
@@ -103,10 +106,21 @@ def layer_activations(
     terms |= _attention(model, tokens / shape.tp, value_bytes, mask_bytes, fused_attention)
     terms["GELU input"] = tokens * model.ffn * value_bytes / shape.tp
     terms["GELU output"] = terms["GELU input"]
+    if isinstance(model, Transformer) and model.gated:
+        terms["gate"] = terms["GELU input"]
+        terms["gated"] = terms["GELU input"]
     if model.dropout:
         terms["dropout masks"] = 2 * whole_tokens * hidden * mask_bytes
     if activation_checkpointing == "full":
         return {"layer input": whole_tokens * hidden * residual_bytes}
+    if activation_checkpointing == "operators":
+        products = terms["q, k, v"] + terms["GELU input"] + terms.get("gate", 0.0)
+        products += 2 * whole_tokens * hidden * value_bytes
+        return {
+            "layer input": whole_tokens * hidden * residual_bytes,
+            "attention output": terms["attention output"],
+            "every second product": products / 2,
+        }
     if activation_checkpointing == "selective":
         for kind in INSIDE_THE_CORE & terms.keys():
             del terms[kind]
@@ -114,13 +128,13 @@ def layer_activations(
 
 
 def _check_divisible(
-    model: GPTConfig | ViTConfig, shape: GridShape, sequence_parallel: bool
+    model: GPTConfig | ViTConfig | Transformer, shape: GridShape, sequence_parallel: bool
 ) -> None:
     """The formula divides evenly, so it refuses sizes of which some rank would get more.
 
     It does not ask whether the layers themselves could run so: some can with uneven parts.
     """
-    sequence = "model.context_length" if isinstance(model, GPTConfig) else "the number of patches"
+    sequence = "the number of patches" if isinstance(model, ViTConfig) else "model.context_length"
     tp = f"parallel.tp={shape.tp}"
     cuts = [
         ("model.num_heads", model.num_heads, shape.tp, tp),
@@ -137,7 +151,10 @@ def _check_divisible(
 
 
 def _tokens_where_features_are_whole(
-    model: GPTConfig | ViTConfig, shape: GridShape, batch: int, sequence_parallel: bool
+    model: GPTConfig | ViTConfig | Transformer,
+    shape: GridShape,
+    batch: int,
+    sequence_parallel: bool,
 ) -> float:
     """The tokens of a rank in norms, residuals and dropout, of which tp cuts no features."""
     tokens = batch * model.sequence_length / shape.cp
@@ -146,14 +163,26 @@ def _tokens_where_features_are_whole(
     return tokens
 
 
-def _kv_heads(model: GPTConfig | ViTConfig) -> int:
+def _kv_heads(model: GPTConfig | ViTConfig | Transformer) -> int:
+    if isinstance(model, Transformer):
+        return model.kv
     if isinstance(model, GPTConfig):
         return model.kv_heads
     return model.num_heads
 
 
+def _is_rotary(model: GPTConfig | ViTConfig | Transformer) -> bool:
+    if isinstance(model, Transformer):
+        return not model.learned_positions
+    return isinstance(model, GPTConfig) and model.positions == "rotary"
+
+
 def _attention(
-    model: GPTConfig | ViTConfig, tokens: float, value_bytes: int, mask_bytes: int, fused: bool
+    model: GPTConfig | ViTConfig | Transformer,
+    tokens: float,
+    value_bytes: int,
+    mask_bytes: int,
+    fused: bool,
 ) -> dict[str, float]:
     """What is cut by heads.
 
@@ -163,7 +192,7 @@ def _attention(
     heads = model.num_heads
     kv_heads = _kv_heads(model)
     terms = {"q, k, v": tokens * (heads + 2 * kv_heads) * model.head_size * value_bytes}
-    if isinstance(model, GPTConfig) and model.positions == "rotary":
+    if _is_rotary(model):
         # besides, the memory of q, k and v stays alive: v looks into it
         terms["rotated q, k"] = tokens * (heads + kv_heads) * model.head_size * value_bytes
     if fused:

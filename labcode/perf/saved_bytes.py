@@ -112,5 +112,5 @@ def _number(held: _Held) -> int:
 
 
 def _memory(tensor: torch.Tensor) -> int:
-    """The address of a tensor's storage: the same for two tensors over one memory."""
-    return tensor.untyped_storage().data_ptr()
+    """What tells storages apart: the same for two tensors over one memory, fake ones too."""
+    return tensor.untyped_storage()._cdata

@@ -39,6 +39,7 @@ WIDTHS = {
     "float64": (8, 8),
     "bfloat16": (2, 4),  # under autocast: weights, gradients and residuals stay float32
     "float16": (2, 4),
+    "fp8": (2, 4),  # as bfloat16, although linear layers keep their operands in one byte
 }
 
 
@@ -57,7 +58,8 @@ class TrainingMemory:
         logits: What the loss holds: the softmax over the vocabulary and, in its backward, two
             buffers more of that size; of a ViT the error and four buffers of a state's size.
         data: Inputs and targets of all micro-batches of the step.
-        buckets: What gradients are copied into to be averaged.
+        buckets: What gradients are copied into to be averaged. Those of our DataParallel hold the
+            gradients themselves, which are counted here and not as gradients.
         temporary: What lives for a few operations: the gradients of activations in the layer whose
             backward runs (the residual stream's and the one inside the MLP), that of a weight
             before it is added to what earlier micro-batches left or cast to the weight's dtype, a
@@ -159,16 +161,24 @@ def training_moments(
         num_micro_batches: How many of them add up their gradients.
         dtype: Of the matrix products; weights, gradients and optimizer are float32, or float64.
         zero_stage: 0 to 3.
-        data_parallel: "ddp", which keeps its buckets from step to step, or "labcode", which makes
-            them as gradients come.
+        data_parallel: "ddp", which copies gradients into its buckets, or "labcode", whose
+            gradients lie in them. Both keep the buckets from step to step. "none" has no buckets:
+            a plain model on one rank, whose gradients nobody averages.
         sequence_parallel: As in `layer_activations`; so are `mask_bytes` and `fused_attention`.
-        activation_checkpointing: "none", or "full": of each layer only the input is kept.
+        activation_checkpointing: "none"; "selective": what only the core of attention reads is not
+            kept; "full": of each layer only the input is kept.
 
     Raises:
         ValueError: A dtype or an option that is not known, a pipeline, whose stages hold several
-            micro-batches at once, or sizes that the grid does not divide.
+            micro-batches at once, selective checkpointing of an attention that stores its scores,
+            or sizes that the grid does not divide.
     """
     _check_options(shape, dtype, data_parallel, activation_checkpointing)
+    if activation_checkpointing == "selective" and not fused_attention:
+        raise ValueError(
+            "activation_checkpointing='selective' without a fused attention: the scores come back "
+            "for a moment whose peak is not predicted here; ask for fused_attention=True"
+        )
     value_bytes, wide_bytes = WIDTHS[dtype]
     options = {
         "batch": micro_batch,
@@ -178,10 +188,14 @@ def training_moments(
         "mask_bytes": mask_bytes,
         "fused_attention": fused_attention,
     }
+    kept = layer_activations(
+        model, shape, activation_checkpointing=activation_checkpointing, **options
+    )
     sizes = _Sizes(
         model=model,
         shape=shape,
         layer=sum(layer_activations(model, shape, **options).values()),
+        kept_of_a_layer=sum(kept.values()),
         whole=model_activations(model, shape, **options),
         micro_batch=micro_batch,
         value_bytes=value_bytes,
@@ -195,8 +209,8 @@ def training_moments(
 def _check_options(shape: GridShape, dtype: str, data_parallel: str, checkpointing: str) -> None:
     choices = {
         "dtype": (dtype, tuple(WIDTHS)),
-        "data_parallel": (data_parallel, ("ddp", "labcode")),
-        "activation_checkpointing": (checkpointing, ("none", "full")),
+        "data_parallel": (data_parallel, ("ddp", "labcode", "none")),
+        "activation_checkpointing": (checkpointing, ("none", "selective", "full")),
     }
     for name, (value, known) in choices.items():
         if value not in known:
@@ -262,12 +276,14 @@ class _Sizes:
 
     Args:
         layer: Bytes of activations that a layer needs in its backward.
+        kept_of_a_layer: Those of them that forward has kept; the others are computed again.
         whole: {kind: bytes} of the whole model, without checkpointing.
     """
 
     model: GPTConfig | ViTConfig
     shape: GridShape
     layer: float
+    kept_of_a_layer: float
     whole: dict[str, float]
     micro_batch: int
     value_bytes: int
@@ -307,13 +323,17 @@ class _Sizes:
         return inside + self.whole_tokens * self.model.hidden_size * self.value_bytes
 
     @property
-    def kept_of_a_layer(self) -> float:
-        return self.residual if self.full_checkpointing else self.layer
+    def computed_again(self) -> float:
+        """What the layer has beyond what was kept of it when the backward of its MLP runs.
+
+        The core of attention is computed again later, when nothing is left of the MLP.
+        """
+        return self.layer - self.kept_of_a_layer if self.full_checkpointing else 0.0
 
     @property
-    def computed_again(self) -> float:
-        """What the layer whose backward runs has beyond what was kept of it."""
-        return self.layer - self.kept_of_a_layer if self.full_checkpointing else 0.0
+    def in_the_mlp(self) -> float:
+        """What the layer whose backward runs holds in its MLP's backward."""
+        return self.kept_of_a_layer + self.computed_again
 
     @property
     def output(self) -> float:
@@ -354,6 +374,7 @@ def _moments(
     last_layer_gradients = (counts.head + counts.down) * wide
     first_layer_gradients = (sizes.num_weights - counts.layer + counts.down) * wide
     tied = isinstance(sizes.model, GPTConfig) and sizes.model.tie_embeddings
+    lie_in_buckets = zero_stage == 0 and data_parallel == "labcode"
     cast = 0.0 if sizes.value_bytes == wide else sizes.value_bytes
 
     ends = ("final norm", "head input", "loss")
@@ -387,6 +408,9 @@ def _moments(
             gradients = min(gradients, all_gradients)
         if accumulates:
             gradients = all_gradients
+        if lie_in_buckets:
+            gradients = 0.0
+        if accumulates or lie_in_buckets:
             temporary += new_weight * wide
         temporary += new_weight * cast
         if zero_stage == 3:
@@ -428,7 +452,7 @@ def _moments(
         moment(
             "first layer backward",
             gradients=first_layer_gradients,
-            activations=before + sizes.layer + narrow_layer,
+            activations=before + sizes.in_the_mlp + narrow_layer,
             temporary=sizes.residual + sizes.mlp_gradient,
             new_weight=counts.down,
         ),
@@ -456,9 +480,11 @@ def _state(sizes: _Sizes, zero_stage: int) -> StateBytes:
 
 
 def _buckets(sizes: _Sizes, zero_stage: int, data_parallel: str, at_end: bool) -> float:
-    """What gradients are copied into: by DDP for good, by ours as they come."""
+    """What gradients are copied into: by DDP and ours for good, by our ZeRO-1 as they come."""
     whole = sizes.num_weights * sizes.wide_bytes
-    if zero_stage == 0 and data_parallel == "ddp":
+    if data_parallel == "none":
+        return 0.0
+    if zero_stage == 0:
         return whole
     if zero_stage == 1 and data_parallel == "ddp":  # ZeroRedundancyOptimizer beside DDP
         return whole

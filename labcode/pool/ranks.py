@@ -62,6 +62,7 @@ class Ranks:
     Args:
         n: Number of ranks.
         timeout_s: How long a collective waits for a rank that does not come.
+        beside: In a notebook, a second pool beside the one that `%%px` uses, which it leaves open.
 
     Raises:
         ValueError: `n` is no whole number above 0, or more than this machine has memory or files
@@ -77,11 +78,12 @@ class Ranks:
     # The pool that `%%px` uses; weak, so that it ends with its last user.
     _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
 
-    def __init__(self, n: int, *, timeout_s: float = 30.0) -> None:
+    def __init__(self, n: int, *, timeout_s: float = 30.0, beside: bool = False) -> None:
         check_arguments(n, timeout_s)
         make_room(n)
         self.n = n
         self.timeout_s = timeout_s
+        self._beside = beside
         self._turn = Turn()  # one call at a time, whichever thread asks for it
         self._stopped: tuple[type[RankError], str, int] | None = None  # why, and a rank it is about
         self._processes: Processes | None = None
@@ -93,7 +95,7 @@ class Ranks:
         """Start the engines; does nothing while they run."""
         if self._processes:
             return
-        shell = get_ipython()
+        shell = None if self._beside else get_ipython()
         if shell:
             self._take_over_notebook()
         self._joined = False  # all ranks are in a process group that works

@@ -64,6 +64,7 @@ class Options:
     rules: bool = False  # lint: list all rules
     keep: bool = False  # submit: an interrupt leaves the job running
     wait: bool = True  # submit: follow the job to its end
+    force: bool = False  # submit: although it is predicted to run out of memory
     here: bool = False  # submit: on this machine, although there is a cluster
     cluster: str | None = None  # which of the clusters of slurm/cluster on this machine
 
@@ -226,7 +227,7 @@ def _submit(target: str | None, options: Options, overrides: Sequence[str]) -> i
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         keep = options.keep or not options.wait
-        handle = submit(job, site, keep=keep, client=client, here=options.here)
+        handle = submit(job, site, keep=keep, client=client, here=options.here, force=options.force)
         return _wait(handle) if options.wait else 0
     finally:
         signal.signal(signal.SIGTERM, before)

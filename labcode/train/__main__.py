@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from labcode.command import UsageError, parse
+from labcode.processes import Ending
 from labcode.train.ctrl_c import INTERRUPTED, CtrlC
 from labcode.train.signals import StopSignals
 
@@ -44,4 +45,5 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    ending = Ending()
+    sys.exit(ending.with_code(main(sys.argv[1:])))

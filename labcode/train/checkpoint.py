@@ -59,7 +59,7 @@ from labcode.train.checkpoint_files import (
 )
 from labcode.train.report import text_of
 from labcode.train.state import RunState, SavePlanner, Tensors, first_cause
-from labcode.train.tensor_index import to_tree
+from labcode.train.tensor_index import Writer, to_tree
 
 # What may differ between the run that wrote a checkpoint and the one that resumes from it.
 MAY_CHANGE = (
@@ -67,6 +67,7 @@ MAY_CHANGE = (
     "checkpoint.",
     "optim.",
     "data.cache_dir",
+    "debug.",
     "loader.",
     "parallel.",
     "profile.",
@@ -611,7 +612,7 @@ def _write_tensors(
     Returns:
         Where each tensor lies, on rank 0.
     """
-    writer = dcp.FileSystemWriter(folder)
+    writer = Writer(folder)
     with _no_second_checksum():
         return dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
 

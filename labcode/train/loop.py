@@ -23,11 +23,17 @@ from labcode.data.loader import Loader
 from labcode.data.sampler import Batches, validation_batches
 from labcode.doctor.hang import HangWatch
 from labcode.models.parallelize import parallelize
+from labcode.parallel.local import OuterOptimizer
 from labcode.parallel.model import Batch, ParallelModel
+from labcode.parallel.torch_data import PowerSGD
 from labcode.perf.flops import training_flops_per_sample
+from labcode.precision.fp8 import Fp8, make_recipe
+from labcode.precision.record import FOLDER as RECORD
+from labcode.precision.record import Recorder
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.cuda_graph import GraphedStep
+from labcode.train.debugging import Debugging
 from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
 from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.gpt2_files import Gpt2File
@@ -36,11 +42,13 @@ from labcode.train.loss_scale import LossScaler
 from labcode.train.measure import StepClock, peak_memory_bytes
 from labcode.train.memory_marks import MemoryMarks
 from labcode.train.metrics import Log
+from labcode.train.noise_scale import NoiseScale
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 from labcode.train.precision import pick_precision, set_matmul_precision
 from labcode.train.profile import StepProfiler
 from labcode.train.ranges import StepRanges
 from labcode.train.result import write_result
+from labcode.train.second_look import SecondLook
 from labcode.train.signals import StopSignals
 from labcode.train.slow import SlowRankWatch
 from labcode.train.state import RunState
@@ -52,7 +60,8 @@ class Step(NamedTuple):
 
     Args:
         loss: Mean over this dp rank's samples, a float64 scalar.
-        grad_norm: 2-norm of the whole model's gradient, before clipping.
+        grad_norm: 2-norm of the whole model's gradient, before clipping; with local steps that of
+            this rank's copy.
         lr: Learning rate.
         left_out: Why its update was left out because the step is bad; "" if it is not.
         rescaled: Whether its update was left out because the loss scale was too large for float16.
@@ -105,6 +114,7 @@ class Trainer:
         self.precision = pick_precision(config.train.dtype, world.device)
         set_matmul_precision(self.precision, world.device)
         self.accumulation = config.train.accumulation(grid.size("dp"))
+        self.optim = config.optim.for_batch(config.train.global_batch)
         self.stopped_by: str | None = None
         # before the model takes its memory, and on all ranks at once, as they will compute
         self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.precision.matmul)
@@ -113,6 +123,7 @@ class Trainer:
         self.batches = on_every_rank(self._batches)
         self.loader = on_every_rank(self._loader)
         self.ranges = StepRanges(on_gpu=world.device.type == "cuda")
+        self.fp8 = self._make_fp8()
         self.model = self._build()
         self.model.ranges = self.ranges
         self.optimizer = on_every_rank(self._make_optimizer)
@@ -120,8 +131,18 @@ class Trainer:
         self.graphed = GraphedStep(self.model) if config.train.cuda_graphs else None
         self.guard = _guard(config.train)
         self.scaler = LossScaler() if self.precision.scales_loss else None
+        self.noise = self._measure_noise()
+        self.second_look = SecondLook(self.model, world.device) if config.debug.probe else None
+        self.debugging = Debugging(config.debug, self.model) if config.debug.config else None
         self.state = RunState(
-            self.model, self.optimizer, self.batches, world.device, self.guard, self.scaler
+            self.model,
+            self.optimizer,
+            self.batches,
+            world.device,
+            self.guard,
+            self.scaler,
+            self.noise,
+            self.fp8,
         )
         if start:
             self._checkpoints_in(start.parents[1]).load(self.state, start)
@@ -130,6 +151,7 @@ class Trainer:
             folder = Path(config.train.start_from)
             on_every_rank(lambda: Gpt2File(folder).read_into(self.model))
             self.model.gather_parameters()
+        self.outer = self._make_outer()
         self.steps_before = self.steps_done
         self.open(out)
 
@@ -158,6 +180,8 @@ class Trainer:
         """This rank's part of the model, with its initial weights."""
         with torch.device("meta"):
             model = self.task.build()
+        if self.fp8 is not None:
+            self.fp8.check_skipped(model)
         return parallelize(
             model,
             self.grid,
@@ -167,15 +191,36 @@ class Trainer:
             dtype=self.precision.wide,
             autocast_dtype=self.precision.autocast,
             reduce_dtype=_reduce_dtype(self.config.train),
+            powersgd=_powersgd(self.config.train),
+            trains_alone=self.config.local.steps > 0,
             compiled=self.config.train.compile,
             loss_options=self.task.loss_options,
+            fp8=self.fp8,
         )
+
+    def _make_fp8(self) -> Fp8 | None:
+        """What lets the linear layers compute in 8 bits, where that is asked for."""
+        if self.config.train.dtype != "fp8":
+            return None
+        settings = self.config.fp8
+        groups = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
+        group = self.grid.group(*groups[settings.share])
+        return Fp8(make_recipe(settings), group, settings.skip)
 
     def _make_optimizer(self) -> torch.optim.Optimizer:
         parallel = self.config.parallel
         by_torch = parallel.zero_stage == 1 and parallel.data_parallel == "ddp"
         group = self.grid.group("dp") if by_torch else None
-        return make_optimizer(self.model.weights.values(), self.config.optim, group)
+        return make_optimizer(self.model.weights.values(), self.optim, group)
+
+    def _make_outer(self) -> OuterOptimizer | None:
+        """What the copies of the model do together, where each trains alone."""
+        local = self.config.local
+        if not local.steps:
+            return None
+        group = self.grid.group("dp")
+        params = self.model.weights.values()
+        return OuterOptimizer(params, group, local.outer_lr, local.outer_momentum)
 
     def _watch_slow_ranks(self) -> SlowRankWatch | None:
         """What finds a slow rank, where several have the same work."""
@@ -185,6 +230,18 @@ class Trainer:
         is_whole = self.config.parallel.zero_stage < 3
         module = self.model.module if is_whole else None
         return SlowRankWatch(self.grid, self.world.device, factor, module)
+
+    def _measure_noise(self) -> NoiseScale | None:
+        """What measures the gradient noise scale, where that is asked for."""
+        if not self.config.train.noise_scale:
+            return None
+        num_microbatches = self.accumulation * self.grid.size("dp")
+        return NoiseScale(
+            self.model.module.parameters(),
+            self.config.train.global_batch,
+            num_microbatches,
+            self.grid.group("dp"),
+        )
 
     def open(self, out: Path | None) -> None:
         """From now on write into this folder; None writes nothing.
@@ -205,7 +262,17 @@ class Trainer:
             config.profile, self.world.rank, self.world.device, self.ranges, marks, out
         )
         self.log = Log(folder, config.name, config.train.steps, self.steps_done)
+        if self.steps_before and config.train.powersgd_rank:
+            self.log.say(
+                "PowerSGD begins anew: what it left out of gradients is not in checkpoints, and "
+                f"{config.train.powersgd_exact_steps} steps travel whole first"
+            )
         self.sampler = self._device_sampler()
+        if out and self.debugging:
+            self.debugging.open(out, self.steps_done)
+        self.recorder = None
+        if out and config.debug.record_steps:
+            self.recorder = Recorder(self.model, out / RECORD, self.precision.name)
 
     def _device_sampler(self) -> DeviceSampler:
         """What samples this rank's device during `fit`, where the samples are written."""
@@ -301,7 +368,7 @@ class Trainer:
             Diverged: The gradient is bad and the rule is to stop, or there were too many; the
                 weights are as before the step.
         """
-        lr = learning_rate(self.steps_done, self.config.train.steps, self.config.optim)
+        lr = learning_rate(self.steps_done, self.config.train.steps, self.optim)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         if self.slow:
@@ -310,27 +377,68 @@ class Trainer:
             batches = self.loader.take(self.steps_done)
         if self.slow:
             self.slow.clock.has_read()
-        loss = self._forward_backward(batches, self.scaler.scale if self.scaler else 1.0)
+        loss_scale = self.scaler.scale if self.scaler else 1.0
+        if self.second_look:
+            self.second_look.begin()
+        loss = self._forward_backward(batches, loss_scale)
+        if self.debugging:
+            self.debugging.step()
         with self.ranges("optimizer"):
             grad_norm = self.model.gradient_norm().item()
+            if self.second_look:
+                self._look_again_if_bad(self.second_look, batches, loss, grad_norm)
             if self.slow:
                 self.slow.clock.end()
             rescaled = False
             if self.scaler:
                 grad_norm, rescaled = self._unscale(self.scaler, grad_norm, loss)
-            left_out = "" if rescaled else self.guard.judge(grad_norm)
+            # with local steps a copy cannot leave one out that the others take
+            left_out = "" if rescaled or self.outer else self.guard.judge(grad_norm)
+            if self.noise:
+                self.noise.end_step(grad_norm, loss_scale, keep=not left_out and not rescaled)
             if not left_out and not rescaled:
                 clip_gradients(self.model.weights.values(), grad_norm, self.config.optim.clip_norm)
                 self.optimizer.step()
+            if self.fp8:
+                self.fp8.finish_step()
             self.optimizer.zero_grad(set_to_none=True)
         self.model.gather_parameters()
         self.ranges.end_step()
         # only now: a step that was broken off does not count
         self.batches.advance()
+        self._average_if_due()
         return Step(loss, grad_norm, lr, left_out, rescaled)
+
+    def _look_again_if_bad(
+        self, look: SecondLook, batches: list[Batch], loss: torch.Tensor, grad_norm: float
+    ) -> None:
+        """Run a bad step once more with a probe, and print what it found; all ranks call it.
+
+        An overflow that a smaller loss scale cures is no bad step.
+        """
+        if not look.is_bad(loss, grad_norm):
+            return
+        if self.scaler and self.scaler.can_cure(grad_norm, self._mean_loss(loss)):
+            return
+        line = look.line(batches, self.scaler.scale if self.scaler else 1.0)
+        self.log.say(f"step {self.steps_done + 1}: {line}")
+
+    def _average_if_due(self) -> None:
+        """With local steps: what all copies do together, every so many steps and after the last.
+
+        Raises:
+            Diverged: A weight of one of them is not finite; on every rank.
+        """
+        if self.outer and self._due(self.config.local.steps):
+            with self.ranges("communication"):
+                self.outer.step()
+            finite.check(self.model)
 
     def _forward_backward(self, batches: list[Batch], loss_scale: float) -> torch.Tensor:
         """The gradients of a step, and its loss; recorded or not."""
+        if self.recorder and self.steps_done < self.config.debug.record_steps:
+            with self.recorder.step(self.steps_done + 1, batches, loss_scale):
+                return self.model.forward_backward(batches, loss_scale)
         if self.graphed is None:
             return self.model.forward_backward(batches, loss_scale)
         with self.ranges("forward"):  # and backward: a recording is one
@@ -438,6 +546,8 @@ class Trainer:
             self.checkpoints.abandon()
         self.log.close()
         self.profiler.close()
+        if self.debugging:
+            self.debugging.close()
 
     def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:
         """(sum of the losses of some validation samples, their number), [2] float64."""
@@ -489,6 +599,8 @@ class Trainer:
             "tokens_per_s_per_rank": tokens_per_s / self.world.world_size,
             "memory_bytes": peak_memory_bytes(self.world.device),
         }
+        if self.noise:
+            row |= self.noise.metrics()
         flops = samples_per_s * training_flops_per_sample(self.task.model_config)
         return row | self._shares_of_peak(flops / self.world.world_size)
 
@@ -541,3 +653,10 @@ def _guard(settings: TrainConfig) -> Guard:
 def _reduce_dtype(settings: TrainConfig) -> torch.dtype | None:
     """In which gradients are summed over dp; None: as they are."""
     return None if settings.reduce_dtype == "float32" else getattr(torch, settings.reduce_dtype)
+
+
+def _powersgd(settings: TrainConfig) -> PowerSGD | None:
+    """How gradients are compressed over dp; None: not at all."""
+    if not settings.powersgd_rank:
+        return None
+    return PowerSGD(settings.powersgd_rank, settings.powersgd_exact_steps)

@@ -9,6 +9,7 @@ import errno
 import json
 import os
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -43,6 +44,9 @@ UNITS = {
     "utilisation": "fraction of the device that was busy, mean of the samples since the last row",
     "bad_steps": "steps of the run whose update was left out",
     "loss_scale": "by which the loss is multiplied in float16",
+    "noise_scale": "samples of a batch whose noise is as large as its gradient, B_simple",
+    "gradient_square": "squared 2-norm of the gradient without noise, smoothed",
+    "gradient_variance": "trace of the covariance of one sample's gradient, smoothed",
     "overflows": "steps of the run left out because the loss scale was too large",
 }
 
@@ -167,6 +171,17 @@ class MetricsWriter:
         self._device_rows: RowFile | None = None
         purge_step = after_step + 1 if after_step else None
         self._board = SummaryWriter(str(folder / "tensorboard"), purge_step=purge_step)
+        self._hook_before = threading.excepthook
+        threading.excepthook = self._thread_failed
+
+    def _thread_failed(self, failure: threading.ExceptHookArgs) -> None:
+        """TensorBoard writes in a thread, keeps its error, and raises it at the next `add_scalar`.
+
+        The traceback that Python prints of the thread besides would stand in the middle of a line.
+        """
+        of_tensorboard = type(failure.thread).__module__.startswith("tensorboard.")
+        if not (of_tensorboard and isinstance(failure.exc_value, OSError)):
+            self._hook_before(failure)
 
     def write(self, row: Row) -> None:
         """Add one row; `step` counts optimizer steps done, the other keys are those of `UNITS`.
@@ -199,6 +214,8 @@ class MetricsWriter:
         if self._device_rows:
             self._device_rows.close()
         self._board.close()
+        if threading.excepthook == self._thread_failed:
+            threading.excepthook = self._hook_before
 
 
 class RowFile:

@@ -1,6 +1,7 @@
-"""The optimizer of the GPT papers.
+"""The optimizer of the GPT papers, and those for large batches.
 
-AdamW with weight decay on matrices only, warm-up, half a cosine, clipping by the global norm.
+AdamW, LAMB or LARS with weight decay on matrices only, warm-up, half a cosine, clipping by the
+global norm.
 """
 
 import math
@@ -26,7 +27,10 @@ def make_optimizer(
     config: OptimConfig,
     sharded_over: dist.ProcessGroup | None = None,
 ) -> torch.optim.Optimizer:
-    """AdamW with weight decay on tensors of two dims or more, without it on biases and norms.
+    """The optimizer of a config, with weight decay on tensors of two dims or more alone.
+
+    LAMB and LARS move each of these by a length that goes with its own; biases and norms they move
+    as Adam and SGD do.
 
     Args:
         params: The weights; frozen ones are left out.
@@ -34,9 +38,14 @@ def make_optimizer(
         sharded_over: Divide the optimizer's state over this group with PyTorch's
             ZeroRedundancyOptimizer; None: this rank keeps that of all `params`.
 
+    Raises:
+        ValueError: LAMB or LARS is asked for and pytorch-optimizer is not installed.
+
     Source: Loshchilov and Hutter 2017 (arXiv:1711.05101); Brown et al. 2020 (arXiv:2005.14165),
     appendix B.
     """
+    if config.name != "adamw":
+        return _make_layerwise(params, config)
     trained = [param for param in params if param.requires_grad]
     matrices = [param for param in trained if param.dim() >= 2]
     vectors = [param for param in trained if param.dim() < 2]
@@ -53,11 +62,41 @@ def make_optimizer(
     return torch.optim.AdamW(groups, **options)
 
 
+def _make_layerwise(params: Iterable[nn.Parameter], config: OptimConfig) -> torch.optim.Optimizer:
+    """LAMB or LARS; neither has a fused kernel, for which foreach stands in."""
+    try:
+        from labcode.train import layerwise
+    except ImportError:
+        raise ValueError(
+            f"optim.name={config.name} comes with pytorch-optimizer, which is not installed: "
+            "pip install 'labcode[optimizers]', or use --optim.name adamw"
+        ) from None
+    trained = [param for param in params if param.requires_grad]
+    matrices = [param for param in trained if param.dim() >= 2]
+    vectors = [param for param in trained if param.dim() < 2]
+    foreach = config.implementation != "for_loop"
+    if config.name == "lars":
+        # leaves vectors alone by itself: no decay, no trust ratio
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors}]
+        return layerwise.LARS(groups, lr=config.lr, momentum=config.beta1, foreach=foreach)
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0, "adam": True},  # a trust ratio of 1
+    ]
+    betas = (config.beta1, config.beta2)
+    return layerwise.LAMB(groups, lr=config.lr, betas=betas, foreach=foreach)
+
+
 def learning_rate(step: int, total_steps: int, config: OptimConfig) -> float:
     """The rate of optimizer step `step`, counted from 0.
 
         warm-up   lr * (step + 1) / warmup_steps
         after     min_lr + (lr - min_lr) * (1 + cos(pi * t)) / 2,   t from 0 to 1 over the rest
+
+    Args:
+        step: Of the run.
+        total_steps: Of the run.
+        config: With the rates of the run's batch (`OptimConfig.for_batch`).
 
     Source: Loshchilov and Hutter 2016 (arXiv:1608.03983), equation 5, without restarts.
     """

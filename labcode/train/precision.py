@@ -8,6 +8,8 @@
     bfloat16       float32    bfloat16             by autocast
     float16        float32    float16              by autocast; the loss is scaled (`loss_scale`)
     float64        float64    float64
+    fp8            float32    float8 in the linear layers (`precision.fp8`); all
+                              other products in bfloat16, by autocast
     auto           bfloat16 on a GPU, float32 on a CPU
 
 Source: docs.pytorch.org/docs/stable/notes/cuda.html (TF32), docs.pytorch.org/docs/stable/amp.html.
@@ -68,6 +70,8 @@ def pick_precision(name: str, device: torch.device) -> Precision:
     """
     if name == "auto":
         name = "bfloat16" if device.type == "cuda" else "float32"
+    if name == "fp8":
+        return Precision(name, torch.bfloat16, torch.float32)
     if name == "tf32":
         _check_tf32(device)
         return Precision(name, torch.float32, torch.float32)

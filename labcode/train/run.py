@@ -20,7 +20,9 @@ from labcode.comm.agreement import (
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.config import Config
+from labcode.doctor.answers import Answers
 from labcode.doctor.hang import HangWatch
+from labcode.precision import debug_config
 from labcode.topology import GridShape
 from labcode.train import attempts, finite, report
 from labcode.train.capacity import check_memory, shared_memory
@@ -81,7 +83,7 @@ def run(
         config = attempts.goes_on(config, place)
         folder = RunFolder(config)
         trainer = set_up(config, world, shape, folder, signals, watch)
-        _train(trainer, folder)
+        _train_and_answer(trainer, folder)
     except (Exception, KeyboardInterrupt) as error:
         _leave(trainer, folder, ctrl_c)
         code = _code_after(error, place, trainer, ctrl_c, watch)
@@ -128,6 +130,7 @@ def set_up(
     if config.checkpoint.on:
         signals.listen()
     on_every_rank(lambda: check_device(config.train, world.device))
+    on_every_rank(lambda: _check_features(config))
     task = _make_task_once_per_node(config, world)
     # before any group of the grid is made
     on_every_rank(lambda: _check_sizes(config, world, shape, task))
@@ -149,6 +152,13 @@ def set_up(
     return trainer
 
 
+def _check_features(config: Config) -> None:
+    """Read the YAML of debug features, before data and model are made."""
+    own = config.debug.feature_dir
+    if config.debug.config:
+        debug_config.read(Path(config.debug.config), Path(own) if own else None)
+
+
 def _claim(folder: RunFolder, place: Place) -> Path:
     """Take the folder; a restart of this job finds it, unless the old run may still come back."""
     out = folder.claim()
@@ -166,6 +176,13 @@ def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> 
     config.parallel.check(task.model_config, shape)
     ranks, memory_bytes = shared_memory(world, config.parallel.share_gpus)
     check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))
+
+
+def _train_and_answer(trainer: Trainer, folder: RunFolder) -> None:
+    """Train, and say where this rank stands if `python -m labcode.doctor hang` asks meanwhile."""
+    assert trainer.out is not None
+    with Answers(trainer.out, lambda: trainer.steps_done):
+        _train(trainer, folder)
 
 
 def _train(trainer: Trainer, folder: RunFolder) -> None:

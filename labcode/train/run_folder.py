@@ -41,8 +41,15 @@ OWN_FILES = (
     "profile/*.pt.trace.json.gz",
     "tensorboard",
     "tensorboard/events.out.tfevents.*",
+    "hang",
+    "hang/*",
+    "record",
+    "record/step-*",
+    "debug",
+    "debug/nvdlfw_inspect_*",
+    "debug/tensorboard",
 )
-WRITTEN_FOLDERS = ("checkpoints", "profile", "tensorboard")
+WRITTEN_FOLDERS = ("checkpoints", "profile", "tensorboard", "hang", "record", "debug")
 # what other programs put into any folder that they show
 HARMLESS = (".DS_Store", ".ipynb_checkpoints", ".nfs*")
 # what every config has, of whatever version

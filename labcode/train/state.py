@@ -27,9 +27,11 @@ from labcode.data.sampler import Batches
 from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
+from labcode.precision.fp8 import DelayedScaling, Fp8, Fp8Product
 from labcode.train.checkpoint_files import DamagedError
 from labcode.train.guard import Guard
 from labcode.train.loss_scale import LossScaler
+from labcode.train.noise_scale import NoiseScale
 from labcode.train.tensor_index import Reader
 
 T = TypeVar("T")
@@ -37,6 +39,7 @@ Tensors = dict[str, torch.Tensor]
 
 GUARD = "guard"  # keys of a checkpoint
 SCALER = "loss_scale"
+NOISE = "noise_scale"
 
 
 class Part:
@@ -124,6 +127,8 @@ class RunState:
         step                      the position in the data
         guard                     what judges gradients remembers, if it does
         loss_scale                the same of what scales the loss, in float16
+        noise_scale               the same of what measures the noise of gradients
+        fp8/LAYER                 the histories of a layer's amaxes, with delayed scaling
 
     Args:
         model: This rank's part of the model.
@@ -132,6 +137,8 @@ class RunState:
         device: Whose random generator the run draws from, beside that of the CPU.
         guard: What judges its gradients; None: nothing does.
         scaler: What scales its loss; None: nothing does.
+        noise: What measures the noise of its gradients; None: nothing does.
+        fp8: What computes its linear layers in FP8; None: nothing does.
     """
 
     def __init__(
@@ -142,6 +149,8 @@ class RunState:
         device: torch.device,
         guard: Guard | None = None,
         scaler: LossScaler | None = None,
+        noise: NoiseScale | None = None,
+        fp8: Fp8 | None = None,
     ) -> None:
         self.model = model
         self.params = model.weights
@@ -152,11 +161,16 @@ class RunState:
         self.optimizer = optimizer
         self.batches = batches
         self.device = device
-        self.remembering: dict[str, Guard | LossScaler] = {}
+        self.remembering: dict[str, Guard | LossScaler | NoiseScale | Fp8Product] = {}
         if guard is not None and guard.remembers:
             self.remembering[GUARD] = guard
         if scaler is not None:
             self.remembering[SCALER] = scaler
+        if noise is not None:
+            self.remembering[NOISE] = noise
+        if fp8 is not None and isinstance(fp8.recipe, DelayedScaling):
+            for name, product in fp8.products.items():
+                self.remembering[f"fp8/{name}"] = product
         self.own = f"rank{dist.get_rank()}/random/"
         # the modules of a model share one stream of random numbers
         streams = [module.stream for module in model.modules() if isinstance(module, IsolatedRng)]

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from torch.distributed.checkpoint.storage import WriteResult
 
 DTYPES = {
     str(dtype).removeprefix("torch."): dtype
@@ -58,6 +59,27 @@ class Reader(dcp.FileSystemReader):
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """The index; no file is read."""
         return self._index
+
+
+class Writer(dcp.FileSystemWriter):
+    """PyTorch's writer, which leaves in the index that `dcp.save` returns where each tensor lies.
+
+    Since PyTorch 2.12 its own does so as well; that of 2.11 writes it to a copy of the index.
+    """
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Note the places, and write `.metadata`.
+
+        Args:
+            metadata: Of all ranks' tensors.
+            results: Of each rank, what it has written where.
+        """
+        places = {}
+        for of_rank in results:
+            for result in of_rank:
+                places[result.index] = result.storage_data
+        metadata.storage_data = places
+        super().finish(metadata, results)
 
 
 def to_tree(metadata: Metadata) -> Tree:

@@ -32,7 +32,9 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing.context import ForkServerContext, ForkServerProcess
+from multiprocessing import forkserver
+from multiprocessing.connection import wait
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import cloudpickle
@@ -124,11 +126,11 @@ class Running:
 
     def alive(self) -> bool:
         """Whether any rank runs."""
-        return any(process.is_alive() for process in self._processes)
+        return any(_runs(process) for process in self._processes)
 
     def ended(self, rank: int) -> bool:
         """Whether one rank has ended."""
-        return not self._processes[rank].is_alive()
+        return not _runs(self._processes[rank])
 
     def text(self, rank: int = 0) -> str:
         """What a rank has written to stdout so far."""
@@ -138,7 +140,7 @@ class Running:
         """Wait for all ranks; kill them when the time is over. Nothing of them is left then."""
         deadline = self._started + self._timeout_s
         for process in self._processes:
-            process.join(max(0.0, deadline - time.monotonic()))
+            _wait_for(process, deadline - time.monotonic())
         seconds = time.monotonic() - self._started
         hung = self.alive()
         left = [] if hung else self._left()
@@ -177,7 +179,7 @@ class Running:
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            process.join()
+            _wait_for(process, None)
 
 
 def train(
@@ -221,6 +223,7 @@ def start(
     if ranks > 1:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     packed = cloudpickle.dumps(patch)
+    _start_server()
     processes = []
     for rank in range(ranks):
         own = dict(common)
@@ -229,12 +232,13 @@ def start(
             own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         changes = env if isinstance(env, Mapping) or env is None else env[rank]
         own = _changed(own, changes or {})
-        process = _server().Process(
+        process = multiprocessing.get_context("forkserver").Process(
             target=_rank,
             args=(list(map(str, args)), str(cwd), own, str(folder / str(rank)), packed),
             daemon=True,
         )
-        process.start()
+        with _asking, _from_own_server():
+            process.start()
         processes.append(process)
     return Running(processes, folder, timeout_s)
 
@@ -246,36 +250,62 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+# ---- exit codes
+
+
+# Of a process that has ended the server tells the exit code once, through a pipe. Whoever starts a
+# process asks all that have ended for theirs, so that two threads may ask for the same one at the
+# same time: one of them gets the code, and the other one the end of the pipe, which it takes for
+# the code 255. One at a time asks, then.
+_asking = threading.Lock()
+
+
+def _runs(process: ForkServerProcess) -> bool:
+    with _asking:
+        return process.is_alive()
+
+
+def _wait_for(process: ForkServerProcess, timeout_s: float | None) -> None:
+    """Wait until a process has ended; at most some seconds, or for ever."""
+    if wait([process.sentinel], None if timeout_s is None else max(0.0, timeout_s)):
+        with _asking:
+            process.join()
+
+
 # ---- the server
 
 
-_started_server: list[ForkServerContext] = []
+# Not multiprocessing's own: that one is for the whole process, and whoever asks first decides what
+# it has imported, its environment and its signals. In a whole session that was a lesson's loader:
+# every rank then imported torch itself, computed with two threads and did not hear a SIGTERM.
+_server = forkserver.ForkServer()
 _starting = threading.Lock()
 
 
-def _server() -> ForkServerContext:
-    """The process that ranks are forked from; it ends with this one."""
+def _start_server() -> None:
+    """Start the process that ranks are forked from, unless it runs; it ends with this one."""
     with _starting:
-        if not _started_server:
-            context = multiprocessing.get_context("forkserver")
-            main = getattr(sys.modules["__main__"], "__spec__", None)
-            own = [main.name] if main else []
-            context.set_forkserver_preload([*PRELOADED, *own])
-            path = os.pathsep.join(filter(None, sys.path))
-            # a rank that is killed cannot give back its semaphores; no need to tell
-            warnings = "ignore::UserWarning:multiprocessing.resource_tracker"
-            own_variables = {"PYTHONPATH": path, "PYTHONWARNINGS": warnings}
-            with _environment(_clean_environment() | own_variables):
-                # the server starts here, and takes the environment of this moment
-                process = context.Process(target=_nothing)
-                process.start()
-            process.join()
-            _started_server.append(context)
-    return _started_server[0]
+        main = getattr(sys.modules["__main__"], "__spec__", None)
+        own = [main.name] if main else []
+        _server.set_forkserver_preload([*PRELOADED, *own])
+        path = os.pathsep.join(filter(None, sys.path))
+        # a rank that is killed cannot give back its semaphores; no need to tell
+        warnings = "ignore::UserWarning:multiprocessing.resource_tracker"
+        own_variables = {"PYTHONPATH": path, "PYTHONWARNINGS": warnings}
+        with _environment(_clean_environment() | own_variables):
+            # if it starts, it takes the environment of this moment
+            _server.ensure_running()
 
 
-def _nothing() -> None:
-    """What the first child does."""
+@contextlib.contextmanager
+def _from_own_server() -> Iterator[None]:
+    """Within this block multiprocessing forks from our server."""
+    shared = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server.connect_to_new_process
+    try:
+        yield
+    finally:
+        forkserver.connect_to_new_process = shared
 
 
 @contextlib.contextmanager
@@ -396,7 +426,9 @@ def _described(process: psutil.Process) -> str:
 
 
 def _code(process: ForkServerProcess) -> int:
-    return -signal.SIGKILL if process.exitcode is None else process.exitcode
+    with _asking:
+        code = process.exitcode
+    return -signal.SIGKILL if code is None else code
 
 
 def _text(path: Path) -> str:

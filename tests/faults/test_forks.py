@@ -2,14 +2,19 @@
 
 import os
 import signal
+import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
 import pytest
+import torch
 from faults import forks
 from faults.forks import start, train
 
+# as they are when this file is imported in a rank
+MODULES = set(sys.modules)
 SMALL = [
     "gpt_tiny",
     "--model.num_layers=1",
@@ -46,6 +51,12 @@ def act(what):
         print(os.getcwd(), rank, os.environ.get("MARK"), os.environ.get("HOME"), flush=True)
         os.write(2, b"by descriptor\n")
         os._exit(int(rank or 7))
+    if what == "modules":
+        # imported before the fork; one thread; SIGTERM is heard
+        blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [])
+        preloaded = "labcode.train.loop" in MODULES
+        print(preloaded, torch.get_num_threads(), signal.SIGTERM not in blocked, flush=True)
+        os._exit(0)
     if what == "wait":
         if os.fork() == 0:
             time.sleep(600)
@@ -79,6 +90,47 @@ def test_exit_codes_are_those_of_processes(tmp_path):
         done = train(SMALL, cwd=tmp_path, patch=partial(act, what))
         assert done.codes == [code], what
         assert done.tracebacks == (1 if what in ("raise", "interrupt") else 0)
+
+
+def test_threads_that_wait_at_the_same_time_get_the_exit_codes_of_their_own_ranks(tmp_path):
+    """Before they took turns, one of 40 got the code 255 instead."""
+
+    def code(_):
+        return train(SMALL, cwd=tmp_path, patch=partial(os._exit, 3)).codes[0]
+
+    with ThreadPoolExecutor(16) as threads:
+        codes = list(threads.map(code, range(300)))
+    assert codes == [3] * 300
+
+
+OTHER_SERVER_FIRST = """
+import multiprocessing, signal, sys, time
+from pathlib import Path
+
+if __name__ == "__main__":
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    first = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(0,))
+    first.start()
+    first.join()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
+    from faults.test_forks import SMALL, act
+    from faults.forks import train
+    from functools import partial
+    done = train(SMALL, cwd=Path.cwd(), patch=partial(act, "modules"))
+    print(done.out[0], *done.err)
+"""
+
+
+def test_ranks_come_from_a_server_of_their_own(tmp_path):
+    """Whoever has started multiprocessing's server before, as a loader does, and however."""
+    script = tmp_path / "first.py"
+    script.write_text(OTHER_SERVER_FIRST)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    env.pop("OMP_NUM_THREADS", None)
+    done = subprocess.run(
+        [sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True
+    )
+    assert done.stdout.strip() == "True 1 True", done.stderr
 
 
 def test_folder_environment_and_descriptors_are_the_ranks_own(tmp_path):

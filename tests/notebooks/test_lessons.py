@@ -2,7 +2,8 @@
 
 Solutions run in every `make test`. A student version, with every exercise open, runs once per
 change of its code: the builder runs it and keeps the hash of what it ran in the notebook. Where the
-hash is another one it runs here; `make test-full` runs all of them. Nothing depends on what
+hash is another one it runs here. Since then the library may have changed: `make test-full` runs a
+third of them again, other ones at other commits, and `make students` all. Nothing depends on what
 somebody did with the notebooks of this checkout: tests build their own.
 
 Three lessons run at a time, in the background, as ranks often wait for each other.
@@ -18,6 +19,7 @@ import xml.etree.ElementTree as ElementTree
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import commit_part
 import nbformat
 import pytest
 
@@ -36,6 +38,19 @@ HANG_S = 1200  # for a test that waits for its turn; far above what a lesson tak
 SOLUTION_TEST = "test_solution_runs_and_says_what_is_stored"
 STUDENT_TEST = "test_student_version_was_run_since_its_code_changed"
 STUDENT_TEST_IN_FULL = "test_student_version_runs_to_the_end_with_every_exercise_open"
+
+
+def student_versions() -> list:
+    """Every source, as a parameter; those of this commit's part are run by `make test-full`."""
+    part = commit_part.of_this_commit()
+    found = []
+    for number, source in enumerate(SOURCES):
+        marks = [pytest.mark.students]
+        if part is None or number % commit_part.PARTS == part:
+            marks.append(pytest.mark.full)
+        found.append(pytest.param(source, id=source.stem, marks=marks))
+    return found
+
 
 # so that they begin with the first test of this file
 pytestmark = pytest.mark.usefixtures("lessons")
@@ -118,6 +133,17 @@ def lessons(request, tmp_path_factory):
             waiting.cancel()
 
 
+def test_every_student_version_is_run_at_some_commits_and_by_make_students():
+    parameters = student_versions()
+    assert [each.values[0] for each in parameters] == SOURCES
+    for each in parameters:
+        assert "students" in [mark.name for mark in each.marks]
+    part = commit_part.of_this_commit()
+    assert part in (None, *range(commit_part.PARTS))
+    in_full = [each.values[0] for each in parameters if len(each.marks) == 2]
+    assert in_full == (SOURCES if part is None else SOURCES[part :: commit_part.PARTS])
+
+
 def test_there_are_lessons():
     assert [path.stem[:2] for path in SOURCES][:1] == ["00"]
 
@@ -149,9 +175,8 @@ def test_student_version_was_run_since_its_code_changed(source, lessons):
         assert lessons("student", source) is None
 
 
-@each_lesson
+@pytest.mark.parametrize("source", student_versions())
 @pytest.mark.waits
-@pytest.mark.full
 @pytest.mark.timeout(HANG_S)
 def test_student_version_runs_to_the_end_with_every_exercise_open(source, lessons):
     assert lessons("student", source) is None
@@ -174,7 +199,7 @@ def shown_to_students(text: str):
         elif line.strip() in (BEGIN, END):
             hidden = line.strip() == BEGIN
         elif not hidden and not hidden_cell:
-            lines.append(line.removeprefix("# ").strip())
+            lines.append(line.strip().removeprefix("# ").strip())
     return lines
 
 

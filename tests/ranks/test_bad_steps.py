@@ -1,5 +1,6 @@
 """A batch with NaN or with huge values in it, met on one rank: what the run does by its rule."""
 
+import multiprocessing
 import signal
 from functools import partial
 
@@ -39,6 +40,11 @@ def poison(steps, factor):
 
 
 NAN_IN_STEP_5 = partial(poison, (5,), float("nan"))
+
+
+def may_have_children():
+    """A patch: the ranks of these tests are daemons of multiprocessing, which may have none."""
+    multiprocessing.current_process()._config["daemon"] = False
 
 
 def train(folder, *args, ranks=2, patch=NAN_IN_STEP_5):
@@ -153,6 +159,15 @@ def test_a_rolled_back_run_goes_on_past_the_spike_and_resumes_bit_for_bit(tmp_pa
         assert done.codes == [0, 0], done.err
         assert "resuming from run/checkpoints/step-00000018" in done.out[0]
         assert fixtures.differs(folder / "run", whole / "run") == ""
+    # workers have read ahead of the step that the run goes back from
+    folder = tmp_path / "workers"
+    folder.mkdir()
+    patch = partial(all_of, SPIKE, may_have_children)
+    done = train(folder, *ROLLBACK, *LONG, "--loader.workers=2", patch=patch)
+    assert done.codes == [0, 0], done.err
+    assert line in done.out[0]
+    assert done.left == []
+    assert fixtures.differs(folder / "run", whole / "run") == ""
 
 
 def test_before_the_first_checkpoint_a_rollback_is_a_skip(tmp_path, alone):

@@ -15,8 +15,8 @@ def gradients(rank, implementation, bucket_mb, accumulation):
     import torch.distributed as dist
     from torch import nn
 
-    from labcode.models.parallelize import TorchDataParallel
     from labcode.parallel.data import DataParallel
+    from labcode.parallel.torch_data import TorchDataParallel
 
     def model(seed):
         torch.manual_seed(seed)

@@ -369,6 +369,7 @@ def test_a_full_disk_is_one_line_and_the_lines_written_stay(tmp_path, on_small_d
     )
     assert done.returncode == 2, done.stderr
     assert "no space left on device" in error_line(done)
+    assert "Traceback" not in done.stderr
     assert metrics.read(tmp_path / "run")
 
 

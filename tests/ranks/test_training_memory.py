@@ -71,7 +71,7 @@ def peak_of_a_step(rank, config, parallel, micro_batch, count, dtype):
     step()
     step()
     held = held_bytes(made["model"], made["optimizer"])
-    buckets = held.weights if parallel.data_parallel == "ddp" else 0
+    buckets = held.weights  # kept from step to step
     return held.weights + held.optimizer + buckets + allocated_bytes(step, CPU).peak
 
 
@@ -125,10 +125,15 @@ def test_the_peak_of_one_rank_is_the_predicted_one(ranks1, name):
 
 
 @pytest.mark.parametrize("config", [WIDE, VIT], ids=["gpt", "vit"])
-@pytest.mark.parametrize("data_parallel", ["ddp", "labcode"])
-def test_checkpointing_and_our_data_parallelism_are_predicted_too(ranks1, config, data_parallel):
-    parallel = ParallelConfig(data_parallel=data_parallel, activation_checkpointing="full")
-    options = {"data_parallel": data_parallel, "activation_checkpointing": "full"}
+@pytest.mark.parametrize(
+    ("data_parallel", "kind"),
+    [("ddp", "full"), ("labcode", "full"), ("ddp", "selective"), ("labcode", "selective")],
+)
+def test_checkpointing_and_our_data_parallelism_are_predicted_too(
+    ranks1, config, data_parallel, kind
+):
+    parallel = ParallelConfig(data_parallel=data_parallel, activation_checkpointing=kind)
+    options = {"data_parallel": data_parallel, "activation_checkpointing": kind}
     predicted = training_memory(config, micro_batch=2, **options)
     given = (config, parallel, 2, 1, "float32")
     (measured,) = ranks1.run(peak_of_a_step, *given)

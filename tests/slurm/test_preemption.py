@@ -24,6 +24,10 @@ PARTITIONS = {
 CGROUP = {"CgroupPlugin": "cgroup/v1", "CgroupMountpoint": "/sys/fs/cgroup"}
 # what SLURM itself says of it
 OF_SLURM = r"slurmstepd\S* error: \*\*\*|srun: Job step aborted|^$"
+# an agent of torchrun whose store, on the first node, has closed a moment before it
+OF_TORCHRUN = (
+    r"TCPStore\.cpp|raised from recvBytes|^frame #|omitting python frames|dynamic_rendezvous"
+)
 pytestmark = pytest.mark.timeout(600)
 
 
@@ -95,10 +99,10 @@ def preempt(submitted: Submitted) -> str:
 
 
 def quiet(log: str) -> list[str]:
-    """What was said from the moment of the request on, without what SLURM says of it."""
+    """What was said from the moment of the request on, without what others say of it."""
     _, _, after = log.partition("CANCELLED AT")
     lines = after.splitlines()[1:]
-    return [line for line in lines if not re.search(OF_SLURM, line)]
+    return [line for line in lines if not re.search(f"{OF_SLURM}|{OF_TORCHRUN}", line)]
 
 
 def is_starting(submitted: Submitted) -> bool:
@@ -116,7 +120,10 @@ def test_a_preempted_job_saves_and_is_requeued_with_one_line_in_its_log(
     submitted = in_low(preempting, tmp_path, launcher, launcher)
     submitted.until(lambda job: len(job.steps()) >= 3)
     log = preempt(submitted)
-    (line,) = [line for line in quiet(log) if not re.search(r"step \d+/", line)]
+    # on a busy machine one of the nodes may be slow, which the run says
+    lines = [line for line in quiet(log) if not re.search(r"step \d+/|than the median of", line)]
+    assert len(lines) == 1, log
+    (line,) = lines
     found = re.search(r"stopped by SIG(USR1|TERM) after step (\d+), with a checkpoint", line)
     assert found, log
     newest = max((submitted.out / "checkpoints").iterdir())

@@ -82,7 +82,10 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
             "--train.step 3",
             "^unknown field --train.step: did you mean --train.steps[?] there are .*",
         ),
-        ("--nonsense 3", "^unknown field --nonsense: there are checkpoint, data, loader, model"),
+        (
+            "--nonsense 3",
+            "^unknown field --nonsense: there are checkpoint, data, debug, fp8, loader, local",
+        ),
         ("--train 3", "^unknown field --train: .*there are train.steps"),
         ("--train.no-steps", "^unknown field --train.no_steps: "),
         ("--train.steps x", "^--train.steps: 'x' is not a whole number$"),

@@ -169,7 +169,7 @@ SECTIONS = {
         (
             "train.dtype",
             "float8",
-            "choose auto or float32 or tf32 or bfloat16 or float16 or float64",
+            "choose auto or float32 or tf32 or bfloat16 or float16 or float64 or fp8",
         ),
         ("checkpoint.keep", 10**400, "checkpoint.keep=a number of 400 digits: give at most"),
         ("optim.lr", math.nan, "give a finite number"),

@@ -109,10 +109,12 @@ def test_one_rank_runs_under_torchrun_too_and_can_be_silent(module, capsys):
 
 def test_the_first_failure_is_the_error(module):
     name = module("""
-        print("ready")
+        print("ready", flush=True)
         if rank == 1:
+            wait("ready")  # or torchrun may end rank 0 before it has printed
             atexit.register(tell, "failed")  # runs when the error has been noted
             raise ValueError("boom")
+        tell("ready")
         wait("failed")
         raise RuntimeError("lost my peer")
     """)

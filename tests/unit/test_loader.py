@@ -241,11 +241,11 @@ def test_no_process_outlives_its_rank(tmp_path, how):
             assert len(left) >= 3  # the server and two workers
             rank.send_signal(how)
         try:
-            _, said = rank.communicate(timeout=60)
+            _, said = rank.communicate(timeout=300)
         finally:
             rank.kill()
         assert b"DataLoader" not in said
-    _, alive = psutil.wait_procs(left, timeout=20)
+    _, alive = psutil.wait_procs(left, timeout=120)
     assert not [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
 
 

@@ -1,7 +1,9 @@
 """The rows of a run: whole after a kill, cut at a resume, and told apart from anything else."""
 
+import contextlib
 import json
 import os
+import threading
 
 import pytest
 
@@ -75,3 +77,24 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step_as_they_were(tmp_path):
     assert path.read_bytes() == b'{"step":1,  "loss": NaN}\n' + text_of([ROWS[1]]) + text_of(
         [{"step": 3, "loss": 1.0}]
     )
+
+
+def test_a_failed_write_of_tensorboard_is_raised_and_not_printed_too(tmp_path, monkeypatch):
+    from tensorboard.summary.writer.event_file_writer import _AsyncWriter
+    from tensorboard.summary.writer.record_writer import RecordWriter
+
+    told = []
+    monkeypatch.setattr(threading, "excepthook", told.append)
+    before = threading.excepthook
+    with contextlib.closing(metrics.MetricsWriter(tmp_path)), open("/dev/full", "wb", 0) as full:
+        board = _AsyncWriter(RecordWriter(full))
+        board.write(b"what has no room")
+        board._worker.join()
+        with pytest.raises(OSError, match="No space left"):
+            board.write(b"what comes after it")
+        assert not told
+        other = threading.Thread(target=int, args=("no number",))
+        other.start()
+        other.join()
+    assert [failure.exc_type for failure in told] == [ValueError]
+    assert threading.excepthook == before

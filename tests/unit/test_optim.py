@@ -1,11 +1,13 @@
 """The optimizer set-up: schedule, decay groups and clipping."""
 
 import math
+import sys
 
 import pytest
 import torch
 from torch import nn
 
+from labcode import recipes
 from labcode.config import OptimConfig
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 
@@ -80,3 +82,120 @@ def test_clipping_scales_the_whole_gradient():
     assert params[1].grad.item() == 4.0  # 0 turns clipping off
     clip_gradients(params, norm=5.0, max_norm=1.0)
     assert math.hypot(*params[0].grad.tolist(), params[1].grad.item()) == pytest.approx(1.0)
+
+
+# ---- batch and rate
+
+
+@pytest.mark.parametrize(
+    ("rule", "batch", "factor"),
+    [("linear", 64, 4.0), ("square_root", 64, 2.0), ("linear", 4, 0.25), ("square_root", 16, 1.0)],
+)
+def test_the_rate_follows_the_batch_by_its_rule(rule, batch, factor):
+    config = OptimConfig(lr=1e-2, min_lr=1e-3, warmup_steps=10, lr_rule=rule, reference_batch=16)
+    scaled = config.for_batch(batch)
+    assert scaled.lr == pytest.approx(1e-2 * factor)
+    rates = [learning_rate(step, 101, scaled) for step in range(101)]
+    expected = [factor * learning_rate(step, 101, CONFIG) for step in range(101)]
+    assert rates == pytest.approx(expected)  # with its warm-up and its end
+
+
+def test_without_a_rule_the_rate_is_that_of_the_config():
+    assert CONFIG.for_batch(1024) == CONFIG
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"lr_rule": "linear"}, "name that one with optim.reference_batch"),
+        ({"reference_batch": 8}, "optim.reference_batch=8 changes nothing"),
+        ({"lr_rule": "cubic"}, "optim.lr_rule"),
+        ({"lr_rule": "linear", "reference_batch": 0}, "optim.reference_batch=0"),
+    ],
+)
+def test_a_rule_that_says_too_little_is_refused(fields, message):
+    with pytest.raises(ValueError, match=message):
+        OptimConfig(**fields)
+
+
+# ---- LAMB and LARS
+
+
+def small_model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(7, 5), nn.Tanh(), nn.Linear(5, 3)).double()
+
+
+def steps_of(config, steps=3):
+    """(The weights before, after), and the gradients of each step, of a small model."""
+    model = small_model()
+    optimizer = make_optimizer(model.parameters(), config)
+    x = torch.randn(16, 7, dtype=torch.float64)
+    before = [param.detach().clone() for param in model.parameters()]
+    gradients = []
+    for _ in range(steps):
+        (model(x) - 1).square().sum().backward()
+        gradients.append([param.grad.clone() for param in model.parameters()])
+        optimizer.step()
+        optimizer.zero_grad()
+    return before, [param.detach() for param in model.parameters()], gradients
+
+
+@pytest.mark.parametrize("implementation", ["fused", "for_loop"])
+def test_lamb_is_that_of_the_paper(implementation):
+    config = OptimConfig("lamb", lr=1e-2, weight_decay=0.3, implementation=implementation)
+    weights, after, gradients = steps_of(config)
+    for place, weight in enumerate(weights):
+        m, v = torch.zeros_like(weight), torch.zeros_like(weight)
+        for own in gradients:
+            m = config.beta1 * m + (1 - config.beta1) * own[place]
+            v = config.beta2 * v + (1 - config.beta2) * own[place] ** 2
+            update = m / (v.sqrt() + 1e-6)
+            if weight.dim() >= 2:
+                update = update + config.weight_decay * weight
+                update = update * weight.norm() / (update.norm() + 1e-6)
+            weight = weight - config.lr * update
+        torch.testing.assert_close(after[place], weight, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("implementation", ["fused", "for_loop"])
+def test_lars_is_that_of_the_paper(implementation):
+    config = OptimConfig("lars", lr=0.02, weight_decay=0.3, implementation=implementation)
+    weights, after, gradients = steps_of(config)
+    for place, weight in enumerate(weights):
+        momentum = torch.zeros_like(weight)
+        for own in gradients:
+            gradient = own[place]
+            if weight.dim() >= 2:
+                length = gradient.norm() + config.weight_decay * weight.norm()
+                trust = 1e-3 * weight.norm() / length
+                gradient = trust * (gradient + config.weight_decay * weight)
+            momentum = config.beta1 * momentum + gradient
+            weight = weight - config.lr * momentum
+        torch.testing.assert_close(after[place], weight, rtol=0, atol=1e-12)
+
+
+def test_a_missing_package_is_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pytorch_optimizer", None)
+    monkeypatch.delitem(sys.modules, "labcode.train.layerwise", raising=False)
+    monkeypatch.delattr("labcode.train.layerwise", raising=False)
+    with pytest.raises(ValueError, match=r"pip install 'labcode\[optimizers\]', or use"):
+        make_optimizer(nn.Linear(2, 2).parameters(), OptimConfig("lamb"))
+
+
+@pytest.mark.parametrize("name", ["lamb", "lars"])
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"parallel.tp": 2}, "with tp 2, which cuts weights"),
+        ({"parallel.zero_stage": 1}, "with parallel.zero_stage=1, which cuts weights"),
+        (
+            {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"},
+            "with parallel.zero_stage=3",
+        ),
+    ],
+)
+def test_norms_of_cut_weights_are_refused(name, changes, message):
+    config = recipes.with_changes(recipes.gpt_tiny(), {"optim.name": name, **changes})
+    with pytest.raises(ValueError, match=f"optim.name={name} {message}"):
+        config.check(2)

@@ -17,6 +17,7 @@ F16, BF16, F32, F64 = torch.float16, torch.bfloat16, torch.float32, torch.float6
         ("bfloat16", Precision("bfloat16", BF16, F32), BF16, False),
         ("float16", Precision("float16", F16, F32), F16, True),
         ("float64", Precision("float64", F64, F64), None, False),
+        ("fp8", Precision("fp8", BF16, F32), BF16, False),
     ],
 )
 def test_weights_are_float32_or_wider_whatever_the_products_are(

@@ -230,3 +230,37 @@ def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, unti
     parent.kill()
     assert survivors(members) == []
     assert not Path("folder").exists()
+
+
+# A C++ object that aborts when the process takes itself apart, as torch's threads sometimes do.
+ABORTS_AT_THE_END = """if True:
+    import ctypes, sys
+    from labcode.processes import Ending
+
+    ending = Ending()
+    libc = ctypes.CDLL(None)
+    libc.__cxa_atexit(ctypes.cast(libc.abort, ctypes.c_void_p), None, None)
+
+    import atexit
+    atexit.register(print, "a handler")
+    print("work is done", end=" ")
+    {end}
+"""
+
+
+@pytest.mark.parametrize("code", [0, 2])
+def test_a_process_that_has_done_its_work_ends_before_anything_can_abort_it(code):
+    program = ABORTS_AT_THE_END.format(end=f"sys.exit(ending.with_code({code}))")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (code, "work is done a handler\n"), done.stderr
+    # as it always was, where no code is given
+    program = ABORTS_AT_THE_END.format(end=f"sys.exit({code})")
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (-signal.SIGABRT, "work is done a handler\n")
+
+
+def test_a_process_that_fails_ends_with_its_traceback():
+    program = "from labcode.processes import Ending\nending = Ending()\nending.with_code(1 / 0)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "ZeroDivisionError" in done.stderr

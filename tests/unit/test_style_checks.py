@@ -16,6 +16,7 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "03_one_device_fast",
     "04_data_parallel_by_hand",
     "05_ddp_buckets_overlap_hooks",
+    "07_the_ddp_clinic",
     "08_communicator_grids",
     "09_tensor_parallel",
     "10_sequence_parallel_and_activation_memory",
@@ -26,6 +27,10 @@ REWRITTEN_LESSONS: tuple[str, ...] = (
     "15_hybrid_training",
     "16_making_it_fit",
     "17_surviving_failures",
+    "18_low_precision",
+    "19_debugging_precision",
+    "20_predict_before_you_submit",
+    "21_capstone",
 )
 
 

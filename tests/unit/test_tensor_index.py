@@ -22,7 +22,7 @@ TENSORS = {
 def saved(tmp_path_factory):
     """(folder, index, sizes of its files) of a checkpoint of TENSORS."""
     folder = tmp_path_factory.mktemp("step-00000003")
-    metadata = dcp.save(TENSORS, storage_writer=dcp.FileSystemWriter(folder), no_dist=True)
+    metadata = dcp.save(TENSORS, storage_writer=tensor_index.Writer(folder), no_dist=True)
     sizes = {path.name: path.stat().st_size for path in folder.glob("*.distcp")}
     return folder, tensor_index.to_tree(metadata), sizes
 

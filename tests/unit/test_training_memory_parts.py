@@ -58,6 +58,14 @@ def test_accumulation_keeps_the_gradients_and_the_data_of_all_micro_batches():
         assert last.activations == first.activations
 
 
+def test_a_plain_model_has_gradients_and_no_buckets():
+    plain = training_moments(GPT, micro_batch=2, data_parallel="none")
+    with_ddp = training_moments(GPT, micro_batch=2, data_parallel="ddp")
+    for alone, averaged in zip(plain, with_ddp, strict=True):
+        assert alone.buckets == 0
+        assert averaged.total - alone.total == averaged.buckets == 4 * GPT.num_parameters
+
+
 def test_what_makes_the_peak_depends_on_the_shape():
     vocabulary = replace(GPT, vocab_size=5000)
     many_tokens = replace(GPT, num_layers=12, hidden_size=64, vocab_size=50)
@@ -75,6 +83,9 @@ def test_checkpointing_zero_and_tp_each_make_less():
     whole = training_memory(deep, micro_batch=8).total
     options = {"micro_batch": 8, "activation_checkpointing": "full"}
     assert training_memory(deep, **options).total < 0.6 * whole
+    options["activation_checkpointing"] = "selective"
+    log_sum_exp = 4 * 8 * deep.context_length * deep.num_heads
+    assert training_memory(deep, **options).total == whole - 12 * log_sum_exp
     assert training_memory(deep, GridShape(tp=2), micro_batch=8).total < whole
     few = {"micro_batch": 1, "data_parallel": "labcode"}
     eight = GridShape(dp=8)
@@ -89,10 +100,14 @@ def test_checkpointing_zero_and_tp_each_make_less():
     ("options", "message"),
     [
         ({"dtype": "int8"}, "dtype='int8': choose float32 or"),
-        ({"data_parallel": "horovod"}, "data_parallel='horovod': choose ddp or labcode"),
+        ({"data_parallel": "horovod"}, "data_parallel='horovod': choose ddp or labcode or none"),
         ({"activation_checkpointing": "some"}, "activation_checkpointing='some': choose none or"),
         ({"shape": GridShape(pp=2)}, "pp=2: a stage holds several micro-batches"),
         ({"zero_stage": 4}, "stage=4"),
+        (
+            {"activation_checkpointing": "selective", "fused_attention": False},
+            "'selective' without a fused attention: .* ask for fused_attention=True",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused_in_one_line(options, message):

@@ -38,6 +38,7 @@ class TorchFullyShardedModule(nn.Module):
     """
 
     accumulates_shards = True
+    trains_alone = False
 
     def __init__(
         self,

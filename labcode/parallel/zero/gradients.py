@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import nn
 
 from labcode.comm.collectives import start_reduce_scatter
-from labcode.parallel.data import make_buckets
+from labcode.parallel.buckets import cut_into_buckets, trained_last_first
 from labcode.parallel.zero.cut import Cut, piece_of
 from labcode.parallel.zero.optimizer import gather_weights
 
@@ -58,6 +58,7 @@ class ShardedDataParallel(nn.Module):
     """
 
     accumulates_shards = False  # whole gradients add up, and are sent once
+    trains_alone = False
 
     def __init__(
         self,
@@ -90,9 +91,10 @@ class ShardedDataParallel(nn.Module):
                 own[param] = nn.Parameter(rows)
         self.shards = shards_by_name(module, own)
         self.buckets: list[ShardedBucket] = []
-        for number, bucket in enumerate(make_buckets(module, bucket_mb)):
-            self.buckets.append(ShardedBucket(bucket.params, own, group))
-            for param in bucket.params:
+        cut = cut_into_buckets(trained_last_first(module), bucket_mb)
+        for number, params in enumerate(cut):
+            self.buckets.append(ShardedBucket(params, own, group))
+            for param in params:
                 param.register_post_accumulate_grad_hook(_when_ready(weakref.ref(self), number))
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -74,6 +74,7 @@ class FullyShardedModule(nn.Module):
     """
 
     accumulates_shards = True
+    trains_alone = False
 
     def __init__(
         self,

@@ -37,7 +37,15 @@ _BUSY = (
 _UNKNOWN = ("Invalid job id", "No such job", "does not exist")
 # said by the shell that would run a command on a host of `labcode.minislurm`, when it is gone
 _LEFT = re.compile(r".*: cannot open .*/on: No such file")
-_NO_CLUSTER = ("configuration source", "Unable to open", "No such file", "DNS SRV", "not find")
+# SLURM's commands are installed, and nothing says which cluster they are for
+_NO_CLUSTER = (
+    "configuration source",
+    "Unable to open",
+    "No such file",
+    "DNS SRV",
+    "dns_srv",
+    "not find",
+)
 
 
 class SlurmError(RuntimeError):

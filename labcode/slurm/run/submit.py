@@ -23,6 +23,7 @@ from labcode.slurm.run.client import Client
 from labcode.slurm.run.handle import Handle, SlurmHandle
 from labcode.slurm.run.local import start
 from labcode.slurm.script.job import Job
+from labcode.slurm.script.predict import refuse_out_of_memory
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Site, load
 
@@ -38,6 +39,7 @@ def submit(
     echo: bool = True,
     client: Client | None = None,
     here: bool = False,
+    force: bool = False,
 ) -> Handle:
     """Start a job and return at once; `.wait()` follows it to its end.
 
@@ -50,6 +52,7 @@ def submit(
         echo: Say where the job went.
         client: The cluster; None looks for one, and runs the job on this machine if there is none.
         here: Run on this machine although there is a cluster.
+        force: Submit a job although it is predicted to run out of memory.
 
     Raises:
         ValueError: The job is impossible, does not fit the site, or its script breaks a rule; or
@@ -60,6 +63,8 @@ def submit(
     if site.name == "local" and site.python == "python":  # its nodes share this machine's files
         site = dataclasses.replace(site, python=sys.executable)
     text = checked(job, site)
+    if not force:
+        refuse_out_of_memory(job, site)
     if here:
         client = None
     elif client is None:

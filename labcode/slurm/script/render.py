@@ -12,6 +12,7 @@ from pathlib import Path
 import jinja2
 
 from labcode.slurm.script.job import Job
+from labcode.slurm.script.predict import header
 from labcode.slurm.script.quote import expanded, for_sbatch, inside, literal
 from labcode.slurm.script.site import Container, Gpus, Site
 from labcode.topology import GridShape
@@ -64,6 +65,7 @@ def render(job: Job, site: Site) -> str:
         job=job,
         site=site,
         title=_title(job, shape),
+        predicted=_as_comments(header(job, site), ""),
         notes=_as_comments(site.notes),
         directives=_directives(job, site),
         settings=settings,
@@ -98,12 +100,16 @@ def _check_fits(job: Job, site: Site) -> None:
         raise ValueError(f"{asked} are more than {has}: change ranks_per_node or cpus.per_rank")
 
 
-def _as_comments(notes: Sequence[str]) -> list[str]:
+def _as_comments(notes: Sequence[str], first_word: str = "Note: ") -> list[str]:
     """Lines of comments that fit the page."""
     lines = []
     for note in notes:
         lines += textwrap.wrap(
-            note, WIDTH, initial_indent="# Note: ", subsequent_indent="# ", break_on_hyphens=False
+            note,
+            WIDTH,
+            initial_indent=f"# {first_word}",
+            subsequent_indent="# ",
+            break_on_hyphens=False,
         )
     return lines
 

@@ -158,6 +158,8 @@ class Site:
         mail: Who is told of a job's progress.
         directives: More options of sbatch, such as --licenses=scratch.
         notes: What somebody should know who submits here; the script and `submit` say it.
+        planner: The cluster of `labcode.perf` that this is, or a .toml file: scripts then begin
+            with a prediction of time and memory.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")  # of all sections too
@@ -188,6 +190,7 @@ class Site:
     mail: Mail | None = None
     directives: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
+    planner: str | None = None
 
     def __post_init__(self) -> None:
         check_at_least(self, "max_minutes", 1)
@@ -195,7 +198,7 @@ class Site:
         check_at_least(self, "max_attempts", 1)
         check_one_line(self, "account", "partition", "qos", "reservation", "constraint", "memory")
         check_one_line(self, "about", "modules", "env", "setup", "python", "scratch", "logs")
-        check_one_line(self, "directives", "notes")
+        check_one_line(self, "directives", "notes", "planner")
         self._check_paths()
         self._check_names()
         self._check_directives()

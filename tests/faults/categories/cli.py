@@ -48,6 +48,8 @@ REFUSED_VALUES = {
     "train.seed": ["-1", "1.5", "abc", "nan", "18446744073709551616", "-99999999999999999999"],
     "train.dtype": ["", "half", "fp32", "int8", "tf32"],
     "train.compile": ["", "yes", "layers"],
+    "train.powersgd_rank": ["-1", "1.5", "abc"],
+    "train.powersgd_exact_steps": ["1", "0", "-1", "abc"],
     "train.cuda_graphs": ["", "perhaps", "true"],
     "train.reduce_dtype": ["", "float64", "auto"],
     "train.eval_every": ["-1", "1.5", "abc"],

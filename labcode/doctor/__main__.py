@@ -1,0 +1,100 @@
+"""`python -m labcode.doctor`: is this installation right? One plain line for each check.
+
+`python -m labcode.doctor hang` asks a job who is where: `labcode.doctor.ask`.
+
+    right    packages        20 of 20 are there, as pyproject.toml asks
+    warning  host name       vm does not resolve: Name or service not known: add it to /etc/hosts
+    wrong    disk            runs cannot be written: Read-only file system: choose another folder
+
+The exit code is 1 if anything is wrong, 2 for a command that cannot be understood, else 0.
+
+Held by: tests/unit/test_doctor_installation.py
+"""
+
+import argparse
+import os
+import platform
+import socket
+import sys
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from labcode.doctor import machine, variables
+from labcode.doctor.checked import RIGHT, WARNING, WRONG, Checked, wrong
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; returns the exit code.
+
+    Args:
+        arguments: Without the program's name; None: those of this process.
+    """
+    words = sys.argv[1:] if arguments is None else arguments
+    if words[:1] == ["hang"]:
+        from labcode.doctor import ask  # which needs torch
+
+        return ask.main(words[1:])
+    parser = argparse.ArgumentParser(
+        prog="python -m labcode.doctor",
+        description=(__doc__ or "").partition("\n")[0],
+        epilog="A job that stands still: python -m labcode.doctor hang --help",
+    )
+    parser.add_argument("--out", default="runs", help="where runs are to be written (runs)")
+    parser.add_argument(
+        "--no-ranks", action="store_true", help="start no processes that talk to each other"
+    )
+    options = parser.parse_args(words)
+    levels = Counter()
+    for checked in examine(Path(options.out), os.environ, with_ranks=not options.no_ranks):
+        print(checked, flush=True)
+        levels[checked.level] += 1
+    print(f"{levels[RIGHT]} right, {levels[WARNING]} with a warning, {levels[WRONG]} wrong")
+    return 1 if levels[WRONG] else 0
+
+
+def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Checked]:
+    """All checks of this machine, each finding as soon as it is known.
+
+    Args:
+        out: Folder of the runs.
+        env: Environment variables.
+        with_ranks: Whether two processes are started that talk to each other.
+    """
+    try:
+        yield from _software(with_ranks)
+    except ModuleNotFoundError as error:  # of a package that these checks need themselves
+        yield wrong("packages", f"{error.name} is not installed", "make setup")
+    cluster = machine.find_cluster()
+    yield machine.check_slurm(cluster)
+    yield machine.check_ports()
+    yield machine.check_master_port()
+    yield machine.check_host_name(socket.gethostname(), several_nodes=cluster is not None)
+    yield machine.check_shared_memory()
+    yield machine.check_output(out)
+    interfaces = [name for _, name in socket.if_nameindex()]
+    yield from variables.check_variables(env, interfaces, os.cpu_count() or 1)
+
+
+def _software(with_ranks: bool) -> Iterator[Checked]:
+    from labcode.doctor import software
+
+    wanted = software.wanted()
+    yield software.check_python(platform.python_version(), wanted.python)
+    yield software.check_packages(wanted.packages)
+    yield software.check_extras(wanted.extras)
+    torch_found = software.check_torch()
+    yield torch_found
+    if torch_found.level == WRONG:
+        return
+    import torch
+
+    yield software.check_devices(
+        software.gpus_of_driver(), torch.cuda.device_count(), torch.version.cuda is not None
+    )
+    if with_ranks:
+        yield software.check_two_ranks()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

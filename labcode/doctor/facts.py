@@ -1,0 +1,95 @@
+"""What one rank notes of a training loop, and one finding of the doctor."""
+
+import dataclasses
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing that is wrong.
+
+    Args:
+        name: Its short name, such as "same data".
+        what: What is wrong, in one sentence.
+        ranks: The ranks on which it was seen.
+        evidence: The number that shows it.
+        unit: What the number counts.
+        cure: What to change.
+    """
+
+    name: str
+    what: str
+    ranks: tuple[int, ...]
+    evidence: float
+    unit: str
+    cure: str
+
+    def __str__(self) -> str:
+        who = ", ".join(str(rank) for rank in self.ranks)
+        return (
+            f"{self.name}: {self.what} [rank {who}; {self.evidence:.4g} {self.unit}]; "
+            f"cure: {self.cure}"
+        )
+
+
+class FindingError(RuntimeError):
+    """A collective that would hang was stopped before it began."""
+
+
+@dataclass
+class Facts:
+    """Plain numbers of one rank; they travel as JSON.
+
+    Args:
+        rank: Whose they are.
+        device: Of the parameters, "node cpu" or "node GPU-uuid".
+        inputs: A checksum of the inputs of each of the first forward passes.
+        foreign_inputs: Forward passes whose first input is on another device than the weights.
+        epochs: `sampler.epoch` of each pass through a shuffling DistributedSampler that was trained
+            on for more than one step.
+        start: Sum of absolute weights before the first forward pass.
+        end: The same when the block ends.
+        statistics: Sum of BatchNorm's running means and variances, before the forward pass of some
+            steps, the same steps on all ranks.
+        syncs: How many backward passes of each optimizer step sent gradients.
+        weights: `[g, n, k]` of each backward pass, by step: the factor in front of a mean loss, the
+            number of values that it averages, and a number that passes have in common whose losses
+            are micro-batches of one: same line of code, same weights reached.
+        unknown: Parameters that DistributedDataParallel has not seen when it was built.
+        moved: Parameters that are no longer on the device for which it was built.
+        unused: Parameters without a gradient after some backward that sent.
+        finds_unused: Whether find_unused_parameters is set; None without DDP, and where DDP learns
+            the graph by itself (static_graph).
+        gradient_bytes: Of one message with all gradients.
+        saved: Files that torch.save wrote, as node and absolute path.
+        seconds: Of each phase in each step, without waiting for other ranks (`watch_clock`).
+        draws: What the augmentation of a loader drew, by worker and batch: for each generator that
+            moved a number that stands for its state before (`watch_draws`).
+        call: What was found at a collective: the name of the finding and what.
+        failed: Whether the block ended in an error.
+    """
+
+    rank: int
+    device: str = ""
+    inputs: list[int] = field(default_factory=list)
+    foreign_inputs: int = 0
+    epochs: list[int] = field(default_factory=list)
+    start: float | None = None
+    end: float | None = None
+    statistics: list[float] = field(default_factory=list)
+    syncs: list[int] = field(default_factory=list)
+    weights: list[list[list[float]]] = field(default_factory=list)
+    unknown: int = 0
+    moved: int = 0
+    unused: int = 0
+    finds_unused: bool | None = None
+    gradient_bytes: int = 0
+    saved: list[str] = field(default_factory=list)
+    seconds: dict[str, list[float]] = field(default_factory=dict)
+    draws: list[list[list[int]]] = field(default_factory=list)
+    call: list[str] = field(default_factory=list)
+    failed: bool = False
+
+    def plain(self) -> dict:
+        """As what JSON can carry."""
+        return dataclasses.asdict(self)

@@ -1,0 +1,355 @@
+"""From the facts of all ranks to findings: pure functions, the same on every rank."""
+
+from collections import defaultdict
+from collections.abc import Iterator
+from statistics import median
+from typing import NamedTuple
+
+from labcode.doctor.facts import Facts, Finding
+
+SLOW_FACTOR = 2.0
+SLOW_STEPS = 6  # fewer say nothing on a busy machine
+SLOW_LEAST_S = 0.01  # a step: less than that between two ranks is that machine's other work
+SLOW_SHARE = 0.2  # of the others' step, below which nobody waits for it
+TOLERANCE = 1e-6  # of sums of weights that should be equal bit for bit
+UNEVEN = 1.05  # ratio of the weights of two samples in one step
+
+
+def judge(facts: list[Facts]) -> list[Finding]:
+    """All that the facts of all ranks show, at most one finding of a kind.
+
+    Args:
+        facts: Of all ranks, in rank order.
+    """
+    found: list[Finding] = []
+    for look in LOOKS:
+        found.extend(look(facts))
+    return found
+
+
+def stopped_calls(facts: list[Facts]) -> Iterator[Finding]:
+    """A collective that not all ranks called, or not all alike."""
+    said = [fact for fact in facts if fact.call]
+    if said:
+        name, what = said[0].call
+        ranks = tuple(fact.rank for fact in said)
+        cure = "let every rank make the same calls, in one order, with equal shapes"
+        unit = "rank stopped" if len(said) == 1 else "ranks stopped"
+        yield Finding(name, what, ranks, len(said), unit, cure)
+
+
+def same_data(facts: list[Facts]) -> Iterator[Finding]:
+    """Two ranks that were given the same inputs at every step."""
+    ranks_with: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for fact in facts:
+        if len(fact.inputs) >= 2:
+            ranks_with[tuple(fact.inputs)].append(fact.rank)
+    for inputs, ranks in ranks_with.items():
+        if len(ranks) > 1:
+            what = "these ranks were given the same inputs at every forward pass"
+            cure = "give the DataLoader a DistributedSampler"
+            yield Finding("same data", what, tuple(ranks), len(inputs), "equal batches", cure)
+            return
+
+
+def foreign_data(facts: list[Facts]) -> Iterator[Finding]:
+    """Inputs on another device than the weights."""
+    seen = [fact for fact in facts if fact.foreign_inputs]
+    if seen:
+        what = "inputs are on another device than the weights"
+        count = sum(fact.foreign_inputs for fact in seen)
+        cure = "move each batch to the rank's device"
+        yield Finding("data elsewhere", what, _ranks(seen), count, "forward passes", cure)
+
+
+def epoch_forgotten(facts: list[Facts]) -> Iterator[Finding]:
+    """A shuffling sampler that gives every epoch in the same order."""
+    seen = []
+    most = 0
+    for fact in facts:
+        repeated = sum(one == other for one, other in zip(fact.epochs, fact.epochs[1:]))
+        if repeated:
+            seen.append(fact)
+            most = max(most, repeated + 1)
+    if seen:
+        what = "every epoch has the same order"
+        cure = "call sampler.set_epoch(epoch) before each epoch"
+        yield Finding("set_epoch forgotten", what, _ranks(seen), most, "equal epochs", cure)
+
+
+def different_start(facts: list[Facts]) -> Iterator[Finding]:
+    """Weights that differ between ranks before the first forward pass."""
+    gap = _spread([fact.start for fact in facts])
+    if gap > TOLERANCE:
+        what = "the weights differ between ranks before the first step"
+        cure = "change weights before wrapping, which gives all ranks those of rank 0"
+        yield Finding("different weights", what, _ranks(facts), gap, "relative difference", cure)
+
+
+def drifted_apart(facts: list[Facts]) -> Iterator[Finding]:
+    """Weights that began equal and differ at the end, where nothing above explains it."""
+    explained = any(fact.unknown or fact.call or fact.failed for fact in facts)
+    explained = explained or any(missing_search(facts))  # backward sent only a part
+    began_equal = _spread([fact.start for fact in facts]) <= TOLERANCE
+    gap = _spread([fact.end for fact in facts])
+    if began_equal and not explained and gap > TOLERANCE:
+        what = "the weights began equal on all ranks and no longer are"
+        cure = "let the last backward of each step run outside no_sync(), call the wrapped model"
+        yield Finding("weights drift", what, _ranks(facts), gap, "relative difference", cure)
+
+
+def statistics_diverge(facts: list[Facts]) -> Iterator[Finding]:
+    """Running statistics of BatchNorm that each rank keeps for itself."""
+    num_noted = min(len(fact.statistics) for fact in facts)  # a rank may have fewer steps
+    if not num_noted:
+        return
+    gap = _spread([fact.statistics[num_noted - 1] for fact in facts])
+    if gap > TOLERANCE:
+        what = "each rank keeps other running statistics of BatchNorm"
+        cure = "leave broadcast_buffers on, or convert to SyncBatchNorm on GPUs"
+        yield Finding("BatchNorm diverges", what, _ranks(facts), gap, "relative difference", cure)
+
+
+def changed_after_wrapping(facts: list[Facts]) -> Iterator[Finding]:
+    """Parameters that DDP does not know, or knows elsewhere."""
+    seen = [fact for fact in facts if fact.unknown or fact.moved]
+    if seen:
+        what = "parameters were moved or replaced after wrapping; nobody averages their gradients"
+        count = max(fact.unknown + fact.moved for fact in seen)
+        cure = "finish the model and move it to its device, then wrap it"
+        yield Finding("changed after wrapping", what, _ranks(seen), count, "parameters", cure)
+
+
+def needless_syncs(facts: list[Facts]) -> Iterator[Finding]:
+    """Gradients that travel at every micro-batch."""
+    seen = [fact for fact in facts if max(fact.syncs, default=0) > 1]
+    if seen:
+        what = "gradients are sent at every micro-batch, not once a step"
+        extra_bytes = (max(seen[0].syncs) - 1) * seen[0].gradient_bytes
+        cure = "run all micro-batches but the last inside model.no_sync()"
+        yield Finding("no_sync missing", what, _ranks(seen), extra_bytes, "B a step too much", cure)
+
+
+def undivided_losses(facts: list[Facts]) -> Iterator[Finding]:
+    """Means of micro-batches that are added up, not averaged.
+
+    Several losses of one step are several losses, not micro-batches, unless they come from the same
+    line of code, each after a forward pass of its own, and reach the same weights.
+    """
+    seen = []
+    largest = 0.0
+    for fact in facts:
+        total = max(map(_undivided, fact.weights), default=0.0)
+        if total:
+            seen.append(fact)
+            largest = max(largest, total)
+    if seen:
+        what = "the gradient is the sum of the micro-batches' means, not their mean"
+        cure = "divide each loss by the number of micro-batches"
+        yield Finding("1/m missing", what, _ranks(seen), largest, "times too large", cure)
+
+
+def uneven_means(facts: list[Facts]) -> Iterator[Finding]:
+    """Values of one step that count unequally, since means over unequal numbers are averaged.
+
+    In most steps, that is: the last batch of an epoch may be a smaller one.
+    """
+    num_steps = min(len(fact.weights) for fact in facts)
+    if not num_steps:
+        return
+    ratios = []
+    for step in range(num_steps):
+        ratios.append(_unevenness([fact.weights[step] for fact in facts]))
+    typical = median(ratios)
+    if typical > UNEVEN:
+        what = "a mean of means: values in small micro-batches count more than those in large ones"
+        cure = "sum the losses, divide by the number of values in the whole step over all ranks"
+        yield Finding("mean of means", what, _ranks(facts), typical, "times the weight", cure)
+
+
+def needless_search(facts: list[Facts]) -> Iterator[Finding]:
+    """A search for unused parameters where all are used."""
+    steps = min(len(fact.syncs) for fact in facts)
+    unused = sum(fact.unused for fact in facts)
+    if steps >= 2 and not unused and all(fact.finds_unused for fact in facts):
+        what = "DDP searches the graph for unused parameters at every step, and all are used"
+        cure = "leave out find_unused_parameters=True"
+        yield Finding("search unneeded", what, _ranks(facts), unused, "unused parameters", cure)
+
+
+def missing_search(facts: list[Facts]) -> Iterator[Finding]:
+    """Parameters without a gradient under a DDP that waits for all."""
+    seen = [fact for fact in facts if fact.finds_unused is False and fact.unused]
+    if seen:
+        what = "some parameters took no part in a step, and DDP waits for their gradients"
+        count = max(fact.unused for fact in seen)
+        cure = "use every parameter in the loss, or set find_unused_parameters=True"
+        yield Finding("unused parameters", what, _ranks(seen), count, "parameters", cure)
+
+
+def crowded_gpu(facts: list[Facts]) -> Iterator[Finding]:
+    """Several ranks on one GPU."""
+    ranks_on: dict[str, list[int]] = defaultdict(list)
+    for fact in facts:
+        if "GPU" in fact.device:
+            ranks_on[fact.device].append(fact.rank)
+    for ranks in ranks_on.values():
+        if len(ranks) > 1:
+            what = "these ranks share one GPU"
+            cure = "torch.cuda.set_device(LOCAL_RANK) first of all"
+            yield Finding("one GPU for all", what, tuple(ranks), len(ranks), "ranks", cure)
+
+
+def saved_by_all(facts: list[Facts]) -> Iterator[Finding]:
+    """One file that several ranks write."""
+    ranks_of: dict[str, list[int]] = defaultdict(list)
+    for fact in facts:
+        for path in set(fact.saved):
+            ranks_of[path].append(fact.rank)
+    crowded = [ranks for ranks in ranks_of.values() if len(ranks) > 1]
+    if crowded:
+        what = "these ranks write the same checkpoint at the same time"
+        cure = "save on rank 0 only"
+        yield Finding("saved by all", what, tuple(crowded[0]), len(crowded), "files", cure)
+
+
+def same_draws(facts: list[Facts]) -> Iterator[Finding]:
+    """Augmentation that draws the same random numbers in several workers, or on several ranks."""
+    workers_from: dict[int, set[tuple[int, int]]] = defaultdict(set)
+    for rank, worker, states in _drawn(facts):
+        for state in states:
+            workers_from[state].add((rank, worker))
+    num_drawn = 0
+    num_shared = 0
+    ranks: set[int] = set()
+    for rank, _, states in _drawn(facts):
+        num_drawn += 1
+        if any(len(workers_from[state]) > 1 for state in states):
+            num_shared += 1
+            ranks.add(rank)
+    if num_shared:
+        what = "batches are augmented with the same random numbers as those of another worker"
+        unit = f"of {num_drawn} batches that drew"
+        cure = "DataLoader(generator=torch.Generator().manual_seed(seed + rank)), and draw from "
+        cure += "the global generators, which it seeds; no fixed seed in worker_init_fn"
+        yield Finding("same random numbers", what, tuple(sorted(ranks)), num_shared, unit, cure)
+
+
+def slow_rank(facts: list[Facts]) -> Iterator[Finding]:
+    """A rank whose own work takes longer; the others' waiting does not count.
+
+    Of each rank the phase that costs most is named.
+    """
+    if len(facts) < 2:
+        return
+    num_steps = min(min(map(len, fact.seconds.values()), default=0) for fact in facts)
+    if num_steps < SLOW_STEPS:
+        return
+    for place, fact in enumerate(facts):
+        others = facts[:place] + facts[place + 1 :]
+        worst = max((_lateness(fact, others, phase) for phase in fact.seconds), default=_IN_TIME)
+        if worst.excess_s > 0:
+            what = (
+                f"it spends {worst.own_s * 1e3:.0f} ms of a step in {worst.phase}, "
+                f"the others {worst.others_s * 1e3:.0f} ms"
+            )
+            unit = f"times the others' time in {worst.phase}"
+            ratio = worst.own_s / max(worst.others_s, 1e-4)
+            yield Finding("slow rank", what, (fact.rank,), ratio, unit, SLOW_CURES[worst.phase])
+
+
+SLOW_CURES: dict[str, str] = dict.fromkeys(
+    ("forward", "backward", "optimizer"),
+    "look at that node: clock, other jobs, threads; or give it less work",
+)
+SLOW_CURES["data loading"] = (
+    "look at how that rank reads: its disk, its loader's workers, other jobs on its cores"
+)
+
+
+class _Lateness(NamedTuple):
+    """How much longer a rank takes in a phase; compared by the first field."""
+
+    excess_s: float
+    phase: str
+    own_s: float
+    others_s: float
+
+
+_IN_TIME = _Lateness(0.0, "", 0.0, 0.0)
+
+
+def _lateness(fact: Facts, others: list[Facts], phase: str) -> _Lateness:
+    """Of a rank in a phase; `_IN_TIME` if nobody waits for it."""
+    own_s = median(fact.seconds[phase])
+    others_s = median(median(other.seconds[phase]) for other in others)
+    step_s = median(_step_s(other) for other in others)
+    least_s = max(SLOW_LEAST_S, SLOW_SHARE * step_s)
+    slow_s = max(SLOW_FACTOR * others_s, others_s + least_s)
+    num_slow = sum(seconds > slow_s for seconds in fact.seconds[phase])
+    if own_s > slow_s and num_slow >= 0.75 * len(fact.seconds[phase]):
+        return _Lateness(own_s - others_s, phase, own_s, others_s)
+    return _IN_TIME
+
+
+def _step_s(fact: Facts) -> float:
+    """What a rank itself does in a step."""
+    return sum(map(median, fact.seconds.values()))
+
+
+LOOKS = (stopped_calls, same_data, foreign_data, epoch_forgotten, different_start, drifted_apart)
+LOOKS += (statistics_diverge, changed_after_wrapping, needless_syncs, undivided_losses)
+LOOKS += (uneven_means, needless_search, missing_search, crowded_gpu, saved_by_all, slow_rank)
+LOOKS += (same_draws,)
+
+
+def _ranks(facts: list[Facts]) -> tuple[int, ...]:
+    return tuple(fact.rank for fact in facts)
+
+
+def _spread(values: list[float | None]) -> float:
+    """The largest relative difference; 0 where somebody has no value."""
+    known = [value for value in values if value is not None]
+    if len(known) < max(2, len(values)):
+        return 0.0
+    largest = max(abs(value) for value in known)
+    return (max(known) - min(known)) / largest if largest else 0.0
+
+
+def _by_key(step: list[list[float]]) -> dict[float, list[tuple[float, float]]]:
+    """The (factor, count) of the backward passes of a step that are micro-batches of one loss."""
+    together: dict[float, list[tuple[float, float]]] = defaultdict(list)
+    for factor, count, key in step:
+        together[key].append((factor, count))
+    return together
+
+
+def _undivided(step: list[list[float]]) -> float:
+    """How many means were added up, each with the factor 1; 0 if none were."""
+    most = 0.0
+    for weights in _by_key(step).values():
+        factors = [factor for factor, _ in weights]
+        if len(factors) > 1 and all(factor == 1.0 for factor in factors):
+            most = max(most, sum(factors))
+    return most
+
+
+def _unevenness(step: list[list[list[float]]]) -> float:
+    """How much more one value counts than another of the same loss, over all ranks in a step."""
+    together: list[list[float]] = []
+    for of_rank in step:
+        together.extend(of_rank)
+    worst = 1.0
+    for weights in _by_key(together).values():
+        per_value = [factor / count for factor, count in weights if count]
+        if per_value and min(per_value) > 0:
+            worst = max(worst, max(per_value) / min(per_value))
+    return worst
+
+
+def _drawn(facts: list[Facts]) -> Iterator[tuple[int, int, list[int]]]:
+    """(rank, worker, states drawn from) of each batch that drew."""
+    for fact in facts:
+        for worker, batches in enumerate(fact.draws):
+            for states in batches:
+                yield fact.rank, worker, states

@@ -1,0 +1,183 @@
+"""Gradients that travel together: some parameters and one flat tensor that holds their gradients.
+
+    flat     | grad of w3 | grad of b3 | grad of w2 |      one all-reduce sends it
+    views      w3.grad      b3.grad      w2.grad           so nothing is copied before or after
+
+The flat tensor stays from step to step, and each `.grad` is a view into it, as with
+`gradient_as_bucket_view` of PyTorch's DDP. So gradients and messages together need the memory of
+the gradients once. Autograd does not know of that: where `.grad` is None it puts a tensor of its
+own there, which is copied into the view and let go of, one parameter at a time.
+
+Source: Li et al. 2020 (arXiv:2006.15704), section 3.2.3.
+"""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+
+class Bucket:
+    """Some parameters of one dtype whose gradients travel as one flat tensor.
+
+    Args:
+        params: The parameters.
+
+    Attributes:
+        flat: Memory of all their gradients, [numbers of all parameters]; taken with the first one.
+        views: {parameter: its part of `flat`, in its shape}.
+        missing: Parameters whose gradient is not ready yet.
+        work: The all-reduce under way; None before it is sent.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter]) -> None:
+        self.params = list(params)
+        self.flat = self.params[0].new_empty(0)
+        self.views: dict[nn.Parameter, torch.Tensor] = {}
+        self.missing = set(self.params)
+        self.message: torch.Tensor | None = None
+        self.work: dist.Work | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the message, if it travels as it is."""
+        return sum(param.nbytes for param in self.params)
+
+    @torch.no_grad()
+    def adopt(self, param: nn.Parameter) -> None:
+        """Move a gradient into the bucket: from here on `.grad` is a view.
+
+        Whoever has replaced `.grad`, autograd or the user, is right: its value is copied.
+        """
+        view = self._view_of(param)
+        if param.grad is not None and param.grad is not view:
+            view.copy_(param.grad)
+            param.grad = view
+
+    @torch.no_grad()
+    def send(
+        self, group: dist.ProcessGroup, num_shares: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """Start the all-reduce without waiting for it; dtype: of the message."""
+        for param in self.params:
+            if param.grad is None:
+                self._view_of(param).zero_()
+            else:
+                self.adopt(param)
+        self.flat /= num_shares  # before the sum: a sum of p large gradients could overflow in fp16
+        self.message = self.flat.to(dtype or self.flat.dtype)
+        self.work = dist.all_reduce(self.message, group=group, async_op=True)
+
+    @torch.no_grad()
+    def receive(self, unused: Iterable[nn.Parameter] = ()) -> None:
+        """Wait for the all-reduce; afterwards each `.grad` is the average.
+
+        Args:
+            unused: Parameters without a gradient on any rank: what they have stays as it is.
+        """
+        assert self.work is not None and self.message is not None, "send() comes first"
+        self.work.wait()
+        if self.message is not self.flat:
+            self.flat.copy_(self.message)
+        for param in self.params:
+            if param not in unused:
+                param.grad = self.views[param]
+        self.message = None
+        self.work = None
+        self.missing = set(self.params)
+
+    def _view_of(self, param: nn.Parameter) -> torch.Tensor:
+        if not self.views:
+            self.flat = self.params[0].new_empty(sum(other.numel() for other in self.params))
+            self.views = _views_into(self.flat, self.params)
+        return self.views[param]
+
+
+def make_buckets(
+    module: nn.Module, bucket_mb: float, first_bucket_mb: float | None = None
+) -> list[Bucket]:
+    """Parameters that need a gradient, last layer first, since backward finishes it first.
+
+    Args:
+        module: Whose parameters they are; tied weights are one.
+        bucket_mb, first_bucket_mb: As those of `cut_into_buckets`.
+    """
+    cut = cut_into_buckets(trained_last_first(module), bucket_mb, first_bucket_mb)
+    return [Bucket(params) for params in cut]
+
+
+def trained_last_first(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that need a gradient, from the last to the first."""
+    trained = [param for param in module.parameters() if param.requires_grad]
+    trained.reverse()
+    return trained
+
+
+def cut_into_buckets(
+    params: Iterable[nn.Parameter], bucket_mb: float, first_bucket_mb: float | None = None
+) -> list[list[nn.Parameter]]:
+    """Cut parameters, in the order in which their gradients come, into buckets.
+
+    A bucket holds one dtype on one device, and at least one parameter, however large.
+
+    Args:
+        params: In that order.
+        bucket_mb: Size at which a bucket is full, in MB (1e6 bytes).
+        first_bucket_mb: The same of the first one, if that is less: a small one leaves early.
+    """
+    if first_bucket_mb is None:
+        first_bucket_mb = bucket_mb
+    limit_bytes = 1e6 * min(bucket_mb, first_bucket_mb)
+    buckets: list[list[nn.Parameter]] = []
+    filled_bytes = 0
+    for param in params:
+        size_bytes = param.numel() * param.element_size()
+        fits = (
+            len(buckets) > 0
+            and filled_bytes + size_bytes <= limit_bytes
+            and buckets[-1][0].dtype == param.dtype
+            and buckets[-1][0].device == param.device
+        )
+        if not fits:
+            if buckets:
+                limit_bytes = 1e6 * bucket_mb
+            buckets.append([])
+            filled_bytes = 0
+        buckets[-1].append(param)
+        filled_bytes += size_bytes
+    return buckets
+
+
+def broadcast_together(tensors: Iterable[torch.Tensor], group: dist.ProcessGroup) -> None:
+    """Give all ranks the values of the group's first, in one message for each dtype.
+
+    Communicates: one broadcast per dtype.
+    """
+    by_kind: dict[tuple[torch.dtype, torch.device], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        by_kind.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    first = dist.get_global_rank(group, 0)
+    with torch.no_grad():
+        for alike in by_kind.values():
+            flat = torch.cat([tensor.flatten() for tensor in alike])
+            dist.broadcast(flat, src=first, group=group)
+            sizes = [tensor.numel() for tensor in alike]
+            for tensor, values in zip(alike, flat.split(sizes), strict=True):
+                tensor.copy_(values.view_as(tensor))
+
+
+def _views_into(
+    flat: torch.Tensor, params: Sequence[nn.Parameter]
+) -> dict[nn.Parameter, torch.Tensor]:
+    """{parameter: its part of the flat tensor}, laid out in memory as the parameter is.
+
+    An optimizer that updates many weights in one kernel wants gradients laid out like them.
+    """
+    views = {}
+    offset = 0
+    for param in params:
+        strides = torch.empty_like(param, device="meta").stride()  # without gaps
+        views[param] = flat.as_strided(param.shape, strides, offset)
+        offset += param.numel()
+    return views

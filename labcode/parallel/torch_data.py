@@ -1,0 +1,137 @@
+"""PyTorch's DistributedDataParallel with the interface of `parallel.data`, and hooks for it.
+
+A communication hook replaces what DDP does with a full bucket. DDP divides by the number of ranks
+and sends gradients as they are. The hooks here divide by the number of shares, send in fewer bits,
+or send two thin matrices in place of a large one:
+
+    PowerSGD    M ~ P Q^T     M [n, m], P [n, r], Q [m, r]: (n + m) r numbers travel, not n m
+
+What the approximation left out is added to the next step's gradient (error feedback).
+
+Source: Li et al. 2020 (arXiv:2006.15704), section 4.1; Vogels et al. 2019 (arXiv:1905.13727),
+algorithms 1 and 2.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import (
+    PowerSGDState,
+    powerSGD_hook,
+)
+from torch.nn.parallel import DistributedDataParallel
+
+
+class PowerSGD(NamedTuple):
+    """Gradients that travel as two thin matrices.
+
+    Args:
+        rank: Columns of each.
+        exact_steps: Steps before, whose gradients travel whole: at least 2, since DDP makes its
+            buckets anew after the first.
+    """
+
+    rank: int
+    exact_steps: int
+
+
+class TorchDataParallel(DistributedDataParallel):
+    """PyTorch's DDP with the interface of ours: its backward returns with the average done.
+
+    Held by: tests/ranks/test_data_parallel.py, tests/ranks/test_gradient_compression.py
+
+    Args:
+        module, process_group, bucket_cap_mb: As those of DDP.
+        num_shares, reduce_dtype: As those of `DataParallel`.
+        powersgd: Compress the matrices among the gradients; None: send them whole.
+        options: More arguments of DDP, such as `find_unused_parameters`.
+
+    Raises:
+        ValueError: PowerSGD together with `reduce_dtype`, or with a sum that is not divided by the
+            number of ranks.
+    """
+
+    accumulates_shards = False
+    trains_alone = False
+
+    def __init__(
+        self,
+        module: nn.Module,
+        process_group: dist.ProcessGroup | None = None,
+        bucket_cap_mb: float = 25,
+        num_shares: int | None = None,
+        reduce_dtype: torch.dtype | None = None,
+        powersgd: PowerSGD | None = None,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            module, process_group=process_group, bucket_cap_mb=bucket_cap_mb, **options
+        )
+        self.shards: dict[str, nn.Parameter] = {}
+        num_ranks = dist.get_world_size(process_group)
+        num_shares = num_shares or num_ranks
+        if powersgd is not None:
+            if reduce_dtype is not None or num_shares != num_ranks:
+                raise ValueError(
+                    f"PowerSGD with reduce_dtype={reduce_dtype} and {num_shares} shares over "
+                    f"{num_ranks} ranks: it averages over the ranks, in the gradients' own dtype"
+                )
+            state = PowerSGDState(
+                process_group,
+                matrix_approximation_rank=powersgd.rank,
+                start_powerSGD_iter=powersgd.exact_steps,
+            )
+            self.register_comm_hook(state, powerSGD_hook)
+        elif reduce_dtype is not None:
+            state = _NarrowSum(process_group, num_shares, reduce_dtype)
+            self.register_comm_hook(state, _sum_in_narrow_dtype)
+        elif num_shares != num_ranks:
+            self.register_comm_hook((process_group, num_shares), _sum_then_divide)
+
+    def finish_gradient_sync(self) -> None:
+        """Nothing is left to do."""
+
+    def gather_parameters(self) -> None:
+        """Nothing is left to do."""
+
+
+def _sum_then_divide(
+    state: tuple[dist.ProcessGroup | None, int], bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """A communication hook of DDP: the sum over the group, divided by the number of shares."""
+    group, num_shares = state
+    flat = bucket.buffer().div_(num_shares)  # before the sum, as in `Bucket.send`
+    work = dist.all_reduce(flat, group=group, async_op=True)
+    assert work is not None, "this rank is not in the group of its DDP"
+    return work.get_future().then(_first_value)
+
+
+def _first_value(future: torch.futures.Future) -> torch.Tensor:
+    return future.value()[0]
+
+
+class _NarrowSum(NamedTuple):
+    """The state of `_sum_in_narrow_dtype`."""
+
+    group: dist.ProcessGroup | None
+    num_shares: int
+    dtype: torch.dtype
+
+
+def _sum_in_narrow_dtype(
+    state: _NarrowSum, bucket: dist.GradBucket
+) -> torch.futures.Future[torch.Tensor]:
+    """The same, but what travels has another dtype.
+
+    PyTorch's own `bf16_compress_hook` does not run on gloo.
+    """
+    flat = bucket.buffer().div_(state.num_shares)
+    work = dist.all_reduce(flat.to(state.dtype), group=state.group, async_op=True)
+    assert work is not None, "this rank is not in the group of its DDP"
+
+    def widened(future: torch.futures.Future) -> torch.Tensor:
+        return flat.copy_(_first_value(future))
+
+    return work.get_future().then(widened)

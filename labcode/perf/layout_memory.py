@@ -1,0 +1,152 @@
+"""Bytes of the fullest rank of a layout, by what they are.
+
+    weights, gradients, optimizer   of the stage's weights, divided by ZeRO (`state_memory`)
+    activations                     what each layer keeps (Korthikanti et al.), times the
+                                    micro-batches that are under way on the stage
+    layer, or logits                what the layer whose backward runs needs besides, with
+                                    activation checkpointing; or the logits, which come and go
+                                    before that: the larger of the two
+    gathered                        weights and gradients that ZeRO-3 has whole
+    reserved                        CUDA context, NCCL, allocator
+
+Each stage is counted, and the fullest one is told: the first keeps most micro-batches and has the
+embedding, the last has the logits.
+
+Source: Korthikanti et al. 2022 (arXiv:2205.05198), section 4; Rajbhandari et al. 2019
+    (arXiv:1910.02054), figure 1.
+Held by: tests/unit/test_layout_memory.py
+"""
+
+import functools
+
+from labcode.perf.layer_time import WIDTHS
+from labcode.perf.memory import layer_activations
+from labcode.perf.pipeline import peak_microbatches
+from labcode.perf.settings import Settings
+from labcode.perf.stages import stage_layers, stage_parameters
+from labcode.perf.state_memory import state_bytes
+from labcode.perf.transformer import Transformer
+from labcode.topology import GridShape
+
+
+@functools.lru_cache(maxsize=4096)
+def layer_bytes(
+    model: Transformer,
+    tp: int,
+    cp: int,
+    micro_batch: int,
+    sequence_parallel: bool,
+    fused_attention: bool,
+    value_bytes: int,
+    checkpointing: str,
+) -> float:
+    """Bytes that a layer keeps for its backward on one rank: `memory.layer_activations`, added up.
+
+    Held by: tests/unit/test_layout_memory.py::test_a_layer_keeps_what_the_paper_says
+    """
+    if checkpointing == "selective" and fused_attention:
+        # nothing but the log-sum-exp would be dropped, and the kernel computes scores again anyway
+        checkpointing = "none"
+    kept = layer_activations(
+        model,
+        GridShape(tp=tp, cp=cp),
+        batch=micro_batch,
+        sequence_parallel=sequence_parallel,
+        value_bytes=value_bytes,
+        fused_attention=fused_attention,
+        activation_checkpointing=checkpointing,
+    )
+    return sum(kept.values())
+
+
+def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> dict[str, float]:
+    """{part: bytes} of the fullest rank.
+
+    Args:
+        model: Its shape.
+        shape: The grid.
+        settings: The training.
+    """
+    value_bytes = WIDTHS[settings.dtype]
+    arguments = (
+        model,
+        shape.tp,
+        shape.cp,
+        settings.micro_batch,
+        settings.sequence_parallel,
+        settings.attention != "unfused",
+        value_bytes,
+    )
+    kept = layer_bytes(*arguments, settings.activation_checkpointing)
+    again = layer_bytes(*arguments, "none") - kept
+    layers = stage_layers(model, shape.pp)
+    weights = stage_parameters(model, shape)
+    tokens = settings.micro_batch * model.sequence_length / shape.cp
+    whole = model.hidden_size / shape.tp if settings.sequence_parallel else model.hidden_size
+    fullest: dict[str, float] = {}
+    # those between the second and the last have as many layers and keep fewer micro-batches
+    for stage in sorted({0, min(1, shape.pp - 1), shape.pp - 1}):
+        state = state_bytes(
+            round(weights[stage]),
+            settings.zero_stage,
+            shape.dp * shape.cp,
+            weight_bytes=settings.weight_bytes,
+            gradient_bytes=settings.gradient_bytes,
+            optimizer_bytes=settings.optimizer_bytes,
+        )
+        ends = 0
+        if stage == 0:
+            ends += 1
+        logits = 0.0
+        if stage == shape.pp - 1:
+            ends += 1
+            logits = _logits(model, shape, settings, tokens)
+        # logits are gone before the first layer is computed again
+        parts = {
+            "weights": state.weights,
+            "gradients": state.gradients,
+            "optimizer": state.optimizer,
+            "activations": layers[stage] * _under_way(shape, stage, settings) * kept
+            + ends * tokens * whole * value_bytes,
+            "layer": again if again > logits else 0.0,
+            "logits": 0.0 if again > logits else logits,
+            "gathered": _gathered(model, shape, settings),
+            "reserved": settings.reserved_bytes,
+        }
+        if sum(parts.values()) > sum(fullest.values()):
+            fullest = parts
+    return fullest
+
+
+def _under_way(shape: GridShape, stage: int, settings: Settings) -> float:
+    """Micro-batches of the whole stage that are kept at once."""
+    micro_batches = settings.num_micro_batches(shape)
+    chunks = settings.stages_per_rank
+    name = "1f1b" if chunks == 1 else "interleaved"
+    return peak_microbatches(name, shape.pp, micro_batches, chunks, stage) / chunks
+
+
+def _logits(model: Transformer, shape: GridShape, settings: Settings, tokens: float) -> float:
+    """Logits, those of the loss and their gradient: 2 + 4 + 4 bytes in mixed precision, 6 where the
+    loss is computed in 16 bits too.
+    """
+    width = WIDTHS[settings.dtype]
+    wide = max(4, width)
+    if settings.optimizer_bytes < 8:
+        wide = width
+    return tokens * model.outputs / shape.tp * (width + 2 * wide)
+
+
+def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float:
+    """Under ZeRO-3: two layers' weights, one that computes and one that comes, and a gradient.
+
+    In a pipeline the whole stage stays gathered, and its gradients whole, from the first
+    micro-batch to the last: to gather them for each would cost too much.
+    """
+    if settings.zero_stage < 3:
+        return 0.0
+    if shape.pp > 1:
+        width = settings.gathered_bytes + settings.reduced_bytes
+        return max(stage_parameters(model, shape)) * width
+    width = 2 * settings.gathered_bytes + settings.reduced_bytes
+    return model.layer_parameters / shape.tp * width

@@ -1,0 +1,131 @@
+"""How fast a collective is on nodes full of GPUs: the rule of two levels.
+
+A ring over n ranks on k nodes crosses the network k times, with all adapters of a node at work: it
+leaves a node over each of its n/k GPUs' share of the adapters. So each GPU seems to send ("bus
+bandwidth")
+
+    min(inside, network rate of one GPU * (n - 1) / (k - 1))
+
+and not the rate of its adapter: with 8 GPUs in each of two nodes 15 times that.
+
+Source: nccl-tests, doc/PERFORMANCE.md, for bus bandwidth; the rule follows from counting the bytes
+    that leave a node.
+Held by: tests/unit/test_two_level.py
+"""
+
+import functools
+import math
+from typing import NamedTuple
+
+from labcode.perf import alpha_beta
+from labcode.perf.alpha_beta import Link
+from labcode.perf.cluster import Cluster
+from labcode.topology import GridShape
+
+
+class Placement(NamedTuple):
+    """Where the ranks of a group sit.
+
+    Args:
+        ranks: Of the group.
+        per_node: How many of them share a node.
+    """
+
+    ranks: int
+    per_node: int
+
+    @property
+    def nodes(self) -> int:
+        """Nodes that the group touches."""
+        return math.ceil(self.ranks / self.per_node)
+
+
+def placement(shape: GridShape, gpus_per_node: int, *axes: str) -> Placement:
+    """How a group along `axes` lies on nodes that ranks fill in order.
+
+    An axis whose neighbours are s ranks apart has min(size, gpus_per_node / s) of them in a node,
+    at least one. That is exact where sizes divide each other, as in every grid that fills nodes.
+
+    Held by: tests/unit/test_two_level.py::test_a_placement_is_that_of_the_groups_counted
+    """
+    stride = 1
+    per_node = 1
+    for axis in shape.axes:
+        size = shape.size(axis)
+        if axis in axes:
+            per_node *= max(1, min(size, gpus_per_node // stride))
+        stride *= size
+    return Placement(shape.size(*axes), per_node)
+
+
+class Places(NamedTuple):
+    """Where the groups of a grid are.
+
+    Args:
+        tp, cp, pp: Groups along one axis.
+        data: Those along dp and cp, which share the gradient of a weight.
+    """
+
+    tp: Placement
+    cp: Placement
+    pp: Placement
+    data: Placement
+
+
+@functools.lru_cache(maxsize=65536)
+def places(shape: GridShape, gpus_per_node: int) -> Places:
+    """All groups of a grid."""
+    return Places(
+        tp=placement(shape, gpus_per_node, "tp"),
+        cp=placement(shape, gpus_per_node, "cp"),
+        pp=placement(shape, gpus_per_node, "pp"),
+        data=placement(shape, gpus_per_node, "dp", "cp"),
+    )
+
+
+@functools.lru_cache(maxsize=65536)
+def group_link(cluster: Cluster, place: Placement) -> Link:
+    """The link that a ring over the group seems to have between neighbours.
+
+    alpha is the mean over the ring: k of its n messages cross the network.
+    """
+    if place.nodes == 1:
+        return cluster.inside
+    ranks = place.ranks
+    crossing = place.nodes / ranks
+    alpha_s = (1 - crossing) * cluster.inside.alpha_s + crossing * cluster.between.alpha_s
+    beta = cluster.between.beta_bytes_per_s * (ranks - 1) / (place.nodes - 1)
+    # one rank a node: its own share of the adapters, and nothing inside
+    limit = cluster.inside.beta_bytes_per_s if place.per_node > 1 else math.inf
+    return Link(alpha_s, min(beta, limit))
+
+
+@functools.lru_cache(maxsize=65536)
+def collective_s(cluster: Cluster, collective: str, place: Placement, num_bytes: float) -> float:
+    """Seconds of a collective over the group, 0 for a group of one.
+
+    Large all-reduces over many nodes take a tree instead of a ring where its fewer messages pay:
+    2 (ranks in a node - 1) inside and 2 log2(nodes) between.
+    """
+    if place.ranks == 1:
+        return 0.0
+    link = group_link(cluster, place)
+    if place.nodes == 1:
+        link = cluster.collectives.get(collective, link)
+    ring_s = alpha_beta.time_s(collective, place.ranks, num_bytes, link)
+    if collective != "all_reduce" or place.nodes == 1:
+        return ring_s
+    inside_s = 2 * (place.per_node - 1) * cluster.inside.alpha_s
+    between_s = 2 * math.log2(place.nodes) * cluster.between.alpha_s
+    sent = alpha_beta.bytes_sent(collective, place.ranks, num_bytes)
+    return min(ring_s, inside_s + between_s + sent / link.beta_bytes_per_s)
+
+
+def send_s(cluster: Cluster, place: Placement, num_bytes: float) -> float:
+    """Seconds of a message to the next rank of a group."""
+    if place.ranks == 1:
+        return 0.0
+    link = cluster.between
+    if place.nodes == 1:
+        link = cluster.collectives.get("send", cluster.inside)
+    return alpha_beta.time_s("send", 2, num_bytes, link)

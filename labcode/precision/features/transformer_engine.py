@@ -1,0 +1,224 @@
+"""Transformer Engine's debug features for labcode's layers; nvdlfw_inspect runs this file.
+
+The calls are those of Transformer Engine, so that a feature of one's own works in both:
+
+    inspect_tensor(config, layer_name, tensor_name=, tensor=, iteration=, group=, counts=)
+    modify_tensor(config, layer_name, gemm=, tensor_name=, tensor=, iteration=) -> tensor
+
+Held by: tests/ranks/test_debug.py
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from nvdlfw_inspect.base import BaseNamespaceAPI
+from nvdlfw_inspect.logging import MetricLogger, enable_logging_at_current_step
+from nvdlfw_inspect.registry import Registry, api_method
+
+from labcode.precision.feature import Feature
+from labcode.precision.formats import E4M3, E5M2, cast, scale_for
+from labcode.precision.fp8_debug import CastErrors
+from labcode.precision.moments import Moments, measure
+
+FORMATS = {"FP8E4M3": E4M3, "FP8E5M2": E5M2}
+
+
+class _Statistics(Feature):
+    """What is waiting to be written: sums of tensors, by group, layer and tensor."""
+
+    def __init__(self, kind: type[Moments] | type[CastErrors], suffix: str) -> None:
+        self._kind = kind
+        self._suffix = suffix  # of the tensor's name in the file
+        # {(group, layer, tensor): (sums so far, names of statistics, iteration)}
+        self._waiting: dict[tuple, tuple[Any, list[str], int]] = {}
+
+    def _is_due(self, config: dict, iteration: int) -> bool:
+        freq = config.get("freq", 1)
+        start, end = config.get("start_step", 0), config.get("end_step", -1)
+        pairs = config.get("start_end_list")
+        return enable_logging_at_current_step(iteration, freq, start, end, pairs)
+
+    def _wait(
+        self, group: Any, layer: str, tensor: str, own: Any, config: dict, iteration: int
+    ) -> None:
+        key = (group, layer, tensor)
+        before = self._waiting[key][0] if key in self._waiting else self._kind()
+        self._waiting[key] = (before + own, config["stats"], iteration)
+
+    def flush(self) -> None:
+        """End a step: put the parts together and write.
+
+        Communicates: for each group an all-gather of 9 float64 numbers for each tensor, of 6 for
+            LogFp8TensorStats.
+        """
+        waiting, self._waiting = self._waiting, {}
+        groups: list[dist.ProcessGroup | None] = []
+        for group, _, _ in waiting:
+            if group not in groups:
+                groups.append(group)
+        # in the order of their first tensors, which is the same on all ranks of a stage
+        for group in groups:
+            entries = {key[1:]: value for key, value in waiting.items() if key[0] is group}
+            names = sorted(entries)
+            together = _together([entries[name][0] for name in names], group)
+            for (layer, tensor), found in zip(names, together):
+                _, stats, iteration = entries[layer, tensor]
+                for stat in stats:
+                    value = found.statistic(stat)
+                    name = f"{layer}_{tensor}{self._suffix}_{stat}"
+                    MetricLogger.log_scalar(name, value, iteration)
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class LogTensorStats(_Statistics):
+    """Statistics of tensors, over all micro-batches of a step and all ranks of a group."""
+
+    def __init__(self) -> None:
+        super().__init__(Moments, "")
+
+    @api_method
+    def inspect_tensor(
+        self,
+        config: dict,
+        layer_name: str,
+        *,
+        tensor_name: str,
+        tensor: torch.Tensor,
+        iteration: int,
+        group: dist.ProcessGroup | None = None,
+        counts: bool = True,
+        **_: Any,
+    ) -> None:
+        """Add one tensor to what this step logs.
+
+        Args:
+            tensor: This rank's part.
+            group: The ranks whose parts are put together; None: this rank alone.
+            counts: False on a rank that has a copy of what another rank of the group has.
+        """
+        if self._is_due(config, iteration):
+            own = measure(tensor, config["stats"]) if counts else Moments()
+            self._wait(group, layer_name, tensor_name, own, config, iteration)
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class LogFp8TensorStats(_Statistics):
+    """What the casts of an FP8 layer lose, over all micro-batches and all ranks of a group."""
+
+    def __init__(self) -> None:
+        super().__init__(CastErrors, "_fp8")
+
+    @api_method
+    def inspect_cast(
+        self,
+        config: dict,
+        layer_name: str,
+        *,
+        tensor_name: str,
+        errors: CastErrors,
+        iteration: int,
+        group: dist.ProcessGroup | None = None,
+        counts: bool = True,
+        **_: Any,
+    ) -> None:
+        """Add one cast to what this step logs; arguments as those of `inspect_tensor`."""
+        if self._is_due(config, iteration):
+            own = errors if counts else CastErrors()
+            self._wait(group, layer_name, tensor_name, own, config, iteration)
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class DisableFP8GEMM(Feature):
+    """Some products of a layer run without FP8; `precision.debug` sees to it."""
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class DisableFP8Layer(Feature):
+    """All products of a layer run without FP8; `precision.debug` sees to it."""
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class PerTensorScaling(Feature):
+    """Operands have a scale of their own, of this rank alone; `precision.debug` sees to it."""
+
+
+@Registry.register_feature(namespace="transformer_engine")
+class FakeQuant(Feature):
+    """An operand of a product, cast to an 8-bit format and back; its scale is this rank's own."""
+
+    @api_method
+    def modify_tensor(
+        self, config: dict, layer_name: str, *, tensor: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """The tensor as 8 bits would hold it, with the scale of its own amax."""
+        to = FORMATS[config["quant_format"]]
+        scale = scale_for(tensor.abs().amax(), to)
+        wide = tensor if tensor.dtype == torch.float64 else tensor.float()
+        return (cast(wide * scale, to) / scale).to(tensor.dtype)
+
+
+class _Defaults:
+    """What a layer without a feature for a call does."""
+
+    def inspect_tensor(self, config: dict, layer_name: str, **_: Any) -> None:
+        """Nothing."""
+
+    def inspect_cast(self, config: dict, layer_name: str, **_: Any) -> None:
+        """Nothing."""
+
+    def modify_tensor(
+        self, config: dict, layer_name: str, *, tensor: torch.Tensor, **_: Any
+    ) -> torch.Tensor:
+        """The tensor as it is."""
+        return tensor
+
+
+@Registry.register_namespace_api(namespace="transformer_engine")
+class TransformerEngineApi(BaseNamespaceAPI):
+    """Takes a call of a layer to the features that its block of the YAML enables."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._default_api_impl = _Defaults()
+
+    def input_assertions_hook(self, api_name: str, **kwargs: Any) -> None:
+        """Nothing to check: `precision.debug` makes all calls."""
+
+    def output_assertions_hook(self, api_name: str, ret: Any, **kwargs: Any) -> None:
+        """As above."""
+
+    def routing_condition(
+        self, api_name: str, config: dict, layer_name: str, feature_obj: Any, **kwargs: Any
+    ) -> tuple[bool, dict | None]:
+        """Whether a feature is for a call."""
+        return feature_obj.parse_config_and_api(config, **kwargs)
+
+    def is_multiple_feature_invocation_allowed(self, api_name: str) -> bool:
+        """Several features may look at a tensor, one may change it."""
+        return api_name in ("inspect_tensor", "inspect_cast")
+
+    def step(self) -> None:
+        """End a step."""
+        for feature in self.namespace_features.values():
+            if hasattr(feature, "flush"):
+                feature.flush()
+
+
+def _together(own: list[Any], group: dist.ProcessGroup | None) -> list[Any]:
+    """The sums of each tensor over all ranks of a group, the same to the last bit on each."""
+    if group is None or group.size() == 1 or not own:
+        return own
+    kind = type(own[0])
+    numbers = torch.tensor([sums.numbers() for sums in own], dtype=torch.float64)
+    numbers = numbers.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+    parts = [torch.empty_like(numbers) for _ in range(group.size())]
+    dist.all_gather(parts, numbers, group=group)
+    rows = [part.tolist() for part in parts]
+    found = []
+    for number in range(len(own)):
+        total = kind()
+        for row in rows:
+            total = total + kind(*row[number])
+        found.append(total)
+    return found

@@ -1,0 +1,93 @@
+"""A step whose loss or gradient is not finite, run once more to find where that began."""
+
+import math
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+
+from labcode.parallel.dropout import IsolatedRng
+from labcode.parallel.model import Batch, ParallelModel
+from labcode.precision.probe import Probe
+
+
+class SecondLook:
+    """Repeats a step with the same weights, samples and random numbers, under a probe.
+
+    Args:
+        model: This rank's part.
+        device: Where it computes.
+
+    Held by: tests/ranks/test_probe.py::test_a_training_names_the_tensor_and_stops
+    """
+
+    def __init__(self, model: ParallelModel, device: torch.device) -> None:
+        self._model = model
+        self._device = device
+        self._random: list[torch.Tensor] = []
+
+    def begin(self) -> None:
+        """Remember where the random numbers are; before each step."""
+        self._random = [torch.get_rng_state()]
+        if self._device.type == "cuda":
+            self._random.append(torch.cuda.get_rng_state(self._device))
+        for module in self._isolated():
+            self._random.append(module.stream.state)
+
+    def is_bad(self, loss: torch.Tensor, grad_norm: float) -> bool:
+        """Whether any rank has a loss or a gradient norm that is not finite.
+
+        Communicates: an all-reduce of one number over all ranks.
+        """
+        own = not (math.isfinite(loss.item()) and math.isfinite(grad_norm))
+        bad = torch.tensor(float(own), device=self._device)
+        dist.all_reduce(bad, dist.ReduceOp.MAX)
+        return bad.item() > 0
+
+    def line(self, batches: Sequence[Batch], loss_scale: float) -> str:
+        """What the probe finds when the step runs again; the gradients are as before it.
+
+        Communicates: what the step does, and the probe.
+        """
+        before = [param.grad for param in self._model.weights.values()]
+        self._forget_gradients()
+        later = self._where_random_is()
+        self._go_to(self._random)
+        with Probe(self._model) as probe:
+            self._model.forward_backward(batches, loss_scale)
+        finding = probe.first()
+        self._go_to(later)
+        self._forget_gradients()
+        for param, grad in zip(self._model.weights.values(), before):
+            param.grad = grad
+        if finding is None:
+            return "run a second time, everything was finite: the fault does not repeat"
+        return finding.line
+
+    def _forget_gradients(self) -> None:
+        params = [*self._model.module.parameters(), *self._model.weights.values()]
+        for param in params:
+            param.grad = None
+
+    def _where_random_is(self) -> list[torch.Tensor]:
+        remembered = self._random
+        self.begin()
+        now = self._random
+        self._random = remembered
+        return now
+
+    def _go_to(self, states: Sequence[torch.Tensor]) -> None:
+        left = list(states)
+        torch.set_rng_state(left.pop(0))
+        if self._device.type == "cuda":
+            torch.cuda.set_rng_state(left.pop(0), self._device)
+        for module, state in zip(self._isolated(), left):
+            module.stream.state = state
+
+    def _isolated(self) -> list[IsolatedRng]:
+        """The modules that draw from a stream of their own."""
+        found = []
+        for module in self._model.module.modules():
+            if isinstance(module, IsolatedRng):
+                found.append(module)
+        return found

@@ -1,0 +1,58 @@
+"""This machine, measured into a cluster file that the planner reads."""
+
+import math
+
+import pytest
+import torch
+
+from labcode.comm.grid import Grid
+from labcode.perf.cluster import load_cluster
+from labcode.perf.estimate import estimate
+from labcode.perf.plan import plan
+from labcode.perf.settings import Settings
+from labcode.perf.transformer import Transformer
+from labcode.topology import GridShape
+
+SETTINGS = Settings(
+    8, dtype="float32", weight_bytes=4, optimizer_bytes=8, gathered_bytes=4, reserved_bytes=0
+)
+
+
+def measured_here():
+    from labcode.train.calibrate import measure
+
+    group = Grid.create(GridShape(dp=2)).group("dp")
+    return measure(group, torch.device("cpu"), 4 * 2**30)
+
+
+def test_this_machine_becomes_a_cluster_that_can_be_planned(ranks2, tmp_path):
+    from labcode.train.calibrate import cluster_file
+
+    first, second = ranks2.run(measured_here)
+    assert first == second
+    assert set(first.links) == {"all_reduce", "all_gather", "reduce_scatter", "send"}
+    for link in first.links.values():
+        assert link.alpha_s >= 0
+        assert link.beta_bytes_per_s > 1e6
+    file = tmp_path / "here.toml"
+    file.write_text(cluster_file(first, 2, "some processor"))
+    cluster = load_cluster(str(file))
+    assert math.isclose(cluster.gpu.peak("float32"), first.flops_per_s, rel_tol=1e-3)
+    assert cluster.gpu.memory_bytes == 4 * 2**30
+    assert set(cluster.collectives) == set(first.links)
+    model = Transformer(2, 64, 4, 128, 84)
+    found = estimate(model, GridShape(dp=2), cluster, SETTINGS)
+    assert 1e-4 < found.step_s < 10
+    assert plan(model, cluster, gpus=2, global_batch=8, settings=SETTINGS).ranked
+
+
+def test_one_rank_has_no_links_and_a_file_all_the_same(tmp_path):
+    from labcode.train.calibrate import Measured, cluster_file
+
+    file = tmp_path / "alone.toml"
+    file.write_text(cluster_file(Measured(1e11, 1e10, 5e-6, 5e10, 2**30, {}), 1, "x"))
+    cluster = load_cluster(str(file))
+    assert cluster.gpus_per_node == 1
+    assert cluster.collectives == {}
+    assert cluster.launch_s == pytest.approx(5e-6)
+    assert cluster.gpu.attention_flops_per_s("flash2", "float32") == 5e10

@@ -1,0 +1,121 @@
+"""The estimate of a step: its parts, its laws, and what it refuses."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from labcode.config import GPTConfig
+from labcode.perf.cluster import load_cluster
+from labcode.perf.estimate import estimate, fit_scale
+from labcode.perf.settings import Settings
+from labcode.perf.transformer import load_model
+from labcode.topology import GridShape
+
+SELENE = load_cluster("selene")
+H100 = load_cluster("dgx-h100")
+GPT3 = load_model("gpt3-175b")
+LLAMA = load_model("llama3-70b")
+SIZES = st.sampled_from([1, 2, 4, 8])
+
+
+def test_gpt3_on_1024_a100s_takes_half_a_minute():
+    """Narayanan et al. 2021 and Megatron-LM's README: about 32 s and 138 TFLOP/s a GPU."""
+    found = estimate(
+        GPT3,
+        GridShape(dp=8, pp=16, tp=8),
+        SELENE,
+        Settings(1536, attention="unfused", dtype="float16", activation_checkpointing="full"),
+    )
+    assert found.step_s == pytest.approx(32, rel=0.15)
+    assert 0.25 < found.mfu < 0.45
+    assert found.fits
+    assert found.interval_s[0] < found.step_s < found.interval_s[1]
+
+
+@settings(max_examples=30, deadline=None)
+@given(SIZES, SIZES, SIZES, SIZES, st.sampled_from([0, 1, 2, 3]), st.sampled_from([1, 2]))
+def test_parts_are_named_positive_and_add_up(dp, pp, cp, tp, zero_stage, micro_batch):
+    options = Settings(64, micro_batch, zero_stage=zero_stage, sequence_parallel=tp > 1)
+    found = estimate(LLAMA, GridShape(dp, pp, cp, tp), H100, options)
+    assert sum(found.parts.values()) == pytest.approx(found.step_s)
+    assert sum(found.memory_parts.values()) == pytest.approx(found.memory_bytes)
+    assert min(found.parts.values()) >= 0
+    assert min(found.memory_parts.values()) >= 0
+    assert found.mfu < H100.gpu.matmul_share["bfloat16"]
+    # what a larger batch takes beyond this one is work, so a sample gets cheaper
+    larger = estimate(LLAMA, GridShape(dp, pp, cp, tp), H100, replace(options, global_batch=128))
+    assert found.step_s < larger.step_s < 2 * found.step_s
+
+
+@settings(max_examples=20, deadline=None)
+@given(SIZES, SIZES, st.sampled_from(["none", "operators", "full"]))
+def test_a_slower_network_and_more_to_compute_never_help(dp, tp, checkpointing):
+    options = Settings(64, activation_checkpointing=checkpointing)
+    shape = GridShape(dp=dp, tp=tp, pp=2)
+    here = estimate(LLAMA, shape, H100, options).step_s
+    slow = replace(H100, between=replace(H100.between, beta_bytes_per_s=1e9))
+    assert estimate(LLAMA, shape, slow, options).step_s >= here
+    longer = replace(LLAMA, sequence_length=2 * LLAMA.sequence_length)
+    assert estimate(longer, shape, H100, options).step_s > here
+
+
+def test_activation_checkpointing_costs_time_and_saves_memory():
+    shape = GridShape(dp=8, tp=8)
+    none = estimate(LLAMA, shape, H100, Settings(64))
+    full = estimate(LLAMA, shape, H100, Settings(64, activation_checkpointing="full"))
+    assert none.parts["checkpointing"] == 0
+    # a third of forward and backward, the head left out
+    assert 1.2 < full.step_s / none.step_s < 1.4
+    assert full.memory_bytes < none.memory_bytes
+
+
+def test_interleaving_shortens_the_bubble_and_a_pipeline_alone_has_one():
+    shape = GridShape(dp=2, pp=8, tp=8)
+    plain = estimate(GPT3, shape, SELENE, Settings(128)).parts
+    chunks = estimate(GPT3, shape, SELENE, Settings(128, stages_per_rank=4)).parts
+    assert chunks["bubble"] < plain["bubble"] / 2
+    assert chunks["pp"] > plain["pp"]
+    assert estimate(GPT3, GridShape(dp=2, tp=8), SELENE, Settings(128)).parts["bubble"] == 0
+
+
+def test_a_ring_hides_behind_attention_and_a_gather_does_not():
+    shape = GridShape(dp=1, cp=8, tp=8)
+    long = replace(LLAMA, sequence_length=131072)
+    ring = estimate(long, shape, H100, Settings(8)).parts["cp"]
+    gather = estimate(long, shape, H100, Settings(8, context_attention="all_gather")).parts["cp"]
+    assert ring < gather
+
+
+def test_one_run_calibrates_a_stack():
+    assert fit_scale([12.0], [10.0]) == pytest.approx(1.2)
+    plain = estimate(LLAMA, GridShape(dp=8, tp=8), H100, Settings(64))
+    scaled = estimate(LLAMA, GridShape(dp=8, tp=8), H100, Settings(64), scale=1.2)
+    assert scaled.step_s == pytest.approx(1.2 * plain.step_s)
+    with pytest.raises(ValueError, match="0 measured and 0 predicted"):
+        fit_scale([], [])
+
+
+def test_the_configs_of_the_course_can_be_estimated_too():
+    config = GPTConfig(vocab_size=96, num_layers=2, num_heads=4, hidden_size=64)
+    assert estimate(config, GridShape(dp=2), SELENE, Settings(4)).step_s > 0
+
+
+@pytest.mark.parametrize(
+    ("shape", "options", "words"),
+    [
+        (GridShape(dp=3), Settings(64), r"global_batch=64 is not divisible by micro_batch \* dp=3"),
+        (GridShape(tp=3), Settings(64), "num_heads=64 is not divisible by tp=3"),
+        (GridShape(cp=3), Settings(64), "sequence_length=8192 is not divisible by cp=3"),
+        (GridShape(pp=81), Settings(64), "pp=81 for num_layers=80"),
+        (GridShape(), Settings(64, stages_per_rank=2), "stages_per_rank=2 with pp=1"),
+        (GridShape(pp=4), Settings(6, stages_per_rank=2), "multiple of pp=4"),
+        (GridShape(), Settings(64, activation_checkpointing="some"), "choose one of none"),
+        (GridShape(), Settings(64, dtype="int4"), "dtype='int4': choose one of"),
+    ],
+)
+def test_what_cannot_run_is_refused_in_one_line(shape, options, words):
+    with pytest.raises(ValueError, match=words) as found:
+        estimate(LLAMA, shape, H100, options)
+    assert "\n" not in str(found.value)

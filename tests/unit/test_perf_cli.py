@@ -1,0 +1,89 @@
+"""The command line of the planner, in this process."""
+
+import itertools
+
+import pytest
+
+from labcode.perf.cli import main
+from labcode.perf.cluster import load_cluster
+from labcode.perf.plan import plan
+from labcode.perf.plots import unbeaten
+from labcode.perf.transformer import Transformer
+
+GPT3 = ["--model", "gpt3-175b", "--cluster", "selene", "--global-batch", "1536"]
+SMALL = ["--model", "gpt_tiny", "--vocab-size", "84", "--cluster", "selene", "--global-batch", "16"]
+
+
+def test_an_estimate_shows_parts_that_add_up(capsys):
+    grid = ["--dp", "8", "--pp", "16", "--tp", "8", "--checkpointing", "full"]
+    assert main(["estimate", *GPT3, *grid, "--attention", "unfused"]) == 0
+    printed = capsys.readouterr().out
+    assert "dp=8 x pp=16 x cp=1 x tp=8 (tp-cp-dp-pp): 1024 ranks" in printed
+    assert "fits into 79.2 GiB" in printed
+    shares = []
+    for line in printed.splitlines():
+        words = line.split()
+        if "%" in words and "#" in line:
+            shares.append(float(words[words.index("%") - 1]))
+    # those of time and those of memory
+    assert sum(shares) == pytest.approx(200, abs=1)
+
+
+def test_a_plan_is_a_table_and_a_picture(capsys, tmp_path):
+    file = tmp_path / "plan.png"
+    assert main(["plan", *SMALL, "--gpus", "4", "--top", "3", "--plot", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert "layouts fit, 0 do not" in printed
+    assert "dp x pp x cp x tp" in printed
+    assert file.read_bytes().startswith(b"\x89PNG")
+    rows = [line for line in printed.splitlines() if " x " in line]
+    assert len(rows) == 1 + 3
+
+
+def test_a_comparison_has_a_line_for_each_cluster_and_size(capsys, tmp_path):
+    words = ["compare", "--model", "llama3-8b", "--global-batch", "64", "--gpus", "1,16"]
+    file = tmp_path / "scaling.svg"
+    assert main([*words, "--cluster", "selene,dgx-h100", "--plot", str(file)]) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("nothing fits") == 2
+    assert "samples/s" in printed
+    assert "<svg" in file.read_text()
+
+
+def test_who_is_unbeaten_needs_less_than_all_faster_ones():
+    found = plan(Transformer(4, 64, 4, 512, 100), load_cluster("selene"), gpus=8, global_batch=8)
+    front = unbeaten(found.ranked)
+    assert front[0] is found.ranked[0]
+    for faster, slower in itertools.pairwise(front):
+        assert faster.step_s <= slower.step_s
+        assert slower.memory_bytes < faster.memory_bytes
+    least = min(layout.memory_bytes for layout in found.ranked)
+    assert front[-1].memory_bytes == least
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["plan", *SMALL[:-4], "--cluster", "selen", "--global-batch", "16", "--gpus", "4"],
+            "selene",
+        ),
+        (["plan", *SMALL, "--gpus", "7"], "no grid of 7 GPUs"),
+        (["plan", "--model", "gpt_tny", *SMALL[4:], "--gpus", "4"], "did you mean gpt_tiny"),
+        (["plan", "--model", "gpt_tiny", *SMALL[4:], "--gpus", "4"], "add --vocab-size"),
+        (["compare", *SMALL, "--gpus", "4,x"], "--gpus 4,x: give whole numbers"),
+        (["estimate", *SMALL, "--tp", "3"], "num_heads=4 is not divisible by tp=3"),
+        (["estimate", *SMALL[:-3], "b200-efa", *SMALL[-2:]], "matmul_share of bfloat16 is unknown"),
+    ],
+)
+def test_what_is_wrong_is_one_line(capsys, words, message):
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+def test_without_a_command_the_help_is_shown(capsys):
+    assert main([]) == 0
+    assert "calibrate" in capsys.readouterr().out

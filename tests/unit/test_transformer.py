@@ -1,0 +1,72 @@
+"""Shapes of transformers: parameters and FLOPs against the configs and against the papers."""
+
+import pytest
+
+from labcode.config import GPTConfig, ViTConfig
+from labcode.perf.flops import training_flops_per_sample, transformer_flops_per_sample
+from labcode.perf.transformer import Transformer, load_model, model_names
+
+GPTS = [
+    GPTConfig(vocab_size=97, context_length=32, num_layers=3, num_heads=4, hidden_size=48),
+    GPTConfig(
+        vocab_size=97, num_heads=4, hidden_size=48, num_kv_heads=2, ffn_size=100, positions="rotary"
+    ),
+    GPTConfig(vocab_size=50, context_length=16, num_heads=2, hidden_size=32, tie_embeddings=False),
+]
+VIT = ViTConfig(num_variables=3, num_forcings=2, lat=20, lon=40, hidden_size=32, num_layers=2)
+
+
+@pytest.mark.parametrize("config", [*GPTS, VIT])
+def test_parameters_are_those_of_the_configs(config):
+    assert Transformer.of(config).num_parameters == config.num_parameters
+    assert transformer_flops_per_sample(Transformer.of(config)) == training_flops_per_sample(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "billions"),
+    [
+        ("gpt3-175b", 174.6),  # Narayanan et al. 2021, table 2
+        ("gpt-530b", 529.6),
+        ("gpt-1t", 1008.0),
+        ("bloom-176b", 176.2),
+        ("llama2-13b", 13.0),
+        ("llama3-8b", 8.03),
+        ("llama3-70b", 70.6),
+        ("llama3-405b", 405.9),
+    ],
+)
+def test_published_models_have_their_published_parameters(name, billions):
+    assert load_model(name).num_parameters / 1e9 == pytest.approx(billions, rel=2e-3)
+
+
+@pytest.mark.parametrize("name", ["gpt-22b", "gpt3-175b", "gpt-1t"])
+def test_flops_are_those_of_the_megatron_paper(name):
+    """Narayanan et al. 2021, eq. 3: 96 B s L h^2 (1 + s/(6h) + V/(16 L h)), 72 without."""
+    model = load_model(name)
+    s, h, layers = model.sequence_length, model.hidden_size, model.num_layers
+    full = 96 * s * layers * h**2 * (1 + s / (6 * h) + model.outputs / (16 * layers * h))
+    none = 72 * s * layers * h**2 * (1 + s / (6 * h) + model.outputs / (12 * layers * h))
+    found = transformer_flops_per_sample(model, activation_checkpointing="full")
+    assert found == pytest.approx(full, rel=1e-12)
+    assert transformer_flops_per_sample(model) == pytest.approx(none, rel=1e-12)
+
+
+def test_a_causal_mask_halves_attention_alone():
+    model = load_model("llama3-8b")
+    attention = 3 * model.num_layers * 4 * model.sequence_length**2 * model.hidden_size
+    whole = transformer_flops_per_sample(model)
+    assert whole - transformer_flops_per_sample(model, causal=True) == attention // 2
+
+
+def test_what_does_not_exist_is_refused_in_one_line():
+    with pytest.raises(ValueError, match="did you mean llama3-70b"):
+        load_model("llama3-71b")
+    with pytest.raises(ValueError, match="hidden_size=10 is not a multiple of num_heads=3"):
+        Transformer(1, 10, 3, 8, 100)
+    with pytest.raises(ValueError, match="num_layers=0: give a number above 0"):
+        Transformer(0, 8, 2, 8, 100)
+    with pytest.raises(ValueError, match="kv_heads=3"):
+        Transformer(1, 8, 4, 8, 100, kv_heads=3)
+    with pytest.raises(ValueError, match="choose one of none, selective, full"):
+        transformer_flops_per_sample(load_model("gpt-22b"), activation_checkpointing="some")
+    assert len(model_names()) > 5
