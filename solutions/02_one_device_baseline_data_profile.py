@@ -14,7 +14,7 @@
 # # 02 · One device: baseline, data, profile
 #
 # Before you train on many devices, make one of them work. A device that waits for data half of the time still waits
-# half of the time when there are a hundred of it. In this lesson you take a training that is several times slower than
+# half of the time when there are a hundred of them. In this lesson you take a training that is several times slower than
 # it should be. You find out where its time goes, with a profiler that you write yourself and with PyTorch's, and you
 # remove what makes it wait.
 #
@@ -26,7 +26,7 @@
 # - write a loader that reads ahead, and predict what that saves, and what more workers save;
 # - read a profile, and choose the cure from it.
 #
-# **Time**: 65 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
+# **Time**: 80 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
 
 # %%
 import contextlib
@@ -148,17 +148,14 @@ print(f"{ratio:.1f} times as long as the matrix products alone")
 # %% tags=["figure"]
 plot.timeline(
     [
-        ("nested parts", "backward", 0, 9),
-        ("inside", "communication", 2, 6),
-        ("counted for", "backward", 0, 2),
-        ("counted for", "communication", 2, 6),
-        ("counted for", "backward", 6, 9),
-        ("counted for", "rest", 9, 10),
+        ("the step", "step", 0, 10),
+        ("a part", "backward", 0, 9),
+        ("a part inside", "communication", 2, 6),
     ],
     xlabel="seconds",
-    title="Each moment counts once, for the innermost part",
-    alt="Backward from 0 to 9 s with a communication from 2 to 6 s inside it: backward "
-        "counts 2 and 3 s, communication 4 s, and 1 s is the rest",
+    title="A part inside another one, in a step of 10 s",
+    alt="A step from 0 to 10 s, in it backward from 0 to 9 s, and inside backward a "
+        "communication from 2 to 6 s",
 )
 
 # %% [markdown]
@@ -198,6 +195,7 @@ compare("rest", rest_share, shares["rest"], **exact)
 # - A block that raises an error is counted like any other, the error goes on to whoever called, and the timer works
 #   afterwards.
 # - `shares()` gives each part's fraction of all the time since the timer was made, and `"rest"` for what no part has.
+#   It is asked when no part is open. If there was no part at all, everything is the rest.
 #
 # Take the time from `self.clock()`. What else the object has to remember is up to you. `contextlib.contextmanager`
 # makes a context of a function: what stands before `yield` happens at the beginning of the `with` block, what stands
@@ -246,14 +244,17 @@ class StepTimer:
 check("2.1", lambda: l02.step_timer(StepTimer))
 
 # %% [markdown]
-# Here is how labcode's training loop does it. It has one more thing to care for, to which we come below: on a GPU it
-# does not read the clock of the process.
+# Here is how labcode's training loop does it. `_note` is what your timer does at the beginning and the end of a part: it
+# notes the moment, and what has run until then. On a GPU such a moment is no look at the clock of the process, but an
+# event, as explained below. `marked` gives the part its name in the recording of a profiler (section 6), while there is
+# one; otherwise `nullcontext` does nothing.
 
 # %%
 show_source(StepRanges.__call__)
 
 # %% [markdown]
-# Now to our training. `timed_steps` is the loop of section 1 with four parts.
+# Now to our training. `timed_steps` is the loop of section 1 with four parts. It uses labcode's timer; to see yours at
+# work, write `StepTimer()` there. (The cell also reads `timer.seconds`, the seconds of each part by its name.)
 
 # %%
 def timed_steps(batches):
@@ -313,7 +314,7 @@ plot.timeline(
 # **Takeaway: a timer whose parts add up to the step tells where to look. On a GPU the clock is the GPU's.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 14 minutes. Typical in 2.1: the outer part counts the inner one too (a difference of two clock
+# *For the instructor.* 17 minutes. Typical in 2.1: the outer part counts the inner one too (a difference of two clock
 # readings), no `finally`, `=` in place of `+=`, and shares of the attributed time alone, which hides the rest. Ask: why
 # is `zero_grad` in backward here, and does it matter? (It has to be in some part, else it is in the rest.)
 
@@ -374,7 +375,7 @@ compare("chunks of (2, 90, 180)", tile_bytes, chunk_bytes_of(tiles), **exact)
 #
 # Write the rule as a function, for any number of axes. `box` has a pair (start, stop) for each axis, where `stop` is no
 # longer in the box, as in a slice. `chunks` has the length of a chunk along each axis. A chunk counts in full, also at
-# the edge of an array.
+# the edge of an array. `box` belongs to whoever calls: leave it as it is.
 
 # %% tags=["exercise"]
 def bytes_read(box, chunks, itemsize=4):
@@ -414,7 +415,7 @@ plot.bars(
 )
 
 # %% [markdown]
-# The bytes went down by a factor of 8 for this box, and the time by less. Each chunk is a request of its own, with a
+# The bytes went down by a factor of 16 for this box, and the time by less. Each chunk is a request of its own, with a
 # price that does not depend on its size: a file is opened, and Python has some work to do. It is the law of lesson 01
 # again, α for each request and 1/β for each byte. So chunks can also be too small: chunks of (1, 10, 10) would waste
 # hardly a byte, and a sample would need 2 · 6 · 6 = 72 of them for each variable, or more.
@@ -422,7 +423,7 @@ plot.bars(
 # **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Typical in 2.2: `stop // length` counts a chunk too many when the box ends where a
+# *For the instructor.* 11 minutes. Typical in 2.2: `stop // length` counts a chunk too many when the box ends where a
 # chunk ends; rounding up the length of the box (`ceil(60 / 90)`) forgets where it begins. Ask: how would you cut a file
 # from which whole maps are read, and one from which time series of a place are read? (There is no shape for both; some
 # archives keep two copies.)
@@ -499,13 +500,15 @@ compare("read ahead", read_ahead_ms, ahead(60, 50)[-1][3], **exact)
 #
 # - The order is kept, and a batch may be any object, also `None`.
 # - At most `ahead` batches wait in the queue. (The thread may hold one more, which it wants to put there.)
-# - If `source` raises an error, the loop first gets the batches before it, and then this error.
+# - If `source` raises an error, of whatever kind, the loop first gets the batches before it, and then this very error.
 # - When the loop is over, no thread is left: not at the end, not after an error, and not if the loop was left early by
 #   `break`. A `for` loop that is left closes its generator, and then the `finally` around its `yield` runs. Mind a
-#   thread that waits for room in the queue just then.
+#   thread that waits for room in the queue just then, with a batch, an error or the end in its hand.
+# - The loop may be slow, and so may the source: nobody gives up after some time.
+# - A `Prefetcher` can be looped over again. Each loop begins anew.
 #
 # `ready.put(item, timeout=0.05)` raises `queue.Full` if there is no room after 0.05 s. `stopped.set()` and
-# `stopped.is_set()` tell the other side.
+# `stopped.is_set()` tell the other side. The check takes some 10 seconds: it also waits until your queue is full.
 
 # %% tags=["exercise"]
 class Prefetcher:
@@ -564,17 +567,19 @@ check("2.3", lambda: l02.prefetcher(Prefetcher))
 # %%
 show_source(l02_by_hand.Prefetcher.__iter__)
 show_source(l02_by_hand.Prefetcher._read)
+show_source(l02_by_hand._put)
 
 # %% [markdown]
 # What does it save for our training? From the timer of section 3 we know what a step reads and computes.
-#
-# **Predict** with `read_s` and `compute_s`, which the next cell takes from the timer: how many seconds does a step take
-# when it is read ahead?
 
 # %%
 read_s = better.seconds["data"] / 6
 compute_s = sum(better.seconds[part] for part in parts[1:]) / 6  # all but data
 print(f"read {1e3 * read_s:.0f} ms, compute {1e3 * compute_s:.0f} ms")
+
+# %% [markdown]
+# **Predict** with `read_s` and `compute_s`: how many seconds does a step take when it is read ahead? (The cell that
+# measures it takes some 20 seconds.)
 
 # %% tags=["predict"]
 prefetched_guess_s = max(read_s, compute_s)
@@ -604,15 +609,20 @@ compare("seconds a step", prefetched_guess_s, prefetched_s, unit="s", within=2)
 print(f"{prefetched_s / plain_s:.2f} of the time in turns")
 
 # %% [markdown]
-# The prediction is a bound that is seldom reached. The reader needs a processor of its own: if other programs keep the
-# second core of this machine busy, little is saved, and your number says so. It also needs the GIL for what is Python in
-# zarr, and then the loop waits. On a GPU the loop's processor is nearly idle, so there is room for a reader.
+# The prediction is the best case for the two times that went into it, and these were measured a while ago: if the machine
+# was busier then, the step can even be shorter than predicted. Mostly it is longer. The reader needs a processor of its
+# own: if other programs keep the second core of this machine busy, little is saved, and your number says so. It also
+# needs the GIL for what is Python in zarr, and then the loop waits. On a GPU the loop's processor is nearly idle, so
+# there is room for a reader.
+#
+# To see your own class at work, write `Prefetcher` for `l02_by_hand.Prefetcher` in the cell, and run it again.
 #
 # **Takeaway: a loader that reads ahead hides the shorter of reading and computing behind the longer one.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 16 minutes. Typical in 2.3: `None` as the mark of the end; an error that only ends the thread,
-# so that the loop waits for ever; a thread that waits in `put` after a `break`; an unbounded queue. Ask: what would
+# *For the instructor.* 27 minutes. Typical in 2.3: `None` as the mark of the end; an error that only ends the thread,
+# so that the loop waits for ever; a thread that waits in `put` after a `break`, and a `join` that waits for it; an
+# unbounded queue. Ask: what would
 # `ahead=100` cost? (100 batches of memory, and nothing is gained if reading is the slower of the two.)
 
 # %% [markdown]
@@ -651,7 +661,8 @@ compare("four workers", four_workers_ms, worker_step(300, 200, 4), **exact)
 # %% [markdown]
 # We measure it with labcode's `Loader`, which starts PyTorch's `DataLoader`. To see something, we take the file with the
 # bad chunks again, for which reading is slow. `take(step)` gives the batch of a step, and notes in `waited_s` how long
-# it has kept the loop waiting.
+# it has kept the loop waiting. The second curve is the right side of the formula, with the times measured in sections 2
+# and 3. The cell takes half a minute.
 
 # %% tags=["figure"]
 slow_crops = l02_weather.Crops(maps)
@@ -670,19 +681,20 @@ for workers in (0, 1, 2, 4):
 starts = ", ".join(f"{seconds:.1f}" for seconds in start_s)
 print(f"seconds until the first batch: {starts}")
 plot.lines(
-    {"measured": measured_ms, "the bound above": model_ms},
+    {"measured": measured_ms, "estimated from earlier times": model_ms},
     x=[0, 1, 2, 4],
     xlabel="workers",
     ylabel="ms a step",
     title="Workers take reading out of the loop, as far as there are cores",
-    alt="Milliseconds a step with 0, 1, 2 and 4 workers, measured and by the bound, "
-        "which does not fall any more from two workers on",
+    alt="Milliseconds a step with 0, 1, 2 and 4 workers, measured and estimated by "
+        "the formula, which does not fall any more from two workers on",
 )
 
 # %% [markdown]
-# Workers take the reading out of the loop. What more of them can add ends with the number of cores. The measured
-# times lie above the bound (or about on it, if the machine was busier when the timer of section 2 ran), for reasons that
-# the formula leaves out:
+# Workers take the reading out of the loop. What more of them can add ends with the number of cores. The formula is a
+# bound for the reading and computing of this very moment. The curve is an **estimate**: read and compute were measured
+# earlier, in sections 2 and 3. On a quiet machine the measured times lie above it. A measured point can also lie below
+# it, if the machine was busier when the timer ran. What the formula leaves out makes steps longer:
 #
 # - each batch has to get from the worker to the loop (PyTorch puts it into shared memory);
 # - more processes than cores take turns, and each turn costs time and empties caches;
@@ -691,14 +703,15 @@ plot.lines(
 #   `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
 # - each worker has its own memory: its own copy of what the dataset holds, and `prefetch` batches.
 #
-# On a cluster, the cores of a node are shared by its ranks: with 64 cores and 8 GPUs there are 8 for each rank, one of
-# them for the loop.
+# On a cluster, the cores of a node are shared by its ranks: with 64 cores and 8 GPUs there are 8 for each rank: one for
+# the loop, and 7 for its workers.
 #
 # **DALI**, NVIDIA's data loading library, takes another way. It describes the reading as a pipeline of operators that run
 # in C++ threads, and on a GPU also on the GPU. labcode has it behind the same interface: `--loader.backend dali`. It is
 # an extra of 1 GB (`pip install labcode[dali]`), and nothing in this lesson needs it.
 #
-# **Takeaway: take as many workers as make read/w smaller than compute, and never more than there are cores.**
+# **Takeaway: take as many workers as make read/w smaller than compute, and never more than the cores that the loop
+# leaves.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 6 minutes. Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
@@ -740,7 +753,8 @@ print(summary(by_maps, rows=6))
 # - the parts, as your timer had them;
 # - the operations with the most **self time**, which is the time in an operation without those that it calls. `addmm`
 #   and `mm` are matrix products;
-# - the **recommendation**, which comes from these shares by fixed rules, as in TensorBoard's profiler tab.
+# - the **recommendation**, which comes from these shares by fixed rules. (TensorBoard, a viewer of trainings in the
+#   browser, has such rules too. `--train.compile` calls PyTorch's compiler, to which lesson 03 comes.)
 #
 # Now the same for another training: the small GPT on text of lesson 00. Its data is a row of characters in memory. A
 # run of labcode records steps with `--profile.steps`.
@@ -776,7 +790,7 @@ compare("data wait of the GPT", gpt_data_wait, gpt_wait, found="measured")
 # For the GPT more workers would change nothing: there is no data to wait for. What stands out there is computing itself,
 # or the many small operations of a small model. These are the subject of lesson 03.
 #
-# A recorded run can be opened in two more tools: `tensorboard --logdir runs` has a profiler tab, and
+# A recorded run can be opened in two more tools: `tensorboard --logdir runs` has a tab for profiles, and
 # [Perfetto](https://ui.perfetto.dev) opens the file under `runs/gpt/profile` and shows each operation on a time line.
 #
 # **Takeaway: profile before you change anything. The cure of one training does nothing for another.**
@@ -845,11 +859,12 @@ for event in sorted(recorded.key_averages(), key=lambda event: -event.cpu_time_t
 # there are three things to cure. Besides what the slow one calls, a job has `job.read_crop(time, place)`, where `place`
 # is what `job.place(step)` returns. The rubric of the check:
 #
-# 1. The weights and the log are those of the slow training.
+# 1. The weights and the log are those of the slow training, after any number of steps.
 # 2. Nothing is computed again that does not change, nothing that nobody looks at, and nothing is read that is not used.
-# 3. What guards the run is still there.
+# 3. What guards the run is still there: when a weight is no finite number any more, the same step ends in an error.
 #
-# The check counts calls, so it does not matter how busy your machine is.
+# The check counts calls, so it does not matter how busy your machine is. It runs the slow training too, so it takes some
+# 10 seconds.
 
 # %% tags=["exercise"]
 def faster_training(job, num_steps):
@@ -873,8 +888,8 @@ check("2.4", lambda: l02.faster(faster_training))
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes, for those who have time. People remove `weights_are_finite`, because it looks
-# expensive; the table says that it is not. Others validate in the wrong place, before the step. For those who go on:
-# read ahead with the class of exercise 2.3, and measure.
+# expensive; the table says that it is not. Others call it and do not look at what it says. Others validate in the wrong
+# place, before the step. For those who go on: read ahead with the class of exercise 2.3, and measure.
 
 # %% [markdown]
 # ## From here to GPUs and SLURM
@@ -885,12 +900,12 @@ check("2.4", lambda: l02.faster(faster_training))
 # | 4 workers, crops, steps 10 to 12 recorded | `python -m labcode.train vit_tiny --data.path big.zarr --data.crop 60 60 --loader.workers 4 --profile.steps 10:13` |
 # | what the recording says | `python -m labcode.train.profile runs/vit_tiny-001` |
 # | a GPU: copies that overlap with computing | add `--loader.pin_memory` |
-# | SLURM: cores for the workers | `#SBATCH --cpus-per-task=8`, and no more workers than that |
+# | SLURM: cores for the loop and its workers | `#SBATCH --cpus-per-task=8`, and `--loader.workers 7` at most |
 #
 # A copy from the host to a GPU can run beside computing only if the batch lies in **pinned** memory, which the operating
-# system never moves. `--loader.pin_memory` reads into such memory, and labcode copies the next batch on a stream of its
-# own while the GPU computes. For GPUs there is also NVIDIA's profiler Nsight Systems; `--profile.nvtx` names the parts
-# to it.
+# system never moves. `--loader.pin_memory` reads into such memory, and labcode copies the next batch on a **stream** of
+# its own, which is a second queue of the GPU, while the GPU computes. For GPUs there is also NVIDIA's profiler Nsight
+# Systems. `--profile.nvtx` tells it the names of the parts. (NVTX is NVIDIA's library for such marks.)
 #
 # ## Questions
 #

@@ -41,7 +41,7 @@ from torch.nn.parallel import DistributedDataParallel
 from labcode import recipes
 from labcode.comm.timing import call_times
 from labcode.models import gpt, layers
-from labcode.parallel import data
+from labcode.parallel import torch_data
 from labcode.parallel.data import Bucket, DataParallel, make_buckets
 from labcode.perf import alpha_beta
 from labcode.pool.ranks import Ranks
@@ -213,7 +213,8 @@ show_source(l05_by_hand.average_buckets)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 18 minutes. Typical: assigning to a local name instead of copying into `.grad`, dividing before
 # and after, and giving `split` bytes instead of numbers. Ask: how much memory does the row cost? (As much as its
-# gradients, for a moment. DDP avoids it: with `gradient_as_bucket_view=True` the gradients live inside the buckets.)
+# gradients, for a moment. DDP avoids it with `gradient_as_bucket_view=True`, and labcode always: there the gradients
+# live inside the buckets.)
 
 # %% [markdown]
 # ## 2. Send while you compute
@@ -357,10 +358,14 @@ class OverlappedDataParallel:
 check("5.2", lambda: l05.overlapped(OverlappedDataParallel, ranks))
 
 # %% [markdown]
-# In labcode a bucket has these two halves of your class as methods. `send` divides before the sum, because in 16 bits a
-# sum of many large gradients could overflow, and it takes zeros for a parameter that has no gradient.
+# In labcode a bucket has these two halves of your class as methods, and a third. It keeps its row, `flat`, from step to
+# step, and a view of it for each parameter: its part of the row, in the parameter's shape. The hook calls `adopt`, which
+# moves a new gradient into its view and makes the view the parameter's `.grad`. From then on the gradient lies in the
+# row, so nobody has to join it or to copy it back, and no second row is needed. `send` divides before the sum, because
+# in 16 bits a sum of many large gradients could overflow, and it takes zeros for a parameter that has no gradient.
 
 # %%
+show_source(Bucket.adopt)
 show_source(Bucket.send)
 show_source(Bucket.receive)
 
@@ -449,7 +454,7 @@ print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 # | step | `labcode.parallel.data` | DDP |
 # |---|---|---|
 # | equal weights | a broadcast in `DataParallel()` | `_sync_module_states` in the constructor |
-# | buckets, last parameter first | `make_buckets` | `_compute_bucket_assignment_by_size`; one bucket in the first step, then made anew, in the order in which the gradients came |
+# | buckets, last parameter first | `make_buckets`; made anew after the first step, in the order in which the gradients came | `_compute_bucket_assignment_by_size`; one bucket in the first step, then made anew in the same way |
 # | a gradient is ready | `_gradient_ready` | `Reducer::autograd_hook` |
 # | send in one order | wait for the buckets before | `Reducer::mark_bucket_ready` |
 # | wait, hand out the means | `finish_gradient_sync()` | `Reducer::finalize_backward`, before `backward()` returns |
@@ -558,7 +563,8 @@ check("5.3", lambda: l05.quiet(QuietDataParallel, ranks))
 # %% [markdown]
 # Here is how labcode decides when to send, with the flag `_syncing` of its own `no_sync`. It keeps the parameters of a
 # bucket that are still missing, and so it notices a second backward that comes before the first one's gradients were
-# handed out. The loop at the end keeps the order of section 3.
+# handed out. Inside `no_sync` a gradient moves into its bucket too, where the next ones are added to it. The loop at the
+# end keeps the order of section 3.
 
 # %%
 show_source(DataParallel._gradient_ready)
@@ -721,7 +727,7 @@ check("5.5", lambda: l05.compress(compress, ranks))
 # divided by another number than that of the ranks, and the hook does just that.
 
 # %%
-show_source(data._sum_then_divide)
+show_source(torch_data._sum_then_divide)
 ranks.close()
 
 # %% [markdown] tags=["solution-only"]

@@ -773,9 +773,10 @@ with lab.fault("code"):
 
 # %% [markdown]
 # The ranks have met and are connected, so the network is not to blame. But a rank received a message of another size than
-# it expects. gloo notices that. NCCL does not: its documentation warns of hangs, crashes and wrong data. `cksum` prints a
-# checksum of a file and its size. `srun` runs it on each node, and here the two checksums differ: the ranks do not run
-# the same code.
+# it expects. gloo notices that, and ends the process with a `gloo::EnforceNotMet`. (Now and then the job ends so fast that
+# the sizes do not come through, and only this name is printed.) NCCL does not notice: its documentation warns of hangs,
+# crashes and wrong data. `cksum` prints a checksum of a file and its size. `srun` runs it on each node, and here the two
+# checksums differ: the ranks do not run the same code.
 #
 # **Takeaway: "refused" shows an address, and the address shows the fault. Silence means a firewall, or a node that is
 # gone.**

@@ -3,14 +3,19 @@
 import contextlib
 import math
 import queue
+import sys
 import threading
 import time
 from collections import defaultdict
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+import torch
 from answers import Answers
 
 from labcode.teach.exercises import l02
 from labcode.teach.labs import l02_by_hand
+from labcode.train.ranges import StepRanges
 
 # ---- 2.1 a profiler from timers
 
@@ -181,6 +186,42 @@ class Percent(WithAStack):
         return {name: 100 * share for name, share in super().shares().items()}
 
 
+class RestOfParts(WithInnerTime):
+    """Leaves the rest out when there was no part."""
+
+    def shares(self):
+        shares = super().shares()
+        return shares if self.own else {}
+
+
+class NoYield(WithAStack):
+    @contextlib.contextmanager
+    def part(self, name):
+        self.tick()
+        self.stack.append(name)
+        try:
+            pass
+        finally:
+            self.tick()
+            self.stack.pop()
+
+
+class NoDecorator(WithAStack):
+    def part(self, name):
+        self.tick()
+        self.stack.append(name)
+        try:
+            yield
+        finally:
+            self.tick()
+            self.stack.pop()
+
+
+class Ranges(StepRanges):
+    def shares(self):
+        return {}
+
+
 TIMER = Answers(
     check=lambda answer, ranks: l02.step_timer(answer),
     right={"stack": WithAStack, "inner time": WithInnerTime, "events": WithEvents},
@@ -194,7 +235,11 @@ TIMER = Answers(
         "another clock": (OwnClock, "`self.clock` is never called"),
         "no return": (NoReturn, "it returned None"),
         "percent": (Percent, "yours says"),
-        "labcode's own": (l02_by_hand.StepTimer, "labcode's own answer"),
+        "no rest without a part": (RestOfParts, "no part at all: there is no 'rest'"),
+        "no yield": (NoYield, "`part` has no `yield`"),
+        "no decorator": (NoDecorator, "contextlib.contextmanager"),
+        "labcode's own": (l02_by_hand.StepTimer, "l02_by_hand.StepTimer is labcode's own answer"),
+        "labcode's ranges": (Ranges, "ranges.StepRanges is labcode's own answer"),
     },
 )
 
@@ -237,12 +282,75 @@ def only_the_box(box, chunks, itemsize=4):
     return math.prod(stop - start for start, stop in box) * itemsize
 
 
+def with_numpy(box, chunks, itemsize=4):
+    start, stop = np.array(box).T
+    lengths = np.array(chunks)
+    return np.prod((-(-stop // lengths) - start // lengths) * lengths) * itemsize
+
+
+def with_torch(box, chunks, itemsize=4):
+    box, lengths = torch.tensor(box), torch.tensor(chunks)
+    first = box[:, 0] // lengths
+    last = (box[:, 1] - 1) // lengths
+    return torch.prod(last - first + 1) * torch.prod(lengths) * itemsize
+
+
+def with_fractions(box, chunks, itemsize=4):
+    number = 1.0
+    for axis, length in enumerate(chunks):
+        start, stop = box[axis]
+        number *= math.ceil(stop / length) - math.floor(start / length)
+    return number * math.prod(chunks) * itemsize
+
+
+def from_zero(box, chunks, itemsize=4):
+    counts = [math.ceil(stop / n) for (_, stop), n in zip(box, chunks)]
+    return math.prod(counts) * math.prod(chunks) * itemsize
+
+
+def clipped_at_the_map(box, chunks, itemsize=4):
+    total = itemsize
+    for (start, stop), length, end in zip(box, chunks, (40, 180, 360)):
+        total *= min(((stop - 1) // length + 1) * length, end) - start // length * length
+    return total
+
+
+def empties_the_box(box, chunks, itemsize=4):
+    total = itemsize
+    lengths = list(chunks)
+    while box:
+        start, stop = box.pop()
+        length = lengths.pop()
+        total *= ((stop - 1) // length - start // length + 1) * length
+    return total
+
+
+def changes_the_box(box, chunks, itemsize=4):
+    for axis, (start, stop) in enumerate(box):
+        box[axis] = (start, stop - 1)
+    counts = [last // n - start // n + 1 for (start, last), n in zip(box, chunks)]
+    return math.prod(counts) * math.prod(chunks) * itemsize
+
+
 BYTES = Answers(
     check=lambda answer, ranks: l02.bytes_read(answer),
-    right={"floor": with_floor, "ceil": with_ceil, "sets": with_sets},
+    right={
+        "floor": with_floor,
+        "ceil": with_ceil,
+        "sets": with_sets,
+        "numpy": with_numpy,
+        "torch": with_torch,
+        "fractions": with_fractions,
+    },
     wrong={
         "stop is in the box": (one_too_many, "`stop` itself is not in the box"),
         "forgets where it begins": (rounds_up, "in which chunk is the first position"),
+        "from the first chunk": (from_zero, "chunks that lie before the box"),
+        "clipped": (clipped_at_the_map, "not a whole number of chunks"),
+        "empties the box": (empties_the_box, "afterwards `box` is []"),
+        "changes the box": (changes_the_box, "afterwards `box` is"),
+        "always the same": (lambda b, c, i=4: 16 * 180 * 360 * i, "first position"),
+        "kB": (lambda b, c, i=4: with_floor(b, c, i) / 1000, "not a whole number of chunks"),
         "the box alone": (only_the_box, "a chunk is read as a whole"),
         "numbers": (lambda b, c, i=4: with_floor(b, c, 1), "how long is each"),
         "chunks": (
@@ -250,7 +358,7 @@ BYTES = Answers(
             "how many bytes has each",
         ),
         "no return": (lambda b, c, i=4: None, "it returned None"),
-        "always 4 bytes": (lambda b, c, i=4: with_floor(b, c, 4), "2 bytes a number"),
+        "always 4 bytes": (lambda b, c, i=4: with_floor(b, c, 4), "where does `itemsize`"),
         "one chunk": (lambda b, c, i=4: math.prod(c) * i, "in which chunk is the first"),
         "labcode's own": (l02_by_hand.bytes_read, "labcode's own answer"),
     },
@@ -513,9 +621,254 @@ class JoinsFirst(LeavesThread):
             yield ready.get()
 
 
+class WithCondition(Base):
+    """Without a queue: the thread waits for room before it takes a batch over."""
+
+    def __iter__(self):
+        waiting = []
+        changed = threading.Condition()
+        state = {"over": False, "error": None, "left": False}
+
+        def read():
+            try:
+                for batch in self.source:
+                    with changed:
+                        changed.wait_for(lambda: len(waiting) < self.ahead or state["left"])
+                        if state["left"]:
+                            return
+                        waiting.append(batch)
+                        changed.notify_all()
+            except Exception as error:
+                state["error"] = error
+            with changed:
+                state["over"] = True
+                changed.notify_all()
+
+        thread = threading.Thread(target=read, daemon=True)
+        thread.start()
+        try:
+            while True:
+                with changed:
+                    changed.wait_for(lambda: waiting or state["over"])
+                    if not waiting:
+                        break
+                    batch = waiting.pop(0)
+                    changed.notify_all()
+                yield batch
+            if state["error"] is not None:
+                raise state["error"]
+        finally:
+            with changed:
+                state["left"] = True
+                changed.notify_all()
+            thread.join()
+
+
+class WithPool(Base):
+    """`ahead` reads that were asked for, each of a thread pool."""
+
+    def __iter__(self):
+        source = iter(self.source)
+        with ThreadPoolExecutor(1) as pool:
+            reads = [pool.submit(next, source) for _ in range(self.ahead)]
+            while True:
+                try:
+                    batch = reads.pop(0).result()
+                except StopIteration:
+                    return
+                reads.append(pool.submit(next, source))
+                yield batch
+
+
+class Whole(Base):
+    """A right loader in parts, of which wrong ones change one."""
+
+    def __iter__(self):
+        ready = self.queue()
+        stopped = threading.Event()
+        thread = threading.Thread(target=self.read, args=(ready, stopped), daemon=True)
+        thread.start()
+        try:
+            while True:
+                kind, content = self.get(ready)
+                if kind == "end":
+                    return
+                if kind == "error":
+                    self.fail(content)
+                yield content
+        finally:
+            stopped.set()
+            self.wait(thread)
+
+    def queue(self):
+        return queue.Queue(self.ahead)
+
+    def get(self, ready):
+        return ready.get()
+
+    def fail(self, error):
+        raise error
+
+    def wait(self, thread):
+        thread.join()
+
+    def read(self, ready, stopped):
+        try:
+            for batch in self.source:
+                self.put(ready, ("batch", batch), stopped)
+                if stopped.is_set():
+                    return
+        except Exception as error:
+            self.put_error(ready, ("error", error), stopped)
+        else:
+            self.put_end(ready, ("end", None), stopped)
+
+    def put(self, ready, item, stopped):
+        while not stopped.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(item, timeout=0.05)
+                return
+
+    def put_error(self, ready, item, stopped):
+        self.put(ready, item, stopped)
+
+    def put_end(self, ready, item, stopped):
+        self.put(ready, item, stopped)
+
+
+class PutsForEver(Whole):
+    """The plainest try: `put` without a timeout, and a join."""
+
+    def put(self, ready, item, stopped):
+        if not stopped.is_set():
+            ready.put(item)
+
+
+class PutsForEverInALoop(Whole):
+    def put(self, ready, item, stopped):
+        while not stopped.is_set():
+            try:
+                ready.put(item)
+                return
+            except queue.Full:
+                continue
+
+
+class PutsForEverUnjoined(PutsForEver):
+    def wait(self, thread):
+        pass
+
+
+class PutsTheEndForEver(Whole):
+    def put_end(self, ready, item, stopped):
+        ready.put(item)
+
+
+class PutsTheErrorForEver(Whole):
+    def put_error(self, ready, item, stopped):
+        ready.put(item)
+
+
+class DropsTheError(Whole):
+    """No room for the error: nobody hears of it."""
+
+    def put_error(self, ready, item, stopped):
+        with contextlib.suppress(queue.Full):
+            ready.put_nowait(item)
+
+
+class PutsOnce(Whole):
+    def put(self, ready, item, stopped):
+        ready.put(item, timeout=0.5)
+
+
+class GetsInTime(Whole):
+    def get(self, ready):
+        return ready.get(timeout=0.05)
+
+
+class OneQueue(Whole):
+    """One queue and one event for all loops."""
+
+    def __init__(self, source, ahead):
+        super().__init__(source, ahead)
+        self.ready = queue.Queue(ahead)
+        self.stopped = threading.Event()
+
+    def queue(self):
+        return self.ready
+
+    def read(self, ready, stopped):
+        super().read(ready, self.stopped)
+
+    def wait(self, thread):
+        self.stopped.set()
+        thread.join()
+
+
+class OneKindOfError(Whole):
+    def read(self, ready, stopped):
+        try:
+            for batch in self.source:
+                self.put(ready, ("batch", batch), stopped)
+                if stopped.is_set():
+                    return
+        except ValueError as error:
+            self.put(ready, ("error", error), stopped)
+        else:
+            self.put(ready, ("end", None), stopped)
+
+
+class ErrorsByType(Whole):
+    """What is an Exception is raised, also if it was a batch."""
+
+    def get(self, ready):
+        kind, content = super().get(ready)
+        return ("error" if isinstance(content, Exception) else kind), content
+
+
+class DoesNotWait(Whole):
+    def wait(self, thread):
+        pass
+
+
+class HardlyWaits(Whole):
+    def wait(self, thread):
+        thread.join(timeout=0.001)
+
+
+class AnotherError(Whole):
+    def fail(self, error):
+        raise RuntimeError(str(error))
+
+
+class DropsTheLast(Whole):
+    def read(self, ready, stopped):
+        held = []
+        for batch in self.source:
+            if held:
+                self.put(ready, ("batch", held.pop()), stopped)
+            held.append(batch)
+        self.put(ready, ("end", None), stopped)
+
+
+class ReturnsABatch(Base):
+    def __iter__(self):
+        for batch in self.source:
+            return batch
+        return None
+
+
 PREFETCHER = Answers(
     check=lambda answer, ranks: l02.prefetcher(answer),
-    right={"drain": WithDrain, "timeout": WithTimeout, "semaphore": WithSemaphore},
+    right={
+        "drain": WithDrain,
+        "timeout": WithTimeout,
+        "semaphore": WithSemaphore,
+        "condition": WithCondition,
+        "pool": WithPool,
+        "in parts": Whole,
+    },
     wrong={
         "does not read ahead": (NotAhead, "read by the loop's own thread"),
         "None is the end": (NoneIsTheEnd, "what tells it from the end"),
@@ -528,7 +881,23 @@ PREFETCHER = Answers(
         "the newest first": (Newest, "arrived as"),
         "gives pairs": (GivesPairs, "the batch is 100"),
         "joins first": (JoinsFirst, "still waiting after"),
-        "labcode's own": (l02_by_hand.Prefetcher, "labcode's own answer"),
+        "puts for ever": (PutsForEver, "nobody takes anything out of it any more"),
+        "puts for ever in a loop": (PutsForEverInALoop, "nobody takes anything out of it any more"),
+        "puts for ever, no join": (PutsForEverUnjoined, "wait for room in the queue for ever"),
+        "puts the end for ever": (PutsTheEndForEver, "waits for room for the end"),
+        "puts the error for ever": (PutsTheErrorForEver, "waits for room for an error"),
+        "drops the error": (DropsTheError, "with an error waiting for room"),
+        "puts once": (PutsOnce, "takes 1 s for batch 0, with a batch waiting for room"),
+        "gets in time": (GetsInTime, "the loop got queue.Empty"),
+        "one queue for all loops": (OneQueue, "left behind by the first loop"),
+        "one kind of error": (OneKindOfError, "raises KeyError"),
+        "errors by type": (ErrorsByType, "what tells it from an error"),
+        "does not wait": (DoesNotWait, "who waits for its end"),
+        "hardly waits": (HardlyWaits, "who waits for its end"),
+        "another error": (AnotherError, "this very error"),
+        "drops the last": (DropsTheLast, "106 is missing"),
+        "returns a batch": (ReturnsABatch, "it has no `yield`"),
+        "labcode's own": (l02_by_hand.Prefetcher, "l02_by_hand.Prefetcher is labcode's own"),
     },
 )
 
@@ -688,9 +1057,121 @@ def statistics_still(job, num_steps):
     return log
 
 
+def own_guard(job, num_steps):
+    mean, std = job.statistics()
+    log = []
+    for step in range(num_steps):
+        place = job.place(step)
+        state = (job.read_crop(step, place) - mean) / std
+        target = (job.read_crop(step + 1, place) - mean) / std
+        loss = job.train_on(state, target)
+        assert bool(job.weights().isfinite().all())
+        if step % 5 == 4:
+            log.append((step, loss, job.validate(mean, std)))
+    return log
+
+
+def with_products(job, num_steps):
+    """Products in place of quotients: not the same bits."""
+    mean, std = job.statistics()
+    scale = 1 / std
+    log = []
+    for step in range(num_steps):
+        place = job.place(step)
+        state = (job.read_crop(step, place) - mean) * scale
+        target = (job.read_crop(step + 1, place) - mean) * scale
+        loss = job.train_on(state, target)
+        assert job.weights_are_finite()
+        if step % 5 == 4:
+            log.append((step, loss, job.validate(mean, std)))
+    return log
+
+
+def guarded(guard, before=False, wrap=lambda row: row):
+    """An answer that calls `guard(job, step)`, and leaves the loop when that returns True.
+
+    Args:
+        guard: What guards the run.
+        before: Ahead of the step in place of after it.
+        wrap: What is done to a row of the log.
+    """
+
+    def training(job, num_steps):
+        mean, std = job.statistics()
+        log = []
+        for step in range(num_steps):
+            if before and guard(job, step):
+                break
+            place = job.place(step)
+            state = (job.read_crop(step, place) - mean) / std
+            target = (job.read_crop(step + 1, place) - mean) / std
+            loss = job.train_on(state, target)
+            if not before and guard(job, step):
+                break
+            if step % 5 == 4:
+                log.append(wrap((step, loss, job.validate(mean, std))))
+        return log
+
+    return training
+
+
+def asks(job, step):
+    job.weights_are_finite()
+
+
+def prints(job, step):
+    if not job.weights_are_finite():
+        print("not finite", file=sys.stderr)
+
+
+def swallows(job, step):
+    with contextlib.suppress(AssertionError):
+        assert job.weights_are_finite()
+
+
+def is_not_none(job, step):
+    assert job.weights_are_finite() is not None
+
+
+def leaves(job, step):
+    return not job.weights_are_finite()
+
+
+def asserts(job, step):
+    assert job.weights_are_finite()
+
+
+def asserts_each_fifth(job, step):
+    assert step % 5 != 4 or job.weights_are_finite()
+
+
+def rounded(row):
+    step, loss, validation = row
+    return step, round(loss, 3), round(validation, 3)
+
+
+def in_blocks(job, num_steps):
+    return straight(job, num_steps // 5 * 5)
+
+
+def not_normalised(job, num_steps):
+    mean, std = job.statistics()
+    for step in range(num_steps):
+        place = job.place(step)
+        target = (job.read_crop(step + 1, place) - mean) / std
+        job.train_on(job.read_crop(step, place), target)
+        assert job.weights_are_finite()
+
+
 FASTER = Answers(
     check=lambda answer, ranks: l02.faster(answer),
-    right={"straight": straight, "generator": with_prefetching, "lists": as_lists},
+    right={
+        "straight": straight,
+        "generator": with_prefetching,
+        "lists": as_lists,
+        "a guard of its own": own_guard,
+        "products": with_products,
+    },
     wrong={
         "removes the guard": (unguarded, "guards the run"),
         "always the same crop": (one_place, "which crop, and normalised by what"),
@@ -700,7 +1181,18 @@ FASTER = Answers(
         "one row": (validates_at_the_end, "every fifth step"),
         "statistics of the crop": (own_statistics, "normalised by what"),
         "statistics in each step": (statistics_still, "does its result change"),
-        "fewer steps": (lambda job, n: straight(job, n // 2), "it trained 5 steps"),
+        "fewer steps": (lambda job, n: straight(job, n // 2), "it trained 6 steps"),
+        "ten steps": (lambda job, n: straight(job, 10), "it trained 10 steps, and 12"),
+        "blocks of five": (in_blocks, "it trained 10 steps, and 12"),
+        "asks and goes on": (guarded(asks), "without an error"),
+        "prints": (guarded(prints), "without an error"),
+        "swallows": (guarded(swallows), "without an error"),
+        "compares with None": (guarded(is_not_none), "without an error"),
+        "leaves the loop": (guarded(leaves), "without an error"),
+        "guards the step before": (guarded(asserts, before=True), "without an error"),
+        "guards each fifth step": (guarded(asserts_each_fifth), "it trained on, to step 4"),
+        "rounds": (guarded(asserts, wrap=rounded), "the log keeps what it says"),
+        "not normalised": (not_normalised, "is each crop normalised"),
         "no return": (lambda job, n: None, "it returned None"),
         "the slow one": (l02.slow_training, "does its result change"),
     },

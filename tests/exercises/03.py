@@ -6,10 +6,11 @@ import math
 import torch
 from answers import Answers
 from torch import nn
+from torch.optim.adamw import adamw as adamw_of_torch
 
 from labcode.models import gpt
 from labcode.teach.exercises import l03
-from labcode.teach.labs import l03_by_hand
+from labcode.teach.labs import l03_by_hand, l03_race
 from labcode.teach.labs.l03_race import Settings
 
 # ---- 3.1 the spacing
@@ -70,6 +71,13 @@ def of_ten(x, fraction_bits):
     return 10.0 ** (math.floor(math.log10(abs(x))) - fraction_bits)
 
 
+def without_an_end(x, fraction_bits):
+    power = 1.0
+    while power != abs(x):
+        power = power / 2 if power > abs(x) else power * 2
+    return power / 2**fraction_bits
+
+
 SPACING = Answers(
     check=lambda answer, ranks: l03.spacing(answer),
     right={"floor": by_floor, "frexp": by_frexp, "torch": by_torch, "a loop": by_a_loop},
@@ -81,6 +89,7 @@ SPACING = Answers(
         "rounded up": (rounded_up, "is your power of two the one below |x|?"),
         "cut to an int": (cut_to_an_int, "from 1 to 2; 0.75 lies below"),
         "without return": (without_return, "is there a `return`?"),
+        "without an end": (without_an_end, "does the loop also end for x = 1.5?"),
         "of ten": (of_ten, "the next bfloat16 after"),
         "labcode's own": (l03_by_hand.spacing, "labcode's own answer"),
     },
@@ -292,6 +301,33 @@ class NeverBack(AsInTheLesson):
         self.good_steps *= finite
 
 
+class UnscaleUpdates(AsInTheLesson):
+    def unscale(self, params):
+        finite = super().unscale(params)
+        self.update(finite)
+        return finite
+
+
+class UnscaleHalves(AsInTheLesson):
+    def unscale(self, params):
+        finite = super().unscale(params)
+        if not finite:
+            self.scale /= 2
+        return finite
+
+
+class UnscaleStartsAnew(AsInTheLesson):
+    def unscale(self, params):
+        self.good_steps = 0
+        return super().unscale(params)
+
+
+class WholeNumbers(AsInTheLesson):
+    def update(self, finite):
+        super().update(finite)
+        self.scale = float(int(self.scale))
+
+
 SCALER = Answers(
     check=lambda answer, ranks: l03.scaler(answer),
     right={
@@ -317,6 +353,10 @@ SCALER = Answers(
         "grows for ever": (GrowsForEver, "it counts from the start again"),
         "not in a row": (NotInARow, "had to begin the row anew"),
         "never back": (NeverBack, "16 after an overflow"),
+        "unscale updates": (UnscaleUpdates, "unscale changed the scale from 2 to 1"),
+        "unscale halves": (UnscaleHalves, "unscale changed the scale from 2 to 1"),
+        "unscale starts anew": (UnscaleStartsAnew, "Does unscale change what update counts"),
+        "whole numbers": (WholeNumbers, "is a scale below 1 rounded"),
         "labcode's own": (l03_by_hand.Scaler, "labcode's own answer"),
     },
 )
@@ -325,38 +365,64 @@ SCALER = Answers(
 
 
 def a_step(model, optimizer, scaler, micro_batches, max_norm, *, wrong=""):
-    if wrong != "no zero_grad":
+    m = len(micro_batches)
+    if wrong not in ("no zero_grad", "zero_grad after the step"):
         optimizer.zero_grad()
     for tokens, targets in micro_batches:
+        if wrong == "zero_grad in the loop":
+            optimizer.zero_grad()
+        if wrong == "tokens and targets":
+            tokens, targets = targets, tokens
         dtype = torch.bfloat16 if wrong == "bfloat16" else torch.float16
         with torch.autocast("cpu", dtype=dtype, enabled=wrong != "no autocast"):
             loss = gpt.loss(model(tokens), targets)
-        if wrong != "sum":
-            loss = loss / len(micro_batches)
+            if wrong == "backward inside":
+                scaler.backward(loss / m)
+        if wrong == "windows":
+            loss = loss / len(tokens)
+        elif wrong != "sum":
+            loss = loss / m
         if wrong == "plain backward":
             loss.backward()
-        else:
+        elif wrong != "backward inside":
             scaler.backward(loss)
         if wrong == "unscale each":
             finite = scaler.unscale(model.parameters())
+        if wrong == "clip each":
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        if wrong == "zeroes its data":
+            micro_batches[0][0].zero_()
     if wrong == "clip first":
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if wrong != "unscale each" and wrong != "never unscale":
         finite = scaler.unscale(model.parameters())
     if wrong == "never unscale":
         finite = True
-    if wrong not in ("no clip", "clip first", "clip last"):
-        norm = 1.0 if wrong == "another norm" else max_norm
+    if wrong == "each by itself":
+        for param in model.parameters():
+            nn.utils.clip_grad_norm_([param], max_norm)
+    elif wrong not in ("no clip", "clip first", "clip last", "clip each"):
+        norm = {"another norm": 1.0, "norm / m": max_norm / m}.get(wrong, max_norm)
         nn.utils.clip_grad_norm_(model.parameters(), norm)
     if finite or wrong == "steps all the same":
         optimizer.step()
+        if wrong == "zero_grad after the step":
+            optimizer.zero_grad()
+    elif wrong == "halves the weights":
+        with torch.no_grad():
+            for param in model.parameters():
+                param.mul_(0.5)
+    elif wrong == "clears the state":
+        optimizer.state.clear()
     if wrong == "clip last":
         nn.utils.clip_grad_norm_(model.parameters(), max_norm)
     if wrong == "update only if finite":
         if finite:
             scaler.update(finite)
-    elif wrong == "always True":
-        scaler.update(True)
+    elif wrong == "not finite":
+        scaler.update(not finite)
+    elif wrong in ("always True", "always False"):
+        scaler.update(wrong == "always True")
     elif wrong != "no update":
         scaler.update(finite)
 
@@ -367,7 +433,8 @@ def returns_early(model, optimizer, scaler, micro_batches, max_norm):
     for tokens, targets in micro_batches:
         with torch.autocast("cpu", torch.float16):
             logits = model(tokens)
-        scaler.backward(gpt.loss(logits, targets) / m)
+            loss = gpt.loss(logits, targets) / m
+        scaler.backward(loss)
     if not scaler.unscale(model.parameters()):
         scaler.update(False)
         return
@@ -393,6 +460,58 @@ def clips_by_hand(model, optimizer, scaler, micro_batches, max_norm):
     scaler.update(is_finite)
 
 
+def zeroes_at_the_end(model, optimizer, scaler, micro_batches, max_norm):
+    for batch in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(batch[0])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        scaler.backward(loss / len(micro_batches))
+    finite = scaler.unscale(model.parameters())
+    scaler.update(finite)
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    model.zero_grad()
+
+
+def one_backward(model, optimizer, scaler, micro_batches, max_norm):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16):
+        losses = [gpt.loss(model(tokens), targets) for tokens, targets in micro_batches]
+    scaler.backward(sum(losses) / len(losses))
+    finite = scaler.unscale(model.parameters())
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    scaler.update(finite)
+
+
+def the_last_loss(model, optimizer, scaler, micro_batches, max_norm):
+    optimizer.zero_grad()
+    for tokens, targets in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = gpt.loss(model(tokens), targets)
+    scaler.backward(loss)
+    finite = scaler.unscale(model.parameters())
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    scaler.update(finite)
+
+
+def loss_outside(model, optimizer, scaler, micro_batches, max_norm):
+    optimizer.zero_grad()
+    for tokens, targets in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(tokens)
+        scaler.backward(gpt.loss(logits, targets) / len(micro_batches))
+    finite = scaler.unscale(model.parameters())
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    scaler.update(finite)
+
+
 def steps_each(model, optimizer, scaler, micro_batches, max_norm):
     for batch in micro_batches:
         a_step(model, optimizer, scaler, [batch], max_norm)
@@ -404,14 +523,40 @@ def wrong(what):
 
 STEP = Answers(
     check=lambda answer, ranks: l03.train_step(answer),
-    right={"as in the lesson": a_step, "returns early": returns_early, "by hand": clips_by_hand},
+    right={
+        "as in the lesson": a_step,
+        "returns early": returns_early,
+        "by hand": clips_by_hand,
+        "zeroes at the end": zeroes_at_the_end,
+    },
     wrong={
         "clip first": (wrong("clip first"), "clipped before they are unscaled"),
-        "no clip": (wrong("no clip"), "not clipped, or to another norm"),
-        "clip last": (wrong("clip last"), "not clipped, or to another norm"),
-        "another norm": (wrong("another norm"), "times as far as they should"),
+        "no clip": (wrong("no clip"), "the gradients are not clipped: their norm is"),
+        "clip last": (wrong("clip last"), "clipped after `optimizer.step()`"),
+        "clip each": (wrong("clip each"), "clipped before they are unscaled"),
+        "another norm": (
+            wrong("another norm"),
+            "0.952 times that of the mean loss, with max_norm=1e+06",
+        ),
+        "norm / m": (wrong("norm / m"), "together is 0.167 at the optimizer"),
+        "each by itself": (wrong("each by itself"), "what is clipped, and to what?"),
         "sum": (wrong("sum"), "their mean was due"),
         "no zero_grad": (wrong("no zero_grad"), "where do the gradients of a step go?"),
+        "zero_grad in the loop": (
+            wrong("zero_grad in the loop"),
+            "only the last one is in the gradient",
+        ),
+        "zero_grad after the step": (
+            wrong("zero_grad after the step"),
+            "gradients of a step go that is left out?",
+        ),
+        "windows": (wrong("windows"), "1.5 times that of the mean loss"),
+        "tokens and targets": (wrong("tokens and targets"), "does it get?"),
+        "zeroes its data": (wrong("zeroes its data"), "they are the caller's"),
+        "backward inside": (wrong("backward inside"), "runs inside of the autocast block"),
+        "loss outside": (loss_outside, "the loss is computed outside of the autocast block"),
+        "the last loss": (the_last_loss, "which losses are in it?"),
+        "one backward": (one_backward, "the activations of all 3 lie in memory"),
         "no autocast": (wrong("no autocast"), "float32, not float16"),
         "bfloat16": (wrong("bfloat16"), "bfloat16, not float16"),
         "plain backward": (wrong("plain backward"), "`loss.backward()` leaves the loss"),
@@ -419,8 +564,12 @@ STEP = Answers(
         "never unscale": (wrong("never unscale"), "never unscaled"),
         "no update": (wrong("no update"), "`scaler.update` was not called"),
         "update only if finite": (wrong("update only if finite"), "too large for ever"),
-        "always True": (wrong("always True"), "does update get what unscale found?"),
+        "always True": (wrong("always True"), "`scaler.update` got True in step 2"),
+        "always False": (wrong("always False"), "`scaler.update` got False in step 1"),
+        "not finite": (wrong("not finite"), "got False in step 1, where all gradients were finite"),
         "steps all the same": (wrong("steps all the same"), "inf or NaN afterwards"),
+        "halves the weights": (wrong("halves the weights"), "the weights have changed in it"),
+        "clears the state": (wrong("clears the state"), "the state of the optimizer"),
         "a step for each": (steps_each, "unscale was called 9 times"),
         "labcode's own": (l03_by_hand.train_step, "labcode's own answer"),
     },
@@ -434,6 +583,7 @@ def with_foreach(
     weights, grads, means, squares, step,
     lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1, *, wrong="",
 ):  # fmt: skip
+    eps = {"no eps": 0.0, "eps of its own": 1e-6}.get(wrong, eps)
     if wrong == "decay in the gradient":
         grads = torch._foreach_add(grads, weights, alpha=decay)
     elif wrong not in ("no decay", "decay last"):
@@ -518,6 +668,47 @@ def bad(what):
     return functools.partial(with_foreach, wrong=what)
 
 
+def by_torch(
+    weights, grads, means, squares, step, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1
+):
+    adamw_of_torch(
+        weights,
+        grads,
+        means,
+        squares,
+        [],
+        [torch.tensor(float(step - 1)) for _ in weights],
+        foreach=True,
+        amsgrad=False,
+        beta1=beta1,
+        beta2=beta2,
+        lr=lr,
+        weight_decay=decay,
+        eps=eps,
+        maximize=False,
+    )
+
+
+def by_one_fused(
+    weights, grads, means, squares, step, lr=1e-3, beta1=0.9, beta2=0.95, eps=1e-8, decay=0.1
+):
+    torch._fused_adamw_(
+        weights,
+        grads,
+        means,
+        squares,
+        [],
+        [torch.tensor(float(step)) for _ in weights],
+        lr=lr,
+        beta1=beta1,
+        beta2=beta2,
+        weight_decay=decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
 ADAMW = Answers(
     check=lambda answer, ranks: l03.adamw(answer),
     right={
@@ -534,55 +725,93 @@ ADAMW = Answers(
         "no correction": (bad("no correction"), "divided by 1 - beta**step"),
         "eps uncorrected": (bad("eps uncorrected"), "after that was corrected"),
         "no root of the correction": (bad("no root"), "sqrt(1 - beta2**step)"),
+        "no eps": (bad("no eps"), "all is right but eps: it was called with eps=0.001"),
+        "eps of its own": (bad("eps of its own"), "the weights are those of eps=1e-06"),
         "uphill": (bad("uphill"), "uphill"),
         "beta for 1 - beta": (bad("beta"), "the first of `means` begins with"),
         "squares the gradients": (bad("squares the gradients"), "the gradients have changed"),
         "root in place": (bad("root in place"), "the first of `squares` begins with"),
         "not in place": (bad("not in place"), "the first weight is"),
         "labcode's own": (l03_by_hand.adamw, "labcode's own answer"),
+        "PyTorch's own": (torch.no_grad()(by_torch), "PyTorch's answer"),
+        "PyTorch's fused": (torch.no_grad()(by_one_fused), "PyTorch's whole step"),
     },
 )
 
 # ---- 3.5 the race, with a clock that always says the same
 
-
-def pretended(settings):
-    """A speed-up that no clock measures."""
-    if settings.batch < 8:
-        return 0.0
-    factor = {32: 1.0, 16: 1.9, 8: 3.6}[settings.batch]
-    if settings.dtype == "bfloat16":
-        factor *= 1.6
-    if settings.dtype == "float16":
-        factor *= 0.8
-    if settings.optimizer == "fused":
-        factor *= 1.1
-    return factor
+STEPS = {4: None, 8: 22, 16: 20, 32: 28}
+FACTORS = {"bfloat16": 0.66, "float16": 1.17, "fused": 0.89, "foreach": 0.98, "math": 1.0}
 
 
-def raced(answer, ranks):
-    l03.race(*answer, measure=pretended)
+def seconds_of_a_step(settings):
+    """As a processor with a unit for bfloat16 takes them, in parts of the baseline's."""
+    factors = [FACTORS.get(settings.dtype, 1.0), FACTORS.get(settings.optimizer, 1.0)]
+    return settings.batch / 32 * math.prod(factors)
+
+
+def seconds_without_a_unit(settings):
+    """Where the optimizer alone can gain."""
+    return seconds_of_a_step(settings) * (1.8 if settings.dtype == "bfloat16" else 1.0)
+
+
+def raced(answer, ranks, seconds=seconds_of_a_step):
+    def pretended(settings):
+        return l03_race.race(
+            settings,
+            lambda one: STEPS[one.batch],
+            lambda *several: tuple(map(seconds, several)),
+        )
+
+    l03.race(*answer[:2], measure=pretended)
+
+
+def raced_anywhere(answer, ranks):
+    raced(answer, ranks, *answer[2:])
 
 
 RACE = Answers(
-    check=raced,
+    check=raced_anywhere,
     right={
-        "small batches": (Settings(batch=8), 4),
         "all of it": (Settings(batch=8, dtype="bfloat16", optimizer="fused"), 5),
         "with math attention": (
             Settings(batch=16, dtype="bfloat16", optimizer="fused", attention="math"),
             3.0,
         ),
+        "bfloat16 alone": (Settings(batch=8, dtype="bfloat16"), 7),
+        "a tensor": (Settings(batch=8, dtype="bfloat16"), torch.tensor(6.0)),
+        "float32 where there is no unit": (
+            Settings(batch=8, optimizer="fused"),
+            5,
+            seconds_without_a_unit,
+        ),
     },
     wrong={
-        "the baseline": ((Settings(), 2.0), "the settings of the baseline"),
+        "the baseline": ((Settings(), 2.0), "the settings of the baseline: change"),
+        "the batch alone": ((Settings(batch=8), 4), "beside the batch of 8"),
+        "the batch and slow rungs": (
+            (Settings(8, "float16", "for_loop", "math"), 3.5),
+            "your step takes 17% longer",
+        ),
+        "without bfloat16": (
+            (Settings(batch=8, optimizer="fused"), 5),
+            "saves 11% of the baseline's time by the other three fields, and 41% can be saved",
+        ),
         "too small a batch": ((Settings(batch=4, dtype="bfloat16"), 4.0), "too many of them"),
-        "only the optimizer": ((Settings(optimizer="fused"), 2.0), "not tried yet"),
-        "float16": ((Settings(dtype="float16"), 2.0), "0.80 times as fast"),
+        "too large a batch": (
+            (Settings(dtype="bfloat16", optimizer="fused"), 2.0),
+            "28 steps where the baseline takes 28, each 0.59 times as long",
+        ),
+        "bfloat16 without a unit": (
+            (Settings(8, "bfloat16", "fused"), 4.0, seconds_without_a_unit),
+            "which of the three have you measured",
+        ),
         "a guess far off": ((Settings(batch=8, dtype="bfloat16"), 20.0), "more than a factor of 2"),
-        "no guess": ((Settings(batch=8, dtype="bfloat16"), None), "None"),
+        "no guess": ((Settings(batch=8, dtype="bfloat16"), None), "predicted_speedup is None"),
+        "no settings": ((None, 4.0), "settings is None: give l03_race.Settings"),
         "a dictionary": (({"batch": 8}, 2.0), "give l03_race.Settings"),
         "text": ((Settings(batch=8), "4"), "is a number"),
+        "a wrong field": ((Settings(8, "bf16"), 4), "dtype='bf16' is not known: choose one of"),
     },
 )
 

@@ -2,10 +2,11 @@
 
 import math
 import re
+from dataclasses import replace
 
 import torch
 from answers import Answers
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
 from labcode.teach.exercises import l16
 from labcode.teach.labs import l16_plan as plan
@@ -67,6 +68,11 @@ def capacity(log):
     return float(found[1]) * 2**30 if found else by_one_pattern(log)
 
 
+def no_kib(log):
+    found = re.search(r"[Tt]ried to allocate ([\d.]+) (bytes|MiB|GiB)", log)
+    return float(found[1]) * UNITS[found[2]] if found else None
+
+
 ASKED = Answers(
     check=lambda answer, ranks: l16.asked_bytes(answer),
     right={"one pattern": by_one_pattern, "split": by_split, "two patterns": two_patterns},
@@ -76,6 +82,7 @@ ASKED = Answers(
         "the CPU alone": (cpu_alone, "it returned None, and a number stands there"),
         "any number of bytes": (any_number_of_bytes, "no allocation in it that failed"),
         "the capacity": (capacity, "which of the numbers"),
+        "no KiB": (no_kib, "in KiB: it returned None"),
         "zero for none": (lambda log: by_one_pattern(log) or 0, "it returned 0"),
         "a text": (lambda log: by_one_pattern(log) and str(by_one_pattern(log)), "not '"),
     },
@@ -126,6 +133,7 @@ PEAK = Answers(
         "no logits": (peak_of(v=0.0), "where are the logits"),
         "no optimizer": (peak_of(w=1.0), "two numbers for each weight"),
         "no maximum": (peak_of(end=0.0), "which is the larger one"),
+        "a list": (lambda parts, count: [in_the_lesson(parts, count)], "return one number"),
         "activations times m": (
             lambda parts, count: in_the_lesson(
                 parts._replace(activations=count * parts.activations), count
@@ -288,6 +296,40 @@ class BackwardTwice(InTheLesson):
         return InTheLesson.backward(ctx, 2 * grad)
 
 
+class AlwaysAGradient(InTheLesson):
+    @staticmethod
+    def backward(ctx, grad):
+        copies = [x.detach().requires_grad_(True) for x in ctx.saved_tensors]
+        state_now = torch.get_rng_state()
+        torch.set_rng_state(ctx.state)
+        with torch.enable_grad():
+            output = ctx.block(*copies)
+        torch.set_rng_state(state_now)
+        torch.autograd.backward(output, grad)
+        needs = ctx.needs_input_grad[1:]
+        return None, *[x.grad if need else None for x, need in zip(copies, needs)]
+
+
+class NotDetached(InTheLesson):
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.random.fork_rng(devices=[]), torch.enable_grad():
+            torch.set_rng_state(ctx.state)
+            output = ctx.block(*ctx.saved_tensors)
+            torch.autograd.backward(output, grad)
+        return None, *[x.grad for x in ctx.saved_tensors]
+
+
+class PyTorchsFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, block, *inputs):
+        return CheckpointFunction.forward(ctx, block, True, *inputs)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return CheckpointFunction.backward(ctx, grad)[1:]
+
+
 class GivenOn:
     """No checkpointing at all."""
 
@@ -317,7 +359,10 @@ CHECKPOINT = Answers(
         "twice in forward": (TwiceInForward, "twice is enough"),
         "twice the gradient": (BackwardTwice, "2 times as large"),
         "no checkpointing": (GivenOn, "switched on in forward"),
-        "PyTorch's": (PyTorchs, "labcode's own answer"),
+        "PyTorch's": (PyTorchs, "checkpoint is PyTorch's answer"),
+        "PyTorch's Function": (PyTorchsFunction, "forward is PyTorch's answer"),
+        "every copy needs a gradient": (AlwaysAGradient, "with an input of whole numbers"),
+        "not detached": (NotDetached, "begin without a history"),
     },
 )
 
@@ -369,6 +414,24 @@ def from_zero(num_layers, layer_bytes, input_bytes):
     return all_k(num_layers, layer_bytes, input_bytes) - 1
 
 
+def divisors(num_layers, layer_bytes, input_bytes):
+    def kept(k):
+        return num_layers // k * input_bytes + k * layer_bytes
+
+    return min([k for k in range(1, num_layers + 1) if num_layers % k == 0], key=kept)
+
+
+def not_rounded(num_layers, layer_bytes, input_bytes):
+    def kept(k):
+        return num_layers / k * input_bytes + k * layer_bytes
+
+    return min(range(1, num_layers + 1), key=kept)
+
+
+def rule_of_the_root(num_layers, layer_bytes, input_bytes):
+    return max(1, round(math.sqrt(num_layers * input_bytes / layer_bytes)))
+
+
 SEGMENT = Answers(
     check=lambda answer, ranks: l16.best_segment(answer),
     right={"all k": all_k, "a loop": all_k_loop, "from above": from_above},
@@ -377,6 +440,9 @@ SEGMENT = Answers(
         "not whole": (not_whole, "k is a whole number"),
         "turned round": (turned_round, "and another k keeps"),
         "rounded down": (rounded_down, "and another k keeps"),
+        "divisors alone": (divisors, "and another k keeps"),
+        "not rounded": (not_rounded, "and another k keeps"),
+        "the rule of the root": (rule_of_the_root, "and another k keeps"),
         "counted from 0": (from_zero, "is not between 1 and L"),
         "always one": (lambda num_layers, layer, inputs: 1, "and another k keeps"),
         "the bytes": (
@@ -455,6 +521,36 @@ def a_tuple(case):
     return 4, 4, "none", "float32"
 
 
+def without_launches(case):
+    def key(case, settings):
+        return plan.step_s(case, settings) - settings.num_micro_batches * case.launch_s
+
+    return all_settings(case, key=key)
+
+
+def as_if_checkpointing_were_free(case):
+    def key(case, settings):
+        return plan.step_s(case, replace(settings, activation_checkpointing="none"))
+
+    return all_settings(case, key=key)
+
+
+def for_a_micro_batch(case):
+    def key(case, settings):
+        return plan.step_s(case, settings) / settings.num_micro_batches
+
+    return all_settings(case, key=key)
+
+
+def with_more_room(case):
+    object.__setattr__(case, "room_bytes", 10**15)
+    return all_settings(case)
+
+
+def only_the_first(case):
+    return all_settings(case) if case.about == plan.CASES[0].about else None
+
+
 CHOOSE = Answers(
     check=lambda answer, ranks: l16.choose(answer),
     right={
@@ -470,6 +566,12 @@ CHOOSE = Answers(
         "always checkpointing": (always_checkpointing, "times as long as it has to"),
         "always bfloat16": (always_narrow, "times as long as it has to"),
         "a tuple": (a_tuple, "return Settings"),
+        "without launches": (without_launches, "what does each micro-batch cost"),
+        "checkpointing free": (as_if_checkpointing_were_free, "what does checkpointing cost"),
+        "the time of a micro-batch": (for_a_micro_batch, "that of a whole step"),
+        "labcode's": (lambda case: plan.best(case), "l16_plan.best is labcode's own answer"),
+        "more room": (with_more_room, "out of memory"),
+        "only the first case": (only_the_first, "more: it returned None"),
     },
 )
 

@@ -251,7 +251,10 @@ def test_one_step_takes_the_memory_of_its_logits_and_gives_the_loss_of_any_micro
         for micro in (2, 16)
     )
     assert math.isclose(small[0][0], large[0][0], rel_tol=1e-5)
+    # Logits, their exponentials and their gradient are three of these. A process that worked
+    # before has some free memory which it fills first, so that it may grow by less than the three.
     logits = 16 * 128 * 16384 * 4
-    assert (
-        min(size for _, size in large[2:]) > 2.8 * logits > 2 * max(size for _, size in large[:2])
-    )
+    last_stage = min(size for _, size in large[2:])
+    first_stage = max(size for _, size in large[:2])
+    assert last_stage > 2.4 * logits
+    assert first_stage < 1.4 * logits

@@ -114,7 +114,7 @@ def test_other_code_on_one_node_is_a_message_of_another_size(lab: l14_cluster.La
     before = state_of(lab)
     with lab.fault("code"):
         lab.hello()
-        symptom = "(96 vs 64|64 vs 96|size doesn't match)"
+        symptom = "(96 vs 64|64 vs 96|size doesn't match|aborted by gloo::EnforceNotMet)"
         assert re.search(symptom, l14_cluster.told(lab.said)), lab.said
     assert state_of(lab) == before
 
@@ -293,6 +293,13 @@ def test_errors_of_ranks_are_their_last_lines_without_places_in_sources() -> Non
         "rank 0: what():  a. 96 vs 64. Received",
         "rank 1: ValueError: rank 1 cannot meet",
     ]
+
+
+def test_a_rank_that_aborts_is_named_also_when_its_last_words_are_lost() -> None:
+    said = "0: terminate called after throwing an instance of 'gloo::EnforceNotMet'\n"
+    assert l14_cluster.told(said) == "rank 0: aborted by gloo::EnforceNotMet"
+    said += "0:   what():  a. 96 vs 64. Received\n"
+    assert l14_cluster.told(said) == "rank 0: what():  a. 96 vs 64. Received"
 
 
 def test_step_lines_of_a_log() -> None:

@@ -67,3 +67,14 @@ def test_overlap_says_how_long_a_step_takes():
     assert found.count("wait") == 2
     with pytest.raises(ValueError, match="no step to draw"):
         plot.overlap({}, alt=ALT)
+
+
+def test_loss_against_cost_leaves_out_of_the_log_axis_what_has_sent_nothing():
+    curve = plot.LossCurve([0, 10, 20], [0.0, 1.0, 2.0], [0.0, 1e6, 2e6], [4.0, 3.0, 2.0])
+    picture = plot.loss_against_cost({"one": curve, "other": curve}, alt=ALT)
+    against_time, against_bytes = picture.axes
+    assert against_time.lines[0].get_xdata().tolist() == [0, 1, 2]
+    assert against_bytes.lines[1].get_xdata().tolist() == [1, 2]  # MB
+    assert against_bytes.lines[1].get_ydata().tolist() == [3, 2]
+    with pytest.raises(ValueError, match="draw 1 to 6"):
+        plot.loss_against_cost({}, alt=ALT)

@@ -16,6 +16,7 @@ from labcode.schedules import schedule
 from labcode.teach.figures import plot
 from labcode.teach.figures.style import PALETTE, colour_of, ink_on
 from labcode.topology import GridShape
+from labcode.train.sweep_table import Row, Tradeoff
 
 ALT = "Four words at least"
 MIB = 2**20
@@ -30,10 +31,17 @@ STEP_MEMORY = MemoryTimeline(
     {name: [5 * MIB, 9 * MIB, 5 * MIB] for name in CATEGORIES},
     [("forward", 0.0, 1.0), ("backward", 1.0, 2.5)],
 )
+TRAINED = plot.LossCurve([0, 5], [0.0, 1.0], [0.0, 1e6], [3.0, 2.0])
 LINE = simulate(schedule("zero_bubble", 4, 8), StageTimes(1, 1, 1))
+SWEPT = [
+    Row("a", "gpt", 4, 1e-3, 0, val_loss=2.5),
+    Row("b", "gpt", 8, 1e-3, 0, val_loss=2.3),
+    Row("c", "gpt", 4, 1e-2, 0, "diverged"),
+]
 
 FIGURES = {
     "lines": lambda alt: plot.lines({"a": [1, 2]}, alt=alt),
+    "activation_checkpointing": lambda alt: plot.activation_checkpointing(3, alt=alt),
     "bars": lambda alt: plot.bars({"a": 1}, alt=alt),
     "curves": lambda alt: plot.curves({"a": [{"step": 1, "loss": 2}]}, alt=alt),
     "heatmap": lambda alt: plot.heatmap([[1, 2]], alt=alt),
@@ -72,14 +80,42 @@ FIGURES = {
     "boxes": lambda alt: plot.boxes([((0, 0), (2, 4))], ((1, 1), (1, 3)), alt=alt),
     "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
     "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
+    "delayed_scaling": lambda alt: plot.delayed_scaling([1, 1, 4, 1, 1], history=2, alt=alt),
+    "format_ranges": lambda alt: plot.format_ranges(["float32", "e4m3"], alt=alt),
     "formats": lambda alt: plot.formats({"float16": (5, 10)}, alt=alt),
+    "fp8_linear": lambda alt: plot.fp8_linear(alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(
         {"all": [0.5, 1e-9, 0.0]}, least=2**-25, most=65504, alt=alt
     ),
+    "gradient_noise": lambda alt: plot.gradient_noise(alt=alt),
+    "sweep": lambda alt: plot.sweep(SWEPT, alt=alt),
+    "steps_against_batch": lambda alt: plot.steps_against_batch(
+        {4: 900.0, 16: 300.0, 64: 150.0}, Tradeoff(100, 3200, 0.0), alt=alt, noise_scale=20
+    ),
+    "local_steps": lambda alt: plot.local_steps(alt=alt),
+    "watched_layer": lambda alt: plot.watched_layer(alt=alt),
+    "spread_of_parts": lambda alt: plot.spread_of_parts({"a": [1, 2], "b": [5, 7]}, alt=alt),
+    "reduction_groups": lambda alt: plot.reduction_groups(
+        GridShape(dp=2, tp=2), [(), ("tp",)], alt=alt
+    ),
     "launches": lambda alt: plot.launches({"short": (5, 2)}, alt=alt),
     "second_attempt": lambda alt: plot.second_attempt(alt=alt),
     "step_breakdown": lambda alt: plot.step_breakdown({"a": STEP_TIMES}, alt=alt),
+    "step_anatomy": lambda alt: plot.step_anatomy(3, 4, alt=alt),
+    "layout_map": lambda alt: plot.layout_map(
+        {"tp 1": [(1.0, 20.0), (2.0, 90.0)], "tp 2": [(1.5, 10.0)]},
+        limit_gib=40.0,
+        named={"the fastest": (1.0, 20.0)},
+        alt=alt,
+    ),
+    "scaling": lambda alt: plot.scaling({"strong": [(8, 0.9, "dp"), (16, 0.8, "tp")]}, alt=alt),
+    "step_parts": lambda alt: plot.step_parts(
+        {"dp 2": {"product": 2.0, "bubble": 0.5}, "tp 2": {"product": 2.0, "tp": 0.7}}, alt=alt
+    ),
+    "loss_against_cost": lambda alt: plot.loss_against_cost({"one": TRAINED}, alt=alt),
+    "ward_round": lambda alt: plot.ward_round({"one": {"a sign": 0.5, "another": 0.0}}, alt=alt),
+    "calls": lambda alt: plot.calls({"rank 0": ["a", "b"], "rank 1": ["a", "c"]}, alt=alt),
     "memory_timeline": lambda alt: plot.memory_timeline(STEP_MEMORY, alt=alt),
 }
 AS_WIDE = (
@@ -89,6 +125,7 @@ AS_WIDE = (
     "launch_chain",
     "second_attempt",
     "save_steps",
+    "sweep",
 )  # as their content
 
 
@@ -122,6 +159,7 @@ def test_every_function_of_plot_is_tested_here():
     assert set(plot.__all__) - set(FIGURES) == {
         "transports",  # in the tests of NCCL's log
         "progress",  # in test_course.py; it says itself what it shows
+        "LossCurve",  # what `loss_against_cost` draws
         "StepLanes",  # what `overlap` draws
     }
 

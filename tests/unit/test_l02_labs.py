@@ -1,5 +1,7 @@
 """What lesson 02 is built on: the weather files, the store that counts, the slow training."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -47,3 +49,29 @@ def test_two_jobs_train_alike(tiles):
 def test_a_damaged_sample_says_which_it_is():
     with pytest.raises(ValueError, match="sample 11"):
         l02_weather.Damaged()[11]
+
+
+class DottedTimer:
+    def __init__(self, clock):
+        self.clock = clock
+
+    @contextlib.contextmanager
+    def part(self, name): ...
+
+
+class DottedPrefetcher:
+    def __init__(self, source, ahead):
+        self.source = source
+
+    def __iter__(self):
+        ready = []
+        ...  # noqa: PIE790
+        ready.clear()
+
+
+@pytest.mark.parametrize(
+    ("checked", "answer"), [(l02.step_timer, DottedTimer), (l02.prefetcher, DottedPrefetcher)]
+)
+def test_dots_in_the_place_of_a_yield_are_not_done_yet(checked, answer):
+    with pytest.raises(NotImplementedError):
+        checked(answer)

@@ -47,16 +47,26 @@ def test_each_kind_of_training_learns(dtype):
     assert trainer.loss(*batches(0)).item() < before - 0.1
 
 
-def test_a_speedup_is_steps_times_seconds(monkeypatch):
-    settings = l03_race.Settings(batch=8)
-    monkeypatch.setattr(l03_race, "step_seconds", lambda one, other: (1.0, 4.0))
-    assert l03_race.speedup(settings, {settings: 50, l03_race.BASELINE: 100}.get) == 8
-    assert l03_race.speedup(settings, {l03_race.BASELINE: 100}.get) == 0
+def test_a_speedup_is_steps_times_seconds():
+    settings = l03_race.Settings(batch=8, dtype="float16")
+    steps = {settings: 50, l03_race.BASELINE: 100}
+    found = l03_race.race(settings, steps.get, lambda *_: (1.0, 4.0, 1.25, 1.0, 0.75))
+    assert found.speedup == 8
+    assert found.saved == pytest.approx(0.2)
+    assert found.can_be_saved == pytest.approx(0.4)
+    del steps[settings]
+    found = l03_race.race(settings, steps.get, lambda *_: (0.5, 4.0, 1.25, 1.0, 0.75))
+    assert found.speedup == 0
+    assert found.can_be_saved == pytest.approx(0.6)
 
 
 def test_settings_name_what_can_be_chosen():
-    with pytest.raises(ValueError, match="dtype='int8' is not known: choose one of float32"):
-        l03_race.Settings(dtype="int8")
+    fault = "dtype='int8' is not known: choose one of float32, bfloat16, float16"
+    wrong = l03_race.Settings(dtype="int8")
+    assert wrong.fault == fault
+    with pytest.raises(ValueError, match=fault):
+        l03_race.steps_to_target(wrong)
+    assert not l03_race.BASELINE.fault
 
 
 def test_the_scaler_by_hand_finds_the_largest_scale():

@@ -1,13 +1,19 @@
 """Checks of lesson 02, baseline, data and profile. The text of each assertion is a hint."""
 
+import ast
 import contextlib
+import inspect
 import math
+import queue
 import tempfile
+import textwrap
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from labcode.teach.check import Exercise, due
@@ -142,6 +148,10 @@ def _raising(timer: Timer, clock: _Clock) -> None:
         clock.go(1)
 
 
+def _no_part(timer: Timer, clock: _Clock) -> None:
+    clock.go(3)
+
+
 TIMED: dict[str, tuple[Callable[[Timer, _Clock], None], dict[str, float]]] = {
     "two parts": (_in_a_row, {"data": 3, "forward": 1, "rest": 0}),
     "time between the parts": (_with_a_rest, {"data": 3, "forward": 2, "rest": 5}),
@@ -149,11 +159,14 @@ TIMED: dict[str, tuple[Callable[[Timer, _Clock], None], dict[str, float]]] = {
     "parts in parts": (_nested, {"backward": 5, "communication": 4, "copy": 1, "rest": 0}),
     "a part inside itself": (_nested_in_itself, {"data": 8, "rest": 2}),
     "an error in a part": (_raising, {"data": 2, "unpack": 3, "rest": 4, "forward": 1}),
+    "no part at all": (_no_part, {"rest": 3}),
 }
 
 
 def step_timer(timer_class: Callable[..., Any]) -> None:
     """The learner's `StepTimer(clock)`, on a clock that the check moves."""
+    _refuse_finished(timer_class, l02_by_hand.StepTimer, StepRanges)
+    _check_part_is_context(due(timer_class(_Clock())))
     for case, (story, expected) in TIMED.items():
         clock = _Clock()
         with without(l02_by_hand.StepTimer.charge, StepRanges._note):
@@ -165,6 +178,60 @@ def step_timer(timer_class: Callable[..., Any]) -> None:
         _check_shares(case, found, expected)
         again = timer.shares()
         _check_shares(f"{case}, shares() asked for a second time", again, expected)
+
+
+def _refuse_finished(written: Any, *finished: type) -> None:
+    """Labcode's own class, or one derived from it, is no answer."""
+    for own in finished:
+        if isinstance(written, type) and issubclass(written, own):
+            module = own.__module__.rpartition(".")[2]
+            raise AssertionError(
+                f"{module}.{own.__name__} is labcode's own answer to this exercise: write yours"
+            )
+
+
+def _check_part_is_context(timer: Timer) -> None:
+    """That `part` gives a context: it has its `yield` and its decorator."""
+    own = inspect.unwrap(type(timer).part)
+    try:
+        part = timer.part("data")
+    except Exception as error:
+        # a body without `yield` runs here, and not in the `with`
+        if isinstance(error, NotImplementedError) or inspect.isgeneratorfunction(own):
+            raise
+        part = None
+    if part is None or getattr(part, "gen", part) is None:
+        _dots_are_not_done(own)
+        raise AssertionError(
+            "`part` has no `yield`: what stands before it happens when the `with` block begins, "
+            "what stands after it when the block ends"
+        )
+    assert hasattr(part, "__enter__"), (
+        f"`part` gave {_kind(part)}, which `with` cannot use: does `@contextlib.contextmanager` "
+        "still stand above it?"
+    )
+
+
+def _kind(value: Any) -> str:
+    """What a value is, in words: "an int", "a generator"."""
+    name = type(value).__name__
+    article = "an" if name[0] in "aeiou" else "a"
+    return f"{article} {name}"
+
+
+def _dots_are_not_done(function: Callable[..., Any]) -> None:
+    """A function with `...` for a line is not done yet.
+
+    Raises:
+        NotImplementedError: There is such a line; `check` then says "not done yet".
+    """
+    try:
+        tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError):  # no source
+        return
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Expr) and ast.unparse(node) == "...":
+            raise NotImplementedError("exercise")
 
 
 def _check_shares(case: str, found: dict[str, Any], expected: dict[str, float]) -> None:
@@ -201,6 +268,7 @@ BOXES = (
     ([(2, 4), (90, 180), (180, 360)], (2, 90, 180), "the box ends where a chunk ends"),
     ([(0, 1), (59, 61), (0, 1)], (1, 60, 60), "two rows, in two chunks"),
     ([(7, 9), (0, 60), (100, 260)], (4, 50, 64), "three axes, none of them even"),
+    ([(1, 4), (150, 180), (30, 90)], (2, 100, 200), "the last chunk reaches over the edge"),
     ([(5, 25)], (10,), "one axis"),
 )
 
@@ -209,19 +277,29 @@ def bytes_read(function: Callable[..., Any]) -> None:
     """The learner's `bytes_read(box, chunks, itemsize)`."""
     for box, chunks, name in BOXES:
         for itemsize in (4, 2):
+            given = list(box)
             with without(l02_by_hand.bytes_read), bounded("does the loop end?"):
-                found = due(function(box, chunks, itemsize))
-            expected = l02_by_hand.bytes_read(box, chunks, itemsize)
+                found = due(function(given, chunks, itemsize))
             case = f"{name} (box {box}, chunks {chunks}, {itemsize} bytes a number): "
-            _check_bytes(case, found, expected, box, chunks, itemsize)
+            _check_bytes(case, _number(found), box, chunks, itemsize)
+            assert given == box, (
+                case + f"afterwards `box` is {given}: it belongs to whoever calls, so leave it as "
+                "it was"
+            )
 
 
-def _check_bytes(
-    case: str, found: Any, expected: int, box: Any, chunks: Any, itemsize: int
-) -> None:
+def _number(found: Any) -> Any:
+    """A number of NumPy or PyTorch as one of Python."""
+    if isinstance(found, np.generic | np.ndarray | torch.Tensor) and math.prod(found.shape) == 1:
+        return found.item()
+    return found
+
+
+def _check_bytes(case: str, found: Any, box: Any, chunks: Any, itemsize: int) -> None:
     assert isinstance(found, int | float) and not isinstance(found, bool), (
         case + f"{found!r} is no number of bytes"
     )
+    expected = l02_by_hand.bytes_read(box, chunks, itemsize)
     if found == expected:
         return
     wanted = math.prod(stop - start for start, stop in box) * itemsize
@@ -233,15 +311,40 @@ def _check_bytes(
     assert found * math.prod(chunks) * itemsize != expected, (
         case + "you have counted chunks: how many bytes has each?"
     )
-    chunk_bytes = math.prod(chunks) * itemsize
-    assert found <= expected, (
-        case + f"{found / chunk_bytes:g} chunks, and it touches {expected // chunk_bytes}: `stop` "
-        "itself is not in the box"
+    assert found * itemsize != expected * 4, (
+        case + "yours is right for numbers of 4 bytes: where does `itemsize` come in?"
     )
+    chunk_bytes = math.prod(chunks) * itemsize
+    assert found % chunk_bytes == 0, (
+        case + f"{found:,} bytes are not a whole number of chunks, and each has {chunk_bytes:,}"
+    )
+    number = int(found // chunk_bytes)
+    _check_chunks(
+        case + f"yours says {_chunks(number)}, and it touches {expected // chunk_bytes}: ",
+        number,
+        [(start, stop, length) for (start, stop), length in zip(box, chunks, strict=True)],
+    )
+
+
+def _chunks(number: int) -> str:
+    return f"{number} chunk" if number == 1 else f"{number} chunks"
+
+
+def _check_chunks(case: str, number: int, axes: Sequence[tuple[int, int, int]]) -> None:
+    """Say what is wrong with a number of chunks that is wrong.
+
+    Args:
+        case: What the hint begins with.
+        number: What the learner's function says.
+        axes: (start, stop, length of a chunk) along each axis.
+    """
+    with_stop = math.prod(stop // length - start // length + 1 for start, stop, length in axes)
+    assert number != with_stop, case + "`stop` itself is not in the box"
+    from_zero = math.prod(math.ceil(stop / length) for _, stop, length in axes)
+    assert number != from_zero, case + "chunks that lie before the box are not read"
     raise AssertionError(
-        case + f"{found / chunk_bytes:g} chunks, and it touches {expected // chunk_bytes}: in "
-        "which chunk is the first position along an axis, in which the last, and how many are "
-        "that along all axes?"
+        case + "along each axis, in which chunk is the first position of the box, in which the "
+        "last, and how many chunks are there from the one to the other?"
     )
 
 
@@ -249,6 +352,13 @@ def _check_bytes(
 
 PATIENCE_S = 10.0  # how long a loop may take that has nothing to wait for
 SOON_S = 3.0  # within which a thread has begun, or ended
+PAUSE_S = 1.0  # of a slow loop, and of a slow source: longer than the timeout of a `put` or `get`
+AT_REST_S = 0.2  # a source of which so long nothing was read is read no further for now
+JOINED_S = 0.05  # within which a thread has ended whose end was waited for
+STUCK = (
+    "does everything that ends the reading, its end, an error of any kind, or a loop that stops "
+    "early, reach the one who waits?"
+)
 
 
 class _Source:
@@ -257,21 +367,27 @@ class _Source:
     Args:
         items: What it yields.
         error: Raised after them, if any.
+        slow_at: The place of an item that takes `PAUSE_S` to read, if any.
     """
 
-    def __init__(self, items: list[Any], error: Exception | None = None) -> None:
+    def __init__(
+        self, items: list[Any], error: Exception | None = None, slow_at: int | None = None
+    ) -> None:
         self.items = items
         self.error = error
+        self.slow_at = slow_at
         self.moved = threading.Condition()
         self.num_read = 0
-        self.threads: set[int] = set()
+        self.readers: set[threading.Thread] = set()
 
     def __iter__(self) -> Iterator[Any]:
-        for item in self.items:
+        for place, item in enumerate(self.items):
             with self.moved:
                 self.num_read += 1
-                self.threads.add(threading.get_ident())
+                self.readers.add(threading.current_thread())
                 self.moved.notify_all()
+            if place == self.slow_at:
+                time.sleep(PAUSE_S)
             yield item
         if self.error:
             raise self.error
@@ -281,8 +397,31 @@ class _Source:
         with self.moved:
             return self.moved.wait_for(lambda: self.num_read >= number, within_s)
 
+    def rests(self) -> None:
+        """Wait until it is read no further: the queue is full, or there is nothing left."""
+        before = -1
+        while before != self.num_read:
+            before = self.num_read
+            self.reaches(before + 1, AT_REST_S)
 
-def _ends(case: str, story: Callable[[], Any]) -> Any:
+
+def _loop(prefetcher_class: Callable[..., Any], source: _Source, ahead: int) -> Iterator[Any]:
+    """The iterator of the learner's loader, as a `for` gets it."""
+    loader = due(prefetcher_class(source, ahead))
+    try:
+        return iter(loader)
+    except TypeError as error:
+        if "non-iterator" not in str(error):
+            raise
+        given = str(error).rpartition("type ")[2]
+    _dots_are_not_done(type(loader).__iter__)
+    raise AssertionError(
+        f"`__iter__` returned something of type {given}, and `for` needs one batch after the "
+        "other: it has no `yield`, which gives the loop a batch and goes on afterwards"
+    )
+
+
+def _ends(case: str, story: Callable[[], Any], stuck: str = STUCK) -> Any:
     """What a function returns that must come to an end; it runs in a thread of its own."""
     told: list[Any] = []
 
@@ -298,11 +437,15 @@ def _ends(case: str, story: Callable[[], Any]) -> Any:
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(PATIENCE_S)
-    assert told, (
-        case + f"the loop was still waiting after {PATIENCE_S:.0f} s: does everything that ends "
-        "the reading, its end, an error, or a loop that stops early, reach the one who waits?"
-    )
+    assert told, case + f"the loop was still waiting after {PATIENCE_S:.0f} s: {stuck}"
     found, error = told[0]
+    assert not isinstance(error, queue.Full), (
+        case + "the loop got queue.Full: that a queue has no room for a while is no error, so who "
+        "tries again?"
+    )
+    assert not isinstance(error, queue.Empty), (
+        case + "the loop got queue.Empty: that a batch takes its time is no error, so who waits?"
+    )
     if error is not None:
         raise error
     return found
@@ -322,14 +465,31 @@ def _no_thread_left(case: str) -> Iterator[None]:
     )
 
 
+@contextlib.contextmanager
+def _silent_threads() -> Iterator[None]:
+    """A thread that dies of an error prints nothing."""
+    hook = threading.excepthook
+    threading.excepthook = lambda _: None
+    try:
+        yield
+    finally:
+        threading.excepthook = hook
+
+
 def prefetcher(prefetcher_class: Callable[..., Any]) -> None:
     """The learner's `Prefetcher(source, ahead)`: order, bound, errors, its end."""
-    _check_order(prefetcher_class)
-    _check_falsy(prefetcher_class)
-    _check_error(prefetcher_class)
-    _check_ahead(prefetcher_class)
-    _check_bound(prefetcher_class)
-    _check_stops(prefetcher_class)
+    _refuse_finished(prefetcher_class, l02_by_hand.Prefetcher)
+    with _silent_threads():
+        _check_order(prefetcher_class)
+        _check_any_object(prefetcher_class)
+        _check_anew(prefetcher_class)
+        _check_errors(prefetcher_class)
+        _check_ahead(prefetcher_class)
+        _check_bound(prefetcher_class)
+        _check_stops(prefetcher_class)
+        _check_slow_loop(prefetcher_class)
+        _check_slow_source(prefetcher_class)
+        _check_joins(prefetcher_class)
 
 
 def _check_order(prefetcher_class: Callable[..., Any]) -> None:
@@ -338,71 +498,123 @@ def _check_order(prefetcher_class: Callable[..., Any]) -> None:
         source = _Source(list(range(100, 100 + number)))
 
         def story(source: _Source = source) -> list[Any]:
-            return list(due(prefetcher_class(source, 2)))
+            return list(_loop(prefetcher_class, source, 2))
 
         with _no_thread_left(case):
             found = _ends(case, story)
         if found and isinstance(found[0], tuple):
             raise AssertionError(case + f"the loop gets {found[0]!r}, and the batch is 100")
         missing = [item for item in source.items if item not in found]
-        assert not missing, case + f"{len(missing)} did not arrive, the first is {missing[0]}"
+        assert not missing, (
+            case + f"of the batches {source.items} the loop got {found}: {missing[0]} is missing"
+        )
         assert found == source.items, case + f"{source.items} arrived as {found}"
 
 
-def _check_falsy(prefetcher_class: Callable[..., Any]) -> None:
-    items = [0, None, [], "end", False]
+def _check_any_object(prefetcher_class: Callable[..., Any]) -> None:
+    odd = ValueError("an error that is a batch")
+    items = [0, None, [], "end", False, ("end", None), odd]
     case = f"the batches {items}: "
-    found = _ends(case, lambda: list(prefetcher_class(_Source(items), 2)))
+    found: list[Any] = []
+
+    def story() -> Exception | None:
+        try:
+            found.extend(_loop(prefetcher_class, _Source(items), 2))
+        except ValueError as error:
+            return error
+        return None
+
+    raised = _ends(case, story)
+    assert raised is not odd, (
+        case + "the last one was raised: a batch may be anything, so what tells it from an error?"
+    )
+    if raised is not None:
+        raise raised
     assert found == items, (
         case + f"arrived as {found}: a batch may be anything, so what tells it from the end?"
     )
 
 
-def _check_error(prefetcher_class: Callable[..., Any]) -> None:
-    case = "a source that raises after two batches: "
-    source = _Source([1, 2], ValueError("sample 3 is damaged"))
+def _check_anew(prefetcher_class: Callable[..., Any]) -> None:
+    case = "two loops over one loader, the first left early: "
+    source = _Source(list(range(5)))
+    stuck = "what was left behind by the first loop, and which queue does the second one use?"
+
+    def story() -> list[Any]:
+        loader = prefetcher_class(source, 2)
+        first = iter(loader)
+        next(first)
+        _close(first)
+        return list(loader)
+
+    found = _ends(case, story, stuck)
+    assert found == source.items, (
+        case + f"{source.items} arrived in the second one as {found}: {stuck}"
+    )
+
+
+def _close(loop: Iterator[Any]) -> None:
+    """What a `for` does that is left by `break`."""
+    close = getattr(loop, "close", None)
+    if close:
+        close()
+
+
+class _Damaged(Exception):
+    pass
+
+
+def _check_errors(prefetcher_class: Callable[..., Any]) -> None:
+    for error in (ValueError("sample 3 is damaged"), KeyError("pressure"), _Damaged()):
+        _check_error(prefetcher_class, error)
+
+
+def _check_error(prefetcher_class: Callable[..., Any], error: Exception) -> None:
+    case = f"a source that raises {type(error).__name__} after two batches: "
+    source = _Source([1, 2], error)
     found: list[Any] = []
 
-    def story() -> str:
+    def story() -> Exception | None:
         try:
-            found.extend(prefetcher_class(source, 4))
-        except ValueError as error:
-            return str(error)
-        return ""
+            found.extend(_loop(prefetcher_class, source, 4))
+        except Exception as raised:
+            if _is_mine(raised):
+                raise
+            return raised
+        return None
 
-    hook = threading.excepthook
-    threading.excepthook = _silent
-    try:
-        with _no_thread_left(case):
-            said = _ends(case, story)
-    finally:
-        threading.excepthook = hook
-    assert said, (
+    with _no_thread_left(case):
+        raised = _ends(case, story)
+    assert raised is not None, (
         case + "the loop ended as if all had been read: how does an error of the thread get to the "
         "loop?"
     )
-    assert said == "sample 3 is damaged", case + f"the loop got another error, {said!r}"
+    assert raised is error, (
+        case + f"the loop got {raised!r}, and the source raised {error!r}: the loop is to get this "
+        "very error"
+    )
     assert found == [1, 2], case + f"before the error {found} arrived, and [1, 2] were read"
 
 
-def _silent(_: Any) -> None:
-    """A thread that dies of an error prints nothing."""
+def _is_mine(error: Exception) -> bool:
+    """Whether an error is what a check says, and nothing that came out of a loader."""
+    return isinstance(error, AssertionError | NotImplementedError)
 
 
 def _check_ahead(prefetcher_class: Callable[..., Any]) -> None:
     source = _Source(list(range(20)))
     case = "while the loop computes with batch 0: "
 
-    def story() -> tuple[bool, int]:
-        loop = iter(prefetcher_class(source, 3))
+    def story() -> tuple[bool, threading.Thread]:
+        loop = _loop(prefetcher_class, source, 3)
         next(loop)
         read_on = source.reaches(3, SOON_S)
         for _ in loop:
             pass
-        return read_on, threading.get_ident()
+        return read_on, threading.current_thread()
 
     read_on, own = _ends(case, story)
-    assert own not in source.threads, (
+    assert own not in source.readers, (
         case + "the source is read by the loop's own thread, which cannot compute meanwhile: where "
         "does the `for` over the source run?"
     )
@@ -415,7 +627,7 @@ def _check_bound(prefetcher_class: Callable[..., Any]) -> None:
         case = f"ahead={ahead}, while the loop computes with batch 0: "
 
         def story(source: _Source = source, ahead: int = ahead) -> tuple[bool, int]:
-            loop = iter(prefetcher_class(source, ahead))
+            loop = _loop(prefetcher_class, source, ahead)
             next(loop)
             too_far = source.reaches(ahead + 3, 0.3)
             enough = source.reaches(1 + ahead, SOON_S)
@@ -432,29 +644,135 @@ def _check_bound(prefetcher_class: Callable[..., Any]) -> None:
         )
 
 
-def _check_stops(prefetcher_class: Callable[..., Any]) -> None:
-    case = "a loop that stops after two batches: "
-    source = _Source(list(range(1000)))
+def _waiting_with(ahead: int, taken: int) -> dict[str, _Source]:
+    """Sources of which the thread holds something for which a full queue has no room, by its name.
 
-    def story() -> None:
-        loop = iter(prefetcher_class(source, 2))
+    Args:
+        ahead: Batches that the queue holds.
+        taken: Batches that the loop has taken.
+    """
+    just_enough = list(range(taken + ahead))
+    return {
+        "a batch": _Source(list(range(1000))),
+        "the end": _Source(just_enough),
+        "an error": _Source(just_enough, _Damaged()),
+    }
+
+
+def _check_stops(prefetcher_class: Callable[..., Any]) -> None:
+    for held, source in _waiting_with(ahead=2, taken=2).items():
+        case = f"a loop that stops while the thread waits for room for {held}: "
+
+        def story(source: _Source = source) -> None:
+            loop = _loop(prefetcher_class, source, 2)
+            next(loop)
+            next(loop)
+            source.rests()
+            _close(loop)
+
+        with _no_thread_left(case):
+            _ends(
+                case,
+                story,
+                "the queue is full and nobody takes anything out of it any more: how does a thread "
+                "that waits in `put` learn of it?",
+            )
+        assert source.num_read < 100, (
+            case + f"the thread read on, to batch {source.num_read}: what makes it stop?"
+        )
+
+
+def _check_slow_loop(prefetcher_class: Callable[..., Any]) -> None:
+    for held, source in _waiting_with(ahead=2, taken=1).items():
+        source.items = source.items[:20]
+        case = f"a loop that takes {PAUSE_S:g} s for batch 0, with {held} waiting for room: "
+
+        def story(source: _Source = source) -> tuple[list[Any], bool]:
+            loop = _loop(prefetcher_class, source, 2)
+            found = [next(loop)]
+            source.rests()
+            time.sleep(PAUSE_S)
+            try:
+                found.extend(loop)
+            except _Damaged:
+                return found, True
+            return found, False
+
+        found, failed = _ends(case, story, "what became of what had to wait for room?")
+        missing = [item for item in source.items if item not in found]
+        assert not missing, (
+            case + f"batch {missing[0]} did not arrive: what became of what had to wait for room?"
+        )
+        assert failed == (source.error is not None), (
+            case + "the loop did not get it: what became of what had to wait for room?"
+        )
+
+
+def _check_slow_source(prefetcher_class: Callable[..., Any]) -> None:
+    case = f"a source that takes {PAUSE_S:g} s for batch 1: "
+    source = _Source(list(range(4)), slow_at=1)
+    found = _ends(case, lambda: list(_loop(prefetcher_class, source, 2)))
+    assert found == source.items, case + f"{source.items} arrived as {found}: who waits for it?"
+
+
+def _check_joins(prefetcher_class: Callable[..., Any]) -> None:
+    case = "a loop that stops while the thread reads: "
+    source = _Source(list(range(1000)), slow_at=2)
+
+    def story() -> bool:
+        loop = _loop(prefetcher_class, source, 2)
         next(loop)
         next(loop)
-        close = getattr(loop, "close", None)
-        if close:
-            close()
+        source.reaches(3, SOON_S)
+        _close(loop)
+        for reader in source.readers:
+            reader.join(JOINED_S)
+        return any(reader.is_alive() for reader in source.readers)
 
     with _no_thread_left(case):
-        _ends(case, story)
-    assert source.num_read < 100, (
-        case + f"the thread read on, to batch {source.num_read}: what makes it stop?"
+        left = _ends(case, story)
+    assert not left, (
+        case + "the loop is over, and the thread still runs for a moment: who waits for its end?"
     )
 
 
 # ---- 2.4
 
-NUM_STEPS = 10
+STEPS = (12, 7)  # numbers of steps that are tried: several rows, and steps after the last of them
 VALIDATE_EVERY = 5
+BREAKS = ((5, 1, math.nan), (3, 2, math.inf))  # (steps, the step that spoils the weights, by what)
+
+
+class _Watched(Job):
+    """A job that keeps what it has told, and can spoil its weights.
+
+    Args:
+        path: The weather file.
+        spoiled_at: The step after which a weight is no number any more, if any.
+        by: What it is then.
+    """
+
+    def __init__(self, path: Path, spoiled_at: int | None = None, by: float = math.nan) -> None:
+        super().__init__(path)
+        self.spoiled_at = spoiled_at
+        self.by = by
+        self.losses: list[float] = []
+        self.validations: list[float] = []
+        self.weights_after: list[torch.Tensor] = []
+
+    def train_on(self, state: torch.Tensor, target: torch.Tensor) -> float:
+        loss = super().train_on(state, target)
+        if len(self.losses) == self.spoiled_at:
+            weight = next(self._model.parameters())
+            weight.data.view(-1)[0] = self.by
+        self.losses.append(loss)
+        self.weights_after.append(self.weights().clone())
+        return loss
+
+    def validate(self, mean: torch.Tensor, std: torch.Tensor) -> float:
+        loss = super().validate(mean, std)
+        self.validations.append(loss)
+        return loss
 
 
 def slow_training(job: Job, num_steps: int) -> list[tuple[int, float, float]]:
@@ -478,52 +796,95 @@ def slow_training(job: Job, num_steps: int) -> list[tuple[int, float, float]]:
 def faster(training: Callable[..., Any]) -> None:
     """The learner's `faster_training(job, num_steps)`: the same results, less work."""
     with tempfile.TemporaryDirectory(prefix="l02-") as folder:
-        path = l02_weather.make(Path(folder) / "job.zarr", (2, 90, 180), num_times=NUM_STEPS + 6)
-        slow = Job(path)
-        expected = slow_training(slow, NUM_STEPS)
-        job = Job(path)
-        found = due(training(job, NUM_STEPS))
-    _check_same(expected, found, slow, job)
-    _check_work(job, slow)
+        path = l02_weather.make(Path(folder) / "job.zarr", (2, 90, 180), num_times=max(STEPS) + 4)
+        slow = _Watched(path)
+        rows = slow_training(slow, max(STEPS))
+        for num_steps in STEPS:
+            job = _Watched(path)
+            found = _log_of(training, job, num_steps)
+            expected = [row for row in rows if row[0] < num_steps]
+            _check_same(expected, found, slow.weights_after[num_steps - 1], job, num_steps)
+            _check_work(job, num_steps)
+        for num_steps, spoiled_at, by in BREAKS:
+            _check_guard(training, _Watched(path, spoiled_at, by), num_steps)
 
 
-def _check_same(expected: list[Any], found: Any, slow: Job, job: Job) -> None:
+def _log_of(training: Callable[..., Any], job: _Watched, num_steps: int) -> Any:
+    """What a training returns that has no reason to stop early."""
+    try:
+        return due(training(job, num_steps))
+    except Exception as error:
+        if bool(job.weights().isfinite().all()):
+            raise
+        raise AssertionError(
+            f"{num_steps} steps: after step {len(job.losses) - 1} the weights are not finite, so "
+            f"the run was stopped ({type(error).__name__}); those of the slow training are: is "
+            "each crop normalised?"
+        ) from None
+
+
+def _check_same(
+    expected: list[Any], found: Any, weights: torch.Tensor, job: _Watched, num_steps: int
+) -> None:
     assert isinstance(found, list), f"it returned {found!r}: return the log, as the slow one does"
     steps = job.counts["train_on"]
-    assert steps == NUM_STEPS, f"it trained {steps} steps, and {NUM_STEPS} were asked for"
-    off = (job.weights() - slow.weights()).abs().max().item()
+    assert steps == num_steps, f"it trained {steps} steps, and {num_steps} were asked for"
+    off = (job.weights() - weights).abs().max().item()
     assert off < 1e-5, (
         f"the weights differ from those of the slow training by {off:.1g}: each step has to see "
         "the same numbers, so which crop, and normalised by what?"
     )
     assert len(found) == len(expected), (
-        f"the log has {len(found)} rows and that of the slow one {len(expected)}: every fifth step"
+        f"{num_steps} steps: the log has {len(found)} rows and that of the slow one "
+        f"{len(expected)}: every fifth step"
     )
     for row, right in zip(found, expected):
-        same = torch.allclose(torch.tensor(row), torch.tensor(right), rtol=1e-3, atol=1e-5)
-        assert len(row) == 3 and same, (
+        same = len(row) == 3 and torch.allclose(
+            torch.tensor(row), torch.tensor(right), rtol=1e-3, atol=1e-5
+        )
+        assert same, (
             f"a row of the log is {row} and was {right}: (step, loss, validation), of the same "
             "moment"
         )
+        _, loss, validation = row
+        told = job.losses[right[0]], min(job.validations, key=lambda one: abs(one - validation))
+        assert (loss, validation) == told, (
+            f"a row of the log is {row}, and the job said {told}: the log keeps what it says, "
+            "unchanged"
+        )
 
 
-def _check_work(job: Job, slow: Job) -> None:
+def _check_work(job: _Watched, num_steps: int) -> None:
     counts = job.counts
-    assert counts["weights_are_finite"] >= NUM_STEPS, (
-        f"the weights were looked at {counts['weights_are_finite']} times in {NUM_STEPS} steps: "
-        "this check guards the run, and it costs next to nothing. Look at the profile before you "
-        "remove something"
-    )
     assert counts["statistics"] <= 1, (
         f"statistics() was called {counts['statistics']} times: does its result change?"
     )
-    assert counts["validate"] <= NUM_STEPS // VALIDATE_EVERY, (
-        f"validate() was called {counts['validate']} times for {NUM_STEPS // VALIDATE_EVERY} rows "
+    assert counts["validate"] <= num_steps // VALIDATE_EVERY, (
+        f"validate() was called {counts['validate']} times for {num_steps // VALIDATE_EVERY} rows "
         "of the log: who looks at the others?"
     )
     assert not counts["read_map"], (
         f"read_map() was called {counts['read_map']} times: how much of the map does a step use?"
     )
-    assert counts["read_crop"] <= 2 * NUM_STEPS, (
-        f"read_crop() was called {counts['read_crop']} times for {NUM_STEPS} pairs"
+    assert counts["read_crop"] <= 2 * num_steps, (
+        f"read_crop() was called {counts['read_crop']} times for {num_steps} pairs"
+    )
+
+
+def _check_guard(training: Callable[..., Any], job: _Watched, num_steps: int) -> None:
+    """A run whose weights are spoiled has to raise an error at once."""
+    case = f"{num_steps} steps, and in step {job.spoiled_at} a weight becomes {job.by}: "
+    raised = False
+    found = None
+    try:
+        found = training(job, num_steps)
+    except Exception:
+        raised = True
+    assert raised, (
+        case + f"it returned {found} without an error, where the slow one raises one. What guards "
+        "the run costs next to nothing: look at the profile before you remove something"
+    )
+    trained = len(job.losses)
+    assert job.spoiled_at is not None and trained == job.spoiled_at + 1, (
+        case + f"it trained on, to step {trained - 1}: what guards the run looks at every step"
     )

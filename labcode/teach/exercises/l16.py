@@ -1,7 +1,10 @@
 """Checks of lesson 16, making it fit. The text of each assertion is a hint."""
 
+import contextlib
+import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +15,15 @@ from labcode.perf.saved_bytes import saved_bytes
 from labcode.teach.check import Exercise, due
 from labcode.teach.exercises.on_ranks import without
 from labcode.teach.labs.l16_limited import Settings, train_within
-from labcode.teach.labs.l16_plan import CASES, Case, best, fits, peak_bytes, step_s
+from labcode.teach.labs.l16_plan import (
+    CASES,
+    Case,
+    best,
+    candidates,
+    fits,
+    peak_bytes,
+    step_s,
+)
 
 EXERCISES = {
     "16.1": Exercise(
@@ -83,6 +94,11 @@ LOGS: dict[str, tuple[str, int | None]] = {
         "MiB. GPU 0 has a total capacity of 4.00 GiB of which 2.35 GiB is free.\n",
         20 * 2**20,
     ),
+    "CUDA's error in KiB": (
+        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 KiB. GPU 0 has a "
+        "total capacity of 4.00 GiB of which 1.12 MiB is free.\n",
+        512 * 2**10,
+    ),
     "a log without such an error": (
         "allocated 4096 bytes for the data\nstep 3: loss 3.1, 20 ms\nValueError: micro_batch=0\n",
         None,
@@ -149,8 +165,10 @@ def peak(answer: Callable[..., Any]) -> None:
     }
     for name, parts in cases.items():
         for count in (1, 2, 8):
-            found = float(due(answer(parts, count)))
-            _of_peak(f"{name}, {count} micro-batches: ", parts, count, found)
+            found = due(answer(parts, count))
+            case = f"{name}, {count} micro-batches: "
+            assert isinstance(found, int | float), f"{case}return one number, not {found!r}"
+            _of_peak(case, parts, count, found)
 
 
 def _of_peak(case: str, parts: Parts, count: int, found: float) -> None:
@@ -198,6 +216,11 @@ def _of_peak(case: str, parts: Parts, count: int, found: float) -> None:
 # ---- 16.3
 
 TOLERANCE = 1e-12
+PYTORCHS = (
+    torch_checkpoint.checkpoint,
+    torch_checkpoint.CheckpointFunction.forward,
+    torch_checkpoint.CheckpointFunction.backward,
+)
 
 
 class _Block(nn.Module):
@@ -237,9 +260,10 @@ def checkpointing(answer: Any) -> None:
     }
     for case, (dropout, first, second) in cases.items():
         plain = _trial(lambda block, *inputs: block(*inputs), dropout, first, second)
-        with without(torch_checkpoint.checkpoint):
+        with without(*PYTORCHS):
             own = _trial(answer.apply, dropout, first, second)
         _of_trial(case, own, plain, dropout)
+    _with_tokens(answer)
     _keeps_little(answer)
     _twice(answer)
 
@@ -255,10 +279,49 @@ def _trial(run: Callable[..., Any], dropout: float, first: bool, second: bool) -
     assert isinstance(output, Tensor), f"forward returned a {type(output).__name__}, not a tensor"
     torch.rand(3)  # something else draws between forward and backward
     if output.requires_grad:
-        (output**2).sum().backward()
+        with _second_graph_explained():
+            (output**2).sum().backward()
     drawn = torch.rand(4)
     grads = {"x": x.grad, "scale": scale.grad, "up": block.up.grad, "down": block.down.grad}
     return _Trial(output.detach(), grads, drawn, block.runs)
+
+
+@contextlib.contextmanager
+def _second_graph_explained() -> Iterator[None]:
+    """PyTorch's error for a second run that is tied to the first one's inputs, with its cause."""
+    try:
+        yield
+    except RuntimeError as error:
+        if "through the graph a second time" not in str(error):
+            raise
+        raise AssertionError(
+            "in your `backward`: the backward of the second run went on through the inputs into "
+            "the layers before them, which have their own turn. Does every input of the second "
+            "run begin without a history?"
+        ) from None
+
+
+def _with_tokens(answer: Any) -> None:
+    """A block whose second input is whole numbers, such as tokens: they can have no gradient."""
+    table = torch.arange(24, dtype=torch.float64).view(8, 3)
+    tokens = torch.tensor([1, 5, 7])
+
+    def block(x: Tensor, places: Tensor) -> Tensor:
+        return x * table[places]
+
+    x = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
+    try:
+        answer.apply(block, x, tokens).sum().backward()
+    except RuntimeError as error:
+        if "can require gradients" not in str(error):
+            raise
+        raise AssertionError(
+            "with an input of whole numbers, such as tokens: it can have no gradient. Each copy "
+            "is to need one only if its input does"
+        ) from None
+    assert x.grad is not None and not _far(x.grad, table[tokens]), (
+        "with an input of whole numbers, such as tokens: the gradient of the other input is wrong"
+    )
 
 
 def _of_trial(case: str, own: _Trial, plain: _Trial, dropout: float) -> None:
@@ -358,11 +421,13 @@ def _far(found: Tensor, expected: Tensor) -> bool:
 
 # ---- 16.4
 
+LAYER_AND_INPUT = ((1.0, 1.0), (16.0, 1.0), (34.0, 2.0), (3.0, 1.0), (4.0, 3.0))
+
 
 def best_segment(answer: Callable[..., Any]) -> None:
     """The learner's `best_segment(num_layers, layer_bytes, input_bytes)`: layers in a segment."""
-    for num_layers in (1, 4, 12, 24, 48, 96):
-        for layer_bytes, input_bytes in ((1.0, 1.0), (16.0, 1.0), (34.0, 2.0), (3.0, 1.0)):
+    for num_layers in (1, 3, 4, 5, 12, 24, 34, 37, 48, 96):
+        for layer_bytes, input_bytes in LAYER_AND_INPUT:
             found = due(answer(num_layers, layer_bytes, input_bytes))
             case = f"L = {num_layers}, {layer_bytes:g} and {input_bytes:g} bytes: "
             assert isinstance(found, int), f"{case}it returned {found!r}: k is a whole number"
@@ -392,11 +457,15 @@ NEARLY_BEST = 0.85
 
 def choose(answer: Callable[..., Any], runs_for_real: bool = True) -> None:
     """The learner's `choose(case)`: in every case by the formulas, then one of them for real."""
+    chosen = []
     for case in CASES:
-        settings = due(answer(case))
+        with without(best):
+            settings = answer(copy.deepcopy(case))  # what an answer does to it stays there
+        assert settings is not None, f"{case.about}: it returned None"
+        chosen.append(due(settings))
         _of_choice(case, settings)
     if runs_for_real:
-        _run(CASES[0], answer(CASES[0]))
+        _run(CASES[0], chosen[0])
 
 
 def _of_choice(case: Case, settings: Any) -> None:
@@ -421,8 +490,33 @@ def _of_choice(case: Case, settings: Any) -> None:
     own = step_s(case, settings)
     assert quickest / own >= NEARLY_BEST, (
         f"{case.about}: it fits, with {needs / 2**20:,.0f} of {case.room_bytes / 2**20:,.0f} MiB, "
-        f"but a step takes {own / quickest:.2f} times as long as it has to"
+        f"but a step takes {own / quickest:.2f} times as long as it has to{_why(case, settings)}"
     )
+
+
+def _why(case: Case, settings: Settings) -> str:
+    """What has probably been left out: the settings are the best ones without it."""
+    fitting = [one for one in candidates(case) if fits(case, one)]
+
+    def launches_free(one: Settings) -> float:
+        return step_s(case, one) - one.num_micro_batches * case.launch_s
+
+    def checkpointing_free(one: Settings) -> float:
+        return step_s(case, replace(one, activation_checkpointing="none"))
+
+    def one_micro_batch(one: Settings) -> float:
+        return step_s(case, one) / one.num_micro_batches
+
+    asked = []
+    for seconds, question in (
+        (launches_free, "what does each micro-batch cost beyond its products?"),
+        (checkpointing_free, "what does checkpointing cost?"),
+        (one_micro_batch, "is your time that of a whole step?"),
+    ):
+        least = min(map(seconds, fitting))
+        if math.isclose(seconds(settings), least, rel_tol=1e-9):
+            asked.append(question)
+    return ": " + " Or ".join(asked) if asked else ""
 
 
 def _run(case: Case, settings: Settings) -> None:

@@ -136,7 +136,7 @@ def _on_member(
 def without(*functions: Callable[..., Any]) -> Iterator[None]:
     """Within this block none of these functions may be called, by whatever name or detour.
 
-    It is for labcode's own solutions of an exercise.
+    It is for finished solutions of an exercise, labcode's own and PyTorch's.
 
     Args:
         functions: Written in Python.
@@ -149,7 +149,8 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
         module = function.__module__.rpartition(".")[2]
         # a decorator such as torch.no_grad() has one wrapper for all functions
         own: Any = inspect.unwrap(function)
-        forbidden[own.__code__] = f"{module}.{function.__name__}"
+        whose = "labcode's own" if function.__module__.startswith("labcode.") else "PyTorch's"
+        forbidden[own.__code__] = f"{module}.{function.__name__} is {whose}"
     called = []
 
     def note(frame: FrameType, event: str, _: Any) -> None:
@@ -162,4 +163,4 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
-    assert not called, f"{called[0]} is labcode's own answer to this exercise: write yours"
+    assert not called, f"{called[0]} answer to this exercise: write yours"

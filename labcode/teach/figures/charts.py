@@ -42,6 +42,7 @@ MAX_OWN_TICKS = 8  # an x axis with no more values, all of them whole, has its t
 MAX_TICKS_ACROSS = 14  # that closely they do not run into each other
 MAX_TICK = 5000  # larger numbers are too long for such ticks
 MAX_DECADES = 100  # from one end of a log axis to the other, for ticks at 0.1, 0.2, 0.5, 1
+LONG_NAME = 8  # characters of a row or a column of a heatmap, beyond which it needs room
 MAX_LABEL_CHARACTERS = 64  # bars whose labels take more characters together lie down
 
 Rows = Iterable[Mapping[str, Any]]  # of metrics, as `labcode.train.metrics.read` returns them
@@ -379,7 +380,12 @@ def heatmap(
     """
     values = np.asarray(matrix, dtype=float)
     height, width = values.shape
-    width_in = min(6.4, 1.8 + 0.62 * width)
+    # long names need room: beside the squares, and below them
+    beside = max((len(str(name)) for name in rows or ()), default=0)
+    below = max((len(str(name)) for name in columns or ()), default=0)
+    square_in = 0.62 if below <= LONG_NAME else 0.1 * below
+    width_in = 1.8 + square_in * width + (0.085 * beside if beside > LONG_NAME else 0)
+    width_in = min(6.4, width_in)
     height_in = min(5.0, 1.1 + 0.5 * height)
     picture = canvas(width_in, height_in, alt=alt)
     axes = picture.axes[0]

@@ -46,9 +46,12 @@ def formats(bits: Mapping[str, tuple[int, int]], *, alt: str, title: str = "") -
     axes = picture.axes[0]
     for row, (name, (exponent, fraction)) in enumerate(bits.items()):
         put_text(axes, -0.4, row, name, 10, ha="right")
-        _run_of_bits(axes, 0, row, 1, SIGN, "")
+        _run_of_bits(axes, 0, row, 1, SIGN, "±")
         _run_of_bits(axes, 1, row, exponent, EXPONENT, f"{exponent} exponent")
-        _run_of_bits(axes, 1 + exponent, row, fraction, FRACTION, f"{fraction} fraction")
+        fits = _run_of_bits(axes, 1 + exponent, row, fraction, FRACTION, f"{fraction} fraction")
+        if not fits:
+            end = 1 + exponent + fraction
+            put_text(axes, end + 0.2, row, f"{fraction} fraction", 8.5, ha="left")
     longest = max(1 + exponent + fraction for exponent, fraction in bits.values())
     axes.set_xlim(-5, longest + 0.2)
     axes.set_ylim(len(bits) - 0.4, -0.6)
@@ -57,14 +60,16 @@ def formats(bits: Mapping[str, tuple[int, int]], *, alt: str, title: str = "") -
     return picture
 
 
-def _run_of_bits(axes: Axes, start: int, row: int, count: int, colour: str, text: str) -> None:
-    """`count` squares beside each other, with a text over them if it fits."""
+def _run_of_bits(axes: Axes, start: int, row: int, count: int, colour: str, text: str) -> bool:
+    """`count` squares beside each other, with a text over them if it fits; whether it does."""
     for place in range(start, start + count):
         square = Rectangle((place, row - 0.36), 1, 0.72, facecolor=colour, edgecolor=WHITE)
         axes.add_patch(square)
-    if len(text) <= 3.2 * count:
+    fits = len(text) <= 3.2 * count
+    if fits:
         label = put_text(axes, start + count / 2, row, text, 8.5, color=ink_on(colour))
         label.set_bbox({"facecolor": colour, "edgecolor": "none", "pad": 1.0})
+    return fits
 
 
 @figure
@@ -75,6 +80,7 @@ def gradient_range(
     least: float,
     most: float,
     where: str = "float16",
+    above: str = "inf",
     title: str = "",
 ) -> Picture:
     """How often each size occurs among some numbers, over the range of a format.
@@ -85,6 +91,7 @@ def gradient_range(
         least: Smaller numbers become zero.
         most: Larger numbers become infinite.
         where: The name of the format.
+        above: What becomes of numbers that are too large.
         title: Above the figure.
     """
     picture = canvas(6.6, 1.0 + 1.15 * len(sizes), alt=alt, rows=len(sizes))
@@ -108,7 +115,7 @@ def gradient_range(
     for place, text in (
         (np.log2(least) - 7, "becomes 0"),
         ((np.log2(least) + np.log2(most)) / 2, f"what {where} can hold"),
-        (np.log2(most) + 2, "inf"),
+        (np.log2(most) + 2, above),
     ):
         first.annotate(
             text,

@@ -9,6 +9,8 @@ lessons import; the drawings themselves are in the files beside it.
 
 from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
+from labcode.teach.figures.checkpointing import activation_checkpointing
+from labcode.teach.figures.clinic import calls, ward_round
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.data_parallel import (
     accumulation,
@@ -18,14 +20,24 @@ from labcode.teach.figures.data_parallel import (
     data_parallel,
     sample_weights,
 )
+from labcode.teach.figures.debugging import reduction_groups, spread_of_parts, watched_layer
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.jobs import launch_chain, second_attempt
+from labcode.teach.figures.large_batch import (
+    gradient_noise,
+    local_steps,
+    steps_against_batch,
+    sweep,
+)
 from labcode.teach.figures.layer import around_a_layer, kept
+from labcode.teach.figures.local_updates import LossCurve, loss_against_cost
+from labcode.teach.figures.low_precision import delayed_scaling, format_ranges, fp8_linear
 from labcode.teach.figures.messages import rounds
 from labcode.teach.figures.nodes import transports
 from labcode.teach.figures.one_device import formats, fusion, gradient_range, launches
 from labcode.teach.figures.overlap import StepLanes, overlap
 from labcode.teach.figures.pipeline import halves, pipeline, stages
+from labcode.teach.figures.planning import layout_map, scaling, step_anatomy, step_parts
 from labcode.teach.figures.profile import memory_timeline, step_breakdown
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
@@ -37,12 +49,15 @@ from labcode.teach.figures.timeline import timeline
 from labcode.teach.figures.weights import cuts
 
 __all__ = [
+    "LossCurve",
     "StepLanes",
     "accumulation",
+    "activation_checkpointing",
     "around_a_layer",
     "bars",
     "boxes",
     "buckets",
+    "calls",
     "causal",
     "clipping",
     "collective",
@@ -52,10 +67,14 @@ __all__ = [
     "curves",
     "cuts",
     "data_parallel",
+    "delayed_scaling",
     "digits",
     "field",
+    "format_ranges",
     "formats",
+    "fp8_linear",
     "fusion",
+    "gradient_noise",
     "gradient_range",
     "grid",
     "halves",
@@ -63,13 +82,17 @@ __all__ = [
     "kept",
     "launch_chain",
     "launches",
+    "layout_map",
     "layouts",
     "lines",
     "links",
+    "local_steps",
+    "loss_against_cost",
     "memory_timeline",
     "overlap",
     "pipeline",
     "progress",
+    "reduction_groups",
     "ring",
     "ring_attention",
     "ring_gradients",
@@ -77,13 +100,21 @@ __all__ = [
     "runs",
     "sample_weights",
     "save_steps",
+    "scaling",
     "second_attempt",
+    "spread_of_parts",
     "stages",
+    "step_anatomy",
     "step_breakdown",
+    "step_parts",
+    "steps_against_batch",
+    "sweep",
     "tensor_parallel_mlp",
     "timeline",
     "transports",
     "ulysses",
+    "ward_round",
+    "watched_layer",
     "zero",
     "zero_steps",
 ]

@@ -6,6 +6,7 @@
     run_file              04       runs a learner's script on a rank
     l05_by_hand           05       averages in buckets, and overlapped, as a learner writes them
     l05_slow_link         05       all-reduces over a link of given alpha and beta
+    l06_slow_link         06       data parallelism and DiLoCo train a small GPT over that link
     l08_costs             08       memory, seconds on links and idle stages of a grid of H100 nodes
     l09_shards            09, 12   a module beside its shard: errors, collectives, steps of AdamW
     l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid

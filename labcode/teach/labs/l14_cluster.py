@@ -271,6 +271,7 @@ def _first_job_number(runs: Path) -> int:
 # ---- what ranks say
 
 _ERROR = re.compile(r"^(?:\[rank\d+\]: )?(?:\w+\.)*(\w*Error: .+|what\(\): +.+)$")
+_ABORTED = re.compile(r"^terminate called after throwing an instance of '(.+)'$")
 _PLACE = re.compile(r"\[(?:enforce fail at )?/\S+:\d+\]\s*")
 
 
@@ -289,9 +290,13 @@ def told(said: str) -> str:
         if not colon or not rank.isdigit():
             continue
         error = _ERROR.match(text.strip())
+        aborted = _ABORTED.match(text.strip())
         if error:
             message = _PLACE.sub("", error[1]).strip()
             errors[int(rank)] = message.partition(". This is typically")[0]
+        elif aborted:
+            # srun may end before what(), which is the next line, has come through
+            errors.setdefault(int(rank), f"aborted by {aborted[1]}")
         elif text.startswith("rank "):
             lines.append(text)
     lines += [f"rank {rank}: {text}" for rank, text in errors.items()]

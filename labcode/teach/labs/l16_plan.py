@@ -76,7 +76,7 @@ def peak_bytes(case: Case, settings: Settings) -> float:
         num_micro_batches=settings.num_micro_batches,
         dtype=settings.dtype,
         activation_checkpointing=settings.activation_checkpointing,
-        data_parallel="labcode",
+        data_parallel="none",
     ).total
 
 

@@ -1,0 +1,110 @@
+"""Checks of lesson 07, the DDP clinic. The text of each assertion is a hint."""
+
+from labcode.teach.check import Exercise
+from labcode.teach.exercises.l07_batch_norm import batch_norm
+from labcode.teach.exercises.l07_chart import chart, differing
+from labcode.teach.exercises.l07_cures import cured, night
+from labcode.teach.exercises.l07_waiting import roll_call, shares
+
+__all__ = [
+    "EXERCISES",
+    "batch_norm",
+    "chart",
+    "cured",
+    "differing",
+    "night",
+    "roll_call",
+    "shares",
+]
+
+EXERCISES = {
+    "7.1": Exercise(
+        praise="one call of all ranks, and everybody knows who is different",
+        hints=(
+            "Every rank has its own value and needs those of all. Which collective brings them?",
+            "`dist.all_gather_object(values, value, group=group)` fills a list that has one place "
+            "for each rank of the group.",
+        ),
+    ),
+    "7.2": Exercise(
+        praise="your chart sees what every DDP training has, without touching its code",
+        hints=(
+            "`register_forward_pre_hook` calls you with the model and the inputs, "
+            "`register_step_pre_hook` with the optimizer. Both return a handle.",
+            "A sum forgets the order of its numbers. Which function of some bytes does not?",
+            "The norm of all gradients is one root over the squares of all of them.",
+            "A parameter that got no gradient has None there.",
+            "What do your hooks and `__exit__` return? PyTorch and Python make use of it.",
+        ),
+    ),
+    "7.3": Exercise(
+        praise="each rank reads its own samples, and each epoch has its own order",
+        hints=(
+            "Who decides which samples a DataLoader gives, and does that one know of ranks?",
+            "From which number does the sampler draw its order, and who changes that number?",
+            "Two ranks share out one order. What must be equal on both, so that it is one?",
+        ),
+    ),
+    "7.4": Exercise(
+        praise="both ranks train one model, and it is the one that was wanted",
+        hints=(
+            "DDP does two things when it is built. What happens to what changes afterwards?",
+            "Does the error go away because the cause has gone, or because nobody looks any more?",
+            "Would it still be right if each rank drew other random numbers?",
+        ),
+    ),
+    "7.5": Exercise(
+        praise="statistics and gradients of the whole batch, and only a few numbers travel",
+        hints=(
+            "A rank knows its count, its sums and its squares. Which of these add up over ranks?",
+            "The mean is a sum over all values divided by their number: how do you get both, when "
+            "ranks have different numbers of samples?",
+            "In backward, `sum(dy)` and `sum(dy x_hat)` go over the samples of all ranks, because "
+            "each x moves the statistics that all of them use.",
+            "The gradients of weight and bias go into `.grad`, and data parallelism averages that "
+            "afterwards, as for every other weight.",
+        ),
+    ),
+    "7.6": Exercise(
+        praise="the step is now that of one process with all the samples, and sends once",
+        hints=(
+            "The loss of one process is a mean over all targets of the step. Which factor does "
+            "each target have here?",
+            "DDP divides the sum of the ranks' gradients by the number of ranks, whatever the loss "
+            "was.",
+            "Only the last backward of a step has to send.",
+        ),
+    ),
+    "7.7": Exercise(
+        praise="nobody waits for ever, and the absent ones are named",
+        hints=(
+            "Each rank leaves a note and then looks for those of the others.",
+            "`store.wait([key], timedelta(seconds=...))` raises RuntimeError when the time is "
+            "over. How much of the time is left for the next rank?",
+            "A wait of no time may miss a note that is there. What asks without waiting?",
+        ),
+    ),
+    "7.8": Exercise(
+        praise="all ranks make the same calls, and the loop comes to its end",
+        hints=(
+            "Which ranks come to the line that hangs, and how often each?",
+            "May a collective stand inside an `if` whose answer differs between ranks?",
+            "Two parts of a model, and each step uses one. For what does DDP wait?",
+        ),
+    ),
+    "7.9": Exercise(
+        praise="no other shares make the step shorter",
+        hints=(
+            "The step is as long as the longest rank. Who should get the next sample?",
+            "Give the samples out one by one, each to the rank that would be ready first with it.",
+        ),
+    ),
+    "7.10": Exercise(
+        praise="all five faults are gone: you can take the next night shift alone",
+        hints=(
+            "Take one finding at a time, change one thing, and run the check again.",
+            "Which lines of the healthy scripts above have no counterpart here?",
+            "Two of them are no error in the numbers: what is sent, and what is searched for?",
+        ),
+    ),
+}

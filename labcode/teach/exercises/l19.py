@@ -1,0 +1,785 @@
+"""Checks of lesson 19, debugging precision across ranks. The text of each assertion is a hint."""
+
+import inspect
+import itertools
+import math
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from labcode.comm.counting import counted
+from labcode.pool.answers import RankError
+from labcode.pool.ranks import Ranks
+from labcode.precision import bisect, debug, debug_config, moments
+from labcode.precision.debug_config import Block
+from labcode.teach.check import Exercise, due, is_stub, reason
+from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
+from labcode.teach.labs import l19_runs as lab
+from labcode.topology import GridShape
+
+EXERCISES = {
+    "19.1": Exercise(
+        praise="three numbers of each part are enough, however many parts there are",
+        hints=(
+            "Let d be the distance of the two means. Which share of d has the mean of both to go "
+            "from a's mean, if b has a tenth of the values?",
+            "M2 of both is more than the sum of the two: what two parts with no spread at all but "
+            "different means have is missing.",
+            "What does the division do if both parts are empty?",
+        ),
+    ),
+    "19.2": Exercise(
+        praise="the statistics of the whole tensor on every rank, by one message of a few numbers",
+        hints=(
+            "Which numbers of a part are needed so that all six statistics can be made of them? "
+            "Put them into one tensor.",
+            "dist.all_gather fills a list of empty tensors, one for each rank of the group. Then "
+            "`combine` puts n, mean and M2 together, part by part.",
+            "min() of an empty tensor raises an error. Which number is larger than every other, "
+            "so that it does no harm in a minimum?",
+        ),
+    ),
+    "19.3": Exercise(
+        praise="for every grid and every choice: these ranks write the same file",
+        hints=(
+            "`rank % tp` is the coordinate along tp. How do you get those along dp and pp from "
+            "`rank // tp`?",
+            "Two ranks are in one group if they agree in every axis that is not in `over`. What "
+            "would be a good key of a dict?",
+        ),
+    ),
+    "19.4": Exercise(
+        praise="it learns, and every product of every layer is still in FP8",
+        hints=(
+            "Which two columns of the table in section 2 have large numbers from top to bottom?",
+            "The block has the same frame as the one for the statistics. Which of the features in "
+            "the table gives a tensor a scale of its own?",
+            "The activation is an operand of fprop and wgrad, the weight of fprop and dgrad.",
+        ),
+    ),
+    "19.5": Exercise(
+        praise="Transformer Engine would run this file as it is",
+        hints=(
+            "A unit is one entry of the last dim. `tensor.abs().flatten(0, -2)` has one row for "
+            "each token.",
+            "`.amax(0)` of that is the largest size of each unit.",
+            "Your method is called in every step. What in `config` says in which steps you log?",
+        ),
+    ),
+    "19.6": Exercise(
+        praise="the first tensor, and every rank that is to blame, with nan among the wrong ones",
+        hints=(
+            "`whole[where]` is what the part should be; `.norm()` is the root of the sum of "
+            "squares.",
+            "Compare what you get for nan: is `nan > bound` True? Is `nan <= bound`?",
+            "The first row with a rank that departs is the answer, even if later rows are worse.",
+        ),
+    ),
+    "19.7": Exercise(
+        praise="a diagnosis that mends what is broken, and leaves alone what is not",
+        hints=(
+            "First find {layer: list of its bad tensors}, from the last step alone.",
+            "`str.removesuffix` takes the end of a name away, `str.rpartition('_')` cuts what is "
+            "left into layer and tensor.",
+            "One block for each layer is good: `exact_layer_names: [blocks.0.mlp.up]`. Its name "
+            "must be different from those of the others.",
+        ),
+    ),
+}
+
+
+# ---- 19.1
+
+Triple = tuple[float, float, float]
+
+
+def _triple(values: Sequence[float]) -> Triple:
+    if not values:
+        return (0, 0.0, 0.0)
+    mean = math.fsum(values) / len(values)
+    return (len(values), mean, math.fsum((value - mean) ** 2 for value in values))
+
+
+PARTS = {
+    "two parts of the same size": ([1.0, 2.0, 3.0], [11.0, 12.0, 13.0]),
+    "a part of one value and one of four": ([5.0], [1.0, 2.0, 2.5, 9.0]),
+    "parts with equal means": ([1.0, 3.0], [0.0, 4.0, 2.0]),
+    "negative values": ([-7.0, -1.0, 4.0], [-2.0, -30.0]),
+    "an empty part a": ([], [1.0, 2.0, 6.0]),
+    "an empty part b": ([1.0, 2.0, 6.0], []),
+    "two empty parts": ([], []),
+    "values far from zero": ([1e6, 1e6 + 1], [1e6 + 2, 1e6 + 3, 1e6 + 5]),
+}
+
+
+def combine(answer: Callable[..., Any]) -> None:
+    """The learner's `combine(a, b)`."""
+    for name, (first, second) in PARTS.items():
+        a, b = _triple(first), _triple(second)
+        with without(moments.Moments.__add__, moments.combined):
+            try:
+                found = due(answer(a, b))
+            except ZeroDivisionError:
+                raise AssertionError(
+                    f"{name}: it divides by zero, which values are there?"
+                ) from None
+        assert isinstance(found, tuple | list) and len(found) == 3, (
+            f"{name}: return three numbers (n, mean, M2), not {found!r}"
+        )
+        due(*found)
+        _of_combined(name, a, b, _triple([*first, *second]), [float(value) for value in found])
+
+
+def _of_combined(name: str, a: Triple, b: Triple, expected: Triple, found: list[float]) -> None:
+    n, mean, squares = found
+    case = f"{name}, a = {_shown(a)}, b = {_shown(b)}: "
+    assert n == expected[0], f"{case}n is {n:g}, and there are {expected[0]:g} values"
+    if not math.isclose(mean, expected[1], rel_tol=1e-12, abs_tol=1e-12):
+        simple = (a[1] + b[1]) / 2
+        if math.isclose(mean, simple):
+            raise AssertionError(
+                f"{case}the mean {mean:g} lies in the middle of the two means, "
+                "whatever the sizes of the parts are"
+            )
+        raise AssertionError(
+            f"{case}the mean is {mean:g}, and {expected[1]:g} is due: how far from a's mean, on "
+            "the way to b's?"
+        )
+    if math.isclose(squares, expected[2], rel_tol=1e-9, abs_tol=1e-9):
+        return
+    assert not math.isclose(squares, a[2] + b[2]), (
+        f"{case}M2 is the sum of the two, {squares:g}: what do two parts add whose means differ?"
+    )
+    assert squares >= 0, f"{case}M2 is {squares:g}, and a sum of squares is never negative"
+    raise AssertionError(
+        f"{case}M2 is {squares:.9g}, and {expected[2]:.9g} is due: compare your last term with the "
+        "formula"
+    )
+
+
+def _shown(triple: Triple) -> str:
+    return f"({triple[0]:g}, {triple[1]:g}, {triple[2]:g})"
+
+
+# ---- 19.2
+
+STATISTICS = ("mean", "std", "min", "max", "amax", "underflows%")
+
+
+def statistics(answer: Callable[..., Any], ranks: Ranks) -> None:
+    """The learner's `statistics(x, kept, group)`."""
+    due(answer)
+    in_groups(ranks, GROUPS, _gathers_statistics, answer)
+
+
+CASES = (
+    "parts of one size",
+    "parts of different sizes, one of them empty",
+    "far from 0",
+    "far above 0, one part empty",
+    "far below 0, one part empty",
+)
+FEW_BYTES = 1024  # of the numbers of all ranks together; the tensors of the check have more
+
+
+def _gathers_statistics(group: dist.ProcessGroup, answer: Callable[..., Any]) -> None:
+    tried = []
+    for case in CASES:
+        parts = _parts(group.size(), case)
+        x, kept = parts[group.rank()]
+        before = (x.clone(), kept.clone())
+        given = (x.clone(), kept.clone())
+        with counted() as calls, without(moments.measure, moments.combined):
+            found = answer(*given, group)
+        unchanged = torch.equal(before[0], given[0]) and torch.equal(before[1], given[1])
+        sent_bytes = sum(call.num_bytes for call in calls)
+        tried.append((case, parts, found, unchanged, len(calls), sent_bytes))
+    dist.barrier(group)
+    for case, parts, found, unchanged, num_calls, sent_bytes in tried:
+        due(found)
+        _of_statistics(case, parts, group.rank(), found)
+        assert unchanged, f"{case}: the tensors that were given have changed"
+        assert num_calls > 0, f"{case}: no collective was called"
+        assert num_calls == 1, (
+            f"{case}: {num_calls} collectives, and one is enough: put all numbers into one tensor "
+            "(functions that send Python objects send their size first, which is one more)"
+        )
+        assert sent_bytes <= FEW_BYTES, (
+            f"{case}: {sent_bytes:,} bytes travel, and the parts themselves are not to: which few "
+            "numbers of each part are enough?"
+        )
+
+
+def _parts(num_ranks: int, case: str) -> list[tuple[Tensor, Tensor]]:
+    """(x, what is left of it) of each rank."""
+    parts = []
+    generator = torch.Generator().manual_seed(len(case))
+    for rank in range(num_ranks):
+        rows = 6 if "one size" in case else 3 * rank
+        x = (1 + rank) * torch.randn(rows, 5, generator=generator) + 3 * rank
+        if "far" in case:
+            rows = 100 * rank if "empty" in case else 2 + rank
+            x = 3000 + 0.01 * torch.randn(rows, 5, generator=generator) + 0.01 * rank
+            x = -x if "below" in case else x
+        else:
+            x[:, 2] = 0.0  # a zero was no loss
+            x[:1, 0] = -60.0 - rank  # the largest by its size
+        rounded = (16 * x).round() / 16  # a cast rounds what it keeps
+        kept = torch.where(x.abs() < 1.5, torch.zeros_like(x), rounded)
+        parts.append((x, kept))
+    return parts
+
+
+def _expected(parts: Sequence[tuple[Tensor, Tensor]]) -> dict[str, float]:
+    x = torch.cat([part.flatten() for part, _ in parts]).double()
+    kept = torch.cat([part.flatten() for _, part in parts])
+    lost = ((kept == 0) & (x != 0)).double().mean()
+    return {
+        "mean": x.mean().item(),
+        "std": x.std().item(),
+        "min": x.min().item(),
+        "max": x.max().item(),
+        "amax": x.abs().max().item(),
+        "underflows%": 100 * lost.item(),
+    }
+
+
+def _of_statistics(
+    case: str, parts: Sequence[tuple[Tensor, Tensor]], rank: int, found: Any
+) -> None:
+    assert isinstance(found, Mapping), f"return a dict, not a {type(found).__name__}"
+    missing = [name for name in STATISTICS if name not in found]
+    assert not missing, f"{missing[0]} is missing in the dict: it has {', '.join(map(str, found))}"
+    expected = _expected(parts)
+    own = _expected([parts[rank]]) if parts[rank][0].numel() else {}
+    each = [_expected([part]) for part in parts if part[0].numel()]
+    for name in STATISTICS:
+        is_number = isinstance(found[name], int | float)
+        assert is_number, f"{name} is to be a Python number, not {type(found[name]).__name__}"
+        value = float(found[name])
+        wanted = expected[name]
+        close = 1e-4 if name == "std" and "far" in case else 1e-6
+        if math.isclose(value, wanted, rel_tol=close, abs_tol=1e-9):
+            continue
+        told = f"{case}: {name} is {value:.6g}, and {wanted:.6g} is due. "
+        if own and math.isclose(value, own[name], rel_tol=1e-5):
+            raise AssertionError(told + "This is the value of this rank's part alone")
+        mean = sum(one[name] for one in each) / len(each)
+        if math.isclose(value, mean, rel_tol=1e-5):
+            raise AssertionError(told + "This is the mean of the values of the parts")
+        raise AssertionError(told + _about_statistic(told, name, value, wanted, parts))
+
+
+def _about_statistic(
+    told: str, name: str, value: float, wanted: float, parts: Sequence[tuple[Tensor, Tensor]]
+) -> str:
+    count = sum(x.numel() for x, _ in parts)
+    has_empty = any(x.numel() == 0 for x, _ in parts)
+    is_extreme = name in ("min", "max", "amax")
+    if math.isnan(value) or math.isinf(value) or ("far" in told and has_empty and is_extreme):
+        return "One of the parts may be empty: which numbers does it send?"
+    if name == "std" and math.isclose(value, wanted * math.sqrt((count - 1) / count), rel_tol=1e-5):
+        return "It divides by n; by which number does torch.std divide?"
+    if name == "underflows%":
+        zeros = sum(int((kept == 0).sum()) for _, kept in parts)
+        if math.isclose(value, 100 * zeros / count, rel_tol=1e-5):
+            return "A value that was 0 before the cast is not lost"
+        changed = sum(int((kept != x).sum()) for x, kept in parts)
+        if math.isclose(value, 100 * changed / count, rel_tol=1e-5):
+            return "A value that was rounded to another one is not lost"
+        if math.isclose(value, wanted / 100, rel_tol=1e-5):
+            return "This is a share, and percent are asked for"
+    if name == "amax":
+        return "The largest |x| may be a negative number"
+    if name == "std":
+        return "What comes of n, mean and M2 of all parts, and in which precision is it computed?"
+    return "Which of the numbers that travel is this made of?"
+
+
+# ---- 19.3
+
+
+def same_file(answer: Callable[..., Any]) -> None:
+    """The learner's `same_file(tp, dp, pp, over)`."""
+    sizes = [(2, 2, 1), (2, 2, 2), (4, 2, 1), (2, 3, 2), (1, 4, 1), (3, 1, 2)]
+    choices = [(), ("tp",), ("dp",), ("tp", "dp"), ("dp", "tp")]
+    for tp, dp, pp in sizes:
+        shape = GridShape(tp=tp, dp=dp, pp=pp)
+        for over in choices:
+            with without(GridShape.groups, GridShape.coords):
+                found = due(answer(tp, dp, pp, over))
+            expected = shape.groups(*over)
+            _of_groups(f"tp {tp}, dp {dp}, pp {pp}, over {over!r}: ", shape, expected, found)
+
+
+def _of_groups(case: str, shape: GridShape, expected: list[list[int]], found: Any) -> None:
+    assert isinstance(found, list | tuple), f"{case}return a list of lists of ranks, not {found!r}"
+    groups = []
+    members = []
+    for group in found:
+        assert isinstance(group, list | tuple | set), (
+            f"{case}each group is a list of ranks, and this is {group!r}"
+        )
+        groups.append(sorted(group))
+        members += group
+    members.sort()
+    assert members == list(range(shape.world_size)), (
+        f"{case}each of the {shape.world_size} ranks belongs to one group, and yours have {members}"
+    )
+    if sorted(groups) == sorted(expected):
+        return
+    if len(groups) != len(expected):
+        for group in groups:
+            stages = {shape.coords(rank)["pp"] for rank in group}
+            assert len(stages) == 1, (
+                f"{case}ranks of different stages have different layers, and never write the same"
+            )
+        raise AssertionError(
+            f"{case}there are {len(groups)} groups, and {len(expected)} are due: in which axes do "
+            "the ranks of a group agree?"
+        )
+    raise AssertionError(
+        f"{case}{groups} has as many groups as is due, but other ranks in them: tp varies fastest, "
+        "then dp, then pp"
+    )
+
+
+# ---- 19.4
+
+OPERANDS = (
+    ("fprop", "activation"),
+    ("fprop", "weight"),
+    ("dgrad", "weight"),
+    ("wgrad", "activation"),
+)
+BROKEN = "--train.dtype fp8 --fp8.margin 18 --train.steps 50"
+LEARNS = 2.85  # bfloat16 comes to 2.63, the run that does not learn to 3.16
+
+
+def mend(answer: Any, ranks: Ranks) -> None:
+    """The learner's YAML, as text."""
+    text = due(answer)
+    assert isinstance(text, str), f"give the YAML as text, not a {type(text).__name__}"
+    with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
+        path = Path(folder) / "mend.yaml"
+        path.write_text(text)
+        chosen = _read(path)
+        _still_in_fp8(chosen)
+        _mends(chosen)
+        options = f"{BROKEN} {lab.GRID} --debug.config {path}"
+        found = ranks.run(lab.train, options, f"{folder}/run", limit_s=120)[0]
+    assert found.val_loss < LEARNS, (
+        f"after 50 steps the loss is {found.val_loss:.3f}: it still does not learn. Is there a "
+        "margin in your scales, too?"
+    )
+
+
+def _read(path: Path) -> dict[str, Block]:
+    """{layer: its block}; what is wrong with the file becomes a hint."""
+    try:
+        return debug_config.choose(debug_config.read(path), lab.LAYERS, path)
+    except ValueError as error:
+        raise AssertionError(str(error).replace(f"{path}", "your YAML")) from None
+
+
+def _still_in_fp8(chosen: Mapping[str, Block]) -> None:
+    for layer, block in chosen.items():
+        for name in ("DisableFP8Layer", "DisableFP8GEMM"):
+            assert name not in block.features, (
+                f"{name} takes {layer} out of FP8: then it learns, and the reason to use FP8 is "
+                "gone. Which feature leaves the layer in FP8 and changes its scales?"
+            )
+        assert "FakeQuant" not in block.features, (
+            "FakeQuant is for layers that do not compute in FP8: it shows what FP8 would do to them"
+        )
+
+
+def _mends(chosen: Mapping[str, Block]) -> None:
+    for layer in lab.LAYERS:
+        assert layer in chosen, f"{layer} is chosen by no block, and underflows as the others do"
+        features = chosen[layer].features
+        assert "PerTensorScaling" in features, (
+            f"{layer} still has the scales that lose everything: its block has "
+            f"{', '.join(features) or 'no feature'}"
+        )
+        settings = features["PerTensorScaling"]
+        for gemm, tensor in OPERANDS:
+            assert tensor in settings["tensors"], (
+                f"the {tensor} of {layer} still has the scale that loses it: look at the table "
+                "of section 2 again"
+            )
+            assert gemm in settings["gemms"], (
+                f"in the product {gemm} of {layer} the {tensor} still has the scale that loses it"
+            )
+
+
+# ---- 19.5
+
+UNITS_YAML = """
+units:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: {layers}
+  transformer_engine:
+    {name}:
+      enabled: True
+      tensors: [activation]
+      below: {below}
+      freq: {freq}
+    Reference:
+      enabled: True
+      tensors: [activation]
+      below: {below}
+      freq: {freq}
+"""
+DUE = "_due"
+REFERENCE = """Reference(Feature):
+    @api_method
+    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
+        if iteration % config["freq"]:
+            return
+        largest = tensor.abs().flatten(0, -2).amax(0)
+        share = 100 * (largest < config["below"]).float().mean().item()
+        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_due", share, iteration)
+"""
+STUB = re.compile(r"raise NotImplementedError\(.exercise")
+
+
+def feature(answer: Any, ranks: Ranks) -> None:
+    """The learner's class with `inspect_tensor`."""
+    due(answer)
+    source = ""
+    if callable(answer):
+        source = inspect.getsource(getattr(answer, "inspect_tensor", answer))
+    if STUB.search(source):
+        raise NotImplementedError("exercise")
+    assert isinstance(answer, type), "give the class itself"
+    assert hasattr(answer, "inspect_tensor"), "the class has no method inspect_tensor"
+    assert getattr(answer.inspect_tensor, "is_api", False), (
+        "inspect_tensor has no @api_method above it, and so nobody calls it"
+    )
+    with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
+        lab.write_feature(answer, f"{folder}/features")
+        (Path(folder) / "features" / "reference.py").write_text(lab.FEATURE_HEAD + REFERENCE)
+        cases = (("mlp.down", 0.1, 2), ("mlp", 1.0, 1))
+        for number, (layers, below, freq) in enumerate(cases):
+            text = UNITS_YAML.format(layers=layers, name=answer.__name__, below=below, freq=freq)
+            path = Path(folder) / f"units-{number}.yaml"
+            path.write_text(text)
+            try:
+                of_ranks = ranks.run(_with_feature, str(path), folder, limit_s=60)
+            except RankError as error:
+                if is_stub(error):
+                    raise
+                assert "Different Outputs" not in str(error), (
+                    "inspect_tensor returns a value, which nobody takes: write it into the log, "
+                    "and return nothing"
+                )
+                assert "called exit(1)" not in str(error), (
+                    "inspect_tensor raises an AttributeError, at which nvdlfw_inspect ends the "
+                    'process: which `.name` does not exist? `config` is a dict: config["freq"]'
+                )
+                raise AssertionError(reason(error)) from None
+            for rank, (found, expected, unchanged) in enumerate(of_ranks):
+                assert unchanged, (
+                    f"rank {rank}: with your feature the losses are others. `tensor` is the one "
+                    "that the training goes on with: a feature looks, and changes nothing"
+                )
+                _of_feature(f"rank {rank}, below = {below:g}, freq = {freq}: ", found, expected)
+
+
+def _with_feature(
+    config: str, folder: str
+) -> tuple[dict[tuple[str, int], float], dict[tuple[str, int], float], bool]:
+    """What a rank logs in three steps with a feature, what is due, and whether losses are kept."""
+    features = f"--debug.config {config} --debug.feature_dir {folder}/features"
+    steps = f"{lab.GRID} --train.steps 3"
+    without_it = lab.train(steps, f"{folder}/plain").losses
+    with_it = lab.train(f"{steps} {features}", f"{folder}/run").losses
+    found = debug.read_statistics(Path(folder) / "run" / "debug", dist.get_rank())
+    expected = {}
+    for name, step in list(found):
+        if name.endswith(DUE):
+            value = found.pop((name, step))
+            expected[name.removesuffix(DUE) + "_dead%", step] = value
+    unchanged = all(math.isclose(a, b, rel_tol=1e-6) for a, b in zip(without_it, with_it))
+    return found, expected, unchanged
+
+
+def _of_feature(
+    case: str, found: Mapping[tuple[str, int], float], expected: Mapping[tuple[str, int], float]
+) -> None:
+    assert found, f"{case}nothing is in the log: is MetricLogger.log_scalar called?"
+    for (name, step), wanted in expected.items():
+        if (name, step) not in found:
+            others = sorted({written for written, _ in found})
+            assert name in others, f"{case}the log has {others[0]}, and {name} is due"
+            raise AssertionError(f"{case}{name} is missing in step {step}, where freq says log")
+        value = found[name, step]
+        if math.isclose(value, wanted, abs_tol=1e-3):
+            continue
+        told = f"{case}{name} in step {step} is {value:.4g}, and {wanted:.4g} is due. "
+        if math.isclose(value, 100 - wanted, abs_tol=1e-3):
+            raise AssertionError(told + "These are the units that are alive")
+        if math.isclose(100 * value, wanted, rel_tol=1e-3):
+            raise AssertionError(told + "This is a share, and percent are asked for")
+        if not 0 <= value <= 100:
+            raise AssertionError(told + "This is a number of units, or of something else")
+        raise AssertionError(
+            told + "A unit, an entry of the last dim, is dead if |x| stays below the limit at "
+            "every token"
+        )
+    too_many = [key for key in found if key not in expected]
+    if too_many:
+        name, step = too_many[0]
+        raise AssertionError(f"{case}{name} is logged in step {step} as well: what says `freq`?")
+
+
+# ---- 19.6
+
+
+def first_departure(answer: Callable[..., Any]) -> None:
+    """The learner's `first_departure(rows, bound)`."""
+    bound = 1e-5
+    cases = {
+        "runs that differ by rounding": ((), None),
+        "tensor 3 of rank 1 wrong by one part in 1000": (((3, 1, 1.001),), (3, [1])),
+        "ranks 1 and 3 wrong": (((4, 1, 1.01), (4, 3, 1.01)), (4, [1, 3])),
+        "a small fault first, a large one later": (((2, 3, 1.001), (5, 2, 100.0)), (2, [3])),
+        "opposite faults on two ranks": (((2, 1, 1.01), (2, 2, 0.99)), (2, [1, 2])),
+        "nan on rank 2": (((3, 2, math.nan),), (3, [2])),
+        "infinity on rank 1": (((0, 1, math.inf), (1, 2, 2.0)), (0, [1])),
+        "a part twice as large": (((2, 2, 2.0),), (2, [2])),
+        "a part that is half as large": (((2, 2, 0.5),), (2, [2])),
+        "the last tensor wrong": (((5, 3, 1.01),), (5, [3])),
+    }
+    for name, (faults, expected) in cases.items():
+        rows = lab.made_up_rows(4, faults)
+        found = _departure_in(answer, rows, bound, name)
+        _of_departure(name, [row.name for row in rows], expected, found)
+
+    _of_bound(answer)
+
+
+def _of_bound(answer: Callable[..., Any]) -> None:
+    """Errors a little inside and a little outside of the bound; tensors of zeros."""
+    bound = 0.01
+    widths = {"four equal parts": (4, 4, 4, 4), "parts of 1, 3, 4 and 8 columns": (1, 3, 4, 8)}
+    for (what, columns), size in itertools.product(widths.items(), (0.02, 50.0)):
+        for rank, share in itertools.product(range(4), (0.8, 1.25)):
+            rows = [_row_with_error(columns, size, rank, share * bound)]
+            found = _departure_in(answer, rows, bound, what)
+            case = f"{what}, values of about {size:g}, rank {rank} off by {share:g} times the bound"
+            if share < 1:
+                assert found is None, (
+                    f"{case}: it names {found!r}, and this is within the bound of section 7: by "
+                    "what is the error divided?"
+                )
+                continue
+            _of_departure(case, [row.name for row in rows], (0, [rank]), found)
+    zeros = torch.zeros(8, 16)
+    parts = {rank: (_columns((4, 4, 4, 4), rank), torch.zeros(8, 4)) for rank in range(4)}
+    parts[2] = (parts[2][0], torch.full((8, 4), 1e-3))
+    rows = [lab.Recorded("a tensor of zeros", zeros, parts)]
+    found = _departure_in(answer, rows, bound, "a tensor of zeros")
+    assert found is not None, (
+        "a tensor of zeros whose part on rank 2 is not zero: it returned None, and that part is "
+        "wrong"
+    )
+    _of_departure("a tensor of zeros", [row.name for row in rows], (0, [2]), found)
+
+
+def _columns(widths: Sequence[int], rank: int) -> tuple[slice, slice]:
+    start = sum(widths[:rank])
+    return (slice(0, 8), slice(start, start + widths[rank]))
+
+
+def _row_with_error(widths: Sequence[int], size: float, wrong: int, error: float) -> lab.Recorded:
+    """A tensor whose part on one rank has this error, by the formula of section 7."""
+    generator = torch.Generator().manual_seed(3)
+    whole = size * torch.randn(8, sum(widths), generator=generator, dtype=torch.float64)
+    parts = {}
+    for rank in range(len(widths)):
+        where = _columns(widths, rank)
+        part = whole[where].clone()
+        if rank == wrong:
+            difference = torch.randn(part.shape, generator=generator, dtype=torch.float64)
+            due_norm = error * whole.norm() * math.sqrt(part.numel() / whole.numel())
+            part += difference * due_norm / difference.norm()
+        parts[rank] = (where, part)
+    return lab.Recorded("output of layer 0", whole, parts)
+
+
+def _tensors_of(rows: Iterable[Any]) -> list[Tensor]:
+    found = []
+    for row in rows:
+        found.append(row.whole)
+        found += [part for _, part in row.parts.values()]
+    return found
+
+
+def _departure_in(answer: Callable[..., Any], rows: list[Any], bound: float, case: str) -> Any:
+    """What the learner's function finds; what it was given may not change."""
+    kept = [tensor.clone() for tensor in _tensors_of(rows)]
+    given = list(rows)
+    with without(bisect.first_departure, bisect.compare):
+        try:
+            found = answer(given, bound)
+        except ZeroDivisionError:
+            raise AssertionError(f"{case}: it divides by zero") from None
+    if found is ...:
+        raise NotImplementedError("exercise")
+    now = _tensors_of(rows)
+    same = all(a.equal(b) or bool(b.isnan().any()) for a, b in zip(now, kept, strict=True))
+    assert same and len(given) == len(rows), (
+        f"{case}: the rows that were given have changed: work on copies, a difference is a new "
+        "tensor"
+    )
+    return found
+
+
+def _of_departure(
+    name: str, tensors: Sequence[str], expected: tuple[int, list[int]] | None, found: Any
+) -> None:
+    if expected is None:
+        assert found is None, (
+            f"{name}: it names {found!r}, and no tensor departs: by how much may a part differ? "
+            "Section 7 measures it by the size of the whole tensor; one tensor is all zeros"
+        )
+        return
+    number, ranks = expected
+    assert found is not None, f"{name}: it returned None, and {tensors[number]} departs"
+    assert isinstance(found, tuple | list) and len(found) == 2, (
+        f"return (name, list of ranks), not {found!r}"
+    )
+    tensor, blamed = found
+    assert tensor in tensors, f"{name}: the first result must be the name of a tensor: {tensor!r}"
+    place = tensors.index(tensor)
+    assert place >= number, (
+        f"{name}: it names {tensor}, which differs by rounding alone: what is the error of a part "
+        "measured by?"
+    )
+    assert place <= number, f"{name}: it names {tensor}, but {tensors[number]} departs before it"
+    assert isinstance(blamed, list | tuple | set), f"{name}: give a list of ranks, not {blamed!r}"
+    assert sorted(blamed) == ranks, (
+        f"{name}: of {tensor} it blames ranks {sorted(blamed)}, and {ranks} hold what is wrong"
+    )
+
+
+# ---- 19.7
+
+MOST_LOST = 5.0  # percent
+
+
+JUST_LOST = 5.3  # percent
+
+
+def _log(
+    bad: Mapping[str, Sequence[str]],
+    layers: Sequence[str] = lab.LAYERS,
+    steps: Sequence[int] = (0, 20, 40),
+) -> dict:
+    """What a run has logged; `bad` is what is lost in the last step, by a little."""
+    found = {}
+    first = min(steps)
+    last = max(steps)
+    for step in steps:
+        for layer in layers:
+            for tensor in lab.TENSORS:
+                is_bad = tensor in bad.get(layer, ())
+                # with delayed scaling the first step has the scale 1
+                is_early = step == first or (step != last and layer.endswith("up"))
+                value = 90.0 if is_early else 0.4
+                if step == last:
+                    value = JUST_LOST if is_bad else MOST_LOST
+                found[f"{layer}_{tensor}_fp8_underflows%", step] = value
+                found[f"{layer}_{tensor}_fp8_overflows%", step] = 50.0
+    return found
+
+
+GATED = (
+    "blocks.0.mlp.gate",
+    "blocks.0.mlp.gate_up",
+    "blocks.0.mlp.down",
+    "blocks.11.mlp.gate_up",
+    "blocks.1.mlp.down",
+)
+DIAGNOSES: dict[str, tuple[dict[str, list[str]], Sequence[str]]] = {
+    "one tensor of one layer": ({"blocks.1.mlp.down": ["activation"]}, lab.LAYERS),
+    "two tensors of one layer": ({"blocks.0.mlp.up": ["weight", "gradient"]}, lab.LAYERS),
+    "different tensors of three layers": (
+        {
+            "blocks.0.attention.qkv": ["gradient"],
+            "blocks.1.attention.qkv": ["gradient", "weight"],
+            "blocks.1.mlp.up": ["activation"],
+        },
+        lab.LAYERS,
+    ),
+    "all tensors of all layers": ({layer: list(lab.TENSORS) for layer in lab.LAYERS}, lab.LAYERS),
+    "a layer with a _ in its name": ({"blocks.0.mlp.gate_up": ["weight"]}, GATED),
+    "layer 1 beside layer 11": ({"blocks.1.mlp.down": ["weight"]}, GATED),
+    "a layer whose name another one begins with": ({"blocks.0.mlp.gate": ["weight"]}, GATED),
+    "nothing is lost": ({}, lab.LAYERS),
+}
+STEPS = {  # of the logs, in their order; else 0, 20, 40
+    "two tensors of one layer": (0, 5, 15),
+    "different tensors of three layers": (1000, 0, 500),
+    "a layer with a _ in its name": (0, 100, 101),
+}
+
+
+def diagnose(answer: Callable[..., Any]) -> None:
+    """The learner's `diagnose(found)`: the text of a YAML."""
+    for name, (bad, layers) in DIAGNOSES.items():
+        log = _log(bad, layers, STEPS.get(name, (0, 20, 40)))
+        given = dict(log)
+        text = due(answer(given))
+        assert given == log, f"{name}: the log that was given has changed"
+        assert isinstance(text, str), f"{name}: return text, not a {type(text).__name__}"
+        if not bad:
+            assert not text.strip(), f"{name}: then there is nothing to mend, and the text is empty"
+            continue
+        assert text.strip(), f"{name}: the text is empty, and {next(iter(bad))} loses values"
+        with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
+            path = Path(folder) / "found.yaml"
+            path.write_text(text)
+            try:
+                chosen = debug_config.choose(debug_config.read(path), layers, path)
+            except ValueError as error:
+                told = str(error).replace(f"{path}", "your YAML")
+                raise AssertionError(f"{name}: {told}") from None
+        _still_in_fp8(chosen)
+        _of_diagnosis(name, bad, chosen)
+
+
+def _of_diagnosis(name: str, bad: Mapping[str, Sequence[str]], chosen: Mapping[str, Block]) -> None:
+    for layer, block in chosen.items():
+        wanted = bad.get(layer, [])
+        settings = block.features.get("PerTensorScaling", {})
+        scaled = settings.get("tensors", []) if settings else []
+        needless = [tensor for tensor in scaled if tensor not in wanted]
+        assert not needless, (
+            f"{name}: the {needless[0]} of {layer} gets a scale of its own, and has lost no more "
+            f"than {MOST_LOST:g} % in the last step"
+        )
+        assert settings or not wanted, f"{name}: the block of {layer} has no PerTensorScaling"
+    for layer, tensors in bad.items():
+        assert layer in chosen, f"{name}: {layer} loses values, and no block chooses it"
+        settings = chosen[layer].features.get("PerTensorScaling", {})
+        assert not settings.get("margin"), (
+            f"{name}: the scale of {layer} has a margin, and a margin is what loses values"
+        )
+        for tensor in tensors:
+            assert tensor in settings["tensors"], (
+                f"{name}: the {tensor} of {layer} loses {JUST_LOST} %, and keeps its scale"
+            )
+            for gemm, operand in (*OPERANDS, ("dgrad", "gradient"), ("wgrad", "gradient")):
+                assert operand != tensor or gemm in settings["gemms"], (
+                    f"{name}: in the product {gemm} the {tensor} of {layer} keeps its scale"
+                )

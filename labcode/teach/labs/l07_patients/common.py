@@ -1,0 +1,49 @@
+"""What all patients share: a little text to learn, a small model, and a block that does nothing."""
+
+import contextlib
+import gzip
+from importlib import resources
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+CONTEXT = 8  # characters that a model sees
+NUM_CHARACTERS = 128
+
+
+def text_samples(num_samples: int) -> TensorDataset:
+    """The first characters of the shipped text: inputs [N, 8], and the one after each, [N]."""
+    file = resources.files("labcode") / "assets" / "shakespeare.txt.gz"
+    with file.open("rb") as packed, gzip.open(packed) as unpacked:
+        text = torch.tensor(list(unpacked.read(num_samples + CONTEXT)))
+    windows = text.clamp(max=NUM_CHARACTERS - 1).unfold(0, CONTEXT + 1, 1)
+    return TensorDataset(windows[:, :-1], windows[:, -1])
+
+
+def small_model() -> nn.Sequential:
+    """8 characters in, 128 logits out."""
+    return nn.Sequential(
+        nn.Embedding(NUM_CHARACTERS, 16),
+        nn.Flatten(),
+        nn.Linear(CONTEXT * 16, 64),
+        nn.ReLU(),
+        nn.Linear(64, NUM_CHARACTERS),
+    )
+
+
+def unwatched(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
+    """In place of `doctor.watch`: nobody looks on."""
+    return contextlib.nullcontext()
+
+
+def apart(model: nn.Module) -> float:
+    """The largest difference between a weight here and the mean over all ranks."""
+    gap = 0.0
+    for param in model.parameters():
+        mean = param.detach().clone()
+        torch.distributed.all_reduce(mean)
+        mean /= torch.distributed.get_world_size()
+        gap = max(gap, float((param.detach() - mean).abs().max()))
+    return gap

@@ -1,0 +1,998 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 19 · Debugging precision across ranks
+#
+# A run in 8 bits does not learn. The loss curve says so, and nothing more. To find out why, one has to look at the
+# tensors inside, and on several ranks each of them sees only its part. In this lesson you find the reason in
+# statistics, mend the run with a few lines of YAML, and write the tools: statistics that are right across ranks, a
+# feature of your own, and the search for the first tensor in which two runs depart.
+#
+# ## Goals
+#
+# - watch the tensors of a training on all ranks with one YAML file;
+# - put together statistics of shards, so that they are those of the whole tensor;
+# - choose over which ranks statistics are reduced, and say beforehand what each rank's file will hold;
+# - find what breaks an FP8 run, and mend it without leaving FP8;
+# - name the first tensor in which two runs depart, and the rank to blame.
+#
+# **Time**: 130 minutes, in two sittings. Sections 1 to 4 (65 minutes) are about statistics. The second sitting begins
+# with section 5; run the first code cell, the one of section 1 that trains, and the one of section 2 that writes
+# `look.yaml` before it.
+# **Needs**: lesson 18 (FP8, scales, delayed scaling), lesson 08 (groups of a grid), lesson 12 (stages of a pipeline).
+# Lesson 09 helps.
+
+# %%
+import math
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from nvdlfw_inspect.logging import MetricLogger
+from nvdlfw_inspect.registry import api_method
+
+from labcode.pool.ranks import Ranks
+from labcode.precision import bisect, debug, moments
+from labcode.precision.feature import Feature
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l19
+from labcode.teach.figures import plot
+from labcode.teach.labs import l19_runs as lab
+from labcode.teach.progress import status
+from labcode.topology import GridShape
+
+ranks = Ranks(4)
+
+# %% [markdown]
+# ## 1. A run that does not learn
+#
+# The model is a small GPT on four ranks, dp 2 x tp 2. `train` below does what
+# `python -m labcode.train` does with the same options, on ranks that are already there. We train it in bfloat16, and
+# then in FP8 with a scale that somebody has chosen to be on the safe side: `--fp8.margin 18`.
+#
+# Lesson 18 had the formula of delayed scaling. The margin leaves room for growth:
+#
+# $$\text{scale} = \frac{\text{largest number of the format}}{2^{\text{margin}} \cdot \max(\text{history})}$$
+#
+# With margin 18 a tensor may become 2^18 = 262,144 times larger before it saturates. That sounds very safe.
+
+# %% tags=["figure"]
+GRID = "--parallel.dp 2 --parallel.tp 2"
+FP8 = "--train.dtype fp8 --fp8.margin 18"
+
+def train(options, folder, fault=None):
+    """What all ranks return after a training on the grid."""
+    status(f"training {options}")
+    try:
+        return ranks.run(lab.train, f"{GRID} {options}", folder, fault)
+    finally:
+        status()
+
+bf16 = train("--train.dtype bfloat16 --train.steps 50", "runs/bf16")[0]
+broken = train(f"{FP8} --train.steps 50", "runs/broken")[0]
+print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, FP8 {broken.val_loss:.2f}")
+plot.lines(
+    {"bfloat16": bf16.losses, "FP8, margin 18": broken.losses},
+    x=range(1, 51), xlabel="step", ylabel="loss (nats)", marks=False,
+    title="One of the two does not learn",
+    alt="The loss in bfloat16 falls from 4.4 to about 2.7, that in FP8 with margin 18 "
+        "stays above 3",
+)
+
+# %% [markdown]
+# It has not crashed, and nothing is infinite. It learns little more than how often each character occurs. In a real
+# project one would now try other learning rates, and lose a week.
+#
+# What do the tensors say? The largest number of a tensor lands at 448 / 2^18, which is a little less than 2^-9. The
+# smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For gradients the format is e5m2: the
+# largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest number of e5m2 is 2^-16.
+#
+# **Predict.** Which share of the values of an activation or a weight is lost in the cast: about nothing (0), about a
+# half (0.5), or about everything (1)? And is most of a gradient lost, `True` or `False`?
+
+# %% tags=["predict"]
+lost_of_activations = 1  # only what is larger than about half of the amax is left
+gradients_are_lost = False  # 14 powers of two are left below the largest number
+
+# %% [markdown]
+# ## 2. Statistics of all layers from one YAML
+#
+# One could put prints into the model. On four ranks, in 8 layers, at three tensors of each, that is a lot of prints, and
+# they have to be taken out again. The other way is to describe in a file what is to be looked at. NVIDIA's library
+# `nvdlfw_inspect` reads such a file, Transformer Engine's layers obey it, and so do labcode's. What can be done to a
+# layer is called a **feature**.
+#
+# A feature may look at six tensors of each linear layer. The picture shows their names. (*wgrad* and *dgrad* are also
+# the names of the products that make these tensors; the third product, that of forward, is called *fprop*.)
+
+# %% tags=["figure"]
+plot.watched_layer(
+    title="Six tensors of a linear layer, by their names in the YAML",
+    alt="A linear layer with weight and wgrad inside; activation goes in and output "
+        "comes out in forward, gradient comes in and dgrad goes out in backward",
+)
+
+# %% [markdown]
+# The file consists of blocks. Each has a name of your choice, says which layers it is for, and lists features:
+
+# %% tags=["nbval-check-output"]
+look = """
+look:                                  # any name
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks   # all layers whose name has "blocks" in it
+  transformer_engine:                  # whose features these are
+    LogFp8TensorStats:
+      enabled: True
+      tensors: [activation, weight, gradient]
+      stats: ["underflows%", "overflows%"]
+      freq: 20                         # in steps 0, 20, 40
+"""
+Path("look.yaml").write_text(look)
+print(f"{len(look.splitlines()) - 1} lines for four ranks")
+
+# %% [markdown]
+# `underflows%` is how much of a tensor, in percent, was not zero before the cast and is zero after it. `overflows%` is
+# how much was too large. Each rank writes into a file of its own in `--debug.log_dir`, which is `debug` in the run's
+# folder unless told otherwise. `--debug.reduce_over dp tp` says that all four ranks put their counts together. Section 4
+# is about this option.
+#
+# One thing to know: in step 0 a delayed scale has no history yet, and is 1. So that step says nothing about the margin,
+# and we look at step 40.
+
+# %% tags=["figure"]
+options = f"{FP8} --debug.config look.yaml --debug.reduce_over dp tp --train.steps 41"
+train(options, "runs/look")
+found = debug.read_statistics(Path("runs/look/debug"), 0)
+underflows = lab.table(found, "underflows%", 40)
+overflows = lab.table(found, "overflows%", 40)
+
+def mean_of_column(table, column):
+    return sum(row[column] for row in table) / len(table)
+
+lost_activation = mean_of_column(underflows, 0) / 100
+lost_gradient = mean_of_column(underflows, 2) / 100
+print(f"most overflows: {max(max(row) for row in overflows):g} %")
+compare("lost of activations", lost_of_activations, lost_activation, within=1.1)
+compare("gradients are lost", gradients_are_lost, lost_gradient > 0.5)
+plot.heatmap(
+    underflows, rows=lab.LAYERS, columns=lab.TENSORS, unit="%", fmt="{:.1f}",
+    title="What the cast loses in step 40, in percent",
+    alt="A table of eight layers: activations and weights lose 90 percent and more in "
+        "each of them, gradients next to nothing, but for those of qkv",
+)
+
+# %% [markdown]
+# Activations and weights are lost in all layers, and most gradients arrive whole. Nothing overflows anywhere: the safety
+# against overflow has been paid for with nearly all numbers. (The gradient of qkv is an exception, and a lesson in
+# reading statistics: it holds the gradients of queries, of keys and of values, and those of values are by far the largest.
+# One scale for the three together loses many of the small ones. It is more than the 5 % of the rule in exercise 19.7,
+# and yet the run learns without them, as section 5 shows: such a rule says where to look, not what is to blame.)
+#
+# **Takeaway: a loss curve says that something is wrong, statistics of tensors say where. Look at underflows and
+# overflows first, and not in the first step of delayed scaling.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes for sections 1 and 2. People expect overflow to be the danger. Ask: why does the run
+# learn at all? (Embeddings, norms, biases and the head are not in FP8; with the residual path they make a model of single
+# characters.) Ask: what would margin 4 do? (Nothing that can be seen: 14 powers of two are left.)
+
+# %% [markdown]
+# ## 3. Statistics of shards are not averages
+#
+# The counts of section 2 were easy to put together: they add up. Is that so for all statistics? Take six values on two
+# ranks: 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
+# have the same size. What about the **standard deviation** (std), the root of the mean squared distance from the mean?
+#
+# **Predict.** Each part has the std 1. What is the std of all six: about 1, 5.5, or 11?
+
+# %% tags=["predict"]
+std_of_all = 5.5  # the values are about 5 from their mean 7
+
+# %% tags=["figure"]
+parts = {"rank 0": [1.0, 2.0, 3.0], "rank 1": [11.0, 12.0, 13.0]}
+whole = torch.tensor(parts["rank 0"] + parts["rank 1"])
+compare("std of all six", std_of_all, whole.std().item(), within=1.05, found="computed")
+plot.spread_of_parts(
+    parts,
+    title="Two parts that spread little, and a whole that spreads much",
+    alt="Three values around 2 on rank 0 and three around 12 on rank 1, each with std "
+        "1; all six have mean 7 and std 5.55",
+)
+
+# %% [markdown]
+# A mean of the two would have been 1, and wrong. What has to travel in place of the std? Let a part have n values, their
+# mean, and M2, the sum of their squared distances from **that** mean. (The std is the root of M2 / (n - 1).) Now put
+# parts a and b together, with d = mean_b - mean_a and n = n_a + n_b. The mean of both lies on the way from mean_a to
+# mean_b, the nearer to b the more values b has:
+#
+# $$\text{mean} = \text{mean}_a + d \cdot \frac{n_b}{n}$$
+#
+# For M2, every value of a is now measured from a mean that lies d · n_b/n away. This adds n_a (d n_b/n)² to M2_a.
+# (The mixed terms add up to zero, as the values of a lie around mean_a.) For b it is n_b (d n_a/n)². Together:
+#
+# $$M_2 = M_{2,a} + M_{2,b} + d^2 \cdot \frac{n_a n_b^2 + n_b n_a^2}{n^2} = M_{2,a} + M_{2,b} + d^2 \cdot \frac{n_a n_b}{n}$$
+#
+# In the example M2 = 2 + 2 + 100 · 9/6 = 154, and the std is the root of 154/5, which is 5.55. This is the formula of
+# Chan, Golub and LeVeque (1979).
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.1 · Two parts together
+#
+# `a` and `b` are tuples (n, mean, M2). Return that of both together. A part may be empty: (0, 0.0, 0.0). About 7 lines.
+
+# %% tags=["exercise"]
+def combine(a, b):
+    """(n, mean, M2) of two parts together."""
+    ### BEGIN SOLUTION
+    n_a, mean_a, m2_a = a
+    n_b, mean_b, m2_b = b
+    n = n_a + n_b
+    if n == 0:
+        return a
+    d = mean_b - mean_a
+    return n, mean_a + d * n_b / n, m2_a + m2_b + d * d * n_a * n_b / n
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("19.1", lambda: l19.combine(combine))
+
+# %% [markdown]
+# Why not send the sum of all x and the sum of all x², which simply add up? The variance would be the mean of x² minus
+# the square of the mean: the difference of two large numbers when values lie far from zero.
+#
+# **Predict.** The values are 1000 plus or minus 0.01. Their squares are about 1,000,000, and float32 has 24 bits, so it
+# knows a number of that size to about 0.06. The variance is 0.0001. Can it be found as the difference of such numbers,
+# `True` or `False`?
+
+# %% tags=["predict"]
+can_be_found = False
+
+# %% tags=["nbval-check-output"]
+torch.manual_seed(0)
+x = 1000 + 0.01 * torch.randn(10_000)
+by_squares = x.square().mean() - x.mean().square()
+is_near = abs(by_squares.item() - 1e-4) < 5e-5
+compare("a difference of squares finds it", can_be_found, is_near, found="computed")
+squares = moments.measure(x).squares
+print(f"M2 / n: {squares / len(x):.5f}")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.2 · Statistics over a group
+#
+# Each rank of `group` has a part of a tensor, `x` (of any shape), and `kept`: what is left of each value of it after the cast to 8 bits.
+# Return the same dict on all ranks, with Python numbers, of the whole tensor: `mean`, `std` (which divides by n - 1, as
+# `torch.std` does), `min`, `max`, `amax` (the largest |x|), and `underflows%`. Parts may have different sizes, and one of
+# them may be empty. Compute in float64. Put a few numbers into a tensor, and send it with **one** collective. `min()` and `max()` of
+# an empty tensor raise an error; `math.inf` is larger than every number. You may use `combine`. About 20 lines.
+
+# %% tags=["exercise"]
+def statistics(x, kept, group):
+    """{"mean": ..., "std": ..., ...} of all parts together, the same on all ranks."""
+    ### BEGIN SOLUTION
+    wide = x.double()
+    own = torch.tensor([0.0, 0.0, 0.0, math.inf, -math.inf, 0.0], dtype=torch.float64)
+    if x.numel() > 0:
+        lost = (kept == 0) & (x != 0)
+        own[0] = x.numel()
+        own[1] = wide.mean()
+        own[2] = (wide - wide.mean()).square().sum()
+        own[3] = wide.min()
+        own[4] = wide.max()
+        own[5] = lost.sum()
+    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(rows, own, group=group)
+    count, mean, squares = 0, 0.0, 0.0
+    for row in rows:
+        n, part_mean, part_squares = row[:3].tolist()
+        total = count + n
+        if n > 0:
+            distance = part_mean - mean
+            mean += distance * n / total
+            squares += part_squares + distance**2 * count * n / total
+        count = total
+    least = min(row[3].item() for row in rows)
+    most = max(row[4].item() for row in rows)
+    return {
+        "mean": mean,
+        "std": math.sqrt(squares / (count - 1)),
+        "min": least,
+        "max": most,
+        "amax": max(-least, most),
+        "underflows%": 100 * sum(row[5].item() for row in rows) / count,
+    }
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("19.2", lambda: l19.statistics(statistics, ranks))
+
+# %% [markdown]
+# labcode does the same with nine numbers for each tensor. All tensors that a step logs travel in one message for each
+# group.
+
+# %%
+show_source(moments.Moments.__add__)
+
+# %% [markdown]
+# **Takeaway: what can be put together are counts, sums, smallest and largest values, and (n, mean, M2). Send these, and
+# compute std and percent at the end. A mean of stds is the std of nothing.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 25 minutes. In 19.2 the common mistakes are: world for group, a collective inside `if
+# x.numel()` (the others wait for ever), five all-reduces with five operations, and percent averaged over parts of
+# different sizes. Ask: which statistic cannot be put together from a few numbers? (The median.)
+
+# %% [markdown]
+# ## 4. Who is put together
+#
+# On a grid there is a choice. Ranks of tp hold different parts of one tensor (or copies of it), ranks of dp see other
+# samples, and ranks of pp have other layers. `--debug.reduce_over` names the axes; without it each rank writes what it
+# sees itself. Ranks that are put together make a **reduction group**, and they write the same lines.
+#
+# The picture shows the case of tp 2 x dp 2, put together over tp. tp lies to the right, dp downwards. Ranks with the
+# same letter write the same file.
+
+# %% tags=["figure"]
+shape = GridShape(tp=2, dp=2)
+plot.reduction_groups(
+    shape, [("tp",)],
+    title="Files of four ranks",
+    alt="Ranks 0 and 1 write file A, ranks 2 and 3 write file B",
+)
+
+# %% [markdown]
+# Weights have a rule of their own. All ranks of dp have the same weights, so there is nothing to put together over
+# dp. Over tp they are put together **always**, whatever `reduce_over` says, unless it is switched off by
+# `--debug.reduce_weights false`. Transformer Engine does so as well.
+#
+# We log activations, weights and gradients of one step. Each rank of dp has samples of its own.
+#
+# **Predict.** How many different files do the four ranks write, if statistics are put together over none, over tp, over
+# dp, and over both? And if we look at the lines on weights alone: how many different ones are there, with the rule and
+# without it?
+
+# %% tags=["predict"]
+over_none = 4
+over_tp = 2  # ranks 0 and 1; ranks 2 and 3
+over_dp = 2  # ranks 0 and 2; ranks 1 and 3
+over_both = 1
+weights_with_the_rule = 1
+weights_without = 2  # ranks of tp have different shards, ranks of dp copies
+
+# %%
+Path("stats.yaml").write_text("""
+stats:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    LogTensorStats:
+      enabled: True
+      tensors: [activation, weight, gradient]
+      stats: [min, max, mean, std]
+""")
+
+def different_files(folder, word=""):
+    """How many different files four ranks have written, by the lines with this word."""
+    contents = set()
+    for rank in range(4):
+        rows = debug.read_statistics(Path(folder) / "debug", rank)
+        lines = [(name, value) for (name, _), value in rows.items() if word in name]
+        contents.add(tuple(lines))
+    return len(contents)
+
+ONE = "--debug.config stats.yaml --train.steps 1"
+_ = train(ONE, "runs/none")
+_ = train(f"{ONE} --debug.reduce_over tp", "runs/tp")
+_ = train(f"{ONE} --debug.reduce_over dp", "runs/dp")
+_ = train(f"{ONE} --debug.reduce_over dp tp --debug.tensorboard", "runs/both")
+_ = train(f"{ONE} --debug.reduce_weights false", "runs/shards")
+
+# %% tags=["nbval-check-output"]
+compare("over none", over_none, different_files("runs/none"), within=1, found="counted")
+compare("over tp", over_tp, different_files("runs/tp"), within=1, found="counted")
+compare("over dp", over_dp, different_files("runs/dp"), within=1, found="counted")
+compare("over both", over_both, different_files("runs/both"), within=1, found="counted")
+with_rule = different_files("runs/none", "_weight_")
+without_rule = different_files("runs/shards", "_weight_")
+compare("weights", weights_with_the_rule, with_rule, within=1, found="counted")
+compare("weights, no rule", weights_without, without_rule, within=1, found="counted")
+
+# %% tags=["figure"]
+plot.reduction_groups(
+    shape, [(), ("tp",), ("dp",), ("tp", "dp")],
+    title="Files of four ranks, for each choice",
+    alt="Over none there are four different files, over tp two, one for each row, over "
+        "dp two, one for each column, over both one",
+)
+
+# %% [markdown]
+# The files show the difference between a part and the whole. Here is one activation that tp cuts, the input of an MLP's
+# second layer, as each rank sees it and as they see it together:
+
+# %%
+name = "blocks.0.mlp.down_activation_std"
+alone = [debug.read_statistics(Path("runs/none/debug"), r)[name, 0] for r in range(4)]
+both = debug.read_statistics(Path("runs/both/debug"), 0)[name, 0]
+print("each rank:", ", ".join(f"{value:.6f}" for value in alone))
+print(f"all four:  {both:.6f}")
+
+# %% [markdown]
+# **TensorBoard** draws the same statistics, with `--debug.tensorboard`. Four ranks that write the same curve would draw
+# it four times, so one rank of each stage of the pipeline writes: the one with coordinate 0 on every other axis.
+#
+# **Predict.** How many folders are there below `tensorboard` for tp 2 x dp 2, and how many for tp 2 x pp 2?
+
+# %% tags=["predict"]
+folders_without_pp = 1
+folders_with_pp = 2  # each stage has layers that no other has
+
+# %%
+STAGES = "--parallel.dp 1 --parallel.pp 2 --parallel.pipeline_schedule gpipe"
+_ = train(f"{ONE} {STAGES} --debug.reduce_over tp --debug.tensorboard", "runs/stages")
+
+# %% tags=["nbval-check-output"]
+def folders(run):
+    return sorted(path.name for path in Path(run, "debug/tensorboard").iterdir())
+
+few, more = len(folders("runs/both")), len(folders("runs/stages"))
+compare("tp 2 x dp 2", folders_without_pp, few, within=1, found="counted")
+compare("tp 2 x pp 2", folders_with_pp, more, within=1, found="counted")
+print(f"different files of tp 2 x pp 2: {different_files('runs/stages')}")
+shown = lab.tensorboard("runs/both/debug/tensorboard/stage-0")
+agree = math.isclose(shown[name, 0], both, rel_tol=1e-6)
+print(f"TensorBoard and the file agree: {agree}")
+
+# %% [markdown]
+# With a pipeline the ranks of a stage have the same layers, and those of another stage have none of them. So the files of
+# two stages are never equal, whatever is put together. With eight ranks, tp 2 x dp 2 x pp 2:
+
+# %% tags=["figure"]
+plot.reduction_groups(
+    GridShape(tp=2, dp=2, pp=2), [("tp",), ("tp", "dp")],
+    title="Files of eight ranks",
+    alt="Over tp there are four files, two in each stage; over tp and dp there are "
+        "two, one for each stage",
+)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.3 · Who writes the same file
+#
+# Return the groups of ranks that write the same file, as a list of lists of ranks. `over` is a tuple that holds "tp",
+# "dp", both or nothing. The ranks are counted as in the picture: tp varies fastest, then dp, then pp. About 8 lines.
+
+# %% tags=["exercise"]
+def same_file(tp, dp, pp, over):
+    """Ranks with the same file, [[0, 1], [2, 3]] for example."""
+    ### BEGIN SOLUTION
+    groups = {}
+    for rank in range(tp * dp * pp):
+        place = {"tp": rank % tp, "dp": rank // tp % dp, "pp": rank // (tp * dp)}
+        key = tuple(place[axis] for axis in place if axis not in over)
+        groups.setdefault(key, []).append(rank)
+    return list(groups.values())
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("19.3", lambda: l19.same_file(same_file))
+
+# %% [markdown]
+# Which choice is the right one? Over all axes, if you want to compare with one process or with another grid. Over none,
+# if you suspect a single rank: a sick GPU is hidden in a mean of 64. Over tp, if you suspect the data: samples differ
+# between ranks of dp.
+#
+# Not everything can be put together. Features that **change** a tensor, such as a scale of its own (section 5), do so on
+# each rank for its own part.
+#
+# **Takeaway: statistics are equal within a reduction group. Weights are put together over tp by default, everything else
+# over the axes that you name, and pp never.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Ask: which lines are equal on ranks 0 and 1 even over none? (Weights by the rule, and
+# tensors that tp copies: the input of qkv and of the MLP's first layer, the output and its gradient of proj and of the
+# second layer.) Such a copy is counted once in a group: otherwise it would weigh twice.
+
+# %% [markdown]
+# ## 5. Mend it in the YAML
+#
+# Back to the run that does not learn. Of course one could set the margin to 0. But in a run of weeks one often wants to
+# change some layers only, and to find out which of them suffer. These features change what a layer does in FP8:
+#
+# | feature | what it does | settings |
+# |---|---|---|
+# | DisableFP8Layer | all three products of the layer run without FP8 | none |
+# | DisableFP8GEMM | the named products run without FP8 | gemms |
+# | PerTensorScaling | the named operands of the named products get a scale from their own amax, as in current scaling | tensors, gemms, margin (0 if left out) |
+#
+# `gemms` is a list of products: `fprop` for y = x Wᵀ, `dgrad` for dx = dy W, `wgrad` for dW = dyᵀ x. An operand goes into
+# two of them.
+#
+# A file with a mistake is refused before the first step, with the number of the line. (nvdlfw_inspect alone would ignore
+# a wrong key. And of two features at the top level of a block it would use the second one, without a word.)
+
+# %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: wrong.yaml, line 7: unknown feature"
+wrong = look.replace("LogFp8TensorStats", "LogFp8Stats").replace("look:", "wrong:")
+Path("wrong.yaml").write_text(wrong)
+train(f"{FP8} --debug.config wrong.yaml --train.steps 1", "runs/wrong")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.4 · Four lines that mend the run
+#
+# Write the YAML as text. After it, the run must learn as in bfloat16, and **every product of every layer must still run
+# in FP8**. The frame is that of `look`: a block with a name, `enabled`, `layers` and `transformer_engine`; below stand
+# the four lines that mend it. The check trains 50 steps on the four ranks.
+
+# %% tags=["exercise"]
+### BEGIN SOLUTION
+mend_yaml = """
+mend:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    PerTensorScaling:
+      enabled: True
+      tensors: [activation, weight]
+      gemms: [fprop, dgrad, wgrad]
+"""
+### END SOLUTION
+
+# %% tags=["check"]
+check("19.4", lambda: l19.mend(mend_yaml, ranks))
+
+# %% [markdown]
+# Here is the curve of a mended run beside the two of section 1.
+
+# %% tags=["figure"]
+options = f"{FP8} --debug.config {lab.mend_file()} --train.steps 50"
+mended = train(options, "runs/mended")[0]
+print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, mended {mended.val_loss:.2f}")
+plot.lines(
+    {"bfloat16": bf16.losses, "FP8": broken.losses, "FP8, mended": mended.losses},
+    x=range(1, 51), xlabel="step", ylabel="loss (nats)", marks=False,
+    title="Scales of their own mend the run",
+    alt="The mended FP8 run follows bfloat16 down to about 2.7, and FP8 with margin 18 "
+        "stays above 3",
+)
+
+# %% [markdown]
+# The gradients kept their delayed scale with margin 18, and the run learns all the same, although those of qkv lose a
+# good part of their values: the small ones beside much larger ones. A
+# scale of its own costs a second pass over the tensor (lesson 18), so it should go where it is needed.
+#
+# **Takeaway: features change single operands of single products. Use them to find the smallest change that mends a run,
+# and then put that change into the recipe.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. Measured on one machine: bfloat16 2.63, FP8 3.16, mended 2.66; activation alone 2.71,
+# weight alone 3.27, both but in fprop alone 3.08. Ask why the weight alone does not help. (The product has two operands;
+# if the other is zeros, it is zero.)
+
+# %% [markdown]
+# ## 6. A feature of your own
+#
+# The features that exist answer common questions. For your own question you write a class. The library calls its method
+# `inspect_tensor` for each tensor that the YAML names:
+#
+# - `config`: the settings below the feature's name in the YAML, with whatever keys you choose;
+# - `layer_name`, `tensor_name`, `iteration` (the number of the step);
+# - `tensor`: this rank's part, [B, S, features of this rank] for an activation.
+#
+# `MetricLogger.log_scalar(name, value, iteration)` writes a line into this rank's file, and to TensorBoard.
+#
+# Here is an example that counts zeros:
+
+# %%
+class CountZeros(Feature):
+    """How many values of a tensor are exactly 0, in every step."""
+
+    @api_method
+    def inspect_tensor(
+        self, config, layer_name, *, tensor_name, tensor, iteration, **others
+    ):
+        zeros = (tensor == 0).sum().item()
+        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_zeros", zeros, iteration)
+
+# %% [markdown]
+# To use it, it must stand in a file of a folder that `--debug.feature_dir` names, registered under its name. The next
+# cell writes such a file; look at its head. The YAML then names the feature like any other.
+
+# %% tags=["nbval-check-output"]
+file = lab.write_feature(CountZeros, "features")
+print(file.read_text())
+
+# %% [markdown]
+# The model's activation function is GELU, which is x · Φ(x): near zero for negative x, but not zero. ReLU, which older
+# models have, is exactly zero for all of them.
+#
+# **Predict.** How many of the values that go into `blocks.0.mlp.down` are exactly zero: none (0), or about a half (0.5)?
+
+# %% tags=["predict"]
+share_of_zeros = 0
+
+# %%
+Path("zeros.yaml").write_text("""
+zeros:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: mlp.down
+  transformer_engine:
+    CountZeros:
+      enabled: True
+      tensors: [activation]
+""")
+ZEROS = "--debug.config zeros.yaml --debug.feature_dir features"
+_ = train(f"{ZEROS} --train.steps 1 --train.dtype float32", "runs/zeros")
+
+# %% tags=["nbval-check-output"]
+counted = debug.read_statistics(Path("runs/zeros/debug"), 0)
+for (name, _), value in counted.items():
+    print(f"{name}: {value:.0f}")
+zeros = counted["blocks.0.mlp.down_activation_zeros", 0]
+compare("zeros", share_of_zeros, zeros, within=1, found="counted")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.5 · Dead units
+#
+# A **unit** of an MLP is one entry of the last dim of the activation that goes into its second layer. A unit is called
+# *dead* here if its size |x| is below `config["below"]` at every token of every sample: then it does nothing. Log how
+# many percent of the units of this rank are dead, in the steps that are multiples of `config["freq"]`, under the name
+# LAYER_TENSOR_dead%, such as `blocks.0.mlp.down_activation_dead%`. Your code becomes a file of its own: use nothing but
+# torch, MetricLogger and the arguments. 5 to 8 lines.
+
+# %% tags=["exercise"]
+class DeadUnits(Feature):
+    """How many units, in percent, are small at every token."""
+
+    @api_method
+    def inspect_tensor(
+        self, config, layer_name, *, tensor_name, tensor, iteration, **others
+    ):
+        ### BEGIN SOLUTION
+        if iteration % config["freq"] != 0:
+            return
+        largest = tensor.abs().flatten(0, -2).amax(0)
+        dead = largest < config["below"]
+        share = 100 * dead.float().mean().item()
+        name = f"{layer_name}_{tensor_name}_dead%"
+        MetricLogger.log_scalar(name, share, iteration)
+        ### END SOLUTION
+
+# %% tags=["check"]
+check("19.5", lambda: l19.feature(DeadUnits, ranks))
+
+# %% [markdown]
+# Each rank of tp has units of its own, so the number of this rank is right for its own units. Ranks of dp have the same
+# units and other samples: a unit that is dead here may live there. A feature that is to be right over dp as well takes
+# the largest size of each unit over the group first, with an all-reduce of the operation MAX. The method gets the group
+# as `group`, which is among `others` above.
+#
+# **Takeaway: a question about a tensor is a class with one method. The YAML says where it looks.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. The usual mistake is to count values, not units. Ask: what would a rank do if its
+# feature called a collective in a step in which another rank does not? (Wait: `freq` must be the same on all ranks,
+# which one YAML for all sees to.)
+
+# %% [markdown]
+# ## 7. The first tensor that departs
+#
+# Statistics find what is wrong with a format. They do not find a bug that makes numbers a little wrong: a kernel with an
+# error, a rank with an old library, a tensor that is added twice. Then the question is another one. There are two runs,
+# one that is right and one that is not, with the same seed. **In which tensor do they depart first?** All that comes
+# after it is wrong as well, and says nothing.
+#
+# With `--debug.record_steps 1` each rank writes the tensors of the first step, in the order in which they are made, each
+# with its place in the whole: which samples, which tokens, which features. So runs on different grids can be compared,
+# and the rank to blame can be named.
+#
+# We plant a fault: on rank 1, the gradient of the input of `blocks.1.mlp.down` is too large by one part in a thousand.
+# Its product dx = dy W is wrong; forward is right.
+#
+# **Predict.** Does the loss of the first step differ, `True` or `False`? On how many ranks does the gradient of that input depart? It goes
+# back through the MLP's activation function and its first layer, behind which tp adds the parts of its two ranks, 0 and
+# 1 (lesson 09). On how many ranks does the gradient depart after that sum?
+
+# %% tags=["predict"]
+loss_differs = False  # the fault is in backward
+ranks_before_the_sum = 1
+ranks_after_the_sum = 2  # the sum goes to both ranks of the tp group
+
+# %%
+RECORD = "--debug.record_steps 1 --train.steps 1 --train.dtype float32"
+fault = lab.Fault(rank=1, layer="blocks.1.mlp.down", product="grad_input", factor=1.001)
+right = train(RECORD, "runs/right")[0]
+faulty = train(RECORD, "runs/faulty", fault)[0]
+rows = bisect.compare(Path("runs/right"), Path("runs/faulty"))
+departing = {f"{row.kind} of {row.name}": row.ranks for row in rows if row.departs}
+
+compare("the loss differs", loss_differs, right.losses != faulty.losses)
+before = departing["gradient of the input of blocks.1.mlp.down"]
+compare("before the sum", ranks_before_the_sum, len(before), within=1, found="counted")
+after = departing["gradient of the output of blocks.1.norm2"]
+compare("after the sum", ranks_after_the_sum, len(after), within=1, found="counted")
+
+# %% [markdown]
+# By how much may a tensor differ without being wrong? Two runs on different grids add in another order, and round
+# differently. So there is a **bound** for each tensor. The error of a part is measured by the size of the **whole**
+# tensor, brought to the size of the part:
+#
+# $$\text{error} = \frac{\lVert b - a \rVert}{\lVert \text{whole} \rVert \cdot \sqrt{n_{\text{part}} / n_{\text{whole}}}}$$
+#
+# Here a and b are the part in the first and in the second run, ‖ ‖ is the root of the sum of squares, and n counts
+# values. (Why not by the size of the part? A rank may hold small values that are sums of large ones. Their rounding is
+# that of the large ones.)
+#
+# A number that is not finite is never within the bound. And a comparison with *nan* is always False, as in lesson 18.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 19.6 · The first departure
+#
+# `rows` is a list of tensors in the order in which they are made. Each row has a name, `whole` (the tensor of the first
+# run), and `parts`: {rank: (where, part)}. `part` is what this rank holds in the second run, and `whole[where]` is what
+# it should be. Return (name, list of ranks) of the first tensor with a part whose error is not within `bound`, or None if
+# there is none. A tensor of zeros is right if the part is zero, too. About 14 lines.
+
+# %% tags=["exercise"]
+def first_departure(rows, bound):
+    """(name, ranks) of the first tensor that departs; None: none does."""
+    ### BEGIN SOLUTION
+    for name, whole, parts in rows:
+        to_blame = []
+        for rank, (where, part) in parts.items():
+            difference = (part - whole[where]).norm().item()
+            size = whole.norm().item() * math.sqrt(part.numel() / whole.numel())
+            within = difference <= bound * size  # False if one of them is nan
+            if not within:
+                to_blame.append(rank)
+        if to_blame:
+            return name, to_blame
+    return None
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("19.6", lambda: l19.first_departure(first_departure))
+
+# %% [markdown]
+# labcode's tool does this for recorded runs: `python -m labcode.precision.bisect runs/right runs/faulty`. Its bound
+# comes from the precision of the two runs and grows with the root of the number of products behind a tensor, as
+# independent rounding errors do. The notebook calls the same functions.
+
+# %% tags=["nbval-check-output"]
+print(bisect.report(rows).splitlines()[-1])
+
+# %% tags=["figure"]
+errors = [max(row.error, 1e-9) for row in rows]
+bounds = [row.bound for row in rows]
+plot.lines(
+    {"error": errors, "bound": bounds},
+    xlabel="tensor, in the order in which a step makes them",
+    ylabel="relative error", logy=True, marks=False,
+    title="The first tensor above its bound is the one to look at",
+    alt="The error is zero for more than half of the tensors, jumps to a thousandth at "
+        "one tensor of backward, and stays above the bound for most tensors after it",
+)
+
+# %% [markdown]
+# (Errors of zero are drawn at 10^-9.) Nearly all tensors behind the first one are wrong too. The exceptions are
+# gradients of weights that backward had computed before it came to the fault, which stand at the end of the list.
+#
+# **Predict.** Now compare the right run with one in bfloat16, which keeps 8 significant bits of every operand.
+# Does `bisect` name a tensor, `True` or `False`?
+
+# %% tags=["predict"]
+names_a_tensor = False  # its bound is that of the coarser precision
+
+# %%
+train(RECORD.replace("float32", "bfloat16"), "runs/rounded")
+rows = bisect.compare(Path("runs/right"), Path("runs/rounded"))
+departs = bisect.first_departure(rows) is not None
+compare("a tensor departs", names_a_tensor, departs)
+worst = max(rows, key=lambda row: row.error / row.bound)
+print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
+
+# %% [markdown]
+# **Takeaway: record one step of a run that is right and of one that is not, and look at the first tensor above the
+# bound of rounding. Everything after it is a consequence.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. Mistakes in 19.6: the largest error for the first one, `error > bound` (False for
+# nan), one rank named where two are to blame, the error of the part by its own size. Ask: why only the first step?
+# (After it Adam has turned the rounding of small gradients into updates of full size: lr times a sign.)
+
+# %% [markdown]
+# ## 8. Not a number
+#
+# One value that is not finite makes the loss *nan* within one step. A matrix product spreads it over a row, attention
+# over a sample, and the loss over everything.
+#
+# Let rank 3 (dp 1, tp 1) make one infinite product: forward of `blocks.1.mlp.up`.
+#
+# **Predict.** Gradients are averaged over dp at the end of the step. On how many of the four ranks is there a gradient
+# that is not finite? And which rank made the first tensor that is not finite?
+
+# %% tags=["predict"]
+ranks_with_bad_gradients = 4
+rank_to_blame = 3
+
+# %%
+fault = lab.Fault(rank=3, layer="blocks.1.mlp.up", product="forward", factor=math.inf)
+PROBE = "--debug.probe --train.steps 1 --train.dtype float32"
+results = train(PROBE, "runs/nan", fault)
+
+# %% tags=["nbval-check-output"]
+bad = sum(result.num_bad_gradients > 0 for result in results)
+compare("ranks", ranks_with_bad_gradients, bad, within=1, found="counted")
+(line,) = [text for text in results[0].said.splitlines() if "first tensor" in text]
+found_rank = int(line.partition("(rank ")[2][0])
+compare("the first one", rank_to_blame, found_rank, within=1, found="counted")
+
+# %%
+print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
+
+# %% [markdown]
+# `--debug.probe` does nothing in a good step but one all-reduce of one number. When a step is bad, it runs once more,
+# and now the probe looks at every tensor. It looks at the product of each rank **before** tp adds the parts, because
+# after that sum the ranks of the group all have it. There is no common clock, so "first" is decided by order: the
+# micro-batch, forward before backward, and how many tensors a rank has seen before.
+#
+# **Takeaway: after the step every rank has nan. Ask for the first tensor, before the next collective has spread it.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 5 minutes. Ask: what if all inputs of the named product are finite, as here? (The product itself
+# is to blame: hardware, or a kernel.) And if one input was not? (Then it would have been named.)
+
+# %% [markdown] tags=["exercise"]
+# ## 9. Open end: a diagnosis that writes its own YAML
+#
+# ### Exercise 19.7 · From statistics to the cure
+#
+# `found` is what `debug.read_statistics` returns: {(name, step): value}, with names such as
+# `blocks.0.mlp.up_weight_fp8_underflows%` and `blocks.0.mlp.up_weight_fp8_overflows%`. Return the text of a YAML that
+# mends the run, by this rubric, which the check applies to seven logs:
+#
+# 1. a tensor is lost if **more than 5 %** of it underflow in the **last** step of the log;
+# 2. each lost tensor gets PerTensorScaling, in all three products;
+# 3. no other tensor gets it;
+# 4. no layer stands in two blocks, no two blocks have the same name, and nothing leaves FP8;
+# 5. names of layers may contain `_`, and `blocks.1` is not `blocks.11`;
+# 6. if nothing is lost, the text is empty.
+#
+# `layers:` may hold `exact_layer_names: [blocks.0.mlp.up]` in place of a pattern. About 22 lines.
+
+# %% tags=["exercise"]
+def diagnose(found):
+    """The text of a YAML that gives each lost tensor a scale of its own."""
+    ### BEGIN SOLUTION
+    end = "_fp8_underflows%"
+    last = max(step for _, step in found)
+    lost = {}
+    for (name, step), percent in found.items():
+        if step == last and name.endswith(end) and percent > 5:
+            layer, _, tensor = name.removesuffix(end).rpartition("_")
+            lost.setdefault(layer, []).append(tensor)
+    lines = []
+    for number, (layer, tensors) in enumerate(lost.items()):
+        lines += [
+            f"mend_{number}:",
+            "  enabled: True",
+            "  layers:",
+            f"    exact_layer_names: [{layer}]",
+            "  transformer_engine:",
+            "    PerTensorScaling:",
+            "      enabled: True",
+            f"      tensors: [{', '.join(tensors)}]",
+            "      gemms: [fprop, dgrad, wgrad]",
+        ]
+    return "\n".join(lines)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("19.7", lambda: l19.diagnose(diagnose))
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. Applied to the log of section 2 it also mends the gradients of qkv. A further
+# question for those who are quick: when is a lost value no loss? (When the others of its sum are much larger. The
+# statistic to look at then is `mse`.)
+
+# %%
+ranks.close()
+
+# %% [markdown]
+# ## From here to GPUs and SLURM
+#
+# | what | start |
+# |---|---|
+# | statistics of all layers | `python -m labcode.train gpt_tiny --train.dtype fp8 --debug.config look.yaml` |
+# | put together over a grid | add `--debug.reduce_over dp tp` |
+# | curves | add `--debug.tensorboard` |
+# | your own features | add `--debug.feature_dir features` |
+# | record the first step | `python -m labcode.train gpt_tiny --debug.record_steps 1` |
+# | compare two runs | `python -m labcode.precision.bisect runs/a runs/b` |
+# | look for nan | `python -m labcode.train gpt_tiny --debug.probe` |
+# | on SLURM | `python -m labcode.slurm submit gpt_10m --site perlmutter --nodes 2 --train.dtype fp8 --debug.config look.yaml` |
+#
+# The YAML is that of Transformer Engine: on GPUs its layers read the same file, after
+# `nvdlfw_inspect.api.initialize(config_file=..., feature_dirs=..., log_dir=...)`. There the group is set with
+# `set_tensor_reduction_group`, and weights are put together over tp by default, as here. On a cluster, the file and the
+# folder of the logs must lie where all nodes see them. Each rank writes a file of its own, so 1,024 ranks write 1,024
+# files: choose a `freq` of 100 or more, and few layers.
+#
+# Logging every 10 steps costs less than 10 % of a step here. Recording a step writes every activation to the disk: one
+# step of a small model, never a whole run.
+#
+# ## Questions
+#
+# **1.** Rank 0 reports an std of 1.0, rank 1 one of 3.0, with equal numbers of values. What is the std of both together?
+#
+# <details><summary>Answer</summary>
+#
+# It depends on the means. If they are equal it is the root of (1 + 9)/2 = 2.2, up to n - 1. The farther apart the means
+# are, the larger it is.
+# </details>
+#
+# **2.** `underflows%` of an activation is 90 in step 0 and 0.1 in step 20, with delayed scaling. Is this a fault?
+#
+# <details><summary>Answer</summary>
+#
+# No. In the first step there is no history, and the scale is 1. From the second step on the scale fits.
+# </details>
+#
+# **3.** A run on 64 ranks of dp has a sick GPU that computes wrong values on rank 17. Which reduction would you choose to
+# find it?
+#
+# <details><summary>Answer</summary>
+#
+# None: then the line of rank 17 differs from all others. Put together over dp, it is one 64th of a mean.
+# </details>
+#
+# **4.** Two runs depart first in the *weight* of the first layer, before any product. What happened?
+#
+# <details><summary>Answer</summary>
+#
+# They did not start from the same weights: another seed, another checkpoint, or one that was not read on all ranks.
+# </details>
+#
+# **5.** From lesson 09: in `down(act(up(x)))` under tensor parallelism, which activations are cut over tp, and which are
+# copies on all ranks of tp?
+#
+# <details><summary>Answer</summary>
+#
+# The input of `up` and the output of `down` are copies. The output of `up`, which is the input of `down` after the
+# activation function, is cut by features. So the statistics of the former are the same on each rank of tp, and those
+# of the latter are not.
+# </details>
+#
+# ## Recap
+#
+# | | |
+# |---|---|
+# | a block of the YAML | name, enabled, layers, transformer_engine: features |
+# | first look | `underflows%`, `overflows%`, not in step 0 |
+# | two parts | n, mean, M2; M2 = M2_a + M2_b + d² n_a n_b / n |
+# | reduction group | its ranks write the same lines; weights over tp by default; pp never |
+# | mend | PerTensorScaling, DisableFP8GEMM, DisableFP8Layer: by layer, product, operand |
+# | your own feature | a class with `inspect_tensor`, in `--debug.feature_dir` |
+# | two runs | the first tensor above the bound of rounding, and the ranks to blame |
+# | nan | `--debug.probe`: module, tensor, rank, before the sum of tp |
+#
+# ## Sources
+#
+# - Chan, Golub and LeVeque 1979, *Updating Formulae and a Pairwise Algorithm for Computing Sample Variances*, Stanford
+#   STAN-CS-79-773: <https://i.stanford.edu/pub/cstr/reports/cs/tr/79/773/CS-TR-79-773.pdf>.
+# - Transformer Engine, *Precision debug tools*:
+#   <https://docs.nvidia.com/deeplearning/transformer-engine/user-guide/debug.html>: features, distributed behaviour.
+# - NVIDIA, *nvidia-dlfw-inspect*: <https://github.com/NVIDIA/nvidia-dlfw-inspect>: the library that reads the YAML.
+# - Higham and Mary 2019, *A New Approach to Probabilistic Rounding Error Analysis*, SIAM J. Sci. Comput. 41(5),
+#   DOI 10.1137/18M1226312: why the bound grows with a square root.
+# - Micikevicius et al. 2022, *FP8 Formats for Deep Learning*, arXiv:2209.05433.

@@ -1,0 +1,802 @@
+# ---
+# jupyter:
+#   jupytext:
+#     text_representation:
+#       extension: .py
+#       format_name: percent
+#   kernelspec:
+#     display_name: Python 3
+#     language: python
+#     name: python3
+# ---
+
+# %% [markdown]
+# # 21 · Capstone: plan it, defend it, run its miniature
+#
+# Somebody gives you 1,024 GPUs for a few weeks, a model of 70 billion weights and a budget of tokens. Everything that
+# you need to decide how to train it was in the lessons before this one. Here you put it to work: you choose a layout,
+# defend it against the alternatives with numbers, write the job's script, run one rank of it dry on this machine, and
+# train a miniature of it on four ranks.
+#
+# ## Goals
+#
+# - turn a step time into days and into MFU, and know which of the two to tell whom;
+# - write down the rules that a layout has to satisfy, and name the one that is broken;
+# - defend a layout: find its strongest rivals, and say by which number and which part each of them loses;
+# - describe your own cluster in ten lines, and plan for it;
+# - check a plan without the cluster: script, dry run, miniature; and say what each of these can prove.
+#
+# **Time**: 110 minutes; after section 4, which ends about 70 minutes in, is a good place for a break. **Needs**: lessons
+# 12 (pipelines), 13 (ZeRO), 14 (SLURM), 15 (layouts), 16 (checkpointing) and 20 (the estimate).
+
+# %%
+from collections import Counter
+from dataclasses import replace
+
+from labcode.perf.one_rank import rank_calls
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.render import render
+from labcode.teach.check import check, compare, show_source
+from labcode.teach.exercises import l21
+from labcode.teach.figures import plot
+from labcode.teach.labs import l20_plan
+from labcode.teach.labs import l21_capstone as lab
+from labcode.teach.labs.l20_plan import Layout, flops
+from labcode.train.dry_run import dry_run
+
+DAY_S = 24 * 3600
+GIB = 2**30
+
+# %% [markdown]
+# ## 1. The brief
+#
+# The whole lesson is about one model: 80 layers of 8,192 features, 64 heads of which 8 have keys and values of their
+# own, 70 billion weights. The first brief wants it trained on 1.4 trillion tokens, on 1,024 H100s with eight in a node,
+# in at most 24 days. A step has 1,024 samples of 4,096 tokens.
+
+# %% tags=["nbval-check-output"]
+brief = lab.H100
+weights = l20_plan.parameters(brief.shape)
+print(brief.shape)
+print(f"{weights / 1e9:.1f} billion weights")
+print(f"{brief.gpus:,} GPUs of {brief.cluster.name}")
+print(f"{brief.budget_tokens:.2g} tokens in at most {brief.most_days} days")
+
+# %% [markdown]
+# Before any layout, an engineer asks whether the brief is possible at all. Lesson 20 has all that this takes: 6 FLOPs
+# for each weight and token. An H100 does 989 TFLOP/s by its datasheet, and large trainings reach about 40 % of that.
+# This share is the **MFU**, the model FLOPs utilization: the FLOPs that the model needs, over those that the GPUs could
+# have done in the same time.
+#
+# **Predict.** How many days do 1.4 trillion tokens take on 1,024 H100s, with an MFU of 40 %?
+
+# %% tags=["predict"]
+days_predicted = 6 * 70e9 * 1.4e12 / (1024 * 989e12 * 0.4) / (24 * 3600)
+
+# %% tags=["nbval-check-output"]
+fastest = lab.fitting(brief)[0]
+days, mfu = lab.days_and_mfu(brief, fastest.step_s)
+compare("days", days_predicted, days, unit="days", within=1.2, found="computed")
+print(f"MFU {mfu:.0%}")
+
+# %% [markdown]
+# What was computed is `labcode.perf`'s estimate for the best layout that it finds. (Its MFU counts the FLOPs of
+# attention, too, which are a tenth more; by 6 FLOPs for each weight and token it would be 41 %.) The brief is possible,
+# with a week to spare. That week is not generous: of the published runs of lesson 20 one in ten took more than 1.27 times the
+# estimate, which would be 21 days, and machines break (lesson 17).
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 21.1 · Days and MFU
+#
+# Return `(days, mfu)` of a training whose step takes `step_s` seconds. A brief has `shape` (with `shape.tokens`, those
+# of a sample), `gpus`, `global_batch`, `budget_tokens` and `peak_flops_per_s`, that of **one** GPU.
+# `flops(shape, samples)` are the FLOPs of forward and backward, as you wrote them in lesson 20. 3 to 5 lines.
+
+# %% tags=["exercise"]
+def days_and_mfu(brief, step_s):
+    """(days of the whole training, MFU)."""
+    ### BEGIN SOLUTION
+    steps = brief.budget_tokens / (brief.global_batch * brief.shape.tokens)
+    days = steps * step_s / DAY_S
+    work = flops(brief.shape, brief.global_batch)
+    mfu = work / (step_s * brief.gpus * brief.peak_flops_per_s)
+    return days, mfu
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("21.1", lambda: l21.days_and_mfu(days_and_mfu))
+
+# %% [markdown]
+# **Takeaway: first the budget, then the layout. Days are for whoever pays; MFU tells whether the days are good.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. People divide by the samples of a step and not by its tokens, or take the peak of
+# one GPU for that of all. Ask the room: a colleague reports an MFU of 55 % with activation checkpointing. What would
+# you ask? (Whether the repeated forward was counted: that is hardware FLOPs utilization, and is larger.)
+
+# %% [markdown]
+# ## 2. What a layout has to satisfy
+#
+# A layout has six fields, as in lesson 20: `Layout(dp, pp, tp, zero, micro_batch, checkpointing)`. Lesson 20 searched
+# for layouts. Now you are the one who reads somebody else's, and says what is wrong with it. These are the rules:
+#
+# | name | rule |
+# |---|---|
+# | `gpus` | dp · pp · tp is the number of GPUs |
+# | `node` | a tp group stays in one node: tp divides the GPUs of a node (tp = 4 on nodes of 6 crosses) |
+# | `heads` | tp divides the key/value heads, `kv_heads` |
+# | `ffn` | tp divides the features of the MLP |
+# | `layers` | pp divides the layers |
+# | `batch` | dp · micro_batch divides the global batch |
+# | `memory` | the fullest rank needs at most `brief.room_bytes`, which is 90 % of a GPU's memory |
+#
+# The last rule has a margin of 10 %, because an estimate of memory is off by several percent, and memory gets
+# fragmented in a run of weeks (lesson 16). Memory is not asked of a layout that breaks another rule: it cannot run.
+#
+# There are 380 candidates for our brief that keep the first six rules. As in lesson 20, ZeRO-2 is not among them, and
+# neither is ZeRO-3 with a pipeline, which would gather the weights of a stage for every micro-batch.
+#
+# **Predict.** Does the fastest of these 380 keep the last one as well? (What is fastest keeps everything that it
+# computes, and cuts as little as possible.)
+
+# %% tags=["predict"]
+fastest_fits = False
+
+# %% tags=["nbval-check-output"]
+candidates = lab.candidates(brief)
+first = candidates[0]
+compare(
+    "the fastest fits",
+    fastest_fits,
+    first.memory_bytes <= brief.room_bytes,
+    found="computed",
+)
+print(first.layout)
+print(f"needs {first.memory_bytes / GIB:.0f} GiB of {brief.room_bytes / GIB:.0f}")
+print(f"{len(lab.fitting(brief))} of {len(candidates)} fit")
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 21.2 · The reviewer
+#
+# Return the names of the rules that a layout breaks, in any order; an empty list for a sound one. The GPUs of a node
+# are `brief.cluster.gpus_per_node`. The memory of the fullest rank is `lab.predicted(layout, brief).memory_bytes`, an
+# estimate by `labcode.perf`; it raises an error for a layout that cannot run. 12 to 18 lines.
+
+# %% tags=["exercise"]
+def broken_rules(layout, brief):
+    """Names of the rules that a layout breaks."""
+    ### BEGIN SOLUTION
+    shape = brief.shape
+    broken = []
+    if layout.dp * layout.pp * layout.tp != brief.gpus:
+        broken.append("gpus")
+    if brief.cluster.gpus_per_node % layout.tp:
+        broken.append("node")
+    if shape.kv_heads % layout.tp:
+        broken.append("heads")
+    if shape.ffn % layout.tp:
+        broken.append("ffn")
+    if shape.layers % layout.pp:
+        broken.append("layers")
+    if brief.global_batch % (layout.dp * layout.micro_batch):
+        broken.append("batch")
+    if not broken:
+        needed = lab.predicted(layout, brief).memory_bytes
+        if needed > brief.room_bytes:
+            broken.append("memory")
+    return broken
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("21.2", lambda: l21.broken_rules(broken_rules))
+
+# %% [markdown]
+# Here are all candidates on the map that you know from lesson 20: seconds to the right, memory upwards. What is above
+# the dashed line does not leave the margin.
+
+# %% tags=["figure"]
+groups = {"no pipeline, ZeRO 0 or 1": [], "ZeRO-3": [], "pipeline": []}
+for found in candidates:
+    kind = "pipeline" if found.layout.pp > 1 else "no pipeline, ZeRO 0 or 1"
+    if found.layout.zero == 3:
+        kind = "ZeRO-3"
+    groups[kind].append((found.step_s, found.memory_bytes / GIB))
+chosen = fastest.layout
+named = {
+    "the fastest": (first.step_s, first.memory_bytes / GIB),
+    "the fastest that fits": (fastest.step_s, fastest.memory_bytes / GIB),
+}
+plot.layout_map(
+    groups, named=named, limit_gib=brief.room_bytes / GIB,
+    title="380 layouts of the 70B GPT on 1,024 H100s",
+    alt="A cloud of points from 3.4 seconds to more than a minute; the fastest, with "
+        "ZeRO-3, lies above the dashed line at 97 GiB; the fastest that fits is a "
+        "pipeline with 4.3 seconds and 59 GiB",
+)
+
+# %% tags=["nbval-check-output"]
+print(f"{'seconds':>7} {'GiB':>5}  layout")
+for found in lab.fitting(brief)[:6]:
+    print(f"{found.step_s:7.2f} {found.memory_bytes / GIB:5.1f}  {tuple(found.layout)}")
+
+# %% [markdown]
+# The first six that fit lie within 6 % of each other. The estimate is not so exact that it could tell them apart. So
+# the list is where the work begins: choose among the first ones, and have a reason.
+#
+# **Takeaway: rules are cheap, so check them all, memory last. Layouts within a few percent of each other are equally
+# good by an estimate; something else must decide, such as the memory that they leave.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes. People test `heads` in place of `kv_heads`, write tp ≤ GPUs of a node, and call the
+# estimate before the other rules, which raises. Question for the room: which of the rules are laws, and which are only
+# good manners? (Memory, gpus and batch are laws; labcode and Megatron can deal out layers unevenly, and tp across nodes
+# runs, slowly.)
+
+# %% [markdown]
+# ## 3. The defence
+#
+# "The program said so" convinces nobody. A colleague will propose another layout, and the answer has to be a number. A
+# good defence changes **one choice at a time**: the kinds are `tp`, `pp`, `zero`, `micro_batch` and `checkpointing`,
+# and dp is what they leave. Of each kind one looks at the **strongest rival**: the fastest candidate that differs from
+# the chosen layout in this choice alone. Whether it fits does not matter yet. Somebody will propose it.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 21.3 · The strongest rivals
+#
+# `candidates` is a list of `(step_s, memory_bytes, layout)` in any order, as `lab.candidates(brief)` gives it (its
+# entries have these names as attributes too). Return a dict: for each kind of `lab.KINDS` the entry of the strongest
+# rival. A kind without a rival is left out. Do not change the list. 8 to 12 lines.
+
+# %% tags=["exercise"]
+def rivals(chosen, candidates):
+    """{kind: the fastest candidate that differs from the chosen layout in it alone}."""
+    ### BEGIN SOLUTION
+    best = {}
+    for candidate in candidates:
+        changed = []
+        for kind in lab.KINDS:
+            if getattr(candidate.layout, kind) != getattr(chosen, kind):
+                changed.append(kind)
+        if len(changed) != 1:
+            continue
+        kind = changed[0]
+        if kind not in best or candidate.step_s < best[kind].step_s:
+            best[kind] = candidate
+    return best
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("21.3", lambda: l21.rivals(rivals))
+
+# %% [markdown]
+# A rival can lose in two ways. It does not fit: then it loses by the GiB that it needs beyond the room that there is.
+# Or it fits and is slower: then it loses by seconds. And something makes it lose. `lab.predicted(layout, brief)`
+# returns an estimate with `step_s` and `parts`, the seconds of each part of a step, and with `memory_bytes` and
+# `memory_parts`, the bytes of each part of the memory. The culprit is the part that **grew most** from the chosen
+# layout to the rival, and not the largest one: products are the largest part of every layout. Where the rival is faster,
+# it does not lose, and the seconds are negative.
+#
+# Some parts have names that you have not met: `elementwise` are norms and the like, `launch` is the time to start
+# kernels, and `fsdp` what ZeRO-3 gathers and does not hide; of the memory `reserved` is what the software keeps for
+# itself, `gathered` the layers that ZeRO-3 has just gathered, and `logits` what the head puts out.
+#
+# Our chosen layout has tp = 4, pp = 4 and ZeRO-1. Its rival with eight stages in place of four halves the weights of
+# each rank, so that it leaves more memory.
+#
+# **Predict.** Which part of the step grows most when 4 stages become 8: `"tp"`, `"bubble"` or `"dp"`? (dp falls from 64
+# to 32, so that each replica has 32 micro-batches in place of 16.)
+
+# %% tags=["predict"]
+grows_most = "bubble"
+
+# %% tags=["nbval-check-output"]
+eight_stages = Layout(32, 8, 4, 1, 1, "none")
+before = lab.predicted(chosen, brief).parts
+after = lab.predicted(eight_stages, brief).parts
+growth = lab.growth(before, after)
+for name, more_s in growth.items():
+    if abs(more_s) > 0.01:
+        print(f"{name:12} {before[name]:.2f} s -> {after[name]:.2f} s")
+compare("grows most", grows_most, max(growth, key=growth.get), found="computed")
+
+# %% [markdown]
+# Twice as many stages with twice as many micro-batches leave nearly the same share of bubble, (pp - 1) / m: 3/16 and
+# 7/32. It still grew most. What the layout wins back is dp: each rank has half of the weights, so that half of the
+# gradients travel. In the end they are within 2 % of each other.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 21.4 · The verdict
+#
+# `chosen` and `rival` are estimates. Return `(amount, unit, part)`:
+#
+# - where the rival needs more than `room_bytes`: the GiB that are beyond it, `"GiB"`, and the part of `memory_parts`
+#   that grew most;
+# - otherwise: the seconds that the rival takes longer, `"s"`, and the part of `parts` that grew most.
+#
+# 10 to 14 lines.
+
+# %% tags=["exercise"]
+def verdict(chosen, rival, room_bytes):
+    """(by how much the rival loses, "GiB" or "s", which part makes it lose)."""
+    ### BEGIN SOLUTION
+    if rival.memory_bytes > room_bytes:
+        amount = (rival.memory_bytes - room_bytes) / GIB
+        unit = "GiB"
+        before = chosen.memory_parts
+        after = rival.memory_parts
+    else:
+        amount = rival.step_s - chosen.step_s
+        unit = "s"
+        before = chosen.parts
+        after = rival.parts
+    growth = {}
+    for name in after:
+        growth[name] = after[name] - before[name]
+    return amount, unit, max(growth, key=growth.get)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("21.4", lambda: l21.verdict(verdict))
+
+# %% [markdown]
+# This is the defence of the chosen layout on the H100s, as labcode's `rivals` and `verdict` work it out.
+
+# %% tags=["nbval-check-output"]
+about_chosen = lab.predicted(chosen, brief)
+print(f"chosen: {tuple(chosen)}, {about_chosen.step_s:.2f} s")
+for kind, rival in lab.rivals(chosen, candidates).items():
+    about_rival = lab.predicted(rival.layout, brief)
+    amount, unit, part = lab.verdict(about_chosen, about_rival, brief.room_bytes)
+    print(f"{kind:13} {tuple(rival.layout)} loses by {amount:.2f} {unit}: {part}")
+
+# %% [markdown]
+# Four of the five do not fit. Two stages in place of four would be faster if they did; the other three would lose
+# either way. That is typical: with a good layout it is memory that stops you from going further. The bars show the
+# chosen layout beside two others that fit. The one with tp = 8 is not the strongest of its kind, but tp = 2 has no
+# room.
+
+# %% tags=["figure"]
+with_tp_8 = lab.predicted(Layout(32, 4, 8, 1, 1, "none"), brief)
+checkpointed = lab.predicted(chosen._replace(checkpointing="full"), brief)
+plot.step_parts(
+    {
+        "chosen: tp 4, pp 4": about_chosen.parts,
+        "tp 8 in place of 4": with_tp_8.parts,
+        "full checkpointing": checkpointed.parts,
+    },
+    title="Why two other layouts lose",
+    alt="Three bars; the chosen layout takes 4.29 seconds, most of it products and "
+        "attention; with tp 8 the part of tp more than doubles, and the step takes "
+        "4.79 seconds; with full checkpointing a part of 1 second is added, and the "
+        "step takes 5.67 seconds",
+)
+
+# %% [markdown]
+# Here are labcode's versions of your two functions. `changed` names the choices in which two layouts differ.
+
+# %%
+show_source(lab.rivals)
+show_source(lab.verdict)
+
+# %% [markdown]
+# **Takeaway: a defence has a rival, a number and a part: "tp 8 loses by half a second, and tp is why". If the
+# strongest rival wins, you have found a better layout, which is the other use of a defence.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. People return the largest part of the rival, which is always the products, and
+# compare all candidates that differ in tp, most of which differ in other choices too. For the room: why does the pp
+# rival with two stages not fit? (Each rank has twice the layers: 20 GiB more of weights, and as many of gradients.)
+
+# %% [markdown]
+# ## 4. A cluster of your own
+#
+# Most clusters are smaller, and none of labcode's list is quite yours. `labcode.perf` reads any cluster from a file of
+# about ten lines:
+#
+# | field | what it is |
+# |---|---|
+# | `[name]` | a table with a name of your choice; the others stand below it |
+# | `gpu` | a kind of GPU that labcode knows, in quotes |
+# | `gpus_per_node` | how many share a node |
+# | `inside_GB_per_s` | bus bandwidth of a collective within a node, in 10⁹ bytes a second |
+# | `inside_latency_us` | microseconds of a message within a node |
+# | `between_GB_per_s` | what **each GPU** has of its node's network adapters, in 10⁹ bytes a second |
+# | `between_latency_us` | microseconds of a message between nodes |
+# | `source` | in quotes: where the numbers are from; whoever reads the plan will ask |
+#
+# A text stands in quotes, a number does not: `gpu = "a100-40gb"`, `gpus_per_node = 8`.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 21.5 · Ten lines
+#
+# Write the file for this machine of a faculty: four nodes, each with four A100 of 40 GB (`a100-40gb`). nccl-tests on
+# one node say a bus bandwidth of 200 GB/s, and 6 µs for a small message. Each node has **two** adapters of 100 Gb/s,
+# and between nodes a small message takes 8 µs. The check reads your text as labcode would.
+
+# %% tags=["exercise"]
+### BEGIN SOLUTION
+my_cluster = """
+[faculty]
+gpu = "a100-40gb"
+gpus_per_node = 4
+inside_GB_per_s = 200
+inside_latency_us = 6
+between_GB_per_s = 6.25
+between_latency_us = 8
+source = "nccl-tests of one node; two 100 Gb/s adapters a node"
+"""
+### END SOLUTION
+
+# %% tags=["check"]
+check("21.5", lambda: l21.own_cluster(my_cluster))
+
+# %% [markdown]
+# On its 16 GPUs we plan a GPT of 1.3 billion weights, with 256 samples of 2,048 tokens a step. One GPU could hold the
+# model itself, so that the layouts are quite different from those of the 70B.
+
+# %% tags=["nbval-check-output"]
+faculty = lab.own_cluster(lab.CLUSTER_TEXT)
+small_brief = lab.Brief(
+    lab.GPT_1B, faculty, gpus=16, global_batch=256, budget_tokens=26e9, most_days=7
+)
+at_home = lab.fitting(small_brief)[0]
+home_days, home_mfu = lab.days_and_mfu(small_brief, at_home.step_s)
+print(at_home.layout)
+print(f"{at_home.step_s:.2f} s a step, {home_days:.1f} days, MFU {home_mfu:.0%}")
+for name, part_s in lab.predicted(at_home.layout, small_brief).parts.items():
+    if part_s > 0.01:
+        print(f"{name:12} {part_s:.2f} s")
+
+# %% [markdown]
+# The winner is plain data parallelism with ZeRO-1: no tp, no pipeline. Its dp part is what the gradients and the new
+# weights take after the last backward has ended; a part of the gradients travels during it.
+#
+# Somebody finds out that one of the network's switches works at a quarter of its rate.
+#
+# **Predict.** How long does a step of this layout take then? (The part dp takes four times as long, if nothing else
+# changes.)
+
+# %% tags=["predict"]
+slow_step_s = at_home.step_s + 3 * 0.19
+
+# %% tags=["nbval-check-output"]
+slow_brief = lab.Brief(
+    lab.GPT_1B, lab.with_network(faculty, 1 / 4), gpus=16, global_batch=256,
+    budget_tokens=26e9, most_days=7,
+)
+slow = lab.predicted(at_home.layout, slow_brief)
+compare(
+    "a quarter of the rate", slow_step_s, slow.step_s, unit="s", within=1.25,
+    found="computed",
+)
+better = lab.fitting(slow_brief)[0]
+print(f"the best one now: {better.layout}, {better.step_s:.2f} s")
+
+# %% [markdown]
+# It is worse than four times: the last backward hides a part of the gradients' travel, and this part stays as it was. So
+# the choice changes. The new winner keeps as little as possible, to have room for 16 samples at once. Then it has a
+# single micro-batch in each step, and ZeRO-3, which gathers the weights for each micro-batch, gathers them only once
+# for forward and once for backward. Most of their travel is behind the products.
+#
+# What if it is not the network that differs, but the node? Let eight GPUs share one, each with as much of the network
+# as before.
+
+# %% tags=["nbval-check-output"]
+wide = replace(small_brief, cluster=replace(faculty, gpus_per_node=8))
+best = lab.fitting(wide)[0]
+print(f"{best.layout}, {best.step_s:.2f} s")
+print("dp before and after:")
+print(f"{lab.predicted(at_home.layout, small_brief).parts['dp']:.2f} s")
+print(f"{lab.predicted(at_home.layout, wide).parts['dp']:.2f} s")
+
+# %% [markdown]
+# The choice stays, and its dp part is a third of what it was: by the rule of two levels (lesson 20) two nodes have one
+# crossing where four nodes had three.
+#
+# **Takeaway: write your cluster down, and plan again when it changes. The network decides more often than the GPU.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 10 minutes. Everybody forgets one of the two divisions: by 8 bits, by the GPUs of a node. Let
+# people bring the numbers of their own cluster (`nvidia-smi topo -m`, `ibstat`, nccl-tests) and change the text.
+
+# %% [markdown]
+# ## 5. The script
+#
+# Back to the 70B. The chosen layout becomes a job of 128 nodes with eight ranks each. The profile of the cluster names
+# the planner's cluster, so that the script begins with a prediction (lesson 14 has the rest of it).
+
+# %% tags=["nbval-check-output"]
+site = lab.site()
+job = lab.job(chosen, brief)
+script = render(job, site)
+print("\n".join(script.splitlines()[:24]))
+problems = lint(script, site, job)
+errors = [problem for problem in problems if problem.severity == "error"]
+print(f"...\nthe linter finds {len(errors)} errors")
+
+# %% [markdown]
+# The header has the same memory as our estimate, and an interval for the step: in 8 of 10 published runs it lay between
+# 0.94 and 1.27 times the prediction.
+#
+# A colleague submits the layout without ZeRO. It would wait in the queue for days, and die within a minute. (`here=True`
+# asks for this machine in place of a queue. It does not come so far.)
+
+# %% tags=["raises-exception"] raises="ValueError: predicted 92.0 GiB on a GPU of 79.1: the job would run out of memory"
+too_full = lab.job(chosen._replace(zero=0), brief)
+submit(too_full, site, here=True)
+
+# %% [markdown]
+# `submit` refuses it before it is in the queue. Who knows better can add `--force`.
+#
+# **Takeaway: a prediction in the script's header costs nothing, and it is there when somebody asks later what was
+# expected.**
+
+# %% [markdown]
+# ## 6. One rank of 1,024, dry
+#
+# Does the code do what the plan assumes? Lesson 15 could submit to two nodes. Nobody lends you 128 nodes for a test. A
+# **dry run** executes the real code of one rank on this machine, with two stand-ins: a process group that has 1,024
+# ranks and sends nothing, and tensors that have a shape and no numbers. The weights, the collectives and what is kept
+# for backward are those of the cluster. It takes about a quarter of a minute.
+#
+# We take rank 0, which is on the first stage of the pipeline. It has 20 of the 80 layers, cut by tp = 4. With sequence
+# parallelism (lesson 10) each layer has two **reduce-scatters** in forward, behind attention and behind the MLP, and
+# two in backward, where forward had gathered. The embedding of the first stage adds one to forward. The rank runs 16
+# micro-batches in each step.
+#
+# **Predict.** How many weights does rank 0 have, roughly? And how many reduce-scatters does it start in one step,
+# exactly?
+
+# %% tags=["predict"]
+weights_of_rank = 70e9 / 16
+reduce_scatters = 16 * (4 * 20 + 1)
+
+# %% tags=["nbval-check-output"]
+model = l20_plan.config(brief.shape)
+shape = l20_plan.grid(chosen)
+how = {"micro_batch": 1, "num_micro_batches": 16, "sequence_parallel": True}
+ran = dry_run(model, shape, rank=0, **how)
+
+started = Counter()
+for (kind, _, _), number in ran.calls.items():
+    started[kind] += number
+compare("weights", weights_of_rank, ran.parameters, within=1.05, found="counted")
+counted = started["reduce_scatter"]
+compare("reduce-scatters", reduce_scatters, counted, within=1, found="counted")
+
+# %% tags=["nbval-check-output"]
+print(f"{ran.parameters:,} weights")
+expected = rank_calls(model, shape, 0, **how)
+print(f"{'started':>7} {'formula':>7}")
+for (kind, num_bytes, group), number in sorted(ran.calls.items()):
+    by_formula = expected[kind, num_bytes, group]
+    size = num_bytes / 2**20
+    print(f"{number:7} {by_formula:7}  {kind} of {size:.3g} MiB over {group} ranks")
+print("all agree" if ran.calls == expected else "they do not agree")
+
+# %% [markdown]
+# Every collective that the rank starts is one that the formula has, with the same size and the same group. More
+# all-gathers than reduce-scatters are started because only a part of each input is kept, and backward gathers it once
+# more. What the dry run has not: the average of gradients over dp, and ZeRO's optimizer.
+#
+# **Takeaway: a dry run proves that code and plan count the same things. It cannot say how long they take.**
+
+# %% [markdown]
+# ## 7. The miniature
+#
+# Now with real numbers. A **miniature** uses the same axes as the plan, each with two ranks: tp = 2 and pp = 2 are four
+# ranks, which this machine has. The model is `gpt_tiny`. It says nothing about a 70B model's speed. But it runs the
+# same code, through the same groups, in the same order.
+#
+# A second run with tp = 2 and dp = 2 has no pipeline. Both begin with the same weights and see the same samples.
+#
+# **Predict.** Will the losses of the two runs be the same, to four digits?
+
+# %% tags=["predict"]
+same_losses = True
+
+# %%
+NO_PIPELINE = "--parallel.tp 2 --parallel.dp 2"
+MINIATURE = "--parallel.tp 2 --parallel.pp 2 --train.micro_batch 4"
+
+print(f"the miniature: {lab.miniature(chosen)}")
+here = lab.measure_here()
+reference = lab.train_here("reference", NO_PIPELINE)
+miniature = lab.train_here("miniature", MINIATURE)
+
+# %% tags=["nbval-check-output"]
+gap = lab.largest_gap(reference.losses, miniature.losses)
+compare("the same losses", same_losses, gap < 1e-4, found="measured")
+
+# %% [markdown]
+# A pipeline that mixed up two micro-batches, or a tp group with the wrong ranks, would show here. Sums are made in
+# another order, so that the last digits differ.
+#
+# And the time? `measure_here` has measured this machine with four ranks at work: products, memory, each collective.
+# That is a cluster file like yours, and the estimate takes it. What it leaves out, such as Python itself, is much of
+# so small a step. So we **calibrate**: the run without a pipeline gives one factor, measured over predicted, and the
+# miniature is predicted with it.
+
+# %% tags=["figure"]
+reference_s = lab.predicted_here(NO_PIPELINE, here).step_s
+miniature_s = lab.predicted_here(MINIATURE, here).step_s
+factor = reference.step_s / reference_s
+compare("the miniature", factor * miniature_s, miniature.step_s, unit="s", within=2)
+plot.bars(
+    {
+        "no pipeline": {
+            "predicted": 1e3 * reference_s,
+            "with the factor": 1e3 * factor * reference_s,
+            "measured": 1e3 * reference.step_s,
+        },
+        "miniature": {
+            "predicted": 1e3 * miniature_s,
+            "with the factor": 1e3 * factor * miniature_s,
+            "measured": 1e3 * miniature.step_s,
+        },
+    },
+    ylabel="ms of a step",
+    title="The factor of one run predicts the other",
+    alt="Two groups of three bars; the plain prediction is well below the measurement "
+        "in both; with the factor of the first run the second one is predicted within "
+        "a factor of two",
+)
+
+# %% [markdown]
+# On a quiet machine the calibrated prediction is within a few tens of percent. On a busy one it is worse, and four
+# ranks on fewer cores share what the pipeline's bubble leaves idle. That is why the comparison allows a factor of 2.
+#
+# | | what it can prove | what it cannot |
+# |---|---|---|
+# | estimate | which layouts are worth a try | seconds to better than some 25 % |
+# | script and linter | that SLURM and the cluster understand the job | that the job is wise |
+# | dry run | weights, collectives and bytes of a rank, exactly | time, the sums over dp |
+# | miniature | that the axes work together: the same losses | the speed, and what only large numbers show |
+# | one short job on the cluster | the factor of your software stack | that node 97 is sound |
+#
+# **Takeaway: prove with the cheapest thing that can fail. Each of these five finds faults that cost more in the next.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 15 minutes with sections 5 and 6. The factor is about 2 to 4 on a laptop: a step of a model with
+# 0.1 million weights is mostly Python. For the room: which fault does none of the five find? (Data that are wrong, a
+# learning rate that is too high, a GPU that miscomputes: lessons 06, 17 and 19.)
+
+# %% [markdown] tags=["exercise"]
+# ## 8. Open end: your plan
+#
+# ### Exercise 21.6 · Plan it, and defend it
+#
+# The second brief, `lab.TASK`: the same 70B model on 1,024 **A100s** with 80 GB, whose network has an eighth of the
+# H100s' rate; 600 billion tokens in at most 25 days. Choose a layout and defend it. Your own functions, or labcode's
+# (`lab.fitting`, `lab.candidates`, `lab.rivals`, `lab.verdict`, `lab.predicted`, `lab.days_and_mfu`), do the
+# arithmetic: which layout is yours to decide. Return
+#
+# - `layout`: your `Layout`, one of `lab.candidates(task)`, at most 5 % slower than the best one that fits;
+# - `defence`: a dict with `"step_s"`, `"memory_gib"` (of the fullest rank), `"days"`, and `"rivals"`: a list of **two**
+#   tuples `(layout, amount, unit, part)`, the strongest rivals of two different kinds, both of which lose.
+#
+# The rubric has nine points: *legal, fits, fast, step_s, memory_gib, days, rival 1, rival 2, two kinds*. The check says
+# which are done, and what is missing in the others. 12 to 18 lines.
+
+# %% tags=["exercise"]
+def my_plan(task):
+    """(layout, defence) for a brief."""
+    ### BEGIN SOLUTION
+    layout = Layout(dp=32, pp=8, tp=4, zero=1, micro_batch=1, checkpointing="none")
+    mine = lab.predicted(layout, task)
+    days, _ = lab.days_and_mfu(task, mine.step_s)
+    strongest = lab.rivals(layout, lab.candidates(task))
+    defended = []
+    for kind in ("tp", "checkpointing"):
+        other = strongest[kind].layout
+        about = lab.predicted(other, task)
+        amount, unit, part = lab.verdict(mine, about, task.room_bytes)
+        defended.append((other, amount, unit, part))
+    defence = {
+        "step_s": mine.step_s,
+        "memory_gib": mine.memory_bytes / GIB,
+        "days": days,
+        "rivals": defended,
+    }
+    return layout, defence
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("21.6", lambda: l21.plan(my_plan))
+
+# %% [markdown]
+# Then tell it to somebody in two minutes: the brief, the layout, the two rivals, and what you would measure in the
+# first hour on the cluster.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. Eight layouts pass. The one that was best on the H100s just misses (5.2 %): its
+# 64 replicas have twice the gradients to send over a network with an eighth of the rate. Let two groups with different
+# layouts defend them against each other; the memory that they leave is a good argument for the slower ones.
+
+# %% [markdown]
+# ## From here to GPUs and SLURM
+#
+# | what | start |
+# |---|---|
+# | every layout of a brief | `python -m labcode.perf plan --model llama3-70b --cluster dgx-h100 --gpus 1024 --global-batch 1024` |
+# | on your own cluster | `python -m labcode.perf plan --model gpt2-124m --cluster my.toml --gpus 16 --global-batch 256` |
+# | one rank, dry | `python -m labcode.train.dry_run 1024 gpt_10m --parallel.tp 2 --parallel.pp 2 --train.global_batch 512` |
+# | the script | `python -m labcode.slurm render gpt_10m --site perlmutter --nodes 2 --ranks-per-node 4` |
+# | the miniature | `torchrun --nproc-per-node 4 -m labcode.train gpt_tiny --parallel.tp 2 --parallel.pp 2 --train.micro_batch 4` |
+#
+# On a cluster the first job is a short one: 20 steps of the plan's layout. Its step time over the prediction is the
+# factor of your stack (`--scale`). Then plan again with it, and look whether the order of the first ten has changed.
+#
+# ## Questions
+#
+# **1.** Two layouts are 2 % apart by the estimate. One leaves 12 GiB free, the other 36. Which do you take?
+#
+# <details><summary>Answer</summary>
+#
+# The one that leaves 36 GiB. The estimate cannot tell 2 % apart, and an out-of-memory error in the second week costs
+# more than 2 %.
+# </details>
+#
+# **2.** Why is a rival that differs in two choices no good in a defence?
+#
+# <details><summary>Answer</summary>
+#
+# It may lose by one change although the other one would win. Only with one change at a time do you know what made it
+# lose.
+# </details>
+#
+# **3.** The miniature runs well and the big job hangs in its first step. What could the miniature not show?
+#
+# <details><summary>Answer</summary>
+#
+# Anything that needs several nodes: a network interface that is down, a firewall, wrong NCCL settings, a node that is
+# slower than the others. Lesson 14 tells how to find it.
+# </details>
+#
+# **4.** From lesson 13: which states does ZeRO-1 cut, and why does our 70B need it although tp and pp already cut the
+# weights 16 times?
+#
+# <details><summary>Answer</summary>
+#
+# The optimizer's states, over dp. Of 16 bytes for each weight they are half here (two moments in float32): 4.5 billion
+# weights on each rank have 33 GiB of them, and with ZeRO-1 over 64 replicas half a GiB.
+# </details>
+#
+# ## Recap
+#
+# The whole course, a line for each lesson:
+#
+# | lesson | what stays |
+# |---|---|
+# | 01 | a ring all-reduce sends 2 (n-1)/n of the bytes, however many ranks there are |
+# | 02, 03 | one device first: data, profile, precision |
+# | 04, 05 | gradients are averaged in buckets, while backward still computes |
+# | 06, 07 | a larger batch is another training; most faults of data parallelism are silent |
+# | 08 | ranks are a grid; the axis that talks most gets the neighbours |
+# | 09, 10 | tp cuts matrices, two all-reduces a layer each way; sequence parallelism cuts the rest |
+# | 11 | the ring carries keys and values round; long samples fit |
+# | 12 | the bubble is (pp-1)/m |
+# | 13 | ZeRO cuts states over dp: 12, 14 or all 16 bytes of a weight |
+# | 14, 15 | a job is a script; a layout is a form of a few numbers |
+# | 16 | memory has parts; checkpointing buys some back with a third more arithmetic |
+# | 17 | machines break: save, resume, lose little |
+# | 18, 19 | fewer bits are faster where the range holds; compare ranks to find where it does not |
+# | 20 | time and memory can be computed before the job waits |
+# | 21 | a plan is a choice with its rivals, and proofs that get dearer step by step |
+#
+# **Where to go next.** Read a real stack with what you know now: torchtitan's `parallelize_llama` is our
+# `parallelize`, Megatron-LM's schedules are lesson 12. Then take a job of yours, predict it, run it, and look for the
+# part that is off.
+#
+# ## Sources
+#
+# - Hoffmann et al. 2022, *Training Compute-Optimal Large Language Models*, arXiv:2203.15556: 20 tokens for each weight.
+# - Chowdhery et al. 2022, *PaLM*, arXiv:2204.02311: MFU, section 4.1.
+# - Narayanan et al. 2021, *Efficient Large-Scale Language Model Training on GPU Clusters*, arXiv:2104.04473: which axis
+#   belongs where.
+# - Korthikanti et al. 2022, *Reducing Activation Recomputation*, arXiv:2205.05198: sequence parallelism.
+# - Rajbhandari et al. 2019, *ZeRO*, arXiv:1910.02054.
+# - Llama Team 2024, *The Llama 3 Herd of Models*, arXiv:2407.21783: 38 to 43 % of the peak on up to 16,384 H100s.
+# - PyTorch, *torchtitan*: <https://github.com/pytorch/torchtitan>.
+# - NVIDIA, *Megatron-LM*: <https://github.com/NVIDIA/Megatron-LM>.

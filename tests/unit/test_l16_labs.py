@@ -1,0 +1,63 @@
+"""Lesson 16: a training that gets only so much memory, and how a choice of settings is judged."""
+
+from dataclasses import replace
+
+import pytest
+
+from labcode.perf.training_memory import training_memory
+from labcode.teach.labs import l16_limited, l16_plan
+from labcode.teach.labs.l16_limited import Settings, train_within
+
+SMALL = l16_plan.CASES[0].model
+DEEP = replace(SMALL, num_layers=8)
+
+
+@pytest.mark.parametrize("kind", ["none", "full"])
+def test_a_training_fits_into_its_predicted_peak_and_not_into_three_quarters_of_it(kind):
+    settings = Settings(micro_batch=16, activation_checkpointing=kind)
+    predicted = training_memory(
+        DEEP, micro_batch=16, activation_checkpointing=kind, data_parallel="none"
+    )
+    enough = train_within(DEEP, settings, predicted.total)
+    assert enough.fits, enough.log
+    assert enough.step_ms > 0
+    # the process has SPARE_BYTES on top of the room that it is given
+    too_little = train_within(DEEP, settings, 0.75 * predicted.total - l16_limited.SPARE_BYTES)
+    assert not too_little.fits
+    assert too_little.exit_status == 1
+    assert "RuntimeError" in too_little.log and "you tried to allocate" in too_little.log
+    assert "step 1:" not in too_little.log
+
+
+def test_a_training_without_an_end_is_one_line(monkeypatch):
+    monkeypatch.setattr(l16_limited, "LIMIT_S", 0.5)
+    with pytest.raises(TimeoutError, match=r"took longer than .*: try it with fewer samples"):
+        train_within(SMALL, Settings(1), 2**30, num_steps=1_000_000)
+
+
+@pytest.mark.parametrize("case", l16_plan.CASES, ids=lambda case: case.about)
+def test_the_best_settings_fit_and_no_others_that_fit_are_faster(case):
+    best = l16_plan.best(case)
+    assert l16_plan.peak_bytes(case, best) <= case.room_bytes
+    tried = list(l16_plan.candidates(case))
+    assert len(tried) == len(set(tried))
+    for settings in tried:
+        assert settings.micro_batch * settings.num_micro_batches == case.global_batch
+        if l16_plan.fits(case, settings):
+            assert l16_plan.step_s(case, settings) >= l16_plan.step_s(case, best)
+
+
+def test_seconds_are_products_at_their_rate_and_one_launch_for_each_micro_batch():
+    case = replace(l16_plan.CASES[0], flops_per_s={"float32": 1e9}, launch_s=0.5, global_batch=4)
+    tokens = 4 * SMALL.context_length
+    whole = 6 * SMALL.num_parameters * tokens / 1e9
+    assert l16_plan.step_s(case, Settings(4)) == pytest.approx(whole + 0.5)
+    assert l16_plan.step_s(case, Settings(2, 2)) == pytest.approx(whole + 1.0)
+    twice = l16_plan.step_s(case, Settings(4, activation_checkpointing="full"))
+    assert twice == pytest.approx(4 / 3 * whole + 0.5)
+
+
+def test_a_room_in_which_nothing_fits_is_one_line():
+    case = replace(l16_plan.CASES[0], room_bytes=2**20)
+    with pytest.raises(ValueError, match=f"^{case.about}: nothing fits in 1 MiB$"):
+        l16_plan.best(case)

@@ -1,0 +1,54 @@
+"""What lesson 18 shows: tensors of a layer, what is kept, formats side by side."""
+
+import pytest
+import torch
+
+from labcode.teach.labs import l18_gpt as lab
+
+
+def test_the_tensors_of_a_layer_are_those_of_one_step():
+    found = lab.tensors(steps=2)
+    again = lab.tensors(steps=2)
+    sizes = {name: tensor.numel() for name, tensor in found.items()}
+    tokens = lab.BATCH * lab.CONFIG.context_length
+    hidden = lab.CONFIG.hidden_size
+    assert sizes == {
+        "input": tokens * hidden,
+        "weight": 4 * hidden * hidden,
+        "gradient of the output": tokens * 4 * hidden,
+    }
+    assert all(torch.equal(found[name], again[name]) for name in found)
+
+
+def test_what_a_call_keeps_is_counted_once():
+    x = torch.randn(8, 4, requires_grad=True)
+    w = torch.randn(3, 4, requires_grad=True)
+    assert lab.kept_bytes(torch.nn.functional.linear, x, w) == 4 * (8 * 4 + 3 * 4)
+    assert lab.kept_bytes(lab.fp8_linear, x, w) == 8 * 4 + 3 * 4 + 2 * 4
+
+
+def test_an_outlier_costs_int8_more_than_e4m3_and_blocks_least():
+    x = lab.with_outlier(1e4)
+    ordinary = x.abs() < x.abs().max()
+    error = {
+        name: lab.relative_error(x, option.cast(x), ordinary)
+        for name, option in lab.OPTIONS.items()
+    }
+    assert error["mxfp8"] < 0.03 < error["e4m3"] < 0.2 < 0.9 < error["int8"]
+
+
+def test_the_error_of_zeros_is_none_and_that_of_nan_is_nan():
+    assert lab.relative_error(torch.zeros(3), torch.ones(3)) == 0
+    assert lab.relative_error(torch.tensor([2.0, 0.0]), torch.tensor([1.0, 5.0])) == 0.5
+    ruined = lab.relative_error(torch.ones(2), torch.tensor([torch.nan, 1.0]))
+    assert ruined != ruined
+
+
+def test_the_cheapest_format_differs_from_tensor_to_tensor():
+    chosen = {name: lab.cheapest(x, 0.03) for name, x in lab.cases().items()}
+    assert len(set(chosen.values())) == 4
+    assert lab.cheapest(lab.cases()["ordinary numbers"], 1e-7) is None
+
+
+def test_the_mean_of_the_last_values():
+    assert lab.smooth([1.0, 3.0, 5.0], width=2) == pytest.approx([1, 2, 4])

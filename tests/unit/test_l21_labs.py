@@ -1,0 +1,96 @@
+"""The capstone: its briefs, its search, its job, and that all of them say the same number."""
+
+import dataclasses
+
+import pytest
+
+from labcode.perf.cluster import load_cluster
+from labcode.slurm.run.submit import submit
+from labcode.slurm.script.predict import predicted
+from labcode.slurm.script.render import render
+from labcode.teach.exercises import l21
+from labcode.teach.labs import l20_plan
+from labcode.teach.labs import l21_capstone as lab
+from labcode.teach.labs.l20_plan import Layout
+from labcode.units import GIB
+
+CHOSEN = Layout(64, 4, 4, 1, 1, "none")
+NO_ZERO = CHOSEN._replace(zero=0)
+
+
+@pytest.mark.parametrize("layout", [CHOSEN, Layout(32, 8, 4, 0, 1, "full")])
+def test_the_scripts_header_has_the_numbers_of_the_lesson(layout):
+    job = lab.job(layout, lab.H100)
+    ours = lab.predicted(layout, lab.H100)
+    theirs = predicted(job, lab.site())
+    assert theirs.step_s == pytest.approx(ours.step_s)
+    assert theirs.memory_bytes == pytest.approx(ours.memory_bytes)
+    text = render(job, lab.site())
+    assert f"{ours.memory_bytes / GIB:.1f} of 79.1 GiB" in text
+
+
+def test_a_layout_that_does_not_fit_is_refused_by_submit():
+    assert lab.broken_rules(NO_ZERO, lab.H100) == ["memory"]
+    with pytest.raises(ValueError, match=r"predicted 92\.0 GiB on a GPU of 79\.1"):
+        submit(lab.job(NO_ZERO, lab.H100), lab.site(), here=True)
+
+
+def test_candidates_are_the_layouts_that_break_no_rule_but_memory():
+    found = lab.candidates(lab.H100)
+    assert found == sorted(found)
+    for candidate in found:
+        assert set(lab.broken_rules(candidate.layout, lab.H100)) <= {"memory"}
+    assert lab.fitting(lab.H100)[0].layout == CHOSEN
+    six = dataclasses.replace(lab.H100.cluster, gpus_per_node=6)
+    on_six = lab.candidates(dataclasses.replace(lab.H100, cluster=six))
+    assert {candidate.layout.tp for candidate in on_six} == {1, 2}
+
+
+def test_several_layouts_can_be_defended_and_that_of_the_other_brief_cannot():
+    fitting = lab.fitting(lab.TASK)
+    least = fitting[0].step_s
+    fast = [found.layout for found in fitting if found.step_s <= 1.05 * least]
+    assert len(fast) == 8 and CHOSEN not in fast
+    everything = lab.candidates(lab.TASK)
+    for layout in fast:
+        mine = lab.predicted(layout, lab.TASK)
+        losing = []
+        for kind, rival in lab.rivals(layout, everything).items():
+            other = lab.predicted(rival.layout, lab.TASK)
+            amount, _, _ = lab.verdict(mine, other, lab.TASK.room_bytes)
+            if amount > 0:
+                losing.append(kind)
+        assert len(losing) >= 2
+
+
+def test_model_flops_and_mfu_are_those_of_the_planner():
+    about = lab.predicted(CHOSEN, lab.H100)
+    work = l20_plan.flops(lab.GPT_70B, lab.H100.global_batch)
+    assert work == pytest.approx(about.model_flops, rel=1e-3)
+    days, mfu = lab.days_and_mfu(lab.H100, about.step_s)
+    assert mfu == pytest.approx(about.mfu, rel=1e-3)
+    assert days < lab.H100.most_days
+
+
+def test_the_file_of_ten_lines_is_the_cluster_of_the_description(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    found = lab.own_cluster()
+    assert found.gpu is load_cluster("perlmutter").gpu
+    assert found.between.beta_bytes_per_s == pytest.approx(2 * 100e9 / 8 / 4)
+    slower = lab.with_network(found, 0.25)
+    assert slower.between.beta_bytes_per_s == found.between.beta_bytes_per_s / 4
+    assert slower.inside == found.inside
+
+
+def test_the_rubric_judges_each_point_alone():
+    judged = l21.rubric(
+        CHOSEN, {"step_s": 1, "memory_gib": 1, "days": 1, "rivals": [(CHOSEN, 0, "s", "tp")] * 2}
+    )
+    assert set(judged) == set(l21.POINTS)
+    assert [name for name, why in judged.items() if not why] == ["legal", "fits"]
+
+
+def test_the_miniature_has_the_axes_of_the_plan():
+    assert lab.miniature(CHOSEN).world_size == 4
+    assert lab.miniature(Layout(dp=16)).world_size == 1
+    assert lab.largest_gap([1.0, 2.0], [1.0, 2.02]) == pytest.approx(0.0099, rel=1e-2)
