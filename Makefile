@@ -5,7 +5,7 @@ PYTHON ?= python3
 STAMP := .setup-done
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-full answers durations slurm-test course notebooks check
+.PHONY: help setup lab test test-full test-matrix students answers durations slurm-test course notebooks images book handout slides pages check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -17,18 +17,26 @@ $(VENV)/$(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "$(PYTHON) not found: install Python 3.11 or newer, or give its name, as in: make PYTHON=python3.12 lab"; exit 1; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "$$($(PYTHON) --version) is too old: the course needs Python 3.11 or newer, as in: make PYTHON=python3.12 lab"; exit 1; }
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV) || { echo "could not create $(VENV): on Debian and Ubuntu, install the package python3-venv"; rm -rf $(VENV); exit 1; }
-	@echo 'installing into $(VENV): 1.4 GB, a few minutes the first time'
-	$(BIN)/python -m pip install --disable-pip-version-check --quiet -c constraints.txt -e '.[dev]'
+	@echo 'installing into $(VENV): 2.3 GB, a few minutes the first time'
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
 lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a tile of its launcher
-	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py
+	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py $(LAB)
 
 test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, notebooks, browser, SLURM where it can be had
 	$(BIN)/python -m pytest tests --junitxml=build/test.xml
 
-test-full: $(VENV)/$(STAMP)  ## what is expensive besides: whole matrices, every student version
-	$(BIN)/python -m pytest tests -m full --junitxml=build/test-full.xml
+test-full: $(VENV)/$(STAMP)  ## what is expensive besides: whole matrices, a third of the student versions; PART=--part=commit for a third of all
+	$(BIN)/python -m pytest tests -m full $(PART) --junitxml=build/test-full.xml
+
+test-matrix: $(VENV)/$(STAMP)  ## what depends on PyTorch, on each version of it and of Python; about 2 hours, 3 GB at a time
+	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -c constraints.txt -e '.[matrix]'
+	$(BIN)/nox
+	$(BIN)/python -m tools.matrix
+
+students: $(VENV)/$(STAMP)  ## run every student version to its end, with every exercise open
+	$(BIN)/python -m pytest tests/notebooks -m students
 
 answers: $(VENV)/$(STAMP)  ## every right and wrong answer to the exercises that is kept
 	$(BIN)/python -m pytest tests/exercises -m ''
@@ -46,9 +54,25 @@ course: $(VENV)/$(STAMP)  ## execute every solution notebook, print lesson, seco
 notebooks: $(VENV)/$(STAMP)  ## build and execute the notebooks whose source changed; those you edited are left alone
 	$(BIN)/python -m tools.build_notebooks
 
+images: $(VENV)/$(STAMP)  ## draw the pictures in images/ that are stale; --check in `make check` names them
+	$(BIN)/python -m tools.images
+
+book: $(VENV)/$(STAMP)  ## the web book in build/book, which needs no network: lessons solved, glossary, library
+	$(BIN)/python -m tools.book
+
+handout: $(VENV)/$(STAMP)  ## the course for learners, without solutions and tests: build/handout and a zip of it
+	$(BIN)/python -m tools.handout
+
+slides: $(VENV)/$(STAMP)  ## five to ten slides a lesson in build/slides, which need no network
+	$(BIN)/python -m tools.slides
+
+pages: $(VENV)/$(STAMP)  ## write what README, INSTRUCTORS.md and docs/ take from lessons and checks
+	$(BIN)/python -m tools.pages
+
 check: $(VENV)/$(STAMP)  ## fast checks: ruff, types, notebooks not stale, links
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/basedpyright --pythonpath $(BIN)/python --level error
 	$(BIN)/python -m tools.build_notebooks --check
 	$(BIN)/python -m tools.check_links
+	$(BIN)/python -m tools.images --check

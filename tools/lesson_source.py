@@ -1,6 +1,8 @@
 """A lesson's source, `solutions/NN_topic.py` (jupytext py:percent), as its two notebooks.
 
 ### BEGIN SOLUTION ... ### END SOLUTION   left out of the student notebook; a stub takes its place
+### BEGIN BROKEN ... ### END BROKEN       comments; the student notebook has the code in them, in
+                                          place of the solution directly above, if there is one
 tag `predict`                             the student notebook keeps the names, each set to `...`
 tag `solution-only`                       the whole cell is left out of the student notebook
 tag `raises-exception`                    broken on purpose: raises="ValueError: first words" beside
@@ -27,6 +29,9 @@ from tools.decorate import Headline
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 BEGIN = "### BEGIN SOLUTION"
 END = "### END SOLUTION"
+BEGIN_BROKEN = "### BEGIN BROKEN"
+END_BROKEN = "### END BROKEN"
+MARKERS = (BEGIN, END, BEGIN_BROKEN, END_BROKEN)
 STUB = 'raise NotImplementedError("exercise: your code here")'
 # What a kernel says about its language, without its version, which varies; the settings of
 # JupyterLab add it when a notebook is opened (tools/jupyter/).
@@ -48,7 +53,7 @@ class LessonError(ValueError):
 class Block(NamedTuple):
     """Lines of a cell between two markers."""
 
-    kind: str  # "text" or "solution"
+    kind: str  # "text", "solution" or "broken"
     lines: list[str]
     start: int  # number of the first line
 
@@ -163,7 +168,11 @@ def _notebook(cells: list[NotebookNode], about: Mapping[str, object]) -> Noteboo
 
 
 def _without_markers(source: str) -> str:
-    return "\n".join(line for line in source.splitlines() if line.strip() not in (BEGIN, END))
+    lines = []
+    for block in _blocks(source, "source"):
+        if block.kind != "broken":
+            lines += block.lines
+    return "\n".join(lines)
 
 
 def _blocks(source: str, where: str) -> list[Block]:
@@ -172,30 +181,38 @@ def _blocks(source: str, where: str) -> list[Block]:
     block = Block("text", [], 1)
     for number, line in enumerate(source.splitlines(), 1):
         found = line.strip()
-        if found in (BEGIN, END):
-            wanted = BEGIN if block.kind == "text" else END
-            if found != wanted:
+        if found in MARKERS:
+            wanted = (BEGIN, BEGIN_BROKEN) if block.kind == "text" else (_end_of(block.kind),)
+            if found not in wanted:
                 raise LessonError(
-                    f"{where}, line {number}: found '{found}' where '{wanted}' was due"
+                    f"{where}, line {number}: found '{found}' where '{wanted[0]}' was due"
                 )
             blocks.append(block)
-            block = Block("solution" if wanted == BEGIN else "text", [], number + 1)
-        elif re.search(r"#+\s*(BEGIN|END)\s+SOLUTION", line, re.IGNORECASE):
+            kind = {BEGIN: "solution", BEGIN_BROKEN: "broken"}.get(found, "text")
+            block = Block(kind, [], number + 1)
+        elif re.search(r"#+\s*(BEGIN|END)\s+(SOLUTION|BROKEN)", line, re.IGNORECASE):
             raise LessonError(
                 f"{where}, line {number}: write the marker alone on its line, "
                 f"as '{BEGIN}' or '{END}'"
             )
+        elif block.kind == "broken" and found and not found.startswith("# "):
+            raise LessonError(f"{where}, line {number}: broken code is a comment: '# {found}'")
         else:
             block.lines.append(line)
-    if block.kind == "solution":
-        raise LessonError(f"{where}: '{BEGIN}' without '{END}'")
+    if block.kind != "text":
+        begin = BEGIN if block.kind == "solution" else BEGIN_BROKEN
+        raise LessonError(f"{where}: '{begin}' without '{_end_of(block.kind)}'")
     return [*blocks, block]
+
+
+def _end_of(kind: str) -> str:
+    return END if kind == "solution" else END_BROKEN
 
 
 def _blanked(cell: NotebookNode, where: str) -> str:
     """The cell as the student sees it."""
     blocks = _blocks(cell.source, where)
-    has_solution = any(block.kind == "solution" for block in blocks)
+    has_solution = any(block.kind != "text" for block in blocks)
     is_prediction = "predict" in cell.metadata.get("tags", [])
     if cell.cell_type != "code":
         if has_solution:
@@ -210,14 +227,22 @@ def _blanked(cell: NotebookNode, where: str) -> str:
     if is_prediction:
         return f"{decorate.PREDICT}\n" + _unset(tree, 1, len(original), "", "your prediction")
     lines = []
-    for block in blocks:
+    for place, block in enumerate(blocks):
         if block.kind == "text":
             lines += block.lines
-        else:
+        elif block.kind == "broken":
+            lines += [line.replace("# ", "", 1) for line in block.lines]
+        elif not _is_broken_instead(blocks[place + 1 : place + 3]):
             marker = original[block.start - 2]
             indent = marker[: len(marker) - len(marker.lstrip())]
             lines.append(_stub(tree, block, indent, where))
     return "\n".join(lines)
+
+
+def _is_broken_instead(following: Sequence[Block]) -> bool:
+    """Whether broken code comes directly behind a solution, with no line between them."""
+    between, broken = (*following, None, None)[:2]
+    return between is not None and not between.lines and getattr(broken, "kind", "") == "broken"
 
 
 def _stub(tree: ast.Module, block: Block, indent: str, where: str) -> str:

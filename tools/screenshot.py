@@ -56,11 +56,12 @@ def wait_until_up(url: str, attempts: int = 600) -> None:
 
 
 @contextlib.contextmanager
-def server(*, dark: bool = False) -> Iterator[str]:
+def server(*, dark: bool = False, root: Path = ROOT) -> Iterator[str]:
     """A JupyterLab on the course that leaves the user's own settings alone; gives the address.
 
     Args:
         dark: Choose the dark theme.
+        root: The course, or a copy of it.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as home:
@@ -75,7 +76,7 @@ def server(*, dark: bool = False) -> Iterator[str]:
             sys.executable,
             "-m",
             "jupyterlab",
-            f"--config={ROOT / 'tools' / 'jupyter' / 'jupyter_server_config.py'}",
+            f"--config={root / 'tools' / 'jupyter' / 'jupyter_server_config.py'}",
             f"--ServerApp.port={port}",
             f"--IdentityProvider.token={TOKEN}",
             "--ServerApp.open_browser=False",
@@ -84,7 +85,7 @@ def server(*, dark: bool = False) -> Iterator[str]:
             f"--LabApp.user_settings_dir={home}",
         ]
         silent = subprocess.DEVNULL
-        lab = subprocess.Popen(command, cwd=ROOT, stdout=silent, stderr=silent)
+        lab = subprocess.Popen(command, cwd=root, stdout=silent, stderr=silent)
         try:
             wait_until_up(f"http://localhost:{port}/api?token={TOKEN}")
             yield f"http://localhost:{port}"

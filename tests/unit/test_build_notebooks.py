@@ -128,6 +128,18 @@ def test_a_solution_at_the_top_level_unsets_its_names():
     assert code("### BEGIN SOLUTION\nprint(1)\n### END SOLUTION\n")[1] == "...  # your answer"
 
 
+def test_broken_code_stands_in_the_place_of_the_solution_above_it():
+    solution, student = code(
+        "def f(x):\n    ### BEGIN BROKEN\n    # raise NotImplementedError\n    ### END BROKEN\n"
+        "    ### BEGIN SOLUTION\n    y = x\n    ### END SOLUTION\n"
+        "    ### BEGIN BROKEN\n    # if x:\n    #     y = 2  # two\n    ### END BROKEN\n"
+        "    return y\n"
+    )
+    assert solution == "def f(x):\n    y = x\n    return y"
+    broken = "    if x:\n        y = 2  # two"
+    assert student == f"def f(x):\n    raise NotImplementedError\n{broken}\n    return y"
+
+
 def test_magics_do_not_disturb():
     solution, student = code(
         "%%px --block\n### BEGIN SOLUTION\nx = 1\n### END SOLUTION\n%time y = 2\n"
@@ -158,6 +170,14 @@ def test_student_notebook():
         (
             "# %%\n### BEGIN SOLUTION\nx = 1\n",
             "cell 1: '### BEGIN SOLUTION' without '### END SOLUTION'",
+        ),
+        (
+            "# %%\n### BEGIN BROKEN\n# x = 1\n### END SOLUTION\n",
+            "cell 1, line 3: found '### END SOLUTION' where '### END BROKEN' was due",
+        ),
+        (
+            "# %%\n### BEGIN BROKEN\nx = 1\n### END BROKEN\n",
+            "cell 1, line 2: broken code is a comment: '# x = 1'",
         ),
         ("# %%\nx = 1\n### END SOLUTION\n", "cell 1, line 2: found '### END SOLUTION'"),
         (

@@ -1,0 +1,286 @@
+"""The pages of the book before Sphinx reads them: what is folded, linked, escaped, left out."""
+
+import ast
+import sys
+from pathlib import Path
+
+import pytest
+from nbformat.v4 import new_code_cell, new_markdown_cell, new_notebook, new_output
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT))
+
+from tools import (  # noqa: E402  (tools/ is not installed)
+    book,
+    book_api,
+    book_lesson,
+    book_terms,
+    book_text,
+    course_map,
+    decorate,
+)
+
+LESSONS = course_map.lessons()
+GLOSSARY = """
+all-reduce | all-reduced
+: A sum that
+  every rank gets.
+
+ring all-reduce
+: In a ring.
+
+ZeRO
+: It divides.
+"""
+
+
+def uses():
+    return book_terms.FirstUses(book_terms.terms(GLOSSARY))
+
+
+# ---- glossary
+
+
+def test_the_first_use_of_a_term_is_linked_and_no_other():
+    page = uses()
+    text = page.link("All-reduces cost. A ring all-reduce is an all-reduce, and\n\nall-reduced.")
+    assert text == (
+        "{term}`All-reduces <all-reduce>` cost. A {term}`ring all-reduce <ring all-reduce>` is an "
+        "all-reduce, and\n\nall-reduced."
+    )
+    assert page.met == ["all-reduce", "ring all-reduce"]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "`all-reduce`",
+        "$all-reduce$ and $$all-reduce$$",
+        "[all-reduce](01.ipynb)",
+        "## An all-reduce",
+        "```\nall-reduce\n```",
+        '<p class="x">\nall-reduce</p>',
+        "small-reduce, all-reducer, zero",
+    ],
+)
+def test_what_is_no_prose_gets_no_link(text):
+    assert uses().link(text) == text
+
+
+def test_a_term_may_go_over_the_end_of_a_line():
+    assert uses().link("one ring\nall-reduce") == ("one {term}`ring all-reduce <ring all-reduce>`")
+
+
+def test_a_form_of_two_terms_is_told():
+    with pytest.raises(ValueError, match=r"^'all-reduce' is a form of 'all-reduce' and of 'x'"):
+        book_terms.terms(GLOSSARY + "\nx | all-reduce\n: Twice.\n")
+
+
+def test_the_glossary_says_where_a_term_is_first_used():
+    page = book_terms.page(book_terms.terms(GLOSSARY), {"ZeRO": "[lesson 13](13.ipynb)"})
+    assert "\nall-reduce\n  A sum that every rank gets.\n" in page
+    assert "\nZeRO\n  It divides. First used in [lesson 13](13.ipynb).\n" in page
+
+
+def test_each_term_of_the_glossary_is_used_by_a_lesson():
+    known = book_terms.terms((ROOT / "book" / "glossary.md").read_text())
+    met = set()
+    for lesson in LESSONS:
+        page = book_terms.FirstUses(known)
+        text = (ROOT / "solutions" / f"{lesson.stem}.py").read_text()
+        page.link("\n".join(line.removeprefix("# ") for line in text.splitlines()))
+        met |= set(page.met)
+    assert len(known) > 100
+    assert [term.name for term in known if term.name not in met] == []
+
+
+# ---- a lesson
+
+
+def lesson_page():
+    """A page made of one cell of each kind."""
+    picture = {"image/png": "iVBORw0KGgo=", "text/html": '<img src="data:image/png;base64,iVB">'}
+    about = {"image/png": {"alt": 'a "b" < c', "width": 30, "height": 20}}
+    shown = (
+        "<div><small><code>labcode/x.py</code></small></div><div><pre>a &lt; <b>b</b></pre></div>"
+    )
+    navigation = f"[← 03 x](03.ipynb) &nbsp;|&nbsp; {decorate.MAP}"
+    solved = [
+        new_markdown_cell(f"{navigation}\n\n# 04 · Title\n\nAn all-reduce.", id="a"),
+        new_markdown_cell("*For the instructor.*", id="b", metadata={"tags": ["solution-only"]}),
+        new_markdown_cell("### Exercise 4.1 · Do it\n\nText", id="c"),
+        new_code_cell("return 1", id="d", metadata={"tags": ["exercise"]}),
+        new_markdown_cell(decorate.boxed("**Predict** it"), id="e"),
+        new_code_cell("guess = 7", id="f", metadata={"tags": ["predict"]}),
+        new_code_cell("plot.x()", id="g", metadata={"tags": ["figure"]}),
+        new_code_cell("show_source(x)", id="h"),
+        new_markdown_cell(f"## Sources\n\n- On ZeRO\n\n{navigation}", id="i"),
+    ]
+    solved[6].outputs = [new_output("execute_result", picture, metadata=about)]
+    solved[7].outputs = [new_output("display_data", {"text/html": shown})]
+    student = [cell.copy() for cell in solved if cell.id != "b"]
+    student[2].source = "raise NotImplementedError"
+    student[4].source = "guess = ..."
+    lesson = LESSONS[4]
+    return book_lesson.page(
+        lesson,
+        new_notebook(cells=solved),
+        new_notebook(cells=student),
+        {"4.1": ["try `x_1` * 2"]},
+        uses(),
+        str,
+    )
+
+
+def test_a_lesson_shows_what_learners_get_and_folds_what_gives_answers_away():
+    page = lesson_page()
+    cells = page.notebook.cells
+    kinds = [(cell.source.split("\n")[0], cell.metadata.get("tags", [])) for cell in cells]
+    assert kinds == [
+        ("# 04 · Title", []),
+        ("### Exercise 4.1 · Do it", []),
+        ('<details class="hint"><summary>Hint 1 of 1 for 4.1</summary>', []),
+        ("raise NotImplementedError", []),
+        ("return 1", ["hide-input"]),
+        ('<div class="predict">', []),
+        ("guess = 7", ["hide-input"]),
+        ("plot.x()", ["hide-input"]),
+        ("show_source(x)", []),
+        (
+            "<details><summary>labcode's own version: <code>labcode/x.py</code></summary>",
+            [],
+        ),
+        ("## Sources", []),
+    ]
+    text = "\n".join(cell.source for cell in cells)
+    assert "For the instructor" not in text and "Map of the course" not in text
+    assert "An {term}`all-reduce <all-reduce>`." in text and "On ZeRO" in text
+    assert f'<a href="{LESSONS[4].notebook}" download>' in cells[0].source
+    assert "try `x_1` \\* 2" in cells[2].source
+    assert "````python\na < b\n````" in cells[9].source
+    assert cells[8].outputs == []
+
+
+def test_a_figure_becomes_a_file_with_its_alternative_text():
+    page = lesson_page()
+    assert page.figures == {"04-1.png": b"\x89PNG\r\n\x1a\n"}
+    (output,) = page.notebook.cells[7].outputs
+    assert output.data == {
+        "text/html": '<img class="figure" alt="a &quot;b&quot; &lt; c" width="30" height="20" '
+        'loading="lazy" src="figures/04-1.png">'
+    }
+
+
+def test_hints_are_those_of_the_checks():
+    known = book_lesson.hints(LESSONS[10], ROOT)
+    assert len(known["10.1"]) == 3 and known["10.1"][0].startswith("Go through the block")
+    for lesson in LESSONS:
+        assert book_lesson.hints(lesson, ROOT), lesson.stem
+
+
+# ---- the library
+
+
+DOCSTRING = """Sum *all* of it.
+
+Before:
+
+    y = x_1 * 2
+
+After [B, S].
+Held by: tests/x.py::test
+
+Args:
+    x: First
+        line of `x`.
+    *rest: Others.
+
+Raises:
+    ValueError: Not <this>.
+
+Returns:
+    The {sum}.
+"""
+
+
+def test_a_docstring_becomes_markdown_that_shows_the_same():
+    text = "\n".join(line for line in book_api.described(DOCSTRING) if line)
+    assert text == (
+        "Sum \\*all\\* of it.\nBefore:\n```text\ny = x_1 * 2\n```\nAfter \\[B, S\\].\n"
+        "**Held by:** tests/x.py::test\n:param x: First line of `x`.\n:param *rest: Others.\n"
+        ":raises ValueError: Not \\<this\\>.\n:returns: The \\{sum\\}."
+    )
+
+
+def test_what_is_public_is_described_with_its_signature(tmp_path):
+    (tmp_path / "labcode").mkdir()
+    code = (
+        "class A:\n    def __init__(self, x: int = 1) -> None: ...\n    @staticmethod\n"
+        "    def f(y): ...\n    @property\n    def p(self) -> int: ...\n    def _g(self): ...\n"
+        "def run(a, *, b: str = 'x') -> A: ...\ndef _hidden(): ...\n"
+    )
+    (tmp_path / "labcode" / "__init__.py").write_text('"""All of it."""\n')
+    (tmp_path / "labcode" / "m.py").write_text(code)
+    known = book_api.modules(tmp_path)
+    assert book_api.names(known) == {
+        "labcode",
+        "labcode.m",
+        "labcode.m.A",
+        "labcode.m.A.f",
+        "labcode.m.A.p",
+        "labcode.m.run",
+    }
+    page = book_api.pages(known)["labcode.md"]
+    for line in (
+        ":::::{py:class} A(x: int=1)",
+        "::::{py:method} f(y)\n:staticmethod:",
+        "::::{py:property} p\n:type: int",
+        "::::{py:function} run(a, *, b: str='x') -> A",
+    ):
+        assert line in page
+    assert "_hidden" not in page and "_g" not in page
+    assert "| [`labcode`](labcode.md) | All of it. |" in book_api.pages(known)["index.md"]
+    (tmp_path / "labcode" / "__init__.py").write_text("")
+    without = book_api.pages(book_api.modules(tmp_path))["index.md"]
+    assert "| [`labcode`](labcode.md) | `m` |" in without
+
+
+def test_code_that_names_the_library_is_linked():
+    names = {"labcode.comm.ring", "labcode.comm.ring.send", "labcode.perf.fit", "labcode.train.fit"}
+    link = book.code_links(names)
+    assert link("`comm.ring.send`") == "{py:obj}`comm.ring.send <labcode.comm.ring.send>`"
+    assert link("`ring.send`") == "{py:obj}`ring.send <labcode.comm.ring.send>`"
+    assert link("`send`") == "`send`" and link("`os.path`") == "`os.path`"
+    assert book.code_links(names, bare=True)("`send`") == "{py:obj}`send <labcode.comm.ring.send>`"
+    assert book.code_links(names, bare=True)("`fit`") == "`fit`"  # there are two
+
+
+def test_links_hold_in_the_book_or_are_none():
+    tree = ast.parse("")
+    module = book_api.Module("labcode.units", "labcode", "labcode/units.py", tree)
+    course = book.Course(ROOT, LESSONS, [], [module])
+    lesson = LESSONS[4]
+
+    def shown(text):
+        return book.relinked(text, "docs", course)
+
+    assert shown(f"[a](../{lesson.solution})") == f"[a]({lesson.stem}.ipynb)"
+    assert shown("[a](../README.md#the-course)") == "[a](index.md)"
+    assert shown("[a](../labcode/units.py)") == '<a href="source/labcode.units.html">a</a>'
+    assert shown("[a](../INSTRUCTORS.md)") == "a (`INSTRUCTORS.md`)"
+    assert shown("![a](../images/x.svg)") == "![a](images/x.svg)"
+    assert shown("[a](https://x.org)") == "[a](https://x.org)"
+
+
+def test_special_characters_stay_what_they_are():
+    assert book_text.escaped("a_b *c* `d*e` [x](y)\n---") == (
+        "a\\_b \\*c\\* `d*e` \\[x\\](y)\n\\---"
+    )
+
+
+def test_old_sources_go_and_equal_ones_are_not_written_again(tmp_path):
+    book.write_sources({"a/b.md": b"1", "c.md": b"2"}, tmp_path)
+    before = (tmp_path / "c.md").stat().st_mtime_ns
+    book.write_sources({"c.md": b"2"}, tmp_path)
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["c.md"]
+    assert (tmp_path / "c.md").stat().st_mtime_ns == before

@@ -1,0 +1,106 @@
+"""The pictures in images/ are what would be drawn now; the map of the course is its lessons'."""
+
+import shutil
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from labcode.teach.figures.style import canvas, figure
+from tools import course_map, images, maps
+
+ALT = "A line that rises from left to right"
+
+
+@figure
+def small(height=1.0, alt=ALT):
+    picture = canvas(2, 1, alt=alt)
+    picture.axes[0].plot([0, height])
+    picture.axes[0].bar([1], [height])
+    picture.axes[0].text(0, 0, "begin")
+    return picture
+
+
+def test_no_picture_is_stale_and_none_is_left_over():
+    drawn = {name: make() for name, make in images.pictures().items()}
+    assert images.stale(images.IMAGES, drawn) == [], "run `make images`"
+    assert images.left_over(images.IMAGES, list(drawn)) == []
+    alts = {name: picture.alt for name, picture in drawn.items()}
+    assert (images.IMAGES / images.PAGE).read_text() == images.page(alts)
+
+
+def test_what_makes_a_picture_stale(tmp_path):
+    images.draw(tmp_path, {"small": small()}, ["small"])
+    assert images.stale(tmp_path, {"small": small()}) == []
+    assert images.stale(tmp_path, {"small": small(height=1.01)}) == ["small"]
+    assert images.stale(tmp_path, {"small": small(alt="Other words about the line")}) == ["small"]
+    other_word = small()
+    other_word.axes[0].texts[0].set_text("start")
+    assert images.stale(tmp_path, {"small": other_word}) == ["small"]
+    changed = tmp_path / "small.svg"
+    content = changed.read_bytes()
+    changed.write_bytes(content + b"<!-- by hand -->")
+    assert images.stale(tmp_path, {"small": small()}) == ["small"]
+    changed.write_bytes(content)
+    (tmp_path / "small.png").rename(tmp_path / "old.png")
+    assert images.stale(tmp_path, {"small": small()}) == ["small"]
+    assert images.left_over(tmp_path, ["small"]) == ["old.png"]
+
+
+def test_an_svg_has_no_date_is_the_same_again_and_says_what_it_shows():
+    content = images.svg(small())
+    assert content == images.svg(small())
+    assert b"<dc:date>" not in content
+    assert f"<title>{ALT}</title>".encode() in content
+
+
+def test_a_figure_that_a_lesson_no_longer_has_is_told():
+    with pytest.raises(ValueError, match=r"04_data.*has 0 cells with plot\.ring\(.*change KEYS"):
+        images.of_lesson(images.Key("04", "ring", {}))
+
+
+def test_what_a_lesson_needs_is_read_from_its_own_words():
+    text = (
+        "# # 09 · Title\n#\n# **Time**: 85 minutes. **Needs**: lessons 01 (16 bytes), 03 to\n"
+        "# 05; lesson 08; section 7 compares with lesson 02. Lesson 06 helps.\n\n# %%\nx = 10\n"
+    )
+    lesson = course_map.lesson_of("09_title", text)
+    assert lesson.needs == ("01", "03", "04", "05", "08")
+    assert lesson.helped_by == ("02", "06")
+    assert (lesson.title, lesson.minutes, lesson.part) == ("Title", 85, "III Model parallel")
+    with pytest.raises(ValueError, match=r"^09_title: write what it needs"):
+        course_map.lesson_of("09_title", text.replace("Needs", "Wants"))
+    with pytest.raises(ValueError, match=r"^09_title: write how long it takes"):
+        course_map.lesson_of("09_title", text.replace("minutes", "pages"))
+
+
+def test_every_lesson_needs_earlier_ones_and_the_first_none():
+    lessons = course_map.lessons()
+    assert [lesson.number for lesson in lessons if not lesson.needs] == ["00"]
+    for lesson in lessons:
+        assert all(number < lesson.number for number in lesson.needs), lesson.stem
+    depth = course_map.depths(lessons)
+    for lesson in lessons:
+        assert all(depth[number] < depth[lesson.number] for number in lesson.needs)
+
+
+def test_a_need_that_another_need_implies_draws_no_arrow(tmp_path):
+    (tmp_path / "solutions").mkdir()
+    for number, needs in (("00", "nothing"), ("01", "lesson 00"), ("02", "lessons 00 and 01")):
+        text = f"# # {number} · Title\n#\n# **Time**: 5 minutes. **Needs**: {needs}.\n"
+        (tmp_path / "solutions" / f"{number}_title.py").write_text(text)
+    lessons = course_map.lessons(tmp_path)
+    assert course_map.direct_needs(lessons) == {"00": (), "01": ("00",), "02": ("01",)}
+    words = [text.get_text() for text in maps.course(lessons).axes[0].texts]
+    assert "5 min, after 01" in words
+
+
+def test_the_command_names_what_is_stale(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(images, "pictures", lambda: {"small": small})
+    shutil.copy(images.IMAGES / "lesson_in_use.png", tmp_path)
+    assert images.main(["--check"], tmp_path) == 1
+    assert capsys.readouterr().out == "images/small is stale: run `make images`\n"
+    assert images.main([], tmp_path) == 0
+    assert images.main(["--check"], tmp_path) == 0

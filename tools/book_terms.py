@@ -1,0 +1,118 @@
+"""The glossary of the book: its terms, and links to them from where a lesson first uses them.
+
+book/glossary.md is written by hand. A term is a line with its forms, the first one being its
+name, and a paragraph that begins with a colon:
+
+    all-reduce | all-reduced
+    : A collective after which each rank holds the sum of what all ranks gave.
+
+A plural with s is found without being listed. A form with a capital letter is found as it is
+written; others at the beginning of a sentence too.
+"""
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from tools import book_text
+
+_ENTRY = re.compile(r"(?m)^([^\s:#<].*)\n: (.+(?:\n  .+)*)")
+
+
+class Term(NamedTuple):
+    """An entry of the glossary.
+
+    Args:
+        name: As the glossary lists it.
+        forms: How lessons write it, the name among them.
+        text: What it means, Markdown.
+    """
+
+    name: str
+    forms: tuple[str, ...]
+    text: str
+
+
+def terms(text: str) -> list[Term]:
+    """The terms of a glossary, by name.
+
+    Raises:
+        ValueError: Two terms have a form in common.
+    """
+    found = []
+    owners: dict[str, str] = {}
+    for match in _ENTRY.finditer(text):
+        forms = tuple(form.strip() for form in match[1].split("|"))
+        meaning = " ".join(line.strip() for line in match[2].splitlines())
+        found.append(Term(forms[0], forms, meaning))
+        for form in forms:
+            if form in owners:
+                raise ValueError(f"{form!r} is a form of {owners[form]!r} and of {forms[0]!r}")
+            owners[form] = forms[0]
+    return sorted(found, key=_alphabetically)
+
+
+def _alphabetically(term: Term) -> str:
+    return term.name.lower()
+
+
+class FirstUses:
+    """Links the first use of each term on a page, and remembers which terms it has met.
+
+    Args:
+        known: The terms.
+    """
+
+    def __init__(self, known: Sequence[Term]) -> None:
+        self.met: list[str] = []
+        self._names = {}
+        patterns = []
+        for term in known:
+            for form in term.forms:
+                self._names[form] = term.name
+                patterns.append(form)
+        patterns.sort(key=len, reverse=True)  # "ring all-reduce" before "all-reduce"
+        self._use = re.compile(rf"(?<![\w-])({'|'.join(map(_pattern, patterns))})(?:e?s)?(?![\w-])")
+
+    def link(self, text: str) -> str:
+        """Markdown with a link on each term that the page has not used so far."""
+        paragraphs = re.split(r"(\n\s*\n)", text)
+        for i, paragraph in enumerate(paragraphs):
+            if not paragraph.startswith("<"):  # HTML up to the next empty line
+                paragraphs[i] = book_text.in_prose(paragraph, self._link_prose)
+        return "".join(paragraphs)
+
+    def _link_prose(self, prose: str) -> str:
+        return self._use.sub(self._link_once, prose)
+
+    def _link_once(self, match: re.Match) -> str:
+        form = " ".join(match[1].split())
+        name = self._names.get(form) or self._names[form[0].lower() + form[1:]]
+        if name in self.met:
+            return match[0]
+        self.met.append(name)
+        return f"{{term}}`{' '.join(match[0].split())} <{name}>`"
+
+
+def _pattern(form: str) -> str:
+    words = [re.escape(word) for word in form.split()]
+    first = words[0]
+    if form == form.lower() and first[0].isalpha():
+        words[0] = f"[{first[0].upper()}{first[0]}]{first[1:]}"
+    return r"\s+".join(words)
+
+
+def page(known: Sequence[Term], first: dict[str, str]) -> str:
+    """The page of the glossary.
+
+    Args:
+        known: The terms.
+        first: {name: Markdown of a link to the lesson that uses it first}.
+    """
+    lines = ["# Glossary", "", "Each lesson links a term where it first uses it.", ""]
+    lines.append("::::{glossary}")
+    for term in known:
+        where = f" First used in {first[term.name]}." if term.name in first else ""
+        lines += [term.name, f"  {term.text}{where}", ""]
+    lines.append("::::")
+    return "\n".join(lines) + "\n"

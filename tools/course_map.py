@@ -1,0 +1,133 @@
+"""The course as data, read from its sources: lessons, minutes, and what each needs.
+
+A lesson says all of it at its top: `# # 04 · Title`, `**Time**: 80 minutes`,
+`**Needs**: lesson 01`. Here that is read; the map in README.md and its picture,
+INSTRUCTORS.md and the slides are made from it. Only the names of the parts are written here.
+"""
+
+import re
+from pathlib import Path
+from typing import NamedTuple
+
+from tools import decorate
+
+ROOT = Path(__file__).resolve().parents[1]
+# The number of its first lesson, and the name of each part.
+PARTS = {
+    0: "I Foundations",
+    4: "II Data parallel",
+    8: "III Model parallel",
+    14: "IV The cluster",
+    18: "V Beyond",
+}
+
+
+class Lesson(NamedTuple):
+    """A lesson as its source describes it.
+
+    Args:
+        number: "04".
+        stem: The name of its files without the ending.
+        title: Without the number.
+        minutes: What a learner needs.
+        needs: The numbers of the lessons that must come before.
+        helped_by: Those that the lesson mentions without needing them.
+        part: The part of the course.
+    """
+
+    number: str
+    stem: str
+    title: str
+    minutes: int
+    needs: tuple[str, ...]
+    helped_by: tuple[str, ...]
+    part: str
+
+    @property
+    def notebook(self) -> str:
+        """The student notebook, from the root of the course."""
+        return f"notebooks/{self.stem}.ipynb"
+
+    @property
+    def solution(self) -> str:
+        """The executed solution, from the root of the course."""
+        return f"solutions/{self.stem}.ipynb"
+
+
+def lessons(root: Path = ROOT) -> list[Lesson]:
+    """All lessons that have a source, in order."""
+    found = []
+    for path in sorted((root / "solutions").glob("[0-9][0-9]_*.py")):
+        found.append(lesson_of(path.stem, path.read_text(encoding="utf-8")))
+    return found
+
+
+def lesson_of(stem: str, text: str) -> Lesson:
+    """What a source says about its lesson.
+
+    Raises:
+        ValueError: It does not say how long it takes or what it needs.
+    """
+    about = decorate.headline(stem, text)
+    if about.minutes is None:
+        raise ValueError(f"{stem}: write how long it takes, as in '**Time**: 60 minutes.'")
+    needs, helped_by = _needs(stem, text)
+    return Lesson(stem[:2], stem, about.title, about.minutes, needs, helped_by, part_of(stem[:2]))
+
+
+def part_of(number: str) -> str:
+    """The part that a lesson belongs to."""
+    first = max(first for first in PARTS if first <= int(number))
+    return PARTS[first]
+
+
+def _needs(stem: str, text: str) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The lessons that the paragraph behind **Needs** asks for, and those it only mentions."""
+    prose = re.sub(r"(?m)^# ?", "", text)
+    found = re.search(r"\*\*Needs\*\*:\s(.*?)(?:\n\n|\Z)", prose, re.DOTALL)
+    if found is None:
+        raise ValueError(f"{stem}: write what it needs, as in '**Needs**: lessons 01 and 04.'")
+    without_remarks = re.sub(r"\([^)]*\)", "", found[1].replace("\n", " "))
+    needs = []
+    mentioned = []
+    first_sentence, _, others = without_remarks.partition(". ")
+    for clause in first_sentence.split(";"):
+        asks = clause.strip().startswith("lesson")
+        numbers = needs if asks else mentioned
+        numbers += _numbers(clause)
+    mentioned += _numbers(others)
+    return tuple(needs), tuple(number for number in mentioned if number not in needs)
+
+
+def _numbers(clause: str) -> list[str]:
+    """The two-digit numbers of lessons in a clause; "00 to 02" is three."""
+    numbers = []
+    for first, last in re.findall(r"\b(\d\d)\b(?: to (\d\d)\b)?", clause):
+        for number in range(int(first), int(last or first) + 1):
+            numbers.append(f"{number:02d}")
+    return numbers
+
+
+def depths(course: list[Lesson]) -> dict[str, int]:
+    """How many lessons must come before each, one after the other, at least."""
+    depth: dict[str, int] = {}
+    for lesson in course:
+        depth[lesson.number] = 1 + max((depth[number] for number in lesson.needs), default=-1)
+    return depth
+
+
+def direct_needs(course: list[Lesson]) -> dict[str, tuple[str, ...]]:
+    """The needs of each lesson without those that another need of it already needs."""
+    all_before: dict[str, set[str]] = {}
+    for lesson in course:
+        before = set(lesson.needs)
+        for number in lesson.needs:
+            before |= all_before[number]
+        all_before[lesson.number] = before
+    direct = {}
+    for lesson in course:
+        implied = set()
+        for number in lesson.needs:
+            implied |= all_before[number]
+        direct[lesson.number] = tuple(n for n in lesson.needs if n not in implied)
+    return direct

@@ -1,0 +1,177 @@
+"""Two pictures: the map of the course, and the rooms of the library. Their data are elsewhere.
+
+The lessons and what they need come from `tools.course_map`, the floors from `tools.rooms`, what a
+room holds from the map at the top of `labcode/__init__.py`.
+"""
+
+import pathlib
+import re
+import textwrap
+
+from matplotlib.axes import Axes
+from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+from matplotlib.path import Path
+
+from labcode.teach.figures.style import (
+    INK,
+    PALE,
+    PALETTE,
+    Picture,
+    canvas,
+    colour_of,
+    figure,
+    put_text,
+)
+from tools import course_map, rooms
+
+ROOT = pathlib.Path(__file__).resolve().parents[1]
+LESSON_WIDTH = 1.66
+LESSON_HEIGHT = 1.0
+COLUMN = 2.0  # from one lesson to the next
+ROW = 1.14
+MAP_IN = 0.56  # inches for a unit of these
+BAND_GAP = 0.42  # between the parts
+ROOM_HEIGHT = 0.84
+FLOOR_HEIGHT = 1.0
+TOWER_WIDTH = 12.0
+
+
+@figure
+def course(lessons: list[course_map.Lesson]) -> Picture:
+    """The lessons in columns: each stands to the right of all that it needs."""
+    places = _places(lessons)
+    right = max(x for x, _ in places.values()) + LESSON_WIDTH
+    bottom = min(y for _, y in places.values())
+    total_h = sum(lesson.minutes for lesson in lessons) / 60
+    alt = (
+        f"{len(lessons)} lessons in the rows of five parts; an arrow leads from a lesson to each "
+        f"one that needs it; together they take {total_h:.0f} hours"
+    )
+    picture = canvas(right * MAP_IN + 0.3, (LESSON_HEIGHT - bottom) * MAP_IN + 0.6, alt=alt)
+    axes = picture.axes[0]
+    axes.set_axis_off()
+    axes.set_xlim(-0.2, right + 0.1)
+    axes.set_ylim(bottom - 0.45, LESSON_HEIGHT + 0.5)
+    parts = list(course_map.PARTS.values())
+    direct = course_map.direct_needs(lessons)
+    for lesson in lessons:
+        for number in direct[lesson.number]:
+            colour = PALETTE[parts.index(course_map.part_of(number))]
+            _draw_need(axes, places[number], places[lesson.number], colour)
+    for lesson in lessons:
+        colour = PALETTE[parts.index(lesson.part)]
+        needs = " ".join(direct[lesson.number])
+        _draw_lesson(axes, places[lesson.number], lesson, needs, colour)
+    for part in parts:
+        rows = [places[lesson.number][1] for lesson in lessons if lesson.part == part]
+        if rows:
+            put_text(
+                axes, -0.1, max(rows) + LESSON_HEIGHT + 0.13, part, 9, ha="left", weight="bold"
+            )
+    legend = (
+        "An arrow leads to a lesson that needs the one it comes from; needs of needs are left out."
+    )
+    put_text(axes, right, bottom - 0.3, legend, 8, ha="right", color=INK)
+    return picture
+
+
+def _places(lessons: list[course_map.Lesson]) -> dict[str, tuple[float, float]]:
+    """The lower left corner of each lesson: its depth to the right, its part downwards."""
+    depth = course_map.depths(lessons)
+    places = {}
+    top = 0.0
+    for part in course_map.PARTS.values():
+        members = [lesson.number for lesson in lessons if lesson.part == part]
+        taken: dict[int, int] = {}
+        for number in members:
+            row = taken.get(depth[number], 0)
+            taken[depth[number]] = row + 1
+            places[number] = (depth[number] * COLUMN, top - row * ROW)
+        top -= max(taken.values(), default=0) * ROW + BAND_GAP
+    return places
+
+
+def _draw_lesson(
+    axes: Axes,
+    corner: tuple[float, float],
+    lesson: course_map.Lesson,
+    needs: str,
+    colour: str,
+) -> None:
+    x, y = corner
+    style = "round,pad=0,rounding_size=0.08"
+    box = FancyBboxPatch(corner, LESSON_WIDTH, LESSON_HEIGHT, boxstyle=style, fc="white", ec=colour)
+    box.set_linewidth(1.8)
+    axes.add_patch(box)
+    title = lesson.title.partition(":")[0]
+    wrapped = textwrap.fill(f"{lesson.number} {title}", 16, break_on_hyphens=False)
+    put_text(axes, x + LESSON_WIDTH / 2, y + LESSON_HEIGHT * 0.6, wrapped, 7.2, linespacing=1.02)
+    below = f"{lesson.minutes} min"
+    if needs:
+        below += f", after {needs}"
+    put_text(axes, x + LESSON_WIDTH / 2, y + 0.1, below, 5.8, color="#444444")
+
+
+def _draw_need(
+    axes: Axes, start: tuple[float, float], end: tuple[float, float], colour: str
+) -> None:
+    """A curve from the right edge of one lesson to the left edge of another."""
+    tail = (start[0] + LESSON_WIDTH, start[1] + LESSON_HEIGHT / 2)
+    tip = (end[0] - 0.02, end[1] + LESSON_HEIGHT / 2)
+    reach = COLUMN - LESSON_WIDTH
+    bends = [tail, (tail[0] + reach, tail[1]), (tip[0] - reach, tip[1]), tip]
+    path = Path([*bends], [Path.MOVETO, Path.CURVE4, Path.CURVE4, Path.CURVE4])
+    arrow = FancyArrowPatch(path=path, color=colour, lw=1.3, arrowstyle="-|>", mutation_scale=9)
+    axes.add_patch(arrow)
+
+
+@figure
+def library() -> Picture:
+    """The floors of labcode from the ground up, a box for each room."""
+    floors: dict[int, list[str]] = {}
+    for room, floor in rooms.FLOORS.items():
+        floors.setdefault(floor, []).append(room)
+    about = _contents()
+    alt = (
+        f"{len(rooms.FLOORS)} rooms on {len(floors)} floors, from the ground to teach; each room "
+        "imports only its own floor and the ones below; four rooms need no torch"
+    )
+    height = len(floors) * FLOOR_HEIGHT
+    picture = canvas(9.2, height * 0.72, alt=alt)
+    axes = picture.axes[0]
+    axes.set_axis_off()
+    axes.set_xlim(-0.1, TOWER_WIDTH + 0.1)
+    axes.set_ylim(-0.45, height)
+    for floor, members in floors.items():
+        width = TOWER_WIDTH / len(members)
+        for place, room in enumerate(members):
+            corner = (place * width + 0.06, floor * FLOOR_HEIGHT)
+            _draw_room(axes, corner, width - 0.12, room, about.get(room, ""))
+    legend = "A room uses its own floor and the ones below.  Dashed: needs no torch."
+    put_text(axes, 0.06, -0.28, legend, 9, ha="left")
+    return picture
+
+
+def _draw_room(
+    axes: Axes, corner: tuple[float, float], width: float, room: str, about: str
+) -> None:
+    is_light = room in rooms.NO_TORCH
+    colour = colour_of(rooms.FLOORS[room])
+    style = "round,pad=0,rounding_size=0.08"
+    box = FancyBboxPatch(corner, width, ROOM_HEIGHT, boxstyle=style, fc=PALE, ec=colour, lw=1.8)
+    box.set_linestyle("--" if is_light else "-")
+    axes.add_patch(box)
+    x, y = corner[0] + width / 2, corner[1]
+    name = "the ground" if room == "ground" else f"{room}/"
+    put_text(axes, x, y + ROOM_HEIGHT * 0.79, name, 9.5, weight="bold")
+    wrapped = textwrap.wrap(about, int(width * 8.2))
+    put_text(axes, x, y + ROOM_HEIGHT * 0.33, "\n".join(wrapped[:3]), 7.5, linespacing=1.1)
+
+
+def _contents() -> dict[str, str]:
+    """What each room holds, from the map at the top of the library."""
+    text = (ROOT / "labcode" / "__init__.py").read_text(encoding="utf-8")
+    found = {"ground": "numbers, files, the grid as arithmetic, schedules, settings, launching"}
+    for room, about in re.findall(r"(?m)^        (\w+)/ +(.+)$", text):
+        found[room] = re.split(r"[;(]|, `|: (?=`|\w+/)| -> |\. ", about)[0].strip()
+    return found

@@ -1,0 +1,328 @@
+"""`make pages`: what README, the instructor's pages and docs/ take from lessons and checks.
+
+README.md                the table of the lessons, between two marks; the rest is written by hand
+INSTRUCTORS.md           the schedules, between two marks as well
+docs/wrong_answers.md    what people get wrong in each exercise, and what the check tells them
+docs/questions.md        questions for the room, from the instructor's notes of the solutions
+
+python -m tools.pages [--check]     write them; --check: exit with 1 if one is stale
+
+Held by: tests/unit/test_pages.py
+"""
+
+import argparse
+import re
+import runpy
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jupytext
+
+from labcode.files import write_atomically
+from tools import course_map
+from tools.course_map import Lesson
+
+ROOT = Path(__file__).resolve().parents[1]
+README = "README.md"
+PAGE = "INSTRUCTORS.md"
+WRONG = "docs/wrong_answers.md"
+QUESTIONS = "docs/questions.md"
+BEGINS = "<!-- schedules: written by `make pages` -->"
+ENDS = "<!-- end of schedules -->"
+TABLE_BEGINS = "<!-- lessons: written by `make pages` -->"
+TABLE_ENDS = "<!-- end of lessons -->"
+MOST_WRONG = 8  # of an exercise: the first ones in the data
+WRITTEN = "Written by `make pages`; do not edit."
+
+
+class Schedule(NamedTuple):
+    """A way to teach the course.
+
+    Args:
+        title: "Half a day".
+        aim: What the learners can do afterwards, and for whom it is.
+        unit: What a row of the table is, such as "week".
+        minutes: That a unit has for lessons, without breaks.
+        units: The lessons of each unit.
+        skip: What to leave out where time runs short.
+    """
+
+    title: str
+    aim: str
+    unit: str
+    minutes: int
+    units: tuple[tuple[str, ...], ...]
+    skip: str
+
+
+SCHEDULES = (
+    Schedule(
+        "Half a day",
+        "Four hours with two breaks. Afterwards everybody has written a ring all-reduce and data "
+        "parallel training by hand.",
+        "half-day",
+        220,
+        (("00", "01", "04"),),
+        "Lesson 01: its second sitting, told at the board. Lesson 04: section 7, the script, as "
+        "homework.",
+    ),
+    Schedule(
+        "Two days",
+        "For people who train on a cluster already: from the all-reduce to tensor and pipeline "
+        "parallelism and a job script.",
+        "day",
+        380,
+        (("00", "01", "04", "05", "08"), ("09", "10", "12", "14")),
+        "Lesson 05: the open end. Lesson 08: scatter/gather in section 4. Lesson 09: section 7. "
+        "Lesson 12: everything behind section 6. Lesson 14: its second sitting.",
+    ),
+    Schedule(
+        "A semester of weekly labs",
+        "Fifteen labs of three hours. Exercises that are not done in the lab are homework: the "
+        "notebooks check them.",
+        "week",
+        180,
+        (
+            ("00", "01"),
+            ("02", "04"),
+            ("05", "08"),
+            ("03",),
+            ("07",),
+            ("09", "10"),
+            ("11",),
+            ("12",),
+            ("13",),
+            ("14",),
+            ("15", "16"),
+            ("17",),
+            ("18",),
+            ("20",),
+            ("21",),
+        ),
+        "Lesson 11: exercise 11.5. Lesson 07: the patients of its second sitting. Weeks with one "
+        "lesson leave an hour for questions and for the open tasks.",
+    ),
+)
+
+
+# ---- schedules
+
+
+def shown(schedule: Schedule, lessons: Sequence[Lesson]) -> str:
+    """A schedule as Markdown; the minutes are those that the lessons state."""
+    known = {lesson.number: lesson for lesson in lessons}
+    lines = [f"### {schedule.title}", "", schedule.aim, ""]
+    lines += [f"| {schedule.unit} | lessons | minutes |", "|---:|---|---:|"]
+    total = 0
+    for place, numbers in enumerate(schedule.units, 1):
+        names = []
+        for number in numbers:
+            lesson = known[number]
+            names.append(f"[{number} {lesson.title}]({lesson.solution}) ({lesson.minutes})")
+        minutes = sum(known[number].minutes for number in numbers)
+        total += minutes
+        lines.append(f"| {place} | {'; '.join(names)} | {minutes} |")
+    lines.append(f"| | **together** | {total} |")
+    lines += ["", f"**To skip.** {schedule.skip}"]
+    left = left_over(schedule, lessons)
+    if left and len(schedule.units) > 2:
+        lines += ["", f"Left for projects: lessons {', '.join(left)}."]
+    return "\n".join(lines)
+
+
+def left_over(schedule: Schedule, lessons: Sequence[Lesson]) -> list[str]:
+    """The lessons that a schedule does not have."""
+    taken = set()
+    for numbers in schedule.units:
+        taken |= set(numbers)
+    return [lesson.number for lesson in lessons if lesson.number not in taken]
+
+
+def with_schedules(page: str, lessons: Sequence[Lesson]) -> str:
+    """INSTRUCTORS.md with the schedules between its marks."""
+    tables = "\n\n".join(shown(schedule, lessons) for schedule in SCHEDULES)
+    return between(page, BEGINS, tables, ENDS)
+
+
+def with_table(page: str, lessons: Sequence[Lesson]) -> str:
+    """README.md with the table of the lessons between its marks."""
+    rows = ["| lesson | minutes | needs | |", "|---|---:|---|---|"]
+    part = ""
+    for lesson in lessons:
+        if lesson.part != part:
+            part = lesson.part
+            rows.append(f"| **{part}** | | | |")
+        link = f"[{lesson.number} {lesson.title}]({lesson.notebook})"
+        needs = ", ".join(sorted(lesson.needs))
+        rows.append(f"| {link} | {lesson.minutes} | {needs} | [solved]({lesson.solution}) |")
+    hours = sum(lesson.minutes for lesson in lessons) / 60
+    rows.append(f"| **together** | {hours:.0f} hours | | |")
+    return between(page, TABLE_BEGINS, "\n".join(rows), TABLE_ENDS)
+
+
+def between(page: str, begins: str, text: str, ends: str) -> str:
+    """A page with this text between two marks.
+
+    Raises:
+        ValueError: It has no such marks.
+    """
+    before, first, rest = page.partition(begins)
+    _, second, after = rest.partition(ends)
+    if not first or not second:
+        raise ValueError(f"the page has no lines {begins} and {ends}: put them where they belong")
+    return f"{before}{begins}\n\n{text}\n\n{ends}{after}"
+
+
+# ---- wrong answers
+
+
+def answers(root: Path = ROOT) -> dict[str, Any]:
+    """{exercise: its `Answers`} of all files `tests/exercises/NN.py`."""
+    sys.path.insert(0, str(root / "tests"))  # they import `answers`
+    found: dict[str, Any] = {}
+    for path in sorted((root / "tests" / "exercises").glob("[0-9][0-9].py")):
+        found |= runpy.run_path(str(path))["ANSWERS"]
+    return found
+
+
+def wrong_answers(known: Mapping[str, Any], lessons: Sequence[Lesson], root: Path = ROOT) -> str:
+    """docs/wrong_answers.md."""
+    lines = ["# What people get wrong", "", WRITTEN, ""]
+    lines += [
+        "For each exercise: the mistake, and words of the hint that the check gives for it. "
+        f"At most {MOST_WRONG} of those that the tests keep (`tests/exercises`).",
+    ]
+    for lesson in lessons:
+        titles = _titles(root / "solutions" / f"{lesson.stem}.py")
+        lines += ["", f"## {lesson.number} {lesson.title}"]
+        for exercise, kept in known.items():
+            if int(exercise.split(".")[0]) != int(lesson.number):
+                continue
+            lines += ["", f"### {exercise} {titles.get(exercise, '')}".rstrip(), ""]
+            lines += [f"{len(kept.wrong)} wrong answers are kept.", ""]
+            lines += ["| mistake | the hint says |", "|---|---|"]
+            for mistake, (_, hint) in list(kept.wrong.items())[:MOST_WRONG]:
+                lines.append(f"| {_cell(mistake)} | ... {_cell(hint)} ... |")
+    return "\n".join(lines) + "\n"
+
+
+def _titles(source: Path) -> dict[str, str]:
+    """{exercise: its title} from the headings of a lesson."""
+    text = source.read_text(encoding="utf-8")
+    return dict(re.findall(r"(?m)^# ### Exercise (\d+\.\d+)[ ·:]+(.+?)$", text))
+
+
+def _cell(text: str) -> str:
+    """Text that stays in its cell of a table, and is shown as it is."""
+    one_line = " ".join(text.split())
+    return re.sub(r"([|<>*_\[\]`\\])", r"\\\1", one_line)
+
+
+# ---- questions
+
+
+def questions(lessons: Sequence[Lesson], root: Path = ROOT) -> str:
+    """docs/questions.md."""
+    lines = ["# Questions for the room", "", WRITTEN, ""]
+    lines.append("From the instructor's notes of the solutions, by section; answers in brackets.")
+    for lesson in lessons:
+        lines += ["", f"## {lesson.number} {lesson.title}"]
+        text = (root / "solutions" / f"{lesson.stem}.py").read_text(encoding="utf-8")
+        for section, asked in asked_in(text):
+            lines += ["", f"**{section}**", ""]
+            lines += [f"- {question}" for question in asked]
+    return "\n".join(lines) + "\n"
+
+
+def asked_in(text: str) -> list[tuple[str, list[str]]]:
+    """(heading of a section, what its notes tell the instructor to ask) where there is any."""
+    found: list[tuple[str, list[str]]] = []
+    section = ""
+    for cell in jupytext.reads(text, fmt="py:percent").cells:
+        if cell.cell_type != "markdown":
+            continue
+        headings = re.findall(r"(?m)^## (.+)$", cell.source)
+        if headings:
+            section = headings[-1]
+        if "solution-only" in cell.metadata.get("tags", []):
+            asked = _asked(" ".join(cell.source.split()))
+            if asked and found and found[-1][0] == section:
+                found[-1][1].extend(asked)
+            elif asked:
+                found.append((section, asked))
+    return found
+
+
+def _asked(note: str) -> list[str]:
+    """Each "Ask: ...?" of a note, with the answer in brackets behind it."""
+    asked = []
+    for piece in note.split("Ask: ")[1:]:
+        end = piece.find("?") + 1
+        if end == 0:
+            continue
+        rest = piece[end:].lstrip()
+        if rest.startswith("("):
+            end = len(piece) - len(rest) + _closing(rest)
+        question = piece[:end].strip()
+        asked.append(question[0].upper() + question[1:])
+    return asked
+
+
+def _closing(text: str) -> int:
+    """Where the bracket that opens a text is closed; its length if it never is."""
+    depth = 0
+    for place, letter in enumerate(text):
+        depth += (letter == "(") - (letter == ")")
+        if depth == 0:
+            return place + 1
+    return len(text)
+
+
+# ---- the command
+
+
+def pages(root: Path = ROOT) -> dict[str, str]:
+    """{path from the root: what it should hold}."""
+    lessons = course_map.lessons(root)
+    readme = (root / README).read_text(encoding="utf-8")
+    page = (root / PAGE).read_text(encoding="utf-8")
+    return {
+        README: with_table(readme, lessons),
+        PAGE: with_schedules(page, lessons),
+        WRONG: wrong_answers(answers(root), lessons, root),
+        QUESTIONS: questions(lessons, root),
+    }
+
+
+def stale(wanted: Mapping[str, str], root: Path = ROOT) -> list[str]:
+    """The pages that hold something else."""
+    found = []
+    for name, text in wanted.items():
+        path = root / name
+        if not path.exists() or path.read_text(encoding="utf-8") != text:
+            found.append(name)
+    return found
+
+
+def main(arguments: list[str]) -> int:
+    """The command line; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m tools.pages", description=__doc__)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("--check", action="store_true", help="write nothing, say what is stale")
+    options = parser.parse_args(arguments)
+    wanted = pages()
+    old = stale(wanted)
+    if options.check:
+        for name in old:
+            print(f"{name} is stale: run `make pages`")
+        return 1 if old else 0
+    for name in old:
+        write_atomically(ROOT / name, wanted[name].encode())
+    print(f"written: {', '.join(old) or 'nothing was stale'}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
