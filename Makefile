@@ -3,9 +3,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 PYTHON ?= python3
 STAMP := .setup-done
+PART := all
+# Two workers, each with one thread of its own; lessons are executed as learners do it, and one at a time.
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadgroup
+LESSONS := $(BIN)/python -m pytest tests/notebooks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-full test-matrix students answers durations slurm-test course notebooks images book handout slides pages check
+.PHONY: help setup lab test test-changed test-release test-matrix answers durations slurm-test course notebooks images book handout slides pages check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -24,25 +28,28 @@ $(VENV)/$(STAMP): pyproject.toml constraints.txt
 lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a tile of its launcher
 	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py $(LAB)
 
-test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, notebooks, browser, SLURM where it can be had
-	$(BIN)/python -m pytest tests --junitxml=build/test.xml
+test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, a notebook, browser, SLURM where it can be had
+	$(TESTS) -m 'not release and not lesson' --junitxml=build/test.xml
+	$(LESSONS) -m 'lesson and not release' --junitxml=build/test-lessons.xml
 
-test-full: $(VENV)/$(STAMP)  ## what is expensive besides: whole matrices, a third of the student versions; PART=--part=commit for a third of all
-	$(BIN)/python -m pytest tests -m full $(PART) --junitxml=build/test-full.xml
+test-changed: $(VENV)/$(STAMP)  ## what this change touches besides: its lessons executed, their answers, stories of its rooms
+	$(TESTS) -m 'release and not lesson' --changed --junitxml=build/changed.xml || test $$? -eq 5
+	$(LESSONS) -m 'release and lesson' --changed --junitxml=build/changed-lessons.xml || test $$? -eq 5
+
+test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for a quarter
+	$(TESTS) -m 'release and not lesson' --part=$(PART) --junitxml=build/release.xml
+	$(LESSONS) -m 'release and lesson' --part=$(PART) --junitxml=build/release-lessons.xml
 
 test-matrix: $(VENV)/$(STAMP)  ## what depends on PyTorch, on each version of it and of Python; about 2 hours, 3 GB at a time
 	$(BIN)/python -m pip install --disable-pip-version-check --quiet $(PIP_FLAGS) -c constraints.txt -e '.[matrix]'
 	$(BIN)/nox
 	$(BIN)/python -m tools.matrix
 
-students: $(VENV)/$(STAMP)  ## run every student version to its end, with every exercise open
-	$(BIN)/python -m pytest tests/notebooks -m students
-
 answers: $(VENV)/$(STAMP)  ## every right and wrong answer to the exercises that is kept
-	$(BIN)/python -m pytest tests/exercises -m ''
+	$(TESTS:tests=tests/exercises) -m ''
 
-durations: $(VENV)/$(STAMP)  ## write tests/durations.md from the last `make test` and `make test-full`
-	$(BIN)/python -m tools.durations build/test.xml build/test-full.xml > tests/durations.md
+durations: $(VENV)/$(STAMP)  ## write tests/durations.md from the last `make test` and `make test-release`
+	$(BIN)/python -m tools.durations build/test.xml build/test-lessons.xml build/release.xml build/release-lessons.xml > tests/durations.md
 
 slurm-test: $(VENV)/$(STAMP)  ## the tests of what is generated for SLURM, on a real one; says which Debian packages it misses
 	@slurm/cluster up 1 --name check && slurm/cluster down --name check

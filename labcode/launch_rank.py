@@ -23,6 +23,7 @@ from pathlib import Path
 import psutil
 
 from labcode import processes
+from labcode.files import write_atomically
 
 
 class _Labelled(io.RawIOBase):
@@ -91,6 +92,7 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
 
     An error that ends it is noted and not printed: the launcher shows the first one, not n of them.
     """
+    ending = processes.Ending()
     out = _Labelled(_relay(rank), rank)
     stream = io.TextIOWrapper(out, encoding="utf-8", errors="replace", write_through=True)  # pyright: ignore[reportArgumentType]
     sys.stdout = stream
@@ -104,9 +106,10 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
     sys.argv = [module, *args]
     try:
         runpy.run_module(module, run_name="__main__", alter_sys=True)
+        ending.with_code(0)
     except SystemExit as stop:
         if stop.code in (None, 0):
-            raise
+            sys.exit(ending.with_code(0))
         if isinstance(stop.code, str):
             _note(folder, rank, stop.code)
             sys.exit(1)
@@ -136,7 +139,7 @@ def _forget_own_frames(stack: traceback.StackSummary) -> None:
 def _note(folder: str, rank: str, error: str, text: str = "") -> None:
     """Write down which error ended this rank, and when."""
     note = {"rank": int(rank), "time": time.time(), "error": error, "traceback": text}
-    Path(folder, f"rank-{rank}.json").write_text(json.dumps(note))
+    write_atomically(Path(folder, f"rank-{rank}.json"), json.dumps(note).encode())
 
 
 if __name__ == "__main__":

@@ -11,6 +11,8 @@ import atexit
 import contextlib
 import ctypes
 import functools
+import gc
+import io
 import os
 import runpy
 import shutil
@@ -20,6 +22,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from typing import IO
 
 import psutil
 
@@ -36,8 +39,8 @@ class Ending:
     is touched by it in that moment aborts the process ("terminate called without an active
     exception", seen on a busy machine), and a job whose results are all written counts as failed.
     With a code, the process ends before that, after all handlers of `atexit`: those that are
-    registered later than this one run earlier. Files must be closed by then. After an error, which
-    has no code, Python ends as it always does.
+    registered later than this one run earlier. What was written to files that are still open is
+    in them then. After an error, which has no code, Python ends as it always does.
 
     Held by: tests/unit/test_processes.py::
         test_a_process_that_has_done_its_work_ends_before_anything_can_abort_it
@@ -55,10 +58,20 @@ class Ending:
     def _end(self) -> None:
         if self._code is None:
             return
-        for stream in (sys.stdout, sys.stderr):
+        for stream in (*_open_files(), sys.stdout, sys.stderr):
             with contextlib.suppress(OSError, ValueError):  # whoever read it has gone
                 stream.flush()
         os._exit(self._code)
+
+
+def _open_files() -> list[IO]:
+    """The file objects of this process that may hold something which is not written yet."""
+    found = []
+    for thing in gc.get_objects():
+        # by its own type: an object of somebody else's may answer isinstance() with anything
+        if type(thing) in (io.TextIOWrapper, io.BufferedWriter, io.BufferedRandom):
+            found.append(thing)
+    return found
 
 
 def family(pids: Iterable[int]) -> list[psutil.Process]:

@@ -1,17 +1,21 @@
-"""What all tests share: no test is timed, and who waits for background work comes last.
+"""What all tests share: tiers, lanes, and what may be tried again.
 
-A session fixture may begin long work in the background: lessons, trainings, stories of SLURM. It
-begins with the first test of its file (`pytest.mark.usefixtures`), and tests marked `waits`, which
-ask for the results, are put behind all others. That saves time and nothing else: any test runs
-alone, and in any order.
+`make test` runs all tests but those marked `release`; those run in `make test-release`, a part of
+them in each CI run, and where a change touches what they prove (tests/changed.py). Tests marked
+`lesson` execute a notebook, with nothing beside them.
+
+Two workers of pytest-xdist run tests at the same time. Tests that share something costly (a pool of
+ranks, a cluster, a fixture of their module) share a group, and with it a worker.
 """
 
+import os
 import signal
 import time
 from collections.abc import Callable, Iterable
 
-import commit_part
+import changed
 import hypothesis
+import parts
 import psutil
 import pytest
 
@@ -21,7 +25,14 @@ from labcode import processes
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 hypothesis.settings.register_profile("course", deadline=None)
-hypothesis.settings.load_profile("course")
+# The same examples in every run, so that a red run is a defect of this change.
+hypothesis.settings.register_profile(
+    "ci",
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[hypothesis.HealthCheck.too_slow],
+)
+hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "course")
 
 
 SURVIVORS_LIMIT_S = 120.0  # for a test that hangs, not for a busy machine
@@ -42,8 +53,7 @@ def survivors() -> Callable[[Iterable[psutil.Process]], list[psutil.Process]]:
     return wait
 
 
-def waits(item: pytest.Item) -> bool:
-    return item.get_closest_marker("waits") is not None
+# ---- which tests run
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -51,23 +61,98 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=("all", "commit"),
         default="all",
-        help="commit: of the expensive tests (full) a third, other ones at other commits",
+        help="commit: of the tests marked release a quarter, another one at each commit",
+    )
+    parser.addoption(
+        "--changed",
+        action="store_true",
+        help="of the tests marked release those that prove what this change touches",
     )
 
 
-def chosen(item: pytest.Item, part: int | None) -> bool:
-    """Whether a test runs; only expensive ones may be left to another commit.
-
-    Student versions have a third of their own, in tests/notebooks/test_lessons.py.
-    """
-    expensive = item.get_closest_marker("full") is not None
-    rotates = expensive and item.get_closest_marker("students") is None
-    return part is None or not rotates or commit_part.of_test(item.nodeid) == part
+def is_release(item: pytest.Item) -> bool:
+    return item.get_closest_marker("release") is not None
 
 
+def is_chosen(item: pytest.Item, part: int | None, change: changed.Change | None) -> bool:
+    """Whether a test runs; only one of the release tier may be left to another run."""
+    if not is_release(item):
+        return True
+    if change is None and part is None:
+        return True
+    if change is not None and change.touches(item):
+        return True
+    return part is not None and parts.of_test(item.nodeid) == part
+
+
+# ---- which tests share a worker
+
+POOLS = frozenset({"ranks1", "ranks2", "ranks4", "ranks8", "pool", "brief", "patient"})
+GROUPED = ("tests/ranks", "tests/faults", "tests/notebooks")
+
+
+def group_of(item: pytest.Item) -> str | None:
+    """The name of the group whose tests run on one worker; None: on any."""
+    file = item.nodeid.partition("::")[0]
+    if file.startswith("tests/slurm"):
+        return "slurm"
+    if file.startswith("tests/exercises"):
+        return f"answers {changed.lesson_of(item)}"
+    if POOLS & set(getattr(item, "fixturenames", ())):
+        return "pools"
+    return file if file.startswith(GROUPED) else None
+
+
+# ---- which tests may be tried again
+
+# Real processes, a real SLURM, a real browser: a failure there may be the machine's. Numbers, text
+# and parsers fail for a defect alone.
+REAL = (
+    "tests/exercises",
+    "tests/faults",
+    "tests/notebooks",
+    "tests/ranks",
+    "tests/slurm",
+    "tests/unit/test_launch.py",
+    "tests/unit/test_loader.py",
+    "tests/unit/test_processes.py",
+    "tests/unit/test_slurm_hand_down.py",
+    "tests/unit/test_slurm_local.py",
+)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Note in the report what tools/ci.py asks for: a test's full name, and whether it is real."""
+    item.user_properties.append(("nodeid", item.nodeid))
+    if item.nodeid.startswith(REAL):
+        item.add_marker(pytest.mark.real)
+        item.user_properties.append(("real", "yes"))
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    items.sort(key=waits)  # stable: everything else keeps its order
-    part = commit_part.of_this_commit() if config.getoption("--part") == "commit" else None
-    left_out = [item for item in items if not chosen(item, part)]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if chosen(item, part)]
+    for item in items:
+        group = group_of(item)
+        if group is not None:
+            item.add_marker(pytest.mark.xdist_group(group))
+    part = parts.of_this_commit() if config.getoption("--part") == "commit" else None
+    change = changed.since_base() if config.getoption("--changed") else None
+    if change is not None and change.is_too_large:
+        config.stash[TOO_LARGE] = change
+    left_out = [item for item in items if not is_chosen(item, part, change)]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if is_chosen(item, part, change)]
+
+
+TOO_LARGE = pytest.StashKey[changed.Change]()
+
+
+def pytest_terminal_summary(terminalreporter, config: pytest.Config) -> None:
+    """Say so where a change is not proved by this run alone."""
+    change = config.stash.get(TOO_LARGE, None)
+    if change is not None:
+        terminalreporter.write_line(
+            f"{len(change.paths)} files and {len(change.lessons)} lessons changed, more than one "
+            "run can prove: `make test-release` runs all of the release tier"
+        )

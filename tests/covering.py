@@ -37,6 +37,6 @@ def covering(cases: Sequence[tuple], features: Callable[..., tuple] | None = Non
         missing -= pairs[best]
     parameters = []
     for number, case in enumerate(cases):
-        marks = () if number in chosen else (pytest.mark.full,)
+        marks = () if number in chosen else (pytest.mark.release,)
         parameters.append(pytest.param(*case, marks=marks))
     return parameters

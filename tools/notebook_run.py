@@ -104,15 +104,34 @@ def error_matches(expected: str, raised: str) -> bool:
     return re.match(".*".join(words), raised, re.DOTALL) is not None
 
 
-def text_of(cell: NotebookNode) -> str:
+def text_of(outputs: list[NotebookNode]) -> str:
     """All that a code cell printed or showed, as plain text; each output begins a line."""
     shown = []
-    for output in cell.outputs:
+    for output in outputs:
         if output.output_type == "stream":
             shown.append(output.text)
         else:
             shown.append(output.get("data", {}).get("text/plain", ""))
     return "\n".join(text.rstrip("\n") for text in shown)
+
+
+def verdicts(outputs: list[NotebookNode]) -> list[str]:
+    """The lines in which checks say what they found, such as "[v] 4.1 right"."""
+    return [line for line in text_of(outputs).splitlines() if re.match(r"\[.\] ", line)]
+
+
+def check_problems(source: str, outputs: list[NotebookNode]) -> str:
+    """What is wrong with the checks of a cell that has the solution; empty if all say `[v]`.
+
+    Args:
+        source: The code of the cell.
+        outputs: What its execution gave.
+    """
+    checks = CHECK.findall(source)
+    marks = [line[:3] for line in verdicts(outputs)]
+    if not checks or marks == ["[v]"] * len(checks):
+        return ""
+    return f"check {', '.join(checks)} does not say [v]: {text_of(outputs)[:1000]!r}"
 
 
 def open_exercise_problems(notebook: NotebookNode) -> list[str]:
@@ -122,9 +141,8 @@ def open_exercise_problems(notebook: NotebookNode) -> list[str]:
         checks = CHECK.findall(cell.source) if cell.cell_type == "code" else []
         if not checks:
             continue
-        text = text_of(cell)
-        verdicts = [line for line in text.splitlines() if re.match(r"\[.\] ", line)]
-        if verdicts != [f"[ ] {check} not done yet" for check in checks]:
+        if verdicts(cell.outputs) != [f"[ ] {check} not done yet" for check in checks]:
+            text = text_of(cell.outputs)
             problems.append(f"cell {number}, with its exercise open, printed {text!r}")
     return problems
 

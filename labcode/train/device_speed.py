@@ -16,6 +16,9 @@ from labcode.perf.step import DeviceSpeed
 
 # rows and columns: large enough to reach the rate of the device
 MATMUL_SIZE = {"cpu": 1024, "cuda": 8192}
+# A product that takes this long is large enough. A CPU without float16 emulates it: 1024 rows and
+# columns would take it seconds.
+LONG_ENOUGH_S = 0.005
 # numbers in each of three tensors: more than the caches hold
 STREAM_SIZE = {"cpu": 2**24, "cuda": 2**27}
 CHAIN = 50  # links of a chain of small operations
@@ -26,8 +29,9 @@ REPEATS = 5
 def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s that a large square matrix product reaches: 2 n^3 / seconds, the median of 5.
 
-    Takes about 0.1 s on two cores; measured once in a process for each dtype, number of threads and
-    precision of float32.
+    Takes about 0.1 s; measured once in a process for each dtype, number of threads and precision of
+    float32. Of the sizes 128, 256, ... up to `MATMUL_SIZE` the first is taken whose product takes
+    `LONG_ENOUGH_S`.
 
     Args:
         device: Where.
@@ -43,18 +47,25 @@ def matmul_flops_per_s(device: torch.device, dtype: torch.dtype) -> float:
 def _matmul_flops_per_s(
     device: torch.device, dtype: torch.dtype, threads: int, precision: str
 ) -> float:
-    size = MATMUL_SIZE[device.type]
-    left = _random(size, device, dtype)
-    right = _random(size, device, dtype)
-    product = torch.empty_like(left)
-    with torch.no_grad():
-        seconds = median_s(device, lambda: torch.mm(left, right, out=product))
+    size = MATMUL_SIZE[device.type] if device.type == "cuda" else 128
+    seconds = _product_s(size, device, dtype)
+    while size < MATMUL_SIZE[device.type] and seconds < LONG_ENOUGH_S:
+        size *= 2
+        seconds = _product_s(size, device, dtype)
     if device.type == "cuda":
         # the peak that a run reports is its own
-        del left, right, product
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     return 2 * size**3 / seconds
+
+
+@torch.no_grad()
+def _product_s(size: int, device: torch.device, dtype: torch.dtype) -> float:
+    """Median seconds of the product of two square matrices."""
+    left = _random(size, device, dtype)
+    right = _random(size, device, dtype)
+    product = torch.empty_like(left)
+    return median_s(device, lambda: torch.mm(left, right, out=product))
 
 
 def device_speed(device: torch.device, dtype: torch.dtype) -> DeviceSpeed:

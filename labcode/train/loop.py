@@ -116,8 +116,9 @@ class Trainer:
         self.accumulation = config.train.accumulation(grid.size("dp"))
         self.optim = config.optim.for_batch(config.train.global_batch)
         self.stopped_by: str | None = None
-        # before the model takes its memory, and on all ranks at once, as they will compute
-        self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.precision.matmul)
+        self.matmul_flops_per_s = None
+        if world.place.rank == 0:  # which writes the metrics; before the model takes its memory
+            self.matmul_flops_per_s = matmul_flops_per_s(world.device, self.precision.matmul)
 
         # before the model, which may take minutes: a batch may be too large for the data
         self.batches = on_every_rank(self._batches)
@@ -618,7 +619,8 @@ class Trainer:
             mfu = hardware.mfu(flops_per_s, torch.cuda.get_device_name(), self.precision.name)
             if mfu is not None:
                 found["mfu"] = mfu
-        found["matmul_share"] = flops_per_s / self.matmul_flops_per_s
+        if self.matmul_flops_per_s:
+            found["matmul_share"] = flops_per_s / self.matmul_flops_per_s
         utilisation = self.sampler.utilisation()
         if utilisation is not None:
             found["utilisation"] = utilisation

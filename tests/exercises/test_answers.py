@@ -1,8 +1,8 @@
-"""The checks of the exercises: right answers pass, wrong ones get the hint meant for them.
+"""Every check of an exercise: right answers pass, wrong ones get the hint meant for them.
 
-There are some seven hundred answers, and many of them wait for a message that never comes. `make
-test` tries one right and one wrong answer to each exercise, `make test-full` all right ones and
-five wrong ones, `make answers` all.
+There are some two thousand answers, and many of them wait for a message that never comes. `make
+test` tries those to one lesson, `make test-changed` those to the lessons that changed, `make
+answers` all; CI runs a quarter of all at each commit.
 """
 
 import runpy
@@ -18,21 +18,28 @@ from labcode.teach.check import check
 # those of a notebook do.
 FILES = sorted(Path(__file__).parent.glob("[0-9][0-9].py"))
 LESSONS = {path.stem: runpy.run_path(str(path))["ANSWERS"] for path in FILES}
+IN_EVERY_RUN = "8."  # exercises of lesson 08, which has all kinds of checks
 EXERCISES = {name: answers for lesson in LESSONS.values() for name, answers in lesson.items()}
 
 
-def cases(kind, always, in_full):
-    """All answers of a kind; those behind the first `always` are marked."""
+def marks(exercise):
+    """Those of an exercise whose lesson `make test` does not try."""
+    return [] if exercise.startswith(IN_EVERY_RUN) else [pytest.mark.release]
+
+
+def cases(kind):
+    """All answers of a kind."""
     found = []
     for exercise, answers in EXERCISES.items():
-        for place, name in enumerate(getattr(answers, kind)):
-            marks = []
-            if place >= in_full:
-                marks = [pytest.mark.answers]
-            elif place >= always:
-                marks = [pytest.mark.full]
-            found.append(pytest.param(exercise, name, id=f"{exercise} {name}", marks=marks))
+        for name in getattr(answers, kind):
+            case = pytest.param(exercise, name, id=f"{exercise} {name}", marks=marks(exercise))
+            found.append(case)
     return found
+
+
+each_exercise = pytest.mark.parametrize(
+    "exercise", [pytest.param(exercise, marks=marks(exercise)) for exercise in EXERCISES]
+)
 
 
 @pytest.fixture(scope="module")
@@ -66,14 +73,14 @@ def test_each_exercise_has_enough_answers(exercise):
     assert len(answers.wrong) >= MIN_WRONG
 
 
-@pytest.mark.parametrize(("exercise", "name"), cases("right", always=1, in_full=100))
+@pytest.mark.parametrize(("exercise", "name"), cases("right"))
 def test_a_right_answer_passes(verdict, exercise, name):
     said = verdict(exercise, EXERCISES[exercise].right[name])
     assert said.startswith("[v]"), said
 
 
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize(("exercise", "name"), cases("wrong", always=1, in_full=MIN_WRONG))
+@pytest.mark.parametrize(("exercise", "name"), cases("wrong"))
 def test_a_wrong_answer_gets_its_hint(verdict, exercise, name):
     answer, hint = EXERCISES[exercise].wrong[name]
     said = verdict(exercise, answer)
@@ -85,9 +92,8 @@ def forgot_to_return(*_, **__):
     """What a function gives whose last line is not a return."""
 
 
-@pytest.mark.full
 @pytest.mark.usefixtures("quick")
-@pytest.mark.parametrize("exercise", EXERCISES)
+@each_exercise
 def test_a_function_that_returns_nothing_is_wrong_and_not_undone(verdict, exercise):
     if not callable(next(iter(EXERCISES[exercise].right.values()))):
         pytest.skip("this exercise asks for a value")
@@ -99,8 +105,7 @@ def untouched(*_, **__):
     raise NotImplementedError("exercise: your code here")
 
 
-@pytest.mark.full
-@pytest.mark.parametrize("exercise", EXERCISES)
+@each_exercise
 def test_an_untouched_exercise_is_not_done_yet(verdict, exercise):
     a_function = callable(next(iter(EXERCISES[exercise].right.values())))
     said = verdict(exercise, untouched if a_function else ...)

@@ -54,7 +54,7 @@ def test_a_case_is_answered_as_it_should_be(name):
     assert results[0].good, told(results)
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.parametrize("name", NAMES)
 def test_nothing_is_lost_hung_wrong_or_left_behind(name):
     for result in played(name):
@@ -62,7 +62,7 @@ def test_nothing_is_lost_hung_wrong_or_left_behind(name):
         assert not any(flag in result.flags for flag in FLAGS), told([result])
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_nearly_all_is_answered_in_one_line():
     results = [result for name in NAMES for result in played(name)]
     good = [result for result in results if result.answer in ANSWERS[:2]]

@@ -5,13 +5,16 @@ busy machine writes there what a quiet one does not (a warning of a library that
 becomes a warning of the test, so that it is seen.
 
 A cell that is broken on purpose must raise the error that it names: nbval accepts any, or none.
+
+Every check of an exercise must say that the solution's answer is right, in this execution.
 """
 
 import warnings
 
+from nbformat import from_dict
 from nbval.plugin import IPyNbCell
 
-from tools.notebook_run import error_matches
+from tools.notebook_run import check_problems, error_matches
 
 MARK = "written to stderr by"
 _compare = IPyNbCell.compare_outputs
@@ -27,10 +30,14 @@ def compare_outputs(cell, test, ref, skip_compare=None):
 
 def runtest(cell):
     _run(cell)
+    outputs = from_dict(cell.test_outputs)
+    problem = check_problems(cell.cell.source, outputs)
+    if problem:
+        cell.raise_cell_error(problem)
     expected = cell.cell.metadata.get("raises")
     if expected is None:
         return
-    errors = [output for output in cell.test_outputs if output.output_type == "error"]
+    errors = [output for output in outputs if output.output_type == "error"]
     raised = [f"{error.ename}: {error.evalue}" for error in errors]
     if not raised or not error_matches(expected, raised[0]):
         cell.raise_cell_error(f"The cell should raise {expected!r}, but raised {raised}")

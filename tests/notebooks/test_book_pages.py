@@ -34,7 +34,7 @@ FORMULAS_WITHOUT_SIZE = """() => {
     return drawn.filter(math => math.getBoundingClientRect().width < 2).length;
 }"""
 
-pytestmark = pytest.mark.full
+pytestmark = pytest.mark.release
 needs_browser = pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 
 

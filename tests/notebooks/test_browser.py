@@ -209,6 +209,7 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
     assert len(figures) == drawn
 
 
+@pytest.mark.release
 def test_stored_figures_show_before_anything_is_run(lab, page):
     """A notebook that this machine has never run is not trusted; its figures show anyway."""
     address, folder = lab
@@ -237,6 +238,7 @@ def test_stored_figures_show_before_anything_is_run(lab, page):
     assert badges["✓ right"] == "rgb(26, 127, 55)"  # not trusted, and in colour all the same
 
 
+@pytest.mark.release
 def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, page):
     from tensorboard.compat.proto.event_pb2 import Event
     from tensorboard.summary.writer.event_file_writer import EventFileWriter

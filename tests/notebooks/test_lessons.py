@@ -1,12 +1,10 @@
 """Every lesson runs: the solution under nbval, as stored; the student version to its end.
 
-Solutions run in every `make test`. A student version, with every exercise open, runs once per
-change of its code: the builder runs it and keeps the hash of what it ran in the notebook. Where the
-hash is another one it runs here. Since then the library may have changed: `make test-full` runs a
-third of them again, other ones at other commits, and `make students` all. Nothing depends on what
-somebody did with the notebooks of this checkout: tests build their own.
-
-Three lessons run at a time, in the background, as ranks often wait for each other.
+Each runs alone, with nothing beside it: a lesson measures, and its cells have a limit. In the
+execution of a solution every check must say that the answer is right. A student version, with every
+exercise open, is run by the builder, which keeps the hash of what it ran in the notebook; where the
+hash is another one it runs here. Nothing depends on what somebody did with the notebooks of this
+checkout: tests build their own.
 """
 
 import os
@@ -16,10 +14,8 @@ import subprocess
 import sys
 import warnings
 import xml.etree.ElementTree as ElementTree
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import commit_part
 import nbformat
 import pytest
 
@@ -30,30 +26,25 @@ from nbval_plugin import MARK  # noqa: E402  (beside this file)
 
 from tools import build_notebooks, fingerprint  # noqa: E402  (tools/ is not installed)
 from tools.lesson_source import BEGIN, END, solution_lines  # noqa: E402
-from tools.notebook_run import CELL_TIMEOUT_S, CHECK, RunError  # noqa: E402
+from tools.notebook_run import CELL_TIMEOUT_S, CHECK  # noqa: E402
 
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 each_lesson = pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
-HANG_S = 1200  # for a test that waits for its turn; far above what a lesson takes
-SOLUTION_TEST = "test_solution_runs_and_says_what_is_stored"
-STUDENT_TEST = "test_student_version_was_run_since_its_code_changed"
-STUDENT_TEST_IN_FULL = "test_student_version_runs_to_the_end_with_every_exercise_open"
-
-
-def student_versions() -> list:
-    """Every source, as a parameter; those of this commit's part are run by `make test-full`."""
-    part = commit_part.of_this_commit()
-    found = []
-    for number, source in enumerate(SOURCES):
-        marks = [pytest.mark.students]
-        if part is None or number % commit_part.PARTS == part:
-            marks.append(pytest.mark.full)
-        found.append(pytest.param(source, id=source.stem, marks=marks))
-    return found
-
-
-# so that they begin with the first test of this file
-pytestmark = pytest.mark.usefixtures("lessons")
+HANG_S = 1200  # far above what a lesson takes
+IN_EVERY_RUN = (
+    "08"  # the lesson that `make test` executes: it has all that others have, and is short
+)
+each_solution = pytest.mark.parametrize(
+    "source",
+    [
+        pytest.param(
+            path,
+            id=path.stem,
+            marks=[] if path.stem.startswith(IN_EVERY_RUN) else [pytest.mark.release],
+        )
+        for path in SOURCES
+    ],
+)
 
 
 def student_version(source: Path) -> nbformat.NotebookNode:
@@ -102,48 +93,6 @@ def run_nbval(notebook: Path, folder: Path):
     return done.returncode, done.stdout + done.stderr, counts
 
 
-def run_student(source: Path) -> RunError | None:
-    """The error that stopped the student version, if any."""
-    try:
-        build_notebooks.run_student(student_version(source))
-    except RunError as error:
-        return error
-    return None
-
-
-@pytest.fixture(scope="session")
-def lessons(request, tmp_path_factory):
-    """Runs what the selected tests ask for: `lessons(kind, source)` waits for one result."""
-    folder = tmp_path_factory.mktemp("lessons")
-    with ThreadPoolExecutor(max_workers=3) as pool:
-        runs = {}
-        for item in request.session.items:
-            name = getattr(item, "originalname", "")
-            if name == SOLUTION_TEST:
-                source = item.callspec.params["source"]
-                notebook, _ = build_notebooks.targets(source)
-                runs["solution", source] = pool.submit(run_nbval, notebook, folder / source.stem)
-            elif name in (STUDENT_TEST, STUDENT_TEST_IN_FULL):
-                source = item.callspec.params["source"]
-                is_due = name == STUDENT_TEST_IN_FULL or not was_run(source)
-                if is_due and ("student", source) not in runs:
-                    runs["student", source] = pool.submit(run_student, source)
-        yield lambda kind, source: runs[kind, source].result()
-        for waiting in runs.values():
-            waiting.cancel()
-
-
-def test_every_student_version_is_run_at_some_commits_and_by_make_students():
-    parameters = student_versions()
-    assert [each.values[0] for each in parameters] == SOURCES
-    for each in parameters:
-        assert "students" in [mark.name for mark in each.marks]
-    part = commit_part.of_this_commit()
-    assert part in (None, *range(commit_part.PARTS))
-    in_full = [each.values[0] for each in parameters if len(each.marks) == 2]
-    assert in_full == (SOURCES if part is None else SOURCES[part :: commit_part.PARTS])
-
-
 def test_there_are_lessons():
     assert [path.stem[:2] for path in SOURCES][:1] == ["00"]
 
@@ -153,33 +102,36 @@ def test_the_build_is_up_to_date(capsys):
     assert code == 0, capsys.readouterr().out
 
 
-@each_lesson
-@pytest.mark.waits
+@each_solution
+@pytest.mark.lesson
 @pytest.mark.timeout(HANG_S)
-def test_solution_runs_and_says_what_is_stored(source, lessons):
-    code, output, counts = lessons("solution", source)
+def test_solution_runs_and_says_what_is_stored(source, tmp_path):
+    """It runs to its end, quoted outputs are the stored ones, and every check says `[v]`."""
+    path, _ = build_notebooks.targets(source)
+    code, output, counts = run_nbval(path, tmp_path / source.stem)
     assert code == 0, output
     for line in output.splitlines():
         if MARK in line:
             warnings.warn(f"{source.stem}: {line.strip()}", stacklevel=1)
-    notebook = nbformat.read(build_notebooks.targets(source)[0], as_version=4)
+    notebook = nbformat.read(path, as_version=4)
     cells = sum(cell.cell_type == "code" for cell in notebook.cells)
     assert counts == {"tests": cells, "failures": 0, "errors": 0, "skipped": 0}
 
 
 @each_lesson
-@pytest.mark.waits
+@pytest.mark.lesson
 @pytest.mark.timeout(HANG_S)
-def test_student_version_was_run_since_its_code_changed(source, lessons):
+def test_student_version_was_run_since_its_code_changed(source):
     if not was_run(source):
-        assert lessons("student", source) is None
+        build_notebooks.run_student(student_version(source))
 
 
-@pytest.mark.parametrize("source", student_versions())
-@pytest.mark.waits
+@each_lesson
+@pytest.mark.lesson
+@pytest.mark.release
 @pytest.mark.timeout(HANG_S)
-def test_student_version_runs_to_the_end_with_every_exercise_open(source, lessons):
-    assert lessons("student", source) is None
+def test_student_version_runs_to_the_end_with_every_exercise_open(source):
+    build_notebooks.run_student(student_version(source))
 
 
 @each_lesson
@@ -262,3 +214,21 @@ def test_nbval_compares_what_prose_quotes(tmp_path):
     assert (code, counts["failures"]) == (1, 3), output
     assert "Cell outputs differ" in output and "41.6 %" in output
     assert "should raise 'ZeroDivisionError: division by zero', but raised ['IndexError" in output
+
+
+CHECKED = """\
+# %% tags=["check"]
+print("[{mark}] 0.1 said")
+# check("0.1", ...)
+"""
+
+
+@pytest.mark.parametrize(("mark", "code"), [("v", 0), ("x", 1)])
+def test_a_check_that_does_not_say_right_fails_the_solution(tmp_path, mark, code):
+    source = tmp_path / "solutions" / "00_try.py"
+    source.parent.mkdir()
+    source.write_text(CHECKED.format(mark=mark))
+    build_notebooks.build(source)
+    found, output, _ = run_nbval(source.with_suffix(".ipynb"), tmp_path / "run")
+    assert found == code, output
+    assert ("check 0.1 does not say [v]" in output) == (code == 1)

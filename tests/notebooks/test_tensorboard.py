@@ -56,7 +56,7 @@ def wait_for(port, path, wanted):
     raise TimeoutError(f"{path} did not answer as it should: {found}")
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_the_profiler_tab_shows_a_run_that_begins_later(tmp_path):
     port = free_port()
     command = [word.format(port=port) for word in tile_command(tmp_path)]

@@ -21,6 +21,8 @@ from labcode.doctor.answers import Answer, Thread
 from labcode.doctor.find_run import processes_of
 from labcode.doctor.standing import Call, Standing
 
+pytestmark = pytest.mark.release
+
 SMALL = [
     "gpt_tiny",
     "--model.num_layers=1",

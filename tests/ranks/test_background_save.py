@@ -78,6 +78,7 @@ def save_while_training(config, out):
     return meanwhile, after_second, at_the_end, losses
 
 
+@pytest.mark.release
 def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_the_step_it_began_at(
     ranks2, tmp_path
 ):
@@ -111,6 +112,7 @@ def losses_from(config, start):
     return losses
 
 
+@pytest.mark.release
 def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_older_one(tmp_path, on_small_disk):
     args = [
         "--train.steps=100000",
@@ -185,7 +187,7 @@ def newest_step(folder):
     return int(found[-1].removeprefix("step-")) if found else 0
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.parametrize("in_background", [False, True])
 def test_killed_at_forty_random_moments_a_run_never_loses_its_previous_checkpoint(
     tmp_path, in_background

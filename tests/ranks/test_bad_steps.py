@@ -140,6 +140,7 @@ SPIKE = partial(poison, (20,), 1e4)
 LONG = ("--train.steps=26", "--train.spike_factor=5")
 
 
+@pytest.mark.release
 def test_a_rolled_back_run_goes_on_past_the_spike_and_resumes_bit_for_bit(tmp_path):
     whole = tmp_path / "whole"
     whole.mkdir()

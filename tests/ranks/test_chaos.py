@@ -8,6 +8,8 @@ import pytest
 from labcode.train.chaos import account
 from labcode.train.chaos.plan import KINDS
 
+pytestmark = pytest.mark.release
+
 SMALL = (
     "--model.num_layers=2",
     "--model.hidden_size=32",
@@ -48,7 +50,7 @@ def test_a_training_that_is_killed_and_damaged_ends_as_the_one_that_nobody_distu
     check(played(tmp_path, "--faults=3", "--train.steps=40", "--kinds", *kinds), 3)
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_every_kind_of_fault_is_survived(tmp_path):
     found = played(tmp_path, f"--faults={len(KINDS)}", "--seed=7")
     left_out = [line for line in found.left_out if line.partition(":")[0] in KINDS]

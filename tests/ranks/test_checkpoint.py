@@ -133,7 +133,7 @@ def pairs_of_layouts():
     found = []
     for first, second in itertools.permutations(names, 2):
         follows = names.index(second) == (names.index(first) + 1) % len(names)
-        found.append(pytest.param(first, second, marks=() if follows else pytest.mark.full))
+        found.append(pytest.param(first, second, marks=() if follows else pytest.mark.release))
     return found
 
 
@@ -697,6 +697,7 @@ def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
     assert names(tmp_path / "run" / "checkpoints") == ["step-00000002"]
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
 def test_a_signal_does_not_kill_a_rank_that_is_ending(tmp_path, number):
     program = """if True:
@@ -763,6 +764,7 @@ WHILE_STARTING = """
 """
 
 
+@pytest.mark.release
 def test_a_signal_while_a_rank_starts_stops_it_before_its_first_step(tmp_path):
     args = ("--checkpoint.resume", "--train.steps=3")
     stopped = signalled(tmp_path, WHILE_STARTING, *args)
@@ -776,6 +778,7 @@ def test_a_signal_while_a_rank_starts_stops_it_before_its_first_step(tmp_path):
     assert not (tmp_path / "run/stopped").exists()
 
 
+@pytest.mark.release
 def test_a_run_that_is_stopped_before_its_first_step_overwrites_none(tmp_path):
     assert signalled(tmp_path, "", "--train.steps=1").returncode == 0
     before = (tmp_path / "run/weights.pt").read_bytes()

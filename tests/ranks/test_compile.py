@@ -65,7 +65,7 @@ def test_compiled_layers_give_the_same_numbers_in_one_graph(ranks1):
     check(ranks1, GridShape(), {}, "block")
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("options", "compiled"),
     [
@@ -80,7 +80,7 @@ def test_compiled_copies_give_the_same_numbers(ranks2, options, compiled):
     check(ranks2, GridShape(dp=2), options, compiled)
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.timeout(300)  # half a minute where nobody else computes
 def test_the_compiler_of_c_code_gives_the_same_numbers(ranks1):
     check(ranks1, GridShape(), {}, "block", "inductor")

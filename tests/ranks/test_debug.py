@@ -135,7 +135,7 @@ def test_each_stage_of_a_pipeline_writes_its_own_layers(ranks4, whole, tmp_path)
     assert compare(both, whole, tensors) == len(whole)
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_on_a_2_x_2_x_2_grid_each_stage_has_the_statistics_of_one_process(ranks8, whole, tmp_path):
     grid = {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2}
     schedule = {"parallel.pipeline_schedule": "gpipe", "train.micro_batch": 1}

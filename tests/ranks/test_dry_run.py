@@ -31,7 +31,7 @@ def test_one_rank_of_1024_does_what_the_formulas_say(capsys):
     assert not dist.is_initialized()
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.parametrize(
     "words",
     [

@@ -103,7 +103,7 @@ def test_a_grid_trains_like_one_process(ranks2, alone, name):
                 assert history[STEPS - 1] == pytest.approx(histories[operand][STEPS - 1], rel=0.01)
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_a_2_x_2_x_2_grid_trains_like_one_process(ranks8, alone):
     losses, validation, _ = alone("delayed")
     grid = {"parallel.dp": 2, "parallel.tp": 2, "parallel.pp": 2, "train.micro_batch": 2}
@@ -254,7 +254,7 @@ def test_a_killed_run_resumes_with_its_histories_bit_for_bit(tmp_path):
     assert fixtures.differs(killed / "run", folders["whole"] / "run") == ""
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_after_300_steps_gpt_tiny_in_fp8_is_as_good_as_in_bfloat16(tmp_path):
     """Validation losses; two seeds in bfloat16 differ by 1.4 % themselves."""
     found = {}

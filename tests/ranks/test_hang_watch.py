@@ -3,7 +3,11 @@
 import re
 from pathlib import Path
 
+import pytest
+
 from labcode import launch
+
+pytestmark = pytest.mark.release
 
 PROGRAM = """
 import os

@@ -77,8 +77,8 @@ def to_rank(running, number):
     [
         (to_worker, signal.SIGKILL, 2, "was ended by SIGKILL"),
         (to_group, signal.SIGTERM, 0, "stopped by SIGTERM after step"),
-        pytest.param(to_group, signal.SIGINT, 130, "interrupted", marks=pytest.mark.full),
-        pytest.param(to_rank, signal.SIGKILL, -9, "", marks=pytest.mark.full),
+        pytest.param(to_group, signal.SIGINT, 130, "interrupted", marks=pytest.mark.release),
+        pytest.param(to_rank, signal.SIGKILL, -9, "", marks=pytest.mark.release),
     ],
 )
 def test_however_a_run_ends_its_workers_end_with_it(tmp_path, whom, number, code, line):
@@ -101,6 +101,7 @@ PARTS += ["--train.global_batch=4", "--train.eval_batches=3", "--train.log_every
 PARTS += ["--train.micro_batch=1", "--train.out=run"]
 
 
+@pytest.mark.release
 def test_parts_of_a_map_give_every_grid_the_losses_of_one_process(tmp_path):
     layouts = {
         "alone": (1, ()),

@@ -60,7 +60,7 @@ def test_losses_of_weights_that_differ_between_ranks_are_refused(ranks2):
 FACTOR = 1.06
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_diloco_learns_nearly_what_data_parallelism_learns_from_the_same_samples(ranks4):
     at_once = Link(0.0, math.inf)
     ways = {"data parallel": Way(steps=200), "DiLoCo": Way(10, outer_momentum=0.5, steps=200)}

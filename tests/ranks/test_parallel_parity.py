@@ -194,6 +194,7 @@ def test_every_grid_trains_like_one_process(request, reference, grid, name):
         assert_same(pool.run(fit, recipes.with_changes(MODELS[name], variant)), reference(name))
 
 
+@pytest.mark.release
 def test_chosen_grids_of_eight_ranks_train_like_one_process(ranks8, reference):
     for name, (dp, cp, tp, order) in zip(MODELS, LARGE):
         config = recipes.with_changes(

@@ -18,6 +18,8 @@ from labcode.perf.operations import top_operations
 from labcode.train.memory_marks import MemoryMarks
 from labcode.train.ranges import StepRanges
 
+pytestmark = pytest.mark.release
+
 ARGS = (*BASE, "--train.steps=4", "--train.out=run", "--train.eval_every=0")
 PROFILE = ("--profile.steps=3:5", "--train.global_batch=8", "--train.micro_batch=2")
 SLEEP_S = 0.1

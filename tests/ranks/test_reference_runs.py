@@ -12,6 +12,8 @@ from labcode.train import reference
 from labcode.train.loop import Trainer
 from labcode.train.tasks import make_task
 
+pytestmark = pytest.mark.release
+
 MOST_BYTES = 100_000
 
 

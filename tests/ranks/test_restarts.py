@@ -106,6 +106,7 @@ def test_a_run_whose_ranks_are_killed_twice_ends_as_the_one_that_nobody_disturbe
     assert done.output.count(resuming) == 2
 
 
+@pytest.mark.release
 def test_ranks_that_die_in_every_attempt_are_one_line_after_the_last(dying):
     with pytest.raises(launch.LaunchError) as caught:
         launch.run(dying, "1:0,1:0", *ARGS, "--train.out=run", restarts=1, echo=False)
@@ -141,6 +142,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.release
 def test_two_torchruns_restart_though_only_one_of_them_counts_it(tmp_path, whole2):
     """The node whose rank was killed counts a restart. The other one is busy and does not notice
     that its peer is gone; its torchrun starts it again because the first one does, and does not

@@ -9,6 +9,8 @@ import pytest
 from faults import forks
 from faults.cases import WEATHER, wait_until
 
+pytestmark = pytest.mark.release
+
 ARGS = (*WEATHER, "--train.global_batch=4", "--train.log_every=2", "--train.out=run")
 
 

@@ -120,6 +120,7 @@ def first(tmp_path_factory):
     return out, sweep.run(BASE, asked, show=False)
 
 
+@pytest.mark.release
 def test_a_run_that_diverges_is_a_row_with_its_reason(first):
     out, rows = first
     assert [row.status for row in rows] == [DONE, DIVERGED, DONE, DIVERGED]
@@ -194,6 +195,7 @@ def test_a_run_that_fails_is_a_row_and_is_tried_again_where_that_is_asked_for(tm
     assert [row.status for row in sweep.run(base, retried, show=False)] == [DONE, DONE]
 
 
+@pytest.mark.release
 def test_a_run_that_gets_worse_has_diverged_and_one_that_learns_by_heart_has_not():
     from labcode.teach.labs import l06_runs
 
@@ -228,6 +230,7 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
     assert "did not end within sweep.limit_s=3 s: see" in row.reason
 
 
+@pytest.mark.release
 def test_a_sweep_that_was_killed_goes_on_with_the_missing_runs(tmp_path):
     words = [*WORDS, "--sweep.batch=4,8,16", "--seeds=1", "--sweep.at_once=1"]
     words += [f"--sweep.out={tmp_path}", "--train.steps=40"]

@@ -115,6 +115,7 @@ def test_two_ranks_write_metrics_tensorboard_weights_and_a_sample(tmp_path):
     assert done.stdout.splitlines()[0] == first
 
 
+@pytest.mark.release
 def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(tmp_path):
     steps = (
         "--train.steps",
@@ -161,6 +162,7 @@ def test_ranks_that_share_a_model_write_the_weights_of_the_whole_and_its_sample(
         ).read_text()
 
 
+@pytest.mark.release
 def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("years of work")
@@ -176,6 +178,7 @@ def test_an_existing_folder_is_never_overwritten_silently(tmp_path):
         assert run(*TRAIN, *args, "--train.out", "run", *extra, cwd=tmp_path).returncode == 0
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -256,6 +259,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("where", "line"),
     [
@@ -302,6 +306,7 @@ def test_a_step_that_ctrl_c_broke_off_does_not_count(tmp_path):
     assert metrics.read(tmp_path / "runs" / "gpt_tiny-001")[-1]["step"] == 2
 
 
+@pytest.mark.release
 def test_a_vocabulary_above_the_tokenizers_gives_a_sample_all_the_same(tmp_path):
     """One step leaves the additional tokens almost as likely as the others."""
     args = ("--model.vocab_size", "2000", "--train.steps", "1", "--train.sample_tokens", "40")
@@ -338,6 +343,7 @@ def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):
     assert [json.loads(line)["step"] for line in lines] == list(range(1, len(lines) + 1))
 
 
+@pytest.mark.release
 def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
     out = tmp_path / "run"
     job = subprocess.Popen(

@@ -25,6 +25,9 @@ TINY = {
     "train.sample_tokens": 0,
 }
 LONG = 100_000  # steps that no test waits for
+ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "PREEMPTED", "OUT_OF_MEMORY")
+ASK_S = 1.0  # between two questions to the controller
+ASK_AGAIN = 10  # times, where it does not answer
 
 
 def command_line(changes):
@@ -53,8 +56,14 @@ class Submitted:
 
     @property
     def info(self):
-        text = self.cluster.exec(["scontrol", "--oneliner", "show", "job", str(self.number)]).stdout
-        return dict(re.findall(r"(\w+)=(\S*)", text))
+        """What SLURM says of the job; a controller that is too busy to answer is asked again."""
+        question = ["scontrol", "--oneliner", "show", "job", str(self.number)]
+        for _ in range(ASK_AGAIN):
+            answer = self.cluster.exec(question, check=False)
+            if answer.returncode == 0:
+                return dict(re.findall(r"(\w+)=(\S*)", answer.stdout))
+            time.sleep(ASK_S)
+        raise AssertionError(f"scontrol does not answer: {answer.stderr}")
 
     @property
     def log(self):
@@ -74,13 +83,10 @@ class Submitted:
         while not true(self):
             passed = time.monotonic() - started
             assert passed < timeout_s, f"{self.info}\n{self.log[-3000:]}"
-            time.sleep(0.2)
+            time.sleep(ASK_S)
         return time.monotonic() - started
 
     def end(self, timeout_s=240.0):
-        self.until(
-            lambda job: (
-                job.info["JobState"] not in ("PENDING", "RUNNING", "CONFIGURING", "COMPLETING")
-            )
-        )
+        """Wait until the job has ended, and give its last state."""
+        self.until(lambda job: job.info["JobState"] in ENDED, timeout_s)
         return self.info["JobState"]

@@ -17,7 +17,7 @@ SMALL = (
 )
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.timeout(900)
 def test_a_training_whose_network_is_cut_ends_as_the_one_that_nobody_disturbed(
     breakable2, tmp_path

@@ -287,6 +287,7 @@ def test_up_again_is_the_same_cluster_and_another_shape_is_refused(cluster2: Clu
         Cluster.up(nodes=4, name=cluster2.name)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("daemon", ["slurmctld", "munged"])
 def test_up_starts_a_daemon_again_that_has_died_and_status_says_which(
     breakable2: Cluster, daemon: str, capsys: pytest.CaptureFixture[str]
@@ -489,6 +490,7 @@ def as_ordinary_user() -> Iterator[Run]:
         shutil.rmtree(copy)
 
 
+@pytest.mark.release
 @pytest.mark.skipif(os.geteuid() != 0, reason="all other tests run as an ordinary user already")
 def test_an_ordinary_user_gets_the_same_without_root(
     slurm: Callable[[str], str], as_ordinary_user: Run

@@ -10,7 +10,7 @@ from submitted import LONG, Submitted, job
 from labcode.minislurm import Cluster
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_the_ranks_of_a_job_answer_by_its_number(cluster2: Cluster, tmp_path: Path) -> None:
     submitted = Submitted(cluster2, tmp_path, job("asked", LONG, nodes=2, ranks_per_node=1))
     try:

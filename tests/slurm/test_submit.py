@@ -116,6 +116,7 @@ def test_under_torchrun_the_failing_rank_and_its_error_are_found(client):
     assert (outcome.state, outcome.rank) == ("FAILED", 1) and "no such thing as 7" in outcome.reason
 
 
+@pytest.mark.release
 def test_a_requeued_job_is_followed_into_its_second_attempt(client, tmp_path):
     script = tmp_path / "again.sbatch"
     options = "#SBATCH --requeue --open-mode=append --output=again.log"

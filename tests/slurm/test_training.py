@@ -1,28 +1,20 @@
-"""What the course generates, trained by a real SLURM on several nodes, also when things go wrong.
-
-Two stories take long, because they wait for a time limit and for a lost node. Each runs on a
-cluster of its own, in the background of the other tests; their own tests only look at the end.
-"""
+"""What the course generates, trained by a real SLURM on nodes of its own, faults included."""
 
 import dataclasses
 import json
 import re
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from submitted import LOCAL, LONG, TINY, Submitted, command_line, job
+from submitted import ENDED, LOCAL, LONG, TINY, Submitted, command_line, job
 
 from labcode import recipes
 from labcode.minislurm import Cluster
 from labcode.slurm.script.job import Job
 from labcode.train import metrics
 
-pytestmark = [
-    pytest.mark.timeout(900),  # of a wait for a story; each wait inside has its own limit
-    pytest.mark.usefixtures("long_runs"),  # so that the stories begin with the first test
-]
+pytestmark = pytest.mark.timeout(900)  # each wait inside has its own limit
 
 
 def losses(rows):
@@ -52,77 +44,14 @@ def processes_of_training(cluster, nodes):
     return "".join(found)
 
 
-@dataclasses.dataclass(frozen=True)
-class Story:
-    """A job that has ended, on a cluster that is gone.
-
-    Args:
-        job: With its log and its run.
-        info: What SLURM said of it last.
-    """
-
-    job: Submitted
-    info: dict[str, str]
-
-
 @pytest.fixture(scope="session")
-def long_runs(slurm, tmp_path_factory):
-    """{name: future of the finished story}: they run while the tests do, in whatever order."""
-    stories = {"time": run_into_the_time_limit, "node": lose_a_node}
-    with ThreadPoolExecutor() as pool:
-        yield {
-            name: pool.submit(story, slurm(name), tmp_path_factory.mktemp(name))
-            for name, story in stories.items()
-        }
-
-
-@pytest.fixture(scope="session")
-def cluster(slurm, long_runs):
-    """The cluster that all other tests share; the first of them lets the long stories begin."""
+def cluster(slurm):
+    """The cluster that the tests of this file share, but for those that change its settings."""
     with Cluster.up(nodes=4, cpus=8, name=slurm("train")) as cluster:
         yield cluster
 
 
-def run_into_the_time_limit(name, folder):
-    """Two minutes of wall time, of which the signal leaves a part.
-
-    SLURM may send the signal up to a minute early: after 0 to 60 s here. A slow link makes the
-    steps take longer than that until the second attempt begins.
-    """
-    # with pgid, as with cgroups, a signal reaches what SLURM has started, and no rank of a torchrun
-    settings = {"ProctrackType": "proctrack/pgid"}
-    with Cluster.up(nodes=2, cpus=8, name=name, settings=settings) as cluster:
-        cluster.slow("n1", "512kbit")
-        submitted = Submitted(cluster, folder, job("time", 80, minutes=2, signal_s=60))
-        # a job that has ended will not be requeued any more
-        submitted.until(
-            lambda job: job.info.get("Restarts") == "1" or job.info["JobState"] == "FAILED"
-        )
-        assert submitted.info["JobState"] != "FAILED", submitted.log[-3000:]
-        cluster.slow("n1", "off")
-        # two attempts are enough
-        cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])
-        submitted.end()
-        return Story(submitted, submitted.info)
-
-
-def lose_a_node(name, folder):
-    """The second of two nodes loses power.
-
-    SLURM is not told, finds out, and begins the job again on the nodes that are left.
-    """
-    with Cluster.up(nodes=3, name=name) as cluster:
-        submitted = Submitted(cluster, folder, job("node", 60, changes={"checkpoint.every": 10}))
-        submitted.until(lambda job: len(job.steps()) >= 12)
-        names = ["scontrol", "show", "hostnames", submitted.info["NodeList"]]
-        _, second = cluster.exec(names).stdout.split()
-        cluster.kill(second)
-        submitted.until(lambda job: job.info.get("Restarts") == "1")
-        submitted.end()
-        return Story(submitted, submitted.info)
-
-
-@pytest.mark.parametrize("launcher", ["torchrun", "srun"])
+@pytest.mark.parametrize("launcher", ["torchrun", pytest.param("srun", marks=pytest.mark.release)])
 def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, tmp_path, launcher):
     submitted = Submitted(
         cluster,
@@ -139,6 +68,7 @@ def test_both_launchers_train_on_two_nodes_with_every_rank_on_its_node(cluster, 
     assert "step 6/6 | loss " in submitted.log
 
 
+@pytest.mark.release
 def test_four_nodes_train_one_grid(cluster, tmp_path):
     grid = {"parallel.tp": 2, "parallel.pp": 2, "parallel.sequence_parallel": True}
     submitted = Submitted(
@@ -173,6 +103,7 @@ def test_an_array_runs_each_number_and_a_job_waits_for_its_dependency(cluster, t
     assert never.end() == "CANCELLED"  # and does not wait for ever
 
 
+@pytest.mark.release
 def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, tmp_path):
     array = Submitted(
         cluster, tmp_path, job("several", LONG, nodes=1, ranks_per_node=1, array="0-1")
@@ -203,6 +134,7 @@ def test_a_job_of_an_array_that_is_asked_for_a_checkpoint_stops_alone(cluster, t
     array.until(lambda _: {info["JobState"] for info in tasks().values()} == {"CANCELLED"})
 
 
+@pytest.mark.release
 @pytest.mark.parametrize(
     ("what", "pattern"),
     [("rank", "-u -m [l]abcode.train"), ("torchrun", "^[^ ]*python -m torch.distributed.run")],
@@ -220,6 +152,7 @@ def test_a_killed_process_ends_the_job_as_failed_and_long_before_its_end(
     submitted.until(lambda _: not processes_of_training(cluster, ("n1", "n2")))
 
 
+@pytest.mark.release
 def test_a_killed_rank_is_started_again_within_the_job(cluster, tmp_path):
     """Each node has its torchrun, and only one of them has lost a rank."""
     every_5 = {"checkpoint.every": 5}
@@ -245,14 +178,28 @@ def test_scancel_leaves_no_process_on_any_node(cluster, tmp_path):
     submitted.until(lambda _: not processes_of_training(cluster, nodes))
 
 
-@pytest.mark.waits
-def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
-    long_runs, tmp_path
-):
-    story = long_runs["time"].result()
-    submitted = story.job
-    assert story.info["JobState"] == "COMPLETED", submitted.log
-    assert story.info["Restarts"] == "1"
+@pytest.mark.release
+def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(slurm, tmp_path):
+    """Two minutes of wall time, of which the signal leaves a part.
+
+    SLURM may send the signal up to a minute early: after 0 to 60 s here. A slow link makes the
+    steps take longer than that until the second attempt begins.
+    """
+    # with pgid, as with cgroups, a signal reaches what SLURM has started, and no rank of a torchrun
+    settings = {"ProctrackType": "proctrack/pgid"}
+    with Cluster.up(nodes=2, cpus=8, name=slurm("time"), settings=settings) as cluster:
+        cluster.slow("n1", "512kbit")
+        submitted = Submitted(cluster, tmp_path, job("time", 80, minutes=2, signal_s=60))
+        # a job that has ended will not be requeued any more
+        submitted.until(
+            lambda job: job.info.get("Restarts") == "1" or job.info["JobState"] in ENDED
+        )
+        assert submitted.info.get("Restarts") == "1", submitted.log[-3000:]
+        cluster.slow("n1", "off")
+        # two attempts are enough
+        cluster.exec(["scontrol", "update", f"JobId={submitted.number}", "TimeLimit=10"])
+        assert submitted.end() == "COMPLETED", submitted.log
+        assert submitted.info["Restarts"] == "1"
     stop = re.search(
         r"stopped by SIGUSR1 (?:after step (\d+), with a checkpoint|before step 1)", submitted.log
     )
@@ -271,11 +218,16 @@ def test_near_its_time_limit_a_job_is_requeued_and_goes_on_with_the_same_losses(
     )
 
 
-@pytest.mark.waits
-def test_a_node_that_loses_power_gives_its_job_a_second_attempt(long_runs):
-    story = long_runs["node"].result()
-    submitted = story.job
-    assert story.info["JobState"] == "COMPLETED", submitted.log
-    assert story.info["Restarts"] == "1"
+@pytest.mark.release
+def test_a_node_that_loses_power_gives_its_job_another_attempt(slurm, tmp_path):
+    """SLURM is not told, finds out, and begins the job again on the nodes that are left."""
+    with Cluster.up(nodes=3, name=slurm("node")) as cluster:
+        submitted = Submitted(cluster, tmp_path, job("node", 60, changes={"checkpoint.every": 10}))
+        submitted.until(lambda job: len(job.steps()) >= 12)
+        names = ["scontrol", "show", "hostnames", submitted.info["NodeList"]]
+        _, second = cluster.exec(names).stdout.split()
+        cluster.kill(second)
+        submitted.until(lambda job: int(job.info.get("Restarts", 0)) >= 1)
+        assert submitted.end() == "COMPLETED", submitted.log
     assert "resuming from" in submitted.log
     assert submitted.steps() == list(range(1, 61))

@@ -529,7 +529,7 @@ def test_what_is_shown_stays_between_what_is_printed_before_and_after():
         output("stream", name="stdout", text="after\n"),
     ]
     tidy(nbformat.v4.new_notebook(cells=[cell]))
-    assert text_of(cell) == "before\n[v] 1.1 right\nafter"
+    assert text_of(cell.outputs) == "before\n[v] 1.1 right\nafter"
 
 
 def test_what_a_cleared_status_leaves_is_not_stored():
@@ -540,7 +540,7 @@ def test_what_a_cleared_status_leaves_is_not_stored():
         output("display_data", data={"text/html": "<b>3</b>", "text/plain": "3"}),
     ]
     tidy(nbformat.v4.new_notebook(cells=[cell]))
-    assert text_of(cell) == "3"
+    assert text_of(cell.outputs) == "3"
 
 
 def test_course_prints_a_table(copy, capsys):

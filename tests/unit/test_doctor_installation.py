@@ -92,7 +92,7 @@ def test_two_real_ranks_all_reduce():
     assert found.level == RIGHT and "all-reduce of 1.00 MiB over " in found.found, str(found)
 
 
-@pytest.mark.full
+@pytest.mark.release
 def test_ranks_that_cannot_talk_are_wrong(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nosuch0")
     found = software.check_two_ranks()

@@ -32,4 +32,6 @@ def test_files_and_tests_are_listed_longest_first(tmp_path, capsys):
 
 def test_a_missing_report_is_one_line(tmp_path, capsys):
     assert durations.main([str(tmp_path / "test.xml")]) == 1
-    assert capsys.readouterr().err == ("no test.xml: run `make test` and `make test-full` first\n")
+    assert capsys.readouterr().err == (
+        "no test.xml: run `make test` and `make test-release` first\n"
+    )

@@ -259,6 +259,23 @@ def test_a_process_that_has_done_its_work_ends_before_anything_can_abort_it(code
     assert (done.returncode, done.stdout) == (-signal.SIGABRT, "work is done a handler\n")
 
 
+def test_what_a_process_wrote_to_files_that_are_still_open_is_in_them(tmp_path):
+    program = f"""if True:
+        import sys
+        from labcode.processes import Ending
+
+        ending = Ending()
+        text = open({str(tmp_path / "text")!r}, "w")
+        text.write("a line")
+        data = open({str(tmp_path / "data")!r}, "wb")
+        data.write(b"some bytes")
+        sys.exit(ending.with_code(0))
+    """
+    subprocess.run([sys.executable, "-c", program], check=True)
+    assert (tmp_path / "text").read_text() == "a line"
+    assert (tmp_path / "data").read_bytes() == b"some bytes"
+
+
 def test_a_process_that_fails_ends_with_its_traceback():
     program = "from labcode.processes import Ending\nending = Ending()\nending.with_code(1 / 0)"
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)

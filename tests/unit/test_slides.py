@@ -81,7 +81,7 @@ def test_an_unknown_lesson_is_told(tmp_path, capsys):
     assert capsys.readouterr().err.startswith("there is no lesson 77: there are 00, 01,")
 
 
-@pytest.mark.full
+@pytest.mark.release
 @pytest.mark.skipif(BROWSER is None, reason="no browser is installed")
 def test_a_browser_shows_every_slide_whole(tmp_path):
     """No error in the console, and nothing that hangs over the edge of a slide."""

@@ -107,11 +107,11 @@ def test_the_magic_shows_all_frames(ran):
 
 def test_a_status_leaves_nothing_behind(ran):
     assert ran["only a status"].outputs == []
-    assert text_of(ran["a pool that starts"]).split() == ["True", "hint"]
-    assert text_of(ran["printed before"]).strip() == "before"
-    assert text_of(ran["shown after"]).endswith("right")
+    assert text_of(ran["a pool that starts"].outputs).split() == ["True", "hint"]
+    assert text_of(ran["printed before"].outputs).strip() == "before"
+    assert text_of(ran["shown after"].outputs).endswith("right")
     assert len(ran["shown after"].outputs) == 1
-    assert text_of(ran["a training"]) == "done"
+    assert text_of(ran["a training"].outputs) == "done"
 
 
 def test_without_library_keeps_the_frames_of_others():

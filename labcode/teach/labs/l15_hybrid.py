@@ -9,7 +9,6 @@ They run with and without a limit on memory, on the cluster of a lab or on this 
 Held by: tests/ranks/test_hybrid_lab.py
 """
 
-import contextlib
 import dataclasses
 import re
 from collections.abc import Mapping
@@ -23,18 +22,14 @@ import torch.distributed as dist
 from labcode import recipes
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig
 from labcode.slurm.run.local import LocalHandle
 from labcode.slurm.run.outcome import Outcome
 from labcode.slurm.run.submit import submit
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
-from labcode.teach.labs import emulate
 from labcode.teach.labs.l14_cluster import Lab
-from labcode.topology import GridShape
 from labcode.train.loop import Trainer
-from labcode.train.measure import peak_memory_bytes
 from labcode.train.tasks import make_task
 
 RECIPE = recipes.get("gpt_tiny")
@@ -203,30 +198,6 @@ def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
 # Of each rank: less than the three tensors of 537 MB that micro-batch 32 has at once on the last
 # stage, and enough for micro-batch 2 (0.12 GB) with what torch takes before it begins (0.4 GB).
 LIMIT_BYTES = 1_500_000_000
-
-
-def one_step(
-    rank: int, model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int
-) -> tuple[float, int]:
-    """Loss and memory of one forward and backward.
-
-    Where a process cannot forget its peak (not Linux), one that was higher before counts too.
-
-    Args:
-        rank: Of this process.
-        model: With a vocabulary size.
-        shape: Of the grid.
-        global_batch, micro_batch: Samples of the step, and of one forward of one dp rank.
-
-    Returns:
-        (loss, bytes by which the resident memory of this process grew at most).
-    """
-    with contextlib.suppress(OSError):
-        # forget the peak so far: man proc_pid_clear_refs
-        Path("/proc/self/clear_refs").write_text("5")
-    before = psutil.Process().memory_info().rss
-    stepped = emulate.timed_steps(rank, model, shape, global_batch, micro_batch, repeats=0)
-    return stepped.loss, peak_memory_bytes(torch.device("cpu")) - before
 
 
 _ERROR = re.compile(r"^error: rank (\d+): (?:after step \d+: )?(.+)", re.MULTILINE)

@@ -1,0 +1,160 @@
+"""What a change touches: the lessons, and the test files whose subject it is.
+
+A change is everything since the commit that it starts from. Tests of the release tier that prove
+what it touches run before it lands (`make test-changed`); the others have their turn.
+"""
+
+import ast
+import fnmatch
+import functools
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# A change that touches more than these is proved by `make test-release`, and not in one run.
+MOST_LESSONS = 6
+MOST_FILES = 80  # of the library
+
+# {tests: what they tell a story of}; a test file that changed itself runs as well
+SUBJECTS = {
+    "tests/slurm/*": [
+        "labcode/slurm/*",
+        "labcode/minislurm/*",
+        "labcode/launch*.py",
+        "labcode/train/signals.py",
+        "labcode/train/run*.py",
+    ],
+    "tests/faults/*": [
+        "labcode/train/run*.py",
+        "labcode/train/loop.py",
+        "labcode/train/checkpoint*.py",
+        "labcode/train/state.py",
+        "labcode/comm/bootstrap.py",
+        "labcode/comm/meeting.py",
+    ],
+    "tests/ranks/test_chaos.py": ["labcode/train/chaos/*"],
+    "tests/ranks/test_checkpoint.py": [
+        "labcode/train/checkpoint*.py",
+        "labcode/train/tensor_index.py",
+        "labcode/parallel/boxes.py",
+    ],
+    "tests/ranks/test_background_save.py": ["labcode/train/checkpoint*.py"],
+    "tests/ranks/test_parallel_parity.py": ["labcode/parallel/*", "labcode/models/*"],
+    "tests/ranks/test_compile.py": ["labcode/models/parallelize.py"],
+    "tests/ranks/test_fp8.py": ["labcode/precision/*"],
+    "tests/ranks/test_debug.py": ["labcode/precision/*"],
+    "tests/ranks/test_dry_run.py": ["labcode/perf/*", "labcode/train/dry_run.py"],
+    "tests/notebooks/test_book_pages.py": ["book/*", "tools/book*.py"],
+    "tests/notebooks/test_browser.py": ["tools/jupyter/*", "tools/build_notebooks.py"],
+    "tests/notebooks/test_tensorboard.py": ["tools/jupyter/*"],
+}
+
+
+class Change:
+    """What is different from the commit that a change starts from.
+
+    Args:
+        paths: The files that changed, from the repository's root.
+    """
+
+    def __init__(self, paths: set[str]) -> None:
+        self.paths = paths
+        self.lessons = {number for number in lessons() if self._touches_lesson(number)}
+        library = [path for path in paths if path.startswith("labcode/")]
+        self.is_too_large = len(self.lessons) > MOST_LESSONS or len(library) > MOST_FILES
+
+    def touches(self, item: pytest.Item) -> bool:
+        """Whether a test proves what changed; none does where too much changed for one run."""
+        if self.is_too_large:
+            return False
+        number = lesson_of(item)
+        if number is not None:
+            return number in self.lessons
+        file = item.nodeid.partition("::")[0]
+        patterns = [file]
+        for tests, subjects in SUBJECTS.items():
+            if fnmatch.fnmatch(file, tests):
+                patterns += subjects
+        return self._any(patterns)
+
+    def _any(self, patterns: list[str]) -> bool:
+        for path in self.paths:
+            if any(fnmatch.fnmatch(path, pattern) for pattern in patterns):
+                return True
+        return False
+
+    def _touches_lesson(self, number: str) -> bool:
+        own = [
+            f"solutions/{number}_*.py",
+            f"labcode/teach/exercises/l{number}*",
+            f"labcode/teach/labs/l{number}*",
+            f"tests/exercises/{number}.py",
+        ]
+        return self._any([*own, *imported(number)])
+
+
+def lessons() -> list[str]:
+    """The numbers of all lessons, such as "04"."""
+    return sorted(path.name[:2] for path in (ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+
+
+@functools.cache
+def imported(number: str) -> list[str]:
+    """The files of the library that a lesson imports by name, but for what teaches and draws."""
+    (source,) = (ROOT / "solutions").glob(f"{number}_*.py")
+    code = [line for line in source.read_text().splitlines() if not line.startswith(("%", "!"))]
+    found = set()
+    for node in ast.walk(ast.parse("\n".join(code))):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            for name in [node.module, *names]:
+                found.add(name.replace(".", "/") + ".py")
+    return sorted(
+        path
+        for path in found
+        if path.startswith("labcode/") and "/teach/" not in path and (ROOT / path).exists()
+    )
+
+
+def lesson_of(item: pytest.Item) -> str | None:
+    """The number of the lesson that a test executes, or whose answers it tries."""
+    if not hasattr(item, "callspec"):
+        return None
+    source = item.callspec.params.get("source")
+    if isinstance(source, Path):
+        return source.name[:2]
+    exercise = item.callspec.params.get("exercise")
+    if isinstance(exercise, str) and re.match(r"\d+\.\d+", exercise):
+        return f"{int(exercise.split('.')[0]):02d}"
+    return None
+
+
+def git(*arguments: str) -> list[str]:
+    """The lines that git printed; none if it could not."""
+    command = ["git", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    return done.stdout.splitlines() if done.returncode == 0 else []
+
+
+def base() -> str | None:
+    """The commit that this change starts from.
+
+    It is where the branch left origin/main. In a fresh clone of main, where nothing is ahead of
+    that, it is the newest commit that is four hours old.
+    """
+    (head,) = git("rev-parse", "HEAD") or [""]
+    left = git("merge-base", "HEAD", "origin/main")
+    if left and left[0] != head:
+        return left[0]
+    older = git("rev-list", "-1", "--before=4 hours ago", "HEAD")
+    return older[0] if older else None
+
+
+def since_base() -> Change:
+    """What has changed since the base, also what is not committed; everything without git."""
+    start = base()
+    changed = git("diff", "--name-only", start) if start else git("ls-files")
+    return Change({*changed, *git("ls-files", "--others", "--exclude-standard")})
