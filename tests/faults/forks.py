@@ -24,7 +24,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import socket
 import sys
 import tempfile
 import threading
@@ -39,6 +38,8 @@ from pathlib import Path
 
 import cloudpickle
 import psutil
+
+from .waiting import free_port
 
 PRELOADED = (
     "torch",
@@ -57,6 +58,8 @@ PRELOADED = (
 # Of a parent that is itself a rank, or runs under SLURM: a rank here gets its own.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM")
 LEAVING_S = 3.0  # how long what a rank has started may need to end after it
+TIMEOUT_S = 240.0  # of a training that hangs; not for a busy machine, where it takes a tenth of it
+LOOK_S = 0.02  # between two looks at a training
 PR_SET_PDEATHSIG = 1
 
 Patch = Callable[[], object]
@@ -98,6 +101,8 @@ class Done:
 class Running:
     """A training that runs. `wait` must be called, or it must be used in a `with` block.
 
+    When its time is over all of it is killed, whether anybody waits for it or not.
+
     Args:
         processes: The ranks.
         folder: Where their output goes; removed at the end.
@@ -108,7 +113,10 @@ class Running:
         self._processes = processes
         self._folder = folder
         self._started = time.monotonic()
-        self._timeout_s = timeout_s
+        self._hung = False
+        self._timer = threading.Timer(timeout_s, self._give_up)
+        self._timer.daemon = True
+        self._timer.start()
 
     @property
     def pids(self) -> list[int]:
@@ -136,20 +144,23 @@ class Running:
         """What a rank has written to stdout so far."""
         return _text(self._folder / f"{rank}.out")
 
+    def until(self, true: Callable[[], object]) -> None:
+        """Wait until something is true of the training, or it has ended."""
+        while self.alive() and not true():
+            time.sleep(LOOK_S)
+
     def wait(self) -> Done:
-        """Wait for all ranks; kill them when the time is over. Nothing of them is left then."""
-        deadline = self._started + self._timeout_s
+        """Wait for all ranks. Nothing of them is left then."""
         for process in self._processes:
-            _wait_for(process, deadline - time.monotonic())
+            _wait_for(process)
         seconds = time.monotonic() - self._started
-        hung = self.alive()
-        left = [] if hung else self._left()
+        left = [] if self._hung else self._left()
         self._end()
         done = Done(
             codes=[_code(process) for process in self._processes],
             out=[_text(self._folder / f"{rank}.out") for rank in range(len(self._processes))],
             err=[_text(self._folder / f"{rank}.err") for rank in range(len(self._processes))],
-            hung=hung,
+            hung=self._hung,
             left=left,
             seconds=seconds,
         )
@@ -172,14 +183,24 @@ class Running:
             left = _in_sessions(self.pids)
         return [_described(process) for process in left]
 
-    def _end(self) -> None:
+    def _give_up(self) -> None:
+        """The time is over."""
+        self._hung = self.alive()
+        self._kill()
+
+    def _kill(self) -> None:
         for member in _in_sessions(self.pids):
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         for process in self._processes:
             with contextlib.suppress(ProcessLookupError):
                 process.kill()
-            _wait_for(process, None)
+
+    def _end(self) -> None:
+        self._timer.cancel()
+        self._kill()
+        for process in self._processes:
+            _wait_for(process)
 
 
 def train(
@@ -188,7 +209,7 @@ def train(
     cwd: Path,
     ranks: int = 1,
     env: Env | Sequence[Env] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = TIMEOUT_S,
     patch: Patch | None = None,
 ) -> Done:
     """`python -m labcode.train ARGS` on some ranks, until all have ended.
@@ -214,7 +235,7 @@ def start(
     cwd: Path,
     ranks: int = 1,
     env: Env | Sequence[Env] | None = None,
-    timeout_s: float = 60,
+    timeout_s: float = TIMEOUT_S,
     patch: Patch | None = None,
 ) -> Running:
     """As `train`, but return at once."""
@@ -243,13 +264,6 @@ def start(
     return Running(processes, folder, timeout_s)
 
 
-def free_port() -> int:
-    """A port of this machine that nobody listens at."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 # ---- exit codes
 
 
@@ -265,11 +279,11 @@ def _runs(process: ForkServerProcess) -> bool:
         return process.is_alive()
 
 
-def _wait_for(process: ForkServerProcess, timeout_s: float | None) -> None:
-    """Wait until a process has ended; at most some seconds, or for ever."""
-    if wait([process.sentinel], None if timeout_s is None else max(0.0, timeout_s)):
-        with _asking:
-            process.join()
+def _wait_for(process: ForkServerProcess) -> None:
+    """Wait until a process has ended."""
+    wait([process.sentinel])
+    with _asking:
+        process.join()
 
 
 # ---- the server

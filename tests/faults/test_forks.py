@@ -144,7 +144,7 @@ def test_folder_environment_and_descriptors_are_the_ranks_own(tmp_path):
 
 
 def test_what_does_not_end_in_time_is_killed_with_its_children(tmp_path):
-    done = train(SMALL, cwd=tmp_path, timeout_s=1.5, patch=partial(act, "wait"))
+    done = train(SMALL, cwd=tmp_path, timeout_s=5, patch=partial(act, "wait"))
     assert done.hung and done.codes == [-9]
     assert done.out == ["here\n"]
     done = train(SMALL, cwd=tmp_path, patch=partial(act, "leave"))
@@ -153,8 +153,7 @@ def test_what_does_not_end_in_time_is_killed_with_its_children(tmp_path):
 
 def test_a_rank_that_runs_can_be_signalled(tmp_path):
     with start(SMALL, cwd=tmp_path, ranks=2, patch=partial(act, "wait")) as running:
-        while not (running.text(0) and running.text(1)):
-            time.sleep(0.02)
+        running.until(lambda: running.text(0) and running.text(1))
         running.signal(0, signal.SIGTERM)
         running.kill(1)
         done = running.wait()

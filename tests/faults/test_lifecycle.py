@@ -219,20 +219,18 @@ def test_a_second_job_in_the_folder_is_told_who_holds_it(tmp_path):
     args = [*RUN, "--checkpoint.resume", "--train.steps=100000"]
     env = {"SLURM_JOB_ID": "4711"}
     with start(args, cwd=tmp_path, env=env) as first:
-        while first.alive() and "step 1/" not in first.text():
-            time.sleep(0.05)
+        first.until(lambda: "step 1/" in first.text())
         second = train(args, cwd=tmp_path, patch=impatient)
         assert second.codes == [2]
         assert f"run is in use by process {first.pids[0]} on " in second.errors[0]
         assert ", job 4711, since " in second.errors[0]
         first.signal(0, signal.SIGTERM)
         # an attempt that comes while the one before it ends
-        third = start(args, cwd=tmp_path)
-        assert first.wait().codes == [0]
-        while third.alive() and "resuming from run/checkpoints/" not in third.text():
-            time.sleep(0.05)
-        third.signal(0, signal.SIGTERM)
-        assert third.wait().codes == [0]
+        with start(args, cwd=tmp_path) as third:
+            assert first.wait().codes == [0]
+            third.until(lambda: "resuming from run/checkpoints/" in third.text())
+            third.signal(0, signal.SIGTERM)
+            assert third.wait().codes == [0]
 
 
 def impatient():

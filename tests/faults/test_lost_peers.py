@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from faults.forks import start
+from faults.waiting import until
 
 from labcode.comm import bootstrap
 
@@ -56,12 +57,9 @@ def wait(work, doomed, timeout_s=60.0):
 
 def ended(running, doomed, number):
     """What the other rank said, after one was killed."""
-    deadline = time.monotonic() + 60
-    while "connected" not in running.text(doomed) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    running.until(lambda: "connected" in running.text(doomed))
     running.signal(doomed, number)
-    while len(running.text(1 - doomed).splitlines()) < 2 and time.monotonic() < deadline:
-        time.sleep(0.02)
+    until(lambda: len(running.text(1 - doomed).splitlines()) >= 2)
     return running.text(1 - doomed).splitlines()[-1]
 
 

@@ -11,7 +11,8 @@ from functools import partial
 
 import pytest
 import torch.distributed as dist
-from faults.forks import free_port, start, train
+from faults.forks import start, train
+from faults.waiting import free_port
 
 from labcode.comm import bootstrap, meeting
 
@@ -100,9 +101,7 @@ def by_srun(rank, port, job):
 
 
 def until_text(running, rank, text):
-    deadline = time.monotonic() + 60
-    while text not in running.text(rank) and time.monotonic() < deadline:
-        time.sleep(0.02)
+    running.until(lambda: text in running.text(rank))
 
 
 def the_error(done):

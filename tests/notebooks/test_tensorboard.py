@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import socket
 import subprocess
 import time
 import urllib.request
@@ -12,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 from faults import forks
 from faults.cases import BASE
+from faults.waiting import free_port
 
 from labcode import processes
 
@@ -29,12 +29,6 @@ def tile_command(root):
     names = {"get_config": lambda: config, "__file__": str(path)}
     exec(compile(path.read_text(), str(path), "exec"), names)
     return config.ServerProxy.servers["tensorboard"]["command"]
-
-
-def free_port():
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
 
 
 def answer(port, path):

@@ -150,8 +150,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_nothing_half_done(tmp_pat
     steps = "--train.steps=100000"
     args = [*TRAIN[3:], "--train.out=run", steps, "--checkpoint.in_background"]
     with forks.start(args, cwd=tmp_path, ranks=ranks, patch=slow_to_write) as running:
-        while running.alive() and "writing" not in running.text():
-            time.sleep(0.02)
+        running.until(lambda: "writing" in running.text())
         for rank in range(ranks):
             running.signal(rank, number)
         done = running.wait()
@@ -169,8 +168,7 @@ def test_a_signal_while_a_checkpoint_is_written_leaves_nothing_half_done(tmp_pat
 def test_a_rank_that_is_killed_while_it_writes_ends_the_run(tmp_path):
     args = [*TRAIN[3:], "--train.out=run", "--train.steps=100000", "--checkpoint.in_background"]
     with forks.start(args, cwd=tmp_path, ranks=2, patch=slow_to_write) as running:
-        while running.alive() and "writing" not in running.text():
-            time.sleep(0.02)
+        running.until(lambda: "writing" in running.text())
         running.signal(1, signal.SIGKILL)
         done = running.wait()
     assert not done.hung, done.err

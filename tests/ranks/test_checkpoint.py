@@ -687,8 +687,7 @@ def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
 
     args = [*TRAIN[3:], "--train.out=run"]
     with forks.start(args, cwd=tmp_path, ranks=ranks, patch=patch) as running:
-        while running.alive() and "in the middle" not in running.text():
-            time.sleep(0.02)
+        running.until(lambda: "in the middle" in running.text())
         for rank in range(ranks):
             running.signal(rank, signal.SIGINT)
         done = running.wait()

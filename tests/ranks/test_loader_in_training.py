@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import shutil
 import signal
-import time
 
 import psutil
 import pytest
@@ -84,8 +83,7 @@ def to_rank(running, number):
 def test_however_a_run_ends_its_workers_end_with_it(tmp_path, whom, number, code, line):
     args = [*SMALL, "--train.steps=100000", "--checkpoint.every=50000", "--loader.workers=2"]
     with start(args, cwd=tmp_path, patch=may_have_children, timeout_s=300) as running:
-        while "step 5/" not in running.text() and running.alive():
-            time.sleep(0.1)
+        running.until(lambda: "step 5/" in running.text())
         whom(running, number)
         done = running.wait()
     assert not done.hung

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from faults import fixtures, forks
 from faults.cases import BASE
 from faults.injection import at_step, die
+from faults.waiting import free_port
 
 from labcode import launch
 
@@ -150,7 +151,7 @@ def test_two_torchruns_restart_though_only_one_of_them_counts_it(tmp_path, whole
     """
     (tmp_path / "two_nodes.py").write_text(TWO_NODES)
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
-    port = forks.free_port()
+    port = free_port()
     torchrun += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=job"]
     run = ["two_nodes.py", *ARGS, f"--data.cache_dir={fixtures.cache()}", "--train.out=run"]
     command = [*torchrun, "--max-restarts=2", *run, "--checkpoint.every=3"]
@@ -178,7 +179,7 @@ def test_two_torchruns_restart_though_only_one_of_them_counts_it(tmp_path, whole
 @pytest.fixture
 def attempt(tmp_path):
     """`attempt(number, *args)`: that attempt of a job of one rank, in tmp_path."""
-    port = forks.free_port()
+    port = free_port()
     store = dist.TCPStore("127.0.0.1", port, None, True, wait_for_workers=False)
     one = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}
     job = {"TORCHELASTIC_RUN_ID": "job", "TORCHELASTIC_USE_AGENT_STORE": "True"}

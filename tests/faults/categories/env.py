@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from ..cases import EITHER, REFUSED, TRAINS, Case, Room
-from ..forks import free_port
+from ..waiting import free_port
 
 MEET_S = 45.0 + 30.0  # ranks wait 45 s for each other, and must have said why long before
 ANY_PORT = "a free one"

@@ -14,7 +14,8 @@ import psutil
 from .. import fixtures
 from ..cases import BASE, EITHER, Case, Room, scaled, wait_until
 from ..fixtures import LONG, RESUME
-from ..forks import Done, free_port
+from ..forks import Done
+from ..waiting import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 LIMIT_S = 90.0
