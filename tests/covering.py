@@ -1,4 +1,4 @@
-"""The part of a test matrix in which every pair of values occurs; the rest is marked `full`."""
+"""The part of a test matrix in which every pair of values occurs; the rest is marked `release`."""
 
 import itertools
 from collections.abc import Callable, Hashable, Sequence
@@ -18,7 +18,7 @@ def pairs_of(values: Sequence[Hashable]) -> set[Pair]:
 
 
 def covering(cases: Sequence[tuple], features: Callable[..., tuple] | None = None) -> list[Any]:
-    """The cases in their order; those that a pairwise covering can do without are marked `full`.
+    """The cases in their order; those that a pairwise covering can do without are marked `release`.
 
     Most mistakes in a matrix of settings show where two of them meet. The covering is greedy: it
     takes the case with the most pairs that nobody has covered yet, the first one of equals.

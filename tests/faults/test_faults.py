@@ -1,6 +1,6 @@
 """A sample of the trial: nothing lost, nothing hung, nothing wrong, and one line for the rest.
 
-`make test` plays a handful, `make test-full` a hundred; `python -m tests.faults` plays all.
+`make test` plays a handful, `make test-release` a hundred; `python -m tests.faults` plays all.
 """
 
 import functools

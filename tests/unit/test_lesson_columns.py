@@ -1,0 +1,33 @@
+"""Code cells of lessons fit the page; what `make check` holds besides is not held here again."""
+
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
+LESSON_COLUMNS = 88
+WIDER = ("00", "01", "06")  # lessons that have not been rewritten for it
+
+
+def long_code_lines(text: str) -> list[int]:
+    """The numbers of the lines in code cells of a lesson's source that are too long to read."""
+    found = []
+    in_code = False
+    for number, line in enumerate(text.splitlines(), 1):
+        if line.startswith("# %%"):
+            in_code = "[markdown]" not in line
+        elif in_code and len(line) > LESSON_COLUMNS:
+            found.append(number)
+    return found
+
+
+@pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
+def test_code_of_a_lesson_fits_the_page(source: Path) -> None:
+    if not source.name.startswith(WIDER):
+        assert long_code_lines(source.read_text()) == []
+
+
+def test_long_code_lines_are_found_in_code_alone() -> None:
+    long = "x = " + "1" * LESSON_COLUMNS
+    assert long_code_lines(f"# %% [markdown]\n# {long}\n\n# %%\n{long}\nx = 1\n") == [5]
