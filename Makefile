@@ -5,7 +5,7 @@ PYTHON ?= python3
 STAMP := .setup-done
 PART := all
 # Two workers, each with one thread of its own; lessons are executed as learners do it, and one at a time.
-TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadgroup
+TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadscope
 LESSONS := $(BIN)/python -m pytest tests/notebooks
 
 .DEFAULT_GOAL := help
@@ -36,7 +36,7 @@ test-changed: $(VENV)/$(STAMP)  ## what this change touches besides: its lessons
 	$(TESTS) -m 'release and not lesson' --changed --junitxml=build/changed.xml || test $$? -eq 5
 	$(LESSONS) -m 'release and lesson' --changed --junitxml=build/changed-lessons.xml || test $$? -eq 5
 
-test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for a quarter
+test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for an eighth
 	$(TESTS) -m 'release and not lesson' --part=$(PART) --junitxml=build/release.xml
 	$(LESSONS) -m 'release and lesson' --part=$(PART) --junitxml=build/release-lessons.xml
 

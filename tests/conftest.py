@@ -8,10 +8,13 @@ Two workers of pytest-xdist run tests at the same time. Tests that share somethi
 ranks, a cluster, a fixture of their module) share a group, and with it a worker.
 """
 
+import functools
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterable
+from pathlib import Path
 
 import changed
 import hypothesis
@@ -35,6 +38,7 @@ hypothesis.settings.register_profile(
 hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "course")
 
 
+ROOT = Path(__file__).resolve().parents[1]
 SURVIVORS_LIMIT_S = 120.0  # for a test that hangs, not for a busy machine
 
 
@@ -61,7 +65,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=("all", "commit"),
         default="all",
-        help="commit: of the tests marked release a quarter, another one at each commit",
+        help="commit: of the tests marked release an eighth, another one at each commit",
     )
     parser.addoption(
         "--changed",
@@ -87,20 +91,38 @@ def is_chosen(item: pytest.Item, part: int | None, change: changed.Change | None
 
 # ---- which tests share a worker
 
-POOLS = frozenset({"ranks1", "ranks2", "ranks4", "ranks8", "pool", "brief", "patient"})
-GROUPED = ("tests/ranks", "tests/faults", "tests/notebooks")
+POOL = re.compile(r"\branks[1248]\b|\bgetfixturevalue\(f?\"ranks")
+EXERCISE = re.compile(r"\[(\d+)\.\d")
 
 
-def group_of(item: pytest.Item) -> str | None:
-    """The name of the group whose tests run on one worker; None: on any."""
-    file = item.nodeid.partition("::")[0]
+@functools.cache
+def shares_pools(file: str) -> bool:
+    """Whether the tests of a file ask for the pools of the session, by name or at run time."""
+    return POOL.search((ROOT / file).read_text()) is not None
+
+
+def group_of(nodeid: str) -> str:
+    """The tests of a group run on one worker, one after the other."""
+    file = nodeid.partition("::")[0]
     if file.startswith("tests/slurm"):
-        return "slurm"
+        return "a cluster"
     if file.startswith("tests/exercises"):
-        return f"answers {changed.lesson_of(item)}"
-    if POOLS & set(getattr(item, "fixturenames", ())):
-        return "pools"
-    return file if file.startswith(GROUPED) else None
+        exercise = EXERCISE.search(nodeid)
+        return f"answers of lesson {exercise[1]}" if exercise else file
+    if file.startswith("tests/unit"):
+        return nodeid
+    return "pools" if shares_pools(file) else file
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: object) -> object:
+    """Hand out groups of tests to the workers, the largest group first."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid)
+
+    return ByGroup(config, log)
 
 
 # ---- which tests may be tried again
@@ -129,12 +151,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
         item.user_properties.append(("real", "yes"))
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    for item in items:
-        group = group_of(item)
-        if group is not None:
-            item.add_marker(pytest.mark.xdist_group(group))
     part = parts.of_this_commit() if config.getoption("--part") == "commit" else None
     change = changed.since_base() if config.getoption("--changed") else None
     if change is not None and change.is_too_large:

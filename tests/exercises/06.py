@@ -547,7 +547,7 @@ BROKEN = Answers(
         "not the optimizer": (({"train.steps": 10}, SHORT), "with fields of `optim`"),
         "long training alone": (
             (NO_GUARD, {"train.steps": 300, "optim.lr": 1e-2}),
-            "holds for other text as well",
+            "how often does the run see its text?",
         ),
         "too few steps": (
             (NO_GUARD, {"data.val_fraction": 0.9995, "train.steps": 20}),

@@ -2,7 +2,7 @@
 
 There are some two thousand answers, and many of them wait for a message that never comes. `make
 test` tries those to one lesson, `make test-changed` those to the lessons that changed, `make
-answers` all; CI runs a quarter of all at each commit.
+answers` all; CI runs an eighth of all at each commit.
 """
 
 import runpy

@@ -118,7 +118,9 @@ def test_an_endless_loop_is_shown_by_its_line(ranks2, capsys, monkeypatch):
     assert "of your cell, in spin: `" in said
 
 
-def test_what_hears_nothing_is_stopped_as_well(ranks2):
+def test_what_hears_nothing_is_stopped_as_well(ranks2, monkeypatch):
+    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 1.0)
+
     def deaf(rank):
         while rank == 0:
             try:

@@ -144,6 +144,7 @@ def answers() -> dict:
         return runpy.run_path(str(EXERCISES / "14.py"))
 
 
+@pytest.mark.release
 def test_a_hand_written_script_has_its_ranks_on_two_nodes(
     lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,6 +12,7 @@ SMALL = l16_plan.CASES[0].model
 DEEP = replace(SMALL, num_layers=8)
 
 
+@pytest.mark.release
 @pytest.mark.parametrize("kind", ["none", "full"])
 def test_a_training_fits_into_its_predicted_peak_and_not_into_three_quarters_of_it(kind):
     settings = Settings(micro_batch=16, activation_checkpointing=kind)

@@ -32,4 +32,4 @@ def test_each_test_has_one_part_and_the_parts_are_alike():
     sizes = [0] * parts.PARTS
     for number in range(1000):
         sizes[parts.of_test(f"tests/exercises/test_answers.py::test_a_right_answer[{number}]")] += 1
-    assert min(sizes) > 200
+    assert min(sizes) > 0.7 * 1000 / parts.PARTS
