@@ -12,7 +12,6 @@ import io
 import json
 import os
 import runpy
-import shutil
 import signal
 import sys
 import threading
@@ -128,7 +127,7 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
 def _remove_for(launcher: int, folder: str) -> None:
     """Remove the folder of a launcher that cannot do so; one that lives will read it."""
     if not psutil.pid_exists(launcher):
-        shutil.rmtree(folder, ignore_errors=True)
+        processes.remove_from_outside(folder)
 
 
 def _forget_own_frames(stack: traceback.StackSummary) -> None:

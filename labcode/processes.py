@@ -15,13 +15,13 @@ import gc
 import io
 import os
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import IO
 
 import psutil
@@ -170,7 +170,8 @@ def end_with_parents(
 
     Args:
         others: Numbers of further processes, such as the one that started the parent.
-        before_end: Called before the end, to remove files; not if the kernel is faster.
+        before_end: Called before the end; not if the kernel is faster. Others of the family may end
+            this process in the middle of it: files are removed with `remove_from_outside`.
         at_once: The main thread of the parent started this process.
         parent: Number of the process that started this one, where that was asked earlier: it may
             have ended since, while this process imported torch. None asks now.
@@ -200,6 +201,28 @@ def _watch(parent: int, others: Sequence[int], before_end: Callable[[], object] 
         _end_own_family(parent)
 
 
+def remove_from_outside(folder: str | Path) -> None:
+    """Remove a folder by a process that belongs to no family, and return at once.
+
+    The processes of a family that has lost its parent end each other within a second. One of them
+    that removed the folder itself would be ended in the middle of it. The shell below is nobody's
+    child: the one that started it has ended when this returns. It removes the folder for some
+    seconds, because others may still write to it.
+
+    Held by: tests/unit/test_processes.py::
+        test_a_folder_is_removed_although_the_process_that_wants_it_is_ended
+    """
+    remove = '(for _ in 1 2 3 4 5; do rm -rf -- "$1"; sleep 1; done) &'
+    subprocess.run(
+        ["sh", "-c", remove, "sh", str(folder)],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+        check=False,
+    )
+
+
 def _end_own_family(parent: int) -> None:
     doomed = psutil.Process().children(recursive=True)
     if os.getppid() == parent:
@@ -220,7 +243,7 @@ def _main(arguments: Sequence[str]) -> None:
     rest = list(arguments)
     before_end = None
     if rest[0] == "--remove":
-        before_end = functools.partial(shutil.rmtree, rest[1], ignore_errors=True)
+        before_end = functools.partial(remove_from_outside, rest[1])
         del rest[:2]
     supervisor, module, *rest = rest
     end_with_parents(int(supervisor), before_end=before_end)

@@ -12,7 +12,6 @@ import gc
 import inspect
 import io
 import os
-import shutil
 import signal
 import sys
 import threading
@@ -269,8 +268,9 @@ def _leave(folder: str) -> None:
     It takes along the others of its pool: one that is stopped, by SIGSTOP or a debugger, does not
     see that the parent has gone.
     """
-    family.kill_others(folder)
-    shutil.rmtree(folder, ignore_errors=True)
+    members = family.read(folder)
+    processes.remove_from_outside(folder)
+    family.kill_others(members)
 
 
 def _obey(orders: IO[str]) -> None:

@@ -3,7 +3,7 @@
 import contextlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import psutil
@@ -21,15 +21,24 @@ def write(folder: str | Path, pids: Iterable[int]) -> None:
     Path(folder, _FILE).write_text(json.dumps(started))
 
 
-def kill_others(folder: str | Path) -> None:
+def read(folder: str | Path) -> dict[int, float]:
+    """The processes of a pool and when each was started; none if the folder is gone."""
+    with contextlib.suppress(OSError, ValueError):
+        return {int(pid): at for pid, at in json.loads(Path(folder, _FILE).read_text()).items()}
+    return {}
+
+
+def kill_others(members: Mapping[int, float]) -> None:
     """Kill the other processes of the pool and what they have started, whatever state they are in.
+
+    Args:
+        members: What `read` returned.
 
     Held by: tests/ranks/test_pool_faults.py::test_a_stopped_engine_ends_with_its_owner
     """
-    with contextlib.suppress(OSError, ValueError):
-        for pid, created in json.loads(Path(folder, _FILE).read_text()).items():
-            if int(pid) != os.getpid():
-                _kill(int(pid), created)
+    for pid, created in members.items():
+        if pid != os.getpid():
+            _kill(pid, created)
 
 
 def _kill(pid: int, created: float) -> None:

@@ -215,7 +215,7 @@ def test_a_stopped_rank_ends_with_its_agent(start, until, survivors):
     assert survivors([members["rank"]]) == []
 
 
-def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, until, survivors):
+def test_a_module_that_ends_with_its_parent_removes_its_folder(start, until, survivors):
     Path("folder").mkdir()
     Path("folder/file").touch()
     parent = start(
@@ -229,7 +229,26 @@ def test_a_module_that_ends_with_its_parent_removes_its_folder_first(start, unti
     members = read("name")
     parent.kill()
     assert survivors(members) == []
-    assert not Path("folder").exists()
+    until(lambda: not Path("folder").exists())
+
+
+def test_a_folder_is_removed_although_the_process_that_wants_it_is_ended(start, until):
+    """It is ended with all that it has started, and with its process group."""
+    Path("folder").mkdir()
+    for name in range(2000):
+        Path("folder", str(name)).touch()
+    process = start(
+        """
+        from labcode import processes
+        processes.remove_from_outside("folder")
+        tell("asked")
+        sleep()
+        """
+    )
+    until(lambda: Path("asked").exists())
+    assert processes.family([process.pid]) == [psutil.Process(process.pid)]
+    processes.end([process])
+    until(lambda: not Path("folder").exists())
 
 
 # A C++ object that aborts when the process takes itself apart, as torch's threads sometimes do.
