@@ -35,6 +35,14 @@ SUBJECTS = {
         "labcode/comm/bootstrap.py",
         "labcode/comm/meeting.py",
     ],
+    "tests/ranks/test_restarts.py": [
+        "labcode/launch*.py",
+        "labcode/train/run*.py",
+        "labcode/train/checkpoint*.py",
+    ],
+    "tests/ranks/test_bad_steps.py": ["labcode/train/loop.py", "labcode/train/guard.py"],
+    "tests/ranks/test_float16.py": ["labcode/train/loop.py", "labcode/train/loss_scale.py"],
+    "tests/ranks/test_training_memory.py": ["labcode/perf/*memory*.py"],
     "tests/ranks/test_chaos.py": ["labcode/train/chaos/*"],
     "tests/ranks/test_checkpoint.py": [
         "labcode/train/checkpoint*.py",

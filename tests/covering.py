@@ -1,7 +1,7 @@
-"""The part of a test matrix in which every pair of values occurs; the rest is marked `release`."""
+"""The part of a test matrix that runs in `make test`; the rest of it is marked `release`."""
 
 import itertools
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -15,6 +15,15 @@ def pairs_of(values: Sequence[Hashable]) -> set[Pair]:
     for (i, first), (j, second) in itertools.combinations(enumerate(values), 2):
         found.add((i, first, j, second))
     return found
+
+
+def first(count: int, cases: Iterable[Any]) -> list[Any]:
+    """The cases in their order; those after the first `count` are marked `release`."""
+    parameters = []
+    for number, case in enumerate(cases):
+        marks = (pytest.mark.release,) if number >= count else ()
+        parameters.append(pytest.param(case, marks=marks))
+    return parameters
 
 
 def covering(cases: Sequence[tuple], features: Callable[..., tuple] | None = None) -> list[Any]:

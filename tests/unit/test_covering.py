@@ -2,7 +2,7 @@
 
 import itertools
 
-from covering import covering, pairs_of
+from covering import covering, first, pairs_of
 
 
 def in_short_run(parameters):
@@ -23,3 +23,9 @@ def test_pairs_of_features_count_instead_of_pairs_of_arguments():
     cases = [("a", (1, 2)), ("a", (2, 1)), ("b", (1, 2))]
     chosen = in_short_run(covering(cases, lambda name, sizes: sizes))
     assert chosen == [("a", (1, 2)), ("a", (2, 1))]
+
+
+def test_of_a_list_the_first_cases_are_in_the_short_run():
+    parameters = first(2, ["a", "b", "c"])
+    assert [parameter.values for parameter in parameters] == [("a",), ("b",), ("c",)]
+    assert in_short_run(parameters) == [("a",), ("b",)]

@@ -1,9 +1,10 @@
-"""The release tier is divided among commits, and nothing else is left out."""
+"""Which tests of the release tier a commit runs, and that nothing else is left out."""
 
 import subprocess
 import sys
 from pathlib import Path
 
+import changed
 import parts
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -33,3 +34,9 @@ def test_each_test_has_one_part_and_the_parts_are_alike():
     for number in range(1000):
         sizes[parts.of_test(f"tests/exercises/test_answers.py::test_a_right_answer[{number}]")] += 1
     assert min(sizes) > 0.7 * 1000 / parts.PARTS
+
+
+def test_what_tests_tell_a_story_of_is_there():
+    for tests, subjects in changed.SUBJECTS.items():
+        for pattern in (tests, *subjects):
+            assert list(ROOT.glob(pattern)), f"no file is {pattern}: correct SUBJECTS"
