@@ -17,12 +17,6 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = arguments()
     results: dict[str, list[Result]] = {}
-    if options.table:
-        results = trial.read_all(options.out)
-        print(trial.table(results))
-        if options.readme:
-            trial.write_readme(results)
-        return 0
     for name in options.categories or NAMES:
         started = time.monotonic()
         cases = trial.cases_of(name, options.seed)
@@ -68,8 +62,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--parallel", type=int, default=2, help="cases at a time")
     parser.add_argument("--out", type=Path, default=Path("build/faults"), help="for CATEGORY.jsonl")
     parser.add_argument("--list", action="store_true", help="name the cases, play nothing")
-    parser.add_argument("--table", action="store_true", help="of the results in --out")
-    parser.add_argument("--readme", action="store_true", help="write that table into the README")
     parser.add_argument("--quiet", action="store_true", help="print the table alone")
     options = parser.parse_args()
     for name in options.categories:

@@ -8,15 +8,12 @@ arguments, files to prepare, and what must be said. A case that needs more than 
 import hashlib
 import os
 import random
-import signal
-import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import forks
-from .forks import Done, Env, Patch, Running
+from .forks import Done, Patch, Running
 
 # A training that takes a tenth of a second.
 BASE = (
@@ -39,9 +36,6 @@ WEATHER = (
     "--train.global_batch=2",
     "--train.eval_batches=1",
 )
-LIMIT_S = 30.0  # beyond what the work needs: after that a training hangs
-WORK_S = 10.0
-MOST_PATIENCE = 2.5  # times as long on a busy machine
 
 REFUSED = "refused"  # must be answered in one line
 TRAINS = "trains"  # must train, or go on
@@ -58,14 +52,11 @@ class Case:
         names: The line must contain one of them: the field or the file that is wrong.
         answer: REFUSED, TRAINS or EITHER.
         ranks: How many processes.
-        env: Environment variables, as for `forks.train`.
         prepare: Called with the case's folder, in which the training runs: writes files.
         patch: Called in each rank before it trains.
         act: What happens, where it is more than one training.
         replaced: Paths in the folder that a training which begins may change, by their beginning.
         base: The command.
-        waits: It mostly sleeps: others run beside it.
-        limit_s: Time after which it hangs; None is the rule for all.
     """
 
     what: str
@@ -73,14 +64,11 @@ class Case:
     names: Sequence[str] = ()
     answer: str = REFUSED
     ranks: int = 1
-    env: "Env | Sequence[Env] | None" = None
     prepare: "Callable[[Path], object] | None" = None
     patch: "Patch | None" = None
     act: "Callable[[Room], object] | None" = None
     replaced: Sequence[str] = ()
     base: Sequence[str] = BASE
-    waits: bool = False
-    limit_s: float | None = None
 
 
 @dataclass
@@ -117,10 +105,8 @@ class Room:
         self,
         *args: str,
         ranks: int | None = None,
-        env: Env | Sequence[Env] | None = None,
         patch: Patch | None = None,
         base: Sequence[str] | None = None,
-        limit_s: float | None = None,
     ) -> Running:
         """Begin a training in the folder."""
         base = self.case.base if base is None else base
@@ -132,8 +118,7 @@ class Room:
             [*base, *args],
             cwd=self.folder,
             ranks=ranks,
-            env=self._environments(env, ranks),
-            timeout_s=scaled(limit_s or self.case.limit_s or LIMIT_S + WORK_S),
+            env={"TMPDIR": str(self.tmp)},
             patch=patch,
         )
 
@@ -141,15 +126,11 @@ class Room:
         self,
         *args: str,
         ranks: int | None = None,
-        env: Env | Sequence[Env] | None = None,
         patch: Patch | None = None,
         base: Sequence[str] | None = None,
-        limit_s: float | None = None,
     ) -> Done:
         """A training from its beginning to its end; the last one is what is judged."""
-        with self.start(
-            *args, ranks=ranks, env=env, patch=patch, base=base, limit_s=limit_s
-        ) as running:
+        with self.start(*args, ranks=ranks, patch=patch, base=base) as running:
             done = running.wait()
         self.answer = done
         return done
@@ -160,21 +141,7 @@ class Room:
         if case.act is not None:
             case.act(self)
             return
-        self.train(*case.args, env=case.env, patch=case.patch)
-
-    def _environments(self, env: Env | Sequence[Env] | None, ranks: int) -> list[Env]:
-        own = {"TMPDIR": str(self.tmp)}
-        if env is None:
-            return [own] * ranks
-        if isinstance(env, dict):
-            return [own | env] * ranks
-        return [own | dict(one) for one in env]  # pyright: ignore
-
-
-def scaled(seconds: float) -> float:
-    """A time limit for a machine that others use too."""
-    load = os.getloadavg()[0] / (os.cpu_count() or 1)
-    return seconds * min(MOST_PATIENCE, max(1.0, load))
+        self.train(*case.args, patch=case.patch)
 
 
 def contents(folder: Path) -> dict[str, str]:
@@ -198,36 +165,3 @@ def _digest(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         return f"unreadable: {error.strerror}"
-
-
-def wait_until(condition: Callable[[], object], limit_s: float = 30.0) -> bool:
-    """Whether something came true in time."""
-    deadline = time.monotonic() + scaled(limit_s)
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.02)
-    return True
-
-
-def as_done(process: subprocess.Popen, limit_s: float) -> Done:
-    """The end of a real process with pipes for stdout and stderr, as that of a fork.
-
-    It was started with `start_new_session=True`.
-    """
-    started = time.monotonic()
-    hung = False
-    try:
-        out, err = process.communicate(timeout=scaled(limit_s))
-    except subprocess.TimeoutExpired:
-        hung = True
-        os.killpg(process.pid, signal.SIGKILL)
-        out, err = process.communicate()
-    return Done(
-        codes=[process.returncode],
-        out=[out],
-        err=[err],
-        hung=hung,
-        left=[],
-        seconds=time.monotonic() - started,
-    )

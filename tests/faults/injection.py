@@ -9,7 +9,6 @@ import contextlib
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -94,13 +93,6 @@ def die() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def signal_self(*numbers: int, pause_s: float = 0.0) -> None:
-    """One signal after another to this process."""
-    for number in numbers:
-        os.kill(os.getpid(), number)
-        time.sleep(pause_s)
-
-
 def fail(error: str, *args: Any) -> None:
     """Raise an error of Python by its name."""
     kinds = {"OSError": OSError, "MemoryError": MemoryError, "ValueError": ValueError}
@@ -140,25 +132,9 @@ def during(module: str, name: str, act: Callable[[], object], call: int = 1) -> 
     setattr(owner, last, wrapped)
 
 
-def set_to(module: str, name: str, value: object) -> None:
-    """Give a name of a module another value."""
-    import importlib
-
-    setattr(importlib.import_module(module), name, value)
-
-
 def at_step(step: int, act: Callable[[], object], *, before: bool = True) -> None:
     """Do something in the optimizer's step of that number, before or after the update."""
     in_step(step, act, before=before)
-
-
-def after_s(seconds: float, act: Callable[[], object]) -> None:
-    """Do something some time after the training began: `act` in a thread."""
-    import threading
-
-    timer = threading.Timer(seconds, act)
-    timer.daemon = True
-    timer.start()
 
 
 def unreadable(text: str, error_number: int) -> None:

@@ -4,20 +4,17 @@
 """
 
 import functools
-import re
-from pathlib import Path
 
 import pytest
 from faults import trial
 from faults.categories import NAMES
-from faults.verdicts import ANSWERS, COLUMNS, FLAGS
+from faults.verdicts import ANSWERS, FLAGS
 
 SEED = 2
 SAMPLE = 100
 ONE_LINE = 0.98
-README = Path(__file__).with_name("README.md")
 # a second each
-QUICK = ("cli", "output_folder", "resume", "damaged_checkpoints", "kills", "numerics")
+QUICK = ("output_folder", "resume", "damaged_checkpoints", "kills", "numerics")
 
 
 @functools.cache
@@ -44,7 +41,7 @@ def test_every_category_has_different_cases_and_the_same_for_the_same_seed():
         words = [case.what for case in trial.cases_of(name, SEED)]
         assert words == [case.what for case in trial.cases_of(name, SEED)]
         assert len(words) >= 20 or name == "full_disk"  # which needs user namespaces
-    assert sum(counts().values()) > 1600
+    assert sum(counts().values()) > 600
 
 
 @pytest.mark.parametrize("name", QUICK)
@@ -68,13 +65,3 @@ def test_nearly_all_is_answered_in_one_line():
     good = [result for result in results if result.answer in ANSWERS[:2]]
     assert len(results) >= SAMPLE - len(NAMES)
     assert len(good) >= ONE_LINE * len(results), told(results)
-
-
-def test_the_table_of_the_docs_is_that_of_the_program():
-    lines = README.read_text().splitlines()
-    begin = lines.index(trial.TABLE_BEGINS.strip())
-    rows = [line for line in lines[begin:] if line.startswith("| ")]
-    head = [cell.strip() for cell in rows[0].strip("|").split("|")]
-    assert head == ["category", "tried", *COLUMNS, "as it should be"]
-    names = [row.split("|")[1].strip() for row in rows[1:] if not re.match(r"\| -", row)]
-    assert names == [*NAMES, "**all**"]

@@ -17,8 +17,6 @@ from .cases import Case, Room, contents
 from .forks import Done
 from .verdicts import COLUMNS, FLAGS, Result, judge
 
-WAITING = 12  # cases that mostly sleep, beside the others
-
 
 def category(name: str) -> ModuleType:
     """The module of a category."""
@@ -89,21 +87,16 @@ def play_all(
     chosen = list(range(len(cases)) if numbers is None else numbers)
     fixtures.cache()
     results = []
-    with ThreadPoolExecutor(parallel) as busy, ThreadPoolExecutor(WAITING) as waiting:
+    with ThreadPoolExecutor(parallel) as pool:
         futures = []
         for number in chosen:
-            case = cases[number]
-            pool = waiting if case.waits else busy
-            futures.append(pool.submit(play, name, number, case, seed))
+            futures.append(pool.submit(play, name, number, cases[number], seed))
         for future in as_completed(futures):
             result = future.result()
             results.append(result)
             if report is not None:
                 report(result)
     results.sort(key=_number)
-    module = category(name)
-    if hasattr(module, "close"):
-        module.close()
     return results
 
 
@@ -119,35 +112,7 @@ def write(results: Sequence[Result], path: Path) -> None:
             file.write(json.dumps(result.as_json()) + "\n")
 
 
-def read(path: Path) -> list[Result]:
-    """What `write` wrote."""
-    return [Result(**json.loads(line)) for line in path.read_text(encoding="utf-8").splitlines()]
-
-
-def read_all(out: Path) -> dict[str, list[Result]]:
-    """The results of all categories that are in a folder."""
-    found = {}
-    for name in categories.NAMES:
-        path = out / f"{name}.jsonl"
-        if path.is_file():
-            found[name] = read(path)
-    return found
-
-
 # ---- the table
-
-
-README = Path(__file__).with_name("README.md")
-TABLE_BEGINS = "<!-- table: written by `python -m tests.faults --table --readme` -->\n"
-TABLE_ENDS = "\n<!-- end of table -->"
-
-
-def write_readme(results: dict[str, list[Result]]) -> None:
-    """Put the table of these results into the README."""
-    before, _, rest = README.read_text(encoding="utf-8").partition(TABLE_BEGINS)
-    after = rest.partition(TABLE_ENDS)[2]
-    text = f"{before}{TABLE_BEGINS}\n{table(results)}\n{TABLE_ENDS}{after}"
-    README.write_text(text, encoding="utf-8")
 
 
 def table(results: dict[str, list[Result]]) -> str:

@@ -10,7 +10,7 @@ Answers, of which a case has one:
     more lines    more than one line
     traceback     a traceback
     silent        it failed without a word, or trained on what it should have refused
-    hung          it did not end within 30 s beyond what the work needs
+    hung          it did not end within four minutes
 
 Besides these:
 
@@ -31,9 +31,9 @@ ANSWERS = ("trained", "one line", "unclear", "more lines", "traceback", "silent"
 FLAGS = ("lost", "wrong", "left behind")
 COLUMNS = (*ANSWERS, *FLAGS)
 CODES = (2, 130)
-# lines that a run writes to stderr when all is well, or while it waits; `(also)` is of this trial
+# lines that a run writes to stderr when all is well, or while it waits
 ANSWERING = ("error: ", "interrupted")
-TOLD = (*ANSWERING, "stopped by", "waiting for ", "(also) ")
+TOLD = (*ANSWERING, "stopped by", "waiting for ")
 NOISE_LINES = 2  # of libraries, beside the line
 LOCK = "run.lock"
 UNFINISHED = (".partial", ".tmp")
@@ -126,7 +126,7 @@ def answer_of(done: Done, case: Case) -> tuple[str, str]:
         return "unclear", f"exit codes {done.codes}"
     if case.answer == TRAINS:
         return "unclear", "refused what is allowed"
-    told = "\n".join(line for line in written if line.startswith((*ANSWERING, "(also) "))).lower()
+    told = "\n".join(line for line in written if line.startswith(ANSWERING)).lower()
     if case.names and not any(name.lower() in told for name in case.names):
         return "unclear", f"names none of {', '.join(case.names)}"
     return "one line", ""

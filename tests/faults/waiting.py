@@ -20,10 +20,17 @@ def until(true: Callable[[], object], within_s: float = HANG_S, every_s: float =
         within_s: Time after which the test fails.
         every_s: Between two questions.
     """
+    assert comes(true, within_s, every_s), "it did not become true"
+
+
+def comes(true: Callable[[], object], within_s: float, every_s: float = 0.02) -> bool:
+    """Whether something becomes true in time, for those who go on in either case."""
     deadline = time.monotonic() + within_s
     while not true():
-        assert time.monotonic() < deadline, "it did not become true"
+        if time.monotonic() > deadline:
+            return False
         time.sleep(every_s)
+    return True
 
 
 # Below those that the system hands out by itself (ip(7), ip_local_port_range), so that no

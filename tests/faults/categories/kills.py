@@ -2,12 +2,11 @@
 
 import random
 import signal
-import time
 from functools import partial
 from pathlib import Path
 
-from .. import fixtures, forks
-from ..cases import BASE, TRAINS, Case, Room, contents, scaled
+from .. import fixtures, forks, waiting
+from ..cases import BASE, TRAINS, Case, Room, contents
 from ..fixtures import LONG, RESUME
 from ..forks import Running
 from ..injection import at_event, count_events, die, on_rank
@@ -78,7 +77,7 @@ def num_events(what: str, ranks: int, rank: int) -> int:
         prepare(place)
     patch = partial(on_rank, rank, partial(count_events, str(counted)))
     command = [*BASE, f"--data.cache_dir={fixtures.cache()}", *_args(what)]
-    forks.train(command, cwd=place, ranks=ranks, patch=patch, timeout_s=scaled(120))
+    forks.train(command, cwd=place, ranks=ranks, patch=patch)
     return int(counted.read_text().strip() or 0)
 
 
@@ -110,13 +109,9 @@ def _kill_and_go_on(what: str, rank: int, moment: float, room: Room) -> None:
 
 def end_with_peers(running: Running, rank: int) -> None:
     """Once a rank has died the others get SIGTERM, as from torchrun, and later SIGKILL."""
-    while running.alive() and not running.ended(rank):
-        time.sleep(0.02)
+    waiting.until(lambda: not running.alive() or running.ended(rank))
     for number, pause_s in ((signal.SIGTERM, PEERS_S), (signal.SIGKILL, 5.0)):
-        deadline = time.monotonic() + scaled(pause_s)
-        while running.alive() and time.monotonic() < deadline:
-            time.sleep(0.02)
-        if running.alive():
+        if not waiting.comes(lambda: not running.alive(), within_s=pause_s):
             for other in range(len(running.pids)):
                 running.signal(other, number)
 
