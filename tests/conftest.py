@@ -12,7 +12,6 @@ import functools
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
@@ -21,6 +20,7 @@ import hypothesis
 import parts
 import psutil
 import pytest
+from faults import waiting
 
 from labcode import processes
 
@@ -39,7 +39,6 @@ hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "course")
 
 
 ROOT = Path(__file__).resolve().parents[1]
-SURVIVORS_LIMIT_S = 120.0  # for a test that hangs, not for a busy machine
 
 
 @pytest.fixture
@@ -48,10 +47,12 @@ def survivors() -> Callable[[Iterable[psutil.Process]], list[psutil.Process]]:
 
     def wait(members: Iterable[psutil.Process]) -> list[psutil.Process]:
         left = list(members)
-        deadline = time.monotonic() + SURVIVORS_LIMIT_S
-        while left and time.monotonic() < deadline:
-            time.sleep(0.02)
-            left = [process for process in left if processes.alive(process)]
+
+        def are_gone() -> bool:
+            left[:] = [process for process in left if processes.alive(process)]
+            return not left
+
+        waiting.comes(are_gone, waiting.HANG_S)
         return left
 
     return wait

@@ -39,7 +39,7 @@ from pathlib import Path
 import cloudpickle
 import psutil
 
-from .waiting import free_port
+from .waiting import comes, free_port
 
 PRELOADED = (
     "torch",
@@ -114,6 +114,7 @@ class Running:
         self._folder = folder
         self._started = time.monotonic()
         self._hung = False
+        self._timeout_s = timeout_s
         self._timer = threading.Timer(timeout_s, self._give_up)
         self._timer.daemon = True
         self._timer.start()
@@ -146,8 +147,7 @@ class Running:
 
     def until(self, true: Callable[[], object]) -> None:
         """Wait until something is true of the training, or it has ended."""
-        while self.alive() and not true():
-            time.sleep(LOOK_S)
+        comes(lambda: true() or not self.alive(), self._timeout_s, LOOK_S)
 
     def wait(self) -> Done:
         """Wait for all ranks. Nothing of them is left then."""
@@ -176,12 +176,8 @@ class Running:
 
     def _left(self) -> list[str]:
         """What still runs in the ranks' sessions, after it had some time to end."""
-        deadline = time.monotonic() + LEAVING_S
-        left = _in_sessions(self.pids)
-        while left and time.monotonic() < deadline:
-            time.sleep(0.05)
-            left = _in_sessions(self.pids)
-        return [_described(process) for process in left]
+        comes(lambda: not _in_sessions(self.pids), LEAVING_S, LOOK_S)
+        return [_described(process) for process in _in_sessions(self.pids)]
 
     def _give_up(self) -> None:
         """The time is over."""

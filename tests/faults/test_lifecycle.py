@@ -158,7 +158,6 @@ def test_an_old_run_is_back_if_the_new_one_ends_before_its_first_step(written, p
     assert text in done.err[0] + done.err[1]
     assert len(done.errors) == (codes == [2, 2])
     assert done.tracebacks == 0
-    assert done.seconds < 30
     assert contents(written) == old
 
 
@@ -261,7 +260,6 @@ def test_a_folder_that_one_rank_does_not_see_is_told_by_that_rank(written, args)
     (line,) = done.errors
     assert "rank 1: " in line and "run as this rank sees it on " in line
     assert "choose a train.out that all nodes share" in line
-    assert done.seconds < 30
     (written / "node1").rmdir()
     assert contents(written) == old
 

@@ -33,6 +33,11 @@ def comes(true: Callable[[], object], within_s: float, every_s: float = 0.02) ->
     return True
 
 
+def pause(seconds: float) -> None:
+    """Let time pass, where the moment itself is drawn by a test, and decides nothing."""
+    time.sleep(seconds)
+
+
 # Below those that the system hands out by itself (ip(7), ip_local_port_range), so that no
 # connection of another program takes one between here and the moment in which it is opened.
 PORTS = range(10_000, 20_000)

@@ -6,14 +6,13 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import nbformat
 import pytest
-from faults.waiting import free_port
+from faults.waiting import comes, free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -101,12 +100,9 @@ def lab(tmp_path_factory):
     )
     address = f"http://localhost:{port}"
     try:
-        deadline = time.monotonic() + 280
-        while status(f"{address}/api/status?token={TOKEN}")[0] != 200:
-            assert server.poll() is None and time.monotonic() < deadline, (
-                home / "lab.log"
-            ).read_text()[-3000:]
-            time.sleep(0.2)
+        answers = f"{address}/api/status?token={TOKEN}"
+        is_there = comes(lambda: status(answers)[0] == 200 or server.poll() is not None, 280, 0.2)
+        assert is_there and server.poll() is None, (home / "lab.log").read_text()[-3000:]
         yield address, folder
     finally:
         os.killpg(server.pid, signal.SIGTERM)  # the server stops its kernels and TensorBoard
@@ -249,10 +245,7 @@ def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, pag
         writer = EventFileWriter(str(folder / place / "later"))
         writer.add_event(Event(wall_time=1.0, step=1))
         writer.close()
-    deadline = time.monotonic() + 280
-    while not later | reference <= set(json.loads(status(runs)[1] or "[]")):
-        assert time.monotonic() < deadline, status(runs)
-        time.sleep(0.5)
+    until(lambda: later | reference <= set(json.loads(status(runs)[1] or "[]")), 280, 0.5)
     page.goto(f"{address}/lab?token={TOKEN}&reset")
     page.wait_for_selector(".jp-LauncherCard:has-text('TensorBoard')")
 

@@ -3,7 +3,6 @@
 import json
 import shutil
 import subprocess
-import time
 import urllib.request
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 from faults import forks
 from faults.cases import BASE
-from faults.waiting import free_port
+from faults.waiting import comes, free_port
 
 from labcode import processes
 
@@ -41,13 +40,14 @@ def answer(port, path):
 
 
 def wait_for(port, path, wanted):
-    deadline = time.monotonic() + PATIENCE_S
-    while time.monotonic() < deadline:
-        found = answer(port, path)
-        if found is not None and wanted(found):
-            return found
-        time.sleep(0.5)
-    raise TimeoutError(f"{path} did not answer as it should: {found}")
+    found = []
+
+    def is_as_wanted():
+        found[:] = [answer(port, path)]
+        return found[0] is not None and wanted(found[0])
+
+    assert comes(is_as_wanted, PATIENCE_S, 0.5), f"{path} did not answer as it should: {found}"
+    return found[0]
 
 
 @pytest.mark.release

@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+from faults import waiting
 from faults.fixtures import in_step
 from faults.forks import start
 
@@ -78,14 +79,7 @@ def hold_pythons_lock(until: Path) -> None:
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
     """Waits until something is true; the limit is for a test that hangs, not for a busy machine."""
-
-    def wait(true: Callable[[], object]) -> None:
-        deadline = time.monotonic() + 120.0
-        while not true():
-            assert time.monotonic() < deadline, "it did not become true"
-            time.sleep(0.02)
-
-    return wait
+    return waiting.until
 
 
 def asked(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:

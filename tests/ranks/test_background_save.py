@@ -9,6 +9,7 @@ import time
 import pytest
 import torch
 from faults import forks
+from faults.waiting import pause
 from test_checkpoint import CONFIG, GRIDS, TRAIN, names, run, train
 
 from labcode import recipes
@@ -200,10 +201,9 @@ def test_killed_at_forty_random_moments_a_run_never_loses_its_previous_checkpoin
     for _ in range(40):
         before = newest_step(folder)
         with forks.start(args, cwd=tmp_path, ranks=2) as running:
-            while running.alive() and newest_step(folder) <= before:
-                time.sleep(0.01)
+            running.until(lambda: newest_step(folder) > before)  # noqa: B023 - it is called here
             assert running.alive(), running.wait().err
-            time.sleep(rng.uniform(0.0, 0.3))
+            pause(rng.uniform(0.0, 0.3))
             for rank in range(2):
                 running.signal(rank, signal.SIGKILL)
             running.wait()

@@ -19,6 +19,7 @@ import psutil
 import pytest
 import torch
 from faults import forks
+from faults.waiting import until
 
 from labcode import recipes
 from labcode.train import metrics
@@ -810,8 +811,11 @@ def test_a_signal_to_one_rank_stops_all_ranks_with_a_checkpoint_and_exit_code_0(
     )
     try:
         lines = tmp_path / "run" / metrics.FILE_NAME
-        while job.poll() is None and not (lines.exists() and lines.read_bytes().count(b"\n") > 2):
-            time.sleep(0.05)
+        until(
+            lambda: (
+                job.poll() is not None or (lines.exists() and lines.read_bytes().count(b"\n") > 2)
+            )
+        )
         last = max(
             psutil.Process(job.pid).children(), key=lambda child: int(child.environ()["RANK"])
         )

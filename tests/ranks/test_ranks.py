@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 import torch.distributed as dist
+from faults.waiting import until
 
 from labcode.pool import wire
 from labcode.pool.ranks import RankError, Ranks
@@ -39,14 +40,6 @@ class Scale(torch.autograd.Function):
 
 def helper(x):
     return FACTOR * x
-
-
-def wait_until(true, within_s=120.0):
-    """The limit is for a test that hangs, not for a busy machine."""
-    deadline = time.monotonic() + within_s
-    while not true():
-        assert time.monotonic() < deadline, "it did not become true"
-        time.sleep(0.05)
 
 
 def family(pid=None):
@@ -420,7 +413,7 @@ def start_owner(folder, *words):
 
 
 def wait_for_hang(folder):
-    wait_until(lambda: len(list(Path(folder).glob("hangs-*"))) == 2)
+    until(lambda: len(list(Path(folder).glob("hangs-*"))) == 2)
 
 
 def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(tmp_path, survivors):
@@ -434,7 +427,7 @@ def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(t
     owner.kill()
     owner.wait()
     assert survivors(children) == []
-    wait_until(lambda: not folder.exists())
+    until(lambda: not folder.exists())
 
 
 def test_a_dropped_pool_and_a_process_that_ends_leave_no_process(tmp_path, survivors):

@@ -7,7 +7,8 @@ from functools import partial
 
 import pytest
 from faults import forks
-from faults.cases import WEATHER, wait_until
+from faults.cases import WEATHER
+from faults.waiting import comes
 
 pytestmark = pytest.mark.release
 
@@ -72,7 +73,7 @@ def compute_slowly():
 def test_a_rank_that_is_starved_by_stops_is_named(tmp_path):
     args = [*ARGS, "--train.steps=100000", "--train.slow_factor=1.5"]
     with forks.start(args, cwd=tmp_path, ranks=2, patch=compute_slowly, timeout_s=250) as running:
-        assert wait_until(lambda: "step 2/" in running.text(), 60)
+        assert comes(lambda: "step 2/" in running.text(), 60)
 
         def starved():
             # nine tenths of the time
@@ -82,5 +83,5 @@ def test_a_rank_that_is_starved_by_stops_is_named(tmp_path):
             time.sleep(0.01)
             return "rank 1 on " in running.text()
 
-        assert wait_until(starved, 60), running.text()
+        assert comes(starved, 60), running.text()
     assert "rank 0 on " not in running.text()

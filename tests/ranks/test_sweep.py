@@ -5,9 +5,10 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
+import psutil
 import pytest
+from faults.waiting import until
 
 from labcode import recipes
 from labcode.command import UsageError
@@ -231,19 +232,18 @@ def test_a_run_that_does_not_end_is_ended(tmp_path):
 
 
 @pytest.mark.release
-def test_a_sweep_that_was_killed_goes_on_with_the_missing_runs(tmp_path):
+def test_a_sweep_that_was_killed_goes_on_with_the_missing_runs(tmp_path, survivors):
     words = [*WORDS, "--sweep.batch=4,8,16", "--seeds=1", "--sweep.at_once=1"]
     words += [f"--sweep.out={tmp_path}", "--train.steps=40"]
     program = [sys.executable, "-m", "labcode.train.sweep", *words]
     table = tmp_path / "results.jsonl"
     with subprocess.Popen(program, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as process:
-        deadline = time.monotonic() + 300
-        while not table.exists() and time.monotonic() < deadline:
-            time.sleep(0.02)
+        until(table.exists)
+        under_way = psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, signal.SIGKILL)
     kept = sweep_table.read(tmp_path)
     assert 1 <= len(kept) < 3
-    time.sleep(2)  # what it had under way ends with it
+    assert survivors(under_way) == []
     done = subprocess.run(program, capture_output=True, text=True, check=True)
     rows = sweep_table.read(tmp_path)
     assert len(rows) == 3

@@ -5,11 +5,11 @@ import os
 import signal
 import subprocess
 import sys
-import time
 
 import psutil
 import pytest
 import torch
+from faults.waiting import until
 
 from labcode import processes
 from labcode.perf.chrome_trace import PARTS
@@ -325,10 +325,9 @@ def test_ctrl_c_ends_all_ranks_and_leaves_valid_files(tmp_path):
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 280
-        while not (out / metrics.FILE_NAME).is_file() or len(metrics.read(out)) < 5:
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+        written = out / metrics.FILE_NAME
+        until(lambda: job.poll() is not None or (written.is_file() and len(metrics.read(out)) >= 5))
+        assert job.poll() is None
         ranks = psutil.Process(job.pid).children(recursive=True)
         os.killpg(job.pid, signal.SIGINT)  # what a terminal does
         stderr = job.communicate(timeout=280)[1]
@@ -354,10 +353,8 @@ def test_ranks_end_with_a_torchrun_that_is_killed(tmp_path):
     )
     ranks = []
     try:
-        deadline = time.monotonic() + 280
-        while not (out / metrics.FILE_NAME).is_file():
-            assert job.poll() is None and time.monotonic() < deadline
-            time.sleep(0.2)
+        until(lambda: job.poll() is not None or (out / metrics.FILE_NAME).is_file())
+        assert job.poll() is None
         ranks = psutil.Process(job.pid).children(recursive=True)
         assert len(ranks) >= 2
         job.kill()

@@ -5,6 +5,8 @@ import re
 import sys
 import time
 
+from faults import waiting
+
 from labcode.slurm.script import site
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
@@ -80,10 +82,8 @@ class Submitted:
     def until(self, true, timeout_s=240.0):
         """Wait until `true(job)`; returns how long that took."""
         started = time.monotonic()
-        while not true(self):
-            passed = time.monotonic() - started
-            assert passed < timeout_s, f"{self.info}\n{self.log[-3000:]}"
-            time.sleep(ASK_S)
+        in_time = waiting.comes(lambda: true(self), timeout_s, ASK_S)
+        assert in_time, f"{self.info}\n{self.log[-3000:]}"
         return time.monotonic() - started
 
     def end(self, timeout_s=240.0):

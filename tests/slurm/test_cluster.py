@@ -8,13 +8,13 @@ import signal
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from faults.waiting import until
 
 from labcode.minislurm import Cluster, Spec, Unavailable, names_up, needs, running
 from labcode.minislurm.cli import main
@@ -56,14 +56,6 @@ def processes_of(folder: Path) -> list[int]:
             if os.fsencode(folder) in file.read_bytes() and alive(pid):
                 found.append(pid)
     return found
-
-
-def until(true: Callable[[], object], poll_s: float = 0.1) -> None:
-    """Wait for something that happens within seconds; a minute is for a machine under load."""
-    end = time.monotonic() + 60
-    while not true():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(poll_s)
 
 
 def command_lines(cluster: Cluster) -> str:
@@ -401,7 +393,7 @@ def test_down_also_removes_what_a_killed_up_has_left(
         stdout=subprocess.DEVNULL,
         start_new_session=True,
     )
-    until((base() / name / moment).exists, poll_s=0.001)
+    until((base() / name / moment).exists, every_s=0.001)
     os.killpg(up.pid, signal.SIGKILL)
     up.wait()
     Cluster(name).down()

@@ -1,12 +1,12 @@
 """What several unit tests share."""
 
 import os
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from faults import waiting
 
 from labcode import processes
 
@@ -44,11 +44,4 @@ def living() -> Callable[[Path], list[str]]:
 @pytest.fixture
 def until() -> Callable[[Callable[[], object]], None]:
     """Waits until something is true; the limit is for a test that hangs, not for a busy machine."""
-
-    def wait(true: Callable[[], object], within_s: float = 120.0) -> None:
-        deadline = time.monotonic() + within_s
-        while not true():
-            assert time.monotonic() < deadline, "it did not become true"
-            time.sleep(0.02)
-
-    return wait
+    return waiting.until

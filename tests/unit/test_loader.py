@@ -6,11 +6,13 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
 import torch
+from faults.waiting import pause
 
 from labcode.config import LoaderConfig, TextData, WeatherData
 from labcode.data import text, weather
@@ -158,7 +160,7 @@ def test_waiting_is_counted_and_reading_ahead_hides_it():
             loader.take(0)  # workers start
             begun = loader.waited_s
             for step in range(1, 5):
-                time.sleep(0.15)  # a training that computes
+                pause(0.15)  # a training that computes
                 loader.take(step)
             waited[count] = loader.waited_s - begun
     assert waited[0] >= 0.4
@@ -203,20 +205,18 @@ def family(pid):
 
 
 def test_closing_ends_workers_in_the_middle_of_a_read():
-    dataset = Numbers(slow_s=60.0)
+    dataset = Numbers(slow_s=3600.0)
     loader = Loader(dataset, batches(dataset), 1, workers(2))
     loader._source.begin(0)
     pids = [worker.pid for worker in loader._source._processes()]
     assert len(pids) == 2
-    begun = time.monotonic()
     loader.close()
-    assert time.monotonic() - begun < 30
     assert not any(psutil.pid_exists(pid) for pid in pids)
 
 
 RANK = """
 import sys, time
-sys.path.insert(0, sys.argv[1])
+sys.path[:0] = sys.argv[1].split(":")
 from test_loader import *
 if __name__ == "__main__":
     dataset = Numbers()
@@ -232,8 +232,8 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("how", ["ends", signal.SIGKILL, signal.SIGINT])
 def test_no_process_outlives_its_rank(tmp_path, how):
     (tmp_path / "rank.py").write_text(RANK)
-    here = os.path.dirname(__file__)
-    command = [sys.executable, str(tmp_path / "rank.py"), here, str(how)]
+    here = Path(__file__).parent
+    command = [sys.executable, str(tmp_path / "rank.py"), f"{here}:{here.parent}", str(how)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as rank:
         assert rank.stdout.readline() == b"ready\n"
         left = family(rank.pid) if how != "ends" else []

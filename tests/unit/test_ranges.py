@@ -1,10 +1,10 @@
 """Seconds by named part: nesting, means, a GPU's clock, and what a profiler is told."""
 
 import inspect
-import time
 
 import pytest
 import torch
+from faults.waiting import pause
 from torch.profiler import ProfilerActivity, profile
 
 from labcode.train import ranges as module
@@ -76,7 +76,7 @@ def test_an_error_ends_its_part(clock):
 def test_of_a_real_clock():
     ranges = StepRanges()
     with ranges("data"):
-        time.sleep(0.02)
+        pause(0.02)
     ranges.end_step()
     assert ranges.take()["data"] >= 0.02
 

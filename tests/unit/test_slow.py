@@ -1,8 +1,7 @@
 """When a rank is named as slow, and the clock of a rank's own work."""
 
-import time
-
 import torch
+from faults.waiting import pause
 from torch import nn
 
 from labcode.train.slow import IN_A_ROW, SlowRanks, WorkClock
@@ -57,7 +56,7 @@ def test_the_clock_stops_at_the_first_gradient_of_the_last_micro_batch():
         for _ in range(2):
             model(torch.ones(1, 4)).sum().backward()
         arrived = clock._arrived
-        time.sleep(0.01)  # what waits for the others comes later
+        pause(0.01)  # what waits for the others comes later
         clock.end()
         assert clock._arrived == arrived
         assert isinstance(arrived, float) and isinstance(clock._begun, float)

@@ -5,12 +5,12 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from faults.waiting import pause
 
 from labcode import processes
 from labcode.slurm import hand_down
@@ -98,7 +98,7 @@ def test_a_request_while_the_rank_starts_is_kept_for_it(
     # to all processes of it, as SLURM does with some kinds of process tracking
     for member in processes.family([process.pid]):
         member.send_signal(asked)
-    time.sleep(1.5)  # longer than it takes to look for ranks a first time
+    pause(1.5)  # longer than it takes to look for ranks a first time
     (tmp_path / "listen").touch()
     out, err = process.communicate(timeout=60)
     assert (process.returncode, out, err) == (0, "heard SIGUSR1\n", "")

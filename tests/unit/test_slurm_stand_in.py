@@ -1,10 +1,10 @@
 """What stands in for SLURM in lesson 14 does what SLURM does, as far as a batch script can tell."""
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from faults.waiting import HANG_S, comes
 
 from labcode.teach.labs.l14_stand_in import FAILED_RANKS, FAILING, StandInJob, split_options
 
@@ -28,13 +28,16 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         Path("trial.sbatch").write_text(HEAD + body)
         job = StandInJob(Path("trial.sbatch"))
         told = not signal_at
-        end_s = time.monotonic() + 60
+
+        def has_ended() -> bool:
+            nonlocal told
+            if not told and signal_at in job.log.read_text():
+                job.signal_script()
+                told = True
+            return job.poll() != "RUNNING"
+
         try:
-            while job.poll() == "RUNNING" and time.monotonic() < end_s:
-                if not told and signal_at in job.log.read_text():
-                    job.signal_script()
-                    told = True
-                time.sleep(0.05)
+            comes(has_ended, HANG_S, 0.05)
             return job.poll(), job.restarts, job.log.read_text()
         finally:
             job.close()

@@ -4,10 +4,10 @@ import json
 import re
 import subprocess
 import sys
-import time
 
 import pytest
 from faults.forks import start
+from faults.waiting import pause
 
 from labcode.train import reference, run_lock, run_view, watch
 from labcode.train.run_view import look, newest_run, table, trend
@@ -90,7 +90,7 @@ def test_the_newest_run_is_the_one_that_was_written_last(tmp_path):
     with pytest.raises(ValueError, match="no run in"):
         newest_run(tmp_path)
     write_run(tmp_path / "b-001")
-    time.sleep(0.02)
+    pause(0.02)  # file systems keep the time of a file in steps of some milliseconds
     write_run(tmp_path / "a-001")
     assert newest_run(tmp_path).name == "a-001"
 
