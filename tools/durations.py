@@ -1,8 +1,8 @@
 """Where the time of the tests goes, as Markdown: `python -m tools.durations REPORT.xml ...`.
 
 The reports are pytest's (`--junitxml`), one for each run. The time of a test includes its fixtures,
-so the first test that asks for a shared fixture pays for it, and a test that waits for work in the
-background pays for the wait.
+so the first test that asks for a shared fixture pays for it. Two workers run tests at the same
+time: half of a sum passes on the clock.
 """
 
 import os
