@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from faults.forks import train
+from faults.waiting import pause
 
 from labcode.config import TrainConfig
 from labcode.train import device_samples, metrics
@@ -96,6 +97,8 @@ def test_the_cpu_time_of_this_process_is_seen():
     assert busy["cpu_cores"] > 0
     assert 0 < busy["utilisation"] <= 1
     assert 10e6 < busy["memory_bytes"] < 1e12
+    pause(0.3)  # in which this process does nothing, whatever others do
+    assert meter.read()["cpu_cores"] < busy["cpu_cores"] + 0.5
     assert set(busy) <= set(device_samples.UNITS)
 
 

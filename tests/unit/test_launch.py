@@ -81,7 +81,7 @@ def test_output_streams_labelled_and_in_order(module, monkeypatch):
         name, "--steps", 3, "a b", "$HOME", nproc=2, env_extra={"COLOUR": "blue"}, timeout_s=250
     )
     lines = done.output.splitlines()
-    assert reader.text == done.output + "\n"
+    assert reader.text == done.output + "\n" and done.seconds > 0
     assert lines[:11] == [
         "[rank 0] question",
         *(f"[rank {turn % 2}] turn {turn}" for turn in range(10)),

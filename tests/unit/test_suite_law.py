@@ -49,7 +49,7 @@ class Law(ast.NodeVisitor):
 
     def visit_Assert(self, node: ast.Assert) -> None:
         for each in ast.walk(node.test):
-            if isinstance(each, ast.Compare) and _is_clock(each):
+            if isinstance(each, ast.Compare) and _is_limit(each):
                 self._offence(node, "compares a time: a busy machine decides")
         self.generic_visit(node)
 
@@ -69,13 +69,12 @@ def _is_hang(call: ast.Call) -> bool:
     return isinstance(seconds, ast.Constant) and seconds.value >= 60
 
 
-def _is_clock(compared: ast.Compare) -> bool:
+def _is_limit(compared: ast.Compare) -> bool:
+    """Whether something has to be quick; that it takes some time is true on any machine."""
+    if not any(isinstance(operator, ast.Lt | ast.LtE) for operator in compared.ops):
+        return False
     for each in ast.walk(compared):
-        if (
-            isinstance(each, ast.Attribute)
-            and each.attr == "seconds"
-            and _name(each.value) == "done"
-        ):
+        if isinstance(each, ast.Attribute) and ast.unparse(each) == "done.seconds":
             return True
         if isinstance(each, ast.Call) and _name(each.func) in CLOCKS:
             return True
@@ -110,6 +109,12 @@ def test_each_offence_is_found(text):
     assert len(offences(text)) == 1
 
 
-def test_a_rank_may_be_slow():
-    text = "def test_a():\n    def late(rank):\n        time.sleep(3)\n    ranks.run(late)"
+@pytest.mark.parametrize(
+    "text",
+    [
+        "def test_a():\n    def late(rank):\n        time.sleep(3)\n    ranks.run(late)",
+        "def test_a():\n    assert done.seconds > 0",
+    ],
+)
+def test_a_rank_may_be_slow_and_time_may_pass(text):
     assert offences(text) == []
