@@ -60,7 +60,7 @@ def section(report: Path) -> list[str]:
     named = [(f"`{test.file}` {test.name}", test.seconds) for test in tests]
     slowest_tests = sorted(named, key=by_seconds)[:TESTS]
     return [
-        f"## make {report.stem}: {total / 60:.1f} minutes, {len(tests)} tests",
+        f"## make {report.stem}: {len(tests)} tests, {total / 60:.1f} minutes of all workers",
         "",
         *table("file", slowest_files, total),
         "",

@@ -20,7 +20,7 @@ def test_files_and_tests_are_listed_longest_first(tmp_path, capsys):
     report.write_text(REPORT)
     assert durations.main([str(report)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "## make test: 0.2 minutes, 3 tests" in lines
+    assert "## make test: 3 tests, 0.2 minutes of all workers" in lines
     assert [line for line in lines if line.startswith("| ") and "seconds" not in line] == [
         "| tests/ranks/test_b.py | 6.5 | 65% |",
         "| tests/unit/test_a.py | 3.5 | 35% |",
