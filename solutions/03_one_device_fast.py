@@ -354,8 +354,8 @@ compare("saved", saved_ratio, in_16_bits / in_32_bits, within=1.15)
 # bfloat16 and tf32. A CPU may have a unit for bfloat16 (Intel's AMX, or AVX512-BF16) and none for float16. Then float16
 # is converted, and costs time.
 #
-# Let us train the same model from the same weights in all three. It is half as wide as ours, so that a quarter of the
-# FLOPs is left: where float16 has to be converted, a step takes many times as long as in float32.
+# Let us train the same model from the same weights in all three. It is half as wide as ours, so that about a quarter of
+# the FLOPs is left: where float16 has to be converted, a step takes many times as long as in float32.
 
 # %%
 def narrow_model():
