@@ -9,7 +9,7 @@ TESTS := OMP_NUM_THREADS=1 $(BIN)/python -m pytest tests -n 2 --dist loadscope
 LESSONS := $(BIN)/python -m pytest tests/notebooks
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lab test test-changed test-release test-matrix answers durations slurm-test course notebooks images book handout slides pages check
+.PHONY: help setup lab shell test test-changed test-release test-matrix answers durations slurm-test course notebooks images book handout slides pages check
 
 help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -27,6 +27,9 @@ $(VENV)/$(STAMP): pyproject.toml constraints.txt
 
 lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a tile of its launcher
 	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py $(LAB)
+
+shell: $(VENV)/$(STAMP)  ## a shell that finds `python -m labcode.train` and `torchrun`, as JupyterLab's terminal does
+	@COURSE_PROGRAMS=$(CURDIR)/$(BIN) bash --rcfile tools/jupyter/bashrc
 
 test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, a notebook, browser, SLURM where it can be had
 	$(TESTS) -m 'not release and not lesson' --junitxml=build/test.xml

@@ -1,4 +1,8 @@
-"""`python -m labcode`: the lessons, how long they take, what is done, and what comes next."""
+"""`python -m labcode`: the lessons, how long they take, what is done, and what comes next.
+
+python -m labcode 04          one lesson: its exercises, and how to open it
+python -m labcode reset 04    begin it anew; your notebook is kept beside the new one
+"""
 
 import argparse
 import sys
@@ -21,7 +25,9 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
         start: Where to look for the notebooks first; None: here.
     """
     parser = argparse.ArgumentParser(prog="python -m labcode", description=__doc__, epilog=EPILOG)
-    parser.parse_args(arguments)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("words", nargs="*", metavar="LESSON", help="its number, or: reset NUMBER")
+    words = parser.parse_args(arguments).words
     folder = course.notebooks_folder(start or Path.cwd())
     if folder is None:
         print(
@@ -29,8 +35,38 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
             file=sys.stderr,
         )
         return 2
-    print("\n".join(table(folder)))
+    try:
+        lines = answer(words, folder)
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print("\n".join(lines))
     return 0
+
+
+def answer(words: list[str], folder: Path) -> list[str]:
+    """The lines to print for the words of the command line.
+
+    Raises:
+        ValueError: There is no such lesson, or there are other words.
+    """
+    if not words:
+        return table(folder)
+    if len(words) == 1 and words[0] != "reset":
+        return about(course.find(words[0], folder), course.passed(folder))
+    if len(words) == 2 and words[0] == "reset":
+        lesson = course.find(words[1], folder)
+        kept = course.begin_anew(lesson)
+        return [f"{lesson.notebook.name} is as new; yours is {kept.name}, beside it"]
+    raise ValueError(f"{' '.join(words)!r} is no lesson: give a number, or reset and a number")
+
+
+def about(lesson: course.Lesson, done: set[str]) -> list[str]:
+    """The lines to print for one lesson."""
+    lines = [f"{lesson.number}  {lesson.title}, {lesson.minutes or '?'} minutes"]
+    for exercise in lesson.exercises:
+        lines.append(f"    {exercise:<6} {'done' if exercise in done else 'open'}")
+    return [*lines, f"Open {lesson.notebook.name} in JupyterLab: make lab"]
 
 
 def table(folder: Path) -> list[str]:

@@ -7,10 +7,12 @@ beside the notebooks, which git ignores. No torch, so that `python -m labcode` a
 import contextlib
 import json
 import re
+import subprocess
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from labcode import suggest
 from labcode.files import write_atomically
 
 PROGRESS = ".progress.json"  # beside the notebooks
@@ -55,6 +57,45 @@ def lessons(folder: Path) -> list[Lesson]:
         if lesson is not None:
             found.append(lesson)
     return found
+
+
+def find(number: str, folder: Path) -> Lesson:
+    """The lesson of a number: "04", or "4".
+
+    Raises:
+        ValueError: There is none.
+    """
+    known = {lesson.number: lesson for lesson in lessons(folder)}
+    wanted = f"{number:0>2}"
+    if wanted not in known:
+        raise ValueError(suggest.unknown("lesson", number, known))
+    return known[wanted]
+
+
+def begin_anew(lesson: Lesson) -> Path:
+    """Put the notebook of a lesson aside, and a fresh one, as git has it, in its place.
+
+    Returns:
+        The notebook as it was, under another name beside the new one.
+
+    Raises:
+        ValueError: git has no such notebook.
+    """
+    path = lesson.notebook
+    command = ["git", "-C", str(path.parent), "show", f"HEAD:./{path.name}"]
+    try:
+        fresh = subprocess.run(command, capture_output=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        raise ValueError(
+            f"git has no copy of {path.name}: unpack the archive of the course again, and take it "
+            "from there"
+        ) from None
+    number = 1
+    while (kept := path.with_name(f"{path.stem}.yours-{number}.ipynb")).exists():
+        number += 1
+    path.rename(kept)
+    write_atomically(path, fresh)
+    return kept
 
 
 def _lesson(path: Path) -> Lesson | None:

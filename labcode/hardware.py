@@ -1,12 +1,24 @@
-"""Peak speed and memory of the GPUs that the course needs, each with its source; the CPU's name.
+"""What computes: peak speed and memory of GPUs, each with its source, and what this process may
+use of this machine.
 
 A device that is not in the table has no peak here, and no MFU is computed for it: a wrong one is
 worse than none. What a device reaches in practice is measured by `train.device_speed`.
 """
 
+import os
 import platform
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+import psutil
+
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
+# Names of the files of a memory cgroup by the version: the limit, what is used, and the beginning
+# of the names in memory.stat of what is used by it and by all groups inside it.
+_VERSION_1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_")
+_VERSION_2 = ("memory.max", "memory.current", "")
 
 
 @dataclass(frozen=True)
@@ -110,3 +122,76 @@ def mfu(flops_per_s: float, device_name: str, dtype: str) -> float | None:
     if device is None or dtype not in device.peak_flops_per_s:
         return None
     return flops_per_s / device.peak_flops_per_s[dtype]
+
+
+# ---- what this process may use
+
+
+def usable_cores() -> frozenset[int]:
+    """The numbers of the cores that this process may run on."""
+    if hasattr(os, "sched_getaffinity"):
+        return frozenset(os.sched_getaffinity(0))
+    return frozenset(range(os.cpu_count() or 1))
+
+
+def memory_bytes() -> int:
+    """Memory that the processes of this machine may use together: RAM, or less where a cgroup says
+    so, and swap.
+    """
+    limits = [limit for limit, _ in _cgroups()]
+    return min([psutil.virtual_memory().total, *limits]) + psutil.swap_memory().total
+
+
+def free_memory_bytes() -> int:
+    """RAM that is free on this machine, or in the fullest of this process's cgroups."""
+    free = [max(0, limit - used) for limit, used in _cgroups()]
+    return min([psutil.virtual_memory().available, *free])
+
+
+def _cgroups() -> Iterator[tuple[int, int]]:
+    """(Limit, bytes in use) of the memory of this process's cgroup and of those around it.
+
+    As a container, a job of SLURM or a systemd service has them. Those that cannot be read are left
+    out.
+    """
+    try:
+        lines = OWN_CGROUPS.read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        if not controllers:  # version 2: one tree for everything
+            tree = CGROUPS
+            names = _VERSION_2
+        elif "memory" in controllers.split(","):
+            tree = CGROUPS / "memory"
+            names = _VERSION_1
+        else:
+            continue
+        limit_name, used_name, prefix = names
+        folder = tree / own.strip("/")
+        for group in (folder, *folder.parents):
+            if not group.is_relative_to(tree):
+                continue
+            limit = _number_in(group / limit_name)
+            if limit is not None:
+                used = _number_in(group / used_name) or 0
+                yield limit, used - _given_back(group / "memory.stat", prefix)
+
+
+def _number_in(file: Path) -> int | None:
+    """The number in a file, if there is one; "max" is none."""
+    try:
+        return int(file.read_text())
+    except (OSError, ValueError):
+        return None
+
+
+def _given_back(stat: Path, prefix: str) -> int:
+    """Bytes of files that the kernel keeps in memory while nobody else needs it."""
+    try:
+        lines = stat.read_text().splitlines()
+    except OSError:
+        return 0
+    counts = dict(line.split(" ", 1) for line in lines if " " in line)
+    return sum(int(counts.get(f"{prefix}{kind}_file", 0)) for kind in ("active", "inactive"))

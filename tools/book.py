@@ -35,7 +35,8 @@ from tools.course_map import Lesson
 ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "build" / "book"
 SOURCE = "book-source"  # beside the book
-USING = ("A training run", "What happens when something fails", "Help")  # sections of README.md
+GUIDE = "book/guide"  # its pages, in this order
+GUIDE_PAGES = ("where_to_run", "training", "clusters", "failures")
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s]+)\)")
 RECAP = re.compile(r"(?ms)^## Recap\n(.*?)(?=^## |\Z)")
 EXTRA = "extra"  # below the sources: what is copied into the book as it is
@@ -106,7 +107,9 @@ def relinked(text: str, folder: str, course: Course) -> str:
         course: The course.
     """
     sources = {module.file for module in course.modules}
-    pages = {"docs/where_to_run.md": "where_to_run.md", "README.md": "index.md"}
+    pages = {"COURSE.md": "index.md", "README.md": "index.md"}
+    for name in GUIDE_PAGES:
+        pages[f"{GUIDE}/{name}.md"] = f"{name}.md"
     for lesson in course.lessons:
         pages |= {lesson.solution: f"{lesson.stem}.ipynb", lesson.notebook: f"{lesson.stem}.ipynb"}
 
@@ -172,18 +175,6 @@ def cheat_sheet(course: Course) -> str:
     return "\n".join(lines) + "\n"
 
 
-def using(course: Course) -> str:
-    """The page on the library's programs, from README.md."""
-    readme = (course.root / "README.md").read_text(encoding="utf-8")
-    lines = ["# Using the library", ""]
-    for heading in USING:
-        found = re.search(rf"(?ms)^## {heading}\n.*?(?=^## |\Z)", readme)
-        if found is None:
-            raise ValueError(f"README.md has no section {heading!r}: name another in tools/book.py")
-        lines.append(relinked(found[0], "", course))
-    return "\n".join(lines)
-
-
 def index(course: Course) -> str:
     """The title page: book/index.md with the table of the lessons and the order of the pages."""
     text = (course.root / "book" / "index.md").read_text(encoding="utf-8")
@@ -202,7 +193,7 @@ def index(course: Course) -> str:
     hours = sum(lesson.minutes for lesson in course.lessons) / 60
     rows.append(f"| **together** | {hours:.0f} hours | | |")
     trees += [*_end(trees), "```{toctree}", ":hidden:", ":caption: Reference", ""]
-    trees += ["cheat_sheet", "glossary", "using", "where_to_run", "api/index", "```"]
+    trees += ["cheat_sheet", "glossary", *GUIDE_PAGES, "api/index", "```"]
     text = text.replace("<!-- lessons -->", "\n".join(rows))
     text = text.replace("<!-- pages -->", "\n".join(trees))
     return relinked(text, "book", course)
@@ -219,10 +210,10 @@ def sources(course: Course) -> Files:
         "index.md": index(course),
         "glossary.md": book_terms.page(course.terms, first),
         "cheat_sheet.md": cheat_sheet(course),
-        "using.md": using(course),
     }
-    where = (course.root / "docs" / "where_to_run.md").read_text(encoding="utf-8")
-    texts["where_to_run.md"] = relinked(where, "docs", course)
+    for name in GUIDE_PAGES:
+        text = (course.root / GUIDE / f"{name}.md").read_text(encoding="utf-8")
+        texts[f"{name}.md"] = relinked(text, GUIDE, course)
     for name, text in book_api.pages(course.modules).items():
         texts[f"api/{name}"] = text
     for module in course.modules:

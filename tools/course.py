@@ -30,7 +30,8 @@ def main(root: Path = ROOT, wanted: list[str] | None = None) -> int:
     if not paths:
         print("no solution notebook found: run `make notebooks`")
         return 1
-    for prefix in wanted or []:
+    wanted = [f"{prefix:0>2}" for prefix in wanted or []]  # "4" is lesson 04
+    for prefix in wanted:
         if not any(path.stem.startswith(prefix) for path in paths):
             exist = ", ".join(path.stem for path in paths)
             print(f"no lesson begins with {prefix!r}: there are {exist}")

@@ -1,7 +1,7 @@
 """The course as data, read from its sources: lessons, minutes, and what each needs.
 
 A lesson says all of it at its top: `# # 04 · Title`, `**Time**: 80 minutes`,
-`**Needs**: lesson 01`. Here that is read; the map in README.md and its picture,
+`**Needs**: lesson 01`. Here that is read; COURSE.md and its picture,
 INSTRUCTORS.md and the slides are made from it. Only the names of the parts are written here.
 """
 

@@ -10,7 +10,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-MAP = "[Map of the course](../README.md#the-course)"
+MAP = "[Map of the course](../COURSE.md)"
 GUARD = "import labcode  # not found? Kernel > Change Kernel: take the one of .venv, or `make lab`"
 PREDICT = "# PREDICT: put your answer in the place of each `...`, run this cell, then go on."
 # Borders alone, in a blue that shows on white and on black: a ground of its own would keep the

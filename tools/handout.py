@@ -84,22 +84,21 @@ def makefile(text: str) -> str:
     return "\n\n".join(kept).rstrip("\n") + "\n"
 
 
-def readme(lessons: list[course_map.Lesson]) -> str:
-    """The page of the handout; the notebooks link to its map."""
-    rows = ["| lesson | minutes | after |", "|---|---:|---|"]
-    for lesson in lessons:
-        link = f"[{lesson.number} {lesson.title}]({lesson.notebook})"
-        rows.append(f"| {link} | {lesson.minutes} | {', '.join(lesson.needs)} |")
-    table = "\n".join(rows)
+def course_page(text: str) -> str:
+    """COURSE.md without what leads to the solutions."""
+    text = re.sub(r"\[solved\]\([^)]*\)", "", text)
+    return re.sub(r"(?m)^\*Solved\* .*\n", "", text)
+
+
+def readme() -> str:
+    """The page of the handout."""
     return (
         "# Training at Scale\n\nA course on training neural networks on many processors at once. "
         "You need Linux or macOS, Python 3.11 or later and `make`; about 2.5 GB of disk.\n\n"
         "    make lab      # sets up .venv, opens JupyterLab on lesson 00\n\n"
         "`python -m labcode` prints the lessons, which exercises you have done and what comes "
         'next. `hint("4.1")` shows a hint in a notebook, a further one at each call.\n\n'
-        "## The course\n\n"
-        "![The lessons; an arrow leads from each to those that need it](images/course_map.svg)\n\n"
-        f"{table}\n"
+        "[COURSE.md](COURSE.md) has the map of the course and short ways through it.\n"
     )
 
 
@@ -124,7 +123,9 @@ def write(out: Path, root: Path = ROOT) -> Path:
     for lesson in lessons:
         notebook = student_notebook(root / "solutions" / f"{lesson.stem}.py", course)
         nbformat.write(notebook, out / lesson.notebook)
-    (out / "README.md").write_text(readme(lessons), encoding="utf-8")
+    text = course_page((root / "COURSE.md").read_text(encoding="utf-8"))
+    (out / "COURSE.md").write_text(text, encoding="utf-8")
+    (out / "README.md").write_text(readme(), encoding="utf-8")
     text = makefile((root / "Makefile").read_text(encoding="utf-8"))
     (out / "Makefile").write_text(text, encoding="utf-8")
     return pack(out)

@@ -1,6 +1,7 @@
-"""`make pages`: what README, the instructor's pages and docs/ take from lessons and checks.
+"""`make pages`: what README, COURSE.md, INSTRUCTORS.md and docs/ take from lessons and checks.
 
-README.md                the table of the lessons, between two marks; the rest is written by hand
+README.md                how long the course is, between two marks; the rest is written by hand
+COURSE.md                the table of the lessons and the short ways, between marks as well
 INSTRUCTORS.md           the schedules, between two marks as well
 docs/wrong_answers.md    what people get wrong in each exercise, and what the check tells them
 docs/questions.md        questions for the room, from the instructor's notes of the solutions
@@ -26,6 +27,7 @@ from tools.course_map import Lesson
 
 ROOT = Path(__file__).resolve().parents[1]
 README = "README.md"
+COURSE = "COURSE.md"
 PAGE = "INSTRUCTORS.md"
 WRONG = "docs/wrong_answers.md"
 QUESTIONS = "docs/questions.md"
@@ -33,6 +35,20 @@ BEGINS = "<!-- schedules: written by `make pages` -->"
 ENDS = "<!-- end of schedules -->"
 TABLE_BEGINS = "<!-- lessons: written by `make pages` -->"
 TABLE_ENDS = "<!-- end of lessons -->"
+WAYS_BEGIN = "<!-- ways: written by `make pages` -->"
+WAYS_END = "<!-- end of ways -->"
+HOURS = re.compile(r"(<!-- hours -->).*?(<!-- end of hours -->)")
+# What somebody may want to be able to do, and the lessons that teach it.
+WAYS = (
+    ("An afternoon: write data parallel training, and see what it sends", ("04",)),
+    ("DDP that is slow, hangs or learns badly", ("05", "07")),
+    ("FSDP: what it shards, sends and saves", ("13",)),
+    ("Tensor, sequence and pipeline parallelism, as Megatron-LM has them", ("10", "12")),
+    ("Long sequences: the ring", ("11",)),
+    ("Jobs on a SLURM cluster that survive failures", ("14", "17")),
+    ("16 and 8 bits", ("18",)),
+    ("Plan a large training before it is paid for", ("20", "21")),
+)
 MOST_WRONG = 8  # of an exercise: the first ones in the data
 WRITTEN = "Written by `make pages`; do not edit."
 
@@ -147,7 +163,7 @@ def with_schedules(page: str, lessons: Sequence[Lesson]) -> str:
 
 
 def with_table(page: str, lessons: Sequence[Lesson]) -> str:
-    """README.md with the table of the lessons between its marks."""
+    """COURSE.md with the table of the lessons between its marks."""
     rows = ["| lesson | minutes | needs | |", "|---|---:|---|---|"]
     part = ""
     for lesson in lessons:
@@ -160,6 +176,36 @@ def with_table(page: str, lessons: Sequence[Lesson]) -> str:
     hours = sum(lesson.minutes for lesson in lessons) / 60
     rows.append(f"| **together** | {hours:.0f} hours | | |")
     return between(page, TABLE_BEGINS, "\n".join(rows), TABLE_ENDS)
+
+
+def with_ways(page: str, lessons: Sequence[Lesson]) -> str:
+    """COURSE.md with the short ways between its marks."""
+    known = {lesson.number: lesson for lesson in lessons}
+    rows = ["| to be able to do | lessons | hours |", "|---|---|---:|"]
+    for goal, last in WAYS:
+        way = needed_for(last, known)
+        hours = sum(known[number].minutes for number in way) / 60
+        links = [f"[{number}]({known[number].notebook})" for number in way]
+        rows.append(f"| {goal} | {' '.join(links)} | {hours:.1f} |")
+    return between(page, WAYS_BEGIN, "\n".join(rows), WAYS_END)
+
+
+def needed_for(last: Sequence[str], known: Mapping[str, Lesson]) -> list[str]:
+    """These lessons and all that they need, and what those need, in order."""
+    found = set()
+    waiting = list(last)
+    while waiting:
+        number = waiting.pop()
+        if number not in found:
+            found.add(number)
+            waiting.extend(known[number].needs)
+    return sorted(found)
+
+
+def with_hours(page: str, lessons: Sequence[Lesson]) -> str:
+    """README.md with the length of the course between its marks."""
+    hours = sum(lesson.minutes for lesson in lessons) / 60
+    return HOURS.sub(rf"\g<1>{len(lessons)} lessons take {hours:.0f} hours in all\g<2>", page)
 
 
 def between(page: str, begins: str, text: str, ends: str) -> str:
@@ -287,9 +333,11 @@ def pages(root: Path = ROOT) -> dict[str, str]:
     """{path from the root: what it should hold}."""
     lessons = course_map.lessons(root)
     readme = (root / README).read_text(encoding="utf-8")
+    course = (root / COURSE).read_text(encoding="utf-8")
     page = (root / PAGE).read_text(encoding="utf-8")
     return {
-        README: with_table(readme, lessons),
+        README: with_hours(readme, lessons),
+        COURSE: with_ways(with_table(course, lessons), lessons),
         PAGE: with_schedules(page, lessons),
         WRONG: wrong_answers(answers(root), lessons, root),
         QUESTIONS: questions(lessons, root),

@@ -1,4 +1,4 @@
-"""`python -m tools.reliability [RESULT]`: the tables of the README about faults, from their JSON.
+"""`python -m tools.reliability [RESULT]`: the tables of the guide about faults, from their JSON.
 
 RESULT is what `python -m labcode.train.chaos RECIPE --result FILE` has written, on one machine or
 with `--cluster`; it replaces the one of its kind in `benchmarks/results`. Without it those are
@@ -15,7 +15,7 @@ from labcode.files import write_atomically
 from labcode.train.chaos import account
 
 ROOT = Path(__file__).resolve().parents[1]
-README = ROOT / "README.md"
+PAGE = ROOT / "book" / "guide" / "failures.md"
 RESULTS = ROOT / "benchmarks" / "results"
 ON_ONE_MACHINE = RESULTS / "chaos.json"
 ON_A_CLUSTER = RESULTS / "chaos_cluster.json"
@@ -31,16 +31,16 @@ def section(accounts: Sequence[account.Account]) -> str:
     return "\n\n".join(parts)
 
 
-def shown(readme: str, accounts: Sequence[account.Account]) -> str:
-    """A README with the section of these faults.
+def shown(page: str, accounts: Sequence[account.Account]) -> str:
+    """A page with the section of these faults.
 
     Raises:
         ValueError: It has no place for it.
     """
-    before, begins, rest = readme.partition(BEGINS)
+    before, begins, rest = page.partition(BEGINS)
     _, ends, after = rest.partition(ENDS)
     if not begins or not ends:
-        raise ValueError(f"README.md has no lines {BEGINS} and {ENDS}: put them where it belongs")
+        raise ValueError(f"the page has no lines {BEGINS} and {ENDS}: put them where it belongs")
     return f"{before}{BEGINS}\n\n{section(accounts)}\n\n{ENDS}{after}"
 
 
@@ -56,14 +56,14 @@ def main(words: Sequence[str]) -> int:
             new = account.read(Path(words[0]))
             new.write(ON_A_CLUSTER if new.nodes else ON_ONE_MACHINE)
         accounts = committed()
-        text = shown(README.read_text(encoding="utf-8"), accounts)
+        text = shown(PAGE.read_text(encoding="utf-8"), accounts)
     except (OSError, ValueError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     for found in accounts:
         for line in found.complaints():
             print(f"wrong: {line}", file=sys.stderr)
-    write_atomically(README, text.encode())
+    write_atomically(PAGE, text.encode())
     return 0 if all(found.good for found in accounts) else 1
 
 

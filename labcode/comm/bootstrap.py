@@ -27,6 +27,7 @@ import torch.distributed as dist
 from labcode.comm.agreement import SharedError
 from labcode.comm.meeting import MeetingError, Patience, meet, store_of_agent
 from labcode.comm.place import Place
+from labcode.hardware import usable_cores
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 # without the local ones, which a hand-made launch may leave out
@@ -40,6 +41,7 @@ _REFUSED = re.compile(r"Connection refused, remote=\[[^\]]*\](:\d+)?")  # of glo
 MEET_BY_HAND_S = 45.0
 MEET_LAUNCHED_S = 300.0
 _LEAVE_TIMEOUT_S = 15.0  # how long to wait for ranks that still import torch
+RECORDED_COLLECTIVES = "2000"  # of each rank, by torch's flight recorder
 _EXIT_S = 0.5  # how long a process with torch needs to end
 
 
@@ -417,9 +419,8 @@ def start(
     Args:
         place: Where this process stands; None reads the environment.
         share_gpus: Allow several ranks on one GPU.
-        timeout_s: How long a collective waits for a missing rank before it raises. The
-            ranks wait no longer for each other at first, and less by default
-            (LABCODE_MEET_TIMEOUT_S).
+        timeout_s: How long a collective waits for a missing rank before it raises. How long the
+            ranks wait for each other at first is LABCODE_MEET_TIMEOUT_S.
         store: Meeting point to use in place of the address, for processes that share a folder or a
             parent.
 
@@ -435,27 +436,60 @@ def start(
         place = read_environment()
     _check_interfaces(os.environ)
     device = choose_device(place)
-    _prepare(device, place)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
     if store is None and place.address is None:
         store = dist.HashStore()
     elif store is None:
-        patience = _patience(place, os.environ)
-        if patience.limit_s > timeout_s:
-            patience = Patience(place, timeout_s)
-        store = meet(place, patience, timeout_s)
+        store = meet(place, _patience(place, os.environ), timeout_s)
     timeout = timedelta(seconds=timeout_s)
     backend = choose_backend(exchange_devices(place, device, store), share_gpus)
+    _share_cores(place, device, store)
+    _record_collectives()
     _init_process_group(place, device, backend, store, timeout)
     return World(place, device, backend)
 
 
-def _prepare(device: torch.device, place: Place) -> None:
-    """Make the GPU the current one, or share the cores of this node between its ranks."""
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    elif place.local_world_size > 1 and not os.environ.get("OMP_NUM_THREADS"):
-        num_cores = os.cpu_count() or 1
-        torch.set_num_threads(max(1, num_cores // place.local_world_size))
+def _share_cores(place: Place, device: torch.device, store: dist.Store) -> None:
+    """Give a rank on the CPU its share of the cores of its node, as threads.
+
+    torchrun sets OMP_NUM_THREADS, srun does not. Which cores each rank may run on, as srun or
+    taskset has bound it, is known when they compare.
+    """
+    mask = sum(1 << core for core in usable_cores())
+    store.set(f"cores/{place.rank}", f"{socket.gethostname()} {mask:x}")
+    if place.world_size == 1 or device.type == "cuda" or os.environ.get("OMP_NUM_THREADS"):
+        return
+    keys = [f"cores/{rank}" for rank in range(place.world_size)]
+    cores = [value.decode() for value in store.multi_get(keys)]
+    torch.set_num_threads(num_threads(cores, place.rank))
+
+
+def num_threads(cores: Sequence[str], rank: int) -> int:
+    """How many threads a rank computes with: its cores, divided by the ranks that may run on them.
+
+    Args:
+        cores: Of each rank: its node, and its cores as the bits of a hexadecimal number: "n1 ff".
+        rank: Which.
+    """
+    node, mask = cores[rank].split()
+    own = int(mask, 16)
+    sharing = 0
+    for described in cores:
+        other_node, other_mask = described.split()
+        if other_node == node and own & int(other_mask, 16):
+            sharing += 1
+    return max(1, own.bit_count() // sharing)
+
+
+def _record_collectives() -> None:
+    """Switch on torch's flight recorder, from which `doctor.standing` knows who waits in what.
+
+    Torch reads its size when the first group is made; some versions record nothing by default.
+    TORCH_NCCL_TRACE_BUFFER_SIZE is what it was called before 2.9.
+    """
+    if not os.environ.get("TORCH_NCCL_TRACE_BUFFER_SIZE"):
+        os.environ.setdefault("TORCH_FR_BUFFER_SIZE", RECORDED_COLLECTIVES)
 
 
 def _init_process_group(

@@ -191,13 +191,16 @@ class Loader:
         self.steps_taken += 1
         return [self._to_device(batch) for batch in batches]
 
-    def read(self, dataset: Any, indices: np.ndarray, num_parts: int) -> list[Batch]:
+    def read(self, dataset: Any, parts: Sequence[np.ndarray]) -> list[Batch]:
         """Some samples of any dataset, such as that for validation, read now by this process.
+
+        Args:
+            dataset: As for `StepReader`.
+            parts: Indices of the samples of each batch.
 
         Raises:
             DataError: A sample cannot be read.
         """
-        parts = np.array_split(indices, num_parts)
         return [self._to_device(read(dataset, part)) for part in parts]
 
     def close(self) -> None:

@@ -142,9 +142,10 @@ def validation_batches(
     """This rank's parts of the first `max_batches` batches, in order.
 
     They are the same samples at every call and for every dp_size. All ranks get lists of the same
-    length, so that they can communicate in step. The last batch may be smaller, and the parts of a
-    batch may then differ by one sample or be empty: sum the losses and the counts over all ranks
-    and divide once. A mean of means would give samples in small parts more weight.
+    length. The last batch may be smaller, and the parts of a batch may then differ by one sample or
+    be empty; a rank with an empty part must still take part in what a forward communicates. Sum
+    the losses and the counts over all ranks and divide once. A mean of means would give samples in
+    small parts more weight.
 
     Held by:
     tests/unit/test_sampler.py::test_validation_takes_the_first_samples_once_for_every_number_of_ranks

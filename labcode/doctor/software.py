@@ -8,7 +8,6 @@ Held by: tests/unit/test_doctor_installation.py
 import importlib
 import importlib.metadata
 import json
-import os
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ import psutil
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from labcode import launch, units
+from labcode import hardware, launch, units
 from labcode.doctor.checked import Checked, right, warning, wrong
 
 PROJECT = "labcode"
@@ -220,7 +219,7 @@ def check_devices(driver_gpus: int, torch_gpus: int, built_for_cuda: bool) -> Ch
     if driver_gpus and not torch_gpus:
         found = f"the driver has {driver_gpus} GPU(s), but torch sees none"
         return wrong("devices", found, "look at nvidia-smi and at CUDA_VISIBLE_DEVICES")
-    cores = len(psutil.Process().cpu_affinity()) if psutil.LINUX else os.cpu_count()
+    cores = len(hardware.usable_cores())
     memory = units.binary_bytes(psutil.virtual_memory().total)
     if torch_gpus > 1:
         ranks = f"{torch_gpus} GPUs of {max(driver_gpus, torch_gpus)}, one a rank, over NCCL"

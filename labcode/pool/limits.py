@@ -8,11 +8,11 @@ import numbers
 import resource
 from collections.abc import Iterator
 from contextvars import ContextVar
-from pathlib import Path
 from typing import Any
 
 import psutil
 
+from labcode.hardware import free_memory_bytes
 from labcode.units import binary_bytes
 
 # Of one engine with torch, by itself: 170 to 230 MiB of unique memory (`uss` of psutil), measured
@@ -25,7 +25,6 @@ FILES_PER_RANK = 8
 # Of the owner, on top of what it has open: 19 and 2 per rank were measured.
 OWN_FILES = 40
 OWN_FILES_PER_RANK = 3
-CGROUP = Path("/sys/fs/cgroup")
 
 _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
 
@@ -106,14 +105,3 @@ def make_room(n: int) -> None:
             f"have {hard} (ulimit -Hn): raise that limit, or take fewer ranks"
         )
     resource.setrlimit(resource.RLIMIT_NOFILE, (needed, hard))
-
-
-def free_memory_bytes() -> int:
-    """What this machine has free, or this container if that has less."""
-    free_bytes = psutil.virtual_memory().available
-    # A limit of a container (cgroup v2); without one the file says "max".
-    with contextlib.suppress(OSError, ValueError):
-        limit = int((CGROUP / "memory.max").read_text())
-        used = int((CGROUP / "memory.current").read_text())
-        free_bytes = min(free_bytes, max(0, limit - used))
-    return free_bytes

@@ -147,7 +147,10 @@ class Ranks:
         self._view = self._client.direct_view(self._everyone)
 
     def close(self) -> None:
-        """End the engines; what cells defined on them is gone."""
+        """End the engines; what cells defined on them is gone.
+
+        In a notebook the next call starts them again, and says so.
+        """
         if self._processes:
             self._end()
             self._processes = None
@@ -254,6 +257,10 @@ class Ranks:
 
     def _ready(self) -> None:
         """Before a call: live engines and a fresh process group, or a clear error."""
+        if self._processes is None and get_ipython():
+            # somebody goes on after Run All, whose last cell has closed them
+            Ranks.warn(f"Ranks({self.n}) was closed: its ranks are started again")
+            self.start()
         self._check_open()
         assert self._processes is not None
         self._stopped = None

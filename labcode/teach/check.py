@@ -3,7 +3,8 @@
 check("1.2", lambda: l01.ring(my_ring, ranks))   right, wrong (with what is wrong), or not done yet
 hint("1.2")                                      the next hint for this exercise
 compare("bytes per rank", guess, measured)       both, and whether the prediction is right or close
-show_source(ring_all_reduce)                     the source of a function or a class
+show_source(ring_all_reduce)                     the source of a function or a class; folded below
+                                                 an exercise that is not done
 
 `check`, `hint` and `compare` do not raise, so that Run All reaches the end of a notebook whatever a
 learner has written.
@@ -28,7 +29,6 @@ from labcode.pool.answers import RankError
 from labcode.pool.limits import limited
 from labcode.teach import progress, show, tracebacks
 from labcode.teach.compare import compare
-from labcode.teach.show import show_source
 
 __all__ = ["Exercise", "check", "compare", "due", "hint", "is_stub", "reason", "show_source"]
 
@@ -85,6 +85,8 @@ class _Verdict(NamedTuple):
 
 # ---- check
 
+_unsolved: list[str] = []  # the exercise that was checked last in this kernel, while it is open
+
 
 def check(exercise: str, test: Callable[[], Any]) -> None:
     """Run `test` and say in one line: right, wrong and what is wrong, or not done yet.
@@ -99,8 +101,11 @@ def check(exercise: str, test: Callable[[], Any]) -> None:
             wrong.
     """
     verdict = _verdict(exercise, test)
+    _unsolved.clear()
     if verdict.badge is show.RIGHT:
         progress.record(exercise)
+    else:
+        _unsolved.append(exercise)
     plain = f"{verdict.mark} {exercise} {verdict.word}"
     rich = f"{verdict.badge.html(verdict.word)} <b>{exercise}</b>"
     if verdict.text:
@@ -191,6 +196,24 @@ def hint(exercise: str, number: int | None = None) -> None:
 
 def _say_hint(text: str, head: str = "") -> None:
     show.say(f"{head}{text}", f"<div><b>{head}</b>{show.sentence(text)}</div>")
+
+
+# ---- the library's own version
+
+
+def show_source(obj: Any) -> None:
+    """Show the source of a function, a method or a class, with its docstring and its colours.
+
+    Below an exercise that is not done it is folded, since it may be the answer.
+
+    Args:
+        obj: It may come from labcode, from another library, or from a cell of this notebook.
+
+    Raises:
+        TypeError: There is no Python source, as for `len`.
+    """
+    fold = f"exercise {_unsolved[0]} is not done yet; show it all the same:" if _unsolved else ""
+    show.show_source(obj, fold)
 
 
 # ---- what is not done

@@ -24,8 +24,9 @@ def compare(
     """Show a prediction beside what was found, and say whether it is right or close.
 
     Numbers are close when neither is more than `within` times the other. Text, truth values and
-    sequences are compared exactly, whatever `within` says. Whatever a learner predicts, this does
-    not raise.
+    sequences are compared exactly, whatever `within` says. A measurement that is not close may be
+    the machine's doing, and is amber; anything else is red. Without a prediction what was found is
+    folded away. Whatever a learner predicts, this does not raise.
 
     Args:
         what: What was measured, a few words.
@@ -48,8 +49,9 @@ def compare(
     measured = _plain(measured)
     finding = f"{found} {_text(measured, unit):>11}"
     if predicted is None or predicted is ...:
-        _say(what, f"predicted {'nothing yet':>11}  {finding}", "", show.OPEN)
+        _say_folded(what, finding)
         return
+    badge = show.WRONG
     if _is_number(measured) and isinstance(predicted, (str, list, tuple)):
         is_right = False  # "7/3" and [7] may well hold the right number
         verdict = f"give a number, not {'text' if isinstance(predicted, str) else 'a list'}"
@@ -64,19 +66,30 @@ def compare(
         verdict = f"within a factor of {within:g}"
         if not is_right:
             verdict = f"NOT {verdict}: {_how_much(predicted, measured, unit)}"
+            badge = show.OFF if found == "measured" else show.WRONG
     expected = f"predicted {_text(predicted, unit):>11}"
     # Narrow enough for one line beside JupyterLab's file list.
-    _say(what, f"{expected}  {finding}", verdict, show.RIGHT if is_right else show.WRONG)
+    _say(what, f"{expected}  {finding}", verdict, show.RIGHT if is_right else badge)
 
 
 def _say(what: str, numbers: str, verdict: str, badge: show.Badge) -> None:
     """One aligned line, with the verdict in colour where there are colours."""
     line = f"{what:<30} {numbers}"
-    rich = html.escape(line, quote=False)
-    if verdict:
-        line = f"{line}  {verdict}"
-        rich = f"{rich}  {badge.html(verdict)}"
-    show.say(line, f'<pre style="margin: 0; white-space: pre-wrap">{rich}</pre>')
+    rich = f"{html.escape(line, quote=False)}  {badge.html(verdict)}"
+    show.say(f"{line}  {verdict}", f'<pre style="margin: 0; white-space: pre-wrap">{rich}</pre>')
+
+
+def _say_folded(what: str, finding: str) -> None:
+    """That nothing is predicted yet; a click shows what was found, for who wants no prediction."""
+    line = f"{what:<30} no prediction yet"
+    summary = (
+        f'{html.escape(line, quote=False)}: <span style="text-decoration: underline">show</span>'
+    )
+    show.say(
+        line,
+        '<details><summary style="font-family: monospace; white-space: pre-wrap; cursor: pointer">'
+        f"{summary}</summary><pre>{html.escape(finding, quote=False)}</pre></details>",
+    )
 
 
 # ---- whether it is right
@@ -131,12 +144,12 @@ def _factor(predicted: float, measured: float) -> float:
 
 
 def _how_much(predicted: float, measured: float, unit: str) -> str:
-    """The measurement in terms of the prediction: "2.1 times as long"."""
+    """The measurement in terms of the prediction: "2.1 × the prediction"."""
     if not math.isfinite(_factor(predicted, measured)):
         return f"it is {_text(measured, unit)}"
     times = measured / predicted
     digits = 4 if 0.9 < times < 1.1 else 3  # 1.013 is not within 1.01
-    return f"{times:.{digits}g} times as {'long' if unit == 's' else 'much'}"
+    return f"{times:.{digits}g} × the prediction"
 
 
 # ---- how it is printed

@@ -43,6 +43,7 @@ class Badge(NamedTuple):
 
 RIGHT = Badge("✓", "#1a7f37")
 WRONG = Badge("✗", "#b3261e")
+OFF = Badge("≠", "#8a5a00")  # no mistake for certain: a measurement depends on the machine
 OPEN = Badge("○", "#5f6368")
 
 
@@ -57,6 +58,11 @@ def say(plain: str, rich: str) -> None:
         display({"text/html": rich, "text/plain": plain}, raw=True)
     else:
         print(plain)
+
+
+def folded(summary: str, rich: str) -> str:
+    """HTML of which only the summary shows, until somebody clicks on it."""
+    return f'<details><summary style="cursor: pointer">{summary}</summary>{rich}</details>'
 
 
 def note(text: str) -> None:
@@ -85,11 +91,12 @@ class _Colours(Style):
     }
 
 
-def show_source(obj: Any) -> None:
+def show_source(obj: Any, fold: str = "") -> None:
     """Show the source of a function, a method or a class, with its docstring and its colours.
 
     Args:
         obj: It may come from labcode, from another library, or from a cell of this notebook.
+        fold: Why a learner may not want to see it yet; it then waits for a click.
 
     Raises:
         TypeError: There is no Python source, as for `len`.
@@ -102,15 +109,12 @@ def show_source(obj: Any) -> None:
             f"show_source({obj!r}): there is no Python source; pass a function, a method or a class"
         ) from None
     formatter = HtmlFormatter(style=_Colours, noclasses=True, nobackground=True)
-    coloured = highlight(code, PythonLexer(), formatter)
+    rich = highlight(code, PythonLexer(), formatter)
     place = _place(wanted)
-    if not place:
-        say(code, coloured)
-        return
-    say(
-        f"# {place}\n{code}",
-        f"<div><small><code>{html.escape(place)}</code></small></div>{coloured}",
-    )
+    if place:
+        code = f"# {place}\n{code}"
+        rich = f"<div><small><code>{html.escape(place)}</code></small></div>{rich}"
+    say(code, folded(html.escape(fold, quote=False), rich) if fold else rich)
 
 
 def _place(obj: Any) -> str:

@@ -45,5 +45,8 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
 
 
 if __name__ == "__main__":
+    # Threads that wait sleep instead of spinning: else a step of a small model takes ten times as
+    # long on a busy machine. OpenMP reads it when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     ending = Ending()
     sys.exit(ending.with_code(main(sys.argv[1:])))

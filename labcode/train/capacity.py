@@ -9,18 +9,15 @@ Shapes: B samples of a micro-batch, S tokens, H hidden features, V vocabulary.
 """
 
 from dataclasses import replace
-from pathlib import Path
 
-import psutil
 import torch
 
 from labcode.comm.bootstrap import World
 from labcode.config import Config, GPTConfig, ViTConfig
+from labcode.hardware import memory_bytes
 from labcode.topology import GridShape
 from labcode.units import si
 
-CGROUPS = Path("/sys/fs/cgroup")
-OWN_CGROUPS = Path("/proc/self/cgroup")
 INDEX_BYTES = 8  # tokens, targets and sample numbers are int64
 LOSS_BYTES = 4  # the loss is computed in float32 or wider
 
@@ -44,7 +41,7 @@ def check_memory(
         config: The run.
         shape: The grid.
         local_world_size: Ranks that share the memory: all of a node, or those of one GPU.
-        available_bytes: Size of that memory; None: `machine_memory_bytes()`.
+        available_bytes: Size of that memory; None: `hardware.memory_bytes()`.
         num_samples: Length of the training data: each rank keeps a permutation of it.
 
     Raises:
@@ -53,7 +50,7 @@ def check_memory(
     Held by: tests/unit/test_capacity.py
     """
     if available_bytes is None:
-        available_bytes = machine_memory_bytes()
+        available_bytes = memory_bytes()
     per_coord = []
     for coord in range(shape.pp):
         needed = _rank_bytes(model_config, config, shape, coord) + INDEX_BYTES * num_samples
@@ -88,54 +85,12 @@ def shared_memory(world: World, share_gpus: bool = False) -> tuple[int, int]:
         share_gpus: Whether several ranks may compute on one GPU (`parallel.share_gpus`).
     """
     if world.device.type != "cuda":
-        return world.place.local_world_size, machine_memory_bytes()
+        return world.place.local_world_size, memory_bytes()
     total_bytes = torch.cuda.get_device_properties(world.device).total_memory
     if not share_gpus:
         return 1, total_bytes
     # as many as on the GPU that has the fewest
     return max(1, world.place.local_world_size // torch.cuda.device_count()), total_bytes
-
-
-def machine_memory_bytes() -> int:
-    """Memory that the processes of this machine may use together: RAM, or less where a cgroup says
-    so, and swap.
-    """
-    limits = [psutil.virtual_memory().total, *_cgroup_limits()]
-    return min(limits) + psutil.swap_memory().total
-
-
-def _cgroup_limits() -> list[int]:
-    """Limits of the memory of this process's cgroup and of those around it, in bytes.
-
-    As a container, a job of SLURM or a systemd service has them. Those that cannot be read are left
-    out.
-    """
-    try:
-        lines = OWN_CGROUPS.read_text().splitlines()
-    except OSError:
-        return []
-    limits = []
-    for line in lines:
-        _, controllers, own = line.split(":", 2)
-        if not controllers:  # version 2: one tree for everything
-            tree, name = CGROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            tree, name = CGROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        folder = tree / own.strip("/")
-        for group in (folder, *folder.parents):
-            if group.is_relative_to(tree):
-                limits += _limit(group / name)
-    return limits
-
-
-def _limit(file: Path) -> list[int]:
-    """The number in a file, if there is one; "max" is none."""
-    try:
-        return [int(file.read_text())]
-    except (OSError, ValueError):
-        return []
 
 
 # ---- what a rank holds at least

@@ -5,7 +5,6 @@ Of a GPU the driver knows it (NVML, which nvidia-smi asks too), of a CPU the ope
 into the rows of metrics.
 """
 
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import psutil
+
+from labcode.hardware import usable_cores
 
 if TYPE_CHECKING:
     import torch  # what only reads the rows need not wait for it
@@ -46,7 +47,7 @@ class ProcessMeter:
 
     def __init__(self) -> None:
         self._process = psutil.Process()
-        self._num_cores = usable_cores()
+        self._num_cores = len(usable_cores())
         self._cpu_s = self._used_s()
         self._read_at = time.perf_counter()
 
@@ -113,13 +114,6 @@ def _uuid(device: "torch.device") -> str:
     import torch
 
     return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
-
-
-def usable_cores() -> int:
-    """Cores that this process may run on."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def meter_for(device: "torch.device") -> Meter:

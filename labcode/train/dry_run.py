@@ -135,6 +135,9 @@ def main(words: Sequence[str]) -> int:
     Args:
         words: The number of ranks, then as after `python -m labcode.train`.
     """
+    if "--help" in words:
+        print(__doc__)
+        return 0
     try:
         config, model, shape = _config(words)
         micro_batches = config.train.accumulation(shape.dp)

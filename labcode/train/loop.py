@@ -54,6 +54,8 @@ from labcode.train.slow import SlowRankWatch
 from labcode.train.state import RunState
 from labcode.train.tasks import Task
 
+_FIRST_SAMPLE = np.zeros(1, dtype=np.int64)
+
 
 class Step(NamedTuple):
     """What one optimizer step did.
@@ -515,6 +517,8 @@ class Trainer:
         It is the same for every grid.
 
         Communicates: what the forward does, and one all-reduce of two numbers over dp.
+        Held by: tests/ranks/test_parallel_parity.py::
+            test_a_rank_without_a_sample_takes_part_in_the_forward_of_validation
 
         Raises:
             Diverged: It is not finite; on every rank.
@@ -530,8 +534,7 @@ class Trainer:
             max_batches=self.config.train.eval_batches,
         )
         for indices in own_batches:
-            if len(indices):
-                sums += self._sum_of_losses(indices)
+            sums += self._sum_of_losses(indices)
         dist.all_reduce(sums, group=self.grid.group("dp"))
         self.model.train()
         loss = (sums[0] / sums[1]).item()
@@ -551,11 +554,16 @@ class Trainer:
             self.debugging.close()
 
     def _sum_of_losses(self, indices: np.ndarray) -> torch.Tensor:
-        """(sum of the losses of some validation samples, their number), [2] float64."""
-        num_parts = min(self.accumulation, len(indices))
-        batches = self.loader.read(self.task.val, indices, num_parts)
-        losses = self.model.losses(batches)
-        sizes = [len(inputs) for inputs, _ in batches]
+        """(sum of the losses of some validation samples, their number), [2] float64.
+
+        Every rank runs as many forwards as in a training step, however few samples it has: under
+        ZeRO each of them gathers weights over dp. A part without a sample gets the first one, which
+        then counts nothing.
+        """
+        parts = np.array_split(indices, self.accumulation)
+        sizes = [len(part) for part in parts]
+        filled = [part if len(part) else _FIRST_SAMPLE for part in parts]
+        losses = self.model.losses(self.loader.read(self.task.val, filled))
         counts = torch.tensor(sizes, dtype=torch.float64, device=losses.device)
         return torch.stack([losses @ counts, counts.sum()])
 

@@ -35,8 +35,8 @@ from labcode.fields import (
     SIZE,
     check_fields,
 )
+from labcode.hardware import usable_cores
 from labcode.train import sweep_table
-from labcode.train.device_samples import usable_cores
 from labcode.train.run_lock import RunLock
 from labcode.train.sweep_table import DONE, FAILED, Row
 
@@ -84,7 +84,7 @@ class SweepConfig:
         check_fields(self, "sweep", ranges)
         if self.end_lr is not None and self.end_lr > 1:
             raise ValueError(f"sweep.end_lr={self.end_lr}: give a part of the rate, at most 1")
-        cores = usable_cores()
+        cores = len(usable_cores())
         if self.at_once is not None and self.at_once > cores:
             raise ValueError(
                 f"sweep.at_once={self.at_once} runs on {cores} cores would only wait for each "
@@ -282,7 +282,7 @@ def _do(
     """Do some runs, so many at a time, and add their rows; at an error none is left at work."""
     waiting = list(missing)
     working: list[_Working] = []
-    start = _starter(table, max(1, usable_cores() // at_once))
+    start = _starter(table, max(1, len(usable_cores()) // at_once))
     try:
         while waiting or working:
             while waiting and len(working) < at_once:
@@ -363,7 +363,7 @@ def _default_at_once() -> int:
     """Runs at the same time: one on a GPU, which they would share, or one for each core."""
     from labcode.comm import bootstrap
 
-    return 1 if bootstrap.device_type() == "cuda" else usable_cores()
+    return 1 if bootstrap.device_type() == "cuda" else len(usable_cores())
 
 
 # ---- the command

@@ -57,7 +57,7 @@ PRELOADED = (
 )
 # Of a parent that is itself a rank, or runs under SLURM: a rank here gets its own.
 LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCHELASTIC_", "SLURM")
-LEAVING_S = 3.0  # how long what a rank has started may need to end after it
+LEAVING_S = 60.0  # how long what a rank has started may need to end after it, on a busy machine
 TIMEOUT_S = 240.0  # of a training that hangs; not for a busy machine, where it takes a tenth of it
 LOOK_S = 0.02  # between two looks at a training
 PR_SET_PDEATHSIG = 1

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import nbformat
 import pytest
+import websocket
 from faults.waiting import comes, free_port, until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -89,11 +91,14 @@ def lab(tmp_path_factory):
         f"--IdentityProvider.token={TOKEN}",
     ]
     options += ["--ServerApp.open_browser=False", "--LabApp.expose_app_in_browser=True"]
+    # as conda does it, whose Python would then be first
+    (home / ".bashrc").write_text("PATH=/usr/bin:/bin:$PATH; OF_THE_USER=1\n")
     config = folder / "tools" / "jupyter" / "jupyter_server_config.py"
     server = subprocess.Popen(
         [sys.executable, "-m", "jupyterlab", "--config", str(config), *options],
         cwd=folder,
-        env={**os.environ, "HOME": str(home), "JUPYTER_PLATFORM_DIRS": "0"},
+        env={**os.environ, "HOME": str(home), "JUPYTER_PLATFORM_DIRS": "0"}
+        | {"SHELL": "/bin/bash"},
         stdout=log,
         stderr=log,
         start_new_session=True,
@@ -248,6 +253,46 @@ def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, pag
     until(lambda: later | reference <= set(json.loads(status(runs)[1] or "[]")), 280, 0.5)
     page.goto(f"{address}/lab?token={TOKEN}&reset")
     page.wait_for_selector(".jp-LauncherCard:has-text('TensorBoard')")
+
+
+def typed(lab, line, last):
+    """What a terminal of JupyterLab shows after somebody has typed a line."""
+    address, _ = lab
+    asked = urllib.request.Request(f"{address}/api/terminals?token={TOKEN}", method="POST")
+    with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
+        name = json.load(answer)["name"]
+    terminal = websocket.create_connection(
+        f"{address.replace('http', 'ws')}/terminals/websocket/{name}?token={TOKEN}", HANG_S
+    )
+    try:
+        terminal.send(json.dumps(["stdin", f"{line}\r"]))
+        shown = ""
+        while last not in shown:
+            kind, *text = json.loads(terminal.recv())
+            if kind == "stdout":
+                shown += text[0]
+        return shown
+    finally:
+        terminal.close()
+
+
+def test_the_commands_of_readme_and_lessons_are_found_in_the_terminal(lab):
+    """All programs that they name, after what a user's own settings do to PATH."""
+    pages = [ROOT / "README.md", ROOT / "COURSE.md", *(ROOT / "book" / "guide").glob("*.md")]
+    modules = set()
+    for page in (*pages, *(ROOT / "solutions").glob("*.py")):
+        modules |= set(re.findall(r"python -m (labcode(?:\.\w+)*)", page.read_text()))
+    assert {"labcode", "labcode.train", "labcode.slurm", "labcode.doctor"} <= modules
+    commands = [f"python -m {module} --help" for module in sorted(modules)]
+    commands += ["torchrun --help", "tensorboard --help"]
+    line = "; ".join(f'{command} >/dev/null || echo "no: {command}"' for command in commands)
+    shown = typed(
+        lab, f"{line}; which python torchrun; echo $OF_THE_USER all $((40 + 2))", "1 all 42"
+    )
+    # the line itself is shown as well, as it was typed
+    assert re.findall(r"(?m)^no: .*", shown) == []
+    programs = str(Path(sys.executable).parent)
+    assert f"{programs}/python\r" in shown and f"{programs}/torchrun\r" in shown
 
 
 def test_a_stranger_gets_nothing(lab):

@@ -73,7 +73,7 @@ def test_fixed_parts(lesson):
     number = lesson.metadata.lesson.source[:2]
     assert re.search(rf"(?m)^# (Lesson )?{number}\b", lesson.cells[0].source)
     for line in (lesson.cells[0].source.splitlines()[0], prose_of(lesson).splitlines()[-1]):
-        assert "[Map of the course](../README.md#the-course)" in line
+        assert "[Map of the course](../COURSE.md)" in line
         assert f"(../notebooks/{lesson.metadata.lesson.source[:-3]}.ipynb)" in line
     first_code = cells_of(lesson, "code")[0].source
     assert first_code.startswith("import labcode  # not found?"), "another kernel says what to do"

@@ -319,6 +319,7 @@ ZERO = [  # (stage, whose, dp, pp, cp, tp): the model, and what else is switched
     ((3, "labcode", 4, 1, 1, 1), GROUPED, {"parallel.zero_replicas": 2}),
     ((2, "labcode", 4, 1, 1, 1), TIED, {"parallel.zero_replicas": 2}),
     ((3, "ddp", 4, 1, 1, 1), WEATHER, {"parallel.zero_replicas": 2}),
+    ((3, "ddp", 2, 1, 1, 1), TIED, {"parallel.zero_replicas": 2}),
     (
         (3, "labcode", 2, 2, 1, 2),
         TIED,
@@ -340,6 +341,43 @@ def test_every_zero_stage_trains_like_one_process(request, reference, grid, name
         assert_same(pool.run(fit, config), plain_run(alone))
     else:
         assert_same(pool.run(fit, config), reference(name))
+
+
+def validated(config):
+    """Mean loss over all validation data of a model as it begins."""
+    import torch.distributed as dist
+
+    from labcode.comm.bootstrap import Place, World
+    from labcode.comm.grid import Grid
+    from labcode.train.loop import Trainer
+    from labcode.train.tasks import make_task
+
+    rank, size = dist.get_rank(), dist.get_world_size()
+    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
+    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
+    return trainer.validate()
+
+
+@pytest.mark.parametrize(
+    ("fraction", "changed"),
+    [
+        (0.2, {"parallel.zero_stage": 3}),
+        (0.2, {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"}),
+        (0.2, {"parallel.pp": 2}),
+        (0.04, {"parallel.zero_stage": 2}),  # FSDP2 keeps weights whole after the first batch
+    ],
+)
+def test_a_rank_without_a_sample_takes_part_in_the_forward_of_validation(
+    ranks1, ranks2, fraction, changed
+):
+    """The last batch, or the only one, has one sample, for four micro-batches."""
+    few = {"train.global_batch": 4, "train.micro_batch": 1, "train.eval_batches": 9}
+    config = recipes.with_changes(
+        MODELS[WEATHER], {**few, "model.num_layers": 2, "data.val_fraction": fraction}
+    )
+    (alone,) = ranks1.run(validated, config)
+    for loss in ranks2.run(validated, recipes.with_changes(config, changed)):
+        assert loss == pytest.approx(alone, rel=0, abs=1e-9)
 
 
 def diverge(config):

@@ -485,7 +485,11 @@ if rank == 1:
 dist.barrier()
 """
 EXIT = "RankError: rank 0 called exit(): its process is needed: use return"
-CLOSED = "RuntimeError: this pool of 2 ranks is closed: call restart() on it, or make a new one"
+AFTER_CLOSE = """
+Ranks.warn = staticmethod(print)
+first.run(lambda rank: rank), ranks
+"""
+STARTED_AGAIN = "Ranks(2) was closed: its ranks are started again\n([0, 1], Ranks(2, not running))"
 # A cell and what a reader sees after it; None where a later line of the test looks at it.
 CELLS = [
     (START, "Ranks(2, running)"),
@@ -509,7 +513,7 @@ CELLS = [
     (LEAVE, "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
     (PEOPLE, None),
     ("first = ranks\nranks = Ranks(2)\nfirst, ranks", "(Ranks(2, not running), Ranks(2, running))"),
-    ("first.run(print)", CLOSED),
+    (AFTER_CLOSE, STARTED_AGAIN),
     ("%%px\nprint(rank)", "[rank 0] 0\n[rank 1] 1"),
     (PEOPLE, None),
 ]

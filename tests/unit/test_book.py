@@ -265,7 +265,7 @@ def test_links_hold_in_the_book_or_are_none():
         return book.relinked(text, "docs", course)
 
     assert shown(f"[a](../{lesson.solution})") == f"[a]({lesson.stem}.ipynb)"
-    assert shown("[a](../README.md#the-course)") == "[a](index.md)"
+    assert shown("[a](../COURSE.md)") == "[a](index.md)"
     assert shown("[a](../labcode/units.py)") == '<a href="source/labcode.units.html">a</a>'
     assert shown("[a](../INSTRUCTORS.md)") == "a (`INSTRUCTORS.md`)"
     assert shown("![a](../images/x.svg)") == "![a](images/x.svg)"

@@ -1,5 +1,6 @@
 """Reading the environment: torchrun, SLURM, one process, and every half-set one in between."""
 
+import os
 import socket
 
 import pytest
@@ -172,6 +173,20 @@ def test_a_time_to_wait_that_is_none_is_refused(monkeypatch, chosen):
         bootstrap.start(place)
 
 
+def test_the_time_to_wait_for_the_others_is_not_that_of_a_collective(monkeypatch):
+    patience = []
+
+    def meet(place, given, timeout_s):
+        patience.append(given.limit_s)
+        raise bootstrap.MeetingError(f"later requests may take {timeout_s} s")
+
+    monkeypatch.setattr(bootstrap, "meet", meet)
+    monkeypatch.setenv("LABCODE_MEET_TIMEOUT_S", "500")
+    with pytest.raises(ValueError, match="may take 20 s"):
+        bootstrap.start(Place(0, 2, 0, 2, "torchrun", ("localhost", 29500)), timeout_s=20)
+    assert patience == [500]
+
+
 def test_an_interface_that_this_machine_does_not_have_is_refused(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,ib9")
     with pytest.raises(
@@ -251,6 +266,58 @@ def test_the_ranks_tell_each_other_the_uuid_of_their_gpu_over_the_store(monkeypa
     assert choose_backend(meet("aaaa", "bbbb")) == "nccl"
     with pytest.raises(ValueError, match="2 ranks on node n1 but 1 GPU"):
         choose_backend(meet("aaaa", "aaaa"))
+
+
+BOUND_TO_ONE_CORE = ["n1 1", "n1 2"]
+
+
+@pytest.mark.parametrize(
+    ("cores", "threads"),
+    [
+        (["n1 ff", "n1 ff"], 4),  # nobody has bound the ranks: they share eight cores
+        (["n1 ff", "n1 ff", "n2 ff"], 4),  # on another node are other cores
+        (BOUND_TO_ONE_CORE, 1),
+        (["n1 f", "n1 f0"], 4),  # as srun --cpu-bind=cores binds them
+        (["n1 f", "n1 ff", "n1 f0"], 2),
+        (["n1 1", "n1 1"], 1),
+    ],
+)
+def test_ranks_share_the_cores_that_several_of_them_may_run_on(cores, threads):
+    assert bootstrap.num_threads(cores, rank=0) == threads
+
+
+@pytest.mark.parametrize(("chosen", "threads"), [("", [2]), ("7", [])])
+def test_a_rank_on_the_cpu_computes_on_its_share_of_the_cores(monkeypatch, chosen, threads):
+    given = []
+    monkeypatch.setattr(torch, "set_num_threads", given.append)
+    monkeypatch.setattr(bootstrap, "usable_cores", lambda: frozenset({0, 1, 2, 65}))
+    monkeypatch.setattr("socket.gethostname", lambda: "n1")
+    monkeypatch.setenv("OMP_NUM_THREADS", chosen)
+    store = dist.HashStore()
+    store.set("cores/1", "n1 2")
+    bootstrap._share_cores(Place(0, 2, 0, 2), torch.device("cpu"), store)
+    assert given == threads  # who has chosen a number himself gets no other
+    assert store.get("cores/0") == b"n1 20000000000000007"  # for those who have not
+
+
+@pytest.mark.parametrize(
+    ("own", "kept"),
+    [
+        ({}, {"TORCH_FR_BUFFER_SIZE": "2000"}),
+        ({"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "0"}),
+        ({"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}, {"TORCH_NCCL_TRACE_BUFFER_SIZE": "9"}),
+    ],
+)
+def test_the_flight_recorder_is_on_unless_somebody_has_chosen_otherwise(monkeypatch, own, kept):
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is taken back after the test
+        monkeypatch.delenv(name)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(dist, "init_process_group", lambda *_, **__: None)
+    bootstrap.start(Place())
+    assert {name: os.environ[name] for name in names if name in os.environ} == kept
 
 
 def test_a_rendezvous_port_in_use_is_one_line():

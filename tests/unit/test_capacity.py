@@ -2,11 +2,10 @@
 
 from dataclasses import replace
 
-import psutil
 import pytest
 import torch
 
-from labcode import recipes
+from labcode import hardware, recipes
 from labcode.comm.bootstrap import Place, World
 from labcode.config import ParallelConfig
 from labcode.topology import GridShape
@@ -117,56 +116,10 @@ def test_the_memory_of_a_node_is_shared_and_that_of_a_gpu_is_not(monkeypatch):
     place = Place(world_size=4, local_world_size=4)
     on_cpu = World(place, torch.device("cpu"), "gloo")
     ranks, num_bytes = capacity.shared_memory(on_cpu)
-    assert ranks == 4 and num_bytes == capacity.machine_memory_bytes()
+    assert ranks == 4 and num_bytes == hardware.memory_bytes()
     on_gpu = World(place, torch.device("cuda", 0), "nccl")
     properties = type("Properties", (), {"total_memory": 80 * 10**9})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert capacity.shared_memory(on_gpu) == (1, 80 * 10**9)
     assert capacity.shared_memory(on_gpu, share_gpus=True) == (2, 80 * 10**9)
-
-
-# ---- the machine
-
-
-def test_the_machine_has_its_ram_and_its_swap(monkeypatch):
-    monkeypatch.setattr(capacity, "_cgroup_limits", list)
-    whole = psutil.virtual_memory().total + psutil.swap_memory().total
-    assert capacity.machine_memory_bytes() == whole
-    monkeypatch.setattr(capacity, "_cgroup_limits", lambda: [2**20, 2**30])
-    assert capacity.machine_memory_bytes() == 2**20 + psutil.swap_memory().total
-
-
-@pytest.mark.parametrize(
-    ("own", "files", "limits"),
-    [
-        (
-            "0::/system.slice/job_7/step_0",
-            {
-                "memory.max": "max",
-                "system.slice/memory.max": "9000",
-                "system.slice/job_7/memory.max": "5000\n",
-                "system.slice/job_7/step_0/memory.max": "max",
-            },
-            [5000, 9000],
-        ),
-        (
-            "9:name=systemd:/x\n4:cpu,memory:/x/y\n0::/",
-            {"memory/x/y/memory.limit_in_bytes": "7000", "memory/x/memory.limit_in_bytes": "??"},
-            [7000],
-        ),
-        ("0::/a/group/of/another/container", {"memory.max": "6000"}, [6000]),
-        ("", {}, []),
-        (None, {}, []),
-    ],
-)
-def test_limits_of_cgroups_are_read(tmp_path, monkeypatch, own, files, limits):
-    tree = tmp_path / "cgroup"
-    for name, content in files.items():
-        (tree / name).parent.mkdir(parents=True, exist_ok=True)
-        (tree / name).write_text(content)
-    if own is not None:
-        (tmp_path / "own").write_text(own)
-    monkeypatch.setattr(capacity, "CGROUPS", tree)
-    monkeypatch.setattr(capacity, "OWN_CGROUPS", tmp_path / "own")
-    assert capacity._cgroup_limits() == limits

@@ -425,21 +425,20 @@ RIGHT = {
         0.020,
         0.042,
         {"unit": "s"},
-        "predicted 20 ms measured 42 ms NOT within a factor of 1.25: 2.1 times as long",
+        "predicted 20 ms measured 42 ms NOT within a factor of 1.25: 2.1 × the prediction",
     ),
     "too few": (
         3_000_000,
         6_000_000,
         {"unit": "B"},
-        "predicted 3 MB measured 6 MB NOT within a factor of 1.25: 2 times as much",
+        "predicted 3 MB measured 6 MB NOT within a factor of 1.25: 2 × the prediction",
     ),
-    "half": (2, 1, {}, "NOT within a factor of 1.25: 0.5 times as much"),
+    "half": (2, 1, {}, "NOT within a factor of 1.25: 0.5 × the prediction"),
     "the other sign": (-1.0, 1.0, {"within": 2}, "NOT within a factor of 2: it is 1"),
     "from nothing": (0, 1, {}, "NOT within a factor of 1.25: it is 1"),
     "nothing at all": (0, 0, {}, "predicted 0 measured 0 within a factor of 1.25"),
     "huge": (10**400, 5, {"unit": "B"}, "NOT within a factor of 1.25: it is 5 B"),
     "no number": (float("nan"), 5, {}, "NOT within a factor of 1.25: it is 5"),
-    "not guessed": (..., 0.25, {}, "predicted nothing yet measured 0.25"),
 }
 
 
@@ -465,12 +464,28 @@ def test_compare_is_aligned_and_narrow(capsys):
 def test_compare_in_colour(notebook):
     compare("a < b", 4, 5, within=1)
     compare("a < b", 4, 4)
-    compare("a < b", ..., 4)
-    wrong, right, unanswered = (rich for rich, _ in notebook)
+    wrong, right = (rich for rich, _ in notebook)
     assert "a &lt; b" in wrong and "✗ wrong, it is 5</span>" in wrong
     assert "✓ within a factor of 1.25</span>" in right
-    assert "<span" not in unanswered
     assert notebook[0][1].endswith("wrong, it is 5")
+
+
+def test_a_measurement_that_is_off_is_amber_and_a_count_is_red(notebook):
+    compare("speed", 4, 8, within=1.5)
+    compare("bytes", 4, 8, within=1.5, found="counted")
+    (measured, _), (counted, _) = notebook
+    assert show.OFF.html("NOT within a factor of 1.5: 2 × the prediction") in measured
+    assert show.WRONG.html("NOT within a factor of 1.5: 2 × the prediction") in counted
+
+
+def test_without_a_prediction_what_was_found_is_folded_away(notebook):
+    for nothing in (..., None):
+        compare("a < b", nothing, 4321, found="counted")
+    for rich, plain in notebook:
+        summary, folded = rich.split("</summary>")
+        assert plain == f"{'a < b':<30} no prediction yet"
+        assert "no prediction yet" in summary and "4321" not in summary.replace(",", "")
+        assert "counted       4,321" in folded
 
 
 def test_a_factor_below_one_is_a_mistake_of_the_lesson():
@@ -481,11 +496,9 @@ def test_a_factor_below_one_is_a_mistake_of_the_lesson():
 def test_compare_says_how_the_value_was_found(capsys):
     compare("ticks", 7, 7, within=1, found="simulated")
     compare("speed", 5e9, 5e9, unit="B/s", found="published")
-    compare("heads", ..., 4, found="counted")
     said = capsys.readouterr().out
     assert "predicted           7  simulated           7  right" in said
     assert "predicted      5 GB/s  published      5 GB/s  within" in said
-    assert "predicted nothing yet  counted           4" in said
     with pytest.raises(ValueError, match=r"^found='seen' is not known: choose measured, counted"):
         compare("ticks", 7, 7, found="seen")
 
@@ -522,6 +535,16 @@ def test_show_source(notebook):
     assert notebook[1][1].splitlines()[1] == "def open(self):"
     assert "&lt;it&gt;" in notebook[1][0]
     assert notebook[2][1].splitlines()[1] == "@property"
+
+
+def test_below_an_open_exercise_a_source_is_folded(notebook):
+    check("4.1", lambda: ...)
+    show_source(twice)
+    check("4.1", lambda: True)
+    show_source(twice)
+    _, (folded, _), _, (shown, _) = notebook
+    assert folded.startswith("<details><summary") and "4.1 is not done yet" in folded
+    assert "<details>" not in shown and shown in folded
 
 
 def test_show_source_names_the_file_from_its_package_on(capsys):

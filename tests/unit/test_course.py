@@ -164,3 +164,34 @@ def test_the_file_is_readable(folder):
     course.record("4.2", folder)
     content = json.loads((folder / course.PROGRESS).read_text())
     assert list(content["passed"]) == ["4.2"]
+
+
+def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(folder, capsys):
+    known = course.lessons(folder)[0]
+    said = []
+    for number in (known.number, str(int(known.number))):
+        assert command.main([number], folder) == 0
+        said.append(capsys.readouterr().out)
+    assert said[0] == said[1]
+    assert known.title in said[0] and known.notebook.name in said[0]
+    assert command.main(["77"], folder) == 2
+    assert capsys.readouterr().err.startswith("error: unknown lesson '77'")
+    assert command.main(["restart", "4"], folder) == 2
+    assert "'restart 4' is no lesson" in capsys.readouterr().err
+
+
+def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
+    known = course.lessons(folder)[0]
+    fresh = known.notebook.read_bytes()
+    assert command.main(["reset", known.number], folder) == 2
+    assert capsys.readouterr().err.startswith(f"error: git has no copy of {known.notebook.name}")
+    git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.org"]
+    for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a course"]):
+        subprocess.run([*git, *words], check=True)
+    for number in (1, 2):
+        mine = fresh.replace(b"\n", b"\n" * (number + 1), 1)
+        known.notebook.write_bytes(mine)
+        assert command.main(["reset", known.number], folder) == 0
+        assert known.notebook.read_bytes() == fresh
+        kept = folder / f"{known.notebook.stem}.yours-{number}.ipynb"
+        assert kept.read_bytes() == mine and kept.name in capsys.readouterr().out

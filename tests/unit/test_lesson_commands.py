@@ -1,4 +1,4 @@
-"""The commands that lessons and README show: each can be run with the ranks that it starts.
+"""The commands that lessons, README and guide show: each can be run with the ranks that it starts.
 
 "From here to GPUs and SLURM" is read by people who then type it on a cluster, where no test runs.
 So every `-m labcode.train ...` is read as the program reads it, and the config checks that the
@@ -15,7 +15,8 @@ import pytest
 from labcode.command import parse
 
 ROOT = Path(__file__).resolve().parents[2]
-SOURCES = [*sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py")), ROOT / "README.md"]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "book" / "guide").glob("*.md"))]
+SOURCES = [*sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py")), *PAGES]
 PROGRAM = "-m labcode.train "
 IN_BACKTICKS = re.compile(r"`([^`\n]+)`")
 
@@ -88,7 +89,7 @@ def test_a_command_that_is_shown_can_be_run(command):
 def test_the_commands_are_found():
     """In the tables of all lessons about a way to cut the model, and with what rows add to them."""
     lessons = {param.id[:2] for param in SHOWN}
-    assert {"00", "04", "05", "09", "10", "11", "12", "15", "RE"} <= lessons
+    assert {"00", "04", "05", "09", "10", "11", "12", "15", "RE", "tr"} <= lessons
     assert any("context_attention all_gather" in param.id for param in SHOWN)
     assert any("--nodes=2" in param.id for param in SHOWN)
 

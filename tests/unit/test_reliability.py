@@ -1,4 +1,4 @@
-"""The README's table of faults is that of the committed result, and nothing in it was lost."""
+"""The guide's table of faults is that of the committed result, and nothing in it was lost."""
 
 import sys
 from pathlib import Path
@@ -10,10 +10,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from tools import reliability  # tools/ is not installed
 
 
-def test_the_readme_shows_the_results_that_are_committed():
-    readme = reliability.README.read_text(encoding="utf-8")
-    shown = reliability.shown(readme, reliability.committed())
-    assert shown == readme, "run: python -m tools.reliability"
+def test_the_guide_shows_the_results_that_are_committed():
+    page = reliability.PAGE.read_text(encoding="utf-8")
+    shown = reliability.shown(page, reliability.committed())
+    assert shown == page, "run: python -m tools.reliability"
 
 
 def test_no_byte_was_lost_and_no_more_steps_than_one_interval():
@@ -24,6 +24,6 @@ def test_no_byte_was_lost_and_no_more_steps_than_one_interval():
     assert sum(outcome.kind == "cut" for outcome in cluster.outcomes) >= 2
 
 
-def test_a_readme_without_a_place_for_it_is_refused():
-    with pytest.raises(ValueError, match=r"^README\.md has no lines"):
+def test_a_page_without_a_place_for_it_is_refused():
+    with pytest.raises(ValueError, match=r"^the page has no lines"):
         reliability.shown("# A course\n", reliability.committed())

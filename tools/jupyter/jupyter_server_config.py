@@ -20,11 +20,25 @@ c.ServerApp.allow_root = os.geteuid() == 0  # containers; everyone else keeps Ju
 first = next(iter(sorted(root.glob("notebooks/00_*.ipynb"))), None)
 c.LabApp.default_url = f"/lab/tree/notebooks/{first.name}" if first else "/lab"
 
+# `python` and `torchrun` are those of the course, after `!` in a cell as in a terminal. A bash
+# reads its user's settings, which may put another Python first: it reads them by way of our file.
+programs = str(Path(sys.executable).parent)
+os.environ["COURSE_PROGRAMS"] = programs
+os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
+here = root / "tools" / "jupyter"
+shell = os.environ.get("SHELL") or shutil.which("bash") or "sh"
+is_bash = Path(shell).name == "bash"
+c.ServerApp.terminado_settings = {
+    "shell_command": [shell, "--rcfile", str(here / "bashrc")] if is_bash else [shell]
+}
+# Threads that wait for one another sleep instead of spinning: on a busy machine a step of a small
+# model else takes ten times as long. OpenMP reads it when a kernel imports PyTorch.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 c.LabApp.news_url = None  # no look-up on the network
 c.LabApp.check_for_updates_class = "jupyterlab.NeverCheckForUpdate"
 # overrides.json: no question about news, whole names in the file list, Markdown as a page
 # page_config.json: no panel of IPython Parallel, no tiles of Jupytext
-here = root / "tools" / "jupyter"
 c.LabApp.app_settings_dir = str(here / "settings")
 
 # What is open and where is kept apart from the user's other work with JupyterLab. The first time

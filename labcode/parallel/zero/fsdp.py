@@ -55,9 +55,10 @@ class TorchFullyShardedModule(nn.Module):
             copies = grid.group("dp", "cp")
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor, src=dist.get_global_rank(copies, 0), group=copies)
+        mesh = _mesh(grid, num_replicas)
         shard = partial(
             fully_shard,
-            mesh=_mesh(grid, num_replicas),
+            mesh=mesh,
             reshard_after_forward=reshard_after_forward,
             mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype),
         )
@@ -68,9 +69,13 @@ class TorchFullyShardedModule(nn.Module):
                         shard(layer)
         shard(module)
         self.module = module
-        for child in module.modules():
-            if isinstance(child, FSDPModule):
-                child.set_gradient_divide_factor(float(num_shares))
+        if num_shares != mesh.size():
+            # FSDP2 divides by the size of the mesh by itself. It is not told to do what it does:
+            # with a factor set, and weights that are not cut but only copied, it divides twice by
+            # it if sums are in float64 or float16.
+            for child in module.modules():
+                if isinstance(child, FSDPModule):
+                    child.set_gradient_divide_factor(float(num_shares))
         self.shards: dict[str, nn.Parameter] = {}
         for name, param in module.named_parameters():
             rows = cast(DTensor, param).to_local().detach()

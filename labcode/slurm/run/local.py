@@ -22,6 +22,7 @@ from pathlib import Path
 import psutil
 
 from labcode import launch, processes
+from labcode.hardware import usable_cores
 from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
@@ -163,7 +164,7 @@ def _agent(job: Job, node: int, number: str, port: int, out: str, gpus: int) -> 
 
 def _environment(job: Job, node: int, gpus: int) -> dict[str, str]:
     """The environment variables of one emulated node."""
-    cores = max(1, (os.cpu_count() or 1) // job.world_size)
+    cores = max(1, len(usable_cores()) // job.world_size)
     env = {
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(cores),
