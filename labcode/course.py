@@ -16,6 +16,7 @@ from labcode import suggest
 from labcode.files import write_atomically
 
 PROGRESS = ".progress.json"  # beside the notebooks
+KEPT = ".yours-"  # in the name of a notebook of a learner's that was put aside
 CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
 
@@ -90,19 +91,26 @@ def begin_anew(lesson: Lesson) -> Path:
             f"git has no copy of {path.name}: unpack the archive of the course again, and take it "
             "from there"
         ) from None
-    number = 1
-    while (kept := path.with_name(f"{path.stem}.yours-{number}.ipynb")).exists():
-        number += 1
-    path.rename(kept)
+    kept = put_aside(path)
     write_atomically(path, fresh)
     return kept
+
+
+def put_aside(path: Path) -> Path:
+    """Rename a notebook to the first free `NN_topic.yours-1.ipynb`; returns the new path."""
+    number = 1
+    while True:
+        aside = path.with_name(f"{path.stem}{KEPT}{number}.ipynb")
+        if not aside.exists():
+            return path.rename(aside)
+        number += 1
 
 
 def _lesson(path: Path) -> Lesson | None:
     notebook = _json(path)
     about = notebook.get("metadata", {}).get("lesson", {})
     is_student_version = "built" in about
-    if not is_student_version or ".yours-" in path.name:
+    if not is_student_version or KEPT in path.name:
         return None
     exercises = []
     for cell in notebook.get("cells", []):

@@ -571,8 +571,8 @@ ranks.close()
 #
 # ## Where to go
 #
-# Lesson 01 shows what ranks say to each other, and what it costs. [COURSE.md](../COURSE.md) has the map of the whole
-# course, with the lessons that each one needs, and short ways for one goal each.
+# Lesson 01 shows what ranks say to each other, and what it costs. `COURSE.md` has the map of the whole course, with the
+# lessons that each one needs, and short ways for one goal each.
 #
 # You can begin a lesson in the middle, or go on there the next day: click on the cell that you want to run, and choose
 # *Run > Run All Above Selected Cell*. Open exercises stop nothing.

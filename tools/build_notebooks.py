@@ -21,6 +21,7 @@ from nbformat import NotebookNode
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as well as with -m
 
+from labcode import course
 from tools import fingerprint
 from tools.decorate import Headline, headline
 from tools.lesson_source import LessonError, notebooks_of
@@ -32,8 +33,6 @@ from tools.notebook_run import (
     output_problems,
     run,
 )
-
-KEPT = ".yours-"  # in the name of an edited notebook that --force has put aside
 
 
 def sources(root: Path, wanted: list[str]) -> list[Path]:
@@ -109,7 +108,7 @@ def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_
     if old_student is None or state(old_student, student) != "edited":
         written |= _write(student_path, student)
     elif force:
-        aside = _put_aside(student_path)
+        aside = course.put_aside(student_path)
         written |= _write(student_path, student)
         words.append(f"your edited notebook is now {aside.name}")
     else:
@@ -188,7 +187,7 @@ def orphans(root: Path) -> list[str]:
     problems = []
     for folder in ("notebooks", "solutions"):
         for path in sorted((root / folder).glob("[0-9][0-9]_*.ipynb")):
-            if path.stem not in known and KEPT not in path.name:
+            if path.stem not in known and course.KEPT not in path.name:
                 problems.append(f"{folder}/{path.name} has no source solutions/{path.stem}.py")
     return problems
 
@@ -206,16 +205,6 @@ def _write(path: Path, notebook: NotebookNode) -> bool:
     path.parent.mkdir(exist_ok=True)
     path.write_text(text)
     return True
-
-
-def _put_aside(path: Path) -> Path:
-    """Rename an edited notebook to the first free `NN_topic.yours-1.ipynb`."""
-    number = 1
-    while True:
-        aside = path.with_name(f"{path.stem}{KEPT}{number}.ipynb")
-        if not aside.exists():
-            return path.rename(aside)
-        number += 1
 
 
 def _code_cells(notebook: NotebookNode) -> list[NotebookNode]:

@@ -82,14 +82,9 @@ def _say(what: str, numbers: str, verdict: str, badge: show.Badge) -> None:
 def _say_folded(what: str, finding: str) -> None:
     """That nothing is predicted yet; a click shows what was found, for who wants no prediction."""
     line = f"{what:<30} no prediction yet"
-    summary = (
-        f'{html.escape(line, quote=False)}: <span style="text-decoration: underline">show</span>'
-    )
-    show.say(
-        line,
-        '<details><summary style="font-family: monospace; white-space: pre-wrap; cursor: pointer">'
-        f"{summary}</summary><pre>{html.escape(finding, quote=False)}</pre></details>",
-    )
+    style = "font-family: monospace; white-space: pre-wrap"
+    summary = f'<span style="{style}">{html.escape(line, quote=False)}; show what was found:</span>'
+    show.say(line, show.folded(summary, f"<pre>{html.escape(finding, quote=False)}</pre>"))
 
 
 # ---- whether it is right

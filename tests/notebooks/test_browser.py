@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.error
 import urllib.request
+from contextlib import closing
 from pathlib import Path
 
 import nbformat
@@ -255,16 +256,22 @@ def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, pag
     page.wait_for_selector(".jp-LauncherCard:has-text('TensorBoard')")
 
 
+def started(lab, what):
+    """A new terminal or kernel of the server, as the server describes it."""
+    asked = urllib.request.Request(f"{lab[0]}/api/{what}?token={TOKEN}", method="POST")
+    with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
+        return json.load(answer)
+
+
+def connected(lab, path):
+    address = lab[0].replace("http", "ws")
+    return websocket.create_connection(f"{address}/{path}?token={TOKEN}", HANG_S)
+
+
 def typed(lab, line, last):
     """What a terminal of JupyterLab shows after somebody has typed a line."""
-    address, _ = lab
-    asked = urllib.request.Request(f"{address}/api/terminals?token={TOKEN}", method="POST")
-    with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
-        name = json.load(answer)["name"]
-    terminal = websocket.create_connection(
-        f"{address.replace('http', 'ws')}/terminals/websocket/{name}?token={TOKEN}", HANG_S
-    )
-    try:
+    name = started(lab, "terminals")["name"]
+    with closing(connected(lab, f"terminals/websocket/{name}")) as terminal:
         terminal.send(json.dumps(["stdin", f"{line}\r"]))
         shown = ""
         while last not in shown:
@@ -272,8 +279,25 @@ def typed(lab, line, last):
             if kind == "stdout":
                 shown += text[0]
         return shown
-    finally:
-        terminal.close()
+
+
+def executed(lab, code):
+    """What a cell with this code prints first."""
+    kernel = started(lab, "kernels")["id"]
+    header = {"msg_id": "1", "username": "", "session": "1", "version": "5.3"}
+    request = {
+        "header": {**header, "msg_type": "execute_request"},
+        "parent_header": {},
+        "metadata": {},
+        "content": {"code": code, "silent": False},
+        "channel": "shell",
+    }
+    with closing(connected(lab, f"api/kernels/{kernel}/channels")) as channels:
+        channels.send(json.dumps(request))
+        while True:
+            message = json.loads(channels.recv())
+            if message["msg_type"] in ("stream", "error"):
+                return message["content"].get("text", "")
 
 
 def test_the_commands_of_readme_and_lessons_are_found_in_the_terminal(lab):
@@ -287,12 +311,17 @@ def test_the_commands_of_readme_and_lessons_are_found_in_the_terminal(lab):
     commands += ["torchrun --help", "tensorboard --help"]
     line = "; ".join(f'{command} >/dev/null || echo "no: {command}"' for command in commands)
     shown = typed(
-        lab, f"{line}; which python torchrun; echo $OF_THE_USER all $((40 + 2))", "1 all 42"
+        lab, f"{line}; command -v python torchrun; echo $OF_THE_USER all $((40 + 2))", "1 all 42"
     )
     # the line itself is shown as well, as it was typed
     assert re.findall(r"(?m)^no: .*", shown) == []
     programs = str(Path(sys.executable).parent)
     assert f"{programs}/python\r" in shown and f"{programs}/torchrun\r" in shown
+
+
+def test_the_programs_of_the_course_are_found_after_an_exclamation_mark(lab):
+    programs = Path(sys.executable).parent
+    assert executed(lab, "!command -v torchrun").strip() == str(programs / "torchrun")
 
 
 def test_a_stranger_gets_nothing(lab):
