@@ -62,9 +62,12 @@ def to_group(running, number):
 
 
 def to_worker(running, number):
+    """To the first worker of the first server; the rank then ends the others."""
     for process in psutil.Process(running.pids[0]).children(recursive=True):
-        if process.children():  # the server
-            process.children()[0].send_signal(number)
+        workers = process.children()
+        if workers:  # the server has some
+            workers[0].send_signal(number)
+            return
 
 
 def to_rank(running, number):
