@@ -32,4 +32,27 @@ From the command to the loss: train/__main__.main -> run.run -> _train -> Traine
 ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.
 """
 
+import importlib.util
+import sys
+from types import TracebackType
+
 __version__ = "0.1.0"
+
+
+def _say_what_is_missing(
+    kind: type[BaseException], error: BaseException, traceback: TracebackType | None
+) -> None:
+    """In place of the traceback of a Python that is not the one of the course: one line."""
+    if not isinstance(error, ModuleNotFoundError):
+        sys.__excepthook__(kind, error, traceback)
+        return
+    print(
+        f"error: this Python has no {error.name} ({sys.executable}): in the folder of the course, "
+        "`make setup` once, and `source .venv/bin/activate` in each terminal",
+        file=sys.stderr,
+    )
+
+
+# the system's Python: whatever it lacks, the answer is the same
+if importlib.util.find_spec("torch") is None:
+    sys.excepthook = _say_what_is_missing

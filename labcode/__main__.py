@@ -64,6 +64,8 @@ def answer(words: list[str], folder: Path) -> list[str]:
 def about(lesson: course.Lesson, done: set[str]) -> list[str]:
     """The lines to print for one lesson."""
     lines = [f"{lesson.number}  {lesson.title}, {lesson.minutes or '?'} minutes"]
+    if lesson.needs:
+        lines.append(f"Needs {lesson.needs}")
     for exercise in lesson.exercises:
         lines.append(f"    {exercise:<6} {'done' if exercise in done else 'open'}")
     return [*lines, f"Open {lesson.notebook.name} in JupyterLab: make lab"]

@@ -313,6 +313,18 @@ class ParallelConfig:
         except ValueError as error:
             raise ValueError(f"parallel.{error}") from None
 
+    @property
+    def divides_weights(self) -> bool:
+        """Whether a rank's modules hold their weights whole only while they use them.
+
+        Each forward then waits for the other ranks of dp. PyTorch's FSDP2, which is used from stage
+        2 on, divides weights at stage 2 too: it gathers them once a step.
+
+        Held by: tests/ranks/test_parallelize.py::
+            test_a_config_says_whether_weights_are_divided_and_gathered_in_forward
+        """
+        return self.zero_stage >= (2 if self.data_parallel == "ddp" else 3)
+
     def shape(self, world_size: int) -> GridShape:
         """The grid for a job of `world_size` ranks.
 

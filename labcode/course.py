@@ -19,6 +19,8 @@ PROGRESS = ".progress.json"  # beside the notebooks
 KEPT = ".yours-"  # in the name of a notebook of a learner's that was put aside
 CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
+NEEDS = re.compile(r"\*\*Needs\*\*:\s+(.+?\.)(?:\s|$)", re.DOTALL)  # its first sentence
+
 
 class Lesson(NamedTuple):
     """A lesson that can be opened.
@@ -29,6 +31,7 @@ class Lesson(NamedTuple):
         minutes: How long a learner takes; None where the lesson does not say.
         exercises: The numbers of those that check themselves, in order.
         notebook: The student notebook.
+        needs: What must come before, "lessons 00 and 01."; "" where the lesson does not say.
     """
 
     number: str
@@ -36,6 +39,7 @@ class Lesson(NamedTuple):
     minutes: int | None
     exercises: tuple[str, ...]
     notebook: Path
+    needs: str = ""
 
 
 def notebooks_folder(start: Path) -> Path | None:
@@ -113,11 +117,16 @@ def _lesson(path: Path) -> Lesson | None:
     if not is_student_version or KEPT in path.name:
         return None
     exercises = []
+    needs = ""
     for cell in notebook.get("cells", []):
+        text = "".join(cell["source"])
+        said = NEEDS.search(text)
         if cell.get("cell_type") == "code":
-            exercises += CHECK.findall("".join(cell["source"]))
+            exercises += CHECK.findall(text)
+        elif said and not needs:
+            needs = " ".join(said[1].split())
     title = about.get("title") or path.stem[3:].replace("_", " ")
-    return Lesson(path.name[:2], title, about.get("minutes"), tuple(exercises), path)
+    return Lesson(path.name[:2], title, about.get("minutes"), tuple(exercises), path, needs)
 
 
 def passed(folder: Path) -> set[str]:

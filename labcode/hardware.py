@@ -26,7 +26,8 @@ class Device:
     """A kind of GPU.
 
     Args:
-        peak_flops_per_s: Dense matrix-product peak by dtype name, without structured sparsity.
+        peak_flops_per_s: Dense matrix-product peak by dtype name, without structured sparsity: that
+            of the tensor cores where they know the dtype.
         memory_bytes: Size of the device memory.
         memory_bytes_per_s: Peak bandwidth of the device memory.
         source: The datasheet that states them.
@@ -45,7 +46,7 @@ _A100 = {
     "float16": 312e12,
     "tf32": 156e12,
     "float32": 19.5e12,
-    "float64": 9.7e12,
+    "float64": 19.5e12,  # with tensor cores; 9.7e12 without
 }
 _HOPPER = {
     "fp8": 1979e12,  # the datasheet's 3958e12 are those of matrices with zeros in a pattern
@@ -53,7 +54,7 @@ _HOPPER = {
     "float16": 989e12,
     "tf32": 494e12,
     "float32": 67e12,
-    "float64": 34e12,
+    "float64": 67e12,  # with tensor cores; 34e12 without
 }
 
 _B200 = {
@@ -68,7 +69,7 @@ _MI300X = {
     "float16": 1307.4e12,
     "tf32": 653.7e12,
     "float32": 163.4e12,
-    "float64": 81.7e12,
+    "float64": 163.4e12,  # with matrix cores; 81.7e12 without
 }
 
 # Keyed by the name that the driver reports, so that a slower variant of a chip (H100 PCIe) is not

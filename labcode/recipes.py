@@ -172,6 +172,20 @@ RENAMED = {
     "train.share_gpus": "parallel.share_gpus",
 }
 
+# Last parts of names that people know from elsewhere: the field here.
+CALLED_HERE = {
+    "batch_size": "train.global_batch",
+    "epochs": "train.steps",
+    "learning_rate": "optim.lr",
+    "d_model": "model.hidden_size",
+    "seq_len": "model.context_length",
+    "block_size": "model.context_length",
+    "warmup": "optim.warmup_steps",
+    "output_dir": "train.out",
+}
+# The same for what no field says.
+LAUNCHED = ("device", "devices", "gpus", "num_gpus", "nproc", "nproc_per_node", "ranks")
+
 
 def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> str:
     """The one-line message for a field that does not exist.
@@ -183,10 +197,20 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
     """
     if path in RENAMED:
         return f"{dashes}{path} is now {dashes}{RENAMED[path]}"
+    last = path.rpartition(".")[2]
+    if last in LAUNCHED:
+        return (
+            f"unknown field {dashes}{path}: how many ranks there are, and with them GPUs, says "
+            "what starts them: torchrun --nproc-per-node 2 -m labcode.train RECIPE"
+        )
     # Of the section that is meant all fields are listed, otherwise only the sections.
     section = path.split(".")[0]
     listed = [name for name in known if name.startswith(f"{section}.")]
     if not listed:
         listed = sorted({name.split(".")[0] for name in known})
     spelled = [dashes + name for name in known]
-    return suggest.unknown("field", dashes + path, spelled, listed=listed, quoted=False)
+    here = CALLED_HERE.get(last)
+    meant = f"{dashes}{here}" if here in known else None
+    return suggest.unknown(
+        "field", dashes + path, spelled, listed=listed, quoted=False, meant=meant
+    )

@@ -3,11 +3,29 @@
 import difflib
 from collections.abc import Iterable
 
+LAST_PART_CUTOFF = 0.7  # a short word is easily like another: 0.6, difflib's own, finds nonsense
+
 
 def closest(word: str, known: Iterable[str]) -> str | None:
-    """The name in `known` that looks most like `word`; None if none is similar."""
-    matches = difflib.get_close_matches(word, list(known), n=1)
+    """The name in `known` that looks most like `word`; None if none is similar.
+
+    Of a dotted name the last part counts first: whoever types "lr" or "train.lr" means "optim.lr".
+    """
+    names = list(known)
+    last = _last_part(word)
+    same = [name for name in names if _last_part(name) == last]
+    if not same and "." not in word:
+        last_parts = {_last_part(name) for name in names}
+        similar = difflib.get_close_matches(last, sorted(last_parts), n=1, cutoff=LAST_PART_CUTOFF)
+        same = [name for name in names if _last_part(name) in similar]
+    if same:
+        return difflib.get_close_matches(word, same, n=1, cutoff=0)[0]
+    matches = difflib.get_close_matches(word, names, n=1)
     return matches[0] if matches else None
+
+
+def _last_part(name: str) -> str:
+    return name.lstrip("-").rpartition(".")[2]
 
 
 def unknown(
@@ -17,6 +35,7 @@ def unknown(
     *,
     listed: Iterable[str] | None = None,
     quoted: bool = True,
+    meant: str | None = None,
 ) -> str:
     """The one-line message for a name that does not exist.
 
@@ -29,13 +48,14 @@ def unknown(
         known: All names that exist; the suggestion is one of them.
         listed: The names to list in the message where `known` is too long; None lists all.
         quoted: Whether `word` stands in quotes; names of fields and options stand without.
+        meant: The name to suggest, where that is known; None looks for the most similar one.
 
     Held by: tests/unit/test_suggest.py
     """
     names = list(known)
     shown = names if listed is None else list(listed)
     typed = repr(word) if quoted else word
-    match = closest(word, names)
+    match = meant or closest(word, names)
     hint = f"did you mean {match}? " if match else ""
     if not shown:
         return f"unknown {what} {typed}: {hint}there are none"

@@ -687,7 +687,7 @@ compare("fused kernel", selective, in_fused, within=1.05)
 # | SGD with momentum | 12 N | A | another optimizer: other rates, often worse |
 # | SGD | 8 N | A | the same |
 # | ZeRO-1 on p ranks | (8 + 8/p) N | A | none to speak of (lesson 13) |
-# | ZeRO-3 on p ranks | 16/p N, and two layers | A | half as much again is sent |
+# | ZeRO-3 on p ranks | 16/p N, two layers, embedding and head | A | half as much again is sent |
 #
 # **Predict.** A model of one billion parameters has 20 GB of activations in float32. How many GB does a rank need for
 # parameters, gradients, moments and activations, with AdamW alone, and with ZeRO-1 on 8 ranks? (Take the sum of all.)

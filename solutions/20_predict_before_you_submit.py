@@ -331,8 +331,8 @@ plot.bars(
 )
 
 # %% [markdown]
-# What these formulas leave out: the layers that ZeRO-3 gathers, the CUDA context, NCCL's buffers, and memory that the
-# allocator cannot use. The lesson's search sets 4 GiB of each GPU aside for these (`lab.RESERVED_BYTES`).
+# What these formulas leave out: what ZeRO-3 gathers (layers, embedding, head), the CUDA context, NCCL's buffers, and
+# memory that the allocator cannot use. The lesson's search sets 4 GiB of each GPU aside for these (`lab.RESERVED_BYTES`).
 #
 # **Takeaway: states are cut by tp, pp and ZeRO; activations by tp, the micro-batch and checkpointing. A pipeline cuts
 # the layers of a stage, and gives most of this back in micro-batches that are under way.**

@@ -279,7 +279,7 @@ check("21.3", lambda: l21.rivals(rivals))
 #
 # Some parts have names that you have not met: `elementwise` are norms and the like, `launch` is the time to start
 # kernels, and `fsdp` what ZeRO-3 gathers and does not hide; of the memory `reserved` is what the software keeps for
-# itself, `gathered` the layers that ZeRO-3 has just gathered, and `logits` what the head puts out.
+# itself, `gathered` what ZeRO-3 has whole at the moment, and `logits` what the head puts out.
 #
 # Our chosen layout has tp = 4, pp = 4 and ZeRO-1. Its rival with eight stages in place of four halves the weights of
 # each rank, so that it leaves more memory.

@@ -12,6 +12,7 @@ each other for LABCODE_MEET_TIMEOUT_S. A single process keeps its store in its o
 """
 
 import contextlib
+import json
 import os
 import re
 import socket
@@ -19,6 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 
 import psutil
 import torch
@@ -27,6 +29,7 @@ import torch.distributed as dist
 from labcode.comm.agreement import SharedError
 from labcode.comm.meeting import MeetingError, Patience, meet, store_of_agent
 from labcode.comm.place import Place
+from labcode.files import write_atomically
 from labcode.hardware import usable_cores
 
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -537,6 +540,20 @@ def pretend(rank: int, world_size: int) -> None:
     if dist.is_initialized():
         raise RuntimeError("this process has a process group already: call bootstrap.stop() first")
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+
+
+def hand_to_agent(line: str) -> None:
+    """Let torchrun, if it has started this rank, say why the rank fails in its own last words.
+
+    Source: docs.pytorch.org/docs/stable/elastic/errors.html (the file of an error); the fields are
+        those that `ProcessFailure` of torch 2.13 reads.
+    Held by: tests/unit/test_report.py::test_the_line_is_handed_to_torchrun_which_repeats_it
+    """
+    path = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if path:
+        message = {"message": line, "extraInfo": {"timestamp": str(int(time.time()))}}
+        with contextlib.suppress(OSError):
+            write_atomically(Path(path), json.dumps({"message": message}).encode())
 
 
 def leave_together(place: Place, code: int) -> int:

@@ -129,7 +129,7 @@ def meet(place: Place, patience: Patience, timeout_s: float) -> dist.Store:
         MeetingError: The place to meet cannot be reached, or is no store, or another job's.
         RollCallError: Ranks are missing, or one came twice.
     """
-    store = _reach(place, patience)
+    store = _reach(place, patience, silenced=True)
     number = _hold_roll_call(place, store, patience)
     store.set_timeout(timedelta(seconds=timeout_s))
     return dist.PrefixStore(f"labcode/met_{number}", store)
@@ -141,9 +141,7 @@ def store_of_agent(place: Place, timeout_s: float) -> dist.Store:
     Raises:
         MeetingError: It cannot be reached.
     """
-    store = _reach(place, Patience(place, timeout_s))
-    store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", store)
+    return dist.PrefixStore(f"labcode/attempt_{place.attempt}", _ask(place, timeout_s))
 
 
 def store_of_job(place: Place, timeout_s: float) -> dist.Store | None:
@@ -153,21 +151,36 @@ def store_of_job(place: Place, timeout_s: float) -> dist.Store | None:
 
     Raises:
         MeetingError: It cannot be reached.
+
+    Held by: tests/faults/test_meeting.py::
+        test_lines_of_other_threads_are_not_lost_while_a_run_asks_its_agent
     """
     if not place.has_agent or place.hosts_store or place.address is None:
         return None
-    store = _reach(place, Patience(place, timeout_s))
+    return dist.PrefixStore("labcode/all_attempts", _ask(place, timeout_s))
+
+
+def _ask(place: Place, timeout_s: float) -> dist.TCPStore:
+    """The store of a job, for a few questions in the middle of a run."""
+    store = _reach(place, Patience(place, timeout_s), silenced=False)
     store.set_timeout(timedelta(seconds=timeout_s))
-    return dist.PrefixStore("labcode/all_attempts", store)
+    return store
 
 
-def _reach(place: Place, patience: Patience) -> dist.TCPStore:
-    """The store at MASTER_ADDR:MASTER_PORT, opened by rank 0 if no agent has done so."""
+def _reach(place: Place, patience: Patience, silenced: bool) -> dist.TCPStore:
+    """The store at MASTER_ADDR:MASTER_PORT, opened by rank 0 if no agent has done so.
+
+    Args:
+        place: Of this process.
+        patience: How long to try.
+        silenced: Whether torch's words about each attempt are dropped, with all that other threads
+            write meanwhile: only while a process starts.
+    """
     while True:
         _find(place, patience)
         if place.hosts_store:
-            return _open_own(place)
-        store = _connect(place, patience)
+            return _open_own(place, silenced)
+        store = _connect(place, patience, silenced)
         if store is not None:
             return store
         patience.pause()
@@ -245,10 +258,10 @@ def _where(place: Place) -> str:
 # ---- 2. it is a store, and this job's
 
 
-def _open_own(place: Place) -> dist.TCPStore:
+def _open_own(place: Place, silenced: bool) -> dist.TCPStore:
     """On rank 0, where no agent has done so: open the store."""
     try:
-        return _make_store(place)
+        return _make_store(place, silenced)
     except _NoStoreError as error:
         if "eaddrinuse" in error.reason.lower() or "already in use" in error.reason.lower():
             host, port = _address(place)
@@ -263,10 +276,10 @@ def _open_own(place: Place) -> dist.TCPStore:
         ) from None
 
 
-def _connect(place: Place, patience: Patience) -> dist.TCPStore | None:
+def _connect(place: Place, patience: Patience, silenced: bool) -> dist.TCPStore | None:
     """Connect to a store where somebody listens; None if it is worth another try."""
     try:
-        return _make_store(place)
+        return _make_store(place, silenced)
     except _NoStoreError as error:
         # A store that has just been closed, or a forwarded port behind which nobody listens yet,
         # closes the connection; a store that is only slow does not answer in time.
@@ -291,12 +304,12 @@ class _NoStoreError(Exception):
         self.reason = reason
 
 
-def _make_store(place: Place) -> dist.TCPStore:
+def _make_store(place: Place, silenced: bool) -> dist.TCPStore:
     """A store or a client of one, within `OPEN_S`.
 
     torch waits for a silent stranger without any limit, so a thread of its own does it, which may
     be left behind. And torch writes its stack to stderr, some 20 lines for each attempt, where our
-    one line says what is wrong.
+    one line says what is wrong: while a process starts, that is dropped.
     """
     host, port = _address(place)
     answers: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
@@ -316,7 +329,7 @@ def _make_store(place: Place) -> dist.TCPStore:
         else:
             answers.put(store)
 
-    with _native_stderr_closed():
+    with _native_stderr_closed() if silenced else contextlib.nullcontext():
         threading.Thread(target=make, daemon=True).start()
         try:
             answer = answers.get(timeout=OPEN_S)
@@ -329,7 +342,11 @@ def _make_store(place: Place) -> dist.TCPStore:
 
 @contextlib.contextmanager
 def _native_stderr_closed() -> Iterator[None]:
-    """Send what C++ writes to stderr nowhere, until the end of the block."""
+    """Send what this process writes to stderr nowhere, until the end of the block.
+
+    torch has no other way to be quiet once it is imported. It is for the start of a process alone,
+    where no thread has anything to say yet.
+    """
     try:
         stderr = os.dup(2)
     except OSError:  # closed already

@@ -11,7 +11,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 
 AHEAD = 1  # batches that are on the device before they are asked for
 LOOK_S = 0.1  # between two looks whether the thread is still wanted
-LEAVE_S = 30.0
+LEAVE_S = 30.0  # after which a source is closed although it still reads
 
 
 class CopyAhead:
@@ -41,8 +41,11 @@ class CopyAhead:
         self._ready: queue.Queue[Any] = queue.Queue(AHEAD)
 
     def begin(self, step: int) -> None:
-        """Begin with the batch of a step; what was copied before is dropped."""
-        self._end_thread()
+        """Begin with the batch of a step; what was copied before is dropped.
+
+        A read that is under way is waited for, however long it takes: no two threads use a source.
+        """
+        self._end_thread(within_s=None)
         self.source.begin(step)
         self._stop = threading.Event()
         self._ready = queue.Queue(AHEAD)
@@ -66,13 +69,13 @@ class CopyAhead:
 
     def close(self) -> None:
         """End the thread and the source."""
-        self._end_thread()
+        self._end_thread(within_s=LEAVE_S)
         self.source.close()
 
-    def _end_thread(self) -> None:
+    def _end_thread(self, within_s: float | None) -> None:
         self._stop.set()
         if self._thread is not None:
-            self._thread.join(LEAVE_S)
+            self._thread.join(within_s)
         self._thread = None
 
     def _run(self, ready: queue.Queue, stop: threading.Event) -> None:

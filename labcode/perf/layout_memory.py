@@ -140,13 +140,16 @@ def _logits(model: Transformer, shape: GridShape, settings: Settings, tokens: fl
 def _gathered(model: Transformer, shape: GridShape, settings: Settings) -> float:
     """Under ZeRO-3: two layers' weights, one that computes and one that comes, and a gradient.
 
-    In a pipeline the whole stage stays gathered, and its gradients whole, from the first
-    micro-batch to the last: to gather them for each would cost too much.
+    What is in no layer, embedding and head, stays gathered from the beginning of forward to the end
+    of backward, and its gradient whole until then. So does the whole stage of a pipeline: to gather
+    it for each micro-batch would cost too much.
     """
     if settings.zero_stage < 3:
         return 0.0
+    whole = settings.gathered_bytes + settings.reduced_bytes
     if shape.pp > 1:
-        width = settings.gathered_bytes + settings.reduced_bytes
-        return max(stage_parameters(model, shape)) * width
-    width = 2 * settings.gathered_bytes + settings.reduced_bytes
-    return model.layer_parameters / shape.tp * width
+        return max(stage_parameters(model, shape)) * whole
+    layer = model.layer_parameters / shape.tp
+    (all_weights,) = stage_parameters(model, shape)
+    in_no_layer = all_weights - model.num_layers * layer
+    return in_no_layer * whole + layer * (settings.gathered_bytes + whole)

@@ -17,9 +17,8 @@ vocabulary, the last layer for many tokens, the end for few tokens and many weig
 Shapes: B samples of a micro-batch, S tokens, H hidden features, F features inside the MLP, V
 vocabulary; of a weather state C variables on Y latitudes and X longitudes.
 
-Source: the terms of activations are those of `perf.memory`, those of weights, gradients and
-    optimizer of `perf.state_memory`; which buffers backward needs was read from PyTorch's formulas
-    (derivatives.yaml) and from the memory events of its profiler.
+Source: the terms of activations are those of `perf.memory`; which buffers backward needs was read
+    from PyTorch's formulas (derivatives.yaml) and from the memory events of its profiler.
 Held by: tests/unit/test_training_memory_parts.py; against measured peaks of one rank by
     tests/ranks/test_training_memory.py, within 2 %
 """
@@ -29,7 +28,6 @@ from typing import NamedTuple
 
 from labcode.config import GPTConfig, ViTConfig, require
 from labcode.perf.memory import INDEX_BYTES, ONE_RANK, layer_activations, model_activations
-from labcode.perf.state_memory import StateBytes, state_bytes
 from labcode.topology import GridShape
 
 # dtype of a run: (bytes of what a matrix product reads, bytes of weights and between the layers)
@@ -62,8 +60,7 @@ class TrainingMemory:
             gradients themselves, which are counted here and not as gradients.
         temporary: What lives for a few operations: the gradients of activations in the layer whose
             backward runs (the residual stream's and the one inside the MLP), that of a weight
-            before it is added to what earlier micro-batches left or cast to the weight's dtype, a
-            unit of weights that ZeRO-3 has gathered.
+            before it is added to what earlier micro-batches left or cast to the weight's dtype.
     """
 
     moment: str
@@ -103,7 +100,6 @@ def training_memory(
     micro_batch: int,
     num_micro_batches: int = 1,
     dtype: str = "float32",
-    zero_stage: int = 0,
     data_parallel: str = "ddp",
     sequence_parallel: bool = False,
     activation_checkpointing: str = "none",
@@ -120,7 +116,6 @@ def training_memory(
         micro_batch=micro_batch,
         num_micro_batches=num_micro_batches,
         dtype=dtype,
-        zero_stage=zero_stage,
         data_parallel=data_parallel,
         sequence_parallel=sequence_parallel,
         activation_checkpointing=activation_checkpointing,
@@ -141,7 +136,6 @@ def training_moments(
     micro_batch: int,
     num_micro_batches: int = 1,
     dtype: str = "float32",
-    zero_stage: int = 0,
     data_parallel: str = "ddp",
     sequence_parallel: bool = False,
     activation_checkpointing: str = "none",
@@ -151,8 +145,8 @@ def training_moments(
     """What a rank holds at each moment of the backward of its last micro-batch, in their order.
 
     Of a step after the first, in which the optimizer has its state. What is measured on one rank
-    holds what is said of one rank; with tp, cp and ZeRO the parts of a rank are those of the rooms
-    below, and the peak of the whole is a prediction.
+    holds what is said of one rank; with tp and cp the parts of a rank are those of the rooms below,
+    and the peak of the whole is a prediction. What ZeRO divides, `layout_memory` counts.
 
     Args:
         model: Its shape, with every size filled in.
@@ -160,7 +154,6 @@ def training_moments(
         micro_batch: Samples that a rank works on at once.
         num_micro_batches: How many of them add up their gradients.
         dtype: Of the matrix products; weights, gradients and optimizer are float32, or float64.
-        zero_stage: 0 to 3.
         data_parallel: "ddp", which copies gradients into its buckets, or "labcode", whose
             gradients lie in them. Both keep the buckets from step to step. "none" has no buckets:
             a plain model on one rank, whose gradients nobody averages.
@@ -203,7 +196,7 @@ def training_moments(
         sequence_parallel=sequence_parallel,
         full_checkpointing=activation_checkpointing == "full",
     )
-    return _moments(sizes, num_micro_batches, zero_stage, data_parallel)
+    return _moments(sizes, num_micro_batches, data_parallel)
 
 
 def _check_options(shape: GridShape, dtype: str, data_parallel: str, checkpointing: str) -> None:
@@ -360,21 +353,17 @@ class _Sizes:
         return self.micro_batch * fields * points * self.wide_bytes
 
 
-def _moments(
-    sizes: _Sizes, num_micro_batches: int, zero_stage: int, data_parallel: str
-) -> list[TrainingMemory]:
+def _moments(sizes: _Sizes, num_micro_batches: int, data_parallel: str) -> list[TrainingMemory]:
     """The moments, from the sizes."""
     counts = sizes.weights
     wide = sizes.wide_bytes
     layers = sizes.model.num_layers
     accumulates = num_micro_batches > 1
-    state = _state(sizes, zero_stage)
-    all_gradients = state.gradients
-    # what backward makes is whole, also where ZeRO then keeps a part
+    all_weights = all_gradients = sizes.num_weights * wide
     last_layer_gradients = (counts.head + counts.down) * wide
     first_layer_gradients = (sizes.num_weights - counts.layer + counts.down) * wide
     tied = isinstance(sizes.model, GPTConfig) and sizes.model.tie_embeddings
-    lie_in_buckets = zero_stage == 0 and data_parallel == "labcode"
+    lie_in_buckets = data_parallel == "labcode"
     cast = 0.0 if sizes.value_bytes == wide else sizes.value_bytes
 
     ends = ("final norm", "head input", "loss")
@@ -395,17 +384,13 @@ def _moments(
         logits: float = 0.0,
         temporary: float = 0.0,
         new_weight: float = 0.0,
-        at_end: bool = False,
     ) -> TrainingMemory:
         """What is the same at all moments is filled in.
 
         Args:
             gradients: As far as they are there in the first micro-batch.
             new_weight: Weights whose gradient has just been made.
-            at_end: Whether all gradients are on their way.
         """
-        if zero_stage >= 2:
-            gradients = min(gradients, all_gradients)
         if accumulates:
             gradients = all_gradients
         if lie_in_buckets:
@@ -413,17 +398,15 @@ def _moments(
         if accumulates or lie_in_buckets:
             temporary += new_weight * wide
         temporary += new_weight * cast
-        if zero_stage == 3:
-            temporary += _gathered(sizes)
         return TrainingMemory(
             moment=name,
-            parameters=state.weights,
+            parameters=all_weights,
             gradients=gradients,
-            optimizer=state.optimizer,
+            optimizer=2 * all_weights,
             activations=activations,
             logits=logits,
             data=num_micro_batches * sizes.data,
-            buckets=_buckets(sizes, zero_stage, data_parallel, at_end),
+            buckets=0.0 if data_parallel == "none" else all_weights,
             temporary=temporary,
         )
 
@@ -458,39 +441,9 @@ def _moments(
         ),
         moment(
             "gradients complete",
-            gradients=sizes.num_weights * wide,
+            gradients=all_gradients,
             activations=before,
             temporary=sizes.residual + (counts.head * wide if tied else 0.0),
-            at_end=True,
         ),
         moment("optimizer", gradients=all_gradients),
     ]
-
-
-def _state(sizes: _Sizes, zero_stage: int) -> StateBytes:
-    """Weights, gradients and AdamW's moments between the steps."""
-    return state_bytes(
-        round(sizes.num_weights),
-        zero_stage,
-        sizes.shape.dp,
-        weight_bytes=sizes.wide_bytes,
-        gradient_bytes=sizes.wide_bytes,
-        optimizer_bytes=2 * sizes.wide_bytes,
-    )
-
-
-def _buckets(sizes: _Sizes, zero_stage: int, data_parallel: str, at_end: bool) -> float:
-    """What gradients are copied into: by DDP and ours for good, by our ZeRO-1 as they come."""
-    whole = sizes.num_weights * sizes.wide_bytes
-    if data_parallel == "none":
-        return 0.0
-    if zero_stage == 0:
-        return whole
-    if zero_stage == 1 and data_parallel == "ddp":  # ZeroRedundancyOptimizer beside DDP
-        return whole
-    return whole if at_end and zero_stage < 2 else 0.0
-
-
-def _gathered(sizes: _Sizes) -> float:
-    """Weights and gradients of the unit whose backward runs, whole: one layer."""
-    return 2 * sizes.weights.layer * sizes.wide_bytes

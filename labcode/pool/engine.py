@@ -33,7 +33,6 @@ class _State(EngineState):
     Attributes:
         store: On rank 0, the meeting point of the process group in use.
         leftover: Process groups that the last call made and that nobody needs after it.
-        folder: Of the pool.
         recorder: The module that records the calls of torch.distributed, once torch is there.
     """
 
@@ -41,7 +40,6 @@ class _State(EngineState):
         super().__init__()
         self.store: Any = None
         self.leftover: list[Any] = []
-        self.folder = ""
         self.recorder: Any = None
 
     def begin(self) -> None:
@@ -298,13 +296,8 @@ def _run_engine(arguments: list[str], rank: int) -> None:
     import torch  # noqa: F401 - before the engine registers, so that the first call does not wait for it
     from ipyparallel.engine.app import IPEngine
 
-    class Engine(IPEngine):
-        def load_connection_file(self) -> None:
-            super().load_connection_file()
-            _state.ports = _ports_of(self.connection_info)
-
     _state.rank = rank
-    Engine.launch_instance(
+    IPEngine.launch_instance(
         [
             *arguments,
             f"--IPEngine.id={rank}",
@@ -314,15 +307,6 @@ def _run_engine(arguments: list[str], rank: int) -> None:
             "--IPEngine.max_heartbeat_misses=0",
         ]
     )
-
-
-def _ports_of(connection_info: dict[str, Any]) -> frozenset[int]:
-    """The controller's ports, out of what it wrote down: single numbers and lists of them."""
-    ports = set()
-    for value in connection_info.values():
-        values = value if isinstance(value, list) else [value]
-        ports.update(port for port in values if isinstance(port, int))
-    return frozenset(ports)
 
 
 if __name__ == "__main__":

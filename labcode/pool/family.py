@@ -13,7 +13,9 @@ _FILE = "processes.json"
 
 
 def write(folder: str | Path, pids: Iterable[int]) -> None:
-    """Write down the processes of a pool, with the time of their start: numbers are used again."""
+    """Write down the processes of a pool, the controller first, with the time of their start:
+    numbers are used again.
+    """
     started = {}
     for pid in pids:
         with contextlib.suppress(psutil.NoSuchProcess):
@@ -26,6 +28,16 @@ def read(folder: str | Path) -> dict[int, float]:
     with contextlib.suppress(OSError, ValueError):
         return {int(pid): at for pid, at in json.loads(Path(folder, _FILE).read_text()).items()}
     return {}
+
+
+def ports_of_ranks(folder: str | Path) -> set[int]:
+    """The ports of this machine at which the ranks of a pool have a socket, open or listening."""
+    ports = set()
+    for pid in list(read(folder))[1:]:
+        with contextlib.suppress(psutil.Error):  # it has died, and its connections with it
+            links = psutil.Process(pid).net_connections("tcp")
+            ports.update(link.laddr.port for link in links if link.laddr)
+    return ports
 
 
 def kill_others(members: Mapping[int, float]) -> None:

@@ -43,12 +43,16 @@ AGREED = 3  # name, dtype << 8, (root + 1) << 16
 MEMBERS = 4  # as bits
 OWN = 5  # name, number of dims << 8, (other rank of a message + 1) << 16, dtype << 32
 DIMS = 6
-PLACE_WORDS = DIMS + MAX_DIMS
+STATE = DIMS + MAX_DIMS  # one of the two below
+PLACE_WORDS = STATE + 1
 FILE_BYTES = WORD_BYTES * (PLACES_AT + NUM_PLACES * PLACE_WORDS)
 
 IS_WHOLE = 0
 IS_GONE = 1
 IS_IN_USE = 2
+
+IS_CALLED = 0  # torch may have it already, and may still refuse it
+HAS_STARTED = 1
 
 # Numbers of names and dtypes are positions in these lists; 0 is "not compared".
 NAMES = ["", "message", "send", "recv", "all_reduce", "broadcast", "reduce", "all_gather"]
@@ -170,13 +174,14 @@ class Record:
                 return self._compared(place, [parties[agreed] for agreed in different])
         return None
 
-    def _compared(self, place: int, parties: Sequence[list[int]]) -> str:
-        """ "rank 0 called all_reduce of float32 [3], rank 1 of float32 [4]"."""
+    def _compared(self, place: int, parties: Sequence[list[int]]) -> str | None:
+        """ "rank 0 called all_reduce of float32 [3], rank 1 of float32 [4]"; None: one has gone."""
         words = []
         name = None
         for members in parties:
             call = self._at(members[0], place)
-            assert call is not None
+            if call is None:
+                return None
             said = str(call.seen) if call.seen.name != name else call.seen.details().strip()
             verb = "called " if call.seen.name != name else ""
             name = call.seen.name
@@ -273,7 +278,7 @@ class Record:
     def _at(self, rank: int, place: int) -> _Call | None:
         file = self.files[rank]
         at = PLACES_AT + place * PLACE_WORDS
-        key, number, _, agreed, members, own, *dims = file[at : at + PLACE_WORDS]
+        key, number, _, agreed, members, own, *dims = file[at : at + STATE]
         if key == 0:
             return None
         name = own & 0xFF

@@ -15,7 +15,7 @@ One call costs 5 to 10 microseconds, and gloo's smallest all-reduce between two 
 well, but puts a collective of its own before each one, which takes several times as long as what a
 lesson measures; and whoever does not come is found only by a time-out.
 
-Held by: tests/ranks/test_pool_collectives.py
+Held by: tests/ranks/test_pool_collectives.py, tests/unit/test_pool_recorder.py
 """
 
 import array
@@ -24,6 +24,7 @@ import hashlib
 import mmap
 import os
 import time
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -35,9 +36,10 @@ from labcode.pool import record
 from labcode.pool.record import Record
 
 MAX_WORDS = 1000  # descriptions of calls that a group keeps
-MAX_STARTED = 10_000
 CONNECT_S = 2.0  # how long a rank that fails lets the others connect to a group it has made
-CONFIRM_S = 0.02  # a second look, when all of an entry is written and other ranks have come as well
+CONFIRM_S = 0.02  # before ranks are named: time for the others to come as well
+LOOK_S = 0.001  # between two looks at a call that torch has not answered yet
+ANSWER_S = 1.0  # torch refuses a call within it, or waits for the other ranks before it answers
 
 _DTYPES = {getattr(torch, name): number for number, name in enumerate(record.DTYPES) if name}
 _NAMES = {name: number for number, name in enumerate(record.NAMES)}
@@ -138,7 +140,8 @@ class Recorder:
         self.groups: dict[str, _Group] = {}
         self.in_cells: list[_Group | None] = [None] * record.NUM_COUNTS
         self.cells_used = 0
-        self.started: dict[int, int] = {}  # the place of a call, by the number of its Work
+        # the place of a call, by its Work
+        self.started: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
     def begin(self) -> None:
         """A call of the pool, or a cell, begins."""
@@ -232,7 +235,8 @@ class Recorder:
         file[at + record.NUMBER] = number
         file[at + record.NUMEL] = numel
         file[at + record.AGREED] = agreed
-        file[at + record.MEMBERS : at + record.PLACE_WORDS] = rest
+        file[at + record.MEMBERS : at + record.STATE] = rest
+        file[at + record.STATE] = record.IS_CALLED
         file[at] = key
         self._count(group)
         self.calls += 1
@@ -245,14 +249,40 @@ class Recorder:
             if other[at] != key or other[at + record.NUMBER] != number:
                 continue
             if other[at + record.AGREED] != agreed or other[at + record.NUMEL] != numel:
-                self._confirm(place)
+                self._wait_for_answer(group, place)
+                break
         return place
 
-    def _confirm(self, place: int) -> None:
-        time.sleep(CONFIRM_S)
-        text = self.record.mismatch_at(place)
-        if text:
-            raise CollectiveMismatch(f"{text}: {_RULE}")
+    def _wait_for_answer(self, group: _Group, place: int) -> None:
+        """Return when all calls that do not go with this one have been refused by torch.
+
+        Raises:
+            CollectiveMismatch: Torch has taken one of them, or does not answer, as when the other
+                rank waits here for an answer about this call. This call is not made.
+        """
+        state = record.PLACES_AT + place * record.PLACE_WORDS + record.STATE
+        end = time.monotonic() + ANSWER_S
+        while unlike := self._unlike(place):
+            states = [self.record.files[rank][state] for rank in unlike]
+            if record.HAS_STARTED not in states and time.monotonic() < end:
+                time.sleep(LOOK_S)
+                continue
+            time.sleep(CONFIRM_S)
+            text = self.record.mismatch_at(place)
+            if text:
+                self.take_back(group, place)
+                raise CollectiveMismatch(f"{text}: {_RULE}")
+
+    def _unlike(self, place: int) -> list[int]:
+        """The ranks that have called something else in a place."""
+        at = record.PLACES_AT + place * record.PLACE_WORDS
+        own = self.file[at : at + record.MEMBERS].tolist()
+        unlike = []
+        for rank, file in enumerate(self.record.files):
+            other = file[at : at + record.MEMBERS].tolist()
+            if other != own and other[: record.NUMEL] == own[: record.NUMEL]:
+                unlike.append(rank)
+        return unlike
 
     def _count(self, group: _Group) -> None:
         if group.cell < 0 or self.in_cells[group.cell] is not group:
@@ -272,12 +302,11 @@ class Recorder:
         self.file[record.WAITS_IN] = 0
 
     def has_started(self, work: Any, place: int) -> None:
-        """A call has started; whoever waits for `work` waits in it."""
+        """Torch has taken a call; whoever waits for `work` waits in it."""
+        self.file[record.PLACES_AT + place * record.PLACE_WORDS + record.STATE] = record.HAS_STARTED
         self.file[record.WAITS_IN] = 0
         if work is not None:
-            if len(self.started) > MAX_STARTED:
-                self.started.clear()  # of works that nobody has waited for
-            self.started[id(work)] = place
+            self.started[work] = place
 
 
 def _describe(
@@ -433,7 +462,7 @@ def _wait(original: Any) -> Any:
         if not _recorders:
             return original(work, *args, **kwargs)
         recorder = _recorders[0]
-        place = recorder.started.pop(id(work), None)
+        place = recorder.started.pop(work, None)
         if place is None:
             return original(work, *args, **kwargs)
         recorder.file[record.WAITS_IN] = place + 1

@@ -14,6 +14,10 @@ import time
 import traceback
 from typing import Any
 
+import psutil
+
+from labcode.pool import family
+
 MAX_TEXT = 4000  # characters of an error's message; a data set in it helps nobody
 CALLED_EXIT = "exit()"  # in place of the name of an error: the message is the exit code
 
@@ -29,14 +33,14 @@ class EngineState:
         rank: This engine's rank.
         group: Number of the process group in use; an order to break off an older one is stale.
         busy: In a call or a cell: only then may an interrupt be raised.
-        ports: The controller's ports: connections to keep when the others are cut.
+        folder: Of the pool.
     """
 
     def __init__(self) -> None:
         self.rank = 0
         self.group = 0
         self.busy = False
-        self.ports: frozenset[int] = frozenset()
+        self.folder = ""
         self._lock = threading.Lock()
 
     def enter_group(self, group: int) -> None:
@@ -110,14 +114,16 @@ class EngineState:
     def cut(self) -> None:
         """Close the connections to the other ranks: every wait on them ends with an error at once.
 
+        Those to a database of the user's, or to the pool, stay: at their other end is no rank.
         destroy_process_group does not do it: gloo's connections stay while anything (a traceback, a
-            model) refers to a
-        group.
-        """
-        import psutil
+        model) refers to a group.
 
+        Held by: tests/ranks/test_pool_faults.py::
+            test_a_failure_leaves_the_connections_of_the_user_open
+        """
+        ports = family.ports_of_ranks(self.folder)
         for link in psutil.Process().net_connections("tcp"):
-            if _is_local(link) and link.raddr.port not in self.ports:
+            if _is_local(link) and link.raddr.port in ports:
                 _shut(link)
         if "torch" in sys.modules:
             from torch.distributed import distributed_c10d

@@ -44,6 +44,10 @@ MEANINGS = {  # what gloo and the store write, and what it means
         "backward was started from a tensor that has no graph: was it detached, or computed "
         "without autograd?"
     ),
+    r"of type torch\.Tensor but got <class '(int|float|bool)'>": (
+        r"torch.distributed wants a tensor and was given an object of type \1: torch.tensor(...) "
+        "makes one"
+    ),
     r"Invalid function argument\. Expected parameter `\w+` of type torch\.Tensor": (
         "torch.distributed was given what is no tensor: if it is the .grad of an x, was "
         "requires_grad_ called on this very x, and does another rank wait for it?"
@@ -164,13 +168,17 @@ def _exercises(exercise: str) -> dict[str, Exercise]:
 _shown: Counter[str] = Counter()  # hints that were shown in this kernel, by exercise
 
 
-def hint(exercise: str, number: int | None = None) -> None:
+def hint(exercise: str | float | None = None, number: int | None = None) -> None:
     """Show the next hint for an exercise; after the last one say that there is no further one.
 
     Args:
-        exercise: Its number, "1.2".
+        exercise: Its number, "1.2"; None: the one that was checked last, if it is open.
         number: Which hint to show, from 1; None: the next one.
     """
+    if exercise is None and not _unsolved:
+        _say_hint('a hint for which exercise? Give its number, as in hint("1.2")')
+        return
+    exercise = _unsolved[0] if exercise is None else str(exercise)
     known = _exercises(exercise)
     if exercise not in known:
         with_hints = sorted(name for name, about in known.items() if about.hints)
@@ -301,7 +309,8 @@ def is_stub(error: BaseException) -> bool:
 
 def reason(error: BaseException) -> str:
     """One line, the same at each run: the assertion's text, or the error and the learner's line."""
-    text = _first_line(str(error))
+    # torch breaks this one in two
+    text = _first_line(re.sub(r"\n +but got <", " but got <", str(error)))
     text = re.sub(r"\bat 0x[0-9a-f]+", "", text)  # addresses differ from run to run
     if isinstance(error, AssertionError):
         return _cut(text) or f"this does not hold: {_failed_condition(error)}"

@@ -19,10 +19,7 @@ def main(args: Sequence[str]) -> int:
     ctrl_c.listen()
     try:
         return _main(args, ctrl_c, started_by)
-    except BaseException:
-        if not ctrl_c.heard:
-            raise
-        # while torch was imported; an interrupted import may raise anything
+    except KeyboardInterrupt:
         print("interrupted before the first step: nothing was written", file=sys.stderr)
         return INTERRUPTED
 
@@ -37,8 +34,13 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
     signals = StopSignals()
     if config.checkpoint.on:
         signals.listen_where_ignored()
-    # imports torch, which takes seconds: `--help` need not wait for it
-    from labcode.train.run import run
+    try:
+        # imports torch, which takes seconds: `--help` need not wait for it
+        from labcode.train.run import run
+    except BaseException:
+        if not ctrl_c.heard:
+            raise
+        raise KeyboardInterrupt from None  # an interrupted import may raise anything
 
     # what torch wraps around it may return None
     return run(config, ctrl_c, started_by, signals) or 0

@@ -40,7 +40,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 
 from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
-from labcode.config import Config, ParallelConfig, TrainConfig
+from labcode.config import Config
 from labcode.files import sync_folder, write_atomically
 from labcode.recipes import field_paths
 from labcode.train import finite
@@ -536,15 +536,12 @@ class Checkpoints:
             ValueError: They differ in more than `MAY_CHANGE`.
         """
         # a field that is newer than the checkpoint had the effect of its default
-        newer = {
-            "parallel": ParallelConfig(),
-            "data": type(self.config.data)(),
-            "train": TrainConfig(),
-        }
-        then = {}
-        for section, defaults in newer.items():
-            then |= _flat({section: _plain(dataclasses.asdict(defaults))})
-        then |= _flat(about.config)
+        defaults = {}
+        for field in dataclasses.fields(self.config):
+            section = getattr(self.config, field.name)
+            if dataclasses.is_dataclass(section):
+                defaults |= field_paths(type(section)(), f"{field.name}.")
+        then = _plain(defaults) | _flat(about.config)
         now = _plain(field_paths(self.config))
         differing = []
         for name in sorted(now.keys() | then.keys()):

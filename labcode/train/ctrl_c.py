@@ -15,8 +15,7 @@ class CtrlC:
     of it. One that comes later ends the process: something hangs.
 
     Attributes:
-        heard: Whether there was one. It may show itself as another error, such as that of a
-            library which was interrupted, or of a connection that another rank has closed.
+        heard: Whether there was one.
     """
 
     def __init__(self) -> None:
@@ -42,3 +41,14 @@ class CtrlC:
                 raise KeyboardInterrupt
         elif now - self._heard_s > PATIENCE_S:
             os._exit(INTERRUPTED)
+
+
+def is_behind(error: BaseException) -> bool:
+    """Whether Ctrl-C is the cause of an error, such as that of a library which was interrupted."""
+    link: BaseException | None = error
+    while link is not None:
+        # an error of a callback in C++ has the name of its cause in its text only
+        if isinstance(link, KeyboardInterrupt) or "KeyboardInterrupt" in str(link):
+            return True
+        link = link.__cause__ or link.__context__
+    return False

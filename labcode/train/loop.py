@@ -230,8 +230,7 @@ class Trainer:
         factor = self.config.train.slow_factor
         if not factor or self.grid.size("dp") == 1:
             return None
-        is_whole = self.config.parallel.zero_stage < 3
-        module = self.model.module if is_whole else None
+        module = None if self.config.parallel.divides_weights else self.model.module
         return SlowRankWatch(self.grid, self.world.device, factor, module)
 
     def _measure_noise(self) -> NoiseScale | None:
@@ -648,7 +647,8 @@ class Trainer:
                 weights[name] = tensor.cpu().clone()
         self.log.close()
         if self.out and self.log.writes:
-            sharded = self.grid.size("pp", "cp", "tp") > 1 or self.config.parallel.zero_stage == 3
+            divided = self.config.parallel.divides_weights
+            sharded = self.grid.size("pp", "cp", "tp") > 1 or divided
             own = None if sharded else self.model.module
             write_result(self.out, self.task, self.config.train, weights, own)
 

@@ -232,12 +232,12 @@ class RowFile:
 
     def __init__(self, path: Path, after_step: int = 0) -> None:
         self._path = path
-        kept = b""
+        kept = []  # a run of a week has 600,000 rows
         if after_step and path.exists():
             for line, row in _rows(path):
                 if row["step"] <= after_step:
-                    kept += line + b"\n"
-        write_atomically(path, kept)
+                    kept.append(line + b"\n")
+        write_atomically(path, b"".join(kept))
         self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open as long as the run)
 
     def write(self, row: Row) -> None:

@@ -42,6 +42,8 @@ def refuse_command(error: Exception) -> int:
 def fail(place: Place, error: Exception, steps_done: int | None = None, hang: str = "") -> int:
     """Print one line about an error and return this rank's exit code.
 
+    torchrun says the same line once more, below its own account of the failure.
+
     Args:
         place: Of this process.
         error: With the text to show. One that all know is reported by rank 0.
@@ -55,14 +57,17 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
     if is_shared(error):
         line = f"error: {when}{text_of(error)}"
         # the restarts of a job meet the same error again
-        if place.rank == 0 and not attempts.is_said_before(line, place):
-            _tell(line)
-        return bootstrap.leave_together(place, FAILED)
-    if not is_lost_peer(error):
-        _tell(f"error: {who}{when}{text_of(error)}")
-    elif place.local_rank < TOLD_BY:
-        _tell(f"{who}{when}{bootstrap.lost_peer_message(error, hang)}")
-    return FAILED
+        is_told = place.rank == 0 and not attempts.is_said_before(line, place)
+    elif is_lost_peer(error):
+        line = f"{who}{when}{bootstrap.lost_peer_message(error, hang)}"
+        is_told = place.local_rank < TOLD_BY
+    else:
+        line = f"error: {who}{when}{text_of(error)}"
+        is_told = True
+    bootstrap.hand_to_agent(line)
+    if is_told:
+        _tell(line)
+    return bootstrap.leave_together(place, FAILED) if is_shared(error) else FAILED
 
 
 def interrupted(place: Place, message: str) -> int:

@@ -3,6 +3,7 @@
 import contextlib
 import socket
 import time
+import traceback
 from pathlib import Path
 
 import torch.distributed as dist
@@ -27,7 +28,7 @@ from labcode.topology import GridShape
 from labcode.train import attempts, finite, report
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
-from labcode.train.ctrl_c import CtrlC
+from labcode.train.ctrl_c import CtrlC, is_behind
 from labcode.train.loop import Trainer
 from labcode.train.precision import check_device
 from labcode.train.report import RefusedError
@@ -237,11 +238,14 @@ def _code_after(
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
-    if isinstance(error, KeyboardInterrupt) or ctrl_c.heard:
+    is_lost_peer = report.is_lost_peer(error)
+    if is_behind(error) or ctrl_c.heard:
+        if not is_behind(error) and not is_lost_peer:
+            traceback.print_exception(error)  # it may be a bug that has nothing to do with Ctrl-C
         if _store_answers(place):
             leave_word(CTRL_C)
         return report.interrupted(place, _how_far(trainer))
-    if report.is_lost_peer(error) and _others_were_interrupted(place, ctrl_c):
+    if is_lost_peer and _others_were_interrupted(place, ctrl_c):
         return report.interrupted(place, _how_far(trainer))
     if not isinstance(error, Exception) or not report.is_expected(error, trainer is not None):
         return None

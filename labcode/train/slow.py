@@ -7,8 +7,8 @@ log it is compared within its dp group, whose ranks have the same work.
 
 What it cannot see: with dp = 1 nobody has the same work. Ranks of one replica (tp, cp, pp) wait for
 each other while they compute, so that a slow one makes all of its replica late, and all are named.
-Where ZeRO divides the weights themselves (stage 3) each layer waits for the others: only the
-reading of samples is compared.
+Where ZeRO divides the weights themselves (stage 3, and stage 2 of PyTorch's FSDP2) the forward
+waits for the others: only the reading of samples is compared.
 """
 
 import socket

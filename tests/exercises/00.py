@@ -302,6 +302,10 @@ MEAN = Answers(
             "was divided by 16, and there are 10 values: does your count hold places",
         ),
         "divided by its own count": (by_own_count, "and is it the same on every rank?"),
+        "no tensor": (
+            lambda local: dist.all_reduce(len(local)),
+            "of type int: torch.tensor(...) makes one",
+        ),
         "half precision": (in_half_precision, "of how many bits are the numbers"),
         "no wait": (async_without_wait, "returned a request, and nobody waited for it"),
         "always ten values": (always_ten_values, "with 10 values in all it is right, but not with"),

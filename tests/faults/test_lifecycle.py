@@ -356,6 +356,34 @@ def test_ctrl_c_is_130_on_all_ranks_and_no_traceback(tmp_path, where, numbers, r
     assert "".join(done.err).splitlines() == [line]
 
 
+def failing_after_ctrl_c(error, because):
+    """A patch: the second step ends with an error, after a Ctrl-C or because of it."""
+    from labcode.train.loop import Trainer
+
+    def act(calls):
+        if calls < 2:
+            return
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(60)  # broken off at once
+        except KeyboardInterrupt as cause:
+            if because:
+                raise error from cause
+        raise error
+
+    before(Trainer, "step", act)
+
+
+@pytest.mark.parametrize("because", [False, True])
+def test_an_error_after_ctrl_c_is_shown_unless_ctrl_c_is_its_cause(tmp_path, because):
+    error = TypeError("a bug")
+    done = train(RUN, cwd=tmp_path, patch=partial(failing_after_ctrl_c, error, because))
+    assert done.codes == [130], done.err
+    lines = done.err[0].splitlines()
+    assert lines[-1] == "interrupted after step 1: its metrics are in run"
+    assert ("TypeError: a bug" in lines) == (not because)
+
+
 @pytest.mark.parametrize(
     ("number", "where", "checkpoints"),
     [

@@ -142,10 +142,11 @@ def test_the_driver_says_how_busy_the_gpu_is(tmp_path):
     assert max(sample["utilisation"] for sample in samples) > 0
 
 
-def test_a_large_matrix_product_reaches_a_good_part_of_the_datasheet():
+@pytest.mark.parametrize("dtype", ["bfloat16", "float64"])
+def test_a_large_matrix_product_reaches_a_good_part_of_the_datasheet(dtype):
     name = torch.cuda.get_device_name()
-    found = device_speed.matmul_flops_per_s(torch.device("cuda", 0), torch.bfloat16)
-    share = hardware.mfu(found, name, "bfloat16")
+    found = device_speed.matmul_flops_per_s(torch.device("cuda", 0), getattr(torch, dtype))
+    share = hardware.mfu(found, name, dtype)
     if share is None:
-        pytest.skip(f"{name} has no peak in the table")
+        pytest.skip(f"{name} has no peak in {dtype} in the table")
     assert 0.4 < share < 1.05

@@ -177,8 +177,23 @@ def test_a_checkpoint_that_is_older_than_a_field_can_be_resumed_from(ranks2, tmp
     start = tmp_path / "checkpoints" / "step-00000006"
     about = read_about(start)
     del about.config["parallel"]["zero_stage"]
+    del about.config["model"]["tie_embeddings"]
+    del about.config["fp8"]
     (start / "run.json").write_bytes(about.to_json())
     assert set(ranks2.run(newest, CONFIG, tmp_path)) == {start}
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_a_run_of_fsdp2_that_was_finished_before_writes_its_result_again(ranks2, tmp_path, stage):
+    """Rank 0 alone makes a sample, of weights that no rank has whole."""
+    changes = {"parallel.zero_stage": stage, "train.steps": 2, "train.sample_tokens": 4}
+    config = recipes.with_changes(CONFIG, changes)
+    ranks2.run(train, config, tmp_path, None, 3)
+    start = tmp_path / "checkpoints" / "step-00000002"
+    (tmp_path / "result.txt").unlink()
+    (rows, _), _ = ranks2.run(train, config, tmp_path, start, 3)
+    assert rows == []
+    assert (tmp_path / "result.txt").read_text()
 
 
 def test_ranks_that_hold_the_same_weights_write_them_once(ranks4, tmp_path):

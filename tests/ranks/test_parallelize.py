@@ -195,6 +195,25 @@ def test_a_meta_model_without_a_seed_is_refused(ranks1):
     assert ranks1.run(attempt) == [True]
 
 
+def communicates_in_forward(rank, parallel):
+    """Whether this rank talks to others of dp in the first forward after a step."""
+    from labcode.comm.counting import counted
+
+    model = parallelize(initialize(GPT(SMALL), 1), Grid.create(GridShape(dp=2)), parallel)
+    batch = torch.zeros(2, 16, dtype=torch.int64)
+    model.forward_backward([(batch, batch)])
+    with counted() as calls, torch.no_grad():
+        model(batch)
+    return len(calls) > 0
+
+
+@pytest.mark.parametrize("whose", ["ddp", "labcode"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_a_config_says_whether_weights_are_divided_and_gathered_in_forward(ranks2, stage, whose):
+    parallel = ParallelConfig(zero_stage=stage, data_parallel=whose)
+    assert ranks2.run(communicates_in_forward, parallel) == [parallel.divides_weights] * 2
+
+
 def gradients(rank, shape, tokens, sequence_parallel, context, frozen, positions):
     """How far loss, gradients and gradient norm are from those of one process.
 

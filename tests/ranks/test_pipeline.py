@@ -1,5 +1,7 @@
 """The pipeline's runner against one process, for every schedule, with small and uneven stages."""
 
+import weakref
+
 import pytest
 import torch
 from covering import covering
@@ -97,6 +99,32 @@ def test_every_schedule_gives_the_gradients_of_one_process(request, name, ranks,
         torch.testing.assert_close(
             grads[i], [p.grad for p in layer.parameters()], rtol=0, atol=1e-12
         )
+
+
+def most_under_way(rank, name, num_stages, m):
+    """How many tensors that this rank has sent are in memory at once, at most."""
+    import torch.distributed as dist
+
+    sent, held, start = weakref.WeakSet(), [0], dist.batch_isend_irecv
+
+    def start_and_count(operations):
+        works = start(operations)
+        sent.update(each.tensor for each in operations if each.op is dist.isend)
+        held.append(len(sent))
+        return works
+
+    dist.batch_isend_irecv = start_and_count
+    try:
+        piped(rank, name, num_stages, m)
+    finally:
+        dist.batch_isend_irecv = start
+    return max(held)
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_sent_tensors_are_let_go_of_within_a_step(ranks2, name):
+    most = [max(ranks2.run(most_under_way, name, 2 * SCHEDULES[name], m)) for m in (8, 32)]
+    assert most[0] == most[1] <= 2 * 2 + 1
 
 
 def test_a_stage_that_fails_is_named_and_nobody_waits_for_it(ranks4):

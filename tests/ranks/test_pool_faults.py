@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -110,6 +111,44 @@ def test_a_failure_lets_the_others_make_their_group(pool):
         pool.run(make_a_group_slowly)
     assert "finished before: rank 1" in caught.value.__notes__
     assert works(pool)
+
+
+@pytest.fixture
+def database():
+    """The port of a server of the user's on this machine, which sends back what it receives."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            connection, _ = listener.accept()
+            with connection:
+                while received := connection.recv(100):
+                    connection.sendall(received)
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+
+
+def test_a_failure_leaves_the_connections_of_the_user_open(pool, database):
+    def connect(rank, port):
+        if rank == 0:
+            torch.database = socket.create_connection(("127.0.0.1", port))
+
+    def fail(rank):
+        if rank == 0:
+            raise ValueError("at once")
+        dist.barrier()
+
+    def ask(rank):
+        if rank == 1:
+            return None
+        with torch.database as connection:
+            connection.sendall(b"here?")
+            return connection.recv(100)
+
+    pool.run(connect, database)
+    with pytest.raises(RankError, match=r"^rank 0: ValueError: at once"):
+        pool.run(fail)
+    assert pool.run(ask) == [b"here?", None]
 
 
 def test_a_check_starts_the_ranks_again_after_an_engine_died(pool):

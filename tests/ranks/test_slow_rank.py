@@ -37,7 +37,12 @@ def named(done):
 
 @pytest.mark.parametrize(
     "layout",
-    [(), ("--parallel.zero_stage=3",), ("--parallel.data_parallel=labcode",)],
+    [
+        (),
+        ("--parallel.zero_stage=2",),
+        ("--parallel.zero_stage=3",),
+        ("--parallel.data_parallel=labcode",),
+    ],
     ids=" ".join,
 )
 def test_a_rank_that_waits_for_its_data_is_named_once(tmp_path, layout):

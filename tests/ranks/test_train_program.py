@@ -221,8 +221,10 @@ def test_over_several_ranks_a_bad_input_is_still_one_message(tmp_path):
 def test_a_refused_grid_is_one_line_and_torchrun_reports_a_single_failure(tmp_path):
     done = run(*TORCHRUN, "gpt_tiny", "--parallel.tp", "3", cwd=tmp_path)
     assert done.returncode != 0
-    assert "= 3 but WORLD_SIZE is 2" in error_line(done)
+    line = error_line(done)
+    assert "= 3 but WORLD_SIZE is 2" in line
     lines = done.stderr.splitlines()
+    assert lines[-2] == f"  traceback : {line}"  # its last words say once more what is wrong
     assert lines[-5].strip().startswith("rank      : 0")  # the only failure that torchrun lists
     assert not [line for line in lines if "rank      : 1" in line]
 

@@ -1,9 +1,11 @@
 """ZeRO by hand around any module and any optimizer, against one process, in float64."""
 
+import itertools
+
 import pytest
 import torch
 
-STEPS = 4
+STEPS = 5
 
 
 def make_net(seed):
@@ -317,8 +319,7 @@ def broken_then_whole(rank):
             with pytest.raises(ZeroDivisionError):
                 torch.nn.functional.mse_loss(output, y[0]).backward()
             hook.remove()
-            for param in (*parallel.parameters(), *parallel.shards.values()):
-                param.grad = None
+            parallel.zero_grad()
         torch.nn.functional.mse_loss(parallel(x[1]), y[1]).backward()
         parallel.finish_gradient_sync()
         found.append(
@@ -336,3 +337,146 @@ def test_after_a_backward_that_raised_the_next_one_is_whole(ranks2):
         assert len(after) == len(without) > 5
         for found, expected in zip(after, without):
             torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def accumulated(rank, stage, **options):
+    """Gradients after two backwards, a finish after each, and a third finish without a backward."""
+    import torch.distributed as dist
+
+    from labcode.parallel.zero import FullyShardedModule, ShardedDataParallel
+
+    kind = {2: ShardedDataParallel, 3: FullyShardedModule}[stage]
+    parallel = kind(make_net(rank), dist.group.WORLD, **options)
+    for x, y in itertools.islice(zip(*data()), 2):
+        inputs, targets = (tensor.chunk(dist.get_world_size())[rank] for tensor in (x, y))
+        torch.nn.functional.mse_loss(parallel(inputs), targets).backward()
+        parallel.finish_gradient_sync()
+    parallel.finish_gradient_sync()
+    return {name: shard.grad for name, shard in parallel.shards.items() if shard.requires_grad}
+
+
+@pytest.mark.parametrize(
+    ("stage", "options"), [(2, {"keep_gradients": True}), (2, {}), (3, {})], ids=str
+)
+def test_gradients_add_up_until_they_are_zeroed(ranks2, stage, options):
+    net = make_net(0)
+    for x, y in itertools.islice(zip(*data()), 2):
+        torch.nn.functional.mse_loss(net(x), y).backward()
+    net.unused.grad = torch.zeros_like(net.unused)
+    results = ranks2.run(accumulated, stage, **options)
+    for name, param in net.named_parameters():
+        if param.requires_grad:
+            rows = torch.cat([grads[name].reshape(-1) for grads in results])
+            torch.testing.assert_close(rows, param.grad.reshape(-1), rtol=0, atol=1e-12, msg=name)
+
+
+def looked_between(rank, **options):
+    """Gradients of a step in which the model runs without gradients before its backward."""
+    import torch.distributed as dist
+
+    from labcode.parallel.zero import FullyShardedModule
+
+    parallel = FullyShardedModule(make_net(rank), dist.group.WORLD, **options)
+    x, y = (tensor[0].chunk(dist.get_world_size())[rank] for tensor in data())
+    loss = torch.nn.functional.mse_loss(parallel(x), y)
+    with torch.no_grad():
+        parallel(x)
+    loss.backward()
+    parallel.finish_gradient_sync()
+    return {name: shard.grad for name, shard in parallel.shards.items() if shard.requires_grad}
+
+
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_a_forward_without_gradients_may_run_between_forward_and_backward(ranks2, options):
+    net = make_net(0)
+    x, y = (tensor[0] for tensor in data())
+    torch.nn.functional.mse_loss(net(x), y).backward()
+    net.unused.grad = torch.zeros_like(net.unused)
+    results = ranks2.run(looked_between, **options)
+    for name, param in net.named_parameters():
+        if param.requires_grad:
+            rows = torch.cat([grads[name].reshape(-1) for grads in results])
+            torch.testing.assert_close(rows, param.grad.reshape(-1), rtol=0, atol=1e-12, msg=name)
+
+
+CLIP_NORM = 1.2  # of some steps, not of all
+
+
+def trained_as_one_writes_it(rank, inside):
+    """The whole weights after training, an optimizer being made of what `parameters()` gives.
+
+    Args:
+        inside: The optimizer is made of those of a module that holds the sharded one.
+    """
+    import torch.distributed as dist
+
+    from labcode.parallel.zero import FullyShardedModule
+
+    parallel = FullyShardedModule(make_net(rank), dist.group.WORLD)
+    model = torch.nn.Sequential(parallel) if inside else parallel
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.02, weight_decay=0.1)
+    for x, y in zip(*data()):
+        inputs, targets = (tensor.chunk(dist.get_world_size())[rank] for tensor in (x, y))
+        model.zero_grad()
+        torch.nn.functional.mse_loss(model(inputs), targets).backward()
+        parallel.finish_gradient_sync()
+        grads = [param.grad for param in model.parameters() if param.grad is not None]
+        square = torch.stack([grad.square().sum() for grad in grads]).sum()
+        dist.all_reduce(square)
+        torch._foreach_mul_(grads, (CLIP_NORM / square.sqrt()).clamp(max=1).item())
+        optimizer.step()
+    return parallel.gather_full_params()
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_an_optimizer_made_of_its_parameters_trains_a_fully_sharded_module(ranks2, inside):
+    net = make_net(0)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.02, weight_decay=0.1)
+    norms = []
+    for x, y in zip(*data()):
+        net.zero_grad()
+        torch.nn.functional.mse_loss(net(x), y).backward()
+        net.unused.grad = torch.zeros_like(net.unused)
+        norms.append(torch.nn.utils.get_total_norm([p.grad for p in trained_of(net)]))
+        torch._foreach_mul_(
+            [p.grad for p in trained_of(net)], (CLIP_NORM / norms[-1]).clamp(max=1).item()
+        )
+        optimizer.step()
+    assert min(norms) < CLIP_NORM < max(norms)
+    expected = {name: param.detach() for name, param in net.named_parameters()}
+    assert_equal(ranks2.run(trained_as_one_writes_it, inside), expected)
+
+
+def trained_of(net):
+    return [param for param in net.parameters() if param.requires_grad]
+
+
+def told_of(rank):
+    """What a fully sharded module says that it has, and whether it takes its state back."""
+    import torch.distributed as dist
+
+    from labcode.parallel.zero import FullyShardedModule
+
+    parallel = FullyShardedModule(make_net(0), dist.group.WORLD)
+    named = dict(parallel.named_parameters())
+    assert all(named[name] is shard for name, shard in parallel.shards.items())
+    assert dict(parallel.module.named_parameters()) == named
+    state = parallel.state_dict()
+    for name, shard in named.items():
+        assert torch.equal(state[name], shard)
+    kept = {name: tensor.clone() for name, tensor in state.items()}
+    for shard in parallel.parameters():
+        shard.data.zero_()
+    parallel.load_state_dict(kept)
+    holder = torch.nn.Sequential(parallel)
+    holder.load_state_dict(holder.state_dict())
+    return list(named), list(state), parallel.gather_full_params()
+
+
+def test_a_fully_sharded_module_tells_of_its_rows_under_the_names_of_the_module(ranks2):
+    net = make_net(0)
+    for names, keys, wholes in ranks2.run(told_of):
+        assert names == [name for name, _ in net.named_parameters()]
+        assert keys == list(net.state_dict())
+        for name, param in net.named_parameters():
+            assert torch.equal(wholes[name], param), name

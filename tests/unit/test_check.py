@@ -4,6 +4,7 @@ import functools
 import linecache
 import sys
 import types
+from collections import Counter
 
 import pytest
 import torch
@@ -365,6 +366,22 @@ def test_a_hint_that_does_not_exist(capsys):
     assert none == "there are no hints for exercise 99.1: what `check` says is all there is"
     assert unknown.startswith("unknown exercise '99.4': did you mean 99.")
     assert no_lesson == "unknown exercise '77.7': there are none"
+
+
+def test_the_number_of_an_exercise_may_be_a_number(capsys):
+    hint(99.1)
+    assert capsys.readouterr().out.startswith("there are no hints for exercise 99.1")
+
+
+def test_without_a_number_the_hint_is_for_what_was_checked_last(capsys, monkeypatch):
+    monkeypatch.setattr(sys.modules[hint.__module__], "_shown", Counter())
+    check("99.2", lambda: fail("no"))
+    hint()
+    assert capsys.readouterr().out.splitlines()[-1].startswith("hint 1 of 2 for 99.2: ")
+    check("99.2", lambda: None)
+    hint()
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == 'a hint for which exercise? Give its number, as in hint("1.2")'
 
 
 # ---- compare

@@ -82,6 +82,23 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
             "--train.step 3",
             "^unknown field --train.step: did you mean --train.steps[?] there are .*",
         ),
+        ("--lr 1e-3", "^unknown field --lr: did you mean --optim.lr[?] there are checkpoint, "),
+        ("--train.lr 1e-3", "did you mean --optim.lr[?]"),
+        ("--batch-size 32", "^unknown field --batch_size: did you mean --train.global_batch[?]"),
+        ("--data.batch_size 32", "did you mean --train.global_batch[?]"),
+        ("--epochs 3", "did you mean --train.steps[?]"),
+        ("--learning_rate 1", "did you mean --optim.lr[?]"),
+        ("--layers 3", "did you mean --model.num_layers[?]"),
+        ("--n_heads 3", "did you mean --model.num_heads[?]"),
+        ("--hidden_dim 8", "did you mean --model.hidden_size[?]"),
+        ("--seq_len 64", "did you mean --model.context_length[?]"),
+        ("--warmup_step 9", "did you mean --optim.warmup_steps[?]"),
+        (
+            "--gpus 2",
+            "^unknown field --gpus: how many ranks there are, and with them GPUs, says what starts "
+            "them: torchrun --nproc-per-node 2 -m labcode.train RECIPE$",
+        ),
+        ("--device cuda", "^unknown field --device: .* torchrun --nproc-per-node 2"),
         (
             "--nonsense 3",
             "^unknown field --nonsense: there are checkpoint, data, debug, fp8, loader, local",

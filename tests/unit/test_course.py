@@ -14,7 +14,8 @@ from labcode.teach import show
 from labcode.teach.check import check
 from labcode.teach.figures import plot
 
-SOLUTIONS = Path(__file__).parents[2] / "solutions"
+ROOT = Path(__file__).parents[2]
+SOLUTIONS = ROOT / "solutions"
 
 
 def notebook(folder, stem, *, student=True, **about):
@@ -22,6 +23,9 @@ def notebook(folder, stem, *, student=True, **about):
     checks = [f'check("{number}.{i}", lambda: x)' for i in (1, 2)]
     cells = [nbformat.v4.new_code_cell(text) for text in checks]
     cells.append(nbformat.v4.new_markdown_cell('check("9.9")'))
+    cells.append(
+        nbformat.v4.new_markdown_cell("**Time**: long. **Needs**: lessons 00\nand 01. More.")
+    )
     lesson = {"built": "abc", **about} if student else about
     nbformat.write(
         nbformat.v4.new_notebook(cells=cells, metadata={"lesson": lesson}),
@@ -134,6 +138,16 @@ def test_the_command_without_torch(folder):
     assert done.stdout.splitlines()[-1] == "False"
 
 
+@pytest.mark.parametrize("module", ["labcode.train", "labcode.slurm", "labcode.train.dry_run"])
+def test_a_python_without_the_packages_of_the_course_is_told_in_one_line(module):
+    no_packages = [sys.executable, "-S", "-m", module, "gpt_tiny"]
+    done = subprocess.run(no_packages, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    assert done.stderr.count("\n") == 1
+    assert done.stderr.startswith("error: this Python has no ")
+    assert "source .venv/bin/activate" in done.stderr
+
+
 def test_the_command_where_there_is_no_course(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(course, "notebooks_folder", lambda _: None)
     assert command.main([], tmp_path) == 2
@@ -173,6 +187,7 @@ def test_the_command_shows_one_lesson_by_its_number_with_or_without_the_zero(fol
         assert command.main([number], folder) == 0
         said.append(capsys.readouterr().out)
     assert said[0] == said[1]
+    assert said[0].splitlines()[1] == "Needs lessons 00 and 01."
     assert known.title in said[0] and known.notebook.name in said[0]
     assert command.main(["77"], folder) == 2
     assert capsys.readouterr().err.startswith("error: unknown lesson '77'")

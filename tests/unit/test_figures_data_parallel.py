@@ -1,10 +1,17 @@
 """The drawings of data parallelism say what they should, and refuse what does not fit."""
 
+import re
+from pathlib import Path
+
 import pytest
 
+from labcode import course
 from labcode.teach.figures import plot
 from labcode.teach.labs import l05_slow_link
 
+ROOT = Path(__file__).parents[2]
+NOTEBOOKS = ROOT / "notebooks"
+FIGURES = ROOT / "labcode" / "teach" / "figures"
 ALT = "Four words at least"
 
 
@@ -54,6 +61,22 @@ def test_each_rank_keeps_everything_but_its_activations():
     found = words(plot.copies(2, alt=ALT))
     assert found.count("weights") == 2
     assert found.count("activations 1") == 1
+
+
+def test_the_lessons_that_divide_a_copy_are_named_as_the_course_has_them():
+    titles = {lesson.number: lesson.title.lower() for lesson in course.lessons(NOTEBOOKS)}
+    text = next(word for word in words(plot.copies(2, alt=ALT)) if "Divided in lessons" in word)
+    named = re.findall(r"^(\d\d) (.+)$", text.partition("Divided")[2], re.MULTILINE)
+    assert [number for number, _ in named] == ["09", "12", "13"]
+    for number, name in named:
+        for part in name.lower().split(", "):
+            assert part in titles[number]
+
+
+def test_no_figure_calls_a_lesson_planned():
+    """All lessons exist."""
+    for file in FIGURES.glob("*.py"):
+        assert "(planned)" not in file.read_text(), file.name
 
 
 def test_clipping_says_which_step_is_left():

@@ -18,6 +18,20 @@ def test_mfu_is_a_fraction_of_a_known_peak_and_never_a_guess():
     assert all(device.source for device in hardware.DEVICES.values())
 
 
+@pytest.mark.parametrize(
+    ("name", "flops_per_s"),
+    [
+        ("Tesla V100-SXM2-32GB", 7.8e12),  # its tensor cores know no float64
+        ("NVIDIA A100-SXM4-80GB", 19.5e12),
+        ("NVIDIA H100 80GB HBM3", 67e12),
+        ("NVIDIA H200", 67e12),
+        ("AMD Instinct MI300X", 163.4e12),
+    ],
+)
+def test_the_peak_in_float64_is_that_of_the_units_that_multiply_matrices(name, flops_per_s):
+    assert hardware.mfu(flops_per_s, name, "float64") == pytest.approx(1.0)
+
+
 def test_the_name_of_the_cpu_is_what_linux_calls_it_and_elsewhere_what_python_does(tmp_path):
     cpuinfo = tmp_path / "cpuinfo"
     cpuinfo.write_text("processor\t: 0\nmodel name\t: Some CPU @ 2.60GHz\nmodel\t\t: 167\n")

@@ -157,6 +157,25 @@ def test_other_ways_to_fail(module, code, reason):
     assert re.fullmatch(rf"rank 1 failed after \d+\.\d s: {re.escape(reason)}", str(caught.value))
 
 
+KILLED_WHILE_IT_NOTES = """
+import resource, signal, sys
+from labcode import launch_rank
+
+signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20, 20))  # the kernel ends it at the 21st byte
+launch_rank._note(sys.argv[1], "1", "ValueError: of rank 1")
+"""
+
+
+def test_a_rank_that_is_killed_while_it_notes_its_error_leaves_no_half_note(tmp_path):
+    done = subprocess.run([sys.executable, "-c", KILLED_WHILE_IT_NOTES, tmp_path], check=False)
+    assert done.returncode == -signal.SIGXFSZ
+    report = f"rank      : 1 (local_rank: 1)\n  exitcode  : {done.returncode} (pid: 7)"
+    (tmp_path / "torchrun.log").write_text(report)
+    error = launch._error(tmp_path, 1, 3.0, 0, "")
+    assert str(error) == f"rank 1 failed after 3.0 s: killed by signal {signal.SIGXFSZ:d}"
+
+
 def test_a_time_out_ends_every_process(module, monkeypatch, living, survivors):
     def monotonic():
         """Jumps over the time-out once both ranks run."""

@@ -84,6 +84,12 @@ def test_zero_and_checkpointing_never_need_more():
 def test_a_pipeline_with_zero_3_stays_gathered():
     options = Settings(global_batch=64, zero_stage=3)
     assert layout_memory(LLAMA, GridShape(dp=8, pp=4), options)["gathered"] > 1e9
-    assert layout_memory(LLAMA, GridShape(dp=8), options)["gathered"] == pytest.approx(
-        8 * LLAMA.layer_parameters
-    )
+
+
+def test_zero_3_has_two_layers_whole_and_what_is_in_no_layer():
+    options = Settings(global_batch=64, zero_stage=3)  # 2 bytes a weight, 4 a gradient
+    in_no_layer = 2 * LLAMA.outputs * LLAMA.hidden_size + LLAMA.hidden_size  # norm
+    for tp in (1, 4):
+        found = layout_memory(LLAMA, GridShape(dp=8, tp=tp), options)["gathered"]
+        expected = (2 + 2 + 4) * LLAMA.layer_parameters + (2 + 4) * in_no_layer
+        assert found == pytest.approx(expected / tp, rel=1e-4)

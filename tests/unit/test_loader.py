@@ -5,6 +5,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,7 +16,7 @@ import torch
 from faults.waiting import pause
 
 from labcode.config import LoaderConfig, TextData, WeatherData
-from labcode.data import text, weather
+from labcode.data import copy_ahead, text, weather
 from labcode.data.copy_ahead import CopyAhead
 from labcode.data.errors import DataError
 from labcode.data.loader import Loader, StepReader, _InProcess
@@ -282,3 +283,37 @@ def test_copying_ahead_keeps_the_order_the_jumps_and_the_errors(plain):
             ahead.next()
     ahead.close()
     assert ahead._thread is None
+
+
+class OneAtATime:
+    """A source that notes whether it is asked to begin anew while it still reads."""
+
+    def __init__(self):
+        self.reads = threading.Event()
+        self.begun = threading.Event()
+        self.together = False
+
+    def begin(self, step):
+        self.together |= self.reads.is_set()
+        self.begun.set()
+
+    def next(self):
+        self.begun.clear()
+        self.reads.set()
+        self.begun.wait(0.2)  # only who does not wait for the end of this read comes meanwhile
+        self.reads.clear()
+        return []
+
+    def close(self):
+        pass
+
+
+def test_copying_ahead_waits_for_a_slow_read_before_the_source_begins_anew(monkeypatch):
+    monkeypatch.setattr(copy_ahead, "LEAVE_S", 0.0)
+    source = OneAtATime()
+    ahead = CopyAhead(source, torch.device("cpu"))
+    ahead.begin(0)
+    source.reads.wait()
+    ahead.begin(5)
+    assert not source.together
+    ahead.close()

@@ -79,6 +79,32 @@ def test_a_resumed_run_keeps_the_lines_up_to_its_step_as_they_were(tmp_path):
     )
 
 
+class Line(bytes):
+    """A line that notes how many bytes stand before it when it is appended to them."""
+
+    copied = 0
+
+    def __add__(self, other):
+        return Line(bytes(self) + other)
+
+    def __radd__(self, other):
+        Line.copied += len(other)
+        return other + bytes(self)
+
+
+def test_what_is_kept_of_many_rows_is_not_copied_again_with_each_of_them(tmp_path, monkeypatch):
+    path = tmp_path / metrics.FILE_NAME
+    path.write_text("".join(f'{{"step": {step}}}\n' for step in range(1, 101)))
+    before = path.read_bytes()
+    read = metrics._rows
+    monkeypatch.setattr(
+        metrics, "_rows", lambda path: ((Line(line), row) for line, row in read(path))
+    )
+    metrics.RowFile(path, after_step=100).close()
+    assert path.read_bytes() == before
+    assert Line.copied <= len(before)
+
+
 def test_a_failed_write_of_tensorboard_is_raised_and_not_printed_too(tmp_path, monkeypatch):
     from tensorboard.summary.writer.event_file_writer import _AsyncWriter
     from tensorboard.summary.writer.record_writer import RecordWriter

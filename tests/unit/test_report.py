@@ -3,6 +3,7 @@
 import errno
 
 import pytest
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 
 from labcode import recipes
 from labcode.comm import bootstrap
@@ -38,6 +39,32 @@ def test_a_rank_reports_what_it_alone_knows_and_rank_0_what_all_know(
 ):
     assert report.fail(place, error, steps_done) == report.FAILED
     assert capsys.readouterr().err.strip() == line
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ValueError("no GPU"), "error: rank 3: no GPU"),
+        (RefusedError("tp=3"), "error: tp=3"),
+        (
+            RuntimeError("Connection reset by peer"),
+            "rank 3: the connection to another rank was lost: ",
+        ),
+    ],
+)
+def test_the_line_is_handed_to_torchrun_which_repeats_it(tmp_path, monkeypatch, error, line):
+    file = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
+    report.fail(Place(3, 8), error)
+    repeated = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
+    text, _ = ChildFailedError("labcode.train", {3: repeated})._format_failure(0, 3, repeated)
+    assert f"traceback : {line}" in text
+
+
+def test_an_error_file_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
+    assert report.fail(Place(3, 8), ValueError("no GPU")) == report.FAILED
+    assert capsys.readouterr().err == "error: rank 3: no GPU\n"
 
 
 def test_a_wrong_command_line_is_reported_by_rank_0(capsys, monkeypatch):

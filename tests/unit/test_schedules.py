@@ -258,6 +258,44 @@ def test_a_plan_of_forwards_alone_runs_each_micro_batch_through_all_stages():
     ]
 
 
+def may_not_have_arrived(plan):
+    """How many messages back from a rank's latest there is one whose receiver may not be there yet.
+
+    What a rank has received tells it which ticks the sender had done, and what that one knew. The
+    receiver of a message is there when it has done the tick of that message.
+    """
+    num_ranks = len(plan.ticks)
+    done = [[-1] * num_ranks for _ in range(num_ranks)]  # [who knows it][of whom]: the last tick
+    told = {}  # what the sender of a message knew
+    sent = [[] for _ in range(num_ranks)]  # (tick, to whom)
+    found = []
+    for tick, after in enumerate(plan.messages):
+        for rank, row in enumerate(plan.ticks):
+            action = row[tick]
+            kind = "activation" if action and action.kind == "F" else "gradient"
+            if action and action.kind != "W":
+                news = told.get((kind, action.stage, action.microbatch), done[rank])
+                done[rank] = list(map(max, done[rank], news))
+            done[rank][rank] = tick
+        for rank, messages_of_rank in enumerate(sent):
+            for behind, (at, to) in enumerate(reversed(messages_of_rank), start=1):
+                if done[rank][to] < at:
+                    found.append(behind)
+        for message in after:
+            told[message[2:]] = list(done[message.from_rank])
+            sent[message.from_rank].append((tick, message.to_rank))
+    return found
+
+
+def test_all_but_the_last_messages_of_a_rank_have_arrived():
+    """So that a runner may wait for a message when 2p later ones are on their way."""
+    for name, p, m, v in CASES:
+        if p > 1 and name != "gpipe":
+            found = may_not_have_arrived(plan_pipeline(name, p * v, m, p))
+            assert found and max(found) < 2 * p, (name, p, m, v)
+    assert max(may_not_have_arrived(plan_pipeline("gpipe", 2, 16, 2))) == 16
+
+
 @pytest.fixture
 def simulations(monkeypatch):
     """The schedules that are simulated from here on, one entry for each time."""

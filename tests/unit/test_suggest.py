@@ -1,5 +1,7 @@
 """One "did you mean" for all messages."""
 
+import pytest
+
 from labcode.suggest import closest, unknown
 
 RECIPES = ("gpt_tiny", "gpt_10m", "vit_tiny")
@@ -23,6 +25,28 @@ def test_fields_stand_without_quotes_and_a_long_list_can_be_cut():
     assert message == (
         "unknown field train.step: did you mean train.steps? there are train.steps, train.lr"
     )
+
+
+FIELDS = ("data.bpe_vocab_size", "model.num_layers", "optim.lr", "profile.steps", "train.steps")
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"),
+    [
+        ("lr", "optim.lr"),
+        ("train.lr", "optim.lr"),
+        ("--lr", "--optim.lr"),
+        ("num_layer", "model.num_layers"),
+        ("vocab_size", "data.bpe_vocab_size"),
+        ("profil.steps", "profile.steps"),
+        ("train.stepz", "train.steps"),
+        ("dropout", None),
+        ("step_time", None),
+    ],
+)
+def test_of_a_dotted_name_the_last_part_counts_first(typed, meant):
+    dashes = "--" if typed.startswith("--") else ""
+    assert closest(typed, [dashes + field for field in FIELDS]) == meant
 
 
 def test_nothing_to_choose_from():

@@ -33,7 +33,8 @@ class ShardedDataParallel(nn.Module):
     """A module whose averaged gradients, and so the optimizer's state, are divided over a group.
 
     Call it like the module. After the last backward of a step call `finish_gradient_sync()`, let an
-    optimizer step that was made of `shards`, and call `gather_parameters()`.
+    optimizer step that was made of `shards`, and call `gather_parameters()`. Averages add up until
+    they are zeroed, by the optimizer or here.
 
     Communicates: at construction a broadcast of parameters and buffers; backward one reduce-scatter
         per bucket, `(p-1)/p` times the gradients' bytes; `gather_parameters` as much. With replicas
@@ -110,8 +111,17 @@ class ShardedDataParallel(nn.Module):
         finally:
             self._syncing = True
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget gradients, and the averages in `shards`."""
+        super().zero_grad(set_to_none)
+        for shard in self.shards.values():
+            shard.grad = None
+
     def finish_gradient_sync(self) -> None:
-        """Wait until each of the `shards` has its average; every rank calls it once per step."""
+        """Wait until each of the `shards` has its average; every rank calls it once per step.
+
+        Held by: tests/ranks/test_zero.py::test_gradients_add_up_until_they_are_zeroed
+        """
         for bucket in self.buckets:
             if bucket.finish is None:
                 bucket.send(self.num_shares, self.reduce_dtype)
@@ -175,7 +185,7 @@ class ShardedBucket:
         self.finish = start_reduce_scatter(message, self.group, dim=0)
 
     def receive(self, replicas: Sequence[dist.ProcessGroup], keep: bool) -> None:
-        """Wait, and hand this rank's averages to its shards."""
+        """Wait, and add this rank's averages to the gradients of its shards."""
         assert self.finish is not None, "send() comes first"
         segment = self.finish()
         for group in replicas:
@@ -184,11 +194,13 @@ class ShardedBucket:
         index = self.group.rank()
         for param, shard, mean in zip(self.params, self.shards, self.cut.unpack(segment, index)):
             if keep and param.grad is not None:
-                place = piece_of(param.grad, index, self.group.size())
-                place.copy_(mean)
-                shard.grad = place  # holds the memory of the whole gradient
+                own = piece_of(param.grad, index, self.group.size())
+                own.copy_(mean)  # holds the memory of the whole gradient
             else:
-                shard.grad = mean.clone()
+                own = mean.clone()
+            if shard.grad is not None:
+                own += shard.grad
+            shard.grad = own
             param.grad = None
         self.finish = None
         self.missing = set(self.params)

@@ -10,11 +10,11 @@ unit the ranks of a group do, with p ranks and N weights in all:
 so that 3/2 of what DDP sends is sent, and a rank never holds more than its rows and two units.
 While a unit computes, the weights of the next one already travel (prefetch).
 
-The optimizer works on `shards`, this rank's rows. The module's own parameters stay the objects that
-autograd knows, but most of the time the memory of their values is given back,
-`untyped_storage().resize_(0)`. What autograd has saved of a weight in forward, such as its
-transpose, points to the same storage, and is right again as soon as the weight is gathered for
-backward. A parameter that is read at another time gives NaN.
+A weight so has two faces. `parameters()` gives this rank's rows, on which the optimizer works.
+`layer.weight`, which forward reads, is the whole one that autograd knows, but most of the time the
+memory of its values is given back, `untyped_storage().resize_(0)`. What autograd has saved of a
+weight in forward, such as its transpose, points to the same storage, and is right again as soon as
+the weight is gathered for backward. A whole weight that is read at another time gives NaN.
 
 Source: Rajbhandari et al. 2019 (arXiv:1910.02054), sections 5.3 and 7.2.2; Zhao et al. 2023
     (PyTorch FSDP, arXiv:2304.11277), sections 3 and 4, for units, prefetch and storage.
@@ -42,17 +42,20 @@ class FullyShardedModule(nn.Module):
     """A module whose weights, gradients and optimizer state are divided over a group.
 
     Call it like the module. After the last backward of a step call `finish_gradient_sync()`, then
-    let an optimizer step that was made of `shards.values()`. Every rank runs the same units in the
-    same order.
+    let an optimizer step that was made of `parameters()`: this rank's rows, under the names that
+    the module gives the weights, as in the state dict. The norm of all gradients is the root of the
+    sum over the ranks of their squares: `clip_grad_norm_` would take that of these rows. Every rank
+    runs the same units in the same order.
 
     Communicates: forward one all-gather per unit; backward one all-gather and one reduce-scatter
         per unit; the unit of the rest is gathered once per step. At construction a broadcast of
         every weight, unless `materialize` gives them.
-    Held by: tests/ranks/test_zero.py::test_a_fully_sharded_module_trains_like_a_whole_one
+    Held by: tests/ranks/test_zero.py::test_a_fully_sharded_module_trains_like_a_whole_one,
+        tests/ranks/test_zero.py::test_an_optimizer_made_of_its_parameters_trains_a_fully_sharded_module
 
     Args:
-        module: The same module on every rank, whose parameters become empty; on the meta device
-            with `materialize`.
+        module: The same module on every rank, whose parameters become this rank's rows; on the meta
+            device with `materialize`.
         group: The ranks over which everything is divided.
         compute_dtype: Of the gathered weights, and of floating-point inputs; None: that of the
             weights. The shards keep the dtype of the weights.
@@ -119,6 +122,8 @@ class FullyShardedModule(nn.Module):
         for unit in (*self.units, self.root):
             own_rows |= dict(zip(unit.params, unit.shards))
         self.shards = shards_by_name(module, own_rows)
+        _show_rows(module, own_rows)
+        self.register_load_state_dict_pre_hook(_below_the_module)
         for number, layer in enumerate(chosen):
             self._watch(layer, number)
         for unit in (*self.units, self.root):
@@ -135,9 +140,20 @@ class FullyShardedModule(nn.Module):
         if self.compute_dtype is not None:
             args, kwargs = pytree.tree_map(self._cast, (args, kwargs))
         output = self.module(*args, **kwargs)
+        _before_backward_of(output, _backward_hook(weakref.ref(self)))
         if not torch.is_grad_enabled():
             self._release()
         return output
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's rows of each weight, under the names that the module gives them."""
+        return self.module.named_parameters(prefix, recurse, remove_duplicate)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        """This rank's rows and the buffers, under the names that the module gives them."""
+        return self.module.state_dict(*args, **kwargs)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -172,8 +188,8 @@ class FullyShardedModule(nn.Module):
         """
         wholes: dict[nn.Parameter, torch.Tensor] = {}
         for unit in (*self.units, self.root):
-            wholes |= dict(zip(unit.params, unit.wholes()))
-        return {name: wholes[param] for name, param in self.module.named_parameters()}
+            wholes |= dict(zip(unit.shards, unit.wholes()))
+        return {name: wholes[shard] for name, shard in self.shards.items()}
 
     # ---- around a unit
 
@@ -187,9 +203,7 @@ class FullyShardedModule(nn.Module):
 
         def after(module: nn.Module, args: tuple, output: Any) -> None:
             parallel = _still_there(alive)
-            for tensor in pytree.tree_leaves(output):
-                if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
-                    tensor.register_hook(before_backward)
+            _before_backward_of(output, before_backward)
             # under activation checkpointing a forward may run inside backward, which goes on to
             # use the weights
             inside_backward = torch._C._current_graph_task_id() != -1
@@ -234,13 +248,13 @@ class FullyShardedModule(nn.Module):
             return
         self._in_backward = False
         for unit in (*self.units, self.root):
-            unit.ready.clear()
-            unit.drop_reduce()
+            unit.forget_gradients()
 
     def _begin_backward(self) -> None:
         if not self._in_backward:
             self._in_backward = True
             torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self.root.gather()  # a forward without gradients has given it back, if there was one
 
     def _end_backward(self) -> None:
         """What was not complete is sent now, so that all ranks have sent the same."""
@@ -373,11 +387,14 @@ class Unit:
                 continue
             shard.grad = mean.clone() if shard.grad is None else shard.grad + mean
 
-    def drop_reduce(self) -> None:
-        """Wait for averages that nobody wants, so that no message stays behind."""
+    def forget_gradients(self) -> None:
+        """Let go of what a backward has left; no message of it stays behind."""
         if self._reducing is not None:
             self._reducing()
             self._reducing = None
+        self.ready.clear()
+        for param in self.params:
+            param.grad = None
 
     def has_whole_gradients(self) -> bool:
         """Whether a backward inside `no_sync` has left some."""
@@ -474,6 +491,43 @@ def _broadcast(module: nn.Module, groups: Iterable[dist.ProcessGroup]) -> None:
             first = dist.get_global_rank(group, 0)
             for tensor in (*module.parameters(), *module.buffers()):
                 dist.broadcast(tensor, src=first, group=group)
+
+
+def _show_rows(module: nn.Module, rows: Mapping[nn.Parameter, nn.Parameter]) -> None:
+    """Let `parameters()` and the state dict of a module give rows, and `layer.weight` the whole.
+
+    Python looks into an object's `__dict__` before `nn.Module` looks among its parameters.
+    """
+    for child in module.modules():
+        own = dict(child.named_parameters(recurse=False, remove_duplicate=False))
+        for name, whole in own.items():
+            child.register_parameter(name, rows[whole])
+            child.__dict__[name] = whole
+
+
+def _below_the_module(
+    parallel: nn.Module, state_dict: dict[str, Any], prefix: str, *_: object
+) -> None:
+    """Before a state dict is loaded: its names are those of the module in `parallel.module`."""
+    for name in list(state_dict):
+        if name.startswith(prefix):
+            state_dict[f"{prefix}module.{name.removeprefix(prefix)}"] = state_dict.pop(name)
+
+
+def _before_backward_of(output: Any, hook: Callable[[torch.Tensor], None]) -> None:
+    """Call `hook` when the gradient of what a module has returned is there."""
+    for tensor in pytree.tree_leaves(output):
+        if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+            tensor.register_hook(hook)
+
+
+def _backward_hook(alive: weakref.ref) -> Callable[[torch.Tensor], None]:
+    """The hook of the whole module's output; it holds nothing alive."""
+
+    def hook(_gradient: torch.Tensor) -> None:
+        _still_there(alive)._begin_backward()
+
+    return hook
 
 
 def _still_there(alive: weakref.ref) -> FullyShardedModule:

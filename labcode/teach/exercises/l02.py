@@ -278,8 +278,8 @@ def bytes_read(function: Callable[..., Any]) -> None:
     for box, chunks, name in BOXES:
         for itemsize in (4, 2):
             given = list(box)
-            with without(l02_by_hand.bytes_read), bounded("does the loop end?"):
-                found = due(function(given, chunks, itemsize))
+            with without(l02_by_hand.bytes_read):
+                found = due(bounded("does the loop end?", function, given, chunks, itemsize))
             case = f"{name} (box {box}, chunks {chunks}, {itemsize} bytes a number): "
             _check_bytes(case, _number(found), box, chunks, itemsize)
             assert given == box, (

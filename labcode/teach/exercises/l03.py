@@ -81,12 +81,14 @@ def spacing(spacing: Callable[[float, int], float]) -> None:
     """The learner's `spacing(x, fraction_bits)`."""
     for name, (dtype, bits) in FORMATS.items():
         for x in PLACES:
-            with without(l03_by_hand.spacing), bounded(f"does the loop also end for x = {x:g}?"):
-                found = due(spacing(x, bits))
+            hint = f"does the loop also end for x = {x:g}?"
+            with without(l03_by_hand.spacing):
+                found = due(bounded(hint, spacing, x, bits))
             expected = _next_up(x, dtype) - abs(x)
             _judge_spacing(x, bits, name, float(found), expected)
-    with without(l03_by_hand.spacing), bounded("does the loop also end for x = 1e-06?"):
-        found = due(spacing(1e-6, WIDE_FRACTION_BITS))
+    hint = "does the loop also end for x = 1e-06?"
+    with without(l03_by_hand.spacing):
+        found = due(bounded(hint, spacing, 1e-6, WIDE_FRACTION_BITS))
     _judge_spacing(1e-6, WIDE_FRACTION_BITS, "float32", float(found), 2.0**-43)
 
 

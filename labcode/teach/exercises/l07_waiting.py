@@ -150,8 +150,8 @@ def shares(answer: Any) -> None:
         cases.append((sample_s, draw.randrange(1, 20)))
     for sample_s, global_batch in cases:
         given = list(sample_s)
-        with bounded("does the loop end when all samples are given out?"):
-            found = due(answer(given, global_batch))
+        hint = "does the loop end when all samples are given out?"
+        found = due(bounded(hint, answer, given, global_batch))
         asked = f"shares({sample_s}, {global_batch})"
         assert given == sample_s, f"{asked} has changed the list that it was given"
         _check_shares(asked, found, sample_s, global_batch)

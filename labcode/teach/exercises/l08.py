@@ -117,8 +117,8 @@ def coords_of(my_coords: Callable[..., Any]) -> None:
     for shape in SHAPES:
         for rank in range(shape.world_size):
             sizes = _sizes(shape)
-            with bounded(LOOP), _from_scratch():
-                coords = due(my_coords(rank, sizes, shape.order))
+            with _from_scratch():
+                coords = due(bounded(LOOP, my_coords, rank, sizes, shape.order))
             case = _case(shape, rank)
             found[shape, rank] = _plain_coords(case, shape, coords)
             _assert_kept(case, "sizes", sizes, _sizes(shape))
@@ -191,8 +191,8 @@ def groups_of(my_groups: Callable[..., Any]) -> None:
     for shape in (*SHAPES[:4], four_axes, replace(four_axes, order="pp-tp-dp-cp")):
         for axes in COMBINATIONS:
             sizes = _sizes(shape)
-            with bounded(LOOP), _from_scratch():
-                groups = due(my_groups(sizes, shape.order, axes))
+            with _from_scratch():
+                groups = due(bounded(LOOP, my_groups, sizes, shape.order, axes))
             case = f"groups along {', '.join(axes) or 'no axis'} of {shape}: "
             _check_groups(case, shape, axes, groups)
             _assert_kept(case, "sizes", sizes, _sizes(shape))
@@ -504,8 +504,8 @@ def _check_crossing(crossing: Callable[..., Any]) -> None:
     """The learner's bytes of the links whose ends are on different nodes."""
     for ranks_per_node in (8, 4, 2, 1):
         sent = dict(LINKS)
-        with bounded("does your loop end?"), without(across_nodes):
-            found = due(crossing(sent, ranks_per_node))
+        with without(across_nodes):
+            found = due(bounded("does your loop end?", crossing, sent, ranks_per_node))
         case = f"my_crossing with nodes of {ranks_per_node}, links {LINKS}: "
         _assert_kept(case, "sent", sent, LINKS)
         expected = across_nodes(LINKS, ranks_per_node)
@@ -588,8 +588,8 @@ def best_order(
     cases = _cases()
     orders = []
     for case in cases:
-        with bounded("does your loop end?"), without(across_nodes):
-            order = due(best(*case))
+        with without(across_nodes):
+            order = due(bounded("does your loop end?", best, *case))
         assert not isinstance(order, (int, float)), (
             f"it returned {order!r}, which may be the bytes; the order is asked for"
         )

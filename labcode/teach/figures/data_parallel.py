@@ -208,7 +208,7 @@ the same on every rank
 Divided in lessons
 09 tensor parallel
 12 pipeline parallel
-13 ZeRO, FSDP (planned)"""
+13 ZeRO, FSDP"""
 DIVIDED_HERE = """a share of the batch,
 divided here; lessons 10
 and 11 divide it further"""
