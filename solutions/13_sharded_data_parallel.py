@@ -25,21 +25,24 @@
 # - count what each stage sends, and say when sharding is better than tensor parallelism and when it is not;
 # - choose units, prefetch, resharding and hybrid sharding for a model and a cluster.
 #
-# **Time**: 130 minutes, in three sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
-# 4 divides the weights, and most of it is one exercise (40). Sections 5 and 6 are about choices (25), and exercise 13.5
-# at their end is optional (15). **Needs**: lessons 01 (collectives and their bytes), 04 and 05
-# (data parallel, hooks); section 6 compares with lesson 09 (tensor parallel).
+# **Time**: 135 minutes, in three sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
+# 4 divides the weights by hand, most of it in one exercise, and then with PyTorch's FSDP2 (45). Sections 5 and 6 are
+# about choices (25), and exercise 13.5 at their end is optional (15). **Needs**: lessons 01 (collectives and their
+# bytes), 04 and 05 (data parallel, hooks) and 08 (the grid of ranks); section 6 compares with lesson 09 (tensor
+# parallel).
 
 # %%
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
 from labcode.models.gpt import GPT
+from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
 from labcode.parallel.data import DataParallel
 from labcode.parallel.zero import FullyShardedModule, cut, gradients, optimizer
@@ -663,13 +666,58 @@ for name, run in runs.items():
 # a second time in backward. (By default FSDP2 reshards each layer after forward, and keeps the outermost unit, the
 # root, as ours does.)
 #
+# In these runs `parallelize` has done the work. This is how FSDP2 is used without labcode, in a script of your own.
+# Each layer becomes a unit, then the whole model. Only after that the optimizer is made: `model.parameters()` now gives
+# this rank's rows. Ours is used in the same way, but for one line after backward, and both are held to one process that
+# trains on the samples of all four ranks.
+
+# %%
+def by_torch(model):
+    for layer in model.blocks:
+        fully_shard(layer)
+    return fully_shard(model)
+
+def by_hand(model):
+    return FullyShardedModule(model, dist.group.WORLD)
+
+def losses(model, tokens):
+    """Of three steps on these samples."""
+    adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    found = []
+    for _ in range(3):
+        adamw.zero_grad()
+        logits = model(tokens)
+        loss = F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+        loss.backward()
+        if isinstance(model, FullyShardedModule):
+            model.finish_gradient_sync()  # FSDP2 waits at the end of backward
+        adamw.step()
+        found.append(loss.item())
+    return torch.tensor(found)
+
+def on_its_sample(rank, shard, samples):
+    return losses(shard(initialize(GPT(CONFIG), seed=0)), samples[rank : rank + 1])
+
+# %% tags=["nbval-check-output"]
+samples = torch.randint(512, (4, 16), generator=torch.Generator().manual_seed(0))
+alone = losses(initialize(GPT(CONFIG), seed=0), samples)
+print("one process", *(f"{loss:9.4f}" for loss in alone))
+for name, shard in {"by hand": by_hand, "FSDP2": by_torch}.items():
+    mean = torch.stack(ranks.run(on_its_sample, shard, samples)).mean(0)
+    print(f"{name:11}", *(f"{loss:9.4f}" for loss in mean))
+
+# %% [markdown]
+# The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
+# where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device, and gets
+# its values after `fully_shard`.
+#
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
 #
 # This is the end of the second sitting.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 40 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
+# *For the instructor.* 45 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
 # the check. The usual trouble: `copy_` before `resize_` (outside of the check it kills the rank), `detach()` where
 # `.data` is needed, no hook under `no_grad`, and a new tensor in `weight.data`. That last one gives right numbers and
 # frees nothing, because autograd holds the tensor of forward. Ask: why is the hook on y, and not a backward hook of the

@@ -211,7 +211,7 @@ plot.layout_map(
     groups, named=named, limit_gib=brief.room_bytes / GIB,
     title="380 layouts of the 70B GPT on 1,024 H100s",
     alt="A cloud of points from 3.4 seconds to more than a minute; the fastest, with "
-        "ZeRO-3, lies above the dashed line at 97 GiB; the fastest that fits is a "
+        "ZeRO-3, lies above the dashed line at 99 GiB; the fastest that fits is a "
         "pipeline with 4.3 seconds and 59 GiB",
 )
 

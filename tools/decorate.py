@@ -58,7 +58,7 @@ def headline(stem: str, text: str) -> Headline:
 
 
 def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> str:
-    """One line of links: the lesson before, the map, this lesson solved or to solve, the next.
+    """One line: that it is a solution, and links to lessons (before, solved or open, next) and map.
 
     Args:
         stem: Of the lesson that gets the line.
@@ -67,7 +67,7 @@ def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> s
     """
     stems = [lesson.stem for lesson in course]
     here = stems.index(stem)
-    links = []
+    links = ["**Solution**"] if is_solution else []
     if here > 0:
         before = course[here - 1]
         links.append(f"[← {before.label}]({before.stem}.ipynb)")

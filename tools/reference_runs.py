@@ -56,7 +56,7 @@ def _write_board(folder: Path, rows: Sequence[metrics.Row]) -> None:
         for row in rows:
             for name, value in row.items():
                 if name != "step":
-                    writer.add_scalar(name, value, row["step"], walltime=row["step"])
+                    writer.add_scalar(metrics.tag(name), value, row["step"], walltime=row["step"])
         writer.close()
         (log,) = Path(scratch).iterdir()
         shutil.copyfile(log, folder / BOARD)

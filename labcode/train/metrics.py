@@ -64,6 +64,16 @@ SHOWN = {
 }
 
 
+def tag(name: str) -> str:
+    """Under which name TensorBoard shows a number of `UNITS`.
+
+    It sorts by name: the loss comes first, before all that is in "step/" and "system/".
+
+    Held by: tests/notebooks/test_tensorboard.py
+    """
+    return name if name in ("loss", "lr", "val_loss") else f"step/{name}"
+
+
 class Log:
     """The rows of one run: on a terminal a progress bar shows them, elsewhere a line each.
 
@@ -192,7 +202,7 @@ class MetricsWriter:
         self._rows.write(row)
         for name, value in row.items():
             if name != "step":
-                self._board.add_scalar(name, value, row["step"])
+                self._board.add_scalar(tag(name), value, row["step"])
 
     def write_device(self, row: Row) -> None:
         """Add one sample of the device, with the keys of `device_samples.UNITS`.
@@ -206,7 +216,7 @@ class MetricsWriter:
         self._device_rows.write(row)
         for name, value in row.items():
             if name not in ("step", "time_s"):
-                self._board.add_scalar(f"device/{name}", value, row["step"])
+                self._board.add_scalar(f"system/{name}", value, row["step"])
 
     def close(self) -> None:
         """Close all files."""
