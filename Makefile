@@ -29,7 +29,7 @@ lab: $(VENV)/$(STAMP)  ## open JupyterLab on the first lesson; TensorBoard is a 
 	$(BIN)/python -m jupyterlab --config tools/jupyter/jupyter_server_config.py $(LAB)
 
 shell: $(VENV)/$(STAMP)  ## a shell that finds `python -m labcode.train` and `torchrun`, as JupyterLab's terminal does
-	@COURSE_PROGRAMS=$(CURDIR)/$(BIN) bash --rcfile tools/jupyter/bashrc
+	@COURSE_PROGRAMS=$(CURDIR)/$(BIN) COURSE_FOLDER=$(CURDIR) bash --rcfile tools/jupyter/bashrc
 
 test: $(VENV)/$(STAMP)  ## the tests that prove a checkout: library, ranks, a notebook, browser, SLURM where it can be had
 	$(TESTS) -m 'not release and not lesson' --junitxml=build/test.xml

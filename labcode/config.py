@@ -685,6 +685,12 @@ class TrainConfig:
         """
         micro_batch = self.micro_batch or max(1, self.global_batch // dp_size)
         count, rest = divmod(self.global_batch, micro_batch * dp_size)
+        if self.global_batch % dp_size:
+            larger = (self.global_batch // dp_size + 1) * dp_size
+            raise ValueError(
+                f"global_batch={self.global_batch} is not a multiple of dp={dp_size}: each rank of "
+                f"dp takes as many samples, so set train.global_batch to {larger}, for example"
+            )
         if rest or count == 0:
             raise ValueError(
                 f"global_batch={self.global_batch} is not a multiple of micro_batch*dp = "

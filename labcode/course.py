@@ -80,6 +80,8 @@ def find(number: str, folder: Path) -> Lesson:
 def begin_anew(lesson: Lesson) -> Path:
     """Put the notebook of a lesson aside, and a fresh one, as git has it, in its place.
 
+    Its exercises are open again.
+
     Returns:
         The notebook as it was, under another name beside the new one.
 
@@ -97,6 +99,11 @@ def begin_anew(lesson: Lesson) -> Path:
         ) from None
     kept = put_aside(path)
     write_atomically(path, fresh)
+    content = _json(path.parent / PROGRESS)
+    still = passed(path.parent).difference(lesson.exercises)
+    if content:
+        content["passed"] = {name: content["passed"][name] for name in sorted(still)}
+        _write_progress(content, path.parent)
     return kept
 
 
@@ -148,13 +155,17 @@ def record(exercise: str, folder: Path) -> bool:
         return True
     if not any(exercise in lesson.exercises for lesson in lessons(folder)):
         return False
-    path = folder / PROGRESS
-    content = _json(path)
+    content = _json(folder / PROGRESS)
     now = datetime.now(UTC).isoformat(timespec="seconds")
     done = content.get("passed", {})
     content["passed"] = {**done, exercise: now} if isinstance(done, dict) else {exercise: now}
+    return _write_progress(content, folder)
+
+
+def _write_progress(content: dict[str, Any], folder: Path) -> bool:
+    """Whether it could be written."""
     with contextlib.suppress(OSError):
-        write_atomically(path, (json.dumps(content, indent=1) + "\n").encode())
+        write_atomically(folder / PROGRESS, (json.dumps(content, indent=1) + "\n").encode())
         return True
     return False
 

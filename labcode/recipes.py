@@ -200,8 +200,8 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
     last = path.rpartition(".")[2]
     if last in LAUNCHED:
         return (
-            f"unknown field {dashes}{path}: how many ranks there are, and with them GPUs, says "
-            "what starts them: torchrun --nproc-per-node 2 -m labcode.train RECIPE"
+            f"unknown field {dashes}{path}: each rank takes a GPU if there is one, and 2 ranks are "
+            "started by torchrun --nproc-per-node 2 -m labcode.train RECIPE"
         )
     # Of the section that is meant all fields are listed, otherwise only the sections.
     section = path.split(".")[0]

@@ -696,15 +696,16 @@ def losses(model, tokens):
     return torch.tensor(found)
 
 def on_its_sample(rank, shard, samples):
-    return losses(shard(initialize(GPT(CONFIG), seed=0)), samples[rank : rank + 1])
+    model = initialize(GPT(CONFIG), seed=0)
+    return losses(shard(model), samples[rank : rank + 1])
 
 # %% tags=["nbval-check-output"]
 samples = torch.randint(512, (4, 16), generator=torch.Generator().manual_seed(0))
-alone = losses(initialize(GPT(CONFIG), seed=0), samples)
-print("one process", *(f"{loss:9.4f}" for loss in alone))
-for name, shard in {"by hand": by_hand, "FSDP2": by_torch}.items():
-    mean = torch.stack(ranks.run(on_its_sample, shard, samples)).mean(0)
-    print(f"{name:11}", *(f"{loss:9.4f}" for loss in mean))
+model = initialize(GPT(CONFIG), seed=0)
+print("one process", losses(model, samples))
+for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
+    of_ranks = torch.stack(ranks.run(on_its_sample, shard, samples))
+    print(name, of_ranks.mean(dim=0))
 
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,

@@ -27,6 +27,7 @@ SUBJECTS = {
         "labcode/train/signals.py",
         "labcode/train/run*.py",
     ],
+    "tests/slurm/test_slurm_lab.py": ["labcode/comm/bootstrap.py", "labcode/comm/meeting.py"],
     "tests/faults/*": [
         "labcode/train/run*.py",
         "labcode/train/loop.py",

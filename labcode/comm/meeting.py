@@ -153,7 +153,7 @@ def store_of_job(place: Place, timeout_s: float) -> dist.Store | None:
         MeetingError: It cannot be reached.
 
     Held by: tests/faults/test_meeting.py::
-        test_lines_of_other_threads_are_not_lost_while_a_run_asks_its_agent
+        test_lines_of_other_threads_are_not_lost_while_a_run_asks_its_job
     """
     if not place.has_agent or place.hosts_store or place.address is None:
         return None

@@ -9,7 +9,7 @@ generator, seeded equally on the ranks that hold the same activations, and an `R
 
 Source: Megatron-LM, `megatron/core/tensor_parallel/random.py` (CudaRNGStatesTracker).
 Held by: tests/ranks/test_parallelize.py::
-    test_dropout_draws_the_same_where_replicated_and_others_where_sharded
+    test_dropout_draws_alike_where_replicated_and_apart_where_sharded
 """
 
 import hashlib

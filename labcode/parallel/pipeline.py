@@ -178,6 +178,7 @@ class _Run:
         assert not self._deferred, f"no W for {sorted(self._deferred)}"
 
     def _act(self, action: Action) -> None:
+        # in self they would be a circle: tensors would stay until Python looks for circles
         actions = {
             "F": self._forward,
             "B": self._backward,

@@ -146,7 +146,8 @@ def _check_name(name: str) -> None:
     known = [_dashed(field.name) for field in fields(Options)]
     flags = [_dashed(f"no_{field.name}") for field in fields(Options) if field.type is bool]
     if name.replace("_", "-") not in (*known, *flags):
-        message = unknown("option", name, known, quoted=False)
+        meant = "--minutes" if name == "--time" else None  # sbatch's word for it
+        message = unknown("option", name, known, quoted=False, meant=meant)
         raise UsageError(f"{message}, and fields of the recipe")
 
 

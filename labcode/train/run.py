@@ -239,8 +239,9 @@ def _code_after(
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
     is_lost_peer = report.is_lost_peer(error)
-    if is_behind(error) or ctrl_c.heard:
-        if not is_behind(error) and not is_lost_peer:
+    was_broken_off = is_behind(error)
+    if was_broken_off or ctrl_c.heard:
+        if not was_broken_off and not is_lost_peer:
             traceback.print_exception(error)  # it may be a bug that has nothing to do with Ctrl-C
         if _store_answers(place):
             leave_word(CTRL_C)

@@ -15,6 +15,7 @@ from faults.forks import start, train
 from faults.waiting import free_port, until
 
 from labcode.comm import bootstrap, meeting
+from labcode.comm.place import Place
 
 LOOKING = "looking for the others"
 TOGETHER = "together"
@@ -273,3 +274,19 @@ def test_whoever_waits_hears_ctrl_c(tmp_path):
         running.signal(0, signal.SIGINT)
         done = running.wait()
     assert done.codes == [-signal.SIGINT]
+
+
+def test_lines_of_other_threads_are_not_lost_while_a_run_asks_its_job(monkeypatch, capfd):
+    opened = dist.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    place = Place(1, 2, launcher="torchrun", address=("127.0.0.1", opened.port), has_agent=True)
+
+    def connects_while_another_thread_writes(*arguments, **options):
+        os.write(2, b"a worker of the loader has ended\n")
+        return make(*arguments, **options)
+
+    make = dist.TCPStore
+    monkeypatch.setattr(dist, "TCPStore", connects_while_another_thread_writes)
+    store = meeting.store_of_job(place, 30.0)
+    store.set("folder", "run")
+    assert store.get("folder") == b"run"
+    assert capfd.readouterr().err == "a worker of the loader has ended\n"

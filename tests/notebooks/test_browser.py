@@ -256,9 +256,10 @@ def test_tensorboard_is_behind_the_token_and_shows_runs_that_come_later(lab, pag
     page.wait_for_selector(".jp-LauncherCard:has-text('TensorBoard')")
 
 
-def started(lab, what):
+def started(lab, what, **options):
     """A new terminal or kernel of the server, as the server describes it."""
-    asked = urllib.request.Request(f"{lab[0]}/api/{what}?token={TOKEN}", method="POST")
+    body = json.dumps(options).encode()
+    asked = urllib.request.Request(f"{lab[0]}/api/{what}?token={TOKEN}", body, method="POST")
     with urllib.request.urlopen(asked, timeout=HANG_S) as answer:
         return json.load(answer)
 
@@ -270,7 +271,7 @@ def connected(lab, path):
 
 def typed(lab, line, last):
     """What a terminal of JupyterLab shows after somebody has typed a line."""
-    name = started(lab, "terminals")["name"]
+    name = started(lab, "terminals", cwd="notebooks")["name"]  # beside what is open
     with closing(connected(lab, f"terminals/websocket/{name}")) as terminal:
         terminal.send(json.dumps(["stdin", f"{line}\r"]))
         shown = ""
@@ -311,12 +312,15 @@ def test_the_commands_of_readme_and_lessons_are_found_in_the_terminal(lab):
     commands += ["torchrun --help", "tensorboard --help"]
     line = "; ".join(f'{command} >/dev/null || echo "no: {command}"' for command in commands)
     shown = typed(
-        lab, f"{line}; command -v python torchrun; echo $OF_THE_USER all $((40 + 2))", "1 all 42"
+        lab,
+        f"{line}; command -v python torchrun; echo in $PWD; echo $OF_THE_USER all $((40 + 2))",
+        "1 all 42",
     )
     # the line itself is shown as well, as it was typed
     assert re.findall(r"(?m)^no: .*", shown) == []
     programs = str(Path(sys.executable).parent)
     assert f"{programs}/python\r" in shown and f"{programs}/torchrun\r" in shown
+    assert f"in {lab[1]}\r" in shown
 
 
 def test_the_programs_of_the_course_are_found_after_an_exclamation_mark(lab):

@@ -103,7 +103,7 @@ def test_a_node_that_takes_its_own_name_for_local_is_refused(lab: l14_cluster.La
 def test_a_closed_port_is_a_time_out(lab: l14_cluster.Lab) -> None:
     before = state_of(lab)
     with lab.fault("port"):
-        lab.hello(wait_s=5, port=FAULT_PORT)
+        lab.hello(wait_s=5, port=FAULT_PORT, kill=False)  # both are to say what they saw
         symptom = rf"nobody answers at n1:{FAULT_PORT} .*no answer"
         assert re.search(symptom, l14_cluster.told(lab.said)), lab.said
         lab.hello(port=OPEN_PORT)

@@ -5,6 +5,7 @@ a generator of what breaks it, and has an example of an offence that it must fin
 """
 
 import ast
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
+NAMED_TEST = re.compile(r"(tests/[\w/]*test_\w+\.py)(?:::\s*(test_\w+))?")
 sys.path.insert(0, str(ROOT))
 
 from tools.rooms import FLOORS, GROUND, NO_TORCH  # noqa: E402  (tools/ is not installed)
@@ -483,3 +485,15 @@ def test_the_ground_and_the_planning_side_import_without_torch(house):
     code = f"import importlib, sys; {load}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
+
+
+def test_a_test_that_is_named_exists():
+    """As in "Held by: tests/unit/test_x.py::test_y", which may break after the colons."""
+    missing = []
+    for folder in ("labcode", "tools", "benchmarks"):
+        for source in sorted((ROOT / folder).rglob("*.py")):
+            for path, name in NAMED_TEST.findall(source.read_text(encoding="utf-8")):
+                file = ROOT / path
+                if not file.is_file() or (name and f"def {name}(" not in file.read_text()):
+                    missing.append(f"{source.relative_to(ROOT)}: {path}::{name}")
+    assert missing == []

@@ -95,8 +95,8 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
         ("--warmup_step 9", "did you mean --optim.warmup_steps[?]"),
         (
             "--gpus 2",
-            "^unknown field --gpus: how many ranks there are, and with them GPUs, says what starts "
-            "them: torchrun --nproc-per-node 2 -m labcode.train RECIPE$",
+            "^unknown field --gpus: each rank takes a GPU if there is one, and 2 ranks are "
+            "started by torchrun --nproc-per-node 2 -m labcode.train RECIPE$",
         ),
         ("--device cuda", "^unknown field --device: .* torchrun --nproc-per-node 2"),
         (

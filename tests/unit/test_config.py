@@ -31,6 +31,10 @@ from labcode.config import GPTConfig, ParallelConfig, TextData, TrainConfig, ViT
         ),
         (lambda: TrainConfig(global_batch=2).accumulation(4), "not a multiple"),
         (
+            lambda: TrainConfig(global_batch=16).accumulation(3),
+            "global_batch=16 is not a multiple of dp=3: .*train.global_batch to 18",
+        ),
+        (
             lambda: ParallelConfig(tp=3, dp=2).shape(8),
             r"2\*1\*1\*3 = 6 but WORLD_SIZE is 8: .* launch 6 ranks",
         ),

@@ -203,6 +203,9 @@ def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
     git = ["git", "-C", str(folder), "-c", "user.name=a", "-c", "user.email=a@b.org"]
     for words in (["init", "-q"], ["add", "."], ["commit", "-qm", "a course"]):
         subprocess.run([*git, *words], check=True)
+    other = {"04.1": "2026-11-25"}
+    done = {known.exercises[0]: "2026-11-25", **other}
+    (folder / course.PROGRESS).write_text(json.dumps({"passed": done}))
     for number in (1, 2):
         mine = fresh.replace(b"\n", b"\n" * (number + 1), 1)
         known.notebook.write_bytes(mine)
@@ -210,3 +213,4 @@ def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
         assert known.notebook.read_bytes() == fresh
         kept = folder / f"{known.notebook.stem}.yours-{number}.ipynb"
         assert kept.read_bytes() == mine and kept.name in capsys.readouterr().out
+    assert course.passed(folder) == {"04.1"}

@@ -24,6 +24,7 @@ c.LabApp.default_url = f"/lab/tree/notebooks/{first.name}" if first else "/lab"
 # reads its user's settings, which may put another Python first: it reads them by way of our file.
 programs = str(Path(sys.executable).parent)
 os.environ["COURSE_PROGRAMS"] = programs
+os.environ["COURSE_FOLDER"] = str(root)
 os.environ["PATH"] = os.pathsep.join([programs, os.environ.get("PATH", os.defpath)])
 here = root / "tools" / "jupyter"
 shell = os.environ.get("SHELL") or shutil.which("bash") or "sh"

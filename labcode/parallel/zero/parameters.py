@@ -51,7 +51,8 @@ class FullyShardedModule(nn.Module):
         per unit; the unit of the rest is gathered once per step. At construction a broadcast of
         every weight, unless `materialize` gives them.
     Held by: tests/ranks/test_zero.py::test_a_fully_sharded_module_trains_like_a_whole_one,
-        tests/ranks/test_zero.py::test_an_optimizer_made_of_its_parameters_trains_a_fully_sharded_module
+        tests/ranks/test_zero.py::
+        test_an_optimizer_made_of_its_parameters_trains_a_fully_sharded_module
 
     Args:
         module: The same module on every rank, whose parameters become this rank's rows; on the meta

@@ -92,8 +92,8 @@ class Lab:
         try:
             done = cluster.exec(command, node=node, timeout_s=timeout_s, check=False)
         except TimeoutError:
-            self.said = ""
-            return f"(no end after {timeout_s:g} s)\n"
+            self.said = f"(no end after {timeout_s:g} s)\n"
+            return self.said
         self.said = done.stdout + done.stderr
         if done.returncode:
             return self.said + f"(exit code {done.returncode})\n"
@@ -164,7 +164,7 @@ class Lab:
         """Run runs/hello.py with one rank on n1 and one on n2; print what each rank said last.
 
         Args:
-            wait_s: How long a rank waits for the other.
+            wait_s: How long a rank waits for the other, when they meet and in the all-reduce.
             port: Where they meet on n1.
             interface: For GLOO_SOCKET_IFNAME; None leaves it to gloo.
             kill: Whether the first rank that fails ends the other, as a job should.
@@ -172,6 +172,7 @@ class Lab:
         env: dict[str, object] = {"MASTER_ADDR": "n1", "MASTER_PORT": port}
         if interface:
             env["GLOO_SOCKET_IFNAME"] = interface
+        env["LABCODE_MEET_TIMEOUT_S"] = wait_s
         print(" ".join(f"{name}={value}" for name, value in env.items()))
         if self.cluster is None:
             print(NOT_RUN, end="")
@@ -179,7 +180,7 @@ class Lab:
         srun = ["srun", "--nodelist=n1,n2", "--ntasks-per-node=1", "--label"]
         srun.append(f"--kill-on-bad-exit={int(kill)}")
         self._run(self.cluster, [*srun, sys.executable, "runs/hello.py", str(wait_s)], env=env)
-        print(told(self.said))
+        print(told(self.said) or self.said)
 
     @contextlib.contextmanager
     def fault(self, name: str) -> Iterator[None]:
