@@ -15,6 +15,7 @@ help:  ## this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
 
 setup: $(VENV)/$(STAMP)  ## create .venv and install the course with everything it needs (once)
+	@echo 'the course is installed: make lab opens it, make shell is for its commands'
 
 # The stamp lies inside .venv, so that removing .venv also forgets the installation.
 $(VENV)/$(STAMP): pyproject.toml constraints.txt

@@ -57,7 +57,10 @@ def answer(words: list[str], folder: Path) -> list[str]:
     if len(words) == 2 and words[0] == "reset":
         lesson = course.find(words[1], folder)
         kept = course.begin_anew(lesson)
-        return [f"{lesson.notebook.name} is as new; yours is {kept.name}, beside it"]
+        name = lesson.notebook.name
+        if kept is None:
+            return [f"{name} is as new: you had not changed it"]
+        return [f"{name} is as new; yours is {kept.name}, beside it"]
     raise ValueError(f"{' '.join(words)!r} is no lesson: give a number, or reset and a number")
 
 

@@ -331,11 +331,15 @@ class ParallelConfig:
         Raises:
             ValueError: The sizes do not multiply to the number of ranks.
         """
-        others = GridShape(pp=self.pp, cp=self.cp, tp=self.tp, order=self.order)
         dp = self.dp
         if dp is None:
-            dp = max(1, world_size // others.world_size)
-        return GridShape(dp, self.pp, self.cp, self.tp, self.order).check(world_size)
+            dp = max(1, world_size // self.replica.world_size)
+        return replace(self.replica, dp=dp).check(world_size)
+
+    @property
+    def replica(self) -> GridShape:
+        """The grid of one replica of the model, which is the same for any number of ranks."""
+        return GridShape(pp=self.pp, cp=self.cp, tp=self.tp, order=self.order)
 
     def stage_layers(self, num_layers: int, pp: int) -> tuple[range, ...]:
         """The layers of each pipeline stage.
@@ -398,6 +402,11 @@ class ParallelConfig:
         Raises:
             ValueError: One line on what does not fit and what to change.
         """
+        self.check_model(model, shape)
+        self._check_zero(model, shape)
+
+    def check_model(self, model: ModelConfig, shape: GridShape) -> None:
+        """As `check`, but for what depends on dp: `shape` may be `replica`."""
         self.stage_layers(model.num_layers, shape.pp)
         _check_tensor_parallel(model, shape.tp)
         if shape.cp > 1 and model.dropout and self.context_attention == "ring":
@@ -406,7 +415,6 @@ class ParallelConfig:
                 "no dropout, set it to 0 or use --parallel.context_attention all_gather"
             )
         _check_sequence(model, shape, self.sequence_parallel)
-        self._check_zero(model, shape)
 
     def _check_zero(self, model: ModelConfig, shape: GridShape) -> None:
         """Check what ZeRO can be combined with."""
@@ -460,9 +468,10 @@ def _even_sizes(num_layers: int, num_stages: int) -> tuple[int, ...]:
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
     """Every rank gets the same number of heads; all else may be cut into unequal parts."""
-    _check_divisible(
-        "model.num_heads", model.num_heads, tp, f"parallel.tp={tp}", "change one of them"
-    )
+    heads = model.num_heads
+    sizes = [str(size) for size in range(1, heads + 1) if heads % size == 0]
+    remedy = f"parallel.tp can be {', '.join(sizes)}"
+    _check_divisible("model.num_heads", heads, tp, f"parallel.tp={tp}", remedy)
     parts = {"model.ffn_size": model.ffn}
     if isinstance(model, GPTConfig):
         _check_kv_heads(model.kv_heads, tp)
@@ -938,6 +947,8 @@ class Config:
         Raises:
             ValueError: One line on what does not fit and what to change.
         """
+        # first what no number of ranks mends: the other way round one is told to launch 3 ranks
+        self.parallel.check_model(self.model, self.parallel.replica)
         shape = self.parallel.shape(world_size)
         self.parallel.check(self.model, shape)
         for rank in self.profile.ranks if self.profile.steps else ():

@@ -77,13 +77,13 @@ def find(number: str, folder: Path) -> Lesson:
     return known[wanted]
 
 
-def begin_anew(lesson: Lesson) -> Path:
+def begin_anew(lesson: Lesson) -> Path | None:
     """Put the notebook of a lesson aside, and a fresh one, as git has it, in its place.
 
     Its exercises are open again.
 
     Returns:
-        The notebook as it was, under another name beside the new one.
+        The notebook as it was, under another name beside the new one; None if nothing was changed.
 
     Raises:
         ValueError: git has no such notebook.
@@ -97,8 +97,10 @@ def begin_anew(lesson: Lesson) -> Path:
             f"git has no copy of {path.name}: unpack the archive of the course again, and take it "
             "from there"
         ) from None
-    kept = put_aside(path)
-    write_atomically(path, fresh)
+    kept = None
+    if path.read_bytes() != fresh:
+        kept = put_aside(path)
+        write_atomically(path, fresh)
     content = _json(path.parent / PROGRESS)
     still = passed(path.parent).difference(lesson.exercises)
     if content:

@@ -126,12 +126,10 @@ def plan_text(found: Plan, *, top: int = 10, every: bool = False) -> str:
         every: Whether layouts that share a grid have a line each; otherwise its fastest.
     """
     layouts = list(found.ranked) if every else best_of_each_grid(found)
-    lines = [
-        f"{len(found.ranked)} layouts fit, {len(found.refused)} do not",
-        "",
-    ]
+    lines = [f"{len(found.ranked)} layouts fit, {len(found.refused)} do not"]
     if layouts:
         rows = [layout_row(layout) for layout in layouts[:top]]
+        lines.append("")
         lines.append(columns([list(HEAD), *rows]))
         least, most = layouts[0].interval_s
         lines.append("")

@@ -38,7 +38,7 @@ class Processes:
         self.killed = False
         self.client: ipyparallel.Client | None = None
         self.names = ["controller of the pool"]
-        self.names += [f"engine of rank {rank}" for rank in range(n)]
+        self.names += [f"process of rank {rank}" for rank in range(n)]
         self.processes: list[subprocess.Popen] = []
         try:
             record.create(self.folder, n)
@@ -114,7 +114,7 @@ class Processes:
         return ""
 
     def death(self) -> str | None:
-        """What died: "engine of rank 2 died (killed by signal 9)"; None while all live."""
+        """What died: "process of rank 2 died (killed by signal 9)"; None while all live."""
         for name, process in zip(self.names, self.processes):
             code = process.poll()
             if code is not None:

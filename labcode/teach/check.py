@@ -128,6 +128,10 @@ def _verdict(exercise: str, test: Callable[[], Any]) -> _Verdict:
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
         if is_stub(error):
             return not_done
+        missing = _name_of_a_cell_above(error, test)
+        if missing:
+            text = f"`{missing}` is not defined yet: run the cells above this one first"
+            return _Verdict("[ ]", show.OPEN, "not checked", text)
         return _Verdict("[x]", show.WRONG, "wrong", reason(error))
     if result is ...:
         return not_done
@@ -225,6 +229,17 @@ def show_source(obj: Any) -> None:
 
 
 # ---- what is not done
+
+
+def _name_of_a_cell_above(error: BaseException, test: Callable[[], Any]) -> str:
+    """A name that the check cell itself uses and no cell has defined yet, such as `ranks`."""
+    if not isinstance(error, NameError):
+        return ""
+    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+    is_of_the_cell = frame.f_code is getattr(test, "__code__", None)
+    if not is_of_the_cell or error.name is None:
+        return ""
+    return error.name
 
 
 def _uses_unset_name(test: Callable[[], Any]) -> bool:

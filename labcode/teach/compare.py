@@ -25,8 +25,9 @@ def compare(
 
     Numbers are close when neither is more than `within` times the other. Text, truth values and
     sequences are compared exactly, whatever `within` says. A measurement that is not close may be
-    the machine's doing, and is amber; anything else is red. Without a prediction what was found is
-    folded away. Whatever a learner predicts, this does not raise.
+    the machine's doing, and is amber; anything else is red. Without a prediction, or with text in
+    place of a number, what was found is folded away. Whatever a learner predicts, this does not
+    raise.
 
     Args:
         what: What was measured, a few words.
@@ -49,16 +50,15 @@ def compare(
     measured = _plain(measured)
     finding = f"{found} {_text(measured, unit):>11}"
     if predicted is None or predicted is ...:
-        _say_folded(what, finding)
+        _say_folded(what, "no prediction yet", finding)
+        return
+    expected = f"predicted {_text(predicted, unit):>11}"
+    asked = _asked_for(predicted, measured)
+    if asked:
+        _say_folded(what, f"{expected}  {asked}", finding)
         return
     badge = show.WRONG
-    if _is_number(measured) and isinstance(predicted, (str, list, tuple)):
-        is_right = False  # "7/3" and [7] may well hold the right number
-        verdict = f"give a number, not {'text' if isinstance(predicted, str) else 'a list'}"
-    elif _is_list(measured) and isinstance(predicted, (str, int, float)):
-        is_right = False  # "24, 26" may well be the right numbers
-        verdict = f"give a list, not {'text' if isinstance(predicted, str) else 'one number'}"
-    elif within == 1 or not (_is_number(predicted) and _is_number(measured)):
+    if within == 1 or not (_is_number(predicted) and _is_number(measured)):
         is_right = _same(predicted, measured)
         verdict = "right" if is_right else f"wrong, it is {_distinct(measured, predicted, unit)}"
     else:
@@ -67,7 +67,6 @@ def compare(
         if not is_right:
             verdict = f"NOT {verdict}: {_how_much(predicted, measured, unit)}"
             badge = show.OFF if found == "measured" else show.WRONG
-    expected = f"predicted {_text(predicted, unit):>11}"
     # Narrow enough for one line beside JupyterLab's file list.
     _say(what, f"{expected}  {finding}", verdict, show.RIGHT if is_right else badge)
 
@@ -79,15 +78,25 @@ def _say(what: str, numbers: str, verdict: str, badge: show.Badge) -> None:
     show.say(f"{line}  {verdict}", f'<pre style="margin: 0; white-space: pre-wrap">{rich}</pre>')
 
 
-def _say_folded(what: str, finding: str) -> None:
-    """That nothing is predicted yet; a click shows what was found, for who wants no prediction."""
-    line = f"{what:<30} no prediction yet"
+def _say_folded(what: str, state: str, finding: str) -> None:
+    """That there is no prediction to judge yet; a click shows what was found all the same."""
+    line = f"{what:<30} {state}"
     style = "font-family: monospace; white-space: pre-wrap"
     summary = f'<span style="{style}">{html.escape(line, quote=False)}; show what was found:</span>'
     show.say(line, show.folded(summary, f"<pre>{html.escape(finding, quote=False)}</pre>"))
 
 
 # ---- whether it is right
+
+
+def _asked_for(predicted: Any, measured: Any) -> str:
+    """What kind of value is wanted, if a prediction is of another; it may well be right."""
+    is_text = isinstance(predicted, str)
+    if _is_number(measured) and (is_text or _is_list(predicted)):
+        return f"give a number, not {'text' if is_text else 'a list'}"
+    if _is_list(measured) and isinstance(predicted, (str, int, float)):
+        return f"give a list, not {'text' if is_text else 'one number'}"
+    return ""
 
 
 def _plain(value: Any) -> Any:

@@ -96,6 +96,7 @@ class Log:
         self.history: list[dict[str, float]] = []
         self.writes = folder is not None
         self._steps = steps
+        self._beside_bar: dict[str, str] = {}
         self._on_terminal = sys.stderr.isatty()
         self._writer = MetricsWriter(folder, steps_done) if folder else None
         self._bar = tqdm(
@@ -129,8 +130,10 @@ class Log:
             OSError: The disk is full.
         """
         self.history.append(row)
-        if "loss" in row:
-            self._bar.set_postfix(loss=f"{row['loss']:.3f}", refresh=False)
+        for name in ("loss", "val_loss"):
+            if name in row:
+                self._beside_bar[name] = f"{row[name]:.3f}"
+        self._bar.set_postfix(self._beside_bar, refresh=False)
         if self._writer:
             self._writer.write(row)
             if line:

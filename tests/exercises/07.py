@@ -910,6 +910,7 @@ def below_zero(store, name, rank, num_ranks, limit_s):
             store.wait([f"{name}/{other}"], timedelta(seconds=deadline - time.monotonic()))
         except RuntimeError:
             missing.append(other)
+            time.sleep(0.05)  # less than a millisecond past the deadline would count as zero
     return missing
 
 

@@ -51,7 +51,7 @@ def test_other_layouts_too(capsys, words):
         ("1024 vit_tiny", "vit_tiny: the dry run knows a GPT only"),
         ("gpt_tiny", "give the number of ranks and a recipe"),
         ("8 gpt_tiny --parallel.cp 2", "no cp and no ZeRO"),
-        ("8 gpt_tiny --parallel.tp 3", "but WORLD_SIZE is 8"),
+        ("8 gpt_tiny --parallel.dp 3", "but WORLD_SIZE is 8"),
     ],
 )
 def test_what_cannot_be_run_dry_is_one_line(capsys, words, message):

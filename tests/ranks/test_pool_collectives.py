@@ -303,7 +303,7 @@ def test_the_last_collectives_outlive_the_engines(patient):
             os._exit(3)
         dist.all_reduce(torch.ones(3))
 
-    with pytest.raises(RankError, match=r"^engine of rank 1 died \(exit code 3\)"):
+    with pytest.raises(RankError, match=r"^process of rank 1 died \(exit code 3\)"):
         patient.run(dies)
     first, second = patient.last_collectives()
     assert (first.name, first.waits, second.name) == ("all_reduce", True, "barrier")

@@ -61,7 +61,7 @@ def test_an_engine_that_is_told_to_end_is_named(pool):
             os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(60)
 
-    text = r"^engine of rank 1 died \(told to end by SIGTERM\): call ranks.restart\(\)$"
+    text = r"^process of rank 1 died \(told to end by SIGTERM\): call ranks.restart\(\)$"
     with pytest.raises(RankError, match=text):
         pool.run(told)
     pool.restart()
@@ -166,7 +166,7 @@ def test_a_check_starts_the_ranks_again_after_an_engine_died(pool):
         pool.run(os.getpid)  # outside of a check nothing is started unasked
     with (
         limits.limited(60.0),
-        pytest.warns(UserWarning, match="^engine of rank 1 died .* started again"),
+        pytest.warns(UserWarning, match="^process of rank 1 died .* started again"),
     ):
         assert works(pool)
 

@@ -332,7 +332,7 @@ def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief, survivo
     victim = pids(brief)[1]
     timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
     timer.start()
-    message = r"^engine of rank 1 died \(killed by signal 9\): call ranks.restart\(\)$"
+    message = r"^process of rank 1 died \(killed by signal 9\): call ranks.restart\(\)$"
     with pytest.raises(RankError, match=message):
         brief.run(lambda rank: asleep(rank))
     with pytest.raises(RankError, match=message):
@@ -510,7 +510,7 @@ CELLS = [
     ("%%px\nexit()", EXIT),
     ("def leave():\n    exit()\nranks.run(leave)", EXIT),
     ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
-    (LEAVE, "RankError: engine of rank 1 died (exit code 3): call ranks.restart()"),
+    (LEAVE, "RankError: process of rank 1 died (exit code 3): call ranks.restart()"),
     (PEOPLE, None),
     ("first = ranks\nranks = Ranks(2)\nfirst, ranks", "(Ranks(2, not running), Ranks(2, running))"),
     (AFTER_CLOSE, STARTED_AGAIN),

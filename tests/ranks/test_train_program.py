@@ -219,7 +219,7 @@ def test_over_several_ranks_a_bad_input_is_still_one_message(tmp_path):
 
 
 def test_a_refused_grid_is_one_line_and_torchrun_reports_a_single_failure(tmp_path):
-    done = run(*TORCHRUN, "gpt_tiny", "--parallel.tp", "3", cwd=tmp_path)
+    done = run(*TORCHRUN, "gpt_tiny", "--parallel.dp", "3", cwd=tmp_path)
     assert done.returncode != 0
     line = error_line(done)
     assert "= 3 but WORLD_SIZE is 2" in line

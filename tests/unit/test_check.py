@@ -71,6 +71,14 @@ def test_the_assertion_is_the_hint(capsys):
     )
 
 
+def test_a_cell_above_that_has_not_run_is_no_mistake_of_the_learner(capsys):
+    missing = types.FunctionType(compile("ranks.run()", "cell", "eval"), {})
+    assert said(capsys, missing) == (
+        "[ ] 99.1 not checked: `ranks` is not defined yet: run the cells above this one first\n"
+    )
+    assert said(capsys, lambda: missing()).startswith("[x] 99.1 wrong: NameError: ")
+
+
 def test_an_assertion_without_text_shows_what_does_not_hold(capsys, tmp_path):
     # pytest rewrites the assertions of this module, but not of that one
     file = tmp_path / "exercise.py"
@@ -404,21 +412,21 @@ RIGHT = {
     ),
     "a word": ("inf", "nan", {}, "predicted inf measured nan wrong, it is nan"),
     "a word in another case": ("Same", "the same", {}, "predicted Same measured the same right"),
-    "a word for a number": ("ten", 10, {}, "predicted ten measured 10 give a number, not text"),
+    "a word for a number": ("ten", 10, {}, "predicted ten give a number, not text"),
     "a fraction as text": (
         "7/3",
         7 / 3,
         {"within": 1.001},
-        "predicted 7/3 measured 2.333 give a number, not text",
+        "predicted 7/3 give a number, not text",
     ),
-    "a list of a number": ([1], 40.5, {}, "predicted [1] measured 40.5 give a number, not a list"),
+    "a list of a number": ([1], 40.5, {}, "predicted [1] give a number, not a list"),
     "text for a list": (
         "24, 26",
         [24, 26],
         {"within": 1},
-        "predicted 24, 26 measured [24, 26] give a list, not text",
+        "predicted 24, 26 give a list, not text",
     ),
-    "a number for a list": (24, [24, 26], {}, "give a list, not one number"),
+    "a number for a list": (24, [24, 26], {}, "predicted 24 give a list, not one number"),
     "a word for a word": ("max", "max", {}, "predicted max measured max right"),
     "a word with capitals and blanks": (
         "Dp4",
@@ -503,6 +511,13 @@ def test_without_a_prediction_what_was_found_is_folded_away(notebook):
         assert plain == f"{'a < b':<30} no prediction yet"
         assert "no prediction yet" in summary and "4321" not in summary.replace(",", "")
         assert "counted       4,321" in folded
+
+
+def test_what_was_found_is_folded_away_where_a_number_was_asked_for(notebook):
+    compare("bytes", "7/3", 4321, found="counted")
+    ((rich, _),) = notebook
+    summary, folded = rich.split("</summary>")
+    assert "give a number, not text" in summary and "counted       4,321" in folded
 
 
 def test_a_factor_below_one_is_a_mistake_of_the_lesson():

@@ -214,3 +214,7 @@ def test_a_lesson_begins_anew_and_the_old_notebook_is_kept(folder, capsys):
         kept = folder / f"{known.notebook.stem}.yours-{number}.ipynb"
         assert kept.read_bytes() == mine and kept.name in capsys.readouterr().out
     assert course.passed(folder) == {"04.1"}
+    before = set(folder.iterdir())
+    assert command.main(["reset", known.number], folder) == 0
+    assert f"{known.notebook.name} is as new: you had not" in capsys.readouterr().out
+    assert set(folder.iterdir()) == before

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import sys
 import threading
 
 import pytest
@@ -124,3 +125,15 @@ def test_a_failed_write_of_tensorboard_is_raised_and_not_printed_too(tmp_path, m
         other.join()
     assert [failure.exc_type for failure in told] == [ValueError]
     assert threading.excepthook == before
+
+
+def test_on_a_terminal_both_losses_stand_beside_the_full_bar(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    log = metrics.Log(tmp_path, "run", steps=1, steps_done=0)
+    with log.bar():
+        log.write({"step": 1, "loss": 2.5})
+        log.write({"step": 1, "val_loss": 2.75})
+        log.advance()
+    log.close()
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert "1/1" in last and "loss=2.500, val_loss=2.750" in last

@@ -140,6 +140,12 @@ def test_a_config_is_refused_before_anything_starts(changes, message):
         recipes.with_changes(recipes.gpt_tiny(), changes).check(world_size=3)
 
 
+def test_what_no_number_of_ranks_mends_is_said_first():
+    config = recipes.with_changes(recipes.gpt_tiny(), {"parallel.tp": 3})
+    with pytest.raises(ValueError, match=r"by parallel.tp=3: parallel.tp can be 1, 2, 4$"):
+        config.check(world_size=2)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

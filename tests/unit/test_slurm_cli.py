@@ -78,7 +78,7 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
         ("submit gpt_tiny --nodes 2 3", "--nodes takes one value, but got 2 3"),
         ("submit gpt_tiny --nodes 0", "nodes=0: give at least 1"),
         ("submit gpt_tiny more", "what is 'more'? one recipe comes first"),
-        ("render gpt_tiny --parallel.tp 3", "dp*pp*cp*tp = 1*1*1*3 = 3 but WORLD_SIZE is 2"),
+        ("render gpt_tiny --parallel.tp 3", "parallel.tp=3: parallel.tp can be 1, 2, 4"),
         ("render gpt_tiny --site perlmuter", "unknown site 'perlmuter': did you mean perlmutter?"),
         ("render gpt_tiny --site own.yaml", "own.yaml: cannot be read as a profile: No such file"),
         ("lint gpt_tinny", "gpt_tinny is neither a script nor a recipe"),

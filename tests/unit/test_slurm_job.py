@@ -14,8 +14,8 @@ from labcode.slurm.script.job import Job
     [
         ({"recipe": "gpt_huge"}, "unknown recipe 'gpt_huge': .*gpt_tiny"),
         (
-            {"recipe": "gpt_tiny", "overrides": ("--parallel.tp", "3")},
-            r"dp\*pp\*cp\*tp = 1\*1\*1\*3 = 3 but WORLD_SIZE is 2",
+            {"recipe": "gpt_tiny", "overrides": ("--parallel.dp", "3")},
+            r"dp\*pp\*cp\*tp = 3\*1\*1\*1 = 3 but WORLD_SIZE is 2",
         ),
         (
             {"recipe": "gpt_tiny", "overrides": ("--parallel.tpp", "2")},
