@@ -23,24 +23,26 @@
 # - write an optimizer whose state is divided over the ranks;
 # - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward;
 # - count what each stage sends, and say when sharding is better than tensor parallelism and when it is not;
-# - choose units, prefetch, resharding and hybrid sharding for a model and a cluster.
+# - choose units, prefetch, resharding and hybrid sharding for a model and a cluster;
+# - write a training script with FSDP2 that computes in bfloat16 and that any number of ranks can continue.
 #
-# **Time**: 135 minutes, in three sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
+# **Time**: 170 minutes, in four sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
 # 4 divides the weights by hand, most of it in one exercise, and then with PyTorch's FSDP2 (45). Sections 5 and 6 are
-# about choices (25), and exercise 13.5 at their end is optional (15). **Needs**: lessons 01 (collectives and their
-# bytes), 04 and 05 (data parallel, hooks) and 08 (the grid of ranks); section 6 compares with lesson 09 (tensor
-# parallel).
+# about choices (25), and exercise 13.5 at their end is optional (15). Section 7 is a script of your own with FSDP2
+# (35); you can do it right after section 4. **Needs**: lessons 01 (collectives and their bytes), 04 and 05 (data
+# parallel, hooks) and 08 (the grid of ranks); section 6 compares with lesson 09 (tensor parallel).
 
 # %%
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.models import gpt
 from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 from labcode.models.parallelize import parallelize
@@ -53,7 +55,7 @@ from labcode.perf.state_memory import state_bytes
 from labcode.perf.traffic import across_nodes, ring
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l13
+from labcode.teach.exercises import l13, l13_script
 from labcode.teach.figures import plot
 from labcode.teach.labs import l13_layouts as layouts
 from labcode.teach.labs import l13_units as units
@@ -710,7 +712,7 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
 # where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device, and gets
-# its values after `fully_shard`.
+# its values after `fully_shard`. Section 7 makes a whole script of it, with mixed precision and checkpoints.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
@@ -1040,7 +1042,189 @@ for situation in layouts.CASES:
 # of two.)
 
 # %% [markdown]
-# ## 7. From here to GPUs and SLURM
+# ## 7. A script of your own with FSDP2
+#
+# In section 4 `fully_shard` trained a model in a few lines. A real training run needs four things more.
+#
+# **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which numbers a
+# unit is gathered and computed, and in which its gradients are added up. The rows that a rank keeps stay as the model
+# was built, in float32: they are the master weights of section 1. So the all-gathers send half the bytes, and sums
+# over many ranks lose no digits.
+#
+# **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
+# `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
+# memory: until then every rank keeps whole gradients, as at stage 1.
+#
+# **Clipping.** A weight is now a DTensor, a tensor of which each rank has some rows. Operations on it know of the other
+# ranks. So `nn.utils.clip_grad_norm_(model.parameters(), 1.0)` is written as on one process, and adds up the squares of
+# all ranks.
+#
+# **Checkpoints.** No rank has the whole model, and none needs it: with `torch.distributed.checkpoint` (DCP) each rank
+# writes its rows. A file beside them says which rows lie where, so a job with another number of ranks finds its own.
+#
+# We look at the first two on our four ranks. A hook notes the dtype that a weight has while it is used.
+
+# %% tags=["nbval-check-output"]
+def sharded(policy):
+    model = initialize(GPT(CONFIG), seed=0)
+    for layer in model.blocks:
+        fully_shard(layer, mp_policy=policy)
+    return fully_shard(model, mp_policy=policy)
+
+def dtypes(rank, tokens):
+    """Of a weight while it is used, of the rows that are kept, and of their gradient."""
+    policy = MixedPrecisionPolicy(
+        param_dtype=torch.bfloat16, reduce_dtype=torch.float32
+    )
+    model = sharded(policy)
+    norm = model.blocks[0].norm1
+    used = []
+    norm.register_forward_hook(lambda module, *_: used.append(module.weight.dtype))
+    gpt.loss(model(tokens), tokens).backward()
+    return used[0], norm.weight.dtype, norm.weight.grad.dtype
+
+tokens = torch.randint(512, (1, 16), generator=torch.Generator().manual_seed(0))
+in_use, kept, gradient = ranks.run(dtypes, tokens)[0]
+print(f"while it is used: {in_use}, kept: {kept}, gradient: {gradient}")
+
+# %% [markdown]
+# **Predict.** The GPT has four layers and the rest, five units. A step has two micro-batches. How many reduce-scatters
+# does it make if every backward sends gradients, and how many if only the last one does?
+
+# %% tags=["predict"]
+scatters_each_time = 2 * 5
+scatters_at_the_end = 5
+
+# %% tags=["nbval-check-output"]
+def scatters_in_a_step(rank, tokens, each_time):
+    model = sharded(MixedPrecisionPolicy())
+    with counted() as calls:
+        for number in range(2):
+            model.set_requires_gradient_sync(each_time or number == 1)
+            gpt.loss(model(tokens), tokens).backward()
+    return count(calls, "reduce_scatter")
+
+each_time = ranks.run(scatters_in_a_step, tokens, True)[0]
+at_the_end = ranks.run(scatters_in_a_step, tokens, False)[0]
+compare("each time", scatters_each_time, each_time, within=1, found="counted")
+compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted")
+
+# %% [markdown]
+# And this is how DCP saves and loads. `get_state_dict(model, optimizer)` gives two dicts whose tensors are this rank's
+# rows, with the names that one process would have. `dcp.save` writes a dict of such dicts (and of numbers) into a
+# folder; all ranks call it. To read, make the same dict first: `dcp.load` **fills** it, tensor by tensor, with the rows
+# that this rank has now. `set_state_dict` brings it back into the model and the optimizer.
+#
+#     weights, state = get_state_dict(model, optimizer)
+#     saved = {"model": weights, "optimizer": state, "step": 0}
+#     dcp.load(saved, checkpoint_id=folder)               # fills it; or dcp.save, which writes it
+#     set_state_dict(
+#         model,
+#         optimizer,
+#         model_state_dict=saved["model"],
+#         optim_state_dict=saved["optimizer"],
+#     )
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.6 · Train, stop, and go on with another number of ranks
+#
+# Complete `main`. It runs on every rank. `folder` is a `pathlib.Path`, `steps` says how many steps are to be done in
+# all, and `dtype` is the one to compute in. `build_model()` returns a GPT of two blocks, `model.blocks`, in float32.
+#
+# 1. **Join**, as in exercise 4.4: process group, and with GPUs the device of this rank, from `LOCAL_RANK`.
+# 2. **Model.** Unlike DDP, FSDP2 sends nothing at the start: each rank keeps its rows of what it was given, so all have
+#    to begin with the same weights. `build_model()` sees to that. Each block is a unit, then the model; `dtype` in the
+#    all-gathers, float32 in the reduce-scatters.
+# 3. **Optimizer.** `torch.optim.SGD` with `lr=0.1` and `momentum=0.9`. (AdamW divides by the size of the gradient, so
+#    that a gradient twice as large as it should be would not show.)
+# 4. **Go on.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
+# 5. **Loop** over the steps that are left, counted from 0. `micro_batches(step, device)` returns this rank's part of
+#    the two micro-batches of a step, each as `(inputs, targets)`. Their gradients together are the mean over both; they
+#    travel once. Clip to a norm of 0.8.
+# 6. **Save** `{"model": ..., "optimizer": ..., "step": steps}` into `folder / "checkpoint"`, and leave.
+#
+# The check writes the function to `runs/train_13.py` and starts it three times: three steps on two ranks, then up to
+# six steps on **one** rank from this checkpoint, then three steps in bfloat16. It compares the weights in the
+# checkpoint with those of one process without FSDP, and counts reduce-scatters and bytes. About 30 lines. The check
+# takes about 20 seconds.
+
+# %% tags=["exercise"]
+import os
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+from labcode.teach.labs.l13_script import build_model, micro_batches
+
+
+def main(folder, steps, dtype):
+    """Train up to `steps`, from the checkpoint in `folder` if there is one."""
+    ### BEGIN SOLUTION
+    on_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = build_model().to(device)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+    done = 0
+    checkpoint = folder / "checkpoint"
+    if checkpoint.exists():
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(saved, checkpoint_id=checkpoint)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+        done = saved["step"]
+
+    for step in range(done, steps):
+        optimizer.zero_grad()
+        batches = micro_batches(step, device)
+        for number, (inputs, targets) in enumerate(batches):
+            is_last = number == len(batches) - 1
+            model.set_requires_gradient_sync(is_last)
+            loss = gpt.loss(model(inputs), targets) / len(batches)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        optimizer.step()
+
+    weights, state = get_state_dict(model, optimizer)
+    saved = {"model": weights, "optimizer": state, "step": steps}
+    dcp.save(saved, checkpoint_id=checkpoint)
+    dist.destroy_process_group()
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.6", lambda: l13_script.script(main))
+
+# %% [markdown]
+# In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the
+# checkpoint that the check has left; with 8 GPUs the same file runs as `--nproc-per-node=8`. labcode has checkpoints of
+# its own, which also survive a rank that dies while it writes; lesson 17 is about these, and about asynchronous saving.
+#
+# **Takeaway: blocks, model, then optimizer; a policy for the numbers that travel; gradients travel once in a step; each
+# rank saves its rows, and any number of ranks reads them.**
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 35 minutes. Typical: the optimizer made before `fully_shard` (it holds the old parameters, and
+# nothing is learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]`
+# forgotten, so that the data begins anew; the loss divided after `backward`. Ask: what does `set_requires_gradient_sync(False)` cost in memory at 70 billion parameters on 64
+# GPUs? (A rank then holds gradients of all parameters, 2 or 4 bytes each: 140 GB or more. So with large models one
+# sends each time.) Ask also why the loop can be the same on one rank. (Groups of one are real.)
+
+# %% [markdown]
+# ## 8. From here to GPUs and SLURM
 #
 # | where | start |
 # |---|---|
@@ -1127,4 +1311,5 @@ ranks.close()
 # - Llama Team 2024, arXiv:2407.21783, section 3.3.2: tensor parallelism and FSDP together.
 # - Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
-# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html>.
+# - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html> and
+#   <https://docs.pytorch.org/docs/stable/distributed.checkpoint.html>.

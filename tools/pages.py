@@ -42,7 +42,7 @@ HOURS = re.compile(r"(<!-- hours -->).*?(<!-- end of hours -->)")
 WAYS = (
     ("An afternoon: write data parallel training, and see what it sends", ("04",)),
     ("DDP that is slow, hangs or learns badly", ("05", "07")),
-    ("FSDP: what it shards, what it sends, how much memory is left", ("13",)),
+    ("FSDP: what it shards and sends, and a training script of your own", ("13",)),
     ("Tensor, sequence and pipeline parallelism, as Megatron-LM has them", ("10", "12")),
     ("Long sequences: the ring", ("11",)),
     ("Jobs on a SLURM cluster that survive failures", ("14", "17")),

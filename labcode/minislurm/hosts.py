@@ -13,12 +13,15 @@ import os
 import re
 import signal
 import subprocess
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
 from labcode.minislurm.needs import CLEAN, namespaces, rootless
 from labcode.minislurm.processes import alive, children, wait
 
+_TRIES = 1000  # for a second: whoever is at it may be kept waiting, or has emptied it for good
+_POLL_S = 0.001
 _RECORD_PID = 'echo $$ >"$0"; exec "$@"'
 
 
@@ -98,9 +101,20 @@ class Host:
 
     def stop(self) -> None:
         """Cut the power: everything on the host ends. Fine for a host that is off."""
+        pids = self._pids()
+        while pids:  # one that was being started meanwhile is found when we look again
+            self._kill(pids)
+            pids = self._pids()
+        self._remove("pid", "outer", "ready")
+
+    def _pids(self) -> list[int]:
+        """Its `unshare`, process 1 and what comes between them."""
         pids = [pid for pid, name in outers(self.cluster).items() if name == self.name]
         if self.pid:
             pids.append(self.pid)
+        return [pid for pid in pids if alive(pid)]
+
+    def _kill(self, pids: Sequence[int]) -> None:
         for pid in pids:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
@@ -109,7 +123,6 @@ class Host:
             30,
             lambda: f"host {self.name} does not end: its processes are {pids}",
         )
-        self._remove("pid", "outer", "ready")
 
     def _remove(self, *files: str) -> None:
         for file in files:
@@ -166,12 +179,32 @@ def outers(folder: Path) -> dict[int, str]:
     """
     found = {}
     init = os.fsencode(folder / "init")
-    for file in Path("/proc").glob("[0-9]*/cmdline"):
+    for process in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError):
-            words = file.read_bytes().split(b"\0")[:-1]
-            if init in words[-2:-1] and file.stat().st_uid == os.geteuid():
-                found[int(file.parent.name)] = words[-1].decode(errors="replace")
+            if process.stat().st_uid != os.geteuid():
+                continue
+            words = _command_line(process)
+            if init in words[-2:-1]:
+                found[int(process.name)] = words[-1].decode(errors="replace")
     return found
+
+
+def _command_line(process: Path) -> list[bytes]:
+    """The words of a process in /proc.
+
+    While it becomes another program it has none for a moment, and a host would be overlooked; so it
+    is asked again. Threads of the kernel, which never have any, have no program either.
+
+    Raises:
+        OSError: It has ended, or has no program.
+    """
+    for _ in range(_TRIES):
+        words = (process / "cmdline").read_bytes().split(b"\0")[:-1]
+        if words:
+            return words
+        os.readlink(process / "exe")
+        time.sleep(_POLL_S)
+    return []
 
 
 def hosts_of(folder: Path) -> list[str]:

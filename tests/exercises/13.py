@@ -1,6 +1,7 @@
 """Answers to the exercises of lesson 13, sharded data parallelism."""
 
 import functools
+import tempfile
 
 import torch
 import torch.distributed as dist
@@ -11,7 +12,7 @@ from torch.nn import functional as F
 from labcode.parallel.zero import optimizer
 from labcode.parallel.zero.cut import piece_of, rows_of
 from labcode.perf.state_memory import state_bytes
-from labcode.teach.exercises import l13
+from labcode.teach.exercises import l13, l13_script
 from labcode.teach.labs import l13_layouts
 from labcode.teach.labs.l13_layouts import Layout, candidates
 
@@ -968,10 +969,294 @@ LAYOUT = Answers(
 )
 
 
+# ---- 13.6 the script: text, as the check reads the source of a function
+
+SCRIPT = """
+def main(folder, steps, dtype):
+    on_gpus = torch.cuda.is_available()
+    dist.init_process_group("nccl" if on_gpus else "gloo")
+    device = torch.device("cpu")
+    if on_gpus:
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = build_model().to(device)
+    for block in model.blocks:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    done = 0
+    checkpoint = folder / "checkpoint"
+    if checkpoint.exists():
+        weights, state = get_state_dict(model, optimizer)
+        saved = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(saved, checkpoint_id=checkpoint)
+        set_state_dict(
+            model,
+            optimizer,
+            model_state_dict=saved["model"],
+            optim_state_dict=saved["optimizer"],
+        )
+        done = saved["step"]
+    for step in range(done, steps):
+        optimizer.zero_grad()
+        batches = micro_batches(step, device)
+        for number, (inputs, targets) in enumerate(batches):
+            model.set_requires_gradient_sync(number == len(batches) - 1)
+            loss = gpt.loss(model(inputs), targets) / len(batches)
+            loss.backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        optimizer.step()
+    weights, state = get_state_dict(model, optimizer)
+    dcp.save({"model": weights, "optimizer": state, "step": steps}, checkpoint_id=checkpoint)
+    dist.destroy_process_group()
+"""
+
+OTHER_STYLE = """
+def main(folder, steps, dtype):
+    from torch.distributed.checkpoint.state_dict import (
+        get_model_state_dict,
+        get_optimizer_state_dict,
+        set_model_state_dict,
+        set_optimizer_state_dict,
+    )
+
+    dist.init_process_group()
+    where = "cpu"
+    if torch.cuda.is_available():
+        torch.cuda.set_device(dist.get_node_local_rank())
+        where = "cuda"
+    rounded = {"mp_policy": MixedPrecisionPolicy(dtype, torch.float32)}
+    net = build_model()
+    [fully_shard(block, **rounded) for block in net.blocks]
+    net = fully_shard(net, **rounded)
+    sgd = torch.optim.SGD(net.parameters(), 0.1, 0.9)
+    where_to = str(Path(folder) / "checkpoint")
+
+    def content(step):
+        return {
+            "model": get_model_state_dict(net),
+            "optimizer": get_optimizer_state_dict(net, sgd),
+            "step": torch.tensor(step),
+        }
+
+    step = 0
+    if os.path.isdir(where_to):
+        read = content(0)
+        dcp.load(read, checkpoint_id=where_to)
+        set_model_state_dict(net, read["model"])
+        set_optimizer_state_dict(net, sgd, read["optimizer"])
+        step = int(read["step"])
+    while step < steps:
+        first, second = micro_batches(step, where)
+        net.set_requires_gradient_sync(False)
+        (0.5 * gpt.loss(net(first[0]), first[1])).backward()
+        net.set_requires_gradient_sync(True)
+        (0.5 * gpt.loss(net(second[0]), second[1])).backward()
+        norm = nn.utils.get_total_norm([param.grad for param in net.parameters()])
+        nn.utils.clip_grads_with_norm_(net.parameters(), 0.8, norm)
+        sgd.step()
+        sgd.zero_grad()
+        step += 1
+    dcp.save(content(steps), storage_writer=dcp.FileSystemWriter(where_to))
+    dist.destroy_process_group()
+"""
+
+AS_STATEFUL = """
+def main(folder, steps, dtype):
+    class Training:
+        def __init__(self, model, optimizer):
+            self.model, self.optimizer, self.step = model, optimizer, 0
+
+        def state_dict(self):
+            return get_state_dict(self.model, self.optimizer)
+
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    dist.init_process_group(backend)
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = f"cuda:{local_rank}" if backend == "nccl" else "cpu"
+    if backend == "nccl":
+        torch.cuda.set_device(local_rank)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    model = build_model()
+    for module in [*model.blocks, model]:
+        fully_shard(module, mp_policy=policy, reshard_after_forward=module is not model)
+    training = Training(model, torch.optim.SGD(model.parameters(), lr=1e-1, momentum=9e-1))
+    if (folder / "checkpoint" / ".metadata").exists():
+        weights, state = training.state_dict()
+        read = {"model": weights, "optimizer": state, "step": 0}
+        dcp.load(read, storage_reader=dcp.FileSystemReader(folder / "checkpoint"))
+        set_state_dict(
+            model,
+            training.optimizer,
+            model_state_dict=read["model"],
+            optim_state_dict=read["optimizer"],
+        )
+        training.step = read["step"]
+    for step in range(training.step, steps):
+        batches = micro_batches(step, device)
+        while batches:
+            inputs, targets = batches.pop(0)
+            model.set_requires_gradient_sync(not batches)
+            loss = gpt.loss(model(inputs), targets)
+            (loss / 2).backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.8)
+        training.optimizer.step()
+        training.optimizer.zero_grad(set_to_none=True)
+    weights, state = training.state_dict()
+    content = {"model": weights, "optimizer": state, "step": steps}
+    dcp.save(content, checkpoint_id=str(folder / "checkpoint"))
+    dist.destroy_process_group()
+"""
+
+MADE = "    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)\n"
+BLOCKS = "    for block in model.blocks:\n        fully_shard(block, mp_policy=policy)\n"
+ZERO = "        optimizer.zero_grad()\n"
+
+
+def with_change(*changes):
+    """The script with some of its text replaced, in pairs of old and new."""
+    text = SCRIPT
+    for old, new in zip(changes[::2], changes[1::2], strict=True):
+        assert old in text
+        text = text.replace(old, new)
+    return text
+
+
+def check_script(source, ranks):
+    """`l13_script.script` of a function whose source is given."""
+    with tempfile.TemporaryDirectory() as folder:
+        l13_script.script(source, folder)
+
+
+WRITTEN = Answers(
+    check=check_script,
+    right={
+        "the lesson's": SCRIPT,
+        "in another style": OTHER_STYLE,
+        "with a class of its own": AS_STATEFUL,
+    },
+    wrong={
+        "the optimizer first": (
+            with_change(
+                MADE, "", "    policy =", f"    model = build_model()\n{MADE}    policy ="
+            ).replace("    model = build_model().to(device)\n", ""),
+            "the optimizer holds parameters that the model no longer has",
+        ),
+        "blocks forgotten": (with_change(BLOCKS, ""), "all weights are one unit"),
+        "nothing sharded": (
+            with_change(BLOCKS, "", "    fully_shard(model, mp_policy=policy)\n", ""),
+            "the model was not given to fully_shard",
+        ),
+        "gradients travel each time": (
+            with_change("number == len(batches) - 1", "True"),
+            "the gradients travel after each micro-batch",
+        ),
+        "gradients never travel": (
+            with_change("number == len(batches) - 1", "False"),
+            "the weights are those from the start",
+        ),
+        "the loss not divided": (
+            with_change(" / len(batches)", ""),
+            "divide each loss by their number",
+        ),
+        "not clipped": (
+            with_change("        nn.utils.clip_grad_norm_(model.parameters(), 0.8)\n", ""),
+            "not clipped to a norm of 0.8",
+        ),
+        "zero_grad for each micro-batch": (
+            with_change(
+                ZERO,
+                "",
+                "            loss =",
+                "            optimizer.zero_grad()\n            loss =",
+                "number == len(batches) - 1",
+                "True",
+            ),
+            "only the last micro-batch of a step is in its gradient",
+        ),
+        "zero_grad forgotten": (
+            with_change(ZERO, ""),
+            "the gradients of earlier steps are still in those of the next",
+        ),
+        "no momentum": (with_change(", momentum=0.9", ""), "momentum=0.9"),
+        "nothing saved": (
+            with_change("    dcp.save(", "    dict("),
+            "there is no checkpoint",
+        ),
+        "the optimizer not saved": (
+            with_change('"optimizer": state, "step": steps', '"step": steps'),
+            'the checkpoint has no "optimizer"',
+        ),
+        "the checkpoint not read": (
+            with_change("checkpoint.exists()", "False"),
+            "it began anew at step 0",
+        ),
+        "the steps done not read": (
+            with_change('        done = saved["step"]\n', ""),
+            "it began anew at step 0",
+        ),
+        "the checkpoint read and not used": (
+            with_change(
+                "        weights, state = get_state_dict(model, optimizer)\n        saved",
+                "        other = fully_shard(build_model())\n"
+                "        spare = torch.optim.SGD(other.parameters(), lr=0.1, momentum=0.9)\n"
+                "        weights, state = get_state_dict(other, spare)\n        saved",
+                SCRIPT[SCRIPT.index("        set_state_dict(") : SCRIPT.index("        done =")],
+                "",
+            ),
+            "but from the weights of build_model()",
+        ),
+        "the optimizer not read": (
+            with_change(
+                SCRIPT[SCRIPT.index("        set_state_dict(") : SCRIPT.index("        done =")],
+                "        optimizer.state.clear()\n",
+            ),
+            "but not the optimizer's momentum",
+        ),
+        "no policy": (
+            with_change(", mp_policy=policy", ""),
+            "does fully_shard get the policy",
+        ),
+        "the model in bfloat16": (
+            with_change(", mp_policy=policy", "", "build_model().", "build_model().to(dtype)."),
+            "they stay in float32",
+        ),
+        "autocast in place of the policy": (
+            with_change(
+                ", mp_policy=policy",
+                "",
+                "            loss = gpt.loss(model(inputs), targets) / len(batches)\n",
+                "            with torch.autocast('cpu', dtype, dtype != torch.float32):\n"
+                "                loss = gpt.loss(model(inputs), targets) / len(batches)\n",
+            ),
+            "the weights travel in float32",
+        ),
+        "gradients added up in bfloat16": (
+            with_change(", reduce_dtype=torch.float32", ""),
+            "the gradients travel in bfloat16",
+        ),
+        "rank 0 alone saves": (
+            with_change("    dcp.save(", "    if dist.get_rank() == 0: dcp.save("),
+            "on 2 ranks: ",
+        ),
+        "left open": (
+            with_change("    dist.destroy_process_group()\n", ""),
+            "dist.destroy_process_group()",
+        ),
+        "the CPU only": (
+            with_change('"nccl" if on_gpus else "gloo"', '"gloo"'),
+            "with GPUs it would use gloo",
+        ),
+    },
+)
+
+
 ANSWERS = {
     "13.1": OWN_ROWS,
     "13.2": OPTIMIZER,
     "13.3": AVERAGE,
     "13.4": BORROWED,
     "13.5": LAYOUT,
+    "13.6": WRITTEN,
 }

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from faults.waiting import until
 
 from labcode.minislurm import Cluster, Spec, Unavailable, names_up, needs, running
 from labcode.minislurm.cli import main
-from labcode.minislurm.hosts import outers
+from labcode.minislurm.hosts import _command_line, outers
 from labcode.minislurm.place import base
 from labcode.minislurm.processes import alive
 from labcode.slurm.cli import main as jobs
@@ -398,6 +399,19 @@ def test_down_also_removes_what_a_killed_up_has_left(
     up.wait()
     Cluster(name).down()
     assert leftovers(name) == []
+
+
+def test_a_process_that_becomes_another_program_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = tmp_path / "4237"
+    process.mkdir()
+    (process / "cmdline").touch()
+    with pytest.raises(FileNotFoundError):  # it has ended, or is a thread of the kernel
+        _command_line(process)
+    (process / "exe").symlink_to("/bin/sh")
+    monkeypatch.setattr(time, "sleep", lambda _: (process / "cmdline").write_bytes(b"sh\0init\0"))
+    assert _command_line(process) == [b"sh", b"init"]
 
 
 def test_down_finds_hosts_whose_folder_is_gone(slurm: Callable[[str], str]) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode.teach.exercises.l04_source import missing_names, what_stays_on_the_cpu
+from labcode.teach.exercises.script_source import missing_names, what_stays_on_the_cpu
 
 SCRIPT = """
 def main(folder):

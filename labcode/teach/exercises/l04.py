@@ -1,9 +1,7 @@
 """Checks of lesson 04, data parallel by hand. The text of each assertion is a hint."""
 
 import functools
-import inspect
 import re
-import textwrap
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,15 +11,16 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labcode import launch
 from labcode.comm.counting import counted
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import RankError, Ranks
 from labcode.pool.record import ranks_text
 from labcode.teach.check import Exercise, is_stub, reason
-from labcode.teach.exercises import l04_source, small_gpt
+from labcode.teach.exercises import scripts, small_gpt
 from labcode.teach.exercises.all_reduces import Sent, Watch
 from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.script_source import what_stays_on_the_cpu
+from labcode.teach.exercises.scripts import distance
 from labcode.teach.labs import l04_by_hand
 
 EXERCISES = {
@@ -502,91 +501,29 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
         main: The function, or its source.
         folder: Where the file `train_04.py` is written.
     """
-    source = main if isinstance(main, str) else textwrap.dedent(inspect.getsource(main))
-    if 'NotImplementedError("exercise' in source:
-        raise NotImplementedError("exercise: your code here")
-    unknown = l04_source.missing_names(source, HEADER)
-    assert not unknown, (
-        f"the file would not know the name `{unknown[0]}`: only `main` is copied into it, so what "
-        "it uses is imported or defined inside it"
-    )
+    source = scripts.source_of(main)
     path = Path(folder) / SCRIPT
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(HEADER + source + FOOTER)
+    scripts.write(path, HEADER, source, FOOTER)
     for nproc in (1, 2):
         _check_run(path, nproc)
-    _check_device(source)
+    scripts.check_device(source)
+    left = what_stays_on_the_cpu(source)
+    assert not left, (
+        f"here, without GPUs, all is right; with GPUs, {left} would stay on the CPU: see point 4"
+    )
 
 
 def _check_run(path: Path, nproc: int) -> None:
     weights_path = path.parent / "weights.pt"
     weights_path.unlink(missing_ok=True)
     case = f"on {nproc} rank{'s' if nproc > 1 else ''}: "
-    try:
-        done = launch.run(
-            "labcode.teach.labs.run_file",
-            path,
-            nproc=nproc,
-            echo=False,
-            timeout_s=120,
-            env_extra=_visible_gpus(nproc),
-        )
-    except launch.LaunchError as error:
-        raise _explained(case, str(error)) from None
-    _check_output(case, done.output)
+    output = scripts.run(case, path, nproc=nproc)
+    _check_output(case, output)
     assert weights_path.exists(), case + "there is no file weights.pt in the folder it was given"
     found = torch.load(weights_path, weights_only=True, map_location="cpu")
     weights_path.unlink()
     _check_names(case, found)
-    _check_training(case, found, done.output, nproc)
-
-
-def _check_device(source: str) -> None:
-    """The script looks for a GPU, also where there is none to try it on."""
-    case = "here, without GPUs, all is right; "
-    by_default = re.search(r"init_process_group\(\s*\)", source) is not None
-    assert by_default or "nccl" in source or "backend_for_device" in source, (
-        case + "with GPUs it would use gloo: see point 1"
-    )
-    assert "LOCAL_RANK" in source or "get_node_local_rank" in source, (
-        case + "with GPUs, which one would a rank take? See point 1"
-    )
-    left = l04_source.what_stays_on_the_cpu(source)
-    assert not left, case + f"with GPUs, {left} would stay on the CPU: see point 4"
-
-
-def _visible_gpus(nproc: int) -> dict[str, str]:
-    """No GPU where there are fewer than ranks: all ranks then use the CPU and gloo."""
-    if 0 < torch.cuda.device_count() < nproc:
-        return {"CUDA_VISIBLE_DEVICES": ""}
-    return {}
-
-
-# What gloo says when the ranks do not call the same things.
-OUT_OF_STEP = (
-    "Timed out",
-    "timed out",
-    "timeout",
-    "Connection closed by peer",
-    "op.preamble.length",
-    "Connection reset by peer",
-)
-
-
-def _explained(case: str, text: str) -> Exception:
-    """The error of a launch, in words of the lesson."""
-    if "NotImplementedError: exercise" in text:
-        return NotImplementedError("exercise: your code here")
-    if "LEFT OPEN" in text:
-        return AssertionError(
-            case + "the process group is still there at the end: dist.destroy_process_group()"
-        )
-    if any(sign in text for sign in OUT_OF_STEP):
-        return AssertionError(
-            case + "the ranks wait for each other in vain: is there a collective that not all of "
-            f"them call? (the error: {text})"
-        )
-    return AssertionError(case + text)
+    _check_training(case, found, output, nproc)
 
 
 def _check_output(case: str, output: str) -> None:
@@ -617,12 +554,12 @@ def _check_training(case: str, found: dict[str, torch.Tensor], output: str, npro
     losses = [float(value) for value in re.findall(r"loss\s+([0-9.]+)", output)]
     assert len(losses) == EPOCHS, case + 'write the loss as in "epoch 0: loss 3.1234"'
     right = _reference()
-    off = right.distance(found)
+    off = distance(found, right.weights)
     if off > 1e-3:
         mistakes = {**(ON_SEVERAL_RANKS if nproc > 1 else {}), **MISTAKES}
         for mistake, settings in mistakes.items():
             other = _reference(**settings)
-            assert other.distance(found) > 1e-3, case + mistake
+            assert distance(found, other.weights) > 1e-3, case + mistake
         raise AssertionError(
             case + f"the weights are {off:.1%} away from those of one process with the same "
             "batches: print which samples each rank reads, and the loss of each step"
@@ -696,15 +633,6 @@ class _Reference:
                 order.set_epoch(epoch)
             self.losses.append(_train_epoch(module, optimizer, loader, zero))
         self.weights = module.state_dict()
-
-    def distance(self, found: dict[str, torch.Tensor]) -> float:
-        """Relative distance of the weights from those of another run."""
-        difference = 0.0
-        total = 0.0
-        for name, expected in self.weights.items():
-            difference += (found[name].double() - expected.double()).square().sum().item()
-            total += expected.double().square().sum().item()
-        return (difference / total) ** 0.5
 
 
 def _train_epoch(

@@ -66,6 +66,17 @@ EXERCISES = {
             "over the node.",
         ),
     ),
+    "13.6": Exercise(
+        praise="two ranks train like one, one rank goes on from their checkpoint, and in bfloat16 "
+        "the weights stay in float32",
+        hints=(
+            "In which order: blocks, model, optimizer, checkpoint?",
+            "To read a checkpoint you need tensors to read into. Which call gives you those of the "
+            "model and of the optimizer?",
+            "`state` is what you save and what you read: a dict of three entries. Where does its "
+            "`step` come from after dcp.load?",
+        ),
+    ),
 }
 
 EMPTY = (

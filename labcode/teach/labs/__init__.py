@@ -3,7 +3,7 @@
     module                lesson   what it is
     clock                          emulated time: a device or link is busy, the rank sleeps
     l04_by_hand           04       gradients averaged by hand; the model and data of its script
-    run_file              04       runs a learner's script on a rank
+    run_file              04, 13   runs a learner's script on a rank
     l05_by_hand           05       averages in buckets, and overlapped, as a learner writes them
     l05_slow_link         05       all-reduces over a link of given alpha and beta
     l06_slow_link         06       data parallelism and DiLoCo train a small GPT over that link
@@ -12,6 +12,7 @@
     l10_small_gpt         10, 11   a small GPT, a few steps on one process or on a grid
     l12_paced_pipeline    12, 15   a pipeline whose actions take a given time; its time lines
     l13_layouts           13       bytes kept and seconds sent of a layout, and the best one
+    l13_script            13       the model and the samples of the learner's FSDP2 script
     l13_units             13       units of ZeRO-3 that take a given time to compute and to gather
     l14_cluster           14, 15   a small SLURM on this machine, which runs what a lesson submits
     l14_faults            14       what breaks that cluster for a while

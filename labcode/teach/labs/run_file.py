@@ -1,16 +1,19 @@
-"""Runs a learner's script on one rank of `launch.run`: python -m labcode.teach.labs.run_file FILE
+"""Runs a learner's script on a rank of `launch.run`: python -m labcode.teach.labs.run_file FILE ...
 
 Each rank draws other random numbers, as on a cluster where nobody has set a seed: a model that is
 not given to all ranks by rank 0 then shows. Ranks that wait for each other in vain give up after
 `PATIENCE`, and not after half an hour, PyTorch's default. A rank but the first that saves a file is
 stopped: all ranks would write the same file at the same time, which goes well often enough for
-nobody to notice.
+nobody to notice. (torch.distributed.checkpoint gives torch.save streams of its own, which it may.)
+At the end rank 0 prints which collectives it has started: "counted {kind: [calls, bytes]}" as JSON.
 """
 
 import functools
+import json
 import os
 import runpy
 import sys
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -19,27 +22,36 @@ import torch
 import torch.distributed as dist
 
 from labcode.comm.bootstrap import read_environment
+from labcode.comm.counting import counted, totals
 
-PATIENCE = timedelta(seconds=15)
+PATIENCE = timedelta(seconds=30)  # on a busy machine a rank may come many seconds later
 
 
-def main(path: str) -> None:
-    """Run the file as `__main__`, in its own folder."""
+def main(path: str, *args: str) -> None:
+    """Run the file as `__main__`, in its own folder, with these arguments."""
     rank = read_environment().rank
     torch.manual_seed(rank)
     torch.set_num_threads(1)
     os.chdir(Path(path).resolve().parent)
-    sys.argv = [path]
+    sys.argv = [path, *args]
     impatient = functools.partial(dist.init_process_group, timeout=PATIENCE)
     dist.init_process_group = impatient
     if rank != 0:
-        torch.save = _refuse_to_save
-    runpy.run_path(Path(path).name, run_name="__main__")
+        torch.save = functools.partial(_save, torch.save)
+    with counted() as calls:
+        runpy.run_path(Path(path).name, run_name="__main__")
+    if rank == 0:
+        print("counted", json.dumps(totals(calls)))
 
 
-def _refuse_to_save(*_: Any, **__: Any) -> None:
-    raise RuntimeError("a rank that is not rank 0 calls torch.save: let rank 0 alone write files")
+def _save(save: Callable[..., None], content: Any, f: Any, *args: Any, **options: Any) -> None:
+    """`torch.save`, but for files."""
+    if isinstance(f, (str, os.PathLike)):
+        raise RuntimeError(
+            "a rank that is not rank 0 calls torch.save: let rank 0 alone write files"
+        )
+    save(content, f, *args, **options)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

@@ -1,4 +1,4 @@
-"""What the check of exercise 4.4 reads in the source of the learner's script.
+"""What a check reads in the source of a learner's script.
 
 A run shows what a script does. What it would do with GPUs, which this machine may not have, and
 which names its file will lack, only the source can say.

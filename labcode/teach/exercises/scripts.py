@@ -1,0 +1,128 @@
+"""A script of the learner's: a function becomes a file, and torchrun starts it on several ranks.
+
+What is wrong with it is an AssertionError, whose text is a hint.
+"""
+
+import inspect
+import re
+import textwrap
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from labcode import launch
+from labcode.teach.exercises.script_source import missing_names
+
+LEFT_OPEN = "LEFT OPEN"  # what a footer asserts: the process group is gone at the end
+TIMEOUT_S = 120
+# What gloo says when the ranks do not call the same things.
+OUT_OF_STEP = (
+    "Timed out",
+    "timed out",
+    "timeout",
+    "Connection closed by peer",
+    "op.preamble.length",
+    "Connection reset by peer",
+)
+
+
+def source_of(main: Callable[..., Any] | str) -> str:
+    """The source of a function, or the text that was given in its place.
+
+    Raises:
+        NotImplementedError: It is still to be written.
+    """
+    source = main if isinstance(main, str) else textwrap.dedent(inspect.getsource(main))
+    if 'NotImplementedError("exercise' in source:
+        raise NotImplementedError("exercise: your code here")
+    return source
+
+
+def write(path: Path, header: str, source: str, footer: str) -> None:
+    """Write the file.
+
+    Raises:
+        AssertionError: The function uses a name that the file does not know.
+    """
+    unknown = missing_names(source, header)
+    assert not unknown, (
+        f"the file would not know the name `{unknown[0]}`: only `main` is copied into it, so what "
+        "it uses is imported or defined inside it"
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(header + source + footer)
+
+
+def run(
+    case: str, path: Path, *args: str, nproc: int, meanings: Mapping[str, str] | None = None
+) -> str:
+    """Start the file on ranks of this machine.
+
+    Args:
+        case: How a hint begins.
+        path: The file.
+        args: What it finds in `sys.argv[1:]`.
+        nproc: How many ranks.
+        meanings: What an error of this exercise means, by some words of it.
+
+    Returns:
+        What all ranks have printed, each line as "[rank 1] ...".
+
+    Raises:
+        AssertionError: A rank has failed.
+        NotImplementedError: Something is still to be written.
+    """
+    runner = "labcode.teach.labs.run_file"
+    hidden = {}
+    if 0 < torch.cuda.device_count() < nproc:  # then all ranks use the CPU and gloo
+        hidden["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        done = launch.run(
+            runner, path, *args, nproc=nproc, echo=False, timeout_s=TIMEOUT_S, env_extra=hidden
+        )
+    except launch.LaunchError as error:
+        raise _explained(case, str(error), meanings or {}) from None
+    return done.output
+
+
+def _explained(case: str, text: str, meanings: Mapping[str, str]) -> Exception:
+    """The error of a launch, in words of the lesson."""
+    if "NotImplementedError: exercise" in text:
+        return NotImplementedError("exercise: your code here")
+    if LEFT_OPEN in text:
+        return AssertionError(
+            case + "the process group is still there at the end: dist.destroy_process_group()"
+        )
+    for sign, meaning in meanings.items():
+        if sign in text:
+            return AssertionError(f"{case}{meaning} (the error: {text})")
+    if any(sign in text for sign in OUT_OF_STEP):
+        return AssertionError(
+            case + "the ranks wait for each other in vain: is there a collective that not all of "
+            f"them call? (the error: {text})"
+        )
+    return AssertionError(case + text)
+
+
+def check_device(source: str) -> None:
+    """The script looks for a GPU, also where there is none to try it on."""
+    case = "here, without GPUs, all is right; "
+    by_default = re.search(r"init_process_group\(\s*\)", source) is not None
+    assert by_default or "nccl" in source or "backend_for_device" in source, (
+        case + "with GPUs it would use gloo: see point 1"
+    )
+    assert "LOCAL_RANK" in source or "get_node_local_rank" in source, (
+        case + "with GPUs, which one would a rank take? See point 1"
+    )
+
+
+def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
+    """Relative distance of some weights from others."""
+    difference = 0.0
+    total = 0.0
+    for name, weight in expected.items():
+        difference += (found[name].double() - weight.double()).square().sum().item()
+        total += weight.double().square().sum().item()
+    return (difference / total) ** 0.5
