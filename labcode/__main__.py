@@ -60,7 +60,7 @@ def answer(words: list[str], folder: Path) -> list[str]:
         name = lesson.notebook.name
         if kept is None:
             return [f"{name} is as new: you had not changed it"]
-        return [f"{name} is as new; yours is {kept.name}, beside it"]
+        return [f"{name} is as new, its exercises are open; yours is {kept.name}, beside it"]
     raise ValueError(f"{' '.join(words)!r} is no lesson: give a number, or reset and a number")
 
 

@@ -18,6 +18,9 @@ def closest(word: str, known: Iterable[str]) -> str | None:
         last_parts = {_last_part(name) for name in names}
         similar = difflib.get_close_matches(last, sorted(last_parts), n=1, cutoff=LAST_PART_CUTOFF)
         same = [name for name in names if _last_part(name) in similar]
+    if not same and len(last) > 2:  # "parallel.zero" or "zero" is the beginning of a name
+        begun = [name for name in names if name.startswith(word)]
+        same = begun or [name for name in names if _last_part(name).startswith(word.lstrip("-"))]
     if same:
         return difflib.get_close_matches(word, same, n=1, cutoff=0)[0]
     matches = difflib.get_close_matches(word, names, n=1)

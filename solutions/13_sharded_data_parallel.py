@@ -29,8 +29,9 @@
 # **Time**: 170 minutes, in four sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
 # 4 divides the weights by hand, most of it in one exercise, and then with PyTorch's FSDP2 (45). Sections 5 and 6 are
 # about choices (25), and exercise 13.5 at their end is optional (15). Section 7 is a script of your own with FSDP2
-# (35); you can do it right after section 4. **Needs**: lessons 01 (collectives and their bytes), 04 and 05 (data
-# parallel, hooks) and 08 (the grid of ranks); section 6 compares with lesson 09 (tensor parallel).
+# (35). If you came for FSDP2 alone, read section 1, the end of section 4 from "And here is PyTorch's FSDP2" on, and
+# section 7. **Needs**: lessons 01 (collectives and their bytes), 04 and 05 (data parallel, hooks) and 08 (the grid of
+# ranks); section 6 compares with lesson 09 (tensor parallel).
 
 # %%
 import torch
@@ -1072,14 +1073,14 @@ def sharded(policy):
     return fully_shard(model, mp_policy=policy)
 
 def dtypes(rank, tokens):
-    """Of a weight while it is used, of the rows that are kept, and of their gradient."""
+    """Of a weight in use, of the rows that are kept, and of their gradient."""
     policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     )
     model = sharded(policy)
     norm = model.blocks[0].norm1
     used = []
-    norm.register_forward_hook(lambda module, *_: used.append(module.weight.dtype))
+    norm.register_forward_hook(lambda *_: used.append(norm.weight.dtype))
     gpt.loss(model(tokens), tokens).backward()
     return used[0], norm.weight.dtype, norm.weight.grad.dtype
 
@@ -1115,6 +1116,9 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 # folder; all ranks call it. To read, make the same dict first: `dcp.load` **fills** it, tensor by tensor, with the rows
 # that this rank has now. `set_state_dict` brings it back into the model and the optimizer.
 #
+#     import torch.distributed.checkpoint as dcp
+#     from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+#
 #     weights, state = get_state_dict(model, optimizer)
 #     saved = {"model": weights, "optimizer": state, "step": 0}
 #     dcp.load(saved, checkpoint_id=folder)               # fills it; or dcp.save, which writes it
@@ -1142,6 +1146,9 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 #    the two micro-batches of a step, each as `(inputs, targets)`. Their gradients together are the mean over both; they
 #    travel once. Clip to a norm of 0.8.
 # 6. **Save** `{"model": ..., "optimizer": ..., "step": steps}` into `folder / "checkpoint"`, and leave.
+#
+# The file knows the names that the cell below imports, and `torch`, `dist`, `nn`, `F`, `gpt`, `fully_shard` and
+# `MixedPrecisionPolicy`; what else you need has to stand inside `main`.
 #
 # The check writes the function to `runs/train_13.py` and starts it three times: three steps on two ranks, then up to
 # six steps on **one** rank from this checkpoint, then three steps in bfloat16. It compares the weights in the

@@ -50,7 +50,7 @@ def main(words: Sequence[str]) -> int:
     try:
         options.run(options)
     except ValueError as error:
-        print(f"{PROGRAM}: {error}", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 

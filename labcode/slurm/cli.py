@@ -141,13 +141,20 @@ def parse(args: Sequence[str], command: str = "submit") -> tuple[str | None, Opt
     return target, Options(**changes), overrides  # pyright: ignore[reportArgumentType]
 
 
+WORDS_OF_SBATCH = {
+    "--time": "--minutes",
+    "--gpus": "--ranks-per-node",
+    "--gpus-per-node": "--ranks-per-node",
+    "--ntasks-per-node": "--ranks-per-node",
+}
+
+
 def _check_name(name: str) -> None:
     """Raises UsageError for an option that does not exist."""
     known = [_dashed(field.name) for field in fields(Options)]
     flags = [_dashed(f"no_{field.name}") for field in fields(Options) if field.type is bool]
     if name.replace("_", "-") not in (*known, *flags):
-        meant = "--minutes" if name == "--time" else None  # sbatch's word for it
-        message = unknown("option", name, known, quoted=False, meant=meant)
+        message = unknown("option", name, known, quoted=False, meant=WORDS_OF_SBATCH.get(name))
         raise UsageError(f"{message}, and fields of the recipe")
 
 

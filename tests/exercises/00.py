@@ -79,6 +79,13 @@ def rounded_up(items, rank, world_size):
     return items[rank * size : (rank + 1) * size]
 
 
+def goes_on_for_ever(items, rank, world_size):
+    own = []
+    while rank < len(items):
+        own.append(items[rank])
+    return own
+
+
 SHARE = Answers(
     check=lambda answer, ranks: l00.my_share(answer),
     right={
@@ -89,6 +96,7 @@ SHARE = Answers(
         "numpy": with_numpy,
     },
     wrong={
+        "an endless loop": (goes_on_for_ever, "does each loop come to its end?"),
         "the rest is forgotten": (the_rest_is_forgotten, "only 8 were dealt out"),
         "the rest to the last": (
             the_rest_to_the_last,

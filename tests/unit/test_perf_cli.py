@@ -80,7 +80,7 @@ def test_what_is_wrong_is_one_line(capsys, words, message):
     assert main(words) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert message in printed.err
+    assert printed.err.startswith("error: ") and message in printed.err
     assert printed.err.count("\n") == 1
 
 

@@ -73,6 +73,7 @@ def test_without_a_word_each_gpu_of_a_node_has_a_rank(name, ranks, tmp_path, mon
         ),
         ("submit gpt_tiny --nodes two", "--nodes: 'two' is not a whole number"),
         ("submit gpt_tiny --no-nodes", "unknown option --no-nodes: did you mean --nodes?"),
+        ("render gpt_tiny --gpus 8", "unknown option --gpus: did you mean --ranks-per-node?"),
         ("render gpt_tiny --time 9:00", "unknown option --time: did you mean --minutes?"),
         ("submit gpt_tiny --keep=perhaps", "--keep: 'perhaps' is not true or false"),
         ("submit gpt_tiny --nodes 2 3", "--nodes takes one value, but got 2 3"),

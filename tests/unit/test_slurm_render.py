@@ -583,6 +583,7 @@ def test_nccl_debug_is_set_only_where_a_lesson_reads_it():
             "ranks_per_node=4 is more than gpus.per_node=2 of small",
         ),
         (Job("gpt_tiny", ("--parallel.dp", "3")), "3 but WORLD_SIZE is 2"),
+        (Job("gpt_tiny", ranks_per_node=9), "ranks_per_node=9"),  # 16 samples over 18 ranks besides
     ],
 )
 def test_a_job_that_does_not_fit_the_site_is_refused(job, message):

@@ -42,6 +42,8 @@ FIELDS = ("data.bpe_vocab_size", "model.num_layers", "optim.lr", "profile.steps"
         ("train.stepz", "train.steps"),
         ("dropout", None),
         ("step_time", None),
+        ("bpe", "data.bpe_vocab_size"),
+        ("model.num", "model.num_layers"),
     ],
 )
 def test_of_a_dotted_name_the_last_part_counts_first(typed, meant):

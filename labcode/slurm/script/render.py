@@ -56,8 +56,8 @@ def render(job: Job, site: Site) -> str:
     Raises:
         ValueError: The job is impossible, or does not fit the site.
     """
+    _check_fits(job, site)  # first: other changes would not help
     shape = job.check()
-    _check_fits(job, site)
     # one job of an array may have the number of the whole array, and scancel would take all of it
     this_job = "${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID" if job.array else "$SLURM_JOB_ID"
     settings = {name: setting for name, setting in site.env.items() if name not in job.env}

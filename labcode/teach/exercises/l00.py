@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Exercise, due
+from labcode.teach.exercises.in_notebook import bounded
 from labcode.teach.exercises.on_ranks import in_groups
 from labcode.teach.exercises.requests import Requests
 
@@ -74,7 +75,7 @@ def _shares(share: Callable[..., Any], items: list[Any], world_size: int) -> lis
 
 def _share_of(share: Callable[..., Any], items: list[Any], rank: int, world_size: int) -> Any:
     try:
-        return share(items, rank, world_size)
+        return bounded("does each loop come to its end?", share, items, rank, world_size)
     except ValueError as error:
         assert "process group has not been initialized" not in str(error), (
             "`share` runs in this notebook, which is no rank: use its arguments `rank` and "
@@ -168,7 +169,8 @@ def _mean_on_this_rank(
         result = _mean_of(mean, local, requests)
     requests.check_waited()
     assert torch.equal(local, torch.tensor(values)), (
-        "the local values were changed: all_reduce works in place, so give it a tensor of its own"
+        "the local values were changed: work on a tensor of your own (all_reduce writes into the "
+        "one that it is given)"
     )
     if isinstance(result, torch.Tensor):
         assert result.numel() == 1, f"it returned {result.numel()} numbers, and the mean is one"

@@ -42,6 +42,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -192,7 +193,7 @@ def _run(
     case: str, path: Path, steps: int, dtype: str, *, nproc: int
 ) -> tuple[list[int], dict[str, list[int]]]:
     """The steps whose samples rank 0 has read, and {kind: [calls, bytes]} of its collectives."""
-    output = scripts.run(case, path, str(steps), dtype, nproc=nproc, meanings=MEANINGS)
+    output = scripts.run(case, path, str(steps), dtype, nproc=nproc, counts=True, meanings=MEANINGS)
     read = [int(step) for step in re.findall(r"\[rank 0\] step (\d+)", output)]
     counts = re.findall(r"\[rank 0\] counted (.*)", output)
     return read, json.loads(counts[-1])

@@ -14,6 +14,7 @@ import torch
 
 from labcode import launch
 from labcode.teach.exercises.script_source import missing_names
+from labcode.teach.labs.run_file import COUNTED
 
 LEFT_OPEN = "LEFT OPEN"  # what a footer asserts: the process group is gone at the end
 TIMEOUT_S = 120
@@ -56,7 +57,12 @@ def write(path: Path, header: str, source: str, footer: str) -> None:
 
 
 def run(
-    case: str, path: Path, *args: str, nproc: int, meanings: Mapping[str, str] | None = None
+    case: str,
+    path: Path,
+    *args: str,
+    nproc: int,
+    counts: bool = False,
+    meanings: Mapping[str, str] | None = None,
 ) -> str:
     """Start the file on ranks of this machine.
 
@@ -65,6 +71,7 @@ def run(
         path: The file.
         args: What it finds in `sys.argv[1:]`.
         nproc: How many ranks.
+        counts: Whether rank 0 says at the end which collectives it has started; see `run_file`.
         meanings: What an error of this exercise means, by some words of it.
 
     Returns:
@@ -80,7 +87,14 @@ def run(
         hidden["CUDA_VISIBLE_DEVICES"] = ""
     try:
         done = launch.run(
-            runner, path, *args, nproc=nproc, echo=False, timeout_s=TIMEOUT_S, env_extra=hidden
+            runner,
+            *((COUNTED,) if counts else ()),
+            path,
+            *args,
+            nproc=nproc,
+            echo=False,
+            timeout_s=TIMEOUT_S,
+            env_extra=hidden,
         )
     except launch.LaunchError as error:
         raise _explained(case, str(error), meanings or {}) from None
