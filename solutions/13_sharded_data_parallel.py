@@ -1049,8 +1049,8 @@ for situation in layouts.CASES:
 #
 # **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which numbers a
 # unit is gathered and computed, and in which its gradients are added up. The rows that a rank keeps stay as the model
-# was built, in float32: they are the master weights of section 1. So the all-gathers send half the bytes, and sums
-# over many ranks lose no digits.
+# was built, in float32: they are the master weights of section 1. So the all-gathers send half the bytes, and
+# gradients are still added up over the ranks in float32.
 #
 # **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
 # `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
@@ -1144,7 +1144,7 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 # 4. **Go on.** If `folder / "checkpoint"` exists, read it: model, optimizer, and how many steps are done.
 # 5. **Loop** over the steps that are left, counted from 0. `micro_batches(step, device)` returns this rank's part of
 #    the two micro-batches of a step, each as `(inputs, targets)`. Their gradients together are the mean over both; they
-#    travel once. Clip to a norm of 0.8.
+#    travel once. Clip to a norm of 0.6.
 # 6. **Save** `{"model": ..., "optimizer": ..., "step": steps}` into `folder / "checkpoint"`, and leave.
 #
 # The file knows the names that the cell below imports, and `torch`, `dist`, `nn`, `F`, `gpt`, `fully_shard` and
@@ -1203,7 +1203,7 @@ def main(folder, steps, dtype):
             model.set_requires_gradient_sync(is_last)
             loss = gpt.loss(model(inputs), targets) / len(batches)
             loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.8)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.6)
         optimizer.step()
 
     weights, state = get_state_dict(model, optimizer)

@@ -11,10 +11,12 @@ ANSWERS = {
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from labcode.pool.ranks import Ranks
 
+SOLUTIONS = Path(__file__).resolve().parents[1] / "solutions"
 MIN_RIGHT = 3
 MIN_WRONG = 5
 
@@ -32,3 +34,13 @@ class Answers:
     check: Callable[[Any, Ranks], None]
     right: Mapping[str, Any]
     wrong: Mapping[str, tuple[Any, str]]
+
+
+def solution_of(lesson: str, name: str) -> str:
+    """The source of a function as a lesson solves it; it is the last one of its cell."""
+    (path,) = SOLUTIONS.glob(f"{lesson}_*.py")
+    text = path.read_text(encoding="utf-8")
+    start = text.index(f"def {name}(")
+    cell = text[start : text.index("\n# %%", start)]
+    lines = [line for line in cell.splitlines(keepends=True) if "### " not in line]
+    return "".join(lines)

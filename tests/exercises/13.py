@@ -5,7 +5,7 @@ import tempfile
 
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, solution_of
 from torch import nn
 from torch.nn import functional as F
 
@@ -971,46 +971,7 @@ LAYOUT = Answers(
 
 # ---- 13.6 the script: text, as the check reads the source of a function
 
-SCRIPT = """
-def main(folder, steps, dtype):
-    on_gpus = torch.cuda.is_available()
-    dist.init_process_group("nccl" if on_gpus else "gloo")
-    device = torch.device("cpu")
-    if on_gpus:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
-    model = build_model().to(device)
-    for block in model.blocks:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    done = 0
-    checkpoint = folder / "checkpoint"
-    if checkpoint.exists():
-        weights, state = get_state_dict(model, optimizer)
-        saved = {"model": weights, "optimizer": state, "step": 0}
-        dcp.load(saved, checkpoint_id=checkpoint)
-        set_state_dict(
-            model,
-            optimizer,
-            model_state_dict=saved["model"],
-            optim_state_dict=saved["optimizer"],
-        )
-        done = saved["step"]
-    for step in range(done, steps):
-        optimizer.zero_grad()
-        batches = micro_batches(step, device)
-        for number, (inputs, targets) in enumerate(batches):
-            model.set_requires_gradient_sync(number == len(batches) - 1)
-            loss = gpt.loss(model(inputs), targets) / len(batches)
-            loss.backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 0.8)
-        optimizer.step()
-    weights, state = get_state_dict(model, optimizer)
-    dcp.save({"model": weights, "optimizer": state, "step": steps}, checkpoint_id=checkpoint)
-    dist.destroy_process_group()
-"""
+SCRIPT = solution_of("13", "main")
 
 OTHER_STYLE = """
 def main(folder, steps, dtype):
@@ -1054,7 +1015,7 @@ def main(folder, steps, dtype):
         net.set_requires_gradient_sync(True)
         (0.5 * gpt.loss(net(second[0]), second[1])).backward()
         norm = nn.utils.get_total_norm([param.grad for param in net.parameters()])
-        nn.utils.clip_grads_with_norm_(net.parameters(), 0.8, norm)
+        nn.utils.clip_grads_with_norm_(net.parameters(), 0.6, norm)
         sgd.step()
         sgd.zero_grad()
         step += 1
@@ -1100,7 +1061,7 @@ def main(folder, steps, dtype):
             model.set_requires_gradient_sync(not batches)
             loss = gpt.loss(model(inputs), targets)
             (loss / 2).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.8)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm=0.6)
         training.optimizer.step()
         training.optimizer.zero_grad(set_to_none=True)
     weights, state = training.state_dict()
@@ -1161,8 +1122,8 @@ WRITTEN = Answers(
             "divide each loss by their number",
         ),
         "not clipped": (
-            with_change("        nn.utils.clip_grad_norm_(model.parameters(), 0.8)\n", ""),
-            "not clipped to a norm of 0.8",
+            with_change("        nn.utils.clip_grad_norm_(model.parameters(), 0.6)\n", ""),
+            "not clipped to a norm of 0.6",
         ),
         "zero_grad for each micro-batch": (
             with_change(

@@ -487,13 +487,25 @@ def test_the_ground_and_the_planning_side_import_without_torch(house):
     assert (done.returncode, done.stdout.strip()) == (0, "False"), done.stderr
 
 
-def test_a_test_that_is_named_exists():
+def missing_tests(text: str) -> list[str]:
     """As in "Held by: tests/unit/test_x.py::test_y", which may break after the colons."""
+    missing = []
+    for path, name in NAMED_TEST.findall(text):
+        file = ROOT / path
+        if not file.is_file() or (name and f"def {name}(" not in file.read_text()):
+            missing.append(f"{path}::{name}")
+    return missing
+
+
+def test_a_test_that_is_named_exists():
     missing = []
     for folder in ("labcode", "tools", "benchmarks"):
         for source in sorted((ROOT / folder).rglob("*.py")):
-            for path, name in NAMED_TEST.findall(source.read_text(encoding="utf-8")):
-                file = ROOT / path
-                if not file.is_file() or (name and f"def {name}(" not in file.read_text()):
-                    missing.append(f"{source.relative_to(ROOT)}: {path}::{name}")
+            missing += missing_tests(source.read_text(encoding="utf-8"))
     assert missing == []
+
+
+def test_a_test_that_does_not_exist_is_found():
+    here = "tests/unit/test_architecture.py"
+    assert missing_tests(f"Held by: {here}::\n    test_of_nothing") == [f"{here}::test_of_nothing"]
+    assert missing_tests("Held by: tests/unit/test_nothing.py") == ["tests/unit/test_nothing.py::"]

@@ -1,6 +1,7 @@
 """What the check cells call: one module per lesson, `from labcode.teach.exercises import l01`.
 
     on_ranks  how a learner's code runs on ranks and in groups of them, and what ends it
+    scripts   how a learner's function becomes a script that torchrun starts
     l00   a share of the items, a mean over the ranks
     l01   the two halves of a ring, a broadcast in few rounds, a mended script
     l04   averages of gradients, uneven shares, accumulation, a training script for torchrun
@@ -10,7 +11,8 @@
     l10   sequence parallelism
     l11   context parallelism: the ring
     l12   pipeline parallelism
-    l13   sharded data parallelism: own rows, a sharded optimizer, a borrowed weight, a layout
+    l13   sharded data parallelism: own rows, a sharded optimizer, a borrowed weight, a layout, an
+          FSDP2 script
     l14   ranks by node, a batch script, one that saves and requeues, faults from symptoms
     l15   hybrid training
 

@@ -4,6 +4,7 @@ What is wrong with it is an AssertionError, whose text is a hint.
 """
 
 import inspect
+import math
 import re
 import textwrap
 from collections.abc import Callable, Mapping
@@ -133,10 +134,12 @@ def check_device(source: str) -> None:
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
-    """Relative distance of some weights from others."""
+    """Relative distance of some weights from others; infinite if one of them is not finite."""
     difference = 0.0
     total = 0.0
     for name, weight in expected.items():
         difference += (found[name].double() - weight.double()).square().sum().item()
         total += weight.double().square().sum().item()
+    if not math.isfinite(difference):
+        return math.inf
     return (difference / total) ** 0.5

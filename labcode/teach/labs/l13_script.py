@@ -9,7 +9,7 @@ from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 
 CONFIG = GPTConfig(vocab_size=65, num_layers=2, num_heads=2, hidden_size=32, context_length=16)
-SAMPLES = 4  # of a micro-batch, over all ranks
+SAMPLES = 8  # of a micro-batch, over all ranks
 MICRO_BATCHES = 2  # of a step
 
 
@@ -26,13 +26,19 @@ def micro_batches(step: int, device: torch.device | str) -> list[tuple[Tensor, T
     Args:
         step: Counted from 0.
         device: Where the tensors are to be.
+
+    Raises:
+        ValueError: The samples cannot be dealt out evenly.
     """
     rank = dist.get_rank()
+    p = dist.get_world_size()
+    if SAMPLES % p:
+        raise ValueError(f"{SAMPLES} samples cannot be divided over {p} ranks: take 1, 2, 4 or 8")
     if rank == 0:
         print(f"step {step}")
     parts = []
     for tokens in tokens_of(step):
-        own = tokens.chunk(dist.get_world_size())[rank].to(device)
+        own = tokens.chunk(p)[rank].to(device)
         parts.append((own[:, :-1], own[:, 1:]))
     return parts
 
