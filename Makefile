@@ -40,7 +40,7 @@ test-changed: $(VENV)/$(STAMP)  ## what this change touches besides: its lessons
 	$(TESTS) -m 'release and not lesson' --changed --junitxml=build/changed.xml || test $$? -eq 5
 	$(LESSONS) -m 'release and lesson' --changed --junitxml=build/changed-lessons.xml || test $$? -eq 5
 
-test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for an eighth
+test-release: $(VENV)/$(STAMP)  ## all other tests: every lesson both ways, every answer, matrices, stories; PART=commit for a quarter
 	$(TESTS) -m 'release and not lesson' --part=$(PART) --junitxml=build/release.xml
 	$(LESSONS) -m 'release and lesson' --part=$(PART) --junitxml=build/release-lessons.xml
 

@@ -27,6 +27,8 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         train/        the training loop: `python -m labcode.train gpt_tiny`; chaos/ disturbs it
         teach/        checks, figures, labs and exercises, for lessons and tests alone
 
+The first cell of a lesson imports `labcode.lab`: ranks, checks, predictions, figures.
+
 Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
 From the command to the loss: train/__main__.main -> run.run -> _train -> Trainer.fit -> step ->
 ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.

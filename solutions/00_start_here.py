@@ -39,10 +39,7 @@ import torch.distributed as dist
 from labcode import hardware, launch
 from labcode.config import TextData
 from labcode.data import text
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, hint
-from labcode.teach.exercises import l00
-from labcode.teach.figures import plot
+from labcode.lab import Ranks, check, compare, hint, plot
 from labcode.teach.progress import following
 from labcode.train import metrics
 from labcode.units import seconds
@@ -296,7 +293,7 @@ def share(items, rank, world_size):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("0.1", lambda: l00.my_share(share))
+check("0.1", share)
 
 # %% [markdown]
 # There are two hints for it. Here is the first; run the cell again for the second.
@@ -325,7 +322,7 @@ def mean_over_ranks(local):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("0.2", lambda: l00.distributed_mean(mean_over_ranks, ranks))
+check("0.2", mean_over_ranks, ranks)
 
 # %% [markdown]
 # <details><summary>Why not average the averages?</summary>

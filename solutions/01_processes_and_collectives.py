@@ -37,11 +37,8 @@ import torch.distributed as dist
 
 from labcode.comm import ring
 from labcode.comm.timing import call_times
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.perf import alpha_beta
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l01
-from labcode.teach.figures import plot
 from labcode.units import seconds, si
 
 ranks = Ranks(4)
@@ -424,7 +421,7 @@ def reduce_scatter_half(chunks, group):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("1.1", lambda: l01.reduce_scatter_half(reduce_scatter_half, ranks))
+check("1.1", reduce_scatter_half, ranks)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 1.2 · The whole all-reduce
@@ -453,7 +450,7 @@ def ring_all_reduce(x, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("1.2", lambda: l01.ring_all_reduce(ring_all_reduce, ranks))
+check("1.2", ring_all_reduce, ranks)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Section 4 takes 26 minutes, of which 20 are for the two exercises. What people get wrong: they
@@ -572,7 +569,7 @@ def tree_broadcast(x, root, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("1.3", lambda: l01.tree_broadcast(tree_broadcast, ranks))
+check("1.3", tree_broadcast, ranks)
 
 # %% [markdown]
 # **Takeaway: a tree needs log₂ p rounds instead of p - 1, because everybody who has the tensor helps. It sends the
@@ -840,7 +837,7 @@ def mean_loss(loss, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("1.4", lambda: l01.mended(mean_loss, ranks))
+check("1.4", mean_loss, ranks)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Section 7 takes 12 minutes with the exercise, section 8 and the questions 3. Common mistakes in

@@ -47,14 +47,12 @@ from labcode import launch
 from labcode.config import LoaderConfig, ViTConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
+from labcode.lab import check, compare, plot, show_source
 from labcode.models import vit
 from labcode.perf.advice import advice
 from labcode.perf.chrome_trace import read
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.summary import summary
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l02
-from labcode.teach.figures import plot
 from labcode.teach.labs import l02_by_hand, l02_job, l02_weather
 from labcode.train.device_speed import matmul_flops_per_s
 from labcode.train.ranges import StepRanges
@@ -241,7 +239,7 @@ class StepTimer:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("2.1", lambda: l02.step_timer(StepTimer))
+check("2.1", StepTimer)
 
 # %% [markdown]
 # Here is how labcode's training loop does it. `_note` is what your timer does at the beginning and the end of a part: it
@@ -390,7 +388,7 @@ def bytes_read(box, chunks, itemsize=4):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("2.2", lambda: l02.bytes_read(bytes_read))
+check("2.2", bytes_read)
 
 # %% [markdown]
 # The cure is to write the file once more, with chunks that fit what is read. What does it change?
@@ -559,7 +557,7 @@ class Prefetcher:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("2.3", lambda: l02.prefetcher(Prefetcher))
+check("2.3", Prefetcher)
 
 # %% [markdown]
 # labcode's version for this lesson does the same in the two functions `_read` and `_put`.
@@ -884,7 +882,7 @@ def faster_training(job, num_steps):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("2.4", lambda: l02.faster(faster_training))
+check("2.4", faster_training)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes, for those who have time. People remove `weights_are_finite`, because it looks

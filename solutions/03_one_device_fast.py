@@ -38,12 +38,10 @@ from torch._inductor.utils import fresh_cache
 from torch.utils.flop_counter import FlopCounterMode
 
 from labcode.hardware import cpu_name
+from labcode.lab import check, compare, plot, show_source
 from labcode.models import gpt
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.perf.step import device_step
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l03
-from labcode.teach.figures import plot
 from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_step import (
     Batches,
@@ -238,7 +236,7 @@ def spacing(x, fraction_bits):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("3.1", lambda: l03.spacing(spacing))
+check("3.1", spacing)
 
 # %% [markdown]
 # The range of float16: exponents go from -14 to 15, so the largest number is about 2^16. Below 2^-14 there are still
@@ -614,7 +612,7 @@ class Scaler:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("3.2", lambda: l03.scaler(Scaler))
+check("3.2", Scaler)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 3.3 · A step in float16
@@ -649,7 +647,7 @@ def train_step(model, optimizer, scaler, micro_batches, max_norm):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("3.3", lambda: l03.train_step(train_step))
+check("3.3", train_step)
 
 # %% [markdown]
 # PyTorch has this as `torch.amp.GradScaler`. Let us train with loss / 1024 in float32, in float16 alone, and in float16
@@ -863,7 +861,7 @@ def adamw(weights, grads, means, squares, step,
     ### END SOLUTION
 
 # %% tags=["check"]
-check("3.4", lambda: l03.adamw(adamw))
+check("3.4", adamw)
 
 # %% [markdown]
 # What is it worth? That depends on where it runs. On a GPU a foreach operation is one kernel, or a few, for all
@@ -1155,7 +1153,7 @@ predicted_speedup = 6.0
 ### END SOLUTION
 
 # %% tags=["check"]
-check("3.5", lambda: l03.race(settings, predicted_speedup))
+check("3.5", settings, predicted_speedup)
 
 # %% [markdown]
 # A batch of 4 has the quickest steps of all, and needs so many more of them that it loses: its gradients are too noisy

@@ -37,11 +37,8 @@ from torch.utils.data import DistributedSampler
 
 from labcode.config import GPTConfig, TextData
 from labcode.data import sampler, text
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l04
-from labcode.teach.figures import plot
 from labcode.teach.labs import l04_by_hand
 
 torch.set_num_threads(1)  # one core for each process, here as on the ranks
@@ -134,7 +131,7 @@ def average_gradients(model, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("4.1", lambda: l04.average_gradients(average_gradients, ranks))
+check("4.1", average_gradients, ranks)
 
 # %% [markdown]
 # labcode's version looks like this.
@@ -290,7 +287,7 @@ def average_uneven(model, mine, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("4.2", lambda: l04.average_uneven(average_uneven, ranks))
+check("4.2", average_uneven, ranks)
 
 # %% [markdown]
 # **Takeaway: add up sums and counts, and divide once. A mean of means is right only where all counts are equal.** You
@@ -401,7 +398,7 @@ def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("4.3", lambda: l04.accumulated_gradients(accumulated_gradients, ranks))
+check("4.3", accumulated_gradients, ranks)
 
 # %% [markdown]
 # **Takeaway: with m micro-batches, divide each loss by m and send the gradients once, at the end.**
@@ -571,8 +568,11 @@ plot.copies(
 # The check writes your function to a file `runs/train_04.py`, below the imports of this cell and those of `torch`,
 # `dist`, `gpt` and `DistributedSampler`. Only `main` is copied: what else you import or define has to stand inside it.
 # It starts the file with `labcode.launch`, which calls torchrun, on one and on two ranks, and compares the weights at
-# the end with those that one process must get. Without GPUs it can try only the CPU, so for the device in points 1 and
-# 4 it reads your source. This takes about half a minute.
+# the end with those that one process must get. This takes about half a minute.
+#
+# Without GPUs the check can try only the CPU. So read your script once more and ask what it does on a machine with four
+# GPUs: is the backend "nccl"? Does each rank take a GPU of its own? Do the model, the inputs **and** the targets lie on
+# it before forward is called?
 
 # %% tags=["exercise"]
 import os
@@ -621,7 +621,7 @@ def main(folder, epochs=2, global_batch=16):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("4.4", lambda: l04.script(main))
+check("4.4", main)
 
 # %% [markdown]
 # This is a complete training script, and it runs unchanged on a cluster. To run it outside of the notebook, open a

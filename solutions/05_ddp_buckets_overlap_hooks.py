@@ -40,14 +40,11 @@ from torch.nn.parallel import DistributedDataParallel
 
 from labcode import recipes
 from labcode.comm.timing import call_times
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
 from labcode.parallel import torch_data
 from labcode.parallel.data import Bucket, DataParallel, make_buckets
 from labcode.perf import alpha_beta
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l05
-from labcode.teach.figures import plot
 from labcode.teach.labs import l05_by_hand
 from labcode.teach.labs import l05_slow_link as slow_link
 from labcode.train.optim import clip_gradients
@@ -198,7 +195,7 @@ def average_buckets(buckets, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("5.1", lambda: l05.average_buckets(average_buckets, ranks))
+check("5.1", average_buckets, ranks)
 
 # %% [markdown]
 # labcode's version for this lesson looks like this.
@@ -355,7 +352,7 @@ class OverlappedDataParallel:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("5.2", lambda: l05.overlapped(OverlappedDataParallel, ranks))
+check("5.2", OverlappedDataParallel, ranks)
 
 # %% [markdown]
 # In labcode a bucket has these two halves of your class as methods, and a third. It keeps its row, `flat`, from step to
@@ -558,7 +555,7 @@ class QuietDataParallel(l05_by_hand.Overlapped):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("5.3", lambda: l05.quiet(QuietDataParallel, ranks))
+check("5.3", QuietDataParallel, ranks)
 
 # %% [markdown]
 # Here is how labcode decides when to send, with the flag `_syncing` of its own `no_sync`. It keeps the parameters of a
@@ -633,7 +630,7 @@ def clipped_step(model, optimizer, inputs, targets, max_norm):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("5.4", lambda: l05.clipped(clipped_step, ranks))
+check("5.4", clipped_step, ranks)
 
 # %% [markdown]
 # PyTorch has it as `torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)`. In labcode's training loop the norm
@@ -720,7 +717,7 @@ def compress(group, bucket):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("5.5", lambda: l05.compress(compress, ranks))
+check("5.5", compress, ranks)
 
 # %% [markdown]
 # labcode has a hook for DDP as well. It does not compress: with context parallelism (lesson 11) the sum has to be

@@ -39,13 +39,10 @@ import torch.distributed as dist
 from labcode import launch
 from labcode.config import TextData
 from labcode.data import text
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
 from labcode.parallel.local import OuterOptimizer
 from labcode.perf import alpha_beta
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l06
-from labcode.teach.figures import plot
 from labcode.teach.labs import l06_runs
 from labcode.teach.labs import l06_slow_link as slow_link
 from labcode.teach.progress import following, status
@@ -190,7 +187,7 @@ def estimate(small_batch, small_square, big_batch, big_square):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("6.1", lambda: l06.estimate(estimate))
+check("6.1", estimate)
 
 # %% [markdown]
 # Where do two sizes come from? In data parallelism they are there already. Before the all-reduce each rank holds the
@@ -222,7 +219,7 @@ def squares(model, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("6.2", lambda: l06.squares(squares, ranks))
+check("6.2", squares, ranks)
 
 # %% [markdown]
 # The estimate of one step is rough; |G|² may even come out negative. So we smooth over steps: keep a part of the old
@@ -268,7 +265,7 @@ class Smoothed:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("6.3", lambda: l06.smoothed(Smoothed))
+check("6.3", Smoothed)
 
 # %% [markdown]
 # In labcode a hook sees the gradient of each micro-batch, so that accumulation counts as well. The flag
@@ -373,7 +370,7 @@ def sweep(batches, rates, steps_to_target, table):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("6.4", lambda: l06.sweep(sweep))
+check("6.4", sweep)
 
 # %% [markdown]
 # labcode's sweep is one command. Each run is a process of its own, and `results.jsonl` is the table. The same command
@@ -413,7 +410,7 @@ def fit(steps_of):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("6.5", lambda: l06.fit(fit))
+check("6.5", fit)
 
 # %% tags=["figure"]
 ways = sweep_table.to_loss(rows, l06_runs.TARGET)
@@ -526,7 +523,7 @@ overfits = {"data.val_fraction": 0.9995, "optim.lr": 1e-2, "train.steps": 600}
 ### END SOLUTION
 
 # %% tags=["check"]
-check("6.6", lambda: l06.broken(diverges, overfits))
+check("6.6", diverges, overfits)
 
 # %% [markdown]
 # **Takeaway: over a batch 64 times as large the best rate has grown three to ten times. No rule replaces a sweep.**
@@ -599,7 +596,7 @@ class OuterStep:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("6.7", lambda: l06.outer_step(OuterStep, ranks))
+check("6.7", OuterStep, ranks)
 
 # %% [markdown]
 # labcode's version sends one row, and lets PyTorch's SGD do the momentum.

@@ -39,11 +39,8 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.parallel.batch_norm import WholeBatchNorm
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l07
-from labcode.teach.figures import plot
 from labcode.teach.labs import l07_clinic as clinic
 from labcode.teach.labs.l07_patients.common import apart, small_model, text_samples
 
@@ -104,7 +101,7 @@ def ranks_that_differ(value, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.1", lambda: l07.differing(ranks_that_differ, ranks))
+check("7.1", ranks_that_differ, ranks)
 
 # %% [markdown]
 # A whole model is not one number, but a **checksum** is: a number that is computed from many, so that a change in any
@@ -182,7 +179,7 @@ class Chart:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("7.2", lambda: l07.chart(Chart, ranks))
+check("7.2", Chart, ranks)
 
 # %% [markdown]
 # This is how labcode writes the two methods that note something. It takes a checksum of the bytes.
@@ -348,7 +345,7 @@ def patient_2(watch):
     return same_place.float().mean().item()
 
 # %% tags=["check"]
-check("7.3", lambda: l07.cured(pair, patient_1, patient_2))
+check("7.3", pair, patient_1, patient_2)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 10 minutes. Ask: the healthy twin of patient 2 does not return 0 but a few per cent. Why? (The
@@ -476,7 +473,7 @@ def patient_6(watch):
     return apart(model)
 
 # %% tags=["check"]
-check("7.4", lambda: l07.cured(pair, patient_5, patient_6))
+check("7.4", pair, patient_5, patient_6)
 
 # %% [markdown]
 # **Takeaway: finish the model, move it to its device, then wrap it. Nothing that changes afterwards is seen by DDP.**
@@ -579,7 +576,7 @@ class MySyncBatchNorm(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("7.5", lambda: l07.batch_norm(MySyncBatchNorm, ranks))
+check("7.5", MySyncBatchNorm, ranks)
 
 # %% [markdown]
 # labcode's module adds what a training needs: running averages, evaluation, 16 bits, second derivatives.
@@ -767,7 +764,7 @@ def patient_8(watch):
     return norms[0]
 
 # %% tags=["check"]
-check("7.6", lambda: l07.cured(pair, patient_3, patient_4, patient_8))
+check("7.6", pair, patient_3, patient_4, patient_8)
 
 # %% [markdown]
 # **Takeaway: when the ranks agree, compare one step with one process that has all the samples. The ratio of the gradient
@@ -849,7 +846,7 @@ def roll_call(store, name, rank, num_ranks, limit_s):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.7", lambda: l07.roll_call(roll_call, ranks))
+check("7.7", roll_call, ranks)
 
 # %% [markdown]
 # Three patients stand still or stop with an error: 11, which you know, 14 and 15. Here is the doctor on the other two.
@@ -970,7 +967,7 @@ def patient_15(watch):
     return num_batches
 
 # %% tags=["check"]
-check("7.8", lambda: l07.cured(pair, patient_11, patient_14, patient_15))
+check("7.8", pair, patient_11, patient_14, patient_15)
 
 # %% [markdown]
 # **Takeaway: no collective inside an `if` that ranks may answer differently, and nothing that runs a different number of
@@ -1035,7 +1032,7 @@ def shares(sample_s, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("7.9", lambda: l07.shares(shares))
+check("7.9", shares)
 
 # %% [markdown]
 # Here is what the doctor says of patients 9, 10 and 12. The first two are right and lose time or safety; you mend their
@@ -1215,7 +1212,7 @@ def night_shift(watch):
     return norm
 
 # %% tags=["check"]
-check("7.10", lambda: l07.night(pair, night_shift))
+check("7.10", pair, night_shift)
 
 # %%
 ranks.close()

@@ -43,12 +43,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from labcode.comm import ring
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.perf.traffic import across_nodes, step_traffic
-from labcode.pool.ranks import Ranks
 from labcode.recipes import gpt_shape
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l08
-from labcode.teach.figures import plot
 from labcode.teach.labs.l08_costs import cheapest, costs, crossing_bytes, table
 from labcode.topology import AXES, GridShape
 
@@ -131,7 +128,7 @@ def my_coords(rank, sizes, order):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.1", lambda: l08.coords_of(my_coords))
+check("8.1", my_coords)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes with the exercise. Most people get it right at once; those who do not have read the
@@ -226,7 +223,7 @@ def my_groups(sizes, order, axes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.2", lambda: l08.groups_of(my_groups))
+check("8.2", my_groups)
 
 # %% [markdown]
 # Here is how labcode writes it. It goes the other way: it runs through all coordinates that are fixed within a group,
@@ -342,7 +339,7 @@ def connect(rank, groups_of):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.3", lambda: l08.connected(connect, ranks))
+check("8.3", connect, ranks)
 
 # %% [markdown]
 # In labcode `Grid.create(shape)` does this for every combination of axes, and goes through them in one fixed order.
@@ -700,7 +697,7 @@ def best_order(model, shape, ranks_per_node, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("8.4", lambda: l08.best_order(my_crossing, best_order))
+check("8.4", my_crossing, best_order)
 
 # %% [markdown]
 # Here is labcode's count of what crosses, and `step_traffic`, which says what each axis sends: rings for tp, cp and dp,
@@ -755,7 +752,7 @@ my_grid = GridShape(dp=4, pp=8, tp=2)  # stages one node apart, tp and dp inside
 ### END SOLUTION
 
 # %% tags=["check"]
-check("8.5", lambda: l08.design(my_grid))
+check("8.5", my_grid)
 
 # %% [markdown]
 # If you have tried some grids, you have noticed that tp = 8 never passes, although it stays inside the node. All grids

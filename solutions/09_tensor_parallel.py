@@ -40,13 +40,10 @@ from labcode.comm.collectives import copy_to, reduce_from
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
 from labcode.parallel import sharding, tensor
 from labcode.perf import alpha_beta
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l09
-from labcode.teach.figures import plot
 from labcode.teach.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
@@ -175,7 +172,7 @@ plot.tensor_parallel_mlp(
 # is `None`.
 #
 # One thing to watch: `dist.all_reduce` works in place, but neither the input of forward nor the gradient that backward
-# is handed is yours to change. The check uses groups of two and of four ranks.
+# is handed is yours to change. The check uses groups of four and of three ranks.
 
 # %% tags=["exercise"]
 class CopyTo(torch.autograd.Function):
@@ -215,7 +212,7 @@ class ReduceFrom(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("9.1", lambda: l09.copy_and_reduce(CopyTo, ReduceFrom, ranks))
+check("9.1", CopyTo, ReduceFrom, ranks)
 
 # %% [markdown]
 # labcode has both as functions, `copy_to(x, group)` and `reduce_from(x, group)`, and from here on we use those. With
@@ -250,9 +247,9 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 18 minutes. Draw the four paths on the board and let the room find the missing sum. What people
 # get wrong in 9.1: they sum in place (the check looks at the inputs afterwards), they forget `group=` (which passes
-# where the group is all ranks, so the check uses two groups of two), or they sum in both directions of g. The measured
-# error is a little smaller than √(3/4), because the paths are not quite unrelated. Ask: for which loss would the plain
-# all-reduce be right? (If nothing that has weights lies below.)
+# where the group is all ranks, so the check uses a group of three as well), or they sum in both directions of g. The
+# measured error is a little smaller than √(3/4), because the paths are not quite unrelated. Ask: for which loss would
+# the plain all-reduce be right? (If nothing that has weights lies below.)
 
 # %% [markdown]
 # ## 2. Columns, then rows
@@ -398,7 +395,7 @@ class MyColumnParallelLinear(nn.Module):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("9.2", lambda: l09.column_parallel(MyColumnParallelLinear, ranks))
+check("9.2", MyColumnParallelLinear, ranks)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 9.3 · The row-parallel layer
@@ -432,7 +429,7 @@ class MyRowParallelLinear(nn.Module):
 ### END SOLUTION
 
 # %% tags=["check"]
-check("9.3", lambda: l09.row_parallel(MyRowParallelLinear, ranks))
+check("9.3", MyRowParallelLinear, ranks)
 
 # %% [markdown]
 # Here is labcode's. It can do more: `sequence` is lesson 10, and `product` swaps in another matrix product, such as one
@@ -646,7 +643,7 @@ def my_swiglu(x, gate, up, down, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("9.4", lambda: l09.swiglu(my_swiglu, ranks))
+check("9.4", my_swiglu, ranks)
 
 # %% [markdown]
 # <details><summary>And Llama's attention?</summary>
@@ -1047,7 +1044,7 @@ class MyVocabParallelEmbedding(nn.Module):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("9.5", lambda: l09.vocabulary_embedding(MyVocabParallelEmbedding, ranks))
+check("9.5", MyVocabParallelEmbedding, ranks)
 
 # %% [markdown]
 # Then comes the loss. One could gather the logits, so that each rank has all of them. But look at what the
@@ -1122,7 +1119,7 @@ def my_loss(logits, targets, first, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("9.6", lambda: l09.vocabulary_loss(my_loss, ranks))
+check("9.6", my_loss, ranks)
 
 # %% [markdown]
 # PyTorch has both of them too. In a plan, an embedding that is cut along the vocabulary is

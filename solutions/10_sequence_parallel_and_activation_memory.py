@@ -39,16 +39,13 @@ from labcode.comm.collectives import all_gather, start_all_gather, start_reduce_
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt
 from labcode.models.parallelize import parallelize
 from labcode.parallel import sequence
 from labcode.parallel.sequence import gathered_linear, scatter_sequence
 from labcode.perf import alpha_beta, memory
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l10
-from labcode.teach.figures import plot
 from labcode.teach.labs import l10_small_gpt as small
 from labcode.topology import GridShape
 
@@ -199,7 +196,7 @@ def layer_bytes(s, b, h, a, t=1):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("10.1", lambda: l10.layer_bytes(layer_bytes))
+check("10.1", layer_bytes)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 12 minutes. Line by line for attention: input of the linear layer 2 s b h (whole); q, k and v 6
@@ -412,7 +409,7 @@ class ReduceScatter(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("10.2", lambda: l10.pair(AllGather, ReduceScatter, ranks))
+check("10.2", AllGather, ReduceScatter, ranks)
 
 # %% [markdown]
 # In labcode one helper, `_paired`, makes an autograd Function out of any two operations of which each is the other's
@@ -482,7 +479,7 @@ class GatherAgain(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("10.3", lambda: l10.gathers_again(GatherAgain, ranks))
+check("10.3", GatherAgain, ranks)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 28 minutes for the section, 20 of them for 10.2 and 10.3. The mistake of 10.2 is to give back one's own part of one's own
@@ -797,7 +794,7 @@ class SequenceParallelMLP(nn.Module):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("10.4", lambda: l10.sequence_parallel_mlp(SequenceParallelMLP, ranks))
+check("10.4", SequenceParallelMLP, ranks)
 
 # %% [markdown]
 # **Takeaway: where ranks hold the same weight and see different tokens, its gradient is a sum over these ranks. If you

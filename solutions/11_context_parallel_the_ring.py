@@ -41,17 +41,15 @@ from labcode.comm.collectives import all_to_all
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import ParallelConfig
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel import attention_block, context
 from labcode.parallel.context import GatherAttention, RingAttention, take_own
 from labcode.perf import alpha_beta, memory
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l11
 from labcode.teach.figures import attention as masks
-from labcode.teach.figures import plot
 from labcode.teach.labs import l10_small_gpt as small
 from labcode.topology import GridShape
 from labcode.units import si
@@ -192,7 +190,7 @@ def my_merge(out_a, lse_a, out_b, lse_b):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("11.1", lambda: l11.merge(my_merge))
+check("11.1", my_merge)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 20 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
@@ -304,7 +302,7 @@ def ring_forward(q, k, v, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("11.2", lambda: l11.ring_forward(ring_forward, ranks))
+check("11.2", ring_forward, ranks)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 25 minutes for the section. The most common mistakes: leaving the loop, or not passing on, when
@@ -443,7 +441,7 @@ def ring_backward(dout, q, k, v, out, lse, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("11.3", lambda: l11.ring_backward(ring_backward, ranks))
+check("11.3", ring_backward, ranks)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 25 minutes for the section. The hop that is forgotten is the last one: dq is right, dK and dV are complete but
@@ -609,7 +607,7 @@ def my_block(rank, source, tokens):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("11.4", lambda: l11.deal(my_chunks, my_block))
+check("11.4", my_chunks, my_block)
 
 # %% [markdown]
 # With an early and a late chunk on each rank, the ring is balanced. This layout is called **zig-zag** (`"zigzag"` in
@@ -860,7 +858,7 @@ my_grid = GridShape(dp=4, cp=2, tp=8)  # tp fills a node, cp halves the activati
 ### END SOLUTION
 
 # %% tags=["check"]
-check("11.5", lambda: l11.design(my_grid))
+check("11.5", my_grid)
 
 # %% [markdown]
 # <details><summary>What the model leaves out</summary>

@@ -42,6 +42,7 @@ from torch.distributed import pipelining
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, ParallelConfig
+from labcode.lab import check, compare, plot, show_source
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel import linear, pipeline, torch_schedules
@@ -55,9 +56,6 @@ from labcode.perf.pipeline import (
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import RankError, Ranks
 from labcode.schedules import Action, check_schedule, schedule
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l12
-from labcode.teach.figures import plot
 from labcode.teach.labs import l12_paced_pipeline as stages
 from labcode.teach.labs.l09_shards import adamw_steps
 from labcode.topology import GridShape
@@ -176,7 +174,7 @@ def gpipe_order(rank, m):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.1", lambda: l12.gpipe(gpipe_order))
+check("12.1", gpipe_order)
 
 # %% [markdown]
 # How long do p ranks wait with m micro-batches? Look at the last rank. Its first input has to pass p - 1 ranks, so the
@@ -321,7 +319,7 @@ def run_actions(actions, stage, loss, inputs, targets, group):
         handle.wait()
 
 # %% tags=["check"]
-check("12.2", lambda: l12.runner(run_actions, ranks))
+check("12.2", run_actions, ranks)
 
 # %% [markdown]
 # Here are the two actions in labcode's runner. `_take` gives what has been received, and what `_ready` holds is sent
@@ -395,7 +393,7 @@ def one_f_one_b_order(rank, p, m):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.3", lambda: l12.one_f_one_b(one_f_one_b_order, ranks))
+check("12.3", one_f_one_b_order, ranks)
 
 # %% [markdown]
 # **Predict** for 4 ranks and 8 micro-batches:
@@ -784,7 +782,7 @@ class SplitLinear(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("12.4", lambda: l12.split(SplitLinear))
+check("12.4", SplitLinear)
 
 # %% [markdown]
 # labcode's linear layer does the same. Its `store` is your `later`, and outside a pipeline there is none, so that both
@@ -1030,7 +1028,7 @@ def choose(p, m, stage_s, message_s, most):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("12.5", lambda: l12.choose(choose))
+check("12.5", choose)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 26 minutes with the exercise. What people forget: to divide the times by v (then interleaved

@@ -43,6 +43,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from labcode.comm.counting import counted
 from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt
 from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
@@ -54,10 +55,6 @@ from labcode.parallel.zero.parameters import Unit
 from labcode.perf.alpha_beta import bytes_sent
 from labcode.perf.state_memory import state_bytes
 from labcode.perf.traffic import across_nodes, ring
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l13, l13_script
-from labcode.teach.figures import plot
 from labcode.teach.labs import l13_layouts as layouts
 from labcode.teach.labs import l13_units as units
 from labcode.topology import GridShape
@@ -226,7 +223,7 @@ def own_rows(weight, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.1", lambda: l13.own_rows(own_rows, ranks))
+check("13.1", own_rows, ranks)
 
 # %% [markdown]
 # Here is labcode's. `piece_of(whole, index, parts)` is the view that rank `index` of `parts` ranks has, and from here
@@ -306,7 +303,7 @@ class ShardedOptimizer:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("13.2", lambda: l13.sharded_optimizer(ShardedOptimizer, ranks))
+check("13.2", ShardedOptimizer, ranks)
 
 # %% [markdown]
 # labcode's step begins in the same way (its `_own` is a `piece_of`). Then it packs the rows of all weights into one
@@ -426,7 +423,7 @@ def average_own_rows(params, rows, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.3", lambda: l13.average_own_rows(average_own_rows, ranks))
+check("13.3", average_own_rows, ranks)
 
 # %% [markdown]
 # In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and
@@ -616,7 +613,7 @@ class BorrowingLinear(nn.Module):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("13.4", lambda: l13.borrowing_linear(BorrowingLinear, ranks))
+check("13.4", BorrowingLinear, ranks)
 
 # %% [markdown]
 # labcode does the same for a whole **unit**: some weights that are gathered together, usually those of one layer. Its
@@ -1014,7 +1011,7 @@ def choose(situation):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.5", lambda: l13.choose(choose))
+check("13.5", choose)
 
 # %% [markdown]
 # Here is how labcode's lab counts, and what it chooses in the nine situations.
@@ -1213,7 +1210,7 @@ def main(folder, steps, dtype):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("13.6", lambda: l13_script.script(main))
+check("13.6", main)
 
 # %% [markdown]
 # In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the

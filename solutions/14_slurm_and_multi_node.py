@@ -41,15 +41,14 @@ from pathlib import Path
 from labcode import launch
 from labcode.config import GPTConfig
 from labcode.doctor import nccl_log
+from labcode.lab import check, compare, plot
 from labcode.perf import alpha_beta
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import load
-from labcode.teach.check import check, compare
 from labcode.teach.exercises import l14
-from labcode.teach.figures import plot
 from labcode.teach.labs import l14_cluster, l14_hang, l14_nccl_example
 
 lab = l14_cluster.open_lab("lesson14")
@@ -323,7 +322,7 @@ def ranks_by_node(log):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("14.1", lambda: l14.ranks_by_node(ranks_by_node))
+check("14.1", ranks_by_node)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 14.2 · A script of your own
@@ -361,7 +360,7 @@ srun --kill-on-bad-exit=1 python -m labcode.train gpt_tiny --train.steps 10
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.2", lambda: l14.own_script(my_script, lab))
+check("14.2", my_script, lab)
 
 # %% [markdown]
 # Here is what labcode writes for the same request, without the directives and the first variables.
@@ -494,7 +493,7 @@ exit "$status"
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.3", lambda: l14.lasting_script(my_lasting_script, lab))
+check("14.3", my_lasting_script, lab)
 
 # %% [markdown]
 # The second attempt goes on after the step that was saved. Its first line belongs to a later step only because the log
@@ -939,7 +938,7 @@ my_diagnosis = {
 ### END SOLUTION
 
 # %% tags=["check"]
-check("14.4", lambda: l14.diagnosis(my_diagnosis))
+check("14.4", my_diagnosis)
 
 # %%
 lab.close()

@@ -33,12 +33,10 @@ import re
 from dataclasses import replace
 
 from labcode import recipes
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.perf import alpha_beta, memory, step, traffic
 from labcode.perf.flops import training_flops_per_sample
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l15
-from labcode.teach.figures import plot
 from labcode.teach.labs import emulate
 from labcode.teach.labs import l12_paced_pipeline as stages
 from labcode.teach.labs import l14_cluster as slurm_lab
@@ -118,7 +116,7 @@ def layout(world, tp, pp, global_batch, micro_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("15.1", lambda: l15.layout(layout))
+check("15.1", layout)
 
 # %% [markdown]
 # **More GPUs, the same batch.** A pipeline of pp stages takes m + pp - 1 turns for m micro-batches (lesson 12), so
@@ -299,7 +297,7 @@ def iteration_s(model, shape, global_batch, micro_batch, cluster):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("15.2", lambda: l15.iteration(iteration_s))
+check("15.2", iteration_s)
 
 # %% [markdown]
 # labcode's version returns the parts one by one, so that one can see where the time goes:
@@ -433,7 +431,7 @@ def best_layout(model, world, global_batch, micro_batch, cluster, room_bytes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("15.3", lambda: l15.best_layout(best_layout))
+check("15.3", best_layout)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* Sections 2 and 3 take 36 minutes with both exercises. In 15.2 people forget to divide the
@@ -516,7 +514,7 @@ my_form = {
 ### END SOLUTION
 
 # %% tags=["check"]
-check("15.4", lambda: l15.script(my_form, submit, plain))
+check("15.4", my_form, submit, plain)
 
 # %% [markdown]
 # Now the same with the hybrid of section 2, tensor 2 × pipeline 2 with tp inside the node, and micro-batches of 2. It does

@@ -44,14 +44,12 @@ from torch.utils.checkpoint import checkpoint
 
 from labcode import launch
 from labcode.config import GPTConfig
+from labcode.lab import check, compare, plot, show_source
 from labcode.models import gpt, layers
 from labcode.perf.memory import model_activations
 from labcode.perf.memory_timeline import memory_timeline
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.perf.training_memory import training_memory, training_moments
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l16
-from labcode.teach.figures import plot
 from labcode.teach.labs import l16_plan as plan
 from labcode.teach.labs.l16_limited import Settings, train_within
 from labcode.teach.progress import following
@@ -144,7 +142,7 @@ def asked_bytes(log):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("16.1", lambda: l16.asked_bytes(asked_bytes))
+check("16.1", asked_bytes)
 
 # %% [markdown]
 # There is a third way to end: the **kernel** kills the process when the whole machine, or the job's share of it, has no
@@ -292,7 +290,7 @@ def peak(parts, num_micro_batches):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("16.2", lambda: l16.peak(peak))
+check("16.2", peak)
 
 # %% [markdown]
 # **Takeaway: the peak is 3 W and the larger of two moments. With many tokens it is the moment when the loss's backward
@@ -475,7 +473,7 @@ class Checkpoint(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("16.3", lambda: l16.checkpointing(Checkpoint))
+check("16.3", Checkpoint)
 
 # %% [markdown]
 # This is the step of section 2 once more, with checkpointing around each layer.
@@ -579,7 +577,7 @@ def best_segment(num_layers, layer_bytes, input_bytes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("16.4", lambda: l16.best_segment(best_segment))
+check("16.4", best_segment)
 
 # %% [markdown]
 # Let us measure it where the rule applies: a chain of 36 layers, each of which keeps only as much as its input.
@@ -813,7 +811,7 @@ def choose(case):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("16.5", lambda: l16.choose(choose))
+check("16.5", choose)
 
 # %% [markdown]
 # Here is what labcode chooses, and why.

@@ -43,13 +43,11 @@ import torch
 from labcode import launch
 from labcode.config import GPTConfig
 from labcode.files import sync_folder
+from labcode.lab import check, compare, plot, show_source
 from labcode.models.gpt import GPT
 from labcode.models.layers import initialize
 from labcode.parallel import boxes
 from labcode.perf import failures
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l17
-from labcode.teach.figures import plot
 from labcode.teach.labs import l17_disk, l17_faulty, l17_plan, l17_run
 from labcode.teach.labs.l17_boxes import Box, tiles
 from labcode.train import metrics
@@ -139,7 +137,7 @@ def best_interval_s(save_s, mtbf_s):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("17.1", lambda: l17.best_interval(best_interval_s))
+check("17.1", best_interval_s)
 
 # %% [markdown]
 # Now let us use it for the job of the paper. How long its ranks stood still for a checkpoint is not published, so we
@@ -356,7 +354,7 @@ def save(folder, step, files, keep):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("17.2", lambda: l17.save_atomically(save))
+check("17.2", save)
 
 # %% [markdown]
 # And what does the reader do with the checksums? Below, one byte of a good checkpoint is changed.
@@ -509,7 +507,7 @@ def train(folder, num_steps, every):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("17.3", lambda: l17.restart_loop(train))
+check("17.3", train)
 
 # %% [markdown]
 # Here is the same search in labcode. The ranks share the work of reading and comparing the files, and agree on what
@@ -653,7 +651,7 @@ def reshard(box, written):
     return own
 
 # %% tags=["check"]
-check("17.4", lambda: l17.reshard(reshard))
+check("17.4", reshard)
 
 # %% [markdown]
 # In labcode, `torch.distributed.checkpoint` (DCP) does this part. labcode tells it which boxes a rank has, and there
@@ -869,7 +867,7 @@ def make_plan(site):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("17.5", lambda: l17.plan(make_plan))
+check("17.5", make_plan)
 
 # %% [markdown]
 # Look at the three parts of the cost. Half of it is restarts now, which no interval can change. A run like this gains

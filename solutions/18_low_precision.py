@@ -39,11 +39,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from labcode.comm.counting import counted
-from labcode.pool.ranks import Ranks
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.precision import formats, fp8
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l18
-from labcode.teach.figures import plot
 from labcode.teach.labs import l18_gpt as lab
 
 ranks = Ranks(4)
@@ -133,7 +130,7 @@ def spacing(x, fraction_bits, smallest_exponent):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.1", lambda: l18.spacing(spacing))
+check("18.1", spacing)
 
 # %% [markdown]
 # **Takeaway: the spacing doubles at each power of two. So the error of rounding, relative to the number, has the same
@@ -192,7 +189,7 @@ def to_e4m3(x):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.2", lambda: l18.cast(to_e4m3))
+check("18.2", to_e4m3)
 
 # %% [markdown]
 # Here is labcode's, for any format.
@@ -298,7 +295,7 @@ def quantize(x, dtype):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.3", lambda: l18.quantize(quantize))
+check("18.3", quantize)
 
 # %% [markdown]
 # **Takeaway: an 8-bit tensor is 256 possible values and one scale. The scale puts the largest number at the end of the
@@ -409,7 +406,7 @@ class DelayedScaling:
         ### END SOLUTION
 
 # %% tags=["check"]
-check("18.4", lambda: l18.delayed(DelayedScaling))
+check("18.4", DelayedScaling)
 
 # %% [markdown]
 # Lesson 03's loss scaler works the other way round. It tries a large scale, and steps back after an overflow has
@@ -515,7 +512,7 @@ class Fp8Linear(torch.autograd.Function):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("18.5", lambda: l18.linear(Fp8Linear))
+check("18.5", Fp8Linear)
 
 # %% [markdown]
 # labcode's version has a bias, weights under autocast, and a weight gradient that can be put off (lesson 12). The core
@@ -709,7 +706,7 @@ def reduce_amaxes(amaxes, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.6", lambda: l18.reduce_amaxes(reduce_amaxes, ranks))
+check("18.6", reduce_amaxes, ranks)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 18.7 · Gather a weight in 8 bits
@@ -736,7 +733,7 @@ def gather_fp8(shard, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.7", lambda: l18.gather_fp8(gather_fp8, ranks))
+check("18.7", gather_fp8, ranks)
 
 # %% [markdown]
 # What happens without a group? We train on four ranks, dp 2 x tp 2, and look at the scale of one tensor: the input of
@@ -804,7 +801,7 @@ def choose(x, options, most_error):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("18.8", lambda: l18.choose(choose))
+check("18.8", choose)
 
 # %% tags=["nbval-check-output"]
 bounds = (0.25, 0.03, 0.005)

@@ -41,12 +41,9 @@ import torch.distributed as dist
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
-from labcode.pool.ranks import Ranks
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.precision import bisect, debug, moments
 from labcode.precision.feature import Feature
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l19
-from labcode.teach.figures import plot
 from labcode.teach.labs import l19_runs as lab
 from labcode.teach.progress import status
 from labcode.topology import GridShape
@@ -245,7 +242,7 @@ def combine(a, b):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("19.1", lambda: l19.combine(combine))
+check("19.1", combine)
 
 # %% [markdown]
 # Why not send the sum of all x and the sum of all x², which simply add up? The variance would be the mean of x² minus
@@ -314,7 +311,7 @@ def statistics(x, kept, group):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("19.2", lambda: l19.statistics(statistics, ranks))
+check("19.2", statistics, ranks)
 
 # %% [markdown]
 # labcode does the same with nine numbers for each tensor. All tensors that a step logs travel in one message for each
@@ -484,7 +481,7 @@ def same_file(tp, dp, pp, over):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("19.3", lambda: l19.same_file(same_file))
+check("19.3", same_file)
 
 # %% [markdown]
 # Which choice is the right one? Over all axes, if you want to compare with one process or with another grid. Over none,
@@ -548,7 +545,7 @@ mend:
 ### END SOLUTION
 
 # %% tags=["check"]
-check("19.4", lambda: l19.mend(mend_yaml, ranks))
+check("19.4", mend_yaml, ranks)
 
 # %% [markdown]
 # Here is the curve of a mended run beside the two of section 1.
@@ -669,7 +666,7 @@ class DeadUnits(Feature):
         ### END SOLUTION
 
 # %% tags=["check"]
-check("19.5", lambda: l19.feature(DeadUnits, ranks))
+check("19.5", DeadUnits, ranks)
 
 # %% [markdown]
 # Each rank of tp has units of its own, so the number of this rank is right for its own units. Ranks of dp have the same
@@ -761,7 +758,7 @@ def first_departure(rows, bound):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("19.6", lambda: l19.first_departure(first_departure))
+check("19.6", first_departure)
 
 # %% [markdown]
 # labcode's tool does this for recorded runs: `python -m labcode.precision.bisect runs/right runs/faulty`. Its bound
@@ -898,7 +895,7 @@ def diagnose(found):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("19.7", lambda: l19.diagnose(diagnose))
+check("19.7", diagnose)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. Applied to the log of section 2 it also mends the gradients of qkv. A further

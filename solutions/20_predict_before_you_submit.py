@@ -34,12 +34,10 @@
 # %%
 import math
 
+from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.perf import accuracy, estimate, plan
 from labcode.perf.cluster import load_cluster
-from labcode.pool.ranks import Ranks
-from labcode.teach.check import check, compare, show_source
 from labcode.teach.exercises import l20
-from labcode.teach.figures import plot
 from labcode.teach.labs import l20_plan as lab
 
 ranks = Ranks(2)
@@ -102,7 +100,7 @@ def parameters(shape):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.1", lambda: l20.parameters(parameters))
+check("20.1", parameters)
 
 # %% [markdown]
 # Models of the LLaMA family differ in three things: a third matrix in the MLP (it is *gated*), no biases, and a head of
@@ -181,7 +179,7 @@ def flops(shape, samples, causal=False, checkpointing="none"):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.2", lambda: l20.flops(flops))
+check("20.2", flops)
 
 # %% [markdown]
 # Here is what PyTorch counts while a small real model runs forward and backward, beside the formula.
@@ -305,7 +303,7 @@ def memory(shape, layout, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.3", lambda: l20.memory(memory))
+check("20.3", memory)
 
 # %% [markdown]
 # The next figure takes a GPT of 13 billion weights on 64 GPUs, and shows what makes up the memory of the fullest rank
@@ -433,7 +431,7 @@ def bus_bytes_per_s(cluster, ranks, stride):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.4", lambda: l20.bus(bus_bytes_per_s))
+check("20.4", bus_bytes_per_s)
 
 # %% [markdown]
 # ### What a step is made of
@@ -522,7 +520,7 @@ def step_s(shape, layout, global_batch, cluster):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.5", lambda: l20.step(step_s))
+check("20.5", step_s)
 
 # %% [markdown]
 # ### Measured here
@@ -780,7 +778,7 @@ def search(shape, cluster, gpus, global_batch):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("20.6", lambda: l20.search(search))
+check("20.6", search)
 
 # %% [markdown]
 # labcode's own search has more to choose from: context parallelism, the order of axes, interleaved stages, one more
@@ -939,7 +937,7 @@ lost_share = lost[limit] / chosen.step_s
 ### END SOLUTION
 
 # %% tags=["check"]
-check("20.7", lambda: l20.proposal(layout, memory_gib, limit, lost_share))
+check("20.7", layout, memory_gib, limit, lost_share)
 
 # %% [markdown]
 # Talk about it with somebody: what would you choose if the network were four times as fast, and why?

@@ -33,13 +33,11 @@
 from collections import Counter
 from dataclasses import replace
 
+from labcode.lab import check, compare, plot, show_source
 from labcode.perf.one_rank import rank_calls
 from labcode.slurm.lint.linter import lint
 from labcode.slurm.run.submit import submit
 from labcode.slurm.script.render import render
-from labcode.teach.check import check, compare, show_source
-from labcode.teach.exercises import l21
-from labcode.teach.figures import plot
 from labcode.teach.labs import l20_plan
 from labcode.teach.labs import l21_capstone as lab
 from labcode.teach.labs.l20_plan import Layout, flops
@@ -105,7 +103,7 @@ def days_and_mfu(brief, step_s):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("21.1", lambda: l21.days_and_mfu(days_and_mfu))
+check("21.1", days_and_mfu)
 
 # %% [markdown]
 # **Takeaway: first the budget, then the layout. Days are for whoever pays; MFU tells whether the days are good.**
@@ -189,7 +187,7 @@ def broken_rules(layout, brief):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("21.2", lambda: l21.broken_rules(broken_rules))
+check("21.2", broken_rules)
 
 # %% [markdown]
 # Here are all candidates on the map that you know from lesson 20: seconds to the right, memory upwards. What is above
@@ -267,7 +265,7 @@ def rivals(chosen, candidates):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("21.3", lambda: l21.rivals(rivals))
+check("21.3", rivals)
 
 # %% [markdown]
 # A rival can lose in two ways. It does not fit: then it loses by the GiB that it needs beyond the room that there is.
@@ -337,7 +335,7 @@ def verdict(chosen, rival, room_bytes):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("21.4", lambda: l21.verdict(verdict))
+check("21.4", verdict)
 
 # %% [markdown]
 # This is the defence of the chosen layout on the H100s, as labcode's `rivals` and `verdict` work it out.
@@ -429,7 +427,7 @@ source = "nccl-tests of one node; two 100 Gb/s adapters a node"
 ### END SOLUTION
 
 # %% tags=["check"]
-check("21.5", lambda: l21.own_cluster(my_cluster))
+check("21.5", my_cluster)
 
 # %% [markdown]
 # On its 16 GPUs we plan a GPT of 1.3 billion weights, with 256 samples of 2,048 tokens a step. One GPU could hold the
@@ -703,7 +701,7 @@ def my_plan(task):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("21.6", lambda: l21.plan(my_plan))
+check("21.6", my_plan)
 
 # %% [markdown]
 # Then tell it to somebody in two minutes: the brief, the layout, the two rivals, and what you would measure in the

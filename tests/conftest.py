@@ -66,7 +66,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--part",
         choices=("all", "commit"),
         default="all",
-        help="commit: of the tests marked release an eighth, another one at each commit",
+        help="commit: of the tests marked release a quarter, another one at each commit",
     )
     parser.addoption(
         "--changed",

@@ -39,4 +39,5 @@ GROUND = {
     "topology",
     "units",
 }
+DOORS = {"lab": "teach"}  # a module through which lessons come, and the room it belongs to
 NO_TORCH = ("ground", "minislurm", "perf", "slurm")

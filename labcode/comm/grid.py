@@ -174,20 +174,21 @@ class Grid:
         return f"Grid({self.shape}, rank {self.rank} at {self.shape.coords(self.rank)})"
 
 
-def group_of(ranks: Sequence[int]) -> dist.ProcessGroup | None:
+def group_of(ranks: Sequence[int], *, members_only: bool = False) -> dist.ProcessGroup | None:
     """A group of some ranks that belongs to no grid; every rank of the job calls it.
 
     Communicates: the new group meets once through the store; no tensor is sent.
 
     Args:
         ranks: Global ranks.
+        members_only: Whether none but these ranks call it.
 
     Returns:
         The group; None on a rank that is not in it.
 
     Held by: tests/ranks/test_on_ranks.py::test_results_come_in_the_order_of_each_group
     """
-    group = dist.new_group(list(ranks))
+    group = dist.new_group(list(ranks), use_local_synchronization=members_only)
     return group if isinstance(group, dist.ProcessGroup) else None
 
 

@@ -1,10 +1,10 @@
 """What the cells of a lesson call: exercises that check themselves, hints, predictions, sources.
 
-check("1.2", lambda: l01.ring(my_ring, ranks))   right, wrong (with what is wrong), or not done yet
-hint("1.2")                                      the next hint for this exercise
-compare("bytes per rank", guess, measured)       both, and whether the prediction is right or close
-show_source(ring_all_reduce)                     the source of a function or a class; folded below
-                                                 an exercise that is not done
+check("1.2", my_ring, ranks)                 right, wrong (with what is wrong), or not done yet
+hint("1.2")                                  the next hint for this exercise
+compare("bytes per rank", guess, measured)   both, and whether the prediction is right or close
+show_source(ring_all_reduce)                 the source of a function or a class; folded below an
+                                             exercise that is not done
 
 `check`, `hint` and `compare` do not raise, so that Run All reaches the end of a notebook whatever a
 learner has written.
@@ -19,7 +19,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CellType, FunctionType
+from types import FunctionType
 from typing import Any, NamedTuple
 
 from IPython.core.getipython import get_ipython
@@ -30,7 +30,17 @@ from labcode.pool.limits import limited
 from labcode.teach import progress, show, tracebacks
 from labcode.teach.compare import compare
 
-__all__ = ["Exercise", "check", "compare", "due", "hint", "is_stub", "reason", "show_source"]
+__all__ = [
+    "Exercise",
+    "Hint",
+    "check",
+    "compare",
+    "due",
+    "hint",
+    "is_stub",
+    "reason",
+    "show_source",
+]
 
 NOT_DONE = "not done yet"
 RETURNED_NONE = "it returned None: is there a `return`?"
@@ -58,11 +68,19 @@ MEANINGS = {  # what gloo and the store write, and what it means
         r"backward gives \2 where \1 are due, one for each argument of forward but `ctx`: is there "
         "a `return`, and a None for what has no gradient?"
     ),
+    r"Global rank \d+ is not part of group|should not be the same as the rank of the current": (
+        "a message between a rank and itself, or one outside of the group: dst and src are ranks "
+        "of the world, group_dst and group_src count within the group"
+    ),
     r"invalid input tensor list size, must be world size": (
         "the list has not one tensor for each rank of the group: along which dim was it cut, and "
         "into how many parts?"
     ),
 }
+
+
+class Hint(Exception):
+    """What is wrong with an answer, and where to look: the text that the learner reads."""
 
 
 @dataclass(frozen=True)
@@ -72,10 +90,13 @@ class Exercise:
     Args:
         praise: What a right answer is told, for instance what the number means.
         hints: Each says a little more than the one before; none of them the answer.
+        check: What judges an answer: it is given what the check cell gives after the number, raises
+            `Hint` where that is wrong, and may return what else there is to say of a right one.
     """
 
     praise: str = ""
     hints: tuple[str, ...] = ()
+    check: Callable[..., Any] | None = None
 
 
 class _Verdict(NamedTuple):
@@ -92,19 +113,24 @@ class _Verdict(NamedTuple):
 _unsolved: list[str] = []  # the exercise that was checked last in this kernel, while it is open
 
 
-def check(exercise: str, test: Callable[[], Any]) -> None:
-    """Run `test` and say in one line: right, wrong and what is wrong, or not done yet.
+def check(exercise: str, *answers: Any) -> None:
+    """Judge an answer, and say in one line: right, wrong and what is wrong, or not done yet.
 
     A stub counts as not done: a function that raises NotImplementedError (here or on a rank), or a
-    name that is still `...`. Where the source shows it already, `test` is not called. A pass is
-    praised with the words of the exercise, and noted for `python -m labcode`.
+    name that is still `...`. Where the source shows it already, nothing is run. A pass is praised
+    with the words of the exercise, and noted for `python -m labcode`.
 
     Args:
         exercise: Its number, "1.2".
-        test: Called without arguments; raises AssertionError with a hint when the learner's code is
-            wrong.
+        answers: What the exercise asks for, and what its check needs besides, such as ranks.
     """
-    verdict = _verdict(exercise, test)
+    known = _exercises(exercise)
+    about = known.get(exercise, Exercise())
+    if about.check is None:
+        text = suggest.unknown("exercise", exercise, known)
+        show.say(text, f"<div>{show.sentence(text)}</div>")
+        return
+    verdict = _verdict(about, answers)
     _unsolved.clear()
     if verdict.badge is show.RIGHT:
         progress.record(exercise)
@@ -118,25 +144,19 @@ def check(exercise: str, test: Callable[[], Any]) -> None:
     show.say(plain, f"<div>{rich}</div>")
 
 
-def _verdict(exercise: str, test: Callable[[], Any]) -> _Verdict:
+def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
     not_done = _Verdict("[ ]", show.OPEN, NOT_DONE)
-    if _uses_unset_name(test) or _uses_untouched_function(test):
+    if any(answer is ... or _is_untouched(answer) for answer in answers):
         return not_done
+    assert about.check is not None
     try:
         with limited(LIMIT_S):
-            result = test()
+            more = about.check(*answers)
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
         if is_stub(error):
             return not_done
-        missing = _name_of_a_cell_above(error, test)
-        if missing:
-            text = f"`{missing}` is not defined yet: run the cells above this one first"
-            return _Verdict("[ ]", show.OPEN, "not checked", text)
         return _Verdict("[x]", show.WRONG, "wrong", reason(error))
-    if result is ...:
-        return not_done
-    praise = _exercises(exercise).get(exercise, Exercise()).praise
-    return _Verdict("[v]", show.RIGHT, "right", praise)
+    return _Verdict("[v]", show.RIGHT, "right", "; ".join(filter(None, (about.praise, more))))
 
 
 def due(*values: Any) -> Any:
@@ -231,46 +251,13 @@ def show_source(obj: Any) -> None:
 # ---- what is not done
 
 
-def _name_of_a_cell_above(error: BaseException, test: Callable[[], Any]) -> str:
-    """A name that the check cell itself uses and no cell has defined yet, such as `ranks`."""
-    if not isinstance(error, NameError):
-        return ""
-    *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-    is_of_the_cell = frame.f_code is getattr(test, "__code__", None)
-    if not is_of_the_cell or error.name is None:
-        return ""
-    return error.name
-
-
-def _uses_unset_name(test: Callable[[], Any]) -> bool:
-    """Whether a lambda reads a name that is `...`, a global of its notebook or of its closure."""
-    code = getattr(test, "__code__", None)
-    if code is None:  # not a Python function
-        return False
-    for name in code.co_names:
-        if test.__globals__.get(name) is ...:
-            return True
-    return any(_content(cell) is ... for cell in test.__closure__ or ())
-
-
-def _uses_untouched_function(test: Callable[[], Any]) -> bool:
-    """Whether a lambda names a function that does nothing yet but say that it is to be written.
-
-    Then no rank has to start for it, and none has to be stopped.
-    """
-    code = getattr(test, "__code__", None)
-    if code is None:
-        return False
-    named = [test.__globals__.get(name) for name in code.co_names]
-    named += [_content(cell) for cell in test.__closure__ or ()]
-    return any(isinstance(value, FunctionType) and _is_untouched(value) for value in named)
-
-
-def _is_untouched(function: FunctionType) -> bool:
-    """Whether a function raises NotImplementedError("exercise...") before it can do anything else.
+def _is_untouched(function: Any) -> bool:
+    """Whether it is a function that raises NotImplementedError("exercise...") before anything else.
 
     That is the raise at its top level, or in a loop there, without a way round it.
     """
+    if not isinstance(function, FunctionType):
+        return False
     if "NotImplementedError" not in function.__code__.co_names:
         return False
     try:
@@ -290,14 +277,6 @@ def _is_untouched(function: FunctionType) -> bool:
         elif not isinstance(statement, (ast.Assign, ast.AnnAssign, ast.Expr)):
             return False
     return False
-
-
-def _content(cell: CellType) -> Any:
-    """The value in a cell of a closure; None where none has been assigned yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:  # asking is the only way to know
-        return None
 
 
 def is_stub(error: BaseException) -> bool:
@@ -327,6 +306,8 @@ def reason(error: BaseException) -> str:
     # torch breaks this one in two
     text = _first_line(re.sub(r"\n +but got <", " but got <", str(error)))
     text = re.sub(r"\bat 0x[0-9a-f]+", "", text)  # addresses differ from run to run
+    if isinstance(error, Hint):
+        return _cut(text)
     if isinstance(error, AssertionError):
         return _cut(text) or f"this does not hold: {_failed_condition(error)}"
     place = tracebacks.place_in_cells(error)
@@ -335,7 +316,7 @@ def reason(error: BaseException) -> str:
         rank, name, message = on_rank.groups()
         if name == "AssertionError" and place and not message:
             return f"on {rank}: an assertion of yours does not hold{place}"
-        if name == "AssertionError":
+        if name in ("AssertionError", Hint.__name__):
             return _cut(f"on {rank}: {message or 'a check failed'}")
         return f"on {rank}: {_cut(_in_words(name, message))}{place}"
     if isinstance(error, RankError):  # the pool speaks in words of its own

@@ -34,10 +34,21 @@ def _show(
 ) -> None:
     """Called by IPython when a cell raises."""
     notes = [with_source(note) for note in getattr(error, "__notes__", [])]
+    missing = _name_of_another_cell(error, trace)
+    if missing:
+        notes.append(f"if a cell above defines `{missing}`, run that one first")
     if notes:
         error.__notes__ = notes
     shell.showtraceback((kind, error, without_library(trace)), tb_offset=tb_offset)
     sys.last_traceback = trace
+
+
+def _name_of_another_cell(error: BaseException, trace: TracebackType) -> str | None:
+    """A name that the lines of a cell itself use, outside of functions, and nobody has defined."""
+    *_, (frame, _) = traceback.walk_tb(trace)
+    if isinstance(error, NameError) and frame.f_code.co_name in ("<module>", "<cell line: 1>"):
+        return error.name
+    return None
 
 
 def without_library(trace: TracebackType) -> TracebackType:

@@ -3,9 +3,7 @@
 import numpy as np
 import torch
 import torch.distributed as dist
-from answers import Answers
-
-from labcode.teach.exercises import l00
+from answers import Answers, changed
 
 # ---- 0.1 deal out the work
 
@@ -30,53 +28,13 @@ def one_more_for_the_first(items, rank, world_size):
     return items[first : first + size + (rank < rest)]
 
 
-def the_rest_is_forgotten(items, rank, world_size):
-    size = len(items) // world_size
-    return items[rank * size : (rank + 1) * size]
+def with_numpy(items, rank, world_size):
+    return list(np.array_split(items, world_size)[rank])
 
 
 def the_rest_to_the_last(items, rank, world_size):
     size = len(items) // world_size
     return items[rank * size :] if rank == world_size - 1 else items[rank * size :][:size]
-
-
-def by_value(items, rank, world_size):
-    return [item for item in items if item // 4 % world_size == rank]
-
-
-def by_remainder(items, rank, world_size):
-    """All items of the first case are multiples of 4: rank 0 gets them all, in their order."""
-    return [item for item in items if item % world_size == rank]
-
-
-def by_hash(items, rank, world_size):
-    return [item for item in items if hash(item) % world_size == rank]
-
-
-def by_index(items, rank, world_size):
-    """`index` finds the first of two equal items."""
-    return [item for item in items if items.index(item) % world_size == rank]
-
-
-def takes_away(items, rank, world_size):
-    return [items.pop() for _ in range(len(items) // (world_size - rank))]
-
-
-def asks_torch(items, rank, world_size):
-    return items[dist.get_rank() :: dist.get_world_size()]
-
-
-def as_a_tensor(items, rank, world_size):
-    return torch.tensor(items)[rank::world_size].tolist()
-
-
-def with_numpy(items, rank, world_size):
-    return list(np.array_split(items, world_size)[rank])
-
-
-def rounded_up(items, rank, world_size):
-    size = -(-len(items) // world_size)
-    return items[rank * size : (rank + 1) * size]
 
 
 def goes_on_for_ever(items, rank, world_size):
@@ -86,10 +44,13 @@ def goes_on_for_ever(items, rank, world_size):
     return own
 
 
-SHARE = Answers(
-    check=lambda answer, ranks: l00.my_share(answer),
+SHARE = "items[rank::world_size]"
+BY_PLACE = "by the place of an item and not by what it is"
+
+SHARES = Answers(
+    solves="share",
+    takes_ranks=False,
     right={
-        "in turn": lambda items, rank, world_size: items[rank::world_size],
         "in a row": in_a_row,
         "with a loop": with_a_loop,
         "one more for the first": one_more_for_the_first,
@@ -97,68 +58,82 @@ SHARE = Answers(
     },
     wrong={
         "an endless loop": (goes_on_for_ever, "does each loop come to its end?"),
-        "the rest is forgotten": (the_rest_is_forgotten, "only 8 were dealt out"),
+        "the rest is forgotten": (
+            changed(
+                f"{SHARE} => items[rank * (len(items) // world_size) :][: len(items) // world_size]"
+            ),
+            "only 8 were dealt out",
+        ),
         "the rest to the last": (
             the_rest_to_the_last,
-            "two sizes may differ by one at most: deal more evenly\n",
+            "[2, 2, 2, 4], and two sizes may differ by one at most: deal more evenly",
         ),
-        "rounded up": (rounded_up, "10 items over 4 ranks gives shares of [3, 3, 3, 1]"),
+        "rounded up": (
+            changed(
+                f"return {SHARE} => size = -(-len(items) // world_size)\n"
+                "    return items[rank * size : (rank + 1) * size]"
+            ),
+            "10 items over 4 ranks gives shares of [3, 3, 3, 1]",
+        ),
         "everything to all": (
-            lambda items, rank, world_size: items,
+            changed(f"{SHARE} => items"),
             "the item with value 20 is on two ranks",
         ),
         "all to rank 0": (
-            lambda items, rank, world_size: items if rank == 0 else [],
-            "deal more evenly\n",
+            changed(f"{SHARE} => items if rank == 0 else []"),
+            "gives shares of [8, 0, 0, 0], and two sizes may differ by one",
         ),
-        "by remainder": (by_remainder, "by the place of an item and not by what it is"),
-        "by hash": (by_hash, "by the place of an item and not by what it is"),
-        "by value": (by_value, "by the place of an item and not by what it is"),
-        "by index": (by_index, "by the place of an item and not by what it is"),
+        "by remainder": (
+            changed(f"{SHARE} => [item for item in items if item % world_size == rank]"),
+            BY_PLACE,
+        ),
+        "by hash": (
+            changed(f"{SHARE} => [item for item in items if hash(item) % world_size == rank]"),
+            BY_PLACE,
+        ),
+        "by index": (  # which finds the first of two equal items
+            changed(
+                f"{SHARE} => [item for item in items if items.index(item) % world_size == rank]"
+            ),
+            BY_PLACE,
+        ),
         "the places": (
-            lambda items, rank, world_size: list(range(rank, len(items), world_size)),
+            changed(f"{SHARE} => list(range(rank, len(items), world_size))"),
             "deal the items themselves, not their places",
         ),
         "always four ranks": (
-            lambda items, rank, world_size: items[rank::4],
+            changed("world_size] => 4]"),
             "the item with value 8 is on no rank. With 4 ranks it was right: what in your function",
         ),
-        "the process group": (asks_torch, "use its arguments `rank` and `world_size`"),
+        "the process group": (
+            changed(f"{SHARE} => items[dist.get_rank() :: dist.get_world_size()]"),
+            "use its arguments `rank` and `world_size`",
+        ),
         "a generator": (
-            lambda items, rank, world_size: (item for item in items[rank::world_size]),
+            changed(f"{SHARE} => (item for item in {SHARE})"),
             "rank 0 gets a generator, and it should get a list of items",
         ),
         "a tuple": (
-            lambda items, rank, world_size: tuple(items[rank::world_size]),
+            changed(f"{SHARE} => tuple({SHARE})"),
             "rank 0 gets a tuple, and it should get a list of items",
         ),
-        "a set": (
-            lambda items, rank, world_size: set(items[rank::world_size]),
-            "rank 0 gets a set, and it should get a list of items",
-        ),
         "sorted": (
-            lambda items, rank, world_size: sorted(items)[rank::world_size],
+            changed(f"{SHARE} => sorted(items)[rank::world_size]"),
             "'<' not supported between instances of",
         ),
-        "as a tensor": (as_a_tensor, "too many dimensions 'str'"),
-        "one item": (lambda items, rank, world_size: items[rank], "it should get a list of items"),
-        "takes them away": (takes_away, "the list of items was changed"),
+        "as a tensor": (
+            changed(f"{SHARE} => torch.tensor(items)[rank::world_size].tolist()"),
+            "too many dimensions 'str'",
+        ),
+        "one item": (changed(f"{SHARE} => items[rank]"), "it should get a list of items"),
+        "takes them away": (
+            changed(f"{SHARE} => [items.pop() for _ in range(len(items) // (world_size - rank))]"),
+            "the list of items was changed",
+        ),
     },
 )
 
-
 # ---- 0.2 the mean of everything
-
-
-def all_reduced(*numbers):
-    total = torch.tensor(numbers, dtype=torch.float64)
-    dist.all_reduce(total)
-    return total
-
-
-def sum_and_count(local):
-    total, count = all_reduced(local.sum(), len(local))
-    return total / count
 
 
 def two_calls(local):
@@ -176,27 +151,19 @@ def with_objects(local):
     return sum(numbers) / len(numbers)
 
 
-def with_room(local):
+def with_room(local, nothing=float("nan")):
     """Pads to the longest, with nan where nothing is."""
     longest = torch.tensor(len(local))
     dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    padded = torch.full((int(longest),), float("nan"))
+    padded = torch.full((int(longest),), nothing)
     padded[: len(local)] = local
     parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
     dist.all_gather(parts, padded)
     return torch.cat(parts).nanmean()
 
 
-def async_and_waits(local):
-    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
-    dist.all_reduce(both, async_op=True).wait()
-    return both[0] / both[1]
-
-
-def async_without_wait(local):
-    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
-    dist.all_reduce(both, async_op=True)
-    return both[0] / both[1]
+def with_empty_places(local):
+    return with_room(local, nothing=0.0)
 
 
 def takes_what_it_returns(local):
@@ -205,137 +172,94 @@ def takes_what_it_returns(local):
     return total / count
 
 
-def asks_what_it_returns(local):
-    both = torch.stack([local.sum(), torch.tensor(float(len(local)))])
-    total, count = dist.all_reduce(both)
-    return total / count
+SEND = "dist.all_reduce(both)"
+MEAN = "both[0] / both[1]"
+COUNT = "count = torch.tensor(float(len(local)))"
 
-
-def returns_what_it_returns(local):
-    return dist.all_reduce(local.mean())
-
-
-def with_empty_places(local):
-    longest = torch.tensor(len(local))
-    dist.all_reduce(longest, op=dist.ReduceOp.MAX)
-    padded = torch.zeros(int(longest))
-    padded[: len(local)] = local
-    parts = [torch.empty_like(padded) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, padded)
-    return torch.cat(parts).mean()
-
-
-def by_own_count(local):
-    return all_reduced(local.sum())[0] / len(local)
-
-
-def in_half_precision(local):
-    both = torch.tensor([local.sum(), len(local)], dtype=torch.float16)
-    dist.all_reduce(both)
-    return both[0] / both[1]
-
-
-def always_ten_values(local):
-    return all_reduced(local.sum())[0] / 10
-
-
-def counts_by_rank(local):
-    p = dist.get_world_size()
-    return all_reduced(local.sum())[0] / (p * (p + 1) / 2)
-
-
-def without_fractions(local):
-    total, count = all_reduced(int(local.sum()), len(local))
-    return total / count
-
-
-def nothing_by_nothing(local):
-    total, count = all_reduced(local.sum() * 0, 0)
-    return total / count
-
-
-def sends_and_forgets(local):
-    all_reduced(local.sum(), len(local))
-    return local.mean()
-
-
-def mean_of_means(local):
-    return all_reduced(local.mean())[0] / dist.get_world_size()
-
-
-def in_place(local):
-    mean = sum_and_count(local)
-    local.zero_()
-    return mean
-
-
-def reduces_the_values(local):
-    dist.all_reduce(local)
-    return local.mean()
-
-
-def on_rank_0_only(local):
-    if dist.get_rank() == 0:
-        return sum_and_count(local)
-    return local.mean()
-
-
-MEAN = Answers(
-    check=l00.distributed_mean,
+MEANS = Answers(
+    solves="mean_over_ranks",
     right={
-        "sum and count": sum_and_count,
         "in two calls": two_calls,
         "objects": with_objects,
         "padded": with_room,
-        "in the background": async_and_waits,
+        "in the background": changed(f"{SEND} => dist.all_reduce(both, async_op=True).wait()"),
     },
     wrong={
-        "mean of means": (mean_of_means, "a mean of means"),
-        "own mean": (lambda local: local.mean(), "nothing was sent"),
-        "own mean after all": (sends_and_forgets, "what came from the others is not in it"),
+        "mean of means": (
+            changed("local.sum() => local.mean()", f"{COUNT} => count = torch.tensor(1.0)"),
+            "a mean of means",
+        ),
+        "own mean": (changed(f"{SEND} => pass"), "nothing was sent"),
+        "own mean after all": (
+            changed(f"return {MEAN} => return local.mean()"),
+            "what came from the others is not in it",
+        ),
         "computes with what all_reduce returns": (
             takes_what_it_returns,
             "computes with a None: `all_reduce` itself returns nothing",
         ),
         "unpacks what all_reduce returns": (
-            asks_what_it_returns,
+            changed(f"{SEND} => total, count = {SEND}"),
             "computes with a None: `all_reduce` itself returns nothing",
         ),
         "returns what all_reduce returns": (
-            returns_what_it_returns,
+            changed(f"return {MEAN} => return dist.all_reduce(local.mean())"),
             "it returned None: is there a `return`, and of what? `all_reduce` itself returns",
         ),
         "empty places counted": (
             with_empty_places,
             "was divided by 16, and there are 10 values: does your count hold places",
         ),
-        "divided by its own count": (by_own_count, "and is it the same on every rank?"),
+        "divided by its own count": (
+            changed(f"{MEAN} => both[0] / len(local)"),
+            "and is it the same on every rank?",
+        ),
         "no tensor": (
-            lambda local: dist.all_reduce(len(local)),
+            changed(f"{SEND} => dist.all_reduce(len(local))"),
             "of type int: torch.tensor(...) makes one",
         ),
-        "half precision": (in_half_precision, "of how many bits are the numbers"),
-        "no wait": (async_without_wait, "returned a request, and nobody waited for it"),
-        "always ten values": (always_ten_values, "with 10 values in all it is right, but not with"),
-        "count from the ranks": (counts_by_rank, "with 10 values in all it is right, but not with"),
-        "fractions lost": (without_fractions, "is a fraction lost on the way?"),
-        "a constant": (lambda local: 13.15, "nothing was sent"),
-        "text": (lambda local: "13.15", "it returned '13.15', and the mean is a number"),
-        "nan": (nothing_by_nothing, "rank 0 returned nan"),
-        "in place": (in_place, "local values were changed"),
-        "the sum": (lambda local: all_reduced(local.sum())[0], "the sum of all values: how many"),
+        "half precision": (
+            changed("torch.stack([total, count]) => torch.stack([total, count]).half()"),
+            "of how many bits are the numbers",
+        ),
+        "no wait": (
+            changed(f"{SEND} => dist.all_reduce(both, async_op=True)"),
+            "1 all-reduce started and 0 waited for",
+        ),
+        "always ten values": (
+            changed(f"{MEAN} => both[0] / 10"),
+            "with 10 values in all it is right, but not with",
+        ),
+        "count from the ranks": (
+            changed(f"{COUNT} => count = torch.tensor(dist.get_rank() + 1.0)"),
+            "with 10 values in all it is right, but not with",
+        ),
+        "fractions lost": (
+            changed("total = local.sum() => total = torch.tensor(float(int(local.sum())))"),
+            "is a fraction lost on the way?",
+        ),
+        "a constant": (changed(f"{SEND} => return 13.15"), "nothing was sent"),
+        "text": (changed(f"{MEAN} => '13.15'"), "it returned '13.15', and the mean is a number"),
+        "nan": (changed(f"{SEND} => both *= 0; {SEND}"), "rank 0 returned nan"),
+        "in place": (changed(f"{SEND} => {SEND}; local.zero_()"), "local values were changed"),
+        "the sum": (changed(f"{MEAN} => both[0]"), "the sum of all values: how many"),
         "divided by the ranks": (
-            lambda local: all_reduced(local.sum())[0] / 4,
+            changed(f"{MEAN} => both[0] / dist.get_world_size()"),
             "divided by the number of ranks",
         ),
-        "unequal sizes": (reduces_the_values, "called all_reduce of float32"),
-        "rank 0 only": (on_rank_0_only, "rank 0 waits in all_reduce"),
+        "unequal sizes": (
+            changed(f"{SEND} => dist.all_reduce(local)"),
+            "rank 1 calls all_reduce of float32 [1]",
+        ),
+        "rank 0 only": (
+            changed(f"{SEND} => if dist.get_rank() == 0: {SEND}"),
+            "rank 0 waits in all_reduce",
+        ),
         "two numbers": (
-            lambda local: all_reduced(local.sum(), len(local)),
+            changed(f"return {MEAN} => return both"),
             "it returned 2 numbers, and the mean is one",
         ),
     },
 )
 
-
-ANSWERS = {"0.1": SHARE, "0.2": MEAN}
+ANSWERS = {"0.1": SHARES, "0.2": MEANS}

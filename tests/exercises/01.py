@@ -1,13 +1,10 @@
 """Answers to the exercises of lesson 01, processes and collectives."""
 
-import math
-
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 
 from labcode.comm import ring
-from labcode.teach.exercises import l01
 
 STILL_ALL = "What in your code still speaks of all of them"
 
@@ -23,18 +20,6 @@ def exchange(outgoing, incoming, group):
 
 
 # ---- 1.1 the first half of the ring
-
-
-def half(chunks, group, first=0, steps=0, growing=-1, in_world=False, divide=False):
-    """The right half, or one with a mistake."""
-    rank = dist.get_rank() if in_world else dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1 + steps):
-        exchange(chunks[(rank + first - step) % p], arrived, group)
-        chunks[(rank + first - step + growing) % p] += arrived
-    if divide:
-        chunks[(rank + 1) % p] /= p
 
 
 def half_with_a_place_that_moves(chunks, group):
@@ -74,58 +59,6 @@ def half_of_a_beginner(chunks, group):
         chunks[i][:] = chunks[i] + arrived
 
 
-def half_that_copies(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], chunks[(rank - step - 1) % p], group)
-
-
-def half_in_a_new_tensor(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], arrived, group)
-        place = (rank - step - 1) % p
-        chunks[place] = chunks[place] + arrived
-
-
-def half_with_another_name(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], arrived, group)
-        growing = chunks[(rank - step - 1) % p]
-        growing = growing + arrived
-
-
-def half_with_all_reduce(chunks, group):
-    for chunk in chunks:
-        dist.all_reduce(chunk, group=group)
-
-
-def half_without_a_turn(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], arrived, group)
-        chunks[rank + step + 1] += arrived
-
-
-def half_that_sends_first(chunks, group):
-    """A deadlock: gloo's send returns when its tensor has been taken."""
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        dist.send(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p)
-        dist.recv(arrived, group=group, group_src=(rank - 1) % p)
-        chunks[(rank - step - 1) % p] += arrived
-
-
 def half_in_turns(chunks, group):
     """Even numbers send first, the others receive first."""
     rank = dist.get_rank(group)
@@ -140,52 +73,6 @@ def half_in_turns(chunks, group):
             dist.recv(arrived, group=group, group_src=(rank - 1) % p)
             dist.send(outgoing, group=group, group_dst=(rank + 1) % p)
         chunks[(rank - step - 1) % p] += arrived
-
-
-def half_without_wait(chunks, group, waits=()):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.zeros_like(chunks[0])
-    for step in range(p - 1):
-        requests = [
-            dist.isend(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p),
-            dist.irecv(arrived, group=group, group_src=(rank - 1) % p),
-        ]
-        for number in waits:
-            requests[number].wait()
-        chunks[(rank - step - 1) % p] += arrived
-
-
-def half_that_waits_for_one(chunks, group):
-    half_without_wait(chunks, group, waits=[0])
-
-
-def half_without_wait_for_sends(chunks, group):
-    half_without_wait(chunks, group, waits=[1])
-
-
-def half_with_barrier(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    for step in range(p - 1):
-        arrived = torch.empty_like(chunks[0])
-        dist.isend(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p)
-        dist.irecv(arrived, group=group, group_src=(rank - 1) % p)
-        dist.barrier(group)
-        chunks[(rank - step - 1) % p] += arrived
-
-
-def half_with_nan(chunks, group, extra=float("nan")):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], arrived, group)
-        chunks[(rank - step - 1) % p] += arrived + extra
-
-
-def half_with_inf(chunks, group):
-    half_with_nan(chunks, group, extra=float("inf"))
 
 
 def half_sent_straight(chunks, group):
@@ -207,50 +94,23 @@ def half_sent_straight(chunks, group):
         chunks[(rank + 1) % p] += arrived
 
 
-def half_with_a_barrier_too_many(chunks, group):
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank - step) % p], arrived, group)
-        chunks[(rank - step - 1) % p] += arrived
-        dist.barrier(group)
-
-
 def half_without_the_group(chunks, group):
     arrived = torch.empty_like(chunks[0])
     exchange(chunks[0], arrived)  # pyright: ignore  (a learner's mistake)
 
 
-def half_that_receives_first(chunks, group):
-    """A deadlock: nobody comes to its send."""
-    rank = dist.get_rank(group)
-    p = dist.get_world_size(group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        dist.recv(arrived, group=group, group_src=(rank - 1) % p)
-        dist.send(chunks[(rank - step) % p], group=group, group_dst=(rank + 1) % p)
-        chunks[(rank - step - 1) % p] += arrived
-
-
-def half_in_the_world(chunks, group):
-    half(chunks, dist.group.WORLD)
-
-
-def half_of_labcode(chunks, group):
-    ring.reduce_scatter_phase(chunks, group)
-
-
-def half_that_never_ends(chunks, group):
-    step = 0
-    while step < dist.get_world_size(group) - 1:
-        chunks[0] += 0
-
+EXCHANGE = "exchange(outgoing, arrived, group)"
+ADD = "growing += arrived"
+SEND = "dist.send(outgoing, group=group, group_dst=(rank + 1) % p)"
+RECEIVE = "dist.recv(arrived, group=group, group_src=(rank - 1) % p)"
+ISEND = "dist.isend(outgoing, group=group, group_dst=(rank + 1) % p)"
+IRECV = "dist.irecv(arrived, group=group, group_src=(rank - 1) % p)"
+NEXT = "\n        "  # a line of the loop
+OUT = "\n    "  # a line after it, or before it
 
 REDUCE_SCATTER = Answers(
-    check=l01.reduce_scatter_half,
+    solves="reduce_scatter_half",
     right={
-        "indices": half,
         "a place that moves": half_with_a_place_that_moves,
         "isend and recv": half_with_send_and_receive,
         "a beginner's": half_of_a_beginner,
@@ -258,54 +118,101 @@ REDUCE_SCATTER = Answers(
     },
     wrong={
         "one chunk off": (
-            lambda chunks, group: half(chunks, group, first=1),
+            changed(
+                "(rank - step) % p => (rank + 1 - step) % p", "(rank - step - 1) => (rank - step)"
+            ),
             "is finished, and it should be chunks[1]",
         ),
-        "copies": (half_that_copies, "nothing from number"),
+        "copies": (
+            changed("(outgoing, arrived, => (outgoing, growing,", f"{ADD} => pass"),
+            "nothing from number",
+        ),
         "adds to the chunk it sends": (
-            lambda chunks, group: half(chunks, group, growing=0),
+            changed("(rank - step - 1) => (rank - step)"),
             "chunks[1] should be finished, but it holds nothing from number",
         ),
-        "a step too many": (
-            lambda chunks, group: half(chunks, group, steps=1),
-            "bytes were sent in 4 messages",
+        "a step too many": (changed("range(p - 1) => range(p)"), "bytes were sent in 4 messages"),
+        "the mean": (
+            changed(f"{ADD} => {ADD}{NEXT}if step == p - 2:{NEXT}    growing /= p"),
+            "not their sum",
         ),
-        "the mean": (lambda chunks, group: half(chunks, group, divide=True), "not their sum"),
-        "a new tensor in the list": (half_in_a_new_tensor, "but it is a new tensor"),
-        "a new tensor": (half_with_another_name, "all chunks are as they were"),
-        "dist.all_reduce": (half_with_all_reduce, "all_reduce does the work for you"),
-        "labcode's": (half_of_labcode, "ring.reduce_scatter_phase is labcode's own answer"),
-        "nothing": (lambda chunks, group: None, "nothing was sent"),
+        "a new tensor in the list": (
+            changed(f"{ADD} => chunks[(rank - step - 1) % p] = growing + arrived"),
+            "but it is a new tensor",
+        ),
+        "a new tensor": (
+            changed(f"{ADD} => growing = growing + arrived"),
+            "all chunks are as they were",
+        ),
+        "dist.all_reduce": (
+            changed(f"{EXCHANGE} => dist.all_reduce(outgoing, group=group)"),
+            "all_reduce does the work for you",
+        ),
+        "labcode's": (
+            changed(f"{EXCHANGE} => ring.reduce_scatter_phase(chunks, group)"),
+            "ring.reduce_scatter_phase is labcode's own answer",
+        ),
+        "nothing": (changed(f"{EXCHANGE} => pass", f"{ADD} => pass"), "nothing was sent"),
         "straight to its rank": (
             half_sent_straight,
             "on a ring it sends to its right neighbour only, which is number 1",
         ),
-        "a barrier in each step": (half_with_a_barrier_too_many, "and none is needed"),
+        "a barrier in each step": (
+            changed(f"{ADD} => {ADD}{NEXT}dist.barrier(group)"),
+            "and none is needed",
+        ),
         "exchange without the group": (
             half_without_the_group,
             "TypeError: exchange() missing 1 required positional argument: 'group'",
         ),
-        "an index too large": (half_without_a_turn, "IndexError: list index out of range"),
-        "receives first": (half_that_receives_first, "all of them wait in recv, and none sends"),
-        "sends first": (half_that_sends_first, "all of them wait in send, and none receives"),
-        "no wait": (half_without_wait, "`irecv` returned a request, and nobody waited for it"),
+        "an index too large": (
+            changed("chunks[(rank - step - 1) % p] => chunks[rank + step + 1]"),
+            "IndexError: list index out of range",
+        ),
+        "receives first": (
+            changed(f"{EXCHANGE} => {RECEIVE}{NEXT}{SEND}"),
+            "all of them wait in recv, and none sends",
+        ),
+        "sends first": (
+            changed(f"{EXCHANGE} => {SEND}{NEXT}{RECEIVE}"),
+            "all of them wait in send, and none receives",
+        ),
+        "no wait": (
+            changed(f"{EXCHANGE} => {ISEND}{NEXT}{IRECV}"),
+            "3 irecvs started and 0 waited for",
+        ),
         "no wait, then a barrier": (
-            half_with_barrier,
-            "`irecv` returned a request, and nobody waited for it",
+            changed(f"{EXCHANGE} => {ISEND}{NEXT}{IRECV}{NEXT}dist.barrier(group)"),
+            "3 irecvs started and 0 waited for",
         ),
         "waits for one of two": (
-            half_that_waits_for_one,
-            "`irecv` returned a request, and nobody waited for it",
+            changed(f"{EXCHANGE} => work = {ISEND}{NEXT}{IRECV}{NEXT}work.wait()"),
+            "3 irecvs started and 0 waited for",
         ),
         "no wait for what it sends": (
-            half_without_wait_for_sends,
-            "`isend` returned a request, and nobody waited for it",
+            changed(f"{EXCHANGE} => {ISEND}{NEXT}{IRECV}.wait()"),
+            "3 isends started and 0 waited for",
         ),
-        "adds nan": (half_with_nan, "holds nan, which nobody put in"),
-        "adds inf": (half_with_inf, "holds inf, which nobody put in"),
-        "forgets the group": (half_in_the_world, STILL_ALL),
-        "the world's rank": (lambda chunks, group: half(chunks, group, in_world=True), STILL_ALL),
-        "no end": (half_that_never_ends, "still at work after 15 s"),
+        "adds nan": (
+            changed(f"{ADD} => growing += arrived + float('nan')"),
+            "holds nan, which nobody put in",
+        ),
+        "adds inf": (
+            changed(f"{ADD} => growing += arrived + float('inf')"),
+            "holds inf, which nobody put in",
+        ),
+        "forgets the group": (
+            changed("get_rank(group) => get_rank()", "get_world_size(group) => get_world_size()"),
+            STILL_ALL,
+        ),
+        "the world's rank": (changed("get_rank(group) => get_rank()"), STILL_ALL),
+        "no end": (
+            changed(
+                "for step in range(p - 1): => step = 0\n    while step < p - 1:",
+                f"{EXCHANGE} => pass",
+            ),
+            "does your loop end?",
+        ),
     },
 )
 
@@ -313,17 +220,16 @@ REDUCE_SCATTER = Answers(
 # ---- 1.2 the whole ring
 
 
-def whole(x, group, copies=False, divide=False, phases=2, turn=0):
-    p = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    flat = x.clone().view(-1) if copies else x.view(-1)
-    chunks = list(flat.chunk(p))
-    half(chunks, group)
-    for step in range((phases - 1) * (p - 1)):
-        finished = chunks[(rank + 1 - step + turn) % p]
-        exchange(finished, chunks[(rank - step + turn) % p], group)
-    if divide:
-        x /= p
+def whole_by_rows(x, group):
+    """Receives into a tensor of its own and copies, with reshape in place of view."""
+    p = group.size()
+    rank = group.rank()
+    chunks = x.reshape(p, -1)
+    half_of_a_beginner(chunks, group)
+    arrived = torch.empty_like(chunks[0])
+    for step in range(p - 1):
+        exchange(chunks[(rank + 1 - step) % p], arrived, group)
+        chunks[(rank - step) % p] = arrived
 
 
 def whole_after_skipping_the_first(x, group):
@@ -334,36 +240,6 @@ def whole_after_skipping_the_first(x, group):
     for _ in range(p - 1):
         exchange(chunks[place], chunks[(place - 1) % p], group)
         place = (place - 1) % p
-
-
-def whole_by_copying_back(x, group):
-    work = x.clone()
-    whole(work, group)
-    x.copy_(work)
-    return x
-
-
-def whole_with_an_arrival(x, group):
-    """Receives into a tensor of its own and copies, with reshape in place of view."""
-    p = group.size()
-    rank = group.rank()
-    chunks = x.reshape(p, -1)
-    half(chunks, group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank + 1 - step) % p], arrived, group)
-        chunks[(rank - step) % p] = arrived
-
-
-def whole_adding_twice(x, group):
-    p = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    chunks = list(x.view(-1).chunk(p))
-    half(chunks, group)
-    arrived = torch.empty_like(chunks[0])
-    for step in range(p - 1):
-        exchange(chunks[(rank + 1 - step) % p], arrived, group)
-        chunks[(rank - step) % p] += arrived
 
 
 def whole_sending_everything(x, group):
@@ -390,105 +266,83 @@ def whole_as_a_star(x, group):
         dist.send(x, group=group, group_dst=other)
 
 
-def whole_with_pytorch(x, group):
-    dist.all_reduce(x, group=group)
-
-
-def whole_with_a_new_tensor(x, group):
-    y = x.clone()
-    whole(y, group)
-    x = y
-
-
-def whole_returned(x, group):
-    y = x.clone()
-    whole(y, group)
-    return y
-
-
-def whole_along_the_first_dim(x, group):
-    p = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    chunks = list(x.chunk(p))
-    half(chunks, group)
-    for step in range(p - 1):
-        exchange(chunks[(rank + 1 - step) % p], chunks[(rank - step) % p], group)
-
-
-def whole_without_wait(x, group):
-    p = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    chunks = list(x.view(-1).chunk(p))
-    half(chunks, group)
-    for step in range(p - 1):
-        dist.isend(chunks[(rank + 1 - step) % p], group=group, group_dst=(rank + 1) % p)
-        dist.irecv(chunks[(rank - step) % p], group=group, group_src=(rank - 1) % p)
-
-
-def whole_but_for_the_last_step(x, group):
-    p = dist.get_world_size(group)
-    rank = dist.get_rank(group)
-    chunks = list(x.view(-1).chunk(p))
-    half(chunks, group)
-    for step in range(p - 2):
-        exchange(chunks[(rank + 1 - step) % p], chunks[(rank - step) % p], group)
-
+ALL = "rank = dist.get_rank(group)"
+LAST = "exchange(finished, next_finished, group)"
 
 WHOLE = Answers(
-    check=l01.ring_all_reduce,
+    solves="ring_all_reduce",
     right={
-        "views": whole,
         "the first half of labcode": whole_after_skipping_the_first,
-        "copied back": whole_by_copying_back,
-        "rows of a matrix": whole_with_an_arrival,
+        "copied back": changed(
+            f"{ALL} => given = x{OUT}x = x.clone(){OUT}{ALL}",
+            f"{LAST} => {LAST}{OUT}given.copy_(x)",
+        ),
+        "rows of a matrix": whole_by_rows,
     },
     wrong={
-        "on a copy": (lambda x, group: whole(x, group, copies=True), "x is as it was before"),
-        "a new name for x": (whole_with_a_new_tensor, "x is as it was before"),
-        "returned": (whole_returned, "what is returned is the sum, but x is not"),
+        "on a copy": (
+            changed("list(x.view(-1) => list(x.clone().view(-1)"),
+            "x is as it was before",
+        ),
+        "a new name for x": (changed(f"{ALL} => x = x.clone(){OUT}{ALL}"), "x is as it was before"),
+        "returned": (
+            changed(
+                f"{ALL} => x = x.clone(){OUT}{ALL}",
+                f"{LAST} => {LAST}{OUT}return x",
+            ),
+            "what is returned is the sum, but x is not",
+        ),
         "half of it": (
-            lambda x, group: whole(x, group, phases=1),
+            changed(f"{LAST} => pass"),
             "only chunk 1 of x holds the sum, after 3 messages: that is the first half",
         ),
-        "the mean": (lambda x, group: whole(x, group, divide=True), "x holds the mean"),
-        "one chunk off": (lambda x, group: whole(x, group, turn=-1), "no chunk of x holds the sum"),
+        "the mean": (changed(f"{LAST} => {LAST}{OUT}x /= p"), "x holds the mean"),
+        "one chunk off": (
+            changed(
+                "(rank + 1 - step) => (rank - step)",
+                "next_finished = chunks[(rank - step) => next_finished = chunks[(rank - step - 1)",
+            ),
+            "no chunk of x holds the sum",
+        ),
         "adds in the second half": (
-            whole_adding_twice,
+            changed(
+                f"{LAST} => arrived = torch.empty_like(finished){NEXT}"
+                f"exchange(finished, arrived, group){NEXT}next_finished += arrived"
+            ),
             "chunks 0, 2 and 3 of x hold more than the sum",
         ),
         "whole tensors": (whole_sending_everything, "bytes were sent in"),
         "a star": (whole_as_a_star, "bytes were sent in"),
-        "dist.all_reduce": (whole_with_pytorch, "all_reduce does the work for you"),
+        "dist.all_reduce": (
+            changed(f"{LAST} => dist.all_reduce(x, group=group)"),
+            "all_reduce does the work for you",
+        ),
         "labcode's": (ring.all_reduce, "ring.all_reduce is labcode's own answer"),
         "labcode's star": (ring.star_all_reduce, "ring.star_all_reduce is labcode's own answer"),
-        "forgets the group": (lambda x, group: whole(x, dist.group.WORLD), STILL_ALL),
+        "forgets the group": (
+            changed(f"{ALL} => group = dist.group.WORLD{OUT}{ALL}"),
+            STILL_ALL,
+        ),
         "cut along the first dim": (
-            whole_along_the_first_dim,
+            changed("x.view(-1).chunk(p) => x.chunk(p)"),
             "list index out of range, with x of shape [2, 6]: into how many chunks was it cut?",
         ),
         "a step too few": (
-            whole_but_for_the_last_step,
+            changed("range(p - 1) => range(p - 2)"),
             "only chunks 0, 1 and 3 of x hold the sum: which chunk did the left neighbour finish",
         ),
-        "no wait": (whole_without_wait, "returned a request, and nobody waited for it"),
+        "no wait": (
+            changed(
+                f"{LAST} => dist.isend(finished, group=group, group_dst=(rank + 1) % p){NEXT}"
+                "dist.irecv(next_finished, group=group, group_src=(rank - 1) % p)"
+            ),
+            "6 irecvs started and 3 waited for",
+        ),
     },
 )
 
 
 # ---- 1.3 a broadcast in few rounds
-
-
-def tree(x, root, group, relative=True):
-    p = dist.get_world_size(group)
-    shift = root if relative else 0
-    place = (dist.get_rank(group) - shift) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + shift) % p)
-        elif have_it <= place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + shift) % p)
-        have_it *= 2
 
 
 def tree_by_halves(x, root, group):
@@ -577,16 +431,6 @@ def tree_from_the_parent(x, root, group, waits=True):
             request.wait()
 
 
-def tree_for_four_at_most(x, root, group):
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    for have_it in (1, 2):
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif have_it <= place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-
-
 def table_for_three_and_four(x, root, group):
     p = dist.get_world_size(group)
     place = (dist.get_rank(group) - root) % p
@@ -614,56 +458,6 @@ def lists_for_three_and_four(x, root, group):
             dist.recv(x, group=group, group_src=(sender + root) % p)
 
 
-def tree_with_barriers(x, root, group):
-    """To keep the rounds apart."""
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif have_it <= place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-        dist.barrier(group)
-        have_it *= 2
-
-
-def rounded_down(x, root, group):
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    for number in range(int(math.log2(p))):
-        have_it = 2**number
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif have_it <= place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-
-
-def no_bound(x, root, group):
-    """Sends to places that do not exist, which the remainder turns into others."""
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-        have_it *= 2
-
-
-def receives_in_the_background(x, root, group):
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif have_it <= place < 2 * have_it:
-            dist.irecv(x, group=group, group_src=(place - have_it + root) % p)
-        have_it *= 2
-
-
 def star(x, root, group):
     if dist.get_rank(group) != root:
         dist.recv(x, group=group, group_src=root)
@@ -682,71 +476,10 @@ def chain(x, root, group):
         dist.send(x, group=group, group_dst=(place + 1 + root) % p)
 
 
-def power_of_two_only(x, root, group):
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while 2 * have_it <= p:
-        if place < have_it:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif place < 2 * have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-        have_it *= 2
-
-
-def with_broadcast(x, root, group):
-    dist.broadcast(x, group=group, group_src=root)
-
-
-def with_dst(x, root, group):
-    """Numbers of the group where PyTorch takes ranks of the world."""
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it and place + have_it < p:
-            dist.send(x, (place + have_it + root) % p, group=group)
-        elif have_it <= place < 2 * have_it:
-            dist.recv(x, (place - have_it + root) % p, group=group)
-        have_it *= 2
-
-
-def into_a_copy(x, root, group):
-    tree(x.clone(), root, group)
-
-
-def returned(x, root, group):
-    y = x.clone()
-    tree(y, root, group)
-    return y
-
-
-def never_doubles(x, root, group):
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        pass
-    return place
-
-
-def only_half_of_it_sends(x, root, group):
-    """The receivers forget to receive in the second round."""
-    p = dist.get_world_size(group)
-    place = (dist.get_rank(group) - root) % p
-    have_it = 1
-    while have_it < p:
-        if place < have_it and place + have_it < p:
-            dist.send(x, group=group, group_dst=(place + have_it + root) % p)
-        elif place == have_it:
-            dist.recv(x, group=group, group_src=(place - have_it + root) % p)
-        have_it *= 2
-
-
+P = "p = dist.get_world_size(group)"
 TREE = Answers(
-    check=l01.tree_broadcast,
+    solves="tree_broadcast",
     right={
-        "near to far": tree,
         "far to near": tree_by_halves,
         "planned": tree_by_lists,
         "dst and src": tree_in_ranks_of_the_world,
@@ -757,60 +490,62 @@ TREE = Answers(
         "a star": (star, "it takes 3 rounds, and 2 are enough"),
         "a chain": (chain, "it takes 3 rounds, and 2 are enough"),
         "powers of two only": (
-            power_of_two_only,
-            "wrong: in a group of 3 with root 0, number 2 receives nothing\n",
-        ),
-        "rounded down": (
-            rounded_down,
-            "wrong: in a group of 3 with root 0, number 2 receives nothing\n",
+            changed("while have_it < p => while 2 * have_it <= p"),
+            "wrong: in a group of 3 with root 0, number 2 receives nothing",
         ),
         "no bound": (
-            no_bound,
-            "wrong: in a group of 3 with root 0, number 1 sends to number 0, which does not wait",
+            changed(" and place + have_it < p => "),
+            "wrong: in a group of 3 with root 0, rank 1 waits in send of float32 [3] to rank 0",
         ),
         "for four at most": (
-            tree_for_four_at_most,
-            "wrong: in a group of 5 with root 0, number 4 receives nothing\n",
+            changed("while have_it < p => while have_it < min(p, 4)"),
+            "wrong: in a group of 5 with root 0, number 4 receives nothing",
         ),
         "a table for three and four": (
             table_for_three_and_four,
-            "wrong: in a group of 5 with root 0, number 3 waits for a tensor from number 1, which",
+            "wrong: in a group of 5 with root 0, rank 3 waits in recv of float32 [3] from rank 1",
         ),
         "lists for three and four": (
             lists_for_three_and_four,
-            "in a group of 5 with root 0, KeyError: 5",
+            "in a group of 5 with root 0, on rank 0: KeyError: 5",
         ),
         "no wait for what it sends": (
-            lambda x, root, group: tree_from_the_parent(x, root, group, waits=False),
-            "`isend` returned a request, and nobody waited for it",
+            changed("dist.send => dist.isend"),
+            "isends started and 0 waited for",
         ),
         "no wait for what comes": (
-            receives_in_the_background,
-            "`irecv` returned a request, and nobody waited for it",
+            changed("dist.recv => dist.irecv"),
+            "1 irecv started and 0 waited for",
         ),
         "root ignored": (
-            lambda x, root, group: tree(x, root, group, relative=False),
+            changed("- root) % p => - 0) % p", "have_it + root) => have_it)"),
             "with root 1, everybody holds the tensor of number 0",
         ),
-        "dist.broadcast": (with_broadcast, "broadcast does the work for you"),
+        "dist.broadcast": (
+            changed(f"{P} => return dist.broadcast(x, group=group, group_src=root)\n    {P}"),
+            "broadcast does the work for you",
+        ),
         "barriers": (
-            tree_with_barriers,
+            changed("have_it *= 2 => dist.barrier(group)\n        have_it *= 2"),
             "a barrier makes every rank wait for all others, and none is needed",
         ),
-        "into a copy": (into_a_copy, "holds its own tensor afterwards"),
-        "returned": (returned, "what is returned is the root's tensor"),
-        "nothing": (lambda x, root, group: None, "holds its own tensor afterwards"),
+        "into a copy": (
+            changed(f"{P} => x = x.clone()\n    {P}"),
+            "holds its own tensor afterwards",
+        ),
+        "returned": (
+            changed(f"{P} => x = x.clone()\n    {P}", "have_it *= 2 => have_it *= 2\n    return x"),
+            "what is returned is the root's tensor",
+        ),
+        "nothing": (changed("while have_it < p => while False"), "number 1 receives nothing"),
         "group numbers as ranks of the world": (
-            with_dst,
-            "a rank of the world which is not in the group: use group_dst and group_src",
+            changed("group_dst=( => dst=(", "group_src=( => src=("),
+            "group_dst and group_src count within the group",
         ),
-        "forgets the group": (
-            lambda x, root, group: tree(x, root, dist.group.WORLD),
-            "a message was called for in another group than the one it was given",
-        ),
-        "never doubles": (never_doubles, "still at work after 15 s"),
+        "forgets the group": (changed(f"{P} => group = dist.group.WORLD\n    {P}"), STILL_ALL),
+        "never doubles": (changed("have_it *= 2 => pass"), "does your loop end?"),
         "a receive is missing": (
-            only_half_of_it_sends,
+            changed("have_it <= place < 2 * have_it => place == have_it"),
             "rank 1 waits in send of float32 [3] to rank 3",
         ),
     },
@@ -818,17 +553,6 @@ TREE = Answers(
 
 
 # ---- 1.4 mend it
-
-
-def summed(loss, group):
-    total = loss.clone()
-    dist.all_reduce(total, group=group)
-    return total
-
-
-def mean_with_all_reduce(loss, group):
-    mean = summed(loss, group) / dist.get_world_size(group)
-    return mean if dist.get_rank(group) == 0 else None
 
 
 def mean_with_reduce(loss, group):
@@ -867,108 +591,60 @@ def mean_with_messages(loss, group):
     return total / p
 
 
-def mean_by_heart(loss, group):
-    return {4: 25.0, 3: 20.0}[group.size()] if group.rank() == 0 else None
-
-
-def mean_without_wait(loss, group):
-    total = loss.clone()
-    dist.all_reduce(total, group=group, async_op=True)
-    return total / group.size() if group.rank() == 0 else None
-
-
-def mean_of_nothing(loss, group):
-    total = summed(loss, group)
-    return total / 0 * 0 if group.rank() == 0 else None
-
-
-def others_bring_nothing(loss, group):
-    own = loss.clone() if group.rank() == 0 else torch.zeros_like(loss)
-    dist.all_reduce(own, group=group)
-    return own / group.size() if group.rank() == 0 else None
-
-
-def mean_as_text(loss, group):
-    mean = summed(loss, group) / group.size()
-    return f"{mean.item():.3f}" if group.rank() == 0 else None
-
-
-def text_on_all(loss, group):
-    return f"{(summed(loss, group) / group.size()).item():.3f}"
-
-
-def mean_in_place(loss, group):
-    dist.all_reduce(loss, group=group)
-    return loss / dist.get_world_size(group) if dist.get_rank(group) == 0 else None
-
-
-def rank_0_alone(loss, group):
-    if dist.get_rank(group) == 0:
-        return summed(loss, group) / dist.get_world_size(group)
-    return None
-
-
-def sum_on_rank_0(loss, group):
-    total = summed(loss, group)
-    return total if dist.get_rank(group) == 0 else None
-
-
-def divided_by_four(loss, group):
-    total = summed(loss, group)
-    return total / 4 if dist.get_rank(group) == 0 else None
-
-
-def in_the_world(loss, group):
-    total = loss.clone()
-    dist.all_reduce(total)
-    return total / dist.get_world_size() if dist.get_rank() == 0 else None
-
-
-def on_rank_0_of_the_world(loss, group):
-    mean = summed(loss, group) / dist.get_world_size(group)
-    return mean if dist.get_rank() == 0 else None
-
-
-def on_rank_1_of_the_world(loss, group):
-    mean = summed(loss, group) / dist.get_world_size(group)
-    return mean if dist.get_rank() in (0, 2) else None
-
+SUM = "dist.all_reduce(total, group=group)"
+IF = "if dist.get_rank(group) == 0:"
+MEAN = "return total / dist.get_world_size(group)"
+ELSE = "    return None"
 
 MENDED = Answers(
-    check=l01.mended,
+    solves="mean_loss",
     right={
-        "all_reduce": mean_with_all_reduce,
         "reduce": mean_with_reduce,
         "all_gather": mean_with_gather,
         "objects": mean_of_objects,
         "messages": mean_with_messages,
     },
     wrong={
-        "in place": (mean_in_place, "the loss that it was given has changed"),
-        "on all ranks": (
-            lambda loss, group: summed(loss, group) / dist.get_world_size(group),
-            ", and not None",
+        "in place": (changed("loss.clone() => loss"), "the loss that it was given has changed"),
+        "on all ranks": (changed(f"{IF} => if True:"), ", and not None"),
+        "the sum": (changed(f"{MEAN} => return total"), "the sum of the losses"),
+        "divided by 4": (
+            changed("dist.get_world_size(group) => 4"),
+            ", and the mean of the losses is",
         ),
-        "the sum": (sum_on_rank_0, "the sum of the losses"),
-        "divided by 4": (divided_by_four, ", and the mean of the losses is"),
         "its own loss": (
-            lambda loss, group: loss if dist.get_rank(group) == 0 else None,
+            changed(f"{SUM} => pass"),
             "nothing was sent: number 0 knows no loss but its own",
         ),
-        "known by heart": (mean_by_heart, "nothing was sent"),
-        "no wait": (mean_without_wait, "with `async_op=True` returned a request, and nobody"),
-        "nan": (mean_of_nothing, "number 0 returned nan"),
-        "others bring nothing": (others_bring_nothing, "returned its own loss divided by 4"),
-        "text": (mean_as_text, "and the mean is a number"),
-        "text on all": (text_on_all, ", and not None"),
-        "rank 0 alone": (
-            rank_0_alone,
-            "rank 0 waits in all_reduce of float32 [], ranks 1, 2 and 3",
+        "no wait": (
+            changed(f"{SUM} => dist.all_reduce(total, group=group, async_op=True)"),
+            "1 all-reduce started and 0 waited for",
         ),
-        "forgets the group": (in_the_world, STILL_ALL),
-        "rank 0 of the world": (on_rank_0_of_the_world, "it returned None on every rank"),
-        "another rank": (on_rank_1_of_the_world, "in a group of 4, number 2 returned"),
-        "nothing": (lambda loss, group: None, "it returned None"),
+        "nan": (changed(f"{MEAN} => return total / 0 * 0"), "number 0 returned nan"),
+        "others bring nothing": (
+            changed(
+                "loss.clone() => loss.clone() if group.rank() == 0 else torch.zeros_like(loss)"
+            ),
+            "returned its own loss divided by 4",
+        ),
+        "text": (
+            changed(f"{MEAN} => return f'{{(total / group.size()).item():.3f}}'"),
+            "and the mean is a number",
+        ),
+        "rank 0 alone": (
+            changed(f"{SUM} => if dist.get_rank(group) == 0: {SUM}"),
+            "rank 0 waits in all_reduce of float32 []",
+        ),
+        "forgets the group": (
+            changed("group=group => group=None", "(group) => ()"),
+            STILL_ALL,
+        ),
+        "rank 0 of the world": (
+            changed("get_rank(group) => get_rank()"),
+            "it returned None on every rank",
+        ),
+        "another rank": (changed(f"{IF} => if dist.get_rank() in (0, 2):"), "number 2 returned"),
+        "nothing": (changed(f"    {MEAN} =>     pass"), "it returned None"),
     },
 )
 

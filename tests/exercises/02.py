@@ -223,7 +223,9 @@ class Ranges(StepRanges):
 
 
 TIMER = Answers(
-    check=lambda answer, ranks: l02.step_timer(answer),
+    solves="StepTimer",
+    takes_ranks=False,
+    real=True,
     right={"stack": WithAStack, "inner time": WithInnerTime, "events": WithEvents},
     wrong={
         "counts nested parts twice": (CountsTwice, "parts in parts"),
@@ -333,7 +335,9 @@ def changes_the_box(box, chunks, itemsize=4):
 
 
 BYTES = Answers(
-    check=lambda answer, ranks: l02.bytes_read(answer),
+    solves="bytes_read",
+    takes_ranks=False,
+    real=True,
     right={
         "floor": with_floor,
         "ceil": with_ceil,
@@ -860,7 +864,9 @@ class ReturnsABatch(Base):
 
 
 PREFETCHER = Answers(
-    check=lambda answer, ranks: l02.prefetcher(answer),
+    solves="Prefetcher",
+    takes_ranks=False,
+    real=True,
     right={
         "drain": WithDrain,
         "timeout": WithTimeout,
@@ -1164,7 +1170,9 @@ def not_normalised(job, num_steps):
 
 
 FASTER = Answers(
-    check=lambda answer, ranks: l02.faster(answer),
+    solves="faster_training",
+    takes_ranks=False,
+    real=True,
     right={
         "straight": straight,
         "generator": with_prefetching,

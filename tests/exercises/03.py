@@ -9,7 +9,6 @@ from torch import nn
 from torch.optim.adamw import adamw as adamw_of_torch
 
 from labcode.models import gpt
-from labcode.teach.exercises import l03
 from labcode.teach.labs import l03_by_hand, l03_race
 from labcode.teach.labs.l03_race import Settings
 
@@ -79,7 +78,9 @@ def without_an_end(x, fraction_bits):
 
 
 SPACING = Answers(
-    check=lambda answer, ranks: l03.spacing(answer),
+    solves="spacing",
+    takes_ranks=False,
+    real=True,
     right={"floor": by_floor, "frexp": by_frexp, "torch": by_torch, "a loop": by_a_loop},
     wrong={
         "the same everywhere": (the_same_everywhere, "the spacing from 1 to 2; 2 lies above"),
@@ -329,7 +330,9 @@ class WholeNumbers(AsInTheLesson):
 
 
 SCALER = Answers(
-    check=lambda answer, ranks: l03.scaler(answer),
+    solves="Scaler",
+    takes_ranks=False,
+    real=True,
     right={
         "as in the lesson": AsInTheLesson,
         "foreach": WithForeach,
@@ -522,7 +525,9 @@ def wrong(what):
 
 
 STEP = Answers(
-    check=lambda answer, ranks: l03.train_step(answer),
+    solves="train_step",
+    takes_ranks=False,
+    real=True,
     right={
         "as in the lesson": a_step,
         "returns early": returns_early,
@@ -710,7 +715,9 @@ def by_one_fused(
 
 
 ADAMW = Answers(
-    check=lambda answer, ranks: l03.adamw(answer),
+    solves="adamw",
+    takes_ranks=False,
+    real=True,
     right={
         "as in the lesson": with_foreach,
         "copies": without_in_place,
@@ -755,7 +762,11 @@ def seconds_without_a_unit(settings):
     return seconds_of_a_step(settings) * (1.8 if settings.dtype == "bfloat16" else 1.0)
 
 
-def raced(answer, ranks, seconds=seconds_of_a_step):
+def raced(answer, ranks):
+    """The check cell, with another clock if the answer names one."""
+    settings, predicted, *clock = answer
+    seconds = clock[0] if clock else seconds_of_a_step
+
     def pretended(settings):
         return l03_race.race(
             settings,
@@ -763,15 +774,15 @@ def raced(answer, ranks, seconds=seconds_of_a_step):
             lambda *several: tuple(map(seconds, several)),
         )
 
-    l03.race(*answer[:2], measure=pretended)
-
-
-def raced_anywhere(answer, ranks):
-    raced(answer, ranks, *answer[2:])
+    return settings, predicted, pretended
 
 
 RACE = Answers(
-    check=raced_anywhere,
+    solves=("settings", "predicted_speedup"),
+    cell=raced,
+    solution=False,  # it trains, with a clock of its own
+    takes_ranks=False,
+    real=True,
     right={
         "all of it": (Settings(batch=8, dtype="bfloat16", optimizer="fused"), 5),
         "with math attention": (

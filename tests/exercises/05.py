@@ -3,29 +3,17 @@
 import contextlib
 import functools
 import math
-import threading
 
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as funcol
-from answers import Answers
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
+from answers import Answers, changed
 
 from labcode.models import gpt
 from labcode.parallel.data import Bucket
-from labcode.teach.exercises import l05
 from labcode.teach.labs import l05_by_hand
 
 # ---- 5.1 one all-reduce for each bucket
-
-
-def row_and_split(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row /= dist.get_world_size(group)
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
 
 
 def with_an_offset(buckets, group):
@@ -78,117 +66,6 @@ def starts_all_then_waits(buckets, group):
             param.grad.copy_(mean.view_as(param) / group.size())
 
 
-def waits_too_late(buckets, group):
-    under_way = []
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        under_way.append(dist.all_reduce(row, group=group, async_op=True))
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param) / group.size())
-    for work in under_way:
-        work.wait()
-
-
-def divides_before_waiting(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        work = dist.all_reduce(row, group=group, async_op=True)
-        row /= group.size()
-        work.wait()
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
-
-
-def never_waits(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket]) / group.size()
-        dist.all_reduce(row, group=group, async_op=True)
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
-
-
-def one_for_each_parameter(buckets, group):
-    for bucket in buckets:
-        for param in bucket:
-            dist.all_reduce(param.grad, group=group)
-            param.grad /= group.size()
-
-
-def all_buckets_in_one(buckets, group):
-    row_and_split([[param for bucket in buckets for param in bucket]], group)
-
-
-def a_sum(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
-
-
-def divides_by_the_world(buckets, group):
-    a_sum(buckets, group)
-    for bucket in buckets:
-        for param in bucket:
-            param.grad /= dist.get_world_size()
-
-
-def in_the_world(buckets, group):
-    row_and_split(buckets, dist.group.WORLD)
-
-
-def not_copied_back(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row /= group.size()
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            grad = param.grad
-            grad = mean.view_as(param)  # noqa: F841
-
-
-def split_by_bytes(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row /= group.size()
-        for param, mean in zip(bucket, row.split([param.nbytes for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
-
-
-def without_view_as(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row /= group.size()
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean)
-
-
-def backwards(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row = row.flip(0) / group.size()
-        start = 0
-        for param in reversed(bucket):
-            stop = start + param.numel()
-            param.grad.copy_(row[start:stop].view_as(param))
-            start = stop
-
-
-def only_the_first_sends(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.grad.flatten() for param in bucket])
-        if dist.get_rank(group) == 0:
-            dist.all_reduce(row, group=group)
-        row /= group.size()
-
-
-def by_labcode(buckets, group):
-    l05_by_hand.average_buckets(buckets, group)
-
-
 def by_labcodes_buckets(buckets, group):
     for bucket in buckets:
         travelling = Bucket(bucket)
@@ -196,42 +73,83 @@ def by_labcodes_buckets(buckets, group):
         travelling.receive()
 
 
-def joins_weights(buckets, group):
-    for bucket in buckets:
-        row = torch.cat([param.detach().flatten() for param in bucket])
-        dist.all_reduce(row, group=group)
-        row /= group.size()
-        for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-            param.grad.copy_(mean.view_as(param))
-
+ALL_REDUCE = "dist.all_reduce(row, group=group)"
+ASYNC = "dist.all_reduce(row, group=group, async_op=True)"
+COPY = "param.grad.copy_(mean.view_as(param))"
 
 BUCKETS = Answers(
-    check=l05.average_buckets,
+    solves="average_buckets",
     right={
-        "cat and split": row_and_split,
         "an offset": with_an_offset,
         "torch's own rows": with_torchs_own_rows,
         "made in advance": preallocated,
         "with handles": starts_all_then_waits,
     },
     wrong={
-        "one for each parameter": (one_for_each_parameter, "for 1 bucket: one for each bucket"),
-        "all buckets in one": (all_buckets_in_one, "with a bucket for each parameter"),
-        "a sum": (a_sum, "4 times as long as the mean over the group"),
-        "divides by the world size": (divides_by_the_world, "0.5 times as long as the mean"),
-        "forgets the group": (in_the_world, "ranks outside of the group"),
-        "not copied back": (not_copied_back, "is the mean copied into it?"),
-        "split by bytes": (split_by_bytes, "split_with_sizes"),
-        "without view_as": (without_view_as, "must match"),
-        "in the wrong places": (backwards, "right numbers in the wrong places"),
-        "only one rank sends": (only_the_first_sends, "every rank that a call needs"),
-        "waits too late": (waits_too_late, "was it there when you copied?"),
-        "divides before waiting": (divides_before_waiting, "what has to come after wait()?"),
+        "one for each parameter": (
+            changed(f"{ALL_REDUCE} => for one in bucket: dist.all_reduce(one.grad, group=group)"),
+            "for 1 bucket: one for each bucket",
+        ),
+        "all buckets in one": (
+            changed("for bucket in buckets: => for bucket in [sum(buckets, [])]:"),
+            "with a bucket for each parameter",
+        ),
+        "a sum": (changed("row /= p => pass"), "4 times as long as the mean over the group"),
+        "divides by the world size": (
+            changed("get_world_size(group) => get_world_size()"),
+            "0.5 times as long as the mean",
+        ),
+        "forgets the group": (
+            changed("row, group=group => row", "get_world_size(group) => get_world_size()"),
+            "ranks outside of the group",
+        ),
+        "not copied back": (changed(f"{COPY} => grad = mean"), "is the mean copied into it?"),
+        "split by bytes": (changed("param.numel() => param.nbytes"), "split_with_sizes"),
+        "without view_as": (changed("mean.view_as(param) => mean"), "must match"),
+        "in the wrong places": (
+            changed("row /= p => row = row.flip(0) / p"),
+            "right numbers in the wrong places",
+        ),
+        "only one rank sends": (
+            changed(f"{ALL_REDUCE} => if dist.get_rank(group) == 0: {ALL_REDUCE}"),
+            "rank 0 waits in all_reduce of float64",
+        ),
+        "waits too late": (
+            changed(
+                "p = dist => works = []\n    p = dist",
+                f"{ALL_REDUCE} => works.append({ASYNC})",
+                "row /= p => row = row / p",
+                f"{COPY} => {COPY}\n    for work in works:\n        work.wait()",
+            ),
+            "was it there when you copied?",
+        ),
+        "divides before waiting": (
+            changed(f"{ALL_REDUCE} => work = {ASYNC}", "row /= p => row /= p; work.wait()"),
+            "what has to come after wait()?",
+        ),
         "labcode's own": (l05_by_hand.average_buckets, "labcode's own answer"),
-        "labcode's own, called": (by_labcode, "labcode's own answer"),
+        "labcode's own, called": (
+            changed("p = dist => return l05_by_hand.average_buckets(buckets, group)\n    p = dist"),
+            "labcode's own answer",
+        ),
         "labcode's buckets": (by_labcodes_buckets, "labcode's own answer"),
-        "weights": (joins_weights, "weights or gradients?"),
-        "never waits": (never_waits, "1 all-reduce started and 0 waited for"),
+        "weights": (
+            changed("param.grad.flatten() => param.detach().flatten()"),
+            "weights or gradients?",
+        ),
+        "never waits": (
+            changed(f"{ALL_REDUCE} => {ASYNC}", "row /= p => row = row / p"),
+            "1 all-reduce started and 0 waited for",
+        ),
+        "sends for ever": (
+            changed("for bucket in buckets: => while bucket := buckets[0]:"),
+            "does your loop end?",
+        ),
+        "an error": (changed("param.grad.copy_ => param.gard.copy_"), "has no attribute 'gard'"),
+        "no sum, a broadcast": (
+            changed(f"{ALL_REDUCE} => dist.broadcast(row, group=group, group_src=0)"),
+            "it calls broadcast: all-reduces are enough",
+        ),
     },
 )
 
@@ -253,45 +171,17 @@ class Base:
                 param.register_post_accumulate_grad_hook(hook)
 
 
-class AsInTheLesson(Base):
-    waits_in_hook = False
-    is_async = True
-    early = 0
-    by_world = False
-    own_group = True
-    resets = True
-    clears = True
-    copies = True
-    waits = True
-    divides = True
-
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.missing[number] == self.early:
-            bucket = self.buckets[number]
-            row = torch.cat([other.grad.flatten() for other in bucket])
-            group = self.group if self.own_group else None
-            work = dist.all_reduce(row, group=group, async_op=self.is_async)
-            if self.waits_in_hook:
-                work.wait()
-            self.under_way.append((work, row, bucket))
+class OfTheLesson(Base):
+    """Ends a step as the lesson does."""
 
     def finish_gradient_sync(self):
-        group = self.group if self.own_group else None
-        p = dist.get_world_size(None if self.by_world else group)
         for work, row, bucket in self.under_way:
-            if self.waits and work is not None:
-                work.wait()
-            if self.divides:
-                row /= p
-            sizes = [param.numel() for param in bucket]
-            for param, mean in zip(bucket, row.split(sizes)):
-                if self.copies:
-                    param.grad.copy_(mean.view_as(param))
-        if self.clears:
-            self.under_way.clear()
-        if self.resets:
-            self.missing = [len(bucket) for bucket in self.buckets]
+            work.wait()
+            row /= self.group.size()
+            for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
+                param.grad.copy_(mean.view_as(param))
+        self.under_way.clear()
+        self.missing = [len(bucket) for bucket in self.buckets]
 
 
 class ByDictionary(Base):
@@ -320,7 +210,7 @@ class ByDictionary(Base):
         self.handles = {}
 
 
-class WithFutures(AsInTheLesson):
+class WithFutures(Base):
     """Lets the Futures of the handles put the means into place."""
 
     def gradient_ready(self, number, param):
@@ -343,20 +233,7 @@ class WithFutures(AsInTheLesson):
         self.missing = [len(bucket) for bucket in self.buckets]
 
 
-class FuturesNotWaitedFor(WithFutures):
-    def finish_gradient_sync(self):
-        self.under_way = []
-        self.missing = [len(bucket) for bucket in self.buckets]
-
-
-class FutureInTheHook(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        super().gradient_ready(number, param)
-        if self.missing[number] == 0:
-            self.under_way[-1][0].get_future().wait()
-
-
-class InOrder(AsInTheLesson):
+class InOrder(OfTheLesson):
     """As labcode: a bucket waits for those before it."""
 
     def gradient_ready(self, number, param):
@@ -368,73 +245,7 @@ class InOrder(AsInTheLesson):
             self.under_way.append((work, row, bucket))
 
 
-class Late(AsInTheLesson):
-    """Buckets leave during backward, but later than they could."""
-
-    def send(self, number):
-        bucket = self.buckets[number]
-        row = torch.cat([other.grad.flatten() for other in bucket])
-        work = dist.all_reduce(row, group=self.group, async_op=True)
-        self.under_way.append((work, row, bucket))
-
-
-class WithTheLastGradient(Late):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if not any(self.missing):
-            for other in range(len(self.buckets)):
-                self.send(other)
-
-
-class WithTheLastBucket(Late):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.missing[number] == 0 and number == len(self.buckets) - 1:
-            for other in range(len(self.buckets)):
-                self.send(other)
-
-
-class InPairs(Late):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            if number % 2 == 1:
-                self.send(number - 1)
-                self.send(number)
-            elif number == len(self.buckets) - 1:
-                self.send(number)
-
-
-class OneBucketLate(Late):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if number > 0 and self.missing[number] == len(self.buckets[number]) - 1:
-            self.send(number - 1)
-        if self.missing[number] == 0 and number == len(self.buckets) - 1:
-            self.send(number)
-
-
-class DividedBeforeWaiting(AsInTheLesson):
-    divides = False
-
-    def gradient_ready(self, number, param):
-        super().gradient_ready(number, param)
-        if self.missing[number] == 0:
-            self.under_way[-1][1].div_(self.group.size())
-
-
-class RowMadeAnew(AsInTheLesson):
-    def finish_gradient_sync(self):
-        for work, _, bucket in self.under_way:
-            work.wait()
-            row = torch.cat([other.grad.flatten() for other in bucket]) / self.group.size()
-            for param, mean in zip(bucket, row.split([param.numel() for param in bucket])):
-                param.grad.copy_(mean.view_as(param))
-        self.under_way.clear()
-        self.missing = [len(bucket) for bucket in self.buckets]
-
-
-class ByPosition(AsInTheLesson):
+class ByPosition(OfTheLesson):
     """Gives its arguments by position."""
 
     def gradient_ready(self, number, param):
@@ -446,38 +257,8 @@ class ByPosition(AsInTheLesson):
             self.under_way += [(work, row, bucket)]
 
 
-class AfterBackward(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-
-    def finish_gradient_sync(self):
-        row_and_split(self.buckets, self.group)
-        self.missing = [len(bucket) for bucket in self.buckets]
-
-
-class OneForEachParameter(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        work = dist.all_reduce(param.grad, group=self.group, async_op=True)
-        self.under_way.append((work, param.grad, [param]))
-
-    def finish_gradient_sync(self):
-        for work, grad, _ in self.under_way:
-            work.wait()
-            grad /= self.group.size()
-        self.under_way.clear()
-
-
-class NothingSent(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-
-
-class ByLabcode(l05_by_hand.Overlapped):
-    pass
-
-
-class Functional(AsInTheLesson):
-    """With the functional collectives, which the check cannot follow."""
+class Functional(OfTheLesson):
+    """With the functional collectives."""
 
     def gradient_ready(self, number, param):
         self.missing[number] -= 1
@@ -488,99 +269,144 @@ class Functional(AsInTheLesson):
             self.under_way.append((None, total, bucket))
 
     def finish_gradient_sync(self):
-        self.under_way = [
-            (None, funcol.wait_tensor(row), bucket) for _, row, bucket in self.under_way
-        ]
-        super().finish_gradient_sync()
+        for _, row, bucket in self.under_way:
+            mean = funcol.wait_tensor(row) / self.group.size()
+            for param, part in zip(bucket, mean.split([param.numel() for param in bucket])):
+                param.grad.copy_(part.view_as(param))
+        self.under_way.clear()
+        self.missing = [len(bucket) for bucket in self.buckets]
 
 
-class InThreads(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
+SEND = """\
             bucket = self.buckets[number]
             row = torch.cat([other.grad.flatten() for other in bucket])
-            thread = threading.Thread(
-                target=dist.all_reduce, args=(row,), kwargs={"group": self.group}
-            )
-            thread.start()
-            thread.wait = thread.join
-            self.under_way.append((thread, row, bucket))
-
-
-class JoinsWeights(AsInTheLesson):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.missing[number] == 0:
-            bucket = self.buckets[number]
-            row = torch.cat([other.detach().flatten() for other in bucket])
             work = dist.all_reduce(row, group=self.group, async_op=True)
             self.under_way.append((work, row, bucket))
-
-
-def variant(**changes):
-    """The lesson's answer with some things done otherwise."""
-    return type("Variant", (AsInTheLesson,), changes)
-
+"""
+SEND_ALL_IF = "self.missing[number] == 0: => {}:\n          for number in range(len(self.buckets)):"
+STARTED = "dist.all_reduce(row, group=self.group, async_op=True)"
 
 OVERLAPPED = Answers(
-    check=l05.overlapped,
+    solves="OverlappedDataParallel",
     right={
-        "as in the lesson": AsInTheLesson,
         "a dictionary": ByDictionary,
         "positional arguments": ByPosition,
         "Futures": WithFutures,
         "in a fixed order": InOrder,
+        "functional collectives": Functional,
     },
     wrong={
-        "waits in the hook": (variant(waits_in_hook=True), "gradient_ready calls wait()"),
-        "not asynchronous": (variant(is_async=False), "start it with async_op=True"),
-        "sent too early": (variant(early=1), "before the last of its gradients was ready"),
-        "divides by the world size": (variant(by_world=True), "0.5 times as long as the mean"),
-        "forgets the group": (variant(own_group=False), "ranks outside of the group"),
-        "missing not set back": (variant(resets=False), "step 2: nothing was sent"),
-        "under_way not cleared": (variant(clears=False), "under_way still holds"),
-        "not copied back": (variant(copies=False), "is the mean copied into it?"),
-        "never waited for": (variant(waits=False), "and 0 waited for"),
-        "a sum": (variant(divides=False), "4 times as long as the mean over the group"),
-        "all after backward": (AfterBackward, "everything was sent after backward"),
-        "one for each parameter": (OneForEachParameter, "an all-reduce of"),
-        "nothing sent": (NothingSent, "no all-reduce was started"),
-        "all with the last gradient": (WithTheLastGradient, "backward went on to"),
-        "all with the last bucket": (WithTheLastBucket, "backward went on to"),
-        "in pairs": (InPairs, "backward went on to"),
-        "one bucket late": (OneBucketLate, "backward went on to 1 more gradient before it left"),
-        "divided before wait()": (DividedBeforeWaiting, "what has to come after wait()?"),
-        "the row made anew": (RowMadeAnew, "0.25 times: where is the sum"),
-        "Futures not waited for": (FuturesNotWaitedFor, "waited for: without wait() nobody"),
+        "waits in the hook": (
+            changed(f"{STARTED} => {STARTED}\n            work.wait()"),
+            "gradient_ready calls wait()",
+        ),
+        "not asynchronous": (
+            changed(", async_op=True => ", "            work.wait() =>             pass"),
+            "start it with async_op=True",
+        ),
+        "sent too early": (changed("== 0: => == 1:"), "before the last of its gradients was ready"),
+        "divides by the world size": (
+            changed("get_world_size(self.group) => get_world_size()"),
+            "0.5 times as long as the mean",
+        ),
+        "forgets the group": (
+            changed("group=self.group, => ", "get_world_size(self.group) => get_world_size()"),
+            "ranks outside of the group",
+        ),
+        "missing not set back": (
+            changed("clear()\n        self.missing = => clear()\n        new_list ="),
+            "step 2: nothing was sent",
+        ),
+        "under_way not cleared": (
+            changed("self.under_way.clear() => pass"),
+            "under_way still holds",
+        ),
+        "not copied back": (changed(f"{COPY} => pass"), "is the mean copied into it?"),
+        "never waited for": (changed("work.wait() => pass"), "and 0 waited for"),
+        "a sum": (changed("row /= p => pass"), "4 times as long as the mean over the group"),
+        "all after backward": (
+            changed(
+                "== 0: => == -1:",
+                f"p = dist => for number in range(len(self.buckets)):\n{SEND}        p = dist",
+            ),
+            "everything was sent after backward",
+        ),
+        "one for each parameter": (
+            changed(
+                "self.missing[number] == 0: => True:",
+                "bucket = self.buckets[number] => bucket = [param]",
+            ),
+            "an all-reduce of",
+        ),
+        "nothing sent": (changed("== 0: => == -1:"), "no all-reduce was started"),
+        "all with the last gradient": (
+            changed(SEND_ALL_IF.format("not any(self.missing)")),
+            "backward went on to",
+        ),
+        "all with the last bucket": (
+            changed(
+                SEND_ALL_IF.format("number == len(self.buckets) - 1 and not self.missing[number]")
+            ),
+            "backward went on to 2",
+        ),
+        "one bucket late": (
+            changed(
+                "== 0: => == 0 and number == len(self.buckets) - 1:",
+                "        if self.missing => "
+                "        if number > 0 and self.missing[number] == len(self.buckets[number]) - 1:\n"
+                + SEND.replace("[number]", "[number - 1]")
+                + "        if self.missing",
+            ),
+            "backward went on to 1 more gradient before it left",
+        ),
+        "divided before wait()": (
+            changed(
+                f"{STARTED} => {STARTED}\n            row.div_(self.group.size())",
+                "row /= p => pass",
+            ),
+            "what has to come after wait()?",
+        ),
+        "the row made anew": (
+            changed("row /= p => row = torch.cat([one.grad.flatten() for one in bucket]) / p"),
+            "0.25 times: where is the sum",
+        ),
+        "Futures not waited for": (
+            changed(
+                f"work = {STARTED} => work = {STARTED}.get_future()",
+                "            work.wait() =>             pass",
+            ),
+            "waited for: without wait() nobody",
+        ),
         "labcode's own": (l05_by_hand.Overlapped, "labcode's own answer"),
-        "labcode's own, inherited": (ByLabcode, "labcode's own answer"),
-        "functional collectives": (Functional, "not by `dist.all_reduce`"),
-        "threads": (InThreads, "in a thread of its own"),
-        "weights": (JoinsWeights, "weights or gradients?"),
-        "a Future in the hook": (FutureInTheHook, "gradient_ready calls wait()"),
+        "labcode's own, called": (
+            changed(
+                "        p = dist => "
+                "        return l05_by_hand.Overlapped.finish_gradient_sync(self)\n        p = dist"
+            ),
+            "labcode's own answer",
+        ),
+        "threads": (
+            changed(
+                f"work = {STARTED} => import threading\n"
+                "            call = functools.partial(dist.all_reduce, row, group=self.group)\n"
+                "            work = threading.Thread(target=call)\n"
+                "            work.start()\n"
+                "            work.wait = work.join"
+            ),
+            "in a thread of its own",
+        ),
+        "weights": (
+            changed("other.grad.flatten() => other.detach().flatten()"),
+            "weights or gradients?",
+        ),
+        "a Future in the hook": (
+            changed(f"{STARTED} => {STARTED}\n            work.get_future().wait()"),
+            "wait in finish_gradient_sync",
+        ),
     },
 )
 
 # ---- 5.3 no_sync
-
-
-class Quiet(l05_by_hand.Overlapped):
-    sends = True
-    during = False
-    after = True
-
-    def gradient_ready(self, number, param):
-        if self.sends:
-            super().gradient_ready(number, param)
-
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.sends = self.during
-        try:
-            yield
-        finally:
-            self.sends = self.after
 
 
 class Counted(l05_by_hand.Overlapped):
@@ -619,85 +445,14 @@ class Remembers(l05_by_hand.Overlapped):
         return stack
 
 
-class WithoutFinally(Quiet):
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.sends = False
-        yield
-        self.sends = True
-
-
-class NoFlagAsked(Quiet):
-    def gradient_ready(self, number, param):
-        l05_by_hand.Overlapped.gradient_ready(self, number, param)
-
-
-class WithoutReturn(Quiet):
-    def no_sync(self):
-        self.sends = False
-
-
-class ForgetsTheRest(Quiet):
-    def gradient_ready(self, number, param):
-        if not self.sends:
-            return
-
-
-class ClearsGradients(Quiet):
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.module.zero_grad()
-        with super().no_sync():
-            yield
-
-
-class Swallows(Quiet):
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.sends = False
-        try:
-            yield
-        except Exception:
-            pass
-        finally:
-            self.sends = True
-
-
-class FlagOfTheClass(Quiet):
-    @contextlib.contextmanager
-    def no_sync(self):
-        type(self).sends = False
-        try:
-            yield
-        finally:
-            type(self).sends = True
-
-
-class CountsInside(Quiet):
-    def gradient_ready(self, number, param):
-        self.missing[number] -= 1
-        if self.sends and self.missing[number] == 0:
-            self.missing[number] = 1
-            super().gradient_ready(number, param)
-
-
-class WithoutYield(Quiet):
-    @contextlib.contextmanager
-    def no_sync(self):
-        self.sends = False
-
-
-class WithoutDecorator(Quiet):
-    def no_sync(self):
-        self.sends = False
-        try:
-            yield
-        finally:
-            self.sends = True
-
-
-class HandedOn(Quiet):
+class HandedOn(l05_by_hand.Overlapped):
     """A context made of a function that hands on the generator of another one."""
+
+    sends = True
+
+    def gradient_ready(self, number, param):
+        if self.sends:
+            super().gradient_ready(number, param)
 
     def quietly(self):
         self.sends = False
@@ -711,44 +466,61 @@ class HandedOn(Quiet):
         return self.quietly()
 
 
+YIELD = "        try:\n            yield\n        finally:\n            self.sends = True"
+
 QUIET = Answers(
-    check=l05.quiet,
-    right={
-        "a flag": Quiet,
-        "a depth": Counted,
-        "its own context": Remembers,
-        "handed on": HandedOn,
-    },
+    solves="QuietDataParallel",
+    right={"a depth": Counted, "its own context": Remembers, "handed on": HandedOn},
     wrong={
-        "no yield": (WithoutYield, "no_sync has no `yield`"),
-        "no decorator": (WithoutDecorator, "what stood above its `def`?"),
-        "no finally": (WithoutFinally, "after an error inside no_sync()"),
-        "not set back": (type("Stuck", (Quiet,), {"after": False}), "is the flag set back?"),
-        "the wrong way round": (type("Turned", (Quiet,), {"during": True}), "inside no_sync()"),
-        "nobody asks": (NoFlagAsked, "who asks whether gradients are to be sent?"),
-        "no context": (WithoutReturn, "it returned None"),
-        "never sends": (ForgetsTheRest, "sent nothing"),
-        "clears what was added": (ClearsGradients, "away from the mean"),
-        "swallows the error": (Swallows, "does not come out of the `with` block"),
-        "a flag of the class": (FlagOfTheClass, "another model sends nothing either"),
-        "counts inside": (CountsInside, "who counts inside no_sync()?"),
+        "no yield": (changed(f"{YIELD} => "), "no_sync has no `yield`"),
+        "no decorator": (changed("@contextlib.contextmanager => "), "what stood above its `def`?"),
+        "no finally": (
+            changed(f"{YIELD} =>         yield\n        self.sends = True"),
+            "after an error inside no_sync()",
+        ),
+        "not set back": (
+            changed("            self.sends = True =>             pass"),
+            "is the flag set back?",
+        ),
+        "the wrong way round": (changed("self.sends = False => pass"), "inside no_sync()"),
+        "nobody asks": (changed("if self.sends: => if True:"), "who asks whether gradients are"),
+        "no context": (
+            changed("@contextlib.contextmanager => ", f"{YIELD} => "),
+            "it returned None",
+        ),
+        "never sends": (
+            changed("super().gradient_ready(number, param) => pass"),
+            "sent nothing",
+        ),
+        "clears what was added": (
+            changed("self.sends = False => self.sends = False; self.module.zero_grad()"),
+            "away from the mean",
+        ),
+        "swallows the error": (
+            changed(
+                "        finally: =>         except Exception:\n            pass\n        finally:"
+            ),
+            "does not come out of the `with` block",
+        ),
+        "a flag of the class": (
+            changed(
+                "self.sends = False => type(self).sends = False",
+                "            self.sends = True =>             type(self).sends = True",
+            ),
+            "another model sends nothing either",
+        ),
+        "counts inside": (
+            changed(
+                "        if self.sends: =>         self.missing[number] -= 1\n"
+                "        if self.sends and self.missing[number] == 0:\n"
+                "            self.missing[number] = 1"
+            ),
+            "who counts inside no_sync()?",
+        ),
     },
 )
 
 # ---- 5.4 clipping
-
-
-def clipped_step(model, optimizer, inputs, targets, max_norm):
-    optimizer.zero_grad()
-    gpt.loss(model.module(inputs), targets).backward()
-    model.finish_gradient_sync()
-    squares = [param.grad.square().sum() for param in model.module.parameters()]
-    norm = torch.stack(squares).sum().sqrt()
-    if norm > max_norm:
-        for param in model.module.parameters():
-            param.grad *= max_norm / norm
-    optimizer.step()
-    return norm
 
 
 def with_floats(model, optimizer, inputs, targets, max_norm):
@@ -780,34 +552,24 @@ def with_one_row(model, optimizer, inputs, targets, max_norm):
     return norm.item()
 
 
-def steps(model, optimizer, inputs, targets, before=None, after=None, zero=True):
-    """Forward, backward, average and step, with something before and after the average."""
-    if zero:
-        optimizer.zero_grad()
-    gpt.loss(model.module(inputs), targets).backward()
-    norm = before(model.module) if before else None
-    model.finish_gradient_sync()
-    norm = after(model.module) if after else norm
-    optimizer.step()
-    return norm
-
-
-def norm_of(module):
-    return torch.cat([param.grad.flatten() for param in module.parameters()]).norm()
-
-
-def clip(module, max_norm, always=False):
-    norm = norm_of(module)
-    if norm > max_norm or always:
-        for param in module.parameters():
-            param.grad *= max_norm / norm
-    return norm
+FINISH = "    model.finish_gradient_sync()\n"
+NORM = """\
+    squares = [param.grad.square().sum() for param in model.module.parameters()]
+    norm = torch.stack(squares).sum().sqrt()
+"""
+IF = "    if norm > max_norm:\n"
+FOR = "        for param in model.module.parameters():\n"
+SCALE = "            param.grad *= max_norm / norm\n"
+BY_ONE = "for param in model.module.parameters(): param.grad *= "
 
 
 def clips_first(model, optimizer, inputs, targets, max_norm):
     optimizer.zero_grad()
     gpt.loss(model.module(inputs), targets).backward()
-    norm = clip(model.module, max_norm)
+    norm = torch.cat([param.grad.flatten() for param in model.module.parameters()]).norm()
+    if norm > max_norm:
+        for param in model.module.parameters():
+            param.grad *= max_norm / norm
     l05_by_hand.average_buckets(model.buckets, model.group)
     model.under_way.clear()
     model.missing = [len(bucket) for bucket in model.buckets]
@@ -815,163 +577,78 @@ def clips_first(model, optimizer, inputs, targets, max_norm):
     return norm
 
 
-def each_by_its_own_norm(model, optimizer, inputs, targets, max_norm):
-    def each(module):
-        norm = norm_of(module)
-        for param in module.parameters():
-            param.grad *= min(1.0, max_norm / param.grad.norm().item())
-        return norm
-
-    return steps(model, optimizer, inputs, targets, after=each)
-
-
-def always_scales(model, optimizer, inputs, targets, max_norm):
-    return steps(
-        model, optimizer, inputs, targets, after=lambda module: clip(module, max_norm, always=True)
-    )
-
-
-def never_scales(model, optimizer, inputs, targets, max_norm):
-    return steps(model, optimizer, inputs, targets, after=norm_of)
-
-
-def norm_afterwards(model, optimizer, inputs, targets, max_norm):
-    def clip_and_look(module):
-        clip(module, max_norm)
-        return norm_of(module)
-
-    return steps(model, optimizer, inputs, targets, after=clip_and_look)
-
-
-def sum_of_norms(model, optimizer, inputs, targets, max_norm):
-    def by_sum(module):
-        norm = sum(param.grad.norm() for param in module.parameters())
-        for param in module.parameters():
-            param.grad *= min(1.0, max_norm / norm.item())
-        return norm
-
-    return steps(model, optimizer, inputs, targets, after=by_sum)
-
-
-def forgets_zero_grad(model, optimizer, inputs, targets, max_norm):
-    return steps(
-        model,
-        optimizer,
-        inputs,
-        targets,
-        after=lambda module: clip(module, max_norm),
-        zero=False,
-    )
-
-
-def no_step(model, optimizer, inputs, targets, max_norm):
-    optimizer.zero_grad()
-    gpt.loss(model.module(inputs), targets).backward()
-    model.finish_gradient_sync()
-    return clip(model.module, max_norm)
-
-
-def by_torch(model, optimizer, inputs, targets, max_norm):
-    def by_library(module):
-        return torch.nn.utils.clip_grad_norm_(module.parameters(), max_norm)
-
-    return steps(model, optimizer, inputs, targets, after=by_library)
-
-
-def not_averaged(model, optimizer, inputs, targets, max_norm):
-    optimizer.zero_grad()
-    gpt.loss(model.module(inputs), targets).backward()
-    norm = clip(model.module, max_norm)
-    optimizer.step()
-    return norm
-
-
-def squares_over_ranks(model, optimizer, inputs, targets, max_norm):
-    def over_ranks(module):
-        square = norm_of(module) ** 2
-        dist.all_reduce(square, group=model.group)
-        norm = square.sqrt()
-        if norm > max_norm:
-            for param in module.parameters():
-                param.grad *= max_norm / norm
-        return norm
-
-    return steps(model, optimizer, inputs, targets, after=over_ranks)
-
-
-def no_root(model, optimizer, inputs, targets, max_norm):
-    def square_of(module):
-        clip(module, max_norm)
-        return sum(param.grad.square().sum() for param in module.parameters())
-
-    return steps(model, optimizer, inputs, targets, after=square_of)
-
-
-def averages_twice(model, optimizer, inputs, targets, max_norm):
-    def again(module):
-        for param in module.parameters():
-            dist.all_reduce(param.grad, group=model.group)
-            param.grad /= model.group.size()
-        return clip(module, max_norm)
-
-    return steps(model, optimizer, inputs, targets, after=again)
-
-
-def clips_by_value(model, optimizer, inputs, targets, max_norm):
-    def by_value(module):
-        norm = norm_of(module)
-        for param in module.parameters():
-            param.grad.clamp_(-max_norm, max_norm)
-        return norm
-
-    return steps(model, optimizer, inputs, targets, after=by_value)
-
-
-def returns_the_loss(model, optimizer, inputs, targets, max_norm):
-    optimizer.zero_grad()
-    loss = gpt.loss(model.module(inputs), targets)
-    loss.backward()
-    model.finish_gradient_sync()
-    clip(model.module, max_norm)
-    optimizer.step()
-    return loss
-
-
-def without_return(model, optimizer, inputs, targets, max_norm):
-    clipped_step(model, optimizer, inputs, targets, max_norm)
-
-
 CLIPPED = Answers(
-    check=l05.clipped,
-    right={"squares": clipped_step, "floats": with_floats, "one row": with_one_row},
+    solves="clipped_step",
+    right={"floats": with_floats, "one row": with_one_row},
     wrong={
         "clips before the average": (clips_first, "take it after the average"),
-        "each by its own norm": (each_by_its_own_norm, "do all parameters have the same factor"),
-        "always scales": (always_scales, "10 times as long as it should be"),
-        "never scales": (never_scales, "not clipped"),
-        "the norm afterwards": (norm_afterwards, "the norm after clipping"),
-        "a sum of norms": (sum_of_norms, "the sum of the norms of all parameters"),
-        "no root": (no_root, "the square of the norm"),
-        "not averaged": (not_averaged, "the gradient of this rank's own share"),
-        "squares over the ranks": (squares_over_ranks, "sqrt(4) times the norm"),
-        "zero_grad forgotten": (forgets_zero_grad, "what is in `.grad` when it begins?"),
-        "no step": (no_step, "who makes the step?"),
-        "PyTorch's own": (by_torch, "take the norm yourself"),
-        "averages twice": (averages_twice, "when finish_gradient_sync returns?"),
-        "clips by value": (clips_by_value, "it limits the norm of all of them together"),
-        "the loss": (returns_the_loss, "which is the loss"),
-        "no return": (without_return, "it returned None"),
+        "each by its own norm": (
+            changed("max_norm / norm => min(1.0, max_norm / param.grad.norm().item())"),
+            "do all parameters have the same factor",
+        ),
+        "always scales": (
+            changed("if norm > max_norm: => if True:"),
+            "10 times as long as it should",
+        ),
+        "never scales": (changed("if norm > max_norm: => if False:"), "not clipped"),
+        "the norm afterwards": (
+            changed(f"    optimizer.step() => {NORM}    optimizer.step()"),
+            "the norm after clipping",
+        ),
+        "a sum of norms": (
+            changed("square().sum() for => norm() for", ".sum().sqrt() => .sum()"),
+            "the sum of the norms of all parameters",
+        ),
+        "no root": (
+            changed("return norm => return torch.stack(squares).sum()"),
+            "the square of the norm",
+        ),
+        "not averaged": (
+            changed(
+                f"{FINISH} => ",
+                "return norm => model.finish_gradient_sync()\n    return norm",
+            ),
+            "the gradient of this rank's own share",
+        ),
+        "squares over the ranks": (
+            changed(
+                "    norm = torch.stack(squares).sum().sqrt() => "
+                "    square = torch.stack(squares).sum()\n"
+                "    dist.all_reduce(square, group=model.group)\n"
+                "    norm = square.sqrt()"
+            ),
+            "sqrt(4) times the norm",
+        ),
+        "zero_grad forgotten": (
+            changed("optimizer.zero_grad() => pass"),
+            "what is in `.grad` when it begins?",
+        ),
+        "no step": (changed("optimizer.step() => pass"), "who makes the step?"),
+        "PyTorch's own": (
+            changed("return norm => return torch.nn.utils.clip_grad_norm_([], 1.0)"),
+            "take the norm yourself",
+        ),
+        "averages twice": (
+            changed(
+                f"{FINISH} => {FINISH}    for param in model.module.parameters():\n"
+                "        dist.all_reduce(param.grad, group=model.group)\n"
+                "        param.grad /= model.group.size()\n"
+            ),
+            "when finish_gradient_sync returns?",
+        ),
+        "clips by value": (
+            changed(f"{SCALE} =>             param.grad.clamp_(-max_norm, max_norm)\n"),
+            "it limits the norm of all of them together",
+        ),
+        "the loss": (
+            changed("return norm => return gpt.loss(model.module(inputs), targets)"),
+            "it returns the norm",
+        ),
+        "no return": (changed("return norm => pass"), "it returned None"),
     },
 )
 
 # ---- 5.5 a hook that compresses
-
-
-def compress(group, bucket):
-    full = bucket.buffer()
-    half = (full / group.size()).bfloat16()
-    work = dist.all_reduce(half, group=group, async_op=True)
-    return work.get_future().then(lambda done: full.copy_(done.value()[0]))
 
 
 def divides_afterwards(group, bucket):
@@ -993,58 +670,27 @@ def with_state(state, bucket):
     return future.then(decompress)
 
 
-def sent(tensor, group):
-    return dist.all_reduce(tensor, group=group, async_op=True).get_future()
+def hook_by_gradients(group, bucket):
+    """Fills the row gradient by gradient, and sends it whole."""
+    row = torch.cat([gradient.flatten() for gradient in bucket.gradients()]).bfloat16()
 
+    def hand_out(done):
+        start = 0
+        for gradient in bucket.gradients():
+            part = done.value()[0][start : start + gradient.numel()]
+            gradient.copy_(part.view_as(gradient) / group.size())
+            start += gradient.numel()
+        return bucket.buffer()
 
-def hook_sum(group, bucket):
-    return sent(bucket.buffer().bfloat16(), group).then(lambda done: done.value()[0].float())
-
-
-def hook_full(group, bucket):
-    return sent(bucket.buffer() / group.size(), group).then(lambda done: done.value()[0])
-
-
-def hook_float16(group, bucket):
-    half = (bucket.buffer() / group.size()).half()
-    return sent(half, group).then(lambda done: done.value()[0].float())
-
-
-def hook_list(group, bucket):
-    half = (bucket.buffer() / group.size()).bfloat16()
-    return sent(half, group).then(lambda done: done.value())
-
-
-def hook_future_of_all_reduce(group, bucket):
-    return sent((bucket.buffer() / group.size()).bfloat16(), group)
-
-
-def hook_other_name(group, gradients):
-    return compress(group, gradients)
-
-
-def hook_waits(group, bucket):
-    half = (bucket.buffer() / group.size()).bfloat16()
-    dist.all_reduce(half, group=group)
-    future = torch.futures.Future()
-    future.set_result(half.float())
-    return future
-
-
-def hook_tensor(group, bucket):
-    half = (bucket.buffer() / group.size()).bfloat16()
-    dist.all_reduce(half, group=group)
-    return half.float()
-
-
-def hook_world(group, bucket):
-    half = (bucket.buffer() / dist.get_world_size()).bfloat16()
-    return sent(half, None).then(lambda done: done.value()[0].float())
+    work = dist.all_reduce(row, group=group, async_op=True)
+    return work.get_future().then(hand_out)
 
 
 def hook_one_for_each_gradient(group, bucket):
     rows = [gradient.to(torch.bfloat16) / group.size() for gradient in bucket.gradients()]
-    futures = [sent(row, group) for row in rows]
+    futures = []
+    for row in rows:
+        futures.append(dist.all_reduce(row, group=group, async_op=True).get_future())
 
     def hand_out(_):
         for gradient, row in zip(bucket.gradients(), rows):
@@ -1061,51 +707,55 @@ def hook_functional(group, bucket):
     return future
 
 
-def hook_by_gradients(group, bucket):
-    """Fills the row gradient by gradient, and sends it whole."""
-    row = torch.cat([gradient.flatten() for gradient in bucket.gradients()]).bfloat16()
-
-    def hand_out(done):
-        start = 0
-        for gradient in bucket.gradients():
-            part = done.value()[0][start : start + gradient.numel()]
-            gradient.copy_(part.view_as(gradient) / group.size())
-            start += gradient.numel()
-        return bucket.buffer()
-
-    return sent(row, group).then(hand_out)
-
-
-def hook_by_torch(group, bucket):
-    return bf16_compress_hook(group, bucket)
-
-
-def hook_without_return(group, bucket):
-    compress(group, bucket)
+def hook_tensor(group, bucket):
+    half = (bucket.buffer() / group.size()).bfloat16()
+    dist.all_reduce(half, group=group)
+    return half.float()
 
 
 COMPRESSED = Answers(
-    check=l05.compress,
+    solves="compress",
     right={
-        "divides before": compress,
         "divides afterwards": divides_afterwards,
         "into the buffer": with_state,
         "gradient by gradient in one row": hook_by_gradients,
     },
     wrong={
-        "a sum": (hook_sum, "4 times as long as the mean"),
-        "full precision": (hook_full, "torch.float32 travelled"),
-        "half precision": (hook_float16, "torch.float16 travelled"),
-        "a list": (hook_list, "the Future holds a list"),
-        "no then": (hook_future_of_all_reduce, "the Future holds a list"),
-        "another name": (hook_other_name, "parameters (state, bucket)"),
-        "waits": (hook_waits, "the hook waits for the all-reduce"),
+        "a sum": (changed(" / group.size() => "), "4 times as long as the mean"),
+        "full precision": (changed(".bfloat16() => "), "float32 travelled"),
+        "half precision": (changed(".bfloat16() => .half()"), "float16 travelled"),
+        "a list": (
+            changed("full.copy_(done.value()[0]) => done.value()"),
+            "the Future holds a list",
+        ),
+        "no then": (
+            changed(".then(lambda done: full.copy_(done.value()[0])) => "),
+            "the Future holds a list",
+        ),
+        "another name": (
+            changed("bucket): => gradients):", "bucket.buffer() => gradients.buffer()"),
+            "parameters (state, bucket)",
+        ),
+        "waits": (
+            changed("    return => work.wait()\n    return".replace("work", "    work", 1)),
+            "the hook waits for the all-reduce",
+        ),
         "a tensor": (hook_tensor, "it returned a Tensor"),
-        "forgets the group": (hook_world, "ranks outside of the group"),
+        "forgets the group": (
+            changed("group=group, => ", "group.size() => dist.get_world_size()"),
+            "ranks outside of the group",
+        ),
         "one for each gradient": (hook_one_for_each_gradient, "all-reduces for one bucket"),
-        "functional collectives": (hook_functional, "not by `dist.all_reduce`"),
-        "PyTorch's own": (hook_by_torch, "PyTorch's own hook would do"),
-        "no return": (hook_without_return, "it returned None"),
+        "functional collectives": (hook_functional, "the hook waits for the all-reduce"),
+        "PyTorch's own": (
+            changed(
+                "full = => from torch.distributed.algorithms.ddp_comm_hooks.default_hooks "
+                "import bf16_compress_hook\n    return bf16_compress_hook(group, bucket)\n"
+                "    full ="
+            ),
+            "PyTorch's answer to this exercise",
+        ),
+        "no return": (changed("    return work =>     work"), "it returned None"),
     },
 )
 

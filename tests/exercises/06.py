@@ -1,22 +1,17 @@
 """Answers to the exercises of lesson 06, large batches and convergence."""
 
 import contextlib
+import itertools
 import math
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 
-from labcode.teach.exercises import l06
 from labcode.teach.labs import l06_by_hand
 
 # ---- 6.1 two equations
-
-
-def by_subtraction(b, small, big_b, big):
-    variance = (small - big) / (1 / b - 1 / big_b)
-    return big - variance / big_b, variance
 
 
 def as_in_the_paper(b, small, big_b, big):
@@ -29,63 +24,36 @@ def as_a_system(b, small, big_b, big):
     return float(square), float(variance)
 
 
-def swapped(b, small, big_b, big):
-    return by_subtraction(b, small, big_b, big)[::-1]
-
-
-def big_is_true(b, small, big_b, big):
-    return big, (small - big) / (1 / b - 1 / big_b)
-
-
-def plain_difference(b, small, big_b, big):
-    return as_in_the_paper(b, small, big_b, big)[0], small - big
-
-
-def the_ratio(b, small, big_b, big):
-    square, variance = by_subtraction(b, small, big_b, big)
-    return variance / square
-
-
-def nothing(*_):
-    return None
-
-
-def wrong_sign(b, small, big_b, big):
-    variance = (small - big) / (1 / big_b - 1 / b)
-    return big - variance / big_b, variance
-
+RETURN = "return square, variance"
 
 ESTIMATE = Answers(
-    check=lambda answer, ranks: l06.estimate(answer),
-    right={
-        "subtract": by_subtraction,
-        "the paper's": as_in_the_paper,
-        "a system of equations": as_a_system,
-    },
+    solves="estimate",
+    takes_ranks=False,
+    right={"the paper's": as_in_the_paper, "a system of equations": as_a_system},
     wrong={
-        "changed places": (swapped, "|G|^2 comes first"),
-        "the big batch has no noise": (big_is_true, "still has noise in it"),
-        "a plain difference": (plain_difference, "difference of the two squares is not"),
-        "the ratio": (the_ratio, "return two numbers"),
-        "no return": (nothing, "returned None"),
-        "wrong sign": (wrong_sign, "your variance is -"),
+        "changed places": (changed(f"{RETURN} => return variance, square"), "|G|^2 comes first"),
+        "the big batch has no noise": (
+            changed(f"{RETURN} => return big_square, variance"),
+            "still has noise in it",
+        ),
+        "a plain difference": (
+            changed(f"{RETURN} => return square, small_square - big_square"),
+            "difference of the two squares is not",
+        ),
+        "the ratio": (changed(f"{RETURN} => return variance / square"), "return two numbers"),
+        "no return": (changed(f"{RETURN} => pass"), "returned None"),
+        "wrong sign": (
+            changed("1 / small_batch - 1 / big_batch => 1 / big_batch - 1 / small_batch"),
+            "your variance is -",
+        ),
+        "cut off at 0": (
+            changed(f"{RETURN} => return max(0.0, square), variance"),
+            "can give a |G|^2 below zero",
+        ),
     },
 )
 
 # ---- 6.2 squares of a step
-
-
-def in_a_loop(model, group):
-    small = torch.zeros(1, dtype=torch.float64)
-    big = 0.0
-    for param in model.parameters():
-        if param.grad is not None:
-            small += param.grad.square().sum()
-            dist.all_reduce(param.grad, group=group)
-            param.grad /= group.size()
-            big += param.grad.square().sum().item()
-    dist.all_reduce(small, group=group)
-    return small.item() / group.size(), big
 
 
 def with_one_row(model, group):
@@ -108,115 +76,63 @@ def with_norms(model, group):
     return small.item(), torch.nn.utils.get_total_norm(grads).item() ** 2
 
 
-def _grads(model):
-    return [param.grad for param in model.parameters() if param.grad is not None]
-
-
-def _square(grads):
-    return sum(grad.square().sum() for grad in grads)
-
-
-def own_small(model, group):
-    small = _square(_grads(model)).item()
-    return small, in_a_loop(model, group)[1]
-
-
-def after_the_mean(model, group):
-    _, big = in_a_loop(model, group)
-    return big, big
-
-
-def group_ignored(model, group):
-    small = _square(_grads(model))
-    dist.all_reduce(small)
-    for grad in _grads(model):
-        dist.all_reduce(grad)
-        grad /= dist.get_world_size()
-    return small.item() / dist.get_world_size(), _square(_grads(model)).item()
-
-
-def small_summed(model, group):
-    small, big = in_a_loop(model, group)
-    return small * group.size(), big
-
-
-def grads_not_averaged(model, group):
-    copies = [grad.clone() for grad in _grads(model)]
-    small = _square(copies)
-    dist.all_reduce(small, group=group)
-    for copy in copies:
-        dist.all_reduce(copy, group=group)
-        copy /= group.size()
-    return small.item() / group.size(), _square(copies).item()
-
-
-def a_sum(model, group):
-    small = _square(_grads(model))
-    dist.all_reduce(small, group=group)
-    for grad in _grads(model):
-        dist.all_reduce(grad, group=group)
-    return small.item() / group.size(), _square(_grads(model)).item()
-
-
-def all_gathered(model, group):
-    row = torch.cat([grad.flatten() for grad in _grads(model)])
-    rows = [torch.empty_like(row) for _ in range(group.size())]
+SEND_SMALL = "dist.all_reduce(small, group=group)"
+SEND_GRADIENT = "dist.all_reduce(param.grad, group=group)"
+ADD_BIG = "big += param.grad.double().square().sum().item()"
+GATHER = """row = torch.cat([param.grad.flatten() for param in params])
+    rows = [torch.empty_like(row) for _ in range(p)]
     dist.all_gather(rows, row, group=group)
-    small = sum(r.dot(r) for r in rows) / group.size()
-    return small, in_a_loop(model, group)[1]
-
-
-def big_before(model, group):
-    small = _square(_grads(model))
-    dist.all_reduce(small, group=group)
-    small = small.item() / group.size()
-    in_a_loop(model, group)
-    return small, small
-
+    small = sum(one.dot(one) for one in rows)"""
 
 SQUARES = Answers(
-    check=l06.squares,
-    right={
-        "in a loop": in_a_loop,
-        "one message for all": with_one_row,
-        "with norms": with_norms,
-    },
+    solves="squares",
+    right={"one message for all": with_one_row, "with norms": with_norms},
     wrong={
-        "its own small square": (own_small, "this rank's own square"),
-        "after the mean": (after_the_mean, "before it is averaged"),
-        "the group is ignored": (group_ignored, "rank"),
-        "the small ones are summed": (small_summed, "sum of the small squares"),
-        "gradients stay": (grads_not_averaged, "still holds the rank's own gradient"),
-        "a sum of gradients": (a_sum, "divide the sum by the size of the group"),
-        "gathers all gradients": (all_gathered, "bytes travel beside the gradients"),
-        "big from before": (big_before, "after it has been averaged"),
+        "its own small square": (
+            changed(f"{SEND_SMALL} => pass", "small.item() / p => small.item()"),
+            "this rank's own square",
+        ),
+        "after the mean": (
+            changed("return small.item() / p, big => return big, big"),
+            "before it is averaged",
+        ),
+        "the group is ignored": (
+            changed(", group=group => ", "get_world_size(group) => get_world_size()"),
+            "with ranks 0, 1, 2 and 3 it is right",
+        ),
+        "the small ones are summed": (
+            changed("small.item() / p => small.item()"),
+            "sum of the small squares",
+        ),
+        "gradients stay": (
+            changed(
+                f"{SEND_GRADIENT} => grad = param.grad.clone()\n"
+                "        dist.all_reduce(grad, group=group)",
+                "param.grad /= p => grad /= p",
+                "big += param.grad => big += grad",
+            ),
+            "still holds the rank's own gradient",
+        ),
+        "a sum of gradients": (
+            changed("param.grad /= p => pass"),
+            "divide the sum by the size of the group",
+        ),
+        "gathers all gradients": (
+            changed(f"{SEND_SMALL} => {GATHER}"),
+            "bytes travel beside the gradients",
+        ),
+        "big from before": (
+            changed("return small.item() / p, big => return small.item() / p, small.item() / p"),
+            "after it has been averaged",
+        ),
+        "labcode's": (l06_by_hand.squares, "labcode's own answer"),
     },
 )
 
 # ---- 6.3 smoothed
 
 
-class Plain:
-    def __init__(self, keep=0.9):
-        self.keep, self.square, self.variance = keep, 0.0, 0.0
-
-    def add(self, square, variance):
-        self.square = self.keep * self.square + (1 - self.keep) * square
-        self.variance = self.keep * self.variance + (1 - self.keep) * variance
-
-    def noise_scale(self):
-        return self.variance / self.square
-
-
-class Unscaled(Plain):
-    """Sums that fade: the factor 1 - keep cancels."""
-
-    def add(self, square, variance):
-        self.square = self.keep * self.square + square
-        self.variance = self.keep * self.variance + variance
-
-
-class InAnArray(Plain):
+class InAnArray:
     def __init__(self, keep=0.9):
         self.keep = keep
         self.both = np.zeros(2)
@@ -228,74 +144,52 @@ class InAnArray(Plain):
         return self.both[1] / self.both[0]
 
 
-class Ratios(Plain):
-    def __init__(self, keep=0.9):
-        self.keep, self.value, self.weight = keep, 0.0, 0.0
-
-    def add(self, square, variance):
-        self.value = self.keep * self.value + (1 - self.keep) * variance / square
-        self.weight = self.keep * self.weight + 1 - self.keep
-
-    def noise_scale(self):
-        return self.value / self.weight
-
-
-class LastOnly(Plain):
-    def add(self, square, variance):
-        self.square, self.variance = square, variance
-
-
-class AllAlike(Plain):
-    def add(self, square, variance):
-        self.square += square
-        self.variance += variance
-
-
-class WrongWay(Plain):
-    def add(self, square, variance):
-        self.square = (1 - self.keep) * self.square + self.keep * square
-        self.variance = (1 - self.keep) * self.variance + self.keep * variance
-
-
-class UpsideDown(Plain):
-    def noise_scale(self):
-        return self.square / self.variance
-
-
-class NoReturn(Plain):
-    def noise_scale(self):
-        self.variance / self.square
-
+SQUARE = "self.square = self.keep * self.square + (1 - self.keep) * square"
+VARIANCE = "self.variance = self.keep * self.variance + (1 - self.keep) * variance"
+RATIO = "self.variance / self.square"
 
 SMOOTHED = Answers(
-    check=lambda answer, ranks: l06.smoothed(answer),
-    right={"as defined": Plain, "without the factor": Unscaled, "in an array": InAnArray},
+    solves="Smoothed",
+    takes_ranks=False,
+    right={
+        "without the factor": changed(
+            f"{SQUARE} => self.square = self.keep * self.square + square",
+            f"{VARIANCE} => self.variance = self.keep * self.variance + variance",
+        ),
+        "in an array": InAnArray,
+    },
     wrong={
-        "smooths ratios": (Ratios, "you smooth ratios"),
-        "the last step": (LastOnly, "the last step alone"),
-        "all alike": (AllAlike, "old ones must fade"),
-        "keep the wrong way": (WrongWay, "the new step counts for `keep`"),
-        "upside down": (UpsideDown, "the noise scale is 30"),
-        "no return": (NoReturn, "returned None"),
+        "smooths ratios": (
+            changed(
+                f"{SQUARE} => self.square = self.keep * self.square + 1 - self.keep",
+                f"{VARIANCE} => {VARIANCE} / square",
+            ),
+            "you smooth ratios",
+        ),
+        "the last step": (
+            changed(f"{SQUARE} => self.square = square", f"{VARIANCE} => self.variance = variance"),
+            "the last step alone",
+        ),
+        "all alike": (
+            changed(
+                f"{SQUARE} => self.square += square",
+                f"{VARIANCE} => self.variance += variance",
+            ),
+            "old ones must fade",
+        ),
+        "keep the wrong way": (
+            changed("+ (1 - self.keep) * => + self.keep *", "= self.keep * => = (1 - self.keep) *"),
+            "the new step counts for `keep`",
+        ),
+        "upside down": (
+            changed(f"{RATIO} => self.square / self.variance"),
+            "the noise scale is 30",
+        ),
+        "no return": (changed(f"return {RATIO} => {RATIO}"), "returned None"),
     },
 )
 
 # ---- 6.4 a sweep
-
-
-def two_loops(batches, rates, steps_to_target, table):
-    for batch in batches:
-        for lr in rates:
-            if (batch, lr) not in table:
-                try:
-                    table[batch, lr] = steps_to_target(batch, lr)
-                except ArithmeticError:
-                    table[batch, lr] = None
-    best = {}
-    for (batch, lr), steps in table.items():
-        if steps is not None and (batch not in best or steps < best[batch][1]):
-            best[batch] = (lr, steps)
-    return best
 
 
 def batch_by_batch(batches, rates, steps_to_target, table):
@@ -316,8 +210,6 @@ def batch_by_batch(batches, rates, steps_to_target, table):
 
 
 def with_product(batches, rates, steps_to_target, table):
-    import itertools
-
     missing = [pair for pair in itertools.product(batches, rates) if pair not in table]
     for pair in missing:
         try:
@@ -334,119 +226,50 @@ def with_product(batches, rates, steps_to_target, table):
     return best
 
 
-def never_catches(batches, rates, steps_to_target, table):
-    for batch in batches:
-        for lr in rates:
-            table[batch, lr] = steps_to_target(batch, lr)
-    return {}
-
-
-def never_looks(batches, rates, steps_to_target, table):
-    return two_loops(batches, rates, steps_to_target, clear(table))
-
-
-def clear(table):
-    table.clear()
-    return table
-
-
-def failures_are_not_kept(batches, rates, steps_to_target, table):
-    for batch in batches:
-        for lr in rates:
-            if (batch, lr) not in table:
-                try:
-                    table[batch, lr] = steps_to_target(batch, lr)
-                except ArithmeticError:
-                    continue
-    return {}
-
-
-def none_is_missing(batches, rates, steps_to_target, table):
-    for batch in batches:
-        for lr in rates:
-            if table.get((batch, lr)) is None:
-                try:
-                    table[batch, lr] = steps_to_target(batch, lr)
-                except ArithmeticError:
-                    table[batch, lr] = None
-    return two_loops(batches, rates, steps_to_target, table)
-
-
-def most_steps(batches, rates, steps_to_target, table):
-    two_loops(batches, rates, steps_to_target, table)
-    best = {}
-    for (batch, lr), steps in table.items():
-        if steps is not None and (batch not in best or steps > best[batch][1]):
-            best[batch] = (lr, steps)
-    return best
-
-
-def steps_first(batches, rates, steps_to_target, table):
-    best = two_loops(batches, rates, steps_to_target, table)
-    return {batch: way[::-1] for batch, way in best.items()}
-
-
-def kept_at_the_end(batches, rates, steps_to_target, table):
-    new = {}
-    for batch in batches:
-        for lr in rates:
-            if (batch, lr) in table:
-                continue
-            try:
-                new[batch, lr] = steps_to_target(batch, lr)
-            except ArithmeticError:
-                new[batch, lr] = None
-    table.update(new)
-    return two_loops(batches, rates, steps_to_target, table)
-
-
-def catches_all(batches, rates, steps_to_target, table):
-    for batch in batches:
-        for lr in rates:
-            if (batch, lr) in table:
-                continue
-            try:
-                table[batch, lr] = steps_to_target(batch, lr)
-            except BaseException:
-                table[batch, lr] = None
-    return two_loops(batches, rates, steps_to_target, table)
-
-
-def none_for_a_batch(batches, rates, steps_to_target, table):
-    best = two_loops(batches, rates, steps_to_target, table)
-    return {batch: best.get(batch) for batch in batches}
-
-
-def returns_the_table(batches, rates, steps_to_target, table):
-    two_loops(batches, rates, steps_to_target, table)
-    return table
-
-
 SWEEP = Answers(
-    check=lambda answer, ranks: l06.sweep(answer),
-    right={"two loops": two_loops, "batch by batch": batch_by_batch, "product": with_product},
+    solves="sweep",
+    takes_ranks=False,
+    right={"batch by batch": batch_by_batch, "product": with_product},
     wrong={
-        "kept at the end": (kept_at_the_end, "as soon as it is there"),
-        "catches all": (catches_all, "catch ArithmeticError alone"),
-        "None for a batch without": (none_for_a_batch, "leave that batch out"),
-        "never catches": (never_catches, "ended the sweep"),
-        "never looks": (never_looks, "was in `table` already"),
-        "failures are not kept": (failures_are_not_kept, "has no entry for (4, 0.1)"),
-        "None is missing": (none_is_missing, "None is an entry, too"),
-        "most steps": (most_steps, "needs fewest steps"),
-        "steps first": (steps_first, "the rate comes first"),
-        "the table": (returns_the_table, "the best rate of batch 4 is missing"),
+        "kept at the end": (
+            changed(
+                "for batch in batches => new = {}\n    for batch in batches",
+                "table[batch, lr] = => new[batch, lr] =",
+                "best = {} => table.update(new)\n    best = {}",
+            ),
+            "as soon as it is there",
+        ),
+        "catches all": (
+            changed("except ArithmeticError => except BaseException"),
+            "catch ArithmeticError alone",
+        ),
+        "None for a batch without": (
+            changed("return best => return {batch: best.get(batch) for batch in batches}"),
+            "leave that batch out",
+        ),
+        "never catches": (changed("except ArithmeticError => except KeyError"), "ended the sweep"),
+        "never looks": (changed("if (batch, lr) in table => if False"), "was in `table` already"),
+        "failures are not kept": (
+            changed("table[batch, lr] = None => continue"),
+            "has no entry for (4, 0.1)",
+        ),
+        "None is missing": (
+            changed("if (batch, lr) in table => if table.get((batch, lr)) is not None"),
+            "None is an entry, too",
+        ),
+        "most steps": (changed("steps < best => steps > best"), "needs fewest steps"),
+        "steps first": (
+            changed("return best => return {batch: way[::-1] for batch, way in best.items()}"),
+            "the rate comes first",
+        ),
+        "the table": (
+            changed("return best => return table"),
+            "the best rate of batch 4 is missing",
+        ),
     },
 )
 
 # ---- 6.5 the verdict
-
-
-def by_polyfit(steps_of):
-    batches = np.array(list(steps_of))
-    steps = np.array(list(steps_of.values()))
-    slope, intercept = np.polyfit(1 / batches, steps, 1, w=1 / steps)
-    return intercept, slope
 
 
 def by_lstsq(steps_of):
@@ -465,62 +288,40 @@ def by_hand(steps_of):
     return mean_y - slope * mean_x, slope
 
 
-def fit_swapped(steps_of):
-    return by_polyfit(steps_of)[::-1]
-
-
-def the_ends(steps_of):
-    return steps_of[max(steps_of)], min(steps_of) * steps_of[min(steps_of)]
-
-
-def the_critical(steps_of):
-    least_steps, least_samples = by_polyfit(steps_of)
-    return least_steps, least_samples / least_steps
-
-
-def over_the_batch(steps_of):
-    slope, intercept = np.polyfit(list(steps_of), list(steps_of.values()), 1)
-    return intercept, slope
-
-
-def smallest_batch(steps_of):
-    return by_polyfit(steps_of)[0], min(steps_of) * steps_of[min(steps_of)]
-
-
 def through_the_ends(steps_of):
     first, last = min(steps_of), max(steps_of)
     slope = (steps_of[first] - steps_of[last]) / (1 / first - 1 / last)
     return steps_of[last] - slope / last, slope
 
 
-def weighted_upside_down(steps_of):
-    batches = np.array(list(steps_of))
-    steps = np.array(list(steps_of.values()))
-    slope, intercept = np.polyfit(1 / batches, steps, 1, w=steps)
-    return intercept, slope
-
-
-def as_an_array(steps_of):
-    return np.array(by_polyfit(steps_of))
-
+LINE = "return intercept, slope"
 
 FIT = Answers(
-    check=lambda answer, ranks: l06.fit(answer),
+    solves="fit",
+    takes_ranks=False,
     right={
-        "polyfit": by_polyfit,
         "lstsq": by_lstsq,
         "by hand": by_hand,
-        "an array": as_an_array,
+        "an array": changed(f"{LINE} => return np.array([intercept, slope])"),
     },
     wrong={
         "through the first and the last point": (through_the_ends, "does every point count"),
-        "weights upside down": (weighted_upside_down, "with which weight"),
-        "changed places": (fit_swapped, "S_min comes first"),
-        "the two ends": (the_ends, "steps of the largest batch"),
-        "the critical batch": (the_critical, "that is the critical batch"),
-        "over the batch": (over_the_batch, "yours are"),
-        "the smallest batch": (smallest_batch, "samples of the smallest batch"),
-        "no return": (nothing, "returned None"),
+        "weights upside down": (changed("w=1 / steps => w=steps"), "with which weight"),
+        "changed places": (changed(f"{LINE} => return slope, intercept"), "S_min comes first"),
+        "the two ends": (
+            changed(f"{LINE} => return steps[-1], batches[0] * steps[0]"),
+            "steps of the largest batch",
+        ),
+        "the critical batch": (
+            changed(f"{LINE} => return intercept, slope / intercept"),
+            "that is the critical batch",
+        ),
+        "over the batch": (changed("polyfit(1 / batches => polyfit(batches"), "yours are"),
+        "the smallest batch": (
+            changed(f"{LINE} => return intercept, batches[0] * steps[0]"),
+            "samples of the smallest batch",
+        ),
+        "no return": (changed(f"{LINE} => pass"), "returned None"),
     },
 )
 
@@ -530,10 +331,11 @@ NO_GUARD = {"optim.lr": 3.0, "optim.min_lr": 3.0, "optim.warmup_steps": 0, "opti
 SHORT = {"data.val_fraction": 0.9995, "optim.lr": 1e-2, "train.steps": 600}
 
 BROKEN = Answers(
-    check=lambda answer, ranks: l06.broken(*answer),
+    solves=("diverges", "overfits"),
+    takes_ranks=False,
+    real=True,
     right={
         "no guard": (NO_GUARD, SHORT),
-        "a rate of 30": ({"optim.lr": 30.0, "optim.min_lr": 3.0}, SHORT),
         "many samples of little text": (
             NO_GUARD,
             {"data.val_fraction": 0.999, "train.global_batch": 64, "optim.lr": 2e-2},
@@ -559,7 +361,9 @@ BROKEN = Answers(
 # ---- 6.7 the outer step
 
 
-class Outer:
+class Begun:
+    """What the exercise gives."""
+
     def __init__(self, model, group, lr, momentum):
         self.params = list(model.parameters())
         self.group = group
@@ -568,38 +372,28 @@ class Outer:
         self.common = [param.detach().clone() for param in self.params]
         self.velocity = [torch.zeros_like(param) for param in self.params]
 
-    def mean(self, tensor):
-        dist.all_reduce(tensor, group=self.group)
-        return tensor / self.group.size()
 
-    @torch.no_grad()
-    def step(self):
-        for param, common, velocity in zip(self.params, self.common, self.velocity):
-            gone = self.mean(common - param)
-            velocity *= self.momentum
-            velocity += gone
-            common -= self.lr * (gone + self.momentum * velocity)
-            param.copy_(common)
-
-
-class WithSGD(Outer):
+class WithSGD(Begun):
     def __init__(self, model, group, lr, momentum):
         super().__init__(model, group, lr, momentum)
         self.optimizer = torch.optim.SGD(self.common, lr=lr, momentum=momentum, nesterov=True)
 
     def step(self):
         for param, common in zip(self.params, self.common):
-            common.grad = self.mean(common - param.detach())
+            gone = common - param.detach()
+            dist.all_reduce(gone, group=self.group)
+            common.grad = gone / self.group.size()
         self.optimizer.step()
         for param, common in zip(self.params, self.common):
             param.data.copy_(common)
 
 
-class OneRow(Outer):
+class OneRow(Begun):
     @torch.no_grad()
     def step(self):
         gone = [common - param for common, param in zip(self.common, self.params)]
-        row = self.mean(torch.cat([one.flatten() for one in gone]))
+        row = torch.cat([one.flatten() for one in gone]) / self.group.size()
+        dist.all_reduce(row, group=self.group)
         parts = row.split([one.numel() for one in gone])
         for number, part in enumerate(parts):
             way = part.view_as(gone[number])
@@ -609,82 +403,46 @@ class OneRow(Outer):
             self.params[number].copy_(self.common[number])
 
 
-class MeanOfWeights(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param in self.params:
-            param.copy_(self.mean(param.clone()))
-
-
-class NoMomentum(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param, common in zip(self.params, self.common):
-            common -= self.lr * self.mean(common - param)
-            param.copy_(common)
-
-
-class WrongDirection(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param, common, velocity in zip(self.params, self.common, self.velocity):
-            gone = self.mean(param - common)
-            velocity.mul_(self.momentum).add_(gone)
-            common -= self.lr * (gone + self.momentum * velocity)
-            param.copy_(common)
-
-
-class NeverCopiedBack(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param, common, velocity in zip(self.params, self.common, self.velocity):
-            gone = self.mean(common - param)
-            velocity.mul_(self.momentum).add_(gone)
-            common -= self.lr * (gone + self.momentum * velocity)
-
-
-class CommonForgotten(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param, common, velocity in zip(self.params, self.common, self.velocity):
-            gone = self.mean(common - param)
-            velocity.mul_(self.momentum).add_(gone)
-            param.copy_(common - self.lr * (gone + self.momentum * velocity))
-
-
-class WholeWorld(Outer):
-    def mean(self, tensor):
-        dist.all_reduce(tensor)
-        return tensor / dist.get_world_size()
-
-
-class NoMessage(Outer):
-    def mean(self, tensor):
-        return tensor
-
-
-class HeavyBall(Outer):
-    @torch.no_grad()
-    def step(self):
-        for param, common, velocity in zip(self.params, self.common, self.velocity):
-            velocity.mul_(self.momentum).add_(self.mean(common - param))
-            common -= self.lr * velocity
-            param.copy_(common)
-
+NESTEROV = "common -= self.lr * (gone + self.momentum * velocity)"
 
 OUTER = Answers(
-    check=l06.outer_step,
-    right={"by hand": Outer, "with SGD": WithSGD, "one message": OneRow},
+    solves="OuterStep",
+    right={"with SGD": WithSGD, "one message": OneRow},
     wrong={
-        "the mean of the weights": (MeanOfWeights, "plain mean of the weights"),
-        "no momentum": (NoMomentum, "where is the momentum"),
-        "the wrong direction": (WrongDirection, "walk back"),
-        "never copied back": (NeverCopiedBack, "leaves the weights as they are"),
-        "common forgotten": (CommonForgotten, "from one round to the next"),
-        "the whole world": (WholeWorld, "rank"),
-        "no message": (NoMessage, "no collective was called"),
-        "heavy ball": (HeavyBall, "where is the momentum"),
-        "labcode's": (l06_by_hand.OuterStep, "labcode"),
+        "the mean of the weights": (
+            changed(f"{NESTEROV} => common -= gone"),
+            "plain mean of the weights",
+        ),
+        "no momentum": (
+            changed(f"{NESTEROV} => common -= self.lr * gone"),
+            "where is the momentum",
+        ),
+        "the wrong direction": (changed("common - param => param - common"), "walk back"),
+        "never copied back": (
+            changed("param.copy_(common) => pass"),
+            "leaves the weights as they are",
+        ),
+        "common forgotten": (
+            changed(
+                "common -= => new = common -",
+                "param.copy_(common) => param.copy_(new)",
+            ),
+            "from one round to the next",
+        ),
+        "the whole world": (
+            changed(", group=self.group => ", "get_world_size(self.group) => get_world_size()"),
+            "with ranks 0, 1, 2 and 3 it is right",
+        ),
+        "no message": (
+            changed("dist.all_reduce(gone, group=self.group) => gone *= p"),
+            "no collective was called",
+        ),
+        "a sum": (changed("gone /= p => pass"), "and this is their sum"),
+        "heavy ball": (
+            changed(f"{NESTEROV} => common -= self.lr * velocity"),
+            "where is the momentum",
+        ),
+        "labcode's": (l06_by_hand.OuterStep, "labcode's own answer"),
     },
 )
 

@@ -1,7 +1,6 @@
 """Answers to the exercises of lesson 07, the DDP clinic."""
 
 import atexit
-import contextlib
 import functools
 import heapq
 import math
@@ -12,21 +11,13 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 
-from labcode.parallel.batch_norm import WholeBatchNorm
 from labcode.pool.ranks import Ranks
-from labcode.teach.exercises import l07
 from labcode.teach.labs import l07_clinic
 from tools.lesson_source import notebooks_of
 
 # ---- 7.1 who is different
-
-
-def by_objects(value, group):
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return [rank for rank, other in enumerate(values) if other != values[0]]
 
 
 def by_tensors(value, group):
@@ -43,25 +34,6 @@ def by_a_row(value, group):
     return torch.nonzero(row != row[0]).flatten().tolist()
 
 
-def in_the_world(value, group):
-    values = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
-    return [rank for rank, other in enumerate(values) if other != values[0]]
-
-
-def world_numbers(value, group):
-    return [dist.get_global_rank(group, rank) for rank in by_objects(value, group)]
-
-
-def the_equal_ones(value, group):
-    different = by_objects(value, group)
-    return [rank for rank in range(group.size()) if rank not in different]
-
-
-def only_whether(value, group):
-    return len(by_objects(value, group)) > 0
-
-
 def in_float32(value, group):
     own = torch.tensor([float(value)])
     parts = [torch.zeros(1) for _ in range(group.size())]
@@ -69,44 +41,38 @@ def in_float32(value, group):
     return [rank for rank in range(len(parts)) if parts[rank] != parts[0]]
 
 
-def on_the_first_only(value, group):
-    values = [None] * group.size() if group.rank() == 0 else None
-    dist.gather_object(value, values, dst=dist.get_global_rank(group, 0), group=group)
-    if group.rank() != 0:
-        return None
-    return [rank for rank, other in enumerate(values) if other != values[0]]
-
-
-def never_any(value, group):
-    return []
-
-
-def unlike_mine(value, group):
-    values = [None] * group.size()
-    dist.all_gather_object(values, value, group=group)
-    return [rank for rank, other in enumerate(values) if other != value]
-
-
 DIFFERING = Answers(
-    check=l07.differing,
-    right={"objects": by_objects, "tensors": by_tensors, "a row that is summed": by_a_row},
+    solves="ranks_that_differ",
+    right={"tensors": by_tensors, "a row that is summed": by_a_row},
     wrong={
-        "in the world": (in_the_world, "with ranks 0, 1, 2 and 3 it is right"),
-        "numbers of the world": (world_numbers, "with ranks 0, 1, 2 and 3 it is right"),
-        "the equal ones": (the_equal_ones, "the ones that agree"),
-        "only whether": (only_whether, "a list of ranks is wanted"),
+        "in the world": (
+            changed("get_world_size(group) => get_world_size()", "value, group=group => value"),
+            "with ranks 0, 1, 2 and 3 it is right",
+        ),
+        "numbers of the world": (
+            changed("append(rank) => append(dist.get_global_rank(group, rank))"),
+            "are these numbers in the world, not in the group?",
+        ),
+        "the equal ones": (changed("other != => other =="), "the ones that agree"),
+        "only whether": (
+            changed("return different => return len(different) > 0"),
+            "a list of ranks is wanted",
+        ),
         "in 32 bits": (in_float32, "in the 16th digit"),
-        "on the first only": (on_the_first_only, "it returned None"),
-        "never any": (never_any, "the last one differs"),
-        "unlike mine": (unlike_mine, "where"),
+        "on the first only": (
+            changed("return different => return different if group.rank() == 0 else None"),
+            "it returned None",
+        ),
+        "never any": (changed("return different => return []"), "the last one differs"),
+        "unlike mine": (changed("other != values[0] => other != value"), "where"),
     },
 )
 
 # ---- 7.2 the chart
 
 
-class Chart:
-    """What all charts below share."""
+class Checksums:
+    """A checksum of the bytes of the inputs."""
 
     def __init__(self, model, optimizer, loader=None):
         self.model = model
@@ -135,7 +101,9 @@ class Chart:
         self.gradients.append(torch.stack(norms).norm().item())
 
 
-class ByPosition(Chart):
+class ByPosition(Checksums):
+    """Each number counts by its position; the norm is the one that clipping returns."""
+
     def note_inputs(self, model, inputs):
         flat = inputs[0].flatten().double()
         self.inputs.append((flat * torch.arange(1, len(flat) + 1)).sum().item())
@@ -148,198 +116,100 @@ class ByPosition(Chart):
         )
 
 
-class ByTuples(Chart):
-    def note_inputs(self, model, inputs):
-        self.inputs.append(hash(tuple(inputs[0].flatten().tolist())))
-
-    def __exit__(self, kind, error, trace):
-        first, second = self.handles
-        first.remove()
-        second.remove()
-
-
-class PlainSum(Chart):
-    def note_inputs(self, model, inputs):
-        self.inputs.append(inputs[0].sum().item())
-
-
-class SumOfRows(Chart):
-    def note_inputs(self, model, inputs):
-        x = inputs[0].sum(1)
-        self.inputs.append((x * torch.arange(1, len(x) + 1)).sum().item())
-
-
-class ByIdentity(Chart):
-    def note_inputs(self, model, inputs):
-        self.inputs.append(id(inputs[0]))
-
-
-class AfterTheStep(Chart):
-    def __enter__(self):
-        first = self.model.register_forward_pre_hook(self.note_inputs)
-        second = self.optimizer.register_step_post_hook(self.note_step)
-        self.handles = [first, second]
-        return self
-
-
-class NeverRemoved(Chart):
-    def __exit__(self, *error):
-        pass
-
-
-class WithoutReturn(Chart):
-    def __enter__(self):
-        self.handles = [
-            self.model.register_forward_pre_hook(self.note_inputs),
-            self.optimizer.register_step_pre_hook(self.note_step),
-        ]
-
-
-class NothingRegistered(Chart):
-    def __enter__(self):
-        self.handles = []
-        return self
-
-
-class FrozenForgotten(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        self.weights.append(sum(p.detach().abs().sum().item() for p in self.model.parameters()))
-        squares = sum(param.grad.square().sum() for param in self.model.parameters())
-        self.gradients.append(squares.sqrt().item())
-
-
-class RootForgotten(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        super().note_step(optimizer, args, kwargs)
-        self.gradients[-1] **= 2
-
-
-class SumOfNorms(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        super().note_step(optimizer, args, kwargs)
-        params = [param for param in self.model.parameters() if param.grad is not None]
-        self.gradients[-1] = sum(param.grad.norm().item() for param in params)
-
-
-class LastLayerOnly(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        super().note_step(optimizer, args, kwargs)
-        self.weights[-1] = list(self.model.parameters())[-1].detach().abs().sum().item()
-
-
-class OneForEachParameter(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        for param in self.model.parameters():
-            self.weights.append(param.detach().sum().item())
-        self.gradients.append(0.0)
-
-
-class Tensors(Chart):
-    def note_inputs(self, model, inputs):
-        self.inputs.append(inputs[0])
-
-
 class ByLabcode(l07_clinic.Chart):
     pass
 
 
-class Swallows(Chart):
-    def __exit__(self, *error):
-        super().__exit__()
-        return True
+NUMBERS = "numbers = inputs[0].flatten().tolist()"
+NUMBER = "hash(tuple(numbers))"
+RANDOM_WEIGHTS = """torch.manual_seed(0)
+        flat = inputs[0].flatten()
+        numbers = (flat * torch.rand(len(flat))).tolist()"""
 
-
-class Clips(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        super().note_step(optimizer, args, kwargs)
-        self.gradients[-1] = torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()
-
-
-class ReturnsZeros(Chart):
-    def note_inputs(self, model, inputs):
-        super().note_inputs(model, inputs)
-        return inputs[0] * 0
-
-
-class ReturnsTheNumber(Chart):
-    def note_inputs(self, model, inputs):
-        super().note_inputs(model, inputs)
-        return torch.tensor(float(self.inputs[-1])).expand_as(inputs[0])
-
-
-class TooEarly(Chart):
-    def __init__(self, model, optimizer, loader=None):
-        super().__init__(model, optimizer)
-        super().__enter__()
-
-    def __enter__(self):
-        return self
-
-
-class SquaresInPlace(Chart):
-    def note_step(self, optimizer, args, kwargs):
-        super().note_step(optimizer, args, kwargs)
-        total = 0.0
-        for param in self.model.parameters():
-            if param.grad is not None:
-                total += param.grad.square_().sum().item()
-        self.gradients[-1] = total**0.5
-
-
-class SeedsTheGenerator(Chart):
-    def note_inputs(self, model, inputs):
-        torch.manual_seed(0)
-        flat = inputs[0].flatten().double()
-        self.inputs.append((flat * torch.rand(len(flat))).sum().item())
-
-
-class WithItsRank(Chart):
-    def note_inputs(self, model, inputs):
-        super().note_inputs(model, inputs)
-        self.inputs[-1] += dist.get_rank()
-
-
-class ByHashOfText(Chart):
-    """Python draws what it hashes texts with anew in each process."""
-
-    def note_inputs(self, model, inputs):
-        self.inputs.append(hash(str(inputs[0].tolist())))
-
-
-class EvalMode(Chart):
-    def note_inputs(self, model, inputs):
-        model.eval()
-        super().note_inputs(model, inputs)
-
-
+# A number by Python's hash of a text is the same on simulated ranks: the real ones show it.
 CHART = Answers(
-    check=l07.chart,
-    right={"checksums": Chart, "by position": ByPosition, "tuples": ByTuples},
+    solves="Chart",
+    right={"checksums": Checksums, "by position": ByPosition},
     wrong={
-        "plain sum": (PlainSum, "in another order got the same number"),
-        "sum of rows": (SumOfRows, "the features of its samples in another order"),
-        "by identity": (ByIdentity, "forward passes 0 and 3"),
-        "after the step": (AfterTheStep, "when did you look?"),
-        "hooks stay": (NeverRemoved, "who removes the hooks?"),
-        "enter without return": (WithoutReturn, "return self"),
-        "nothing registered": (NothingRegistered, "is the hook registered?"),
-        "a frozen parameter": (FrozenForgotten, "NoneType"),
-        "no root": (RootForgotten, "that is its square"),
-        "sum of norms": (SumOfNorms, "one root over the squares"),
-        "the last layer": (LastLayerOnly, "one weight of parameter 0"),
-        "a number for each parameter": (OneForEachParameter, "one for each optimizer step"),
-        "tensors": (Tensors, "plain numbers can be sent"),
+        "plain sum": (
+            changed(f"{NUMBER} => sum(numbers)"),
+            "in another order got the same number",
+        ),
+        "sum of rows": (
+            changed("inputs[0].flatten() => inputs[0].sum(1)"),
+            "the features of its samples in another order",
+        ),
+        "by identity": (changed(f"{NUMBER} => id(inputs[0])"), "forward passes 0 and 3"),
+        "after the step": (
+            changed("register_step_pre_hook => register_step_post_hook"),
+            "when did you look?",
+        ),
+        "hooks stay": (changed("handle.remove() => pass"), "who removes the hooks?"),
+        "enter without return": (changed("return self => pass"), "return self"),
+        "nothing registered": (
+            changed(
+                "self.model.register_forward_pre_hook(self.note_inputs) => None",
+                "[first, second] => [second]",
+            ),
+            "is the hook registered?",
+        ),
+        "a frozen parameter": (changed("if param.grad is not None => if True"), "NoneType"),
+        "no root": (changed("squares**0.5 => squares"), "that is its square"),
+        "sum of norms": (
+            changed("grad.double().square().sum() => grad.norm()", "squares**0.5 => squares"),
+            "one root over the squares",
+        ),
+        "the last layer": (changed("weights += => weights ="), "one weight of parameter 0"),
+        "a number for each parameter": (
+            changed(
+                "self.weights.append(weights) => pass",
+                "squares = 0.0 => squares = 0.0\n        note = self.weights.append",
+                "weights += param.detach().double().abs().sum().item() => note(param.sum().item())",
+            ),
+            "one for each optimizer step",
+        ),
+        "tensors": (changed(f"{NUMBER} => inputs[0]"), "plain numbers can be sent"),
         "labcode's": (ByLabcode, "labcode's own"),
-        "swallows errors": (Swallows, "what does __exit__ return?"),
-        "clips": (Clips, "which call in note_step writes into gradients"),
-        "returns zeros": (ReturnsZeros, "what does note_inputs return"),
-        "returns the number": (ReturnsTheNumber, "what does note_inputs return"),
-        "hooks from the start": (TooEarly, "before the block has begun"),
-        "squares in place": (SquaresInPlace, "which call in note_step writes into gradients"),
-        "seeds the generator": (SeedsTheGenerator, "note_inputs draws random numbers"),
-        "with its rank": (WithItsRank, "all ranks were given the same inputs"),
-        "by the hash of a text": (ByHashOfText, "all ranks were given the same inputs"),
-        "in eval mode": (EvalMode, "eval mode"),
+        "swallows errors": (
+            changed("handle.remove() => handle.remove()\n        return True"),
+            "what does __exit__ return?",
+        ),
+        "clips": (
+            changed(
+                "squares**0.5 => "
+                "torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0).item()"
+            ),
+            "which call in note_step writes into gradients",
+        ),
+        "returns zeros": (
+            changed(f"{NUMBER}) => {NUMBER})\n        return inputs[0] * 0"),
+            "what does note_inputs return",
+        ),
+        "returns the number": (
+            changed(f"{NUMBER}) => {NUMBER})\n        return inputs[0] + self.inputs[-1]"),
+            "what does note_inputs return",
+        ),
+        "hooks from the start": (
+            changed(
+                "self.gradients = [] => self.gradients = []\n        self.begin()",
+                "def __enter__(self): => "
+                "def __enter__(self):\n        return self\n\n    def begin(self):",
+            ),
+            "before the block has begun",
+        ),
+        "squares in place": (
+            changed("grad.double().square() => grad.square_()"),
+            "which call in note_step writes into gradients",
+        ),
+        "seeds the generator": (
+            changed(f"{NUMBERS} => {RANDOM_WEIGHTS}"),
+            "note_inputs draws random numbers",
+        ),
+        "with its rank": (
+            changed(f"{NUMBER} => {NUMBER} + dist.get_rank()"),
+            "all ranks were given the same inputs",
+        ),
+        "in eval mode": (changed(f"{NUMBERS} => model.eval()\n        {NUMBERS}"), "eval mode"),
     },
 )
 
@@ -393,15 +263,19 @@ def ill(name, *changes):
     return _made(source, name)
 
 
-def check_cures(answers, ranks):
-    l07.cured(_pair(), *answers)
+def cures(answers, ranks):
+    """The check cell of some patients."""
+    return _pair(), *answers
 
 
 # ---- 7.3 data
 
 BY_THE_GROUP = "num_replicas=dist.get_world_size(), rank=dist.get_rank(), shuffle=False"
 DATA = Answers(
-    check=check_cures,
+    solves=("patient_1", "patient_2"),
+    takes_ranks=False,
+    real=True,
+    cell=cures,
     right={
         "a sampler, and set_epoch": (cured("patient_1"), cured("patient_2")),
         "with all arguments": (
@@ -528,7 +402,10 @@ HEAD_ATTRIBUTE = ("    body[4] = head\n", "    body = torch.nn.Sequential(*body[
 XAVIER = "    torch.nn.init.xavier_normal_(model.module[2].weight)\n"
 NEW_HEAD = "    model.module[4] = head\n"
 WEIGHTS = Answers(
-    check=check_cures,
+    solves=("patient_5", "patient_6"),
+    takes_ranks=False,
+    real=True,
+    cell=cures,
     right={
         "before wrapping": (cured("patient_5"), cured("patient_6")),
         "a new body": (cured("patient_5"), cured("patient_6", HEAD_ATTRIBUTE)),
@@ -645,7 +522,10 @@ AS_ONE_BATCH = """            inputs = torch.cat([one for one, _ in batches[firs
             cross_entropy(model(inputs), targets).backward()
 """
 GRADIENTS = Answers(
-    check=check_cures,
+    solves=("patient_3", "patient_4", "patient_8"),
+    takes_ranks=False,
+    real=True,
+    cell=cures,
     right={
         "the lesson's": (cured("patient_3"), cured("patient_4"), cured("patient_8")),
         "with contexts": (
@@ -801,21 +681,6 @@ GRADIENTS = Answers(
 # ---- 7.7 the roll call
 
 
-def waiting_in_turn(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    deadline = time.monotonic() + limit_s
-    missing = []
-    for other in range(num_ranks):
-        note = f"{name}/{other}"
-        left_s = deadline - time.monotonic()
-        if left_s > 0:
-            with contextlib.suppress(RuntimeError):
-                store.wait([note], timedelta(seconds=left_s))
-        if not store.check([note]):
-            missing.append(other)
-    return missing
-
-
 def waiting_for_all(store, name, rank, num_ranks, limit_s):
     notes = [f"{name}/{other}" for other in range(num_ranks)]
     store.set(notes[rank], "")
@@ -836,98 +701,6 @@ def looking_again(store, name, rank, num_ranks, limit_s):
     return sorted(missing)
 
 
-def without_a_note(store, name, rank, num_ranks, limit_s):
-    notes = [f"{name}/{other}" for other in range(num_ranks)]
-    try:
-        store.wait(notes, timedelta(seconds=limit_s))
-    except RuntimeError:
-        return [other for other, note in enumerate(notes) if not store.check([note])]
-    return []
-
-
-def each_its_own_limit(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    missing = []
-    for other in range(num_ranks):
-        try:
-            store.wait([f"{name}/{other}"], timedelta(seconds=limit_s))
-        except RuntimeError:
-            missing.append(other)
-    return missing
-
-
-def looking_once(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    return [other for other in range(num_ranks) if not store.check([f"{name}/{other}"])]
-
-
-def errors_pass(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    notes = [f"{name}/{other}" for other in range(num_ranks)]
-    store.wait(notes, timedelta(seconds=limit_s))
-    return []
-
-
-def those_who_came(store, name, rank, num_ranks, limit_s):
-    missing = waiting_for_all(store, name, rank, num_ranks, limit_s)
-    return [other for other in range(num_ranks) if other not in missing]
-
-
-def one_note_for_all(store, name, rank, num_ranks, limit_s):
-    store.set(name, "here")
-    missing = []
-    for other in range(num_ranks):
-        if not store.check([name]):
-            missing.append(other)
-    return missing
-
-
-def only_how_many(store, name, rank, num_ranks, limit_s):
-    return len(waiting_for_all(store, name, rank, num_ranks, limit_s))
-
-
-def a_barrier(store, name, rank, num_ranks, limit_s):
-    dist.barrier()
-    return []
-
-
-def name_ignored(store, name, rank, num_ranks, limit_s):
-    return waiting_for_all(store, "here", rank, num_ranks, limit_s)
-
-
-def sleeps(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    time.sleep(limit_s)
-    return [other for other in range(num_ranks) if not store.check([f"{name}/{other}"])]
-
-
-def below_zero(store, name, rank, num_ranks, limit_s):
-    store.set(f"{name}/{rank}", "here")
-    deadline = time.monotonic() + limit_s
-    missing = []
-    for other in range(num_ranks):
-        try:
-            store.wait([f"{name}/{other}"], timedelta(seconds=deadline - time.monotonic()))
-        except RuntimeError:
-            missing.append(other)
-            time.sleep(0.05)  # less than a millisecond past the deadline would count as zero
-    return missing
-
-
-def in_milliseconds(store, name, rank, num_ranks, limit_s):
-    return waiting_for_all(store, name, rank, num_ranks, limit_s / 1000)
-
-
-def all_but_me(store, name, rank, num_ranks, limit_s):
-    if waiting_for_all(store, name, rank, num_ranks, limit_s):
-        return [other for other in range(num_ranks) if other != rank]
-    return []
-
-
-def from_rank_1(store, name, rank, num_ranks, limit_s):
-    return [other for other in waiting_for_all(store, name, rank, num_ranks, limit_s) if other]
-
-
 def by_a_count(store, name, rank, num_ranks, limit_s):
     store.add(name, 1)
     end = time.monotonic() + limit_s
@@ -936,28 +709,65 @@ def by_a_count(store, name, rank, num_ranks, limit_s):
     return list(range(store.add(name, 0), num_ranks))
 
 
+NOTE = 'f"{name}/{rank}"'
+OTHER_NOTE = 'f"{name}/{other}"'
+SUPPRESS = "with suppress(RuntimeError):  # it is asked again below"
+
 ROLL_CALL = Answers(
-    check=l07.roll_call,
-    right={
-        "one after the other": waiting_in_turn,
-        "all at once": waiting_for_all,
-        "looking again": looking_again,
-    },
+    solves="roll_call",
+    real=True,
+    right={"all at once": waiting_for_all, "looking again": looking_again},
     wrong={
-        "without a note": (without_a_note, "as the absent ones, expected []"),
-        "a limit for each": (each_its_own_limit, "the limit is for all of them together"),
-        "looking once": (looking_once, "as the absent ones, expected []"),
-        "the error passes": (errors_pass, "it waited for something that no rank put"),
-        "those who came": (those_who_came, "as the absent ones, expected []"),
-        "one note for all": (one_note_for_all, "rank 2 does not come"),
-        "only how many": (only_how_many, "a list of ranks is wanted"),
-        "the name ignored": (name_ignored, "was at an earlier point"),
-        "in milliseconds": (in_milliseconds, "rank 2 comes late, but in time"),
-        "all but me": (all_but_me, "as the absent ones, expected [2]"),
-        "from rank 1 on": (from_rank_1, "where rank 0 does not come"),
+        "without a note": (
+            changed(f'store.set({NOTE}, "here") => pass'),
+            "as the absent ones, expected []",
+        ),
+        "a limit for each": (
+            changed("left_s = deadline - time.monotonic() => left_s = limit_s"),
+            "the limit is for all of them together",
+        ),
+        "looking once": (
+            changed("if left_s > 0: => if False:"),
+            "as the absent ones, expected []",
+        ),
+        "the error passes": (
+            changed(f"{SUPPRESS} => if True:"),
+            "it waited for something that no rank put",
+        ),
+        "those who came": (
+            changed("if not store.check => if store.check"),
+            "as the absent ones, expected []",
+        ),
+        "one note for all": (
+            changed(f"{NOTE} => name", f"{OTHER_NOTE} => name"),
+            "rank 2 does not come",
+        ),
+        "only how many": (
+            changed("return missing => return len(missing)"),
+            "a list of ranks is wanted",
+        ),
+        "the name ignored": (
+            changed(f"{NOTE} => str(rank)", f"{OTHER_NOTE} => str(other)"),
+            "was at an earlier point",
+        ),
+        "in milliseconds": (
+            changed("+ limit_s => + limit_s / 1000"),
+            "rank 2 comes late, but in time",
+        ),
+        "from rank 1 on": (
+            changed("in range(num_ranks) => in range(1, num_ranks)"),
+            "where rank 0 does not come",
+        ),
         "by a count": (by_a_count, "as the absent ones, expected [2]"),
-        "sleeps": (sleeps, "though nobody is absent"),
-        "below zero": (below_zero, "time-out is zero or less never ends"),
+        "sleeps": (
+            changed("missing = [] => missing = []\n    time.sleep(limit_s)"),
+            "though nobody is absent",
+        ),
+        # Less than a millisecond past the deadline would count as zero.
+        "below zero": (
+            changed("if left_s > 0: => time.sleep(0.05)\n        if True:"),
+            "time-out is zero or less never ends",
+        ),
     },
 )
 
@@ -967,7 +777,10 @@ FIRST_MEAN = """            mean = loss.detach().clone()
             dist.all_reduce(mean)
 """
 WAITING = Answers(
-    check=check_cures,
+    solves=("patient_11", "patient_14", "patient_15"),
+    takes_ranks=False,
+    real=True,
+    cell=cures,
     right={
         "the lesson's": (cured("patient_11"), cured("patient_14"), cured("patient_15")),
         "in other words": (
@@ -1109,14 +922,6 @@ WAITING = Answers(
 # ---- 7.9 fair shares
 
 
-def one_by_one(sample_s, global_batch):
-    counts = [0] * len(sample_s)
-    for _ in range(global_batch):
-        ready = [(count + 1) * s for count, s in zip(counts, sample_s)]
-        counts[ready.index(min(ready))] += 1
-    return counts
-
-
 def with_a_heap(sample_s, global_batch):
     counts = [0] * len(sample_s)
     heap = [(seconds, rank) for rank, seconds in enumerate(sample_s)]
@@ -1164,71 +969,49 @@ def fractions(sample_s, global_batch):
     return [global_batch / s / speed for s in sample_s]
 
 
-def the_fastest_alone(sample_s, global_batch):
-    counts = [0] * len(sample_s)
-    counts[sample_s.index(min(sample_s))] = global_batch
-    return counts
-
-
-def ready_now(sample_s, global_batch):
-    counts = [0] * len(sample_s)
-    for _ in range(global_batch):
-        ready = [count * s for count, s in zip(counts, sample_s)]
-        counts[ready.index(min(ready))] += 1
-    return counts
-
-
 def for_two_ranks(sample_s, global_batch):
     first = round(global_batch * sample_s[-1] / (sample_s[0] + sample_s[-1]))
     return [first, global_batch - first]
 
 
-def fastest_first(sample_s, global_batch):
-    return sorted(one_by_one(sample_s, global_batch), reverse=True)
-
-
-def one_for_each(sample_s, global_batch):
-    rest = one_by_one(sample_s, max(0, global_batch - len(sample_s)))
-    return [count + 1 for count in rest]
-
-
-def floats_that_are_whole(sample_s, global_batch):
-    return [float(count) for count in one_by_one(sample_s, global_batch)]
-
-
-def sorts_its_argument(sample_s, global_batch):
-    sample_s.sort()
-    return one_by_one(sample_s, global_batch)
-
-
 SHARES = Answers(
-    check=lambda answer, ranks: l07.shares(answer),
-    right={
-        "one by one": one_by_one,
-        "with a heap": with_a_heap,
-        "by speed, then one by one": by_speed_then_one_by_one,
-    },
+    solves="shares",
+    takes_ranks=False,
+    right={"with a heap": with_a_heap, "by speed, then one by one": by_speed_then_one_by_one},
     wrong={
         "all alike": (all_alike, "is possible"),
         "by seconds": (by_seconds, "is possible"),
         "rounded": (rounded, "shares("),
         "the rest to the first": (the_rest_to_the_first, "is possible"),
         "fractions": (fractions, "samples are whole"),
-        "the fastest alone": (the_fastest_alone, "is possible"),
-        "ready now": (ready_now, "is possible"),
-        "sorts its argument": (sorts_its_argument, "has changed the list"),
+        "the fastest alone": (changed("(count + 1) * seconds => seconds"), "is possible"),
+        "ready now": (changed("(count + 1) * seconds => count * seconds"), "is possible"),
+        "sorts its argument": (
+            changed("counts = [0] => sample_s.sort()\n    counts = [0]"),
+            "has changed the list",
+        ),
         "for two ranks": (for_two_ranks, "one number for each of the 3 ranks"),
-        "fastest first": (fastest_first, "is possible"),
-        "one for each": (one_for_each, "shares("),
-        "whole floats": (floats_that_are_whole, "of type int"),
+        "fastest first": (
+            changed("return counts => return sorted(counts, reverse=True)"),
+            "is possible",
+        ),
+        "one for each": (
+            changed("[0] * len => [1] * len", "range(global_batch) => range(global_batch - 2)"),
+            "shares(",
+        ),
+        "whole floats": (
+            changed("return counts => return [float(count) for count in counts]"),
+            "of type int",
+        ),
     },
 )
 
 # ---- 7.10 the night shift
 
 
-def check_night(answer, ranks):
-    l07.night(_pair(), answer)
+def night(answer, ranks):
+    """The check cell of the night shift."""
+    return _pair(), answer
 
 
 SET_EPOCH = ("            sampler.set_epoch(epoch)\n", "")
@@ -1244,7 +1027,10 @@ SAVED = (
     "",
 )
 NIGHT = Answers(
-    check=check_night,
+    solves="night_shift",
+    takes_ranks=False,
+    real=True,
+    cell=night,
     right={
         "the lesson's": cured("night_shift"),
         "an average at the end": cured(
@@ -1295,48 +1081,6 @@ NIGHT = Answers(
 
 DIMS = (0, 2)
 Function = torch.autograd.Function
-
-
-class SumsAndSquares(Function):
-    """One all-reduce of count, sums and squares."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        count = x.new_tensor([x.shape[0] * x.shape[2]])
-        row = torch.cat([count, x.sum(DIMS), (x * x).sum(DIMS)])
-        dist.all_reduce(row, group=group)
-        total = row[0]
-        mean, square = row[1:].view(2, -1) / total
-        inverse = 1 / torch.sqrt(square - mean**2 + eps)
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_hat, weight, inverse, total = ctx.saved_tensors
-        grad_bias = grad.sum(DIMS)
-        grad_weight = (grad * x_hat).sum(DIMS)
-        sums = torch.stack([grad_bias, grad_weight])
-        dist.all_reduce(sums, group=ctx.group)
-        sums = sums / total
-        inner = grad - sums[0][:, None] - x_hat * sums[1][:, None]
-        return (weight * inverse)[:, None] * inner, grad_weight, grad_bias, None, None
-
-
-class WithoutBias(SumsAndSquares):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        y = SumsAndSquares.forward(ctx, x, weight, bias, eps, group)
-        return y - bias[:, None]
-
-
-class NegativeVariance(SumsAndSquares):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        y = SumsAndSquares.forward(ctx, x, weight, bias, eps, group)
-        return y / torch.sqrt(y.mean() - y.square().mean() - 1)
 
 
 class MeanThenSquares(Function):
@@ -1403,271 +1147,113 @@ class Gathered(Function):
         return grad_x, grad_weight, grad_bias, None, None
 
 
-class OwnStatistics(Function):
-    """Something travels, but not what is used."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        dist.all_reduce(torch.ones(1, dtype=x.dtype), group=group)
-        var, mean = torch.var_mean(x, DIMS, correction=0)
-        inverse = (var + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        total = x.new_tensor(x.shape[0] * x.shape[2])
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class NothingTravels(Function):
-    """A plain BatchNorm, backward included."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        var, mean = torch.var_mean(x, DIMS, correction=0)
-        inverse = (var + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        ctx.save_for_backward(x_hat, weight, inverse, None)
-        return weight[:, None] * x_hat + bias[:, None]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return OwnSums.backward(ctx, grad)
-
-
-class AveragesStatistics(Function):
-    """The mean over ranks of the ranks' means and variances."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        var, mean = torch.var_mean(x, DIMS, correction=0)
-        both = torch.stack([mean, var])
-        dist.all_reduce(both, group=group)
-        mean, var = both / group.size()
-        inverse = (var + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        total = x.new_tensor(group.size() * x.shape[0] * x.shape[2])
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class EveryRankCountsAlike(Function):
-    """Averages of means and of squares: right with equal shares."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        both = torch.stack([x.mean(DIMS), (x * x).mean(DIMS)]) / group.size()
-        dist.all_reduce(both, group=group)
-        mean, square = both
-        inverse = (square - mean**2 + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        total = x.new_tensor(group.size() * x.shape[0] * x.shape[2])
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class Unbiased(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        count = x.new_tensor([x.shape[0] * x.shape[2]])
-        row = torch.cat([count, x.sum(DIMS), (x * x).sum(DIMS)])
-        dist.all_reduce(row, group=group)
-        total = row[0]
-        mean, square = row[1:].view(2, -1) / total
-        var = (square - mean**2) * total / (total - 1)
-        inverse = (var + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class EpsOutside(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        count = x.new_tensor([x.shape[0] * x.shape[2]])
-        row = torch.cat([count, x.sum(DIMS), (x * x).sum(DIMS)])
-        dist.all_reduce(row, group=group)
-        total = row[0]
-        mean, square = row[1:].view(2, -1) / total
-        inverse = 1 / ((square - mean**2).sqrt() + eps)
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class GathersTheBatch(Function):
-    """All samples to all ranks, padded to one size."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        padded = x.new_zeros(5, *x.shape[1:])
-        padded[: len(x)] = x
-        parts = [torch.empty_like(padded) for _ in range(group.size())]
-        dist.all_gather(parts, padded, group=group)
-        seen = torch.cat([part[part.abs().sum((1, 2)) > 0] for part in parts])
-        var, mean = torch.var_mean(seen, DIMS, correction=0)
-        inverse = (var + eps).rsqrt()
-        x_hat = (x - mean[:, None]) * inverse[:, None]
-        total = x.new_tensor(seen.shape[0] * seen.shape[2])
-        ctx.save_for_backward(x_hat, weight, inverse, total)
-        ctx.group = group
-        return weight[:, None] * x_hat + bias[:, None]
-
-    backward = SumsAndSquares.backward
-
-
-class NormInTheWorld(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        return SumsAndSquares.forward(ctx, x, weight, bias, eps, dist.group.WORLD)
-
-    backward = SumsAndSquares.backward
-
-
-class ConstantStatistics(Function):
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_hat, weight, inverse, _ = ctx.saved_tensors
-        grad_x = grad * (weight * inverse)[:, None]
-        return grad_x, (grad * x_hat).sum(DIMS), grad.sum(DIMS), None, None
-
-
-class OwnSums(Function):
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_hat, weight, inverse, _ = ctx.saved_tensors
-        grad_bias, grad_weight = grad.sum(DIMS), (grad * x_hat).sum(DIMS)
-        values = grad.shape[0] * grad.shape[2]
-        inner = grad - (grad_bias[:, None] + x_hat * grad_weight[:, None]) / values
-        return (weight * inverse)[:, None] * inner, grad_weight, grad_bias, None, None
-
-
-class OwnCount(Function):
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_hat, weight, inverse, _ = ctx.saved_tensors
-        grad_bias, grad_weight = grad.sum(DIMS), (grad * x_hat).sum(DIMS)
-        sums = torch.stack([grad_bias, grad_weight])
-        dist.all_reduce(sums, group=ctx.group)
-        sums /= grad.shape[0] * grad.shape[2]
-        inner = grad - sums[0][:, None] - x_hat * sums[1][:, None]
-        return (weight * inverse)[:, None] * inner, grad_weight, grad_bias, None, None
-
-
-class SumsWrittenOver(Function):
-    """The tensors that all_reduce has changed are returned."""
-
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        x_hat, weight, inverse, total = ctx.saved_tensors
-        grad_bias, grad_weight = grad.sum(DIMS), (grad * x_hat).sum(DIMS)
-        dist.all_reduce(grad_bias, group=ctx.group)
-        dist.all_reduce(grad_weight, group=ctx.group)
-        inner = grad - (grad_bias[:, None] + x_hat * grad_weight[:, None]) / total
-        return (weight * inverse)[:, None] * inner, grad_weight, grad_bias, None, None
-
-
-class Swapped(Function):
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight, grad_bias, *rest = SumsAndSquares.backward(ctx, grad)
-        return grad_x, grad_bias, grad_weight, *rest
-
-
-class WithoutNones(Function):
-    forward = SumsAndSquares.forward
-
-    @staticmethod
-    def backward(ctx, grad):
-        return SumsAndSquares.backward(ctx, grad)[:3]
-
-
-class InPlace(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        y = SumsAndSquares.forward(ctx, x, weight, bias, eps, group)
-        x.data.copy_(y)
-        return y
-
-    backward = SumsAndSquares.backward
-
-
-class WithoutAReturn(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        SumsAndSquares.forward(ctx, x, weight, bias, eps, group)
-
-    backward = SumsAndSquares.backward
-
-
-class NormByLabcode(Function):
-    @staticmethod
-    def forward(ctx, x, weight, bias, eps, group):
-        module = WholeBatchNorm(group, x.shape[1], eps=eps, dtype=x.dtype)
-        y = module(x)
-        ctx.save_for_backward(y, weight)
-        return weight[:, None] * y + bias[:, None]
-
-    @staticmethod
-    def backward(ctx, grad):
-        return grad, grad.sum(DIMS), grad.sum(DIMS), None, None
-
-
 def a_plain_function(x, weight, bias, eps, group):
     return torch.nn.functional.batch_norm(x, None, None, weight, bias, True, eps=eps)
 
 
+FORWARD_SENDS = "dist.all_reduce(message, group=group)"
+BACKWARD_SENDS = "dist.all_reduce(message, group=ctx.group)"
+COUNT = "count = x.new_tensor([x.shape[0] * x.shape[2]])"
+OF_ALL_SAMPLES = """parts = [None] * group.size()
+        dist.all_gather_object(parts, x.detach(), group=group)
+        batch = torch.cat(parts)
+        count = x.new_tensor([batch.shape[0] * batch.shape[2]])"""
+BY_LABCODE = "return WholeBatchNorm(group, x.shape[1], eps=eps, dtype=x.dtype)(x)"
+
 BATCH_NORM = Answers(
-    check=l07.batch_norm,
+    solves="MySyncBatchNorm",
     right={
-        "sums and squares in one message": SumsAndSquares,
         "the mean, and then the squares": MeanThenSquares,
         "everybody's statistics gathered": Gathered,
     },
     wrong={
-        "own statistics": (OwnStatistics, "statistics of this rank's samples alone"),
-        "averages statistics": (AveragesStatistics, "the ranks' means differ too"),
-        "every rank counts alike": (EveryRankCountsAlike, "every rank counts as much"),
-        "backward as if constants": (ConstantStatistics, "as if mean and var were constants"),
-        "own sums in backward": (OwnSums, "in backward the sums go over this rank's samples"),
-        "own count in backward": (OwnCount, "by the number of this rank's values"),
-        "weight gradients of all": (SumsWrittenOver, "is the sum over all ranks already"),
-        "nothing travels": (NothingTravels, "nothing travels in forward"),
-        "in the world": (NormInTheWorld, "with ranks 0, 1, 2 and 3 it is right"),
-        "gathers the batch": (GathersTheBatch, "do samples travel"),
-        "one value less": (Unbiased, "divided by one value less"),
-        "eps outside of the root": (EpsOutside, "eps is added to the root"),
-        "swapped": (Swapped, "weight and bias are swapped"),
-        "no None": (WithoutNones, "None for what has no gradient"),
-        "writes into x": (InPlace, "x has changed"),
-        "no return": (WithoutAReturn, "it returned None"),
-        "labcode's": (NormByLabcode, "labcode's own"),
+        "own statistics": (
+            changed(f"{FORWARD_SENDS} => dist.all_reduce(message.clone(), group=group)"),
+            "statistics of this rank's samples alone",
+        ),
+        "averages statistics": (
+            changed(
+                "sums = x.sum => sums = x.mean",
+                "squares = x.square().sum(dim=(0, 2)) => squares = x.var((0, 2), correction=0)",
+                "message[1:] / total => message[1:] / group.size()",
+                "variance = mean_square - mean**2 => variance = mean_square",
+            ),
+            "the ranks' means differ too",
+        ),
+        "every rank counts alike": (
+            changed(
+                "sums = x.sum => sums = x.mean",
+                "x.square().sum => x.square().mean",
+                "message[1:] / total => message[1:] / group.size()",
+            ),
+            "every rank counts as much",
+        ),
+        "backward as if constants": (
+            changed("grad - mean_grad[:, None] - x_hat * mean_product[:, None] => grad"),
+            "as if mean and var were constants",
+        ),
+        "own sums in backward": (
+            changed(f"{BACKWARD_SENDS} => total = grad.shape[0] * grad.shape[2]"),
+            "in backward the sums go over this rank's samples",
+        ),
+        "own count in backward": (
+            changed("means = message / total => means = message / grad[:, 0].numel()"),
+            "by the number of this rank's values",
+        ),
+        "weight gradients of all": (
+            changed(
+                "message = torch.cat([grad_bias, grad_weight]) => "
+                "dist.all_reduce(grad_bias, group=ctx.group)",
+                f"{BACKWARD_SENDS} => dist.all_reduce(grad_weight, group=ctx.group)",
+                "message / total => torch.cat([grad_bias, grad_weight]) / total",
+            ),
+            "is the sum over all ranks already",
+        ),
+        "nothing travels": (
+            changed(f"{FORWARD_SENDS} => pass", f"{BACKWARD_SENDS} => pass"),
+            "nothing travels in forward",
+        ),
+        "in the world": (
+            changed(f"{FORWARD_SENDS} => dist.all_reduce(message)"),
+            "with ranks 0, 1, 2 and 3 it is right",
+        ),
+        "gathers the batch": (
+            changed(
+                f"{COUNT} => {OF_ALL_SAMPLES}",
+                "sums = x.sum => sums = batch.sum",
+                "x.square() => batch.square()",
+                f"{FORWARD_SENDS} => pass",
+            ),
+            "do samples travel",
+        ),
+        "one value less": (
+            changed("mean_square - mean**2 => (mean_square - mean**2) * total / (total - 1)"),
+            "divided by one value less",
+        ),
+        "eps outside of the root": (
+            changed("torch.sqrt(variance + eps) => (torch.sqrt(variance) + eps)"),
+            "eps is added to the root",
+        ),
+        "swapped": (
+            changed("grad_x, grad_weight, grad_bias => grad_x, grad_bias, grad_weight"),
+            "weight and bias are swapped",
+        ),
+        "no None": (
+            changed("grad_bias, None, None => grad_bias"),
+            "None for what has no gradient",
+        ),
+        "writes into x": (
+            changed("x_hat = (x - mean[:, None]) => x -= mean[:, None]; x_hat = x"),
+            "x has changed",
+        ),
+        "no return": (changed("return weight[:, None] => y = weight[:, None]"), "it returned None"),
+        "labcode's": (changed(f"{COUNT} => {BY_LABCODE}"), "labcode's own"),
         "no Function": (a_plain_function, "hand in the class"),
-        "no bias": (WithoutBias, "where is bias?"),
-        "negative variance": (NegativeVariance, "y has inf or nan"),
+        "no bias": (changed("* x_hat + bias[:, None] => * x_hat"), "where is bias?"),
+        "negative variance": (
+            changed("mean_square - mean**2 => mean**2 - mean_square"),
+            "y has inf or nan",
+        ),
     },
 )
 

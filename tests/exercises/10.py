@@ -3,27 +3,13 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from answers import Answers
+from answers import Answers, changed
 from torch import nn
 
-from labcode.comm import collectives
 from labcode.comm.collectives import start_all_gather, start_reduce_scatter
 from labcode.parallel.sequence import gathered_linear, scatter_sequence
-from labcode.teach.exercises import l10
 
 # ---- 10.1 what a layer keeps
-
-
-def layer_bytes(s, b, h, a, t=1):
-    hidden = 2 * s * b * h
-    mask = s * b * h
-    scores = a * s * s * b
-    attention_cut = 3 * hidden + 2 * scores + scores + 2 * scores + hidden
-    return {
-        "norms": 2 * hidden,
-        "attention": hidden + mask + attention_cut / t,
-        "mlp": hidden + mask + 2 * 4 * hidden / t,
-    }
 
 
 def layer_bytes_in_numbers(s, b, h, a, t):
@@ -50,63 +36,54 @@ def layer_bytes_in_tensors(s, b, h, a, t):
     return kept
 
 
-def changed(part, change):
-    """The right answer with one part counted in another way."""
-
-    def answer(s, b, h, a, t=1):
-        kept = layer_bytes(s, b, h, a, t)
-        kept[part] = change(s * b * h, a * s * s * b, t)
-        return kept
-
-    return answer
-
+NORMS = "2 * hidden,\n"
+MLP = "hidden + 2 * 4 * hidden / t + mask"
 
 LAYER = Answers(
-    check=lambda answer, ranks: l10.layer_bytes(answer),
+    solves="layer_bytes",
+    takes_ranks=False,
     right={
-        "by tensor": layer_bytes,
         "in numbers": layer_bytes_in_numbers,
         "in lists of tensors": layer_bytes_in_tensors,
     },
     wrong={
-        "one norm": (changed("norms", lambda x, y, t: 2 * x), "norms on one rank"),
-        "norms cut": (changed("norms", lambda x, y, t: 4 * x / t), "norms: right on one rank"),
+        "one norm": (changed(f"{NORMS} => hidden,\n"), "norms on one rank"),
+        "norms cut": (changed(f"{NORMS} => 2 * hidden / t,\n"), "norms: right on one rank"),
         "no mask after proj": (
-            changed("attention", lambda x, y, t: 2 * x + (8 * x + 5 * y) / t),
+            changed('/ t + mask,\n        "mlp => / t,\n        "mlp'),
             "or whose mask, is missing",
         ),
         "no dropout on the scores": (
-            changed("attention", lambda x, y, t: 3 * x + (8 * x + 2 * y) / t),
+            changed("table + table_mask + table => table"),
             "you count 2 bytes for each score",
         ),
         "scores whole": (
-            changed("attention", lambda x, y, t: 3 * x + 8 * x / t + 5 * y),
+            changed("own_heads / t => (qkv + hidden) / t + 2 * table + table_mask"),
             "has half of the heads, and so half of the tables",
         ),
         "heads forgotten": (
-            lambda s, b, h, a, t=1: {
-                **layer_bytes(s, b, h, a, t),
-                "attention": s * b * h * (3 + 8 / t) + 5 * s * s * b / t,
-            },
+            changed("a * s * s * b => s * s * b"),
             "each of the a heads has a table of its own",
         ),
         "no tables": (
-            changed("attention", lambda x, y, t: 3 * x + 8 * x / t),
+            changed("table + table_mask + table + hidden => hidden"),
             "you count 0 bytes for each score",
         ),
         "all of it cut": (
-            changed("mlp", lambda x, y, t: 19 * x / t),
+            changed(f"{MLP} => (hidden + 2 * 4 * hidden + mask) / t"),
             "hold all h features on every rank",
         ),
-        "input of up twice": (changed("mlp", lambda x, y, t: 5 * x + 16 * x / t), "too much"),
-        "masks of two bytes": (changed("mlp", lambda x, y, t: 4 * x + 16 * x / t), "too much"),
-        "GELU's output forgotten": (
-            changed("mlp", lambda x, y, t: 3 * x + 8 * x / t),
-            "too little",
-        ),
-        "no dict": (lambda s, b, h, a, t=1: 34 * s * b * h, "return a dict"),
+        "input of up twice": (changed(f"{MLP} => {MLP} + hidden"), "too much"),
+        "masks of two bytes": (changed(f"{MLP} => {MLP} + mask"), "too much"),
+        "GELU's output forgotten": (changed("2 * 4 * hidden => 4 * hidden"), "too little"),
+        "no dict": (changed("return { => return 34 * s * b * h\n    {"), "return a dict"),
         "numbers in place of bytes": (
-            lambda *sizes: {part: n / 2 for part, n in layer_bytes(*sizes).items()},
+            changed(
+                "hidden = 2 * s => hidden = s",
+                "mask = s * b * h => mask = s * b * h / 2",
+                "2 * a * s => a * s",
+                "table_mask = a * s => table_mask = a / 2 * s",
+            ),
             "norms on one rank",
         ),
     },
@@ -175,215 +152,117 @@ def scattered_flat(x, group):
     return own
 
 
-def scattered_in_pieces(x, group):
-    """What is cut out along dim 1 has gaps in its memory."""
-    parts = list(x.chunk(dist.get_world_size(group), dim=1))
-    own = torch.empty_like(parts[0]).contiguous()
-    dist.reduce_scatter(own, parts, group=group)
-    return own
-
-
-def gathered_without_waiting(x, group):
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group, async_op=True)
-    return torch.cat(parts, dim=1)
-
-
-def own_tokens(x, group):
-    return x.chunk(dist.get_world_size(group), 1)[dist.get_rank(group)].contiguous()
-
-
-def all_reduced(x, group):
-    total = x.clone()
-    dist.all_reduce(total, group=group)
-    return own_tokens(total, group)
-
-
-def in_world(operation):
-    return lambda x, group: operation(x, dist.group.WORLD)
-
-
-def mean(x, group):
-    return scattered(x, group) / dist.get_world_size(group)
-
-
-def gathered_by_batch(x, group):
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=0)
-
-
-def gathered_backwards(x, group):
-    return torch.cat(gathered(x, group).chunk(dist.get_world_size(group), 1)[::-1], 1)
-
-
-def adds_in_place(x, group):
-    """all_reduce on the caller's own tensor."""
-    with torch.no_grad():
-        dist.all_reduce(x, group=group)
-    return own_tokens(x, group)
-
-
-def scattered_by_batch(x, group):
-    parts = [part.contiguous() for part in x.chunk(dist.get_world_size(group), dim=0)]
-    own = torch.empty_like(parts[0])
-    dist.reduce_scatter(own, parts, group=group)
-    return own
-
-
-def gathered_from_the_world(x, group):
-    parts = [torch.empty_like(x) for _ in range(dist.get_world_size())]
-    dist.all_gather(parts, x.contiguous(), group=group)
-    return torch.cat(parts, dim=1)
-
-
-def scattered_and_zeroed(grad, group):
-    own = scattered(grad, group)
-    grad.zero_()
-    return own
-
-
-class NoReturnInBackward(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, group):
-        ctx.group = group
-        return gathered(x, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        scattered(grad, ctx.group)
-
-
 GATHER = function(gathered, scattered)
 SCATTER = function(scattered, gathered)
+FLAT = (function(gathered_flat, scattered_flat), function(scattered_flat, gathered_flat))
+MESSAGES = (function(gathered_by_messages, scattered), SCATTER)
+# Each of the two functions of the solution is used in two places.
+GATHER_FORWARD = "return gather_tokens(x, group)"
+GATHER_BACKWARD = "return scatter_tokens(grad, ctx.group), None"
+SCATTER_FORWARD = "return scatter_tokens(x, group)"
+SCATTER_BACKWARD = "return gather_tokens(grad, ctx.group), None"
+OWN_TOKENS = "chunk(dist.get_world_size(), 1)[dist.get_rank()].contiguous()"
+
 PAIR = Answers(
-    check=lambda answer, ranks: l10.pair(*answer(), ranks),
-    right={
-        "lists": lambda: (GATHER, SCATTER),
-        "flat": lambda: (
-            function(gathered_flat, scattered_flat),
-            function(scattered_flat, gathered_flat),
-        ),
-        "messages": lambda: (function(gathered_by_messages, scattered), SCATTER),
-        "with the world where the group is the world": lambda: (
-            function(lambda x, group: gathered(x, group), lambda x, group: scattered(x, group)),
-            SCATTER,
-        ),
-    },
+    solves=("AllGather", "ReduceScatter"),
+    right={"lists": (GATHER, SCATTER), "flat": FLAT, "messages": MESSAGES},
     wrong={
         "cut without contiguous": (
-            lambda: (
-                function(gathered, scattered_in_pieces),
-                function(scattered_in_pieces, gathered),
-            ),
-            "does not lie in one piece",
+            changed("[part.contiguous() for part in x.chunk(p, dim=1)] => list(x.chunk(p, dim=1))"),
+            "a tensor has gaps in its memory: pass x.contiguous()",
         ),
         "an all-gather not waited for": (
-            lambda: (function(gathered_without_waiting, scattered), SCATTER),
-            "nobody waited for it",
+            changed("x.contiguous(), group=group => x.contiguous(), group=group, async_op=True"),
+            "1 all-gather started and 0 waited for",
         ),
         "own gradient": (
-            lambda: (function(gathered, own_tokens), SCATTER),
+            changed(f"{GATHER_BACKWARD} => return grad.{OWN_TOKENS}, None"),
             "the other ranks have used these tokens as well",
         ),
-        "mean of the gradients": (lambda: (function(gathered, mean), SCATTER), "the mean over"),
+        "mean of the gradients": (
+            changed(f"{GATHER_BACKWARD} => return scatter_tokens(grad, ctx.group) / 4, None"),
+            "the mean over",
+        ),
         "joined along the batch": (
-            lambda: (function(gathered_by_batch, scattered), SCATTER),
+            changed("cat(parts, dim=1) => cat(parts)"),
             "the tokens are dim 1",
         ),
         "the wrong order": (
-            lambda: (function(gathered_backwards, scattered), SCATTER),
+            changed("cat(parts, dim=1) => cat(parts[::-1], dim=1)"),
             "of all ranks in their order",
         ),
         "zeros": (
-            lambda: (
-                function(lambda x, group: x.new_zeros(2, x.shape[1] * group.size(), 8), scattered),
-                SCATTER,
-            ),
+            changed(f"{GATHER_FORWARD} => return torch.zeros_like(gather_tokens(x, group))"),
             "of all ranks in their order",
         ),
-        "no sum": (lambda: (GATHER, function(own_tokens, gathered)), "and no sum"),
-        "the mean": (lambda: (GATHER, function(mean, gathered)), "the mean over the ranks"),
+        "no sum": (changed(f"{SCATTER_FORWARD} => return x.{OWN_TOKENS}"), "and no sum"),
+        "the mean": (
+            changed(f"{SCATTER_FORWARD} => return scatter_tokens(x, group) / group.size()"),
+            "the mean over the ranks",
+        ),
         "all_reduce and cut": (
-            lambda: (GATHER, function(all_reduced, gathered)),
+            changed(
+                f"{SCATTER_FORWARD} => total = x.clone()\n"
+                "        dist.all_reduce(total, group=group)\n"
+                f"        return total.{OWN_TOKENS}"
+            ),
             "forward sends",
         ),
         "in place": (
-            lambda: (GATHER, function(adds_in_place, gathered)),
+            changed(
+                f"{SCATTER_FORWARD} => dist.all_reduce(x, group=group)\n"
+                f"        return x.{OWN_TOKENS}"
+            ),
             "changed the x",
         ),
         "backward of the other": (
-            lambda: (GATHER, function(scattered, lambda x, group: x.repeat(1, group.size(), 1))),
+            changed(f"{SCATTER_BACKWARD} => return grad.repeat(1, ctx.group.size(), 1), None"),
             "whose gradients does it need",
         ),
         "the group ignored": (
-            lambda: (function(in_world(gathered), in_world(scattered)), SCATTER),
+            changed("group=group => group=None", "get_world_size(group) => get_world_size()"),
             "still speaks of all of them",
         ),
-        "no return in forward": (
-            lambda: (function(lambda x, group: None, scattered), SCATTER),
-            "it returned None",
-        ),
+        "no return in forward": (changed(f"{GATHER_FORWARD} => pass"), "it returned None"),
         "no return in backward": (
-            lambda: (function(gathered, lambda x, group: None), SCATTER),
+            changed(f"{GATHER_BACKWARD} => return None, None"),
             "no gradient for x",
         ),
         "backward returns nothing at all": (
-            lambda: (NoReturnInBackward, SCATTER),
+            changed(f"{GATHER_BACKWARD} => pass"),
             "backward gives 1 where 2 are due",
         ),
         "cut along the batch": (
-            lambda: (GATHER, function(scattered_by_batch, gathered)),
+            changed("x.chunk(p, dim=1) => x.chunk(p, dim=0)"),
             "along which dim was it cut",
         ),
-        "the two swapped": (lambda: (SCATTER, GATHER), "along which dim was it cut"),
+        "the two swapped": ((SCATTER, GATHER), "along which dim was it cut"),
         "as many parts as there are ranks in the world": (
-            lambda: (function(gathered_from_the_world, scattered), SCATTER),
+            changed("get_world_size(group) => get_world_size()"),
             "a rank of the world, a fixed number?",
         ),
         "the gradient zeroed": (
-            lambda: (function(gathered, scattered_and_zeroed), SCATTER),
+            changed(
+                f"{GATHER_BACKWARD} => own = scatter_tokens(grad, ctx.group)\n"
+                "        grad.zero_()\n"
+                "        return own, None"
+            ),
             "changed the gradient that it was given",
         ),
         "labcode's": (
-            lambda: (
-                function(
-                    lambda x, group: collectives.all_gather(x, group, 1),
-                    lambda x, group: collectives.reduce_scatter(x, group, 1),
-                ),
-                SCATTER,
-            ),
+            changed(f"{GATHER_FORWARD} => return start_all_gather(x, group, 1)()"),
             "labcode's own answer",
         ),
         "only rank 0 of a group calls": (
-            lambda: (
-                function(
-                    lambda x, group: gathered(x, group) if group.rank() == 0 else x, scattered
-                ),
-                SCATTER,
+            changed(
+                f"{GATHER_FORWARD} => return gather_tokens(x, group) if group.rank() == 0 else x"
             ),
-            "waits",
+            "forward gives [2, 3, 8], expected is [2, 12, 8]",
         ),
     },
 )
 
 # ---- 10.3 gather again
-
-
-class InOrder(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return F.linear(start_all_gather(x, group, 1)(), weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        finish = start_all_gather(x, ctx.group, 1)
-        own = start_reduce_scatter(grad @ weight, ctx.group, 1)
-        grad_weight = grad.flatten(0, 1).T @ finish().flatten(0, 1)
-        return own(), grad_weight, None
 
 
 class WithEinsum(torch.autograd.Function):
@@ -420,56 +299,7 @@ class OnCtx(torch.autograd.Function):
         return own, grad.reshape(-1, grad.shape[-1]).T @ rows, None
 
 
-def again(
-    part=True,
-    attribute=False,
-    scatter=True,
-    whole_weight_gradient=True,
-    gathers=1,
-    zeros=False,
-    multiply_first=False,
-    world=False,
-    no_return=False,
-):
-    """A Function with one thing done differently."""
-
-    class Again(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, group):
-            group = dist.group.WORLD if world else group
-            ctx.group = group
-            ctx.kept = None
-            if multiply_first:
-                ctx.save_for_backward(x, weight)
-                return start_all_gather(x @ weight.T, group, 1)()
-            whole = start_all_gather(x, group, 1)()
-            ctx.save_for_backward(x if part else whole, weight)
-            if attribute:
-                ctx.kept = whole
-            if zeros:
-                return x.new_zeros(x.shape[0], whole.shape[1], weight.shape[0])
-            return F.linear(whole, weight)
-
-        @staticmethod
-        def backward(ctx, grad):
-            x, weight = ctx.saved_tensors
-            whole = x if ctx.kept is None else ctx.kept
-            tokens = grad.shape[1] // ctx.group.size()
-            mine = slice(ctx.group.rank() * tokens, (ctx.group.rank() + 1) * tokens)
-            for _ in range(gathers if part and not attribute else 0):
-                whole = start_all_gather(x, ctx.group, 1)()
-            grad_x = grad @ weight
-            grad_x = start_reduce_scatter(grad_x, ctx.group, 1)() if scatter else grad_x[:, mine]
-            seen = slice(None) if whole_weight_gradient else mine
-            grad_weight = grad[:, seen].flatten(0, 1).T @ whole[:, seen].flatten(0, 1)
-            if no_return:
-                return None, None, None
-            return grad_x, grad_weight, None
-
-    return Again
-
-
-class ByMessages(InOrder):
+class ByMessages(WithEinsum):
     """Gathers with sends and receives."""
 
     @staticmethod
@@ -480,143 +310,126 @@ class ByMessages(InOrder):
         return own, grad.flatten(0, 1).T @ whole.flatten(0, 1), None
 
 
-class KeepsACopyOfItsPart(InOrder):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x.clone(), weight)
-        ctx.group = group
-        return F.linear(gathered(x, group), weight)
-
-
-class AllReduceAndCut(InOrder):
-    """Twice the bytes of a reduce-scatter."""
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        wait = start_all_gather(x, ctx.group, 1)
-        dx = grad @ weight
-        dist.all_reduce(dx, group=ctx.group)
-        mine = dx.chunk(ctx.group.size(), 1)[ctx.group.rank()]
-        return mine, grad.flatten(0, 1).T @ wait().flatten(0, 1), None
-
-
-class KeepsTheClosure(InOrder):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        ctx.wait = start_all_gather(x, group, 1)
-        return F.linear(ctx.wait(), weight)
-
-
-class GathersForShow(InOrder):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        ctx.full = gathered(x, group)
-        return F.linear(ctx.full, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        x, weight = ctx.saved_tensors
-        start_all_gather(x, ctx.group, 1)()
-        own = start_reduce_scatter(grad @ weight, ctx.group, 1)()
-        return own, grad.flatten(0, 1).T @ ctx.full.flatten(0, 1), None
-
-
-class KeepsInADict(GathersForShow):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        ctx.cache = {"full": gathered(x, group)}
-        return F.linear(ctx.cache["full"], weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        _, weight = ctx.saved_tensors
-        own = start_reduce_scatter(grad @ weight, ctx.group, 1)()
-        return own, grad.flatten(0, 1).T @ ctx.cache["full"].flatten(0, 1), None
-
-
-class ZeroesTheGradient(InOrder):
-    @staticmethod
-    def backward(ctx, grad):
-        found = InOrder.backward(ctx, grad)
-        grad.zero_()
-        return found
-
-
-class SumsTheWeight(InOrder):
-    @staticmethod
-    def backward(ctx, grad):
-        grad_x, grad_weight, _ = InOrder.backward(ctx, grad)
-        dist.all_reduce(grad_weight, group=ctx.group)
-        return grad_x, grad_weight, None
-
-
-class NoReturnAtAll(InOrder):
-    @staticmethod
-    def backward(ctx, grad):
-        InOrder.backward(ctx, grad)
-
-
-class Labcodes(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight, group):
-        ctx.save_for_backward(x, weight)
-        ctx.group = group
-        return gathered_linear(x, nn.Parameter(weight.detach()), None, group)
-
-    @staticmethod
-    def backward(ctx, grad):
-        return InOrder.backward(ctx, grad)
-
+SAVE = "ctx.save_for_backward(x, weight)"
+WHOLE = "whole = start_all_gather(x, group, 1)()"
+START = "wait_for_x = start_all_gather(x, ctx.group, 1)"
+START_OWN = "wait_for_own = start_reduce_scatter(grad_whole, ctx.group, 1)"
+OWN_ONLY = "grad_whole.chunk(dist.get_world_size(ctx.group), 1)[dist.get_rank(ctx.group)]"
+LAST = "return wait_for_own(), grad_weight, None"
 
 AGAIN = Answers(
-    check=lambda answer, ranks: l10.gathers_again(answer(), ranks),
+    solves="GatherAgain",
     right={
-        "both under way": lambda: InOrder,
-        "einsum": lambda: WithEinsum,
-        "kept as attributes": lambda: OnCtx,
-        "by messages": lambda: ByMessages,
-        "a copy of its part": lambda: KeepsACopyOfItsPart,
+        "einsum": WithEinsum,
+        "kept as attributes": OnCtx,
+        "by messages": ByMessages,
+        # Python lets go of it when it next collects such circles
+        "a circle of objects": changed(
+            f"{WHOLE} => circle = [start_all_gather(x, group, 1)()]\n"
+            "        circle.append(circle)\n"
+            "        whole = circle[0]"
+        ),
+        "a copy of its part": changed(f"{SAVE} => ctx.save_for_backward(x.clone(), weight)"),
     },
     wrong={
-        "zeros": (lambda: again(zeros=True), "nothing but zeros"),
+        "zeros": (
+            changed("return F.linear(whole, weight) => return 0 * F.linear(whole, weight)"),
+            "nothing but zeros",
+        ),
         "multiplies before gathering": (
-            lambda: again(multiply_first=True),
+            changed(
+                "start_all_gather(x, group, 1)() => start_all_gather(x @ weight.T, group, 1)()",
+                "return F.linear(whole, weight) => return whole",
+            ),
             "multiplies before it gathers",
         ),
         "keeps the whole": (
-            lambda: again(part=False),
+            changed(
+                f"{SAVE} => ",
+                f"{WHOLE} => {WHOLE}\n        ctx.save_for_backward(whole, weight)",
+                f"{START} => whole = x",
+                "whole = wait_for_x() => pass",
+            ),
             "kept from forward to backward by ctx.save_for_backward",
         ),
         "keeps the whole as attribute": (
-            lambda: again(attribute=True),
+            changed(
+                f"{WHOLE} => {WHOLE}\n        ctx.whole = whole",
+                f"{START} => pass",
+                "whole = wait_for_x() => whole = ctx.whole",
+            ),
             "kept from forward to backward by ctx itself",
         ),
-        "keeps the closure, and gathers again": (lambda: KeepsTheClosure, "by ctx itself"),
-        "keeps the whole, and gathers for show": (lambda: GathersForShow, "by ctx itself"),
-        "keeps the whole in a dict": (lambda: KeepsInADict, "by ctx itself"),
-        "all_reduce and cut": (lambda: AllReduceAndCut, "it calls all_gather, all_reduce"),
+        "keeps the closure, and gathers again": (
+            changed(
+                f"{WHOLE} => ctx.wait = start_all_gather(x, group, 1)\n        whole = ctx.wait()"
+            ),
+            "by ctx itself",
+        ),
+        "keeps the whole, and gathers for show": (
+            changed(
+                f"{WHOLE} => {WHOLE}\n        ctx.whole = whole",
+                "whole = wait_for_x() => whole = ctx.whole\n        wait_for_x()",
+            ),
+            "by ctx itself",
+        ),
+        "keeps the whole in a dict": (
+            changed(
+                f"{WHOLE} => {WHOLE}\n        ctx.cache = {{'full': whole}}",
+                f"{START} => pass",
+                "whole = wait_for_x() => whole = ctx.cache['full']",
+            ),
+            "by ctx itself",
+        ),
+        "all_reduce and cut": (
+            changed(
+                f"{START_OWN} => dist.all_reduce(grad_whole, group=ctx.group)",
+                f"wait_for_own(), => {OWN_ONLY},",
+            ),
+            "it calls all_gather, all_reduce",
+        ),
         "zeroes the gradient": (
-            lambda: ZeroesTheGradient,
+            changed(f"{LAST} => grad.zero_()\n        {LAST}"),
             "changed the gradient that it was given",
         ),
-        "the weight's gradient summed": (lambda: SumsTheWeight, "nothing is to be summed"),
-        "no return": (lambda: NoReturnAtAll, "backward gives 1 where 3 are due"),
-        "no sum": (lambda: again(scatter=False), "the other ranks used these tokens"),
+        "the weight's gradient summed": (
+            changed(f"{LAST} => dist.all_reduce(grad_weight, group=ctx.group)\n        {LAST}"),
+            "nothing is to be summed",
+        ),
+        "no return": (changed(f"{LAST} => wait_for_own()"), "backward gives 1 where 3 are due"),
+        "no sum": (
+            changed(f"{START_OWN} => ", f"wait_for_own(), => {OWN_ONLY},"),
+            "the other ranks used these tokens",
+        ),
         "weight from own tokens": (
-            lambda: again(whole_weight_gradient=False),
+            changed(
+                "grad.flatten(0, 1).T @ whole.flatten(0, 1) => "
+                "grad.chunk(4, 1)[dist.get_rank()].flatten(0, 1).T @ x.flatten(0, 1)"
+            ),
             "the rows of all S tokens",
         ),
-        "gathers twice": (lambda: again(gathers=2), "one for x is enough"),
-        "the group ignored": (lambda: again(world=True), "still speaks of all of them"),
-        "no gradients": (lambda: again(no_return=True), "a gradient for x, one for weight"),
-        "labcode's": (lambda: Labcodes, "labcode's own answer"),
+        "gathers twice": (
+            changed(f"{START} => {START}\n        wait_for_x()\n        {START}"),
+            "one for x is enough",
+        ),
+        "the group ignored": (
+            changed("(x, group, 1) => (x, dist.group.WORLD, 1)"),
+            "still speaks of all of them",
+        ),
+        "no gradients": (
+            changed(f"{LAST} => wait_for_own()\n        return None, None, None"),
+            "no gradient for x",
+        ),
+        "no gradient for the weight": (
+            changed(f"{LAST} => return wait_for_own(), None, None"),
+            "a gradient for x, one for weight",
+        ),
+        "labcode's": (
+            changed(
+                f"{WHOLE} => return gathered_linear(x, nn.Parameter(weight.detach()), None, group)"
+            ),
+            "labcode's own answer",
+        ),
     },
 )
 
@@ -631,32 +444,7 @@ class Weights(nn.Module):
             self.register_parameter(name, nn.Parameter(weight))
 
 
-class Mlp(Weights):
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = gathered_linear(h, self.up, self.up_bias, self.group)
-        h = F.gelu(h) @ self.down.T
-        return x + scatter_sequence(h, self.group) + self.down_bias
-
-    def finish_gradient_sync(self):
-        for param in (self.norm_weight, self.norm_bias, self.down_bias):
-            dist.all_reduce(param.grad, group=self.group)
-
-
-class MlpWithoutWaiting(Mlp):
-    def finish_gradient_sync(self):
-        for param in (self.norm_weight, self.norm_bias, self.down_bias):
-            dist.all_reduce(param.grad, group=self.group, async_op=True)
-
-
-class MlpWithGeluByTanh(Mlp):
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(gathered_linear(h, self.up, self.up_bias, self.group), approximate="tanh")
-        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
-
-
-class MlpInOneMessage(Mlp):
+class MlpInOneMessage(Weights):
     def forward(self, x):
         normed = F.layer_norm(x, (x.size(-1),), self.norm_weight, self.norm_bias)
         activated = F.gelu(gathered_linear(normed, self.up, self.up_bias, self.group))
@@ -671,10 +459,10 @@ class MlpInOneMessage(Mlp):
             param.grad.copy_(grad)
 
 
-class MlpWithOwnFunctions(Mlp):
+class MlpWithOwnFunctions(Weights):
     def forward(self, x):
         h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(InOrder.apply(h, self.up, self.group) + self.up_bias)
+        h = F.gelu(WithEinsum.apply(h, self.up, self.group) + self.up_bias)
         return x + SCATTER.apply(h @ self.down.T, self.group) + self.down_bias
 
     def finish_gradient_sync(self):
@@ -685,134 +473,91 @@ class MlpWithOwnFunctions(Mlp):
                 param.grad = total
 
 
-class MlpWithTheNormByHand(Mlp):
-    """Keeps one tensor of its own tokens more."""
+NORM = "F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)"
+UP = "h = gathered_linear(h, self.up, self.up_bias, self.group)"
+PLAIN_UP = "F.linear(all_gather(h, self.group, 1), self.up, self.up_bias)"
+Y = "return x + h + self.down_bias"
+PARAMS = "(self.norm_weight, self.norm_bias, self.down_bias)"
+ALL_REDUCE = "dist.all_reduce(param.grad, group=self.group)"
 
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:]) * self.norm_weight + self.norm_bias
-        h = F.gelu(gathered_linear(h, self.up, self.up_bias, self.group))
-        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
-
-
-class GeluByHand(Mlp):
-    """Keeps more of all tokens than GELU's input and output."""
-
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = gathered_linear(h, self.up, self.up_bias, self.group)
-        h = h * 0.5 * (1 + torch.erf(h / 2**0.5))
-        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
-
-
-class OtherNames(Mlp):
-    def __init__(self, weights, group):
-        super().__init__({f"my_{name}": weight for name, weight in weights.items()}, group)
-
-
-class BiasBeforeTheSum(Mlp):
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(gathered_linear(h, self.up, self.up_bias, self.group))
-        return x + scatter_sequence(F.linear(h, self.down, self.down_bias), self.group)
-
-
-class NoResidual(Mlp):
-    def forward(self, x):
-        return super().forward(x) - x
-
-
-class NoDownBias(Mlp):
-    def forward(self, x):
-        return super().forward(x) - self.down_bias
-
-
-class PlainGather(Mlp):
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(F.linear(collectives.all_gather(h, self.group, 1), self.up, self.up_bias))
-        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
-
-
-class NormAfterTheGather(Mlp):
-    """As tensor parallelism alone: every rank normalises all tokens."""
-
-    def forward(self, x):
-        whole = collectives.all_gather(x, self.group, 1)
-        h = F.layer_norm(whole, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(F.linear(h, self.up, self.up_bias))
-        return x + scatter_sequence(h @ self.down.T, self.group) + self.down_bias
-
-
-class GeluOfThePartOnly(Mlp):
-    """Forgets to gather: multiplies own tokens only."""
-
-    def forward(self, x):
-        h = F.layer_norm(x, x.shape[-1:], self.norm_weight, self.norm_bias)
-        h = F.gelu(F.linear(h, self.up, self.up_bias))
-        return x + F.linear(h, self.down) + self.down_bias
-
-
-class NoSync(Mlp):
-    def finish_gradient_sync(self):
-        pass
-
-
-class SumsNormsOnly(Mlp):
-    def finish_gradient_sync(self):
-        for param in (self.norm_weight, self.norm_bias):
-            dist.all_reduce(param.grad, group=self.group)
-
-
-class SumsEverything(Mlp):
-    def finish_gradient_sync(self):
-        for param in self.parameters():
-            dist.all_reduce(param.grad, group=self.group)
-
-
-class Averages(Mlp):
-    def finish_gradient_sync(self):
-        super().finish_gradient_sync()
-        for param in (self.norm_weight, self.norm_bias, self.down_bias):
-            param.grad /= dist.get_world_size(self.group)
-
-
-class SyncInTheWorld(Mlp):
-    def finish_gradient_sync(self):
-        for param in (self.norm_weight, self.norm_bias, self.down_bias):
-            dist.all_reduce(param.grad)
-
-
-class NoReturn(Mlp):
-    def forward(self, x):
-        super().forward(x)
-
-
-MLP = Answers(
-    check=lambda answer, ranks: l10.sequence_parallel_mlp(answer(), ranks),
+SEQUENCE_PARALLEL = Answers(
+    solves="SequenceParallelMLP",
     right={
-        "line by line": lambda: Mlp,
-        "one message": lambda: MlpInOneMessage,
-        "own functions": lambda: MlpWithOwnFunctions,
-        "the norm by hand": lambda: MlpWithTheNormByHand,
+        "one message": MlpInOneMessage,
+        "own functions": MlpWithOwnFunctions,
+        # keeps one tensor of its own tokens more
+        "the norm by hand": changed(
+            f"{NORM} => F.layer_norm(x, x.shape[-1:]) * self.norm_weight + self.norm_bias"
+        ),
     },
     wrong={
-        "the sums not waited for": (lambda: MlpWithoutWaiting, "nobody waited for it"),
-        "gelu by tanh": (lambda: MlpWithGeluByTanh, "with their defaults"),
-        "bias before the sum": (lambda: BiasBeforeTheSum, "as often as there are ranks"),
-        "no residual": (lambda: NoResidual, "goes past the MLP"),
-        "no bias": (lambda: NoDownBias, "lacks down_bias"),
-        "plain all-gather": (lambda: PlainGather, "of all S tokens are kept"),
-        "norm of all tokens": (lambda: NormAfterTheGather, "of all S tokens are kept"),
-        "GELU by hand": (lambda: GeluByHand, "of all S tokens are kept"),
-        "other names": (lambda: OtherNames, "the module has no parameter down"),
-        "never gathers": (lambda: GeluOfThePartOnly, "not what one process gives"),
-        "no sync": (lambda: NoSync, "leaves the gradient of norm_weight as it was"),
-        "norms only": (lambda: SumsNormsOnly, "leaves the gradient of down_bias as it was"),
-        "sums everything": (lambda: SumsEverything, "was complete before finish_gradient_sync"),
-        "averages": (lambda: Averages, "is the mean over the ranks"),
-        "the world's sum": (lambda: SyncInTheWorld, "still speaks of all of them"),
-        "no return": (lambda: NoReturn, "it returned None"),
+        "the sums not waited for": (
+            changed(
+                f"{ALL_REDUCE} => dist.all_reduce(param.grad, group=self.group, async_op=True)"
+            ),
+            "3 all-reduces started and 0 waited for",
+        ),
+        "gelu by tanh": (
+            changed("F.gelu(h) => F.gelu(h, approximate='tanh')"),
+            "with their defaults",
+        ),
+        "bias before the sum": (
+            changed(
+                "F.gelu(h), self.down) => F.gelu(h), self.down, self.down_bias)",
+                f"{Y} => return x + h",
+            ),
+            "as often as there are ranks",
+        ),
+        "no residual": (changed(f"{Y} => return h + self.down_bias"), "goes past the MLP"),
+        "no bias": (
+            changed(f"{Y} => return x + h"),
+            "down_bias has no gradient: is it used in forward?",
+        ),
+        "plain all-gather": (changed(f"{UP} => h = {PLAIN_UP}"), "of all S tokens are kept"),
+        "norm of all tokens": (  # as tensor parallelism alone
+            changed(
+                f"{NORM} => {NORM.replace('(x', '(all_gather(x, self.group, 1)', 1)}",
+                f"{UP} => h = F.linear(h, self.up, self.up_bias)",
+            ),
+            "of all S tokens are kept",
+        ),
+        "GELU by hand": (
+            changed("F.gelu(h) => h * 0.5 * (1 + torch.erf(h / 2**0.5))"),
+            "of all S tokens are kept",
+        ),
+        "other names": (
+            changed("register_parameter(name, => register_parameter('my_' + name,"),
+            "the module has no parameter down",
+        ),
+        "never gathers": (
+            changed(
+                f"{UP} => h = F.linear(h, self.up, self.up_bias)",
+                "h = scatter_sequence(h, self.group) => pass",
+            ),
+            "not what one process gives",
+        ),
+        "no sync": (
+            changed(f"{ALL_REDUCE} => pass"),
+            "leaves the gradient of norm_weight as it was",
+        ),
+        "norms only": (
+            changed(f"{PARAMS} => (self.norm_weight, self.norm_bias)"),
+            "leaves the gradient of down_bias as it was",
+        ),
+        "sums everything": (
+            changed(f"{PARAMS} => self.parameters()"),
+            "was complete before finish_gradient_sync",
+        ),
+        "averages": (
+            changed(f"{ALL_REDUCE} => {ALL_REDUCE}\n            param.grad /= self.group.size()"),
+            "is the mean over the ranks",
+        ),
+        "the world's sum": (
+            changed(f"{ALL_REDUCE} => dist.all_reduce(param.grad)"),
+            "still speaks of all of them",
+        ),
+        "no return": (changed(f"{Y} => pass"), "it returned None"),
     },
 )
 
-ANSWERS = {"10.1": LAYER, "10.2": PAIR, "10.3": AGAIN, "10.4": MLP}
+ANSWERS = {"10.1": LAYER, "10.2": PAIR, "10.3": AGAIN, "10.4": SEQUENCE_PARALLEL}

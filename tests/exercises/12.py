@@ -4,7 +4,7 @@ import functools
 
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 
 from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, simulate
@@ -23,77 +23,46 @@ def gpipe_in_two_loops(rank, m):
     return order
 
 
-def gpipe_as_the_paper_draws_it(rank, m):
-    forwards = [Action("F", rank, i) for i in range(m)]
-    return forwards + [Action("B", rank, i) for i in reversed(range(m))]
-
-
-def gpipe_over_kinds(rank, m):
-    return [Action(kind, rank, i) for kind in "FB" for i in range(m)]
-
-
-def gpipe_back_to_front_on_odd_ranks(rank, m):
-    order = gpipe_in_two_loops(rank, m)
-    if rank % 2:
-        order[m:] = reversed(order[m:])
-    return order
-
+BOTH = "forwards + backwards => "  # what the solution returns
+IN_REVERSE = (
+    'Action("B", rank, i) for i in range(m) => Action("B", rank, i) for i in range(m)[::-1]'
+)
 
 GPIPE = Answers(
-    check=lambda answer, ranks: l12.gpipe(answer),
+    solves="gpipe_order",
+    takes_ranks=False,
     right={
         "two loops": gpipe_in_two_loops,
-        "backwards from the last": gpipe_as_the_paper_draws_it,
-        "one comprehension": gpipe_over_kinds,
-        "parsed": lambda rank, m: [
-            Action.parse(f"{rank}{kind}{i}") for kind in "FB" for i in range(m)
-        ],
+        "backwards from the last": changed(IN_REVERSE),
+        "one comprehension": changed(
+            f"{BOTH}[Action(kind, rank, i) for kind in 'FB' for i in range(m)]"
+        ),
+        "parsed": changed(
+            f"{BOTH}[Action.parse(f'{{rank}}{{kind}}{{i}}') for kind in 'FB' for i in range(m)]"
+        ),
     },
     wrong={
         "F and B in turn": (
-            lambda rank, m: [Action(kind, rank, i) for i in range(m) for kind in "FB"],
+            changed(f"{BOTH}[Action(kind, rank, i) for i in range(m) for kind in 'FB']"),
             "comes before the last forward",
         ),
-        "always stage 0": (
-            lambda rank, m: [Action(kind, 0, i) for kind in "FB" for i in range(m)],
-            "the stage with its own number",
-        ),
-        "no backwards": (
-            lambda rank, m: [Action("F", rank, i) for i in range(m)],
-            "no backward of micro-batch 0",
-        ),
-        "counts from 1": (
-            lambda rank, m: [Action(kind, rank, i + 1) for kind in "FB" for i in range(m)],
-            "no forward of micro-batch 0",
-        ),
-        "one too many": (
-            lambda rank, m: [Action(kind, rank, i) for kind in "FB" for i in range(m + 1)],
-            "the last one is micro-batch",
-        ),
-        "twice": (
-            lambda rank, m: gpipe_in_two_loops(rank, m) + gpipe_in_two_loops(rank, m)[:1],
-            "2 times",
-        ),
+        "always stage 0": (changed("rank, i => 0, i"), "the stage with its own number"),
+        "no backwards": (changed(f"{BOTH}forwards"), "no backward of micro-batch 0"),
+        "counts from 1": (changed("rank, i => rank, i + 1"), "no forward of micro-batch 0"),
+        "one too many": (changed("range(m) => range(m + 1)"), "the last one is micro-batch"),
+        "twice": (changed(f"{BOTH}forwards + backwards + forwards[:1]"), "2 times"),
         "text": (
-            lambda rank, m: [f"{rank}{kind}{i}" for kind in "FB" for i in range(m)],
+            changed(f"{BOTH}[str(one) for one in forwards + backwards]"),
             "give a list of Action",
         ),
         "all ranks at once": (
-            lambda rank, m: {number: gpipe_in_two_loops(number, m) for number in range(4)},
+            changed(f"{BOTH}{{number: forwards + backwards for number in range(4)}}"),
             "give a list of Action",
         ),
-        "labcode's own": (lambda rank, m: schedule("gpipe", 4, m)[rank], "write yours"),
-        "labcode's own, all ranks": (lambda rank, m: schedule("gpipe", 4, m), "write yours"),
-        "stage and micro-batch exchanged": (
-            lambda rank, m: [Action(kind, i, rank) for kind in "FB" for i in range(m)],
-            "the stage with its own number",
-        ),
-        "halves of a backward": (
-            lambda rank, m: [Action(kind, rank, i) for kind in "FI" for i in range(m)],
-            "the kinds here are F and B",
-        ),
+        "labcode's own": (changed(f"{BOTH}schedule('gpipe', 4, m)[rank]"), "write yours"),
+        "halves of a backward": (changed('"B" => "I"'), "the kinds here are F and B"),
         "neighbours go different ways": (
-            gpipe_back_to_front_on_odd_ranks,
+            changed("return forwards => if rank % 2: backwards.reverse()\n    return forwards"),
             "in the same order",
         ),
     },
@@ -101,137 +70,6 @@ GPIPE = Answers(
 
 
 # ---- 12.2 the runner
-
-
-def run_plainly(
-    actions,
-    stage,
-    loss,
-    inputs,
-    targets,
-    group,
-    *,
-    ask=True,
-    mean=True,
-    wait=False,
-    in_world=False,
-    send_back="x",
-    take="number",
-    into_inputs=False,
-    reads_inputs=False,
-    start_gradient=True,
-    zeroes=False,
-    detour=False,
-    keep_handles=True,
-    wait_at_end=True,
-    wait_for_x=True,
-    wait_for_gradient=True,
-    dtype=None,
-    shape=None,
-    reuse=False,
-    divide_by=None,
-    fixed_last=False,
-    twice=False,
-    wipes=False,
-    divides_grads=False,
-    asks_inputs=False,
-    waits_twice=False,
-    without_group=(),
-    without_autograd=False,
-    detaches=False,
-    first_sends=False,
-    no_leaf=False,
-):
-    """The runner of the lesson, or one with a mistake."""
-    chosen = None if in_world else group
-    rank = dist.get_rank(chosen)
-    last = 3 if fixed_last else dist.get_world_size(chosen) - 1
-    kept = {}
-    sending = []
-    one_buffer = torch.empty_like(inputs[0])
-
-    def send(tensor, to):
-        if "send" in without_group:
-            sending.append(dist.isend(tensor, dst=dist.get_rank() + to - rank))
-        elif waits_twice:
-            sending.append(dist.isend(tensor, group=group, group_dst=to))
-            sending[-1].wait()
-        elif wait:
-            dist.send(tensor, group=group, group_dst=to)
-        elif twice:
-            sending.append(dist.isend(tensor, group=group, group_dst=to))
-            sending.append(dist.isend(tensor, group=group, group_dst=to))
-        elif keep_handles:
-            sending.append(dist.isend(tensor, group=group, group_dst=to))
-        else:
-            dist.isend(tensor, group=group, group_dst=to)
-
-    def receive(tensor, place, waits):
-        if "recv" in without_group:
-            dist.recv(tensor, src=dist.get_rank() + place - rank)
-        elif waits:
-            dist.recv(tensor, group=group, group_src=place)
-        else:
-            dist.irecv(tensor, group=group, group_src=place)
-
-    if wipes:
-        stage.zero_grad()
-    for kind, _, i in actions:
-        if kind == "F":
-            x = inputs[i].requires_grad_() if asks_inputs and rank == 0 else inputs[i]
-            if rank > 0:
-                buffer = inputs[i] if into_inputs else torch.empty_like(inputs[i], dtype=dtype)
-                if shape is not None:
-                    buffer = torch.empty(shape, dtype=buffer.dtype)
-                if reuse:
-                    buffer = one_buffer.detach()
-                receive(buffer, rank - 1, wait_for_x)
-                x = inputs[i].clone() if reads_inputs else buffer
-                if ask:
-                    x = x.clone() if into_inputs else x
-                    x.requires_grad_()
-                    x = x.clone() if no_leaf else x
-            with torch.set_grad_enabled(not without_autograd):
-                y = stage(x)
-            if detaches:
-                y = y.detach()
-            if rank == last:
-                y = loss(y, targets[i])
-                if mean and not divides_grads:
-                    y = y / (divide_by or len(inputs))
-            else:
-                send(y.detach(), rank + 1)
-            kept[i] = (x, y)
-        else:
-            number = i
-            if take == "first":
-                number = next(iter(kept))
-            elif take == "last":
-                number = list(kept)[-1]
-            x, y = kept.pop(number)
-            if zeroes:
-                stage.zero_grad()
-            if rank == last:
-                y.backward()
-            else:
-                gradient = torch.empty_like(y)
-                receive(gradient, rank + 1, wait_for_gradient)
-                y.backward(gradient if start_gradient else torch.ones_like(y))
-            if rank > 0 or first_sends:
-                back = {"x": x.grad, "value": x.detach(), "zeros": torch.zeros_like(x)}
-                send(back[send_back], max(rank - 1, 0))
-    if divides_grads:
-        for param in stage.parameters():
-            param.grad /= len(inputs)
-    if detour:
-        dist.broadcast(torch.zeros(1), group=group, group_src=0)
-    if wait_at_end:
-        for work in sending:
-            work.wait()
-
-
-def run_with_mistake(**mistake):
-    return functools.partial(run_plainly, **mistake)
 
 
 def run_in_functions(actions, stage, loss, inputs, targets, group):
@@ -314,38 +152,6 @@ def run_with_autograd_grad(actions, stage, loss, inputs, targets, group):
         message.wait()
 
 
-def run_with_irecv(actions, stage, loss, inputs, targets, group):
-    """Receives into flat tensors, and waits at once."""
-    rank = group.rank()
-    last = group.size() - 1
-    graphs = {}
-    handles = []
-
-    def take(place, like):
-        flat = torch.empty(like.numel(), dtype=like.dtype)
-        handle = dist.irecv(flat, group=group, group_src=place)
-        handle.wait()
-        return flat.view(like.shape)
-
-    for kind, _, i in actions:
-        if kind == "F":
-            x = (take(rank - 1, inputs[i]) if rank else inputs[i].clone()).requires_grad_()
-            y = stage(x)
-            if rank < last:
-                handles.append(dist.isend(y.detach(), group=group, group_dst=rank + 1))
-            graphs[i] = x, y
-        else:
-            x, y = graphs[i]
-            if rank == last:
-                loss(y, targets[i]).div(len(targets)).backward()
-            else:
-                y.backward(take(rank + 1, y))
-            if rank:
-                handles.append(dist.isend(x.grad, group=group, group_dst=rank - 1))
-    while handles:
-        handles.pop().wait()
-
-
 def run_with_the_library(actions, stage, loss, inputs, targets, group):
     p = group.size()
     plan = make_plan(schedule("gpipe", p, len(inputs)), p, len(inputs))
@@ -353,162 +159,168 @@ def run_with_the_library(actions, stage, loss, inputs, targets, group):
     Pipeline(own, plan, group, loss, torch.empty_like).step(inputs, targets)
 
 
-def run_forwards_alone(actions, stage, loss, inputs, targets, group):
-    run_plainly([one for one in actions if one.kind == "F"], stage, loss, inputs, targets, group)
-
-
-def run_without_neighbours(actions, stage, loss, inputs, targets, group):
-    """Every rank works alone on the whole batch."""
-    for x, y in zip(inputs, targets):
-        (loss(stage(x.clone().requires_grad_()), y) / len(inputs)).backward()
-
-
-def run_from_the_last(actions, stage, loss, inputs, targets, group):
-    """The first rank too receives from the rank before it, which is the last one."""
-    rank, p = group.rank(), group.size()
-    for one in actions:
-        x = torch.empty_like(inputs[one.microbatch])
-        dist.recv(x, group=group, group_src=(rank - 1) % p)
-
-
-def run_stage_again(actions, stage, loss, inputs, targets, group):
-    """Calls the stage in B once more."""
-    for one in actions:
-        stage(inputs[one.microbatch].clone().requires_grad_())
-
+RECV_X = "dist.recv(x, group=group, group_src=rank - 1)"
+RECV_GRADIENT = "dist.recv(gradient, group=group, group_src=rank + 1)"
+INTO_FLAT = """\
+flat = torch.empty({0}.numel(), dtype={0}.dtype)
+                dist.irecv(flat, group=group, group_src={1}).wait()
+                {0} = flat.view({0}.shape)"""
+SEND_Y = "sending.append(dist.isend(message, group=group, group_dst=rank + 1))"
+SEND_GRADIENT = "sending.append(dist.isend(x.grad, group=group, group_dst=rank - 1))"
+IN_WORLD = (  # messages without the group; `here` is this rank in the world
+    "rank = dist.get_rank(group) => here = dist.get_rank()\n    rank = dist.get_rank(group)",
+    "group=group, group_src=rank - => src=here -",
+    "group=group, group_src=rank + => src=here +",
+    "group=group, group_dst=rank + => dst=here +",
+    "group=group, group_dst=rank - => dst=here -",
+)
 
 RUNNER = Answers(
-    check=l12.runner,
+    solves="run_actions",
     right={
-        "as in the lesson": run_plainly,
         "in functions, with P2POp": run_in_functions,
         "torch.autograd.grad": run_with_autograd_grad,
-        "irecv into flat tensors": run_with_irecv,
+        "irecv into flat tensors": changed(
+            f"{RECV_X} => {INTO_FLAT.format('x', 'rank - 1')}",
+            f"{RECV_GRADIENT} => {INTO_FLAT.format('gradient', 'rank + 1')}",
+        ),
     },
     wrong={
         "requires_grad_ forgotten": (
-            run_with_mistake(ask=False),
+            changed("x.requires_grad_() => pass"),
             "does not require a gradient",
         ),
-        "the 1/m forgotten": (run_with_mistake(mean=False), "gradients 4 times as large"),
-        "divided by a fixed 8": (run_with_mistake(divide_by=8), "0.125 times as large"),
-        "divided by the ranks": (run_with_mistake(divide_by=4), "0.25 times as large"),
-        "handles of sends dropped": (
-            run_with_mistake(keep_handles=False),
-            "a send was dropped before it had left",
+        "the 1/m forgotten": (changed(" / len(inputs) => "), "gradients 4 times as large"),
+        "divided by the ranks": (changed("len(inputs) => 4"), "0.25 times as large"),
+        "handles of sends dropped": (changed("sending.append => id"), "a send was dropped"),
+        "sends not waited for": (changed("handle.wait() => pass"), "a send was dropped"),
+        "sends twice": (
+            changed(f"{SEND_Y} => {SEND_Y}\n                {SEND_Y}"),
+            "it sends more messages than",
         ),
-        "sends not waited for": (
-            run_with_mistake(wait_at_end=False),
-            "a send was dropped before it had left",
-        ),
-        "sends twice": (run_with_mistake(twice=True), "it sends more messages than"),
-        "x not waited for": (run_with_mistake(wait_for_x=False), "nobody waited for a receive"),
-        "gradient not waited for": (
-            run_with_mistake(wait_for_gradient=False),
-            "nobody waited for a receive",
-        ),
+        "x not waited for": (changed("recv(x => irecv(x"), "nobody waited for a receive"),
         "buffer of another dtype": (
-            run_with_mistake(dtype=torch.float32),
+            changed("empty_like(inputs[i]) => empty_like(inputs[i], dtype=torch.float32)"),
             "the buffer of a receive is float32 [4, 16], and the message float64 [4, 16]",
         ),
         "buffer of another shape": (
-            run_with_mistake(shape=(16,)),
+            changed("empty_like(inputs[i]) => empty_like(inputs[i][0])"),
             "the buffer of a receive is float64 [16], and the message float64 [4, 16]",
         ),
         "one buffer for all": (
-            run_with_mistake(reuse=True),
+            changed(
+                "kept = {} => buffer = torch.empty_like(inputs[0])\n    kept = {}",
+                "torch.empty_like(inputs[i]) => buffer.detach()",
+            ),
             "x is no longer what its F was given",
         ),
         "the last rank is 3": (
-            run_with_mistake(fixed_last=True),
+            changed("dist.get_world_size(group) - 1 => 3"),
             "is every rank counted within",
         ),
-        "send that waits": (run_with_mistake(wait=True), "with GPipe it worked"),
-        "the world's rank": (run_with_mistake(in_world=True), "is every rank counted within"),
-        "sends x back": (run_with_mistake(send_back="value"), "the rank behind it has the right"),
-        "sends zeros back": (
-            run_with_mistake(send_back="zeros"),
+        "send that waits": (
+            changed(
+                f"{SEND_Y} => dist.send(message, group=group, group_dst=rank + 1)",
+                f"{SEND_GRADIENT} => dist.send(x.grad, group=group, group_dst=rank - 1)",
+            ),
+            "with GPipe it worked",
+        ),
+        "the world's rank": (
+            changed("get_rank(group) => get_rank()", "get_world_size(group) => get_world_size()"),
+            "is every rank counted within",
+        ),
+        "sends x back": (
+            changed("isend(x.grad => isend(x.detach()"),
             "the rank behind it has the right",
         ),
-        "the oldest forward first": (run_with_mistake(take="first"), "backward went through"),
-        "the newest forward first": (run_with_mistake(take="last"), "backward went through"),
-        "receives into inputs": (run_with_mistake(into_inputs=True), "has changed inputs[0]"),
+        "the oldest forward first": (
+            changed("kept.pop(i) => kept.pop(next(iter(kept)))"),
+            "backward went through",
+        ),
+        "the newest forward first": (changed("pop(i) => popitem()[1]"), "backward went through"),
+        "receives into inputs": (
+            changed(
+                "torch.empty_like(inputs[i]) => inputs[i]",
+                "x.requires_grad_() => x = x.clone().requires_grad_()",
+            ),
+            "has changed inputs[0]",
+        ),
         "works on its own inputs": (
-            run_with_mistake(reads_inputs=True),
+            changed("x.requires_grad_() => x = inputs[i].clone().requires_grad_()"),
             "works on the inputs of the batch",
         ),
         "starts backward with ones": (
-            run_with_mistake(start_gradient=False),
+            changed(f"{RECV_GRADIENT} => {RECV_GRADIENT}\n                gradient.fill_(1)"),
             "which output is it the gradient of",
         ),
-        "zeroes the gradients": (run_with_mistake(zeroes=True), "only the gradient of micro-batch"),
-        "a broadcast at the end": (run_with_mistake(detour=True), "talks to all ranks"),
+        "zeroes the gradients": (
+            changed("y.backward => stage.zero_grad()\n            y.backward"),
+            "only the gradient of micro-batch",
+        ),
+        "a broadcast at the end": (
+            changed("for handle => dist.broadcast(y, group=group, group_src=0)\n    for handle"),
+            "talks to all ranks",
+        ),
         "labcode's Pipeline": (run_with_the_library, "write the sends and receives yourself"),
-        "no backward": (run_forwards_alone, "has no gradients"),
-        "every rank alone": (run_without_neighbours, "works on the inputs of the batch"),
-        "receives from the last": (run_from_the_last, "messages do not meet"),
+        "no backward": (changed('kind == "B" => kind == "W"'), "has no gradients"),
+        "receives from the last": (
+            changed(
+                "if rank > 0:\n                x = => if True:\n                x =",
+                "group_src=rank - 1 => group_src=(rank - 1) % (last + 1)",
+            ),
+            "messages do not meet",
+        ),
         "wipes what stood in .grad": (
-            run_with_mistake(wipes=True),
+            changed("kept = {} => stage.zero_grad()\n    kept = {}"),
             "what stood in .grad is gone",
         ),
         "divides .grad at the end": (
-            run_with_mistake(divides_grads=True),
+            changed(
+                " / len(inputs) => ",
+                "for handle => for param in stage.parameters():\n"
+                "        param.grad /= len(inputs)\n    for handle",
+            ),
             "what stood in .grad is 0.3333 times as large",
         ),
         "asks for a gradient of the data": (
-            run_with_mistake(asks_inputs=True),
+            changed("x = inputs[i] => x = inputs[i].requires_grad_(rank == 0)"),
             "inputs[0] requires a gradient on rank 0",
         ),
         "waits at once and again at the end": (
-            run_with_mistake(waits_twice=True),
+            changed(f"{SEND_Y} => {SEND_Y}\n                sending[-1].wait()"),
             "the handle of a send was waited for twice",
         ),
-        "receives in the world": (
-            run_with_mistake(without_group=("recv",)),
-            "a message does not go through `group`",
-        ),
-        "sends in the world": (
-            run_with_mistake(without_group=("send",)),
-            "a message does not go through `group`",
-        ),
-        "no message in the group": (
-            run_with_mistake(without_group=("send", "recv")),
-            "a message does not go through `group`",
-        ),
+        "receives in the world": (changed(*IN_WORLD[:3]), "does not go through `group`"),
+        "no message in the group": (changed(*IN_WORLD), "does not go through `group`"),
         "F without autograd": (
-            run_with_mistake(without_autograd=True),
+            changed("y = stage(x) => with torch.no_grad():\n                y = stage(x)"),
             "the stage ran without autograd",
         ),
         "y detached before B": (
-            run_with_mistake(detaches=True),
+            changed("y = stage(x) => y = stage(x).detach()"),
             "backward was started from a tensor that has no graph",
         ),
         "the first rank sends None": (
-            run_with_mistake(first_sends=True),
+            changed(
+                "if rank > 0:\n                sending => if True:\n                sending",
+                "group_dst=rank - 1 => group_dst=max(rank - 1, 0)",
+            ),
             "does another rank wait for it",
         ),
         "x is no leaf": (
-            run_with_mistake(no_leaf=True),
+            changed("x.requires_grad_() => x = x.requires_grad_().clone()"),
             "was requires_grad_ called on this very x",
         ),
-        "runs the stage in B too": (run_stage_again, "was called more than"),
-        "does nothing": (lambda *_: 0, "ran its stage 0 times"),
+        "runs the stage in B too": (
+            changed("x, y = kept.pop(i) => x, y = kept.pop(i)\n            y = stage(x)"),
+            "was called more than",
+        ),
+        "does nothing": (changed("in actions: => in []:"), "ran its stage 0 times"),
     },
 )
 
 
 # ---- 12.3 1F1B as data
-
-
-def order_of(rank, p, m, warmup=lambda rank, p: p - 1 - rank, numbers=range, swapped=False):
-    """1F1B, or what is left of it with another warm-up, other backwards, or backward first."""
-    first = min(warmup(rank, p), m)
-    forward = [Action("F", rank, i) for i in range(m)]
-    backward = [Action("B", rank, i) for i in numbers(m)]
-    found = forward[:first]
-    for pair in zip(forward[first:], backward):
-        found += reversed(pair) if swapped else pair
-    return found + backward[m - first :]
 
 
 def order_with_counters(rank, p, m):
@@ -534,93 +346,63 @@ def order_backward_first(rank, p, m):
     return order
 
 
-def order_with_a_late_forward(rank, p, m):
-    """Right at the start; then one forward too many comes before a backward."""
-    order = order_of(rank, p, m)
-    if rank == p - 1 and m > 2:
-        order[2:6] = [order[2], order[4], order[3], order[5]]
-    return order
-
-
-def order_without_end(rank, p, m):
-    """The counter of the backwards is forgotten."""
-    order = []
-    done = 0
-    while done < m:
-        order.append(Action("F", rank, 0))
-    return order
-
-
-def last_two_reversed(m):
-    numbers = list(range(m))
-    numbers[-2:] = reversed(numbers[-2:])
-    return numbers
-
+ORDER = "return order => return "
+APPEND_F = "order.append(forwards[i])"
+APPEND_B = "order.append(backwards[i - warmup])"
 
 ONE_F_ONE_B = Answers(
-    check=l12.one_f_one_b,
+    solves="one_f_one_b_order",
     right={
-        "two lists": order_of,
+        "two lists": changed(
+            "for i in range(warmup, m): => for pair in zip(forwards[warmup:], backwards):",
+            f"{APPEND_F}\n        {APPEND_B} => order += pair",
+        ),
         "counters": order_with_counters,
         "B before F": order_backward_first,
     },
     wrong={
-        "labcode's own": (lambda rank, p, m: schedule("1f1b", p, m)[rank], "write yours"),
+        "labcode's own": (changed(f"{ORDER}schedule('1f1b', p, m)[rank]"), "write yours"),
         "GPipe": (
-            lambda rank, p, m: gpipe_in_two_loops(rank, m),
+            changed(f"{ORDER}forwards + backwards"),
             "2 are enough: its warm-up is too long",
         ),
-        "warm-up of all but one": (
-            lambda *args: order_of(*args, warmup=lambda rank, p: p - 1),
-            "its warm-up is too long",
-        ),
+        "warm-up of all but one": (changed("p - 1 - rank => p - 1"), "its warm-up is too long"),
         "the last rank has a warm-up of one more pair": (
-            order_with_a_late_forward,
+            changed(
+                "return order => if rank == p - 1 and m > 2:\n"
+                "        order[3], order[4] = order[4], order[3]\n    return order"
+            ),
             "1 is enough: after the warm-up each forward is followed by a backward",
         ),
-        "a loop without end": (order_without_end, "loop"),
-        "one warm-up too many": (
-            lambda *args: order_of(*args, warmup=lambda rank, p: p - rank),
-            "its warm-up is too long",
+        "a loop without end": (
+            changed("for i in range(warmup, m): => i = warmup\n    while i < m:"),
+            "loop",
         ),
-        "no warm-up": (
-            lambda *args: order_of(*args, warmup=lambda rank, p: 0),
-            "how many ranks are behind it",
-        ),
-        "warm-up of the other end": (
-            lambda *args: order_of(*args, warmup=lambda rank, p: rank),
+        "one warm-up too many": (changed("p - 1 - rank => p - rank"), "its warm-up is too long"),
+        "no warm-up": (changed("min(p - 1 - rank, m) => 0"), "how many ranks are behind it"),
+        "warm-up of the other end": (changed("p - 1 - rank => rank"), "cannot start"),
+        "backward first": (
+            changed(f"{APPEND_F}\n        {APPEND_B} => {APPEND_B}\n        {APPEND_F}"),
             "cannot start",
         ),
-        "backward first": (lambda *args: order_of(*args, swapped=True), "cannot start"),
-        "last backward forgotten": (
-            lambda *args: order_of(*args)[:-1],
-            "no backward of micro-batch",
-        ),
+        "last backward forgotten": (changed(f"{ORDER}order[:-1]"), "no backward of micro-batch"),
         "cool-down forgotten": (
-            lambda rank, p, m: order_of(rank, p, m)[: 2 * m - (p - 1 - rank)],
+            changed("order += backwards[m - warmup:] => pass"),
             "no backward of micro-batch",
         ),
-        "backwards reversed": (
-            lambda *args: order_of(*args, numbers=lambda m: list(reversed(range(m)))),
-            "the first that goes back",
-        ),
+        "backwards reversed": (changed(IN_REVERSE), "the first that goes back"),
         "cool-down reversed": (
-            lambda *args: order_of(*args, numbers=last_two_reversed),
+            changed("order += backwards[m - warmup:] => order += backwards[m - warmup:][::-1]"),
             "the first that goes back",
         ),
-        "text": (lambda *args: [str(one) for one in order_of(*args)], "give a list of Action"),
+        "text": (changed(f"{ORDER}[str(one) for one in order]"), "give a list of Action"),
         "all ranks at once": (
-            lambda rank, p, m: {number: order_of(number, p, m) for number in range(p)},
+            changed(f"{ORDER}{{number: order for number in range(p)}}"),
             "give a list of Action",
         ),
-        "always stage 0": (
-            lambda rank, p, m: [one._replace(stage=0) for one in order_of(rank, p, m)],
-            "the stage with its own number",
-        ),
+        "always stage 0": (changed("rank, i => 0, i"), "the stage with its own number"),
         "backwards in front of the last forwards": (
-            lambda rank, p, m: sorted(
-                order_of(rank, p, m), key=lambda one: (one.microbatch, one.kind == "B")
-            ),
+            changed(f"{ORDER}sorted(order, key=lambda one: (one.microbatch, one.kind == 'B'))"),
             "how many ranks are behind it",
         ),
     },
@@ -628,111 +410,6 @@ ONE_F_ONE_B = Answers(
 
 
 # ---- 12.4 the weight's half put off
-
-
-LATEST = []
-
-
-def split_layer(
-    *,
-    when="later",
-    product="sum",
-    add="both",
-    gives="dx",
-    keeps="function",
-    forward="right",
-    put="backward",
-    takes="in backward",
-    spoils=False,
-):
-    """The layer of the lesson, or one with a mistake."""
-
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight, later):
-            ctx.save_for_backward(x, weight)
-            ctx.weight = weight
-            ctx.later = later
-            if put == "in forward":
-                later.append(lambda: ctx.work())
-            elif put == "in the last list":
-                LATEST[:] = [later]
-            if forward == "no transpose":
-                return x @ weight
-            return x @ weight.T
-
-        @staticmethod
-        def backward(ctx, grad):
-            weight = param = ctx.weight
-            if takes == "in backward":
-                x_taken, weight = ctx.saved_tensors
-
-            def compute():
-                x, _ = ctx.saved_tensors if takes == "when called" else (x_taken, None)
-                if product == "of each sample":
-                    return grad.mT @ x
-                if product == "over the first dim":
-                    return (grad.mT @ x).sum(0)
-                if product == "mean":
-                    return (grad.flatten(0, -2).T @ x.flatten(0, -2)) / x.flatten(0, -2).shape[0]
-                if product == "transposed":
-                    return x.flatten(0, -2).T @ grad.flatten(0, -2)
-                return grad.flatten(0, -2).T @ x.flatten(0, -2)
-
-            early = compute() if when == "early" else None
-
-            def weight_half():
-                grad_weight = compute() if early is None else early
-                if add == "to None":
-                    param.grad += grad_weight
-                elif add == "overwrite" or param.grad is None:
-                    param.grad = grad_weight
-                elif add == "both":
-                    param.grad = param.grad + grad_weight
-
-            if when == "at once":
-                weight_half()
-            elif when == "returned":
-                return grad @ weight, compute(), None
-            if put == "in forward":
-                ctx.work = weight_half
-            elif put == "in the last list":
-                LATEST[0].append(weight_half)
-            elif keeps == "function":
-                ctx.later.append(weight_half)
-            elif keeps == "tensor":
-                ctx.later.append(grad)
-            elif keeps == "twice":
-                ctx.later.extend([weight_half, weight_half])
-            if gives == "nothing":
-                return None, None, None
-            if spoils:
-                grad_x = grad @ weight
-                grad.zero_()
-                return grad_x, None, None
-            if gives == "doubled":
-                return 2 * (grad @ weight), None, None
-            return grad @ weight, None, None
-
-    return Layer
-
-
-class WithEinsum(torch.autograd.Function):
-    """The same with einsum and F.linear, and the tensors as attributes."""
-
-    @staticmethod
-    def forward(ctx, x, weight, later):
-        ctx.x, ctx.weight, ctx.later = x.detach(), weight, later
-        return torch.nn.functional.linear(x, weight)
-
-    @staticmethod
-    def backward(ctx, grad):
-        def work(x=ctx.x, weight=ctx.weight):
-            found = torch.einsum("bo,bi->oi", grad.reshape(-1, grad.shape[-1]), x.flatten(0, -2))
-            weight.grad = found + (0 if weight.grad is None else weight.grad)
-
-        ctx.later.append(work)
-        return torch.einsum("...o,oi->...i", grad, ctx.weight.detach()), None, None
 
 
 class WithPartial(torch.autograd.Function):
@@ -759,93 +436,99 @@ def add_weight_gradient(weight, x, grad):
     weight.grad += grad.reshape(rows.shape[0], -1).t().mm(rows)
 
 
+APPEND = "ctx.later.append(weight_half) => "
+PRODUCT = "grad.flatten(0, -2).T @ x.flatten(0, -2)"
+COMPUTE = f"grad_weight = {PRODUCT}"
+WITHOUT_A_CASE = """\
+            if param.grad is None:
+                param.grad = grad_weight
+            else:
+                param.grad += grad_weight
+ =>             param.grad """
+
 SPLIT = Answers(
-    check=lambda answer, ranks: l12.split(answer),
+    solves="SplitLinear",
+    takes_ranks=False,
     right={
-        "a closure": split_layer(),
-        "einsum": WithEinsum,
+        "einsum": changed(
+            "return x @ weight.T => return torch.nn.functional.linear(x, weight)",
+            f"{PRODUCT} => torch.einsum('bo,bi->oi', grad.flatten(0, -2), x.flatten(0, -2))",
+            "return grad @ weight => return torch.einsum('...o,oi->...i', grad, weight)",
+        ),
         "partial": WithPartial,
     },
     wrong={
         "put there by forward": (
-            split_layer(put="in forward"),
+            changed(
+                "ctx.later = later => later.append(lambda: ctx.work())",
+                f"{APPEND}ctx.work = weight_half",
+            ),
             "it is backward that appends",
         ),
-        "put into the last list": (
-            split_layer(put="in the last list"),
-            "the list that this forward was given",
-        ),
         "dA summed over the first dim": (
-            split_layer(product="over the first dim"),
+            changed(f"{PRODUCT} => (grad.mT @ x).sum(0)"),
             "any number of leading dims",
         ),
-        "added to None": (split_layer(add="to None"), "finds None in weight.grad"),
-        "dA at once": (split_layer(when="at once"), "has to wait in `later`"),
-        "dA returned": (split_layer(when="returned", keeps="none"), "has to wait in `later`"),
-        "computed early": (split_layer(when="early"), "multiplies twice"),
-        "nothing in later": (split_layer(keeps="none"), "`later` is empty"),
-        "a tensor in later": (split_layer(keeps="tensor"), "put a function there"),
+        "added to None": (
+            changed(f"{WITHOUT_A_CASE}+= grad_weight"),
+            "finds None in weight.grad",
+        ),
+        "dA at once": (changed(f"{APPEND}weight_half()"), "has to wait in `later`"),
+        "dA returned": (
+            changed(
+                f"{APPEND}pass", f"return grad @ weight, None => return grad @ weight, {PRODUCT}"
+            ),
+            "has to wait in `later`",
+        ),
+        "computed early": (
+            changed(
+                f"            {COMPUTE}\n => ",
+                f"        def weight_half =>         {COMPUTE}\n\n        def weight_half",
+            ),
+            "multiplies twice",
+        ),
+        "nothing in later": (changed(f"{APPEND}pass"), "`later` is empty"),
+        "a tensor in later": (changed(f"{APPEND}ctx.later.append(grad)"), "put a function there"),
         "ctx asked when it is called": (
-            split_layer(takes="when called"),
+            changed(f"{COMPUTE} => x, _ = ctx.saved_tensors\n            {COMPUTE}"),
             "ctx gives them only while backward runs",
         ),
         "the gradient zeroed": (
-            split_layer(spoils=True),
+            changed(
+                "return grad @ weight => grad_x = grad @ weight\n"
+                "        grad.zero_()\n        return grad_x"
+            ),
             "has changed the gradient that it was given",
         ),
-        "twice in later": (split_layer(keeps="twice"), "2 entries"),
-        "overwritten": (split_layer(add="overwrite"), "has replaced the gradient"),
-        "the second one lost": (split_layer(add="first"), "left weight.grad as it was"),
-        "a matrix for each sample": (split_layer(product="of each sample"), "size"),
-        "transposed": (split_layer(product="transposed"), "size"),
-        "a mean": (split_layer(product="mean"), "wrong values, for x [2, 5, 7]"),
-        "no dx": (split_layer(gives="nothing"), "x has no gradient"),
-        "dx doubled": (split_layer(gives="doubled"), "dx has the right shape"),
-        "forward without transpose": (split_layer(forward="no transpose"), "shapes"),
+        "twice in later": (
+            changed(f"{APPEND}ctx.later += [weight_half, weight_half]"),
+            "2 entries",
+        ),
+        "overwritten": (
+            changed(f"{WITHOUT_A_CASE}= grad_weight"),
+            "has replaced the gradient",
+        ),
+        "the second one lost": (
+            changed("param.grad += grad_weight => pass"),
+            "left weight.grad as it was",
+        ),
+        "a matrix for each sample": (changed(f"{PRODUCT} => grad.mT @ x"), "size"),
+        "transposed": (changed(f"{PRODUCT} => x.flatten(0, -2).T @ grad.flatten(0, -2)"), "size"),
+        "a mean": (
+            changed(f"{PRODUCT} => {PRODUCT} / x[..., 0].numel()"),
+            "wrong values, for x [2, 5, 7]",
+        ),
+        "no dx": (changed("return grad @ weight, => return None,"), "x has no gradient"),
+        "dx doubled": (
+            changed("return grad @ weight => return 2 * grad @ weight"),
+            "dx has the right shape",
+        ),
+        "forward without transpose": (changed("x @ weight.T => x @ weight"), "shapes"),
     },
 )
 
 
 # ---- 12.5 choose
-
-
-def best_of(
-    p,
-    m,
-    stage_s,
-    message_s,
-    most,
-    *,
-    divide=True,
-    whole=True,
-    limit=True,
-    skip=True,
-    hop=True,
-    times=None,
-    ranks=None,
-    strict=False,
-):
-    """The choice of the lesson, or one with a mistake."""
-    found = []
-    p = ranks or p
-    if times is not None:
-        stage_s = times(stage_s)
-    for name, v in l12.CANDIDATES:
-        if skip and name == "interleaved" and m % p:
-            continue
-        parts = v if divide else 1
-        one_s = StageTimes(
-            stage_s.forward_s / parts, stage_s.input_s / parts, stage_s.weight_s / parts
-        )
-        actions = schedule(name, p * v, m, p)
-        line = simulate(actions, one_s, message_s=message_s if hop else 0)
-        kept = line.peak_microbatches() / (v if whole else 1)
-        if strict and kept >= most:
-            continue
-        if kept <= most or not limit:
-            found.append((line.total_s, name, v))
-    _, name, v = min(found)
-    return name, v
 
 
 def best_with_refusals(p, m, stage_s, message_s, most):
@@ -864,88 +547,66 @@ def best_with_refusals(p, m, stage_s, message_s, most):
     return min(results, key=results.get)
 
 
-def best_with_none(p, m, stage_s, message_s, most):
-    """Starts with nothing, keeps what is strictly below the limit, and takes its name."""
-    best = None
-    for name, v in l12.CANDIDATES:
-        if name == "interleaved" and m % p:
-            continue
-        one_s = StageTimes(stage_s.forward_s / v, stage_s.input_s / v, stage_s.weight_s / v)
-        line = simulate(schedule(name, p * v, m, p), one_s, message_s=message_s)
-        is_small = line.peak_microbatches() / v < most
-        if is_small and (best is None or line.total_s < best[0]):
-            best = (line.total_s, name, v)
-    return best[1], best[2]
-
-
-def best_as_a_list(p, m, stage_s, message_s, most):
-    return list(best_of(p, m, stage_s, message_s, most))
-
+IN_A_LIST = (
+    "best = None => fitting = []",
+    "best = (name, v) => fitting.append((found.total_s, name, v))",
+    "return best => return min(fitting)[1:]",
+)
+SLOWER = "another candidate that fits takes"
 
 CHOOSE = Answers(
-    check=lambda answer, ranks: l12.choose(answer),
+    solves="choose",
+    takes_ranks=False,
     right={
-        "a list and min": best_of,
+        "a list and min": changed(*IN_A_LIST, " and found.total_s < best_s => "),
         "refusals caught": best_with_refusals,
-        "as a list": best_as_a_list,
+        "as a list": changed("return best => return list(best)"),
     },
     wrong={
-        "times not divided by v": (
-            functools.partial(best_of, divide=False),
-            "another candidate that fits takes",
-        ),
+        "times not divided by v": (changed("_s / v => _s"), SLOWER),
         "stages counted as ranks": (
-            functools.partial(best_of, whole=False),
-            "another candidate that fits takes",
+            changed("peak_microbatches() / v => peak_microbatches()"),
+            SLOWER,
         ),
-        "memory ignored": (functools.partial(best_of, limit=False), "there is room for 4"),
-        "messages ignored": (
-            functools.partial(best_of, hop=False),
-            "another candidate that fits takes",
+        "memory ignored": (
+            changed("found.peak_microbatches() / v <= most and => "),
+            "there is room for 4",
         ),
-        "m not looked at": (functools.partial(best_of, skip=False), "to be a multiple of"),
+        "messages ignored": (changed(", message_s=message_s => "), SLOWER),
+        "m not looked at": (changed("if name => if False and name"), "to be a multiple of"),
         "times not looked at": (
-            functools.partial(best_of, times=lambda _: StageTimes(0.03, 0.03, 0.03)),
-            "another candidate that fits takes",
-        ),
-        "I in place of W": (
-            functools.partial(
-                best_of, times=lambda one: StageTimes(one.forward_s, one.input_s, one.input_s)
+            changed(
+                "stage_s.forward_s => 0.03", "stage_s.input_s => 0.03", "stage_s.weight_s => 0.03"
             ),
-            "another candidate that fits takes",
+            SLOWER,
         ),
-        "W in place of I": (
-            functools.partial(
-                best_of, times=lambda one: StageTimes(one.forward_s, one.weight_s, one.weight_s)
-            ),
-            "another candidate that fits takes",
-        ),
-        "F in place of I": (
-            functools.partial(
-                best_of, times=lambda one: StageTimes(one.forward_s, one.forward_s, one.weight_s)
-            ),
-            "another candidate that fits takes",
-        ),
-        "F in place of W": (
-            functools.partial(
-                best_of, times=lambda one: StageTimes(one.forward_s, one.input_s, one.forward_s)
-            ),
-            "another candidate that fits takes",
-        ),
+        "I in place of W": (changed("stage_s.weight_s => stage_s.input_s"), SLOWER),
+        "W in place of I": (changed("stage_s.input_s => stage_s.weight_s"), SLOWER),
+        "F in place of I": (changed("stage_s.input_s => stage_s.forward_s"), SLOWER),
+        "F in place of W": (changed("stage_s.weight_s => stage_s.forward_s"), SLOWER),
         "always four ranks": (
-            functools.partial(best_of, ranks=4),
+            changed("best = None => p = 4\n    best = None"),
             "there is room for 9.6",
         ),
-        "strictly below most": (best_with_none, "`at most` includes the limit itself"),
-        "strictly below most, in a list": (
-            functools.partial(best_of, strict=True),
+        "strictly below most": (
+            changed("<= most => < most", "return best => return best[0], best[1]"),
             "`at most` includes the limit itself",
         ),
-        "nothing returned": (lambda *_: None, "is there a `return`"),
-        "always 1F1B": (lambda *_: ("1f1b", 1), "another candidate that fits takes"),
-        "always interleaved": (lambda *_: ("interleaved", 2), "there is room for 4"),
-        "only the name": (lambda *_: "zero_bubble", "return (name, v)"),
-        "a candidate that is none": (lambda *_: ("interleaved", 8), "none of the candidates"),
+        "strictly below most, in a list": (
+            changed(*IN_A_LIST, "<= most and found.total_s < best_s => < most"),
+            "`at most` includes the limit itself",
+        ),
+        "nothing returned": (changed("return best => pass"), "is there a `return`"),
+        "always 1F1B": (changed("return best => return '1f1b', 1"), SLOWER),
+        "always interleaved": (
+            changed("return best => return 'interleaved', 2"),
+            "there is room for 4",
+        ),
+        "only the name": (changed("return best => return best[0]"), "return (name, v)"),
+        "a candidate that is none": (
+            changed("return best => return 'interleaved', 8"),
+            "none of the candidates",
+        ),
     },
 )
 

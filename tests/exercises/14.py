@@ -4,10 +4,7 @@ The scripts run without SLURM, on what stands in for it; tests/slurm/test_slurm_
 of them to a real one.
 """
 
-import contextlib
-import io
 import re
-import tempfile
 
 from answers import Answers
 
@@ -59,7 +56,9 @@ def first_bracket(log):
 
 
 RANKS_BY_NODE = Answers(
-    check=lambda answer, ranks: l14.ranks_by_node(answer),
+    solves="ranks_by_node",
+    takes_ranks=False,
+    real=True,
     right={"a regular expression": with_regex, "split": with_split, "find": with_find},
     wrong={
         "the first bracket of the log": (first_bracket, "the line names"),
@@ -106,18 +105,9 @@ RANKS_BY_NODE = Answers(
 # ---- 14.2 a script of one's own
 
 
-def on_stand_in(check):
-    """The check of a script, on a machine without SLURM, in a folder of its own.
-
-    What it says of a job that ran well is left out: the tests look at the verdict alone.
-    """
-
-    def run(answer, ranks):
-        quiet = contextlib.redirect_stdout(io.StringIO())
-        with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder), quiet:
-            check(answer, Lab(None))
-
-    return run
+def on_stand_in(answer, ranks):
+    """The check cell of a script, on a machine without SLURM."""
+    return answer, Lab(None)
 
 
 OWN = """\
@@ -186,7 +176,10 @@ set"""
 
 
 OWN_SCRIPT = Answers(
-    check=on_stand_in(l14.own_script),
+    solves="my_script",
+    takes_ranks=False,
+    real=True,
+    cell=on_stand_in,
     right={
         "a task for each rank": OWN,
         "short options": SHORT,
@@ -390,7 +383,10 @@ SECOND_WAIT = """\
     if"""
 
 LASTING_SCRIPT = Answers(
-    check=on_stand_in(l14.lasting_script),
+    solves="my_lasting_script",
+    takes_ranks=False,
+    real=True,
+    cell=on_stand_in,
     right={
         "a variable": LASTING,
         "all of it in the trap": IN_THE_TRAP,
@@ -493,7 +489,9 @@ LASTING_SCRIPT = Answers(
 SEVEN = dict(l14.FAULTS)
 
 DIAGNOSIS = Answers(
-    check=lambda answer, ranks: l14.diagnosis(answer),
+    solves="my_diagnosis",
+    takes_ranks=False,
+    real=True,
     right={
         "in order": SEVEN,
         "in another order": dict(reversed(SEVEN.items())),

@@ -10,7 +10,6 @@ from answers import Answers
 from labcode.perf import alpha_beta, step
 from labcode.perf.flops import training_flops_per_sample
 from labcode.slurm.run.outcome import Outcome
-from labcode.teach.exercises import l15
 from labcode.teach.labs import l15_hybrid
 from labcode.topology import GridShape
 
@@ -76,7 +75,9 @@ def layout_with_assert(world, tp, pp, global_batch, micro):
 
 
 LAYOUT = Answers(
-    check=lambda answer, ranks: l15.layout(answer),
+    solves="layout",
+    takes_ranks=False,
+    real=True,
     right={
         "one test": layout,
         "divmod": layout_with_divmod,
@@ -231,7 +232,9 @@ def wrong_iteration(**mistake):
 
 
 ITERATION = Answers(
-    check=lambda answer, ranks: l15.iteration(answer),
+    solves="iteration_s",
+    takes_ranks=False,
+    real=True,
     right={
         "point by point": iteration,
         "in a loop": iteration_from_the_last,
@@ -425,7 +428,9 @@ def best_of_small_sizes(model, world, global_batch, micro_batch, cluster, room_b
 
 
 BEST = Answers(
-    check=lambda answer, ranks: l15.best_layout(answer),
+    solves="best_layout",
+    takes_ranks=False,
+    real=True,
     right={
         "a list and min": best,
         "over all divisors": best_over_divisors,
@@ -491,13 +496,17 @@ def run_in_no_time(job):
     return l15_hybrid.Submitted(Outcome("COMPLETED"), LOG, Path("runs/hybrid-7"), True)
 
 
-def check_form(answer, ranks):
+def on_paper(answer, ranks):
+    """The check cell, with a cluster that runs nothing."""
     filled = answer() if callable(answer) else answer
-    l15.script(filled, run_in_no_time, [{"step": 12, "loss": 3.31152}])
+    return filled, run_in_no_time, [{"step": 12, "loss": 3.31152}]
 
 
 SCRIPT = Answers(
-    check=check_form,
+    solves="my_form",
+    takes_ranks=False,
+    real=True,
+    cell=on_paper,
     right={
         "a dict": form(1, 2, 1, 16),
         "in another order": dict(reversed(form(1, 2, 1, 16).items())),

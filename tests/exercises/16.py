@@ -8,7 +8,6 @@ import torch
 from answers import Answers
 from torch.utils.checkpoint import CheckpointFunction, checkpoint
 
-from labcode.teach.exercises import l16
 from labcode.teach.labs import l16_plan as plan
 from labcode.teach.labs.l16_limited import Settings
 
@@ -74,7 +73,9 @@ def no_kib(log):
 
 
 ASKED = Answers(
-    check=lambda answer, ranks: l16.asked_bytes(answer),
+    solves="asked_bytes",
+    takes_ranks=False,
+    real=True,
     right={"one pattern": by_one_pattern, "split": by_split, "two patterns": two_patterns},
     wrong={
         "without the unit": (without_unit, "in which unit"),
@@ -124,7 +125,9 @@ def peak_of(w=3.0, a=1.0, v=3.0, first=0.0, later=1.0, end=1.0):
 
 
 PEAK = Answers(
-    check=lambda answer, ranks: l16.peak(answer),
+    solves="peak",
+    takes_ranks=False,
+    real=True,
     right={"in the lesson": in_the_lesson, "moments": by_moments, "a loop": by_loop},
     wrong={
         "gradients always": (peak_of(first=1.0), "no gradient of a weight exists yet"),
@@ -345,7 +348,9 @@ class PyTorchs:
 
 
 CHECKPOINT = Answers(
-    check=lambda answer, ranks: l16.checkpointing(answer),
+    solves="Checkpoint",
+    takes_ranks=False,
+    real=True,
     right={"in the lesson": InTheLesson, "fork_rng": WithFork, "needs_input_grad": WithNeeds},
     wrong={
         "no random state": (NoRandomState, "drop the same numbers"),
@@ -433,7 +438,9 @@ def rule_of_the_root(num_layers, layer_bytes, input_bytes):
 
 
 SEGMENT = Answers(
-    check=lambda answer, ranks: l16.best_segment(answer),
+    solves="best_segment",
+    takes_ranks=False,
+    real=True,
     right={"all k": all_k, "a loop": all_k_loop, "from above": from_above},
     wrong={
         "the square root of L": (square_root, "and another k keeps"),
@@ -552,7 +559,9 @@ def only_the_first(case):
 
 
 CHOOSE = Answers(
-    check=lambda answer, ranks: l16.choose(answer),
+    solves="choose",
+    takes_ranks=False,
+    real=True,
     right={
         "in the lesson": all_settings,
         "from the fastest": from_the_fastest,

@@ -15,7 +15,6 @@ from answers import Answers
 
 from labcode.files import sync_folder, write_atomically
 from labcode.perf.failures import young_interval_s
-from labcode.teach.exercises import l17
 from labcode.teach.labs import l17_plan, l17_run
 
 # ---- 17.1 Young's interval
@@ -34,7 +33,9 @@ def as_a_search(save_s, mtbf_s):
 
 
 YOUNG = Answers(
-    check=lambda answer, ranks: l17.best_interval(answer),
+    solves="best_interval_s",
+    takes_ranks=False,
+    real=True,
     right={
         "square root": lambda save_s, mtbf_s: math.sqrt(2 * save_s * mtbf_s),
         "power": lambda save_s, mtbf_s: (2 * save_s * mtbf_s) ** 0.5,
@@ -251,7 +252,9 @@ NO_CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
 NO_ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
 
 SAVE = Answers(
-    check=lambda answer, ranks: l17.save_atomically(answer),
+    solves="save",
+    takes_ranks=False,
+    real=True,
     right={
         "straight": straight,
         "with the calls of the system": with_low_level_calls,
@@ -415,7 +418,9 @@ def _holds(theirs, box):
 
 
 RESHARD = Answers(
-    check=lambda answer, ranks: l17.reshard(answer),
+    solves="reshard",
+    takes_ranks=False,
+    real=True,
     right={"slices": by_hand, "narrow": with_narrow, "sets of indices": with_indices},
     wrong={
         "reads all": (reads_all, "has nothing in common with it"),
@@ -585,7 +590,9 @@ def trusts_everything(folder, num_steps, every):
 
 
 RESTART = Answers(
-    check=lambda answer, ranks: l17.restart_loop(answer),
+    solves="train",
+    takes_ranks=False,
+    real=True,
     right={
         "plain": plain,
         "in functions": in_functions,
@@ -693,7 +700,9 @@ GOOD = {
     "overhead": 0.064,
 }
 PLAN = Answers(
-    check=lambda answer, ranks: _quietly(answer),
+    solves="make_plan",
+    takes_ranks=False,
+    real=True,
     right={
         "by the formulas": planned,
         "a longer interval": plan_with(interval_s=lambda T: 1.1 * T, overhead=lambda x: 1.01 * x),
@@ -731,12 +740,6 @@ PLAN = Answers(
         "forgets to return": (lambda site: None, "found None"),
     },
 )
-
-
-def _quietly(answer):
-    """The tests look at the verdict alone."""
-    with contextlib.redirect_stdout(io.StringIO()):
-        l17.plan(answer)
 
 
 ANSWERS = {"17.1": YOUNG, "17.2": SAVE, "17.4": RESHARD, "17.3": RESTART, "17.5": PLAN}

@@ -7,10 +7,9 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 
 from labcode.precision import formats, fp8
-from labcode.teach.exercises import l18
 from labcode.teach.labs import l18_gpt as lab
 
 E4M3 = torch.float8_e4m3fn
@@ -76,7 +75,8 @@ def zero_forgotten(x, m, least):
 
 
 SPACING = Answers(
-    check=lambda answer, ranks: l18.spacing(answer),
+    solves="spacing",
+    takes_ranks=False,
     right={"frexp": by_frexp, "log2": by_log, "a loop": by_counting},
     wrong={
         "a rounded logarithm": (log_alone, "just below 256"),
@@ -172,11 +172,12 @@ def nan_is_zero(x):
 
 def of_scalars(x):
     """Of tensors with one dim alone."""
-    return torch.stack([in_frexp(value) for value in x]) if x.ndim == 1 else in_frexp(x).flatten()
+    return in_frexp(x).flatten()
 
 
 CAST = Answers(
-    check=lambda answer, ranks: l18.cast(answer),
+    solves="to_e4m3",
+    takes_ranks=False,
     right={"frexp": in_frexp, "rounds the fraction": of_the_fraction, "adds": by_adding},
     wrong={
         "cut off": (floor_for_round, "cut off instead of rounded"),
@@ -305,7 +306,8 @@ def by_the_sum(x, dtype):
 
 
 QUANTIZE = Answers(
-    check=lambda answer, ranks: l18.quantize(answer),
+    solves="quantize",
+    takes_ranks=False,
     right={"where": with_where, "if": with_if, "a norm": by_norm},
     wrong={
         "max without abs": (largest_not_by_size, "negative number"),
@@ -474,7 +476,8 @@ class Shared(WithList):
 
 
 DELAYED = Answers(
-    check=lambda answer, ranks: l18.delayed(answer),
+    solves="DelayedScaling",
+    takes_ranks=False,
     right={"a list": WithList, "a deque": WithDeque, "a ring": WithTensor},
     wrong={
         "the newest": (Newest, "not the newest"),
@@ -689,7 +692,8 @@ class InFloat32(Flat):
 
 
 LINEAR = Answers(
-    check=lambda answer, ranks: l18.linear(answer),
+    solves="Fp8Linear",
+    takes_ranks=False,
     right={"einsum": Flat, "scales at the end": ScalesAtTheEnd, "bytes": AsBytes},
     wrong={
         "no cast at all": (layer(False, False, None), "full precision"),
@@ -724,12 +728,6 @@ LINEAR = Answers(
 # ---- 18.6 the amaxes of a group
 
 
-def stacked(amaxes, group):
-    together = torch.stack(amaxes)
-    dist.all_reduce(together, op=dist.ReduceOp.MAX, group=group)
-    return list(together)
-
-
 def gathered(amaxes, group):
     own = torch.tensor([amax.item() for amax in amaxes])
     all_of_them = [torch.empty_like(own) for _ in range(group.size())]
@@ -744,74 +742,42 @@ def one_by_view(amaxes, group):
     return tuple(flat[i] for i in range(len(amaxes)))
 
 
-def sums(amaxes, group):
-    together = torch.stack(amaxes)
-    dist.all_reduce(together, group=group)
-    return list(together)
-
-
-def means(amaxes, group):
-    return [amax / group.size() for amax in sums(amaxes, group)]
-
-
-def one_after_the_other(amaxes, group):
-    found = [amax.clone() for amax in amaxes]
-    for amax in found:
-        dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    return found
-
-
-def into_the_given(amaxes, group):
-    together = stacked(amaxes, group)
-    for amax, largest in zip(amaxes, together):
+INTO_THE_GIVEN = """for amax, largest in zip(amaxes, together):
         amax.copy_(largest)
-    return amaxes
-
-
-def whole_world(amaxes, group):
-    together = torch.stack(amaxes)
-    dist.all_reduce(together, op=dist.ReduceOp.MAX)
-    return list(together)
-
-
-def one_for_all(amaxes, group):
-    largest = torch.stack(amaxes).max()
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
-    return [largest for _ in amaxes]
-
-
-def own_alone(amaxes, group):
-    return list(amaxes)
-
-
-def largest_number(amaxes, group):
-    return max(stacked(amaxes, group))
-
-
-def does_not_wait(amaxes, group):
-    all_of_them = torch.stack(amaxes)
-    dist.all_reduce(all_of_them, op=dist.ReduceOp.MAX, group=group, async_op=True)
-    return list(all_of_them)
-
-
-def nothing_back(amaxes, group):
-    stacked(amaxes, group)
-
+    return amaxes"""
 
 REDUCE = Answers(
-    check=l18.reduce_amaxes,
-    right={"stack": stacked, "all-gather": gathered, "async": one_by_view},
+    solves="reduce_amaxes",
+    right={"all-gather": gathered, "async": one_by_view},
     wrong={
-        "does not wait": (does_not_wait, "nobody waited"),
-        "sum": (sums, "the sums over the ranks"),
-        "mean": (means, "the means over the ranks"),
-        "one after the other": (one_after_the_other, "put all of them into one"),
-        "into the given tensors": (into_the_given, "have changed"),
-        "the world": (whole_world, "with ranks 0, 1, 2 and 3 it is right"),
-        "one for all tensors": (one_for_all, "each tensor keeps"),
-        "nothing sent": (own_alone, "of this rank alone"),
-        "one number": (largest_number, "one amax for each of"),
-        "no return": (nothing_back, "returned None"),
+        "does not wait": (
+            changed("group=group => group=group, async_op=True"),
+            "1 all-reduce started and 0 waited for",
+        ),
+        "sum": (changed("MAX => SUM"), "the sums over the ranks"),
+        "mean": (
+            changed("MAX => SUM", "list(together) => list(together / group.size())"),
+            "the means over the ranks",
+        ),
+        "one after the other": (
+            changed("dist.all_reduce(together, => for one in together: dist.all_reduce(one,"),
+            "put all of them into one",
+        ),
+        "into the given tensors": (
+            changed(f"return list(together) => {INTO_THE_GIVEN}"),
+            "have changed",
+        ),
+        "the world": (changed(", group=group => "), "with ranks 0, 1, 2 and 3 it is right"),
+        "one for all tensors": (
+            changed("list(together) => [together.max() for _ in amaxes]"),
+            "each tensor keeps",
+        ),
+        "nothing sent": (
+            changed("together = => return list(amaxes)\n    together ="),
+            "of this rank alone",
+        ),
+        "one number": (changed("list(together) => together.max()"), "one amax for each of"),
+        "no return": (changed("return list(together) => list(together)"), "returned None"),
         "labcode's own": (fp8.reduced_amaxes, "labcode's own answer"),
     },
 )
@@ -825,17 +791,8 @@ def shared_scale(shard, group):
     return torch.where(amax > 0, 448 / amax, torch.ones(()))
 
 
-def in_bytes(shard, group):
-    scale = shared_scale(shard, group)
-    own = (shard.float() * scale).to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
 def into_one_tensor(shard, group):
-    (amax,) = stacked([shard.abs().max().float()], group)
-    scale = torch.finfo(E4M3).max / amax if amax.item() else torch.ones(())
+    scale = shared_scale(shard, group)
     own = (shard.float() * scale).clamp(-448, 448).to(E4M3).view(torch.int8)
     whole = own.new_empty(group.size() * own.shape[0], own.shape[1])
     dist.all_gather(list(whole.chunk(group.size())), own, group=group)
@@ -852,163 +809,59 @@ def by_broadcasts(shard, group):
     return torch.cat(parts).to(E4M3), scale
 
 
-def nothing_for_zeros(shard, group):
-    amax = shard.abs().max().float()
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    scale = 448 / amax
-    own = (shard.float() * scale).to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def scaled_twice(shard, group):
-    q, own = lab.quantize(shard, E4M3)
-    return in_bytes(q.float() / own, group)
-
-
-def through_float16(shard, group):
-    scale = shared_scale(shard, group)
-    return in_bytes((shard.float() * scale).half().float() / scale, group)
-
-
-def in_its_own_dtype(shard, group):
-    amax = shard.abs().max()
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    scale = torch.where(amax > 0, 448 / amax, torch.ones_like(amax))
-    own = (shard * scale).to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def tiny_is_zero(shard, group):
-    amax = shard.abs().max().float()
-    dist.all_reduce(amax, op=dist.ReduceOp.MAX, group=group)
-    if amax < 1e-6:
-        return in_bytes(torch.zeros_like(shard), group)
-    return in_bytes(shard, group)
-
-
-def in_a_hurry(shard, group):
-    scale = shared_scale(shard, group)
-    own = (shard.float() * scale).to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group, async_op=True)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def zeros_of_this_rank(shard, group):
-    if shard.abs().max() == 0:
-        dist.all_reduce(shard.abs().max().float(), op=dist.ReduceOp.MAX, group=group)
-        scale = torch.tensor(1.0)
-    else:
-        scale = shared_scale(shard, group)
-    own = (shard.float() * scale).to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def own_scale(shard, group):
-    q, scale = lab.quantize(shard, E4M3)
-    own = q.view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def scaled_afterwards(shard, group):
-    scale = shared_scale(shard, group)
-    q, _ = lab.quantize(shard, E4M3)
-    own = q.view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def not_scaled_at_all(shard, group):
-    scale = shared_scale(shard, group)
-    own = shard.to(E4M3).view(torch.uint8)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).view(E4M3), scale
-
-
-def in_float32(shard, group):
-    parts = [torch.empty_like(shard) for _ in range(group.size())]
-    dist.all_gather(parts, shard, group=group)
-    return lab.quantize(torch.cat(parts), E4M3)
-
-
-def in_bfloat16_over_gloo(shard, group):
-    scale = shared_scale(shard, group)
-    own = (shard.float() * scale).to(E4M3).bfloat16()
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts).to(E4M3), scale
-
-
-def in_eight_bits_over_gloo(shard, group):
-    scale = shared_scale(shard, group)
-    own = (shard.float() * scale).to(E4M3)
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    return torch.cat(parts), scale
-
-
-def still_bytes(shard, group):
-    whole, scale = in_bytes(shard, group)
-    return whole.view(torch.uint8), scale
-
-
-def bytes_as_numbers(shard, group):
-    whole, scale = in_bytes(shard, group)
-    return whole.view(torch.uint8).to(E4M3), scale
-
-
-def own_shard_alone(shard, group):
-    scale = shared_scale(shard, group)
-    return (shard.float() * scale).to(E4M3), scale
-
-
-def backwards(shard, group):
-    whole, scale = in_bytes(shard, group)
-    parts = whole.view(torch.uint8).chunk(group.size())
-    return torch.cat(parts[::-1]).view(E4M3), scale
-
-
-def in_the_world(shard, group):
-    return in_bytes(shard, dist.group.WORLD)
-
-
-def inverse_scale(shard, group):
-    whole, scale = in_bytes(shard, group)
-    return whole, 1 / scale
-
+QUANTIZE_FIRST = """q, own = lab.quantize(shard, torch.float8_e4m3fn)
+    shard = q.float() / own
+    amax ="""
+CAST_OWN = "(shard.float() * scale).to(torch.float8_e4m3fn)"
+VIEW_BACK = "torch.cat(parts).view(torch.float8_e4m3fn)"
+CAST_BACK = "torch.cat(parts).to(torch.float8_e4m3fn)"
 
 GATHER = Answers(
-    check=l18.gather_fp8,
-    right={"bytes": in_bytes, "into one tensor": into_one_tensor, "broadcasts": by_broadcasts},
+    solves="gather_fp8",
+    right={"into one tensor": into_one_tensor, "broadcasts": by_broadcasts},
     wrong={
-        "nothing for zeros": (nothing_for_zeros, "the whole weight is zeros"),
-        "own scale first": (scaled_twice, "rounded more than once"),
-        "its own dtype": (in_its_own_dtype, "in float32"),
-        "tiny is zero": (tiny_is_zero, "is due: 448 / amax"),
-        "does not wait": (in_a_hurry, "nobody waited"),
-        "zeros of this rank alone": (zeros_of_this_rank, "is due"),
-        "its own scale": (own_scale, "of this rank's shard"),
-        "the shared scale too late": (scaled_afterwards, "are wrong after dequantising"),
-        "not scaled": (not_scaled_at_all, "are wrong after dequantising"),
-        "in float32": (in_float32, "bytes travel"),
-        "in bfloat16": (in_bfloat16_over_gloo, "bytes travel"),
-        "8-bit floats": (in_eight_bits_over_gloo, ""),
-        "still bytes": (still_bytes, "is due"),
-        "bytes as numbers": (bytes_as_numbers, "are wrong after dequantising"),
-        "the shard alone": (own_shard_alone, "the whole tensor has the shape"),
-        "backwards": (backwards, "order of the ranks"),
-        "the world": (in_the_world, "with ranks 0, 1, 2 and 3 it is right"),
-        "the inverse scale": (inverse_scale, "upside down"),
+        "nothing for zeros": (changed("if amax == 0 => if False"), "the whole weight is zeros"),
+        "own scale first": (changed(f"amax = shard => {QUANTIZE_FIRST} shard"), "more than once"),
+        "its own dtype": (changed(".float() => "), "in float32"),
+        "tiny is zero": (changed("amax == 0 => amax < 1e-5"), "448 / amax"),
+        "does not wait": (
+            changed("own, group=group => own, group=group, async_op=True"),
+            "1 all-gather started and 0 waited for",
+        ),
+        "zeros of this rank alone": (changed("amax == 0 => shard.abs().max() == 0"), "expected is"),
+        "its own scale": (changed("(amax, => (amax.clone(),"), "of this rank's shard"),
+        "the shared scale too late": (
+            changed(f"{CAST_OWN} => lab.quantize(shard, torch.float8_e4m3fn)[0]"),
+            "are wrong after dequantising",
+        ),
+        "not scaled": (changed("(shard.float() * scale) => shard"), "are wrong after dequantising"),
+        "in float32": (
+            changed(
+                f"{CAST_OWN}.view(torch.uint8) => shard.float() * scale",
+                "cat(parts).view => cat(parts).to",
+            ),
+            "bytes travel",
+        ),
+        "in bfloat16": (
+            changed(
+                f"{CAST_OWN}.view(torch.uint8) => {CAST_OWN}.bfloat16()",
+                f"{VIEW_BACK} => {CAST_BACK}",
+            ),
+            "bytes travel",
+        ),
+        "8-bit floats": (changed(".view(torch.uint8) => "), "Invalid scalar type"),
+        "still bytes": (changed(f"{VIEW_BACK} => torch.cat(parts)"), "expected is"),
+        "bytes as numbers": (
+            changed(f"{VIEW_BACK} => {CAST_BACK}"),
+            "are wrong after dequantising",
+        ),
+        "the shard alone": (changed("cat(parts) => cat([own])"), "expected is [32, 6]"),
+        "backwards": (changed("cat(parts) => cat(parts[::-1])"), "order of the ranks"),
+        "the world": (
+            changed(", group=group => ", "get_world_size(group) => get_world_size()"),
+            "with ranks 0, 1, 2 and 3 it is right",
+        ),
+        "the inverse scale": (changed("e4m3fn), scale => e4m3fn), 1 / scale"), "upside down"),
     },
 )
 
@@ -1135,7 +988,9 @@ def bfloat16_if_none(x, options, most_error):
 
 
 CHOOSE = Answers(
-    check=lambda answer, ranks: l18.choose(answer),
+    solves="choose",
+    takes_ranks=False,
+    real=True,
     right={"a loop": by_loop, "sorted": by_sorting, "min": by_min},
     wrong={
         "the least error": (least_error, "are enough"),

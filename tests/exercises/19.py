@@ -5,13 +5,12 @@ from collections import defaultdict
 
 import torch
 import torch.distributed as dist
-from answers import Answers
+from answers import Answers, changed
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
 from labcode.precision import moments
 from labcode.precision.feature import Feature
-from labcode.teach.exercises import l19
 from labcode.topology import GridShape
 
 # ---- 19.1 combine
@@ -98,7 +97,8 @@ def labcodes_moments(a, b):
 
 
 COMBINE = Answers(
-    check=lambda answer, ranks: l19.combine(answer),
+    solves="combine",
+    takes_ranks=False,
     right={"Chan": by_chan, "from the new mean": from_both_sides, "empty first": empty_first},
     wrong={
         "the mean of the means": (mean_of_means, "in the middle"),
@@ -116,213 +116,118 @@ COMBINE = Answers(
 # ---- 19.2 statistics over a group
 
 
-def _sums(x, kept):
-    wide = x.double()
-    lost = ((kept == 0) & (x != 0)).sum()
-    if x.numel() == 0:
-        return torch.tensor([0, 0, 0, math.inf, -math.inf, 0], dtype=torch.float64)
-    mean = wide.mean()
-    numbers = [x.numel(), mean, (wide - mean).square().sum(), wide.min(), wide.max(), lost]
-    return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+def without_a_loop(x, kept, group):
+    wide = x.double().flatten()
+    empty = len(wide) == 0
+    own = torch.zeros(6, dtype=torch.float64)
+    own[0] = len(wide)
+    own[1] = 0.0 if empty else wide.mean()
+    own[2] = (wide - own[1]).square().sum()
+    own[3] = math.inf if empty else wide.min()
+    own[4] = -math.inf if empty else wide.max()
+    own[5] = torch.count_nonzero(x) - torch.count_nonzero(kept)
+    table = torch.empty(group.size(), 6, dtype=torch.float64)
+    dist.all_gather(list(table), own, group=group)
+    n = table[:, 0].sum()
+    mean = (table[:, 0] * table[:, 1]).sum() / n
+    squares = table[:, 2].sum() + (table[:, 0] * (table[:, 1] - mean).square()).sum()
+    least = table[:, 3].min()
+    most = table[:, 4].max()
+    found = [mean, (squares / (n - 1)).sqrt(), least, most, torch.maximum(-least, most)]
+    found.append(100 * table[:, 5].sum() / n)
+    return {name: value.item() for name, value in zip(NAMES, found)}
 
 
-def _of_rows(rows):
-    total = (0.0, 0.0, 0.0)
-    for row in rows:
-        total = by_chan(total, tuple(row[:3].tolist()))
-    n, mean, squares = total
-    least = min(row[3].item() for row in rows)
-    most = max(row[4].item() for row in rows)
-    lost = sum(row[5].item() for row in rows)
-    return {
-        "mean": mean,
-        "std": math.sqrt(squares / max(n - 1, 1)),
-        "min": least,
-        "max": most,
-        "amax": max(-least, most),
-        "underflows%": 100 * lost / max(n, 1),
-    }
-
-
-def with_all_gather(x, kept, group):
-    own = _sums(x, kept)
-    rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]
-    dist.all_gather(rows, own, group=group)
-    return _of_rows(rows)
-
-
-def into_one_tensor(x, kept, group):
-    own = _sums(x, kept)
-    together = torch.empty(group.size(), len(own), dtype=torch.float64)
-    dist.all_gather(list(together), own, group=group)
-    return _of_rows(list(together))
-
-
-def by_a_sum_of_slots(x, kept, group):
-    """Each rank fills its own row of zeros; the sum of all is the table."""
-    own = _sums(x, kept)
-    own[3:5] = own[3:5].clamp(-1e300, 1e300)
-    table = torch.zeros(group.size(), 6, dtype=torch.float64)
-    table[dist.get_rank(group)] = own
-    dist.all_reduce(table, group=group)
-    return _of_rows(list(table))
-
-
-def own_part(x, kept, group):
-    row = _sums(x, kept)
-    dist.all_reduce(torch.zeros(1), group=group)
-    return _of_rows([row])
-
-
-def of_the_world(x, kept, group):
-    return with_all_gather(x, kept, dist.group.WORLD)
-
-
-def means_of_all(x, kept, group):
-    found = _of_rows([_sums(x, kept)]) if x.numel() else dict.fromkeys(l19.STATISTICS, 0.0)
-    together = torch.tensor([float(x.numel() > 0), *found.values()], dtype=torch.float64)
+NAMES = ("mean", "std", "min", "max", "amax", "underflows%")
+ROWS = "rows = [torch.empty_like(own) for _ in range(dist.get_world_size(group))]"
+ALL_GATHER = "dist.all_gather(rows, own, group=group)"
+END = "/ count,\n    }"
+SLOTS = """rows = torch.zeros(group.size(), 6, dtype=torch.float64)
+    rows[dist.get_rank(group)] = own.clamp(-1e300, 1e300)"""
+MEAN_OF_ALL = f"""{END}
+    together = torch.tensor(list(found.values())) / group.size()
     dist.all_reduce(together, group=group)
-    return dict(zip(found, (together[1:] / together[0]).tolist()))
-
-
-def several_collectives(x, kept, group):
-    least = x.min() if x.numel() else torch.tensor(math.inf)
-    dist.all_reduce(least, op=dist.ReduceOp.MIN, group=group)
-    return with_all_gather(x, kept, group)
-
-
-def population(x, kept, group):
-    own = _sums(x, kept)
-    rows = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(rows, own, group=group)
-    n = sum(row[0].item() for row in rows)
-    found = _of_rows(rows)
-    return {**found, "std": found["std"] * math.sqrt((n - 1) / n)}
-
-
-def zeros_count(x, kept, group):
-    return with_all_gather(torch.where(x == 0, torch.ones_like(x) * 1e-30, x), kept, group)
-
-
-def a_share(x, kept, group):
-    found = with_all_gather(x, kept, group)
-    found["underflows%"] /= 100
-    return found
-
-
-def amax_of_max(x, kept, group):
-    found = with_all_gather(x, kept, group)
-    found["amax"] = found["max"]
-    return found
-
-
-def empty_raises(x, kept, group):
-    x.min()
-    return with_all_gather(x, kept, group)
-
-
-def squares_in_float32(x, kept, group):
-    own = torch.stack([torch.tensor(float(x.numel())), x.sum(), x.square().sum()])
-    rest = _sums(x, kept)[3:].float()
-    rows = [torch.empty(6) for _ in range(group.size())]
-    dist.all_gather(rows, torch.cat([own, rest]), group=group)
-    n, total, squares = (sum(row[i].item() for row in rows) for i in range(3))
-    found = _of_rows([torch.cat([torch.tensor([1.0, 0.0, 0.0]), row[3:]]) for row in rows * 2])
-    mean = total / n
-    found["mean"] = mean
-    found["std"] = math.sqrt(max(squares / n - mean * mean, 0.0) * n / (n - 1))
-    found["underflows%"] = 100 * sum(row[5].item() for row in rows) / n
-    return found
-
-
-def a_list(x, kept, group):
-    return list(with_all_gather(x, kept, group).values())
-
-
-def one_forgotten(x, kept, group):
-    found = with_all_gather(x, kept, group)
-    del found["amax"]
-    return found
-
-
-def shorter_where_empty(x, kept, group):
-    """A rank with nothing sends nothing, and the others wait."""
-    if x.numel() == 0:
-        return dict.fromkeys(l19.STATISTICS, 0.0)
-    return with_all_gather(x, kept, group)
-
-
-def _with_empty(least, most):
-    """Sends these two numbers for the smallest and largest value of an empty part."""
-
-    def answer(x, kept, group):
-        own = _sums(x, kept)
-        if x.numel() == 0:
-            own[3], own[4] = least, most
-        rows = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(rows, own, group=group)
-        return _of_rows(rows)
-
-    return answer
-
-
-def changed_is_lost(x, kept, group):
-    return with_all_gather(x, torch.where(kept != x, torch.zeros_like(x), x), group)
-
-
-def whole_tensors(x, kept, group):
-    most = 4096
-    own = torch.zeros(2, most + 1, dtype=torch.float64)
-    own[:, 0] = x.numel()
-    own[0, 1 : 1 + x.numel()] = x.flatten()
-    own[1, 1 : 1 + x.numel()] = kept.flatten()
-    parts = [torch.empty_like(own) for _ in range(group.size())]
-    dist.all_gather(parts, own, group=group)
-    rows = []
-    for part in parts:
-        n = int(part[0, 0])
-        rows.append(_sums(part[0, 1 : 1 + n], part[1, 1 : 1 + n]))
-    return _of_rows(rows)
-
-
-def tensors_in_the_dict(x, kept, group):
-    found = with_all_gather(x, kept, group)
-    return {name: torch.tensor(value) for name, value in found.items()}
-
-
-def labcodes_own(x, kept, group):
-    found = with_all_gather(x, kept, group)
-    moments.measure(x)
-    return found
-
+    return dict(zip(found, together.tolist()))"""
+BY_SQUARES = """mean /= count
+    squares = max(squares - count * mean**2, 0.0)
+    least = min"""
+PADDED = """padding = torch.zeros(4096 - x.numel(), dtype=torch.float64)
+    own = torch.cat([own, wide.flatten(), padding])
+    rows ="""
+NOTHING = f"""if x.numel() == 0:
+        return dict.fromkeys({NAMES}, 0.0)
+    wide ="""
 
 STATISTICS = Answers(
-    check=l19.statistics,
+    solves="statistics",
     right={
-        "all_gather": with_all_gather,
-        "into one tensor": into_one_tensor,
-        "a sum of slots": by_a_sum_of_slots,
+        "without a loop": without_a_loop,
+        "into one tensor": changed(f"{ROWS} => rows = list(torch.empty(group.size(), 6).double())"),
+        "a sum of slots": changed(
+            f"{ROWS} => {SLOTS}", f"{ALL_GATHER} => dist.all_reduce(rows, group=group)"
+        ),
     },
     wrong={
-        "own part": (own_part, "this rank's part alone"),
-        "the world": (of_the_world, "in the group of ranks"),
-        "means of statistics": (means_of_all, "mean of the values of the parts"),
-        "several collectives": (several_collectives, "one is enough"),
-        "std by n": (population, "by which number does torch.std divide"),
-        "zeros count as lost": (zeros_count, "was 0 before the cast"),
-        "a share": (a_share, "percent are asked for"),
-        "amax is max": (amax_of_max, "may be a negative number"),
-        "an empty part": (empty_raises, "min()"),
-        "squares in float32": (squares_in_float32, "is due"),
-        "0 for an empty part": (_with_empty(0.0, 0.0), "One of the parts may be empty"),
-        "1000 for an empty part": (_with_empty(1000.0, -1000.0), "One of the parts may be empty"),
-        "rounded values count as lost": (changed_is_lost, "rounded to another one is not lost"),
-        "the tensors themselves": (whole_tensors, "few numbers of each part"),
-        "tensors in the dict": (tensors_in_the_dict, "is to be a Python number"),
-        "a list": (a_list, "return a dict"),
-        "amax forgotten": (one_forgotten, "amax is missing"),
-        "nothing sent where nothing is": (shorter_where_empty, "rank"),
-        "labcode's own": (labcodes_own, "labcode's own answer"),
+        "own part": (changed(f"{ALL_GATHER} => rows = [own]"), "this rank's part alone"),
+        "the world": (
+            changed("get_world_size(group) => get_world_size()", ", group=group => "),
+            "in the group of ranks",
+        ),
+        "means of statistics": (
+            changed(
+                f"{ALL_GATHER} => rows = [own]", "return { => found = {", f"{END} => {MEAN_OF_ALL}"
+            ),
+            "mean of the values of the parts",
+        ),
+        "several collectives": (
+            changed(f"{ALL_GATHER} => {ALL_GATHER}; dist.all_reduce(own, group=group)"),
+            "one is enough",
+        ),
+        "std by n": (changed("(count - 1) => count"), "by which number does torch.std divide"),
+        "zeros count as lost": (
+            changed("(kept == 0) & (x != 0) => kept == 0"),
+            "was 0 before the cast",
+        ),
+        "a share": (changed("100 * sum => sum"), "percent are asked for"),
+        "amax is max": (changed("max(-least, most) => most"), "may be a negative number"),
+        "an empty part": (changed("if x.numel() > 0 => if True"), "min()"),
+        "squares in float32": (
+            changed(
+                "own[1] = wide.mean() => own[1] = x.sum()",
+                "(wide - wide.mean()).square() => x.square()",
+                "mean += distance * n / total => mean += part_mean",
+                " + distance**2 * count * n / total => ",
+                f"least = min => {BY_SQUARES}",
+            ),
+            "in which precision",
+        ),
+        "0 for an empty part": (
+            changed("math.inf, -math.inf => 0.0, 0.0"),
+            "One of the parts may be empty",
+        ),
+        "1000 for an empty part": (
+            changed("math.inf, -math.inf => 1000.0, -1000.0"),
+            "One of the parts may be empty",
+        ),
+        "rounded values count as lost": (
+            changed("(kept == 0) & (x != 0) => kept != x"),
+            "rounded to another one is not lost",
+        ),
+        "the tensors themselves": (changed(f"rows = => {PADDED}"), "few numbers of each part"),
+        "tensors in the dict": (
+            changed(": mean, => : torch.tensor(mean),"),
+            "is to be a Python number",
+        ),
+        "a list": (
+            changed("return { => return list({", f"{END} => {END}.values())"),
+            "return a dict",
+        ),
+        "amax forgotten": (changed('"amax": max(-least, most), => '), "amax is missing"),
+        "nothing sent where nothing is": (changed(f"wide = => {NOTHING}"), "rank 0 has finished"),
+        "labcode's own": (
+            changed("wide = => moments.measure(x)\n    wide ="),
+            "labcode's own answer",
+        ),
     },
 )
 
@@ -402,7 +307,8 @@ def labcodes_groups(tp, dp, pp, over):
 
 
 SAME_FILE = Answers(
-    check=lambda answer, ranks: l19.same_file(answer),
+    solves="same_file",
+    takes_ranks=False,
     right={"a key": by_key, "loops": by_loops, "reshape": by_reshape},
     wrong={
         "pp forgotten": (pp_forgotten, "different layers"),
@@ -436,7 +342,9 @@ BY_TYPE = GOOD.replace("layer_name_regex_pattern: blocks", "layer_types: [qkv, p
 SWITCHED_OFF = f"{FRAME}    DisableFP8Layer:\n      enabled: True\n"
 
 MEND = Answers(
-    check=l19.mend,
+    solves="mend_yaml",
+    takes_ranks=True,
+    real=True,
     right={
         "a pattern": GOOD,
         "all three tensors": GOOD.replace("weight]", "weight, gradient]"),
@@ -472,16 +380,6 @@ MEND = Answers(
 # ---- 19.5 a feature
 
 
-class DeadUnits(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] != 0:
-            return
-        largest = tensor.abs().flatten(0, -2).amax(0)
-        share = 100 * (largest < config["below"]).float().mean().item()
-        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
 class ByLoop(Feature):
     @api_method
     def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
@@ -507,119 +405,34 @@ class WithHelper(Feature):
             MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
 
 
-class EachStep(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        largest = tensor.abs().flatten(0, -2).amax(0)
-        share = 100 * (largest < config["below"]).float().mean().item()
-        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class OfValues(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            share = 100 * (tensor.abs() < config["below"]).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class AliveUnits(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs().flatten(0, -2).amax(0)
-            share = 100 * (largest >= config["below"]).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class WithoutAbs(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.flatten(0, -2).amin(0)
-            share = 100 * (largest < config["below"]).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class AShare(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs().flatten(0, -2).amax(0)
-            share = (largest < config["below"]).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class OneName(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs().flatten(0, -2).amax(0)
-            share = 100 * (largest < config["below"]).float().mean().item()
-            MetricLogger.log_scalar("dead%", share, iteration)
-
-
-class FixedLimit(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs().flatten(0, -2).amax(0)
-            share = 100 * (largest < 1e-3).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class Returns(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        largest = tensor.abs().flatten(0, -2).amax(0)
-        return 100 * (largest < config["below"]).float().mean().item()
-
-
-class NoApi(Feature):
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", 0.0, iteration)
-
-
-class Misspelled(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs().flatten(0, -2).amax(0)
-            MetricLogger.log_scalar(f"{layer_name}_dead%", largest[config["limit"]], iteration)
-
-
-class ChangesIt(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config["freq"] == 0:
-            largest = tensor.abs_().flatten(0, -2).amax(0)
-            share = 100 * (largest < config["below"]).float().mean().item()
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", share, iteration)
-
-
-class NoSuchAttribute(Feature):
-    @api_method
-    def inspect_tensor(self, config, layer_name, *, tensor_name, tensor, iteration, **_):
-        if iteration % config.freq == 0:
-            MetricLogger.log_scalar(f"{layer_name}_{tensor_name}_dead%", 0.0, iteration)
-
+LARGEST = "tensor.abs().flatten(0, -2).amax(0)"
+IF_NOT_NOW = 'if iteration % config["freq"] != 0'
 
 FEATURE = Answers(
-    check=l19.feature,
-    right={"amax": DeadUnits, "a loop": ByLoop, "a method of its own": WithHelper},
+    solves="DeadUnits",
+    right={"a loop": ByLoop, "a method of its own": WithHelper},
     wrong={
-        "values for units": (OfValues, "at every token"),
-        "every step": (EachStep, "as well: what says"),
-        "alive ones": (AliveUnits, "units that are alive"),
-        "without abs": (WithoutAbs, "is due"),
-        "a share": (AShare, "percent are asked for"),
-        "the tensor is changed": (ChangesIt, "changes nothing"),
-        "config.freq": (NoSuchAttribute, "`config` is a dict"),
-        "one name for all layers": (OneName, "the log has"),
-        "a limit of its own": (FixedLimit, "is due"),
-        "returned, not logged": (Returns, "which nobody takes"),
-        "not an api_method": (NoApi, "has no @api_method"),
-        "an unknown key": (Misspelled, "limit"),
+        "values for units": (changed(f"{LARGEST} => tensor.abs()"), "at every token"),
+        "every step": (changed(f"{IF_NOT_NOW} => if False"), "as well: what says"),
+        "alive ones": (changed("largest < => largest >="), "units that are alive"),
+        "without abs": (changed(f"{LARGEST} => tensor.flatten(0, -2).amin(0)"), "expected is"),
+        "a share": (changed("100 * dead => dead"), "percent are asked for"),
+        "the tensor is changed": (changed("tensor.abs() => tensor.abs_()"), "changes nothing"),
+        "config.freq": (changed('config["freq"] => config.freq'), "`config` is a dict"),
+        "one name for all layers": (
+            changed('f"{layer_name}_{tensor_name}_dead%" => "dead%"'),
+            "the log has",
+        ),
+        "a limit of its own": (changed('config["below"] => 1e-3'), "expected is"),
+        "returned, not logged": (
+            changed(
+                f"{IF_NOT_NOW} => if False",
+                "MetricLogger.log_scalar(name, share, iteration) => return share",
+            ),
+            "which nobody takes",
+        ),
+        "not an api_method": (changed("@api_method => # called by nobody"), "has no @api_method"),
+        "an unknown key": (changed('config["below"] => config["limit"]'), "limit"),
     },
 )
 
@@ -808,7 +621,8 @@ def pops(rows, bound):
 
 
 DEPARTURE = Answers(
-    check=lambda answer, ranks: l19.first_departure(answer),
+    solves="first_departure",
+    takes_ranks=False,
     right={"norms": by_norms, "mean squares": by_mean_squares, "a set": with_a_generator},
     wrong={
         "absolute": (divided_by(lambda whole, part: 1.0), "6"),
@@ -1018,7 +832,8 @@ def open_pattern(found):
 
 
 DIAGNOSE = Answers(
-    check=lambda answer, ranks: l19.diagnose(answer),
+    solves="diagnose",
+    takes_ranks=False,
     right={
         "a block for each layer": a_block_each,
         "a block for equal layers": a_block_for_equals,

@@ -84,7 +84,9 @@ def counted(s):
 
 
 PARAMETERS = Answers(
-    check=lambda answer, ranks: l20.parameters(answer),
+    solves="parameters",
+    takes_ranks=False,
+    real=True,
     right={
         "block by block": block_by_block,
         "linear layers": by_products,
@@ -191,7 +193,9 @@ def one_flop(shape, samples, causal=False, checkpointing="none"):
 
 
 FLOPS = Answers(
-    check=lambda answer, ranks: l20.flops(answer),
+    solves="flops",
+    takes_ranks=False,
+    real=True,
     right={
         "term by term": term_by_term,
         "for each token": for_each_token,
@@ -352,7 +356,9 @@ def in_gib(shape, layout, global_batch):
 
 
 MEMORY = Answers(
-    check=lambda answer, ranks: l20.memory(answer),
+    solves="memory",
+    takes_ranks=False,
+    real=True,
     right={
         "two stages": two_stages,
         "every stage": by_a_loop,
@@ -477,7 +483,9 @@ def as_far_as_they_reach(cluster, ranks, stride):
 
 
 BUS = Answers(
-    check=lambda answer, ranks: l20.bus(answer),
+    solves="bus_bytes_per_s",
+    takes_ranks=False,
+    real=True,
     right={"the rule": by_rule, "counts nodes": by_counting, "a list": without_ceil},
     wrong={
         "always inside": (always_inside, "one rank in each of two nodes"),
@@ -687,7 +695,9 @@ def behind_products_alone(shape, layout, global_batch, cluster):
 
 
 STEP = Answers(
-    check=lambda answer, ranks: l20.step(answer),
+    solves="step_s",
+    takes_ranks=False,
+    real=True,
     right={
         "term after term": term_after_term,
         "in pieces": in_pieces,
@@ -873,7 +883,9 @@ def powers(number):
 
 
 SEARCH = Answers(
-    check=lambda answer, ranks: l20.search(answer),
+    solves="search",
+    takes_ranks=False,
+    real=True,
     right={"nested loops": nested_loops, "by product": by_product, "filtered": filtered},
     wrong={
         "tp over nodes": (looser(node=10**6), "must stay in one node"),
@@ -920,7 +932,10 @@ def with_change(place, value):
 _GIB = defended(lab.Layout(8, 8, 2, 1, 1, "none"))[1]
 
 PROPOSAL = Answers(
-    check=lambda answer, ranks: l20.proposal(*answer),
+    solves=("layout", "memory_gib", "limit", "lost_share"),
+    takes_ranks=False,
+    real=True,
+    solution=False,
     right={
         "eight stages": defended(lab.Layout(8, 8, 2, 1, 1, "none")),
         "four stages": defended(lab.Layout(16, 4, 2, 1, 1, "none")),

@@ -5,7 +5,6 @@ from types import SimpleNamespace
 
 from answers import Answers
 
-from labcode.teach.exercises import l21
 from labcode.teach.labs import l20_plan, l21_capstone
 from labcode.teach.labs.l20_plan import Layout
 
@@ -43,7 +42,9 @@ def changed_pair(change):
 
 
 DAYS = Answers(
-    check=lambda answer, ranks: l21.days_and_mfu(answer),
+    solves="days_and_mfu",
+    takes_ranks=False,
+    real=True,
     right={"in steps": in_steps, "by rates": by_rates, "rounded": rounded},
     wrong={
         "seconds": (changed_pair(lambda d, m, b: (d * DAY_S, m)), "how many has a day"),
@@ -190,7 +191,9 @@ def first_alone(layout, brief):
 
 
 RULES = Answers(
-    check=lambda answer, ranks: l21.broken_rules(answer),
+    solves="broken_rules",
+    takes_ranks=False,
+    real=True,
     right={"one if each": one_if_each, "as a set": as_a_set, "with try": with_try},
     wrong={
         "memory always": (memory_always, "Ask for the memory last"),
@@ -303,7 +306,9 @@ def no_zero_3(chosen, candidates):
 
 
 RIVALS = Answers(
-    check=lambda answer, ranks: l21.rivals(answer),
+    solves="rivals",
+    takes_ranks=False,
+    real=True,
     right={
         "count the changes": count_the_changes,
         "kind by kind": kind_by_kind,
@@ -420,7 +425,9 @@ def products_left_out(chosen, rival, room_bytes):
 
 
 VERDICT = Answers(
-    check=lambda answer, ranks: l21.verdict(answer),
+    solves="verdict",
+    takes_ranks=False,
+    real=True,
     right={"two cases": two_cases, "by loop": by_loop, "rounded": rounded_verdict},
     wrong={
         "seconds always": (seconds_always, "does not fit"),
@@ -471,7 +478,9 @@ def with_rate(number):
 
 
 OWN = Answers(
-    check=lambda answer, ranks: l21.own_cluster(answer),
+    solves="my_cluster",
+    takes_ranks=False,
+    real=True,
     right={"ten lines": TEXT, "another order": OTHER_ORDER, "a GPU of its own": OWN_GPU},
     wrong={
         "bits": (with_rate(50), "sold in bits"),
@@ -556,7 +565,9 @@ def worked_out(task):
 
 
 PLAN = Answers(
-    check=lambda answer, ranks: l21.plan(answer),
+    solves="my_plan",
+    takes_ranks=False,
+    real=True,
     right={
         "worked out": worked_out,
         "rounded, 16 stages": said(rounded_plan()),

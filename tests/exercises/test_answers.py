@@ -1,15 +1,16 @@
 """Every check of an exercise: right answers pass, wrong ones get the hint meant for them.
 
-There are some two thousand answers, and many of them wait for a message that never comes. `make
-test` tries those to one lesson, `make test-changed` those to the lessons that changed, `make
-answers` all; CI runs an eighth of all at each commit.
+Answers that simulated ranks judge take milliseconds, and all of them are tried in every run. Those
+that need real processes are some hundreds: `make test` tries those to one lesson, `make
+test-changed` those to the lessons that changed, `make answers` all; CI runs a quarter of them at
+each commit.
 """
 
 import runpy
 from pathlib import Path
 
 import pytest
-from answers import MIN_RIGHT, MIN_WRONG
+from answers import MIN_RIGHT, MIN_WRONG, THE_SOLUTION, Changed, answer
 
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import check
@@ -18,13 +19,12 @@ from labcode.teach.check import check
 # those of a notebook do.
 FILES = sorted(Path(__file__).parent.glob("[0-9][0-9].py"))
 LESSONS = {path.stem: runpy.run_path(str(path))["ANSWERS"] for path in FILES}
-IN_EVERY_RUN = "8."  # exercises of lesson 08, which has all kinds of checks
 EXERCISES = {name: answers for lesson in LESSONS.values() for name, answers in lesson.items()}
 
 
 def marks(exercise):
-    """Those of an exercise whose lesson `make test` does not try."""
-    return [] if exercise.startswith(IN_EVERY_RUN) else [pytest.mark.release]
+    """Those of an exercise whose answers `make test` does not try."""
+    return [pytest.mark.release] if EXERCISES[exercise].real else []
 
 
 def cases(kind):
@@ -52,16 +52,28 @@ def pool():
 def quick(monkeypatch):
     """Ranks that wait in vain, or compute for ever, are stopped sooner than in a lesson."""
     monkeypatch.setattr("labcode.pool.ranks.HANG_S", 3.0)
-    monkeypatch.setattr("labcode.teach.exercises.on_ranks.LIMIT_S", 15.0)
+
+
+def in_the_cell(exercise, value, pool):
+    """What stands in the check cell after the number."""
+    kept = EXERCISES[exercise]
+    things = answer(exercise, kept, value)
+    if kept.cell is not None:
+        whole = things if isinstance(kept.solves, tuple) else things[0]
+        return kept.cell(whole, pool)
+    return things if pool is None else (*things, pool)
 
 
 @pytest.fixture
-def verdict(capsys, pool):
-    """`verdict(exercise, answer)`: what the check cell prints."""
+def verdict(capsys, request, monkeypatch, tmp_path):
+    """`verdict(exercise, value)`: what the check cell says in the end."""
+    monkeypatch.chdir(tmp_path)
 
-    def verdict(exercise, answer):
-        check(exercise, lambda: EXERCISES[exercise].check(answer, pool))
-        return capsys.readouterr().out
+    def verdict(exercise, value):
+        kept = EXERCISES[exercise]
+        pool = request.getfixturevalue("pool") if kept.real and kept.takes_ranks else None
+        check(exercise, *in_the_cell(exercise, value, pool))
+        return capsys.readouterr().out.splitlines()[-1]
 
     return verdict
 
@@ -69,23 +81,48 @@ def verdict(capsys, pool):
 @pytest.mark.parametrize("exercise", EXERCISES)
 def test_each_exercise_has_enough_answers(exercise):
     answers = EXERCISES[exercise]
-    assert len(answers.right) >= MIN_RIGHT
+    assert len(answers.all_right) >= MIN_RIGHT
     assert len(answers.wrong) >= MIN_WRONG
 
 
-@pytest.mark.parametrize(("exercise", "name"), cases("right"))
+@pytest.mark.parametrize(("exercise", "name"), cases("all_right"))
 def test_a_right_answer_passes(verdict, exercise, name):
-    said = verdict(exercise, EXERCISES[exercise].right[name])
+    said = verdict(exercise, EXERCISES[exercise].all_right[name])
     assert said.startswith("[v]"), said
+
+
+ON_RANKS = [exercise for exercise, kept in EXERCISES.items() if kept.takes_ranks and not kept.real]
+
+
+@pytest.mark.parametrize("exercise", ON_RANKS)
+def test_the_solution_does_the_same_on_real_ranks(pool, capsys, exercise):
+    check(exercise, *in_the_cell(exercise, EXERCISES[exercise].all_right[THE_SOLUTION], pool))
+    said = capsys.readouterr().out
+    assert said.startswith("[v]") and "the same on 4 real ranks" in said, said
 
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("exercise", "name"), cases("wrong"))
 def test_a_wrong_answer_gets_its_hint(verdict, exercise, name):
-    answer, hint = EXERCISES[exercise].wrong[name]
-    said = verdict(exercise, answer)
+    value, hint = EXERCISES[exercise].wrong[name]
+    said = verdict(exercise, value)
     assert said.startswith("[x]"), said
     assert hint in said
+
+
+def one_of(exercise, whole):
+    """One thing in place of each that the exercise asks for."""
+    solves = EXERCISES[exercise].solves
+    return (whole,) * len(solves) if isinstance(solves, tuple) else whole
+
+
+def asks_for_functions(exercise):
+    """Whether an answer is code, and no value."""
+    kept = EXERCISES[exercise]
+    first = next(iter(kept.all_right.values()))
+    if isinstance(first, Changed):
+        return all(callable(part) for part in answer(exercise, kept, first))
+    return callable(first)
 
 
 def forgot_to_return(*_, **__):
@@ -95,9 +132,9 @@ def forgot_to_return(*_, **__):
 @pytest.mark.usefixtures("quick")
 @each_exercise
 def test_a_function_that_returns_nothing_is_wrong_and_not_undone(verdict, exercise):
-    if not callable(next(iter(EXERCISES[exercise].right.values()))):
+    if not asks_for_functions(exercise):
         pytest.skip("this exercise asks for a value")
-    said = verdict(exercise, forgot_to_return)
+    said = verdict(exercise, one_of(exercise, forgot_to_return))
     assert said.startswith("[x]"), said
 
 
@@ -107,6 +144,5 @@ def untouched(*_, **__):
 
 @each_exercise
 def test_an_untouched_exercise_is_not_done_yet(verdict, exercise):
-    a_function = callable(next(iter(EXERCISES[exercise].right.values())))
-    said = verdict(exercise, untouched if a_function else ...)
+    said = verdict(exercise, one_of(exercise, untouched if asks_for_functions(exercise) else ...))
     assert said.startswith("[ ]"), said

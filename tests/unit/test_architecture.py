@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 NAMED_TEST = re.compile(r"(tests/[\w/]*test_\w+\.py)(?:::\s*(test_\w+))?")
 sys.path.insert(0, str(ROOT))
 
-from tools.rooms import FLOORS, GROUND, NO_TORCH  # noqa: E402  (tools/ is not installed)
+from tools.rooms import DOORS, FLOORS, GROUND, NO_TORCH  # noqa: E402  (tools/ is not installed)
 
 LABCODE = ROOT / "labcode"
 
@@ -46,7 +46,7 @@ class Module:
         self.name = file.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         self.package = file.endswith("__init__.py")
         first = self.name.split(".")[1] if "." in self.name else "labcode"
-        self.room = "ground" if first in GROUND else first
+        self.room = "ground" if first in GROUND else DOORS.get(first, first)
         self.imports = set(self._imports())
 
     def _imports(self):

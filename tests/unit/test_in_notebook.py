@@ -6,9 +6,9 @@ import sys
 
 import pytest
 
+from labcode.comm import ring
 from labcode.teach.exercises import in_notebook
-from labcode.teach.exercises.in_notebook import bounded
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import bounded, without
 
 
 def two_lines():
@@ -95,3 +95,24 @@ def test_the_calls_of_the_function_are_watched_as_those_of_the_check():
 
     with pytest.raises(AssertionError, match="mean is PyTorch's"), without(statistics.mean):
         bounded("does it end?", uses_the_answer)
+
+
+# ---- labcode's own answers
+
+
+def own_way(x):
+    return x
+
+
+def test_labcodes_own_answer_is_found_under_any_name():
+    another_name = ring.loopback_bytes
+    found = r"^ring\.loopback_bytes is labcode's own answer"
+    with pytest.raises(AssertionError, match=found), without(ring.all_reduce, ring.loopback_bytes):
+        another_name()
+
+
+def test_what_is_not_forbidden_may_be_called():
+    with without(ring.all_reduce):
+        assert own_way(3) == 3
+    with pytest.raises(KeyError), without(ring.all_reduce):
+        raise KeyError

@@ -30,6 +30,9 @@ CELLS = {
     "an error of the learner's": """
         1 / 0
     """,
+    "a cell above has not run": """
+        print(ranks)
+    """,
     "the whole traceback": """
         def shape():
             return GridShape(dp=3)
@@ -99,6 +102,11 @@ def test_frames_of_the_library_are_hidden(ran):
     assert "labcode/" not in text
     assert text.splitlines()[-1].startswith("ValueError: dp*pp*cp*tp = 3*1*1*1 = 3 but")
     assert "----> 1 1 / 0" in error_of(ran["an error of the learner's"])
+
+
+def test_a_name_of_another_cell_is_told_as_one(ran):
+    text = error_of(ran["a cell above has not run"])
+    assert text.splitlines()[-1] == "if a cell above defines `ranks`, run that one first"
 
 
 def test_the_magic_shows_all_frames(ran):

@@ -11,15 +11,17 @@ it. The code runs in a thread of its own, which is put to sleep for good in the 
 and takes no more time from anybody.
 """
 
+import contextlib
 import functools
+import inspect
 import queue
 import sys
 import sysconfig
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import copy_context
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import labcode
@@ -51,7 +53,7 @@ def bounded(hint: str, function: Callable[..., Any], *args: Any) -> Any:
         return on_step
 
     def on_call(frame: FrameType, event: str, _: Any) -> Any:
-        if _is_library(frame.f_code.co_filename):
+        if is_library(frame.f_code.co_filename):
             return None
         frame.f_trace_opcodes = True
         return on_step
@@ -76,7 +78,8 @@ def _raise(error: BaseException) -> None:
 
 
 @functools.cache
-def _is_library(filename: str) -> bool:
+def is_library(filename: str) -> bool:
+    """Whether a file is one of Python's, of an installed package or of labcode: no learner's."""
     return filename.startswith(("<frozen", *_library_folders()))
 
 
@@ -86,3 +89,37 @@ def _library_folders() -> tuple[str, ...]:
     folders = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     folders.add(str(Path(labcode.__file__).parent))
     return tuple(folders)
+
+
+@contextlib.contextmanager
+def without(*functions: Callable[..., Any]) -> Iterator[None]:
+    """Within this block none of these functions may be called, by whatever name or detour.
+
+    It is for finished solutions of an exercise, labcode's own and PyTorch's.
+
+    Args:
+        functions: Written in Python.
+
+    Raises:
+        AssertionError: At the end of the block, if one was called.
+    """
+    forbidden: dict[CodeType, str] = {}
+    for function in functions:
+        module = function.__module__.rpartition(".")[2]
+        # a decorator such as torch.no_grad() has one wrapper for all functions
+        own: Any = inspect.unwrap(function)
+        whose = "labcode's own" if function.__module__.startswith("labcode.") else "PyTorch's"
+        forbidden[own.__code__] = f"{module}.{function.__qualname__} is {whose}"
+    called = []
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        if event == "call" and frame.f_code in forbidden:
+            called.append(forbidden[frame.f_code])
+
+    before = sys.getprofile()
+    sys.setprofile(note)
+    try:
+        yield
+    finally:
+        sys.setprofile(before)
+    assert not called, f"{called[0]} answer to this exercise: write yours"

@@ -17,50 +17,10 @@ import numpy as np
 import torch
 
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.in_notebook import bounded
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.labs import l02_by_hand, l02_weather
 from labcode.teach.labs.l02_job import Job
 from labcode.train.ranges import StepRanges
-
-EXERCISES = {
-    "2.1": Exercise(
-        praise="every moment is charged once, to the innermost part, and none is lost",
-        hints=(
-            "When a part begins or ends, the time since the last such moment belongs to what was "
-            "running until now. What was that?",
-            "Parts that are open form a stack: a list with `append` and `pop`. What lies at its "
-            "bottom, when no part is open?",
-            "The code after `yield` is skipped if the block raises, unless it stands in a "
-            "`finally`.",
-        ),
-    ),
-    "2.2": Exercise(
-        praise="whole chunks, whatever part of them is wanted",
-        hints=(
-            "Position x lies in chunk x // length. Which is the last position of the box?",
-            "Along each axis there are some chunks. How many are there altogether?",
-        ),
-    ),
-    "2.3": Exercise(
-        praise="it reads ahead but not too far, keeps the order, tells errors, and ends its thread",
-        hints=(
-            "What stands in the queue has to say what it is: a batch, the end, or an error.",
-            "`ready.put(item)` waits while the queue is full. Who takes anything out of it, after "
-            "the loop has stopped early?",
-            "A generator that is left early runs its `finally`. What has to happen there, and how "
-            "does the thread learn of it?",
-        ),
-    ),
-    "2.4": Exercise(
-        praise="the same training, without the work that nobody needed",
-        hints=(
-            "Which rows of the table have the largest times, and how often were they called?",
-            "For each of them: does its result change from step to step? Is all of it used? Is it "
-            "used in each step?",
-        ),
-    ),
-}
 
 # ---- 2.1
 
@@ -888,3 +848,47 @@ def _check_guard(training: Callable[..., Any], job: _Watched, num_steps: int) ->
     assert job.spoiled_at is not None and trained == job.spoiled_at + 1, (
         case + f"it trained on, to step {trained - 1}: what guards the run looks at every step"
     )
+
+
+EXERCISES = {
+    "2.1": Exercise(
+        check=step_timer,
+        praise="every moment is charged once, to the innermost part, and none is lost",
+        hints=(
+            "When a part begins or ends, the time since the last such moment belongs to what was "
+            "running until now. What was that?",
+            "Parts that are open form a stack: a list with `append` and `pop`. What lies at its "
+            "bottom, when no part is open?",
+            "The code after `yield` is skipped if the block raises, unless it stands in a "
+            "`finally`.",
+        ),
+    ),
+    "2.2": Exercise(
+        check=bytes_read,
+        praise="whole chunks, whatever part of them is wanted",
+        hints=(
+            "Position x lies in chunk x // length. Which is the last position of the box?",
+            "Along each axis there are some chunks. How many are there altogether?",
+        ),
+    ),
+    "2.3": Exercise(
+        check=prefetcher,
+        praise="it reads ahead but not too far, keeps the order, tells errors, and ends its thread",
+        hints=(
+            "What stands in the queue has to say what it is: a batch, the end, or an error.",
+            "`ready.put(item)` waits while the queue is full. Who takes anything out of it, after "
+            "the loop has stopped early?",
+            "A generator that is left early runs its `finally`. What has to happen there, and how "
+            "does the thread learn of it?",
+        ),
+    ),
+    "2.4": Exercise(
+        check=faster,
+        praise="the same training, without the work that nobody needed",
+        hints=(
+            "Which rows of the table have the largest times, and how often were they called?",
+            "For each of them: does its result change from step to step? Is all of it used? Is it "
+            "used in each step?",
+        ),
+    ),
+}

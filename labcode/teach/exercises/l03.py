@@ -12,57 +12,11 @@ from torch.optim.adamw import adamw as adamw_of_torch
 from torch.overrides import TorchFunctionMode
 
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.in_notebook import bounded
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.labs import l03_by_hand, l03_race
 from labcode.teach.labs.l03_by_hand import Batch, Scaler
 from labcode.teach.labs.l03_race import Settings
 from labcode.teach.labs.l03_step import CHARACTERS, new_model, operations
-
-EXERCISES = {
-    "3.1": Exercise(
-        "it is the same from one power of two to the next, and then it doubles",
-        hints=(
-            "between 2**e and 2**(e + 1) lie 2**fraction_bits numbers, evenly",
-            "which e is it for x = 0.3? `math.log2(0.3)` is -1.7, and 0.3 lies above 2**-2",
-        ),
-    ),
-    "3.2": Exercise(
-        "it finds the largest scale that works, and comes down when that becomes too large",
-        hints=(
-            "a gradient that has overflowed is inf; a difference of two of them is NaN. One "
-            "method of a tensor knows both",
-            "`good_steps` counts good steps in a row: what are the two moments at which it "
-            "begins again?",
-        ),
-    ),
-    "3.3": Exercise(
-        "scale, unscale, look, clip, step: the same weights as in float32, to three digits",
-        hints=(
-            "the loss of a micro-batch counts 1/m, as in gradient accumulation in any dtype",
-            "`max_norm` is meant for the true gradients: what are they at that moment?",
-            "what must not happen if a gradient is not finite, and what must happen all the same?",
-        ),
-    ),
-    "3.4": Exercise(
-        "the weights of torch.optim.AdamW, with as many calls for 100 tensors as for one",
-        hints=(
-            "write it for one tensor first, in place: `mul_`, `lerp_`, `addcmul_`, `addcdiv_`; "
-            "then put `torch._foreach_` before each name",
-            "`torch._foreach_sqrt` without the last underscore gives a new list: which of the "
-            "tensors must stay as they are?",
-        ),
-    ),
-    "3.5": Exercise(
-        "at the target in less than a third of the time, not by the batch alone, and you knew how "
-        "much it would be",
-        hints=(
-            "a time is steps times seconds for a step. Which field changes which of the two?",
-            "`l03_race.steps_to_target(settings)` and `l03_race.step_seconds(one, other)` tell "
-            "you both",
-        ),
-    ),
-}
 
 # ---- 3.1
 
@@ -890,3 +844,54 @@ def _seconds_saved(part: float) -> str:
     if part < 0:
         return f"your step takes {-part:.0%} longer than that of the baseline"
     return f"your step saves {part:.0%} of the baseline's time"
+
+
+EXERCISES = {
+    "3.1": Exercise(
+        check=spacing,
+        praise="it is the same from one power of two to the next, and then it doubles",
+        hints=(
+            "between 2**e and 2**(e + 1) lie 2**fraction_bits numbers, evenly",
+            "which e is it for x = 0.3? `math.log2(0.3)` is -1.7, and 0.3 lies above 2**-2",
+        ),
+    ),
+    "3.2": Exercise(
+        check=scaler,
+        praise="it finds the largest scale that works, and comes down when that becomes too large",
+        hints=(
+            "a gradient that has overflowed is inf; a difference of two of them is NaN. One "
+            "method of a tensor knows both",
+            "`good_steps` counts good steps in a row: what are the two moments at which it "
+            "begins again?",
+        ),
+    ),
+    "3.3": Exercise(
+        check=train_step,
+        praise="scale, unscale, look, clip, step: the same weights as in float32, to three digits",
+        hints=(
+            "the loss of a micro-batch counts 1/m, as in gradient accumulation in any dtype",
+            "`max_norm` is meant for the true gradients: what are they at that moment?",
+            "what must not happen if a gradient is not finite, and what must happen all the same?",
+        ),
+    ),
+    "3.4": Exercise(
+        check=adamw,
+        praise="the weights of torch.optim.AdamW, with as many calls for 100 tensors as for one",
+        hints=(
+            "write it for one tensor first, in place: `mul_`, `lerp_`, `addcmul_`, `addcdiv_`; "
+            "then put `torch._foreach_` before each name",
+            "`torch._foreach_sqrt` without the last underscore gives a new list: which of the "
+            "tensors must stay as they are?",
+        ),
+    ),
+    "3.5": Exercise(
+        check=race,
+        praise="at the target in less than a third of the time, not by the batch alone, and you "
+        "knew how much it would be",
+        hints=(
+            "a time is steps times seconds for a step. Which field changes which of the two?",
+            "`l03_race.steps_to_target(settings)` and `l03_race.step_seconds(one, other)` tell "
+            "you both",
+        ),
+    ),
+}

@@ -1,6 +1,7 @@
-"""Checks of lesson 04, data parallel by hand. The text of each assertion is a hint."""
+"""Checks of lesson 04, data parallel by hand."""
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,71 +12,50 @@ import torch.distributed as dist
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler
 
-from labcode.comm.counting import counted
 from labcode.models.gpt import loss as gpt_loss
-from labcode.pool.ranks import RankError, Ranks
+from labcode.pool.ranks import Ranks
 from labcode.pool.record import ranks_text
-from labcode.teach.check import Exercise, is_stub, reason
+from labcode.teach.check import Exercise, Hint
 from labcode.teach.exercises import scripts, small_gpt
-from labcode.teach.exercises.all_reduces import Sent, Watch
-from labcode.teach.exercises.on_ranks import without
-from labcode.teach.exercises.script_source import what_stays_on_the_cpu
-from labcode.teach.exercises.scripts import distance
+from labcode.teach.exercises.expect import (
+    careless,
+    confirm,
+    diagnose,
+    distance,
+    own_answers,
+    plural,
+    refuse,
+    run,
+    times,
+)
+from labcode.teach.exercises.simulated import Event, here
 from labcode.teach.labs import l04_by_hand
 
-EXERCISES = {
-    "4.1": Exercise(
-        praise="the mean over four ranks, and over each pair",
-        hints=(
-            "An all-reduce adds up. What turns a sum over the group into a mean?",
-            "How many ranks does the group have? It need not be the world size.",
-        ),
-    ),
-    "4.2": Exercise(
-        praise="every sample of every rank has the same weight",
-        hints=(
-            "Which number do all ranks need before they can weigh their gradients? Who knows it?",
-            "The gradient of a mean over `mine` samples, times `mine`, is the gradient of a sum.",
-        ),
-    ),
-    "4.3": Exercise(
-        praise="the gradient of the whole batch, and it travelled once",
-        hints=(
-            "What is in `.grad` before your first backward?",
-            "There are two divisions: by the number of micro-batches, and by the number of ranks.",
-        ),
-    ),
-    "4.4": Exercise(
-        praise="one and two ranks train like one process, and only rank 0 speaks and saves",
-        hints=(
-            "The number of samples that all ranks read together is `global_batch`. How many does "
-            "one rank read?",
-            "The loss that rank 0 knows is that of its own samples. Which collective gives it the "
-            "sum over all ranks?",
-            "`DistributedDataParallel` keeps your model in its attribute `module`.",
-        ),
-    ),
-}
+WEIGHTS_CHANGED = "the weights have changed: average the gradients only"
+OUTSIDE = (
+    "there are gradients of ranks outside of the group in it: which group does your all-reduce use?"
+)
+ROUNDED = 0.01  # bfloat16 keeps three digits
+COUNT_ROUNDING = 1e-6  # the weights may be float32, a seventh of which is off by 1e-8
 
 
-class _Result(NamedTuple):
-    """What a rank has after the learner's function.
-
-    Args:
-        own: Its own gradient before.
-        found: Its gradient afterwards.
-        sent: Its all-reduces.
-    """
-
-    own: torch.Tensor
-    found: torch.Tensor
-    sent: list[Sent]
+def _away(what: str, off: float) -> str:
+    """How far a gradient is from what it should be: "12% away from the mean"."""
+    if off < ROUNDED:
+        return (
+            f"{off:.1g} of its length away from {what}: is it rounded on its way, to a type with "
+            "fewer digits?"
+        )
+    return f"{off:.0%} away from {what}"
 
 
 # ---- 4.1
 
 
-def _averaged(rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]) -> _Result:
+def _average(
+    rank: int, average: Callable[..., Any], grouping: Sequence[Sequence[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's own gradient, and its gradient afterwards."""
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
     share = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
@@ -89,33 +69,16 @@ def _averaged(rank: int, average: Callable[..., Any], grouping: Sequence[Sequenc
         for param in params:
             param += rank  # other weights on each rank: who sends weights changes them
     before = small_gpt.weights(module)
-    watch = Watch()
-    with without(l04_by_hand.average_gradients), watch.active():
-        _average_some(average, module, group)
-        sent = watch.taken()
-    assert torch.equal(before, small_gpt.weights(module)), (
-        "the weights have changed: average the gradients only"
-    )
-    assert frozen.grad is None, (
-        "the parameter that is not trained had no gradient, and now it has one: the optimizer will "
-        "treat it like the others, and weight decay alone makes it shrink"
-    )
-    return _Result(own, small_gpt.gradient(module), sent)
-
-
-def _check_waits(case: str, sent: Sequence[Sent]) -> None:
-    """Every all-reduce was waited for before anybody used its result."""
-    asynchronous = [one for one in sent if one.is_async]
-    arrived = [one for one in asynchronous if one.arrived]
-    number = len(asynchronous)
-    assert len(arrived) == number, (
-        case + f"{number} all-reduce{'s were' if number > 1 else ' was'} started with "
-        f"async_op=True and {len(arrived)} waited for: before wait() has returned nobody knows "
-        "what a tensor holds"
-    )
-    assert not any(one.touched for one in arrived), (
-        case + "a tensor was changed while its all-reduce was under way: what comes after wait()?"
-    )
+    _average_some(average, module, group)
+    mistakes = {
+        WEIGHTS_CHANGED: not torch.equal(before, small_gpt.weights(module)),
+        "the parameter that is not trained had no gradient, and now it has one: the optimizer "
+        "will treat it like the others, and weight decay alone makes it shrink": (
+            frozen.grad is not None
+        ),
+    }
+    refuse(mistakes)
+    return own, small_gpt.gradient(module)
 
 
 def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.ProcessGroup) -> None:
@@ -123,82 +86,67 @@ def _average_some(average: Callable[..., Any], module: nn.Module, group: dist.Pr
     try:
         average(module, group)
     except (TypeError, AttributeError) as error:
-        assert "NoneType" not in str(error), (
-            "one parameter is not trained, its `.grad` is None: leave it alone"
-        )
+        if "NoneType" in str(error):
+            raise Hint(
+                "one parameter is not trained, its `.grad` is None: leave it alone"
+            ) from None
         raise
 
 
-def average_gradients(average: Callable[..., Any], ranks: Ranks) -> None:
+def average_gradients(average: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `average_gradients(model, group)` on all ranks, and on two pairs."""
+    ours = own_answers(l04_by_hand.average_gradients)
     for grouping in small_gpt.GROUPINGS:
-        results = small_gpt.run(ranks, _averaged, average, grouping)
+        outcome = run(_average, average, grouping, ours=ours)
+        of_world = torch.stack([own for own, _ in outcome.results]).mean(0)
         for members in grouping:
-            _check_average(members, results)
+            case = small_gpt.named(members)
+            mean = torch.stack([outcome.results[rank][0] for rank in members]).mean(0)
+            right = [r for r in members if distance(outcome.results[r][1], mean) < 1e-9]
+            for rank in members:
+                refuse(careless(outcome.of(rank)), case)
+                _is_mean(case, rank, len(members), outcome.results[rank], mean, of_world, right)
+    return confirm(ranks, outcome, _average, average, grouping)
 
 
-def _check_average(members: Sequence[int], results: Sequence[_Result]) -> None:
-    case = small_gpt.named(members)
-    p = len(members)
-    owns = [results[rank].own for rank in members]
-    expected = torch.stack(owns).mean(0)
-    world_mean = torch.stack([result.own for result in results]).mean(0)
-    for rank in members:
-        found = results[rank].found
-        _check_waits(case, results[rank].sent)
-        assert small_gpt.distance(found, results[rank].own) > 1e-9, (
-            case + f"rank {rank} still has its own gradient: is the result written into .grad?"
-        )
-        too_long = small_gpt.times_too_long(found, expected)
-        assert too_long is None or abs(too_long - 1) < 1e-9, (
-            case + f"right direction, but {too_long:.3g} times as long as the mean: the group has "
-            f"{p} ranks"
-        )
-        in_world = small_gpt.times_too_long(found, world_mean)
-        assert in_world is None or len(results) == p, (
-            case + f"rank {rank} has gradients of ranks outside of the group: "
-            "which group does your all-reduce use?"
-        )
-        _check_all_reached(case, rank, results[rank], expected)
-        off = small_gpt.distance(found, expected)
-        others = _who_is_right(members, results, expected)
-        assert off < 1e-9, case + f"rank {rank} is {_far(off, 'the mean')}{others}"
+def _is_mean(
+    case: str,
+    rank: int,
+    p: int,
+    result: tuple[torch.Tensor, torch.Tensor],
+    mean: torch.Tensor,
+    of_world: torch.Tensor,
+    right: Sequence[int],
+) -> None:
+    """A rank of a group has the mean over it.
 
-
-def _who_is_right(
-    members: Sequence[int], results: Sequence[_Result], expected: torch.Tensor
-) -> str:
-    """ ", and rank 0 is right"; "" if none is."""
-    right = []
-    for rank in members:
-        if small_gpt.distance(results[rank].found, expected) < 1e-9:
-            right.append(rank)
-    if not right:
-        return ""
-    return f", and {ranks_text(right)} {'is' if len(right) == 1 else 'are'} right"
-
-
-def _check_all_reached(case: str, rank: int, result: _Result, expected: torch.Tensor) -> None:
-    """No parameter still has its own gradient, while others have the mean."""
-    wrong = (result.found - expected).abs() > 1e-9 * expected.abs().max()
+    Args:
+        case: What a hint begins with.
+        rank: Of the world.
+        p: Size of its group.
+        result: Its own gradient, and that afterwards.
+        mean: Over its group.
+        of_world: Over all ranks.
+        right: The ranks of the group that have the mean.
+    """
+    own, found = result
+    wrong = (found - mean).abs() > 1e-9 * mean.abs().max()
     left = int(wrong.sum())
-    assert left == 0 or not torch.equal(result.found[wrong], result.own[wrong]), (
-        case + f"rank {rank} still has its own gradient in {left} of {len(wrong)} numbers, and "
-        "the mean in the others: does your loop reach every parameter?"
-    )
-
-
-ROUNDED = 0.01  # bfloat16 keeps three digits
-
-
-def _far(off: float, what: str) -> str:
-    """How far a gradient is from what it should be: "12% away from the mean"."""
-    if off < ROUNDED:
-        return (
-            f"{off:.1g} of its length away from {what}: is it rounded on its way, to a type with "
-            "fewer digits?"
-        )
-    return f"{off:.0%} away from {what}"
+    not_reached = left < len(wrong) and torch.equal(found[wrong], own[wrong])
+    others = ""
+    if right:
+        others = f", and {ranks_text(right)} {'is' if len(right) == 1 else 'are'} right"
+    mistakes = {
+        f"rank {rank} still has its own gradient: is the result written into .grad?": own,
+        "right direction, but {times:.3g} times as long as the mean: the group has "
+        f"{p} ranks": times(mean),
+        f"rank {rank} has gradients of ranks outside of the group: which group does your "
+        "all-reduce use?": times(of_world),
+        f"rank {rank} still has its own gradient in {left} of {len(wrong)} numbers, and the mean "
+        "in the others: does your loop reach every parameter?": not_reached,
+    }
+    away = _away("the mean", distance(found, mean))
+    diagnose(case, found, mean, mistakes, f"rank {rank} is {away}{others}")
 
 
 # ---- 4.2
@@ -212,12 +160,13 @@ UNEVEN = (
 )
 
 
-def _weighed(
+def _weigh(
     rank: int,
     average: Callable[..., Any],
     grouping: Sequence[Sequence[int]],
     sizes: Sequence[int],
-) -> _Result:
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The rank's own gradient, and its gradient afterwards."""
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
     place = members.index(rank)
@@ -225,88 +174,65 @@ def _weighed(
     module = small_gpt.model()
     small_gpt.backward(module, share)  # without a sample the loss is nan, and the gradients are 0
     own = small_gpt.gradient(module).clone()
-    watch = Watch()
-    with watch.active():
-        average(module, sizes[place], group)
-        sent = watch.taken()
-    return _Result(own, small_gpt.gradient(module), sent)
+    average(module, sizes[place], group)
+    return own, small_gpt.gradient(module)
 
 
-def average_uneven(average: Callable[..., Any], ranks: Ranks) -> None:
+def average_uneven(average: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `average_uneven(model, mine, group)` on shares of different sizes."""
     for grouping, sizes in UNEVEN:
         case = f"with {' + '.join(map(str, sizes))} samples: "
-        try:
-            results = small_gpt.run(ranks, _weighed, average, grouping, sizes)
-        except RankError as error:
-            # with the same code all went well where every rank had a sample
-            if 0 not in sizes or is_stub(error):
-                raise
-            raise AssertionError(case + reason(error)) from None
-        weights = torch.tensor([sizes[rank % len(sizes)] for rank in range(len(results))])
-        owns = torch.stack([result.own for result in results])
-        in_world = weights.to(owns) @ owns
+        outcome = run(_weigh, average, grouping, sizes, case=case)
+        weights = torch.tensor([sizes[rank % len(sizes)] for rank in range(4)])
+        owns = torch.stack([own for own, _ in outcome.results])
+        of_world = weights.to(owns) @ owns
         for members in grouping:
-            own_results = [results[rank] for rank in members]
-            _check_weights(case, members, sizes, own_results, in_world)
+            results = [outcome.results[rank] for rank in members]
+            for rank in members:
+                refuse(careless(outcome.of(rank)), case)
+            _is_weighed(case, members, sizes, results, of_world)
+    return confirm(ranks, outcome, _weigh, average, grouping, sizes)
 
 
-def _check_weights(
+def _is_weighed(
     case: str,
     members: Sequence[int],
     sizes: Sequence[int],
-    results: Sequence[_Result],
-    in_world: torch.Tensor,
+    results: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    of_world: torch.Tensor,
 ) -> None:
-    for result in results:
-        _check_waits(case, result.sent)
-    expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, sizes)))
-    owns = torch.stack([result.own for result in results])
-    found = results[0].found
-    assert small_gpt.distance(found, owns[0]) > 1e-9, (
-        case + "the first rank still has its own gradient: did anything travel?"
-    )
-    for result in results:
-        assert small_gpt.distance(result.found, found) < 1e-9, (
-            case + "the ranks end up with different gradients: weigh first, then send"
-        )
-    assert small_gpt.distance(found, owns.mean(0)) > 1e-9, (
-        case + "that is the mean of the means: a rank with 3 samples counts as much as one with 7"
-    )
-    assert small_gpt.distance(found, owns.sum(0)) > 1e-9, (
-        case + "that is the plain sum: weigh each rank's gradient before it travels"
-    )
-    _check_slips(case, found, owns, sizes)
-    # the weights may be float32, a seventh of which is off by 1e-8
-    too_long = small_gpt.times_too_long(found, expected, rounding=1e-6)
-    assert too_long is None or abs(too_long - 1) < 1e-6, (
-        case + f"right direction, but {too_long:.3g} times as long as it should be: "
-        "the weights of the ranks must add up to 1"
-    )
-    of_world = small_gpt.times_too_long(found, in_world, rounding=1e-6)
-    assert of_world is None or too_long is not None, (
-        case + "there are gradients of ranks outside of the group in it: which group does your "
-        "all-reduce use?"
-    )
-    off = small_gpt.distance(found, expected)
-    assert off < 1e-6, case + _far(off, "the gradient of all samples")
-
-
-def _check_slips(case: str, found: torch.Tensor, owns: torch.Tensor, sizes: Sequence[int]) -> None:
-    """Sums of the ranks' means with wrong weights, up to a factor."""
-    alike = small_gpt.times_too_long(found, owns.sum(0), rounding=1e-6)
-    assert alike is None, (
-        case + "that is the sum of the ranks' means, all with the same weight, divided by some "
-        "number: what turns the mean over `mine` samples into a sum?"
-    )
+    """All ranks of a group have the gradient of all its samples."""
+    truth = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, sizes)))
+    owns = torch.stack([own for own, _ in results])
+    found = results[0][1]
+    differ = any(distance(other, found) > 1e-9 for _, other in results)
     inverse = torch.zeros_like(found)
     for own, size in zip(owns, sizes):
         if size:
             inverse += own / size
-    assert small_gpt.times_too_long(found, inverse, rounding=1e-6) is None, (
-        case + "a rank with few samples counts for more than one with many: look at your weights "
-        "once more"
+    refuse(
+        {
+            "the first rank still has its own gradient: did anything travel?": owns[0],
+            "the ranks end up with different gradients: weigh first, then send": differ,
+        },
+        case,
+        found,
     )
+    mistakes = {
+        "that is the mean of the means: a rank with 3 samples counts as much as one with 7": (
+            owns.mean(0)
+        ),
+        "that is the plain sum: weigh each rank's gradient before it travels": owns.sum(0),
+        "that is the sum of the ranks' means, all with the same weight, divided by some number: "
+        "what turns the mean over `mine` samples into a sum?": times(owns.sum(0)),
+        "a rank with few samples counts for more than one with many: look at your weights once "
+        "more": times(inverse),
+        "right direction, but {times:.3g} times as long as it should be: the weights of the ranks "
+        "must add up to 1": times(truth),
+        OUTSIDE: times(of_world),
+    }
+    away = _away("the gradient of all samples", distance(found, truth))
+    diagnose(case, found, truth, mistakes, away, COUNT_ROUNDING)
 
 
 # ---- 4.3
@@ -320,23 +246,15 @@ class _Accumulated(NamedTuple):
         share: The gradient of its own share.
         last: That of the last micro-batch.
         found: Its gradient afterwards.
-        sent_bytes: What it gave to collectives.
-        broadcasts: Whether a broadcast was one of them.
-        parts: How many samples the model saw each time.
-        passes: "F" for each forward, "B" for each backward, in order.
     """
 
     before: torch.Tensor
     share: torch.Tensor
     last: torch.Tensor
     found: torch.Tensor
-    sent_bytes: int
-    broadcasts: bool
-    parts: list[int]
-    passes: str
 
 
-def _accumulated(
+def _accumulate(
     rank: int,
     accumulate: Callable[..., Any],
     num_micro_batches: int,
@@ -345,125 +263,114 @@ def _accumulated(
     group = small_gpt.own_group(grouping)
     members = dist.get_process_group_ranks(group)
     inputs, targets = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
-    share = small_gpt.gradient_of((inputs, targets))
     last = (inputs.chunk(num_micro_batches)[-1], targets.chunk(num_micro_batches)[-1])
     module = small_gpt.model()
     old = small_gpt.shares(members, [4] * len(members), step=1)[members.index(rank)]
     small_gpt.backward(module, old)  # of the step before: still there
     before = small_gpt.gradient(module).clone()
     weights = small_gpt.weights(module)
-    parts: list[int] = []
-    passes: list[str] = []
 
     def note_forward(_: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> None:
-        parts.append(len(args[0]))
-        passes.append("F")
+        here().note("forward", len(args[0]))
         if output.requires_grad:
-            output.register_hook(lambda _: passes.append("B"))
+            output.register_hook(lambda _: here().note("backward"))
 
     module.register_forward_hook(note_forward)
-    with counted() as calls:
-        accumulate(module, inputs, targets, num_micro_batches, group)
-    assert torch.equal(weights, small_gpt.weights(module)), (
-        "the weights have changed: asked is the gradient, the step comes after this function"
+    accumulate(module, inputs, targets, num_micro_batches, group)
+    is_changed = not torch.equal(weights, small_gpt.weights(module))
+    refuse(
+        {
+            "the weights have changed: asked is the gradient, the step comes after this function": (
+                is_changed
+            )
+        }
     )
-    sent_bytes = sum(call.num_bytes for call in calls)
-    found = small_gpt.gradient(module)
-    last_gradient = small_gpt.gradient_of(last)
-    return _Accumulated(
-        before=before,
-        share=share,
-        last=last_gradient,
-        found=found,
-        sent_bytes=sent_bytes,
-        broadcasts=any(call.kind == "broadcast" for call in calls),
-        parts=parts,
-        passes="".join(passes),
-    )
+    share = small_gpt.gradient_of((inputs, targets))
+    return _Accumulated(before, share, small_gpt.gradient_of(last), small_gpt.gradient(module))
 
 
-def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks) -> None:
+def accumulated_gradients(accumulate: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `accumulated_gradients(model, inputs, targets, num_micro_batches, group)`."""
     for grouping in small_gpt.GROUPINGS:
-        for num_micro_batches in (1, 2, 4):
-            results = small_gpt.run(ranks, _accumulated, accumulate, num_micro_batches, grouping)
-            in_world = torch.stack([result.share for result in results]).mean(0)
+        for m in (1, 2, 4):
+            outcome = run(_accumulate, accumulate, m, grouping)
+            of_world = torch.stack([result.share for result in outcome.results]).mean(0)
             for members in grouping:
-                own_results = [results[rank] for rank in members]
-                _check_accumulated(members, own_results, num_micro_batches, in_world)
+                case = f"with {plural(m, 'micro-batch')} on {len(members)} ranks: "
+                results = [outcome.results[rank] for rank in members]
+                for rank in members:
+                    _check_passes(case, outcome.of(rank, "forward", "backward"), m)
+                    refuse(careless(outcome.of(rank)), case)
+                    _is_accumulated(case, members, results, outcome.results[rank], m, of_world)
+                    _check_sent(case, outcome.of(rank), outcome.results[rank].found.nbytes)
+    return confirm(ranks, outcome, _accumulate, accumulate, m, grouping)
 
 
-def _check_accumulated(
-    members: Sequence[int], results: Sequence[_Accumulated], m: int, in_world: torch.Tensor
-) -> None:
-    p = len(members)
-    case = f"with {m} micro-batch{'' if m == 1 else 'es'} on {p} ranks: "
-    before = torch.stack([result.before for result in results]).mean(0)
-    last = torch.stack([result.last for result in results]).mean(0)
-    expected = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, [4] * p)))
-    for result in results:
-        _check_passes(case, result, m)
-        found = result.found
-        too_long = small_gpt.times_too_long(found, expected)
-        assert too_long is None or abs(too_long - 1) < 1e-9, (
-            case + f"right direction, but {too_long:.3g} times as long as it should be: "
-            f"count the divisions, by {m} and by {p}"
-        )
-        leftover = small_gpt.distance(found - expected, before)
-        assert leftover > 1e-9, (
-            case + "the gradient of the step before is still in it: backward adds to what is there"
-        )
-        if too_long is None:
-            _check_what_is_missing(case, result, last, in_world, m)
-        off = small_gpt.distance(found, expected)
-        assert off < 1e-9, case + _far(off, "the gradient of the whole batch")
-        once = found.nbytes
-        times = f"{result.sent_bytes / once:.0f} times the gradients' bytes travelled: "
-        is_once = result.sent_bytes < 1.5 * once
-        assert is_once or not result.broadcasts, (
-            case + times + "there is a broadcast among what was sent, and the ranks' weights are "
-            "equal already (wrapping a model in DDP sends its weights)"
-        )
-        assert is_once, case + times + "send them once, after the last micro-batch"
-
-
-def _check_passes(case: str, result: _Accumulated, m: int) -> None:
+def _check_passes(case: str, notes: Sequence[Event], m: int) -> None:
     """The model sees m parts of the same size, and backward follows each of them."""
-    assert result.parts, case + "the model was never called"
-    largest = max(result.parts)
+    parts = [note.value for note in notes if note.kind == "forward"]
     size = 4 // m
-    assert largest <= size, (
-        case + f"the model saw {largest} samples at once; a micro-batch of a share of 4 has {size}"
-    )
-    listed = ", ".join(map(str, result.parts))
-    calls = "once" if len(result.parts) == 1 else f"{len(result.parts)} times"
-    samples = "sample" if result.parts == [1] else "samples"
-    assert result.parts == [size] * m, (
-        case + f"the model was called {calls}, with {listed} {samples}: into how many parts do you "
-        "cut the share?"
-    )
-    assert "FF" not in result.passes, (
-        case + "the next forward began before the backward of the micro-batch before: then all "
-        "their activations are in memory together, and nothing is saved"
-    )
+    listed = ", ".join(map(str, parts))
+    calls = "once" if len(parts) == 1 else f"{len(parts)} times"
+    samples = "sample" if parts == [1] else "samples"
+    kinds = [note.kind for note in notes]
+    together = ("forward", "forward") in itertools.pairwise(kinds)
+    largest = max(parts, default=0)
+    mistakes = {
+        "the model was never called": not parts,
+        f"the model saw {largest} samples at once; a micro-batch of a share of 4 has {size}": (
+            largest > size
+        ),
+        f"the model was called {calls}, with {listed} {samples}: into how many parts do you cut "
+        "the share?": parts != [size] * m,
+        "the next forward began before the backward of the micro-batch before: then all their "
+        "activations are in memory together, and nothing is saved": together,
+    }
+    refuse(mistakes, case)
 
 
-def _check_what_is_missing(
-    case: str, result: _Accumulated, last: torch.Tensor, in_world: torch.Tensor, m: int
+def _is_accumulated(
+    case: str,
+    members: Sequence[int],
+    results: Sequence[_Accumulated],
+    result: _Accumulated,
+    m: int,
+    of_world: torch.Tensor,
 ) -> None:
-    """Gradients in a wrong direction: whose are they?"""
+    """A rank has the gradient of the group's whole batch."""
+    p = len(members)
+    truth = small_gpt.gradient_of(small_gpt.joined(small_gpt.shares(members, [4] * p)))
     found = result.found
-    assert small_gpt.times_too_long(found, result.share) is None, (
-        case + "the gradient is that of the rank's own share: where do the others come in?"
-    )
-    assert small_gpt.times_too_long(found, in_world) is None, (
-        case + "there are gradients of ranks outside of the group in it: which group do you "
-        "average over?"
-    )
-    alone = small_gpt.times_too_long(found, last) is not None
-    assert m == 1 or not alone, (
-        case + "only the last micro-batch is in it: when do you set the gradients to zero?"
-    )
+    before = torch.stack([one.before for one in results]).mean(0)
+    last = torch.stack([one.last for one in results]).mean(0)
+    mistakes = {
+        "right direction, but {times:.3g} times as long as it should be: count the divisions, by "
+        f"{m} and by {p}": times(truth),
+        "the gradient of the step before is still in it: backward adds to what is there": (
+            truth + before
+        ),
+        "the gradient is that of the rank's own share: where do the others come in?": times(
+            result.share
+        ),
+        OUTSIDE: times(of_world),
+        "only the last micro-batch is in it: when do you set the gradients to zero?": times(last),
+    }
+    away = _away("the gradient of the whole batch", distance(found, truth))
+    diagnose(case, found, truth, mistakes, away)
+
+
+def _check_sent(case: str, events: Sequence[Event], gradient_bytes: int) -> None:
+    """The gradients travelled once."""
+    sent_bytes = sum(event.num_bytes for event in events)
+    is_more = sent_bytes > 1.5 * gradient_bytes
+    often = f"{sent_bytes / gradient_bytes:.0f} times the gradients' bytes travelled: "
+    broadcasts = [event for event in events if event.kind == "broadcast"]
+    mistakes = {
+        f"{often}there is a broadcast among what was sent, and the ranks' weights are equal "
+        "already (wrapping a model in DDP sends its weights)": is_more and broadcasts,
+        f"{often}send them once, after the last micro-batch": is_more,
+    }
+    refuse(mistakes, case)
 
 
 # ---- 4.4
@@ -506,11 +413,6 @@ def script(main: Callable[..., Any] | str, folder: Path | str = "runs") -> None:
     scripts.write(path, HEADER, source, FOOTER)
     for nproc in (1, 2):
         _check_run(path, nproc)
-    scripts.check_device(source)
-    left = what_stays_on_the_cpu(source)
-    assert not left, (
-        f"here, without GPUs, all is right; with GPUs, {left} would stay on the CPU: see point 4"
-    )
 
 
 def _check_run(path: Path, nproc: int) -> None:
@@ -519,7 +421,8 @@ def _check_run(path: Path, nproc: int) -> None:
     case = f"on {nproc} rank{'s' if nproc > 1 else ''}: "
     output = scripts.run(case, path, nproc=nproc)
     _check_output(case, output)
-    assert weights_path.exists(), case + "there is no file weights.pt in the folder it was given"
+    no_file = "there is no file weights.pt in the folder it was given"
+    refuse({no_file: not weights_path.exists()}, case)
     found = torch.load(weights_path, weights_only=True, map_location="cpu")
     weights_path.unlink()
     _check_names(case, found)
@@ -529,46 +432,50 @@ def _check_run(path: Path, nproc: int) -> None:
 def _check_output(case: str, output: str) -> None:
     lines = [line for line in output.splitlines() if "epoch" in line]
     speakers = {line.split("]")[0].lstrip("[") for line in lines}
-    assert lines, case + 'nothing like "epoch 0: loss 3.1234" was printed'
-    assert speakers == {"rank 0"}, case + "more than one rank prints: let rank 0 alone do it"
-    assert len(lines) == EPOCHS, (
-        case + f"{len(lines)} lines were printed for {EPOCHS} epochs: print one after each epoch"
-    )
+    mistakes = {
+        'nothing like "epoch 0: loss 3.1234" was printed': not lines,
+        "more than one rank prints: let rank 0 alone do it": speakers != {"rank 0"},
+        f"{len(lines)} lines were printed for {EPOCHS} epochs: print one after each epoch": (
+            len(lines) != EPOCHS
+        ),
+    }
+    refuse(mistakes, case)
 
 
 def _check_names(case: str, found: Any) -> None:
     expected = l04_by_hand.build_model().state_dict()
-    assert isinstance(found, dict), (
-        case + f"weights.pt holds a {type(found).__name__}: save the model's state_dict()"
-    )
-    wrapped = all(name.startswith("module.") for name in found)
-    assert not wrapped, (
-        case + "all names in weights.pt begin with `module.`: save the model inside DDP, or "
-        "nobody can load it without DDP"
-    )
-    assert found.keys() == expected.keys(), case + "weights.pt does not hold the model's weights"
+    if not isinstance(found, dict):
+        kind = type(found).__name__
+        raise Hint(f"{case}weights.pt holds a {kind}: save the model's state_dict()")
+    mistakes = {
+        "all names in weights.pt begin with `module.`: save the model inside DDP, or nobody can "
+        "load it without DDP": all(name.startswith("module.") for name in found),
+        "weights.pt does not hold the model's weights": found.keys() != expected.keys(),
+    }
+    refuse(mistakes, case)
 
 
 def _check_training(case: str, found: dict[str, torch.Tensor], output: str, nproc: int) -> None:
     """Compare with one process, and name the mistake if another training was done."""
     losses = [float(value) for value in re.findall(r"loss\s+([0-9.]+)", output)]
-    assert len(losses) == EPOCHS, case + 'write the loss as in "epoch 0: loss 3.1234"'
+    refuse({'write the loss as in "epoch 0: loss 3.1234"': len(losses) != EPOCHS}, case)
     right = _reference()
-    off = distance(found, right.weights)
+    off = scripts.distance(found, right.weights)
     if off > 1e-3:
         mistakes = {**(ON_SEVERAL_RANKS if nproc > 1 else {}), **MISTAKES}
         for mistake, settings in mistakes.items():
             other = _reference(**settings)
-            assert distance(found, other.weights) > 1e-3, case + mistake
-        raise AssertionError(
-            case + f"the weights are {off:.1%} away from those of one process with the same "
+            refuse({mistake: scripts.distance(found, other.weights) < 1e-3}, case)
+        raise Hint(
+            f"{case}the weights are {off:.1%} away from those of one process with the same "
             "batches: print which samples each rank reads, and the loss of each step"
         )
     for epoch, (printed, expected) in enumerate(zip(losses, right.losses)):
-        assert abs(printed - expected) < 2e-3, (
-            case + f"epoch {epoch} prints the loss {printed:.4f}, and the mean over all steps and "
-            f"ranks is {expected:.4f}"
+        other_loss = (
+            f"epoch {epoch} prints the loss {printed:.4f}, and the mean over all steps and ranks "
+            f"is {expected:.4f}"
         )
+        refuse({other_loss: abs(printed - expected) > 2e-3}, case)
 
 
 MISTAKES: dict[str, dict[str, Any]] = {
@@ -647,3 +554,42 @@ def _train_epoch(
         optimizer.step()
         total += loss.item()
     return total / len(loader)
+
+
+EXERCISES = {
+    "4.1": Exercise(
+        check=average_gradients,
+        praise="the mean over four ranks, and over each pair",
+        hints=(
+            "An all-reduce adds up. What turns a sum over the group into a mean?",
+            "How many ranks does the group have? It need not be the world size.",
+        ),
+    ),
+    "4.2": Exercise(
+        check=average_uneven,
+        praise="every sample of every rank has the same weight",
+        hints=(
+            "Which number do all ranks need before they can weigh their gradients? Who knows it?",
+            "The gradient of a mean over `mine` samples, times `mine`, is the gradient of a sum.",
+        ),
+    ),
+    "4.3": Exercise(
+        check=accumulated_gradients,
+        praise="the gradient of the whole batch, and it travelled once",
+        hints=(
+            "What is in `.grad` before your first backward?",
+            "There are two divisions: by the number of micro-batches, and by the number of ranks.",
+        ),
+    ),
+    "4.4": Exercise(
+        check=script,
+        praise="one and two ranks train like one process, and only rank 0 speaks and saves",
+        hints=(
+            "The number of samples that all ranks read together is `global_batch`. How many does "
+            "one rank read?",
+            "The loss that rank 0 knows is that of its own samples. Which collective gives it the "
+            "sum over all ranks?",
+            "`DistributedDataParallel` keeps your model in its attribute `module`.",
+        ),
+    ),
+}

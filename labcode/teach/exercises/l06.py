@@ -1,80 +1,34 @@
-"""Checks of lesson 06, large batches and convergence. The text of each assertion is a hint."""
+"""Checks of lesson 06, large batches and convergence."""
 
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
 
-from labcode.comm.counting import counted
 from labcode.parallel.local import OuterOptimizer
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
+from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises.expect import (
+    careless,
+    confirm_in_group,
+    diagnose,
+    in_groups,
+    own_answers,
+    refuse,
+)
+from labcode.teach.exercises.in_notebook import without
+from labcode.teach.exercises.simulated import Outcome, here
 from labcode.teach.labs import l06_by_hand, l06_runs
 from labcode.train import noise_scale, sweep_table
 from labcode.train.sweep_table import DIVERGED, FAILED, Row
 
-EXERCISES = {
-    "6.1": Exercise(
-        praise="two equations, two unknowns, and no bias",
-        hints=(
-            "Write the equation E|G_B|^2 = |G|^2 + variance / B once for each of the two batches. "
-            "What is left if you subtract one from the other?",
-            "With the variance known, either equation gives |G|^2.",
-        ),
-    ),
-    "6.2": Exercise(
-        praise="one number more than data parallelism sends anyway",
-        hints=(
-            "Of each rank's gradient you need the square before the average, of the average the "
-            "square after it.",
-            "The mean of the small squares is a sum over the group divided by the size of the "
-            "group: a tensor with one number is enough for the all-reduce.",
-        ),
-    ),
-    "6.3": Exercise(
-        praise="smoothed first, divided last",
-        hints=("Two numbers are kept. Neither of them is a ratio.",),
-    ),
-    "6.4": Exercise(
-        praise="every run once, whatever became of it, and the best rate for each batch",
-        hints=(
-            "What does your loop do with a pair that is in `table` already?",
-            "A run that raises ArithmeticError must leave an entry, too: which one means that the "
-            "target was never reached?",
-        ),
-    ),
-    "6.5": Exercise(
-        praise="a line over 1 / B, and its two ends",
-        hints=(
-            "S = S_min + E_min / B is a straight line over x = 1 / B. What is its slope?",
-            "np.polyfit(x, y, 1) gives slope and intercept; w=1 / y weighs relative errors.",
-        ),
-    ),
-    "6.6": Exercise(
-        praise="one run that learns nothing, and one that learns by heart",
-        hints=(
-            "What keeps a large rate from doing harm in the recipe? There are three things: the "
-            "rate itself, warm-up, and clipping.",
-            "A model learns by heart what it sees often. How do you make the training text short? "
-            "The field data.val_fraction is the share that is kept for validation.",
-        ),
-    ),
-    "6.7": Exercise(
-        praise="all copies meet, and go on together from there",
-        hints=(
-            "The outer gradient points from where the copies are on average to where they began.",
-            "PyTorch's Nesterov: v = momentum * v + g, then w = w - lr * (g + momentum * v).",
-            "Where do the copies begin the next H steps, and what must `common` hold then?",
-        ),
-    ),
-}
-
+ROUNDED = 1e-6  # numbers may have been float32 on their way
 BY_LABCODE = (
     l06_by_hand.estimate,
     l06_by_hand.squares,
@@ -86,76 +40,80 @@ BY_LABCODE = (
     noise_scale.estimate,
     sweep_table.fit_tradeoff,
 )
+OURS = own_answers(*BY_LABCODE)
 
 
-def _close(found: float, expected: float, rel: float = 1e-6) -> bool:
-    return math.isclose(float(found), expected, rel_tol=rel, abs_tol=1e-9)
+def _close(found: float, expected: float, rel: float = ROUNDED) -> bool:
+    return math.isclose(found, expected, rel_tol=rel, abs_tol=1e-9)
+
+
+def _by_hand(answer: Callable[..., Any], *args: Any) -> Any:
+    """What a learner's function returns, written without labcode's own."""
+    with without(*BY_LABCODE):
+        return due(answer(*args))
 
 
 def _pair(found: Any, names: str) -> tuple[float, float]:
     """Two numbers that a function of the learner's returned."""
     found = due(found)
-    if isinstance(found, np.ndarray | torch.Tensor) and found.ndim == 1:
+    if isinstance(found, np.ndarray | Tensor) and found.ndim == 1:
         found = found.tolist()
-    assert isinstance(found, tuple | list) and len(found) == 2, f"return two numbers: {names}"
-    first, second = found
-    due(first, second)
-    for value in (first, second):
-        is_number = isinstance(value, int | float | np.floating | torch.Tensor)
-        assert is_number, f"return numbers, {names}, not a {type(value).__name__}"
-    return float(first), float(second)
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise Hint(f"return two numbers: {names}")
+    for value in due(*found):
+        if not isinstance(value, int | float | np.floating | Tensor):
+            raise Hint(f"return numbers, {names}, not a {type(value).__name__}")
+    return float(found[0]), float(found[1])
 
 
 # ---- 6.1
 
-# |G|^2, tr(Sigma), small batch, big batch
-PROBLEMS = ((20.0, 80.0, 1, 4), (0.5, 3.0, 2, 16), (7.0, 0.0, 4, 8), (1e-3, 5.0, 8, 64))
-# |G|^2 is estimated from noisy numbers, and where it is small it may come out below zero
-BELOW_ZERO = (-2.0, 30.0, 1, 8)
+# |G|^2, tr(Sigma), small batch, big batch. In the last one |G|^2 is estimated from noisy numbers:
+# where it is small, it may come out below zero.
+PROBLEMS = (
+    (20.0, 80.0, 1, 4),
+    (0.5, 3.0, 2, 16),
+    (7.0, 0.0, 4, 8),
+    (1e-3, 5.0, 8, 64),
+    (-2.0, 30.0, 1, 8),
+)
 
 
 def estimate(answer: Callable[..., Any]) -> None:
     """The learner's `estimate(small_batch, small_square, big_batch, big_square)`."""
     for square, variance, small, big in PROBLEMS:
-        squares = (square + variance / small, square + variance / big)
-        with without(*BY_LABCODE):
-            result = answer(small, squares[0], big, squares[1])
-        found = _pair(result, "|G|^2 and the variance")
+        small_square = square + variance / small
+        big_square = square + variance / big
+        found = _by_hand(answer, small, small_square, big, big_square)
+        first, second = _pair(found, "|G|^2 and the variance")
+        if _close(first, square) and _close(second, variance):
+            continue
+        mistakes = {
+            "the two numbers have changed places: |G|^2 comes first": (
+                _close(first, variance) and _close(second, square)
+            ),
+            "your |G|^2 is that of the big batch, which still has noise in it: what is left of it "
+            "if the batch has no end?": _close(first, big_square),
+            "the difference of the two squares is not the variance: by what is the variance "
+            "divided in each of them?": _close(second, small_square - big_square),
+            "your second number is the variance of the small batch: expected is that of one "
+            "sample": small > 1 and _close(second, variance / small),
+            f"your variance is {second:g}: put it back into the two equations": (
+                not _close(second, variance)
+            ),
+            f"the two equations can give a |G|^2 below zero, and yours is {first:g}: cut off at 0, "
+            "the estimates would be too large on average": square < 0 <= first,
+            f"your |G|^2 is {first:g}: put it back into the two equations": True,
+        }
         case = f"with |G|^2 = {square:g}, variance {variance:g} and batches {small} and {big}: "
-        assert not (variance and _close(found[0], variance) and _close(found[1], square)), (
-            case + "the two numbers have changed places: |G|^2 comes first"
-        )
-        assert not (variance and _close(found[0], squares[1])), (
-            case + "your |G|^2 is that of the big batch, which still has noise in it: what is left "
-            "of it if the batch has no end?"
-        )
-        assert not (variance and _close(found[1], squares[0] - squares[1])), (
-            case + "the difference of the two squares is not the variance: by what is the variance "
-            "divided in each of them?"
-        )
-        assert not (variance and small > 1 and _close(found[1], variance / small)), (
-            case + "your second number is the variance of the small batch: that of one sample is "
-            "due"
-        )
-        assert _close(found[1], variance), (
-            case + f"your variance is {found[1]:g}: put it back into the two equations"
-        )
-        assert _close(found[0], square), (
-            case + f"your |G|^2 is {found[0]:g}: put it back into the two equations"
-        )
-    square, variance, small, big = BELOW_ZERO
-    result = answer(small, square + variance / small, big, square + variance / big)
-    found = _pair(result, "|G|^2 and the variance")
-    assert _close(found[0], square) and _close(found[1], variance), (
-        f"the two equations can give a |G|^2 below zero, {square:g} here, and yours is "
-        f"{found[0]:g}: cut off at 0, the estimates would be too large on average"
-    )
+        refuse(mistakes, case)
 
 
 # ---- 6.2
 
 
-def _gradient_of(rank: int) -> list[torch.Tensor]:
+def _gradients(rank: int) -> list[Tensor]:
+    """A rank's own gradients, by parameter."""
     generator = torch.Generator().manual_seed(50 + rank)
     shapes = ((5, 3), (3,), (2, 4))
     return [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -163,7 +121,7 @@ def _gradient_of(rank: int) -> list[torch.Tensor]:
 
 def _model() -> nn.ParameterList:
     """Three weights with a gradient, and a frozen one without."""
-    params = [nn.Parameter(torch.ones_like(gradient)) for gradient in _gradient_of(0)]
+    params = [nn.Parameter(torch.ones_like(gradient)) for gradient in _gradients(0)]
     frozen = nn.Parameter(torch.ones(2, dtype=torch.float64), requires_grad=False)
     return nn.ParameterList([*params[:2], frozen, params[2]])
 
@@ -172,321 +130,353 @@ def _trained(model: nn.ParameterList) -> list[nn.Parameter]:
     return [param for param in model if param.requires_grad]
 
 
-def _squared(gradients: Sequence[torch.Tensor]) -> float:
+class _Measured(NamedTuple):
+    """What a rank has measured: the two numbers, and what is in `.grad` afterwards."""
+
+    small: float
+    big: float
+    grads: list[Tensor]
+
+
+def _measure(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Measured:
+    model = _model()
+    for param, gradient in zip(_trained(model), _gradients(dist.get_rank())):
+        param.grad = gradient.clone()
+    small, big = _pair(answer(model, group), "the mean small square and the big one")
+    grads = []
+    for param in _trained(model):
+        if param.grad is None:
+            raise Hint("a gradient is gone: every `.grad` becomes the mean")
+        grads.append(param.grad)
+    return _Measured(small, big, grads)
+
+
+def _is_measured(results: list[_Measured], outcome: Outcome, members: Sequence[int]) -> None:
+    """The mean is in `.grad` of each rank of a group, and the two numbers are right."""
+    p = len(members)
+    means = [torch.stack(parts).mean(0) for parts in zip(*map(_gradients, members))]
+    squares_of = {rank: _squared(_gradients(rank)) for rank in members}
+    small = sum(squares_of.values()) / p
+    big = _squared(means)
+    norm = "that is a norm: its square is asked for"
+    for rank, found in zip(members, results):
+        case = f"on rank {rank}: "
+        refuse(careless(outcome.of(rank)), case)
+        for grad, mean, own in zip(found.grads, means, _gradients(rank)):
+            mistakes = {"`.grad` still holds the rank's own gradient: put the mean into it": own}
+            otherwise = (
+                "`.grad` is not the mean over the group: divide the sum by the size of the group, "
+                "once"
+            )
+            diagnose(case, grad, mean, mistakes, otherwise, ROUNDED)
+        mistakes = {
+            norm: math.sqrt(small),
+            "your first number is this rank's own square: take the mean over the group, so that "
+            "all ranks say the same": squares_of[rank],
+            "your first number is the sum of the small squares over the group, not their mean": (
+                small * p
+            ),
+            "your first number is that of the mean gradient: take the square of a rank's own "
+            "gradient before it is averaged": big,
+        }
+        otherwise = f"your first number is {found.small:g}, expected is {small:g}"
+        diagnose(case, found.small, small, mistakes, otherwise, ROUNDED)
+        mistakes = {
+            norm: math.sqrt(big),
+            "your second number is that of the small batches: take the square of the gradient "
+            "after it has been averaged": small,
+        }
+        otherwise = f"your second number is {found.big:g}, expected is {big:g}"
+        diagnose(case, found.big, big, mistakes, otherwise, ROUNDED)
+        sent = sum(call.num_bytes for call in outcome.of(rank))
+        extra = sent - sum(mean.nbytes for mean in means)
+        mistakes = {
+            f"{extra} bytes travel beside the gradients, and one number is enough: 8 bytes in a "
+            "tensor": extra > 64
+        }
+        refuse(mistakes, case)
+
+
+def _squared(gradients: Sequence[Tensor]) -> float:
     return sum(gradient.square().sum().item() for gradient in gradients)
 
 
-def _measured(group: dist.ProcessGroup, answer: Callable[..., Any]) -> None:
-    members = dist.get_process_group_ranks(group)
-    model = _model()
-    for param, gradient in zip(_trained(model), _gradient_of(dist.get_rank())):
-        param.grad = gradient.clone()
-    with without(*BY_LABCODE), counted() as calls:
-        result = answer(model, group)
-    small, big = _pair(result, "the mean small square and the big one")
-    of_ranks = [_gradient_of(rank) for rank in members]
-    means = [torch.stack(parts).mean(0) for parts in zip(*of_ranks)]
-    own = _squared(_gradient_of(dist.get_rank()))
-    expected_small = sum(_squared(gradients) for gradients in of_ranks) / len(members)
-    expected_big = _squared(means)
-    for param, mean, mine in zip(_trained(model), means, _gradient_of(dist.get_rank())):
-        assert param.grad is not None, "a gradient is gone: every `.grad` becomes the mean"
-        assert not torch.equal(param.grad, mine), (
-            "`.grad` still holds the rank's own gradient: put the mean into it"
-        )
-        assert torch.allclose(param.grad, mean), (
-            "`.grad` is not the mean over the group: divide the sum by the size of the group, once"
-        )
-    is_norm = _close(small, math.sqrt(expected_small)) or _close(big, math.sqrt(expected_big))
-    assert not is_norm, "that is a norm: its square is asked for"
-    assert not _close(small, own), (
-        "your first number is this rank's own square: take the mean over the group, so that all "
-        "ranks say the same"
-    )
-    assert not _close(small, expected_small * len(members)), (
-        "your first number is the sum of the small squares over the group, not their mean"
-    )
-    assert not _close(small, expected_big), (
-        "your first number is that of the mean gradient: take the square of a rank's own gradient "
-        "before it is averaged"
-    )
-    assert not _close(big, expected_small), (
-        "your second number is that of the small batches: take the square of the gradient after "
-        "it has been averaged"
-    )
-    assert _close(small, expected_small), f"your first number is {small:g}, not {expected_small:g}"
-    assert _close(big, expected_big), f"your second number is {big:g}, not {expected_big:g}"
-    needed = sum(mean.nbytes for mean in means)
-    extra = sum(call.num_bytes for call in calls) - needed
-    assert extra <= 64, (
-        f"{extra} bytes travel beside the gradients, and one number is enough: 8 bytes in a tensor"
-    )
-
-
-def squares(answer: Callable[..., Any], ranks: Ranks) -> None:
+def squares(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `squares(model, group)`, on all ranks and on three of them."""
-    in_groups(ranks, GROUPS, _measured, answer)
+    outcome = in_groups(_measure, answer, judge=_is_measured, ours=OURS)
+    return confirm_in_group(ranks, outcome, _measure, answer)
 
 
 # ---- 6.3
 
+# keep, and |G|^2 and variance of each step
+MEASUREMENTS = (
+    (0.9, ((2.0, 60.0),)),
+    (0.8, ((1.0, 10.0), (0.1, 12.0), (1.9, 8.0), (0.5, 11.0))),
+)
+
 
 def smoothed(answer: Callable[..., Any]) -> None:
     """The learner's class with `add(square, variance)` and `noise_scale()`."""
-    with without(*BY_LABCODE):
-        steady = answer(0.9)
-        steady.add(2.0, 60.0)
-        found = due(steady.noise_scale())
-        assert _close(found, 30.0), (
-            f"after one step with |G|^2 = 2 and variance 60 the noise scale is 30, yours is {found}"
+    for keep, steps in MEASUREMENTS:
+        found = _by_hand(_noise_scale, answer, keep, steps)
+        all_squares, all_variances = zip(*steps)
+        truth = _faded(all_variances, keep) / _faded(all_squares, keep)
+        ratios = [variance / square for square, variance in steps]
+        of_ratios = _faded(ratios, keep)
+        weight = 1 - keep ** len(steps)  # of all steps together
+        mistakes = {
+            "that is the ratio of the last step alone: what do the steps before it say?": (
+                ratios[-1]
+            ),
+            "you smooth ratios, and one step with a small |G|^2 outweighs all others: smooth both "
+            "numbers, and divide them at the end": (
+                _close(found, of_ratios) or _close(found, of_ratios / weight)
+            ),
+            "all steps count alike, and the noise scale grows during training: old ones must "
+            "fade": sum(all_variances) / sum(all_squares),
+            "the new step counts for `keep`: it is the old value that is kept to that part": (
+                _faded(all_variances, 1 - keep) / _faded(all_squares, 1 - keep)
+            ),
+        }
+        otherwise = (
+            f"after steps with (|G|^2, variance) = {', '.join(map(str, steps))} and keep = {keep} "
+            f"the noise scale is {truth:.4g}, yours is {found:.4g}"
         )
-        meter = answer(0.8)
-        first = second = 0.0
-        ratios = 0.0
-        for square, variance in ((1.0, 10.0), (0.1, 12.0), (1.9, 8.0), (0.5, 11.0)):
-            meter.add(square, variance)
-            first = 0.8 * first + 0.2 * square
-            second = 0.8 * second + 0.2 * variance
-            ratios = 0.8 * ratios + 0.2 * variance / square
-        found = due(meter.noise_scale())
-    assert not _close(found, 22.0), (
-        "that is the ratio of the last step alone: what do the steps before it say?"
-    )
-    assert not _close(found, ratios) and not _close(found, ratios / (1 - 0.8**4)), (
-        "you smooth ratios, and one step with a small |G|^2 outweighs all others: smooth both "
-        "numbers, and divide them at the end"
-    )
-    mean = (10.0 + 12 + 8 + 11) / (1 + 0.1 + 1.9 + 0.5)
-    assert not _close(found, mean), (
-        "all steps count alike, and the noise scale grows during training: old ones must fade"
-    )
-    swapped = _faded(0.2)
-    assert not _close(found, swapped), (
-        "the new step counts for `keep`: it is the old value that is kept to that part"
-    )
-    assert _close(found, second / first), (
-        f"after four steps with keep = 0.8 the noise scale is {second / first:.4g}, "
-        f"yours is {float(found):.4g}"
-    )
+        diagnose("", found, truth, mistakes, otherwise, ROUNDED)
 
 
-def _faded(keep: float) -> float:
-    first = second = 0.0
-    for square, variance in ((1.0, 10.0), (0.1, 12.0), (1.9, 8.0), (0.5, 11.0)):
-        first = keep * first + (1 - keep) * square
-        second = keep * second + (1 - keep) * variance
-    return second / first
+def _noise_scale(
+    answer: Callable[..., Any], keep: float, steps: Sequence[tuple[float, float]]
+) -> float:
+    meter = answer(keep)
+    for square, variance in steps:
+        meter.add(square, variance)
+    return float(due(meter.noise_scale()))
+
+
+def _faded(values: Sequence[float], keep: float) -> float:
+    """The smoothed value after all steps."""
+    value = 0.0
+    for one in values:
+        value = keep * value + (1 - keep) * one
+    return value
 
 
 # ---- 6.4
 
 BATCHES = [4, 16, 64]
 RATES = [1e-3, 1e-2, 1e-1]
-# steps to the target; "never" within the steps of a run, or the run diverges
-RUNS: dict[tuple[int, float], int | str] = {
+# steps to the target; None where a run does not reach it, or diverges
+RUNS = {
     (4, 1e-3): 900,
     (4, 1e-2): 1200,
-    (4, 1e-1): "diverges",
+    (4, 1e-1): None,
     (16, 1e-3): 700,
     (16, 1e-2): 300,
-    (16, 1e-1): "never",
-    (64, 1e-3): "never",
-    (64, 1e-2): "diverges",
-    (64, 1e-1): "diverges",
+    (16, 1e-1): None,
+    (64, 1e-3): None,
+    (64, 1e-2): None,
+    (64, 1e-1): None,
 }
+DIVERGING = ((4, 1e-1), (64, 1e-2), (64, 1e-1))
 BEST = {4: (1e-3, 900), 16: (1e-2, 300)}
+NUM_DONE = 5  # before a sweep is killed
+Table = dict[tuple[int, float], int | None]
 
 
 class _Runs:
-    """What the learner's sweep calls; it notes each run."""
+    """What the learner's sweep calls; it notes each run.
 
-    def __init__(self) -> None:
+    Args:
+        max_runs: Somebody interrupts the run that follows so many.
+    """
+
+    def __init__(self, max_runs: int = 100) -> None:
         self.done: list[tuple[int, float]] = []
+        self.max_runs = max_runs
 
     def __call__(self, batch: int, lr: float) -> int | None:
-        assert (batch, lr) in RUNS, (
-            f"a run with batch {batch} and rate {lr} was started: it is steps_to_target(batch, lr)"
-        )
+        if (batch, lr) not in RUNS:
+            text = f"a run with batch {batch} and rate {lr} was started"
+            raise Hint(f"{text}: it is steps_to_target(batch, lr)")
+        if len(self.done) == self.max_runs:
+            raise KeyboardInterrupt
         self.done.append((batch, lr))
-        found = RUNS[batch, lr]
-        if found == "diverges":
+        if (batch, lr) in DIVERGING:
             raise ArithmeticError("the loss is nan")
-        return None if found == "never" else int(found)
+        return RUNS[batch, lr]
 
 
 def sweep(answer: Callable[..., Any]) -> None:
     """The learner's `sweep(batches, rates, steps_to_target, table)`."""
-    table: dict[tuple[int, float], int | None] = {}
+    table: Table = {}
     runs = _Runs()
     best = _swept(answer, runs, table)
-    missing = sorted(set(RUNS) - set(runs.done))
-    assert not missing, f"there was no run with batch {missing[0][0]} and rate {missing[0][1]:g}"
-    assert len(runs.done) == len(RUNS), "a run was done twice: ask for its steps once"
-    for key in RUNS:
-        assert key in table, (
-            f"`table` has no entry for {key}: a run whose result is not kept is done again"
-        )
-        expected = RUNS[key] if isinstance(RUNS[key], int) else None
-        assert table[key] == expected, (
-            f"table[{key}] is {table[key]}, and the run found {expected or 'no way to the target'}"
-        )
-    _check_best(best)
-    # a sweep that was killed after five runs
-    kept = dict(list(table.items())[:5])
+    for batch, lr in sorted(set(RUNS) - set(runs.done)):
+        raise Hint(f"there was no run with batch {batch} and rate {lr:g}")
+    refuse({"a run was done twice: ask for its steps once": len(runs.done) != len(RUNS)})
+    for key, steps in RUNS.items():
+        found = table.get(key)
+        mistakes = {
+            f"`table` has no entry for {key}: a run whose result is not kept is done again": (
+                key not in table
+            ),
+            f"table[{key}] is {found}, and the run found {steps or 'no way to the target'}": (
+                found != steps
+            ),
+        }
+        refuse(mistakes)
+    _are_best(best)
+    _goes_on(answer, dict(list(table.items())[:NUM_DONE]))
+    _is_interrupted(answer)
+
+
+def _goes_on(answer: Callable[..., Any], table: Table) -> None:
+    """A sweep that was killed does what is missing."""
+    before = set(table)
     again = _Runs()
-    best = _swept(answer, again, kept)
-    repeated = sorted(set(again.done) & set(list(table)[:5]))
-    assert not repeated, (
-        f"the run {repeated[0]} was in `table` already, and was done again: look there first. None "
-        "is an entry, too"
-    )
-    assert len(again.done) == 4, "after a restart not all missing runs were done"
-    _check_best(best)
-    _interrupted(answer)
+    best = _swept(answer, again, table)
+    for run in sorted(before.intersection(again.done)):
+        raise Hint(
+            f"the run {run} was in `table` already, and was done again: look there first. None is "
+            "an entry, too"
+        )
+    is_complete = len(again.done) == len(RUNS) - NUM_DONE
+    refuse({"after a restart not all missing runs were done": not is_complete})
+    _are_best(best)
 
 
-class _KilledRuns(_Runs):
-    """Somebody interrupts the sixth run."""
-
-    def __call__(self, batch: int, lr: float) -> int | None:
-        if len(self.done) == 5:
-            raise KeyboardInterrupt
-        return super().__call__(batch, lr)
-
-
-def _interrupted(answer: Callable[..., Any]) -> None:
-    table: dict[tuple[int, float], int | None] = {}
-    runs = _KilledRuns()
+def _is_interrupted(answer: Callable[..., Any]) -> None:
+    """A sweep that is interrupted ends, and has kept what was done."""
+    table: Table = {}
+    runs = _Runs(NUM_DONE)
     try:
         answer(BATCHES, RATES, runs, table)
     except KeyboardInterrupt:
-        pass
-    else:
-        raise AssertionError(
-            "somebody interrupted the sweep, and it went on: catch ArithmeticError alone"
-        )
-    assert set(runs.done) <= set(table), (
-        f"the sweep was interrupted after {len(runs.done)} runs, and `table` has {len(table)} of "
-        "them: keep each result as soon as it is there"
-    )
+        mistakes = {
+            f"the sweep was interrupted after {NUM_DONE} runs, and `table` has {len(table)} of "
+            "them: keep each result as soon as it is there": not set(runs.done) <= set(table)
+        }
+        refuse(mistakes)
+        return
+    raise Hint("somebody interrupted the sweep, and it went on: catch ArithmeticError alone")
 
 
-def _swept(answer: Callable[..., Any], runs: _Runs, table: dict) -> Any:
+def _swept(answer: Callable[..., Any], runs: _Runs, table: Table) -> Any:
     try:
-        with without(*BY_LABCODE):
-            return due(answer(BATCHES, RATES, runs, table))
+        return _by_hand(answer, BATCHES, RATES, runs, table)
     except ArithmeticError:
-        raise AssertionError(
-            "a run that diverged ended the sweep: catch its ArithmeticError, and go on"
-        ) from None
+        text = "a run that diverged ended the sweep: catch its ArithmeticError, and go on"
+        raise Hint(text) from None
 
 
-def _check_best(best: Any) -> None:
-    assert isinstance(best, Mapping), (
-        f"return a dict, {{batch: (rate, steps)}}, not a {type(best).__name__}"
-    )
-    assert 64 not in best, (
-        f"no run with batch 64 reaches the target: leave that batch out, here it has {best[64]!r}"
-    )
+def _are_best(best: Any) -> None:
+    """{batch: (rate, steps)} of the best run of each batch."""
+    if not isinstance(best, Mapping):
+        raise Hint(f"return a dict, {{batch: (rate, steps)}}, not a {type(best).__name__}")
+    never = "no run with batch 64 reaches the target: leave that batch out, here it has"
+    refuse({f"{never} {best.get(64)!r}": 64 in best})
     for batch, expected in BEST.items():
-        assert batch in best, f"the best rate of batch {batch} is missing"
+        if batch not in best:
+            raise Hint(f"the best rate of batch {batch} is missing")
         found = best[batch]
-        assert isinstance(found, tuple | list) and len(found) == 2, (
-            f"of each batch (rate, steps) is asked for, not {found!r}"
-        )
-        assert tuple(found) != expected[::-1], "the rate comes first, then the steps"
-        assert tuple(found) == expected, (
-            f"of batch {batch} you take {tuple(found)}, and {expected} needs fewest steps"
-        )
+        if not isinstance(found, tuple | list) or len(found) != 2:
+            raise Hint(f"of each batch (rate, steps) is asked for, not {found!r}")
+        mistakes = {
+            "the rate comes first, then the steps": tuple(found) == expected[::-1],
+            f"of batch {batch} you take {tuple(found)}, and {expected} needs fewest steps": (
+                tuple(found) != expected
+            ),
+        }
+        refuse(mistakes)
 
 
 # ---- 6.5
 
-
+CURVES = ((100.0, 3200.0), (50.0, 500.0), (400.0, 1000.0))  # S_min, E_min
 MEASURED = {4: 1400.0, 8: 560.0, 16: 340.0, 32: 210.0, 64: 180.0, 128: 110.0, 256: 160.0}
 
 
 def fit(answer: Callable[..., Any]) -> None:
     """The learner's `fit(steps_of) -> (S_min, E_min)`."""
-    _fit_of_exact(answer)
-    # points beside the curve: two ways to weigh their errors, or all alike
+    for least_steps, least_samples in CURVES:
+        exact = {batch: least_steps + least_samples / batch for batch in (4, 8, 16, 64, 256)}
+        first, second = _pair(_by_hand(answer, dict(exact)), "S_min and E_min")
+        if _close(first, least_steps, 1e-3) and _close(second, least_samples, 1e-3):
+            continue
+        mistakes = {
+            "the two numbers have changed places: S_min comes first": (
+                _close(first, least_samples, 1e-3) and _close(second, least_steps, 1e-3)
+            ),
+            "that is the critical batch: E_min is asked for": (
+                _close(second, least_samples / least_steps, 1e-3)
+            ),
+            "your S_min is the number of steps of the largest batch, and a larger one would need "
+            "fewer: fit the curve": _close(first, exact[256]),
+            "your E_min is the samples of the smallest batch, and a smaller one would need fewer: "
+            "fit the curve": _close(second, 4 * exact[4]),
+            f"S_min is {least_steps:g} and E_min {least_samples:g}, yours are {first:.4g} and "
+            f"{second:.4g}": True,
+        }
+        listed = ", ".join(f"{steps:.0f}" for steps in exact.values())
+        refuse(mistakes, f"steps {listed} for batches 4 to 256: ")
+    _fits_all_points(answer)
+
+
+def _fits_all_points(answer: Callable[..., Any]) -> None:
+    """Points beside the curve: two ways to weigh their errors, or all alike."""
     batches = np.array(list(MEASURED))
     steps = np.array(list(MEASURED.values()))
-    with without(*BY_LABCODE):
-        found = _pair(answer(dict(MEASURED)), "S_min and E_min")
+    first, second = _pair(_by_hand(answer, dict(MEASURED)), "S_min and E_min")
     allowed = []
     for weights in (1 / steps, None):
         slope, intercept = np.polyfit(1 / batches, steps, 1, w=weights)
-        allowed.append((intercept, slope))
-        near = (_close(found[0], intercept, 0.02), _close(found[1], slope, 0.02))
-        if all(near):
+        allowed.append(f"({intercept:.0f}, {slope:.0f})")
+        if _close(first, intercept, 0.02) and _close(second, slope, 0.02):
             return
-    ends = " or ".join(f"({least:.0f}, {samples:.0f})" for least, samples in allowed)
-    raise AssertionError(
+    raise Hint(
         f"for the steps {list(MEASURED.values())} of batches 4 to 256, which do not lie exactly on "
-        f"a curve, you find ({found[0]:.0f}, {found[1]:.0f}), and a fit to all of them finds "
-        f"{ends}: does every point count, and with which weight?"
+        f"a curve, you find ({first:.0f}, {second:.0f}), and a fit to all of them finds "
+        f"{' or '.join(allowed)}: does every point count, and with which weight?"
     )
-
-
-def _fit_of_exact(answer: Callable[..., Any]) -> None:
-    for least_steps, least_samples in ((100.0, 3200.0), (50.0, 500.0), (400.0, 1000.0)):
-        exact = {batch: least_steps + least_samples / batch for batch in (4, 8, 16, 64, 256)}
-        with without(*BY_LABCODE):
-            found = _pair(answer(exact), "S_min and E_min")
-        case = f"steps {', '.join(f'{s:.0f}' for s in exact.values())} for batches 4 to 256: "
-        assert not (
-            _close(found[0], least_samples, 1e-3) and _close(found[1], least_steps, 1e-3)
-        ), case + "the two numbers have changed places: S_min comes first"
-        assert not _close(found[1], least_samples / least_steps, 1e-3), (
-            case + "that is the critical batch: E_min is asked for"
-        )
-        assert not _close(found[0], exact[256], 1e-6), (
-            case + "your S_min is the number of steps of the largest batch, and a larger one would "
-            "need fewer: fit the curve"
-        )
-        assert not _close(found[1], 4 * exact[4], 1e-6), (
-            case + "your E_min is the samples of the smallest batch, and a smaller one would need "
-            "fewer: fit the curve"
-        )
-        assert _close(found[0], least_steps, 1e-3) and _close(found[1], least_samples, 1e-3), (
-            case
-            + f"S_min is {least_steps:g} and E_min {least_samples:g}, yours are {found[0]:.4g} "
-            f"and {found[1]:.4g}"
-        )
 
 
 # ---- 6.6
 
 MOST_STEPS = 800
+MOST_RATE = 100
+MOST_LOSS = 2.5  # of a run that has learned something
 GAP = 0.3
 
 
 def _changes(found: Any, which: str) -> dict[str, object]:
-    if found is ...:
-        raise NotImplementedError("exercise")
-    assert isinstance(found, Mapping), (
-        f"{which}: give a dict of fields, such as {{'optim.lr': 1e-2}}, not {found!r}"
-    )
-    assert found, f"{which}: the dict is empty: which field of the recipe do you change?"
+    """The fields of a run, as far as one sees without training that they will do."""
+    if not isinstance(found, Mapping):
+        raise Hint(f"{which}: give a dict of fields, such as {{'optim.lr': 1e-2}}, not {found!r}")
     steps = found.get("train.steps", 0)
-    assert not isinstance(steps, int) or steps <= MOST_STEPS, (
-        f"{which}: at most {MOST_STEPS} steps, so that the check does not take minutes"
-    )
+    mistakes = {
+        "the dict is empty: which field of the recipe do you change?": not found,
+        f"at most {MOST_STEPS} steps, so that the check does not take minutes": (
+            isinstance(steps, int) and steps > MOST_STEPS
+        ),
+    }
+    refuse(mistakes, f"{which}: ")
     for name in ("optim.lr", "optim.min_lr"):
         rate = found.get(name)
-        assert not (isinstance(rate, int | float) and rate > 100), (
-            f"{which}: {name}={rate:g} overflows at the first step; find a rate of at most 100"
-        )
+        if isinstance(rate, int | float) and rate > MOST_RATE:
+            text = f"{which}: {name}={rate:g} overflows at the first step"
+            raise Hint(f"{text}; find a rate of at most {MOST_RATE}")
     return dict(found)
 
 
 def _row(changes: Mapping[str, object], which: str) -> Row:
+    """What became of the run."""
     try:
         row = l06_runs.trained(changes)
     except ValueError as error:
-        raise AssertionError(f"{which}: {error}") from None
-    assert row.status != FAILED, f"{which}: the run failed: {row.reason}"
+        raise Hint(f"{which}: {error}") from None
+    refuse({f"{which}: the run failed: {row.reason}": row.status == FAILED})
     return row
 
 
@@ -494,134 +484,196 @@ def broken(diverges: Any, overfits: Any) -> None:
     """The learner's two dicts of changes to the small GPT."""
     first = _changes(diverges, "diverges")
     second = _changes(overfits, "overfits")
-    assert any(name.startswith("optim.") for name in first), (
-        "diverges: change how the optimizer steps, with fields of `optim`"
-    )
-    row = _row(first, "diverges")
+    if not any(name.startswith("optim.") for name in first):
+        raise Hint("diverges: change how the optimizer steps, with fields of `optim`")
+    _diverges(_row(first, "diverges"))
+    _overfits(_row(second, "overfits"))
+
+
+def _diverges(row: Row) -> None:
+    """The run ends worse than guessing."""
     loss = math.inf if row.loss is None else row.loss
     num_characters = l06_runs.whole_model().vocab_size
     assert num_characters is not None
     guessing = math.log(num_characters)  # nats per character of one who knows nothing
-    assert row.status == DIVERGED or loss > guessing, (
+    mistakes = {
         f"diverges: the run ends at a training loss of {loss:.2f}, and guessing costs "
-        f"{guessing:.2f}: it still learns something"
-    )
-    row = _row(second, "overfits")
-    assert row.status != DIVERGED and row.loss is not None and row.val_loss is not None, (
-        "overfits: this run diverges: it must learn its training text, and nothing else"
-    )
-    assert row.loss < 2.5, (
-        f"overfits: the training loss ends at {row.loss:.2f}: this run learns too little to "
-        "learn by heart, give it more steps or a shorter text"
-    )
+        f"{guessing:.2f}: it still learns something": row.status != DIVERGED and loss <= guessing
+    }
+    refuse(mistakes)
+
+
+def _overfits(row: Row) -> None:
+    """The run has learned its text by heart."""
+    if row.status == DIVERGED or row.loss is None or row.val_loss is None:
+        raise Hint("overfits: this run diverges: it must learn its training text, and nothing else")
     gap = row.val_loss - row.loss
-    assert gap > GAP, (
-        f"overfits: training ends at {row.loss:.2f} and validation at {row.val_loss:.2f}, "
-        f"{gap:.2f} above it, and more than {GAP:g} is asked for: how often does the run see its "
-        "text?"
-    )
     lowest = min(loss for _, loss in row.val_losses)
-    assert row.val_loss > lowest + 0.05, (
-        f"overfits: the validation loss still falls, to {row.val_loss:.2f}: it must have risen "
-        "again from its lowest point"
-    )
+    mistakes = {
+        f"the training loss ends at {row.loss:.2f}: this run learns too little to learn by heart, "
+        "give it more steps or a shorter text": row.loss >= MOST_LOSS,
+        f"training ends at {row.loss:.2f} and validation at {row.val_loss:.2f}, {gap:.2f} above "
+        f"it, and more than {GAP:g} is asked for: how often does the run see its text?": gap <= GAP,
+        f"the validation loss still falls, to {row.val_loss:.2f}: it must have risen again from "
+        "its lowest point": row.val_loss <= lowest + 0.05,
+    }
+    refuse(mistakes, "overfits: ")
 
 
 # ---- 6.7
 
-OUTER = (0.7, 0.9)
+LR, MOMENTUM = (0.7, 0.9)
 ROUNDS = 3
 
 
-def _moves(rank: int, turn: int) -> list[torch.Tensor]:
-    """How far the inner steps of a rank go in one round."""
+def _moves(rank: int, turn: int) -> list[Tensor]:
+    """How far the inner steps of a rank go in one round, by parameter."""
     generator = torch.Generator().manual_seed(1000 * turn + rank)
     return [torch.randn(p.shape, generator=generator, dtype=p.dtype) for p in _trained(_model())]
 
 
-def _met(group: dist.ProcessGroup, answer: Any) -> None:
-    members = dist.get_process_group_ranks(group)
-    lr, momentum = OUTER
+def _meet(group: dist.ProcessGroup, outer_class: Callable[..., Any]) -> list[Tensor]:
+    """All weights of this rank after each round."""
     model = nn.ParameterList(_trained(_model()))
-    outer = answer(model, group, lr, momentum)
-    common = [param.detach().clone() for param in model]
-    velocity = [torch.zeros_like(param) for param in common]
+    outer = outer_class(model, group, LR, MOMENTUM)
+    found = []
     for turn in range(ROUNDS):
         with torch.no_grad():
             for param, move in zip(model, _moves(dist.get_rank(), turn)):
                 param += move
-        before = [param.detach().clone() for param in model]
-        with without(*BY_LABCODE), counted() as calls:
-            outer.step()
-        gone = []
-        for place in range(len(common)):
-            moves = torch.stack([_moves(rank, turn)[place] for rank in members])
-            gone.append(-moves.mean(0))
-        if turn == 0:
-            assert not all(torch.equal(a, b) for a, b in zip(model, before)), (
-                "`step` leaves the weights as they are: copy the common ones into them"
+        here().note("round")
+        outer.step()
+        found.append(parameters_to_vector(model).detach().clone())
+    return found
+
+
+def _have_met(results: list[list[Tensor]], outcome: Outcome, members: Sequence[int]) -> None:
+    """The copies of a group are where Nesterov's steps lead, after each round."""
+    common = parameters_to_vector(_trained(_model())).detach()
+    velocity = torch.zeros_like(common)
+    for turn in range(ROUNDS):
+        moves = {rank: parameters_to_vector(_moves(rank, turn)) for rank in members}
+        gone = -torch.stack(list(moves.values())).mean(0)
+        velocity = MOMENTUM * velocity + gone
+        truth = common - LR * (gone + MOMENTUM * velocity)
+        for rank, found in zip(members, results):
+            case = f"on rank {rank}: "
+            calls = outcome.parts(rank, "round")[turn]
+            refuse(careless(outcome.of(rank)), case)
+            mistakes = {}
+            otherwise = (
+                f"after round {turn + 1} the weights are not where they should be: look at what is "
+                "kept from one round to the next, `common` and `velocity`"
             )
-            _first_round(list(model), common, gone, calls, len(members))
-        for place, way in enumerate(gone):
-            velocity[place] = momentum * velocity[place] + way
-            common[place] = common[place] - lr * (way + momentum * velocity[place])
-        for param, expected in zip(model, common):
-            assert torch.allclose(param, expected), (
-                f"after round {turn + 1} the weights are not where they should be"
-                + (
-                    ": look at what is kept from one round to the next, `common` and `velocity`"
-                    if turn
-                    else ""
-                )
-            )
+            if turn == 0:
+                refuse({"no collective was called: the copies never meet": not calls}, case)
+                mistakes = _first_mistakes(common, common + moves[rank], gone, len(members))
+                otherwise = "after round 1 the weights are not where they should be"
+            diagnose(case, found[turn], truth, mistakes, otherwise, ROUNDED)
+            sent = sum(call.num_bytes for call in calls)
+            mistakes = {
+                f"{sent} bytes travel in a round, and the weights have {common.nbytes}: one "
+                "average is enough": sent > 1.01 * common.nbytes
+            }
+            refuse(mistakes, case)
+        common = truth
 
 
-def _first_round(
-    params: Sequence[torch.Tensor],
-    common: Sequence[torch.Tensor],
-    gone: Sequence[torch.Tensor],
-    calls: Sequence[Any],
-    group_size: int,
-) -> None:
-    """The slips that show in the first round, where the velocity is the outer gradient."""
-    lr, momentum = OUTER
-    assert calls, "no collective was called: the copies never meet"
-    # common + factor * gone, where lr * (1 + momentum) with a minus is right
-    slips = (
-        (-1.0, "the copies meet, but that is the plain mean of the weights: take an outer step"),
-        (
-            -lr,
-            "this is the step without Nesterov: where is the momentum, times the v of this round?",
+def _first_mistakes(common: Tensor, before: Tensor, gone: Tensor, p: int) -> dict[str, Tensor]:
+    """The slips that show in the first round, where the velocity is the outer gradient.
+
+    Args:
+        common: Where all copies began.
+        before: Where this rank's copy was before the step.
+        gone: The outer gradient.
+        p: Number of copies.
+    """
+    step = LR * (1 + MOMENTUM) * gone
+    return {
+        "`step` leaves the weights as they are: copy the common ones into them": before,
+        "the copies meet, but that is the plain mean of the weights: take an outer step": (
+            common - gone
         ),
-        (
-            -lr * (1 + momentum) * group_size,
-            "the outer gradient is the mean over the copies, and this is their sum",
+        "this is the step without Nesterov: where is the momentum, times the v of this round?": (
+            common - LR * gone
         ),
-        (
-            -1 - lr * (1 + momentum),
-            "the step begins at the mean of the copies: it is to begin where they began",
+        "the outer gradient is the mean over the copies, and this is their sum": common - p * step,
+        "the step begins at the mean of the copies: it is to begin where they began": (
+            common - gone - step
         ),
-        (
-            lr * (1 + momentum),
-            "you walk back to where the copies came from: the outer gradient points from where "
-            "they are to `common`, and a step goes against it",
-        ),
-        (-(1 + momentum), "the outer rate is missing"),
-    )
-    for factor, text in slips:
-        wrong = [old + factor * way for old, way in zip(common, gone)]
-        assert not all(torch.allclose(new, old) for new, old in zip(params, wrong)), text
-    moved = sum(call.num_bytes for call in calls)
-    needed = sum(param.nbytes for param in params)
-    assert moved <= 1.01 * needed, (
-        f"{moved} bytes travel in a round, and the weights have {needed}: one average is enough"
-    )
+        "you walk back to where the copies came from: the outer gradient points from where they "
+        "are to `common`, and a step goes against it": common + step,
+        "the outer rate is missing": common - (1 + MOMENTUM) * gone,
+    }
 
 
-def outer_step(answer: Any, ranks: Ranks) -> None:
+def outer_step(answer: Any, ranks: Ranks | None = None) -> str:
     """The learner's class with `step()`, on all ranks and on three of them."""
-    due(answer)
-    if inspect.isclass(answer):
-        in_groups(ranks, GROUPS, _met, answer)
-        return
-    raise AssertionError(f"a class is asked for, not a {type(answer).__name__}")
+    if not inspect.isclass(due(answer)):
+        raise Hint(f"a class is asked for, not a {type(answer).__name__}")
+    outcome = in_groups(_meet, answer, judge=_have_met, ours=OURS)
+    return confirm_in_group(ranks, outcome, _meet, answer)
+
+
+EXERCISES = {
+    "6.1": Exercise(
+        check=estimate,
+        praise="two equations, two unknowns, and no bias",
+        hints=(
+            "Write the equation E|G_B|^2 = |G|^2 + variance / B once for each of the two batches. "
+            "What is left if you subtract one from the other?",
+            "With the variance known, either equation gives |G|^2.",
+        ),
+    ),
+    "6.2": Exercise(
+        check=squares,
+        praise="one number more than data parallelism sends anyway",
+        hints=(
+            "Of each rank's gradient you need the square before the average, of the average the "
+            "square after it.",
+            "The mean of the small squares is a sum over the group divided by the size of the "
+            "group: a tensor with one number is enough for the all-reduce.",
+        ),
+    ),
+    "6.3": Exercise(
+        check=smoothed,
+        praise="smoothed first, divided last",
+        hints=("Two numbers are kept. Neither of them is a ratio.",),
+    ),
+    "6.4": Exercise(
+        check=sweep,
+        praise="every run once, whatever became of it, and the best rate for each batch",
+        hints=(
+            "What does your loop do with a pair that is in `table` already?",
+            "A run that raises ArithmeticError must leave an entry, too: which one means that the "
+            "target was never reached?",
+        ),
+    ),
+    "6.5": Exercise(
+        check=fit,
+        praise="a line over 1 / B, and its two ends",
+        hints=(
+            "S = S_min + E_min / B is a straight line over x = 1 / B. What is its slope?",
+            "np.polyfit(x, y, 1) gives slope and intercept; w=1 / y weighs relative errors.",
+        ),
+    ),
+    "6.6": Exercise(
+        check=broken,
+        praise="one run that learns nothing, and one that learns by heart",
+        hints=(
+            "What keeps a large rate from doing harm in the recipe? There are three things: the "
+            "rate itself, warm-up, and clipping.",
+            "A model learns by heart what it sees often. How do you make the training text short? "
+            "The field data.val_fraction is the share that is kept for validation.",
+        ),
+    ),
+    "6.7": Exercise(
+        check=outer_step,
+        praise="all copies meet, and go on together from there",
+        hints=(
+            "The outer gradient points from where the copies are on average to where they began.",
+            "PyTorch's Nesterov: v = momentum * v + g, then w = w - lr * (g + momentum * v).",
+            "Where do the copies begin the next H steps, and what must `common` hold then?",
+        ),
+    ),
+}

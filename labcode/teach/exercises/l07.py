@@ -1,4 +1,4 @@
-"""Checks of lesson 07, the DDP clinic. The text of each assertion is a hint."""
+"""Checks of lesson 07, the DDP clinic."""
 
 from labcode.teach.check import Exercise
 from labcode.teach.exercises.l07_batch_norm import batch_norm
@@ -6,19 +6,9 @@ from labcode.teach.exercises.l07_chart import chart, differing
 from labcode.teach.exercises.l07_cures import cured, night
 from labcode.teach.exercises.l07_waiting import roll_call, shares
 
-__all__ = [
-    "EXERCISES",
-    "batch_norm",
-    "chart",
-    "cured",
-    "differing",
-    "night",
-    "roll_call",
-    "shares",
-]
-
 EXERCISES = {
     "7.1": Exercise(
+        check=differing,
         praise="one call of all ranks, and everybody knows who is different",
         hints=(
             "Every rank has its own value and needs those of all. Which collective brings them?",
@@ -27,6 +17,7 @@ EXERCISES = {
         ),
     ),
     "7.2": Exercise(
+        check=chart,
         praise="your chart sees what every DDP training has, without touching its code",
         hints=(
             "`register_forward_pre_hook` calls you with the model and the inputs, "
@@ -38,6 +29,7 @@ EXERCISES = {
         ),
     ),
     "7.3": Exercise(
+        check=cured,
         praise="each rank reads its own samples, and each epoch has its own order",
         hints=(
             "Who decides which samples a DataLoader gives, and does that one know of ranks?",
@@ -46,6 +38,7 @@ EXERCISES = {
         ),
     ),
     "7.4": Exercise(
+        check=cured,
         praise="both ranks train one model, and it is the one that was wanted",
         hints=(
             "DDP does two things when it is built. What happens to what changes afterwards?",
@@ -54,6 +47,7 @@ EXERCISES = {
         ),
     ),
     "7.5": Exercise(
+        check=batch_norm,
         praise="statistics and gradients of the whole batch, and only a few numbers travel",
         hints=(
             "A rank knows its count, its sums and its squares. Which of these add up over ranks?",
@@ -66,6 +60,7 @@ EXERCISES = {
         ),
     ),
     "7.6": Exercise(
+        check=cured,
         praise="the step is now that of one process with all the samples, and sends once",
         hints=(
             "The loss of one process is a mean over all targets of the step. Which factor does "
@@ -76,6 +71,7 @@ EXERCISES = {
         ),
     ),
     "7.7": Exercise(
+        check=roll_call,
         praise="nobody waits for ever, and the absent ones are named",
         hints=(
             "Each rank leaves a note and then looks for those of the others.",
@@ -85,6 +81,7 @@ EXERCISES = {
         ),
     ),
     "7.8": Exercise(
+        check=cured,
         praise="all ranks make the same calls, and the loop comes to its end",
         hints=(
             "Which ranks come to the line that hangs, and how often each?",
@@ -93,6 +90,7 @@ EXERCISES = {
         ),
     ),
     "7.9": Exercise(
+        check=shares,
         praise="no other shares make the step shorter",
         hints=(
             "The step is as long as the longest rank. Who should get the next sample?",
@@ -100,6 +98,7 @@ EXERCISES = {
         ),
     ),
     "7.10": Exercise(
+        check=night,
         praise="all five faults are gone: you can take the next night shift alone",
         hints=(
             "Take one finding at a time, change one thing, and run the check again.",

@@ -1,32 +1,21 @@
-'''The exercises of lesson 07 on ranks that wait. The text of each assertion is a hint.
-
-What the learner is given:
-
-    def roll_call(store, name, rank, num_ranks, limit_s):
-        """The ranks that have not come to the point `name` within `limit_s` seconds."""
-        ### BEGIN SOLUTION
-
-    def shares(sample_s, global_batch):
-        """How many samples each rank gets, so that the slowest rank is ready soonest."""
-        ### BEGIN SOLUTION
-
-    check("7.7", lambda: l07.roll_call(roll_call, ranks))
-    check("7.9", lambda: l07.shares(shares))
-'''
+"""The checks of the exercises of lesson 07 on ranks that wait."""
 
 import itertools
 import numbers
 import random
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch.distributed as dist
 
 from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import due, is_stub, reason
+from labcode.teach.check import RETURNED_NONE, Hint, due, is_stub, reason
+from labcode.teach.exercises.expect import refuse
 from labcode.teach.exercises.in_notebook import bounded
+
+# ---- 7.7, on real ranks: they wait in the store itself, by its clock
 
 SHORT_S = 2.5  # that ranks wait for the absent ones
 LONG_S = 20.0  # where nobody is absent, and so nobody waits that long
@@ -35,34 +24,33 @@ SLACK_S = 5.0  # that a busy machine may add
 MANY = 8  # ranks, most of which are absent
 STOPPED_S = LONG_S + 15.0  # a call that takes longer never ends
 EARLIER = "rank 2 does not come, and was at an earlier point"
+Absences = Mapping[int, float | None]  # {rank: how late it comes, or None for never}
+CASES: dict[str, Absences] = {
+    "all come at once": {},
+    "rank 2 comes late, but in time": {2: LATE_S},
+    EARLIER: {2: None},
+    "ranks 1 and 3 do not come": {1: None, 3: None},
+    "rank 0 does not come": {0: None},
+}
 
-# ---- 7.7
 
-
-def roll_call(answer: Any, ranks: Ranks) -> None:
+def roll_call(answer: Callable[..., Any], ranks: Ranks) -> None:
     """The learner's `roll_call` on four ranks, and for eight of which one is there."""
-    cases = {
-        "all come at once": {},
-        "rank 2 comes late, but in time": {2: LATE_S},
-        EARLIER: {2: None},
-        "ranks 1 and 3 do not come": {1: None, 3: None},
-        "rank 0 does not come": {0: None},
-    }
-    for case, absences in cases.items():
+    for case, absences in CASES.items():
         found = _on_ranks(ranks, case, _call, answer, case, absences, ranks.n)
-        _judge(case, found, absences)
-    only_one = "only rank 0 comes"
-    (alone, seconds), *_ = _on_ranks(ranks, only_one, _call_alone, answer)
-    assert alone == list(range(1, MANY)), (
-        f"of {MANY} ranks only rank 0 came, and it returned {alone}"
-    )
-    assert seconds < SHORT_S + SLACK_S, (
+        _are_absent(f"where {case}, ", found, absences)
+    (alone, seconds), *_ = _on_ranks(ranks, "only rank 0 comes", _call_alone, answer)
+    mistakes = {
+        f"of {MANY} ranks only rank 0 came, and it returned {alone}": (
+            list(alone) != list(range(1, MANY))
+        ),
         f"with {MANY - 1} ranks absent and a limit of {SHORT_S:g} s it took {seconds:.1f} s: the "
-        "limit is for all of them together"
-    )
+        "limit is for all of them together": seconds > SHORT_S + SLACK_S,
+    }
+    refuse(mistakes)
 
 
-def _on_ranks(ranks: Ranks, case: str, work: Any, *args: Any) -> list[Any]:
+def _on_ranks(ranks: Ranks, case: str, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`ranks.run`, and what goes wrong in it as a hint."""
     try:
         return ranks.run(work, *args, limit_s=STOPPED_S)
@@ -80,100 +68,116 @@ def _on_ranks(ranks: Ranks, case: str, work: Any, *args: Any) -> list[Any]:
             f"{text.partition(' store')[0]} store, and the RuntimeError that says so came out of "
             "roll_call: what does it mean there?"
         )
-    raise AssertionError(f"where {case}, {text}")
-
-
-def _pool_store() -> dist.Store:
-    return dist.distributed_c10d._get_default_store()
+    raise Hint(f"where {case}, {text}")
 
 
 def _fresh_store(case: str) -> dist.Store:
     """A store in which nobody has left a note yet; the same on all ranks."""
     names = [f"7.7/{case}/{time.monotonic_ns()}"]
     dist.broadcast_object_list(names, src=0)
-    return dist.PrefixStore(names[0], _pool_store())
+    return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
 
 
-def _call(rank: int, answer: Any, case: str, absences: dict, num_ranks: int) -> Any:
+def _call(
+    rank: int, answer: Callable[..., Any], case: str, absences: Absences, num_ranks: int
+) -> tuple[Any, float]:
+    """What a rank is told, and after how many seconds; (None, 0.0) of one that does not come."""
     store = _fresh_store(case)
     if case == EARLIER:
-        due(answer(store, "the beginning of the epoch", rank, num_ranks, LONG_S))
+        answer(store, "the beginning of the epoch", rank, num_ranks, LONG_S)
     late_s = absences.get(rank, 0.0)
     if late_s is None:
-        return None
+        return None, 0.0
     time.sleep(late_s)
     limit_s = SHORT_S if None in absences.values() else LONG_S
     began = time.perf_counter()
-    found = due(answer(store, "the end of the epoch", rank, num_ranks, limit_s))
-    seconds = time.perf_counter() - began
-    # a busy machine takes a second for that, somebody who waits for nothing takes all of it
-    if not absences and not found and seconds > LONG_S - SLACK_S:
-        raise AssertionError(
-            f"all ranks came at once, and it took {seconds:.0f} s: who waits for the whole limit, "
-            "though nobody is absent?"
-        )
-    return found
+    found = answer(store, "the end of the epoch", rank, num_ranks, limit_s)
+    return found, time.perf_counter() - began
 
 
-def _call_alone(rank: int, answer: Any) -> Any:
+def _call_alone(rank: int, answer: Callable[..., Any]) -> tuple[Any, float]:
+    """As `_call`, of many ranks of which only rank 0 comes."""
     store = _fresh_store("alone")
     if rank != 0:
         return None, 0.0
     began = time.perf_counter()
-    found = due(answer(store, "the end of the epoch", 0, MANY, SHORT_S))
-    return list(found), time.perf_counter() - began
+    found = answer(store, "the end of the epoch", 0, MANY, SHORT_S)
+    return found, time.perf_counter() - began
 
 
-def _judge(case: str, found: Sequence[Any], absences: dict) -> None:
+def _are_absent(case: str, results: Sequence[tuple[Any, float]], absences: Absences) -> None:
+    """Each rank that came was told who did not, and none of them waited for nothing."""
     missing = [rank for rank, late_s in absences.items() if late_s is None]
-    for rank, answer in enumerate(found):
+    for rank, (found, seconds) in enumerate(results):
         if rank in missing:
             continue
-        assert isinstance(answer, (list, tuple, set)), (
-            f"where {case}, rank {rank} got {answer!r}: a list of ranks is wanted"
-        )
-        assert sorted(answer) == missing, (
-            f"where {case}, rank {rank} got {sorted(answer)} as the absent ones, expected {missing}"
-        )
+        is_list = isinstance(found, (list, tuple, set))
+        named = sorted(found) if is_list else found
+        mistakes = {
+            f"on rank {rank}: {RETURNED_NONE}": found is None,
+            f"rank {rank} got {found!r}: a list of ranks is wanted": not is_list,
+            f"rank {rank} got {named} as the absent ones, expected {missing}": named != missing,
+            # A busy machine takes a second for that; who waits for nothing takes all of it.
+            f"on rank {rank}: all ranks came at once, and it took {seconds:.0f} s: who waits for "
+            "the whole limit, though nobody is absent?": (
+                not absences and seconds > LONG_S - SLACK_S
+            ),
+        }
+        refuse(mistakes, case)
 
 
 # ---- 7.9
 
 
-def shares(answer: Any) -> None:
-    """The learner's `shares`, against the best of all possible ones."""
-    draw = random.Random(7)
-    cases = [([1.0, 1.0], 64), ([1.0, 3.0], 64), ([1.0, 3.0], 7), ([0.002, 0.001, 0.004], 10)]
-    cases += [([1.0], 5), ([1.0, 100.0], 8), ([2.0, 1.0], 0)]
-    for _ in range(12):
-        sample_s = [draw.choice([0.5, 1.0, 1.5, 2.0, 3.0]) for _ in range(draw.choice([2, 3]))]
-        cases.append((sample_s, draw.randrange(1, 20)))
-    for sample_s, global_batch in cases:
+def shares(answer: Callable[..., Any]) -> None:
+    """The learner's `shares(sample_s, global_batch)`, against the best of all possible ones."""
+    for sample_s, global_batch in _batches():
+        asked = f"shares({sample_s}, {global_batch})"
         given = list(sample_s)
         hint = "does the loop end when all samples are given out?"
         found = due(bounded(hint, answer, given, global_batch))
-        asked = f"shares({sample_s}, {global_batch})"
-        assert given == sample_s, f"{asked} has changed the list that it was given"
-        _check_shares(asked, found, sample_s, global_batch)
+        refuse({f"{asked} has changed the list that it was given": given != sample_s})
+        _are_best(asked, found, sample_s, global_batch)
 
 
-def _check_shares(asked: str, found: Any, sample_s: list[float], global_batch: int) -> None:
-    assert isinstance(found, (list, tuple)) and len(found) == len(sample_s), (
-        f"{asked} is {found!r}: a list with one number for each of the {len(sample_s)} ranks"
-    )
+def _batches() -> list[tuple[list[float], int]]:
+    """Seconds that a sample takes on each rank, and the number of samples."""
+    generator = random.Random(7)
+    found = [
+        ([1.0, 1.0], 64),
+        ([1.0, 3.0], 64),
+        ([1.0, 3.0], 7),
+        ([0.002, 0.001, 0.004], 10),
+        ([1.0], 5),
+        ([1.0, 100.0], 8),
+        ([2.0, 1.0], 0),
+    ]
+    for _ in range(12):
+        num_ranks = generator.choice([2, 3])
+        sample_s = [generator.choice([0.5, 1.0, 1.5, 2.0, 3.0]) for _ in range(num_ranks)]
+        found.append((sample_s, generator.randrange(1, 20)))
+    return found
+
+
+def _are_best(asked: str, found: Any, sample_s: list[float], global_batch: int) -> None:
+    if not isinstance(found, (list, tuple)) or len(found) != len(sample_s):
+        raise Hint(
+            f"{asked} is {found!r}: a list with one number for each of the {len(sample_s)} ranks"
+        )
+    case = f"{asked} is {list(found)}"
     for share in found:
         is_whole = isinstance(share, numbers.Integral) and not isinstance(share, bool)
-        assert is_whole, f"{asked} is {list(found)}: samples are whole numbers, of type int"
-        assert int(share) >= 0, f"{asked} is {list(found)}: a rank cannot get less than no sample"
-    assert sum(found) == global_batch, (
-        f"{asked} is {list(found)}, together {sum(found)} samples and not {global_batch}"
-    )
+        refuse({": samples are whole numbers, of type int": not is_whole}, case)
     own_s = _step_s(found, sample_s)
     best_s = min(_step_s(other, sample_s) for other in _all_shares(len(sample_s), global_batch))
-    assert own_s <= best_s * (1 + 1e-9), (
-        f"{asked} is {list(found)}: the slowest rank needs {own_s:.4g} s, and {best_s:.4g} s is "
-        "possible"
-    )
+    mistakes = {
+        ": a rank cannot get less than no sample": min(found) < 0,
+        f", together {sum(found)} samples and not {global_batch}": sum(found) != global_batch,
+        f": the slowest rank needs {own_s:.4g} s, and {best_s:.4g} s is possible": (
+            own_s > best_s * (1 + 1e-9)
+        ),
+    }
+    refuse(mistakes, case)
 
 
 def _step_s(found: Sequence[int], sample_s: Sequence[float]) -> float:

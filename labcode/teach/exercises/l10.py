@@ -1,7 +1,7 @@
-"""Checks of lesson 10, sequence parallelism. The text of each assertion is a hint."""
+"""Checks of lesson 10, sequence parallelism and activation memory."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -10,61 +10,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from labcode.comm.collectives import start_all_gather, start_reduce_scatter
-from labcode.comm.counting import Collective
 from labcode.parallel.sequence import gathered_linear
 from labcode.perf.alpha_beta import bytes_sent
-from labcode.perf.saved_bytes import saved_bytes
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, Exercise, due
-from labcode.teach.exercises.on_ranks import without
-from labcode.teach.exercises.requests import Requests
-from labcode.teach.exercises.watch import Watch, draw, far, own_part, run_trial
-
-EXERCISES = {
-    "10.1": Exercise(
-        praise="every part, whole and cut: now add them up",
-        hints=(
-            "Go through the block from left to right and write down each tensor with its size. "
-            "In 16-bit numbers a tensor of b s h takes 2 s b h bytes; a mask takes half of that.",
-            "Each head has its own table of s x s scores. How many of the operations on this "
-            "table keep something?",
-            "Which of the tensors belong to own heads or own features, and which hold all h "
-            "features on every rank?",
-        ),
-    ),
-    "10.2": Exercise(
-        praise="each is the other's backward",
-        hints=(
-            "dist.all_gather fills a list of p tensors. Where do they belong in [B, S, H]?",
-            "dist.reduce_scatter wants a list of p tensors: number i is what goes to rank i.",
-            "A rank's tokens were used by all ranks. So its gradient comes from all ranks.",
-        ),
-    ),
-    "10.3": Exercise(
-        praise="the right gradients, and only this rank's tokens are kept",
-        hints=(
-            "What do the two products of backward need, and which of these tensors are here "
-            "already?",
-            "The gradient of x exists for all S tokens on every rank, and each rank has only the "
-            "terms of its own columns.",
-        ),
-    ),
-    "10.4": Exercise(
-        praise="the same numbers as one process, with a part of the tokens on each rank",
-        hints=(
-            "Which shape has h after each line: [B, S/p, .] or [B, S, .]?",
-            "What would happen to a bias that is added before a sum over the ranks?",
-            "For each of the six parameters: do the ranks hold the same copy of it, and which "
-            "tokens have gone into its gradient?",
-        ),
-    ),
-}
+from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.exercises.expect import (
+    TOLERANCE,
+    careless,
+    confirm_in_group,
+    diagnose,
+    distance,
+    draw,
+    in_groups,
+    own_answers,
+    refuse,
+    tensor,
+)
+from labcode.teach.exercises.memory import Made
+from labcode.teach.exercises.simulated import Event, Outcome, here
 
 # ---- 10.1
-
-Sizes = tuple[int, int, int, int]  # s, b, h, a
-PARTS = ("norms", "attention", "mlp")
-SHARES = {2: "half", 4: "a quarter", 8: "an eighth"}
 
 
 class _Kept(NamedTuple):
@@ -83,115 +48,206 @@ class _Kept(NamedTuple):
 
 # Korthikanti et al. 2022 (arXiv:2205.05198), section 4.1
 KEPT = {"norms": _Kept(4, 0, 0), "attention": _Kept(3, 8, 5), "mlp": _Kept(3, 16, 0)}
+SHARES = {2: "half", 4: "a quarter", 8: "an eighth"}
 
 
-def layer_bytes(answer: Callable[..., Any]) -> None:
-    """The learner's `layer_bytes(s, b, h, a, t)`: what a rank keeps of one layer, by part.
-
-    Args:
-        answer: Returns {"norms": bytes, "attention": bytes, "mlp": bytes}.
-    """
-    for part in PARTS:
-        _check_part(answer, part)
-    for t in (2, 4, 8):
-        for part in PARTS:
-            _check_cut(answer, part, t)
+def layer_bytes(count: Callable[..., Any]) -> None:
+    """The learner's `layer_bytes(s, b, h, a, t)`: what a rank keeps of one layer, by part."""
+    for t in (1, *SHARES):
+        for part in KEPT:
+            per_token, per_score = _coefficients(count, part, t)
+            if t == 1:
+                _is_kept_on_one_rank(part, per_token, per_score)
+            else:
+                _is_kept_on_one_of(t, part, per_token, per_score)
 
 
-def _part_of(answer: Callable[..., Any], sizes: Sizes, t: int, part: str) -> float:
-    found = due(answer(*sizes, t))
-    assert isinstance(found, Mapping), f"return a dict with {', '.join(PARTS)}, not {found!r}"
-    assert part in found, f"the dict has no {part!r}"
-    return float(due(found[part]))
-
-
-def _coefficients(answer: Callable[..., Any], part: str, t: int) -> tuple[float, float]:
+def _coefficients(count: Callable[..., Any], part: str, t: int) -> tuple[float, float]:
     """The bytes for each of s b h, and for each of a s^2 b, that an answer counts."""
-    s = 64
-    b = 2
-    h = 128
-    few = _part_of(answer, (s, b, h, 4), t, part)
-    many = _part_of(answer, (s, b, h, 8), t, part)
-    per_score = (many - few) / (4 * s * s * b)
-    per_token = (few - per_score * 4 * s * s * b) / (s * b * h)
-    # the same formula must hold for other sizes
-    other = _part_of(answer, (48, 3, 96, 6), t, part)
-    expected = per_token * 48 * 3 * 96 + per_score * 6 * 48 * 48 * 3
-    assert math.isclose(other, expected, rel_tol=1e-6, abs_tol=1e-6), (
-        f"{part}: in which terms do s, b, h and a stand? A tensor of hidden features has s*b*h "
-        "numbers, a table of scores a*s*s*b"
-    )
+    few = _bytes_of(part, count, 64, 2, 128, 4, t)
+    many = _bytes_of(part, count, 64, 2, 128, 8, t)
+    half_as_long = _bytes_of(part, count, 32, 2, 128, 4, t)
+    other = _bytes_of(part, count, 48, 3, 96, 6, t)
+    per_score = (many - few) / (4 * 64 * 64 * 2)
+    per_token = (few - per_score * 4 * 64 * 64 * 2) / (64 * 2 * 128)
+    of_other = per_token * 48 * 3 * 96 + per_score * 6 * 48 * 48 * 3
+    has_tables = KEPT[part].scores > 0 and not _near(few, 2 * half_as_long)
+    mistakes = {
+        "it does not matter how many heads there are, and each of the a heads has a table of its "
+        "own": has_tables and few == many,
+        "in which terms do s, b, h and a stand? A tensor of hidden features has s*b*h numbers, a "
+        "table of scores a*s*s*b": not _near(other, of_other),
+    }
+    refuse(mistakes, f"{part}: ")
     return per_token, per_score
 
 
-def _check_part(answer: Callable[..., Any], part: str) -> None:
-    """On one rank."""
+def _bytes_of(part: str, count: Callable[..., Any], *sizes: int) -> float:
+    found = due(count(*sizes))
+    if not isinstance(found, Mapping):
+        raise Hint(f"return a dict with {', '.join(KEPT)}, not {found!r}")
+    if part not in found:
+        raise Hint(f"the dict has no {part!r}")
+    return float(due(found[part]))
+
+
+def _near(found: float, right: float) -> bool:
+    return math.isclose(found, right, rel_tol=1e-6, abs_tol=1e-6)
+
+
+def _is_kept_on_one_rank(part: str, per_token: float, per_score: float) -> None:
     kept = KEPT[part]
-    if kept.scores:
-        one_head = _part_of(answer, (64, 2, 128, 1), 1, part)
-        two_heads = _part_of(answer, (64, 2, 128, 2), 1, part)
-        half_as_long = _part_of(answer, (32, 2, 128, 1), 1, part)
-        assert one_head != two_heads or math.isclose(one_head, 2 * half_as_long), (
-            f"{part}: it does not matter how many heads there are, and each of the a heads has a "
-            "table of its own"
-        )
-    per_token, per_score = _coefficients(answer, part, 1)
-    if kept.scores:
-        assert math.isclose(per_score, kept.scores, rel_tol=1e-6), (
-            f"{part} on one rank: you count {per_score:g} bytes for each score. Three operations "
-            "work on this table: what does the backward of each one read?"
-        )
-    else:
-        assert abs(per_score) < 1e-6, f"{part}: nothing in it has s x s numbers for each head"
-    wanted = kept.whole + kept.cut
-    more = "too much: is a tensor counted twice, or one that nobody reads in backward?"
-    if per_token < wanted:
-        more = "too little: which operation's input, or whose mask, is missing?"
-    if math.isclose(2 * per_token, wanted, rel_tol=1e-6):
-        more = "half of it: how many bytes has a 16-bit number?"
-    assert math.isclose(per_token, wanted, rel_tol=1e-6), (
-        f"{part} on one rank: you count {per_token:g} s b h bytes"
-        f"{' beside the scores' if kept.scores else ''}, which is {more}"
-    )
+    right = kept.whole + kept.cut
+    mistakes = {
+        f"{part}: nothing in it has s x s numbers for each head": (
+            kept.scores == 0 and not _near(per_score, 0)
+        ),
+        f"{part} on one rank: you count {per_score:g} bytes for each score. Three operations work "
+        "on this table: what does the backward of each one read?": (
+            not _near(per_score, kept.scores)
+        ),
+    }
+    refuse(mistakes)
+    beside = " beside the scores" if kept.scores else ""
+    mistakes = {
+        "half of it: how many bytes has a 16-bit number?": right / 2,
+        "too little: which operation's input, or whose mask, is missing?": per_token < right,
+    }
+    otherwise = "too much: is a tensor counted twice, or one that nobody reads in backward?"
+    case = f"{part} on one rank: you count {per_token:g} s b h bytes{beside}, which is "
+    diagnose(case, per_token, right, mistakes, otherwise, tolerance=1e-6)
 
 
-def _check_cut(answer: Callable[..., Any], part: str, t: int) -> None:
-    """On one of t ranks."""
+def _is_kept_on_one_of(t: int, part: str, per_token: float, per_score: float) -> None:
     kept = KEPT[part]
-    per_token, per_score = _coefficients(answer, part, t)
-    assert math.isclose(per_score, kept.scores / t, rel_tol=1e-6, abs_tol=1e-9), (
-        f"{part}: right on one rank, but a rank of {t} has {SHARES[t]} of the heads, and so "
-        f"{SHARES[t]} of the tables"
-    )
-    wanted = kept.whole + kept.cut / t
-    all_cut = (kept.whole + kept.cut) / t
-    assert not (kept.whole and math.isclose(per_token, all_cut, rel_tol=1e-6)), (
-        f"{part}: right on one rank, but with t = {t} everything is divided by t: which of these "
-        "tensors hold all h features on every rank?"
-    )
-    more = "too little: what is cut that is whole?"
-    if per_token > wanted:
-        more = "too much: what is whole that belongs to own heads or own features?"
-    assert math.isclose(per_token, wanted, rel_tol=1e-6), (
-        f"{part}: right on one rank, but with t = {t} you count {per_token:g} s b h bytes, which "
-        f"is {more}"
-    )
+    right = kept.whole + kept.cut / t
+    case = f"{part}: right on one rank, but "
+    heads = f"a rank of {t} has {SHARES[t]} of the heads, and so {SHARES[t]} of the tables"
+    refuse({heads: not _near(per_score, kept.scores / t)}, case)
+    counted = f"you count {per_token:g} s b h bytes, which is"
+    mistakes = {
+        "everything is divided by t: which of these tensors hold all h features on every rank?": (
+            (kept.whole + kept.cut) / t
+        ),
+        f"{counted} too much: what is whole that belongs to own heads or own features?": (
+            per_token > right
+        ),
+    }
+    otherwise = f"{counted} too little: what is cut that is whole?"
+    diagnose(f"{case}with t = {t} ", per_token, right, mistakes, otherwise, tolerance=1e-6)
 
 
-# ---- 10.2
+# ---- what the exercises on ranks share
 
 BATCH = 2
 TOKENS = 12  # of the whole sequence, which three ranks and four can share
 WIDTH = 8
 COLUMNS = 4  # output features of each rank
-
-Pair = type[torch.autograd.Function]
+WHOLE_BYTES = 8 * BATCH * TOKENS * WIDTH  # of all tokens, in float64
+SENDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 GRADIENT_CHANGED = (
     "backward has changed the gradient that it was given: it is not yours, others may read it"
 )
 
+Function = type[torch.autograd.Function]
 
-def pair(gather: Pair, scatter: Pair, ranks: Ranks) -> None:
+
+class _Passed(NamedTuple):
+    """What went into forward and backward on one rank, and what came out."""
+
+    x: Tensor
+    grad: Tensor  # of y
+    y: Tensor
+    grad_x: Tensor
+
+
+def _own(group: dist.ProcessGroup, seed: int, *shape: int) -> Tensor:
+    """Numbers of this rank alone."""
+    return draw(group, 10 * seed + group.rank(), *shape)
+
+
+def _pass(case: str, x: Tensor, grad: Tensor, forward: Callable[..., Any], *args: Any) -> _Passed:
+    """Call `forward(x, *args)`, and then backward; what is kept in between is noted.
+
+    Args:
+        case: What a hint begins with.
+        x: This rank's.
+        grad: The gradient of y, of the shape that y should have.
+        forward: The learner's.
+        args: What else it takes.
+    """
+    given = x.clone().requires_grad_()
+    with here().block("forward"), Made() as made:
+        y = forward(given, *args)
+    if y is None:
+        raise Hint(f"{case}forward: {RETURNED_NONE}")
+    tensor(y, what=f"{case}forward gave")
+    shape = f"forward gives {list(y.shape)}, expected is {list(grad.shape)}: the tokens are dim 1"
+    mistakes = {
+        shape: y.shape != grad.shape,
+        "forward has changed the x that it was given": not torch.equal(given, x),
+    }
+    refuse(mistakes, case)
+    saved = [one for one in getattr(y.grad_fn, "saved_tensors", ()) if one in made]
+    here().note("saved", [one.nbytes for one in saved])
+    here().note("held", made.alive(y))
+    given_grad = grad.clone()
+    with here().block("backward"):
+        y.backward(given_grad)
+    mistakes = {
+        "backward gives no gradient for x": given.grad is None,
+        GRADIENT_CHANGED: not torch.equal(given_grad, grad),
+    }
+    refuse(mistakes, case)
+    assert given.grad is not None
+    return _Passed(x, grad, y.detach(), given.grad)
+
+
+def _careful(outcome: Outcome, members: Sequence[int]) -> Iterator[tuple[str, list[Event]]]:
+    """What a hint on each rank begins with, and its calls, of which all have been waited for."""
+    for rank in members:
+        case = f"on rank {rank}: "
+        refuse(careless(outcome.of(rank)), case)
+        yield case, outcome.of(rank)
+
+
+def _sends_enough(case: str, calls: Sequence[Event], p: int, num_backward: int = 1) -> None:
+    """Forward sends no more than an all-gather of all tokens, and backward than some of them.
+
+    Args:
+        case: What a hint begins with.
+        calls: Of this rank.
+        p: Ranks of the group.
+        num_backward: How many backward needs; a reduce-scatter sends as much as one.
+    """
+    for way, number in (("forward", 1), ("backward", num_backward)):
+        made = [one for one in calls if one.block == way]
+        sent = sum(bytes_sent(one.kind, p, one.num_bytes) for one in made if one.kind in SENDS)
+        enough = number * bytes_sent("all_gather", p, WHOLE_BYTES)
+        names = ", ".join(one.kind for one in made)
+        hint = (
+            f"the numbers are right, but {way} sends {sent:,.0f} bytes where {enough:,.0f} are "
+            f"enough: it calls {names}"
+        )
+        refuse({hint: sent > 1.01 * enough}, case)
+
+
+# ---- 10.2
+
+
+def _gather(group: dist.ProcessGroup, function: Function) -> _Passed:
+    x = _own(group, 1, BATCH, TOKENS // group.size(), WIDTH)
+    grad = _own(group, 2, BATCH, TOKENS, WIDTH)
+    return _pass("the all-gather: ", x, grad, function.apply, group)
+
+
+def _scatter(group: dist.ProcessGroup, function: Function) -> _Passed:
+    x = _own(group, 3, BATCH, TOKENS, WIDTH)
+    grad = _own(group, 4, BATCH, TOKENS // group.size(), WIDTH)
+    return _pass("the reduce-scatter: ", x, grad, function.apply, group)
+
+
+def pair(gather: Function, scatter: Function, ranks: Ranks | None = None) -> str:
     """The learner's two Functions, each called as `apply(x, group)`.
 
     Args:
@@ -199,270 +255,206 @@ def pair(gather: Pair, scatter: Pair, ranks: Ranks) -> None:
         scatter: [B, S, H] to [B, S/p, H]: forward a reduce-scatter, backward an all-gather.
         ranks: Four.
     """
-    run_trial(ranks, _try_gather, gather)
-    run_trial(ranks, _try_scatter, scatter)
+    ours = own_answers(start_all_gather, start_reduce_scatter)
+    gathered = in_groups(_gather, gather, judge=_is_gathered, ours=ours)
+    scattered = in_groups(_scatter, scatter, judge=_is_scattered, ours=ours)
+    confirm_in_group(ranks, gathered, _gather, gather)
+    return confirm_in_group(ranks, scattered, _scatter, scatter)
 
 
-def _by_rank(group: dist.ProcessGroup, seed: int, tokens: int) -> list[Tensor]:
-    """A tensor for each rank of the group, [B, tokens, H]; every rank knows all of them."""
-    return [draw(group, 10 * seed + i, BATCH, tokens, WIDTH) for i in range(group.size())]
-
-
-def _forward_and_backward(
-    function: Pair, x: Tensor, group: dist.ProcessGroup, shape: tuple[int, ...], grad: Tensor
-) -> tuple[str, Tensor, Tensor, list[Watch]]:
-    """(hint, output, gradient of x, what forward and backward did)."""
-    before = x.clone()
-    x = x.requires_grad_()
-    with (
-        Watch() as forward,
-        Requests() as requests,
-        without(start_all_gather, start_reduce_scatter),
-    ):
-        y = function.apply(x, group)
-    hint = _shape_hint(y, shape)
-    if hint:
-        return hint, before, before, []
-    requests.check_waited()
-    if requests.gaps:
-        return f"forward {_gaps_hint(requests)}", before, before, []
-    if far(x.detach(), before):
-        return "forward has changed the x that it was given", before, before, []
-    given = grad.clone()
-    with (
-        Watch() as backward,
-        Requests() as requests,
-        without(start_all_gather, start_reduce_scatter),
-    ):
-        y.backward(given)
-    requests.check_waited()
-    if requests.gaps:
-        return f"backward {_gaps_hint(requests)}", before, before, []
-    if x.grad is None:
-        return "backward gives no gradient for x", before, before, []
-    if far(given, grad):
-        return GRADIENT_CHANGED, before, before, []
-    return "", y.detach(), x.grad, [forward, backward]
-
-
-def _gaps_hint(requests: Requests) -> str:
-    return (
-        f"gives {requests.gaps[0]} a tensor that does not lie in one piece, as one has after a cut "
-        "along dim 1: NCCL refuses that"
-    )
-
-
-def _shape_hint(y: Any, shape: tuple[int, ...]) -> str:
-    if y is None:
-        return f"forward: {RETURNED_NONE}"
-    if tuple(y.shape) != shape:
-        return f"forward gives {list(y.shape)} where {list(shape)} is due: the tokens are dim 1"
-    return ""
-
-
-def _sent(call: Collective, p: int) -> float:
-    """Bytes that a rank sends for a call."""
-    if call.name == "recv":
-        return 0.0
-    if call.name in ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send"):
-        return bytes_sent(call.name, p, call.num_bytes)
-    return call.num_bytes
-
-
-def _traffic_hint(
-    ways: list[Watch], num_bytes: int, p: int, gathers: tuple[int, int] = (1, 1)
-) -> str:
-    """Whether forward and backward each send what some all-gathers of `num_bytes` send.
-
-    Args:
-        ways: What forward and backward have done.
-        num_bytes: Of the whole tensor.
-        p: Ranks.
-        gathers: How many forward and backward need; a reduce-scatter sends as much as one.
-    """
-    for way, made, number in zip(("forward", "backward"), ways, gathers):
-        sent = sum(_sent(call, p) for call in made.calls)
-        due_bytes = number * bytes_sent("all_gather", p, num_bytes)
-        if sent > due_bytes * 1.01:
-            names = ", ".join(call.name for call in made.calls)
-            return (
-                f"the numbers are right, but {way} sends {sent:,.0f} bytes where {due_bytes:,.0f} "
-                f"are enough: it calls {names}"
-            )
-    return ""
-
-
-def _try_gather(group: dist.ProcessGroup, gather: Pair) -> str:
-    p = group.size()
-    rank = group.rank()
-    parts = _by_rank(group, 1, TOKENS // p)
-    grads = _by_rank(group, 2, TOKENS)  # each rank uses the whole in its own way
-    whole = torch.cat(parts, 1)
-    hint, y, grad, ways = _forward_and_backward(
-        gather, parts[rank].clone(), group, tuple(whole.shape), grads[rank]
-    )
-    if hint:
-        return f"the all-gather: {hint}"
-    if far(y, whole):
-        return (
+def _is_gathered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
+    p = len(results)
+    whole = torch.cat([result.x for result in results], 1)
+    rights = torch.stack([result.grad for result in results]).sum(0).chunk(p, 1)
+    for number, (case, calls) in enumerate(_careful(outcome, members)):
+        result = results[number]
+        order = (
             "the all-gather: forward does not give the tokens of all ranks in their order; is each "
             "tensor of the list one of its own?"
         )
-    own_only = own_part(grads[rank], group, 1)
-    expected = own_part(torch.stack(grads).sum(0), group, 1)
-    if grad.shape != expected.shape:
-        return (
-            f"the all-gather: the gradient is {list(grad.shape)}, and x is {list(expected.shape)}"
-        )
-    if not far(grad, own_only):
-        return (
+        diagnose(case, result.y, whole, {}, order)
+        mistakes = {
             "the all-gather: the gradient is that of this rank's own use alone; the other ranks "
-            "have used these tokens as well"
-        )
-    if not far(grad, expected / p):
-        return "the all-gather: the gradient is the mean over the ranks, and the uses add up"
-    if far(grad, expected):
-        return "the all-gather: the gradient is wrong: sum over the ranks, then which tokens?"
-    return _traffic_hint(ways, whole.nbytes, p)
+            "have used these tokens as well": result.grad.chunk(p, 1)[number],
+            "the all-gather: the gradient is the mean over the ranks, and the uses add up": (
+                rights[number] / p
+            ),
+        }
+        wrong = "the all-gather: the gradient is wrong: sum over the ranks, then which tokens?"
+        diagnose(case, result.grad_x, rights[number], mistakes, wrong)
+        _sends_enough(case, calls, p)
 
 
-def _try_scatter(group: dist.ProcessGroup, scatter: Pair) -> str:
-    p = group.size()
-    rank = group.rank()
-    wholes = _by_rank(group, 3, TOKENS)
-    grads = _by_rank(group, 4, TOKENS // p)
-    total = torch.stack(wholes).sum(0)
-    expected = own_part(total, group, 1)
-    hint, y, grad, ways = _forward_and_backward(
-        scatter, wholes[rank].clone(), group, tuple(expected.shape), grads[rank]
-    )
-    if hint:
-        return f"the reduce-scatter: {hint}"
-    if not far(y, own_part(wholes[rank], group, 1)):
-        return "the reduce-scatter: forward gives a part of this rank's own x, and no sum"
-    if not far(y, expected / p):
-        return "the reduce-scatter: forward gives the mean over the ranks, not the sum"
-    if far(y, expected):
-        return "the reduce-scatter: forward does not give the sum of this rank's own tokens"
-    whole_grad = torch.cat(grads, 1)
-    if grad.shape != whole_grad.shape:
-        return (
-            f"the reduce-scatter: the gradient is {list(grad.shape)}, and x is "
-            f"{list(whole_grad.shape)}"
-        )
-    if far(grad, whole_grad):
-        return (
+def _is_scattered(results: list[_Passed], outcome: Outcome, members: Sequence[int]) -> None:
+    p = len(results)
+    rights = torch.stack([result.x for result in results]).sum(0).chunk(p, 1)
+    whole_grad = torch.cat([result.grad for result in results], 1)
+    for number, (case, calls) in enumerate(_careful(outcome, members)):
+        result = results[number]
+        mistakes = {
+            "the reduce-scatter: forward gives a part of this rank's own x, and no sum": (
+                result.x.chunk(p, 1)[number]
+            ),
+            "the reduce-scatter: forward gives the mean over the ranks, not the sum": (
+                rights[number] / p
+            ),
+        }
+        wrong = "the reduce-scatter: forward does not give the sum of this rank's own tokens"
+        diagnose(case, result.y, rights[number], mistakes, wrong)
+        wrong = (
             "the reduce-scatter: the gradient is wrong: this rank's x went into the tokens of "
             "every rank, so whose gradients does it need?"
         )
-    return _traffic_hint(ways, total.nbytes, p)
+        diagnose(case, result.grad_x, whole_grad, {}, wrong)
+        _sends_enough(case, calls, p)
 
 
 # ---- 10.3
 
 
-def gathers_again(again: Pair, ranks: Ranks) -> None:
+class _Multiplied(NamedTuple):
+    """What a rank has of the gathered product: its rows of the weight, and their gradient."""
+
+    passed: _Passed
+    weight: Tensor
+    grad_weight: Tensor
+
+
+def _multiply(group: dist.ProcessGroup, function: Function) -> _Multiplied:
+    x = _own(group, 5, BATCH, TOKENS // group.size(), WIDTH)
+    weight = nn.Parameter(_own(group, 6, COLUMNS, WIDTH))
+    grad = _own(group, 7, BATCH, TOKENS, COLUMNS)
+    passed = _pass("", x, grad, function.apply, weight, group)
+    if weight.grad is None:
+        raise Hint("backward returns a gradient for x, one for weight, and None for group")
+    return _Multiplied(passed, weight.detach(), weight.grad)
+
+
+def gathers_again(function: Function, ranks: Ranks | None = None) -> str:
     """The learner's Function keeps only its part of x and gathers it a second time in backward.
 
     Args:
-        again: Called as `apply(x, weight, group)`: x [B, S/p, H], weight [F/p, H].
+        function: Called as `apply(x, weight, group)`: x [B, S/p, H], weight [F/p, H].
         ranks: Four.
     """
-    run_trial(ranks, _try_again, again)
+    ours = own_answers(gathered_linear)
+    outcome = in_groups(_multiply, function, judge=_is_gathered_again, ours=ours)
+    return confirm_in_group(ranks, outcome, _multiply, function)
 
 
-def _try_again(group: dist.ProcessGroup, again: Pair) -> str:
-    p = group.size()
-    rank = group.rank()
-    parts = _by_rank(group, 5, TOKENS // p)
-    weights = [draw(group, 60 + i, COLUMNS, WIDTH) for i in range(p)]
-    grads = [draw(group, 70 + i, BATCH, TOKENS, COLUMNS) for i in range(p)]
-
-    whole_x = torch.cat(parts, 1).requires_grad_()
-    whole_weight = torch.cat(weights).requires_grad_()
-    F.linear(whole_x, whole_weight).backward(torch.cat(grads, -1))
-    assert whole_x.grad is not None and whole_weight.grad is not None
-    expected_y = F.linear(whole_x.detach(), weights[rank])
-    expected_grad_x = own_part(whole_x.grad, group, 1)
-    own_grad_x = own_part(grads[rank] @ weights[rank], group, 1)
-
-    x = parts[rank].clone().requires_grad_()
-    weight = nn.Parameter(weights[rank].clone())
-    with (
-        Watch() as forward,
-        without(gathered_linear),
-        saved_bytes(nn.ParameterList([weight])) as saved,
-    ):
-        y = again.apply(x, weight, group)
-        kept_bytes = saved.total()
-    hint = _shape_hint(y, (BATCH, TOKENS, COLUMNS)) or _value_hint(y, expected_y, parts, weights)
-    if hint:
-        return hint
-    held_bytes = sum(forward.held(x, weight, y, at_most=x.nbytes))
-    given = grads[rank].clone()
-    with Watch() as backward, without(gathered_linear):
-        y.backward(given)
-    if x.grad is None or weight.grad is None:
-        return "backward returns a gradient for x, one for weight, and None for group"
-    if x.grad.shape != x.shape:
-        return f"the gradient of x is {list(x.grad.shape)}, and x is {list(x.shape)}"
-    if not far(x.grad, own_grad_x):
-        return "the gradient of x is this rank's alone: the other ranks used these tokens as well"
-    if far(x.grad, expected_grad_x):
-        return "the gradient of x is wrong: which sum over the ranks, and which tokens of it?"
-    if far(weight.grad, own_part(whole_weight.grad, group, 0)):
-        if not far(weight.grad, whole_weight.grad.unflatten(0, (p, -1)).sum(0)):
-            return (
-                "the gradient of the weight is summed over the ranks: each rank has its own rows "
-                "of W, so nothing is to be summed"
-            )
-        return (
+def _is_gathered_again(
+    results: list[_Multiplied], outcome: Outcome, members: Sequence[int]
+) -> None:
+    p = len(results)
+    x = torch.cat([result.passed.x for result in results], 1).requires_grad_()
+    weight = torch.cat([result.weight for result in results]).requires_grad_()
+    F.linear(x, weight).backward(torch.cat([result.passed.grad for result in results], -1))
+    assert x.grad is not None and weight.grad is not None
+    part_grads = weight.grad.chunk(p)
+    multiplied_first = [F.linear(result.passed.x, result.weight) for result in results]
+    for number, (case, calls) in enumerate(_careful(outcome, members)):
+        passed, own_weight, grad_weight = results[number]
+        mistakes = {
+            "forward gives nothing but zeros": not passed.y.any(),
+            "forward multiplies before it gathers: each part has then met the weight of its own "
+            "rank, and this rank needs all tokens with its own weight": (
+                torch.cat(multiplied_first, 1)
+            ),
+        }
+        wrong = "forward is wrong: it should be the tokens of all ranks, times this rank's weight"
+        diagnose(case, passed.y, F.linear(x.detach(), own_weight), mistakes, wrong)
+        mistakes = {
+            "the gradient of x is this rank's alone: the other ranks used these tokens as well": (
+                (passed.grad @ own_weight).chunk(p, 1)[number]
+            ),
+        }
+        wrong = "the gradient of x is wrong: which sum over the ranks, and which tokens of it?"
+        diagnose(case, passed.grad_x, x.grad.chunk(p, 1)[number], mistakes, wrong)
+        mistakes = {
+            "the gradient of the weight is summed over the ranks: each rank has its own rows of W, "
+            "so nothing is to be summed": torch.stack(part_grads).sum(0),
+        }
+        wrong = (
             "the gradient of the weight is wrong: it needs the rows of all S tokens, in grad and "
             "in x"
         )
-    if far(given, grads[rank]):
-        return GRADIENT_CHANGED
-    if max(held_bytes, kept_bytes) > x.nbytes:
-        who = "ctx.save_for_backward"
-        if kept_bytes <= x.nbytes:
-            who = "ctx itself, by an attribute or by a function that it keeps"
-        return (
-            f"the numbers are right, but {max(held_bytes, kept_bytes):,} bytes are kept from "
-            f"forward to backward by {who}, and this rank's part of x has {x.nbytes:,}"
-        )
-    gathers = backward.count("all_gather")
-    if gathers > 1:
-        return f"backward starts {gathers} all-gathers, and one for x is enough"
-    return _traffic_hint([forward, backward], whole_x.nbytes, p, gathers=(1, 2))
+        diagnose(case, grad_weight, part_grads[number], mistakes, wrong)
+        _keeps_its_part(case, calls, passed.x.nbytes)
+        gathers = sum(one.kind == "all_gather" and one.block == "backward" for one in calls)
+        enough = f"backward starts {gathers} all-gathers, and one for x is enough"
+        refuse({enough: gathers > 1}, case)
+        _sends_enough(case, calls, p, num_backward=2)
 
 
-def _value_hint(y: Tensor, expected: Tensor, parts: list[Tensor], weights: list[Tensor]) -> str:
-    if not far(y.detach(), expected):
-        return ""
-    if not y.any():
-        return "forward gives nothing but zeros"
-    multiplied_first = [F.linear(part, weight) for part, weight in zip(parts, weights)]
-    if not far(y.detach(), torch.cat(multiplied_first, 1)):
-        return (
-            "forward multiplies before it gathers: each part has then met the weight of its own "
-            "rank, and this rank needs all tokens with its own weight"
-        )
-    return "forward is wrong: it should be the tokens of all ranks, times this rank's weight"
+def _keeps_its_part(case: str, events: Sequence[Event], part_bytes: int) -> None:
+    """Nothing but this rank's part of x is kept from forward to backward."""
+    kept = {one.kind: sum(one.value) for one in events if one.kind in ("saved", "held")}
+    by = "ctx.save_for_backward"
+    if kept["saved"] <= part_bytes:
+        by = "ctx itself, by an attribute or by a function that it keeps"
+    hint = (
+        f"the numbers are right, but {kept['held']:,} bytes are kept from forward to backward by "
+        f"{by}, and this rank's part of x has {part_bytes:,}"
+    )
+    refuse({hint: kept["held"] > part_bytes}, case)
 
 
 # ---- 10.4
 
-SHARED = ("norm_weight", "norm_bias", "down_bias")
-SHARDS = {"up": 0, "up_bias": 0, "down": 1}  # {weight: the dim that is cut}
+SHAPES = {  # for each rank
+    "norm_weight": (WIDTH,),
+    "norm_bias": (WIDTH,),
+    "up": (COLUMNS, WIDTH),
+    "up_bias": (COLUMNS,),
+    "down": (WIDTH, COLUMNS),
+    "down_bias": (WIDTH,),
+}
+SHARDS = {"up": 0, "up_bias": 0, "down": 1}  # {weight: the dim along which the ranks share it}
+GELU_BYTES = 2 * 8 * BATCH * TOKENS * COLUMNS  # its input and its output, of all tokens
+
+Weights = dict[str, Tensor]
 
 
-def _whole_mlp(x: Tensor, w: Mapping[str, Tensor]) -> Tensor:
-    h = F.layer_norm(x, x.shape[-1:], w["norm_weight"], w["norm_bias"])
-    h = F.gelu(F.linear(h, w["up"], w["up_bias"]))
-    return x + F.linear(h, w["down"], w["down_bias"])
+class _Trained(NamedTuple):
+    """What a rank has of the MLP; the gradients are those before and after they were summed."""
+
+    passed: _Passed
+    weights: Weights
+    before: Weights
+    after: Weights
 
 
-def sequence_parallel_mlp(mlp: type[nn.Module], ranks: Ranks) -> None:
+def _train(group: dist.ProcessGroup, mlp: type[nn.Module]) -> _Trained:
+    weights = {}
+    for seed, (name, shape) in enumerate(SHAPES.items(), 8):
+        weights[name] = _own(group, seed, *shape) if name in SHARDS else draw(group, seed, *shape)
+    x = _own(group, 20, BATCH, TOKENS // group.size(), WIDTH)
+    grad = _own(group, 21, BATCH, TOKENS // group.size(), WIDTH)
+    model: Any = mlp({name: weight.clone() for name, weight in weights.items()}, group)
+    params = dict(model.named_parameters())
+    missing = min(weights.keys() - params.keys(), default="")
+    no_parameter = (
+        f"the module has no parameter {missing}: __init__ makes one of each weight, under the name "
+        "that it has in the dict"
+    )
+    refuse({no_parameter: missing})
+    passed = _pass("", x, grad, model)
+    before = _gradients(params)
+    model.finish_gradient_sync()
+    return _Trained(passed, weights, before, _gradients(params))
+
+
+def _gradients(params: Mapping[str, nn.Parameter]) -> Weights:
+    found = {}
+    for name in SHAPES:
+        grad = params[name].grad
+        if grad is None:
+            raise Hint(f"{name} has no gradient: is it used in forward?")
+        found[name] = grad.clone()
+    return found
+
+
+def sequence_parallel_mlp(mlp: type[nn.Module], ranks: Ranks | None = None) -> str:
     """The learner's `SequenceParallelMLP(weights, group)`, beside the whole one in one process.
 
     Args:
@@ -470,126 +462,127 @@ def sequence_parallel_mlp(mlp: type[nn.Module], ranks: Ranks) -> None:
             parameters `norm_weight`, `norm_bias`, `up`, `up_bias`, `down` and `down_bias`.
         ranks: Four.
     """
-    run_trial(ranks, _try_mlp, mlp)
+    outcome = in_groups(_train, mlp, judge=_is_trained)
+    return confirm_in_group(ranks, outcome, _train, mlp)
 
 
-def _try_mlp(group: dist.ProcessGroup, mlp: type[nn.Module]) -> str:
-    p = group.size()
-    features = COLUMNS * p
-    shapes = {
-        "norm_weight": (WIDTH,),
-        "norm_bias": (WIDTH,),
-        "up": (features, WIDTH),
-        "up_bias": (features,),
-        "down": (WIDTH, features),
-        "down_bias": (WIDTH,),
+def _whole_mlp(results: Sequence[_Trained]) -> tuple[Tensor, Tensor, Weights]:
+    """What one process has: y, the gradient of x, and those of the weights."""
+    w = {}
+    for name, weight in results[0].weights.items():
+        if name in SHARDS:
+            weight = torch.cat([result.weights[name] for result in results], SHARDS[name])
+        w[name] = weight.clone().requires_grad_()
+    x = torch.cat([result.passed.x for result in results], 1).requires_grad_()
+    h = F.layer_norm(x, x.shape[-1:], w["norm_weight"], w["norm_bias"])
+    h = F.gelu(F.linear(h, w["up"], w["up_bias"]))
+    y = x + F.linear(h, w["down"], w["down_bias"])
+    grad = torch.cat([result.passed.grad for result in results], 1)
+    grad_x, *gradients = torch.autograd.grad(y, [x, *w.values()], grad)
+    return y.detach(), grad_x, dict(zip(w, gradients))
+
+
+def _is_trained(results: list[_Trained], outcome: Outcome, members: Sequence[int]) -> None:
+    p = len(results)
+    whole_y, whole_grad_x, gradients = _whole_mlp(results)
+    for number, (case, events) in enumerate(_careful(outcome, members)):
+        passed = results[number].passed
+        bias = results[number].weights["down_bias"]
+        y = whole_y.chunk(p, 1)[number]
+        mistakes = {
+            "y has down_bias in it as often as there are ranks: where is it added?": (
+                y + (p - 1) * bias
+            ),
+            "y lacks down_bias": y - bias,
+            "y lacks the x that goes past the MLP and is added at the end": y - passed.x,
+            "y has x in it as often as there are ranks: where is it added?": y + (p - 1) * passed.x,
+        }
+        wrong = (
+            "y is not what one process gives for these tokens: are F.layer_norm and F.gelu called "
+            "with their defaults, and is the x that is added at the end the one before the norm?"
+        )
+        diagnose(case, passed.y, y, mistakes, wrong)
+        wrong = "y is right, but the gradient of x is not: does each step have its own backward?"
+        diagnose(case, passed.grad_x, whole_grad_x.chunk(p, 1)[number], {}, wrong)
+        for name, gradient in gradients.items():
+            if name in SHARDS:
+                gradient = gradient.chunk(p, SHARDS[name])[number]
+            _has_gradient(case, name, results[number], gradient, p)
+        _keeps_its_tokens(case, events, passed.x.nbytes)
+
+
+def _has_gradient(case: str, name: str, result: _Trained, right: Tensor, p: int) -> None:
+    """The gradient of a weight is the one that it has in one process."""
+    before = result.before[name]
+    was_complete = name in SHARDS and distance(before, right) < TOLERANCE
+    mistakes = {
+        f"the gradient of {name} was complete before finish_gradient_sync: each rank has a part of "
+        "its own, which has seen all tokens": was_complete,
+        f"the gradient of {name} is wrong already before finish_gradient_sync": name in SHARDS,
+        f"finish_gradient_sync leaves the gradient of {name} as it was: it is that of this rank's "
+        "tokens alone": before,
+        f"the gradient of {name} is the mean over the ranks: the tokens' terms add up": right / p,
     }
-    whole = {}
-    own = {}
-    for seed, (name, shape) in enumerate(shapes.items(), 80):
-        tensor = draw(group, seed, *shape)
-        whole[name] = tensor.clone().requires_grad_()
-        own[name] = own_part(tensor, group, SHARDS[name]) if name in SHARDS else tensor.clone()
-    whole_x = draw(group, 90, BATCH, TOKENS, WIDTH).requires_grad_()
-    grad = draw(group, 91, BATCH, TOKENS, WIDTH)
-    expected = _whole_mlp(whole_x, whole)
-    expected.backward(grad)
-    assert whole_x.grad is not None
-
-    model = mlp(own, group)
-    missing = set(shapes) - dict(model.named_parameters()).keys()
-    if missing:
-        return (
-            f"the module has no parameter {min(missing)}: __init__ makes one of each weight, under "
-            "the name that it has in the dict"
-        )
-    x = own_part(whole_x.detach(), group, 1).requires_grad_()
-    with Watch() as forward, Requests() as requests:
-        y = model(x)
-    hint = _shape_hint(y, tuple(x.shape))
-    if hint:
-        return hint
-    requests.check_waited()
-    part = own_part(expected.detach(), group, 1)
-    hint = _output_hint(y.detach(), part, x.detach(), own["down_bias"], p)
-    if hint:
-        return hint
-    # GELU's input and output, of all tokens
-    enough = 2 * BATCH * TOKENS * COLUMNS * x.element_size()
-    held = forward.held(x, y, *model.parameters(), at_most=enough + 2 * x.nbytes)
-    y.backward(own_part(grad, group, 1))
-    if x.grad is None or far(x.grad, own_part(whole_x.grad, group, 1)):
-        return "y is right, but the gradient of x is not: does each step have its own backward?"
-    before = {name: _gradient(model, name) for name in shapes}
-    with Requests() as requests:
-        model.finish_gradient_sync()  # pyright: ignore
-    requests.check_waited()
-    for name in shapes:
-        hint = _parameter_hint(name, before[name], _gradient(model, name), whole[name].grad, group)
-        if hint:
-            return hint
-    # of its own tokens a rank may keep what it likes
-    of_all_tokens = sum(size for size in held if size > x.nbytes)
-    if of_all_tokens > enough:
-        return (
-            f"the numbers are right, but {of_all_tokens:,} bytes of all S tokens are kept for "
-            f"backward, and the input and the output of GELU have {enough:,}: which tensor is it?"
-        )
-    if forward.count("all_reduce"):
-        return "the numbers are right, but forward calls all_reduce: each rank needs a part only"
-    return ""
+    wrong = f"the gradient of {name} is not that of all tokens"
+    diagnose(case, result.after[name], right, mistakes, wrong)
 
 
-def _gradient(model: nn.Module, name: str) -> Tensor | None:
-    grad = model.get_parameter(name).grad
-    return None if grad is None else grad.clone()
+def _keeps_its_tokens(case: str, events: Sequence[Event], part_bytes: int) -> None:
+    """Of all tokens only what GELU needs is kept; of its own a rank may keep what it likes."""
+    (held,) = [one.value for one in events if one.kind == "held"]
+    of_all_tokens = sum(size for size in held if size > part_bytes)
+    in_forward = [one.kind for one in events if one.block == "forward"]
+    mistakes = {
+        f"the numbers are right, but {of_all_tokens:,} bytes of all S tokens are kept for "
+        f"backward, and the input and the output of GELU have {GELU_BYTES:,}: which tensor is "
+        "it?": of_all_tokens > GELU_BYTES,
+        "the numbers are right, but forward calls all_reduce: each rank needs a part only": (
+            "all_reduce" in in_forward
+        ),
+    }
+    refuse(mistakes, case)
 
 
-def _output_hint(y: Tensor, expected: Tensor, x: Tensor, down_bias: Tensor, p: int) -> str:
-    if not far(y, expected):
-        return ""
-    if not far(y, expected + (p - 1) * down_bias):
-        return "y has down_bias in it as often as there are ranks: where is it added?"
-    if not far(y, expected - down_bias):
-        return "y lacks down_bias"
-    if not far(y, expected - x):
-        return "y lacks the x that goes past the MLP and is added at the end"
-    if not far(y, expected + (p - 1) * x):
-        return "y has x in it as often as there are ranks: where is it added?"
-    return (
-        "y is not what one process gives for these tokens: are F.layer_norm and F.gelu called with "
-        "their defaults, and is the x that is added at the end the one before the norm?"
-    )
-
-
-def _parameter_hint(
-    name: str,
-    before: Tensor | None,
-    after: Tensor | None,
-    whole: Tensor | None,
-    group: dist.ProcessGroup,
-) -> str:
-    assert whole is not None
-    if before is None or after is None:
-        return f"{name} has no gradient: is it used in forward?"
-    p = group.size()
-    if name in SHARDS:
-        expected = own_part(whole, group, SHARDS[name])
-        if not far(after, expected):
-            return ""
-        if not far(before, expected):
-            return (
-                f"the gradient of {name} was complete before finish_gradient_sync: each rank has "
-                "a part of its own, which has seen all tokens"
-            )
-        return f"the gradient of {name} is wrong already before finish_gradient_sync"
-    if not far(after, whole):
-        return ""
-    if not far(after, before):
-        return (
-            f"finish_gradient_sync leaves the gradient of {name} as it was: it is that of this "
-            "rank's tokens alone"
-        )
-    if not far(after, whole / p):
-        return f"the gradient of {name} is the mean over the ranks: the tokens' terms add up"
-    return f"the gradient of {name} is not that of all tokens"
+EXERCISES = {
+    "10.1": Exercise(
+        check=layer_bytes,
+        praise="every part, whole and cut: now add them up",
+        hints=(
+            "Go through the block from left to right and write down each tensor with its size. "
+            "In 16-bit numbers a tensor of b s h takes 2 s b h bytes; a mask takes half of that.",
+            "Each head has its own table of s x s scores. How many of the operations on this "
+            "table keep something?",
+            "Which of the tensors belong to own heads or own features, and which hold all h "
+            "features on every rank?",
+        ),
+    ),
+    "10.2": Exercise(
+        check=pair,
+        praise="each is the other's backward",
+        hints=(
+            "dist.all_gather fills a list of p tensors. Where do they belong in [B, S, H]?",
+            "dist.reduce_scatter wants a list of p tensors: number i is what goes to rank i.",
+            "A rank's tokens were used by all ranks. So its gradient comes from all ranks.",
+        ),
+    ),
+    "10.3": Exercise(
+        check=gathers_again,
+        praise="the right gradients, and only this rank's tokens are kept",
+        hints=(
+            "What do the two products of backward need, and which of these tensors are here "
+            "already?",
+            "The gradient of x exists for all S tokens on every rank, and each rank has only the "
+            "terms of its own columns.",
+        ),
+    ),
+    "10.4": Exercise(
+        check=sequence_parallel_mlp,
+        praise="the same numbers as one process, with a part of the tokens on each rank",
+        hints=(
+            "Which shape has h after each line: [B, S/p, .] or [B, S, .]?",
+            "What would happen to a bias that is added before a sum over the ranks?",
+            "For each of the six parameters: do the ranks hold the same copy of it, and which "
+            "tokens have gone into its gradient?",
+        ),
+    ),
+}

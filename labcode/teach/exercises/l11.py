@@ -1,13 +1,16 @@
-"""Checks of lesson 11, context parallelism. The text of each assertion is a hint."""
+"""Checks of lesson 11, context parallelism."""
 
 import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from labcode.parallel import attention_block
 from labcode.parallel.attention_block import PLAIN
@@ -17,235 +20,176 @@ from labcode.perf.memory import model_activations
 from labcode.pool.ranks import Ranks
 from labcode.pool.record import listed
 from labcode.recipes import gpt_shape
-from labcode.teach.check import RETURNED_NONE, Exercise, due
-from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
-from labcode.teach.exercises.requests import Requests
-from labcode.teach.exercises.watch import Watch, draw, far, import_on, own_part, run_trial
+from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
+from labcode.teach.exercises.expect import (
+    TOLERANCE,
+    Table,
+    careless,
+    confirm_in_group,
+    diagnose,
+    distance,
+    draw,
+    in_groups,
+    own_answers,
+    own_part,
+    refuse,
+    tensor,
+)
+from labcode.teach.exercises.in_notebook import without
+from labcode.teach.exercises.simulated import Event, Outcome, here
 from labcode.topology import GridShape
 from labcode.units import si
 
-EXERCISES = {
-    "11.1": Exercise(
-        praise="blocks of any size, in any order",
-        hints=(
-            "The denominator of a block is exp(lse). Which part of the common denominator is it?",
-            "torch.logaddexp(a, b) is log(exp(a) + exp(b)), and it never overflows.",
-            "out is [.., Q, D] and lse is [.., Q]: what makes them multiply row by row?",
-        ),
-    ),
-    "11.2": Exercise(
-        praise="exact, round the ring, and never more than two parts that have arrived",
-        hints=(
-            "Write a table for rank 2 of 4: in step 0, 1, 2, 3, whose keys are here?",
-            "The next rank waits for a message in each step, whether you look at your part or not.",
-            "What arrives must not be written into the memory that is still being sent.",
-        ),
-    ),
-    "11.3": Exercise(
-        praise="every gradient is complete, and each came home",
-        hints=(
-            "Which of the three gradients of a block belong to this rank, and which to the rank "
-            "where the keys come from?",
-            "attend_backward takes out and lse over all keys, not over the block.",
-            "After the last step the gradients of K and V are one rank away from home.",
-        ),
-    ),
-    "11.4": Exercise(
-        praise="every visible score once, and the same work for all ranks in every step",
-        hints=(
-            "Of 2p chunks, chunk c sees c + 1/2 chunks of keys. Which two chunks make the same "
-            "sum for every rank, whatever p is?",
-            "Draw the 8 x 8 mask of p = 4, and colour the rows of rank 1 and the columns of "
-            "rank 2. Which tiles are in both, and visible?",
-        ),
-    ),
-    "11.5": Exercise(
-        praise="it fits, and most of the time is spent computing",
-        hints=(
-            "What does each axis divide: weights, activations, sequences?",
-            "l11.costs(shape) prints what a grid costs. Look at the larger of the two seconds.",
-            "Which axis should run fastest, so that its groups lie inside a node?",
-        ),
-    ),
-}
-
-TOLERANCE = 1e-9
 ROUNDED = 1e-5  # what is off by less has been rounded to float32 on its way
+OURS = own_answers(RingAttention.forward)
+
+
+def _unpacked(returned: Any, *names: str) -> dict[str, Any]:
+    """What the learner's function returned, by name."""
+    returned = due(returned)
+    if not isinstance(returned, (tuple, list)) or len(returned) != len(names):
+        number = {2: "two", 3: "three"}[len(names)]
+        raise Hint(f"it should return {number} tensors: {', '.join(names)}")
+    return dict(zip(names, due(*returned)))
+
 
 # ---- 11.1
 
-Merge = Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+Attended = tuple[Tensor, Tensor]  # out and lse of a block
 
 
-def _attend(scores: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+def _attend(scores: Tensor, v: Tensor) -> Attended:
     """Attention over one block of keys: out [heads, S, D] and lse [heads, S]."""
     lse = scores.logsumexp(-1)
     return (scores - lse[..., None]).exp() @ v, lse
 
 
-def merge(my_merge: Merge) -> None:
+def merge(my_merge: Callable[..., Any]) -> None:
     """The learner's merge of attention over two blocks of keys.
 
     Args:
         my_merge: `my_merge(out_a, lse_a, out_b, lse_b)` -> out and lse of both blocks together.
     """
-    draw = torch.Generator().manual_seed(5)
-    scores = torch.randn(2, 6, 10, generator=draw, dtype=torch.float64)
-    v = torch.randn(2, 10, 4, generator=draw, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(5)
+    scores = torch.randn(2, 6, 10, generator=generator, dtype=torch.float64)
+    v = torch.randn(2, 10, 4, generator=generator, dtype=torch.float64)
     with without(attention_block.merge):
         for shift, keys in ((0.0, 5), (0.0, 2), (3.0, 8)):
             shifted = torch.cat((scores[..., :keys], scores[..., keys:] + shift), -1)
             block_a = _attend(shifted[..., :keys], v[:, :keys])
             block_b = _attend(shifted[..., keys:], v[:, keys:])
             whole = _attend(shifted, v)
-            _check_merged(my_merge, block_a, block_b, whole)
-        _check_large_scores(my_merge, block_a, block_b)
-        _check_large_rows(my_merge, block_a, block_b, whole)
-        _check_empty_block(my_merge, block_a, block_b)
-        _check_empty_rows(my_merge, block_a, block_b, whole)
+            _is_merged(_merged(my_merge, block_a, block_b), block_a, block_b, whole)
+        _is_merged_in_hard_cases(my_merge, block_a, block_b, whole)
 
 
-Attended = tuple[Tensor, Tensor]  # out and lse of a block
-
-
-def _call(my_merge: Merge, block_a: Attended, block_b: Attended) -> Attended:
+def _merged(my_merge: Callable[..., Any], block_a: Attended, block_b: Attended) -> Attended:
     """The learner's out and lse; they may write into what they are given."""
     given = [x.clone() for x in (*block_a, *block_b)]
-    return _two(my_merge(*given))
+    found = _unpacked(my_merge(*given), "out", "lse")
+    for name, x in found.items():
+        tensor(x, what=f"{name} is")
+    return found["out"], found["lse"]
 
 
-def _check_merged(
-    my_merge: Merge, block_a: Attended, block_b: Attended, expected: Attended
-) -> None:
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    true_out, true_lse = expected
-    out, lse = _call(my_merge, block_a, block_b)
-    assert (out.shape, lse.shape) != (true_lse.shape, true_out.shape), (
-        "are the two results swapped? out comes first, then lse"
-    )
-    assert out.shape == true_out.shape, (
-        f"out is {list(out.shape)}, should be {list(true_out.shape)}: lse has no dim for D, add one"
-    )
-    assert lse.shape == true_lse.shape, (
-        f"lse is {list(lse.shape)}, should be {list(true_lse.shape)}"
-    )
-    for name, found, given in (("out", out, out_a), ("lse", lse, lse_a)):
-        assert found.dtype == given.dtype, (
-            f"{name} is {_dtype(found)}, and its inputs are {_dtype(given)}"
-        )
-    assert not torch.allclose(out, (out_a + out_b) / 2), (
-        "that is the plain mean: a block with larger scores counts for more"
-    )
-    assert not torch.allclose(out, out_a + out_b), (
-        "that is the sum: the weights of the two blocks add up to 1"
-    )
-    assert not torch.allclose(lse, lse_a + lse_b), (
-        "lse is the logarithm of a sum of exponentials; you add the logarithms"
-    )
-    off = (out - true_out).abs().max().item()
-    assert off < TOLERANCE, (
-        f"out is off by {off:.2g}: what share of the common denominator has each block?"
-    )
-    assert torch.allclose(lse, true_lse), (
-        "out is right, lse is not: the next block needs the denominator of both"
-    )
-
-
-def _check_large_scores(my_merge: Merge, block_a: Attended, block_b: Attended) -> None:
-    """In both blocks, in the first alone and in the second alone."""
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
-    out, lse = _call(my_merge, (out_a, lse_a + 5000), (out_b, lse_b + 5000))
-    assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
-        "with scores of 5000 it gives nan or inf, because exp(5000) overflows: which number may be "
-        "subtracted from both lse first?"
-    )
-    large_a = (out_a, lse_a + 5000)
-    large_b = (out_b, lse_b + 5000)
-    for name, large, blocks in (
-        ("first", large_a, (large_a, block_b)),
-        ("second", large_b, (block_a, large_b)),
-    ):
-        out, lse = _call(my_merge, *blocks)
-        true_out, true_lse = large
-        assert torch.isfinite(out).all() and torch.isfinite(lse).all(), (
-            f"with scores of 5000 in the {name} block alone it gives nan or inf: is what you "
-            "subtract right, whichever of the two lse is larger?"
-        )
-        assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse), (
-            f"with scores of 5000 in the {name} block alone, out and lse should be those of this "
-            "block: beside it the other one has no weight"
-        )
-
-
-def _check_empty_block(my_merge: Merge, block_a: Attended, block_b: Attended) -> None:
-    """The second block has no key that is visible, then the first one."""
-    out_b, lse_b = block_b
-    empty = (torch.zeros_like(out_b), torch.full_like(lse_b, -math.inf))
-    for name, seen, blocks in (
-        ("second", block_a, (block_a, empty)),
-        ("first", block_b, (empty, block_b)),
-    ):
-        out, lse = _call(my_merge, *blocks)
-        true_out, true_lse = seen
-        assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse), (
-            f"a block without any key (lse = -inf) must change nothing, and where it is the {name} "
-            "one it does"
-        )
-
-
-def _check_large_rows(
-    my_merge: Merge, block_a: Attended, block_b: Attended, whole: Attended
-) -> None:
-    """Rows with large scores beside rows with small ones."""
-    out_a, lse_a = block_a
-    out_b, lse_b = block_b
+def _is_merged(found: Attended, block_a: Attended, block_b: Attended, whole: Attended) -> None:
+    out, lse = found
     true_out, true_lse = whole
-    # every second row; what is added to all scores of a row does not change its output
-    added = 5000.0 * (torch.arange(lse_a.shape[-1]) % 2)
-    out, lse = _call(my_merge, (out_a, lse_a + added), (out_b, lse_b + added))
-    assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse + added), (
-        "with scores of 5000 in some rows (queries) and small ones in the others it is wrong: no "
-        "row may depend on another one"
-    )
+    mistakes: dict[str, Any] = {
+        "are the two results swapped? out comes first, then lse": (
+            (out.shape, lse.shape) == (true_lse.shape, true_out.shape)
+        ),
+        f"out is {list(out.shape)}, expected is {list(true_out.shape)}: lse has no dim for D, add "
+        "one": out.shape != true_out.shape,
+        f"lse is {list(lse.shape)}, expected is {list(true_lse.shape)}": (
+            lse.shape != true_lse.shape
+        ),
+        f"out is {_dtype(out)}, and its inputs are float64": out.dtype != torch.float64,
+        f"lse is {_dtype(lse)}, and its inputs are float64": lse.dtype != torch.float64,
+    }
+    refuse(mistakes)
+    out_a, lse_a = block_a
+    out_b, lse_b = block_b
+    mistakes = {
+        "out has nan or inf in it": not out.isfinite().all(),
+        "that is the plain mean: a block with larger scores counts for more": (out_a + out_b) / 2,
+        "that is the sum: the weights of the two blocks add up to 1": out_a + out_b,
+    }
+    otherwise = "out is {off:.0%} away: what share of the common denominator has each block?"
+    diagnose("", out, true_out, mistakes, otherwise)
+    mistakes = {
+        "lse is the logarithm of a sum of exponentials; you add the logarithms": lse_a + lse_b,
+    }
+    otherwise = "out is right, lse is not: the next block needs the denominator of both"
+    diagnose("", lse, true_lse, mistakes, otherwise)
 
 
-def _check_empty_rows(
-    my_merge: Merge, block_a: Attended, block_b: Attended, whole: Attended
+def _is_merged_in_hard_cases(
+    my_merge: Callable[..., Any], block_a: Attended, block_b: Attended, whole: Attended
 ) -> None:
-    """Some rows see no key of the first block, others none of the second, and others both."""
-    kind = torch.arange(block_a[1].shape[-1]) % 3
-    empty_a = kind == 0
-    empty_b = kind == 1
-    out, lse = _call(my_merge, _emptied(block_a, empty_a), _emptied(block_b, empty_b))
-    true_out, true_lse = (x.clone() for x in whole)
-    for rows, (seen_out, seen_lse) in ((empty_a, block_b), (empty_b, block_a)):
-        true_out[:, rows] = seen_out[:, rows]
-        true_lse[:, rows] = seen_lse[:, rows]
-    assert torch.allclose(out, true_out) and torch.allclose(lse, true_lse), (
+    """Large scores and rows without a key, in one block or both, in all rows or some of them."""
+    large_a = _shifted(block_a, 5000.0)
+    large_b = _shifted(block_b, 5000.0)
+    overflowing = {
+        "with scores of 5000 it gives nan or inf, because exp(5000) overflows: which number may be "
+        "subtracted from both lse first?": (large_a, large_b),
+        "with scores of 5000 in the first block alone it gives nan or inf: is what you subtract "
+        "right, whichever of the two lse is larger?": (large_a, block_b),
+        "with scores of 5000 in the second block alone it gives nan or inf: is what you subtract "
+        "right, whichever of the two lse is larger?": (block_a, large_b),
+    }
+    for hint, blocks in overflowing.items():
+        out, lse = _merged(my_merge, *blocks)
+        refuse({hint: not (out.isfinite().all() and lse.isfinite().all())})
+
+    rows = torch.arange(block_a[1].shape[-1])
+    every_second = 5000.0 * (rows % 2)  # added to all scores of a row, it changes no output
+    empty = (torch.zeros_like(block_a[0]), torch.full_like(block_a[1], -math.inf))
+    empty_in_a = rows % 3 == 0
+    empty_in_b = rows % 3 == 1
+    seen_by_one = _replaced(_replaced(whole, empty_in_a, block_b), empty_in_b, block_a)
+    wrong = {  # hint: two blocks, and what they are together
+        "with scores of 5000 in the first block alone, out and lse should be those of this block: "
+        "beside it the other one has no weight": (large_a, block_b, large_a),
+        "with scores of 5000 in the second block alone, out and lse should be those of this block: "
+        "beside it the other one has no weight": (block_a, large_b, large_b),
+        "with scores of 5000 in some rows (queries) and small ones in the others it is wrong: no "
+        "row may depend on another one": (
+            _shifted(block_a, every_second),
+            _shifted(block_b, every_second),
+            _shifted(whole, every_second),
+        ),
+        "a block without any key (lse = -inf) must change nothing, and where it is the second one "
+        "it does": (block_a, empty, block_a),
+        "a block without any key (lse = -inf) must change nothing, and where it is the first one "
+        "it does": (empty, block_b, block_b),
         "where some rows (queries) of a block see no key (lse = -inf) and its other rows do, it is "
-        "wrong: no row may depend on another one"
-    )
+        "wrong: no row may depend on another one": (
+            _replaced(block_a, empty_in_a, empty),
+            _replaced(block_b, empty_in_b, empty),
+            seen_by_one,
+        ),
+    }
+    for hint, (one, other, truth) in wrong.items():
+        out, lse = _merged(my_merge, one, other)
+        off = max(distance(out, truth[0]), distance(lse, truth[1]))
+        refuse({hint: off > TOLERANCE})
 
 
-def _emptied(block: Attended, rows: Tensor) -> Attended:
-    """A block of which these rows see no key."""
-    out, lse = (x.clone() for x in block)
-    out[:, rows] = 0.0
-    lse[:, rows] = -math.inf
-    return out, lse
+def _shifted(block: Attended, added: Tensor | float) -> Attended:
+    """A block with something added to all scores of a row."""
+    out, lse = block
+    return out, lse + added
 
 
-def _dtype(tensor: Tensor) -> str:
-    return str(tensor.dtype).removeprefix("torch.")
+def _replaced(block: Attended, rows: Tensor, other: Attended) -> Attended:
+    """A block with these rows of another one."""
+    out, lse = other
+    return torch.where(rows[:, None], out, block[0]), torch.where(rows, lse, block[1])
 
 
-def _two(pair: Any) -> Attended:
-    pair = due(pair)
-    assert isinstance(pair, (tuple, list)) and len(pair) == 2, "return two tensors: out, lse"
-    assert all(isinstance(x, Tensor) for x in due(*pair)), "return two tensors: out, lse"
-    return pair[0], pair[1]
+def _dtype(found: Tensor) -> str:
+    return str(found.dtype).removeprefix("torch.")
 
 
 # ---- 11.2 and 11.3
@@ -253,294 +197,304 @@ def _two(pair: Any) -> Attended:
 HEADS = 2
 TOKENS = 4  # of each rank
 WIDTH = 16  # features of a head: so wide that K and V of a part are larger than its scores
+PART_BYTES = 2 * 8 * HEADS * TOKENS * WIDTH  # K and V of a rank
+GRADIENTS = ("dq", "dk", "dv")
 
 
-def _sequence(group: dist.ProcessGroup, seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """q, k, v of the whole sequence, [1, N, S, D]; the same on all ranks of the group."""
+class _Memory(TorchDispatchMode):
+    """What the learner's code makes on a simulated rank, and what has arrived there.
+
+    Attributes:
+        most_arrived: The most bytes of messages that had arrived, or were about to, and were alive
+            together while something was computed.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.most_arrived = 0
+        self._messages: set[StorageWeakRef] = set()
+        self._numels: dict[StorageWeakRef, int] = {}  # of the largest tensor in each memory
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for made in tree_leaves(result):
+            if isinstance(made, Tensor):
+                memory = StorageWeakRef(made.untyped_storage())
+                self._numels[memory] = max(made.numel(), self._numels.get(memory, 0))
+        received = here().received
+        self._messages.update(received)
+        arrived = sum(size for memory, size in received.items() if not memory.expired())
+        self.most_arrived = max(self.most_arrived, arrived)
+        return result
+
+    def largest(self) -> int:
+        """Elements of the largest tensor, without those that hold messages.
+
+        Two places for messages may well be in one tensor; they count as what has arrived.
+        """
+        others = [size for memory, size in self._numels.items() if memory not in self._messages]
+        return max(others, default=0)
+
+
+class _Result(NamedTuple):
+    """This rank's part of what the learner's function was given and has returned, by name."""
+
+    given: dict[str, Tensor]
+    found: dict[str, Tensor]
+
+
+def _sequence(group: dist.ProcessGroup, seed: int) -> dict[str, Tensor]:
+    """q, k and v of the whole sequence, [1, N, S, D]; the same on all ranks of the group."""
     shape = (1, HEADS, TOKENS * group.size(), WIDTH)
-    return (
-        draw(group, seed, *shape),
-        draw(group, seed + 1, *shape),
-        draw(group, seed + 2, *shape),
-    )
+    return {name: draw(group, seed + number, *shape) for number, name in enumerate("qkv")}
 
 
-def ring_forward(answer: Callable[..., Any], ranks: Ranks) -> None:
-    """The learner's `ring_forward(q, k, v, group)`: causal, each rank has one piece in a row.
+def _answer_of(
+    answer: Callable[..., Any],
+    group: dist.ProcessGroup,
+    whole: Mapping[str, Tensor],
+    names: Sequence[str],
+) -> _Result:
+    """Call the learner's function with this rank's parts, in their order, and the group.
 
     Args:
-        answer: Returns out [B, N, S/p, D] and lse [B, N, S/p] of this rank's queries.
-        ranks: Four.
+        answer: The function.
+        group: Of the ring.
+        whole: What it needs, of the whole sequence.
+        names: Of what it returns.
     """
-    run_trial(ranks, _try_forward, answer)
+    before = {name: own_part(x, group, 2) for name, x in whole.items()}
+    given = {name: x.clone() for name, x in before.items()}
+    with here().block("answer"), _Memory() as memory:
+        returned = answer(*given.values(), group)
+    here().note("memory", (memory.largest(), memory.most_arrived))
+    found = _unpacked(returned, *names)
+    for name, x in found.items():
+        shape = before["q"].shape
+        tensor(x, shape[:-1] if name == "lse" else shape, f"{name} is")
+    for name, x in given.items():
+        text = f"{name} has changed: the caller still needs the tensors that it gave you"
+        refuse({text: not torch.equal(x, before[name])})
+    return _Result(before, found)
 
 
-def _try_forward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> str:
-    p = group.size()
-    q, k, v = _sequence(group, 1)
-    true_out, true_lse = PLAIN.forward(q, k, v, True)
-    own = [own_part(x, group, 2) for x in (q, k, v)]
-    before = [x.clone() for x in own]
-    with Watch() as watch, Requests() as requests, without(RingAttention.forward):
-        pair = answer(*own, group)
-    if pair is ... or pair is None:
-        return RETURNED_NONE
-    if not isinstance(pair, (tuple, list)) or len(pair) != 2:
-        return "it should return two tensors: out, lse"
-    requests.check_waited()
-    if requests.mixed:
-        return MIXED
-    out, lse = pair
-    expected = own_part(true_out, group, 2)
-    if not isinstance(out, Tensor) or out.shape != expected.shape:
-        return f"out is {_shape_of(out)}, and q is {list(own[0].shape)}: they have one shape"
-    for name, now, then in zip("qkv", own, before):
-        if far(now, then):
-            return f"{name} has changed: the caller still needs the tensors that it gave you"
-    if watch.collectives():
-        return f"{watch.collectives()[0]} does the work for you: use sends and receives"
-    members = dist.get_process_group_ranks(group)
-    neighbours = {members[(group.rank() + 1) % p], members[(group.rank() - 1) % p]}
-    receivers = watch.receivers()
+def _joined(results: Sequence[_Result]) -> dict[str, Tensor]:
+    """What the ranks of a group were given, of the whole sequence."""
+    whole = {}
+    for name in results[0].given:
+        whole[name] = torch.cat([result.given[name] for result in results], 2)
+    return whole
+
+
+def _parts(names: Sequence[str], whole: Sequence[Tensor], p: int) -> list[dict[str, Tensor]]:
+    """The part of each rank of a group, by name."""
+    parts = [x.chunk(p, 2) for x in whole]
+    return [dict(zip(names, of_rank)) for of_rank in zip(*parts)]
+
+
+def _calls(outcome: Outcome, rank: int) -> list[Event]:
+    """What the learner's code calls; a barrier does no harm."""
+    return [one for one in outcome.of(rank) if one.block == "answer" and one.kind != "barrier"]
+
+
+def _sends_messages(case: str, calls: Sequence[Event]) -> None:
+    """Sends and receives alone, and somebody waits for each."""
+    collectives = [one.kind for one in calls if one.kind not in ("send", "recv")]
+    overlaps = any(one.overlaps for one in calls)
+    all_arrived = all(one.arrived for one in calls)
+    mistakes = {
+        f"{', '.join(collectives[:1])} does the work for you: use sends and receives": collectives,
+        "a message is received into the very memory that is still being sent: does the sender "
+        "still have what it sends?": overlaps and all_arrived,
+        **careless(calls),
+    }
+    refuse(mistakes, case)
+
+
+def _shortened(name: str, found: Tensor, truth: Tensor, calls: Sequence[Event]) -> Table:
+    """Of a result that is wrong: have its numbers become shorter?"""
+    sent = {one.dtype for one in calls if one.kind == "send" and "float" in one.dtype}
+    shorter = ", ".join(sorted(sent - {"float64"}))
+    off = distance(found, truth)
+    return {
+        f"{name} is not exact: messages are sent in {shorter}, and all inputs in float64": shorter,
+        f"{name} is right to {off:.0e} only: where do the numbers cease to be float64?": (
+            off < ROUNDED
+        ),
+    }
+
+
+def _needs_no_more(
+    case: str, calls: Sequence[Event], parts: int, largest: int = 0, most_arrived: int = 0
+) -> None:
+    """A rank sends no more than these parts of K and V, and does not keep more than two."""
+    sent_bytes = sum(one.num_bytes for one in calls if one.kind == "send")
+    mistakes = {
+        f"the numbers are right, but {sent_bytes / PART_BYTES:g} parts of K and V are sent where "
+        f"{parts} are enough: is the last message needed?": sent_bytes > parts * PART_BYTES,
+        "the numbers are right, but somewhere more than one part of K and V is in one tensor: "
+        "merge each part when it is here, and let it go": largest > 2 * HEADS * TOKENS * WIDTH,
+        f"the numbers are right, but {most_arrived / PART_BYTES:g} parts of K and V that arrived "
+        "are in memory together, and two are enough: merge each part when it is here, and let it "
+        "go, together with the works that sent it": most_arrived > 2 * PART_BYTES,
+    }
+    refuse(mistakes, case)
+
+
+# ---- 11.2
+
+
+def ring_forward(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
+    """The learner's `ring_forward(q, k, v, group)`: causal, each rank has one piece in a row."""
+    outcome = in_groups(_forward, answer, judge=_judge_forward, ours=OURS)
+    return confirm_in_group(ranks, outcome, _forward, answer)
+
+
+def _forward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Result:
+    return _answer_of(answer, group, _sequence(group, 1), ("out", "lse"))
+
+
+def _judge_forward(results: Sequence[_Result], outcome: Outcome, members: Sequence[int]) -> None:
+    p = len(members)
+    whole = _joined(results)
+    names = ("out", "lse")
+    truths = _parts(names, PLAIN.forward(**whole, causal=True), p)
+    for number, rank in enumerate(members):
+        case = f"on rank {rank}: "
+        calls = _calls(outcome, rank)
+        _sends_messages(case, calls)
+        _sends_to_one(case, calls, {members[(number + 1) % p], members[(number - 1) % p]})
+        out, lse = (results[number].found[name] for name in names)
+        true_out, true_lse = (truths[number][name] for name in names)
+        shortened = _shortened("out", out, true_out, calls)
+        wrong = _wrong_outputs(out, number, results[number].given, whole)
+        diagnose(case, out, true_out, {**shortened, **wrong})
+        otherwise = "out is right and lse is not: is it that of all the keys together?"
+        diagnose(case, lse, true_lse, {}, otherwise)
+        _needs_no_more(case, calls, p - 1, *outcome.of(rank, "memory")[0].value)
+
+
+def _sends_to_one(case: str, calls: Sequence[Event], neighbours: set[int]) -> None:
+    """All messages go to one of the two neighbours."""
+    receivers = {one.peer for one in calls if one.kind == "send" and one.peer is not None}
     if len(receivers) > 1 or receivers - neighbours:
         word = "ranks" if len(receivers) > 1 else "rank"
-        return (
-            f"it sends to {word} {listed(sorted(receivers))}: on a ring each rank sends to one "
-            "neighbour only"
+        raise Hint(
+            f"{case}it sends to {word} {listed(sorted(receivers))}: on a ring each rank sends to "
+            "one neighbour only"
         )
-    if far(out, expected):
-        lost = _precision_hint("out", out, expected, requests)
-        return lost or _output_hint(out, q, k, v, group)
-    if not isinstance(lse, Tensor) or lse.shape != expected.shape[:-1]:
-        return f"lse is {_shape_of(lse)} and should be {list(expected.shape[:-1])}"
-    if far(lse, own_part(true_lse, group, 2)):
-        return "out is right and lse is not: is it that of all the keys together?"
-    part_bytes = own[1].nbytes + own[2].nbytes
-    hint = _sent_hint(watch, (p - 1) * part_bytes, part_bytes)
-    if hint:
-        return hint
-    # two places for messages may well be in one tensor; they count below
-    if watch.largest_without_messages() > 2 * own[1].numel():
-        return (
-            "the numbers are right, but somewhere more than one part of K and V is in one tensor: "
-            "merge each part when it is here, and let it go"
-        )
-    if watch.most_arrived > 2 * part_bytes:
-        return (
-            f"the numbers are right, but {watch.most_arrived / part_bytes:g} parts of K and V that "
-            "arrived are in memory together, and two are enough: merge each part when it is here, "
-            "and let it go, together with the works that sent it"
-        )
-    return ""
 
 
-MIXED = (
-    "a message is received into the very memory that is still being sent: does the sender still "
-    "have what it sends?"
-)
-
-
-def _precision_hint(name: str, found: Tensor, expected: Tensor, requests: Requests) -> str:
-    """Where a wrong result comes from numbers that have become shorter; "" where it does not."""
-    given = _dtype(expected)
-    shorter = []
-    for dtype in requests.sent_dtypes:
-        if dtype.is_floating_point and dtype.itemsize < expected.dtype.itemsize:
-            shorter.append(str(dtype).removeprefix("torch."))
-    if shorter:
-        return (
-            f"{name} is not exact: messages are sent in {min(shorter)}, and all inputs in {given}"
-        )
-    off = (found - expected).abs().max().item()
-    if off < ROUNDED:
-        return f"{name} is right to {off:.0e} only: where do the numbers cease to be {given}?"
-    return ""
-
-
-def _shape_of(value: Any) -> str:
-    return str(list(value.shape)) if isinstance(value, Tensor) else repr(value)[:40]
-
-
-def _output_hint(out: Tensor, q: Tensor, k: Tensor, v: Tensor, group: dist.ProcessGroup) -> str:
-    """What a wrong output is instead."""
-    if not torch.isfinite(out).all():
-        return (
-            "out has nan or inf in it: is a block merged that nobody can see, or one that has not "
-            "arrived yet? Who waits?"
-        )
-    own_q, own_k, own_v = (own_part(x, group, 2) for x in (q, k, v))
-    everything = PLAIN.forward(own_q, k, v, False)[0]
-    if not far(out, everything):
-        return (
-            "out is attention over all keys, also over later ones: whose keys may this rank's "
-            "queries see?"
-        )
-    if not far(out, PLAIN.forward(own_q, own_k, own_v, True)[0]):
-        return "out is attention over this rank's own keys alone"
-    if not far(out, PLAIN.forward(own_q, own_k, own_v, False)[0]):
-        return "out is attention over this rank's own keys alone, and without the causal mask"
-    if group.rank() == 0:
-        return (
-            "out is wrong, and this rank sees its own keys only: what does it do with the parts "
-            "that come by, and is its own block causal?"
-        )
-    return (
+def _wrong_outputs(
+    out: Tensor, number: int, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]
+) -> Table:
+    """What mistakes give on the rank with this number in its group, and at last what to ask."""
+    return {
+        "out has nan or inf in it: is a block merged that nobody can see, or one that has not "
+        "arrived yet? Who waits?": not out.isfinite().all(),
+        "out is attention over all keys, also over later ones: whose keys may this rank's queries "
+        "see?": PLAIN.forward(own["q"], whole["k"], whole["v"], False)[0],
+        "out is attention over this rank's own keys alone": PLAIN.forward(**own, causal=True)[0],
+        "out is attention over this rank's own keys alone, and without the causal mask": (
+            PLAIN.forward(**own, causal=False)[0]
+        ),
+        "out is wrong, and this rank sees its own keys only: what does it do with the parts that "
+        "come by, and is its own block causal?": number == 0,
         "out is wrong: is it the right source's turn in each step, is only the own block causal, "
-        "and is each block merged once?"
-    )
+        "and is each block merged once?": True,
+    }
 
 
-def _sent_hint(watch: Watch, most_bytes: int, part_bytes: int) -> str:
-    """Whether this rank has sent more than it needs to."""
-    sent = watch.sent_bytes()
-    if sent > most_bytes:
-        return (
-            f"the numbers are right, but {sent / part_bytes:g} parts of K and V are sent where "
-            f"{most_bytes / part_bytes:g} are enough: is the last message needed?"
-        )
-    return ""
+# ---- 11.3
 
 
-class _Finding(NamedTuple):
-    """What a rank has found in a trial: what is wrong, and how early that should be said.
+def ring_backward(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
+    """The learner's `ring_backward(dout, q, k, v, out, lse, group)`: dq, dk and dv of this rank."""
+    outcome = in_groups(_backward, answer, judge=_judge_backward, ours=OURS)
+    return confirm_in_group(ranks, outcome, _backward, answer)
 
-    Args:
-        stage: 0 for what is no result at all, then the gradients in their order, then messages.
-        hint: "" where all is right.
+
+def _backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Result:
+    whole = _sequence(group, 5)
+    out, lse = PLAIN.forward(**whole, causal=True)
+    dout = draw(group, 9, *out.shape)
+    return _answer_of(answer, group, {"dout": dout, **whole, "out": out, "lse": lse}, GRADIENTS)
+
+
+def _judge_backward(results: Sequence[_Result], outcome: Outcome, members: Sequence[int]) -> None:
+    """Rank 0 sees its own keys only, so its dq is right where the others' are wrong.
+
+    Therefore a wrong dq of any rank comes before a wrong dk.
     """
-
-    stage: int
-    hint: str
-
-
-GRADIENTS = ("dq", "dk", "dv")
-MESSAGES = 1 + len(GRADIENTS)
-
-
-def ring_backward(answer: Callable[..., Any], ranks: Ranks) -> None:
-    """The learner's `ring_backward(dout, q, k, v, out, lse, group)`: dq, dk and dv of this rank.
-
-    Rank 0 sees its own keys only, so its dq is right where the others' are wrong. Therefore all
-    ranks are judged together, and a wrong dq of any of them comes before a wrong dk.
-
-    Args:
-        answer: Is given this rank's part of everything, with out and lse over all visible keys.
-        ranks: Four.
-    """
-    import_on(ranks, __name__)
-    in_groups(ranks, GROUPS, _try_backward, answer, judge=_judge_backward)
+    p = len(members)
+    truths = _parts(GRADIENTS, PLAIN.backward(**_joined(results), causal=True), p)
+    calls = {rank: _calls(outcome, rank) for rank in members}
+    for rank in members:
+        _sends_messages(f"on rank {rank}: ", calls[rank])
+    for name in GRADIENTS:
+        for number, rank in enumerate(members):
+            found = results[number].found[name]
+            truth = truths[number][name]
+            if name == "dq":
+                wrong = _wrong_dq(number, results)
+            else:
+                wrong = _wrong_key_gradients(name, number, results[number], truths)
+            shortened = _shortened(name, found, truth, calls[rank])
+            diagnose(f"on rank {rank}: ", found, truth, {**shortened, **wrong})
+    for rank in members:
+        # K and V need p - 1 hops, their gradients p at most
+        _needs_no_more(f"on rank {rank}: ", calls[rank], 2 * p - 1)
 
 
-def _judge_backward(findings: list[_Finding]) -> None:
-    wrong = []
-    for rank, (stage, hint) in enumerate(findings):
-        if hint:
-            wrong.append((stage, rank, hint))
-    assert not wrong, f"on the rank with number {min(wrong)[1]} in the group: {min(wrong)[2]}"
+def _wrong_dq(number: int, results: Sequence[_Result]) -> Table:
+    """What mistakes give on the rank with this number in its group, and at last what to ask."""
+    own = results[number].given
+    each_by_itself = torch.zeros_like(own["q"])
+    all_causal = torch.zeros_like(own["q"])
+    for source, result in enumerate(results[: number + 1]):
+        block = {**own, "k": result.given["k"], "v": result.given["v"]}
+        all_causal += PLAIN.backward(**block, causal=True)[0]
+        causal = source == number
+        out, lse = PLAIN.forward(block["q"], block["k"], block["v"], causal)
+        each_by_itself += PLAIN.backward(**{**block, "out": out, "lse": lse}, causal=causal)[0]
+    return {
+        "dq has the terms of this rank's own keys alone": PLAIN.backward(**own, causal=True)[0],
+        "dq is wrong: the terms are those of a softmax over each block by itself. Whose out and "
+        "lse does attend_backward get?": each_by_itself,
+        "dq is wrong: every block is treated as causal. In which one are some keys hidden?": (
+            all_causal
+        ),
+        "dq is wrong: it stays on its rank and adds up a term for each part of K and V that this "
+        "rank can see": True,
+    }
 
 
-def _try_backward(group: dist.ProcessGroup, answer: Callable[..., Any]) -> _Finding:
-    p = group.size()
-    q, k, v = _sequence(group, 5)
-    dout = draw(group, 9, *q.shape)
-    out, lse = PLAIN.forward(q, k, v, True)
-    true = PLAIN.backward(dout, q, k, v, out, lse, True)
-    whole = (dout, q, k, v, out, lse)
-    own = [own_part(x, group, 2) for x in whole]
-    before = [x.clone() for x in own]
-    with Watch() as watch, Requests() as requests, without(RingAttention.forward):
-        found = answer(*own, group)
-    if found is ... or found is None:
-        return _Finding(0, RETURNED_NONE)
-    if not isinstance(found, (tuple, list)) or len(found) != 3:
-        return _Finding(0, "it should return three tensors: dq, dk, dv")
-    requests.check_waited()
-    if requests.mixed:
-        return _Finding(0, MIXED)
-    for name, now, then in zip(("dout", "q", "k", "v", "out", "lse"), own, before):
-        if far(now, then):
-            changed = f"{name} has changed: the caller still needs the tensors that it gave you"
-            return _Finding(0, changed)
-    if watch.collectives():
-        name = watch.collectives()[0]
-        return _Finding(0, f"{name} does the work for you: use sends and receives")
-    for name, grad in zip(GRADIENTS, found):
-        if not isinstance(grad, Tensor) or grad.shape != before[1].shape:
-            return _Finding(0, f"{name} is {_shape_of(grad)}, should be {list(before[1].shape)}")
-    due_here = [own_part(x, group, 2) for x in true]
-    for stage, name in enumerate(GRADIENTS, 1):
-        grad = found[stage - 1]
-        if not far(grad, due_here[stage - 1]):
-            continue
-        lost = _precision_hint(name, grad, due_here[stage - 1], requests)
-        if lost:
-            return _Finding(stage, lost)
-        if name == "dq":
-            return _Finding(stage, _dq_hint(grad, own, whole, group))
-        if not far(found[1], due_here[2]) and not far(found[2], due_here[1]):
-            return _Finding(stage, "dk and dv are swapped: dk is what the keys get")
-        return _Finding(stage, _key_gradient_hint(name, grad, true[stage - 1], own, group))
-    part_bytes = own[2].nbytes + own[3].nbytes
-    # K and V need p - 1 hops, their gradients p at most
-    return _Finding(MESSAGES, _sent_hint(watch, (2 * p - 1) * part_bytes, part_bytes))
-
-
-def _dq_hint(
-    dq: Tensor, own: list[Tensor], whole: Sequence[Tensor], group: dist.ProcessGroup
-) -> str:
-    """What a wrong dq is instead."""
-    dq_of_own_block = PLAIN.backward(*own, True)[0]
-    if not far(dq, dq_of_own_block):
-        return "dq has the terms of this rank's own keys alone"
-    own_dout, own_q, *_, own_out, own_lse = own
-    each_by_itself = torch.zeros_like(dq)
-    all_causal = torch.zeros_like(dq)
-    keys = whole[2].chunk(group.size(), 2)
-    values = whole[3].chunk(group.size(), 2)
-    for source in range(group.rank() + 1):
-        k, v = keys[source], values[source]
-        is_own = source == group.rank()
-        out_b, lse_b = PLAIN.forward(own_q, k, v, is_own)
-        each_by_itself += PLAIN.backward(own_dout, own_q, k, v, out_b, lse_b, is_own)[0]
-        all_causal += PLAIN.backward(own_dout, own_q, k, v, own_out, own_lse, True)[0]
-    if not far(dq, each_by_itself):
-        return (
-            "dq is wrong: the terms are those of a softmax over each block by itself. Whose out "
-            "and lse does attend_backward get?"
-        )
-    if not far(dq, all_causal):
-        return "dq is wrong: every block is treated as causal. In which one are some keys hidden?"
-    return (
-        "dq is wrong: it stays on its rank and adds up a term for each part of K and V that "
-        "this rank can see"
-    )
-
-
-def _key_gradient_hint(
-    name: str, grad: Tensor, whole_grad: Tensor, own: list[Tensor], group: dist.ProcessGroup
-) -> str:
-    """What a wrong dk or dv is instead."""
-    expected = own_part(whole_grad, group, 2)
-    from_own_block = PLAIN.backward(*own, True)[GRADIENTS.index(name)]
-    if not far(grad, from_own_block):
-        return f"{name} has the terms of this rank's own queries alone: where are the others'?"
-    if not far(grad, expected / group.size()):
-        return f"{name} is the mean over the ranks: the terms add up, and nobody divides"
-    for other, part in enumerate(whole_grad.chunk(group.size(), 2)):
-        if other != group.rank() and not far(grad, part):
-            return (
-                f"{name} is complete, but it is that of another rank's keys: how many more hops "
-                "are there to its home?"
-            )
-    return (
+def _wrong_key_gradients(
+    name: str, number: int, result: _Result, truths: Sequence[Mapping[str, Tensor]]
+) -> Table:
+    """What mistakes give as dk or dv, as for dq."""
+    truth = truths[number]
+    found = result.found
+    off_swapped = distance(found["dk"], truth["dv"]) + distance(found["dv"], truth["dk"])
+    own_terms = PLAIN.backward(**result.given, causal=True)[GRADIENTS.index(name)]
+    of_another = any(distance(found[name], other[name]) < TOLERANCE for other in truths)
+    return {
+        "dk and dv are swapped: dk is what the keys get": off_swapped < TOLERANCE,
+        f"{name} has the terms of this rank's own queries alone: where are the others'?": own_terms,
+        f"{name} is the mean over the ranks: the terms add up, and nobody divides": (
+            truth[name] / len(truths)
+        ),
+        f"{name} is complete, but it is that of another rank's keys: how many more hops are there "
+        "to its home?": of_another,
         f"dq is right and {name} is wrong: does each sum travel with its own keys, does each rank "
-        "add its term once, and does every rank pass on what it does not change?"
-    )
+        "add its term once, and does every rank pass on what it does not change?": True,
+    }
 
 
 # ---- 11.4
 
 SIZES = (2, 3, 4)  # of a ring; 3 is no power of two
+CHUNK = 3  # tokens
 
 
 def deal(chunks: Callable[[int, int], Any], block: Callable[[int, int, int], Any]) -> None:
@@ -551,110 +505,109 @@ def deal(chunks: Callable[[int, int], Any], block: Callable[[int, int, int], Any
         block: `block(rank, source, tokens)`: (queries, keys, causal), two slices of the `tokens` of
             rank and source; None where nothing is visible.
     """
+    held = {}
     for p in SIZES:
-        held = []
-        for rank in range(p):
-            two = due(chunks(rank, p))
-            assert isinstance(two, (tuple, list)), f"my_chunks gives {two!r}: two numbers are due"
-            held.append([int(chunk) for chunk in two])
-        _check_chunks(held, p)
+        held[p] = [_chunks_of(chunks(rank, p)) for rank in range(p)]
+        _is_dealt(held[p], p)
     for p in SIZES:
-        _check_blocks(chunks, block, p)
+        _is_computed(block, held[p], p)
 
 
-def _check_chunks(held: list[list[int]], p: int) -> None:
-    case = f"my_chunks, p={p}: {held}: "
-    every = sorted(itertools.chain.from_iterable(held))
-    assert every == list(range(2 * p)), (
-        case + f"each of the chunks 0 to {2 * p - 1} belongs to exactly one rank"
-    )
-    assert all(len(mine) == 2 for mine in held), (
-        case + "every rank holds two chunks, or tokens are shared unevenly"
-    )
+def _chunks_of(found: Any) -> list[int]:
+    found = due(found)
+    if not isinstance(found, (tuple, list)):
+        raise Hint(f"my_chunks gives {found!r}, expected are two numbers")
+    return sorted(int(chunk) for chunk in found)
+
+
+def _is_dealt(held: Sequence[Sequence[int]], p: int) -> None:
+    """Each chunk has one rank, and all ranks have the same work."""
+    dealt = sorted(itertools.chain.from_iterable(held))
     # chunks of keys that the queries of each rank see: all before a chunk, and half of itself
-    work = [sum(mine) + 0.5 * len(mine) for mine in held]
-    listed = ", ".join(f"{seen:g}" for seen in work)
-    assert max(work) == min(work), case + (
-        f"the ranks see {listed} chunks of keys: which two chunks make the same sum everywhere?"
-    )
+    work = [sum(chunks) + 0.5 * len(chunks) for chunks in held]
+    seen = ", ".join(f"{num_chunks:g}" for num_chunks in work)
+    mistakes = {
+        f"each of the chunks 0 to {2 * p - 1} belongs to exactly one rank": (
+            dealt != list(range(2 * p))
+        ),
+        "every rank holds two chunks, or tokens are shared unevenly": (
+            any(len(chunks) != 2 for chunks in held)
+        ),
+        f"the ranks see {seen} chunks of keys: which two chunks make the same sum everywhere?": (
+            max(work) > min(work)
+        ),
+    }
+    refuse(mistakes, f"my_chunks, p={p}: {held}: ")
 
 
-SIZE = 3  # tokens of a chunk
-
-
-def _check_blocks(chunks: Callable[..., Any], block: Callable[..., Any], p: int) -> None:
-    tokens = 2 * SIZE
-    positions = []
-    for rank in range(p):
-        first, second = sorted(int(chunk) for chunk in chunks(rank, p))
-        positions.append(_positions(first) + _positions(second))
+def _is_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p: int) -> None:
+    """Every visible score is computed and no other, and in each step as many on all ranks."""
+    tokens = 2 * CHUNK
+    positions = [_positions(chunks) for chunks in held]
     work = torch.zeros(p, p)  # [step, rank] scores
     for rank in range(p):
         for source in range(p):
             found = block(rank, source, tokens)
-            computed = _computed(found, rank, source, tokens)
-            visible = torch.tensor(positions[rank])[:, None] >= torch.tensor(positions[source])
-            whose = "its own keys" if rank == source else f"the keys of rank {source}"
-            case = f"my_block, p={p}: with {whose}, rank {rank} "
-            assert not (computed & ~visible).any(), case + (
-                f"computes scores of keys that are later than their queries{_beyond(found, tokens)}"
-            )
             call = f"my_block({rank}, {source}, {tokens})"
-            # elsewhere None may be meant: "nothing is visible"
-            assert found is not None or rank != source, f"{call}: {RETURNED_NONE}"
+            if found is None and rank == source:  # elsewhere it may mean that nothing is visible
+                raise Hint(f"{call}: {RETURNED_NONE}")
+            computed = _computed(call, found, tokens)
+            visible = positions[rank][:, None] >= positions[source]
             missing = int((visible & ~computed).sum())
-            assert not missing, case + (
+            beyond = _beyond(found, tokens)
+            mistakes = {
+                f"computes scores of keys that are later than their queries{beyond}": (
+                    (computed & ~visible).any()
+                ),
                 f"leaves out {missing} of the {int(visible.sum())} scores that it should compute"
-                f"{_beyond(found, tokens)}"
-            )
+                f"{beyond}": missing,
+            }
+            whose = "its own keys" if rank == source else f"the keys of rank {source}"
+            refuse(mistakes, f"my_block, p={p}: with {whose}, rank {rank} ")
             work[(rank - source) % p, rank] = computed.sum()
-    for step in range(p):
-        assert work[step].min() == work[step].max(), (
-            f"p={p}: in step {step} the ranks compute {work[step].tolist()} scores"
-        )
+    for step, scores in enumerate(work):
+        text = f"p={p}: in step {step} the ranks compute {scores.tolist()} scores"
+        refuse({text: scores.min() < scores.max()})
 
 
-def _positions(chunk: int) -> list[int]:
-    return list(range(chunk * SIZE, (chunk + 1) * SIZE))
+def _positions(chunks: Sequence[int]) -> Tensor:
+    """Of the tokens in these chunks."""
+    return torch.cat([torch.arange(CHUNK) + CHUNK * chunk for chunk in chunks])
 
 
 def _beyond(found: Any, tokens: int) -> str:
     """Which slice goes beyond the tokens that are there; "" where none does."""
-    if found is None:
-        return ""
-    for piece in found[:2]:
+    for piece in () if found is None else found[:2]:
         if (piece.start or 0) >= tokens or (piece.stop or 0) > tokens:
             return f": {piece} goes beyond the {tokens} tokens of its rank, which are two chunks"
     return ""
 
 
-def _computed(found: Any, rank: int, source: int, tokens: int) -> Tensor:
+def _computed(call: str, found: Any, tokens: int) -> Tensor:
     """Which scores a block computes, [tokens, tokens]."""
     computed = torch.zeros(tokens, tokens, dtype=torch.bool)
-    case = f"my_block({rank}, {source}, {tokens}) "
-    assert found is not ..., NotImplementedError("exercise")
     if found is None:
         return computed
-    assert isinstance(found, (tuple, list)) and len(found) == 3, (
-        case + f"gives {found!r}: a slice of queries, a slice of keys, and True or False are due"
-    )
+    found = due(found)
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise Hint(
+            f"{call} gives {found!r}, expected are a slice of queries, a slice of keys, and True "
+            "or False"
+        )
     queries, keys, causal = found
-    assert isinstance(queries, slice) and isinstance(keys, slice), (
-        case + "gives no slices: write slice(start, stop)"
-    )
     for piece in (queries, keys):
+        if not isinstance(piece, slice):
+            raise Hint(f"{call} gives no slices: write slice(start, stop)")
         for edge in (piece.start, piece.stop):
-            assert edge is None or hasattr(edge, "__index__"), (
-                case + f"gives {piece}: a slice takes whole numbers, and {edge} is none"
-            )
+            if edge is not None and not hasattr(edge, "__index__"):
+                raise Hint(f"{call} gives {piece}: a slice takes whole numbers, and {edge} is none")
     seen = torch.ones_like(computed[queries, keys])
-    if causal:
-        assert seen.shape[0] == seen.shape[1], (
-            case + f"is causal with {seen.shape[0]} queries and {seen.shape[1]} keys: in a causal "
+    if causal and seen.shape[0] != seen.shape[1]:
+        raise Hint(
+            f"{call} is causal with {seen.shape[0]} queries and {seen.shape[1]} keys: in a causal "
             "block query i sees the keys 0 to i"
         )
-        seen = seen.tril()
-    computed[queries, keys] = seen
+    computed[queries, keys] = seen.tril() if causal else seen
     return computed
 
 
@@ -720,32 +673,86 @@ def design(shape: GridShape) -> None:
     Args:
         shape: Of 64 GPUs.
     """
-    assert shape is not None, "my_grid is None: write GridShape(dp=.., cp=.., tp=..)"
-    shape = due(shape)
-    assert isinstance(shape, GridShape), f"{shape!r} is not a GridShape"
-    assert shape.world_size == GPUS, f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs"
-    assert shape.pp == 1, f"pp is {shape.pp}, and no pipeline is asked for here: pp = 1"
-    assert SEQUENCES % shape.dp == 0, (
-        f"dp = {shape.dp} does not divide the {SEQUENCES} sequences of a step"
-    )
+    if shape is None:
+        raise Hint("my_grid is None: write GridShape(dp=.., cp=.., tp=..)")
+    if not isinstance(shape, GridShape):
+        raise Hint(f"{shape!r} is not a GridShape")
+    mistakes = {
+        f"dp*pp*cp*tp = {shape.world_size}, and there are {GPUS} GPUs": shape.world_size != GPUS,
+        f"pp is {shape.pp}, and no pipeline is asked for here: pp = 1": shape.pp != 1,
+        f"dp = {shape.dp} does not divide the {SEQUENCES} sequences of a step": (
+            SEQUENCES % shape.dp != 0
+        ),
+    }
+    refuse(mistakes)
     try:
         found = costs(shape)
     except ValueError as error:
-        raise AssertionError(str(error)) from None
+        raise Hint(str(error)) from None
 
     held_bytes = (found["weights_gb"] + found["activations_gb"]) * 1e9
     larger = "weights" if found["weights_gb"] > found["activations_gb"] else "activations"
-    assert held_bytes <= ROOM_BYTES, (
-        f"{si(held_bytes, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed; "
-        f"most are {larger}: which axis cuts those?"
-    )
     lost_s = found["tp_s"] + found["cp_s"]
     computing_s = found["computing_s"]
     slower = "tp" if found["tp_s"] > found["cp_s"] else "cp"
     order = ""
     if shape.size(slower) <= PER_NODE and _link_speed(shape, slower) == INFINIBAND:
         order = f", whose groups lie on several nodes in the order {shape.order}"
-    assert lost_s <= LOST_SHARE * computing_s, (
-        f"{lost_s:.1f} s on the links beside {computing_s:.1f} s of computing, "
-        f"above {LOST_SHARE:.0%}; most of it is {slower}{order}"
-    )
+    mistakes = {
+        f"{si(held_bytes, 'B')} on each GPU, {si(ROOM_BYTES, 'B')} are allowed; most are {larger}: "
+        "which axis cuts those?": held_bytes > ROOM_BYTES,
+        f"{lost_s:.1f} s on the links beside {computing_s:.1f} s of computing, above "
+        f"{LOST_SHARE:.0%}; most of it is {slower}{order}": lost_s > LOST_SHARE * computing_s,
+    }
+    refuse(mistakes)
+
+
+EXERCISES = {
+    "11.1": Exercise(
+        check=merge,
+        praise="blocks of any size, in any order",
+        hints=(
+            "The denominator of a block is exp(lse). Which part of the common denominator is it?",
+            "torch.logaddexp(a, b) is log(exp(a) + exp(b)), and it never overflows.",
+            "out is [.., Q, D] and lse is [.., Q]: what makes them multiply row by row?",
+        ),
+    ),
+    "11.2": Exercise(
+        check=ring_forward,
+        praise="exact, round the ring, and never more than two parts that have arrived",
+        hints=(
+            "Write a table for rank 2 of 4: in step 0, 1, 2, 3, whose keys are here?",
+            "The next rank waits for a message in each step, whether you look at your part or not.",
+            "What arrives must not be written into the memory that is still being sent.",
+        ),
+    ),
+    "11.3": Exercise(
+        check=ring_backward,
+        praise="every gradient is complete, and each came home",
+        hints=(
+            "Which of the three gradients of a block belong to this rank, and which to the rank "
+            "where the keys come from?",
+            "attend_backward takes out and lse over all keys, not over the block.",
+            "After the last step the gradients of K and V are one rank away from home.",
+        ),
+    ),
+    "11.4": Exercise(
+        check=deal,
+        praise="every visible score once, and the same work for all ranks in every step",
+        hints=(
+            "Of 2p chunks, chunk c sees c + 1/2 chunks of keys. Which two chunks make the same "
+            "sum for every rank, whatever p is?",
+            "Draw the 8 x 8 mask of p = 4, and colour the rows of rank 1 and the columns of "
+            "rank 2. Which tiles are in both, and visible?",
+        ),
+    ),
+    "11.5": Exercise(
+        check=design,
+        praise="it fits, and most of the time is spent computing",
+        hints=(
+            "What does each axis divide: weights, activations, sequences?",
+            "l11.costs(shape) prints what a grid costs. Look at the larger of the two seconds.",
+            "Which axis should run fastest, so that its groups lie inside a node?",
+        ),
+    ),
+}

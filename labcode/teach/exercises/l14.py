@@ -18,44 +18,6 @@ from labcode.teach.check import Exercise, due
 from labcode.teach.labs.l14_cluster import Lab, steps
 from labcode.teach.labs.l14_scripts import Ended, run_script, run_with_failing_ranks
 
-EXERCISES = {
-    "14.1": Exercise(
-        "whatever the nodes are called, and however many ranks they have",
-        hints=(
-            "other lines of the log have brackets too, or the word nodes: what has only the line "
-            "that you look for?",
-            "inside the brackets a semicolon separates the nodes; a colon ends the name of each",
-        ),
-    ),
-    "14.2": Exercise(
-        "one job of four ranks on two nodes, from a script of your own",
-        hints=(
-            "begin with the head of section 2, and ask of each line whether it still holds: how "
-            "many tasks does a node have if every rank is a task?",
-            "a rank that srun has started finds its number by itself; where to meet it finds in "
-            "two variables, which it inherits only if they are exported",
-            "`for problem in lint(my_script): print(problem)` says what the linter thinks",
-        ),
-    ),
-    "14.3": Exercise(
-        "a run may now be longer than any time limit",
-        hints=(
-            "go through the four arrows of the picture: which line of yours is arrow 1, 2, 3, 4?",
-            "a trap ends the `wait` that bash is in, although the ranks still run",
-            "the job should go back into the queue only if it was told to stop: let the trap set a "
-            "variable",
-            "both attempts must write into the same folder: which number do they share?",
-        ),
-    ),
-    "14.4": Exercise(
-        "seven of seven",
-        hints=(
-            "ask in the order of the section: did the ranks start, did they meet, did they all "
-            "make the call, and was it only slow?",
-        ),
-    ),
-}
-
 # ---- 14.1
 
 # The line of a training log that names its ranks, and what a learner should read in it.
@@ -533,3 +495,46 @@ def diagnosis(answers: Mapping[str, str]) -> None:
     for symptom, fault in FAULTS.items():
         given_fault = answers[symptom]
         assert given_fault == fault, f"{symptom} is not {given_fault!r}: {ASKS[symptom]}"
+
+
+EXERCISES = {
+    "14.1": Exercise(
+        check=ranks_by_node,
+        praise="whatever the nodes are called, and however many ranks they have",
+        hints=(
+            "other lines of the log have brackets too, or the word nodes: what has only the line "
+            "that you look for?",
+            "inside the brackets a semicolon separates the nodes; a colon ends the name of each",
+        ),
+    ),
+    "14.2": Exercise(
+        check=own_script,
+        praise="one job of four ranks on two nodes, from a script of your own",
+        hints=(
+            "begin with the head of section 2, and ask of each line whether it still holds: how "
+            "many tasks does a node have if every rank is a task?",
+            "a rank that srun has started finds its number by itself; where to meet it finds in "
+            "two variables, which it inherits only if they are exported",
+            "`for problem in lint(my_script): print(problem)` says what the linter thinks",
+        ),
+    ),
+    "14.3": Exercise(
+        check=lasting_script,
+        praise="a run may now be longer than any time limit",
+        hints=(
+            "go through the four arrows of the picture: which line of yours is arrow 1, 2, 3, 4?",
+            "a trap ends the `wait` that bash is in, although the ranks still run",
+            "the job should go back into the queue only if it was told to stop: let the trap set a "
+            "variable",
+            "both attempts must write into the same folder: which number do they share?",
+        ),
+    ),
+    "14.4": Exercise(
+        check=diagnosis,
+        praise="seven of seven",
+        hints=(
+            "ask in the order of the section: did the ranks start, did they meet, did they all "
+            "make the call, and was it only slow?",
+        ),
+    ),
+}

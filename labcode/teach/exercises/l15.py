@@ -14,43 +14,9 @@ from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.step import ClusterModel, iteration_parts
 from labcode.slurm.script.job import Job
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
-
-EXERCISES = {
-    "15.1": Exercise(
-        praise="and what does not fit is refused before anything starts",
-        hints=(
-            "How many ranks hold one copy of the model?",
-            "Which of the two batches is cut into micro-batches, the global or the local one?",
-            "`divmod(a, b)` gives the quotient and the remainder at once.",
-        ),
-    ),
-    "15.2": Exercise(
-        praise="the parts, the turns, and the gradients once in a step",
-        hints=(
-            "Write one line for each of: m, act, compute, tp, pp, dp. Put them together last.",
-            "Which of them happen once in each turn, and which once in a step?",
-            "Which of them get smaller when the model is cut over more ranks?",
-        ),
-    ),
-    "15.3": Exercise(
-        praise="the fastest layout that fits, in each of the cases",
-        hints=(
-            "Two loops, over tp and over pp; dp is what is left. Skip what breaks a rule.",
-            "Remember the best so far and its time.",
-            "GridShape(dp=..., pp=..., tp=...) in the default order.",
-        ),
-    ),
-    "15.4": Exercise(
-        praise="two copies on two nodes, and the loss of plain dp",
-        hints=(
-            "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
-            "How many copies of the model are there, and how many samples of a step has each?",
-        ),
-    ),
-}
 
 # ---- 15.1
 
@@ -548,3 +514,42 @@ def _check_last_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) 
     assert abs(loss - right) < 1e-3, (
         f"the last loss is {loss}, on another grid {right:.4f}: these trained something else"
     )
+
+
+EXERCISES = {
+    "15.1": Exercise(
+        check=layout,
+        praise="and what does not fit is refused before anything starts",
+        hints=(
+            "How many ranks hold one copy of the model?",
+            "Which of the two batches is cut into micro-batches, the global or the local one?",
+            "`divmod(a, b)` gives the quotient and the remainder at once.",
+        ),
+    ),
+    "15.2": Exercise(
+        check=iteration,
+        praise="the parts, the turns, and the gradients once in a step",
+        hints=(
+            "Write one line for each of: m, act, compute, tp, pp, dp. Put them together last.",
+            "Which of them happen once in each turn, and which once in a step?",
+            "Which of them get smaller when the model is cut over more ranks?",
+        ),
+    ),
+    "15.3": Exercise(
+        check=best_layout,
+        praise="the fastest layout that fits, in each of the cases",
+        hints=(
+            "Two loops, over tp and over pp; dp is what is left. Skip what breaks a rule.",
+            "Remember the best so far and its time.",
+            "GridShape(dp=..., pp=..., tp=...) in the default order.",
+        ),
+    ),
+    "15.4": Exercise(
+        check=script,
+        praise="two copies on two nodes, and the loss of plain dp",
+        hints=(
+            "First the nodes and the ranks on each; then tp and pp from the room of a rank.",
+            "How many copies of the model are there, and how many samples of a step has each?",
+        ),
+    ),
+}

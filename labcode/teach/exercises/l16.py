@@ -13,7 +13,7 @@ from torch.utils import checkpoint as torch_checkpoint
 
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs.l16_limited import Settings, train_within
 from labcode.teach.labs.l16_plan import (
     CASES,
@@ -24,53 +24,6 @@ from labcode.teach.labs.l16_plan import (
     peak_bytes,
     step_s,
 )
-
-EXERCISES = {
-    "16.1": Exercise(
-        praise="one number from each of the two allocators, and none from a log that has none",
-        hints=(
-            "Which words stand directly before the number, in the error of the CPU and in that of "
-            "CUDA?",
-            "re.search(pattern, log) gives a match or None; match[1] is the first group.",
-            "GiB is 2**30 bytes, MiB is 2**20 and KiB is 2**10.",
-        ),
-    ),
-    "16.2": Exercise(
-        praise="the larger of the two moments, with the gradients where they belong",
-        hints=(
-            "Write down what exists at the two moments: when the loss's backward begins, and when "
-            "the last gradient is there.",
-            "With several micro-batches, when do the gradients of the first one go away?",
-        ),
-    ),
-    "16.3": Exercise(
-        praise="inputs alone are kept, and the gradients are the same to the last bit",
-        hints=(
-            "In forward autograd is switched off already. What do you need to keep to run `block` "
-            "a second time?",
-            "A second run needs tensors of its own: `x.detach()`, with requires_grad as it was in "
-            "`x`. Where do their gradients stand after `torch.autograd.backward`?",
-            "torch.get_rng_state() before the first run, torch.set_rng_state(...) before the "
-            "second. What has to happen with the state of the generator afterwards?",
-        ),
-    ),
-    "16.4": Exercise(
-        praise="the best number of layers for any depth and any two sizes",
-        hints=(
-            "With k layers in a segment there are L/k segments, rounded up. Of each the input is "
-            "kept, and one segment at a time is whole.",
-            "There are only L values of k: you may try them all.",
-        ),
-    ),
-    "16.5": Exercise(
-        praise="it fits, it keeps the global batch, and nothing that fits is much faster",
-        hints=(
-            "Go through all divisors of the global batch, both dtypes, and both kinds of "
-            "checkpointing: a list of all settings first.",
-            "Throw out what does not fit, then take the one with the shortest step.",
-        ),
-    ),
-}
 
 # ---- 16.1
 
@@ -523,3 +476,56 @@ def _run(case: Case, settings: Settings) -> None:
     outcome = train_within(case.model, settings, case.room_bytes)
     last = outcome.log.strip().splitlines()[-1] if outcome.log.strip() else ""
     assert outcome.fits, f"{case.about}: in a process with this limit it fails: {last[-200:]}"
+
+
+EXERCISES = {
+    "16.1": Exercise(
+        check=asked_bytes,
+        praise="one number from each of the two allocators, and none from a log that has none",
+        hints=(
+            "Which words stand directly before the number, in the error of the CPU and in that of "
+            "CUDA?",
+            "re.search(pattern, log) gives a match or None; match[1] is the first group.",
+            "GiB is 2**30 bytes, MiB is 2**20 and KiB is 2**10.",
+        ),
+    ),
+    "16.2": Exercise(
+        check=peak,
+        praise="the larger of the two moments, with the gradients where they belong",
+        hints=(
+            "Write down what exists at the two moments: when the loss's backward begins, and when "
+            "the last gradient is there.",
+            "With several micro-batches, when do the gradients of the first one go away?",
+        ),
+    ),
+    "16.3": Exercise(
+        check=checkpointing,
+        praise="inputs alone are kept, and the gradients are the same to the last bit",
+        hints=(
+            "In forward autograd is switched off already. What do you need to keep to run `block` "
+            "a second time?",
+            "A second run needs tensors of its own: `x.detach()`, with requires_grad as it was in "
+            "`x`. Where do their gradients stand after `torch.autograd.backward`?",
+            "torch.get_rng_state() before the first run, torch.set_rng_state(...) before the "
+            "second. What has to happen with the state of the generator afterwards?",
+        ),
+    ),
+    "16.4": Exercise(
+        check=best_segment,
+        praise="the best number of layers for any depth and any two sizes",
+        hints=(
+            "With k layers in a segment there are L/k segments, rounded up. Of each the input is "
+            "kept, and one segment at a time is whole.",
+            "There are only L values of k: you may try them all.",
+        ),
+    ),
+    "16.5": Exercise(
+        check=choose,
+        praise="it fits, it keeps the global batch, and nothing that fits is much faster",
+        hints=(
+            "Go through all divisors of the global batch, both dtypes, and both kinds of "
+            "checkpointing: a list of all settings first.",
+            "Throw out what does not fit, then take the one with the shortest step.",
+        ),
+    ),
+}

@@ -15,60 +15,11 @@ import torch
 from labcode.perf.failures import daly_interval_s, young_interval_s
 from labcode.teach import tracebacks
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l17_plan, l17_run
 from labcode.teach.labs.l17_boxes import Box, block, columns, rows, tiles
 from labcode.teach.labs.l17_disk import Killed, Seen, operations
 from labcode.teach.labs.l17_run import CHECKSUMS, STATE, Training
-
-EXERCISES = {
-    "17.1": Exercise(
-        "a square root: four times the cluster needs only twice as many checkpoints",
-        hints=(
-            "at the minimum a small change of T changes nothing: what is the derivative of "
-            "C/T + T/(2M) with respect to T?",
-        ),
-    ),
-    "17.2": Exercise(
-        "killed before each of its operations, it has never lost the checkpoint before",
-        hints=(
-            "the name of a checkpoint is a promise: which of your lines gives it, and what has to "
-            "be true by then?",
-            "`write` gives the bytes to Python, `flush` gives them to the system, `os.fsync` gives "
-            "them to the disk",
-            "what an earlier, killed attempt has left under the temporary name is still there",
-        ),
-    ),
-    "17.4": Exercise(
-        "any grid from any other, and nothing is read that is not needed",
-        hints=(
-            "along one dim, two ranges [a, b) and [c, d) share what lies between the larger begin "
-            "and the smaller end",
-            "the same elements have two places: one in the tensor that you have read, counted from "
-            "its own offsets, and one in yours",
-        ),
-    ),
-    "17.3": Exercise(
-        "the run ends with the losses of one that nobody has killed, to the last bit",
-        hints=(
-            "what does a step read that an earlier step has changed? There are four such things",
-            "`for path in reversed(l17_run.checkpoints(folder))` looks at the newest first; what "
-            "does it mean if this loop comes to its end, and the list was not empty?",
-            "a checkpoint that is written after step 6 is of a run in which six steps are done: "
-            "which step comes next?",
-        ),
-    ),
-    "17.5": Exercise(
-        "a plan that this cluster can keep, at a cost that you knew beforehand",
-        hints=(
-            "who ends your runs, besides the hardware, and does the notice suffice for a save? "
-            "Rates add up: 1/M is a rate",
-            "Young's formula wants what a checkpoint costs the training, in seconds. In the "
-            "background that is the copy, and the part of its speed that it loses meanwhile",
-            "if the best interval is not allowed, take the nearest that is",
-        ),
-    ),
-}
 
 # ---- 17.1
 
@@ -858,3 +809,58 @@ def _check_cost(answer: Mapping[str, Any], cost: l17_plan.Cost, best: l17_plan.C
         f"{cost.total:.2%}: saving, work that is done again, restarts: which one do you see "
         "differently?"
     )
+
+
+EXERCISES = {
+    "17.1": Exercise(
+        check=best_interval,
+        praise="a square root: four times the cluster needs only twice as many checkpoints",
+        hints=(
+            "at the minimum a small change of T changes nothing: what is the derivative of "
+            "C/T + T/(2M) with respect to T?",
+        ),
+    ),
+    "17.2": Exercise(
+        check=save_atomically,
+        praise="killed before each of its operations, it has never lost the checkpoint before",
+        hints=(
+            "the name of a checkpoint is a promise: which of your lines gives it, and what has to "
+            "be true by then?",
+            "`write` gives the bytes to Python, `flush` gives them to the system, `os.fsync` gives "
+            "them to the disk",
+            "what an earlier, killed attempt has left under the temporary name is still there",
+        ),
+    ),
+    "17.4": Exercise(
+        check=reshard,
+        praise="any grid from any other, and nothing is read that is not needed",
+        hints=(
+            "along one dim, two ranges [a, b) and [c, d) share what lies between the larger begin "
+            "and the smaller end",
+            "the same elements have two places: one in the tensor that you have read, counted from "
+            "its own offsets, and one in yours",
+        ),
+    ),
+    "17.3": Exercise(
+        check=restart_loop,
+        praise="the run ends with the losses of one that nobody has killed, to the last bit",
+        hints=(
+            "what does a step read that an earlier step has changed? There are four such things",
+            "`for path in reversed(l17_run.checkpoints(folder))` looks at the newest first; what "
+            "does it mean if this loop comes to its end, and the list was not empty?",
+            "a checkpoint that is written after step 6 is of a run in which six steps are done: "
+            "which step comes next?",
+        ),
+    ),
+    "17.5": Exercise(
+        check=plan,
+        praise="a plan that this cluster can keep, at a cost that you knew beforehand",
+        hints=(
+            "who ends your runs, besides the hardware, and does the notice suffice for a save? "
+            "Rates add up: 1/M is a rate",
+            "Young's formula wants what a checkpoint costs the training, in seconds. In the "
+            "background that is the copy, and the part of its speed that it loses meanwhile",
+            "if the best interval is not allowed, take the nearest that is",
+        ),
+    ),
+}

@@ -1,102 +1,35 @@
 """Checks of lesson 18, low precision. The text of each assertion is a hint."""
 
 import math
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcode.comm.counting import counted
 from labcode.pool.ranks import Ranks
 from labcode.precision import formats, fp8
-from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import GROUPS, in_groups, without
-from labcode.teach.exercises.requests import Requests
+from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises.expect import (
+    careless,
+    confirm_in_group,
+    diagnose,
+    in_groups,
+    own_answers,
+    plural,
+    refuse,
+    tensor,
+)
+from labcode.teach.exercises.in_notebook import without
+from labcode.teach.exercises.simulated import Outcome
 from labcode.teach.labs import l18_gpt
 
 E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 NAMES = {E4M3: "e4m3", E5M2: "e5m2"}
-
-EXERCISES = {
-    "18.1": Exercise(
-        praise="right for every size, the subnormal numbers and zero as well",
-        hints=(
-            "2^e is the power of two at or below |x|. frexp's f is below 1: how much larger than e "
-            "is its n?",
-            "Below 2^(smallest exponent) the spacing stays what it is there. Which function of "
-            "Python takes the larger of two numbers?",
-        ),
-    ),
-    "18.2": Exercise(
-        praise="equal to PyTorch's cast in every bit of 130,000 numbers",
-        hints=(
-            "Exercise 18.1 has the spacing of one number. torch.frexp gives the n of all of them, "
-            "and `.clamp(min=...)` takes the larger of two.",
-            "Divide by the spacing, torch.round, multiply by it. Both are powers of two, so these "
-            "steps themselves round nothing.",
-            "torch.round takes the even one of two that are equally near. What does the end of the "
-            "range need?",
-        ),
-    ),
-    "18.3": Exercise(
-        praise="the largest number lands at the end of the range, of either format",
-        hints=(
-            "`amax` is the largest absolute value. What is its scale, in words of section 3?",
-            "torch.where(condition, a, b) chooses between two tensors without an `if`.",
-            "Is the scale computed in float32, also for a tensor in bfloat16?",
-        ),
-    ),
-    "18.4": Exercise(
-        praise="the past decides, for as many steps as are remembered, and a bad step leaves none",
-        hints=(
-            "A list is enough for the history. `max(list, default=0.0)` works for an empty one.",
-            "`list[-length:]` are its last entries.",
-            "math.isfinite(amax) is False for inf and nan.",
-        ),
-    ),
-    "18.5": Exercise(
-        praise="three products of 8-bit operands, and 8-bit tensors are all that is kept",
-        hints=(
-            "Begin with x of two dims: quantise x and weight, dequantise, multiply. Then let "
-            "`x.reshape(-1, x.shape[-1])` make two dims of any number.",
-            "The table of section 5 has the three formulas. Which of the three operands does "
-            "backward not have yet?",
-            "backward returns one gradient for each argument of forward beside ctx, with the shape "
-            "and dtype of that argument.",
-        ),
-    ),
-    "18.6": Exercise(
-        praise="the largest of the group for each tensor, in a single all-reduce",
-        hints=(
-            "An all-reduce takes one tensor. torch.stack makes one of many; what does its result "
-            "need afterwards?",
-            "dist.all_reduce has an argument `op`. Which operation keeps the larger of two?",
-        ),
-    ),
-    "18.7": Exercise(
-        praise="one byte for each weight, and one scale that all ranks share",
-        hints=(
-            "The scale must be known before the cast, and it is that of the whole tensor.",
-            "`q.view(torch.uint8)` are the same bytes under another dtype; "
-            "`.view(torch.float8_e4m3fn)` is the way back.",
-            "Which list of empty tensors does dist.all_gather fill, and how long is it?",
-        ),
-    ),
-    "18.8": Exercise(
-        praise="the cheapest that is good enough, for every kind of tensor",
-        hints=(
-            "Go through all options, and keep the best so far: fewest bits, then the least error.",
-            "`x[x != 0]` are the numbers that are not zero. Of none of them the mean is nan: what "
-            "is due then?",
-            "A comparison with nan is False. What does your loop do with one?",
-        ),
-    ),
-}
-
 
 # ---- 18.1
 
@@ -618,189 +551,242 @@ def _inside_a_network(answer: Any) -> None:
 
 # ---- 18.6
 
+COUNTS = (5, 1, 3)  # tensors in the list
+ORDER = 1e-6  # float32, added in another order
 
-def reduce_amaxes(answer: Callable[..., Any], ranks: Ranks) -> None:
+
+def reduce_amaxes(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `reduce_amaxes(amaxes, group)`."""
-    due(answer)
-    in_groups(ranks, GROUPS, _reduces, answer)
+    ours = own_answers(fp8.reduced_amaxes)
+    for count in COUNTS:
+        judge = partial(_is_reduced, count=count)
+        outcome = in_groups(_reduce, answer, count, judge=judge, ours=ours)
+    return confirm_in_group(ranks, outcome, _reduce, answer, count)
 
 
-def _reduces(group: dist.ProcessGroup, answer: Callable[..., Any]) -> None:
-    tried = []
-    for count in (5, 1, 3):
-        of_ranks = _amaxes(group.size(), count)
-        own = [amax.clone() for amax in of_ranks[group.rank()]]
-        before = [amax.clone() for amax in own]
-        with counted() as calls, Requests() as requests, without(fp8.reduced_amaxes):
-            found = answer(own, group)
-        tried.append((count, before, own, found, len(calls), requests))
-    dist.barrier(group)
-    for count, before, own, found, num_calls, requests in tried:
-        due(found)
-        requests.check_waited()
-        expected = torch.stack(
-            [torch.stack(amaxes) for amaxes in _amaxes(group.size(), count)]
-        ).amax(0)
-        _of_reduced(group, count, expected, found)
-        assert all(map(torch.equal, before, own)), (
-            "the tensors that were given have changed: they are the amaxes of this rank"
-        )
-        assert num_calls > 0, "no collective was called"
-        assert num_calls == 1, (
-            f"{num_calls} collectives for {count} tensors: put all of them into one"
-        )
+def _reduce(group: dist.ProcessGroup, answer: Callable[..., Any], count: int) -> Tensor:
+    """The amaxes that come back of a list, as one tensor."""
+    own = _amaxes(group.size(), count)[group.rank()]
+    given = [amax.clone() for amax in own]
+    found = due(answer(given, group))
+    mistakes = {
+        "the tensors that were given have changed: they are the amaxes of this rank": (
+            not torch.equal(torch.stack(given), own)
+        ),
+    }
+    refuse(mistakes)
+    return _in_one_tensor(found, count)
 
 
-def _amaxes(num_ranks: int, count: int) -> list[list[Tensor]]:
-    """Of each rank those of `count` tensors; the largest of a tensor lies on any rank."""
+def _amaxes(num_ranks: int, count: int) -> Tensor:
+    """A row for each rank, with one amax of each tensor; the largest one lies on any rank."""
     generator = torch.Generator().manual_seed(count)
-    values = torch.rand(num_ranks, count, generator=generator) * 10
-    return [list(row.unbind()) for row in values]
+    return torch.rand(num_ranks, count, generator=generator) * 10
 
 
-def _of_reduced(group: dist.ProcessGroup, count: int, expected: Tensor, found: Any) -> None:
-    assert isinstance(found, list | tuple | Tensor), (
-        f"return a list of {count} tensors, not {type(found).__name__}"
-    )
-    assert not isinstance(found, Tensor) or found.ndim == 1, (
-        f"the result has the shape {list(found.shape)}: one amax for each of {count} tensors is due"
-    )
-    assert len(found) == count, f"{len(found)} amaxes came back for {count} tensors"
-    values = torch.stack([torch.as_tensor(value).float().reshape(()) for value in found])
-    if torch.equal(values, expected):
-        return
-    of_ranks = torch.stack([torch.stack(amaxes) for amaxes in _amaxes(group.size(), count)])
-    assert not torch.allclose(values, of_ranks.sum(0)), (
-        "these are the sums over the ranks, and the largest is due"
-    )
-    assert not torch.allclose(values, of_ranks.mean(0)), (
-        "these are the means over the ranks, and the largest is due"
-    )
-    assert not torch.equal(values, of_ranks[group.rank()]), (
-        "these are the amaxes of this rank alone: nothing of the others has come in"
-    )
-    assert not torch.equal(values, of_ranks.max().expand(count)), (
-        "this is one number for all tensors: each tensor keeps an amax of its own"
-    )
-    raise AssertionError(
-        "these are not the largest amaxes over the group, in the order of the list"
-    )
+def _in_one_tensor(found: Any, count: int) -> Tensor:
+    if not isinstance(found, list | tuple | Tensor):
+        raise Hint(f"return a list of {plural(count, 'tensor')}, not {type(found).__name__}")
+    if isinstance(found, Tensor) and found.ndim != 1:
+        raise Hint(
+            f"the result has the shape {list(found.shape)}, expected is one amax for each of "
+            f"{plural(count, 'tensor')}"
+        )
+    if len(found) != count:
+        raise Hint(f"{plural(len(found), 'amax')} came back for {plural(count, 'tensor')}")
+    return torch.stack([torch.as_tensor(value).float().reshape(()) for value in found])
+
+
+def _is_reduced(
+    results: list[Tensor], outcome: Outcome, members: Sequence[int], count: int
+) -> None:
+    """The largest of the group for each tensor, by one collective."""
+    of_ranks = _amaxes(len(members), count)
+    otherwise = "these are not the largest amaxes over the group, in the order of the list"
+    for place, rank in enumerate(members):
+        case = f"on rank {rank}: "
+        calls = outcome.of(rank)
+        refuse(careless(calls), case)
+        mistakes = {
+            "these are the sums over the ranks, expected is the largest": of_ranks.sum(0),
+            "these are the means over the ranks, expected is the largest": of_ranks.mean(0),
+            "these are the amaxes of this rank alone: nothing of the others has come in": (
+                of_ranks[place]
+            ),
+            "this is one number for all tensors: each tensor keeps an amax of its own": (
+                of_ranks.max().expand(count)
+            ),
+        }
+        diagnose(case, results[place], of_ranks.amax(0), mistakes, otherwise, tolerance=ORDER)
+        several = (
+            f"{len(calls)} collectives for {plural(count, 'tensor')}: put all of them into one"
+        )
+        refuse({"no collective was called": not calls, several: len(calls) > 1}, case)
 
 
 # ---- 18.7
 
 
-def gather_fp8(answer: Callable[..., Any], ranks: Ranks) -> None:
-    """The learner's `gather_fp8(shard, group)`."""
-    due(answer)
-    in_groups(ranks, GROUPS, _gathers, answer)
+class _Weight(NamedTuple):
+    """A weight of which each rank has some rows.
+
+    Args:
+        rows: Of each rank.
+        columns: Of all.
+        size: Of its numbers, about.
+        dtype: Of the shards.
+    """
+
+    rows: int
+    columns: int
+    size: float
+    dtype: torch.dtype
 
 
-# Rows and columns of a shard, the size of its numbers, its dtype.
-_WEIGHTS = (
-    (8, 6, 1.0, torch.float32),
-    (1, 5, 1.0, torch.float32),
-    (2, 3, 0.0, torch.float32),
-    (3, 7, 1e-8, torch.float32),
-    (5, 8, 1.0, torch.bfloat16),
+class _Gathered(NamedTuple):
+    """What one rank returned.
+
+    Args:
+        whole: The whole weight in e4m3, as float32.
+        scale: Its scale.
+    """
+
+    whole: Tensor
+    scale: float
+
+
+WEIGHTS = (
+    _Weight(8, 6, 1.0, torch.float32),
+    _Weight(1, 5, 1.0, torch.float32),
+    _Weight(2, 3, 0.0, torch.float32),
+    _Weight(3, 7, 1e-8, torch.float32),
+    _Weight(5, 8, 1.0, torch.bfloat16),
 )
+LARGEST = 448.0  # of e4m3
+SPARE_BYTES = 64  # amaxes may travel in another way
+MOST_OTHERS = 0.03  # of numbers may lie at a tie, and fall to its other side
 
 
-def _gathers(group: dist.ProcessGroup, answer: Callable[..., Any]) -> None:
-    tried = []
-    for rows, columns, size, dtype in _WEIGHTS:
-        shards = _shards(group.size(), rows, columns, size, dtype)
-        own = shards[group.rank()].clone()
-        with counted() as calls, Requests() as requests:
-            found = answer(own, group)
-        with counted() as due_calls:
-            _gathered(shards[group.rank()], group)
-        moved = sum(call.num_bytes for call in calls)
-        moved_by_reference = sum(call.num_bytes for call in due_calls)
-        tried.append((shards, own, found, moved, moved_by_reference, requests))
-    dist.barrier(group)
-    for shards, own, found, moved, moved_by_reference, requests in tried:
-        requests.check_waited()
-        assert torch.equal(own, shards[group.rank()]), "the shard that was given has changed"
-        assert isinstance(due(found), tuple | list) and len(found) == 2, (
-            "return two things, the whole 8-bit tensor and its scale"
-        )
-        _of_gathered(group, shards, *due(*found))
-        # 64: amaxes may travel in another way
-        assert moved <= 1.25 * moved_by_reference + 64, (
-            f"{moved} bytes travel and {moved_by_reference} are enough: in which dtype is the "
-            "shard when it is sent?"
-        )
+def gather_fp8(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
+    """The learner's `gather_fp8(shard, group)`."""
+    for weight in WEIGHTS:
+        judge = partial(_is_gathered, weight=weight)
+        outcome = in_groups(_gather, answer, weight, judge=judge)
+    return confirm_in_group(ranks, outcome, _gather, answer, weight)
 
 
-def _shards(
-    num_ranks: int, rows: int, columns: int, scale: float, dtype: torch.dtype
-) -> list[Tensor]:
+def _gather(group: dist.ProcessGroup, answer: Callable[..., Any], weight: _Weight) -> _Gathered:
+    shards = _shards(group.size(), weight)
+    own = shards[group.rank()]
+    given = own.clone()
+    found = due(answer(given, group))
+    refuse({"the shard that was given has changed": not torch.equal(given, own)})
+    return _gathered(found, torch.cat(shards).shape)
+
+
+def _shards(num_ranks: int, weight: _Weight) -> list[Tensor]:
     """Rows of each rank; each rank's are several times as large as those of the one before."""
-    generator = torch.Generator().manual_seed(rows)
+    generator = torch.Generator().manual_seed(weight.rows)
     shards = []
     for rank in range(num_ranks):
-        size = 4.0 ** ((rank + 1) % num_ranks)
-        ordinary = torch.randn(rows, columns, generator=generator)
-        shards.append((scale * size * ordinary).to(dtype))
-    if rows == 1:
+        size = weight.size * 4.0 ** ((rank + 1) % num_ranks)
+        ordinary = torch.randn(weight.rows, weight.columns, generator=generator)
+        shards.append((size * ordinary).to(weight.dtype))
+    if weight.rows == 1:
         shards[0].zero_()  # a rank whose rows are zeros has the scale of the others
     return shards
 
 
-def _gathered(shard: Tensor, group: dist.ProcessGroup) -> None:
-    """What has to travel."""
-    dist.all_reduce(shard.abs().max(), op=dist.ReduceOp.MAX, group=group)
-    own = shard.to(E4M3).view(torch.uint8)
-    dist.all_gather([torch.empty_like(own) for _ in range(group.size())], own, group=group)
-
-
-def _of_gathered(group: dist.ProcessGroup, shards: list[Tensor], whole: Any, scale: Any) -> None:
-    assert isinstance(whole, Tensor), f"the first result is a {type(whole).__name__}, not a tensor"
-    given = torch.cat(shards)
-    expected = given.float()
-    case = "" if given.dtype == torch.float32 else f"with shards in {given.dtype}, "
-    assert whole.shape == expected.shape, (
-        f"the whole tensor has the shape {list(whole.shape)}, and {list(expected.shape)} is due"
-    )
-    assert whole.dtype == E4M3, f"the whole tensor is {whole.dtype}, and {E4M3} is due"
+def _gathered(found: Any, shape: torch.Size) -> _Gathered:
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise Hint("return two things, the whole 8-bit tensor and its scale")
+    whole, scale = due(*found)
+    tensor(whole, shape, what="the first result is")
     found_scale = torch.as_tensor(scale)
-    assert found_scale.numel() == 1, "one scale is due, for the whole tensor"
-    if not expected.any():
-        assert found_scale.item() == 1, (
-            f"the whole weight is zeros: the scale is {found_scale.item():g}, and 1 is due"
+    mistakes = {
+        f"the whole tensor is {whole.dtype}, expected is {E4M3}": whole.dtype != E4M3,
+        "expected is one scale, for the whole tensor": found_scale.numel() != 1,
+    }
+    refuse(mistakes)
+    return _Gathered(whole.float(), found_scale.item())
+
+
+def _is_gathered(
+    results: list[_Gathered], outcome: Outcome, members: Sequence[int], weight: _Weight
+) -> None:
+    """On each rank what one process gets, by about one byte for each number."""
+    shards = _shards(len(members), weight)
+    enough = torch.cat(shards).numel() + 4  # the amax in float32
+    for place, rank in enumerate(members):
+        case = f"on rank {rank}: "
+        calls = outcome.of(rank)
+        refuse(careless(calls), case)
+        found = results[place]
+        if weight.size == 0:
+            _is_all_zeros(case, found)
+        else:
+            _has_the_scale(case, found, shards, place)
+            _is_cast_once(case, found, shards)
+        moved = sum(call.num_bytes for call in calls)
+        too_many = (
+            f"{moved} bytes travel and {enough} are enough: in which dtype is the shard when it "
+            "is sent?"
         )
-        assert not whole.float().any(), "the whole weight is zeros, and zeros must stay zeros"
-        return
-    expected_scale = 448 / expected.abs().max().item()
-    own_scale = 448 / max(shards[group.rank()].abs().max().item(), 1e-30)
-    if not math.isclose(found_scale.item(), expected_scale, rel_tol=1e-4):
-        assert not math.isclose(found_scale.item(), own_scale, rel_tol=1e-4), (
-            f"the scale {found_scale.item():g} is that of this rank's shard: the largest number "
-            "may lie on another rank"
-        )
-        assert not math.isclose(found_scale.item(), 1 / expected_scale, rel_tol=1e-4), (
-            "the scale is upside down: it multiplies before the cast"
-        )
-        raise AssertionError(
-            f"{case}the scale is {found_scale.item():.6g}, and {expected_scale:.6g} is due: 448 / "
-            "amax of the whole tensor, in float32"
-        )
-    back = whole.float() / found_scale.float()
-    distance = (back - expected).abs() / expected.abs().max()
-    for number, part in enumerate(distance.chunk(len(shards))):
-        assert part.max() < 0.04, (
-            f"the rows of the rank with number {number} are wrong after dequantising: with which "
-            "scale were they cast there, and do the parts stand in the order of the ranks?"
-        )
-    exact = (expected * expected_scale).clamp(-448, 448).to(E4M3).float()
-    far = (whole.float() - exact).abs() > 0.15 * exact.abs() + 2**-8
-    assert not far.any(), "small numbers are lost: were the shards cast before they were scaled?"
-    others = (whole.float() != exact).float().mean().item()
-    assert others <= 0.03, (
-        f"{case}{others:.0%} of the numbers are others than those of one process that casts the "
-        "whole weight: are they rounded more than once?"
+        refuse({too_many: moved > 1.25 * enough + SPARE_BYTES}, case)
+
+
+def _is_all_zeros(case: str, found: _Gathered) -> None:
+    mistakes = {
+        f"the whole weight is zeros: the scale is {found.scale:g}, expected is 1": (
+            found.scale != 1
+        ),
+        "the whole weight is zeros, and zeros must stay zeros": bool(found.whole.any()),
+    }
+    refuse(mistakes, case)
+
+
+def _scale_of(x: Tensor) -> float:
+    return LARGEST / max(x.abs().max().item(), 1e-30)
+
+
+def _of_dtype(shards: Sequence[Tensor]) -> str:
+    dtype = shards[0].dtype
+    return "" if dtype == torch.float32 else f"with shards in {dtype}, "
+
+
+def _has_the_scale(case: str, found: _Gathered, shards: Sequence[Tensor], place: int) -> None:
+    scale = _scale_of(torch.cat(list(shards)))
+    mistakes = {
+        f"the scale {found.scale:g} is that of this rank's shard: the largest number may lie on "
+        "another rank": _scale_of(shards[place]),
+        "the scale is upside down: it multiplies before the cast": 1 / scale,
+    }
+    otherwise = (
+        f"{_of_dtype(shards)}the scale is {found.scale:.6g}, expected is {scale:.6g}: 448 / amax "
+        "of the whole tensor, in float32"
     )
+    diagnose(case, found.scale, scale, mistakes, otherwise, tolerance=1e-4)
+
+
+def _is_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None:
+    exact = torch.cat(list(shards)).float()
+    once = (exact * _scale_of(exact)).clamp(-LARGEST, LARGEST).to(E4M3).float()
+    off = (found.whole / found.scale - exact).abs() / exact.abs().max()
+    wrong_rows = []
+    for number, part in enumerate(off.chunk(len(shards))):
+        if not part.max() < 0.04:  # nan is wrong, too
+            wrong_rows.append(number)
+    lost = (found.whole - once).abs() > 0.15 * once.abs() + 2**-8
+    others = (found.whole != once).float().mean().item()
+    mistakes = {
+        f"the rows of the rank with number {min(wrong_rows, default=None)} are wrong after "
+        "dequantising: with which scale were they cast there, and do the parts stand in the order "
+        "of the ranks?": bool(wrong_rows),
+        "small numbers are lost: were the shards cast before they were scaled?": bool(lost.any()),
+        f"{_of_dtype(shards)}{others:.0%} of the numbers are others than those of one process that "
+        "casts the whole weight: are they rounded more than once?": others > MOST_OTHERS,
+    }
+    refuse(mistakes, case)
 
 
 # ---- 18.8
@@ -877,3 +863,88 @@ def _near(found: Tensor, expected: Tensor, dtype: torch.dtype) -> bool:
     # a sum in another order falls to the other side of a tie now and then, two roundings often do
     others = found.detach().to(dtype) != expected.detach().to(dtype)
     return dtype == torch.float32 or others.float().mean().item() <= 0.05
+
+
+EXERCISES = {
+    "18.1": Exercise(
+        check=spacing,
+        praise="right for every size, the subnormal numbers and zero as well",
+        hints=(
+            "2^e is the power of two at or below |x|. frexp's f is below 1: how much larger than e "
+            "is its n?",
+            "Below 2^(smallest exponent) the spacing stays what it is there. Which function of "
+            "Python takes the larger of two numbers?",
+        ),
+    ),
+    "18.2": Exercise(
+        check=cast,
+        praise="equal to PyTorch's cast in every bit of 130,000 numbers",
+        hints=(
+            "Exercise 18.1 has the spacing of one number. torch.frexp gives the n of all of them, "
+            "and `.clamp(min=...)` takes the larger of two.",
+            "Divide by the spacing, torch.round, multiply by it. Both are powers of two, so these "
+            "steps themselves round nothing.",
+            "torch.round takes the even one of two that are equally near. What does the end of the "
+            "range need?",
+        ),
+    ),
+    "18.3": Exercise(
+        check=quantize,
+        praise="the largest number lands at the end of the range, of either format",
+        hints=(
+            "`amax` is the largest absolute value. What is its scale, in words of section 3?",
+            "torch.where(condition, a, b) chooses between two tensors without an `if`.",
+            "Is the scale computed in float32, also for a tensor in bfloat16?",
+        ),
+    ),
+    "18.4": Exercise(
+        check=delayed,
+        praise="the past decides, for as many steps as are remembered, and a bad step leaves none",
+        hints=(
+            "A list is enough for the history. `max(list, default=0.0)` works for an empty one.",
+            "`list[-length:]` are its last entries.",
+            "math.isfinite(amax) is False for inf and nan.",
+        ),
+    ),
+    "18.5": Exercise(
+        check=linear,
+        praise="three products of 8-bit operands, and 8-bit tensors are all that is kept",
+        hints=(
+            "Begin with x of two dims: quantise x and weight, dequantise, multiply. Then let "
+            "`x.reshape(-1, x.shape[-1])` make two dims of any number.",
+            "The table of section 5 has the three formulas. Which of the three operands does "
+            "backward not have yet?",
+            "backward returns one gradient for each argument of forward beside ctx, with the shape "
+            "and dtype of that argument.",
+        ),
+    ),
+    "18.6": Exercise(
+        check=reduce_amaxes,
+        praise="the largest of the group for each tensor, in a single all-reduce",
+        hints=(
+            "An all-reduce takes one tensor. torch.stack makes one of many; what does its result "
+            "need afterwards?",
+            "dist.all_reduce has an argument `op`. Which operation keeps the larger of two?",
+        ),
+    ),
+    "18.7": Exercise(
+        check=gather_fp8,
+        praise="one byte for each weight, and one scale that all ranks share",
+        hints=(
+            "The scale must be known before the cast, and it is that of the whole tensor.",
+            "`q.view(torch.uint8)` are the same bytes under another dtype; "
+            "`.view(torch.float8_e4m3fn)` is the way back.",
+            "Which list of empty tensors does dist.all_gather fill, and how long is it?",
+        ),
+    ),
+    "18.8": Exercise(
+        check=choose,
+        praise="the cheapest that is good enough, for every kind of tensor",
+        hints=(
+            "Go through all options, and keep the best so far: fewest bits, then the least error.",
+            "`x[x != 0]` are the numbers that are not zero. Of none of them the mean is nan: what "
+            "is due then?",
+            "A comparison with nan is False. What does your loop do with one?",
+        ),
+    ),
+}

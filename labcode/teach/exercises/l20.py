@@ -15,78 +15,13 @@ from labcode.perf import two_level
 from labcode.perf.alpha_beta import Link
 from labcode.perf.transformer import Transformer
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l20_plan as lab
 from labcode.teach.labs.l20_plan import Cluster, Found, Layout, Shape
 from labcode.units import GIB, seconds
 
 CLOSE = 4e-3  # biases and norms may count or not
 
-EXERCISES = {
-    "20.1": Exercise(
-        praise="the number of weights of a real model, for every shape",
-        hints=(
-            "Go through a block in the order of the table: which matrices are there, and how many "
-            "rows and columns has each?",
-            "Every product has a bias with as many numbers as the product has outputs. A norm has "
-            "a weight and a bias.",
-            "What is outside of the blocks: two tables that are looked up, and a last norm. Is the "
-            "head a matrix of its own?",
-        ),
-    ),
-    "20.2": Exercise(
-        praise="equal to what PyTorch counts, and to the published formula",
-        hints=(
-            "A product of n tokens with a matrix of w weights takes 2 n w FLOPs. How many weights "
-            "of the layers take part in one, and how many of the head?",
-            "Attention has two products of its own in each layer, and no weights in them: "
-            "tokens by tokens, for every feature.",
-            "Which of the terms does a checkpointed backward compute once more?",
-        ),
-    ),
-    "20.3": Exercise(
-        praise="every term, on the fullest stage, for every layout",
-        hints=(
-            "Begin with one rank. Three terms: states, activations of all layers, what passes.",
-            "Then go through the arguments of the layout one by one: which of the three terms does "
-            "each of them cut?",
-            "Compute the first and the last stage, and return the larger of the two.",
-        ),
-    ),
-    "20.4": Exercise(
-        praise="the rule of two levels, wherever the ranks of a group sit",
-        hints=(
-            "How many ranks of the group share a node? Their neighbours are `stride` ranks apart.",
-            "The ring leaves a node once for each node that it touches. Which of the two links is "
-            "the slower one then?",
-        ),
-    ),
-    "20.5": Exercise(
-        praise="each part of the step, and what hides behind what",
-        hints=(
-            "Write the time of one micro-batch on one stage first, as a sum of four terms.",
-            "How many such times pass from the first forward to the last backward? Lesson 12 has "
-            "the formula.",
-            "With ZeRO-3 there is nothing to do after the last backward, but in every micro-batch.",
-        ),
-    ),
-    "20.6": Exercise(
-        praise="every legal layout that fits, the fastest first",
-        hints=(
-            "Nested loops: tp, then pp, then what is left is dp. lab.divisors(n) gives the "
-            "divisors of a number.",
-            "Ask whether a layout fits before you compute its time.",
-            "Compare your number of layouts with the one in the message: which loop is too short?",
-        ),
-    ),
-    "20.7": Exercise(
-        praise="it fits, it is fast, and you can say what it loses and where",
-        hints=(
-            "Your search gives a list. Which entries leave the memory that the task asks for?",
-            "lab.losses(shape, layout, global_batch, cluster) gives seconds for each limit.",
-        ),
-    ),
-}
 LABCODES = (
     lab.by_labcode,
     lab.transformer,
@@ -719,3 +654,77 @@ def proposal(layout: Any, memory_gib: Any, limit: Any, lost_share: Any) -> None:
         f"all but one line: yes. Share: {limit} takes another part of this step than "
         f"{lost_share:.4g} (1 is all of it)"
     )
+
+
+EXERCISES = {
+    "20.1": Exercise(
+        check=parameters,
+        praise="the number of weights of a real model, for every shape",
+        hints=(
+            "Go through a block in the order of the table: which matrices are there, and how many "
+            "rows and columns has each?",
+            "Every product has a bias with as many numbers as the product has outputs. A norm has "
+            "a weight and a bias.",
+            "What is outside of the blocks: two tables that are looked up, and a last norm. Is the "
+            "head a matrix of its own?",
+        ),
+    ),
+    "20.2": Exercise(
+        check=flops,
+        praise="equal to what PyTorch counts, and to the published formula",
+        hints=(
+            "A product of n tokens with a matrix of w weights takes 2 n w FLOPs. How many weights "
+            "of the layers take part in one, and how many of the head?",
+            "Attention has two products of its own in each layer, and no weights in them: "
+            "tokens by tokens, for every feature.",
+            "Which of the terms does a checkpointed backward compute once more?",
+        ),
+    ),
+    "20.3": Exercise(
+        check=memory,
+        praise="every term, on the fullest stage, for every layout",
+        hints=(
+            "Begin with one rank. Three terms: states, activations of all layers, what passes.",
+            "Then go through the arguments of the layout one by one: which of the three terms does "
+            "each of them cut?",
+            "Compute the first and the last stage, and return the larger of the two.",
+        ),
+    ),
+    "20.4": Exercise(
+        check=bus,
+        praise="the rule of two levels, wherever the ranks of a group sit",
+        hints=(
+            "How many ranks of the group share a node? Their neighbours are `stride` ranks apart.",
+            "The ring leaves a node once for each node that it touches. Which of the two links is "
+            "the slower one then?",
+        ),
+    ),
+    "20.5": Exercise(
+        check=step,
+        praise="each part of the step, and what hides behind what",
+        hints=(
+            "Write the time of one micro-batch on one stage first, as a sum of four terms.",
+            "How many such times pass from the first forward to the last backward? Lesson 12 has "
+            "the formula.",
+            "With ZeRO-3 there is nothing to do after the last backward, but in every micro-batch.",
+        ),
+    ),
+    "20.6": Exercise(
+        check=search,
+        praise="every legal layout that fits, the fastest first",
+        hints=(
+            "Nested loops: tp, then pp, then what is left is dp. lab.divisors(n) gives the "
+            "divisors of a number.",
+            "Ask whether a layout fits before you compute its time.",
+            "Compare your number of layouts with the one in the message: which loop is too short?",
+        ),
+    ),
+    "20.7": Exercise(
+        check=proposal,
+        praise="it fits, it is fast, and you can say what it loses and where",
+        hints=(
+            "Your search gives a list. Which entries leave the memory that the task asks for?",
+            "lab.losses(shape, layout, global_batch, cluster) gives seconds for each limit.",
+        ),
+    ),
+}

@@ -13,7 +13,7 @@ from labcode.perf.alpha_beta import Link
 from labcode.perf.cluster import Cluster, load_cluster, load_gpu
 from labcode.perf.estimate import Estimate
 from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.on_ranks import without
+from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l20_plan
 from labcode.teach.labs import l21_capstone as lab
 from labcode.teach.labs.l20_plan import Found, Layout
@@ -23,55 +23,6 @@ from labcode.units import GIB
 ROUNDED = 0.01  # what a learner may round by, as a share
 SAME_S = 1e-6  # layouts whose seconds differ by less are equally fast
 
-EXERCISES = {
-    "21.1": Exercise(
-        praise="days for whom pays, MFU for whom programs",
-        hints=(
-            "How many tokens does a step train on? How many steps are there then?",
-            "MFU is a rate over a rate: the FLOPs that the model needs in a second, over those "
-            "that all GPUs could do by their datasheet.",
-        ),
-    ),
-    "21.2": Exercise(
-        praise="every broken rule by its name, and memory asked last",
-        hints=(
-            "One `if` for each line of the table, which adds a name to a list.",
-            "`a % b` is 0 where b divides a. Which of the two numbers is cut?",
-            "lab.predicted raises an error for what cannot run. When is it safe to call it?",
-        ),
-    ),
-    "21.3": Exercise(
-        praise="one choice changed at a time, and the strongest of each kind",
-        hints=(
-            "For one candidate: in which of lab.KINDS does it differ from the chosen layout? "
-            "`getattr(layout, kind)` reads a field by its name.",
-            "Of those that differ in a single choice keep the fastest one for each kind.",
-        ),
-    ),
-    "21.4": Exercise(
-        praise="a number, a unit and a name: that is a defence",
-        hints=(
-            "Two cases: the rival does not fit, or it does. Which one has to be asked first?",
-            "Not the largest part of the rival, but the one that has grown most.",
-        ),
-    ),
-    "21.5": Exercise(
-        praise="a cluster that labcode can plan for",
-        hints=(
-            "The list of fields is in the text above. Which lines of the description belong to "
-            "which field?",
-            "What does one GPU have of its node's adapters, and in bytes?",
-        ),
-    ),
-    "21.6": Exercise(
-        praise="all nine points: your plan can be defended",
-        hints=(
-            "lab.fitting(lab.TASK) lists what leaves the margin, the fastest first.",
-            "lab.rivals gives the rivals of a layout, lab.verdict what to say of each. Take two "
-            "that lose.",
-        ),
-    ),
-}
 PERF = (perf_estimate.estimate, perf_plan.plan)
 READY = {  # what an answer may not call
     "21.1": (lab.days_and_mfu,),
@@ -651,3 +602,60 @@ def _about_rival(
     if found.memory_bytes <= brief.room_bytes and found.step_s <= about.step_s:
         return "it fits and is as fast as your layout: it does not lose"
     return _about_verdict(tuple(entry[1:]), about, found, brief.room_bytes)
+
+
+EXERCISES = {
+    "21.1": Exercise(
+        check=days_and_mfu,
+        praise="days for whom pays, MFU for whom programs",
+        hints=(
+            "How many tokens does a step train on? How many steps are there then?",
+            "MFU is a rate over a rate: the FLOPs that the model needs in a second, over those "
+            "that all GPUs could do by their datasheet.",
+        ),
+    ),
+    "21.2": Exercise(
+        check=broken_rules,
+        praise="every broken rule by its name, and memory asked last",
+        hints=(
+            "One `if` for each line of the table, which adds a name to a list.",
+            "`a % b` is 0 where b divides a. Which of the two numbers is cut?",
+            "lab.predicted raises an error for what cannot run. When is it safe to call it?",
+        ),
+    ),
+    "21.3": Exercise(
+        check=rivals,
+        praise="one choice changed at a time, and the strongest of each kind",
+        hints=(
+            "For one candidate: in which of lab.KINDS does it differ from the chosen layout? "
+            "`getattr(layout, kind)` reads a field by its name.",
+            "Of those that differ in a single choice keep the fastest one for each kind.",
+        ),
+    ),
+    "21.4": Exercise(
+        check=verdict,
+        praise="a number, a unit and a name: that is a defence",
+        hints=(
+            "Two cases: the rival does not fit, or it does. Which one has to be asked first?",
+            "Not the largest part of the rival, but the one that has grown most.",
+        ),
+    ),
+    "21.5": Exercise(
+        check=own_cluster,
+        praise="a cluster that labcode can plan for",
+        hints=(
+            "The list of fields is in the text above. Which lines of the description belong to "
+            "which field?",
+            "What does one GPU have of its node's adapters, and in bytes?",
+        ),
+    ),
+    "21.6": Exercise(
+        check=plan,
+        praise="all nine points: your plan can be defended",
+        hints=(
+            "lab.fitting(lab.TASK) lists what leaves the margin, the fastest first.",
+            "lab.rivals gives the rivals of a layout, lab.verdict what to say of each. Take two "
+            "that lose.",
+        ),
+    ),
+}

@@ -1,24 +1,26 @@
 """A script of the learner's: a function becomes a file, and torchrun starts it on several ranks.
 
-What is wrong with it is an AssertionError, whose text is a hint.
+What is wrong with it is a `Hint`.
 """
 
+import builtins
 import inspect
 import math
-import re
+import symtable
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from labcode import launch
-from labcode.teach.exercises.script_source import missing_names
+from labcode.teach.check import Hint
 from labcode.teach.labs.run_file import COUNTED
 
 LEFT_OPEN = "LEFT OPEN"  # what a footer asserts: the process group is gone at the end
 TIMEOUT_S = 120
+OF_MODULE = ("__name__", "__file__", "__doc__")
 # What gloo says when the ranks do not call the same things.
 OUT_OF_STEP = (
     "Timed out",
@@ -46,13 +48,14 @@ def write(path: Path, header: str, source: str, footer: str) -> None:
     """Write the file.
 
     Raises:
-        AssertionError: The function uses a name that the file does not know.
+        Hint: The function uses a name that the file does not know.
     """
     unknown = missing_names(source, header)
-    assert not unknown, (
-        f"the file would not know the name `{unknown[0]}`: only `main` is copied into it, so what "
-        "it uses is imported or defined inside it"
-    )
+    if unknown:
+        raise Hint(
+            f"the file would not know the name `{unknown[0]}`: only `main` is copied into it, so "
+            "what it uses is imported or defined inside it"
+        )
     path.parent.mkdir(exist_ok=True)
     path.write_text(header + source + footer)
 
@@ -79,7 +82,7 @@ def run(
         What all ranks have printed, each line as "[rank 1] ...".
 
     Raises:
-        AssertionError: A rank has failed.
+        Hint: A rank has failed.
         NotImplementedError: Something is still to be written.
     """
     runner = "labcode.teach.labs.run_file"
@@ -107,30 +110,46 @@ def _explained(case: str, text: str, meanings: Mapping[str, str]) -> Exception:
     if "NotImplementedError: exercise" in text:
         return NotImplementedError("exercise: your code here")
     if LEFT_OPEN in text:
-        return AssertionError(
+        return Hint(
             case + "the process group is still there at the end: dist.destroy_process_group()"
         )
     for sign, meaning in meanings.items():
         if sign in text:
-            return AssertionError(f"{case}{meaning} (the error: {text})")
+            return Hint(f"{case}{meaning} (the error: {text})")
     if any(sign in text for sign in OUT_OF_STEP):
-        return AssertionError(
-            case + "the ranks wait for each other in vain: is there a collective that not all of "
+        return Hint(
+            case + "the ranks wait for each other: is there a collective that not all of "
             f"them call? (the error: {text})"
         )
-    return AssertionError(case + text)
+    return Hint(case + text)
 
 
-def check_device(source: str) -> None:
-    """The script looks for a GPU, also where there is none to try it on."""
-    case = "here, without GPUs, all is right; "
-    by_default = re.search(r"init_process_group\(\s*\)", source) is not None
-    assert by_default or "nccl" in source or "backend_for_device" in source, (
-        case + "with GPUs it would use gloo: see point 1"
-    )
-    assert "LOCAL_RANK" in source or "get_node_local_rank" in source, (
-        case + "with GPUs, which one would a rank take? See point 1"
-    )
+def missing_names(source: str, header: str) -> list[str]:
+    """The names that a function uses and its file does not know, in alphabetical order.
+
+    Args:
+        source: Of the function.
+        header: What stands above it in the file.
+    """
+    known = {*dir(builtins), *OF_MODULE}
+    for symbol in symtable.symtable(header, "header", "exec").get_symbols():
+        known.add(symbol.get_name())
+    used = set()
+    for table in _tables(symtable.symtable(source, "source", "exec")):
+        for symbol in table.get_symbols():
+            at_top = table.get_type() == "module"
+            is_bound = symbol.is_assigned() or symbol.is_imported()
+            if is_bound and (at_top or symbol.is_declared_global()):
+                known.add(symbol.get_name())
+            elif symbol.is_global() and symbol.is_referenced():
+                used.add(symbol.get_name())
+    return sorted(used - known)
+
+
+def _tables(table: symtable.SymbolTable) -> Iterator[symtable.SymbolTable]:
+    yield table
+    for child in table.get_children():
+        yield from _tables(child)
 
 
 def distance(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> float:
