@@ -465,6 +465,14 @@ EMBEDDING = Answers(
         "clamped": changed(f"{SOME_ROW} => {CLAMPED}"),
     },
     wrong={
+        "returns before the sum": (
+            changed(
+                "        some_row = =>         if elsewhere.all():\n"
+                "            return self.weight.new_zeros(*tokens.shape, self.weight.shape[1])\n"
+                "        some_row ="
+            ),
+            "rank 0 waits in all_reduce of float64 [2, 9, 5]",
+        ),
         "not masked": (
             changed(f"{SOME_ROW} => {CLAMPED}", f"{MASK} => pass"),
             "What does each rank add to the sum?",
@@ -594,6 +602,12 @@ LOSS = Answers(
         "logsumexp": loss_with_logsumexp,
     },
     wrong={
+        "without a target no sum": (
+            changed(
+                "target = reduce_from( => target = own_target if elsewhere.all() else reduce_from("
+            ),
+            "rank 0 waits in all_reduce of float64 [12]",
+        ),
         "the mean": (
             changed(f"{LOSS_IS} => return (denominator.log() - target).mean()"),
             "one loss for each",

@@ -12,6 +12,7 @@ import torch
 from labcode.pool.answers import RankError
 from labcode.teach import show
 from labcode.teach.check import Exercise, check, compare, due, hint, show_source
+from labcode.teach.exercises import expect
 
 
 def call(answer):
@@ -297,6 +298,31 @@ def test_an_assertion_of_the_learners_without_text_has_its_line(capsys, monkeypa
         "[x] 99.1 wrong: on rank 0: an assertion of yours does not hold "
         "(line 1 of your cell, in order: `assert m >= p`)\n"
     )
+
+
+CELL = """\
+def answer(rank):
+    assert rank < 0, "still too long"
+    return rank.size
+"""
+ON_SIMULATED = {
+    CELL: 'an assertion of yours does not hold, "still too long" (line 2 of your cell, in answer: '
+    '`assert rank < 0, "still too long"`)',
+    CELL.replace(
+        "assert", "not"
+    ): "AttributeError: 'int' object has no attribute 'size' (line 3 of "
+    "your cell, in answer: `return rank.size`)",
+}
+
+
+@pytest.mark.parametrize("cell", ON_SIMULATED)
+def test_an_error_on_a_simulated_rank_has_the_learners_line(capsys, monkeypatch, cell):
+    file = "/tmp/ipykernel_12/38.py"
+    monkeypatch.setitem(linecache.cache, file, (len(cell), None, cell.splitlines(True), file))
+    names = {"__name__": "__main__"}
+    exec(compile(cell, file, "exec"), names)
+    text = said(capsys, lambda: expect.run(names["answer"]))
+    assert text == f"[x] 99.1 wrong: on rank 0: {ON_SIMULATED[cell]}\n"
 
 
 def test_a_long_line_of_the_learners_is_not_quoted_whole(capsys, monkeypatch):

@@ -595,6 +595,8 @@ def swiglu(answer: Callable[..., Any], ranks: Ranks | None = None) -> str:
 
 # 83 on 4 ranks: only the last has fewer rows. 82: the last two, so it counts how long each part is.
 VOCABS = (83, 82)
+# Whether all tokens of the batch belong to the first rank: then the others too have to come.
+BATCHES = {"": False, ", in a batch with tokens of the first rank alone": True}
 WIDTH = 5
 
 
@@ -602,16 +604,18 @@ def _whole_embedding(vocab: int) -> nn.Embedding:
     return nn.Embedding.from_pretrained(_draw(60, vocab, WIDTH), freeze=False)
 
 
-def _tokens(vocab: int, p: int, *shape: int) -> Tensor:
-    """Random tokens, with the first and the last token of each rank among them."""
+def _tokens(vocab: int, p: int, *shape: int, of_the_first: bool = False) -> Tensor:
+    """Random tokens, among them the first and the last one of each rank; or all of the first."""
     generator = torch.Generator().manual_seed(50)
     tokens = torch.randint(vocab, shape, generator=generator)
+    if of_the_first:
+        return tokens % (vocab // p)
     for number, part in enumerate(torch.arange(vocab).tensor_split(p)):
         tokens.view(-1)[2 * number : 2 * number + 2] = part[[0, -1]]
     return tokens
 
 
-def _embed(group: dist.ProcessGroup, make: Callable[..., Any], vocab: int) -> _Step:
+def _embed(group: dist.ProcessGroup, make: Callable[..., Any], vocab: int, batch: str) -> _Step:
     """Build the learner's embedding, and run it forward and backward."""
     p = group.size()
     parts = _draw(60, vocab, WIDTH).tensor_split(p)
@@ -619,7 +623,7 @@ def _embed(group: dist.ProcessGroup, make: Callable[..., Any], vocab: int) -> _S
     make_whole = functools.partial(_whole_embedding, vocab)
     embedding = _made(make, make_whole, group, {"weight": parts}, about)
     hint = "it looks up a token that it does not have: which row of its own part would that be?"
-    tokens = _tokens(vocab, p, 2, 9)
+    tokens = _tokens(vocab, p, 2, 9, of_the_first=BATCHES[batch])
     with _inside_own_part(hint):
         step = _step(embedding, {"tokens": tokens}, grad_y=_draw(61, 2, 9, WIDTH))
     step.grads.update(_gradients({"weight": embedding.get_parameter("weight")}))
@@ -627,16 +631,16 @@ def _embed(group: dist.ProcessGroup, make: Callable[..., Any], vocab: int) -> _S
 
 
 def _is_embedding(
-    vocab: int, results: Sequence[_Step], outcome: Outcome, members: Sequence[int]
+    vocab: int, batch: str, results: Sequence[_Step], outcome: Outcome, members: Sequence[int]
 ) -> None:
     """Every token has its vector on every rank, after one sum."""
     p = len(members)
     whole = _whole_embedding(vocab)
-    tokens = _tokens(vocab, p, 2, 9)
+    tokens = _tokens(vocab, p, 2, 9, of_the_first=BATCHES[batch])
     truth = _step(whole, {"tokens": tokens}, grad_y=_draw(61, 2, 9, WIDTH))
     grads = _gradients({"weight": whole.weight})["weight"].tensor_split(p)
     for number, (rank, found) in enumerate(zip(members, results)):
-        case = f"on rank {rank}: of {vocab} tokens: "
+        case = f"on rank {rank}: of {vocab} tokens{batch}: "
         hint = "nothing travels: who has the vectors of the other tokens?"
         sent = ", ".join(call.kind for call in outcome.of(rank))
         refuse({hint: not sent, **careless(outcome.of(rank))}, case)
@@ -666,9 +670,10 @@ def _is_embedding(
 def vocabulary_embedding(make: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's `VocabParallelEmbedding(embedding, group)`."""
     for vocab in VOCABS:
-        judge = functools.partial(_is_embedding, vocab)
-        outcome = in_groups(_embed, make, vocab, judge=judge, ours=OURS)
-    return confirm_in_group(ranks, outcome, _embed, make, vocab)
+        for batch in BATCHES:
+            judge = functools.partial(_is_embedding, vocab, batch)
+            outcome = in_groups(_embed, make, vocab, batch, judge=judge, ours=OURS)
+    return confirm_in_group(ranks, outcome, _embed, make, vocab, batch)
 
 
 # ---- 9.6
@@ -676,8 +681,10 @@ def vocabulary_embedding(make: Callable[..., Any], ranks: Ranks | None = None) -
 VOCAB = VOCABS[0]
 TOKENS = 12
 EVERY_OTHER = torch.arange(TOKENS).remainder(2)[:, None]
+OF_THE_FIRST = "with all targets in the columns of the first rank"
 LEVELS = {  # around which the logits of the tokens lie
     "with logits around 0": torch.zeros(TOKENS, 1),
+    OF_THE_FIRST: torch.zeros(TOKENS, 1),
     "with logits around 1000": torch.full((TOKENS, 1), 1000.0),
     "with logits around 0 for some tokens and around 2000 for others": 2000.0 * EVERY_OTHER,
 }
@@ -688,12 +695,16 @@ def _logits(level: str) -> Tensor:
     return _draw(70, TOKENS, VOCAB) * 3 + LEVELS[level]
 
 
+def _targets(level: str, p: int) -> Tensor:
+    return _tokens(VOCAB, p, TOKENS, of_the_first=level == OF_THE_FIRST)
+
+
 def _loss_step(group: dist.ProcessGroup, loss: Callable[..., Any], level: str) -> _Step:
     parts = _logits(level).tensor_split(group.size(), -1)
     first = sum(part.shape[-1] for part in parts[: group.rank()])
     arguments = {
         "logits": parts[group.rank()].contiguous(),
-        "targets": _tokens(VOCAB, group.size(), TOKENS),
+        "targets": _targets(level, group.size()),
     }
     hint = "it reads a column that it does not have: who has the logit of the target?"
     with _inside_own_part(hint):
@@ -719,7 +730,7 @@ def _is_loss(
     """The loss of the whole logits and its gradient, from three numbers of each token."""
     p = len(members)
     logits = _logits(level).requires_grad_()
-    targets = _tokens(VOCAB, p, TOKENS)
+    targets = _targets(level, p)
     losses = F.cross_entropy(logits, targets, reduction="none")
     losses.sum().backward()
     losses = losses.detach()
