@@ -102,13 +102,14 @@ def run_in_functions(actions, stage, loss, inputs, targets, group):
             send(y.detach().clone(), rank + 1)
 
     def backward(number):
-        y = outputs_of[number]
+        y = outputs_of.pop(number)
         if rank == p - 1:
             (loss(y, targets[number]) * (1 / len(targets))).backward()
         else:
             torch.autograd.backward(y, receive(rank + 1, number))
         if rank > 0:
             send(inputs_of[number].grad, rank - 1)
+        del inputs_of[number]
 
     for action in actions:
         if action.kind == "F":
@@ -138,12 +139,13 @@ def run_with_autograd_grad(actions, stage, loss, inputs, targets, group):
             if rank != size - 1:
                 messages.append(dist.isend(ys[i].data, group=group, group_dst=rank + 1))
         if action.kind == "B":
+            y = ys.pop(i)
             if rank == size - 1:
-                start, gradient = loss(ys[i], targets[i]) / len(inputs), None
+                start, gradient = loss(y, targets[i]) / len(inputs), None
             else:
-                start, gradient = ys[i], torch.zeros_like(ys[i])
+                start, gradient = y, torch.zeros_like(y)
                 dist.recv(gradient, group=group, group_src=rank + 1)
-            grad_x, *grads = torch.autograd.grad(start, [xs[i], *params], gradient)
+            grad_x, *grads = torch.autograd.grad(start, [xs.pop(i), *params], gradient)
             for param, grad in zip(params, grads):
                 param.grad = grad if param.grad is None else param.grad + grad
             if rank != 0:
@@ -186,6 +188,10 @@ RUNNER = Answers(
         ),
     },
     wrong={
+        "keeps it all": (
+            changed("kept.pop(i) => kept[i]"),
+            "rank 0 still holds what the F of 2 micro-batches has kept",
+        ),
         "requires_grad_ forgotten": (
             changed("x.requires_grad_() => pass"),
             "does not require a gradient",

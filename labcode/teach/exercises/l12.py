@@ -1,6 +1,7 @@
 """Checks of lesson 12, pipeline parallelism."""
 
 import re
+import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,6 +200,7 @@ class _WatchedStage(Stage):
         seen: Its inputs, call by call.
         went_back: Numbers of the calls, in the order in which backward went through them.
         overwritten: Those whose input had changed by then.
+        outputs: What the calls gave, as long as the learner holds it.
     """
 
     def __init__(self, number: int, m: int) -> None:
@@ -208,6 +210,7 @@ class _WatchedStage(Stage):
         self.seen: list[Tensor] = []
         self.went_back: list[int] = []
         self.overwritten: list[int] = []
+        self.outputs: list[weakref.ref[Tensor]] = []
 
     def forward(self, x: Tensor | None, inputs: Tensor | None = None) -> Tensor:
         if not isinstance(x, Tensor):
@@ -226,8 +229,11 @@ class _WatchedStage(Stage):
         call = len(self.seen)
         self.seen.append(x.detach().clone())
         y = super().forward(x, inputs)
+        self.outputs.append(weakref.ref(y))
 
         def note(_: Tensor) -> None:
+            done = self.went_back[:-1]  # a variable may still hold what the latest B has used
+            here().note("held", [self.outputs[other]() is not None for other in done].count(True))
             self.went_back.append(call)
             if not torch.equal(x.detach(), self.seen[call]):
                 self.overwritten.append(call)
@@ -292,6 +298,8 @@ def runner(run_actions: Callable[..., Any], ranks: Ranks | None = None) -> str:
                 runs = [outcome.results[rank] for rank in members]
                 _goes_forward(runs, members, step)
                 _goes_back(runs, members, step)
+                for place, rank in enumerate(members):
+                    _lets_go(f"{step.case}{_who(members, place)} ", outcome.of(rank, "held"))
     return confirm(ranks, outcome, _run_step, run_actions, step, shape)
 
 
@@ -309,7 +317,7 @@ def _sends_what_is_needed(case: str, events: Sequence[Event], num_sends: int) ->
     group_names = [one.value for one in events if one.kind == "group"]
     sends = [one for one in events if one.kind == "send"]
     receives = [one for one in events if one.kind == "recv"]
-    others = [one.kind for one in events if one.kind not in ("group", "send", "recv")]
+    others = [one.kind for one in events if one.kind not in ("group", "held", "send", "recv")]
     is_outside = any(one.group_name not in group_names for one in sends + receives)
     sent = _first_unlike(sends, numel)
     buffer = _first_unlike(receives, numel)
@@ -430,6 +438,16 @@ def _goes_back(runs: Sequence[_Ran], members: Sequence[int], step: _Step) -> Non
             refuse(mistakes, f"{step.case}{who}, at {action}: ")
         parts = _true_parts(p, place, *step.data(members))
         _has_gradients(f"{step.case}{who} ", ran, parts, step, is_last=place == p - 1)
+
+
+def _lets_go(case: str, notes: Sequence[Event]) -> None:
+    """What an F has kept is gone once its B has used it."""
+    most = max((note.value for note in notes), default=0)
+    hint = (
+        f"still holds what the F of {plural(most, 'micro-batch')} has kept, though B has used it: "
+        "then every micro-batch of the step stays in memory"
+    )
+    refuse({hint: most > 0}, case)
 
 
 def _true_parts(
