@@ -66,7 +66,7 @@ def simulate(
         ours: {function that solves the exercise already: what whoever calls it is told}.
         max_steps: How many bytecodes of the learner's code one rank may execute.
 
-    Held by: test_simulated.py::test_it_is_what_gloo_does
+    Held by: test_simulated_is_gloo.py::test_it_is_what_gloo_does
     """
     run = Run(size, max_steps, ours)
     fresh = (torch.Generator().get_state(), random.Random(0).getstate(), torch.float32)
