@@ -311,15 +311,14 @@ def reason(error: BaseException) -> str:
     if isinstance(error, AssertionError):
         return _cut(text) or f"this does not hold: {_failed_condition(error)}"
     place = tracebacks.place_in_cells(error)
+    is_their_own = False
     if not place and error.__cause__ is not None:  # of an error on a simulated rank
         place = tracebacks.place_in_cells(error.__cause__)
+        is_their_own = tracebacks.raised_in_a_cell(error.__cause__)
     on_rank = ON_RANK.match(text)
     if on_rank:
         rank, name, message = on_rank.groups()
-        of_the_learner = isinstance(
-            error.__cause__, AssertionError
-        )  # of a check it would be a Hint
-        if name == "AssertionError" and place and (of_the_learner or not message):
+        if name == "AssertionError" and place and (is_their_own or not message):
             said = f', "{message}"' if message else ""
             return f"on {rank}: an assertion of yours does not hold{said}{place}"
         if name in ("AssertionError", Hint.__name__):

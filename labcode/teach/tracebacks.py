@@ -73,7 +73,7 @@ def place_in_cells(error: BaseException) -> str:
     """
     place = ""
     for frame in traceback.extract_tb(error.__traceback__):
-        in_a_cell = "ipykernel" in frame.filename or "<ipython" in frame.filename
+        in_a_cell = _is_cell(frame.filename)
         in_a_function = not frame.name.startswith(("<lambda>", "<module>", "<cell"))
         if in_a_cell and in_a_function:
             place = _line_of(frame.filename, frame.lineno or 0, frame.name)
@@ -81,6 +81,16 @@ def place_in_cells(error: BaseException) -> str:
         for line in CELL_LINE.finditer(note):
             place = _line_of(line[2], int(line[3]), line[4])
     return place
+
+
+def raised_in_a_cell(error: BaseException) -> bool:
+    """Whether a line of the learner's own cells has raised an error, and not what it called."""
+    frames = traceback.extract_tb(error.__traceback__)
+    return bool(frames) and _is_cell(frames[-1].filename)
+
+
+def _is_cell(file: str) -> bool:
+    return "ipykernel" in file or "<ipython" in file
 
 
 def _line_of(file: str, number: int, function: str) -> str:

@@ -315,6 +315,27 @@ ON_SIMULATED = {
 }
 
 
+CALLS = """\
+def answer(rank):
+    return call("not so")
+"""
+
+
+def test_what_a_called_function_asserts_is_no_assertion_of_the_learners(capsys, monkeypatch):
+    file = "/tmp/ipykernel_12/39.py"
+    monkeypatch.setitem(linecache.cache, file, (60, None, CALLS.splitlines(True), file))
+    names = {"__name__": "__main__", "call": fail}
+    exec(compile(CALLS, file, "exec"), names)
+    text = said(capsys, lambda: expect.run(names["answer"]))
+    assert text == "[x] 99.1 wrong: on rank 0: not so\n"
+    ours = expect.own_answers(due)
+    names["call"] = due
+    text = said(capsys, lambda: expect.run(names["answer"], ours=ours))
+    assert text == (
+        "[x] 99.1 wrong: check.due is labcode's own answer to this exercise: write yours\n"
+    )
+
+
 @pytest.mark.parametrize("cell", ON_SIMULATED)
 def test_an_error_on_a_simulated_rank_has_the_learners_line(capsys, monkeypatch, cell):
     file = "/tmp/ipykernel_12/38.py"
