@@ -828,10 +828,6 @@ WRITTEN = Answers(
             with_change("    dist.destroy_process_group()\n", ""),
             "dist.destroy_process_group()",
         ),
-        "the CPU only": (
-            with_change('"nccl" if on_gpus else "gloo"', '"gloo"'),
-            "with GPUs it would use gloo",
-        ),
     },
 )
 
