@@ -32,17 +32,10 @@ import math
 import os
 import time
 
-import psutil
 import torch
 import torch.distributed as dist
 
-from labcode import hardware, launch
-from labcode.config import TextData
-from labcode.data import text
 from labcode.lab import Ranks, check, compare, hint, plot
-from labcode.teach.progress import following
-from labcode.train import metrics
-from labcode.units import seconds
 
 # %% [markdown]
 # ## 1. How a lesson works
@@ -85,6 +78,10 @@ plot.progress()
 # clock cycle.
 
 # %%
+import psutil
+
+from labcode import hardware
+
 memory_bytes = psutil.virtual_memory().total
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 gpu_names = ", ".join(gpus) or "none"
@@ -414,6 +411,13 @@ plot.bars(
 # The model reads 128 of them at a time, and after each one it predicts the next.
 
 # %% tags=["nbval-check-output"]
+from labcode import launch
+from labcode.config import TextData
+from labcode.data import text
+from labcode.teach.progress import following
+from labcode.train import metrics
+from labcode.units import seconds
+
 splits = text.load(TextData(), context_length=128)
 vocabulary = splits.tokenizer.vocab_size
 print(f"{vocabulary} different tokens")

@@ -30,16 +30,12 @@
 # section 4, and 40 from there. **Needs**: lesson 00 and two cores.
 
 # %%
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 
 from labcode.comm import ring
-from labcode.comm.timing import call_times
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.perf import alpha_beta
-from labcode.units import seconds, si
+from labcode.units import si
 
 ranks = Ranks(4)
 
@@ -605,6 +601,11 @@ check("1.3", tree_broadcast, ranks)
 # 64 of them in a row, and divide.
 
 # %%
+from labcode.comm.timing import call_times
+from labcode.perf import alpha_beta
+from labcode.units import seconds
+
+
 def usual_s(call, num_bytes):
     """Seconds of a call until the slowest rank is done: the median of twenty."""
     times_of_ranks = ranks.run(call_times, call, num_bytes)
@@ -700,6 +701,9 @@ compare("64 small ones, against one", times_as_long, measured_ratio, within=2.5)
 # group here gives up after 2 seconds. By default gloo waits for 30 minutes, and NCCL for 10.
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: RuntimeError: ... Timed out waiting"
+from datetime import timedelta
+
+
 def mean_loss_for_the_log(rank):
     group = dist.new_group(timeout=timedelta(seconds=2))
     loss = torch.tensor(float(rank))

@@ -29,33 +29,16 @@
 # **Time**: 80 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
 
 # %%
-import contextlib
-import math
 import os
-import queue
-import statistics
-import threading
 import time
 
-os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's own log lines are left out
-
 import torch
-from torch.profiler import ProfilerActivity, profile, record_function
-from torch.utils.data import DataLoader
 
-from labcode import launch
-from labcode.config import LoaderConfig, ViTConfig
-from labcode.data.loader import Loader
-from labcode.data.sampler import Batches
 from labcode.lab import check, compare, plot, show_source
 from labcode.models import vit
-from labcode.perf.advice import advice
-from labcode.perf.chrome_trace import read
-from labcode.perf.flops import training_flops_per_sample
-from labcode.perf.summary import summary
-from labcode.teach.labs import l02_by_hand, l02_job, l02_weather
-from labcode.train.device_speed import matmul_flops_per_s
-from labcode.train.ranges import StepRanges
+from labcode.teach.labs import l02_by_hand, l02_weather
+
+os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's own log lines are left out
 
 torch.set_num_threads(1)
 
@@ -78,6 +61,12 @@ show_source(l02_weather.Crops.pair)
 # and backward, from the shape of the model, and lesson 00 measured the rate that a large matrix product reaches.
 
 # %%
+import statistics
+
+from labcode.config import ViTConfig
+from labcode.perf.flops import training_flops_per_sample
+from labcode.train.device_speed import matmul_flops_per_s
+
 torch.manual_seed(0)
 batch_size = 8
 model_config = ViTConfig(num_variables=4, num_forcings=0, lat=60, lon=60)
@@ -199,7 +188,10 @@ compare("rest", rest_share, shares["rest"], **exact)
 # makes a context of a function: what stands before `yield` happens at the beginning of the `with` block, what stands
 # after it at the end.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
+import contextlib
+
+
 class StepTimer:
     """Attributes wall time to named parts of a step."""
 
@@ -248,6 +240,8 @@ check("2.1", StepTimer)
 # one; otherwise `nullcontext` does nothing.
 
 # %%
+from labcode.train.ranges import StepRanges
+
 show_source(StepRanges.__call__)
 
 # %% [markdown]
@@ -351,6 +345,8 @@ map_bytes = 16 * 180 * 360 * 4  # one chunk
 tile_bytes = 2 * 2 * 90 * 180 * 4  # times 2-3 and 4-5, rows 90-179, columns 0-179
 
 # %% tags=["nbval-check-output"]
+import math
+
 tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
 
 def chunk_bytes_of(path):
@@ -375,7 +371,7 @@ compare("chunks of (2, 90, 180)", tile_bytes, chunk_bytes_of(tiles), **exact)
 # longer in the box, as in a slice. `chunks` has the length of a chunk along each axis. A chunk counts in full, also at
 # the edge of an array. `box` belongs to whoever calls: leave it as it is.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
 def bytes_read(box, chunks, itemsize=4):
     """Bytes of all chunks that the box touches, before compression."""
     ### BEGIN SOLUTION
@@ -508,7 +504,11 @@ compare("read ahead", read_ahead_ms, ahead(60, 50)[-1][3], **exact)
 # `ready.put(item, timeout=0.05)` raises `queue.Full` if there is no room after 0.05 s. `stopped.set()` and
 # `stopped.is_set()` tell the other side. The check takes some 10 seconds: it also waits until your queue is full.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
+import queue
+import threading
+
+
 class Prefetcher:
     """What `source` yields, read ahead by a thread."""
 
@@ -560,12 +560,12 @@ class Prefetcher:
 check("2.3", Prefetcher)
 
 # %% [markdown]
-# labcode's version for this lesson does the same in the two functions `_read` and `_put`.
+# labcode's version for this lesson has two methods for the thread, `read` and `put`.
 
 # %%
 show_source(l02_by_hand.Prefetcher.__iter__)
-show_source(l02_by_hand.Prefetcher._read)
-show_source(l02_by_hand._put)
+show_source(l02_by_hand.Prefetcher.read)
+show_source(l02_by_hand.Prefetcher.put)
 
 # %% [markdown]
 # What does it save for our training? From the timer of section 3 we know what a step reads and computes.
@@ -583,6 +583,9 @@ print(f"read {1e3 * read_s:.0f} ms, compute {1e3 * compute_s:.0f} ms")
 prefetched_guess_s = max(read_s, compute_s)
 
 # %%
+import statistics
+
+
 def steps_s(batches, num_warmup=2):
     """The median of the seconds of a step, with the wait for its batch."""
     seconds = []
@@ -663,6 +666,10 @@ compare("four workers", four_workers_ms, worker_step(300, 200, 4), **exact)
 # and 3. The cell takes half a minute.
 
 # %% tags=["figure"]
+from labcode.config import LoaderConfig
+from labcode.data.loader import Loader
+from labcode.data.sampler import Batches
+
 slow_crops = l02_weather.Crops(maps)
 sampler = Batches(len(slow_crops), batch_size)
 read_s = timer.seconds["data"] / 6
@@ -722,6 +729,14 @@ plot.lines(
 # GPU. `record_function` names a part, and the name `ProfilerStep#n` marks a step for the tools that read the recording.
 
 # %%
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from labcode import launch
+from labcode.perf.advice import advice
+from labcode.perf.chrome_trace import read
+from labcode.perf.summary import summary
+
+
 def record(batches):
     """A trace of some steps."""
     batches = iter(batches)
@@ -803,6 +818,8 @@ compare("data wait of the GPT", gpt_data_wait, gpt_wait, found="measured")
 # One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get?
 
 # %% tags=["raises-exception"] raises="ValueError: Caught ValueError in DataLoader worker process 0."
+from torch.utils.data import DataLoader
+
 damaged = DataLoader(
     l02_weather.Damaged(), batch_size=4, num_workers=1, multiprocessing_context="fork"
 )
@@ -825,6 +842,11 @@ for number, batch in enumerate(damaged):
 # This training works on one crop a step, with a small network. It is much slower than it should be.
 
 # %%
+from torch.profiler import ProfilerActivity, profile
+
+from labcode.teach.labs import l02_job
+
+
 def slow_training(job, num_steps):
     """(step, loss, validation) of every fifth step."""
     log = []

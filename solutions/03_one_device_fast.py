@@ -33,26 +33,11 @@
 import math
 
 import torch
-from torch import nn
-from torch._inductor.utils import fresh_cache
-from torch.utils.flop_counter import FlopCounterMode
 
-from labcode.hardware import cpu_name
 from labcode.lab import check, compare, plot, show_source
 from labcode.models import gpt
-from labcode.perf.saved_bytes import saved_bytes
-from labcode.perf.step import device_step
-from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_step import (
-    Batches,
-    median_s,
-    new_model,
-    operations,
-    seconds_of,
-)
+from labcode.teach.labs.l03_step import Batches, median_s, new_model, operations
 from labcode.teach.progress import status
-from labcode.train import loss_scale
-from labcode.train.device_speed import device_speed
 
 torch.set_num_threads(1)  # a neighbour on the other core disturbs less
 batches = Batches()
@@ -136,6 +121,13 @@ model = new_model()
 tokens, targets = batches(0)
 
 # %%
+from torch.utils.flop_counter import FlopCounterMode
+
+from labcode.hardware import cpu_name
+from labcode.perf.step import device_step
+from labcode.train.device_speed import device_speed
+
+
 def forward_backward():
     gpt.loss(model(tokens), targets).backward()
 
@@ -296,6 +288,11 @@ compare("bfloat16", weight_in_bfloat16, found[torch.bfloat16], within=1)
 # How many weights would be stuck in our model, one step with a learning rate of 1e-4?
 
 # %%
+from torch import nn
+
+from labcode.perf.saved_bytes import saved_bytes
+
+
 def share_that_moves(dtype, lr):
     """Of all weights, in one step of AdamW; the weights themselves have this dtype."""
     model = new_model().to(dtype)
@@ -631,6 +628,9 @@ check("3.2", Scaler)
 # About 10 lines.
 
 # %% tags=["exercise"]
+from torch import nn
+
+
 def train_step(model, optimizer, scaler, micro_batches, max_norm):
     """One update from all micro-batches together."""
     ### BEGIN SOLUTION
@@ -739,6 +739,8 @@ compare("float16 alone", float16_alone, verdict, within=1)
 # `unscale` is given the norm and returns the true one; after an overflow it divides nothing.
 
 # %%
+from labcode.train import loss_scale
+
 show_source(loss_scale.LossScaler.unscale)
 show_source(loss_scale.LossScaler.update)
 
@@ -941,6 +943,10 @@ def chain(x):
     return x.clamp(max=1)
 
 # %%
+from torch._inductor.utils import fresh_cache
+
+from labcode.teach.labs.l03_step import seconds_of
+
 x = torch.randn(2**20)
 compiled = torch.compile(chain)
 status("compiling: some 10 s, and more where others compute")
@@ -1147,6 +1153,8 @@ plot.bars(
 # one run with yours. On a CPU without a unit for bfloat16 another dtype may win.
 
 # %% tags=["exercise"]
+from labcode.teach.labs import l03_race
+
 ### BEGIN SOLUTION
 settings = l03_race.Settings(batch=8, dtype="bfloat16", optimizer="fused")
 predicted_speedup = 6.0

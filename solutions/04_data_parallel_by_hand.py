@@ -35,11 +35,8 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
-from labcode.config import GPTConfig, TextData
-from labcode.data import sampler, text
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt, layers
-from labcode.teach.labs import l04_by_hand
+from labcode.models import gpt
 
 torch.set_num_threads(1)  # one core for each process, here as on the ranks
 ranks = Ranks(4)
@@ -74,6 +71,11 @@ plot.data_parallel(
 # learns Shakespeare, trained in one process. We use float64, so that rounding cannot hide a mistake.
 
 # %%
+from labcode.config import GPTConfig, TextData
+from labcode.data import sampler, text
+from labcode.models import layers
+from labcode.teach.labs import l04_by_hand
+
 splits = text.load(TextData(), context_length=64)
 config = GPTConfig(
     splits.tokenizer.vocab_size,
@@ -120,7 +122,7 @@ print("one process:", " ".join(f"{loss:.3f}" for loss in one_process))
 #
 # The check runs it on all four ranks, and then on two groups of two.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
 def average_gradients(model, group):
     """Replace every gradient by its mean over the group."""
     ### BEGIN SOLUTION
@@ -153,7 +155,7 @@ def average(model):
 runs = ranks.run(train, 4, average)
 rank_losses = [losses for losses, _ in runs]
 mean_loss = torch.stack(rank_losses).mean(0)
-l04_by_hand.plot_losses(one_process, rank_losses, mean_loss)
+plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 
 # %% [markdown]
 # The ranks see different samples, so their losses scatter. The mean of the four (the crosses) lies on the loss of one
@@ -203,9 +205,12 @@ compare("distance that is left", distance_left, ratio, within=1.01)
 # one broadcast of rank 0's weights before training.
 
 # %% tags=["nbval-check-output"]
-mended = ranks.run(train_with_own_seed, l04_by_hand.broadcast_weights)
+def broadcast_weights(model):
+    for param in model.parameters():
+        dist.broadcast(param.data, src=0)
+
+mended = ranks.run(train_with_own_seed, broadcast_weights)
 print("with a broadcast at the start:", (mended[0][1] - mended[3][1]).norm().item())
-show_source(l04_by_hand.broadcast_weights)
 
 # %% tags=["figure"]
 never_averaged = ranks.run(train, 4)
@@ -215,7 +220,7 @@ cases = {
     "own seeds": drifted,
     "never averaged": never_averaged,
 }
-l04_by_hand.plot_differences(cases, one_process)
+plot.off_one_process(cases, one_process)
 
 # %% [markdown]
 # The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
@@ -385,6 +390,9 @@ compare("AdamW", adamw_step_too_long, times_too_long(torch.optim.AdamW), within=
 # you may call labcode's `l04_by_hand.average_gradients(model, group)`. The step of the optimizer is not part of it.
 
 # %% tags=["exercise"]
+from labcode.teach.labs import l04_by_hand
+
+
 def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
     """Fill `.grad` with the mean gradient of the group's whole batch."""
     ### BEGIN SOLUTION
@@ -425,7 +433,7 @@ def epoch_order(epoch, set_epoch, num_samples, p=4):
         samples += list(share)
     return samples
 
-l04_by_hand.plot_epochs(epoch_order)
+plot.epochs(epoch_order)
 
 # %% [markdown]
 # Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. (The first epoch is the
@@ -580,7 +588,7 @@ import os
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from labcode.teach.labs.l04_by_hand import build_model, dataset
+from labcode.teach.labs.l04_script import build_model, dataset
 
 
 def main(folder, epochs=2, global_batch=16):

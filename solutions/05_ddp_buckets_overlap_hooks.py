@@ -27,27 +27,13 @@
 # **Time**: 75 minutes, and 15 more for the open end. **Needs**: lessons 01 and 04.
 
 # %%
-import contextlib
-import functools
-import math
-import os
-import statistics
-
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from labcode import recipes
 from labcode.comm.timing import call_times
 from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import gpt, layers
-from labcode.parallel import torch_data
-from labcode.parallel.data import Bucket, DataParallel, make_buckets
-from labcode.perf import alpha_beta
-from labcode.teach.labs import l05_by_hand
-from labcode.teach.labs import l05_slow_link as slow_link
-from labcode.train.optim import clip_gradients
 
 torch.set_num_threads(1)
 ranks = Ranks(4)
@@ -66,6 +52,13 @@ ranks = Ranks(4)
 # times, and we take the median.
 
 # %%
+import statistics
+
+from labcode import recipes
+from labcode.parallel.data import make_buckets
+from labcode.perf import alpha_beta
+from labcode.teach.labs import l05_by_hand
+
 model_config = recipes.gpt_shape("gpt_1m", vocab_size=65)
 sizes = [param.nbytes for param in gpt.GPT(model_config).parameters()]
 gradient_bytes = sum(sizes)
@@ -180,7 +173,7 @@ compare("numbers in each message", message_sizes, found, within=1, found="counte
 # - `part.view_as(tensor)` gives a part the shape of a tensor;
 # - `tensor.copy_(other)` writes other numbers into a tensor.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
 def average_buckets(buckets, group):
     """Replace every gradient by its mean over the group, a bucket at a time."""
     ### BEGIN SOLUTION
@@ -227,6 +220,8 @@ show_source(l05_by_hand.average_buckets)
 # bucket. B1 is backward of the last layers and B4 that of the first ones; 1 to 4 are their buckets on the link.
 
 # %% tags=["figure"]
+from labcode.teach.labs import l05_slow_link as slow_link
+
 slow_link.draw_overlap(
     4, compute_ms=10, send_ms=8, title="Overlap hides all buckets but the last"
 )
@@ -278,6 +273,11 @@ slow_link.draw_overlap(
 # parameter has a hook that prints its name.
 
 # %% tags=["nbval-check-output"]
+import functools
+
+from labcode.parallel.data import Bucket
+
+
 def tell(name, param):
     print("ready:", name)
 
@@ -311,7 +311,7 @@ two_layers(torch.ones(1, 2)).sum().backward()
 # The check trains a GPT for three steps on four ranks, and on two groups of two, and compares every gradient with that
 # of one process. It also looks at **when** you send and wait.
 
-# %% tags=["exercise"]
+# %% tags=["exercise", "by-hand"]
 class OverlappedDataParallel:
     """Averages the gradients of `module` over `group` while backward runs."""
 
@@ -399,6 +399,13 @@ show_source(Bucket.receive)
 hidden_fraction = 1 - 1 / 5
 
 # %%
+import math
+import os
+
+from labcode.parallel.data import DataParallel
+from labcode.perf import alpha_beta
+from labcode.teach.labs import l05_slow_link as slow_link
+
 ethernet = alpha_beta.Link(alpha_s=50e-6, beta_bytes_per_s=125e6)
 only_gloo = alpha_beta.Link(alpha_s=0, beta_bytes_per_s=math.inf)
 generator = torch.Generator().manual_seed(0)
@@ -458,6 +465,14 @@ print(f"  sent during backward {1e3 * on_gloo.overlapped.total_s:.1f} ms")
 # | only add up | `no_sync()` | `no_sync()` |
 
 # %%
+import contextlib
+
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+
+from labcode.parallel.data import DataParallel
+from labcode.teach.labs import l05_by_hand
+
+
 def step_s(rank, wrap):
     """Seconds of the fastest forward, backward and average."""
     model = wrap(layers.initialize(gpt.GPT(model_config), 0))
@@ -531,7 +546,7 @@ compare("bytes with no_sync()", bytes_with, with_no_sync, **exact)
 # the next step has to send again, and whoever called backward has to get the error.
 
 # %% tags=["exercise"]
-class QuietDataParallel(l05_by_hand.Overlapped):
+class QuietDataParallel(l05_by_hand.OverlappedDataParallel):
     """Overlapped data parallelism that can add up gradients without sending them."""
 
     sends = True
@@ -637,6 +652,8 @@ check("5.4", clipped_step, ranks)
 # comes from elsewhere, and this function does the rest.
 
 # %%
+from labcode.train.optim import clip_gradients
+
 show_source(clip_gradients)
 
 # %% [markdown]
@@ -724,6 +741,8 @@ check("5.5", compress, ranks)
 # divided by another number than that of the ranks, and the hook does just that.
 
 # %%
+from labcode.parallel import torch_data
+
 show_source(torch_data._sum_then_divide)
 ranks.close()
 

@@ -30,23 +30,14 @@
 
 # %%
 import statistics
-import time
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
-from labcode import launch
-from labcode.config import TextData
-from labcode.data import text
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt, layers
-from labcode.parallel.local import OuterOptimizer
-from labcode.perf import alpha_beta
 from labcode.teach.labs import l06_runs
 from labcode.teach.labs import l06_slow_link as slow_link
-from labcode.teach.progress import following, status
-from labcode.train import metrics, noise_scale, sweep_table
 
 torch.set_num_threads(1)
 ranks = Ranks(4)
@@ -70,6 +61,12 @@ ranks = Ranks(4)
 multiple_of_t0_over_t1 = 1  # B / (t0 + t1 B) = 1 / (2 t1) gives B = t0 / t1
 
 # %% tags=["figure"]
+import time
+
+from labcode.config import TextData
+from labcode.data import text
+from labcode.models import gpt
+
 base = l06_runs.gpt()
 windows = text.load(TextData(), base.model.context_length).train
 small_gpt = gpt.GPT(l06_runs.whole_model())
@@ -272,6 +269,10 @@ check("6.3", Smoothed)
 # `--train.noise_scale` adds the result to the metrics. Here are 200 steps on two ranks.
 
 # %%
+from labcode import launch
+from labcode.teach.progress import following
+from labcode.train import metrics, noise_scale
+
 show_source(noise_scale.estimate)
 options = [f"--{name}={value}" for name, value in l06_runs.GPT_FIELDS.items()]
 options += ["--train.steps=200", "--train.global_batch=32", "--train.micro_batch=8"]
@@ -325,6 +326,8 @@ steps_at_critical = 100 * (1 + 40 / 40)
 samples_at_critical = 200 * 40
 
 # %% tags=["nbval-check-output"]
+from labcode.train import sweep_table
+
 example = sweep_table.Tradeoff(least_steps=100, least_samples=4000, relative_error=0)
 compare("steps", steps_at_critical, example.steps(40), within=1, found="computed")
 compare("samples", samples_at_critical, 40 * example.steps(40), within=1,
@@ -602,6 +605,13 @@ check("6.7", OuterStep, ranks)
 # labcode's version sends one row, and lets PyTorch's SGD do the momentum.
 
 # %%
+from labcode.config import TextData
+from labcode.data import text
+from labcode.models import gpt, layers
+from labcode.parallel.local import OuterOptimizer
+from labcode.perf import alpha_beta
+from labcode.teach.progress import status
+
 show_source(OuterOptimizer.step)
 
 # %% [markdown]

@@ -29,10 +29,6 @@
 # **Time**: 120 minutes in two sittings; the first ends after section 5. **Needs**: lessons 04 and 05.
 
 # %%
-import time
-from contextlib import suppress
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
@@ -40,9 +36,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.parallel.batch_norm import WholeBatchNorm
 from labcode.teach.labs import l07_clinic as clinic
-from labcode.teach.labs.l07_patients.common import apart, small_model, text_samples
+from labcode.teach.labs.l07_patients.common import small_model, text_samples
 
 ranks = Ranks(4)
 pair = Ranks(2, beside=True)  # patients are examined on two ranks
@@ -373,6 +368,9 @@ check("7.3", pair, patient_1, patient_2)
 weights_differ = True
 
 # %%
+from labcode.teach.labs.l07_patients.common import apart
+
+
 def fine_tuned_as_advised(rank):
     """Largest gap of a weight here and the mean over the ranks: (before, after)."""
     torch.manual_seed(0)
@@ -584,6 +582,8 @@ check("7.5", MySyncBatchNorm, ranks)
 # `torch.nn.SyncBatchNorm.convert_sync_batchnorm` does on GPUs.
 
 # %%
+from labcode.parallel.batch_norm import WholeBatchNorm
+
 show_source(WholeBatchNorm.forward)
 
 # %% [markdown]
@@ -828,6 +828,11 @@ pair.run(clinic.watched, 11)
 # take 20 times as long. If all have come, it returns at once. A job has several such points, each with a `name`.
 
 # %% tags=["exercise"]
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+
 def roll_call(store, name, rank, num_ranks, limit_s):
     """The ranks that have not come to the point `name` within `limit_s` seconds."""
     ### BEGIN SOLUTION

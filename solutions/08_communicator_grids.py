@@ -31,23 +31,13 @@
 # all-reduce and its bytes) and lesson 04 (data parallelism).
 
 # %%
-import itertools
-from collections import Counter
-from dataclasses import replace
-from datetime import timedelta
-
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 
-from labcode.comm import ring
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.perf.traffic import across_nodes, step_traffic
 from labcode.recipes import gpt_shape
-from labcode.teach.labs.l08_costs import cheapest, costs, crossing_bytes, table
-from labcode.topology import AXES, GridShape
+from labcode.topology import GridShape
 
 ranks = Ranks(4, timeout_s=15)
 
@@ -297,6 +287,11 @@ for rank, sums in enumerate(ranks.run(careless)):
 # The group gives up after 3 seconds.
 
 # %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
+from datetime import timedelta
+
+from torch.distributed.device_mesh import init_device_mesh
+
+
 def absent(rank):
     for members in DP_GROUPS:
         if rank != 3:
@@ -441,6 +436,16 @@ plot.links(
 # each carries the gradients of one rank once.
 
 # %% tags=["nbval-check-output"]
+import itertools
+from collections import Counter
+from dataclasses import replace
+
+from labcode.comm import ring
+from labcode.config import GPTConfig
+from labcode.perf.traffic import across_nodes, step_traffic
+from labcode.teach.labs.l08_costs import costs, crossing_bytes
+from labcode.topology import AXES
+
 small = GPTConfig(
     num_layers=2, num_heads=4, hidden_size=64, context_length=128, vocab_size=64
 )
@@ -732,6 +737,8 @@ show_source(step_traffic)
 # pipeline. Change it and run the cell as often as you like.
 
 # %% tags=["nbval-check-output"]
+from labcode.teach.labs.l08_costs import cheapest, costs, table
+
 model_13b = gpt_shape("gpt_13b")
 trial = GridShape(dp=8, tp=8)
 print(table(costs(model_13b, trial, batch=512)))

@@ -34,25 +34,11 @@ import math
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import nn
 
 from labcode.comm.collectives import copy_to, reduce_from
-from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt, layers
-from labcode.parallel import sharding, tensor
-from labcode.perf import alpha_beta
-from labcode.teach.labs.l09_shards import (
-    SeparateAttention,
-    adamw_steps,
-    count_collectives,
-    difference,
-    spelled,
-    weights_table,
-)
-from labcode.topology import GridShape
+from labcode.parallel import tensor
 
 ranks = Ranks(4, timeout_s=15)
 
@@ -292,6 +278,13 @@ held_parameters = up_parameters + down_parameters
 # From here on our four ranks form two tensor-parallel groups of two, as in a job with dp = 2 and tp = 2.
 
 # %% tags=["nbval-check-output"]
+from torch import nn
+
+from labcode.models import layers
+from labcode.teach.labs.l09_shards import difference
+from labcode.topology import GridShape
+
+
 def tp_group():
     """This rank's tensor-parallel group: ranks 0 and 1, or ranks 2 and 3."""
     return Grid.create(GridShape(dp=2, tp=2)).group("tp")
@@ -466,6 +459,11 @@ show_source(tensor.RowParallelLinear)
 blocks_needed = 4
 
 # %% tags=["nbval-check-output"]
+from labcode.models import layers
+from labcode.parallel import sharding
+from labcode.teach.labs.l09_shards import difference
+
+
 def make_attention():
     return layers.Attention(64, 4, causal=True)
 
@@ -537,6 +535,11 @@ all_reduces_backward = 2
 bytes_in_all = 4 * (8 * 128 * 256 * 4)
 
 # %% tags=["nbval-check-output"]
+from labcode.models import layers
+from labcode.perf import alpha_beta
+from labcode.teach.labs.l09_shards import count_collectives
+
+
 def layer_collectives():
     block = layers.Block(256, 4, 1024, causal=True)
     sections = (256, 256, 256)
@@ -688,12 +691,21 @@ layout_of_xa = "Shard(1)"
 layout_of_xab = "Partial()"
 
 # %% tags=["nbval-check-output"]
+from torch import nn
 from torch.distributed.tensor import (
     Partial,
     Replicate,
     Shard,
     distribute_tensor,
 )
+
+from labcode.teach.labs.l09_shards import (
+    SeparateAttention,
+    count_collectives,
+    difference,
+    spelled,
+)
+from labcode.topology import GridShape
 
 
 def tp_mesh():
@@ -875,8 +887,12 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # Here are the weights that rank 0 holds for dp = 2 and tp = 2.
 
 # %%
+from labcode.config import GPTConfig
 from labcode.data import sampler, text
+from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
+from labcode.teach.labs.l09_shards import adamw_steps, weights_table
+from labcode.topology import GridShape
 
 torch.set_num_threads(1)
 splits = text.load(text.TextData(), context_length=64)
@@ -1018,6 +1034,9 @@ plot.lines(
 # from 0 to V - 1. `F.embedding(rows, weight)` looks rows up, and `mask[..., None]` gives a mask one more dim.
 
 # %% tags=["exercise"]
+from torch import nn
+
+
 class MyVocabParallelEmbedding(nn.Module):
     """An embedding of which this rank has some rows: [B, S] tokens to [B, S, H]."""
 
@@ -1064,6 +1083,7 @@ bytes_of_three_numbers = 512 * 3 * 4
 
 # %% tags=["nbval-check-output"]
 from labcode.comm.collectives import all_gather
+from labcode.comm.counting import counted, totals
 
 
 def both_losses(tokens=512, vocab=50304):
@@ -1162,6 +1182,11 @@ number_of_sums = 1 + 3 * 4 + 1 + 2
 bytes_of_sums = (1 + 3 * 4 + 1) * (2 * 12 * 32 * 4) + 3 * (2 * 12 * 4)
 
 # %% tags=["nbval-check-output"]
+from labcode.config import GPTConfig
+from labcode.models import gpt
+from labcode.topology import GridShape
+
+
 def bill():
     grid = Grid.create(GridShape(tp=4))
     small = GPTConfig(65, num_layers=3, num_heads=4, hidden_size=32, context_length=12)

@@ -28,25 +28,12 @@
 # minutes) cut it. **Needs**: lesson 09 (tensor parallel), lesson 01 (collectives and their bytes).
 
 # %%
-from dataclasses import replace
-
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch import nn
 
-from labcode.comm.collectives import all_gather, start_all_gather, start_reduce_scatter
-from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, ParallelConfig
+from labcode.config import ParallelConfig
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt
 from labcode.models.parallelize import parallelize
-from labcode.parallel import sequence
-from labcode.parallel.sequence import gathered_linear, scatter_sequence
-from labcode.perf import alpha_beta, memory
-from labcode.perf.saved_bytes import saved_bytes
-from labcode.teach.labs import l10_small_gpt as small
 from labcode.topology import GridShape
 
 ranks = Ranks(4, timeout_s=10)
@@ -234,6 +221,12 @@ each_of_four_bytes = (4 + 12 / 4) * (4 * 256 * 128 * 4)
 always_whole_in_ours = 4 / 16
 
 # %%
+from labcode.comm.counting import counted
+from labcode.config import GPTConfig
+from labcode.models import gpt
+from labcode.perf import memory
+from labcode.perf.saved_bytes import saved_bytes
+
 config = GPTConfig(
     vocab_size=64, context_length=256, num_layers=1, num_heads=8, hidden_size=128
 )
@@ -361,6 +354,9 @@ plot.around_a_layer(
 # What `forward` stores in `ctx`, such as `ctx.group`, `backward` finds there. About 15 lines in all.
 
 # %% tags=["exercise"]
+import torch.distributed as dist
+
+
 def gather_tokens(x, group):
     """[B, S/p, H] to [B, S, H]: the tokens of all ranks, in their order."""
     ### BEGIN SOLUTION
@@ -416,6 +412,8 @@ check("10.2", AllGather, ReduceScatter, ranks)
 # backward. Below is the all-gather that it makes, and `start_all_gather`, which you will need in a moment.
 
 # %%
+from labcode.comm.collectives import all_gather, start_all_gather
+
 show_source(all_gather)
 show_source(start_all_gather)
 
@@ -454,6 +452,11 @@ with_own_tokens_only = 16 / 4
 # not look at: on our processors you could not tell. About 10 lines.
 
 # %% tags=["exercise"]
+import torch.nn.functional as F
+
+from labcode.comm.collectives import start_reduce_scatter
+
+
 class GatherAgain(torch.autograd.Function):
     """x [B, S/p, H], weight [F/p, H] -> [B, S, F/p], keeping this part of x alone."""
 
@@ -493,12 +496,21 @@ check("10.3", GatherAgain, ranks)
 # `put_off` belongs to pipelines that compute the gradients of weights later (lesson 12).
 
 # %%
+from labcode.parallel import sequence
+
 show_source(sequence._GatheredLinear.backward)
 
 # %% [markdown]
 # Now let us measure both ways on one linear layer.
 
 # %% tags=["nbval-check-output"]
+from torch import nn
+
+from labcode.comm.counting import counted, totals
+from labcode.parallel.sequence import gathered_linear
+from labcode.perf.saved_bytes import saved_bytes
+
+
 def gather_and_multiply(rank, multiply):
     """Bytes that are kept, and the collectives of backward."""
     layer = nn.Linear(128, 32)
@@ -544,6 +556,12 @@ forward_ratio = 4 / 4
 in_all_ratio = (4 + 4 + 2) / 8
 
 # %% tags=["nbval-check-output"]
+from dataclasses import replace
+
+from labcode.models import gpt
+from labcode.perf import alpha_beta
+
+
 def wire_bytes(calls):
     """Bytes that a rank sends for some collectives, each on a ring."""
     sent = 0
@@ -634,6 +652,16 @@ ranks.run(cut_250_tokens)
 # common.
 
 # %%
+from dataclasses import replace
+
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from labcode.parallel.sequence import gathered_linear, scatter_sequence
+from labcode.teach.labs import l10_small_gpt as small
+
+
 def shared_gradients(rank):
     """This rank's part of the gradients of all shared weights, and their sum."""
     grid = Grid.create(GridShape(tp=4))

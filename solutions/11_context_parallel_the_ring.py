@@ -30,29 +30,14 @@
 # keeps), lesson 01 (sends, receives and the ring).
 
 # %%
-import inspect
 import math
-import time
 
 import torch
 import torch.distributed as dist
 
-from labcode.comm.collectives import all_to_all
-from labcode.comm.counting import counted
-from labcode.comm.grid import Grid
-from labcode.config import ParallelConfig
 from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.models import layers
-from labcode.models.parallelize import parallelize
-from labcode.parallel import attention_block, context
-from labcode.parallel.context import GatherAttention, RingAttention, take_own
-from labcode.perf import alpha_beta, memory
-from labcode.perf.saved_bytes import saved_bytes
-from labcode.teach.exercises import l11
-from labcode.teach.figures import attention as masks
-from labcode.teach.labs import l10_small_gpt as small
-from labcode.topology import GridShape
-from labcode.units import si
+from labcode.parallel.context import RingAttention
 
 ranks = Ranks(4, timeout_s=10)
 
@@ -64,6 +49,12 @@ ranks = Ranks(4, timeout_s=10)
 # backward.
 
 # %% tags=["nbval-check-output"]
+from labcode.perf import memory
+from labcode.teach.exercises import l11
+from labcode.topology import GridShape
+from labcode.units import si
+
+
 def activation_bytes(shape):
     """What a rank keeps of one sequence, all layers and the loss."""
     terms = memory.model_activations(l11.LONG, shape, batch=1, sequence_parallel=True)
@@ -205,6 +196,8 @@ check("11.1", my_merge)
 # by this share towards `out_b`.
 
 # %%
+from labcode.parallel import attention_block
+
 show_source(attention_block.merge)
 
 # %% [markdown]
@@ -317,6 +310,8 @@ check("11.2", ring_forward, ranks)
 # keys; section 5 explains why that is more than `half`, `all` and `none`.
 
 # %%
+from labcode.parallel import context
+
 show_source(context._travel)
 show_source(context._Ring.forward)
 
@@ -455,6 +450,14 @@ check("11.3", ring_backward, ranks)
 # backward says where everything is in each step.
 
 # %%
+import inspect
+
+from labcode.comm.counting import counted
+from labcode.parallel import context
+from labcode.parallel.context import take_own
+from labcode.perf import alpha_beta
+from labcode.perf.saved_bytes import saved_bytes
+
 print(inspect.getdoc(context._Ring.backward))
 
 # %% [markdown]
@@ -550,6 +553,12 @@ last_to_first = 14 / 2
 last_to_fair = 14 / ((2 + 6 + 10 + 14) / 4)
 
 # %% tags=["nbval-check-output"]
+import time
+
+from labcode.parallel import attention_block
+from labcode.teach.figures import attention as masks
+
+
 def tiles_of_ranks(layout):
     """How many tiles each rank computes; one on the diagonal is half a tile."""
     work = [0.0] * 4
@@ -713,6 +722,10 @@ plot.ulysses(
 # In the code that is one all-to-all for each of q, k and v, and one for the output. Backward sends the same again.
 
 # %%
+from labcode.comm.collectives import all_to_all
+from labcode.parallel.context import GatherAttention
+
+
 def with_ulysses(core, group, layout, q, k, v):
     """q, k, v [B, N, S/p, D] -> [B, N, S/p, D]"""
     own_heads = [all_to_all(x, group, 1, 2) for x in (q, k, v)]  # [B, N/p, S, D]
@@ -796,6 +809,14 @@ ranks.run(ring_with_dropout)
 # last line the sums over cp are forgotten: then each rank trains a GPT of its own on a quarter of the tokens.
 
 # %% tags=["nbval-check-output"]
+from labcode.comm.grid import Grid
+from labcode.config import ParallelConfig
+from labcode.models.parallelize import parallelize
+from labcode.teach.exercises import l11
+from labcode.teach.labs import l10_small_gpt as small
+from labcode.topology import GridShape
+
+
 def losses_without_sum(rank, count):
     """As `small.losses_on_grid` with cp = 4, but gradients stay on their rank."""
     model = parallelize(

@@ -32,33 +32,13 @@
 # (what autograd keeps).
 
 # %%
-import time
-
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
-from torch.distributed import pipelining
 
-from labcode.comm.counting import counted
-from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, ParallelConfig
 from labcode.lab import check, compare, plot, show_source
-from labcode.models import gpt, layers
-from labcode.models.parallelize import parallelize
-from labcode.parallel import linear, pipeline, torch_schedules
-from labcode.perf import alpha_beta
-from labcode.perf.pipeline import (
-    StageTimes,
-    bubble_over_ideal,
-    bubble_over_total,
-    simulate,
-)
-from labcode.perf.saved_bytes import saved_bytes
-from labcode.pool.ranks import RankError, Ranks
-from labcode.schedules import Action, check_schedule, schedule
+from labcode.perf.pipeline import StageTimes, bubble_over_ideal, simulate
+from labcode.pool.ranks import Ranks
+from labcode.schedules import Action, schedule
 from labcode.teach.labs import l12_paced_pipeline as stages
-from labcode.teach.labs.l09_shards import adamw_steps
-from labcode.topology import GridShape
 
 ranks = Ranks(4)
 
@@ -229,6 +209,8 @@ gpipe.picture(
 needed = 110  # 7 / (m + 7) <= 0.06 gives m >= 109.7
 
 # %% tags=["nbval-check-output"]
+from labcode.perf.pipeline import bubble_over_total
+
 fewest = 1
 while bubble_over_total("gpipe", 8, fewest) > 0.06:
     fewest += 1
@@ -284,6 +266,9 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="computed")
 # schedule: that of the next section.
 
 # %% tags=["exercise"]
+import torch.distributed as dist
+
+
 def run_actions(actions, stage, loss, inputs, targets, group):
     """Run one rank's actions; the gradients are added to the parameters of `stage`."""
     rank = dist.get_rank(group)
@@ -326,6 +311,8 @@ check("12.2", run_actions, ranks)
 # afterwards. `weights` says how much the loss of each micro-batch counts, here 1/m.
 
 # %%
+from labcode.parallel import pipeline
+
 show_source(pipeline._Run._forward)
 show_source(pipeline._Run._backward)
 
@@ -467,6 +454,13 @@ for rank in range(4):
 # that many times what one micro-batch needs.
 
 # %%
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, ParallelConfig
+from labcode.models import gpt, layers
+from labcode.models.parallelize import parallelize
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.topology import GridShape
+
 config = GPTConfig(
     vocab_size=83, context_length=32, num_layers=6, num_heads=4, hidden_size=64
 )
@@ -521,6 +515,12 @@ compare("1F1B, bytes of rank 0", kept_by_first, of_1f1b, within=1, found="counte
 # it gives any gradient.
 
 # %% tags=["raises-exception"] raises="ValueError: rank 0 cannot start 0B0: it waits for 1B0 of rank 1"
+import time
+
+from labcode.parallel import torch_schedules
+from labcode.pool.ranks import RankError
+from labcode.schedules import check_schedule
+
 wrong = {
     0: [Action.parse(text) for text in ("0F0", "0B0", "0F1", "0B1")],
     1: [Action.parse(text) for text in ("1F0", "1F1", "1B0", "1B1")],
@@ -598,6 +598,16 @@ except RankError as error:
 # the sum over the tied weight is forgotten.
 
 # %%
+from labcode.comm.counting import counted
+from labcode.comm.grid import Grid
+from labcode.config import ParallelConfig
+from labcode.models import gpt
+from labcode.models.parallelize import parallelize
+from labcode.perf import alpha_beta
+from labcode.teach.labs.l09_shards import adamw_steps
+from labcode.topology import GridShape
+
+
 def train(rank, shape, config, sum_tied=True):
     """Losses, all weights, and this rank's copy of the tied weight if it has one."""
     model = parallelize(build(), Grid.create(shape), config)
@@ -789,6 +799,8 @@ check("12.4", SplitLinear)
 # halves are computed at once.
 
 # %%
+from labcode.parallel import linear
+
 show_source(linear._Linear.backward)
 
 # %% [markdown]
@@ -943,6 +955,10 @@ plot.bars(
 # schedule object is also the runner. It cuts the batch by itself.
 
 # %% tags=["nbval-check-output"]
+import torch.nn.functional as F
+from torch.distributed import pipelining
+
+
 def theirs(rank, make, stages_per_rank):
     """{stage: gradient} of this rank, by PyTorch's runner."""
     num_stages = 4 * stages_per_rank
@@ -1077,6 +1093,8 @@ def first_choice(num_parameters):
 choice_for_39_billion = (8, 2)  # 704 GB: over 8 ranks 88 GB each, over 16 ranks 44 GB
 
 # %% tags=["nbval-check-output"]
+from labcode.config import GPTConfig
+
 compare("tp and pp", choice_for_39_billion, first_choice(39.1e9), found="computed")
 
 PUBLISHED = (  # hidden size, layers, GPUs, tp, pp, sequences in a batch

@@ -36,30 +36,13 @@
 # %%
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labcode.comm.counting import counted
-from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, OptimConfig, ParallelConfig
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt
 from labcode.models.gpt import GPT
-from labcode.models.layers import initialize
-from labcode.models.parallelize import parallelize
-from labcode.parallel.data import DataParallel
-from labcode.parallel.zero import FullyShardedModule, cut, gradients, optimizer
 from labcode.parallel.zero.cut import piece_of
-from labcode.parallel.zero.parameters import Unit
 from labcode.perf.alpha_beta import bytes_sent
-from labcode.perf.state_memory import state_bytes
-from labcode.perf.traffic import across_nodes, ring
-from labcode.teach.labs import l13_layouts as layouts
-from labcode.teach.labs import l13_units as units
-from labcode.topology import GridShape
-from labcode.train.measure import held_bytes
-from labcode.train.optim import make_optimizer
 
 ranks = Ranks(4)
 
@@ -113,6 +96,14 @@ stage_2_gb = 7.5 * (2 + 14 / 64)
 stage_3_gb = 7.5 * (16 / 64)
 
 # %% tags=["nbval-check-output"]
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.models.parallelize import parallelize
+from labcode.perf.state_memory import state_bytes
+from labcode.topology import GridShape
+from labcode.train.measure import held_bytes
+from labcode.train.optim import make_optimizer
+
 mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}
 paper = []
 for stage in range(4):
@@ -230,6 +221,9 @@ check("13.1", own_rows, ranks)
 # on you may use it.
 
 # %%
+from labcode.parallel.data import DataParallel
+from labcode.parallel.zero import cut, optimizer
+
 show_source(cut.rows_of)
 show_source(cut.piece_of)
 
@@ -433,6 +427,8 @@ check("13.3", average_own_rows, ranks)
 # `replicas` belong to section 6.
 
 # %%
+from labcode.parallel.zero import gradients
+
 show_source(gradients.ShardedBucket.send)
 show_source(gradients.ShardedBucket.receive)
 
@@ -482,6 +478,13 @@ plot.zero_steps(
 # size again and fill it, and everything that points to it is right.
 
 # %% tags=["nbval-check-output"]
+import torch.nn.functional as F
+from torch.distributed.fsdp import fully_shard
+
+from labcode.models.layers import initialize
+from labcode.parallel.zero import FullyShardedModule
+from labcode.parallel.zero.parameters import Unit
+
 weight = nn.Parameter(torch.ones(5, 3))
 num_bytes = weight.nbytes
 x = torch.ones(1, 3, requires_grad=True)
@@ -758,6 +761,9 @@ with_prefetch_ms = (15 + 6 * 20) + (15 + 6 * 40 + 15)
 most_whole = 2
 
 # %%
+from labcode.parallel.zero import FullyShardedModule
+from labcode.teach.labs import l13_units as units
+
 speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
 prefetched = units.play(ranks, 6, speeds)
 step_ms = 1e3 * prefetched.step_s
@@ -874,6 +880,15 @@ flat_sends = 3 * 3 / 4
 hybrid_sends = 2 * 1 / 2
 
 # %% tags=["nbval-check-output"]
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, ParallelConfig
+from labcode.models.parallelize import parallelize
+from labcode.perf.state_memory import state_bytes
+from labcode.perf.traffic import across_nodes, ring
+from labcode.teach.labs import l13_layouts as layouts
+from labcode.topology import GridShape
+
+
 def sent_to_the_other_node(rank, replicas):
     """Bytes that cross from this rank's node to the other, in rings in rank order."""
     grid = Grid.create(GridShape(dp=4))
@@ -1063,6 +1078,12 @@ for situation in layouts.CASES:
 # We look at the first two on our four ranks. A hook notes the dtype that a weight has while it is used.
 
 # %% tags=["nbval-check-output"]
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from labcode.models import gpt
+from labcode.models.layers import initialize
+
+
 def sharded(policy):
     model = initialize(GPT(CONFIG), seed=0)
     for layer in model.blocks:

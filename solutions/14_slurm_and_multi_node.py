@@ -35,21 +35,12 @@
 
 # %%
 import re
-from dataclasses import replace
 from pathlib import Path
 
-from labcode import launch
-from labcode.config import GPTConfig
-from labcode.doctor import nccl_log
 from labcode.lab import check, compare, plot
-from labcode.perf import alpha_beta
-from labcode.slurm.lint.linter import lint
-from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
-from labcode.slurm.script.site import load
-from labcode.teach.exercises import l14
-from labcode.teach.labs import l14_cluster, l14_hang, l14_nccl_example
+from labcode.teach.labs import l14_cluster
 
 lab = l14_cluster.open_lab("lesson14")
 
@@ -184,6 +175,12 @@ plot.launch_chain(
 # `render` makes the script of both. We read a script of the torchrun kind now. You will write one of the other kind.
 
 # %% tags=["nbval-check-output"]
+from dataclasses import replace
+
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.lint.parse import Script
+from labcode.slurm.script.site import load
+
 job = Job(
     "gpt_tiny", ("--train.global_batch", "24"),
     nodes=3, ranks_per_node=2, minutes=30, name="three-nodes", requeue=False,
@@ -583,6 +580,11 @@ if lab.cluster:
     running.cancel()
 
 # %% tags=["figure"]
+from labcode.config import GPTConfig
+from labcode.doctor import nccl_log
+from labcode.perf import alpha_beta
+from labcode.teach.labs import l14_nccl_example
+
 model = GPTConfig(
     num_layers=1, num_heads=4, hidden_size=256, context_length=16, vocab_size=65
 )
@@ -791,6 +793,10 @@ with lab.fault("code"):
 # **flight recorder** keeps the last collectives of each rank: 2000 of them, if nothing else is said.
 
 # %%
+from labcode import launch
+from labcode.teach.exercises import l14
+from labcode.teach.labs import l14_hang
+
 HANG = '''import faulthandler, os
 from pathlib import Path
 import torch, torch.distributed as dist

@@ -29,21 +29,13 @@
 # **Needs**: lessons 08 (grids), 09 (tensor parallel), 12 (pipeline parallel) and 14 (SLURM).
 
 # %%
-import re
-from dataclasses import replace
-
 from labcode import recipes
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.perf import alpha_beta, memory, step, traffic
-from labcode.perf.flops import training_flops_per_sample
+from labcode.perf import step
 from labcode.teach.exercises import l15
 from labcode.teach.labs import emulate
-from labcode.teach.labs import l12_paced_pipeline as stages
-from labcode.teach.labs import l14_cluster as slurm_lab
 from labcode.teach.labs import l15_hybrid as hybrid_lab
 from labcode.topology import GridShape
-from labcode.train import metrics
-from labcode.units import si
 
 ranks = Ranks(4, timeout_s=120)
 
@@ -200,6 +192,10 @@ to_tp_neighbour = 4 * (4 * 1 + 1) * (2 * 32 * 64 * 4)
 to_pp_neighbour = 4 * (2 * 32 * 64 * 4)
 
 # %% tags=["nbval-check-output"]
+from labcode.perf import traffic
+from labcode.units import si
+
+
 def bytes_on_links(shape):
     """{(from, to): bytes} of one real step, without the few bytes of the loss."""
     stepped = ranks.run(emulate.timed_steps, model, shape, 8, 2, repeats=1)
@@ -249,6 +245,9 @@ print("between the nodes, tp across:", si(traffic.across_nodes(tp_across, 2), "B
 # network card.
 
 # %% tags=["nbval-check-output"]
+from labcode.perf import alpha_beta
+from labcode.perf.flops import training_flops_per_sample
+
 cluster = l15.CLUSTER
 flops = training_flops_per_sample(model)
 compute_s = flops * 2 / (2 * 2) / cluster.flops_per_s
@@ -451,6 +450,8 @@ check("15.3", best_layout)
 idle_share = 1 - (0.566 + 0.081) / (0.566 + 0.081 + 0.135 + 0.196)
 
 # %% tags=["figure"]
+from labcode.teach.labs import l12_paced_pipeline as stages
+
 expected_line = step.time_line(model, inside, 8, 2, cluster)
 measured_line = stages.timeline(runs["tp inside"])
 expected_share = expected_line.bubble_over_total()
@@ -483,6 +484,9 @@ plot.pipeline(
 # emulated and the ranks compute on the CPU, so the script asks for none.)
 
 # %%
+from labcode.teach.labs import l14_cluster as slurm_lab
+from labcode.train import metrics
+
 lab = slurm_lab.open_lab("lesson15", nodes=2)
 submit = hybrid_lab.Submit(lab)
 plain = ranks.run(hybrid_lab.plain, {"train.global_batch": 16})[0]
@@ -640,6 +644,12 @@ logits_of_2 = logits_of_32 / 16
 stage_out_of_memory = 1
 
 # %% tags=["nbval-check-output"]
+import re
+from dataclasses import replace
+
+from labcode.perf import memory
+from labcode.units import si
+
 WIDE = {"model.vocab_size": 65536, "model.hidden_size": 32}
 wide = recipes.with_changes(recipe, WIDE).model
 for micro_batch, predicted in ((32, logits_of_32), (2, logits_of_2)):

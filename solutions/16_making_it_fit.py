@@ -33,27 +33,12 @@
 # %%
 import math
 import os
-import re
-import statistics
-import time
 
 import torch
-from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.checkpoint import checkpoint
 
 from labcode import launch
-from labcode.config import GPTConfig
 from labcode.lab import check, compare, plot, show_source
-from labcode.models import gpt, layers
-from labcode.perf.memory import model_activations
-from labcode.perf.memory_timeline import memory_timeline
-from labcode.perf.saved_bytes import saved_bytes
-from labcode.perf.training_memory import training_memory, training_moments
-from labcode.teach.labs import l16_plan as plan
-from labcode.teach.labs.l16_limited import Settings, train_within
-from labcode.teach.progress import following
-from labcode.train.measure import allocated_bytes
+from labcode.models import gpt
 
 os.environ["KINETO_LOG_LEVEL"] = "99"  # the profiler is silent about itself
 CPU = torch.device("cpu")
@@ -67,6 +52,11 @@ MIB = 2**20
 # limit `RLIMIT_DATA`.)
 
 # %%
+import re
+
+from labcode.config import GPTConfig
+from labcode.teach.labs.l16_limited import Settings, train_within
+
 CONFIG = GPTConfig(
     vocab_size=512, context_length=128, num_layers=6, num_heads=4, hidden_size=128
 )
@@ -183,6 +173,12 @@ check("16.1", asked_bytes)
 # model with 4 samples.
 
 # %% tags=["figure"]
+from labcode.models import layers
+from labcode.perf.memory_timeline import memory_timeline
+from labcode.perf.training_memory import training_memory, training_moments
+from labcode.teach.progress import following
+from labcode.train.measure import allocated_bytes
+
 moments = training_moments(CONFIG, micro_batch=4, data_parallel="none")
 by_moment = {}
 for moment in moments:
@@ -315,6 +311,9 @@ check("16.2", peak)
 in_four_mib = 4 * weights_mib + activations_mib / 4 + 3 * logits_mib / 4
 
 # %%
+import statistics
+import time
+
 compare("4 x 4", in_four_mib, measured_peak(4, 4) / MIB, unit="MiB", within=1.15)
 
 def median_ms(runs, rounds=3):
@@ -384,6 +383,17 @@ kept_with = 6 + 15
 times_as_long = 4 / 3
 
 # %%
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from labcode.perf.memory import model_activations
+from labcode.perf.memory_timeline import memory_timeline
+from labcode.perf.saved_bytes import saved_bytes
+from labcode.teach.progress import following
+from labcode.train.measure import allocated_bytes
+
+
 def with_checkpointing(model):
     """Put PyTorch's checkpointing around each layer."""
     for block in model.blocks:
@@ -703,6 +713,8 @@ compare("alone", alone_gb, in_one, within=1, found="computed")
 compare("ZeRO-1 on 8", zero_gb, on_eight, unit="GB", within=1, found="computed")
 
 # %%
+from labcode.perf.training_memory import training_memory
+
 for dtype in ("float32", "bfloat16"):
     for kind in ("none", "full"):
         memory = training_memory(
@@ -788,6 +800,10 @@ compare("verdict", verdict, "neither", found="computed")
 # that gets this much memory and no more. About 15 lines.
 
 # %% tags=["exercise"]
+from labcode.teach.labs import l16_plan as plan
+from labcode.teach.labs.l16_limited import Settings
+
+
 def choose(case):
     """The fastest Settings that fit."""
     ### BEGIN SOLUTION

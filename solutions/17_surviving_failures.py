@@ -31,26 +31,13 @@
 # that section 4 speaks of.
 
 # %%
-import hashlib
-import json
-import os
-import shutil
-import statistics
 from pathlib import Path
 
 import torch
 
-from labcode import launch
-from labcode.config import GPTConfig
-from labcode.files import sync_folder
 from labcode.lab import check, compare, plot, show_source
-from labcode.models.gpt import GPT
-from labcode.models.layers import initialize
-from labcode.parallel import boxes
 from labcode.perf import failures
-from labcode.teach.labs import l17_disk, l17_faulty, l17_plan, l17_run
-from labcode.teach.labs.l17_boxes import Box, tiles
-from labcode.train import metrics
+from labcode.teach.labs import l17_faulty, l17_run
 from labcode.train.checkpoint import Checkpoints
 
 MINUTE = 60.0
@@ -160,6 +147,9 @@ overhead_at_young = 60 / 1156 + 1156 / (2 * 11135) + 600 / 11135
 overhead_at_two_hours = 60 / 7200 + 7200 / (2 * 11135) + 600 / 11135
 
 # %% tags=["nbval-check-output"]
+import statistics
+
+
 def simulated_overhead(interval_s, save_s=60, restart_s=10 * MINUTE):
     """The mean of eight runs of 54 days of work."""
     found = []
@@ -265,6 +255,14 @@ step_of_model = 8
 step_of_optimizer = 4
 
 # %% tags=["nbval-check-output"]
+import hashlib
+import json
+import os
+import shutil
+
+from labcode.files import sync_folder
+from labcode.teach.labs import l17_disk
+
 folder = Path("runs/naive")
 folder.mkdir(parents=True, exist_ok=True)
 naive_save(folder, 4, files_of(4))
@@ -413,6 +411,8 @@ resumes_from = 12
 steps_done_again = 14 - 12
 
 # %%
+from labcode import launch
+
 ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
 SHORT = (
     "gpt_tiny", "--train.log_every", 1, "--train.eval_every", 0,
@@ -563,6 +563,11 @@ output = run_with("none", *RESUMABLE, "--train.out", "runs/told", nproc=1)
 alone = run_with("none", *RESUMABLE, "--train.out", "runs/undisturbed", nproc=1)
 
 # %%
+from labcode.parallel import boxes
+from labcode.teach.labs.l17_boxes import Box, tiles
+from labcode.train import metrics
+
+
 def losses_of(folder):
     """{step: loss}, with all digits."""
     return {row["step"]: row["loss"] for row in metrics.read(folder) if "loss" in row}
@@ -718,6 +723,10 @@ compare("has not come", rank_that_has_not_come, missing, within=1)
 # the exponent, in `blocks.1.mlp.up`.
 
 # %%
+from labcode.config import GPTConfig
+from labcode.models.gpt import GPT
+from labcode.models.layers import initialize
+
 config = GPTConfig(vocab_size=65, context_length=32, hidden_size=64)
 model = initialize(GPT(config), seed=0)
 weight = model.blocks[1].mlp.up.weight
@@ -803,6 +812,8 @@ for name in names[names.index("blocks.1.norm2") : names.index(first) + 1]:
 # Now all of it together. This is the cluster that you get, and the training that it is for:
 
 # %% tags=["nbval-check-output"]
+from labcode.teach.labs import l17_plan
+
 site = l17_plan.SITE
 print(f"GPUs of the job                     {site.gpus:,}")
 print(f"MTBF of one GPU, as in section 1    {site.gpu_mtbf_s / DAY / 365:.1f} years")

@@ -35,12 +35,9 @@
 import math
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 
-from labcode.comm.counting import counted
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.precision import formats, fp8
+from labcode.precision import fp8
 from labcode.teach.labs import l18_gpt as lab
 
 ranks = Ranks(4)
@@ -195,6 +192,8 @@ check("18.2", to_e4m3)
 # Here is labcode's, for any format.
 
 # %%
+from labcode.precision import formats
+
 show_source(formats.cast)
 
 # %% [markdown]
@@ -460,6 +459,8 @@ kept_in_float32 = 4 * (4096 * 512 + 512 * 512)
 kept_in_fp8 = 4096 * 512 + 512 * 512
 
 # %% tags=["nbval-check-output"]
+import torch.nn.functional as F
+
 x = torch.randn(4096, 512, requires_grad=True)
 w = torch.randn(512, 512, requires_grad=True)
 whole = lab.kept_bytes(F.linear, x, w)
@@ -673,6 +674,11 @@ bytes_once_a_step = 48 * 3 * 4
 all_reduces_of_current_scaling = 48 * 3
 
 # %% tags=["nbval-check-output"]
+import torch.distributed as dist
+
+from labcode.comm.counting import counted
+
+
 def count_all_reduces(recipe):
     """[(number of all-reduces, their bytes)] of a step of a model with 48 layers."""
     layers = [torch.nn.Linear(8, 8) for _ in range(48)]

@@ -36,17 +36,9 @@
 import math
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-from nvdlfw_inspect.logging import MetricLogger
-from nvdlfw_inspect.registry import api_method
-
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.precision import bisect, debug, moments
-from labcode.precision.feature import Feature
+from labcode.precision import debug
 from labcode.teach.labs import l19_runs as lab
-from labcode.teach.progress import status
-from labcode.topology import GridShape
 
 ranks = Ranks(4)
 
@@ -64,6 +56,8 @@ ranks = Ranks(4)
 # With margin 18 a tensor may become 2^18 = 262,144 times larger before it saturates. That sounds very safe.
 
 # %% tags=["figure"]
+from labcode.teach.progress import status
+
 GRID = "--parallel.dp 2 --parallel.tp 2"
 FP8 = "--train.dtype fp8 --fp8.margin 18"
 
@@ -197,6 +191,11 @@ plot.heatmap(
 std_of_all = 5.5  # the values are about 5 from their mean 7
 
 # %% tags=["figure"]
+import torch
+import torch.distributed as dist
+
+from labcode.precision import moments
+
 parts = {"rank 0": [1.0, 2.0, 3.0], "rank 1": [11.0, 12.0, 13.0]}
 whole = torch.tensor(parts["rank 0"] + parts["rank 1"])
 compare("std of all six", std_of_all, whole.std().item(), within=1.05, found="computed")
@@ -340,6 +339,8 @@ show_source(moments.Moments.__add__)
 # same letter write the same file.
 
 # %% tags=["figure"]
+from labcode.topology import GridShape
+
 shape = GridShape(tp=2, dp=2)
 plot.reduction_groups(
     shape, [("tp",)],
@@ -590,6 +591,12 @@ plot.lines(
 # Here is an example that counts zeros:
 
 # %%
+from nvdlfw_inspect.logging import MetricLogger
+from nvdlfw_inspect.registry import api_method
+
+from labcode.precision.feature import Feature
+
+
 class CountZeros(Feature):
     """How many values of a tensor are exactly 0, in every step."""
 
@@ -706,6 +713,8 @@ ranks_before_the_sum = 1
 ranks_after_the_sum = 2  # the sum goes to both ranks of the tp group
 
 # %%
+from labcode.precision import bisect
+
 RECORD = "--debug.record_steps 1 --train.steps 1 --train.dtype float32"
 fault = lab.Fault(rank=1, layer="blocks.1.mlp.down", product="grad_input", factor=1.001)
 right = train(RECORD, "runs/right")[0]
@@ -856,7 +865,7 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 #
 # `found` is what `debug.read_statistics` returns: {(name, step): value}, with names such as
 # `blocks.0.mlp.up_weight_fp8_underflows%` and `blocks.0.mlp.up_weight_fp8_overflows%`. Return the text of a YAML that
-# mends the run, by this rubric, which the check applies to seven logs:
+# mends the run, by this rubric, which the check applies to eight logs:
 #
 # 1. a tensor is lost if **more than 5 %** of it underflow in the **last** step of the log;
 # 2. each lost tensor gets PerTensorScaling, in all three products;

@@ -32,10 +32,7 @@
 # bubble), 13 (ZeRO), 15 (the time of an iteration) and 16 (checkpointing).
 
 # %%
-import math
-
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.perf import accuracy, estimate, plan
 from labcode.perf.cluster import load_cluster
 from labcode.teach.exercises import l20
 from labcode.teach.labs import l20_plan as lab
@@ -416,6 +413,9 @@ compare("8 ranks, GB/s", one_in_each, rate, within=1, found="computed")
 # `cluster.between.beta_bytes_per_s` are the two links. Return bytes per second. 6 to 9 lines.
 
 # %% tags=["exercise"]
+import math
+
+
 def bus_bytes_per_s(cluster, ranks, stride):
     """What each rank of a ring seems to send."""
     ### BEGIN SOLUTION
@@ -592,6 +592,8 @@ tp_s = 6 * 6 * (192 + 15) * 0.4e-3
 gpt3_step_s = products_s + bubble_s + tp_s
 
 # %%
+from labcode.perf import accuracy, estimate
+
 run = lab.gpt3_run()
 compare(
     "a step of GPT-3", gpt3_step_s, run.step_s, unit="s", within=1.5, found="published"
@@ -792,6 +794,8 @@ check("20.6", search)
 ours_by_theirs = 1.0
 
 # %%
+from labcode.perf import plan
+
 ours = lab.search(lab.GPT_13B, selene, gpus=16, global_batch=64)[0]
 theirs = plan.plan(
     lab.transformer(lab.GPT_13B),

@@ -30,18 +30,11 @@
 # 12 (pipelines), 13 (ZeRO), 14 (SLURM), 15 (layouts), 16 (checkpointing) and 20 (the estimate).
 
 # %%
-from collections import Counter
-from dataclasses import replace
-
 from labcode.lab import check, compare, plot, show_source
-from labcode.perf.one_rank import rank_calls
-from labcode.slurm.lint.linter import lint
 from labcode.slurm.run.submit import submit
-from labcode.slurm.script.render import render
 from labcode.teach.labs import l20_plan
 from labcode.teach.labs import l21_capstone as lab
-from labcode.teach.labs.l20_plan import Layout, flops
-from labcode.train.dry_run import dry_run
+from labcode.teach.labs.l20_plan import Layout
 
 DAY_S = 24 * 3600
 GIB = 2**30
@@ -92,6 +85,9 @@ print(f"MFU {mfu:.0%}")
 # `flops(shape, samples)` are the FLOPs of forward and backward, as you wrote them in lesson 20. 3 to 5 lines.
 
 # %% tags=["exercise"]
+from labcode.teach.labs.l20_plan import flops
+
+
 def days_and_mfu(brief, step_s):
     """(days of the whole training, MFU)."""
     ### BEGIN SOLUTION
@@ -481,6 +477,8 @@ print(f"the best one now: {better.layout}, {better.step_s:.2f} s")
 # as before.
 
 # %% tags=["nbval-check-output"]
+from dataclasses import replace
+
 wide = replace(small_brief, cluster=replace(faculty, gpus_per_node=8))
 best = lab.fitting(wide)[0]
 print(f"{best.layout}, {best.step_s:.2f} s")
@@ -505,6 +503,9 @@ print(f"{lab.predicted(at_home.layout, wide).parts['dp']:.2f} s")
 # the planner's cluster, so that the script begins with a prediction (lesson 14 has the rest of it).
 
 # %% tags=["nbval-check-output"]
+from labcode.slurm.lint.linter import lint
+from labcode.slurm.script.render import render
+
 site = lab.site()
 job = lab.job(chosen, brief)
 script = render(job, site)
@@ -551,6 +552,11 @@ weights_of_rank = 70e9 / 16
 reduce_scatters = 16 * (4 * 20 + 1)
 
 # %% tags=["nbval-check-output"]
+from collections import Counter
+
+from labcode.perf.one_rank import rank_calls
+from labcode.train.dry_run import dry_run
+
 model = l20_plan.config(brief.shape)
 shape = l20_plan.grid(chosen)
 how = {"micro_batch": 1, "num_micro_batches": 16, "sequence_parallel": True}

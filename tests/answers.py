@@ -167,11 +167,15 @@ def _statements(text: str) -> list[ast.stmt]:
 
 
 def _names_before(lesson: str, number: int) -> dict[str, Any]:
-    """What a solution may use of the cells above it: imports, functions, classes and constants."""
+    """What a solution may use: of the cells above it functions, classes and constants; all imports.
+
+    A learner who wants a name that the lesson imports further below imports it too.
+    """
     namespace: dict[str, Any] = {"__name__": "__main__"}
-    for text in _cells(lesson)[:number]:
+    for place, text in enumerate(_cells(lesson)):
         for statement in _statements(text):
-            if _is_definition(statement, namespace):
+            is_import = isinstance(statement, (ast.Import, ast.ImportFrom))
+            if is_import or (place < number and _is_definition(statement, namespace)):
                 source = ast.get_source_segment(text, statement)
                 assert source is not None
                 decorators = getattr(statement, "decorator_list", [])

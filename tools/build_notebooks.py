@@ -4,10 +4,11 @@ python -m tools.build_notebooks [NN ...]            build what is stale
 python -m tools.build_notebooks [NN ...] --check    only say what is stale, and what was edited
 python -m tools.build_notebooks [NN ...] --force    execute all; replace edited notebooks as well
 
-For each `solutions/NN_topic.py`: the solution notebook beside it, executed, and the student
-notebook in `notebooks/`. A lesson whose code did not change is not executed again, and a file whose
-content did not change is not written. A student notebook that somebody has edited or run is never
-touched; with --force it is kept beside the new one.
+For each `solutions/NN_topic.py`: the solution notebook beside it, executed, the student notebook in
+`notebooks/`, and the solutions that later cells use, as a module (`tools.by_hand`). A lesson whose
+code did not change is not executed again, and a file whose content did not change is not written.
+A student notebook that somebody has edited or run is never touched; with --force it is kept beside
+the new one.
 """
 
 import argparse
@@ -22,7 +23,7 @@ from nbformat import NotebookNode
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # run as a file as well as with -m
 
 from labcode import course
-from tools import fingerprint
+from tools import by_hand, fingerprint
 from tools.decorate import Headline, headline
 from tools.lesson_source import LessonError, notebooks_of
 from tools.notebook_run import (
@@ -74,13 +75,16 @@ def notebooks(source: Path) -> tuple[NotebookNode, NotebookNode]:
 def build(source: Path, *, force: bool = False, timeout_s: float = CELL_TIMEOUT_S) -> str:
     """Build both notebooks of a lesson and say what was done, in a few words.
 
-    Nothing is written when a cell fails.
+    No notebook is written when a cell fails.
 
     Raises:
         LessonError: The source cannot be cut into notebooks.
         RunError: A cell failed, in the solution or in the student version.
     """
     solution, student = notebooks(source)
+    module = by_hand.module_of(source)
+    if module is not None:
+        by_hand.target(source).write_text(module)  # the cells import it
     solution_path, student_path = targets(source)
     old_solution = _read(solution_path)
     old_student = _read(student_path)
@@ -158,6 +162,9 @@ def stale(source: Path) -> list[str]:
     solution, student = notebooks(source)
     solution_path, student_path = targets(source)
     problems = []
+    module = by_hand.target(source)
+    if (module.read_text() if module.exists() else None) != by_hand.module_of(source):
+        problems.append(f"{module.name} is not what its source gives")
     for path, fresh in ((solution_path, solution), (student_path, student)):
         stored = _read(path)
         if stored is None:

@@ -135,7 +135,7 @@ def shoot(film: Film) -> None:
     film.run(exercise)
     film.run(exercise + 1)
     film.take(READ_MS)
-    figure = film.find("l04_by_hand.plot_losses(")
+    figure = film.find("plot.losses_of_ranks(")
     film.run(figure)
     film.show(figure)
     film.take(READ_MS)

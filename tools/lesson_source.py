@@ -4,6 +4,7 @@
 ### BEGIN BROKEN ... ### END BROKEN       comments; the student notebook has the code in them, in
                                           place of the solution directly above, if there is one
 tag `predict`                             the student notebook keeps the names, each set to `...`
+tag `by-hand`                             the cell also goes into a module (`tools.by_hand`)
 tag `solution-only`                       the whole cell is left out of the student notebook
 tag `raises-exception`                    broken on purpose: raises="ValueError: first words" beside
                                           the tag says what the cell must raise
@@ -85,7 +86,7 @@ def notebooks_of(
         seen[key] = seen.get(key, 0) + 1
         cell_id = hashlib.sha256(f"{key}\n{seen[key]}".encode()).hexdigest()[:12]
         for_students = _blanked(cell, where)
-        solved = _without_markers(cell.source)
+        solved = without_markers(cell.source)
         solution.append(_cell(cell.cell_type, solved, metadata, cell_id))
         if "solution-only" not in cell.metadata.get("tags", []):
             student.append(_cell(cell.cell_type, for_students, metadata, cell_id))
@@ -167,7 +168,7 @@ def _notebook(cells: list[NotebookNode], about: Mapping[str, object]) -> Noteboo
     return notebook
 
 
-def _without_markers(source: str) -> str:
+def without_markers(source: str) -> str:
     lines = []
     for block in _blocks(source, "source"):
         if block.kind != "broken":
@@ -222,7 +223,7 @@ def _blanked(cell: NotebookNode, where: str) -> str:
         return cell.source
     if not has_solution and not is_prediction:
         return cell.source
-    tree = _parse(cell.source, where)
+    tree = parse(cell.source, where)
     original = cell.source.splitlines()
     if is_prediction:
         return f"{decorate.PREDICT}\n" + _unset(tree, 1, len(original), "", "your prediction")
@@ -263,7 +264,7 @@ def _stub(tree: ast.Module, block: Block, indent: str, where: str) -> str:
     return _unset(tree, block.start, end, indent, "your answer")
 
 
-def _parse(source: str, where: str) -> ast.Module:
+def parse(source: str, where: str) -> ast.Module:
     """The cell as a syntax tree; magics become `pass`, so that the numbers of lines stay."""
     plain = re.sub(r"(?m)^(\s*)[%!].*$", r"\1pass", source)
     try:

@@ -34,6 +34,8 @@ VERSIONS = [
 # What breaks when PyTorch moves: the collectives, each parallelism against one process, the
 # training program and its checkpoints, precision, the profiler. The rest does not depend on it.
 TESTS = [
+    "tests/ranks/test_simulated_is_gloo.py",
+    "tests/unit/test_simulated_ranks.py",
     "tests/ranks/test_collectives.py",
     "tests/ranks/test_grid.py",
     "tests/ranks/test_data_parallel.py",

@@ -65,8 +65,14 @@ MEANINGS = {  # what gloo and the store write, and what it means
     r"wait timeout": "it waited for something that no rank put into the store",
     r"Connection (closed by peer|reset by peer)": "another rank ended while this one waited for it",
     r"returned an incorrect number of gradients \(expected (\d+), got (\d+)\)": (
-        r"backward gives \2 where \1 are due, one for each argument of forward but `ctx`: is there "
-        "a `return`, and a None for what has no gradient?"
+        r"backward gives \2 where \1 are expected, one for each argument of forward but `ctx`: "
+        "is there a `return`, and a None for what has no gradient?"
+    ),
+    r"'NoneType' object has no attribute 'wait'": (
+        "there is nothing to wait for: a collective returns its request only with async_op=True"
+    ),
+    r"shape '(\[[\d, ]*\])' is invalid for input of size (\d+)": (
+        r"a tensor of \2 numbers was to have the shape \1: how many numbers belong to it?"
     ),
     r"Global rank \d+ is not part of group|should not be the same as the rank of the current": (
         "a message between a rank and itself, or one outside of the group: dst and src are ranks "
@@ -167,11 +173,12 @@ def due(*values: Any) -> Any:
 
     Raises:
         NotImplementedError: One is `...`; `check` then says "not done yet".
-        AssertionError: One is None, which is what a function without `return` gives.
+        Hint: One is None, which is what a function without `return` gives.
     """
     if any(value is ... for value in values):
         raise NotImplementedError("exercise")
-    assert all(value is not None for value in values), RETURNED_NONE
+    if any(value is None for value in values):
+        raise Hint(RETURNED_NONE)
     if len(values) == 1:
         return values[0]
     return values

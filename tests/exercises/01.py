@@ -594,7 +594,6 @@ def mean_with_messages(loss, group):
 SUM = "dist.all_reduce(total, group=group)"
 IF = "if dist.get_rank(group) == 0:"
 MEAN = "return total / dist.get_world_size(group)"
-ELSE = "    return None"
 
 MENDED = Answers(
     solves="mean_loss",

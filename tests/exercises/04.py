@@ -167,7 +167,6 @@ def count_in_the_same_message(model, mine, group):
         param.grad = (flat[:-1] / flat[-1]).view_as(param)
 
 
-TOTAL = "dist.all_reduce(total, group=group)"
 WEIGH = "param.grad *= mine / total"
 
 UNEVEN = Answers(

@@ -86,6 +86,10 @@ BUCKETS = Answers(
         "with handles": starts_all_then_waits,
     },
     wrong={
+        "parts of as many numbers as there are parameters": (
+            changed("row.split(numbers) => row.split(len(bucket))"),
+            "how many numbers belong to it?",
+        ),
         "one for each parameter": (
             changed(f"{ALL_REDUCE} => for one in bucket: dist.all_reduce(one.grad, group=group)"),
             "for 1 bucket: one for each bucket",
@@ -296,6 +300,10 @@ OVERLAPPED = Answers(
         "functional collectives": Functional,
     },
     wrong={
+        "without a request": (
+            changed(", async_op=True => "),
+            "returns its request only with async_op=True",
+        ),
         "waits in the hook": (
             changed(f"{STARTED} => {STARTED}\n            work.wait()"),
             "gradient_ready calls wait()",
@@ -377,11 +385,12 @@ OVERLAPPED = Answers(
             ),
             "waited for: without wait() nobody",
         ),
-        "labcode's own": (l05_by_hand.Overlapped, "labcode's own answer"),
+        "labcode's own": (l05_by_hand.OverlappedDataParallel, "labcode's own answer"),
         "labcode's own, called": (
             changed(
                 "        p = dist => "
-                "        return l05_by_hand.Overlapped.finish_gradient_sync(self)\n        p = dist"
+                "        return l05_by_hand.OverlappedDataParallel.finish_gradient_sync(self)\n"
+                "        p = dist"
             ),
             "labcode's own answer",
         ),
@@ -409,7 +418,7 @@ OVERLAPPED = Answers(
 # ---- 5.3 no_sync
 
 
-class Counted(l05_by_hand.Overlapped):
+class Counted(l05_by_hand.OverlappedDataParallel):
     """Counts how deep it is in `no_sync`."""
 
     depth = 0
@@ -428,7 +437,7 @@ class Counted(l05_by_hand.Overlapped):
             self.depth -= 1
 
 
-class Remembers(l05_by_hand.Overlapped):
+class Remembers(l05_by_hand.OverlappedDataParallel):
     """Puts back what was there, with a context of its own."""
 
     def __init__(self, module, group, buckets):
@@ -445,7 +454,7 @@ class Remembers(l05_by_hand.Overlapped):
         return stack
 
 
-class HandedOn(l05_by_hand.Overlapped):
+class HandedOn(l05_by_hand.OverlappedDataParallel):
     """A context made of a function that hands on the generator of another one."""
 
     sends = True
@@ -557,10 +566,7 @@ NORM = """\
     squares = [param.grad.square().sum() for param in model.module.parameters()]
     norm = torch.stack(squares).sum().sqrt()
 """
-IF = "    if norm > max_norm:\n"
-FOR = "        for param in model.module.parameters():\n"
 SCALE = "            param.grad *= max_norm / norm\n"
-BY_ONE = "for param in model.module.parameters(): param.grad *= "
 
 
 def clips_first(model, optimizer, inputs, targets, max_norm):

@@ -9,8 +9,6 @@ import torch
 import torch.distributed as dist
 from answers import Answers, changed
 
-from labcode.teach.labs import l06_by_hand
-
 # ---- 6.1 two equations
 
 
@@ -78,7 +76,6 @@ def with_norms(model, group):
 
 SEND_SMALL = "dist.all_reduce(small, group=group)"
 SEND_GRADIENT = "dist.all_reduce(param.grad, group=group)"
-ADD_BIG = "big += param.grad.double().square().sum().item()"
 GATHER = """row = torch.cat([param.grad.flatten() for param in params])
     rows = [torch.empty_like(row) for _ in range(p)]
     dist.all_gather(rows, row, group=group)
@@ -125,7 +122,6 @@ SQUARES = Answers(
             changed("return small.item() / p, big => return small.item() / p, small.item() / p"),
             "after it has been averaged",
         ),
-        "labcode's": (l06_by_hand.squares, "labcode's own answer"),
     },
 )
 
@@ -442,7 +438,6 @@ OUTER = Answers(
             changed(f"{NESTEROV} => common -= self.lr * velocity"),
             "where is the momentum",
         ),
-        "labcode's": (l06_by_hand.OuterStep, "labcode's own answer"),
     },
 )
 

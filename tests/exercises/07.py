@@ -7,7 +7,6 @@ import math
 import time
 import zlib
 from datetime import timedelta
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -15,7 +14,6 @@ from answers import Answers, changed
 
 from labcode.pool.ranks import Ranks
 from labcode.teach.labs import l07_clinic
-from tools.lesson_source import notebooks_of
 
 # ---- 7.1 who is different
 
@@ -56,7 +54,7 @@ DIFFERING = Answers(
         "the equal ones": (changed("other != => other =="), "the ones that agree"),
         "only whether": (
             changed("return different => return len(different) > 0"),
-            "a list of ranks is wanted",
+            "expected is a list of ranks",
         ),
         "in 32 bits": (in_float32, "in the 16th digit"),
         "on the first only": (
@@ -185,10 +183,6 @@ CHART = Answers(
             changed(f"{NUMBER}) => {NUMBER})\n        return inputs[0] * 0"),
             "what does note_inputs return",
         ),
-        "returns the number": (
-            changed(f"{NUMBER}) => {NUMBER})\n        return inputs[0] + self.inputs[-1]"),
-            "what does note_inputs return",
-        ),
         "hooks from the start": (
             changed(
                 "self.gradients = [] => self.gradients = []\n        self.begin()",
@@ -213,10 +207,7 @@ CHART = Answers(
     },
 )
 
-# ---- the scripts of the lesson, as the solution has them and as the student gets them
-
-LESSON = Path(__file__).parents[2] / "solutions" / "07_the_ddp_clinic.py"
-SOLVED, GIVEN = notebooks_of(LESSON.read_text(), LESSON.name)
+# ---- cures: the scripts that the solution has mended, with faults put back or in
 
 
 @functools.cache
@@ -226,170 +217,83 @@ def _pair():
     return pair
 
 
-def _source(notebook, name):
-    """The cell that defines a function."""
-    (cell,) = [cell for cell in notebook.cells if f"def {name}(" in cell.source]
-    return cell.source
+def cures(scripts, ranks):
+    """The check cell of some patients, or of one."""
+    return (_pair(), *scripts) if isinstance(scripts, tuple) else (_pair(), scripts)
 
 
-def _imports():
-    cells = [cell.source for cell in SOLVED.cells if "\nimport torch\n" in cell.source]
-    lines = [line for line in cells[0].splitlines() if not line.startswith(("ranks", "pair"))]
-    return "\n".join(lines)
-
-
-def _made(source, name):
-    namespace = {"__name__": "a_notebook"}
-    exec(compile(f"{_imports()}\n{source}", "a notebook", "exec"), namespace)
-    return namespace[name]
-
-
-def cured(name, *changes):
-    """A script as the solution has it, with some text in it replaced."""
-    source = _source(SOLVED, name)
-    for old, new in changes:
-        assert source.count(old) == 1, f"{source.count(old)} times in {name}: {old}"
-        source = source.replace(old, new)
-    return _made(source, name)
-
-
-def ill(name, *changes):
-    """A script as the student gets it, without its first line."""
-    lines = _source(GIVEN, name).splitlines()
-    source = "\n".join(line for line in lines if "NotImplementedError" not in line)
-    for old, new in changes:
-        assert source.count(old) == 1, f"{source.count(old)} times in {name}: {old}"
-        source = source.replace(old, new)
-    return _made(source, name)
-
-
-def cures(answers, ranks):
-    """The check cell of some patients."""
-    return _pair(), *answers
-
+WATCHED = "with watch(model, optimizer, loader=loader):"
 
 # ---- 7.3 data
 
+
+def mended(watch):
+    """A script that has another name than the patient."""
+
+
+SAMPLER = "DistributedSampler(data, shuffle=False)"
+LOADER = f"sampler = {SAMPLER}\n    loader = DataLoader(data, batch_size=32, sampler=sampler)"
+SHUFFLED = "DistributedSampler(data)\n"  # patient 2
+SET_EPOCH = "sampler.set_epoch(epoch)"
+EVERY_SECOND = "range(dist.get_rank(), len(data), dist.get_world_size())"
 BY_THE_GROUP = "num_replicas=dist.get_world_size(), rank=dist.get_rank(), shuffle=False"
+SEEN = "orders.append(torch.cat(seen))"
+
 DATA = Answers(
     solves=("patient_1", "patient_2"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
-        "a sampler, and set_epoch": (cured("patient_1"), cured("patient_2")),
-        "with all arguments": (
-            cured("patient_1", ("data, shuffle=False", f"data, {BY_THE_GROUP}")),
-            cured("patient_2", ("sampler.set_epoch", "loader.sampler.set_epoch")),
+        "with all arguments, epochs from 1": changed(
+            f"{SAMPLER} => DistributedSampler(data, {BY_THE_GROUP})",
+            "set_epoch(epoch) => set_epoch(epoch + 1)",
         ),
-        "every second sample": (
-            cured(
-                "patient_1",
-                (
-                    "DistributedSampler(data, shuffle=False)",
-                    "range(dist.get_rank(), len(data), dist.get_world_size())",
-                ),
-            ),
-            cured("patient_2", ("set_epoch(epoch)", "set_epoch(epoch=epoch)")),
-        ),
-        "epochs from 1": (
-            cured("patient_1"),
-            cured("patient_2", ("set_epoch(epoch)", "set_epoch(epoch + 1)")),
-        ),
-        "every second epoch number": (
-            cured("patient_1"),
-            cured("patient_2", ("set_epoch(epoch)", "set_epoch(2 * epoch)")),
+        "every second sample, every second epoch": changed(
+            f"{SAMPLER} => {EVERY_SECOND}", "set_epoch(epoch) => set_epoch(epoch=2 * epoch)"
         ),
     },
     wrong={
-        "as it came": ((ill("patient_1"), cured("patient_2")), "the doctor says, same data"),
-        "the second as it came": (
-            (cured("patient_1"), ill("patient_2")),
+        "1 as it came": (changed(f"{SAMPLER} => None"), "patient 1: the doctor says, same data"),
+        "2 as it came": (
+            changed(f"{SET_EPOCH} => pass"),
             "patient 2: the doctor says, set_epoch forgotten",
         ),
         "shuffled without a share": (
-            (
-                ill("patient_1", ("batch_size=32", "batch_size=32, shuffle=True")),
-                cured("patient_2"),
-            ),
-            "patient 1",
-        ),
-        "the sampler is not used": (
-            (cured("patient_1", (", sampler=sampler", "")), cured("patient_2")),
+            changed(f"{LOADER} => loader = DataLoader(data, batch_size=32, shuffle=True)"),
             "same data",
         ),
         "half the batch instead": (
-            (ill("patient_1", ("batch_size=32", "batch_size=16")), cured("patient_2")),
+            changed(f"{LOADER} => loader = DataLoader(data, batch_size=16)"),
             "same data",
         ),
-        "set_epoch(0)": (
-            (cured("patient_1"), cured("patient_2", ("set_epoch(epoch)", "set_epoch(0)"))),
-            "set_epoch forgotten",
-        ),
-        "another name": (
-            (cured("patient_1"), lambda watch: None),
-            "keep its name",
-        ),
-        "nobody watches": (
-            (
-                cured("patient_1", ("with watch(model, optimizer, loader=loader):", "if True:")),
-                cured("patient_2"),
-            ),
-            "keep `with watch(...)`",
-        ),
-        "no return": (
-            (cured("patient_1", ("    return num_batches", "")), cured("patient_2")),
-            "it returned None",
-        ),
-        "one batch a rank": (
-            (
-                cured("patient_1", ("num_batches += 1", "num_batches += 1; break")),
-                cured("patient_2"),
-            ),
-            "optimizer steps",
+        "another name": ((mended, mended), "keep its name"),
+        "nobody watches": (changed(f"{WATCHED} => if True:"), "keep `with watch(...)`"),
+        "no return": (changed("return num_batches => print(num_batches)"), "it returned None"),
+        "returns the batches": (
+            changed("return num_batches => return list(loader)"),
+            "it returned a list, expected is a number",
         ),
         "shuffled too": (
-            (cured("patient_1", ("data, shuffle=False", "data")), cured("patient_2")),
+            changed("data, shuffle=False => data"),
             "patient 1, rank 0: forward pass 0 got other samples",
         ),
         "halves": (
-            (
-                cured(
-                    "patient_1",
-                    (
-                        "DistributedSampler(data, shuffle=False)",
-                        "range(256 * dist.get_rank(), 256 * dist.get_rank() + 256)",
-                    ),
-                ),
-                cured("patient_2"),
-            ),
+            changed(f"{SAMPLER} => range(256 * dist.get_rank(), 256 * dist.get_rank() + 256)"),
             "which samples belong to this rank?",
         ),
         "another epoch on each rank": (
-            (
-                cured("patient_1"),
-                cured("patient_2", ("set_epoch(epoch)", "set_epoch(epoch + dist.get_rank())")),
-            ),
+            changed("set_epoch(epoch) => set_epoch(epoch + dist.get_rank())"),
             "the ranks then share out different orders",
         ),
         "another seed on each rank": (
-            (
-                cured("patient_1"),
-                cured("patient_2", ("(data)", "(data, seed=dist.get_rank())")),
-            ),
+            changed(f"{SHUFFLED} => DistributedSampler(data, seed=dist.get_rank())\n"),
             "patient 2, rank 1: forward pass 0 got other samples",
         ),
         "set after the batches": (
-            (
-                cured("patient_1"),
-                ill(
-                    "patient_2",
-                    (
-                        "            orders.append(torch.cat(seen))\n",
-                        "            orders.append(torch.cat(seen))\n"
-                        "            sampler.set_epoch(epoch)\n",
-                    ),
-                ),
+            changed(
+                f"{SET_EPOCH} => pass",
+                f"{SEEN} => {SEEN}\n            {SET_EPOCH}",
             ),
             "set_epoch forgotten",
         ),
@@ -398,282 +302,150 @@ DATA = Answers(
 
 # ---- 7.4 weights
 
-HEAD_ATTRIBUTE = ("    body[4] = head\n", "    body = torch.nn.Sequential(*body[:4], head)\n")
-XAVIER = "    torch.nn.init.xavier_normal_(model.module[2].weight)\n"
-NEW_HEAD = "    model.module[4] = head\n"
+XAVIER = "torch.nn.init.xavier_normal_(layers[2].weight)"
+WRAPPED_LAST = f"{XAVIER}\n    model = DDP(layers)"
+WRAPPED_FIRST = f"model = DDP(layers)\n    {XAVIER}"  # as it came
+HEAD_FIRST = "body[4] = head\n    model = DDP(body)"
+HEAD_LAST = "model = DDP(body)\n    body[4] = head"
+SENT = "dist.broadcast(model.module[2].weight.data, 0)"
+
 WEIGHTS = Answers(
     solves=("patient_5", "patient_6"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
-        "before wrapping": (cured("patient_5"), cured("patient_6")),
-        "a new body": (cured("patient_5"), cured("patient_6", HEAD_ATTRIBUTE)),
-        "sent after the change": (
-            ill(
-                "patient_5",
-                (XAVIER, f"{XAVIER}    dist.broadcast(model.module[2].weight.data, 0)\n"),
-            ),
-            cured("patient_6"),
+        "wrapped again": changed(
+            f"{WRAPPED_LAST} => {WRAPPED_FIRST}\n    model = DDP(model.module)",
+            f"{HEAD_FIRST} => {HEAD_LAST}\n    model = DDP(model.module)",
         ),
-        "wrapped again": (
-            ill("patient_5", (XAVIER, f"{XAVIER}    model = DDP(model.module)\n")),
-            ill("patient_6", (NEW_HEAD, f"{NEW_HEAD}    model = DDP(model.module)\n")),
-        ),
-        "wrapped at the end": (
-            cured("patient_5", ("layers[2].weight)", "layers[2].weight, gain=1.0)")),
-            cured("patient_6", ("    model = DDP(body)", "    model = DDP(module=body)")),
+        "sent after the change, and a new body": changed(
+            f"{WRAPPED_LAST} => {WRAPPED_FIRST}\n    {SENT}",
+            "body[4] = head => body = torch.nn.Sequential(*body[:4], head)",
         ),
     },
     wrong={
-        "as it came": ((ill("patient_5"), cured("patient_6")), "different weights"),
-        "6 as it came": ((cured("patient_5"), ill("patient_6")), "changed after wrapping"),
+        "5 as it came": (changed(f"{WRAPPED_LAST} => {WRAPPED_FIRST}"), "different weights"),
+        "6 as it came": (changed(f"{HEAD_FIRST} => {HEAD_LAST}"), "changed after wrapping"),
         "as the error advises": (
-            (
-                cured("patient_5"),
-                ill("patient_6", ("DDP(body)", "DDP(body, find_unused_parameters=True)")),
+            changed(
+                f"{HEAD_FIRST} => {HEAD_LAST}",
+                "DDP(body) => DDP(body, find_unused_parameters=True)",
             ),
             "changed after wrapping",
         ),
-        "no Xavier": (
-            (
-                cured("patient_5", ("    torch.nn.init.xavier_normal_(layers[2].weight)\n", "")),
-                cured("patient_6"),
-            ),
-            "not those of the healthy run",
-        ),
-        "no new head": (
-            (cured("patient_5"), cured("patient_6", ("    body[4] = head\n", ""))),
-            "not those of the healthy run",
-        ),
-        "weights sent by hand at the end": (
-            (
-                ill(
-                    "patient_5",
-                    (
-                        "    return apart",
-                        "    dist.broadcast(model.module[2].weight.data, 0)\n    return apart",
-                    ),
-                ),
-                cured("patient_6"),
+        "no Xavier": (changed(f"{XAVIER} => pass"), "not those of the healthy run"),
+        "weights sent at the end": (
+            changed(
+                f"{WRAPPED_LAST} => {WRAPPED_FIRST}",
+                f"return apart => {SENT}\n    return apart",
             ),
             "different weights",
         ),
         "one seed for all": (
-            (
-                ill("patient_5", ("manual_seed(dist.get_rank())", "manual_seed(0)")),
-                cured("patient_6"),
-            ),
-            "with one seed for all the fault is still there",
-        ),
-        "one seed, just before": (
-            (
-                ill("patient_5", (XAVIER, f"    torch.manual_seed(0)\n{XAVIER}")),
-                cured("patient_6"),
+            changed(
+                f"{WRAPPED_LAST} => {WRAPPED_FIRST}",
+                "manual_seed(dist.get_rank()) => manual_seed(0)",
             ),
             "with one seed for all the fault is still there",
         ),
         "a DDP in a DDP": (
-            (ill("patient_5", (XAVIER, f"{XAVIER}    model = DDP(model)\n")), cured("patient_6")),
+            changed(f"{WRAPPED_LAST} => {WRAPPED_FIRST}\n    model = DDP(model)"),
             "a DDP inside the DDP",
         ),
         "the old head is trained": (
-            (
-                cured("patient_5"),
-                cured(
-                    "patient_6",
-                    (
-                        "    body[4] = head\n",
-                        "    old = list(body.parameters())\n    body[4] = head\n",
-                    ),
-                    ("SGD(model.parameters()", "SGD(old"),
-                ),
+            changed(
+                "body[4] = head => parameters = list(body.parameters())\n    body[4] = head",
+                "model = DDP(layers) => model = DDP(layers)\n    parameters = layers.parameters()",
+                "SGD(model.parameters() => SGD(parameters",
             ),
-            "not those of the healthy run",
+            "patient 6, rank 0: the weights at the end are not those of the healthy run",
         ),
         "only the body is wrapped": (
-            (
-                cured("patient_5"),
-                cured(
-                    "patient_6",
-                    (
-                        "    model = DDP(body)\n",
-                        "    model = torch.nn.Sequential(DDP(body[:4]), head)\n",
-                    ),
-                ),
+            changed(
+                "model = DDP(body) => model = torch.nn.Sequential(DDP(body[:4]), head)",
             ),
             "weights drift",
-        ),
-        "Xavier in another layer": (
-            (cured("patient_5", ("layers[2]", "layers[4]")), cured("patient_6")),
-            "not those of the healthy run",
         ),
     },
 )
 
 # ---- 7.6 gradients
 
-ALL_FOUR = """            for inputs, targets in batches[first : first + 4]:
+DIVIDED = "loss = loss / 4"  # patient 3
+LAST_SENDS = """with model.no_sync():
+                for inputs, targets in batches[first : first + 3]:
+                    loss = cross_entropy(model(inputs), targets) / 4
+                    loss.backward()
+            inputs, targets = batches[first + 3]
+            loss = cross_entropy(model(inputs), targets) / 4
+            loss.backward()
+"""
+ALL_SEND = """for inputs, targets in batches[first : first + 4]:
                 loss = cross_entropy(model(inputs), targets) / 4
                 loss.backward()
 """
-AS_ONE_BATCH = """            inputs = torch.cat([one for one, _ in batches[first : first + 4]])
+NONE_SENDS = """with model.no_sync():
+                for inputs, targets in batches[first : first + 4]:
+                    loss = cross_entropy(model(inputs), targets) / 4
+                    loss.backward()
+"""
+SWITCHED = """for place in range(first, first + 4):
+                inputs, targets = batches[place]
+                model.require_backward_grad_sync = place == first + 3
+                (cross_entropy(model(inputs), targets) / 4).backward()
+"""
+AS_ONE_BATCH = """inputs = torch.cat([one for one, _ in batches[first : first + 4]])
             targets = torch.cat([one for _, one in batches[first : first + 4]])
             cross_entropy(model(inputs), targets).backward()
 """
+SUMMED = 'losses = cross_entropy(model(inputs), targets, reduction="sum")'
+OVER_ALL = "losses * dist.get_world_size() / 64"
+
 GRADIENTS = Answers(
     solves=("patient_3", "patient_4", "patient_8"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
-        "the lesson's": (cured("patient_3"), cured("patient_4"), cured("patient_8")),
-        "with contexts": (
-            cured("patient_3", ("loss = loss / 4", "loss = 0.25 * loss")),
-            ill(
-                "patient_4",
-                (
-                    ALL_FOUR,
-                    """            for place in range(first, first + 4):
-                inputs, targets = batches[place]
-                model.require_backward_grad_sync = place == first + 3
-                (cross_entropy(model(inputs), targets) / 4).backward()
-""",
-                ),
-            ),
-            ill(
-                "patient_8",
-                (
-                    "cross_entropy(model(inputs), targets)",
-                    "cross_entropy(model(inputs), targets) * count * 2 / 64",
-                ),
-            ),
+        "switched, and means": changed(
+            f"{DIVIDED} => loss = 0.25 * loss",
+            f"{LAST_SENDS} => {SWITCHED}",
+            f"{SUMMED} => losses = cross_entropy(model(inputs), targets) * count",
         ),
-        "sums": (
-            cured(
-                "patient_3",
-                (
-                    "loss = cross_entropy(model(inputs), targets)",
-                    "loss = cross_entropy(model(inputs), targets, reduction='sum') / 32",
-                ),
-            ),
-            cured("patient_4"),
-            cured("patient_8", ("dist.get_world_size() / 64", "2 / 64")),
-        ),
-        "one large batch": (
-            cured(
-                "patient_3",
-                ("                loss = loss / 4\n", ""),
-                ("loss.back", "(loss / 4).back"),
-            ),
-            ill("patient_4", (ALL_FOUR, AS_ONE_BATCH)),
-            cured("patient_8"),
+        "one large batch": changed(
+            f"{DIVIDED} => loss /= 4",
+            f"{LAST_SENDS} => {AS_ONE_BATCH}",
+            f"{OVER_ALL} => losses / 32",
         ),
     },
     wrong={
-        "3 as it came": (
-            (ill("patient_3"), cured("patient_4"), cured("patient_8")),
-            "1/m missing",
-        ),
-        "4 as it came": (
-            (cured("patient_3"), ill("patient_4"), cured("patient_8")),
-            "no_sync missing",
-        ),
+        "3 as it came": (changed(f"{DIVIDED} => pass"), "1/m missing"),
+        "4 as it came": (changed(f"{LAST_SENDS} => {ALL_SEND}"), "no_sync missing"),
         "8 as it came": (
-            (cured("patient_3"), cured("patient_4"), ill("patient_8")),
+            changed(
+                f"{SUMMED} => losses = cross_entropy(model(inputs), targets)",
+                f"{OVER_ALL} => losses",
+            ),
             "mean of means",
         ),
-        "a smaller rate": (
-            (ill("patient_3", ("lr=0.1", "lr=0.025")), cured("patient_4"), cured("patient_8")),
-            "1/m missing",
-        ),
+        "a smaller rate": (changed(f"{DIVIDED} => pass", "lr=0.1 => lr=0.025"), "1/m missing"),
         "divided by 2": (
-            (
-                cured("patient_3", ("loss / 4", "loss / 2")),
-                cured("patient_4"),
-                cured("patient_8"),
-            ),
+            changed(f"{DIVIDED} => loss = loss / 2"),
             "patient 3, rank 0: it returned",
         ),
         "ranks forgotten": (
-            (
-                cured("patient_3"),
-                cured("patient_4"),
-                cured("patient_8", (" * dist.get_world_size()", "")),
-            ),
+            changed(f"{OVER_ALL} => losses / 64"),
             "patient 8, rank 0: it returned",
-        ),
-        "never sent": (
-            (
-                cured("patient_3"),
-                ill(
-                    "patient_4",
-                    (
-                        ALL_FOUR,
-                        """            with model.no_sync():
-                for inputs, targets in batches[first : first + 4]:
-                    (cross_entropy(model(inputs), targets) / 4).backward()
-""",
-                    ),
-                ),
-                cured("patient_8"),
-            ),
-            "patient 4",
-        ),
-        "only forward within": (
-            (
-                cured("patient_3"),
-                ill(
-                    "patient_4",
-                    (
-                        "                loss.backward()\n",
-                        "                with model.no_sync():\n"
-                        "                    loss.backward()\n",
-                    ),
-                ),
-                cured("patient_8"),
-            ),
-            "patient 4",
-        ),
-        "32 and 32": (
-            (
-                cured("patient_3"),
-                cured("patient_4"),
-                ill(
-                    "patient_8",
-                    ("48 if dist.get_rank() == 0 else 16", "32"),
-                    ("else 48", "else 32"),
-                ),
-            ),
-            "patient 8, rank 0: forward pass 0 got other samples",
-        ),
-        "all on rank 0": (
-            (
-                cured("patient_3"),
-                cured("patient_4"),
-                cured(
-                    "patient_8",
-                    ("48 if dist.get_rank() == 0 else 16", "64 if dist.get_rank() == 0 else 0"),
-                    ("else 48", "else 64"),
-                ),
-            ),
-            "patient 8",
         ),
         "by the own count": (
-            (
-                cured("patient_3"),
-                cured("patient_4"),
-                cured("patient_8", ("dist.get_world_size() / 64", "1 / count")),
-            ),
+            changed(f"{OVER_ALL} => losses / count"),
             "patient 8, rank 0: it returned",
         ),
-        "3 never sent": (
-            (
-                cured("patient_3", ("number == first + 3", "False")),
-                cured("patient_4"),
-                cured("patient_8"),
-            ),
-            "weights drift",
+        "never sent": (changed(f"{LAST_SENDS} => {NONE_SENDS}"), "patient 4: the doctor says"),
+        "32 and 32": (
+            changed("48 if dist.get_rank() == 0 else 16 => 32", "else 48 => else 32"),
+            "patient 8, rank 0: forward pass 0 got other samples",
         ),
     },
 )
@@ -718,17 +490,13 @@ ROLL_CALL = Answers(
     real=True,
     right={"all at once": waiting_for_all, "looking again": looking_again},
     wrong={
-        "without a note": (
-            changed(f'store.set({NOTE}, "here") => pass'),
-            "as the absent ones, expected []",
-        ),
         "a limit for each": (
             changed("left_s = deadline - time.monotonic() => left_s = limit_s"),
             "the limit is for all of them together",
         ),
         "looking once": (
             changed("if left_s > 0: => if False:"),
-            "as the absent ones, expected []",
+            "as the absent ones, expected is []",
         ),
         "the error passes": (
             changed(f"{SUPPRESS} => if True:"),
@@ -736,7 +504,7 @@ ROLL_CALL = Answers(
         ),
         "those who came": (
             changed("if not store.check => if store.check"),
-            "as the absent ones, expected []",
+            "as the absent ones, expected is []",
         ),
         "one note for all": (
             changed(f"{NOTE} => name", f"{OTHER_NOTE} => name"),
@@ -744,7 +512,7 @@ ROLL_CALL = Answers(
         ),
         "only how many": (
             changed("return missing => return len(missing)"),
-            "a list of ranks is wanted",
+            "expected is a list of ranks",
         ),
         "the name ignored": (
             changed(f"{NOTE} => str(rank)", f"{OTHER_NOTE} => str(other)"),
@@ -758,162 +526,94 @@ ROLL_CALL = Answers(
             changed("in range(num_ranks) => in range(1, num_ranks)"),
             "where rank 0 does not come",
         ),
-        "by a count": (by_a_count, "as the absent ones, expected [2]"),
+        "by a count": (by_a_count, "as the absent ones, expected is [2]"),
         "sleeps": (
             changed("missing = [] => missing = []\n    time.sleep(limit_s)"),
             "though nobody is absent",
         ),
-        # Less than a millisecond past the deadline would count as zero.
         "below zero": (
             changed("if left_s > 0: => time.sleep(0.05)\n        if True:"),
-            "time-out is zero or less never ends",
+            "time-out is below zero never ends",
+        ),
+        "below zero, for who catches all": (
+            changed(
+                "if left_s > 0: => time.sleep(0.05)\n        if True:",
+                "suppress(RuntimeError) => suppress(Exception)",
+            ),
+            "time-out is below zero never ends",
+        ),
+        "no limit": (changed("[note], timedelta(seconds=left_s) => [note]"), "without a time-out"),
+        "by get": (
+            changed("store.wait([note], timedelta(seconds=left_s)) => store.get(note)"),
+            "it knows nothing of a limit",
         ),
     },
 )
 
 # ---- 7.8 trainings that stand still
 
-FIRST_MEAN = """            mean = loss.detach().clone()
-            dist.all_reduce(mean)
-"""
+MEAN = "mean = loss.detach().clone()\n            dist.all_reduce(mean)"
+RANK_0 = "if dist.get_rank() == 0:\n                "
 WAITING = Answers(
     solves=("patient_11", "patient_14", "patient_15"),
     takes_ranks=False,
     real=True,
     cell=cures,
     right={
-        "the lesson's": (cured("patient_11"), cured("patient_14"), cured("patient_15")),
-        "in other words": (
-            cured("patient_11", ("all_reduce(mean)", "all_reduce(mean, op=dist.ReduceOp.SUM)")),
-            cured("patient_14", ("TwoWays(),", "module=TwoWays(),")),
-            cured("patient_15", ("    end = len(data)\n", "    end = 512\n")),
+        "in other words": changed(
+            "all_reduce(mean) => all_reduce(mean, op=dist.ReduceOp.SUM)",
+            "return self.one(inputs) => return self.one(inputs) + 0 * self.other(inputs)",
+            "end = len(data) => end = 512",
         ),
-        "by a sampler": (
-            cured("patient_11", (FIRST_MEAN, FIRST_MEAN.replace("loss.detach()", "loss.data"))),
-            cured(
-                "patient_14", ("self.one(inputs)\n", "self.one(inputs) + 0 * self.other(inputs)\n")
-            ),
-            cured(
-                "patient_15",
-                (
-                    "range(dist.get_rank(), end, 2)",
-                    "DistributedSampler(data, shuffle=False)",
-                ),
-            ),
+        "by a sampler": changed(
+            "loss.detach().clone() => loss.data.clone()",
+            "range(dist.get_rank(), end, 2) => DistributedSampler(data, shuffle=False)",
         ),
     },
     wrong={
         "11 as it came": (
-            (ill("patient_11"), cured("patient_14"), cured("patient_15")),
-            "skipped call",
+            changed(
+                f"{MEAN} => {RANK_0}mean = loss.detach()\n                dist.all_reduce(mean)"
+            ),
+            "patient 11: the doctor says, skipped call",
         ),
         "14 as it came": (
-            (cured("patient_11"), ill("patient_14"), cured("patient_15")),
+            changed("TwoWays(), find_unused_parameters=True => TwoWays()"),
             "unused parameters",
         ),
         "15 as it came": (
-            (cured("patient_11"), cured("patient_14"), ill("patient_15")),
-            "skipped call",
+            changed("end = len(data) => end = len(data) - 128 * dist.get_rank()"),
+            "patient 15: the doctor says, skipped call",
         ),
-        "the loss of rank 0": (
-            (
-                ill("patient_11", ("                dist.all_reduce(mean)\n", "")),
-                cured("patient_14"),
-                cured("patient_15"),
-            ),
-            "patient 11, rank 0: it returned",
-        ),
-        "all stop early": (
-            (
-                cured("patient_11"),
-                cured("patient_14"),
-                ill("patient_15", (" - 128 * dist.get_rank()", " - 128")),
-            ),
-            "optimizer steps",
-        ),
-        "one way only": (
-            (
-                cured("patient_11"),
-                ill("patient_14", ("self.step % 2 == 1", "True")),
-                cured("patient_15"),
-            ),
-            "unused parameters",
-        ),
-        "a static graph": (
-            (
-                cured("patient_11"),
-                ill("patient_14", ("DDP(TwoWays())", "DDP(TwoWays(), static_graph=True)")),
-                cured("patient_15"),
-            ),
-            "patient 14",
-        ),
-        "rank 1 gives nothing": (
-            (
-                cured("patient_11", (".clone()", " * (1 - dist.get_rank())")),
-                cured("patient_14"),
-                cured("patient_15"),
-            ),
-            "patient 11, rank 0: it returned",
-        ),
-        "sent, not added": (
-            (
-                cured("patient_11", ("all_reduce(mean)", "broadcast(mean, 0)")),
-                cured("patient_14"),
-                cured("patient_15"),
-            ),
+        "the loss of each rank": (
+            changed("dist.all_reduce(mean) => pass"),
             "patient 11, rank 0: it returned",
         ),
         "to rank 0 only": (
-            (
-                cured("patient_11", ("all_reduce(mean)", "reduce(mean, 0)")),
-                cured("patient_14"),
-                cured("patient_15"),
-            ),
+            changed("all_reduce(mean) => reduce(mean, 0)"),
             "patient 11, rank 1: it returned",
         ),
         "a barrier elsewhere": (
-            (
-                ill(
-                    "patient_11",
-                    (
-                        "                dist.all_reduce(mean)\n",
-                        "                dist.all_reduce(mean)\n"
-                        "            else:\n                dist.barrier()\n",
-                    ),
-                ),
-                cured("patient_14"),
-                cured("patient_15"),
+            changed(
+                f"{MEAN} => {RANK_0}mean = loss.detach()\n                dist.all_reduce(mean)\n"
+                "            else:\n                dist.barrier()"
             ),
             "calls do not match",
         ),
+        "a static graph": (
+            changed("find_unused_parameters=True => static_graph=True"),
+            "patient 14",
+        ),
         "shuffled": (
-            (
-                cured("patient_11"),
-                cured("patient_14"),
-                cured("patient_15", ("range(dist.get_rank(), end, 2)", "DistributedSampler(data)")),
-            ),
+            changed("range(dist.get_rank(), end, 2) => DistributedSampler(data)"),
             "patient 15, rank 0: forward pass 0 got other samples",
         ),
         "the same samples on both": (
-            (
-                cured("patient_11"),
-                cured("patient_14"),
-                cured("patient_15", ("range(dist.get_rank(), end, 2)", "range(0, end, 2)")),
-            ),
+            changed("range(dist.get_rank(), end, 2) => range(0, end, 2)"),
             "same data",
         ),
         "six batches for all": (
-            (
-                cured("patient_11"),
-                cured("patient_14"),
-                ill(
-                    "patient_15",
-                    (
-                        "        for inputs, targets in loader:\n",
-                        "        for inputs, targets in list(loader)[:6]:\n",
-                    ),
-                ),
-            ),
+            changed("in loader: => in list(loader)[:6]:"),
             "optimizer steps",
         ),
     },
@@ -981,7 +681,7 @@ SHARES = Answers(
     wrong={
         "all alike": (all_alike, "is possible"),
         "by seconds": (by_seconds, "is possible"),
-        "rounded": (rounded, "shares("),
+        "rounded": (rounded, "samples and not"),
         "the rest to the first": (the_rest_to_the_first, "is possible"),
         "fractions": (fractions, "samples are whole"),
         "the fastest alone": (changed("(count + 1) * seconds => seconds"), "is possible"),
@@ -991,14 +691,6 @@ SHARES = Answers(
             "has changed the list",
         ),
         "for two ranks": (for_two_ranks, "one number for each of the 3 ranks"),
-        "fastest first": (
-            changed("return counts => return sorted(counts, reverse=True)"),
-            "is possible",
-        ),
-        "one for each": (
-            changed("[0] * len => [1] * len", "range(global_batch) => range(global_batch - 2)"),
-            "shares(",
-        ),
         "whole floats": (
             changed("return counts => return [float(count) for count in counts]"),
             "of type int",
@@ -1008,71 +700,57 @@ SHARES = Answers(
 
 # ---- 7.10 the night shift
 
+FOURTH = "cross_entropy(model(inputs), targets) / 4"
+UNDIVIDED = "cross_entropy(model(inputs), targets)"
+SWITCH = "model.require_backward_grad_sync = is_last"
+SAVE = 'torch.save(model.module.state_dict(), "runs/night.pt")'
+BY_RANK_0 = f"if dist.get_rank() == 0:\n                {SAVE}"
+SEARCH = "DDP(small_model()) => DDP(small_model(), find_unused_parameters=True)"
 
-def night(answer, ranks):
-    """The check cell of the night shift."""
-    return _pair(), answer
-
-
-SET_EPOCH = ("            sampler.set_epoch(epoch)\n", "")
-FOURTH = ("cross_entropy(model(inputs), targets) / 4", "cross_entropy(model(inputs), targets)")
-SENT_ONCE = ("                model.require_backward_grad_sync = is_last\n", "")
-RANK_0 = (
-    "            if dist.get_rank() == 0:\n                torch.save",
-    "            torch.save",
-)
-SAVED = (
-    "            if dist.get_rank() == 0:\n"
-    '                torch.save(model.module.state_dict(), "runs/night.pt")\n',
-    "",
-)
 NIGHT = Answers(
     solves="night_shift",
     takes_ranks=False,
     real=True,
-    cell=night,
+    cell=cures,
     right={
-        "the lesson's": cured("night_shift"),
-        "an average at the end": cured(
-            "night_shift",
-            FOURTH,
-            ("loss.backward()", "(loss * 0.25).backward()"),
+        "an average at the end": changed(
+            f"{FOURTH} => {UNDIVIDED}",
+            "loss.backward() => (loss * 0.25).backward()",
         ),
-        "saved after a barrier": cured(
-            "night_shift",
-            ('"runs/night.pt")', '"runs/night.pt")\n            dist.barrier()'),
+        "saved before a barrier, epochs from 1": changed(
+            f"{BY_RANK_0} => {BY_RANK_0}\n            dist.barrier()",
+            "set_epoch(epoch) => set_epoch(epoch + 1)",
         ),
-        "epochs from 1": cured("night_shift", ("set_epoch(epoch)", "set_epoch(epoch + 1)")),
     },
     wrong={
-        "as it came": (ill("night_shift"), "0 of 5 faults are gone"),
-        "set_epoch forgotten": (cured("night_shift", SET_EPOCH), "4 of 5 faults are gone"),
-        "not divided": (cured("night_shift", FOURTH), "1/m missing"),
-        "sent at each backward": (cured("night_shift", SENT_ONCE), "no_sync missing"),
-        "saved by all": (cured("night_shift", RANK_0), "saved by all"),
-        "only two": (cured("night_shift", RANK_0, FOURTH), "3 of 5 faults are gone"),
-        "divided by 3": (cured("night_shift", ("/ 4", "/ 3")), "the patient of the night"),
-        "still searching": (
-            cured("night_shift", ("small_model())", "small_model(), find_unused_parameters=True)")),
-            "search unneeded",
+        "as it came": (
+            changed(
+                f"{SET_EPOCH} => pass",
+                f"{FOURTH} => {UNDIVIDED}",
+                f"{SWITCH} => pass",
+                f"{BY_RANK_0} => {SAVE}",
+                SEARCH,
+            ),
+            "0 of 5 faults are gone",
         ),
-        "never saved": (cured("night_shift", SAVED), "no rank saves a checkpoint any more"),
-        "never sent": (cured("night_shift", ("sync = is_last", "sync = False")), "weights drift"),
-        "every epoch as one": (
-            cured("night_shift", ("set_epoch(epoch)", "set_epoch(dist.get_rank())")),
-            "set_epoch forgotten",
-        ),
+        "set_epoch forgotten": (changed(f"{SET_EPOCH} => pass"), "4 of 5 faults are gone"),
+        "not divided": (changed(f"{FOURTH} => {UNDIVIDED}"), "1/m missing"),
+        "sent at each backward": (changed(f"{SWITCH} => pass"), "no_sync missing"),
+        "saved by all": (changed(f"{BY_RANK_0} => {SAVE}"), "saved by all"),
+        "still searching": (changed(SEARCH), "search unneeded"),
+        "never saved": (changed(f"{BY_RANK_0} => pass"), "no rank saves a checkpoint any more"),
+        "never sent": (changed("sync = is_last => sync = False"), "weights drift"),
         "another epoch on each rank": (
-            cured("night_shift", ("set_epoch(epoch)", "set_epoch(epoch + dist.get_rank())")),
+            changed("set_epoch(epoch) => set_epoch(epoch + dist.get_rank())"),
             "the ranks then share out different orders",
         ),
         "a smaller rate": (
-            cured("night_shift", FOURTH, ("lr=0.1", "lr=0.025")),
+            changed(f"{FOURTH} => {UNDIVIDED}", "lr=0.1 => lr=0.025"),
             "1/m missing",
         ),
         "gradients kept": (
-            cured("night_shift", ("                    optimizer.zero_grad()\n", "")),
-            "the patient of the night",
+            changed("optimizer.zero_grad() => pass"),
+            "the patient of the night, rank 0: it returned",
         ),
     },
 )
@@ -1158,7 +836,8 @@ OF_ALL_SAMPLES = """parts = [None] * group.size()
         dist.all_gather_object(parts, x.detach(), group=group)
         batch = torch.cat(parts)
         count = x.new_tensor([batch.shape[0] * batch.shape[2]])"""
-BY_LABCODE = "return WholeBatchNorm(group, x.shape[1], eps=eps, dtype=x.dtype)(x)"
+BY_LABCODE = """from labcode.parallel.batch_norm import WholeBatchNorm
+        return WholeBatchNorm(group, x.shape[1], eps=eps, dtype=x.dtype)(x)"""
 
 BATCH_NORM = Answers(
     solves="MySyncBatchNorm",

@@ -64,7 +64,7 @@ PAIRS = Answers(
         ),
         "one gradient for two arguments": (
             changed("return total, None => return total"),
-            "backward gives 1 where 2 are due",
+            "backward gives 1 where 2 are expected",
         ),
         "no return in backward": (changed("return total, None => pass"), "is there a `return`"),
         "not awaited": (
@@ -256,7 +256,6 @@ class RowsBySlices(nn.Module):
 
 LEAVE = "y = reduce_from(term, self.group)"
 ADD_BIAS = "y = y + self.bias"
-KEEP_BIAS = "self.bias = nn.Parameter(layer.bias.detach().clone())"
 STRAIGHT_THROUGH = """\
 total = term.detach().clone()
         dist.all_reduce(total, group=self.group)

@@ -230,7 +230,7 @@ PAIR = Answers(
         ),
         "backward returns nothing at all": (
             changed(f"{GATHER_BACKWARD} => pass"),
-            "backward gives 1 where 2 are due",
+            "backward gives 1 where 2 are expected",
         ),
         "cut along the batch": (
             changed("x.chunk(p, dim=1) => x.chunk(p, dim=0)"),
@@ -396,7 +396,10 @@ AGAIN = Answers(
             changed(f"{LAST} => dist.all_reduce(grad_weight, group=ctx.group)\n        {LAST}"),
             "nothing is to be summed",
         ),
-        "no return": (changed(f"{LAST} => wait_for_own()"), "backward gives 1 where 3 are due"),
+        "no return": (
+            changed(f"{LAST} => wait_for_own()"),
+            "backward gives 1 where 3 are expected",
+        ),
         "no sum": (
             changed(f"{START_OWN} => ", f"wait_for_own(), => {OWN_ONLY},"),
             "the other ranks used these tokens",

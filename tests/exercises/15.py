@@ -1,11 +1,8 @@
 """Answers to the exercises of lesson 15, hybrid training."""
 
-import functools
-import itertools
-import math
 from pathlib import Path
 
-from answers import Answers
+from answers import Answers, changed
 
 from labcode.perf import alpha_beta, step
 from labcode.perf.flops import training_flops_per_sample
@@ -16,22 +13,13 @@ from labcode.topology import GridShape
 # ---- 15.1 the form as a function
 
 
-def layout(world, tp, pp, global_batch, micro, copies=None, refuse=True):
-    dp = copies or world // (tp * pp)
-    if refuse and world % (tp * pp):
-        raise ValueError(f"{world} ranks do not divide by tp*pp = {tp * pp}")
-    if refuse and global_batch % (micro * dp):
-        raise ValueError(f"{global_batch} samples do not divide by micro*dp = {micro * dp}")
-    return dp, global_batch // dp, global_batch // dp // micro
-
-
-def layout_with_divmod(world, tp, pp, global_batch, micro_batch):
-    dp, rest = divmod(world, tp * pp)
-    if rest != 0:
-        raise ValueError(f"{rest} ranks are left over")
-    m, rest = divmod(global_batch, dp * micro_batch)
-    if rest != 0:
-        raise ValueError(f"{rest} samples are left over")
+def layout_with_remainders(world, tp, pp, global_batch, micro_batch):
+    if world % (tp * pp) != 0:
+        raise ValueError(f"{world % (tp * pp)} ranks are left over")
+    dp = world // (tp * pp)
+    if global_batch % (micro_batch * dp) != 0:
+        raise ValueError(f"{global_batch} samples do not divide by {micro_batch * dp}")
+    m = global_batch // (dp * micro_batch)
     return dp, m * micro_batch, m
 
 
@@ -46,145 +34,68 @@ def layout_in_small_steps(world, tp, pp, global_batch, micro_batch):
     return [dp, int(local), int(local / micro_batch)]
 
 
-def layout_with_one_text(world, tp, pp, global_batch, micro):
-    if world % (tp * pp) or global_batch % (micro * (world // (tp * pp))):
-        raise ValueError(f"{world} and {global_batch} do not fit")
-    return layout(world, tp, pp, global_batch, micro)
-
-
-def layout_by_global_batch(world, tp, pp, global_batch, micro):
-    """Asks whether dp and the micro-batch divide the samples, each by itself."""
-    dp = world // (tp * pp)
-    if world % (tp * pp):
-        raise ValueError("ranks")
-    if global_batch % dp or global_batch % micro:
-        raise ValueError("samples")
-    return dp, global_batch // dp, global_batch // dp // micro
-
-
-def layout_without_text(*numbers):
-    try:
-        return layout(*numbers)
-    except ValueError:
-        raise ValueError from None
-
-
-def layout_with_assert(world, tp, pp, global_batch, micro):
-    assert world % (tp * pp) == 0, "ranks"
-    return layout(world, tp, pp, global_batch, micro)
-
+DP = "divmod(world, tp * pp)"
+LOCAL = "divmod(global_batch, dp)"
+RANKS_LEFT = "if left_over:"
+SAMPLES_LEFT = "if left_over or local_batch % micro_batch:"
+OF_RANKS = 'f"{world} ranks are not a multiple of tp*pp = {tp * pp}"'
+OF_SAMPLES = 'f"{global_batch} samples do not divide by dp={dp} and micro={micro_batch}"'
+NUMBERS = "return dp, local_batch, local_batch // micro_batch"
 
 LAYOUT = Answers(
     solves="layout",
     takes_ranks=False,
-    real=True,
     right={
-        "one test": layout,
-        "divmod": layout_with_divmod,
+        "remainders first": layout_with_remainders,
         "small steps, as a list": layout_in_small_steps,
     },
     wrong={
-        "every rank a copy": (
-            lambda world, *rest: layout(world, *rest, copies=world, refuse=False),
-            "ranks are not",
-        ),
-        "only tp taken out": (
-            lambda w, tp, pp, *rest: layout(w, tp, pp, *rest, copies=w // tp, refuse=False),
-            "ranks are not",
-        ),
+        "every rank a copy": (changed(f"{DP} => world, 0"), "ranks are not"),
+        "only tp taken out": (changed(f"{DP} => divmod(world, tp)"), "ranks are not"),
         "local batch of the whole": (
-            lambda w, tp, pp, b, micro: (w // (tp * pp), b, b // micro),
+            changed(f"{LOCAL} => global_batch, 0"),
             "copies of tp*pp ranks share",
         ),
         "samples of a rank": (
-            lambda w, tp, pp, b, micro: (w // (tp * pp), b // w, b // w // micro),
+            changed(f"{LOCAL} => divmod(global_batch, world)"),
             "copies of tp*pp ranks share",
         ),
         "micro-batches of all": (
-            lambda *args: (*layout(*args)[:2], args[3] // args[4]),
+            changed("local_batch // micro_batch => global_batch // micro_batch"),
             "are not the",
         ),
-        "floats": (
-            lambda w, tp, pp, b, micro: (w / (tp * pp), b * tp * pp / w, b * tp * pp / w / micro),
-            "whole numbers",
-        ),
-        "only dp": (lambda w, tp, pp, b, micro: w // (tp * pp), "give (dp, local batch"),
+        "floats": (changed("local_batch // => local_batch /"), "whole numbers"),
+        "only dp": (changed(f"{NUMBERS} => return dp"), "give (dp, local batch"),
         "refuses nothing": (
-            lambda *args: layout(*args, refuse=False),
+            changed(f"{RANKS_LEFT} => if False:", f"{SAMPLES_LEFT} => if False:"),
             "6 ranks over tp*pp = 4",
         ),
-        "one text for both": (layout_with_one_text, "let each say which it is"),
-        "no text": (layout_without_text, "the ValueError has no text"),
-        "assert": (layout_with_assert, "raises an AssertionError: raise a ValueError"),
+        "refuses ranks only": (
+            changed(f"{SAMPLES_LEFT} => if False:"),
+            "511 samples over dp = 2",
+        ),
+        "refuses no micro-batch": (
+            changed(f"{SAMPLES_LEFT} => {RANKS_LEFT}"),
+            "16 samples over micro*dp = 6",
+        ),
         "micro-batches of the global batch": (
-            layout_by_global_batch,
+            changed("local_batch % => global_batch %"),
             "12 samples over micro*dp = 8: your function gives (4, 3, 1)",
         ),
-        "refuses ranks only": (
-            lambda *args: layout(*args, refuse=args[0] % (args[1] * args[2])),
-            "511 samples over dp = 2",
+        "one text for both": (
+            changed(f'{OF_RANKS} => "no such layout"', f'{OF_SAMPLES} => "no such layout"'),
+            "has the same text as one about the samples",
+        ),
+        "no text": (changed(f"{OF_RANKS} => "), "the ValueError has no text"),
+        "assert": (
+            changed(f"{RANKS_LEFT}\n        raise ValueError({OF_RANKS}) => assert not left_over"),
+            "raises AssertionError: raise a ValueError",
         ),
     },
 )
 
 
 # ---- 15.2 the time of an iteration
-
-
-def iteration(
-    model,
-    shape,
-    global_batch,
-    micro_batch,
-    cluster,
-    *,
-    bubble=-1,
-    gradients="once",
-    copies=True,
-    share=True,
-    cut=True,
-    samples=True,
-    tp=True,
-    pp=True,
-    gradient_parts=True,
-    value_bytes=4,
-    gradient_bytes=4,
-    ends=2,
-    sizes=None,
-    messages=1,
-    always=False,
-    overlap=False,
-    ends_of_stage=None,
-    samples_of_act=True,
-    links=None,
-    scale=1,
-):
-    """The sum of the lesson, or one with a mistake."""
-    m = global_batch // (micro_batch * (shape.dp if copies else 1))
-    flops = training_flops_per_sample(model) * (micro_batch if samples else 1)
-    compute_s = flops / (shape.tp * shape.pp if cut else 1) / cluster.flops_per_s
-    tokens, hidden = sizes or (model.context_length, model.hidden_size)
-    act = (micro_batch if samples_of_act else 1) * tokens * hidden * value_bytes
-    axes = {axis: cluster.link(shape.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
-    for axis, place in (links or {}).items():
-        axes[axis] = getattr(cluster, place)
-    number = (4 * model.num_layers + ends) / (shape.pp if share else 1)
-    if ends_of_stage:
-        number = 4 * model.num_layers / shape.pp + ends_of_stage(shape)
-    turn_s = compute_s
-    if tp:
-        turn_s += number * alpha_beta.time_s("all_reduce", shape.tp, act, axes["tp"])
-    if pp and (always or shape.pp > 1):
-        message_s = messages * alpha_beta.time_s("send", 2, act, axes["pp"])
-        turn_s = max(turn_s, message_s) if overlap else turn_s + message_s
-    size = gradient_bytes * model.num_parameters / (shape.tp * shape.pp if gradient_parts else 1)
-    dp_s = alpha_beta.time_s("all_reduce", shape.dp, size, axes["dp"])
-    turns = m if bubble is None else m + shape.pp + bubble
-    if gradients == "never":
-        return turns * turn_s
-    if gradients == "each turn":
-        return turns * (turn_s + dp_s)
-    return scale * (turns * turn_s + dp_s)
 
 
 def iteration_from_the_last(model, shape, global_batch, micro_batch, cluster):
@@ -227,105 +138,136 @@ def iteration_by_hand(model, shape, global_batch, micro_batch, cluster):
     return turn_s * turns + ring_s("dp", 4 * model.num_parameters / shape.size("tp", "pp"))
 
 
-def wrong_iteration(**mistake):
-    return functools.partial(iteration, **mistake)
-
+TURNS = "(m + shape.pp - 1)"
+TURN = "(compute_s + tp_s + pp_s)"
+TOTAL = f"{TURNS} * {TURN} + dp_s"
+ALL_REDUCES = "(4 * model.num_layers + 2) / shape.pp"
+TP_LINK = 'cluster.link(shape.groups("tp")[0])'
+PP_LINK = 'cluster.link(shape.groups("pp")[0])'
+DP_LINK = 'cluster.link(shape.groups("dp")[0])'
+PARTS = "step.iteration_parts(model, shape, global_batch, micro_batch, cluster)"
 
 ITERATION = Answers(
     solves="iteration_s",
     takes_ranks=False,
-    real=True,
-    right={
-        "point by point": iteration,
-        "in a loop": iteration_from_the_last,
-        "without alpha_beta": iteration_by_hand,
-    },
+    right={"in a loop": iteration_from_the_last, "without alpha_beta": iteration_by_hand},
     wrong={
-        "no bubble": (wrong_iteration(bubble=None), "point 4, turns: nobody waits here"),
-        "one turn too many": (wrong_iteration(bubble=0), "point 4, turns: one too many"),
-        "no gradients": (wrong_iteration(gradients="never"), "the gradients are missing"),
-        "gradients each turn": (wrong_iteration(gradients="each turn"), "once a step"),
-        "m of all copies": (
-            wrong_iteration(copies=False),
-            "point 4, turns: m counts the micro-batches of one copy",
+        "FLOPs of one sample": (
+            changed("_sample(model) * micro_batch => _sample(model)"),
+            "has more samples than one",
+        ),
+        "computing not shared": (
+            changed("flops / model_ranks => flops"),
+            "ranks of a copy share it",
         ),
         "all all-reduces on each stage": (
-            wrong_iteration(share=False),
+            changed(f"{ALL_REDUCES} => 4 * model.num_layers + 2"),
             "point 2, tp: a stage has only its share",
         ),
-        "computing not shared": (wrong_iteration(cut=False), "ranks of a copy share it"),
-        "FLOPs of one sample": (wrong_iteration(samples=False), "has more samples than one"),
-        "no tp": (wrong_iteration(tp=False), "the all-reduces are missing"),
-        "no message": (wrong_iteration(pp=False), "does not get longer by the message"),
-        "messages that overlap": (wrong_iteration(overlap=True), "nothing overlaps here"),
-        "act in bf16": (wrong_iteration(value_bytes=2), "how many bytes has a number of act"),
-        "act of one sample": (
-            wrong_iteration(samples_of_act=False),
-            "act has all samples of a micro-batch",
+        "no embedding and head": (
+            changed("4 * model.num_layers + 2 => 4 * model.num_layers"),
+            "the embedding and the head",
         ),
         "one all-reduce more on each stage": (
-            wrong_iteration(ends_of_stage=lambda shape: 1),
+            changed(f"{ALL_REDUCES} => 4 * model.num_layers / shape.pp + 1"),
             "is right for pp = 2",
         ),
         "one more, or both on the only stage": (
-            wrong_iteration(ends_of_stage=lambda shape: 1 + (shape.pp == 1)),
+            changed(f"{ALL_REDUCES} => 4 * model.num_layers / shape.pp + 1 + (shape.pp == 1)"),
             "is right for pp = 2",
         ),
-        "gradients of the whole model": (
-            wrong_iteration(gradient_parts=False),
-            "only its part of the parameters",
-        ),
-        "the parts themselves": (
-            lambda *args: {"compute": iteration(*args)},
-            "give one number",
-        ),
-        "text": (lambda *args: f"{iteration(*args)} s", "give one number"),
-        "milliseconds": (wrong_iteration(scale=1000), "give seconds"),
-        "labcode's parts": (
-            lambda *args: math.fsum(step.iteration_parts(*args).values()),
-            "write yours",
-        ),
+        "no tp": (changed(f"{TURN} => (compute_s + pp_s)"), "the all-reduces are missing"),
         "tp inside, always": (
-            wrong_iteration(links={"tp": "inside"}),
+            changed(f"{TP_LINK} => cluster.inside"),
             "point 2, tp: not every tp group",
         ),
         "tp between, always": (
-            wrong_iteration(links={"tp": "between"}),
+            changed(f"{TP_LINK} => cluster.between"),
             "point 2, tp: some tp groups",
         ),
+        "no message": (
+            changed(f"{TURN} => (compute_s + tp_s)"),
+            "does not get longer by the message",
+        ),
+        "messages that overlap": (
+            changed(f"{TURN} => max(compute_s + tp_s, pp_s)"),
+            "nothing overlaps here",
+        ),
+        "a message with one stage": (
+            changed("if shape.pp > 1 => if True"),
+            "with pp = 1 there is no message",
+        ),
+        "two messages": (
+            changed("pp_s = alpha_beta => pp_s = 2 * alpha_beta"),
+            "is charged one message",
+        ),
         "pp inside, always": (
-            wrong_iteration(links={"pp": "inside"}),
+            changed(f"{PP_LINK} => cluster.inside"),
             "point 3, pp: not every pipeline",
         ),
         "pp between, always": (
-            wrong_iteration(links={"pp": "between"}),
+            changed(f"{PP_LINK} => cluster.between"),
             "point 3, pp: some pipelines",
         ),
-        "gradients between, always": (
-            wrong_iteration(links={"dp": "between"}),
-            "point 5, dp: some dp groups",
+        "act without its bytes": (
+            changed("hidden_size * 4 => hidden_size"),
+            "act counts numbers here",
         ),
-        "gradients inside, always": (
-            wrong_iteration(links={"dp": "inside"}),
-            "point 5, dp: not every dp group",
+        "act in bf16": (
+            changed("hidden_size * 4 => hidden_size * 2"),
+            "a number of act takes 2 bytes here",
         ),
         "sizes of the lesson": (
-            wrong_iteration(sizes=(32, 64)),
+            changed("model.context_length * model.hidden_size => 32 * 64"),
             "act depends on the model's tokens",
         ),
-        "act without its bytes": (
-            wrong_iteration(value_bytes=1),
-            "how many bytes has a number of act",
+        "act of one sample": (
+            changed("act = micro_batch * => act ="),
+            "act has all samples of a micro-batch",
         ),
-        "gradients of 2 bytes": (wrong_iteration(gradient_bytes=2), "each gradient has 4 bytes"),
-        "no embedding and head": (wrong_iteration(ends=0), "the embedding and the head"),
-        "two messages": (wrong_iteration(messages=2), "is charged one message"),
-        "a message with one stage": (
-            wrong_iteration(always=True),
-            "with pp = 1 there is no message",
+        "no bubble": (changed(f"{TURNS} => m"), "point 4, turns: nobody waits here"),
+        "one turn too many": (
+            changed(f"{TURNS} => (m + shape.pp)"),
+            "point 4, turns: one too many",
         ),
+        "m of all copies": (
+            changed("(micro_batch * shape.dp) => micro_batch"),
+            "point 4, turns: m counts the micro-batches of one copy",
+        ),
+        "no gradients": (changed(f"{TURN} + dp_s => {TURN}"), "the gradients are missing"),
+        "gradients each turn": (
+            changed(f"{TURN} + dp_s => (compute_s + tp_s + pp_s + dp_s)"),
+            "once a step, not in each turn",
+        ),
+        "gradients for each micro-batch": (
+            changed("+ dp_s => + m * dp_s"),
+            "once a step, not in each turn",
+        ),
+        "gradients of the whole model": (
+            changed("num_parameters / model_ranks => num_parameters"),
+            "only its part of the parameters",
+        ),
+        "gradients of 2 bytes": (
+            changed("4 * model.num_parameters => 2 * model.num_parameters"),
+            "each gradient has 4 bytes",
+        ),
+        "gradients without their bytes": (
+            changed("4 * model.num_parameters => model.num_parameters"),
+            "the gradients are counted as numbers",
+        ),
+        "gradients inside, always": (
+            changed(f"{DP_LINK} => cluster.inside"),
+            "point 5, dp: not every dp group",
+        ),
+        "gradients between, always": (
+            changed(f"{DP_LINK} => cluster.between"),
+            "point 5, dp: some dp groups",
+        ),
+        "milliseconds": (changed(f"{TOTAL} => 1000 * ({TOTAL})"), "give seconds"),
+        "the parts themselves": (changed(f"{TOTAL} => {TURN}, dp_s"), "give one number"),
+        "labcode's parts": (changed(f"{TOTAL} => sum({PARTS}.values())"), "write yours"),
         "two mistakes": (
-            wrong_iteration(always=True, bubble=0),
+            changed("if shape.pp > 1 => if True", f"{TURNS} => (m + shape.pp)"),
             "the points that count here give 1 compute",
         ),
     },
@@ -333,50 +275,6 @@ ITERATION = Answers(
 
 
 # ---- 15.3 choose the layout
-
-
-def best(
-    model,
-    world,
-    global_batch,
-    micro_batch,
-    cluster,
-    room_bytes,
-    *,
-    heads=True,
-    batch=True,
-    room=True,
-    cut=True,
-    largest=False,
-    layers=True,
-    micro=True,
-    whole=True,
-    state_bytes=16,
-    up_to=6,
-):
-    """The search of the lesson, or one with a mistake."""
-    found = []
-    for power in range(up_to):
-        for other in range(up_to):
-            tp, pp = 2**power, 2**other
-            if world % (tp * pp):
-                continue
-            if (heads and model.num_heads % tp) or (layers and model.num_layers % pp):
-                continue
-            shape = GridShape(dp=world // tp // pp, pp=pp, tp=tp)
-            if not whole:
-                if (global_batch // shape.dp) % micro_batch:
-                    continue
-            elif batch and global_batch % (shape.dp * (micro_batch if micro else 1)):
-                continue
-            if room and state_bytes * model.num_parameters / (tp * pp if cut else 1) > room_bytes:
-                continue
-            parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
-            found.append((sum(parts.values()), tp, pp))
-    if not found and (state_bytes != 16 or up_to != 6):
-        return None
-    _, tp, pp = max(found) if largest else min(found)
-    return GridShape(dp=world // tp // pp, pp=pp, tp=tp)
 
 
 def best_over_divisors(model, world, global_batch, micro_batch, cluster, room_bytes):
@@ -389,15 +287,13 @@ def best_over_divisors(model, world, global_batch, micro_batch, cluster, room_by
             if global_batch % (micro_batch * dp) == 0:
                 shape = GridShape(dp, pp, 1, tp)
                 if 16 * model.num_parameters <= room_bytes * tp * pp:
-                    values = step.iteration_parts(
-                        model, shape, global_batch, micro_batch, cluster
-                    ).values()
-                    times[shape] = sum(values)
-    return min(times, key=times.get)
+                    parts = step.iteration_parts(model, shape, global_batch, micro_batch, cluster)
+                    times[shape] = sum(parts.values())
+    return min(times, key=lambda shape: times[shape])
 
 
 def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_bytes):
-    best_shape, best_s = None, math.inf
+    best_shape, best_s = None, float("inf")
     tp = 1
     while tp <= world and model.num_heads % tp == 0:
         pp = 1
@@ -405,7 +301,7 @@ def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_by
             shape = GridShape(world // (tp * pp), pp, tp=tp)
             fits = 16 * model.num_parameters / (tp * pp) <= room_bytes
             if fits and global_batch % (micro_batch * shape.dp) == 0:
-                seconds = iteration(model, shape, global_batch, micro_batch, cluster)
+                seconds = iteration_by_hand(model, shape, global_batch, micro_batch, cluster)
                 if seconds < best_s:
                     best_shape, best_s = shape, seconds
             pp *= 2
@@ -413,76 +309,59 @@ def best_with_own_time(model, world, global_batch, micro_batch, cluster, room_by
     return best_shape
 
 
-def best_of_small_sizes(model, world, global_batch, micro_batch, cluster, room_bytes):
-    """Tries 1, 2 and 4 for all three sizes, and the first it finds if none of them fits."""
-    sizes = (1, 2, 4)
-    found = {}
-    for dp, pp, tp in itertools.product(sizes, sizes, sizes):
-        shape = GridShape(dp=dp, pp=pp, tp=tp)
-        fits = 16 * model.num_parameters / (tp * pp) <= room_bytes
-        if shape.world_size != world or model.num_layers % pp or model.num_heads % tp or not fits:
-            continue
-        if global_batch % (dp * micro_batch) == 0:
-            found[shape] = iteration(model, shape, global_batch, micro_batch, cluster)
-    return min(found, key=found.get)
-
+OF_BATCH = "global_batch % (dp * micro_batch)"
+OF_ROOM = "16 * model.num_parameters / (tp * pp) > room_bytes"
 
 BEST = Answers(
     solves="best_layout",
     takes_ranks=False,
-    real=True,
-    right={
-        "a list and min": best,
-        "over all divisors": best_over_divisors,
-        "with an own time": best_with_own_time,
-    },
+    right={"over all divisors": best_over_divisors, "with an own time": best_with_own_time},
     wrong={
-        "the slowest": (functools.partial(best, largest=True), "another layout that fits takes"),
-        "room not looked at": (functools.partial(best, room=False), "a rank needs"),
-        "always dp": (
-            lambda model, world, *rest: GridShape(dp=world),
+        "the slowest": (
+            changed('float("inf") => 0.0', "< best_s => > best_s"),
             "another layout that fits takes",
         ),
-        "micro-batch not looked at": (functools.partial(best, micro=False), "cannot be cut"),
-        "the rest of the local batch": (functools.partial(best, whole=False), "cannot be cut"),
-        "sizes of 1, 2 and 4": (
-            functools.partial(best, up_to=3),
-            "room for an eighth: dp 1, pp 4, tp 2",
+        "always dp": (
+            changed("return best => return GridShape(dp=world)"),
+            "another layout that fits takes",
         ),
-        "sizes of 1, 2 and 4, dp too": (best_of_small_sizes, "16 ranks and a large batch"),
-        "18 bytes": (functools.partial(best, state_bytes=18), "which rule is too strict"),
-        "batch not looked at": (functools.partial(best, batch=False), "cannot be cut"),
+        "too few ranks": (changed("return best => return GridShape(tp=2)"), "there are 4"),
         "heads not looked at": (
-            functools.partial(best, heads=False),
+            changed("or model.num_heads % tp or => or"),
             "does not divide 1 head",
         ),
         "layers not looked at": (
-            functools.partial(best, layers=False),
+            changed("or model.num_layers % pp => "),
             "does not divide 2 layers",
         ),
-        "too few ranks": (lambda *_: GridShape(tp=2), "there are 4"),
-        "a tuple": (lambda *_: (1, 2, 2), "is no GridShape"),
-        "room for the whole model": (functools.partial(best, cut=False), "empty sequence"),
-        "all tp": (
-            lambda model, world, *rest: GridShape(tp=world),
-            "another layout that fits takes",
+        "batch not looked at": (changed(f"{OF_BATCH} => False"), "cannot be cut"),
+        "micro-batch not looked at": (
+            changed(f"{OF_BATCH} => global_batch % dp"),
+            "cannot be cut",
+        ),
+        "the rest of the local batch": (
+            changed(f"{OF_BATCH} => global_batch // dp % micro_batch"),
+            "cannot be cut",
+        ),
+        "room not looked at": (changed(f"{OF_ROOM} => False"), "a rank needs"),
+        "room for the whole model": (
+            changed("parameters / (tp * pp) => parameters"),
+            "which rule is too strict",
+        ),
+        "18 bytes": (changed("16 * model => 18 * model"), "which rule is too strict"),
+        "sizes of 1, 2 and 4": (
+            changed(", 8, 16, 32, 64) => )"),
+            "room for an eighth: dp 1, pp 4, tp 2",
+        ),
+        "a tuple": (
+            changed("return best => return best.dp, best.pp, best.tp"),
+            "is no GridShape",
         ),
     },
 )
 
 
 # ---- 15.4 the script
-
-
-def form(tp, pp, micro, batch, nodes=2, ranks_per_node=2):
-    fields = {
-        "parallel.tp": tp,
-        "parallel.pp": pp,
-        "train.micro_batch": micro,
-        "train.global_batch": batch,
-    }
-    return {"nodes": nodes, "ranks_per_node": ranks_per_node} | fields
-
 
 LOG = (
     "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 2 x pp 2 x cp 1 x tp 1; "
@@ -498,47 +377,61 @@ def run_in_no_time(job):
 
 def on_paper(answer, ranks):
     """The check cell, with a cluster that runs nothing."""
-    filled = answer() if callable(answer) else answer
-    return filled, run_in_no_time, [{"step": 12, "loss": 3.31152}]
+    return answer, run_in_no_time, [{"step": 12, "loss": 3.31152}]
 
 
 SCRIPT = Answers(
     solves="my_form",
     takes_ranks=False,
-    real=True,
     cell=on_paper,
     right={
-        "a dict": form(1, 2, 1, 16),
-        "in another order": dict(reversed(form(1, 2, 1, 16).items())),
         "from pairs": dict(
             zip(l15_hybrid.SIZE + l15_hybrid.FIELDS, (2, 2, 1, 2, 1, 16), strict=True)
         ),
+        "in another order": {
+            "train.global_batch": 16,
+            "train.micro_batch": 1,
+            "parallel.pp": 2,
+            "parallel.tp": 1,
+            "ranks_per_node": 2,
+            "nodes": 2,
+        },
     },
     wrong={
-        "larger batch": (form(1, 2, 2, 32), "the learning rate of the recipe"),
-        "tp": (form(2, 1, 8, 16), "cuts through the layers"),
-        "the hybrid of section 2": (form(2, 2, 2, 16), "cuts through the layers"),
-        "one layer too few": (form(1, 4, 1, 16), "each stage needs a layer"),
-        "not cut": (form(1, 1, 4, 16), "each rank holds the whole model"),
-        "not a divisor": (form(1, 2, 3, 16), "is not a multiple"),
-        "does not fit": (form(1, 3, 1, 16), "change an axis"),
-        "the two copies forgotten": (form(1, 2, 2, 16), "a copy has 4 micro-batches in a step"),
-        "text": (form("1", "2", "1", "16"), "whole numbers"),
+        "all ranks on one node": (
+            changed('"nodes": 2 => "nodes": 1', 'per_node": 2 => per_node": 4'),
+            "4 ranks per node: a node has 2 GPUs",
+        ),
+        "a node for each rank": (
+            changed('"nodes": 2 => "nodes": 4', 'per_node": 2 => per_node": 1'),
+            "4 nodes: there are 2",
+        ),
+        "one node": (changed('"nodes": 2 => "nodes": 1'), "leave GPUs idle"),
+        "larger batch": (
+            changed('global_batch": 16 => global_batch": 32'),
+            "the learning rate of the recipe",
+        ),
+        "the hybrid of section 2": (changed('tp": 1 => tp": 2'), "cuts through the layers"),
+        "a layer too few": (changed('pp": 2 => pp": 4'), "each stage needs a layer"),
+        "not cut": (changed('pp": 2 => pp": 1'), "each rank holds the whole model"),
+        "no stage at all": (changed('pp": 2 => pp": 0'), "pp"),
+        "not a divisor": (changed('micro_batch": 1 => micro_batch": 3'), "is not a multiple"),
+        "the two copies forgotten": (
+            changed('micro_batch": 1 => micro_batch": 2'),
+            "a copy has 4 micro-batches in a step",
+        ),
+        "negative": (changed('micro_batch": 1 => micro_batch": -2'), "micro_batch"),
+        "text": (changed('pp": 2 => pp": "2"'), "whole numbers"),
         "a field forgotten": (
-            {"nodes": 2, "ranks_per_node": 2, "parallel.tp": 1, "parallel.pp": 2},
+            changed('"train.micro_batch": 1, => '),
             "the form has no train.micro_batch",
         ),
         "a field too many": (
-            form(1, 2, 1, 16) | {"parallel.dp": 2},
+            changed('"parallel.tp": 1, => "parallel.tp": 1, "parallel.dp": 2,'),
             "no blank for parallel.dp",
         ),
-        "None": (lambda: None, "my_form is None"),
+        "None": (None, "my_form is None"),
         "a list": ([2, 2, 1, 2, 1, 16], "is a list, not a dict"),
-        "all ranks on one node": (form(1, 2, 1, 16, 1, 4), "4 ranks per node: a node has 2 GPUs"),
-        "a node for each rank": (form(1, 2, 1, 16, 4, 1), "4 nodes: there are 2"),
-        "one node": (form(1, 2, 1, 16, 1, 2), "leave GPUs idle"),
-        "no stage at all": (form(1, 0, 1, 16), "pp"),
-        "negative": (form(1, 2, -2, 16), "micro_batch"),
     },
 )
 

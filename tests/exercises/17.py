@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import io
 import json
 import math
 import os
@@ -11,11 +10,10 @@ import tempfile
 from pathlib import Path
 
 import torch
-from answers import Answers
+from answers import Answers, changed
 
 from labcode.files import sync_folder, write_atomically
-from labcode.perf.failures import young_interval_s
-from labcode.teach.labs import l17_plan, l17_run
+from labcode.teach.labs import l17_run
 
 # ---- 17.1 Young's interval
 
@@ -32,44 +30,44 @@ def as_a_search(save_s, mtbf_s):
     return middle
 
 
+ROOT = "(2 * save_s * mtbf_s) ** 0.5"
+
 YOUNG = Answers(
     solves="best_interval_s",
     takes_ranks=False,
-    real=True,
     right={
-        "square root": lambda save_s, mtbf_s: math.sqrt(2 * save_s * mtbf_s),
-        "power": lambda save_s, mtbf_s: (2 * save_s * mtbf_s) ** 0.5,
-        "tensor": lambda save_s, mtbf_s: torch.tensor(2 * save_s * mtbf_s).double().sqrt().item(),
+        "math.sqrt": lambda save_s, mtbf_s: math.sqrt(2 * save_s * mtbf_s),
+        "tensor": changed(f"{ROOT} => torch.tensor(2 * save_s * mtbf_s).double().sqrt().item()"),
         "search": as_a_search,
-        "rounded": lambda save_s, mtbf_s: round(math.sqrt(2 * save_s * mtbf_s)),
-        "cut off": lambda save_s, mtbf_s: int((2 * save_s * mtbf_s) ** 0.5),
+        "rounded": changed(f"{ROOT} => round({ROOT})"),
+        "cut off": changed(f"{ROOT} => int({ROOT})"),
     },
     wrong={
-        "all of the interval is lost": (lambda c, m: math.sqrt(c * m), "too short: how much"),
-        "no root": (lambda c, m: 2 * c * m, "in seconds squared"),
-        "arithmetic mean": (lambda c, m: (c + m) / 2, "T costs less"),
-        "inverted": (lambda c, m: math.sqrt(2 * c / m), "T costs less"),
-        "rate for time": (lambda c, m: math.sqrt(2 * c / (1 / m)) / m, "T costs less"),
-        "forgets to return": (lambda c, m: None, "it returned None"),
-        "text": (lambda c, m: f"{math.sqrt(2 * c * m):.0f} s", "give a number"),
-        "minutes": (lambda c, m: math.sqrt(2 * c * m) / 60, "T costs less"),
+        "all of the interval is lost": (changed("(2 * save_s => (save_s"), "too short: how much"),
+        "no root": (changed(f"{ROOT} => 2 * save_s * mtbf_s"), "in seconds squared"),
+        "inverted": (changed("save_s * mtbf_s => save_s / mtbf_s"), "T costs less"),
+        "minutes": (changed(f"{ROOT} => {ROOT} / 60"), "T costs less"),
+        "text": (changed(f"{ROOT} => f'{{{ROOT}:.0f}} s'"), "give a number"),
+        "cut off to nothing": (
+            changed(f"{ROOT} => int((2 * save_s / mtbf_s) ** 0.5)"),
+            "an interval is above 0",
+        ),
         "Daly's": (
-            lambda c, m: math.sqrt(2 * c * m) * (1 + math.sqrt(c / m / 2) / 3 + c / m / 18) - c,
+            changed(
+                "return => half = save_s / mtbf_s / 2\n    return",
+                f"{ROOT} => {ROOT} * (1 + half**0.5 / 3 + half / 9) - save_s",
+            ),
             "that is Daly's interval",
         ),
-        "zero": (lambda c, m: 0, "an interval is above 0"),
-        "labcode's own": (young_interval_s, "young_interval_s"),
+        "labcode's own": (
+            changed(f"{ROOT} => failures.young_interval_s(save_s, mtbf_s)"),
+            "young_interval_s",
+        ),
+        "forgets to return": (changed("return => pass; "), "it returned None"),
     },
 )
 
 # ---- 17.2 an atomic checkpoint
-
-
-def write_synced(path, content):
-    with open(path, "wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def keep_newest(folder, keep):
@@ -81,21 +79,6 @@ def keep_newest(folder, keep):
 def checksums_of(files):
     found = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
     return json.dumps(found).encode()
-
-
-def straight(folder, step, files, keep):
-    final = folder / f"step-{step:08d}"
-    partial = folder / f"step-{step:08d}.partial"
-    if partial.exists():
-        shutil.rmtree(partial)
-    partial.mkdir()
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        write_synced(partial / name, content)
-    if final.exists():
-        shutil.rmtree(final)
-    os.replace(partial, final)
-    sync_folder(folder)
-    keep_newest(folder, keep)
 
 
 def with_low_level_calls(folder, step, files, keep):
@@ -150,160 +133,93 @@ def with_sync_of_all(folder, step, files, keep):
     keep_newest(folder, keep)
 
 
-def into_its_final_name(folder, step, files, keep):
-    final = folder / f"step-{step:08d}"
-    final.mkdir(exist_ok=True)
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        write_synced(final / name, content)
-    sync_folder(folder)
-    keep_newest(folder, keep)
-
-
-def each_file_atomically(folder, step, files, keep):
-    """Every file is whole, and the checkpoint is not."""
-    final = folder / f"step-{step:08d}"
-    final.mkdir(exist_ok=True)
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        write_atomically(final / name, content)
-    sync_folder(folder)
-    keep_newest(folder, keep)
-
-
-def changed(old, new):
-    """`straight` with another text in one place."""
-    import inspect
-
-    source = inspect.getsource(straight)
-    assert old in source
-    scope = dict(globals())
-    exec(source.replace(old, new), scope)
-    return scope["straight"]
-
-
-def removes_first(folder, step, files, keep):
-    """Makes room before there is something new."""
-    whole = sorted(path for path in folder.glob("step-*") if path.suffix == "")
-    for old in whole[: len(whole) - keep + 1]:
-        shutil.rmtree(old)
-    straight(folder, step, files, keep)
-
-
-def without_sync(folder, step, files, keep):
-    partial = folder / f"step-{step:08d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        (partial / name).write_bytes(content)
-    final = folder / f"step-{step:08d}"
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    sync_folder(folder)
-    keep_newest(folder, keep)
-
-
-def syncs_too_early(folder, step, files, keep):
-    partial = folder / f"step-{step:08d}.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        with open(partial / name, "wb") as file:
-            file.write(content[:5])
-            os.fsync(file.fileno())
-            file.write(content[5:])
-    final = folder / f"step-{step:08d}"
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    sync_folder(folder)
-    keep_newest(folder, keep)
-
-
-def elsewhere(folder, step, files, keep):
-    """On another disk, for all one knows."""
-    temporary = Path(tempfile.mkdtemp())
-    for name, content in {**files, "checksums.json": checksums_of(files)}.items():
-        write_synced(temporary / name, content)
-    final = folder / f"step-{step:08d}"
-    shutil.rmtree(final, ignore_errors=True)
-    shutil.move(temporary, final)
-    sync_folder(folder)
-    keep_newest(folder, keep)
-
-
-def by_age(folder, step, files, keep):
-    """Sorted by name without zeros in front: step-100 comes before step-12."""
-    straight(folder, step, files, 99)
-    whole = [path for path in folder.glob("step-*") if path.suffix == ""]
-    for old in sorted(whole, key=lambda path: path.name.lstrip("step-0"))[:-keep]:
-        shutil.rmtree(old)
-
-
-def removes_as_labcode_does(folder, step, files, keep):
-    """The old one loses its name first; of that nobody has to be sure."""
-    straight(folder, step, files, 99)
-    whole = sorted(path for path in folder.glob("step-*") if path.suffix == "")
-    for old in whole[:-keep]:
-        doomed = old.with_suffix(".partial")
-        os.replace(old, doomed)
-        shutil.rmtree(doomed)
-
-
-REMOVAL = "    sync_folder(folder)\n    keep_newest(folder, keep)\n"
-NO_CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
-NO_ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
+PARTIAL = 'folder / f"step-{step:08d}.partial"'
+CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
+OPEN = 'open(partial / name, "wb")'
+FSYNC = "            os.fsync(file.fileno())\n"
+ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
+RENAME = "    os.replace(partial, final)\n"
+SYNC = "    sync_folder(folder)\n"
+WHOLE = '    whole = [path for path in folder.glob("step-*") if path.suffix == ""]\n'
+OLD = "    for old in sorted(whole)[:-keep]:\n"
+REMOVE = "        shutil.rmtree(old)\n"
 
 SAVE = Answers(
     solves="save",
     takes_ranks=False,
-    real=True,
     right={
-        "straight": straight,
         "with the calls of the system": with_low_level_calls,
         "under a random name": with_a_random_name,
         "one sync for all": with_sync_of_all,
-        "removes under another name": removes_as_labcode_does,
+        # the old one loses its name first, as in labcode; of that nobody has to be sure
+        "removes under another name": changed(
+            f"{REMOVE} =>         doomed = old.with_suffix('.partial')\n"
+            "        os.replace(old, doomed)\n"
+            "        shutil.rmtree(doomed)\n"
+        ),
     },
     wrong={
-        "into its final name": (into_its_final_name, "had this name while its files were still"),
-        "each file by itself": (each_file_atomically, "had this name while its files were still"),
-        "removes before it writes": (removes_first, "What has to come first?"),
-        "no sync": (without_sync, "are on the disk (it was never synced)"),
-        "sync before the end": (syncs_too_early, "synced before all its bytes had left"),
+        "into its final name": (
+            changed(f"{PARTIAL} => final", f"{ROOM}{RENAME} => "),
+            "had this name while its files were still",
+        ),
+        "each file by itself": (  # every file is whole, and the checkpoint is not
+            changed(
+                f"{PARTIAL} => final",
+                f"{ROOM}{RENAME} => ",
+                f'{OPEN} => open(partial / f"{{name}}.new", "wb")',
+                f"{FSYNC} => {FSYNC}"
+                '        os.replace(partial / f"{name}.new", partial / name)\n',
+            ),
+            "had this name while its files were still",
+        ),
+        "removes before it writes": (
+            changed(
+                f"{WHOLE}{OLD}{REMOVE} => ",
+                f"{RENAME} => {WHOLE}"
+                f"    for old in sorted(whole)[: len(whole) - keep + 1]:\n{REMOVE}{RENAME}",
+            ),
+            "What has to come first?",
+        ),
+        "no sync": (changed(f"{FSYNC} => "), "are on the disk (it was never synced)"),
+        "no flush": (
+            changed("            file.flush()\n => "),
+            "synced before all its bytes had left",
+        ),
         "no sync of the folder": (
-            changed("    sync_folder(folder)\n", ""),
+            changed(f"{SYNC} => "),
             "the name step-00000008 itself is not on the disk",
         ),
         "sync of the folder at the end": (
-            changed(REMOVAL, "    keep_newest(folder, keep)\n    sync_folder(folder)\n"),
+            changed(f"{SYNC} => ", f"{REMOVE} => {REMOVE}{SYNC}"),
             "is removed before the name step-00000008 is on the disk",
         ),
-        "sync only after a removal": (
-            changed(
-                REMOVAL,
-                "    if len(list(folder.glob('step-*'))) > keep:\n"
-                "        sync_folder(folder)\n"
-                "        keep_newest(folder, keep)\n",
-            ),
+        "sync only before a removal": (
+            changed(f"{SYNC} => ", f"{OLD} => {OLD}    {SYNC}"),
             "nothing had to be removed, and the name step-00000004",
         ),
-        "on another disk": (elsewhere, "only within one file system"),
-        "a leftover is in the way": (changed(NO_CLEARING, ""), "What does the killed attempt"),
+        "in another folder": (
+            changed(f'{PARTIAL} => Path(f"step-{{step:08d}}.partial")'),
+            "only within one file system",
+        ),
+        "a leftover is in the way": (changed(f"{CLEARING} => "), "What does the killed attempt"),
         "a leftover is filled up": (
-            changed(NO_CLEARING + "    partial.mkdir()", "    partial.mkdir(exist_ok=True)"),
+            changed(f"{CLEARING} => ", "partial.mkdir() => partial.mkdir(exist_ok=True)"),
             "rank7.bin, which an earlier attempt had left",
         ),
-        "no room for a second one": (changed(NO_ROOM, ""), "Directory not empty"),
-        "keeps all": (changed("    keep_newest(folder, keep)\n", ""), "is still there"),
-        "keeps one too few": (
-            changed("keep_newest(folder, keep)", "keep_newest(folder, keep - 1 or 1)"),
-            "is gone",
+        "no room for a second one": (changed(f"{ROOM} => "), "Directory not empty"),
+        "keeps all": (changed(f"{WHOLE}{OLD}{REMOVE} => "), "is still there"),
+        "keeps one too few": (changed("[:-keep] => [: 1 - keep]"), "is gone"),
+        "keeps the largest name": (  # without zeros in front step-100 comes before step-12
+            changed("sorted(whole) => sorted(whole, key=lambda path: str(int(path.name[5:])))"),
+            "there is no folder step-00000012",
         ),
-        "keeps the largest name": (by_age, "there is no folder step-00000012"),
         "no checksums": (
-            changed('{**files, "checksums.json": checksums_of(files)}', "files"),
+            changed('{**files, "checksums.json": json.dumps(checksums).encode()} => files'),
             "has no checksums.json",
         ),
         "checksum of the name": (
-            changed("checksums_of(files)", "checksums_of({name: name.encode() for name in files})"),
+            changed("sha256(content) => sha256(name.encode())"),
             "its sha256, in hexadecimal digits",
         ),
         "labcode's own": (l17_run.save, "l17_run.save"),
@@ -312,25 +228,6 @@ SAVE = Answers(
 
 
 # ---- 17.4 a resharding loader
-
-
-def by_hand(box, written):
-    own = torch.empty(box.sizes)
-    for theirs, read in written:
-        in_own = []
-        in_theirs = []
-        for dim in range(len(box.sizes)):
-            first = max(box.offsets[dim], theirs.offsets[dim])
-            own_end = box.offsets[dim] + box.sizes[dim]
-            their_end = theirs.offsets[dim] + theirs.sizes[dim]
-            last = min(own_end, their_end)
-            if last <= first:
-                break
-            in_own.append(slice(first - box.offsets[dim], last - box.offsets[dim]))
-            in_theirs.append(slice(first - theirs.offsets[dim], last - theirs.offsets[dim]))
-        else:
-            own[tuple(in_own)] = read()[tuple(in_theirs)]
-    return own
 
 
 def with_narrow(box, written):
@@ -367,17 +264,6 @@ def with_indices(box, written):
     return own
 
 
-def variant(old, new):
-    """`by_hand` with another text in one place."""
-    import inspect
-
-    source = inspect.getsource(by_hand)
-    assert old in source
-    scope = dict(globals())
-    exec(source.replace(old, new), scope)
-    return scope["by_hand"]
-
-
 def reads_all(box, written):
     """Puts the whole together, and cuts."""
     ends = [[o + s for o, s in zip(b.offsets, b.sizes)] for b, _ in written]
@@ -388,121 +274,72 @@ def reads_all(box, written):
     return whole[tuple(slice(o, o + s) for o, s in zip(box.offsets, box.sizes))]
 
 
-def rows_only(box, written):
-    own = torch.empty(box.sizes)
-    for theirs, read in written:
-        first = max(box.offsets[0], theirs.offsets[0])
-        last = min(box.offsets[0] + box.sizes[0], theirs.offsets[0] + theirs.sizes[0])
-        if first < last:
-            part = read()[first - theirs.offsets[0] : last - theirs.offsets[0]]
-            own[first - box.offsets[0] : last - box.offsets[0]] = part
-    return own
-
-
-def one_of_them(box, written):
-    """The first that fits must hold it all."""
-    for theirs, read in written:
-        inside = []
-        for a, m, b, n in zip(box.offsets, box.sizes, theirs.offsets, theirs.sizes):
-            if not b <= a <= a + m <= b + n:
-                break
-            inside.append(slice(a - b, a - b + m))
-        else:
-            return read()[tuple(inside)]
-    return torch.zeros(box.sizes)
-
-
-def _holds(theirs, box):
-    ends = zip(theirs.offsets, theirs.sizes, box.offsets, box.sizes)
-    return all(b <= a <= a + m <= b + n for b, n, a, m in ends)
-
+EMPTY = "torch.empty(box.sizes)"
+OWN_BEGIN = "own_begin = begin - box.offsets[dim]"
+READ = "own[tuple(in_own)] = read()[tuple(in_theirs)]"
 
 RESHARD = Answers(
     solves="reshard",
     takes_ranks=False,
-    real=True,
-    right={"slices": by_hand, "narrow": with_narrow, "sets of indices": with_indices},
+    right={"narrow": with_narrow, "sets of indices": with_indices},
     wrong={
         "reads all": (reads_all, "has nothing in common with it"),
         "reads before it looks": (
-            variant("        in_own = []\n", "        in_own = []\n        found = read()\n"),
+            changed(
+                "in_own = [] => tensor = read()\n        in_own = []", "= read()[ => = tensor["
+            ),
             "has nothing in common with it",
         ),
-        "a neighbour is read": (variant("last <= first", "last < first"), "nothing in common"),
+        "a neighbour is read": (
+            changed("part.stop > part.start => part.stop >= part.start"),
+            "nothing in common",
+        ),
+        "reads twice": (
+            changed(f"{READ} => {READ}.to(read().dtype)"),
+            "the same box more than once",
+        ),
         "own place not subtracted": (
-            variant("first - box.offsets[dim], last - box.offsets[dim]", "first, last"),
+            changed(f"{OWN_BEGIN} => own_begin = begin"),
             "a vector of two ranks, read by three",
         ),
         "their place not subtracted": (
-            variant("first - theirs.offsets[dim], last - theirs.offsets[dim]", "first, last"),
+            changed("begin - theirs.offsets[dim] => begin"),
             "a vector of two ranks, read by three",
         ),
-        "smaller begin": (variant("first = max(", "first = min("), "a vector of two ranks"),
-        "larger end": (variant("last = min(", "last = max("), "a vector of two ranks"),
-        "the first dim only": (rows_only, "rows to columns"),
-        "from one box only": (one_of_them, "stay in memory for its own"),
+        "smaller begin": (changed("begin = max( => begin = min("), "a vector of two ranks"),
+        "larger end": (changed("end = min( => end = max("), "a vector of two ranks"),
+        "the first dim only": (changed("range(len(box.sizes)) => range(1)"), "rows to columns"),
         "a view of what was read": (
-            lambda box, written: (
-                one_of_them(box, written)
-                if any(_holds(theirs, box) for theirs, _ in written)
-                else by_hand(box, written)
-            ),
+            changed(f"{READ} => own = read()[tuple(in_theirs)]"),
             "stay in memory for its own",
         ),
         "half precision": (
-            variant("torch.empty(box.sizes)", "torch.empty(box.sizes, dtype=torch.float16)"),
+            changed(f"{EMPTY} => torch.empty(box.sizes, dtype=torch.float16)"),
             "what was written is of torch.float32",
         ),
         "empties the list": (
-            lambda box, written: by_hand(box, [written.pop() for _ in range(len(written))]),
+            changed(
+                "for theirs, read in written: => while written:\n"
+                "        theirs, read = written.pop()"
+            ),
             "it has changed",
         ),
         "the other's shape": (
-            variant("torch.empty(box.sizes)", "torch.empty(written[0][0].sizes)"),
-            "your tensor has the shape",
+            changed(f"{EMPTY} => torch.empty(written[0][0].sizes)"),
+            "it returned a tensor of shape [4], expected is [3]",
         ),
-        "break leaves the loop": (
-            variant("                break\n", "                return own\n"),
+        "leaves the loop too early": (
+            changed(
+                f"{OWN_BEGIN} => if end <= begin:\n"
+                f"                return own\n            {OWN_BEGIN}"
+            ),
             "elements are wrong",
         ),
-        "forgets to return": (variant("    return own\n", ""), "it returned None"),
+        "forgets to return": (changed("    return own\n => "), "it returned None"),
     },
 )
 
 # ---- 17.3 the restart loop
-
-
-def plain(folder, num_steps, every):
-    training = l17_run.Training()
-    step = 0
-    found = l17_run.checkpoints(folder)
-    for path in reversed(found):
-        try:
-            state = l17_run.read(path)
-        except l17_run.DamagedError:
-            continue
-        training.model.load_state_dict(state["model"])
-        training.optimizer.load_state_dict(state["optimizer"])
-        training.batches.position = state["position"]
-        torch.set_rng_state(state["random"])
-        step = state["step"]
-        break
-    if found and step == 0:
-        raise l17_run.DamagedError("none is whole")
-    losses = {}
-    while step < num_steps:
-        losses[step + 1] = training.step()
-        step += 1
-        if step % every == 0:
-            state = {
-                "model": training.model.state_dict(),
-                "optimizer": training.optimizer.state_dict(),
-                "position": training.batches.position,
-                "random": torch.get_rng_state(),
-                "step": step,
-            }
-            l17_run.write(folder, step, state)
-    return losses
 
 
 def in_functions(folder, num_steps, every):
@@ -563,135 +400,115 @@ def saves_at_the_end_too(folder, num_steps, every):
     return losses
 
 
-def loop(old, new):
-    """`plain` with another text in one place."""
-    import inspect
-
-    source = inspect.getsource(plain)
-    assert old in source
-    scope = dict(globals())
-    exec(source.replace(old, new), scope)
-    return scope["plain"]
-
-
-WHOLE_OR_NEXT = (
-    "        try:\n            state = l17_run.read(path)\n"
-    "        except l17_run.DamagedError:\n            continue\n"
-)
-STATE_OF_OPTIMIZER = '        training.optimizer.load_state_dict(state["optimizer"])\n'
-
-
-def trusts_everything(folder, num_steps, every):
-    """Reads the file itself, so that nobody looks at checksums."""
-    newest = max(folder.glob("step-*"), default=None)
-    if newest is not None:
-        torch.load(io.BytesIO((newest / "state.pt").read_bytes()), weights_only=True)
-    return plain(folder, num_steps, every)
-
+IF_WHOLE = """\
+        try:
+            state = l17_run.read(path)
+        except l17_run.DamagedError:
+            continue
+"""
+STOP = """\
+    if found and step == 0:
+        raise l17_run.DamagedError(f"no checkpoint in {folder} is whole")
+"""
+COUNT = "        step += 1\n"
+STEP = "        losses[step] = training.step()\n"
 
 RESTART = Answers(
     solves="train",
     takes_ranks=False,
-    real=True,
-    right={
-        "plain": plain,
-        "in functions": in_functions,
-        "replays the data": saves_at_the_end_too,
-    },
+    right={"in functions": in_functions, "replays the data": saves_at_the_end_too},
     wrong={
-        "begins again": (loop("found = l17_run.checkpoints(folder)", "found = []"), "begins again"),
+        "begins again": (changed("l17_run.checkpoints(folder) => []"), "begins again"),
         "weights forgotten": (
-            loop('        training.model.load_state_dict(state["model"])\n', ""),
+            changed('training.model.load_state_dict(state["model"]) => pass'),
             "the weights",
         ),
-        "optimizer forgotten": (loop(STATE_OF_OPTIMIZER, ""), "the state of the optimizer"),
+        "optimizer forgotten": (
+            changed('training.optimizer.load_state_dict(state["optimizer"]) => pass'),
+            "the state of the optimizer",
+        ),
         "data forgotten": (
-            loop('        training.batches.position = state["position"]\n', ""),
+            changed('training.batches.position = state["position"] => pass'),
             "the position in the data",
         ),
         "random numbers forgotten": (
-            loop('        torch.set_rng_state(state["random"])\n', ""),
+            changed('torch.set_rng_state(state["random"]) => pass'),
             "torch's random numbers",
         ),
         "a step is done twice": (
-            loop('        step = state["step"]\n', '        step = state["step"] - 1\n'),
+            changed('step = state["step"] => step = state["step"] - 1'),
             "counted from 1",
         ),
-        "a step is left out": (
-            loop('                "step": step,\n', '                "step": step + 1,\n'),
-            "counted from 1",
+        "a step is left out": (changed('"step": step, => "step": step + 1,'), "counted from 1"),
+        "counted from 0": (
+            changed(f"{COUNT}{STEP} => {STEP}{COUNT}"),
+            "the losses of the steps 0 to 9; this attempt makes the steps 1 to 10",
         ),
         "stops at a damaged one": (
-            loop(WHOLE_OR_NEXT, "        state = l17_run.read(path)\n"),
+            changed(f"{IF_WHOLE} =>         state = l17_run.read(path)\n"),
             "There is an older one, which is whole",
         ),
         "a damaged one ends the search": (
-            loop("            continue\n", "            break\n"),
+            changed("            continue =>             break"),
             "There is an older one, which is whole",
         ),
         "begins again where all are damaged": (
-            loop("    if found and step == 0:\n", "    if False:\n"),
+            changed(f"{STOP} => "),
             "both checkpoints are damaged",
         ),
-        "the oldest": (
-            loop("reversed(found)", "found"),
-            "not as it was",
+        "the oldest": (changed("reversed(found) => found"), "not as it was"),
+        "no checksums": (
+            changed('l17_run.read(path) => torch.load(path / "state.pt")'),
+            "Its name and its checksums say so",
         ),
-        "no checksums": (trusts_everything, "Its name and its checksums say so"),
-        "never saves": (loop("step % every == 0", "False"), "the folder holds []"),
-        "saves each step": (loop("step % every == 0", "True"), "were meant, the two newest"),
+        "saves at the end only": (
+            changed("step % every == 0 => step == num_steps"),
+            "the folder holds ['step-00000010']",
+        ),
+        "saves each step": (changed("step % every == 0 => True"), "expected are the two newest"),
         "all losses in a list": (
-            loop("    return losses\n", "    return list(losses.values())\n"),
+            changed("return losses => return list(losses.values())"),
             "give a dictionary, step: loss",
         ),
-        "forgets to return": (loop("    return losses\n", ""), "it returned None"),
+        "forgets to return": (changed("    return losses\n => "), "it returned None"),
     },
 )
 
 # ---- 17.5 a plan
 
-DAY_S = 24 * 3600
 
-
-def planned(site, kind="background", keep=None, hardware_alone=False, **changes):
-    """A plan by the formulas of the lesson."""
-    save_s = site.checkpoint_bytes / site.write_bytes_per_s
+def everything_from_the_site(site):
+    """Compares both kinds, and looks whether the notice suffices."""
+    blocking_s = site.checkpoint_bytes / site.write_bytes_per_s
     ends_per_s = site.gpus / site.gpu_mtbf_s
-    if save_s > site.notice_s and not hardware_alone:
-        ends_per_s += site.preemptions_per_day / DAY_S
-    write_s = 1.5 * save_s if kind == "background" else save_s
-    pause_s = 4 if kind == "background" else save_s
-    standstill_s = 4 + 0.1 * write_s if kind == "background" else save_s
-    young_s = math.sqrt(2 * standstill_s / ends_per_s)
-    interval_s = max(young_s, write_s / site.max_writing - pause_s)
-    lost = (interval_s / 2 + (write_s if kind == "background" else 0)) * ends_per_s
-    answer = {
+    if site.notice_s < blocking_s:
+        ends_per_s += site.preemptions_per_day / (24 * 3600)
+    plans = []
+    for kind in ("blocking", "background"):
+        write_s, pause_s, stands_s, lost_s = blocking_s, blocking_s, blocking_s, 0
+        if kind == "background":
+            write_s = site.background_write_factor * blocking_s
+            pause_s = site.copy_s
+            stands_s = site.copy_s + site.slowdown * write_s
+            lost_s = write_s
+        every_s = math.sqrt(2 * stands_s / ends_per_s)
+        every_s = max(every_s, write_s / site.max_writing - pause_s)
+        overhead = stands_s / every_s + (every_s / 2 + lost_s + site.restart_s) * ends_per_s
+        plans.append((overhead, kind, every_s))
+    overhead, kind, every_s = min(plans)
+    return {
         "kind": kind,
-        "interval_s": interval_s,
-        "keep": keep or math.floor(site.quota_bytes / site.checkpoint_bytes) - 1,
+        "interval_s": every_s,
+        "keep": 2,
         "mtbf_s": 1 / ends_per_s,
-        "overhead": standstill_s / interval_s + lost + site.restart_s * ends_per_s,
+        "overhead": overhead,
     }
-    for key, change in changes.items():
-        answer[key] = change(answer[key]) if callable(change) else change
-    return answer
 
 
-def plan_with(**changes):
-    return lambda site: planned(site, **changes)
-
-
-def both_times_added(site):
-    hardware_s = site.gpu_mtbf_s / site.gpus
-    preemption_s = DAY_S / site.preemptions_per_day if site.preemptions_per_day else 0
-    return planned(site, mtbf_s=hardware_s + preemption_s)
-
-
-def asks_the_lab(site):
-    kind, interval_s, cost = l17_plan.best(site)
-    return planned(site, kind=kind, interval_s=interval_s, overhead=cost.total)
-
-
+INTERVAL = "max(young_s, allowed_s)"
+KEEP = "int(site.quota_bytes // site.checkpoint_bytes) - 1"
+MEAN = "DAY / ends_per_day"
+SUM = "saving + lost + restarting"
 GOOD = {
     "kind": "background",
     "interval_s": 1300,
@@ -702,42 +519,64 @@ GOOD = {
 PLAN = Answers(
     solves="make_plan",
     takes_ranks=False,
-    real=True,
     right={
-        "by the formulas": planned,
-        "a longer interval": plan_with(interval_s=lambda T: 1.1 * T, overhead=lambda x: 1.01 * x),
-        "two are kept": plan_with(keep=2),
-        "rounded": plan_with(mtbf_s=lambda M: round(M, -3), overhead=lambda x: round(x, 3)),
+        "everything from the site": everything_from_the_site,
+        "a longer interval": changed(f"{INTERVAL} => 1.1 * {INTERVAL}"),
+        "rounded": changed(
+            f"{SUM} => round({SUM}, 3)", '"mtbf_s": mean_s => "mtbf_s": round(mean_s, -3)'
+        ),
     },
     wrong={
-        "best for itself alone": (
-            plan_with(interval_s=lambda T: 0.6 * T),
-            "the site allows 5%",
+        "best for itself alone": (changed(f"{INTERVAL} => young_s"), "the site allows 5%"),
+        "stands still": (
+            changed('"kind": "background" => "kind": "blocking"'),
+            "there is one for less",
         ),
-        "stands still": (plan_with(kind="blocking"), "there is one for less"),
-        "every two hours": (plan_with(interval_s=7200, overhead=0.2), "done again is the"),
-        "hardware alone": (plan_with(hardware_alone=True), "that is the hardware alone"),
-        "times added": (both_times_added, "the times or the rates"),
-        "of the paper": (plan_with(mtbf_s=3.09 * 3600), "ends a day"),
+        "every two hours": (changed(f"{INTERVAL} => 7200"), "done again is the"),
+        "hardware alone": (
+            changed("hardware_per_day + site.preemptions_per_day => hardware_per_day"),
+            "that is the hardware alone",
+        ),
+        "times added": (
+            changed(f"{MEAN} => DAY / hardware_per_day + DAY / site.preemptions_per_day"),
+            "the times or the rates",
+        ),
+        "of the paper": (changed('"mtbf_s": mean_s => "mtbf_s": 3.09 * HOUR'), "ends a day"),
         "restarts forgotten": (
-            plan_with(overhead=lambda x: x / 2),
+            changed(f"{SUM} => saving + lost"),
             "which one do you see differently",
         ),
-        "in percent": (plan_with(overhead=lambda x: 100 * x), "you expect an overhead of 6"),
-        "no room": (plan_with(keep=4), "there are 5 checkpoints"),
-        "one only": (plan_with(keep=1), "begins again at step 1"),
-        "unknown kind": (plan_with(kind="async"), "choose blocking or background"),
-        "text": (plan_with(interval_s="20 min"), "give a number"),
+        "in percent": (changed(f"{SUM} => 100 * ({SUM})"), "you expect an overhead of 6"),
+        "no room": (changed(f"{KEEP} => {KEEP} + 1"), "there are 5 checkpoints"),
+        "one only": (changed(f"{KEEP} => 1"), "begins again at step 1"),
+        "a part of a checkpoint": (
+            changed(f"{KEEP} => site.quota_bytes / site.checkpoint_bytes - 1"),
+            "it is a number of checkpoints",
+        ),
+        "unknown kind": (
+            changed('"kind": "background" => "kind": "async"'),
+            "choose blocking or background",
+        ),
+        "text": (
+            changed('"interval_s": interval_s => "interval_s": f"{interval_s:.0f} s"'),
+            "give a number",
+        ),
         "a list": (lambda site: list(GOOD.values()), "give a dictionary"),
-        "a key is missing": (lambda site: {"kind": "background"}, "does not say 'interval_s'"),
+        "a key is missing": (
+            changed('        "mtbf_s": mean_s,\n => '),
+            "does not say 'mtbf_s'",
+        ),
         "constants": (lambda site: GOOD, "On another cluster (8,192 GPUs, no preemptions"),
         "a plan in place of the function": (GOOD, "give the function itself"),
-        "labcode's own": (asks_the_lab, "l17_plan.best is labcode's own answer"),
+        "labcode's own": (
+            changed(f"{INTERVAL} => l17_plan.best(site)[1]"),
+            "l17_plan.best is labcode's own answer",
+        ),
         "labcode's MTBF": (
-            lambda site: planned(site, mtbf_s=l17_plan.mtbf_s(site)),
+            changed(f"{MEAN} => l17_plan.mtbf_s(site)"),
             "l17_plan.mtbf_s is labcode's own answer",
         ),
-        "forgets to return": (lambda site: None, "found None"),
+        "forgets to return": (changed("return { => plan = {"), "it returned None"),
     },
 )
 

@@ -3,7 +3,6 @@
 import math
 from collections import deque
 from functools import partial
-from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
@@ -16,13 +15,6 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 # ---- 18.1 the spacing
-
-
-def by_frexp(x, fraction_bits, smallest_exponent):
-    if x == 0:
-        return 2.0 ** (smallest_exponent - fraction_bits)
-    exponent = max(math.frexp(x)[1] - 1, smallest_exponent)
-    return 2.0 ** (exponent - fraction_bits)
 
 
 def by_log(x, m, least):
@@ -39,64 +31,40 @@ def by_counting(x, m, least):
     return power / 2**m
 
 
-def log_alone(x, m, least):
-    size = max(abs(x), 2.0**least)
-    return 2.0 ** (math.floor(math.log2(size)) - m)
-
-
-def no_minus_one(x, m, least):
-    return 2.0 ** (max(math.frexp(x)[1], least) - m)
-
-
-def no_subnormal(x, m, least):
-    return 2.0 ** (math.frexp(x)[1] - 1 - m)
-
-
-def sign_counts(x, m, least):
-    size = max(x, 2.0**least)
-    return 2.0 ** (math.floor(math.log2(size)) - m)
-
-
-def nearest_power(x, m, least):
-    size = max(abs(x), 2.0**least)
-    return 2.0 ** (round(math.log2(size)) - m)
-
-
-def wrong_bits(x, m, least):
-    return by_frexp(x, m + 1, least)
-
-
-def e4m3_alone(x, m, least):
-    return by_frexp(x, 3, -6)
-
-
-def zero_forgotten(x, m, least):
-    return 2.0 ** (max(math.frexp(x)[1] - 1, least) - m) if x else 2.0 ** (-1 - m)
-
+FREXP = "_, n = math.frexp(x)"
 
 SPACING = Answers(
     solves="spacing",
     takes_ranks=False,
-    right={"frexp": by_frexp, "log2": by_log, "a loop": by_counting},
+    right={"log2": by_log, "a loop": by_counting},
     wrong={
-        "a rounded logarithm": (log_alone, "just below 256"),
-        "n for n - 1": (no_minus_one, "the power of two above |x| or the one below"),
-        "no subnormal numbers": (no_subnormal, "do not get closer any more"),
-        "the sign": (sign_counts, "the sign of x"),
-        "rounded exponent": (nearest_power, "above |x| or the one below"),
-        "a bit too many": (wrong_bits, "is due"),
-        "e4m3 always": (e4m3_alone, "is due"),
-        "zero": (zero_forgotten, "zero is smaller"),
+        "a rounded logarithm": (
+            changed(f"{FREXP} => n = math.floor(math.log2(abs(x) or 1)) + 1"),
+            "just below 256",
+        ),
+        "n for n - 1": (changed("n - 1 => n"), "the power of two above |x| or the one below"),
+        "no subnormal numbers": (
+            changed("max(exponent, smallest_exponent) => exponent"),
+            "do not get closer any more",
+        ),
+        "the sign": (
+            changed("frexp(x) => frexp(max(x, 2.0**smallest_exponent))"),
+            "the sign of x",
+        ),
+        "rounded exponent": (
+            changed(f"{FREXP} => n = round(math.log2(abs(x) or 1)) + 1"),
+            "above |x| or the one below",
+        ),
+        "a bit too many": (changed("- fraction_bits => - fraction_bits - 1"), "how many steps"),
+        "e4m3 always": (
+            changed("smallest_exponent) - fraction_bits => -6) - 3"),
+            "e5m2, x = 1: it returned 0.125",
+        ),
+        "zero": (changed(" if x != 0 else smallest_exponent => "), "zero is smaller"),
     },
 )
 
 # ---- 18.2 the cast
-
-
-def in_frexp(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 3)
-    return (torch.round(x / step) * step).clamp(-448, 448)
 
 
 def of_the_fraction(x):
@@ -117,92 +85,43 @@ def by_adding(x):
     return torch.copysign(found.abs().clamp(max=448.0), x)
 
 
-def floor_for_round(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 3)
-    return (torch.trunc(x / step) * step).clamp(-448, 448)
-
-
-def ties_up(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 3)
-    return (torch.sign(x) * torch.floor(x.abs() / step + 0.5) * step).clamp(-448, 448)
-
-
-def never_saturates(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 3)
-    return torch.round(x / step) * step
-
-
-def without_subnormal(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), n - 1 - 3)
-    return (torch.round(x / step) * step).clamp(-448, 448)
-
-
-def four_bits(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 4)
-    return (torch.round(x / step) * step).clamp(-448, 448)
-
-
-def torchs_own(x):
-    return x.to(E4M3).float()
-
-
-def still_eight_bits(x):
-    return x.to(E4M3)
-
-
-def in_place(x):
-    _, n = torch.frexp(x)
-    step = torch.ldexp(torch.ones_like(x), (n - 1).clamp(min=-6) - 3)
-    return x.div_(step).round_().mul_(step).clamp_(-448, 448)
-
-
-def too_large_is_zero(x):
-    found = in_frexp(x)
-    return torch.where(x.abs() > 448, torch.zeros_like(x), found)
-
-
-def nan_is_zero(x):
-    return in_frexp(x).nan_to_num(0.0, 448.0, -448.0)
-
-
-def of_scalars(x):
-    """Of tensors with one dim alone."""
-    return in_frexp(x).flatten()
-
+ROUND = "torch.round(x / spacing)"
+SATURATE = "rounded.clamp(-448.0, 448.0)"
 
 CAST = Answers(
     solves="to_e4m3",
     takes_ranks=False,
-    right={"frexp": in_frexp, "rounds the fraction": of_the_fraction, "adds": by_adding},
+    right={"rounds the fraction": of_the_fraction, "adds": by_adding},
     wrong={
-        "cut off": (floor_for_round, "cut off instead of rounded"),
-        "ties upwards": (ties_up, "equally near"),
-        "no saturation": (never_saturates, "the largest number"),
-        "no subnormal numbers": (without_subnormal, "below 2^-6"),
-        "a bit too many": (four_bits, "is due"),
-        "PyTorch's cast": (torchs_own, "use arithmetic alone"),
-        "8-bit dtype": (still_eight_bits, "held in float32"),
-        "in place": (in_place, "has changed"),
-        "too large is zero": (too_large_is_zero, "the largest number"),
-        "nan is zero": (nan_is_zero, "nan must stay nan"),
-        "flattened": (of_scalars, "became one of"),
+        "cut off": (changed("torch.round => torch.trunc"), "cut off instead of rounded"),
+        "ties upwards": (
+            changed(f"{ROUND} => torch.sign(x) * torch.floor(x.abs() / spacing + 0.5)"),
+            "the even one is expected",
+        ),
+        "no saturation": (changed(f"{SATURATE} => rounded"), "the largest number"),
+        "no subnormal numbers": (changed(".clamp(min=-6) => "), "below 2^-6"),
+        "n for n - 1": (changed("(n - 1) => n"), "Which spacing has your code"),
+        "a bit too many": (changed("exponent - 3 => exponent - 4"), "is no number of e4m3"),
+        "PyTorch's cast": (
+            changed(f"{SATURATE} => x.to(E4M3).float()"),
+            "use arithmetic alone",
+        ),
+        "8-bit dtype": (changed(f"{SATURATE} => x.to(E4M3)"), "held in float32"),
+        "in place": (
+            changed(f"{ROUND} * spacing => x.div_(spacing).round_().mul_(spacing)"),
+            "has changed",
+        ),
+        "nan is zero": (changed(f"{SATURATE} => {SATURATE}.nan_to_num(0.0)"), "nan must stay nan"),
+        "small numbers are set to zero": (
+            changed(f"{SATURATE} => torch.where(x.abs() < 2**-10, 0.0, {SATURATE})"),
+            "the sign of zero is lost",
+        ),
+        "flattened": (changed(f"{SATURATE} => {SATURATE}.flatten()"), "expected is [2, 3, 4]"),
         "labcode's own": (partial(formats.cast, to=formats.E4M3), "labcode's own answer"),
     },
 )
 
 # ---- 18.3 quantise
-
-
-def with_where(x, dtype):
-    largest = torch.finfo(dtype).max
-    amax = x.abs().max().float()
-    scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
-    return (x.float() * scale).to(dtype), scale
 
 
 def with_if(x, dtype):
@@ -215,11 +134,6 @@ def with_if(x, dtype):
     return torch.clamp(wide * scale, min=-top, max=top).to(dtype), scale
 
 
-def quantized(x, dtype):
-    """What wrong answers begin with."""
-    return with_where(x, dtype)
-
-
 def by_norm(x, dtype):
     largest = torch.finfo(dtype).max
     amax = torch.linalg.vector_norm(x.flatten().float(), ord=math.inf)
@@ -229,120 +143,61 @@ def by_norm(x, dtype):
     return [q, scale]
 
 
-def largest_not_by_size(x, dtype):
-    largest = torch.finfo(dtype).max
-    scale = torch.where(x.max() > 0, largest / x.max().float(), torch.tensor(1.0))
-    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale
-
-
-def the_inverse(x, dtype):
-    q, scale = quantized(x, dtype)
-    return q, 1 / scale
-
-
-def not_scaled(x, dtype):
-    return x.to(dtype), quantized(x, dtype)[1]
-
-
-def to_one(x, dtype):
-    amax = x.abs().max().float()
-    scale = torch.where(amax > 0, 1 / amax, torch.tensor(1.0))
-    return (x.float() * scale).to(dtype), scale
-
-
-def zeros_divide(x, dtype):
-    largest = torch.finfo(dtype).max
-    scale = largest / x.abs().max().float()
-    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale
-
-
-def in_bfloat16(x, dtype):
-    amax = x.abs().max()
-    scale = torch.where(amax > 0, torch.finfo(dtype).max / amax, torch.ones_like(amax))
-    return (x * scale).to(dtype), scale.float()
-
-
-def always_e4m3(x, dtype):
-    return quantized(x, E4M3)
-
-
-def each_row(x, dtype):
-    largest = torch.finfo(dtype).max
-    amax = x.abs().amax(-1, keepdim=True).float()
-    scale = torch.where(amax > 0, largest / amax, torch.ones_like(amax))
-    return (x.float() * scale).clamp(-largest, largest).to(dtype), scale
-
-
-def scale_as_number(x, dtype):
-    q, scale = quantized(x, dtype)
-    return q, scale.item()
-
-
-def dequantised(x, dtype):
-    q, scale = quantized(x, dtype)
-    return q.float() / scale, scale
-
-
-def changes_x(x, dtype):
-    q, scale = quantized(x, dtype)
-    x *= scale
-    return q, scale
-
-
-def scale_alone(x, dtype):
-    return quantized(x, dtype)[1]
-
-
-def any_zero(x, dtype):
-    if not (x != 0).all():
-        return x.to(dtype), torch.tensor(1.0)
-    return quantized(x, dtype)
-
-
-def by_the_sum(x, dtype):
-    if x.sum() == 0:
-        return x.to(dtype), torch.tensor(1.0)
-    return quantized(x, dtype)
-
+SCALED = "(x.float() * scale)"
+SCALE_OR_1 = "torch.where(amax > 0, largest / amax, torch.ones_like(amax))"
 
 QUANTIZE = Answers(
     solves="quantize",
     takes_ranks=False,
-    right={"where": with_where, "if": with_if, "a norm": by_norm},
+    right={"if": with_if, "a norm": by_norm},
     wrong={
-        "max without abs": (largest_not_by_size, "negative number"),
-        "the inverse scale": (the_inverse, "way back"),
-        "not scaled": (not_scaled, "multiplied by the scale"),
-        "to one": (to_one, "becomes 1"),
-        "a division by zero": (zeros_divide, "the scale is inf"),
-        "in the dtype of x": (in_bfloat16, "narrow"),
-        "e4m3 always": (always_e4m3, "is due"),
-        "a scale for each row": (each_row, "one number for the whole tensor"),
-        "a Python number": (scale_as_number, "both must be tensors"),
-        "dequantised at once": (dequantised, "is due"),
-        "in place": (changes_x, "has changed"),
-        "the scale alone": (scale_alone, "return two things"),
-        "any zero counts as zeros": (any_zero, "a zero among other numbers"),
-        "the sum for the amax": (by_the_sum, "sum is 0"),
-        "the finished one": (lab.quantize, "labcode's own answer"),
+        "max without abs": (changed("x.abs().max() => x.max()"), "negative number"),
+        "upside down": (changed("largest / amax => amax / largest"), "way back"),
+        "not scaled": (changed(f"{SCALED} => x"), "multiplied by the scale"),
+        "to one": (changed("largest / amax => 1 / amax"), "becomes 1"),
+        "a division by zero": (
+            changed(f"{SCALE_OR_1} => largest / amax"),
+            "the scale is inf, expected is 1",
+        ),
+        "in the dtype of x": (
+            changed("max().float() => max()", "dtype), scale => dtype), scale.float()"),
+            "in a narrow dtype",
+        ),
+        "a scale in the dtype of x": (
+            changed("max().float() => max()"),
+            "the scale is torch.bfloat16, expected is float32",
+        ),
+        "e4m3 always": (changed("finfo(dtype) => finfo(E4M3)"), "of the other format"),
+        "a scale for each row": (
+            changed("x.abs().max() => x.abs().amax(-1, keepdim=True)"),
+            "one number for the whole tensor",
+        ),
+        "a Python number": (
+            changed("dtype), scale => dtype), scale.item()"),
+            "the scale is a float",
+        ),
+        "dequantised at once": (
+            changed(".to(dtype), => .to(dtype).float() / scale,"),
+            "the first result is torch.float32",
+        ),
+        "in place": (changed(f"{SCALED} => x.mul_(scale)"), "has changed"),
+        "the scale alone": (
+            changed(f"return {SCALED}.to(dtype), => return"),
+            "return two things",
+        ),
+        "any zero counts as zeros": (
+            changed("amax > 0 => (x != 0).all()"),
+            "a zero among other numbers",
+        ),
+        "the sum for the amax": (changed("amax > 0 => x.sum() != 0"), "sum is 0"),
+        "the finished one": (
+            changed(f"return {SCALED}.to(dtype), scale => return lab.quantize(x, dtype)"),
+            "labcode's own answer",
+        ),
     },
 )
 
 # ---- 18.4 delayed scaling
-
-
-class WithList:
-    def __init__(self, length, largest, margin=0):
-        self.length, self.largest, self.margin = length, largest, margin
-        self.history = []
-
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return self.largest / amax / 2**self.margin if amax else 1.0
-
-    def record(self, amax):
-        if math.isfinite(amax):
-            self.history.append(amax)
 
 
 class WithDeque:
@@ -379,149 +234,59 @@ class WithTensor:
         self.at += 1
 
 
-class Newest(WithList):
-    def scale(self):
-        amax = self.history[-1] if self.history else 0
-        return self.largest / amax / 2**self.margin if amax else 1.0
-
-
-class NeverForgets(WithList):
-    def scale(self):
-        amax = max(self.history, default=0)
-        return self.largest / amax / 2**self.margin if amax else 1.0
-
-
-class BadStepsCount(WithList):
-    def record(self, amax):
-        self.history.append(amax)
-
-
-class NoMargin(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return self.largest / amax if amax else 1.0
-
-
-class MarginUpwards(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return self.largest * 2**self.margin / amax if amax else 1.0
-
-
-class ZeroDivides(WithList):
-    def scale(self):
-        if not self.history:
-            return 1.0
-        return self.largest / max(self.history[-self.length :]) / 2**self.margin
-
-
-class OneTooShort(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length + 1 :], default=0)
-        return self.largest / amax / 2**self.margin if amax else 1.0
-
-
-class TwiceTheMargin(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return self.largest / amax / max(1, 2 * self.margin) if amax else 1.0
-
-
-class RepeatsTheLast(WithList):
-    def record(self, amax):
-        if math.isfinite(amax):
-            self.history.append(amax)
-        elif self.history:
-            self.history.append(self.history[-1])
-
-
-class SmallIsNothing(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return self.largest / amax / 2**self.margin if amax > 1e-3 else 1.0
-
-
-class Forgets(WithList):
-    def scale(self):
-        found = super().scale()
-        if len(self.history) >= self.length:
-            self.history.pop(0)
-        return found
-
-
-class Inverse(WithList):
-    def scale(self):
-        amax = max(self.history[-self.length :], default=0)
-        return amax * 2**self.margin / self.largest if amax else 1.0
-
-
-class BadStepCountsAsZero(WithList):
-    def record(self, amax):
-        self.history.append(amax if math.isfinite(amax) else 0.0)
-
-
-class NothingAtFirst(WithList):
-    def scale(self):
-        if self.history:
-            return super().scale()
-        return None
-
-
-class Shared(WithList):
-    history_of_all: list = []  # noqa: RUF012
-
-    def __init__(self, length, largest, margin=0):
-        super().__init__(length, largest, margin)
-        self.history = self.history_of_all
-
+AMAX = "max(self.history, default=0.0)"
+ROOM = "2**self.margin"
+NOT_RECORDED = "if not math.isfinite(amax):\n            return"
+FORGETS = "self.history = self.history[-self.length:]"
 
 DELAYED = Answers(
     solves="DelayedScaling",
     takes_ranks=False,
-    right={"a list": WithList, "a deque": WithDeque, "a ring": WithTensor},
+    right={"a deque": WithDeque, "a ring": WithTensor},
     wrong={
-        "the newest": (Newest, "not the newest"),
-        "never forgets": (NeverForgets, "no longer count"),
-        "bad steps count": (BadStepsCount, "bad step"),
-        "no margin": (NoMargin, "Where is the margin"),
-        "a margin upwards": (MarginUpwards, "leave room"),
-        "zeros": (ZeroDivides, "division by 0"),
-        "one too short": (OneTooShort, "too short"),
-        "the inverse": (Inverse, "way back"),
-        "2 * margin": (TwiceTheMargin, "a margin of 3"),
-        "a bad step repeats the last": (RepeatsTheLast, "bad steps after"),
-        "small is nothing": (SmallIsNothing, "tiny amaxes"),
-        "scale forgets": (Forgets, "asked twice"),
-        "a bad step as zero": (BadStepCountsAsZero, "is due"),
-        "None at first": (NothingAtFirst, "returned None"),
-        "one history for all": (Shared, "is due"),
+        "the newest": (
+            changed(f"{AMAX} => self.history[-1] if self.history else 0.0"),
+            "not the newest",
+        ),
+        "never forgets": (changed(f"{FORGETS} => pass"), "no longer count"),
+        "bad steps count": (changed(f"{NOT_RECORDED} => pass"), "One bad step"),
+        "nan counts": (changed("not math.isfinite => math.isinf"), "One bad step"),
+        "no margin": (changed(f"{ROOM} * amax => amax"), "Where is the margin"),
+        "a margin upwards": (
+            changed(f"self.largest / ({ROOM} * amax) => self.largest * {ROOM} / amax"),
+            "leave room",
+        ),
+        "1 + margin": (changed(f"{ROOM} => (1 + self.margin)"), "room for 4 times as much"),
+        "zeros": (changed("if amax == 0 => if not self.history"), "division by 0"),
+        "one too short": (changed("-self.length: => -self.length + 1:"), "too short"),
+        "the inverse": (
+            changed(f"self.largest / ({ROOM} * amax) => {ROOM} * amax / self.largest"),
+            "way back",
+        ),
+        "small is nothing": (changed("amax == 0 => amax < 1e-3"), "tiny amaxes"),
+        "scale forgets": (
+            changed("if amax == 0 => self.history = self.history[1:]\n        if amax == 0"),
+            "asked twice",
+        ),
+        "a bad step as zero": (
+            changed(f"{NOT_RECORDED} => if not math.isfinite(amax):\n            amax = 0.0"),
+            "takes no place in the history",
+        ),
+        "None at first": (changed("return 1.0 => return"), "returned None"),
+        "one history for all": (
+            changed(
+                "margin=0) => margin=0, history=[])", "self.history = [] => self.history = history"
+            ),
+            "two objects share one history",
+        ),
+        "a loop without an end": (
+            changed(f"{FORGETS} => while len(self.history) >= self.length: pass"),
+            "does your loop end",
+        ),
     },
 )
 
 # ---- 18.5 the linear layer
-
-
-def dequantized(x, dtype):
-    q, scale = lab.quantize(x, dtype)
-    return q.float() / scale
-
-
-class Flat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, weight):
-        q, s = lab.quantize(x, E4M3)
-        p, t = lab.quantize(weight, E4M3)
-        ctx.save_for_backward(q, s, p, t)
-        ctx.x_dtype = x.dtype
-        return torch.nn.functional.linear(q.float() / s, p.float() / t).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx, dy):
-        q, s, p, t = ctx.saved_tensors
-        g = dequantized(dy, E5M2)
-        dx = g @ (p.float() / t)
-        dw = torch.einsum("...o,...i->oi", g, q.float() / s)
-        return dx.to(ctx.x_dtype), dw
 
 
 class ScalesAtTheEnd(torch.autograd.Function):
@@ -561,167 +326,89 @@ class AsBytes(torch.autograd.Function):
         q, s, p, t = ctx.saved_tensors
         x8 = q.view(E4M3).float() / s
         w8 = p.view(E4M3).float() / t
-        g = dequantized(dy, E5M2)
-        dw = g.reshape(-1, g.shape[-1]).T @ x8.reshape(-1, x8.shape[-1])
+        g, u = lab.quantize(dy, E5M2)
+        g = g.float() / u
+        dw = torch.einsum("...o,...i->oi", g, x8)
         return (g @ w8).to(dy.dtype), dw
 
 
-def layer(x8, w8, dy8, keep=None, grads=None):
-    """A layer whose three casts and gradients can be spoilt."""
-    seen = SimpleNamespace()  # and not ctx: what is kept there is checked
-
-    class Layer(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, weight):
-            q, s = lab.quantize(x, E4M3)
-            p, t = lab.quantize(weight, E4M3)
-            if keep is None:
-                ctx.save_for_backward(q, s, p, t)
-            else:
-                keep(ctx, x, weight, q, s, p, t)
-            seen.pair = (q.float() / s, p.float() / t)
-            seen.given = (x.detach().float(), weight.detach())
-            a = seen.pair[0] if x8 else seen.given[0]
-            b = seen.pair[1] if w8 else seen.given[1]
-            return (a @ b.T).to(x.dtype)
-
-        @staticmethod
-        def backward(ctx, dy):
-            g = dequantized(dy, dy8) if dy8 else dy.float()
-            if grads is not None:
-                return grads(seen, g, dy)
-            dx = g @ seen.pair[1]
-            dw = g.flatten(0, -2).T @ seen.pair[0].flatten(0, -2)
-            return dx.to(dy.dtype), dw
-
-    return Layer
-
-
-def full_weight_in_dx(ctx, g, dy):
-    dw = g.flatten(0, -2).T @ ctx.pair[0].flatten(0, -2)
-    return (g @ ctx.given[1]).to(dy.dtype), dw
-
-
-def full_x_in_dw(ctx, g, dy):
-    dw = g.flatten(0, -2).T @ ctx.given[0].flatten(0, -2)
-    return (g @ ctx.pair[1]).to(dy.dtype), dw
-
-
-def transposed_dw(ctx, g, dy):
-    dw = ctx.pair[0].flatten(0, -2).T @ g.flatten(0, -2)
-    return (g @ ctx.pair[1]).to(dy.dtype), dw
-
-
-def first_dim_alone(ctx, g, dy):
-    dw = g.flatten(0, -2).T @ ctx.pair[0].flatten(0, -2)
-    return (g @ ctx.pair[1]).flatten(0, -2).to(dy.dtype), dw
-
-
-def scale_left(ctx, g, dy):
-    dw = g.flatten(0, -2).T @ ctx.pair[0].flatten(0, -2)
-    return (1000 * g @ ctx.pair[1]).to(dy.dtype), dw
-
-
-def keeps_x(ctx, x, weight, q, s, p, t):
-    ctx.save_for_backward(x, weight)
-
-
-def keeps_x_on_ctx(ctx, x, weight, q, s, p, t):
-    ctx.save_for_backward(q, s, p, t)
-    ctx.also = x
-
-
-def keeps_both(ctx, x, weight, q, s, p, t):
-    ctx.save_for_backward(q, s, p, t, q.clone())
-
-
-def keeps_none(ctx, x, weight, q, s, p, t):
-    ctx.save_for_backward(s, t)
-
-
-class QuantizesTwice(Flat):
-    @staticmethod
-    def backward(ctx, dy):
-        q, s, p, t = ctx.saved_tensors
-        dx = dequantized(dy, E5M2) @ (p.float() / t)
-        g = dequantized(dy.flatten(0, -2).T, E5M2)
-        return dx.to(ctx.x_dtype), g @ (q.float() / s).flatten(0, -2)
-
-
-class InTheDtypeOfX(Flat):
-    @staticmethod
-    def forward(ctx, x, weight):
-        y = Flat.forward(ctx, x, weight)
-        q, s, p, t = ctx.to_save if hasattr(ctx, "to_save") else ctx.saved_tensors
-        x8 = (q.float() / s).to(x.dtype)
-        w8 = (p.float() / t).to(x.dtype)
-        return torch.nn.functional.linear(x8, w8).to(y.dtype)
-
-
-class DividesTooLate(Flat):
-    @staticmethod
-    def forward(ctx, x, weight):
-        q, s = lab.quantize(x, E4M3)
-        p, t = lab.quantize(weight, E4M3)
-        ctx.save_for_backward(q, s, p, t)
-        ctx.x_dtype = x.dtype
-        product = (q.float() @ p.float().T).to(x.dtype)
-        return product / (s * t).to(x.dtype)
-
-
-class Unscaled(Flat):
-    @staticmethod
-    def forward(ctx, x, weight):
-        q, s = lab.quantize(x, E4M3)
-        p, t = lab.quantize(weight, E4M3)
-        ctx.save_for_backward(q, s, p, t)
-        ctx.x_dtype = x.dtype
-        return (q.float() @ p.float().T).to(x.dtype)
-
-
-class NoReturn(Flat):
-    @staticmethod
-    def forward(ctx, x, weight):
-        Flat.forward(ctx, x, weight)
-
-
-class InFloat32(Flat):
-    @staticmethod
-    def forward(ctx, x, weight):
-        return Flat.forward(ctx, x, weight).float()
-
+X8 = "(x8.float() / x_scale)"
+W8 = "(w8.float() / w_scale)"
+SAVE = "ctx.save_for_backward(x8, x_scale, w8, w_scale)"
+SAVED = "x8, x_scale, w8, w_scale = ctx.saved_tensors"
+DX = f"dx = gradient @ {W8}"
+DW = f"dw = gradient.T @ {X8}"
+DY8_AGAIN = """dy8, dy_scale = lab.quantize(rows.T, E5M2)
+        dw = (dy8.float() / dy_scale) @"""
+LATE_CAST = """x, weight = ctx.saved_tensors
+        x8, x_scale = lab.quantize(x, E4M3)
+        w8, w_scale = lab.quantize(weight, E4M3)"""
 
 LINEAR = Answers(
     solves="Fp8Linear",
     takes_ranks=False,
-    right={"einsum": Flat, "scales at the end": ScalesAtTheEnd, "bytes": AsBytes},
+    right={"scales at the end": ScalesAtTheEnd, "bytes": AsBytes},
     wrong={
-        "no cast at all": (layer(False, False, None), "full precision"),
-        "x is not quantised": (layer(False, True, E5M2), "is x quantised"),
-        "the weight is not quantised": (layer(True, False, E5M2), "is the weight quantised"),
-        "dy is not quantised": (layer(True, True, None), "dy is not quantised"),
-        "dy in e4m3": (layer(True, True, E4M3), "e5m2 is due"),
-        "dx of the whole weight": (
-            layer(True, True, E5M2, grads=full_weight_in_dx),
-            "the weight is not quantised",
+        "no cast at all": (changed(f"{X8} @ {W8}.T => rows.float() @ weight.T"), "full precision"),
+        "x is not quantised": (changed(f"y = {X8} => y = rows.float()"), "is x quantised"),
+        "the weight is not quantised": (changed(f"{W8}.T => weight.T"), "is the weight quantised"),
+        "forward in e5m2": (changed("E4M3 => E5M2"), "forward takes e4m3"),
+        "dy is not quantised": (
+            changed("dy8.float() / dy_scale => rows.float()"),
+            "dx is not right: dy is not quantised",
         ),
-        "dW of the whole x": (layer(True, True, E5M2, grads=full_x_in_dw), "x is not quantised"),
-        "dW transposed": (layer(True, True, E5M2, grads=transposed_dw), "another shape"),
-        "dx flattened": (layer(True, True, E5M2, grads=first_dim_alone), "another shape"),
-        "a scale left in dx": (layer(True, True, E5M2, grads=scale_left), "which scales"),
-        "keeps x": (layer(True, True, E5M2, keep=keeps_x), "is kept for backward"),
-        "keeps one twice": (layer(True, True, E5M2, keep=keeps_both), "8-bit numbers are kept"),
-        "keeps x on ctx as well": (
-            layer(True, True, E5M2, keep=keeps_x_on_ctx),
+        "dy in e4m3": (changed("E5M2 => E4M3"), "dy is in e4m3, expected is e5m2"),
+        "dx of the whole weight": (
+            changed(f"{SAVE} => {SAVE}\n        ctx.w = weight", f"{DX} => dx = gradient @ ctx.w"),
+            "dx is not right: the weight is not quantised",
+        ),
+        "dW of the whole x": (
+            changed(
+                f"{SAVE} => {SAVE}\n        ctx.x = rows",
+                f"{X8}\n        dx = => ctx.x\n        dx =",
+            ),
+            "dW is not right: x is not quantised",
+        ),
+        "dW transposed": (changed(f"{DW} => dw = {X8}.T @ gradient"), "another shape"),
+        "dx flattened": (
+            changed(".reshape(*dy.shape[:-1], w8.shape[1]) => "),
+            "another shape",
+        ),
+        "a scale left in dx": (changed(f"{DX} => dx = gradient @ w8.float()"), "which scales"),
+        "scales not divided out": (
+            changed(f"{X8} @ {W8}.T => x8.float() @ w8.float().T"),
+            "which scales",
+        ),
+        "keeps x and the weight": (
+            changed(f"{SAVE} => ctx.save_for_backward(rows, weight)", f"{SAVED} => {LATE_CAST}"),
             "is kept for backward",
         ),
-        "keeps them on ctx": (layer(True, True, E5M2, keep=keeps_none), "attributes of ctx"),
-        "dy quantised twice": (QuantizesTwice, "2 times"),
-        "product in bfloat16": (InTheDtypeOfX, "rounded more than once"),
-        "divided too late": (DividesTooLate, "rounded more than once"),
-        "scales not divided out": (Unscaled, "divided out"),
-        "no return": (NoReturn, "returned None"),
-        "float32 always": (InFloat32, "and x is"),
+        "keeps x on ctx as well": (
+            changed(f"{SAVE} => {SAVE}\n        ctx.x = x"),
+            "is kept for backward",
+        ),
+        "keeps it transposed as well": (
+            changed(
+                f"{SAVE} => ctx.save_for_backward(x8, x_scale, w8, w_scale, w8.T.contiguous())",
+                f"{SAVED} => x8, x_scale, w8, w_scale, _ = ctx.saved_tensors",
+            ),
+            "8-bit numbers are kept",
+        ),
+        "keeps them on ctx": (
+            changed(
+                f"{SAVE} => ctx.kept = (x8, x_scale, w8, w_scale)",
+                "ctx.saved_tensors => ctx.kept",
+            ),
+            "attributes of ctx",
+        ),
+        "dy quantised twice": (changed(f"dw = gradient.T @ => {DY8_AGAIN}"), "2 times"),
+        "product in the dtype of x": (
+            changed(f"{X8} @ {W8}.T => {X8}.to(x.dtype) @ {W8}.to(x.dtype).T"),
+            "rounded more than once",
+        ),
+        "no return": (changed("return y.to => y.to"), "returned None"),
+        "float32 always": (changed("y.to(x.dtype) => y"), "expected is torch.bfloat16"),
+        "the finished one": (lab._Fp8Linear, "labcode's own answer"),
     },
 )
 
@@ -738,6 +425,7 @@ def gathered(amaxes, group):
 def one_by_view(amaxes, group):
     flat = torch.cat([amax.reshape(1) for amax in amaxes])
     work = dist.all_reduce(flat, dist.ReduceOp.MAX, group, async_op=True)
+    assert work is not None
     work.wait()
     return tuple(flat[i] for i in range(len(amaxes)))
 
@@ -875,15 +563,6 @@ def error_of(option, x):
     return ((option.cast(x) - x)[used] / x[used]).abs().mean().item()
 
 
-def by_loop(x, options, most_error):
-    best = None
-    for name, option in options.items():
-        error = error_of(option, x)
-        if error <= most_error and (best is None or (option.bits, error) < best[:2]):
-            best = (option.bits, error, name)
-    return None if best is None else best[2]
-
-
 def by_sorting(x, options, most_error):
     rows = sorted((o.bits, error_of(o, x), name) for name, o in options.items())
     for _, error, name in rows:
@@ -897,115 +576,55 @@ def by_min(x, options, most_error):
     return min(good, key=lambda n: (options[n].bits, error_of(options[n], x)), default=None)
 
 
-def least_error(x, options, most_error):
-    good = [name for name, option in options.items() if error_of(option, x) <= most_error]
-    return min(good, key=lambda name: error_of(options[name], x), default=None)
-
-
-def first_good(x, options, most_error):
-    for name, option in sorted(options.items(), key=lambda pair: pair[1].bits):
-        if error_of(option, x) <= most_error:
-            return name
-    return None
-
-
-def nan_is_good(x, options, most_error):
-    good = []
-    for name, option in options.items():
-        error = error_of(option, x)
-        if error > most_error:
-            continue
-        good.append((option.bits, error, name))
-    return min(good)[2] if good else None
-
-
-def zeros_are_nan(x, options, most_error):
-    good = []
-    for name, option in options.items():
-        error = ((option.cast(x) - x) / x)[x != 0].abs().mean()
-        if error <= most_error:
-            good.append((option.bits, error.item(), name))
-    return min(good)[2] if good else None
-
-
-def by_norm_of_all(x, options, most_error):
-    good = []
-    for name, option in options.items():
-        error = (option.cast(x) - x).norm() / x.norm()
-        if error <= most_error or x.norm() == 0:
-            good.append((option.bits, error.item(), name))
-    return min(good)[2] if good else None
-
-
-def mean_over_all(x, options, most_error):
-    good = []
-    for name, option in options.items():
-        ratio = torch.where(x != 0, (option.cast(x) - x) / x, torch.zeros_like(x))
-        error = ratio.abs().mean().item()
-        if error <= most_error:
-            good.append((option.bits, error, name))
-    return min(good)[2] if good else None
-
-
-def e4m3_for_all(x, options, most_error):
-    return "e4m3"
-
-
-def the_bits(x, options, most_error):
-    name = by_loop(x, options, most_error)
-    return None if name is None else options[name].bits
-
-
-def by_all_of_labcode(x, options, most_error):
-    return by_loop(x, lab.OPTIONS, most_error)
-
-
-def takes_options_away(x, options, most_error):
-    name = by_loop(x, options, most_error)
-    options.clear()
-    return name
-
-
-def without_zeros(x, options, most_error):
-    used = x[x != 0]
-    if used.numel() == 0:
-        return by_loop(x, options, most_error)
-    used = used[: used.numel() // 32 * 32]
-    return by_loop(used, options, most_error)
-
-
-def below_the_bound(x, options, most_error):
-    good = []
-    for name, option in options.items():
-        error = lab.relative_error(x, option.cast(x))
-        if error < most_error:
-            good.append((option.bits, error, name))
-    return min(good)[2] if good else None
-
-
-def bfloat16_if_none(x, options, most_error):
-    return by_loop(x, options, most_error) or "bfloat16"
-
+RATIO = "(option.cast(x) - x)[used] / x[used]"
+MEAN = f"({RATIO}).abs().mean().item()"
+IS_BETTER = "(option.bits, error) < best[:2]"
+CHOICE = "return best[2] if best else None"
 
 CHOOSE = Answers(
     solves="choose",
     takes_ranks=False,
-    real=True,
-    right={"a loop": by_loop, "sorted": by_sorting, "min": by_min},
+    right={"sorted": by_sorting, "min": by_min},
     wrong={
-        "the least error": (least_error, "are enough"),
-        "the first of those with the same bits": (first_good, "smaller error"),
-        "nan passes": (nan_is_good, "no format is good enough"),
-        "zeros": (zeros_are_nan, "zeros"),
-        "another error": (by_norm_of_all, "ordinary numbers"),
-        "a mean over the zeros too": (mean_over_all, "two of three are zeros"),
-        "e4m3 always": (e4m3_for_all, "e4m3"),
-        "labcode's options": (by_all_of_labcode, "options of other names"),
-        "options cleared": (takes_options_away, "belongs to the caller"),
-        "without zeros": (without_zeros, "one of sixteen"),
-        "below the bound": (below_the_bound, "zeros, at most 0"),
-        "the bits": (the_bits, "return one of"),
-        "bfloat16 if none": (bfloat16_if_none, "no format is good enough"),
+        "the least error": (changed(f"{IS_BETTER} => error < best[1]"), "are enough"),
+        "the first of those with the same bits": (
+            changed(f"{IS_BETTER} => option.bits < best[0]"),
+            "smaller error",
+        ),
+        "nan passes": (
+            changed("error <= most_error => not error > most_error"),
+            "no format is good enough",
+        ),
+        "zeros": (changed("if used.any() => if True"), "zeros, at most"),
+        "another error": (
+            changed(f"{MEAN} => ((option.cast(x) - x).norm() / x.norm()).item()"),
+            "ordinary numbers",
+        ),
+        "a mean over the zeros too": (
+            changed(".abs().mean().item() => .abs().sum().item() / x.numel()"),
+            "two of three are zeros",
+        ),
+        "labcode's options": (
+            changed("options.items() => lab.OPTIONS.items()"),
+            "options of other names",
+        ),
+        "without zeros": (
+            changed(f"{RATIO} => option.cast(x[used]) / x[used] - 1"),
+            "pad it to a multiple",
+        ),
+        "without zeros, cut to whole blocks": (
+            changed(
+                "used = x != 0 => x = x[x != 0][: x.count_nonzero() // 32 * 32]; used = x != 0"
+            ),
+            "one of sixteen",
+        ),
+        "below the bound": (changed("error <= most => error < most"), "zeros, at most 0"),
+        "the bits": (changed("return best[2] => return best[0]"), "expected is one of"),
+        "bfloat16 if none": (changed("else None => else 'bfloat16'"), "no format is good enough"),
+        "the finished one": (
+            changed(f"{CHOICE} => return lab.cheapest(x, most_error)"),
+            "labcode's own answer",
+        ),
     },
 )
 

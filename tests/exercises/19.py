@@ -1,29 +1,19 @@
 """Answers to the exercises of lesson 19, debugging precision across ranks."""
 
 import math
+import re
 from collections import defaultdict
 
 import torch
 import torch.distributed as dist
+import yaml
 from answers import Answers, changed
 from nvdlfw_inspect.logging import MetricLogger
 from nvdlfw_inspect.registry import api_method
 
-from labcode.precision import moments
 from labcode.precision.feature import Feature
-from labcode.topology import GridShape
 
 # ---- 19.1 combine
-
-
-def by_chan(a, b):
-    n_a, mean_a, m2_a = a
-    n_b, mean_b, m2_b = b
-    n = n_a + n_b
-    if n == 0:
-        return a
-    d = mean_b - mean_a
-    return n, mean_a + d * n_b / n, m2_a + m2_b + d * d * n_a * n_b / n
 
 
 def from_both_sides(a, b):
@@ -51,65 +41,30 @@ def empty_first(a, b):
     )
 
 
-def mean_of_means(a, b):
-    n, _, squares = by_chan(a, b)
-    return n, (a[1] + b[1]) / 2, squares
-
-
-def squares_alone(a, b):
-    n, mean, _ = by_chan(a, b)
-    return n, mean, a[2] + b[2]
-
-
-def not_divided(a, b):
-    n, mean, _ = by_chan(a, b)
-    return n, mean, a[2] + b[2] + (b[1] - a[1]) ** 2 * a[0] * b[0]
-
-
-def distance_not_squared(a, b):
-    n, mean, _ = by_chan(a, b)
-    return n, mean, a[2] + b[2] + (b[1] - a[1]) * a[0] * b[0] / max(n, 1)
-
-
-def divides_by_zero(a, b):
-    n = a[0] + b[0]
-    d = b[1] - a[1]
-    return n, a[1] + d * b[0] / n, a[2] + b[2] + d * d * a[0] * b[0] / n
-
-
-def weights_swapped(a, b):
-    n, _, squares = by_chan(a, b)
-    return n, a[1] + (b[1] - a[1]) * a[0] / max(n, 1), squares
-
-
-def larger_count(a, b):
-    _, mean, squares = by_chan(a, b)
-    return max(a[0], b[0]), mean, squares
-
-
-def two_numbers(a, b):
-    return by_chan(a, b)[1:]
-
-
-def labcodes_moments(a, b):
-    both = moments.Moments(*a) + moments.Moments(*b)
-    return both.count, both.mean, both.squares
-
+LABCODES_SUM = """both = moments.Moments(*a) + moments.Moments(*b)
+    return both.count, both.mean, both.squares"""
 
 COMBINE = Answers(
     solves="combine",
     takes_ranks=False,
-    right={"Chan": by_chan, "from the new mean": from_both_sides, "empty first": empty_first},
+    right={"from the new mean": from_both_sides, "empty first": empty_first},
     wrong={
-        "the mean of the means": (mean_of_means, "in the middle"),
-        "M2 is added": (squares_alone, "whose means differ"),
-        "not divided by n": (not_divided, "compare your last term"),
-        "d for d squared": (distance_not_squared, "compare your last term"),
-        "empty parts": (divides_by_zero, "it divides by zero"),
-        "the weights of the other": (weights_swapped, "how far from a's mean"),
-        "n of the larger one": (larger_count, "values"),
-        "n forgotten": (two_numbers, "return three numbers"),
-        "labcode's own": (labcodes_moments, "labcode's own answer"),
+        "the mean of the means": (
+            changed("mean_a + d * n_b / n => (mean_a + mean_b) / 2"),
+            "the middle between the two means",
+        ),
+        "M2 is added": (changed(" + d * d * n_a * n_b / n => "), "whose means differ"),
+        "not divided by n": (changed("n_a * n_b / n => n_a * n_b"), "compare your last term"),
+        "d for d squared": (changed("d * d * => d *"), "compare your last term"),
+        "the other sign": (changed("+ d * d => - d * d"), "is never negative"),
+        "empty parts": (changed("if n == 0 => if False"), "it divides by zero"),
+        "the weights of the other": (changed("d * n_b / n => d * n_a / n"), "from a's mean"),
+        "n of the larger one": (changed("return n => return max(n_a, n_b)"), "there are 6 values"),
+        "n forgotten": (changed("return n, => return"), "return three numbers"),
+        "labcode's own": (
+            changed(f"d = mean_b - mean_a => {LABCODES_SUM}"),
+            "labcode's own answer",
+        ),
     },
 )
 
@@ -234,15 +189,6 @@ STATISTICS = Answers(
 # ---- 19.3 who writes the same file
 
 
-def by_key(tp, dp, pp, over):
-    groups = defaultdict(list)
-    for rank in range(tp * dp * pp):
-        place = {"tp": rank % tp, "dp": rank // tp % dp, "pp": rank // (tp * dp)}
-        key = tuple(place[axis] for axis in ("pp", "dp", "tp") if axis not in over)
-        groups[key].append(rank)
-    return list(groups.values())
-
-
 def by_loops(tp, dp, pp, over):
     found = {}
     for p in range(pp):
@@ -266,113 +212,94 @@ def by_reshape(tp, dp, pp, over):
     return groups.tolist()
 
 
-def pp_forgotten(tp, dp, pp, over):
-    groups = defaultdict(list)
-    for rank in range(tp * dp * pp):
-        place = {"tp": rank % tp, "dp": rank // tp % dp}
-        groups[tuple(place[axis] for axis in place if axis not in over)].append(rank)
-    return list(groups.values())
-
-
-def dp_fastest(tp, dp, pp, over):
-    groups = defaultdict(list)
-    for rank in range(tp * dp * pp):
-        place = {"dp": rank % dp, "tp": rank // dp % tp, "pp": rank // (tp * dp)}
-        groups[tuple(place[axis] for axis in place if axis not in over)].append(rank)
-    return list(groups.values())
-
-
-def inside_out(tp, dp, pp, over):
-    groups = defaultdict(list)
-    for rank in range(tp * dp * pp):
-        place = {"tp": rank % tp, "dp": rank // tp % dp, "pp": rank // (tp * dp)}
-        groups[tuple(place[axis] for axis in place if axis in over)].append(rank)
-    return list(groups.values())
-
-
-def first_choice_alone(tp, dp, pp, over):
-    return by_key(tp, dp, pp, over[:1])
-
-
-def stage_zero_alone(tp, dp, pp, over):
-    return by_key(tp, dp, 1, over)
-
-
-def one_of_each(tp, dp, pp, over):
-    return [group[0] for group in by_key(tp, dp, pp, over)]
-
-
-def labcodes_groups(tp, dp, pp, over):
-    return GridShape(tp=tp, dp=dp, pp=pp).groups(*over)
-
+PLACE_IN_STAGE = '"tp": rank % tp, "dp": rank // tp % dp'
+GROUPS = "list(groups.values())"
 
 SAME_FILE = Answers(
     solves="same_file",
     takes_ranks=False,
-    right={"a key": by_key, "loops": by_loops, "reshape": by_reshape},
+    right={"loops": by_loops, "reshape": by_reshape},
     wrong={
-        "pp forgotten": (pp_forgotten, "different layers"),
-        "dp varies fastest": (dp_fastest, "tp varies fastest"),
-        "inside out": (inside_out, "are due"),
-        "one axis alone": (first_choice_alone, "in which axes"),
-        "the first stage alone": (stage_zero_alone, "belongs to one group"),
-        "one rank of each": (one_of_each, "each group is a list"),
-        "labcode's own": (labcodes_groups, "labcode's own answer"),
+        "pp forgotten": (changed(', "pp": rank // (tp * dp) => '), "different layers"),
+        "dp varies fastest": (
+            changed(f'{PLACE_IN_STAGE} => "dp": rank % dp, "tp": rank // dp % tp'),
+            "tp varies fastest",
+        ),
+        "inside out": (changed("not in over => in over"), "in which axes"),
+        "one axis alone": (changed("in over => in over[:1]"), "in which axes"),
+        "the first stage alone": (changed("tp * dp * pp => tp * dp"), "belongs to one group"),
+        "one rank of each": (
+            changed(f"{GROUPS} => [group[0] for group in groups.values()]"),
+            "each group is a list",
+        ),
+        "the dict": (changed(f"{GROUPS} => groups"), "return a list of lists"),
+        "labcode's own": (
+            changed("groups = {} => return GridShape(tp=tp, dp=dp, pp=pp).groups(*over)"),
+            "labcode's own answer",
+        ),
     },
 )
 
 # ---- 19.4 the YAML that mends the run
 
-FRAME = """
-mend:
-  enabled: True
-  layers:
-    layer_name_regex_pattern: blocks
-  transformer_engine:
-"""
-GOOD = f"""{FRAME}    PerTensorScaling:
+SCALING = """PerTensorScaling:
       enabled: True
       tensors: [activation, weight]
       gemms: [fprop, dgrad, wgrad]
 """
-TWO_BLOCKS = GOOD.replace("mend:", "one:").replace("blocks", "mlp") + GOOD.replace(
-    "mend:", "two:"
-).replace("blocks", "attention")
-BY_TYPE = GOOD.replace("layer_name_regex_pattern: blocks", "layer_types: [qkv, proj, up, down]")
-SWITCHED_OFF = f"{FRAME}    DisableFP8Layer:\n      enabled: True\n"
+TWO_BLOCKS = """
+{0}:
+  enabled: True
+  layers: {{layer_name_regex_pattern: {0}}}
+  transformer_engine:
+    {1}"""
 
 MEND = Answers(
     solves="mend_yaml",
     takes_ranks=True,
     real=True,
     right={
-        "a pattern": GOOD,
-        "all three tensors": GOOD.replace("weight]", "weight, gradient]"),
-        "two blocks": TWO_BLOCKS,
-        "layer types": BY_TYPE,
+        "two blocks": TWO_BLOCKS.format("mlp", SCALING) + TWO_BLOCKS.format("attention", SCALING),
+        "layer types, and all three tensors": changed(
+            "layer_name_regex_pattern: blocks => layer_types: [qkv, proj, up, down]",
+            "weight] => weight, gradient]",
+        ),
     },
     wrong={
-        "FP8 switched off": (SWITCHED_OFF, "the reason to use FP8 is gone"),
-        "products switched off": (
-            f"{FRAME}    DisableFP8GEMM:\n      enabled: True\n      gemms: [fprop]\n",
+        "FP8 switched off": (
+            changed(f"{SCALING} => DisableFP8Layer:\n      enabled: True\n"),
             "the reason to use FP8 is gone",
         ),
-        "the weight alone": (GOOD.replace("activation, ", ""), "the activation of"),
-        "the activation alone": (GOOD.replace(", weight]", "]"), "the weight of"),
-        "forward alone": (GOOD.replace(", dgrad, wgrad", ""), "in the product dgrad"),
-        "one block of the model": (GOOD.replace("blocks", "blocks.0"), "chosen by no block"),
-        "the gradient": (GOOD.replace("activation, weight", "gradient"), "the activation of"),
-        "not enabled": (GOOD.replace("True", "False", 1), "no block is enabled"),
+        "products switched off": (
+            changed(f"{SCALING} => DisableFP8GEMM:\n      enabled: True\n      gemms: [fprop]\n"),
+            "the reason to use FP8 is gone",
+        ),
+        "another feature that scales": (
+            changed(
+                "PerTensorScaling => FakeQuant", "wgrad] => wgrad]\n      quant_format: FP8E4M3"
+            ),
+            "layers that do not compute in FP8",
+        ),
+        "the weight alone": (changed("activation, => "), "the activation of"),
+        "the activation alone": (changed(", weight] => ]"), "the weight of"),
+        "forward alone": (changed(", dgrad, wgrad => "), "in the product wgrad"),
+        "one block of the model": (changed("pattern: blocks => pattern: blocks.0"), "no block"),
+        "not enabled": (
+            changed("mend:\n  enabled: True => mend:\n  enabled: False"),
+            "no block is enabled",
+        ),
         "at the top level": (
-            GOOD.replace("  transformer_engine:\n", "").replace("    Per", "  Per"),
+            changed("  transformer_engine:\n => ", "    PerTensor =>   PerTensor"),
             "top level",
         ),
-        "a margin": (GOOD + "      margin: 18\n", "still does not learn"),
-        "a misspelled name": (GOOD.replace("PerTensor", "PerTensors"), "unknown feature"),
+        "a margin": (changed("wgrad] => wgrad]\n      margin: 18"), "still does not learn"),
+        "a misspelled name": (changed("PerTensor => PerTensors"), "unknown feature"),
         "statistics alone": (
-            f"{FRAME}    LogFp8TensorStats:\n      enabled: True\n      tensors: [weight]\n"
-            '      stats: ["underflows%"]\n',
-            "still has the scales",
+            changed(
+                "PerTensorScaling => LogFp8TensorStats",
+                'gemms: [fprop, dgrad, wgrad] => stats: ["underflows%"]',
+            ),
+            "its block has LogFp8TensorStats",
         ),
     },
 )
@@ -439,22 +366,6 @@ FEATURE = Answers(
 # ---- 19.6 the first tensor that departs
 
 
-def by_norms(rows, bound):
-    for name, whole, parts in rows:
-        wrong = []
-        for rank, (where, part) in parts.items():
-            wanted = whole[where]
-            difference = (part - wanted).norm().item()
-            size = whole.norm().item() * math.sqrt(wanted.numel() / whole.numel())
-            if difference == 0:
-                continue
-            if size == 0 or not difference / size <= bound:
-                wrong.append(rank)
-        if wrong:
-            return name, wrong
-    return None
-
-
 def by_mean_squares(rows, bound):
     for row in rows:
         scale = row.whole.double().square().mean().sqrt()
@@ -469,7 +380,7 @@ def by_mean_squares(rows, bound):
     return None
 
 
-def _departs(row, rank, bound):
+def departs(row, rank, bound):
     where, part = row.parts[rank]
     if not part.isfinite().all():
         return True
@@ -477,233 +388,88 @@ def _departs(row, rank, bound):
     return bool((part - row.whole[where]).norm() > allowed)
 
 
-def with_a_generator(rows, bound):
+def a_set_of_ranks(rows, bound):
     for row in rows:
-        wrong = {rank for rank in row.parts if _departs(row, rank, bound)}
+        wrong = {rank for rank in row.parts if departs(row, rank, bound)}
         if wrong:
             return row.name, wrong
     return None
 
 
-def nan_is_right(rows, bound):
-    for name, whole, parts in rows:
-        wrong = []
-        for rank, (where, part) in parts.items():
-            size = whole.norm() * math.sqrt(part.numel() / whole.numel())
-            if (part - whole[where]).norm() > bound * size:
-                wrong.append(rank)
-        if wrong:
-            return name, wrong
-    return None
-
-
-def by_own_part(rows, bound):
-    for name, whole, parts in rows:
-        wrong = []
-        for rank, (where, part) in parts.items():
-            if not (part - whole[where]).norm() <= bound * whole[where].norm():
-                wrong.append(rank)
-        if wrong:
-            return name, wrong
-    return None
-
-
-def the_worst(rows, bound):
-    worst = None
-    for row in rows:
-        wrong = [rank for rank in row.parts if _departs(row, rank, bound)]
-        if wrong:
-            worst = (row.name, wrong)
-    return worst
-
-
-def first_rank_alone(rows, bound):
-    for row in rows:
-        for rank in row.parts:
-            if _departs(row, rank, bound):
-                return row.name, [rank]
-    return None
-
-
-def means_cancel(rows, bound):
-    for name, whole, parts in rows:
-        error = 0.0
-        for where, part in parts.values():
-            error += (part.abs().sum() - whole[where].abs().sum()).item()
-        if not abs(error) <= bound * whole.abs().sum().item():
-            return name, list(parts)
-    return None
-
-
-def all_ranks(rows, bound):
-    for row in rows:
-        if any(_departs(row, rank, bound) for rank in row.parts):
-            return row.name, list(row.parts)
-    return None
-
-
-def exactly_equal(rows, bound):
-    for name, whole, parts in rows:
-        wrong = [rank for rank, (where, part) in parts.items() if not part.equal(whole[where])]
-        if wrong:
-            return name, wrong
-    return None
-
-
-def the_row(rows, bound):
-    for row in rows:
-        wrong = [rank for rank in row.parts if _departs(row, rank, bound)]
-        if wrong:
-            return row, wrong
-    return None
-
-
-def name_alone(rows, bound):
-    found = by_norms(rows, bound)
-    return found and found[0]
-
-
-def divides(rows, bound):
-    for name, whole, parts in rows:
-        wrong = []
-        for rank, (where, part) in parts.items():
-            error = (part - whole[where]).norm().item() / whole.norm().item()
-            if not error <= bound:
-                wrong.append(rank)
-        if wrong:
-            return name, wrong
-    return None
-
-
-def divided_by(size):
-    """The first departure with another size to divide by: size(whole, part)."""
-
-    def answer(rows, bound):
-        for name, whole, parts in rows:
-            wrong = []
-            for rank, (where, part) in parts.items():
-                difference = (part - whole[where]).norm().item()
-                if not difference <= bound * size(whole, part):
-                    wrong.append(rank)
-            if wrong:
-                return name, wrong
-        return None
-
-    return answer
-
-
-def share(whole, part):
-    return part.numel() / whole.numel()
-
-
-def zeros_are_right(rows, bound):
-    for row in rows:
-        if row.whole.norm() == 0:
-            continue
-        wrong = [rank for rank in row.parts if _departs(row, rank, bound)]
-        if wrong:
-            return row.name, wrong
-    return None
-
-
-def in_place(rows, bound):
-    found = by_norms(rows, bound)
-    for _, whole, parts in rows:
-        for where, part in parts.values():
-            part.sub_(whole[where])
-    return found
-
-
-def pops(rows, bound):
-    found = by_norms(rows, bound)
-    rows.clear()
-    return found
-
+SIZE = "whole.norm().item() * math.sqrt(part.numel() / whole.numel())"
+WITHIN = "difference <= bound * size"
+FOUND = "return name, to_blame"
 
 DEPARTURE = Answers(
     solves="first_departure",
     takes_ranks=False,
-    right={"norms": by_norms, "mean squares": by_mean_squares, "a set": with_a_generator},
+    right={"mean squares": by_mean_squares, "a set": a_set_of_ranks},
     wrong={
-        "absolute": (divided_by(lambda whole, part: 1.0), "6"),
-        "no share": (divided_by(lambda whole, part: whole.norm().item()), "departs"),
-        "no root": (
-            divided_by(lambda whole, part: whole.norm().item() * share(whole, part)),
-            "within the bound of section 7",
+        "absolute": (changed(f"{SIZE} => 1.0"), "it returned None, and output of layer 0 departs"),
+        "no share": (
+            changed(" * math.sqrt(part.numel() / whole.numel()) => "),
+            "it returned None, and output of layer 0 departs",
         ),
-        "inverted": (
-            divided_by(lambda whole, part: whole.norm().item() / share(whole, part) ** 0.5),
-            "departs",
+        "no root": (changed("math.sqrt => float"), "within the bound of section 7"),
+        "std": (changed(f"{SIZE} => whole.std().item()"), "by what is the error divided"),
+        "zeros are always right": (
+            changed(f"{WITHIN} => size == 0 or {WITHIN}"),
+            "is not zero: it returned None",
         ),
-        "rows for numbers": (
-            divided_by(lambda whole, part: whole.norm().item() * (len(part) / len(whole)) ** 0.5),
-            "departs",
+        "in place": (changed("(part - whole[where]) => part.sub_(whole[where])"), "have changed"),
+        "rows taken away": (
+            changed(
+                "for name, whole, parts in rows: => "
+                "while rows:\n        name, whole, parts = rows.pop(0)"
+            ),
+            "have changed",
         ),
-        "std": (divided_by(lambda whole, part: whole.std().item()), "of section 7"),
-        "the largest": (divided_by(lambda whole, part: whole.abs().max().item()), "section 7"),
-        "twice as much": (
-            divided_by(lambda whole, part: 2 * whole.norm().item() * share(whole, part) ** 0.5),
-            "departs",
+        "nan compared": (changed(f"{WITHIN} => not difference > bound * size"), "nan on rank 2"),
+        "measured by the own part": (
+            changed(f"{SIZE} => whole[where].norm().item()"),
+            "by the size of the whole",
         ),
-        "half of it": (
-            divided_by(lambda whole, part: whole.norm().item() * share(whole, part) ** 0.5 / 2),
-            "within the bound of section 7",
+        "the last one": (
+            changed(
+                "for name, => found = None\n    for name,",
+                f"{FOUND} => found = name, to_blame",
+                "return None => return found",
+            ),
+            "departs before it",
         ),
-        "zeros are always right": (zeros_are_right, "that part is wrong"),
-        "in place": (in_place, "have changed"),
-        "rows taken away": (pops, "have changed"),
-        "nan compared": (nan_is_right, "nan on rank 2"),
-        "measured by the own part": (by_own_part, "by the size of the whole"),
-        "the last one": (the_worst, "departs before it"),
-        "one rank alone": (first_rank_alone, "hold what is wrong"),
-        "sums cancel": (means_cancel, "hold what is wrong"),
-        "all ranks": (all_ranks, "hold what is wrong"),
-        "equal or not": (exactly_equal, "no tensor departs"),
-        "the row": (the_row, "must be the name"),
-        "the name alone": (name_alone, "return (name, list of ranks)"),
-        "divides by zero": (divides, "divides by zero"),
+        "one rank alone": (changed(f"{FOUND} => {FOUND}[:1]"), "hold what is wrong"),
+        "all ranks": (changed(f"{FOUND} => return name, list(parts)"), "hold what is wrong"),
+        "equal or not": (changed(f"{WITHIN} => difference == 0"), "no tensor departs"),
+        "the row": (
+            changed(
+                "for name, whole, parts in rows: => "
+                "for row in rows:\n        name, whole, parts = row",
+                f"{FOUND} => return row, to_blame",
+            ),
+            "must be the name",
+        ),
+        "the name alone": (changed(f"{FOUND} => return name"), "return (name, list of ranks)"),
+        "the rank alone": (changed(f"{FOUND} => {FOUND}[0]"), "give a list of ranks"),
+        "divides by zero": (changed(f"{WITHIN} => difference / size <= bound"), "divides by zero"),
     },
 )
 
 # ---- 19.7 the diagnosis
 
 
-def _bad(found, most=5.0, end="_fp8_underflows%", step=None):
-    last = max(step for _, step in found) if step is None else step
-    bad = {}
-    for (name, at), value in found.items():
-        if at == last and name.endswith(end) and value > most:
-            layer, _, tensor = name.removesuffix(end).rpartition("_")
-            bad.setdefault(layer, []).append(tensor)
-    return bad
-
-
-def _as_yaml(bad, gemms="fprop, dgrad, wgrad"):
-    lines = []
-    for number, (layer, tensors) in enumerate(bad.items()):
-        lines += [
-            f"mend_{number}:",
-            "  enabled: True",
-            "  layers:",
-            f"    exact_layer_names: [{layer}]",
-            "  transformer_engine:",
-            "    PerTensorScaling:",
-            "      enabled: True",
-            f"      tensors: [{', '.join(tensors)}]",
-            f"      gemms: [{gemms}]",
-        ]
-    return "\n".join(lines)
-
-
-def a_block_each(found):
-    return _as_yaml(_bad(found))
+def lost_in(found):
+    last = max(step for _, step in found)
+    lost = defaultdict(list)
+    for (name, step), percent in found.items():
+        match = re.fullmatch(r"(.*)_(\w+?)_fp8_underflows%", name)
+        if match and step == last and percent > 5:
+            lost[match[1]].append(match[2])
+    return lost
 
 
 def a_block_for_equals(found):
-    import yaml
-
     together = defaultdict(list)
-    for layer, tensors in _bad(found).items():
+    for layer, tensors in lost_in(found).items():
         together[tuple(sorted(tensors))].append(layer)
     blocks = {}
     for tensors, layers in together.items():
@@ -721,10 +487,8 @@ def a_block_for_equals(found):
 
 
 def with_patterns(found):
-    import re
-
     text = ""
-    for layer, tensors in _bad(found).items():
+    for layer, tensors in lost_in(found).items():
         text += f"{layer.replace('.', '-')}:\n  enabled: True\n"
         text += f"  layers:\n    layer_name_regex_pattern: ^{re.escape(layer)}$\n"
         text += "  transformer_engine:\n    PerTensorScaling:\n      enabled: True\n"
@@ -732,133 +496,52 @@ def with_patterns(found):
     return text
 
 
-def in_all_steps(found):
-    bad = {}
-    for step in {step for _, step in found}:
-        for layer, tensors in _bad(found, step=step).items():
-            bad[layer] = sorted({*bad.get(layer, []), *tensors})
-    return _as_yaml(bad)
-
-
-def in_the_first_step(found):
-    return _as_yaml(_bad(found, step=0))
-
-
-def overflows_too(found):
-    bad = {}
-    for end in ("_fp8_underflows%", "_fp8_overflows%"):
-        for layer, tensors in _bad(found, end=end).items():
-            bad[layer] = sorted({*bad.get(layer, []), *tensors})
-    return _as_yaml(bad)
-
-
-def all_tensors(found):
-    return _as_yaml({layer: ["activation", "weight", "gradient"] for layer in _bad(found)})
-
-
-def cut_at_the_first(found):
-    bad = {}
-    for layer, tensors in _bad(found).items():
-        bad[layer.split("_")[0]] = tensors
-    return _as_yaml(bad)
-
-
-def one_name(found):
-    import re
-
-    return re.sub(r"mend_\d+", "mend", _as_yaml(_bad(found)))
-
-
-def switched_off(found):
-    text = ""
-    for number, layer in enumerate(_bad(found)):
-        text += f"off_{number}:\n  enabled: True\n  layers:\n    exact_layer_names: [{layer}]\n"
-        text += "  transformer_engine:\n    DisableFP8Layer:\n      enabled: True\n"
-    return text
-
-
-def forward_alone(found):
-    return _as_yaml(_bad(found), gemms="fprop")
-
-
-def a_list_of_layers(found):
-    return list(_bad(found))
-
-
-def always_text(found):
-    return _as_yaml(_bad(found)) or "mend:\n  enabled: False\n"
-
-
-def of_most(most):
-    def answer(found):
-        return _as_yaml(_bad(found, most=most))
-
-    return answer
-
-
-def from_five_on(found):
-    return _as_yaml(_bad(found, most=5.0 - 1e-9))
-
-
-def with_a_margin(found):
-    text = _as_yaml(_bad(found))
-    return text.replace("dgrad, wgrad]", "dgrad, wgrad]\n      margin: 18")
-
-
-def in_step_40(found):
-    return _as_yaml(_bad(found, step=40))
-
-
-def the_last_that_was_written(found):
-    return _as_yaml(_bad(found, step=list(found)[-1][1]))
-
-
-def the_last_as_text(found):
-    return _as_yaml(_bad(found, step=int(max(str(step) for _, step in found))))
-
-
-def takes_it_apart(found):
-    text = a_block_each(found)
-    found.clear()
-    return text
-
-
-def open_pattern(found):
-    return (
-        _as_yaml(_bad(found))
-        .replace("exact_layer_names: [", "layer_name_regex_pattern: ")
-        .replace("]\n  transformer_engine", "\n  transformer_engine")
-    )
-
+LAST = "max(step for _, step in found)"
+TENSORS = """f"      tensors: [{', '.join(tensors)}]","""
+GEMMS = '"      gemms: [fprop, dgrad, wgrad]",'
+AS_TEXT = r'return "\n".join(lines)'
 
 DIAGNOSE = Answers(
     solves="diagnose",
     takes_ranks=False,
-    right={
-        "a block for each layer": a_block_each,
-        "a block for equal layers": a_block_for_equals,
-        "patterns": with_patterns,
-    },
+    right={"a block for equal layers": a_block_for_equals, "patterns": with_patterns},
     wrong={
-        "from 5 on": (from_five_on, "has lost no more than 5 %"),
-        "more than 10": (of_most(10), "the text is empty"),
-        "more than 5.5": (of_most(5.5), "the text is empty"),
-        "a margin": (with_a_margin, "has a margin"),
-        "step 40": (in_step_40, ""),
-        "the last that was written": (the_last_that_was_written, ""),
-        "the last as text": (the_last_as_text, ""),
-        "the log is emptied": (takes_it_apart, "has changed"),
-        "an open pattern": (open_pattern, "gets a scale of its own"),
-        "all steps": (in_all_steps, "in the last step"),
-        "the first step": (in_the_first_step, "in the last step"),
-        "overflows": (overflows_too, "in the last step"),
-        "all tensors": (all_tensors, "gets a scale of its own"),
-        "cut at the first _": (cut_at_the_first, "of blocks.0.mlp.gate gets"),
-        "one name for all blocks": (one_name, "second time"),
-        "FP8 switched off": (switched_off, "the reason to use FP8 is gone"),
-        "forward alone": (forward_alone, "keeps its scale"),
-        "no YAML": (a_list_of_layers, "return text"),
-        "text for nothing": (always_text, "nothing to mend"),
+        "from 5 on": (changed("percent > 5 => percent >= 5"), "has lost no more than 5 %"),
+        "more than 10": (changed("percent > 5 => percent > 10"), "the text is empty"),
+        "a margin": (changed(f'{GEMMS} => {GEMMS} "      margin: 18",'), "has a margin"),
+        "step 40": (changed(f"{LAST} => 40"), "and blocks.0.mlp.up loses values"),
+        "the last that was written": (changed(f"{LAST} => list(found)[-1][1]"), "in the last step"),
+        "the log is emptied": (
+            changed(
+                "for (name, step), percent in found.items(): => "
+                "while found:\n        (name, step), percent = found.popitem()"
+            ),
+            "has changed",
+        ),
+        "an open pattern": (
+            changed("exact_layer_names: [{layer}] => layer_name_regex_pattern: {layer}"),
+            "gets a scale of its own",
+        ),
+        "all steps": (changed("step == last and => "), "in the last step"),
+        "the first step": (changed("max(step => min(step"), "in the last step"),
+        "overflows": (changed("underflows% => overflows%"), "in the last step"),
+        "all tensors": (
+            changed(f'{TENSORS} => "      tensors: [activation, weight, gradient]",'),
+            "gets a scale of its own",
+        ),
+        "one tensor of each layer": (changed("', '.join(tensors) => tensors[0]"), "loses 5.3 %"),
+        "cut at the first _": (changed("rpartition => partition"), "up_weight"),
+        "one name for all blocks": (changed("mend_{number}: => mend:"), "second time"),
+        "FP8 switched off": (
+            changed("PerTensorScaling => DisableFP8Layer", f"{TENSORS} => ", f"{GEMMS} => "),
+            "the reason to use FP8 is gone",
+        ),
+        "forward alone": (changed(", dgrad, wgrad => "), "in the product wgrad"),
+        "no YAML": (changed(f"{AS_TEXT} => return lines"), "return text"),
+        "text for nothing": (
+            changed(f'{AS_TEXT} => {AS_TEXT} or "mend: none"'),
+            "there is nothing to mend",
+        ),
     },
 )
 

@@ -220,7 +220,7 @@ def without_slurm(tmp_path_factory):
 @pytest.mark.release
 def test_the_right_form_passes_and_is_run_only_once(without_slurm, ranks4, capsys):
     reference = ranks4.run(l15_hybrid.plain, {"train.global_batch": 16})[0]
-    check("15.4", lambda: l15.script(RIGHT, without_slurm, reference))
+    check("15.4", RIGHT, without_slurm, reference)
     done = without_slurm(l15_hybrid.job(RIGHT))
     out = capsys.readouterr().out
     assert "[v] 15.4" in out and out.count("this machine, no SLURM") == 1

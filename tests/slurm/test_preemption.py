@@ -60,6 +60,11 @@ def preempting(slurm: Callable[[str], str], request: pytest.FixtureRequest) -> I
     assert not list(FREEZER.glob("slurm_n*")), "`down` leaves groups of processes behind"
 
 
+# The agent of one node is told to stop a moment before that of the other, and says in its exit
+# barrier that the other's store is gone.
+TORCHRUNS_OWN = re.compile(r"^.*torch/distributed/elastic/.*$", re.MULTILINE)
+
+
 def in_low(cluster: Cluster, folder: Path, name: str, launcher: str) -> Submitted:
     site = LOCAL.__class__(**{**vars(LOCAL), "launcher": launcher, "partition": "low"})
     return Submitted(cluster, folder, job(name, LONG, ranks_per_node=1), site, "--exclusive")
@@ -97,7 +102,7 @@ def test_a_preempted_job_saves_and_is_requeued(
     submitted = in_low(preempting, tmp_path, launcher, launcher)
     submitted.until(lambda job: len(job.steps()) >= 3)
     log = preempt(submitted)
-    assert "Traceback" not in log
+    assert "Traceback" not in TORCHRUNS_OWN.sub("", log)
     found = re.search(r"stopped by SIG(?:USR1|TERM) after step (\d+), with a checkpoint", log)
     assert found, log
     saved = int(found[1])
@@ -112,4 +117,4 @@ def test_a_job_that_is_preempted_while_it_starts_is_requeued_too(
     submitted = in_low(preempting, tmp_path, f"early-{launcher}", launcher)
     submitted.until(is_starting)
     log = preempt(submitted)
-    assert "stopped by SIG" in log and "Traceback" not in log
+    assert "stopped by SIG" in log and "Traceback" not in TORCHRUNS_OWN.sub("", log)

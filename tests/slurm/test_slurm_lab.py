@@ -5,16 +5,17 @@ Each fault shows its symptom and is gone afterwards; without SLURM nothing raise
 
 import contextlib
 import re
-import runpy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from answers import solution_of
 
 from labcode.minislurm import Cluster, needs
 from labcode.minislurm.place import base
 from labcode.slurm.lint.parse import Script
 from labcode.slurm.script.job import Job
+from labcode.teach.check import Hint
 from labcode.teach.exercises import l14
 from labcode.teach.labs import l14_cluster
 from labcode.teach.labs.l14_scripts import Ended
@@ -133,30 +134,27 @@ def test_an_unknown_fault_is_refused_with_those_there_are() -> None:
 
 # ------------------------------------------------------------------------------- learners' scripts
 
-EXERCISES = Path(__file__).resolve().parents[1] / "exercises"
 
-
-@pytest.fixture(scope="module")
-def answers() -> dict:
-    """The answers to the exercises of lesson 14."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(EXERCISES.parent))
-        return runpy.run_path(str(EXERCISES / "14.py"))
+def script(name: str) -> str:
+    """A batch script of the lesson's solution."""
+    namespace: dict[str, str] = {}
+    exec(solution_of("14", name), namespace)
+    return namespace[name]
 
 
 @pytest.mark.release
 def test_a_hand_written_script_has_its_ranks_on_two_nodes(
-    lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
+    lab: l14_cluster.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    l14.own_script(answers["OWN"], lab)
+    l14.own_script(script("my_script"), lab)
     assert "4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3)" in capsys.readouterr().out
 
 
 @pytest.mark.release
 def test_a_hand_written_script_saves_is_requeued_and_resumes(
-    lab: l14_cluster.Lab, answers: dict, capsys: pytest.CaptureFixture[str]
+    lab: l14_cluster.Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    l14.lasting_script(answers["LASTING"], lab)
+    l14.lasting_script(script("my_lasting_script"), lab)
     assert "COMPLETED after 1 restart" in capsys.readouterr().out
 
 
@@ -164,16 +162,16 @@ def test_the_log_shows_how_many_ranks_each_node_has() -> None:
     l14._on_two_nodes("4 ranks on 2 nodes (n1: 0, 1; n2: 2, 3), gloo on cpu; grid dp 4")
     l14._on_two_nodes("4 ranks on 2 nodes (n2: 0, 2; n3: 1, 3), gloo on cpu; grid dp 4")
     uneven = "4 ranks on 2 nodes (n1: 0, 1, 2; n2: 3)"
-    with pytest.raises(AssertionError) as error:
+    with pytest.raises(Hint) as error:
         l14._on_two_nodes(f"{uneven}, gloo on cpu; grid dp 4")
     assert str(error.value).endswith(f"the log says: {uneven}")
 
 
 def test_a_login_shell_is_named_where_it_hides_a_program() -> None:
     ended = Ended("FAILED", "ModuleNotFoundError: No module named 'torch'\n")
-    with pytest.raises(AssertionError, match="a login shell, which sets PATH afresh"):
+    with pytest.raises(Hint, match="a login shell, which sets PATH afresh"):
         l14._ran(ended, Script("#!/bin/bash -l\nsrun python train.py\n"))
-    with pytest.raises(AssertionError) as error:
+    with pytest.raises(Hint) as error:
         l14._ran(ended, Script("#!/bin/bash -e\nsrun python train.py\n"))
     assert "login" not in str(error.value)
 

@@ -4,6 +4,7 @@ And how failures read, and what happens to a notebook that a student has worked 
 """
 
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -99,6 +100,57 @@ def content(root):
         path.parent.name: (path.read_bytes(), path.stat().st_mtime_ns)
         for path in root.rglob("*.ipynb")
     }
+
+
+# ---- solutions that later cells use
+
+WITH_A_MODULE = '''# %% [markdown]
+# # 98 · Try
+
+# %%
+import math
+import os
+from functools import cache, partial as part
+
+# %% tags=["exercise", "by-hand"]
+from operator import mul
+
+
+@cache
+def area(r):
+    """Of a circle."""
+    ### BEGIN SOLUTION
+    return part(mul, math.pi)(r * r)
+    ### END SOLUTION
+
+# %%
+print(area)
+'''
+
+
+def test_a_tagged_solution_becomes_a_module_with_the_imports_that_it_needs(tmp_path, capsys):
+    source = tmp_path / "solutions" / "98_try.py"
+    module = tmp_path / "labcode/teach/labs/l98_by_hand.py"
+    source.parent.mkdir()
+    module.parent.mkdir(parents=True)
+    source.write_text(WITH_A_MODULE)
+    assert build_notebooks.main([], tmp_path) == 0
+    imports, _, code = module.read_text().partition("\n\n\n")
+    assert imports.splitlines()[2:] == [
+        "from functools import cache",
+        "from functools import partial as part",
+        "from operator import mul",
+        "import math",
+    ]
+    namespace = {}
+    exec(module.read_text(), namespace)
+    assert namespace["area"](2) == 4 * math.pi
+    assert "SOLUTION" not in code
+    assert build_notebooks.main(["--check"], tmp_path) == 0
+    module.write_text("x = 1")
+    capsys.readouterr()
+    assert build_notebooks.main(["--check"], tmp_path) == 1
+    assert "l98_by_hand.py is not what its source gives" in capsys.readouterr().out
 
 
 # ---- what the student sees

@@ -11,7 +11,7 @@ import torch
 
 from labcode.pool.answers import RankError
 from labcode.teach import show
-from labcode.teach.check import Exercise, check, compare, due, hint, show_source
+from labcode.teach.check import Exercise, Hint, check, compare, due, hint, show_source
 from labcode.teach.exercises import expect
 
 
@@ -206,7 +206,7 @@ def test_due_returns_what_was_filled_in():
     assert due(0, "b") == (0, "b")
     with pytest.raises(NotImplementedError):
         due(1, ...)
-    with pytest.raises(AssertionError, match="it returned None"):
+    with pytest.raises(Hint, match="it returned None"):
         due(None)
 
 
@@ -245,8 +245,8 @@ RANK_ERRORS = {
             "rank 0: RuntimeError: function GatherBackward returned an incorrect number of "
             "gradients (expected 2, got 1)"
         ),
-        "on rank 0: backward gives 1 where 2 are due, one for each argument of forward but `ctx`: "
-        "is there a `return`, and a None for what has no gradient?",
+        "on rank 0: backward gives 1 where 2 are expected, one for each argument of forward but "
+        "`ctx`: is there a `return`, and a None for what has no gradient?",
     ),
     "a tensor without a graph": (
         RankError(

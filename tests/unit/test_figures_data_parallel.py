@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
 from labcode import course
 from labcode.teach.figures import plot
@@ -101,3 +102,23 @@ def test_loss_against_cost_leaves_out_of_the_log_axis_what_has_sent_nothing():
     assert against_bytes.lines[1].get_ydata().tolist() == [3, 2]
     with pytest.raises(ValueError, match="draw 1 to 6"):
         plot.loss_against_cost({}, alt=ALT)
+
+
+def test_each_way_to_train_has_its_name_and_the_difference_of_its_mean_loss():
+    one_process = torch.tensor([4.0, 3.5, 3.0], dtype=torch.float64)
+    runs = {"averaged": [(one_process, one_process)] * 2, "alone": [(one_process + 1, one_process)]}
+    picture = plot.off_one_process(runs, one_process)
+    assert {"averaged", "alone"} <= set(words(picture))
+    equal, apart = picture.axes[0].lines
+    assert list(equal.get_ydata()) == [1e-17] * 3
+    assert list(apart.get_ydata()) == [1.0] * 3
+    lines = plot.losses_of_ranks(one_process, [one_process + 1, one_process - 1], one_process)
+    assert len(lines.axes[0].lines) == 4
+
+
+def test_epochs_are_rows_with_and_without_set_epoch():
+    orders = {True: [list(range(n, n + 16)) for n in range(3)], False: [list(range(16))] * 3}
+    picture = plot.epochs(lambda epoch, set_epoch, num_samples: orders[set_epoch][epoch])
+    rows = [label.get_text() for label in picture.axes[0].get_yticklabels()]
+    assert rows[0] == "epoch 0, without set_epoch" and rows[-1] == "epoch 2, with set_epoch"
+    assert words(picture)[-16:] == [str(number) for number in range(2, 18)]

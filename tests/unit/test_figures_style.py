@@ -158,6 +158,9 @@ def test_a_figure_without_alternative_text_is_refused(name, poor):
 def test_every_function_of_plot_is_tested_here():
     assert set(plot.__all__) - set(FIGURES) == {
         "transports",  # in the tests of NCCL's log
+        "losses_of_ranks",  # this one and the next two: in test_figures_data_parallel.py
+        "off_one_process",
+        "epochs",
         "progress",  # in test_course.py; it says itself what it shows
         "LossCurve",  # what `loss_against_cost` draws
         "StepLanes",  # what `overlap` draws

@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from labcode.teach.labs import l03_by_hand, l03_race
+from labcode.teach.exercises import l03
+from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_step import Batches, config, median_s, new_model, operations
 
 
@@ -69,12 +70,17 @@ def test_settings_name_what_can_be_chosen():
     assert not l03_race.BASELINE.fault
 
 
-def test_the_scaler_by_hand_finds_the_largest_scale():
-    scaler = l03_by_hand.Scaler(scale=2.0**20, growth_interval=4)
-    weight = torch.nn.Parameter(torch.ones(1))
-    for _ in range(40):
-        weight.grad = None
-        scaler.backward((weight.to(torch.float16) * 0.5).sum())
-        scaler.update(scaler.unscale([weight]))
-    # the gradient of the loss is the scale itself, and 2**16 is no float16
-    assert scaler.scale in (2.0**15, 2.0**16)
+def test_the_truth_of_exercise_3_4_is_adamw_of_torch():
+    state = l03._new_state()
+    optimizer = torch.optim.AdamW(
+        state["weights"],
+        lr=l03.LR,
+        betas=(l03.BETA1, l03.BETA2),
+        eps=l03.EPS,
+        weight_decay=l03.DECAY,
+    )
+    for weight, grad in zip(state["weights"], state["grads"]):
+        weight.grad = grad
+    for step in (1, 2, 3):
+        optimizer.step()
+        torch.testing.assert_close(l03._row(state["weights"]), l03.plain_adamw(step)["weights"])

@@ -102,18 +102,23 @@ def diagnose(
 
 def distance(found: Value, truth: Value) -> float:
     """Relative distance of two values in the 2-norm; infinite for inf, nan, and other shapes."""
-    one = torch.as_tensor(found).detach().double()
-    other = torch.as_tensor(truth).detach().double()
+    one = _double(found)
+    other = _double(truth)
     if one.shape != other.shape:
         return math.inf
     off = float((one - other).norm() / other.norm().clamp(min=1e-300))
     return off if math.isfinite(off) else math.inf
 
 
+def _double(value: Value) -> torch.Tensor:
+    """In float64, as a number of Python is."""
+    return torch.as_tensor(value, dtype=torch.float64).detach()
+
+
 def multiple(found: Value, of: Value, tolerance: float = TOLERANCE) -> float | None:
     """Which multiple of `of` this is; None if it is none, or zero."""
-    one = torch.as_tensor(found).detach().double()
-    other = torch.as_tensor(of).detach().double()
+    one = _double(found)
+    other = _double(of)
     if one.shape != other.shape:
         return None
     square = float((other * other).sum())
@@ -368,13 +373,11 @@ def careless(calls: Sequence[Event]) -> dict[str, bool]:
     }
 
 
+# ---- inputs
+
+
 def draw(group: dist.ProcessGroup, seed: int, *shape: int) -> torch.Tensor:
     """Random numbers in float64: the same on all ranks of a group, others in another group."""
     first = min(dist.get_process_group_ranks(group))
     generator = torch.Generator().manual_seed(100 * seed + first)
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
-
-
-def own_part(whole: torch.Tensor, group: dist.ProcessGroup, dim: int) -> torch.Tensor:
-    """This rank's part along `dim`, in memory of its own."""
-    return whole.chunk(group.size(), dim)[group.rank()].clone()

@@ -25,10 +25,12 @@ from types import CodeType, FrameType
 from typing import Any
 
 import labcode
+from labcode.teach.check import Hint
 
 # Of one call: far above what any exercise needs, and done within seconds. Lines count, and on
 # Python 3.11 the instructions of a line as well: there `while True: pass` is one line for ever.
 MAX_STEPS = 5_000_000
+LOOP = "does each loop end?"  # for `bounded`, where there is no better question
 
 
 def bounded(hint: str, function: Callable[..., Any], *args: Any) -> Any:
@@ -38,7 +40,7 @@ def bounded(hint: str, function: Callable[..., Any], *args: Any) -> Any:
     such as `without`, watches those of the function.
 
     Raises:
-        AssertionError: It goes on; the text ends with `hint`.
+        Hint: It goes on; the text ends with `hint`.
     """
     ended: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
     num_steps = 0
@@ -48,7 +50,7 @@ def bounded(hint: str, function: Callable[..., Any], *args: Any) -> Any:
         num_steps += 1
         if num_steps > MAX_STEPS:
             text = f"it did not come to an end after {MAX_STEPS:,} steps: {hint}"
-            ended.put(functools.partial(_raise, AssertionError(text)))
+            ended.put(functools.partial(_raise, Hint(text)))
             threading.Event().wait()
         return on_step
 
@@ -101,7 +103,7 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
         functions: Written in Python.
 
     Raises:
-        AssertionError: At the end of the block, if one was called.
+        Hint: At the end of the block, if one was called.
     """
     forbidden: dict[CodeType, str] = {}
     for function in functions:
@@ -122,4 +124,5 @@ def without(*functions: Callable[..., Any]) -> Iterator[None]:
         yield
     finally:
         sys.setprofile(before)
-    assert not called, f"{called[0]} answer to this exercise: write yours"
+    if called:
+        raise Hint(f"{called[0]} answer to this exercise: write yours")

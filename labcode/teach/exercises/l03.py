@@ -1,77 +1,68 @@
-"""Checks of lesson 03, one device, fast. The text of each assertion is a hint."""
+"""Checks of lesson 03, one device, fast."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim.adam import adam as adam_of_torch
 from torch.optim.adamw import adamw as adamw_of_torch
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
 
-from labcode.teach.check import Exercise, due
+from labcode.models import gpt
+from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises.expect import diagnose, distance, refuse, times
 from labcode.teach.exercises.in_notebook import bounded, without
-from labcode.teach.labs import l03_by_hand, l03_race
-from labcode.teach.labs.l03_by_hand import Batch, Scaler
+from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_race import Settings
 from labcode.teach.labs.l03_step import CHARACTERS, new_model, operations
 
 # ---- 3.1
 
-FORMATS = {"bfloat16": (torch.bfloat16, 7), "float16": (torch.float16, 10)}
-WIDE_FRACTION_BITS = 23
+FRACTION_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
 PLACES = (1.0, 1.5, 1.9921875, 2.0, 3.0, 0.75, 0.3125, 100.0, -6.0, 0.001953125)
 
 
-def _next_up(x: float, dtype: torch.dtype) -> float:
-    """The size of the next larger number of a 16-bit format, away from zero."""
-    number = torch.tensor(x, dtype=dtype)
-    return (number.view(torch.int16) + 1).view(dtype).double().abs().item()
-
-
-def spacing(spacing: Callable[[float, int], float]) -> None:
+def spacing(answer: Callable[[float, int], float]) -> None:
     """The learner's `spacing(x, fraction_bits)`."""
-    for name, (dtype, bits) in FORMATS.items():
+    for name in FRACTION_BITS:
         for x in PLACES:
-            hint = f"does the loop also end for x = {x:g}?"
-            with without(l03_by_hand.spacing):
-                found = due(bounded(hint, spacing, x, bits))
-            expected = _next_up(x, dtype) - abs(x)
-            _judge_spacing(x, bits, name, float(found), expected)
-    hint = "does the loop also end for x = 1e-06?"
-    with without(l03_by_hand.spacing):
-        found = due(bounded(hint, spacing, 1e-6, WIDE_FRACTION_BITS))
-    _judge_spacing(1e-6, WIDE_FRACTION_BITS, "float32", float(found), 2.0**-43)
+            _is_spacing(answer, x, name)
+    _is_spacing(answer, 1e-6, "float32")
 
 
-def _judge_spacing(x: float, bits: int, name: str, found: float, expected: float) -> None:
-    case = f"spacing({x:g}, {bits}) is {found:.6g}: "
-    if found == expected:
-        return
-    assert found > 0, case + "a distance is positive"
-    assert not math.isclose(found, abs(x) * 2.0**-bits), (
-        case + "the spacing does not grow with each x. It is the same for all x from one power of "
-        "two to the next"
-    )
-    assert found != 2.0**-bits or abs(x) < 2, (
-        case + f"that is the spacing from 1 to 2; {abs(x):g} lies above"
-    )
-    assert found != 2.0**-bits, case + f"that is the spacing from 1 to 2; {abs(x):g} lies below"
-    ratio = found / expected
-    assert ratio != 0.5, case + f"{x:g} + {found:.6g} is not a {name}: twice as much is right"
-    assert ratio != 2, case + (
+def _is_spacing(answer: Callable[[float, int], float], x: float, name: str) -> None:
+    bits = FRACTION_BITS[name]
+    size = torch.tensor(abs(x), dtype=getattr(torch, name))
+    following = torch.nextafter(size, torch.full_like(size, math.inf)).item()
+    truth = following - size.item()
+    found = float(due(bounded(f"does the loop also end for x = {x:g}?", answer, x, bits)))
+    where = "below" if abs(x) < 1 else "above"
+    mistakes = {
+        "a distance is positive": found <= 0,
+        "the spacing does not grow with each x. It is the same for all x from one power of two to "
+        "the next": abs(x) * 2.0**-bits,
+        f"that is the spacing from 1 to 2; {abs(x):g} lies {where}": 2.0**-bits,
+        f"{abs(x):g} + {found:.6g} is not a {name}: twice as much is right": truth / 2,
         f"there is a {name} between {abs(x):g} and {abs(x) + found:g}: is your power of two the "
-        "one below |x|?"
-    )
-    raise AssertionError(
-        case + f"the next {name} after {abs(x):g} is {abs(x) + expected:.9g}, which is "
-        f"{expected:.6g} away"
-    )
+        "one below |x|?": 2 * truth,
+    }
+    otherwise = f"the next {name} after {abs(x):g} is {following:.9g}, which is {truth:.6g} away"
+    diagnose(f"spacing({x:g}, {bits}) is {found:.6g}: ", found, truth, mistakes, otherwise)
 
 
 # ---- 3.2
+
+NOT_FINITE = {
+    "inf in the first gradient": ([math.inf, 1.0], [1.0]),
+    "-inf in the first gradient": ([-math.inf, 1.0], [1.0]),
+    "NaN in the first gradient": ([1.0, math.nan], [1.0]),
+    "inf in the last gradient": ([1.0, 1.0], [math.inf]),
+    "inf and -inf in one gradient": ([math.inf, -math.inf], [1.0]),
+}
 
 
 def _params(*grads: Sequence[float] | None) -> list[nn.Parameter]:
@@ -85,83 +76,66 @@ def _params(*grads: Sequence[float] | None) -> list[nn.Parameter]:
     return params
 
 
-def scaler(scaler_cls: Callable[..., Any]) -> None:
+def scaler(answer: Callable[..., Any]) -> None:
     """The learner's `Scaler`."""
-    with without(Scaler.backward, Scaler.unscale, Scaler.update):
-        _scales(scaler_cls)
-        _unscales(scaler_cls)
-        _finds_what_is_not_finite(scaler_cls)
-        _updates(scaler_cls)
-        _in_turn(scaler_cls)
+    _scales(answer)
+    _unscales(answer)
+    _finds_what_is_not_finite(answer)
+    _updates(answer)
+    _in_turn(answer)
 
 
-def _scales(scaler_cls: Callable[..., Any]) -> None:
+def _scales(answer: Callable[..., Any]) -> None:
     weight = nn.Parameter(torch.tensor([1.0, 2.0]))
-    own = scaler_cls(scale=8.0)
-    loss = (weight * torch.tensor([3.0, 5.0])).sum()
-    own.backward(loss)
-    assert weight.grad is not None, "after backward(loss) there is no gradient: who computes it?"
-    expected = torch.tensor([24.0, 40.0])
-    assert not torch.equal(weight.grad, expected / 8), (
-        "after backward(loss) with a scale of 8 the gradients are those of the loss: that was to "
-        "be multiplied by the scale before"
-    )
-    assert torch.equal(weight.grad, expected), (
-        f"after backward(loss) with a scale of 8 the gradients are {weight.grad.tolist()}, and 8 "
-        f"times those of the loss are {expected.tolist()}"
-    )
-    assert loss.item() == 13, "backward changed the loss itself, which is logged: it is 13"
+    of_loss = torch.tensor([3.0, 5.0])
+    truth = 8 * of_loss
+    loss = (weight * of_loss).sum()
+    answer(scale=8.0).backward(loss)
+    if weight.grad is None:
+        raise Hint("after backward(loss) there is no gradient: who computes it?")
+    mistakes = {"those of the loss: that was to be multiplied by the scale before": of_loss}
+    otherwise = f"{weight.grad.tolist()}, and 8 times those of the loss are {truth.tolist()}"
+    case = "after backward(loss) with a scale of 8 the gradients are "
+    diagnose(case, weight.grad, truth, mistakes, otherwise)
+    changed = "backward changed the loss itself, which is logged: it is 13"
+    refuse({changed: loss.item() != 13})
 
 
-def _unscales(scaler_cls: Callable[..., Any]) -> None:
-    own = scaler_cls(scale=8.0)
+def _unscales(answer: Callable[..., Any]) -> None:
+    own = answer(scale=8.0)
     params = _params([8.0, -16.0], None, [4.0])
     finite = own.unscale(iter(params))
-    _judge_unscaled(params, [[1.0, -2.0], None, [0.5]])
-    assert due(finite) is not ..., "unscale"
-    assert bool(finite), "unscale says False, and all gradients were finite"
-    assert own.scale == 8, f"unscale changed the scale to {own.scale:g}: that is what update is for"
-
-
-def _judge_unscaled(params: list[nn.Parameter], expected: Sequence[Sequence[float] | None]) -> None:
-    for number, (param, wanted) in enumerate(zip(params, expected)):
-        if wanted is None:
-            assert param.grad is None, "a parameter without a gradient has got one"
-            continue
-        assert param.grad is not None, f"the gradient of parameter {number} is gone"
-        found = param.grad.tolist()
-        scaled = [8 * value for value in wanted]
-        assert found != scaled, (
-            f"the gradient of parameter {number} is still multiplied by the scale: is the result "
-            "written into `.grad`?"
-        )
-        assert found != [64 * value for value in wanted], "divide by the scale, do not multiply"
-        assert found == list(wanted), (
-            f"the gradient of parameter {number} is {found} where {list(wanted)} was due"
-        )
-
-
-def _finds_what_is_not_finite(scaler_cls: Callable[..., Any]) -> None:
-    inf = math.inf
-    cases = {
-        "inf in the first gradient": ([inf, 1.0], [1.0]),
-        "-inf in the first gradient": ([-inf, 1.0], [1.0]),
-        "NaN in the first gradient": ([1.0, math.nan], [1.0]),
-        "inf in the last gradient": ([1.0, 1.0], [inf]),
-        "inf and -inf in one gradient": ([inf, -inf], [1.0]),
+    refuse({"a parameter without a gradient has got one": params[1].grad is not None})
+    for number, truth in {0: torch.tensor([1.0, -2.0]), 2: torch.tensor([0.5])}.items():
+        found = params[number].grad
+        if found is None:
+            raise Hint(f"the gradient of parameter {number} is gone")
+        mistakes = {
+            "is still multiplied by the scale: is the result written into `.grad`?": 8 * truth,
+            "is multiplied by the scale once more: divide by the scale, do not multiply": (
+                64 * truth
+            ),
+        }
+        otherwise = f"is {found.tolist()}, expected is {truth.tolist()}"
+        diagnose(f"the gradient of parameter {number} ", found, truth, mistakes, otherwise)
+    mistakes = {
+        "unscale says False, and all gradients were finite": not due(finite),
+        f"unscale changed the scale to {own.scale:g}: that is what update is for": own.scale != 8,
     }
-    for what, grads in cases.items():
-        params = _params(*grads)
-        finite = due(scaler_cls(scale=8.0).unscale(iter(params)))
-        assert not bool(finite), f"unscale says True with {what}"
-    healthy = _params([0.0, 0.0], [1e30])
-    assert bool(scaler_cls(scale=8.0).unscale(iter(healthy))), (
-        "unscale says False for gradients of 0 and 1e29: both are finite in float32"
-    )
+    refuse(mistakes)
 
 
-def _updates(scaler_cls: Callable[..., Any]) -> None:
-    """With a growth interval of 3: what each step says, and the scale that is due after it."""
+def _finds_what_is_not_finite(answer: Callable[..., Any]) -> None:
+    for what, grads in NOT_FINITE.items():
+        finite = bool(due(answer(scale=8.0).unscale(iter(_params(*grads)))))
+        refuse({f"unscale says True with {what}": finite})
+    healthy = answer(scale=8.0).unscale(iter(_params([0.0, 0.0], [1e30])))
+    hint = "unscale says False for gradients of 0 and 1e29: both are finite in float32"
+    refuse({hint: not healthy})
+
+
+def _updates(answer: Callable[..., Any]) -> None:
+    """With a growth interval of 3: what each step says, and the scale after it."""
     story = [
         (True, 8.0, "after one good step"),
         (True, 8.0, "after two good steps"),
@@ -175,35 +149,38 @@ def _updates(scaler_cls: Callable[..., Any]) -> None:
         (False, 8.0, "after an overflow"),
         (False, 4.0, "after two overflows, one behind the other"),
     ]
-    own = scaler_cls(scale=8.0, growth_interval=3)
-    for finite, expected, when in story:
+    own = answer(scale=8.0, growth_interval=3)
+    for finite, truth, when in story:
         own.update(finite)
         found = float(due(own.scale))
-        assert found == expected, (
-            f"with scale=8 and growth_interval=3 the scale is {found:g} {when}; {expected:g} was "
-            "due"
+        hint = (
+            f"with scale=8 and growth_interval=3 the scale is {found:g} {when}; expected is "
+            f"{truth:g}"
         )
+        refuse({hint: found != truth})
 
 
-def _in_turn(scaler_cls: Callable[..., Any]) -> None:
+def _in_turn(answer: Callable[..., Any]) -> None:
     """As a training calls them: unscale, then update with what it said."""
-    own = scaler_cls(scale=2.0, growth_interval=3)
+    own = answer(scale=2.0, growth_interval=3)
     overflows = (True, True, False, False, False, True, False, False, False)
-    expected = (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5, 1.0)
-    for step, (overflow, due_scale) in enumerate(zip(overflows, expected, strict=True), 1):
+    truths = (1.0, 0.5, 0.5, 0.5, 1.0, 0.5, 0.5, 0.5, 1.0)
+    for step, (overflow, truth) in enumerate(zip(overflows, truths, strict=True), 1):
         before = own.scale
         finite = own.unscale(_params([math.inf if overflow else 1.0]))
-        assert own.scale == before, (
+        hint = (
             f"unscale changed the scale from {before:g} to {own.scale:g} in step {step}: that is "
             "what update is for"
         )
+        refuse({hint: own.scale != before})
         own.update(bool(finite))
         found = float(due(own.scale))
-        assert found == due_scale, (
+        hint = (
             f"unscale and update in turn, with scale=2 and growth_interval=3: after step {step} "
-            f"the scale is {found:g}, and {due_scale:g} was due. Does unscale change what update "
+            f"the scale is {found:g}, expected is {truth:g}. Does unscale change what update "
             "counts, or is a scale below 1 rounded?"
         )
+        refuse({hint: found != truth})
 
 
 # ---- 3.3
@@ -214,76 +191,100 @@ NUM_STEPS = 3
 NUM_MICRO_BATCHES = 3
 SCALE = 2.0**10
 OVERFLOWS_AT = 1  # counted from 0
-MOMENTUM = 0.5
 SMALL = {"num_layers": 1, "hidden_size": 32, "num_heads": 2}
-TOLERANCE = 0.02  # of how far the weights go: float16 keeps three digits
-SAME_WAY = 0.999  # cosine of the angle between two gradients that differ by a factor alone
+DIGITS = 0.02  # relative distance that is rounding: float16 keeps three digits
 LOSSES = ("cross_entropy", "nll_loss", "log_softmax", "logsumexp")
 
+Batch = tuple[Tensor, Tensor]
 Step = Callable[..., Any]
 
 
-class _Watched(Scaler):
-    """A scaler that remembers what was done with it, and when.
-
-    Args:
-        model: Whose gradients it scales.
-        overflows_at: Number of the step in which a gradient is to overflow; None: of none.
-    """
-
-    def __init__(self, model: nn.Module, overflows_at: int | None = None) -> None:
-        super().__init__(SCALE)
-        self.model = model
-        self.overflows_at = overflows_at
-        self.events: list[str] = []
-        self.flags: list[Any] = []  # that update was given
-        self.within_autocast = False
-        self.begins_with_gradients = False
-
-    def backward(self, loss: torch.Tensor) -> None:
-        """As Scaler, and an overflow where one is asked for."""
-        is_first = not self.events or self.events[-1] != "backward"
-        if is_first and bool(_gradient(self.model).any()):
-            self.begins_with_gradients = True
-        if torch.is_autocast_enabled("cpu"):
-            self.within_autocast = True
-        self.events.append("backward")
-        super().backward(loss * math.inf if len(self.flags) == self.overflows_at else loss)
-
-    def unscale(self, params: Any) -> bool:
-        """As Scaler."""
-        self.events.append("unscale")
-        return super().unscale(params)
-
-    def update(self, finite: bool) -> None:
-        """As Scaler."""
-        self.events.append("update")
-        self.flags.append(finite)
-        super().update(finite)
-
-
 class _LossWatch(TorchFunctionMode):
-    """Sees whether a loss is computed outside of autocast."""
+    """Notes in `seen` whether a loss is computed outside of autocast."""
 
-    def __init__(self) -> None:
+    def __init__(self, seen: set[str]) -> None:
         super().__init__()
-        self.outside = False
+        self.seen = seen
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         if getattr(func, "__name__", "") in LOSSES and not torch.is_autocast_enabled("cpu"):
-            self.outside = True
+            self.seen.add("loss outside of autocast")
         return func(*args, **(kwargs or {}))
 
 
-def _gradient(model: nn.Module) -> torch.Tensor:
-    """All gradients in one row; zeros where there is none."""
-    rows = []
-    for param in model.parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad
-        rows.append(grad.detach().flatten())
-    return torch.cat(rows)
+class _Training:
+    """Steps of a training, and what was seen of them. It is also the scaler that they are given.
+
+    Args:
+        step: Does one of them.
+        max_norm: Of the gradients.
+        overflows_at: Number of the step in which the gradients overflow; None: in none.
+
+    Attributes:
+        events: Which methods of the scaler were called.
+        flags: What `update` was given.
+        seen: What has happened at least once.
+        dtypes: Of the logits.
+        gradients: That reached the optimizer, a row for each of its steps.
+        left: The gradients after each call of `step`.
+        moved: How far the weights went in all.
+    """
+
+    def __init__(self, step: Step, max_norm: float, overflows_at: int | None = None) -> None:
+        self.scale = SCALE
+        self.overflows_at = overflows_at
+        self.events: list[str] = []
+        self.flags: list[Any] = []
+        self.seen: set[str] = set()
+        self.dtypes: set[torch.dtype] = set()
+        self.gradients: list[Tensor] = []
+        self.left: list[Tensor] = []
+        self.model = new_model(**SMALL)
+        self.model.register_forward_hook(self._note_dtype)
+        optimizer = _sgd(self.model)
+        optimizer.register_step_pre_hook(self._note_gradient)
+        before = _weights(self.model)
+        for number in range(NUM_STEPS):
+            micro_batches = _batches(number)
+            with _LossWatch(self.seen):
+                step(self.model, optimizer, self, micro_batches, max_norm)
+            self.left.append(_gradient(self.model))
+            if tree_map(Tensor.tolist, micro_batches) != tree_map(Tensor.tolist, _batches(number)):
+                self.seen.add("other data")
+        self.moved = _weights(self.model) - before
+
+    def backward(self, loss: Tensor) -> None:
+        """Of a scaler; its gradients are not finite in the step that overflows."""
+        is_first = self.events[-1:] != ["backward"]
+        if is_first and bool(_gradient(self.model).any()):
+            self.seen.add("gradients of the step before")
+        if torch.is_autocast_enabled("cpu"):
+            self.seen.add("backward inside of autocast")
+        self.events.append("backward")
+        overflows = len(self.flags) == self.overflows_at
+        (loss * (math.inf if overflows else self.scale)).backward()
+
+    def unscale(self, params: Iterable[nn.Parameter]) -> bool:
+        """Of a scaler."""
+        self.events.append("unscale")
+        grads = [param.grad for param in params if param.grad is not None]
+        torch._foreach_div_(grads, self.scale)
+        return all(bool(grad.isfinite().all()) for grad in grads)
+
+    def update(self, finite: Any) -> None:
+        """Of a scaler; in so few steps the scale does not grow."""
+        self.events.append("update")
+        self.flags.append(finite)
+        if not finite:
+            self.scale /= 2
+
+    def _note_dtype(self, module: nn.Module, args: Any, logits: Tensor) -> None:
+        self.dtypes.add(logits.dtype)
+
+    def _note_gradient(self, *_: Any) -> None:
+        self.gradients.append(_gradient(self.model))
 
 
 def _batches(step: int) -> list[Batch]:
@@ -295,309 +296,222 @@ def _batches(step: int) -> list[Batch]:
     return found
 
 
-def _is_same_data(found: Sequence[Batch], given: Sequence[Batch]) -> bool:
-    if len(found) != len(given):
-        return False
-    for one, other in zip(found, given):
-        if not torch.equal(one[0], other[0]) or not torch.equal(one[1], other[1]):
-            return False
-    return True
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.5)
 
 
-class _Run:
-    """Some steps of a training, and what they have done.
-
-    Args:
-        train_step: Does one of them.
-        max_norm: Of the gradients.
-        overflows_at: Number of the step in which a gradient is to overflow; None: of none.
-
-    Attributes:
-        scaler: As it is afterwards.
-        dtypes: Of the outputs of linear layers.
-        gradients: That reached the optimizer, a row for each of its steps.
-        moves: How far all weights went, a row for each call.
-        clipped_late: Whether gradients became shorter after the optimizer had used them.
-        changed_data: Whether the micro-batches are others after a call.
-        changed_state: Whether the optimizer's momenta are others after the step that overflows.
-        loss_outside: Whether a loss was computed outside of autocast.
-    """
-
-    def __init__(
-        self, train_step: Step, max_norm: float = MAX_NORM, overflows_at: int | None = None
-    ) -> None:
-        self.model = new_model(**SMALL)
-        momentum = 0.0 if overflows_at is None else MOMENTUM
-        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5, momentum=momentum)
-        self.optimizer.register_step_pre_hook(self._note_gradient)
-        self.scaler = _Watched(self.model, overflows_at)
-        self.dtypes: set[torch.dtype] = set()
-        self.gradients: list[torch.Tensor] = []
-        self.moves: list[torch.Tensor] = []
-        self.clipped_late = False
-        self.changed_data = False
-        self.changed_state = False
-        for module in self.model.modules():
-            if isinstance(module, nn.Linear) and module is not self.model.head:
-                module.register_forward_hook(self._note_dtype)
-        with _LossWatch() as losses:
-            for step in range(NUM_STEPS):
-                self._one_step(train_step, step, max_norm)
-        self.loss_outside = losses.outside
-
-    @property
-    def moved(self) -> torch.Tensor:
-        """How far all weights went, in one row."""
-        return torch.stack(self.moves).sum(dim=0)
-
-    def _one_step(self, train_step: Step, step: int, max_norm: float) -> None:
-        micro_batches = _batches(step)
-        weights = self._weights()
-        momenta = self._momenta()
-        num_gradients = len(self.gradients)
-        train_step(self.model, self.optimizer, self.scaler, micro_batches, max_norm)
-        self.moves.append(self._weights() - weights)
-        if not _is_same_data(micro_batches, _batches(step)):
-            self.changed_data = True
-        if step == self.scaler.overflows_at and not torch.equal(momenta, self._momenta()):
-            self.changed_state = True
-        if len(self.gradients) > num_gradients:
-            left = _gradient(self.model).norm()
-            if 0 < left < 0.99 * self.gradients[-1].norm():
-                self.clipped_late = True
-
-    def _weights(self) -> torch.Tensor:
-        return nn.utils.parameters_to_vector(self.model.parameters()).detach().clone()
-
-    def _momenta(self) -> torch.Tensor:
-        """All momenta in one row; empty where the optimizer has none."""
-        rows = [torch.zeros(0)]
-        for param in self.model.parameters():
-            buffer = self.optimizer.state.get(param, {}).get("momentum_buffer")
-            if buffer is not None:
-                rows.append(buffer.flatten())
-        return torch.cat(rows)
-
-    def _note_gradient(self, *_: Any) -> None:
-        self.gradients.append(_gradient(self.model))
-
-    def _note_dtype(self, module: nn.Module, args: Any, output: torch.Tensor) -> None:
-        self.dtypes.add(output.dtype)
+def _weights(model: nn.Module) -> Tensor:
+    return nn.utils.parameters_to_vector(model.parameters()).detach().clone()
 
 
-def train_step(train_step: Step) -> None:
-    """The learner's `train_step(model, optimizer, scaler, micro_batches, max_norm)`."""
-    with without(l03_by_hand.train_step):
-        free = _Run(train_step, NO_LIMIT)
-        clipped = _Run(train_step)
-    _judge_events(free)
-    _judge_autocast(free)
-    assert not free.changed_data, (
-        "the micro-batches are others after a call: they are the caller's, and stay as they are"
-    )
-    assert not free.scaler.begins_with_gradients, (
-        "the gradients of the step before are still there at the first backward of a step: where "
-        "do the gradients of a step go?"
-    )
-    _judge_gradient(free.gradients[0])
-    _judge_clipped(clipped)
-    _judge_later(free, NO_LIMIT)
-    _judge_later(clipped, MAX_NORM)
-    with without(l03_by_hand.train_step):
-        overflowed = _Run(train_step, overflows_at=OVERFLOWS_AT)
-    _judge_overflow(overflowed)
+def _gradient(model: nn.Module) -> Tensor:
+    """All gradients in one row; zeros where there is none."""
+    rows = []
+    for param in model.parameters():
+        grad = torch.zeros_like(param) if param.grad is None else param.grad
+        rows.append(grad.detach().flatten())
+    return torch.cat(rows)
 
 
-def _judge_events(run: _Run) -> None:
-    events = run.scaler.events
-    count = NUM_MICRO_BATCHES
-    assert events, "the scaler was not used"
-    per_step = len(events) / NUM_STEPS
-    first = events[: int(per_step)]
-    assert "backward" in first, (
-        "`scaler.backward` was not called: `loss.backward()` leaves the loss as it is"
-    )
-    assert "unscale" in events, "the gradients were never unscaled"
-    assert "update" in events, "`scaler.update` was not called: the scale would stay as it is"
-    if events.count("backward") == NUM_STEPS:
-        assert run.gradients, "the optimizer made no step"
-        assert _is_close(run.gradients[0], _due_gradient(_batches(0))), (
-            f"one backward for {count} micro-batches, and its gradient is not that of their mean "
-            "loss: which losses are in it?"
-        )
-        raise AssertionError(
-            f"one backward for {count} micro-batches: the gradient is the right one, but until "
-            f"then the activations of all {count} lie in memory. Micro-batches are there to save "
-            "it: how many backwards does that take?"
-        )
-    assert events.count("backward") == count * NUM_STEPS, (
-        f"{events.count('backward')} backwards for {NUM_STEPS} steps of {count} micro-batches"
-    )
-    assert events.count("unscale") == NUM_STEPS, (
-        f"unscale was called {events.count('unscale')} times in {NUM_STEPS} steps: once for each, "
-        "or gradients are divided twice"
-    )
-    assert events.count("update") == NUM_STEPS, (
-        f"update was called {events.count('update')} times in {NUM_STEPS} steps, where all "
-        "gradients were finite"
-    )
-    wanted = [*["backward"] * count, "unscale", "update"]
-    assert events == wanted * NUM_STEPS, f"in this order: {', '.join(wanted)}; yours: {first}"
-    for number, flag in enumerate(run.scaler.flags, 1):
-        assert bool(flag), (
-            f"`scaler.update` got {flag!r} in step {number}, where all gradients were finite: does "
-            "update get what unscale found?"
-        )
-    steps = len(run.gradients)
-    assert steps, "the optimizer made no step"
-    assert steps == NUM_STEPS, (
-        f"{NUM_STEPS} calls made {steps} steps of the optimizer: one for each, after all "
-        "micro-batches"
-    )
-
-
-def _judge_autocast(run: _Run) -> None:
-    assert run.dtypes, "the model was not called"
-    assert run.dtypes == {torch.float16}, (
-        f"a linear layer gave {_names(run.dtypes)}, not float16: what does torch.autocast need to "
-        "know, and does the model run inside of it?"
-    )
-    assert not run.scaler.within_autocast, (
-        "`scaler.backward` runs inside of the autocast block: backward takes the dtypes of forward "
-        "by itself. Where does the block end?"
-    )
-    assert not run.loss_outside, (
-        "the loss is computed outside of the autocast block, in whatever dtype the logits have: "
-        "where does the block end?"
-    )
-
-
-def _names(dtypes: set[torch.dtype]) -> str:
-    return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
-
-
-def _due_gradient(micro_batches: list[Batch]) -> torch.Tensor:
-    """Of the mean loss of these micro-batches, in the first step; it is not clipped."""
-    model = new_model(**SMALL)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
-    l03_by_hand.train_step(model, optimizer, Scaler(SCALE), micro_batches, NO_LIMIT)
+def _plain_backward(model: nn.Module, micro_batches: Sequence[Batch]) -> Tensor:
+    """The gradient of the mean loss, in float32."""
+    losses = [gpt.loss(model(tokens), targets) for tokens, targets in micro_batches]
+    model.zero_grad()
+    torch.stack(losses).mean().backward()
     return _gradient(model)
 
 
-def _judge_gradient(found: torch.Tensor) -> None:
+def _first_gradient(*micro_batches: Batch) -> Tensor:
+    """The gradient of their mean loss in the first step; it is not clipped."""
+    return _plain_backward(new_model(**SMALL), micro_batches)
+
+
+def _plain_training(max_norm: float, steps: Iterable[int] = range(NUM_STEPS)) -> Tensor:
+    """How far the weights go in all, in float32."""
+    model = new_model(**SMALL)
+    optimizer = _sgd(model)
+    before = _weights(model)
+    for step in steps:
+        _plain_backward(model, _batches(step))
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    return _weights(model) - before
+
+
+def train_step(answer: Step) -> None:
+    """The learner's `train_step(model, optimizer, scaler, micro_batches, max_norm)`."""
+    free = _Training(answer, NO_LIMIT)
+    _uses_the_scaler(free)
+    _runs_in_autocast(free)
+    _has_gradient(free.gradients[0])
+    clipped = _Training(answer, MAX_NORM)
+    _is_clipped(clipped)
+    for run, max_norm in ((free, NO_LIMIT), (clipped, MAX_NORM)):
+        otherwise = (
+            f"the first gradient is right, but after {NUM_STEPS} steps with max_norm={max_norm:g} "
+            "the weights have gone elsewhere: what has one step left for the next, and does "
+            "something else than the optimizer move them?"
+        )
+        diagnose("", run.moved, _plain_training(max_norm), {}, otherwise, DIGITS)
+    _leaves_a_step_out(_Training(answer, MAX_NORM, OVERFLOWS_AT))
+
+
+def _uses_the_scaler(run: _Training) -> None:
+    count = NUM_MICRO_BATCHES
+    backwards, unscales, updates = map(run.events.count, ("backward", "unscale", "update"))
+    mistakes = {
+        "the scaler was not used": not run.events,
+        "`scaler.backward` was not called: `loss.backward()` leaves the loss as it is": (
+            not backwards
+        ),
+        "the gradients were never unscaled": not unscales,
+        "`scaler.update` was not called: the scale would stay as it is": not updates,
+        "the optimizer made no step": not run.gradients,
+    }
+    refuse(mistakes)
+    is_one = backwards == NUM_STEPS
+    is_right = distance(run.gradients[0], _first_gradient(*_batches(0))) < DIGITS
+    order = [*["backward"] * count, "unscale", "update"]
+    mistakes = {
+        f"one backward for {count} micro-batches, and its gradient is not that of their mean loss: "
+        "which losses are in it?": is_one and not is_right,
+        f"one backward for {count} micro-batches: the gradient is the right one, but until then "
+        f"the activations of all {count} lie in memory. Micro-batches are there to save it: how "
+        "many backwards does that take?": is_one,
+        f"{backwards} backwards for {NUM_STEPS} steps of {count} micro-batches": (
+            backwards != count * NUM_STEPS
+        ),
+        f"unscale was called {unscales} times in {NUM_STEPS} steps: once for each, or gradients "
+        "are divided twice": unscales != NUM_STEPS,
+        f"update was called {updates} times in {NUM_STEPS} steps, where all gradients were "
+        "finite": updates != NUM_STEPS,
+        f"in this order: {', '.join(order)}; yours: {', '.join(run.events[: len(order)])}": (
+            run.events != order * NUM_STEPS
+        ),
+        **_wrong_flags(run, [True] * NUM_STEPS),
+        f"{NUM_STEPS} calls made {len(run.gradients)} steps of the optimizer: one for each, after "
+        "all micro-batches": len(run.gradients) != NUM_STEPS,
+    }
+    refuse(mistakes)
+
+
+def _wrong_flags(run: _Training, truths: Sequence[bool]) -> dict[str, bool]:
+    """As rows of a table: in which step `update` was not told whether all gradients were finite."""
+    mistakes = {}
+    for number, (flag, truth) in enumerate(zip(run.flags, truths), 1):
+        were = "all gradients were finite" if truth else "a gradient was not finite"
+        hint = (
+            f"`scaler.update` got {flag!r} in step {number}, where {were}: does update get what "
+            "unscale found?"
+        )
+        mistakes[hint] = bool(flag) != truth
+    return mistakes
+
+
+def _runs_in_autocast(run: _Training) -> None:
+    names = " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in run.dtypes))
+    mistakes = {
+        "the model was not called": not run.dtypes,
+        f"the model gave {names}, not float16: what does torch.autocast need to know, and does the "
+        "model run inside of it?": run.dtypes != {torch.float16},
+        "`scaler.backward` runs inside of the autocast block: backward takes the dtypes of forward "
+        "by itself. Where does the block end?": "backward inside of autocast" in run.seen,
+        "the loss is computed outside of the autocast block, in whatever dtype the logits have: "
+        "where does the block end?": "loss outside of autocast" in run.seen,
+        "the micro-batches are others after a call: they are the caller's, and stay as they are": (
+            "other data" in run.seen
+        ),
+        "the gradients of the step before are still there at the first backward of a step: where "
+        "do the gradients of a step go?": "gradients of the step before" in run.seen,
+    }
+    refuse(mistakes)
+
+
+def _has_gradient(found: Tensor) -> None:
     """What reaches the optimizer in the first step, where nothing is clipped."""
     micro_batches = _batches(0)
-    wanted = _due_gradient(micro_batches)
-    if _is_close(found, wanted):
-        return
-    ratio = (found.norm() / wanted.norm()).item()
-    if _is_same_way(found, wanted):
-        assert not math.isclose(ratio, NUM_MICRO_BATCHES, rel_tol=TOLERANCE), (
-            "the losses of the micro-batches are added; their mean was due"
-        )
-        assert not math.isclose(found.norm().item(), NO_LIMIT, rel_tol=TOLERANCE), (
-            "a gradient whose norm is below max_norm has been made longer: only what is above is "
-            "clipped"
-        )
-        raise AssertionError(
-            f"the gradient that reaches the optimizer is {ratio:.3g} times that of the mean loss, "
-            f"with max_norm={NO_LIMIT:g}, which clips nothing: by what is each loss divided, and "
-            "to which norm is clipped?"
-        )
-    for place, name in ((0, "first"), (-1, "last")):
-        assert not _is_same_way(found, _due_gradient([micro_batches[place]])), (
-            f"of the micro-batches only the {name} one is in the gradient that reaches the "
-            "optimizer: when are gradients set to zero?"
-        )
+    truth = _first_gradient(*micro_batches)
     swapped = [(targets, tokens) for tokens, targets in micro_batches]
-    assert not _is_same_way(found, _due_gradient(swapped)), (
+    only = (
+        "of the micro-batches only the {} one is in the gradient that reaches the optimizer: when "
+        "are gradients set to zero?"
+    )
+    mistakes = {
+        "the losses of the micro-batches are added; expected is their mean": (
+            NUM_MICRO_BATCHES * truth
+        ),
+        "a gradient whose norm is below max_norm has been made longer: only what is above is "
+        "clipped": NO_LIMIT / truth.norm() * truth,
+        "the gradient that reaches the optimizer is {times:.3g} times that of the mean loss, with "
+        f"max_norm={NO_LIMIT:g}, which clips nothing: by what is each loss divided, and to which "
+        "norm is clipped?": times(truth),
+        only.format("first"): times(_first_gradient(micro_batches[0])),
+        only.format("last"): times(_first_gradient(micro_batches[-1])),
         "the model is asked for the tokens that come before: which of the two in a micro-batch "
-        "does it get?"
+        "does it get?": times(_first_gradient(*swapped)),
+    }
+    otherwise = (
+        "the gradient that reaches the optimizer in the first step is {off:.0%} away from that of "
+        "the mean loss: which losses are in it, and what has been done to it since?"
     )
-    raise AssertionError(
-        f"the gradient that reaches the optimizer in the first step is {ratio:.3g} times as long "
-        "as that of the mean loss, and points elsewhere: which losses are in it, and what has been "
-        "done to it since?"
-    )
+    diagnose("", found, truth, mistakes, otherwise, DIGITS)
 
 
-def _judge_clipped(run: _Run) -> None:
+def _is_clipped(run: _Training) -> None:
     """What reaches the optimizer in the first step, where it is longer than `MAX_NORM`."""
     found = run.gradients[0]
-    free = _due_gradient(_batches(0))
-    assert not run.clipped_late, (
-        "the gradients are clipped after `optimizer.step()`: the weights have moved by then"
-    )
-    assert not _is_close(found, free), (
-        f"the gradients are not clipped: their norm is {free.norm():.3g}, and max_norm is "
-        f"{MAX_NORM:g}"
-    )
+    free = _first_gradient(*_batches(0))
     norm = found.norm().item()
-    assert norm > 1.01 * MAX_NORM / SCALE, (
+    is_free = distance(found, free) < DIGITS
+    left_clipped = distance(run.left[0].norm(), MAX_NORM) < DIGITS
+    mistakes = {
+        "the gradients are clipped after `optimizer.step()`: the weights have moved by then": (
+            is_free and left_clipped
+        ),
+        f"the gradients are not clipped: their norm is {norm:.3g}, and max_norm is {MAX_NORM:g}": (
+            is_free
+        ),
         f"the gradients are clipped before they are unscaled: a norm that is {SCALE:g} times as "
-        f"large is cut to max_norm, and then divided by {SCALE:g}"
-    )
-    assert math.isclose(norm, MAX_NORM, rel_tol=TOLERANCE), (
+        f"large is cut to max_norm, and then divided by {SCALE:g}": (
+            norm < 1.01 * MAX_NORM / SCALE
+        ),
         f"the norm of all gradients together is {norm:.3g} at the optimizer, and max_norm is "
-        f"{MAX_NORM:g}: what is clipped, and to what?"
+        f"{MAX_NORM:g}: what is clipped, and to what?": distance(norm, MAX_NORM) > DIGITS,
+    }
+    otherwise = (
+        "clipping has turned the gradient, where it should only make it shorter: all gradients are "
+        "multiplied by the same number"
     )
-    assert _is_same_way(found, free), (
-        "clipping has turned the gradient, where it should only make it shorter: all gradients "
-        "are multiplied by the same number"
-    )
+    diagnose("", found, MAX_NORM / free.norm() * free, mistakes, otherwise, DIGITS)
 
 
-def _judge_later(run: _Run, max_norm: float) -> None:
-    """The weights after the last step, where the first one is right."""
-    wanted = _Run(l03_by_hand.train_step, max_norm).moved
-    ratio = (run.moved.norm() / wanted.norm()).item()
-    assert _is_close(run.moved, wanted), (
-        f"the first gradient is right, but after {NUM_STEPS} steps with max_norm={max_norm:g} the "
-        f"weights have gone {ratio:.3g} times as far as they should: what has one step left for "
-        "the next, and does something else than the optimizer move them?"
-    )
-
-
-def _is_close(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool((found - wanted).norm() <= TOLERANCE * wanted.norm())
-
-
-def _is_same_way(found: torch.Tensor, wanted: torch.Tensor) -> bool:
-    return bool(torch.cosine_similarity(found, wanted, dim=0) > SAME_WAY)
-
-
-def _judge_overflow(run: _Run) -> None:
+def _leaves_a_step_out(run: _Training) -> None:
+    finite = [True] * NUM_STEPS
+    finite[OVERFLOWS_AT] = False
+    others = [step for step in range(NUM_STEPS) if finite[step]]
     case = "in the second of three steps a gradient overflows: "
-    flags = run.scaler.flags
-    assert len(flags) == NUM_STEPS, (
-        case + "`scaler.update` was not called after it, so the scale stays too large for ever"
-    )
-    assert bool(run.moved.isfinite().all()), (
-        case + "the weights are inf or NaN afterwards, and nothing heals them"
-    )
-    assert not run.scaler.begins_with_gradients, case + (
+    mistakes = {
+        "`scaler.update` was not called after it, so the scale stays too large for ever": (
+            len(run.flags) != NUM_STEPS
+        ),
+        "the weights are inf or NaN afterwards, and nothing heals them": (
+            not run.moved.isfinite().all()
+        ),
         "its gradients are still there at the first backward of the third: where do the gradients "
-        "of a step go that is left out?"
+        "of a step go that is left out?": "gradients of the step before" in run.seen,
+        **_wrong_flags(run, finite),
+        f"the scale is {run.scale:g} afterwards, expected is half of {SCALE:g}: who changes it "
+        "beside update?": run.scale != SCALE / 2,
+        f"the optimizer made {len(run.gradients)} steps, expected are {len(others)}": (
+            len(run.gradients) != len(others)
+        ),
+    }
+    refuse(mistakes, case)
+    otherwise = (
+        "afterwards the weights are not those of a training without it: has it changed the weights "
+        "themselves, or the state of the optimizer, its momenta?"
     )
-    for number, flag in enumerate(flags):
-        assert bool(flag) == (number != OVERFLOWS_AT), case + (
-            f"`scaler.update` got {flag!r} in step {number + 1}: does update get what unscale "
-            "found?"
-        )
-    assert run.scaler.scale == SCALE / 2, case + (
-        f"the scale is {run.scaler.scale:g} afterwards, and half of {SCALE:g} was due: who changes "
-        "it beside update?"
-    )
-    assert len(run.gradients) == NUM_STEPS - 1, case + (
-        f"the optimizer made {len(run.gradients)} steps, and {NUM_STEPS - 1} were due"
-    )
-    assert not run.moves[OVERFLOWS_AT].any(), (
-        case + "the weights have changed in it, and they were to stay as they are"
-    )
-    assert not run.changed_state, case + (
-        "the state of the optimizer, its momenta, has changed in it: a step that is left out "
-        "leaves nothing behind"
-    )
+    diagnose(case, run.moved, _plain_training(MAX_NORM, others), {}, otherwise, DIGITS)
 
 
 # ---- 3.4
@@ -608,177 +522,144 @@ BETA1 = 0.8
 BETA2 = 0.9
 EPS = 1e-3
 DECAY = 0.3
-
-
-class _State(NamedTuple):
-    """Four lists of tensors, all of the same shapes."""
-
-    weights: list[torch.Tensor]
-    grads: list[torch.Tensor]
-    means: list[torch.Tensor]
-    squares: list[torch.Tensor]
-
-
-def _new_state(repeats: int = 1) -> _State:
-    generator = torch.Generator().manual_seed(0)
-    lists: list[list[torch.Tensor]] = [[], [], [], []]
-    for shape in SHAPES * repeats:
-        random = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-        zeros = torch.zeros(shape, dtype=torch.float64)
-        for place, tensor in zip(lists, (*random.unbind(), zeros, zeros.clone())):
-            place.append(tensor.clone())
-    return _State(*lists)
-
-
-def adamw(adamw: Callable[..., Any]) -> None:
-    """The learner's `adamw(weights, grads, means, squares, step, ...)`."""
-    state = _new_state()
-    with without(l03_by_hand.adamw, adam_of_torch, adamw_of_torch):
-        for step in (1, 2, 3):
-            _one_step(adamw, state, step)
-            _judge_adamw(state, step)
-    few, many = (_calls(adamw, repeats) for repeats in (1, 5))
-    assert few == many, (
-        f"{len(SHAPES)} tensors take {few} operations, and {5 * len(SHAPES)} take {many}: each "
-        "`torch._foreach_` operation takes a whole list, without a loop"
-    )
-
-
-def _one_step(adamw: Callable[..., Any], state: _State, step: int) -> None:
-    grads = [grad.clone() for grad in state.grads]
-    result = adamw(*state, step, lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, decay=DECAY)
-    assert result is not ..., "not done"
-    for grad, before in zip(state.grads, grads):
-        assert torch.equal(grad, before), (
-            "the gradients have changed: an operation with an underscore at the end of its name "
-            "writes into its first argument"
-        )
-
-
-def _calls(adamw: Callable[..., Any], repeats: int) -> int:
-    state = _new_state(repeats)
-    counted = operations(lambda: _one_step(adamw, state, 1))
-    counted.pop("clone", None)
-    counted.pop("equal", None)
-    assert not any("fused" in name for name in counted), (
-        "a fused operation is PyTorch's whole step: write it with `torch._foreach_` operations"
-    )
-    return sum(counted.values())
-
-
-def _expected(step: int, **changes: Any) -> _State:
-    """What is due after some steps of torch's AdamW, or of another rule."""
-    state = _new_state()
-    for number in range(1, step + 1):
-        _plain_adamw(state, number, **changes)
-    return state
-
-
-def _plain_adamw(state: _State, step: int, what: str = "") -> None:
-    """One tensor after another, with one mistake that people make, or none."""
-    for weight, grad, mean, square in zip(*state):
-        used = grad
-        if what == "decay in the gradient":
-            used = grad + DECAY * weight
-        elif what not in ("no decay", "decay last"):
-            weight *= 1 - LR * (DECAY if what != "decay without lr" else DECAY / LR)
-        mean.lerp_(used, 1 - BETA1)
-        square.mul_(BETA2).addcmul_(used, used, value=1 - BETA2)
-        correction1 = 1 - BETA1**step
-        correction2 = 1 - BETA2**step
-        if what in ("no correction", "no first correction"):
-            correction1 = 1.0
-        if what in ("no correction", "no second correction"):
-            correction2 = 1.0
-        if what == "eps inside":
-            root = (square / correction2 + EPS).sqrt()
-        elif what == "eps uncorrected":
-            root = (square.sqrt() + EPS) / math.sqrt(correction2)
-        elif what == "no root of the correction":
-            root = square.sqrt() / correction2 + EPS
-        else:
-            root = (square / correction2).sqrt() + EPS
-        sign = -1 if what != "uphill" else 1
-        weight.addcdiv_(mean, root, value=sign * LR / correction1)
-        if what == "decay last":
-            weight *= 1 - LR * DECAY
-
-
-MISTAKES = {
-    "decay in the gradient": "the decay went into the gradient, as in Adam with L2: AdamW shrinks "
-    "the weight itself, by the factor 1 - lr * decay",
-    "no decay": "the weights do not shrink: where is the decay?",
-    "decay last": "the decay comes before the update, not after it",
-    "decay without lr": "the decay is multiplied by the learning rate: 1 - lr * decay",
-    "no correction": "both averages begin at 0: where are they divided by 1 - beta**step?",
-    "no first correction": "`means` begins at 0: where is it divided by 1 - beta1**step?",
-    "no second correction": "`squares` begins at 0: where is it divided by 1 - beta2**step?",
-    "eps inside": "eps is added to the root, not under it",
-    "eps uncorrected": "eps is added to the root after that was corrected, not before",
-    "no root of the correction": "under the root stands the corrected average: outside of it the "
-    "correction is sqrt(1 - beta2**step)",
-    "uphill": "the weights go uphill: look at the sign of the update",
+SHRINK = 1 - LR * DECAY
+IN_GRADIENT = (
+    "the decay went into the gradient, as in Adam with L2: AdamW shrinks the weight itself, by the "
+    "factor 1 - lr * decay"
+)
+NOT_EPS = f"all is right but eps: it was called with eps={EPS:g}, and the weights are those of eps"
+MISTAKES: dict[str, dict[str, float]] = {  # what `plain_adamw` is given
+    IN_GRADIENT: {"l2": DECAY, "shrink": 1},
+    "the weights do not shrink: where is the decay?": {"shrink": 1},
+    "the decay comes before the update, not after it": {"shrink": 1, "shrink_after": SHRINK},
+    "the decay is multiplied by the learning rate: 1 - lr * decay": {"shrink": 1 - DECAY},
+    "both averages begin at 0: where are they divided by 1 - beta**step?": {"of_1": 0, "of_2": 0},
+    "`means` begins at 0: where is it divided by 1 - beta1**step?": {"of_1": 0},
+    "`squares` begins at 0: where is it divided by 1 - beta2**step?": {"of_2": 0},
+    "eps is added to the root, not under it": {"eps": 0, "eps_under": EPS},
+    "eps is added to the root after that was corrected, not before": {"eps": 0, "eps_before": EPS},
+    "under the root stands the corrected average: outside of it the correction is "
+    "sqrt(1 - beta2**step)": {"power": 1},
+    "the weights go uphill: look at the sign of the update": {"sign": 1},
+    f"{NOT_EPS}=0. Where is it added?": {"eps": 0},
+    f"{NOT_EPS}=1e-08. Where is it added?": {"eps": 1e-8},
 }
 
 
-def _judge_adamw(state: _State, step: int) -> None:
-    wanted = _expected(step)
+def plain_adamw(
+    num_steps: int,
+    *,
+    l2: float = 0.0,
+    shrink: float = SHRINK,
+    shrink_after: float = 1.0,
+    of_1: float = BETA1,
+    of_2: float = BETA2,
+    eps: float = EPS,
+    eps_under: float = 0.0,
+    eps_before: float = 0.0,
+    power: float = 0.5,
+    sign: float = -1.0,
+) -> dict[str, Tensor]:
+    """The weights, means and squares after some steps, each in one row.
+
+    Args:
+        num_steps: Since the beginning.
+        l2: Decay that goes into the gradient.
+        shrink: Factor of the weights before the update.
+        shrink_after: And after it.
+        of_1: Beta of the correction of the means; 0 corrects nothing.
+        of_2: Of the squares.
+        eps: Added to the corrected root.
+        eps_under: Added to the corrected squares.
+        eps_before: Added to the root that is not corrected.
+        power: Of the correction outside of the root.
+        sign: Of the update.
+
+    Source: Loshchilov and Hutter 2017 (arXiv:1711.05101), algorithm 2.
+    Held by: tests/unit/test_l03_labs.py
+    """
+    weights, grads, means, squares = map(_row, _new_state().values())
+    for step in range(1, num_steps + 1):
+        used = grads + l2 * weights
+        means = BETA1 * means + (1 - BETA1) * used
+        squares = BETA2 * squares + (1 - BETA2) * used * used
+        correction = 1 - of_2**step
+        root = (squares + eps_under * correction).sqrt() + eps_before
+        update = means / (1 - of_1**step) / (root / correction**power + eps)
+        weights = shrink_after * (shrink * weights + sign * LR * update)
+    return {"weights": weights, "means": means, "squares": squares}
+
+
+def _new_state(repeats: int = 1) -> dict[str, list[Tensor]]:
+    """What `adamw` is given, by name: lists of tensors, all of the same shapes."""
+    generator = torch.Generator().manual_seed(0)
+    state: dict[str, list[Tensor]] = {"weights": [], "grads": [], "means": [], "squares": []}
+    for name, tensors in state.items():
+        for shape in SHAPES * repeats:
+            numbers = torch.zeros(shape, dtype=torch.float64)
+            if name in ("weights", "grads"):
+                numbers.normal_(generator=generator)
+            tensors.append(numbers)
+    return state
+
+
+def _row(tensors: Sequence[Tensor]) -> Tensor:
+    return torch.cat([tensor.flatten() for tensor in tensors])
+
+
+def adamw(answer: Callable[..., Any]) -> None:
+    """The learner's `adamw(weights, grads, means, squares, step, ...)`."""
+    state = _new_state()
+    with without(adam_of_torch, adamw_of_torch):
+        for step in (1, 2, 3):
+            _one_step(answer, state, step)
+            _is_adamw(state, step)
+    few, many = (_count(answer, repeats) for repeats in (1, 5))
+    hint = (
+        f"{len(SHAPES)} tensors take {few} operations, and {5 * len(SHAPES)} take {many}: each "
+        "`torch._foreach_` operation takes a whole list, without a loop"
+    )
+    refuse({hint: few != many})
+
+
+def _one_step(answer: Callable[..., Any], state: dict[str, list[Tensor]], step: int) -> None:
+    answer(*state.values(), step, lr=LR, beta1=BETA1, beta2=BETA2, eps=EPS, decay=DECAY)
+
+
+def _count(answer: Callable[..., Any], repeats: int) -> int:
+    """Operations of one step."""
+    state = _new_state(repeats)
+    counted = operations(lambda: _one_step(answer, state, 1))
+    hint = "a fused operation is PyTorch's whole step: write it with `torch._foreach_` operations"
+    refuse({hint: any("fused" in name for name in counted)})
+    return sum(counted.values())
+
+
+def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     case = f"after step {step}: "
-    for name, found, due_ in zip(("means", "squares"), state[2:], wanted[2:]):
-        if _differ(found, due_):
-            for what in ("decay in the gradient",):
-                mistaken = _expected(step, what=what)
-                assert _differ(state.weights, mistaken.weights), case + MISTAKES[what]
-            before = _expected(step - 1)._asdict()[name]
-            assert _differ(found, before), case + (
-                f"`{name}` are as before: they have to change in place"
-            )
-            raise AssertionError(
-                case + f"the first of `{name}` begins with {_first(found)}, and {_first(due_)} was "
-                "due"
-            )
-    if not _differ(state.weights, wanted.weights):
-        return
-    assert _differ(state.weights, _new_state().weights), (
-        case + "the weights are as before: they have to change in place"
+    found = {name: _row(tensors) for name, tensors in state.items()}
+    truth = plain_adamw(step)
+    before = plain_adamw(step - 1)
+    hint = (
+        "the gradients have changed: an operation with an underscore at the end of its name writes "
+        "into its first argument"
     )
-    for what, text in MISTAKES.items():
-        mistaken = _expected(step, what=what)
-        assert _differ(state.weights, mistaken.weights), case + text
-    if step == 1:
-        _judge_eps(state)
-    raise AssertionError(
-        case + f"the first weight is {_first(state.weights)}, and {_first(wanted.weights)} was due"
+    refuse({hint: not torch.equal(found["grads"], _row(_new_state()["grads"]))}, case)
+    mistakes = {hint: plain_adamw(step, **how)["weights"] for hint, how in MISTAKES.items()}
+    refuse({IN_GRADIENT: mistakes[IN_GRADIENT]}, case, found["weights"])  # it changes all three
+    for name in ("means", "squares"):
+        as_before = {f"`{name}` are as before: they have to change in place": before[name]}
+        otherwise = (
+            f"the first of `{name}` begins with {found[name][0]:.6g}, expected is "
+            f"{truth[name][0]:.6g}"
+        )
+        diagnose(case, found[name], truth[name], as_before, otherwise)
+    as_before = "the weights are as before: they have to change in place"
+    mistakes = {as_before: before["weights"], **mistakes}
+    otherwise = (
+        f"the first weight is {found['weights'][0]:.6g}, expected is {truth['weights'][0]:.6g}"
     )
-
-
-def _judge_eps(state: _State) -> None:
-    """After the first step the weights say which eps they were made with."""
-    found = []
-    for weight, before, mean, square in zip(
-        state.weights, _new_state().weights, state.means, state.squares
-    ):
-        update = before * (1 - LR * DECAY) - weight
-        denominator = LR / (1 - BETA1) * mean / update
-        found.append((denominator - (square / (1 - BETA2)).sqrt()).flatten())
-    used = torch.cat(found)
-    is_one_number = bool((used - used.mean()).abs().max() < EPS / 1000)
-    eps = max(0.0, round(used.mean().item(), 9))
-    assert not is_one_number, (
-        f"after step 1: all is right but eps: it was called with eps={EPS:g}, and the weights are "
-        f"those of eps={eps:g}. Where is it added?"
-    )
-
-
-def _first(tensors: Sequence[torch.Tensor]) -> str:
-    return f"{tensors[0].flatten()[0].item():.6g}"
-
-
-def _differ(found: Sequence[torch.Tensor], wanted: Sequence[torch.Tensor]) -> bool:
-    for one, other in zip(found, wanted):
-        if one.shape != other.shape or not torch.allclose(one, other, rtol=1e-9, atol=1e-12):
-            return True
-    return False
+    diagnose(case, found["weights"], truth["weights"], mistakes, otherwise)
 
 
 # ---- 3.5
@@ -789,61 +670,52 @@ WITHIN = 2.0
 
 
 def race(
-    settings: Settings,
-    predicted_speedup: float | torch.Tensor,
+    settings: Any,
+    predicted_speedup: Any,
     measure: Callable[[Settings], l03_race.Race] = l03_race.race,
 ) -> None:
     """The learner's settings and how many times as fast as the baseline they will be.
 
     Args:
         settings: Of the learner.
-        predicted_speedup: As the learner expects it.
+        predicted_speedup: As the learner expects it, a number or a tensor.
         measure: Compares settings with the baseline; the tests give one that needs no clock.
     """
-    if settings is not ... and not isinstance(settings, Settings):
-        raise AssertionError(
-            f"settings is {settings!r}: give l03_race.Settings(batch=..., dtype=..., ...)"
-        )
-    assert predicted_speedup is not None, "predicted_speedup is None: give a number such as 1.5"
-    settings, predicted_speedup = due(settings, predicted_speedup)
-    assert not settings.fault, settings.fault
-    expected: Any = predicted_speedup
-    if isinstance(expected, torch.Tensor):
+    if not isinstance(settings, Settings):
+        raise Hint(f"settings is {settings!r}: give l03_race.Settings(batch=..., dtype=..., ...)")
+    expected = predicted_speedup
+    if isinstance(expected, Tensor):
         expected = expected.tolist()
-    is_number = isinstance(expected, int | float)
-    assert is_number and expected > 0, "predicted_speedup is a number such as 1.5"
-    assert settings != l03_race.BASELINE, "these are the settings of the baseline: change some"
+    if not isinstance(expected, int | float) or not expected > 0:
+        raise Hint(f"predicted_speedup is {expected!r}: give a number such as 1.5")
     only_batch = replace(l03_race.BASELINE, batch=settings.batch)
-    assert settings != only_batch, (
+    mistakes = {
+        settings.fault: bool(settings.fault),
+        "these are the settings of the baseline: change some": settings == l03_race.BASELINE,
         f"beside the batch of {settings.batch} these are the settings of the baseline: what makes "
-        "a step quicker that has the same windows?"
-    )
+        "a step quicker that has the same windows?": settings == only_batch,
+    }
+    refuse(mistakes)
     found = measure(settings)
-    assert found.steps is not None, (
+    saves = f"your step saves {found.saved:.0%} of the baseline's time"
+    if found.saved < 0:
+        saves = f"your step takes {-found.saved:.0%} longer than that of the baseline"
+    mistakes = {
         f"the loss is still above {l03_race.TARGET} after {l03_race.MOST_STEPS} steps: these steps "
-        "are quick, but there are too many of them"
-    )
-    assert found.saved >= LEAST_PART * found.can_be_saved, (
-        f"with a batch of {settings.batch}, {_seconds_saved(found.saved)} by the other three "
-        f"fields, and {found.can_be_saved:.0%} can be saved on this processor: which of the "
-        "three have you measured?"
-    )
-    assert found.speedup >= LEAST_SPEEDUP, (
+        "are quick, but there are too many of them": found.steps is None,
+        f"with a batch of {settings.batch}, {saves} by the other three fields, and "
+        f"{found.can_be_saved:.0%} can be saved on this processor: which of the three have you "
+        "measured?": found.saved < LEAST_PART * found.can_be_saved,
         f"{found.speedup:.2f} times as fast as the baseline, and {LEAST_SPEEDUP} are asked for: it "
         f"takes {found.steps} steps where the baseline takes {found.baseline_steps}, each "
-        f"{found.step_s / found.baseline_step_s:.2f} times as long. Which of the two is in the way?"
-    )
-    factor = max(found.speedup / expected, expected / found.speedup)
-    assert factor <= WITHIN, (
+        f"{found.step_s / found.baseline_step_s:.2f} times as long. Which of the two is in the "
+        "way?": found.speedup < LEAST_SPEEDUP,
         f"{found.speedup:.2f} times as fast as the baseline, fast enough; you expected "
-        f"{expected:.3g}, which is off by more than a factor of {WITHIN:g}"
-    )
-
-
-def _seconds_saved(part: float) -> str:
-    if part < 0:
-        return f"your step takes {-part:.0%} longer than that of the baseline"
-    return f"your step saves {part:.0%} of the baseline's time"
+        f"{expected:.3g}, which is off by more than a factor of {WITHIN:g}": not (
+            1 / WITHIN <= found.speedup / expected <= WITHIN
+        ),
+    }
+    refuse(mistakes)
 
 
 EXERCISES = {

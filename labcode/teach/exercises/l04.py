@@ -29,7 +29,7 @@ from labcode.teach.exercises.expect import (
     times,
 )
 from labcode.teach.exercises.simulated import Event, here
-from labcode.teach.labs import l04_by_hand
+from labcode.teach.labs import l04_by_hand, l04_script
 
 WEIGHTS_CHANGED = "the weights have changed: average the gradients only"
 OUTSIDE = (
@@ -387,7 +387,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.models import gpt
-from labcode.teach.labs.l04_by_hand import build_model, dataset
+from labcode.teach.labs.l04_script import build_model, dataset
 
 
 '''
@@ -443,7 +443,7 @@ def _check_output(case: str, output: str) -> None:
 
 
 def _check_names(case: str, found: Any) -> None:
-    expected = l04_by_hand.build_model().state_dict()
+    expected = l04_script.build_model().state_dict()
     if not isinstance(found, dict):
         kind = type(found).__name__
         raise Hint(f"{case}weights.pt holds a {kind}: save the model's state_dict()")
@@ -528,9 +528,9 @@ class _Reference:
         replicas: int = 1,
     ) -> None:
         torch.manual_seed(0)  # what rank 0 draws: see `run_file`
-        module = l04_by_hand.build_model()
+        module = l04_script.build_model()
         optimizer = torch.optim.AdamW(module.parameters(), lr=lr)
-        samples = l04_by_hand.dataset
+        samples = l04_script.dataset
         # with one replica its order is that of all ranks together, batch by batch
         order = DistributedSampler(samples, num_replicas=replicas, rank=0, shuffle=shuffle)
         loader = DataLoader(samples, batch_size=global_batch // replicas, sampler=order)

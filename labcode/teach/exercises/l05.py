@@ -37,9 +37,9 @@ CLIP_ROUNDING = 1e-4  # clipping adds 1e-6 to the norm, or does not
 HALF_ROUNDING = 0.03  # what bfloat16 loses
 OURS = own_answers(
     l05_by_hand.average_buckets,
-    l05_by_hand.Overlapped.__init__,
-    l05_by_hand.Overlapped.gradient_ready,
-    l05_by_hand.Overlapped.finish_gradient_sync,
+    l05_by_hand.OverlappedDataParallel.__init__,
+    l05_by_hand.OverlappedDataParallel.gradient_ready,
+    l05_by_hand.OverlappedDataParallel.finish_gradient_sync,
     Bucket.send,
     Bucket.receive,
 )
@@ -484,7 +484,7 @@ def _clip_steps(
     members = dist.get_process_group_ranks(group)
     module = small_gpt.model()
     buckets = _buckets(module, BUCKET_MB)
-    parallel = l05_by_hand.Overlapped(module, group, buckets)
+    parallel = l05_by_hand.OverlappedDataParallel(module, group, buckets)
     optimizer = torch.optim.SGD(module.parameters(), lr=LR)
     first = small_gpt.shares(members, [4] * len(members))[members.index(rank)]
     own = small_gpt.gradient_of(first)

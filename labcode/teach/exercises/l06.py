@@ -24,18 +24,12 @@ from labcode.teach.exercises.expect import (
 )
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.exercises.simulated import Outcome, here
-from labcode.teach.labs import l06_by_hand, l06_runs
+from labcode.teach.labs import l06_runs
 from labcode.train import noise_scale, sweep_table
 from labcode.train.sweep_table import DIVERGED, FAILED, Row
 
 ROUNDED = 1e-6  # numbers may have been float32 on their way
 BY_LABCODE = (
-    l06_by_hand.estimate,
-    l06_by_hand.squares,
-    l06_by_hand.Smoothed.add,
-    l06_by_hand.sweep,
-    l06_by_hand.fit,
-    l06_by_hand.OuterStep.step,
     OuterOptimizer.step,
     noise_scale.estimate,
     sweep_table.fit_tradeoff,

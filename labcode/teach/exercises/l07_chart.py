@@ -59,7 +59,7 @@ def _is_named(
     """One answer is the list of those that differ."""
     mistakes = {
         RETURNED_NONE: found is None,
-        f"it returned {found!r}: a list of ranks is wanted, and an empty one if all agree": (
+        f"it returned {found!r}, expected is a list of ranks, empty if all agree": (
             not isinstance(found, (list, tuple))
         ),
     }
@@ -71,13 +71,13 @@ def _is_named(
         return
     in_the_world = [members[number] for number in expected]
     named = [number for number in numbers if number in found]
-    text = f"where {case}, values {values}, it returned {list(found)}, not {expected}"
+    text = f"where {case}, values {values}, it returned {list(found)}, expected is {expected}"
     mistakes = {
         f"{text}: are these numbers in the world, not in the group?": list(found) == in_the_world,
         f"{text}: are these the ones that agree?": named == agreeing,
+        text: True,
     }
     refuse(mistakes, start)
-    raise Hint(start + text)
 
 
 # ---- 7.2
@@ -258,7 +258,7 @@ def _are_numbers(noted: dict[str, list[Any]]) -> None:
         found = len(noted[name])
         count = (
             f"`{name}` has {plural(found, 'number')} after {STEPS} steps of two micro-batches "
-            f"each, expected {expected}: one for each {per}"
+            f"each, expected are {expected}: one for each {per}"
         )
         mistakes = {
             f"`{name}` is empty after {STEPS} steps: is the hook registered?": found == 0,
@@ -300,7 +300,7 @@ def _are_of_inputs(found: list[Any], of_common: list[Any]) -> None:
 
 def _are_norms(found: list[float], norms: list[float]) -> None:
     for step, (own, expected) in enumerate(zip(found, norms)):
-        case = f"the norm in step {step} is {own:.6g}, expected {expected:.6g}: "
+        case = f"the norm in step {step} is {own:.6g}, expected is {expected:.6g}: "
         mistakes = {
             "that is its square": expected**2,
             "were the gradients there when you looked?": own == 0,

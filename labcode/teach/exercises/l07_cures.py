@@ -1,4 +1,4 @@
-"""The exercises on cures of lesson 07: a script without its fault. The assertions are hints.
+"""The exercises on cures of lesson 07: a script without its fault.
 
 What the learner is given is a patient's script as a function of `watch`, and a first line that
 raises NotImplementedError until somebody has deleted it:
@@ -21,7 +21,8 @@ from typing import Any
 
 from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
-from labcode.teach.check import RETURNED_NONE, is_stub, reason
+from labcode.teach.check import RETURNED_NONE, Hint, is_stub, reason
+from labcode.teach.exercises.expect import refuse
 from labcode.teach.labs import l07_clinic, l07_night
 from labcode.teach.labs.l07_clinic import Examined
 from labcode.teach.labs.l07_patients import same_order
@@ -41,8 +42,44 @@ def cured(pair: Ranks, *answers: Any) -> None:
         number = _number_of(answer)
         who = f"patient {number}"
         own = _treated(pair, who, answer)
-        twin = _twin(pair, number, own)
-        _compare(who, own, twin)
+        _compare(who, own, _twin(pair, number, own))
+
+
+def night(pair: Ranks, answer: Any) -> None:
+    """The learner's `night_shift`: five faults, of which none may be left."""
+    who = "the patient of the night"
+    own = _treated(pair, who, answer)
+    left = [name for name in l07_night.FINDINGS if name in own[0].findings]
+    if left:
+        gone = len(l07_night.FINDINGS) - len(left)
+        told = next(says for says in own[0].says if says.startswith(left[0]))
+        raise Hint(f"{gone} of {len(l07_night.FINDINGS)} faults are gone; next, {told}")
+    epochs: Sequence[int] = own[0].epochs
+    if len(epochs) != len(l07_night.EPOCHS):
+        epochs = l07_night.EPOCHS
+    _compare(who, own, l07_clinic.in_a_folder(pair, _numbered, l07_night.run, epochs))
+
+
+def _number_of(answer: Any) -> int:
+    name = getattr(answer, "__name__", "")
+    found = re.fullmatch(r"patient_(\d+)", name)
+    if found is None:
+        raise Hint(f"the function is called {name!r}: keep its name, patient_1 or another number")
+    return int(found[1])
+
+
+def _treated(pair: Ranks, who: str, answer: Any) -> list[Examined]:
+    """The learner's script under the doctor's eyes, on each rank."""
+    try:
+        return l07_clinic.in_a_folder(pair, _watched, answer)
+    except RankError as error:
+        if is_stub(error):
+            raise
+        raise Hint(f"{who}: {reason(error)}") from None
+
+
+def _watched(answer: Any) -> Examined:
+    return l07_clinic.under_watch(answer, catch=False)
 
 
 def _twin(pair: Ranks, number: int, own: Sequence[Examined]) -> list[Examined]:
@@ -57,98 +94,71 @@ def _numbered(run: Any, epochs: Sequence[int]) -> Examined:
     return l07_clinic.under_watch(functools.partial(run, True, epochs=epochs))
 
 
-def night(pair: Ranks, answer: Any) -> None:
-    """The learner's `night_shift`: five faults, of which none may be left."""
-    who = "the patient of the night"
-    own = _treated(pair, who, answer)
-    left = [name for name in l07_night.FINDINGS if name in own[0].findings]
-    if left:
-        gone = len(l07_night.FINDINGS) - len(left)
-        told = next(says for says in own[0].says if says.startswith(left[0]))
-        raise AssertionError(f"{gone} of {len(l07_night.FINDINGS)} faults are gone; next, {told}")
-    epochs: Sequence[int] = own[0].epochs
-    if len(epochs) != len(l07_night.EPOCHS):
-        epochs = l07_night.EPOCHS
-    twin = l07_clinic.in_a_folder(pair, _numbered, l07_night.run, epochs)
-    _compare(who, own, twin)
-
-
-def _number_of(answer: Any) -> int:
-    name = getattr(answer, "__name__", "")
-    found = re.fullmatch(r"patient_(\d+)", name)
-    assert found, f"the function is called {name!r}: keep its name, patient_1 or another number"
-    return int(found[1])
-
-
-def _treated(pair: Ranks, who: str, answer: Any) -> list[Examined]:
-    try:
-        return l07_clinic.in_a_folder(pair, _watched, answer)
-    except RankError as error:
-        if is_stub(error):
-            raise
-        raise AssertionError(f"{who}: {reason(error)}") from None
-
-
-def _watched(answer: Any) -> Examined:
-    return l07_clinic.under_watch(answer, catch=False)
+# ---- a training and its healthy twin
 
 
 def _compare(who: str, own: Sequence[Examined], twin: Sequence[Examined]) -> None:
-    assert all(one.watched for one in own), (
-        f"{who}: nobody has watched the training: keep `with watch(...)` round the loop"
-    )
-    if own[0].says:
-        raise AssertionError(f"{who}: the doctor says, {own[0].says[0]}")
-    assert not own[0].is_wrapped_twice, (
-        f"{who}: there is a DDP inside the DDP, and each gradient is sent twice"
-    )
-    assert all(one.epochs == own[0].epochs for one in own), (
-        f"{who}: rank 0 tells its sampler the epochs {own[0].epochs}, and another rank "
-        f"{own[-1].epochs}: the ranks then share out different orders, and samples overlap"
-    )
-    assert _all_saved(own) or not _all_saved(twin), (
-        f"{who}: no rank saves a checkpoint any more, and the healthy run has one"
-    )
+    """Nothing is found in the learner's training, and it did the same as the healthy one.
+
+    Args:
+        who: The patient.
+        own: The learner's training, of each rank.
+        twin: The healthy one.
+    """
+    first, last = own[0], own[-1]
+    mistakes = {
+        "nobody has watched the training: keep `with watch(...)` around the loop": not all(
+            one.watched for one in own
+        ),
+        f"the doctor says, {''.join(first.says[:1])}": bool(first.says),
+        "there is a DDP inside the DDP, and each gradient is sent twice": first.is_wrapped_twice,
+        f"rank 0 tells its sampler the epochs {first.epochs}, and another rank {last.epochs}: the "
+        "ranks then share out different orders, and samples overlap": first.epochs != last.epochs,
+        "no rank saves a checkpoint any more, and the healthy run has one": (
+            _num_saved(twin) > 0 and _num_saved(own) == 0
+        ),
+    }
+    refuse(mistakes, f"{who}: ")
     for rank, (one, other) in enumerate(zip(own, twin)):
-        where = f"{who}, rank {rank}: "
-        assert not one.error, f"{where}it ended with: {one.error.splitlines()[0]}"
-        assert one.number is not None, f"{where}{RETURNED_NONE}"
-        assert one.steps == other.steps, (
-            f"{where}it made {one.steps} optimizer steps, and the healthy run {other.steps}: a "
-            "cure leaves all that is not ill as it is"
-        )
-        assert one.seed == other.seed, (
-            f"{where}the seed is {one.seed}, and in the healthy run {other.seed}: ranks may draw "
-            "different numbers; with one seed for all the fault is still there, and does not show"
-        )
-        _compare_inputs(where, one.inputs, other.inputs)
+        refuse(_in_training(one, other), f"{who}, rank {rank}: ")
     for rank, (one, other) in enumerate(zip(own, twin)):
-        where = f"{who}, rank {rank}: "
-        assert _is_close(one.number, other.number, NUMBER_REL), (
-            f"{where}it returned {one.number:.6g}, and the healthy run {other.number:.6g}"
-        )
-        assert _is_close(one.end, other.end, END_REL), (
-            f"{where}the weights at the end are not those of the healthy run: what does your "
-            "cure change besides?"
-        )
+        refuse(_at_the_end(one, other), f"{who}, rank {rank}: ")
 
 
-def _all_saved(ranks: Sequence[Examined]) -> int:
+def _num_saved(ranks: Sequence[Examined]) -> int:
     return sum(one.num_saved for one in ranks)
 
 
-def _compare_inputs(where: str, found: Sequence[int], expected: Sequence[int]) -> None:
-    """Forward pass by forward pass; who has put micro-batches together has fewer of them."""
-    if len(found) != len(expected):
-        return
-    for place, (one, other) in enumerate(zip(found, expected)):
-        assert one == other, (
-            f"{where}forward pass {place} got other samples than in the healthy run, or in another "
-            "order: which samples belong to this rank?"
-        )
+def _in_training(one: Examined, other: Examined) -> dict[str, bool]:
+    """What one rank did otherwise than in the healthy run."""
+    is_number = isinstance(one.number, (int, float)) and not isinstance(one.number, bool)
+    mistakes = {
+        RETURNED_NONE: one.number is None,
+        f"it returned a {type(one.number).__name__}, expected is a number": not is_number,
+        f"it made {one.steps} optimizer steps, and the healthy run {other.steps}: a cure leaves "
+        "all that is not ill as it is": one.steps != other.steps,
+        f"the seed is {one.seed}, and in the healthy run {other.seed}: ranks may draw different "
+        "numbers; with one seed for all the fault is still there, and does not show": (
+            one.seed != other.seed
+        ),
+    }
+    if len(one.inputs) == len(other.inputs):  # who has put micro-batches together has fewer
+        for place, (found, expected) in enumerate(zip(one.inputs, other.inputs)):
+            text = (
+                f"forward pass {place} got other samples than in the healthy run, or in another "
+                "order: which samples belong to this rank?"
+            )
+            mistakes[text] = found != expected
+    return mistakes
 
 
-def _is_close(one: Any, other: Any, rel: float) -> bool:
-    if isinstance(one, bool) or not isinstance(one, (int, float)):
-        return False
-    return math.isclose(one, other, rel_tol=rel, abs_tol=1e-9)
+def _at_the_end(one: Examined, other: Examined) -> dict[str, bool]:
+    """What has come out otherwise than in the healthy run."""
+    assert one.end is not None and other.end is not None  # both were watched
+    return {
+        f"it returned {one.number:.6g}, and the healthy run {other.number:.6g}": (
+            not math.isclose(one.number, other.number, rel_tol=NUMBER_REL, abs_tol=1e-9)
+        ),
+        "the weights at the end are not those of the healthy run: what else does your cure "
+        "change?": not math.isclose(one.end, other.end, rel_tol=END_REL),
+    }

@@ -1,11 +1,13 @@
 """The checks of the exercises of lesson 07 on ranks that wait."""
 
 import itertools
+import math
 import numbers
 import random
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from datetime import timedelta
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -21,9 +23,10 @@ SHORT_S = 2.5  # that ranks wait for the absent ones
 LONG_S = 20.0  # where nobody is absent, and so nobody waits that long
 LATE_S = 0.5  # how late a rank comes that is still in time
 SLACK_S = 5.0  # that a busy machine may add
+WAIT_SLACK_S = 1.0  # by which waits of a fixed length may exceed the limit
 MANY = 8  # ranks, most of which are absent
-STOPPED_S = LONG_S + 15.0  # a call that takes longer never ends
 EARLIER = "rank 2 does not come, and was at an earlier point"
+FOR_ALL = "the limit is for all of them together"
 Absences = Mapping[int, float | None]  # {rank: how late it comes, or None for never}
 CASES: dict[str, Absences] = {
     "all come at once": {},
@@ -44,8 +47,8 @@ def roll_call(answer: Callable[..., Any], ranks: Ranks) -> None:
         f"of {MANY} ranks only rank 0 came, and it returned {alone}": (
             list(alone) != list(range(1, MANY))
         ),
-        f"with {MANY - 1} ranks absent and a limit of {SHORT_S:g} s it took {seconds:.1f} s: the "
-        "limit is for all of them together": seconds > SHORT_S + SLACK_S,
+        f"with {MANY - 1} ranks absent and a limit of {SHORT_S:g} s it took {seconds:.1f} s: "
+        f"{FOR_ALL}": seconds > SHORT_S + SLACK_S,
     }
     refuse(mistakes)
 
@@ -53,17 +56,12 @@ def roll_call(answer: Callable[..., Any], ranks: Ranks) -> None:
 def _on_ranks(ranks: Ranks, case: str, work: Callable[..., Any], *args: Any) -> list[Any]:
     """`ranks.run`, and what goes wrong in it as a hint."""
     try:
-        return ranks.run(work, *args, limit_s=STOPPED_S)
+        return ranks.run(work, *args)
     except RankError as error:
         if is_stub(error):
             raise
         text = reason(error)
-    if "still at work" in text:
-        text = (
-            f"{text.partition(',')[0]}: a `get` knows nothing of your limit, and a `wait` whose "
-            "time-out is zero or less never ends"
-        )
-    elif "no rank put into the store" in text:
+    if "no rank put into the store" in text:
         text = (
             f"{text.partition(' store')[0]} store, and the RuntimeError that says so came out of "
             "roll_call: what does it mean there?"
@@ -71,11 +69,45 @@ def _on_ranks(ranks: Ranks, case: str, work: Callable[..., Any], *args: Any) -> 
     raise Hint(f"where {case}, {text}")
 
 
-def _fresh_store(case: str) -> dist.Store:
+class _Store(dist.PrefixStore):
+    """A store that says at once which call would not end with the limit."""
+
+    limit_s = math.inf
+    in_vain_s = 0.0  # that waits have taken
+    mistake = ""  # also for who catches all exceptions
+
+    def get(self, key: str) -> bytes:
+        if not self.check([key]):
+            self._stop("`get` asked for a note that is not there, and it knows nothing of a limit")
+        return super().get(key)
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            self._stop("a `wait` without a time-out knows nothing of your limit")
+        if timeout < timedelta(0):
+            self._stop("a `wait` whose time-out is below zero never ends")
+        seconds = timeout.total_seconds()
+        if self.in_vain_s + seconds > self.limit_s + WAIT_SLACK_S:
+            self._stop(
+                f"a `wait` of {seconds:.1f} s after {self.in_vain_s:.1f} s of waiting in vain: "
+                f"{FOR_ALL}"
+            )
+        try:
+            super().wait(keys, timeout)
+        except RuntimeError:
+            self.in_vain_s += seconds
+            raise
+
+    def _stop(self, hint: str) -> NoReturn:
+        self.mistake = hint
+        raise Hint(hint)
+
+
+def _fresh_store(case: str) -> _Store:
     """A store in which nobody has left a note yet; the same on all ranks."""
     names = [f"7.7/{case}/{time.monotonic_ns()}"]
     dist.broadcast_object_list(names, src=0)
-    return dist.PrefixStore(names[0], dist.distributed_c10d._get_default_store())
+    return _Store(names[0], dist.distributed_c10d._get_default_store())
 
 
 def _call(
@@ -89,19 +121,22 @@ def _call(
     if late_s is None:
         return None, 0.0
     time.sleep(late_s)
-    limit_s = SHORT_S if None in absences.values() else LONG_S
-    began = time.perf_counter()
-    found = answer(store, "the end of the epoch", rank, num_ranks, limit_s)
-    return found, time.perf_counter() - began
+    return _timed(answer, store, rank, num_ranks, SHORT_S if None in absences.values() else LONG_S)
 
 
 def _call_alone(rank: int, answer: Callable[..., Any]) -> tuple[Any, float]:
     """As `_call`, of many ranks of which only rank 0 comes."""
     store = _fresh_store("alone")
-    if rank != 0:
-        return None, 0.0
+    return _timed(answer, store, rank, MANY, SHORT_S) if rank == 0 else (None, 0.0)
+
+
+def _timed(
+    answer: Callable[..., Any], store: _Store, rank: int, num_ranks: int, limit_s: float
+) -> tuple[Any, float]:
+    store.limit_s = limit_s
     began = time.perf_counter()
-    found = answer(store, "the end of the epoch", 0, MANY, SHORT_S)
+    found = answer(store, "the end of the epoch", rank, num_ranks, limit_s)
+    refuse({store.mistake: bool(store.mistake)})
     return found, time.perf_counter() - began
 
 
@@ -115,8 +150,8 @@ def _are_absent(case: str, results: Sequence[tuple[Any, float]], absences: Absen
         named = sorted(found) if is_list else found
         mistakes = {
             f"on rank {rank}: {RETURNED_NONE}": found is None,
-            f"rank {rank} got {found!r}: a list of ranks is wanted": not is_list,
-            f"rank {rank} got {named} as the absent ones, expected {missing}": named != missing,
+            f"rank {rank} got {found!r}, expected is a list of ranks": not is_list,
+            f"rank {rank} got {named} as the absent ones, expected is {missing}": named != missing,
             # A busy machine takes a second for that; who waits for nothing takes all of it.
             f"on rank {rank}: all ranks came at once, and it took {seconds:.0f} s: who waits for "
             "the whole limit, though nobody is absent?": (
@@ -162,7 +197,8 @@ def _batches() -> list[tuple[list[float], int]]:
 def _are_best(asked: str, found: Any, sample_s: list[float], global_batch: int) -> None:
     if not isinstance(found, (list, tuple)) or len(found) != len(sample_s):
         raise Hint(
-            f"{asked} is {found!r}: a list with one number for each of the {len(sample_s)} ranks"
+            f"{asked} is {found!r}, expected is a list with one number for each of the "
+            f"{len(sample_s)} ranks"
         )
     case = f"{asked} is {list(found)}"
     for share in found:

@@ -781,7 +781,9 @@ def _is_best(found: Any, one: _Situation) -> None:
             kept > one.most
         ),
         f"{name} with v={v} takes {1e3 * total_s:.1f} ms, and another candidate that fits takes "
-        f"{1e3 * best_s:.1f} ms": total_s > best_s * (1 + TOLERANCE),
+        f"{1e3 * best_s:.1f} ms: which of the times given does your choice leave out?": (
+            total_s > best_s * (1 + TOLERANCE)
+        ),
     }
     refuse(mistakes, one.case)
 

@@ -1,7 +1,7 @@
 """Checks of lesson 14, SLURM and multi-node.
 
-The text of each assertion is a hint. Two exercises are batch scripts, which are linted and then
-run: on the lab's cluster, or without SLURM by what stands in for it.
+Two exercises are batch scripts, which are linted and then run: on the lab's cluster, or without
+SLURM by what stands in for it.
 """
 
 import re
@@ -14,7 +14,8 @@ from labcode.slurm.lint.parse import Script, minutes
 from labcode.slurm.lint.shell import BLANK
 from labcode.slurm.run.outcome import first_failure
 from labcode.slurm.script.site import load
-from labcode.teach.check import Exercise, due
+from labcode.teach.check import Exercise, Hint, due, is_stub, reason
+from labcode.teach.exercises.expect import refuse
 from labcode.teach.labs.l14_cluster import Lab, steps
 from labcode.teach.labs.l14_scripts import Ended, run_script, run_with_failing_ranks
 
@@ -58,38 +59,32 @@ def ranks_by_node(ranks_by_node: Callable[[str], dict[str, list[int]]]) -> None:
     Args:
         ranks_by_node: `ranks_by_node(log)` -> {node: [ranks]}.
     """
-    for line, expected in LOGS.items():
+    for line, truth in LOGS.items():
         found = due(_read(ranks_by_node, BEFORE + line + AFTER))
-        assert isinstance(found, dict), (
-            f"{str(found)[:60]}: give a dictionary, node: list of its ranks"
-        )
-        assert list(found) == list(expected), (
-            f"{line[:60]}...: your nodes are {list(found)}, the line names {list(expected)}"
-        )
-        for node, ranks in expected.items():
+        if not isinstance(found, dict):
+            raise Hint(f"{str(found)[:60]}: give a dictionary, node: list of its ranks")
+        case = f"{line[:60]}...: "
+        names = f"your nodes are {list(found)}, the line names {list(truth)}"
+        refuse({names: found.keys() != truth.keys()}, case)
+        for node, ranks in truth.items():
             mine = found[node]
-            assert isinstance(mine, Sequence) and not isinstance(mine, str), (
-                f"the ranks of {node} are {mine!r}: make them a list"
-            )
-            assert all(isinstance(rank, int) for rank in mine), (
-                f"the ranks of {node} are {list(mine)}: make them whole numbers"
-            )
-            assert list(mine) == ranks, (
-                f"{line[:60]}...: your ranks of {node} are {list(mine)}, the line says {ranks}"
-            )
+            if not isinstance(mine, Sequence) or isinstance(mine, str):
+                raise Hint(f"the ranks of {node} are {mine!r}: make them a list")
+            if not all(isinstance(rank, int) for rank in mine):
+                raise Hint(f"the ranks of {node} are {list(mine)}: make them whole numbers")
+            says = f"your ranks of {node} are {list(mine)}, the line says {ranks}"
+            refuse({says: list(mine) != ranks}, case)
 
 
 def _read(ranks_by_node: Callable[[str], Any], log: str) -> Any:
     """What the learner's reader returns; if it raises, the hint shows the log."""
     try:
         return ranks_by_node(log)
-    except NotImplementedError:
-        raise
     except Exception as error:
+        if is_stub(error):
+            raise
         shown = " / ".join(line[:60] for line in log.splitlines())
-        raise AssertionError(
-            f"{type(error).__name__}: {error}; the lines of the log were: {shown}"
-        ) from error
+        raise Hint(f"{reason(error)}; the lines of the log were: {shown}") from error
 
 
 # ---- 14.2 and 14.3: what every script has to be
@@ -101,46 +96,49 @@ _FIRST_LINE = re.compile(r"^(\d+) ranks? on .+", re.MULTILINE)
 
 
 def _silent(text: Any) -> Script:
-    """The script, once it is a text in which the linter finds nothing.
-
-    Raises:
-        AssertionError: It is no text, or there is a finding.
-    """
+    """The script, once it is a text in which the linter finds nothing."""
     if text is ...:
         raise NotImplementedError("exercise")
-    assert isinstance(text, str), (
-        "give the script as a text, between triple quotes; found "
-        f"{'None' if text is None else type(text).__name__}"
-    )
-    assert text.strip(), "the script is empty"
+    if not isinstance(text, str):
+        found = "None" if text is None else type(text).__name__
+        raise Hint(f"give the script as a text, between triple quotes; found {found}")
+    refuse({"the script is empty": not text.strip()})
     problems = lint(text, load("local"))
     if problems:
         first = problems[0]
         more = f" ({len(problems) - 1} more after it)" if len(problems) > 1 else ""
-        raise AssertionError(f"lint, line {first.line}, {first.rule}: {first.message}{more}")
+        raise Hint(f"lint, line {first.line}, {first.rule}: {first.message}{more}")
     return Script(text)
 
 
 def _asks_for(script: Script, ranks_per_node: int) -> None:
     """The request that the exercise speaks of."""
     nodes = script.number("nodes") or 1
-    assert nodes == NODES, f"the job asks for --nodes={nodes}; it was to have {NODES}"
-    assert script.minutes is not None and script.minutes <= MAX_MINUTES, (
-        f"the time limit is {script.minutes} minutes; at most {MAX_MINUTES} were meant: "
-        "how does SLURM read the number that you wrote?"
-    )
-    assert script.value("output"), "no line says where the log goes, so SLURM chooses a name"
-    assert script.sruns, (
-        "no line has srun: whatever stands in the script runs once, on the first node"
-    )
-    found = script.ranks_per_node
-    assert found is None or found == ranks_per_node, (
-        f"of the ranks, the script starts {found} on a node; {ranks_per_node} were meant"
-    )
+    limit = script.minutes
+    started = script.ranks_per_node
+    mistakes = {
+        f"the job asks for --nodes={nodes}; expected is {NODES}": nodes != NODES,
+        f"the time limit is {limit} minutes; at most {MAX_MINUTES} are allowed: how does SLURM "
+        "read the number that you wrote?": limit is None or limit > MAX_MINUTES,
+        "no line says where the log goes, so SLURM chooses a name": not script.value("output"),
+        "no line has srun: whatever stands in the script runs once, on the first node": (
+            not script.sruns
+        ),
+        f"the script starts {started} of the ranks on a node; expected is {ranks_per_node}": (
+            started not in (None, ranks_per_node)
+        ),
+    }
+    refuse(mistakes)
 
 
-_GPU_OPTIONS = {"gpus", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres"}
-_GPU_OPTIONS.add("tres-per-task")
+_GPU_OPTIONS = {
+    "gpus",
+    "gpus-per-node",
+    "gpus-per-socket",
+    "gpus-per-task",
+    "gres",
+    "tres-per-task",
+}
 
 
 def _asks_for_no_gpus(script: Script) -> None:
@@ -148,26 +146,28 @@ def _asks_for_no_gpus(script: Script) -> None:
         of_gpus = directive.name.startswith("gpus") or "gpu" in directive.value
         if directive.name not in _GPU_OPTIONS or not of_gpus:
             continue
-        assert re.search(r"(^|[:=])0$", directive.value), (
-            f"line {directive.line} asks for GPUs (--{directive.name}={directive.value}): this job "
-            "was to have none"
+        asks = (
+            f"line {directive.line} asks for GPUs (--{directive.name}={directive.value}), and this "
+            "job needs none"
         )
+        refuse({asks: not re.search(r"(^|[:=])0$", directive.value)})
 
 
 def _fixes_the_share(script: Script) -> None:
     """That it says how many tasks each node gets, and not only how many there are in all."""
     options = [launch.options for launch in script.sruns]
     on_each = script.option("ntasks-per-node") or any("ntasks-per-node" in one for one in options)
-    assert on_each, (
+    mistakes = {
         "the script fixes the number of all tasks, and not the share of each node: SLURM may put "
-        "three on one node and one on the other"
-    )
+        "three on one node and one on the other": not on_each,
+    }
+    refuse(mistakes)
 
 
 def _logs_to_runs(script: Script) -> None:
     output = script.value("output") or ""
     folder = Path(script.value("chdir") or "", output).parent
-    assert folder.name == "runs", f"the log goes to {output}, and not to the folder runs"
+    refuse({f"the log goes to {output}, and not to the folder runs": folder.name != "runs"})
 
 
 def _trains_for(script: Script, num_steps: int) -> None:
@@ -176,13 +176,14 @@ def _trains_for(script: Script, num_steps: int) -> None:
         if launch.has_unknown_words or not launch.has(r"labcode\.train\b"):
             continue
         told = launch.said("train.steps")
-        assert told is not None, (
-            f"line {launch.line}: the command has no --train.steps, so it trains all steps of the "
-            f"recipe; {num_steps} were meant"
-        )
-        assert not told.isdigit() or int(told) == num_steps, (
-            f"line {launch.line}: --train.steps {told}; {num_steps} were meant"
-        )
+        mistakes = {
+            "the command has no --train.steps, so it trains all steps of the recipe; expected are "
+            f"{num_steps}": told is None,
+            f"--train.steps {told}; expected are {num_steps}": (
+                told is not None and told.isdigit() and int(told) != num_steps
+            ),
+        }
+        refuse(mistakes, f"line {launch.line}: ")
 
 
 def _reason(ended: Ended) -> str:
@@ -204,17 +205,20 @@ _LOGIN_SHELL = re.compile(r"#!.*\s(--login|-[a-z]*l[a-z]*)\b")
 
 def _ran(ended: Ended, script: Script) -> None:
     """The job was taken, came to an end, and did not fail."""
-    assert ended.state != "REFUSED", f"sbatch refuses the script: {ended.log}"
-    reason = _reason(ended)
-    not_found = re.search("No module named|command not found", reason)
+    why = _reason(ended)
+    not_found = re.search("No module named|command not found", why)
     if not_found and _LOGIN_SHELL.match(script.lines[0]):
-        reason += (
+        why += (
             "; the -l in its first line makes bash a login shell, which sets PATH afresh, so that "
             "it is no longer the PATH of this notebook"
         )
-    assert ended.state not in ("FAILED", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY"), (
-        f"job {ended.number} ended as {ended.state}: {reason}"
-    )
+    mistakes = {
+        f"sbatch refuses the script: {ended.log}": ended.state == "REFUSED",
+        f"job {ended.number} ended as {ended.state}: {why}": (
+            ended.state in ("FAILED", "CANCELLED", "NODE_FAIL", "OUT_OF_MEMORY")
+        ),
+    }
+    refuse(mistakes)
 
 
 def own_script(text: str, lab: Lab) -> None:
@@ -225,11 +229,12 @@ def own_script(text: str, lab: Lab) -> None:
         lab: Where it runs.
     """
     script = _silent(text)
-    agents = [launch for launch in script.trainings if launch.is_agent]
-    assert not agents, (
-        f"line {agents[0].line} starts torchrun, or a launcher like it, which starts the ranks; "
-        "here srun is to start them: each task is a rank"
-    )
+    for launch in script.trainings:
+        launcher = (
+            f"line {launch.line} starts torchrun, or a launcher like it, which starts the ranks; "
+            "here srun is to start them: each task is a rank"
+        )
+        refuse({launcher: launch.is_agent})
     _asks_for(script, ranks_per_node=2)
     _fixes_the_share(script)
     _asks_for_no_gpus(script)
@@ -237,42 +242,52 @@ def own_script(text: str, lab: Lab) -> None:
     _trains_for(script, FIRST_STEPS)
     ended = run_script(lab, text, limit_s=240)
     _ran(ended, script)
-    assert ended.state != "LATE", (
-        f"the job had not ended after four minutes: {_reason(ended)}; who waits for whom?"
-    )
-    lines = _FIRST_LINE.findall(ended.log)
-    assert lines, f"the log names no ranks, so nothing has trained: {_reason(ended)}"
-    assert len(lines) == 1, (
-        f"the log begins {len(lines)} trainings, of {', '.join(lines)} ranks: they do not know of "
-        "each other"
-    )
-    assert lines[0] == "4", f"the log counts {lines[0]} in its first line; 4 ranks were meant"
-    line = _FIRST_LINE.search(ended.log)
-    assert line is not None
+    line = _one_training(ended)
     if lab.cluster:
-        _on_two_nodes(line[0])
+        _on_two_nodes(line)
     done = [number for number, *_ in steps(ended.log)]
-    assert done and done[-1] == FIRST_STEPS, (
-        f"the last step in the log is {done[-1] if done else 'none'}; {FIRST_STEPS} were meant"
-    )
+    last = done[-1] if done else "none"
+    refuse({f"the last step in the log is {last}; expected is {FIRST_STEPS}": last != FIRST_STEPS})
     print(f"job {ended.number}: {ended.state}. The first line of its log:")
-    print(line[0].partition("; grid")[0])
+    print(line.partition("; grid")[0])
     limit = script.value("time") or ""
     if limit.count(":") == 1:
         print(f"Its time limit: --time={limit} is {minutes(limit):.2g} minutes.")
 
 
+def _one_training(ended: Ended) -> str:
+    """The first line of the log, which is of one training of four ranks."""
+    lines = list(_FIRST_LINE.finditer(ended.log))
+    counts = [line[1] for line in lines]
+    mistakes = {
+        f"the job had not ended after four minutes: {_reason(ended)}; who waits for whom?": (
+            ended.state == "LATE"
+        ),
+        f"the log names no ranks, so nothing has trained: {_reason(ended)}": not lines,
+        f"the log begins {len(lines)} trainings, of {', '.join(counts)} ranks: they do not know of "
+        "each other": len(lines) > 1,
+        f"the first line of the log counts ranks: {', '.join(counts)}; expected are 4": (
+            counts != ["4"]
+        ),
+    }
+    refuse(mistakes)
+    return lines[0][0]
+
+
 def _on_two_nodes(line: str) -> None:
     """That the first line of a log has two ranks on each of two nodes."""
-    assert "on 2 nodes" in line, f"all ranks are on one node: {line[:70]}"
     counts = [node.count(",") + 1 for node in line.partition(")")[0].split(";")]
-    assert counts == [2, 2], (
-        f"two ranks on each node were meant, and the log says: {line.partition(', gloo')[0][:70]}"
-    )
+    mistakes = {
+        f"all ranks are on one node: {line[:70]}": "on 2 nodes" not in line,
+        "expected are two ranks on each node, and the log says: "
+        f"{line.partition(', gloo')[0][:70]}": counts != [2, 2],
+    }
+    refuse(mistakes)
 
 
 STEPS = 120
 SIGNAL_AT = 10
+STOPPED = "stopped by SIGUSR1"  # in the log, by the ranks
 
 
 def lasting_script(text: str, lab: Lab) -> None:
@@ -287,16 +302,19 @@ def lasting_script(text: str, lab: Lab) -> None:
     script = _silent(text)
     _asks_for(script, ranks_per_node=1)
     asked = script.value("signal") or ""
-    assert asked, "no line asks SLURM for a signal before the time limit"
-    assert asked.startswith("B:"), f"--signal={asked} goes to the ranks, and not to this script"
+    mistakes = {
+        "no line asks SLURM for a signal before the time limit": not asked,
+        f"--signal={asked} goes to the ranks, and not to this script": not asked.startswith("B:"),
+    }
+    refuse(mistakes)
     _trains_for(script, STEPS)
-    _keeps_its_number(script)
-    _signals_the_ranks(script)
+    _signals_and_requeues(script)
     folder = _fixed_folder(script)
-    assert not folder, (
+    mistakes = {
         f"the results go to {folder}, whichever job it is: submit the script a second time, and "
-        "what does --checkpoint.resume find there?"
-    )
+        "what does --checkpoint.resume find there?": folder,
+    }
+    refuse(mistakes)
     ended = run_script(lab, text, limit_s=420, signal_at_step=SIGNAL_AT)
     _lasted(ended, script)
     last_before, first_after = _resumed(ended.log)
@@ -308,20 +326,20 @@ def lasting_script(text: str, lab: Lab) -> None:
         print(f"the same script with ranks that fail: {state}")
 
 
-def _keeps_its_number(script: Script) -> None:
+def _signals_and_requeues(script: Script) -> None:
+    """No line does the one or the other to what it must not."""
     submits = script.found(r"(^|[\s;&|'\"({])sbatch\s")
-    assert not submits, (
-        f"line {submits[0].line} submits another job, with a number of its own: in the figure "
-        "both attempts are one job"
-    )
-
-
-def _signals_the_ranks(script: Script) -> None:
+    if submits:
+        raise Hint(
+            f"line {submits[0].line} submits another job, with a number of its own: in the figure "
+            "both attempts are one job"
+        )
     to_itself = script.found(r"\bscancel\s[^;&|]*?(?<!\S)(--batch\b|-[a-z]*b)")
-    assert not to_itself, (
-        f"line {to_itself[0].line}: whom does scancel signal with --batch? And whom was the signal "
-        "to reach?"
-    )
+    if to_itself:
+        raise Hint(
+            f"line {to_itself[0].line}: whom does scancel signal with --batch? And whom was the "
+            "signal to reach?"
+        )
 
 
 def _state_if_ranks_fail(text: str) -> str:
@@ -329,14 +347,11 @@ def _state_if_ranks_fail(text: str) -> str:
     ended = run_with_failing_ranks(text)
     if ended is None:
         return ""
-    assert ended.restarts == 0, (
-        "the same script, with ranks that fail at once, goes back into the queue, although nobody "
-        "has told it to stop"
-    )
-    assert ended.state != "COMPLETED", (
-        "the same script, with ranks that fail at once, ends as COMPLETED: with whose exit code "
-        "does it end?"
-    )
+    mistakes = {
+        "goes back into the queue, although nobody has told it to stop": ended.restarts,
+        "ends as COMPLETED: with whose exit code does it end?": ended.state == "COMPLETED",
+    }
+    refuse(mistakes, "the same script, with ranks that fail at once, ")
     return ended.state
 
 
@@ -364,30 +379,38 @@ def _fixed_folder(script: Script) -> str:
 
 def _lasted(ended: Ended, script: Script) -> None:
     """The job stopped, was requeued once, resumed, and came to its end."""
-    assert not ended.early, (
+    stopped = STOPPED in ended.log
+    died = ended.state == "FAILED" and ended.signalled and ended.restarts == 0
+    first = steps(_first_attempt(ended.log))
+    mistakes = {
         "the job was requeued before the ranks had saved: which line waits for them, after the "
-        "signal has ended the first wait?"
-    )
-    _ran_or_was_killed(ended, script)
-    stopped = "stopped by SIGUSR1" in ended.log
-    assert ended.signalled, (
-        f"the job ended before step {SIGNAL_AT}, so nobody could stop it: {_reason(ended)}"
-    )
-    assert ended.state != "LATE", (
+        "signal has ended the first wait?": ended.early,
+        "the signal ended the job, and no rank had saved: what did the script do when it came?": (
+            died and not stopped
+        ),
+        "the ranks saved, but the script ended as FAILED before it was requeued: with set -e, what "
+        "happens at a command that returns another code than 0, such as a wait that a signal has "
+        "ended?": died,
+    }
+    refuse(mistakes)
+    _ran(ended, script)
+    heard = "the ranks have saved" if stopped else "the ranks have not heard of it"
+    mistakes = {
+        f"the job ended before step {SIGNAL_AT}, so nobody could stop it: {_reason(ended)}": (
+            not ended.signalled
+        ),
         "the script was signalled and had not come to its end after seven minutes: "
-        f"{'the ranks have saved' if stopped else 'the ranks have not heard of it'}"
-    )
-    assert ended.state != "AGAIN", (
+        f"{heard}": ended.state == "LATE",
         "the job went back into the queue a second time, although nobody had told it to stop: it "
-        "would do so for ever"
-    )
-    trained_on = steps(_first_attempt(ended.log))[-1][0] == STEPS
-    assert stopped or not trained_on, (
+        "would do so for ever": ended.state == "AGAIN",
         f"the script was signalled at step {SIGNAL_AT}, and the ranks trained on to the end as if "
-        "nothing had happened: arrow 2 is missing, or comes too late"
-    )
-    assert ended.restarts > 0, "the ranks saved, and the job ended for good: arrow 4 is missing"
-    assert stopped, "the job was requeued before the ranks had saved: which line waits for them?"
+        "nothing had happened: arrow 2 is missing, or comes too late": (
+            not stopped and bool(first) and first[-1][0] == STEPS
+        ),
+        "the ranks saved, and the job ended for good: arrow 4 is missing": ended.restarts == 0,
+        "the job was requeued before the ranks had saved: which line waits for them?": not stopped,
+    }
+    refuse(mistakes)
 
 
 def _first_attempt(log: str) -> str:
@@ -396,37 +419,21 @@ def _first_attempt(log: str) -> str:
     return log[: begins[1]] if len(begins) > 1 else log
 
 
-def _ran_or_was_killed(ended: Ended, script: Script) -> None:
-    """As `_ran`; a script that dies of the signal is told so."""
-    if ended.state == "FAILED" and ended.signalled and ended.restarts == 0:
-        stopped = "stopped by SIGUSR1" in ended.log
-        assert stopped, (
-            "the signal ended the job, and no rank had saved: what did the script do when it came?"
-        )
-        raise AssertionError(
-            "the ranks saved, but the script ended as FAILED before it was requeued: with "
-            "set -e, what happens at a command that returns another code than 0, such as a wait "
-            "that a signal has ended?"
-        )
-    _ran(ended, script)
-
-
 def _resumed(log: str) -> tuple[int, int]:
     """(the last step before the stop, the first one after it), once these follow each other."""
-    stop = re.search(r"stopped by SIGUSR1 after step (\d+)", log)
+    stop = re.search(rf"{STOPPED} after step (\d+)", log)
     assert stop is not None
-    after = steps(log[stop.end() :])
+    after = [number for number, *_ in steps(log[stop.end() :])]
+    if not after:
+        raise Hint(f"the second attempt made no step: {_reason(Ended('', log))}")
     last_before = int(stop[1])
-    assert after, f"the second attempt made no step: {_reason(Ended('', log))}"
-    first_after = after[0][0]
-    assert first_after > last_before, (
-        f"the second attempt begins again with step {first_after}, although step {last_before} was "
-        "saved: does it look into the folder that the first one wrote to?"
-    )
-    assert after[-1][0] == STEPS, (
-        f"the second attempt ends with step {after[-1][0]}; {STEPS} were meant"
-    )
-    return last_before, first_after
+    mistakes = {
+        f"begins again with step {after[0]}, although step {last_before} was saved: does it look "
+        "into the folder that the first one wrote to?": after[0] <= last_before,
+        f"ends with step {after[-1]}; expected is {STEPS}": after[-1] != STEPS,
+    }
+    refuse(mistakes, "the second attempt ")
+    return last_before, after[0]
 
 
 # ---- 14.4
@@ -479,22 +486,20 @@ def diagnosis(answers: Mapping[str, str]) -> None:
     """
     if answers is ...:
         raise NotImplementedError("exercise")
-    assert isinstance(answers, Mapping), (
-        "give a dictionary, letter: fault; found "
-        f"{'None' if answers is None else type(answers).__name__}"
-    )
-    assert set(answers) == set(FAULTS), (
-        f"name a fault for each of {', '.join(FAULTS)}; found {', '.join(map(str, answers))}"
-    )
+    if not isinstance(answers, Mapping):
+        found = "None" if answers is None else type(answers).__name__
+        raise Hint(f"give a dictionary, letter: fault; found {found}")
     if any(fault is ... for fault in answers.values()):
         raise NotImplementedError("exercise")
+    if set(answers) != set(FAULTS):
+        named = ", ".join(map(str, answers))
+        raise Hint(f"name a fault for each of {', '.join(FAULTS)}; found {named}")
     faults = sorted(FAULTS.values())
-    given = {str(fault) for fault in answers.values()}
-    unknown = sorted(given.difference(faults))
-    assert not unknown, f"{unknown[0]!r} is none of the seven: {', '.join(faults)}"
+    for fault in answers.values():
+        refuse({f"{fault!r} is none of the seven: {', '.join(faults)}": fault not in faults})
     for symptom, fault in FAULTS.items():
-        given_fault = answers[symptom]
-        assert given_fault == fault, f"{symptom} is not {given_fault!r}: {ASKS[symptom]}"
+        asks = f"{symptom} is not {answers[symptom]!r}: {ASKS[symptom]}"
+        refuse({asks: answers[symptom] != fault})
 
 
 EXERCISES = {

@@ -1,10 +1,9 @@
-"""Checks of lesson 15, hybrid training. The text of each assertion is a hint."""
+"""Checks of lesson 15, hybrid training."""
 
 import itertools
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from labcode import recipes
@@ -13,14 +12,16 @@ from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.step import ClusterModel, iteration_parts
 from labcode.slurm.script.job import Job
-from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.in_notebook import without
+from labcode.teach.check import Exercise, Hint, due, is_stub
+from labcode.teach.exercises.expect import diagnose, refuse
+from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs.l15_hybrid import FIELDS, RECIPE, SHORT, SIZE, Submitted, job
 from labcode.topology import GridShape
 
 # ---- 15.1
 
-FITS = (  # world, tp, pp, global batch, micro-batch
+Numbers = tuple[int, int, int, int, int]  # world, tp, pp, global batch, micro-batch
+FITS = (
     (4, 2, 2, 16, 2),
     (64, 8, 4, 512, 4),
     (16, 1, 1, 32, 1),
@@ -34,10 +35,7 @@ REFUSED = {
 }
 
 
-Layout = Callable[[int, int, int, int, int], tuple[int, int, int]]
-
-
-def layout(my_layout: Layout) -> None:
+def layout(my_layout: Callable[..., Any]) -> None:
     """The learner's arithmetic of a world size, and what it refuses.
 
     Args:
@@ -45,58 +43,54 @@ def layout(my_layout: Layout) -> None:
             -> (dp, local batch, micro-batches).
     """
     for numbers in FITS:
-        _check_layout(numbers, due(my_layout(*numbers)))
-    texts = []
-    for numbers, what in REFUSED.items():
-        texts.append(_check_refusal(my_layout, numbers, what))
-    of_ranks, *of_samples = texts
-    assert of_ranks not in of_samples, (
-        "what does not fit are once the ranks and once the samples, and both errors have the same "
-        "text: let each say which it is"
+        _is_layout(numbers, due(my_layout(*numbers)))
+    of_ranks, *of_samples = [_refusal(my_layout, *refused) for refused in REFUSED.items()]
+    alike = (
+        "the error about the ranks has the same text as one about the samples: let each say what "
+        "does not fit"
     )
+    refuse({alike: of_ranks in of_samples})
 
 
-def _check_layout(numbers: tuple[int, int, int, int, int], found: Any) -> None:
+def _is_layout(numbers: Numbers, found: Any) -> None:
     world, tp, pp, global_batch, micro = numbers
     case = f"world {world}, tp {tp}, pp {pp}, global batch {global_batch}, micro-batch {micro}: "
-    assert isinstance(found, (tuple, list)) and len(found) == 3, (
-        case + f"{found}: give (dp, local batch, micro-batches)"
-    )
+    if not isinstance(found, (tuple, list)) or len(found) != 3:
+        raise Hint(f"{case}{found}: give (dp, local batch, micro-batches)")
     dp, local, count = due(*found)
-    assert all(isinstance(value, int) for value in found), (
-        case + f"{found}: give whole numbers, // makes them"
-    )
-    assert dp == world // (tp * pp), case + (f"dp = {dp}, but {dp}*{tp}*{pp} ranks are not {world}")
-    assert local == global_batch // dp, case + (
-        f"local batch {local}: {dp} copies of tp*pp ranks share the {global_batch} samples"
-    )
-    assert count == local // micro, case + (
-        f"{count} micro-batches of {micro} are not the {local} samples of a copy"
-    )
+    right_dp = world // (tp * pp)
+    right_local = global_batch // right_dp
+    mistakes = {
+        f"{found}: give whole numbers, // makes them": (
+            not all(isinstance(value, int) for value in found)
+        ),
+        f"dp = {dp}, but {dp}*{tp}*{pp} ranks are not {world}": dp != right_dp,
+        f"local batch {local}: dp = {dp}, and that many copies of tp*pp ranks share the "
+        f"{global_batch} samples": local != right_local,
+        f"{count} micro-batches of {micro} are not the {local} samples of a copy": (
+            count != right_local // micro
+        ),
+    }
+    refuse(mistakes, case)
 
 
-def _check_refusal(my_layout: Layout, numbers: tuple[int, int, int, int, int], what: str) -> str:
+def _refusal(my_layout: Callable[..., Any], numbers: Numbers, what: str) -> str:
     """The text of the error, without the numbers in it."""
     try:
         found = my_layout(*numbers)
     except ValueError as error:
-        text = str(error)
-        assert text.strip(), f"{what}: the ValueError has no text: say in it what does not fit"
+        text = str(error).strip()
+        refuse({"the ValueError has no text: say in it what does not fit": not text}, f"{what}: ")
         return re.sub(r"[\d.]+", "", text)
-    except NotImplementedError:
-        raise
     except Exception as error:
-        raise AssertionError(
-            f"{what}: your function raises {_article(type(error).__name__)}: raise a ValueError"
-        ) from None
-    raise AssertionError(
-        f"{what}: your function gives {found}, and should raise a ValueError, as a remainder is "
-        "left"
+        if is_stub(error):
+            raise
+        name = type(error).__name__
+        raise Hint(f"{what}: your function raises {name}: raise a ValueError") from None
+    raise Hint(
+        f"{what}: your function gives {found}; a division leaves a remainder, so it should raise a "
+        "ValueError"
     )
-
-
-def _article(name: str) -> str:
-    return f"an {name}" if name[0] in "AEIOU" else f"a {name}"
 
 
 # ---- 15.2
@@ -111,9 +105,6 @@ MODEL = GPTConfig(
     tie_embeddings=False,
 )
 CLUSTER = ClusterModel(0.075e9, inside=Link(2e-4, 4.5e6), between=Link(1e-3, 0.5e6))
-
-
-Iteration = Callable[[GPTConfig, GridShape, int, int, ClusterModel], float]
 DEEP = replace(MODEL, num_layers=8, num_heads=8)
 WIDE_NODES = replace(CLUSTER, ranks_per_node=4)
 OTHER_SIZES = replace(MODEL, context_length=48, hidden_size=32, num_layers=4)
@@ -134,42 +125,31 @@ ITERATIONS = (  # model, shape, global batch, micro-batch, cluster
 )
 
 
-def iteration(my_iteration: Iteration) -> None:
+def iteration(my_iteration: Callable[..., Any]) -> None:
     """The learner's time of a step, against the sum of the parts of `perf.step`.
 
     Args:
         my_iteration: `my_iteration(model, shape, global_batch, micro_batch, cluster)` -> seconds.
     """
-    for case in ITERATIONS:
+    for arguments in ITERATIONS:
+        model, shape, global_batch, micro_batch, _ = arguments
         with without(iteration_parts):
-            found = my_iteration(*case)
-        _check_iteration(case, due(found))
-
-
-Case = tuple[GPTConfig, GridShape, int, int, ClusterModel]
-
-
-def _check_iteration(case: Case, found: float) -> None:
-    model, shape, global_batch, micro_batch, _ = case
-    order = "" if shape.order == GridShape().order else f", order {shape.order}"
-    text = (
-        f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}{order}, {model.num_layers} layers, global "
-        f"batch {global_batch}, micro-batch {micro_batch}: "
-    )
-    one_number = isinstance(found, (int, float)) and not isinstance(found, bool)
-    assert one_number, text + "give one number, the seconds of an iteration"
-    parts = iteration_parts(*case)
-    right_s = sum(parts.values())
-    if math.isclose(found, right_s, rel_tol=1e-6):
-        return
-    for mistake, hint in MISTAKES:
-        mistaken_s = _mistaken_s(case, mistake)
-        harmless = math.isclose(mistaken_s, right_s, rel_tol=1e-6)
-        assert harmless or not math.isclose(found, mistaken_s, rel_tol=1e-6), text + hint
-    shown = ", ".join(f"{POINTS[name]} {part:.3f}" for name, part in parts.items() if part)
-    raise AssertionError(
-        text + f"your function gives {found:.3f} s; the points that count here give {shown} s"
-    )
+            found = due(my_iteration(*arguments))
+        order = "" if shape.order == GridShape().order else f", order {shape.order}"
+        case = (
+            f"dp {shape.dp}, pp {shape.pp}, tp {shape.tp}{order}, {model.num_layers} layers, "
+            f"global batch {global_batch}, micro-batch {micro_batch}: "
+        )
+        if not isinstance(found, (int, float)):
+            raise Hint(f"{case}give one number, the seconds of an iteration")
+        parts = iteration_parts(*arguments)
+        shown = [f"{POINTS[name]} {part:.3f}" for name, part in parts.items() if part]
+        otherwise = (
+            f"your function gives {found:.3f} s; the points that count here give "
+            f"{', '.join(shown)} s"
+        )
+        mistakes = _mistaken_s(*arguments)
+        diagnose(case, found, sum(parts.values()), mistakes, otherwise, tolerance=1e-6)
 
 
 POINTS = {
@@ -180,222 +160,186 @@ POINTS = {
     "dp": "5 dp",
 }
 
-# What people write, with its hint. Some of these are right for some layouts.
-MISTAKES = (
-    ("samples", "point 1, compute: a micro-batch has more samples than one"),
-    ("uncut", "point 1, compute: the tp * pp ranks of a copy share it"),
-    ("all-reduces of all", "point 2, tp: a stage has only its share of the all-reduces"),
-    ("4 L", "point 2, tp: the embedding and the head have all-reduces too"),
-    (
-        "one more on each stage",
-        "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are there "
-        "in the whole model, whatever pp is?",
-    ),
-    ("no tp", "point 2, tp: the all-reduces are missing"),
-    ("tp inside", "point 2, tp: not every tp group sits on one node"),
-    ("tp between", "point 2, tp: some tp groups sit on one node"),
-    ("no message", "point 3, pp: a turn does not get longer by the message; nothing overlaps here"),
-    ("always a message", "point 3, pp: with pp = 1 there is no message"),
-    ("two messages", "point 3, pp: each micro-batch is charged one message"),
-    ("pp inside", "point 3, pp: not every pipeline sits on one node"),
-    ("pp between", "point 3, pp: some pipelines sit on one node"),
-    ("numbers", "points 2 and 3: how many bytes has a number of act?"),
-    ("act of 2 bytes", "points 2 and 3: how many bytes has a number of act?"),
-    ("fixed act", "points 2 and 3: act depends on the model's tokens and hidden size"),
-    ("act of one sample", "points 2 and 3: act has all samples of a micro-batch"),
-    ("no turns", "point 4, turns: nobody waits here, and a stage waits for pp - 1 turns"),
-    ("one turn more", "point 4, turns: one too many, a stage waits for pp - 1"),
-    ("m of all", "point 4, turns: m counts the micro-batches of one copy, and there are dp copies"),
-    ("no gradients", "point 5, dp: the gradients are missing"),
-    ("gradients in each turn", "point 5, dp: gradients are averaged once a step, not in each turn"),
-    ("gradients m times", "point 5, dp: gradients are averaged once a step, not in each turn"),
-    ("all gradients", "point 5, dp: a rank holds only its part of the parameters"),
-    ("gradients of 2 bytes", "point 5, dp: each gradient has 4 bytes"),
-    ("gradient numbers", "point 5, dp: each gradient has 4 bytes"),
-    ("dp inside", "point 5, dp: not every dp group sits on one node"),
-    ("dp between", "point 5, dp: some dp groups sit on one node"),
-    ("milliseconds", "the unit is off: give seconds"),
-)
 
-
-def _mistaken_s(case: Case, mistake: str) -> float:
-    """What a function with one mistake gives."""
-    model, shape, global_batch, micro_batch, cluster = case
+def _mistaken_s(
+    model: GPTConfig, shape: GridShape, global_batch: int, micro_batch: int, cluster: ClusterModel
+) -> dict[str, float]:
+    """{hint: seconds that a function with this mistake gives}; for some layouts it is harmless."""
     m = global_batch // (micro_batch * shape.dp)
-    fixed_links = {"inside": cluster.inside, "between": cluster.between}
-    links = {}
-    for axis in ("tp", "pp", "dp"):
-        links[axis] = cluster.link(shape.groups(axis)[0])
-        for place, link in fixed_links.items():
-            if mistake == f"{axis} {place}":
-                links[axis] = link
+    model_ranks = shape.tp * shape.pp
+    flops = micro_batch * training_flops_per_sample(model)
+    right_compute_s = flops / model_ranks / cluster.flops_per_s
+    right_act = 4 * micro_batch * model.context_length * model.hidden_size
+    of_layers = 4 * model.num_layers / shape.pp
+    right_all_reduces = of_layers + 2 / shape.pp
+    right_messages = 1 if shape.pp > 1 else 0
+    right_turns = m + shape.pp - 1
+    right_gradients = 4 * model.num_parameters / model_ranks
+    right_link = {axis: cluster.link(shape.groups(axis)[0]) for axis in ("tp", "pp", "dp")}
 
-    cut = shape.tp * shape.pp
-    samples = 1 if mistake == "samples" else micro_batch
-    compute_s = training_flops_per_sample(model) * samples / cluster.flops_per_s
-    if mistake != "uncut":
-        compute_s /= cut
+    def seconds(
+        compute_s: float = right_compute_s,
+        act: float = right_act,
+        all_reduces: float = right_all_reduces,
+        tp_link: Link = right_link["tp"],
+        messages: float = right_messages,
+        pp_link: Link = right_link["pp"],
+        turns: float = right_turns,
+        averages: float = 1,
+        gradients: float = right_gradients,
+        dp_link: Link = right_link["dp"],
+    ) -> float:
+        tp_s = all_reduces * time_s("all_reduce", shape.tp, act, tp_link)
+        pp_s = messages * time_s("send", 2, act, pp_link)
+        dp_s = averages * time_s("all_reduce", shape.dp, gradients, dp_link)
+        return turns * (compute_s + tp_s + pp_s) + dp_s
 
-    act = 4 * micro_batch * model.context_length * model.hidden_size
-    if mistake == "numbers":
-        act /= 4
-    elif mistake == "act of 2 bytes":
-        act /= 2
-    elif mistake == "fixed act":
-        act = 4 * micro_batch * MODEL.context_length * MODEL.hidden_size
-    elif mistake == "act of one sample":
-        act /= micro_batch
-
-    all_reduces = 4 * model.num_layers + 2
-    if mistake == "4 L":
-        all_reduces -= 2
-    if mistake == "one more on each stage":
-        all_reduces += shape.pp - 2
-    if mistake != "all-reduces of all":
-        all_reduces /= shape.pp
-    tp_s = all_reduces * time_s("all_reduce", shape.tp, act, links["tp"])
-    if mistake == "no tp":
-        tp_s = 0.0
-
-    num_messages = 1 if shape.pp > 1 else 0
-    num_messages = {
-        "no message": 0,
-        "always a message": 1,
-        "two messages": 2 * num_messages,
-    }.get(mistake, num_messages)
-    pp_s = num_messages * time_s("send", 2, act, links["pp"])
-
-    turns = m + shape.pp - 1
-    if mistake == "no turns":
-        turns = m
-    elif mistake == "one turn more":
-        turns += 1
-    elif mistake == "m of all":
-        turns = global_batch // micro_batch + shape.pp - 1
-
-    gradient_bytes = 4 * model.num_parameters
-    if mistake != "all gradients":
-        gradient_bytes /= cut
-    if mistake == "gradients of 2 bytes":
-        gradient_bytes /= 2
-    elif mistake == "gradient numbers":
-        gradient_bytes /= 4
-    times = {"no gradients": 0, "gradients in each turn": turns, "gradients m times": m}
-    dp_s = time_s("all_reduce", shape.dp, gradient_bytes, links["dp"]) * times.get(mistake, 1)
-
-    total_s = turns * (compute_s + tp_s + pp_s) + dp_s
-    return 1e3 * total_s if mistake == "milliseconds" else total_s
+    return {
+        "point 1, compute: a micro-batch has more samples than one": seconds(
+            compute_s=right_compute_s / micro_batch
+        ),
+        "point 1, compute: the tp * pp ranks of a copy share it": seconds(
+            compute_s=right_compute_s * model_ranks
+        ),
+        "point 2, tp: a stage has only its share of the all-reduces": seconds(
+            all_reduces=right_all_reduces * shape.pp
+        ),
+        "point 2, tp: the embedding and the head have all-reduces too": seconds(
+            all_reduces=of_layers
+        ),
+        "point 2, tp: one all-reduce more on each stage is right for pp = 2; how many are there in "
+        "the whole model, whatever pp is?": seconds(all_reduces=of_layers + 1),
+        "point 2, tp: the all-reduces are missing": seconds(all_reduces=0),
+        "point 2, tp: not every tp group sits on one node": seconds(tp_link=cluster.inside),
+        "point 2, tp: some tp groups sit on one node": seconds(tp_link=cluster.between),
+        "point 3, pp: a turn does not get longer by the message; nothing overlaps here": seconds(
+            messages=0
+        ),
+        "point 3, pp: with pp = 1 there is no message": seconds(messages=1),
+        "point 3, pp: each micro-batch is charged one message": seconds(
+            messages=2 * right_messages
+        ),
+        "point 3, pp: not every pipeline sits on one node": seconds(pp_link=cluster.inside),
+        "point 3, pp: some pipelines sit on one node": seconds(pp_link=cluster.between),
+        "points 2 and 3: act counts numbers here, and time_s takes bytes": seconds(
+            act=right_act / 4
+        ),
+        "points 2 and 3: a number of act takes 2 bytes here: how many has a float32?": seconds(
+            act=right_act / 2
+        ),
+        "points 2 and 3: act depends on the model's tokens and hidden size": seconds(
+            act=4 * micro_batch * MODEL.context_length * MODEL.hidden_size
+        ),
+        "points 2 and 3: act has all samples of a micro-batch": seconds(
+            act=right_act / micro_batch
+        ),
+        "point 4, turns: nobody waits here, and a stage waits for pp - 1 turns": seconds(turns=m),
+        "point 4, turns: one too many, a stage waits for pp - 1": seconds(turns=right_turns + 1),
+        "point 4, turns: m counts the micro-batches of one copy, and there are dp copies": seconds(
+            turns=m * shape.dp + shape.pp - 1
+        ),
+        "point 5, dp: the gradients are missing": seconds(averages=0),
+        "point 5, dp: gradients are averaged once a step, not in each turn": seconds(
+            averages=right_turns
+        ),
+        "point 5, dp: a rank holds only its part of the parameters": seconds(
+            gradients=right_gradients * model_ranks
+        ),
+        "point 5, dp: each gradient has 4 bytes, not 2": seconds(gradients=right_gradients / 2),
+        "point 5, dp: the gradients are counted as numbers, and time_s takes bytes": seconds(
+            gradients=right_gradients / 4
+        ),
+        "point 5, dp: not every dp group sits on one node": seconds(dp_link=cluster.inside),
+        "point 5, dp: some dp groups sit on one node": seconds(dp_link=cluster.between),
+        "the unit is off: give seconds": 1e3 * seconds(),
+    }
 
 
 # ---- 15.3
 
-
-@dataclass(frozen=True)
-class _Choice:
-    """What a layout is chosen for."""
-
-    about: str
-    model: GPTConfig
-    world: int
-    global_batch: int
-    micro_batch: int
-    cluster: ClusterModel
-    room_bytes: float
-
-
+Choice = tuple[GPTConfig, int, int, int, ClusterModel, float]
 _NODES_OF_FOUR = replace(CLUSTER, ranks_per_node=4)
 _NODES_OF_EIGHT = replace(CLUSTER, ranks_per_node=8)
 _ODD = replace(DEEP, num_layers=3)  # which no pipeline of 2, 4 or 8 stages divides
 _ONE_HEAD = replace(DEEP, num_heads=1)  # without the rule of the heads, tp would be fastest
-CHOICES = (
-    _Choice("a small batch", MODEL, 4, 8, 2, CLUSTER, 1e12),
-    _Choice("a large batch", MODEL, 4, 256, 2, CLUSTER, 1e12),
-    _Choice("little room", MODEL, 4, 256, 2, CLUSTER, 16 * MODEL.num_parameters / 3.9),
-    _Choice("8 layers on 8 ranks", DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
-    _Choice("16 ranks", DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
-    _Choice("16 ranks and a large batch", MODEL, 16, 1024, 1, _NODES_OF_FOUR, 1e12),
-    _Choice("room for an eighth", DEEP, 8, 64, 1, CLUSTER, 16 * DEEP.num_parameters / 7.9),
-    _Choice(
-        "3 layers on nodes of 8", _ODD, 8, 64, 1, _NODES_OF_EIGHT, 16 * _ODD.num_parameters / 7.9
-    ),
-    _Choice("a batch that few copies divide", DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
-    _Choice("12 samples in micro-batches of 4", DEEP, 8, 12, 4, CLUSTER, 1e12),
-    _Choice("10 samples in micro-batches of 2", MODEL, 8, 10, 2, CLUSTER, 1e12),
-    _Choice("a model with one head", _ONE_HEAD, 8, 8, 2, _NODES_OF_FOUR, 1e12),
-)
+CHOICES: dict[str, Choice] = {  # model, world, global batch, micro-batch, cluster, room_bytes
+    "a small batch": (MODEL, 4, 8, 2, CLUSTER, 1e12),
+    "a large batch": (MODEL, 4, 256, 2, CLUSTER, 1e12),
+    "little room": (MODEL, 4, 256, 2, CLUSTER, 16 * MODEL.num_parameters / 3.9),
+    "8 layers on 8 ranks": (DEEP, 8, 64, 1, _NODES_OF_FOUR, 16 * DEEP.num_parameters / 2),
+    "16 ranks": (DEEP, 16, 32, 1, _NODES_OF_FOUR, 1e12),
+    "16 ranks and a large batch": (MODEL, 16, 1024, 1, _NODES_OF_FOUR, 1e12),
+    "room for an eighth": (DEEP, 8, 64, 1, CLUSTER, 16 * DEEP.num_parameters / 7.9),
+    "3 layers on nodes of 8": (_ODD, 8, 64, 1, _NODES_OF_EIGHT, 16 * _ODD.num_parameters / 7.9),
+    "a batch that few copies divide": (DEEP, 8, 10, 5, _NODES_OF_FOUR, 1e12),
+    "12 samples in micro-batches of 4": (DEEP, 8, 12, 4, CLUSTER, 1e12),
+    "10 samples in micro-batches of 2": (MODEL, 8, 10, 2, CLUSTER, 1e12),
+    "a model with one head": (_ONE_HEAD, 8, 8, 2, _NODES_OF_FOUR, 1e12),
+}
 
 
-def _possible(choice: _Choice) -> dict[GridShape, float]:
-    """The layouts that keep the rules, with the seconds of an iteration."""
-    found = {}
-    for tp, pp in itertools.product((1, 2, 4, 8, 16), repeat=2):
-        if _broken_rule(choice, GridShape(dp=max(1, choice.world // (tp * pp)), pp=pp, tp=tp)):
-            continue
-        shape = GridShape(dp=choice.world // (tp * pp), pp=pp, tp=tp)
-        found[shape] = _seconds(choice, shape)
-    return found
-
-
-def _seconds(choice: _Choice, shape: GridShape) -> float:
-    parts = iteration_parts(
-        choice.model, shape, choice.global_batch, choice.micro_batch, choice.cluster
-    )
-    return sum(parts.values())
-
-
-def _broken_rule(choice: _Choice, shape: GridShape) -> str:
-    """Which rule a layout breaks; "" for none."""
-    if shape.world_size != choice.world:
-        return f"it has {shape.world_size} ranks, and there are {choice.world}"
-    if choice.model.num_heads % shape.tp:
-        heads = choice.model.num_heads
-        counted = "1 head" if heads == 1 else f"{heads} heads"
-        return f"tp = {shape.tp} does not divide {counted}"
-    if choice.model.num_layers % shape.pp:
-        return f"pp = {shape.pp} does not divide {choice.model.num_layers} layers"
-    if choice.global_batch % (shape.dp * choice.micro_batch):
-        return (
-            f"{choice.global_batch} samples cannot be cut over dp = {shape.dp} into micro-batches "
-            f"of {choice.micro_batch}"
-        )
-    needed = 16 * choice.model.num_parameters / (shape.tp * shape.pp)
-    if needed > choice.room_bytes:
-        return f"a rank needs {needed / 1e6:.2f} MB and has {choice.room_bytes / 1e6:.2f} MB"
-    return ""
-
-
-def best_layout(answer: Callable[..., GridShape]) -> None:
+def best_layout(answer: Callable[..., Any]) -> None:
     """The learner's choice of a layout, in several cases.
 
     Args:
         answer: `answer(model, world, global_batch, micro_batch, cluster, room_bytes)`.
     """
-    for choice in CHOICES:
-        found = answer(
-            choice.model,
-            choice.world,
-            choice.global_batch,
-            choice.micro_batch,
-            choice.cluster,
-            choice.room_bytes,
+    returned = False
+    for about, choice in CHOICES.items():
+        case = f"{about}: "
+        found = bounded(LOOP, answer, *choice)
+        none = (
+            "your function finds no layout that keeps the rules, and there is one: which rule is "
+            "too strict, or which size is never tried?"
         )
-        case = f"{choice.about}: "
-        if choice is not CHOICES[0]:  # it did return something before
-            assert found is not None, (
-                case + "your function finds no layout that keeps the rules, and there is one: "
-                "which rule is too strict, or which size is never tried?"
-            )
+        refuse({none: found is None and returned}, case)
+        returned = True
         found = due(found)
-        assert isinstance(found, GridShape), case + f"{found!s:.40} is no GridShape"
+        if not isinstance(found, GridShape):
+            raise Hint(f"{case}{found!s:.40} is no GridShape")
         case += f"dp {found.dp}, pp {found.pp}, tp {found.tp}: "
-        assert found.cp == 1, case + "cp is not asked for"
-        broken = _broken_rule(choice, found)
-        assert not broken, case + broken
-        best_s = min(_possible(choice).values())
-        assert _seconds(choice, found) <= best_s * (1 + 1e-9), (
-            case + f"an iteration takes {1e3 * _seconds(choice, found):.0f} ms, and another layout "
-            f"that fits takes {1e3 * best_s:.0f} ms"
+        refuse({"cp is not asked for": found.cp > 1, **_broken_rules(found, choice)}, case)
+        own_s = _seconds(found, choice)
+        best_s = min(_seconds(shape, choice) for shape in _possible(choice))
+        slow = (
+            f"an iteration takes {1e3 * own_s:.0f} ms, and another layout that fits takes "
+            f"{1e3 * best_s:.0f} ms"
         )
+        refuse({slow: own_s > best_s * (1 + 1e-9)}, case)
+
+
+def _broken_rules(shape: GridShape, choice: Choice) -> dict[str, bool]:
+    """The four rules, as rows of a table."""
+    model, world, global_batch, micro_batch, _, room_bytes = choice
+    heads = "1 head" if model.num_heads == 1 else f"{model.num_heads} heads"
+    needed = 16 * model.num_parameters / (shape.tp * shape.pp)
+    return {
+        f"it has {shape.world_size} ranks, and there are {world}": shape.world_size != world,
+        f"tp = {shape.tp} does not divide {heads}": model.num_heads % shape.tp > 0,
+        f"pp = {shape.pp} does not divide {model.num_layers} layers": (
+            model.num_layers % shape.pp > 0
+        ),
+        f"{global_batch} samples cannot be cut over dp = {shape.dp} into micro-batches of "
+        f"{micro_batch}": global_batch % (shape.dp * micro_batch) > 0,
+        f"a rank needs {needed / 1e6:.2f} MB and has {room_bytes / 1e6:.2f} MB": (
+            needed > room_bytes
+        ),
+    }
+
+
+def _possible(choice: Choice) -> list[GridShape]:
+    """The layouts that keep the rules."""
+    found = []
+    for dp, pp, tp in itertools.product((1, 2, 4, 8, 16), repeat=3):
+        shape = GridShape(dp=dp, pp=pp, tp=tp)
+        if not any(_broken_rules(shape, choice).values()):
+            found.append(shape)
+    return found
+
+
+def _seconds(shape: GridShape, choice: Choice) -> float:
+    model, _, global_batch, micro_batch, cluster, _ = choice
+    return sum(iteration_parts(model, shape, global_batch, micro_batch, cluster).values())
 
 
 # ---- 15.4
@@ -410,50 +354,56 @@ _FIRST = re.compile(
 _STEP = re.compile(r"step (\d+)/\d+ \| loss ([\d.]+)")
 
 
-def form(form: Mapping[str, Any], nodes: int = 2, ranks_per_node: int = 2) -> None:
+def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
     """The learner's numbers for gpt_tiny on a small cluster.
 
     Args:
         form: {"nodes": .., "ranks_per_node": .., "parallel.tp": .., ...}.
         nodes, ranks_per_node: Of the cluster.
     """
-    assert form is not None, "my_form is None: give it the dict with your six numbers"
-    assert isinstance(due(form), Mapping), f"my_form is a {type(form).__name__}, not a dict"
+    refuse({"my_form is None: give it the dict with your six numbers": form is None})
+    if not isinstance(due(form), Mapping):
+        raise Hint(f"my_form is a {type(form).__name__}, not a dict")
     missing = [name for name in SIZE + FIELDS if name not in form]
-    assert not missing, f"the form has no {', '.join(missing)}"
     unknown = [str(name) for name in form if name not in SIZE + FIELDS]
-    assert not unknown, f"the script has no blank for {', '.join(unknown)}"
-    values = tuple(form[name] for name in SIZE + FIELDS)
+    mistakes = {
+        f"the form has no {', '.join(missing)}": missing,
+        f"the script has no blank for {', '.join(unknown)}": unknown,
+    }
+    refuse(mistakes)
+    values = [form[name] for name in SIZE + FIELDS]
     if any(value is ... for value in values):
         raise NotImplementedError("exercise")
-    assert all(isinstance(value, int) for value in values), "all six are whole numbers"
+    if not all(isinstance(value, int) for value in values):
+        raise Hint("all six are whole numbers")
     asked, per_node, tp, pp, micro, global_batch = values
     world = nodes * ranks_per_node
-    assert per_node <= ranks_per_node, (
-        f"{per_node} ranks per node: a node has {ranks_per_node} GPUs, one for each rank"
-    )
-    assert asked <= nodes, f"{asked} nodes: there are {nodes}, and the job would wait for ever"
-    assert asked * per_node == world, (
-        f"nodes x ranks_per_node = {asked} x {per_node} leave GPUs idle: there are {world}"
-    )
-    wanted_batch = RECIPE.train.global_batch
-    assert global_batch == wanted_batch, (
-        f"global batch {global_batch}: "
-        f"the learning rate of the recipe was chosen for {wanted_batch}"
-    )
-    assert tp == 1, f"tp={tp} cuts through the layers, and the cut is to go between them"
+    right_batch = RECIPE.train.global_batch
+    mistakes = {
+        f"{per_node} ranks per node: a node has {ranks_per_node} GPUs, one for each rank": (
+            per_node > ranks_per_node
+        ),
+        f"{asked} nodes: there are {nodes}, and the job would wait forever": asked > nodes,
+        f"nodes x ranks_per_node = {asked} x {per_node} leave GPUs idle: there are {world}": (
+            asked * per_node != world
+        ),
+        f"global batch {global_batch}: the learning rate of the recipe was chosen for "
+        f"{right_batch}": global_batch != right_batch,
+        f"tp={tp} cuts through the layers, and the cut is to go between them": tp != 1,
+    }
+    refuse(mistakes)
     try:
         changes = {name: form[name] for name in FIELDS}
         shape = recipes.with_changes(RECIPE, changes).check(world)
     except ValueError as error:
-        raise AssertionError(str(error)) from None
-    assert pp > 1, "each rank holds the whole model, and there is room for half of it"
-    assert pp == 2, f"a rank holds 1/{pp} of the model, and has room for half of it: cut no further"
+        raise Hint(str(error)) from None
     count = global_batch // (micro * shape.dp)
-    assert (pp - 1) / count <= 1 / 8, (
+    mistakes = {
+        "each rank holds the whole model, and there is room for half of it": pp == 1,
         f"a copy has {count} micro-batches in a step: the bubble is {pp - 1}/{count} of the work, "
-        "and 1/8 is allowed"
-    )
+        "and 1/8 is allowed": (pp - 1) / count > 1 / 8,
+    }
+    refuse(mistakes)
 
 
 def script(
@@ -470,50 +420,50 @@ def script(
     """
     form(blanks)
     done = run(job(blanks))
-    assert done.outcome.ok, f"the job ended as {done.outcome}: read {done.out}.log"
-    _check_first_line(blanks, done)
-    _check_last_loss(done, reference)
+    failed = f"the job ended as {done.outcome}: read {done.out}.log"
+    refuse({failed: not done.outcome.ok})
+    _says_the_form(done, blanks)
+    _ends_with_the_loss(done, reference)
 
 
-def _check_first_line(blanks: Mapping[str, Any], done: Submitted) -> None:
+def _says_the_form(done: Submitted, blanks: Mapping[str, Any]) -> None:
+    """The first line of the log has the numbers of the form."""
     first = _FIRST.search(done.log)
-    assert first, (
-        f'{done.out}.log has no line "... ranks on ...; grid ...": '
-        "no rank came as far as its first step"
-    )
-    world = int(first["world"])
-    wanted = blanks["nodes"] * blanks["ranks_per_node"]
-    assert world == wanted, (
-        f"the log says {world} ranks, the form {wanted}: these are several jobs, not one"
-    )
-    if done.on_slurm:
-        assert first["nodes"] == "n1: 0, 1; n2: 2, 3", (
-            f"the ranks sit on {first['nodes'] or 'one node'}: they do not fill one node after the "
-            "other"
+    if first is None:
+        raise Hint(
+            f'{done.out}.log has no line "... ranks on ...; grid ...": no rank came as far as its '
+            "first step"
         )
-    same_pp = int(first["pp"]) == blanks["parallel.pp"]
-    same_tp = int(first["tp"]) == blanks["parallel.tp"]
-    assert same_pp and same_tp, (
-        f"the log says pp {first['pp']} x tp {first['tp']}, and the form does not"
-    )
-    same_samples = int(first["samples"]) == blanks["train.global_batch"]
-    same_micro = int(first["micro"]) == blanks["train.micro_batch"]
-    assert same_samples and same_micro, (
+    world = blanks["nodes"] * blanks["ranks_per_node"]
+    grid = (int(first["pp"]), int(first["tp"]))
+    batches = (int(first["samples"]), int(first["micro"]))
+    mistakes = {
+        f"the log says {first['world']} ranks, the form {world}: these are several jobs, not one": (
+            int(first["world"]) != world
+        ),
+        f"the ranks sit on {first['nodes'] or 'one node'}: they do not fill one node after the "
+        "other": done.on_slurm and first["nodes"] != "n1: 0, 1; n2: 2, 3",
+        f"the log says pp {first['pp']} x tp {first['tp']}, and the form does not": (
+            grid != (blanks["parallel.pp"], blanks["parallel.tp"])
+        ),
         f"the log says {first['samples']} samples a step in micro-batches of {first['micro']} "
-        f"(dp {first['dp']} x {first['count']}), and the form does not"
-    )
+        f"(dp {first['dp']} x {first['count']}), and the form does not": (
+            batches != (blanks["train.global_batch"], blanks["train.micro_batch"])
+        ),
+    }
+    refuse(mistakes)
 
 
-def _check_last_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
+def _ends_with_the_loss(done: Submitted, reference: Sequence[Mapping[str, float]]) -> None:
+    """The log comes to the last step, whose loss is that of another grid."""
     losses = {int(step): float(loss) for step, loss in _STEP.findall(done.log)}
     last_step = max(losses, default=0)
     steps = SHORT["train.steps"]
-    assert last_step == steps, f"the log ends at step {last_step} of {steps}"
+    refuse({f"the log ends at step {last_step} of {steps}": last_step != steps})
     loss = losses[last_step]
     right = [row["loss"] for row in reference if "loss" in row][-1]
-    assert abs(loss - right) < 1e-3, (
-        f"the last loss is {loss}, on another grid {right:.4f}: these trained something else"
-    )
+    other = f"the last loss is {loss}, on another grid {right:.4f}: these trained something else"
+    refuse({other: abs(loss - right) >= 1e-3})
 
 
 EXERCISES = {

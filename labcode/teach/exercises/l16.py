@@ -1,8 +1,9 @@
-"""Checks of lesson 16, making it fit. The text of each assertion is a hint."""
+"""Checks of lesson 16, making it fit."""
 
 import contextlib
 import copy
 import math
+import numbers
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -10,20 +11,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._pytree import tree_leaves
 
 from labcode.perf.saved_bytes import saved_bytes
-from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.in_notebook import without
+from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises.expect import TOLERANCE, diagnose, distance, refuse, tensor, times
+from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs.l16_limited import Settings, train_within
-from labcode.teach.labs.l16_plan import (
-    CASES,
-    Case,
-    best,
-    candidates,
-    fits,
-    peak_bytes,
-    step_s,
-)
+from labcode.teach.labs.l16_plan import CASES, Case, best, candidates, fits, peak_bytes, step_s
 
 # ---- 16.1
 
@@ -66,30 +61,29 @@ LOGS: dict[str, tuple[str, int | None]] = {
 
 def asked_bytes(answer: Callable[..., Any]) -> None:
     """The learner's `asked_bytes(log)`: what the failed allocation asked for, or None."""
-    none_where_due = True
     for name, (log, expected) in LOGS.items():
+        case = f"{name}: "
         found = answer(log)
         if found is ...:
             raise NotImplementedError("exercise")
         if expected is None:
-            assert found is None, (
-                f"{name}: it returned {found!r}, but there is no allocation in it that failed"
-            )
+            made_up = f"it returned {found!r}, but there is no allocation in it that failed"
+            refuse({made_up: found is not None}, case)
             continue
-        none_where_due = none_where_due and found is not None
-        assert found is not None, f"{name}: it returned None, and a number stands there"
-        assert isinstance(found, int | float), f"{name}: return a number, not {found!r}"
-        for unit in (2**10, 2**20, 2**30):
-            assert not math.isclose(found * unit, expected, rel_tol=1e-3), (
-                f"{name}: {found:g} is the number that stands there: in which unit?"
-            )
-        assert not math.isclose(found, expected * (1e9 / 2**30), rel_tol=1e-3), (
-            f"{name}: GiB is 2**30 bytes, not 10**9"
+        refuse({"it returned None, and a number stands there": found is None}, case)
+        if not isinstance(found, int | float):
+            raise Hint(f"{case}return a number, not {found!r}")
+        mistakes = {
+            f"{found:g} is the number that stands there: in which unit?": (
+                found in (expected / 2**10, expected / 2**20, expected / 2**30)
+            ),
+            "GiB is 2**30 bytes, not 10**9": expected * 1e9 / 2**30,
+        }
+        otherwise = (
+            f"it returned {found:,.0f}, expected is {expected:,}: which of the numbers is the one "
+            "that was asked for?"
         )
-        assert math.isclose(found, expected, rel_tol=1e-6), (
-            f"{name}: it returned {found:,.0f} and {expected:,} is due: which of the numbers is "
-            "the one that was asked for?"
-        )
+        diagnose(case, found, expected, mistakes, otherwise, tolerance=1e-6)
 
 
 # ---- 16.2
@@ -109,70 +103,70 @@ class Parts(NamedTuple):
     logits: float
 
 
+PARTS = {
+    "many tokens": Parts(100.0, 1000.0, 30.0),
+    "a large vocabulary": Parts(100.0, 200.0, 400.0),
+    "few tokens": Parts(1000.0, 100.0, 30.0),
+}
+
+
 def peak(answer: Callable[..., Any]) -> None:
     """The learner's `peak(parts, num_micro_batches)`: the most bytes within a step."""
-    cases = {
-        "many tokens": Parts(100.0, 1000.0, 30.0),
-        "a large vocabulary": Parts(100.0, 200.0, 400.0),
-        "few tokens": Parts(1000.0, 100.0, 30.0),
-    }
-    for name, parts in cases.items():
+    for name, parts in PARTS.items():
         for count in (1, 2, 8):
             found = due(answer(parts, count))
-            case = f"{name}, {count} micro-batches: "
-            assert isinstance(found, int | float), f"{case}return one number, not {found!r}"
-            _of_peak(case, parts, count, found)
+            case = f"{name}, num_micro_batches={count}: "
+            if not isinstance(found, int | float):
+                raise Hint(f"{case}return one number, not {found!r}")
+            _is_peak(case, parts, count, found)
 
 
-def _of_peak(case: str, parts: Parts, count: int, found: float) -> None:
+def _is_peak(case: str, parts: Parts, count: int, found: float) -> None:
     weights, activations, logits = parts
     kept = 3 * weights
-    gradients = weights if count > 1 else 0.0
-    expected = kept + max(activations + 3 * logits + gradients, weights)
     at_loss = activations + 3 * logits
-    wrong = [
-        (
-            kept + weights + at_loss,
-            "at the first moment no gradient of a weight exists yet in a step of one micro-batch",
+    gradients = weights if count > 1 else 0.0
+    right = kept + max(at_loss + gradients, weights)
+
+    def with_activations(wrong: float) -> float:
+        return kept + max(wrong + 3 * logits + gradients, weights)
+
+    mistakes = {
+        "at the first moment no gradient of a weight exists yet in a step of one micro-batch": (
+            kept + at_loss + weights
         ),
-        (
-            kept + max(at_loss, weights),
-            "from the second micro-batch on, the gradients of the first are there all the time",
+        "from the second micro-batch on, the gradients of the first are there all the time": (
+            kept + max(at_loss, weights)
         ),
-        (kept + at_loss, "there are two moments: which is the larger one here?"),
-        (
-            kept + max(activations + logits + gradients, weights),
-            "the loss holds three tensors as large as the logits",
+        "there are two moments: which is the larger one here?": kept + at_loss,
+        "the loss holds three tensors as large as the logits": (
+            kept + max(activations + logits + gradients, weights)
         ),
-        (kept + max(activations + gradients, weights), "where are the logits?"),
-        (
-            weights + max(at_loss + gradients, weights),
-            "AdamW keeps two numbers for each weight from step to step",
+        "where are the logits?": kept + max(activations + gradients, weights),
+        "AdamW keeps two numbers for each weight from step to step": right - 2 * weights,
+        "`activations` are those of one micro-batch, and backward frees them before the next one": (
+            with_activations(count * activations)
         ),
-    ]
-    if math.isclose(found, expected, rel_tol=1e-6):
-        return
-    for value, hint in wrong:
-        assert not math.isclose(found, value, rel_tol=1e-6), case + hint
-    for number in (count, 1 / count):
-        scaled = kept + max(number * activations + 3 * logits + gradients, weights)
-        assert not math.isclose(found, scaled, rel_tol=1e-6), (
-            f"{case}`activations` are those of one micro-batch, and backward frees them before the "
-            "next one"
-        )
-    raise AssertionError(
-        f"{case}{found:,.0f} bytes, and {expected:,.0f} are due: what exists at each of the two "
-        "moments?"
+        "`activations` are those of one micro-batch already: why divide them?": (
+            with_activations(activations / count)
+        ),
+    }
+    otherwise = (
+        f"{found:,.0f} bytes, expected are {right:,.0f}: what exists at each of the two moments?"
     )
+    diagnose(case, found, right, mistakes, otherwise, tolerance=1e-6)
 
 
 # ---- 16.3
 
-TOLERANCE = 1e-12
 PYTORCHS = (
     torch_checkpoint.checkpoint,
     torch_checkpoint.CheckpointFunction.forward,
     torch_checkpoint.CheckpointFunction.backward,
+)
+MOVED = (
+    "after backward the random numbers are others than without checkpointing: the second run has "
+    "moved the generator"
 )
 
 
@@ -198,8 +192,8 @@ class _Trial(NamedTuple):
 
     output: Tensor
     grads: dict[str, Tensor | None]
-    state: Tensor
-    runs: list[bool]
+    drawn: Tensor  # random numbers, after both
+    runs: list[bool]  # of the block: whether autograd was on
 
 
 def checkpointing(answer: Any) -> None:
@@ -212,13 +206,19 @@ def checkpointing(answer: Any) -> None:
         "with a first input that needs no gradient, ": (0.5, False, True),
     }
     for case, (dropout, first, second) in cases.items():
-        plain = _trial(lambda block, *inputs: block(*inputs), dropout, first, second)
+        plain = _trial(_run_plainly, dropout, first, second)
         with without(*PYTORCHS):
             own = _trial(answer.apply, dropout, first, second)
-        _of_trial(case, own, plain, dropout)
-    _with_tokens(answer)
+        _runs_twice(case, own, plain)
+        _has_gradients(case, own, plain, dropout)
+        refuse({MOVED: not torch.equal(own.drawn, plain.drawn)}, case)
+    _takes_tokens(answer)
     _keeps_little(answer)
-    _twice(answer)
+    _adds_up(answer)
+
+
+def _run_plainly(block: Callable[..., Any], *inputs: Tensor) -> Any:
+    return block(*inputs)
 
 
 def _trial(run: Callable[..., Any], dropout: float, first: bool, second: bool) -> _Trial:
@@ -229,32 +229,86 @@ def _trial(run: Callable[..., Any], dropout: float, first: bool, second: bool) -
     torch.manual_seed(7)
     # an input is seldom a leaf: it comes from the layer before
     output = due(run(block, x * 1.0, scale * 1.0))
-    assert isinstance(output, Tensor), f"forward returned a {type(output).__name__}, not a tensor"
+    tensor(output, what="forward returned")
     torch.rand(3)  # something else draws between forward and backward
     if output.requires_grad:
-        with _second_graph_explained():
+        with _explained():
             (output**2).sum().backward()
     drawn = torch.rand(4)
-    grads = {"x": x.grad, "scale": scale.grad, "up": block.up.grad, "down": block.down.grad}
+    grads = {
+        "input `x`": x.grad,
+        "input `scale`": scale.grad,
+        "parameter `up`": block.up.grad,
+        "parameter `down`": block.down.grad,
+    }
     return _Trial(output.detach(), grads, drawn, block.runs)
 
 
+EXPLAINED = {
+    "through the graph a second time": (
+        "in your `backward`: the backward of the second run went on through the inputs into the "
+        "layers before them, which have their own turn. Does every input of the second run begin "
+        "without a history?"
+    ),
+    "can require gradients": (
+        "with an input of whole numbers, such as tokens: it can have no gradient. Each copy is to "
+        "need one only if its input does"
+    ),
+}
+
+
 @contextlib.contextmanager
-def _second_graph_explained() -> Iterator[None]:
-    """PyTorch's error for a second run that is tied to the first one's inputs, with its cause."""
+def _explained() -> Iterator[None]:
+    """What PyTorch says of a second run with the wrong inputs, with its cause."""
     try:
         yield
     except RuntimeError as error:
-        if "through the graph a second time" not in str(error):
-            raise
-        raise AssertionError(
-            "in your `backward`: the backward of the second run went on through the inputs into "
-            "the layers before them, which have their own turn. Does every input of the second "
-            "run begin without a history?"
-        ) from None
+        refuse({hint: sign in str(error) for sign, hint in EXPLAINED.items()})
+        raise
 
 
-def _with_tokens(answer: Any) -> None:
+def _runs_twice(case: str, own: _Trial, plain: _Trial) -> None:
+    """The block runs in forward without autograd, and in backward with it."""
+    mistakes = {
+        "`block` never ran": not own.runs,
+        "the output is not that of `block(*inputs)`": (
+            distance(own.output, plain.output) > TOLERANCE
+        ),
+        "`block` ran with autograd switched on in forward: then everything in it is kept": (
+            own.runs[:1] == [True]
+        ),
+        "`block` ran once: backward has no activations unless it runs a second time": (
+            len(own.runs) == 1
+        ),
+        f"`block` ran {len(own.runs)} times: twice is enough": len(own.runs) > 2,
+        "the second run has autograd switched off: torch.enable_grad()": own.runs[1:] == [False],
+    }
+    refuse(mistakes, case)
+
+
+def _has_gradients(case: str, own: _Trial, plain: _Trial, dropout: float) -> None:
+    for name, expected in plain.grads.items():
+        found = own.grads[name]
+        what = f"{case}the gradient of the {name} "
+        if expected is None:
+            refuse({"is there, and nobody asked for it": found is not None}, what)
+            continue
+        if found is None:
+            raise Hint(
+                f"{what}is missing: does the second run have inputs with requires_grad, and does "
+                "backward return their gradients in the order of forward's arguments?"
+            )
+        otherwise = "is wrong: which gradient goes into the backward of the second run?"
+        if dropout:
+            otherwise = "is wrong: did the second run drop the same numbers as the first one?"
+        mistakes = {
+            f"has the shape {list(found.shape)}": found.shape != expected.shape,
+            "is {times:g} times as large as it should be: is it added up twice?": times(expected),
+        }
+        diagnose(what, found, expected, mistakes, otherwise)
+
+
+def _takes_tokens(answer: Any) -> None:
     """A block whose second input is whole numbers, such as tokens: they can have no gradient."""
     table = torch.arange(24, dtype=torch.float64).view(8, 3)
     tokens = torch.tensor([1, 5, 7])
@@ -263,59 +317,12 @@ def _with_tokens(answer: Any) -> None:
         return x * table[places]
 
     x = torch.ones(3, 3, dtype=torch.float64, requires_grad=True)
-    try:
+    with _explained():
         answer.apply(block, x, tokens).sum().backward()
-    except RuntimeError as error:
-        if "can require gradients" not in str(error):
-            raise
-        raise AssertionError(
-            "with an input of whole numbers, such as tokens: it can have no gradient. Each copy "
-            "is to need one only if its input does"
-        ) from None
-    assert x.grad is not None and not _far(x.grad, table[tokens]), (
-        "with an input of whole numbers, such as tokens: the gradient of the other input is wrong"
-    )
-
-
-def _of_trial(case: str, own: _Trial, plain: _Trial, dropout: float) -> None:
-    assert own.runs, f"{case}`block` never ran"
-    assert not _far(own.output, plain.output), f"{case}the output is not that of `block(*inputs)`"
-    assert not own.runs[0], (
-        f"{case}`block` ran with autograd switched on in forward: then everything in it is kept"
-    )
-    assert len(own.runs) > 1, (
-        f"{case}`block` ran once: backward has no activations unless it runs a second time"
-    )
-    assert len(own.runs) == 2, f"{case}`block` ran {len(own.runs)} times: twice is enough"
-    assert own.runs[1], f"{case}the second run has autograd switched off: torch.enable_grad()"
-    for name, expected in plain.grads.items():
-        found = own.grads[name]
-        what = f"the gradient of the parameter `{name}`"
-        if name in ("x", "scale"):
-            what = f"the gradient of the input `{name}`"
-        if expected is None:
-            assert found is None, f"{case}{what} is there, and nobody asked for it"
-            continue
-        assert found is not None, (
-            f"{case}{what} is missing: does the second run have inputs with requires_grad, and "
-            "does backward return their gradients in the order of forward's arguments?"
-        )
-        assert found.shape == expected.shape, f"{case}{what} has the shape {list(found.shape)}"
-        for times in (2.0, 3.0):
-            assert _far(found, times * expected), (
-                f"{case}{what} is {times:g} times as large as it should be: is it added up twice?"
-            )
-        if _far(found, expected) and dropout:
-            raise AssertionError(
-                f"{case}{what} is wrong: did the second run drop the same numbers as the first one?"
-            )
-        assert not _far(found, expected), (
-            f"{case}{what} is wrong: which gradient goes into the backward of the second run?"
-        )
-    assert torch.equal(own.state, plain.state), (
-        f"{case}after backward the random numbers are others than without checkpointing: the "
-        "second run has moved the generator"
-    )
+    case = "with an input of whole numbers, such as tokens: "
+    if x.grad is None:
+        raise Hint(f"{case}the gradient of the other input is missing")
+    diagnose(case, x.grad, table[tokens], {}, "the gradient of the other input is wrong")
 
 
 def _keeps_little(answer: Any) -> None:
@@ -325,51 +332,37 @@ def _keeps_little(answer: Any) -> None:
     with saved_bytes(block) as saved:
         output = answer.apply(block, x, scale)
         kept = saved.total()
-    state = torch.get_rng_state()
-    inputs = x.untyped_storage().nbytes() + scale.untyped_storage().nbytes() + state.nbytes
-    assert kept <= inputs, (
-        f"{kept} bytes are kept, and the inputs with the random state have {inputs}: keep "
-        "nothing but the inputs"
-    )
-    node = output.grad_fn
-    held = [value for value in vars(node).values() if isinstance(value, Tensor)]
-    for value in list(vars(node).values()):
-        if isinstance(value, list | tuple):
-            held += [entry for entry in value if isinstance(entry, Tensor)]
-    numbers = [value for value in held if value.is_floating_point()]
-    assert not numbers, (
+    inputs = x.nbytes + scale.nbytes + torch.get_rng_state().nbytes
+    in_ctx = [value for value in tree_leaves(vars(output.grad_fn)) if isinstance(value, Tensor)]
+    mistakes = {
+        f"{kept} bytes are kept, and the inputs with the random state have {inputs}: keep nothing "
+        "but the inputs": kept > inputs,
         "a tensor of numbers stands in ctx itself: ctx.save_for_backward keeps tensors, so that "
-        "autograd notices when one is changed, and frees them in time"
-    )
+        "autograd notices when one is changed, and frees them in time": any(
+            value.is_floating_point() for value in in_ctx
+        ),
+    }
+    refuse(mistakes)
 
 
-def _twice(answer: Any) -> None:
+def _adds_up(answer: Any) -> None:
     """Two blocks one behind the other, and gradients that are added up over two backwards."""
-
-    def grads(run: Callable[..., Any]) -> list[Tensor]:
-        blocks = (_Block(0.0), _Block(0.0))
-        x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
-        scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
-        for _ in range(2):
-            out = run(blocks[1], run(blocks[0], x, scale), scale)
-            out.sum().backward()
-        found = [x.grad, scale.grad, blocks[0].up.grad, blocks[1].down.grad]
-        return [grad for grad in found if grad is not None]
-
-    own = grads(answer.apply)
-    plain = grads(lambda block, *inputs: block(*inputs))
-    assert len(own) == len(plain), "two blocks, two backwards: a gradient is missing"
-    for found, expected in zip(own, plain):
-        assert not _far(found, expected), (
-            "two blocks one behind the other, two backwards: a gradient is wrong. Is something "
-            "left over from the first one?"
-        )
+    own = _twice_backward(answer.apply)
+    for found, expected in zip(own, _twice_backward(_run_plainly)):
+        case = "two blocks one behind the other, two backwards: "
+        refuse({"a gradient is missing": found is None}, case)
+        otherwise = "a gradient is wrong. Is something left over from the first one?"
+        diagnose(case, found, expected, {}, otherwise)
 
 
-def _far(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape:
-        return True
-    return bool((found - expected).abs().max() > TOLERANCE * max(1.0, float(expected.abs().max())))
+def _twice_backward(run: Callable[..., Any]) -> list[Any]:
+    first = _Block(0.0)
+    second = _Block(0.0)
+    x = torch.ones(3, 6, dtype=torch.float64, requires_grad=True)
+    scale = torch.ones(6, dtype=torch.float64, requires_grad=True)
+    for _ in range(2):
+        run(second, run(first, x, scale), scale).sum().backward()
+    return [x.grad, scale.grad, first.up.grad, second.down.grad]
 
 
 # ---- 16.4
@@ -381,18 +374,17 @@ def best_segment(answer: Callable[..., Any]) -> None:
     """The learner's `best_segment(num_layers, layer_bytes, input_bytes)`: layers in a segment."""
     for num_layers in (1, 3, 4, 5, 12, 24, 34, 37, 48, 96):
         for layer_bytes, input_bytes in LAYER_AND_INPUT:
-            found = due(answer(num_layers, layer_bytes, input_bytes))
+            found = due(bounded(LOOP, answer, num_layers, layer_bytes, input_bytes))
             case = f"L = {num_layers}, {layer_bytes:g} and {input_bytes:g} bytes: "
-            assert isinstance(found, int), f"{case}it returned {found!r}: k is a whole number"
-            assert 1 <= found <= num_layers, f"{case}k = {found} is not between 1 and L"
-            sizes = [
-                segment_bytes(num_layers, k, layer_bytes, input_bytes)
-                for k in range(1, num_layers + 1)
-            ]
-            own = sizes[found - 1]
-            assert math.isclose(own, min(sizes), rel_tol=1e-9), (
-                f"{case}k = {found} keeps {own:g} bytes, and another k keeps {min(sizes):g}"
-            )
+            if not isinstance(found, numbers.Integral):
+                raise Hint(f"{case}it returned {found!r}: k is a whole number")
+            kept = {}
+            for k in range(1, num_layers + 1):
+                kept[k] = segment_bytes(num_layers, k, layer_bytes, input_bytes)
+            refuse({f"k = {found} is not between 1 and L": found not in kept}, case)
+            least = min(kept.values())
+            more = f"k = {found} keeps {kept[found]:g} bytes, and another k keeps {least:g}"
+            refuse({more: kept[found] > least * (1 + 1e-9)}, case)
 
 
 def segment_bytes(num_layers: int, k: int, layer_bytes: float, input_bytes: float) -> float:
@@ -413,69 +405,79 @@ def choose(answer: Callable[..., Any], runs_for_real: bool = True) -> None:
     chosen = []
     for case in CASES:
         with without(best):
-            settings = answer(copy.deepcopy(case))  # what an answer does to it stays there
-        assert settings is not None, f"{case.about}: it returned None"
+            # what an answer does to its copy stays there
+            settings = bounded(LOOP, answer, copy.deepcopy(case))
+        none = "it returned None: is there a `return`? Some settings do fit"
+        refuse({none: settings is None}, f"{case.about}: ")
         chosen.append(due(settings))
-        _of_choice(case, settings)
+        _is_good(case, settings)
     if runs_for_real:
-        _run(CASES[0], chosen[0])
+        _fits_for_real(CASES[0], chosen[0])
 
 
-def _of_choice(case: Case, settings: Any) -> None:
-    assert isinstance(settings, Settings), f"return Settings(...), not {settings!r}"
+def _is_good(case: Case, settings: Any) -> None:
+    """It keeps the global batch, fits, and is nearly the fastest that does."""
+    if not isinstance(settings, Settings):
+        raise Hint(f"return Settings(...), not {settings!r}")
+    about = f"{case.about}: "
     samples = settings.micro_batch * settings.num_micro_batches
-    assert samples == case.global_batch, (
-        f"{case.about}: {settings.micro_batch} x {settings.num_micro_batches} samples are {samples}"
-        f", and the global batch is {case.global_batch}: another batch is another training"
-    )
-    assert settings.dtype in case.flops_per_s, f"{case.about}: no dtype {settings.dtype!r} here"
-    kinds = ("none", "full")
-    assert settings.activation_checkpointing in kinds, (
-        f"{case.about}: activation_checkpointing={settings.activation_checkpointing!r}: none or "
-        "full"
-    )
-    needs = peak_bytes(case, settings)
-    assert fits(case, settings), (
-        f"{case.about}: out of memory, it needs {needs / 2**20:,.0f} MiB and has "
-        f"{case.room_bytes / 2**20:,.0f}"
-    )
-    quickest = step_s(case, best(case))
-    own = step_s(case, settings)
-    assert quickest / own >= NEARLY_BEST, (
-        f"{case.about}: it fits, with {needs / 2**20:,.0f} of {case.room_bytes / 2**20:,.0f} MiB, "
-        f"but a step takes {own / quickest:.2f} times as long as it has to{_why(case, settings)}"
-    )
+    kind = settings.activation_checkpointing
+    mistakes = {
+        f"{settings.micro_batch} x {settings.num_micro_batches} samples are {samples}, and the "
+        f"global batch is {case.global_batch}: another batch is another training": (
+            samples != case.global_batch
+        ),
+        f"no dtype {settings.dtype!r} here": settings.dtype not in case.flops_per_s,
+        f"activation_checkpointing={kind!r}: none or full": kind not in ("none", "full"),
+    }
+    refuse(mistakes, about)
+    needs = f"{peak_bytes(case, settings) / 2**20:,.0f}"
+    room = f"{case.room_bytes / 2**20:,.0f}"
+    too_large = f"out of memory, it needs {needs} MiB and has {room}"
+    refuse({too_large: not fits(case, settings)}, about)
+    as_long = step_s(case, settings) / step_s(case, best(case))
+    if as_long > 1 / NEARLY_BEST:
+        raise Hint(
+            f"{about}it fits, with {needs} of {room} MiB, but a step takes {as_long:.2f} times as "
+            f"long as it has to{_why(case, settings)}"
+        )
+
+
+def _without_launches(case: Case, one: Settings) -> float:
+    return step_s(case, one) - one.num_micro_batches * case.launch_s
+
+
+def _with_free_checkpointing(case: Case, one: Settings) -> float:
+    return step_s(case, replace(one, activation_checkpointing="none"))
+
+
+def _of_a_micro_batch(case: Case, one: Settings) -> float:
+    return step_s(case, one) / one.num_micro_batches
+
+
+QUESTIONS = {  # {what has probably been left out: the seconds without it}
+    "what does each micro-batch cost beyond its products?": _without_launches,
+    "what does checkpointing cost?": _with_free_checkpointing,
+    "is your time that of a whole step?": _of_a_micro_batch,
+}
 
 
 def _why(case: Case, settings: Settings) -> str:
-    """What has probably been left out: the settings are the best ones without it."""
+    """The questions by whose seconds these settings are the best."""
     fitting = [one for one in candidates(case) if fits(case, one)]
-
-    def launches_free(one: Settings) -> float:
-        return step_s(case, one) - one.num_micro_batches * case.launch_s
-
-    def checkpointing_free(one: Settings) -> float:
-        return step_s(case, replace(one, activation_checkpointing="none"))
-
-    def one_micro_batch(one: Settings) -> float:
-        return step_s(case, one) / one.num_micro_batches
-
     asked = []
-    for seconds, question in (
-        (launches_free, "what does each micro-batch cost beyond its products?"),
-        (checkpointing_free, "what does checkpointing cost?"),
-        (one_micro_batch, "is your time that of a whole step?"),
-    ):
-        least = min(map(seconds, fitting))
-        if math.isclose(seconds(settings), least, rel_tol=1e-9):
+    for question, seconds in QUESTIONS.items():
+        least = min(seconds(case, one) for one in fitting)
+        if math.isclose(seconds(case, settings), least, rel_tol=1e-9):
             asked.append(question)
     return ": " + " Or ".join(asked) if asked else ""
 
 
-def _run(case: Case, settings: Settings) -> None:
+def _fits_for_real(case: Case, settings: Settings) -> None:
     outcome = train_within(case.model, settings, case.room_bytes)
-    last = outcome.log.strip().splitlines()[-1] if outcome.log.strip() else ""
-    assert outcome.fits, f"{case.about}: in a process with this limit it fails: {last[-200:]}"
+    last = outcome.log.strip().rpartition("\n")[2]
+    fails = f"{case.about}: in a process with this limit it fails: {last[-200:]}"
+    refuse({fails: not outcome.fits})
 
 
 EXERCISES = {

@@ -1,24 +1,27 @@
-"""Checks of lesson 17, surviving failures. The text of each assertion is a hint."""
+"""Checks of lesson 17, surviving failures."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
+import os
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import torch
+from torch import Tensor
 
 from labcode.perf.failures import daly_interval_s, young_interval_s
-from labcode.teach import tracebacks
-from labcode.teach.check import Exercise, due
+from labcode.teach.check import Exercise, Hint, due, is_stub, reason
+from labcode.teach.exercises.expect import diagnose, refuse, tensor
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.labs import l17_plan, l17_run
 from labcode.teach.labs.l17_boxes import Box, block, columns, rows, tiles
-from labcode.teach.labs.l17_disk import Killed, Seen, operations
+from labcode.teach.labs.l17_disk import Killed, operations
 from labcode.teach.labs.l17_run import CHECKSUMS, STATE, Training
 
 # ---- 17.1
@@ -33,29 +36,24 @@ def best_interval(best_interval_s: Callable[[float, float], float]) -> None:
     for save_s, mtbf_s in SAVES_AND_MTBFS:
         with without(young_interval_s, daly_interval_s):
             found = due(best_interval_s(save_s, mtbf_s))
-        assert isinstance(found, int | float), f"{found!r}: give a number of seconds"
+        if not isinstance(found, int | float):
+            raise Hint(f"{found!r}: give a number of seconds")
         case = f"C = {save_s:g} s, M = {mtbf_s:g} s: "
-        expected = young_interval_s(save_s, mtbf_s)
-        ratio = found / expected
-        assert not math.isclose(ratio, math.sqrt(0.5), rel_tol=NEAR), (
-            case + f"{found:.4g} s is too short: how much of an interval does a failure undo, all "
-            "of it or half of it?"
+        refuse({f"{found!r} s: an interval is above 0": found <= 0}, case)
+        truth = young_interval_s(save_s, mtbf_s)
+        mistakes = {
+            f"{found:.4g} s is too short: how much of an interval does a failure undo, all of it "
+            "or half of it?": truth * math.sqrt(0.5),
+            "your number is in seconds squared": truth**2,
+            "that is Daly's interval, which counts more than the formula above; here the T is "
+            "meant at which C/T + T/(2M) is lowest": daly_interval_s(save_s, mtbf_s),
+        }
+        cost = save_s / found + found / (2 * mtbf_s)
+        other = "longer" if found < truth else "shorter"
+        otherwise = (
+            f"with T = {found:.4g} s, C/T + T/(2M) is {cost:.3g}, and a {other} T costs less"
         )
-        assert not math.isclose(found, expected**2, rel_tol=NEAR), (
-            case + "your number is in seconds squared"
-        )
-        if math.isclose(ratio, 1, rel_tol=NEAR):
-            continue
-        assert not math.isclose(found, daly_interval_s(save_s, mtbf_s), rel_tol=NEAR), (
-            case + "that is Daly's interval, which counts more than the formula above; here the T "
-            "is meant at which C/T + T/(2M) is lowest"
-        )
-        assert found > 0, case + f"{found!r} s: an interval is above 0"
-        other = "longer" if ratio < 1 else "shorter"
-        raise AssertionError(
-            case + f"with T = {found:.4g} s, C/T + T/(2M) is "
-            f"{save_s / found + found / (2 * mtbf_s):.3g}, and a {other} T costs less"
-        )
+        diagnose(case, found, truth, mistakes, otherwise, NEAR)
 
 
 # ---- 17.2
@@ -84,48 +82,67 @@ def _named(step: int) -> str:
     return f"step-{step:08d}"
 
 
+def _names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+@contextlib.contextmanager
+def _without_a_disk() -> Iterator[None]:
+    """No sync waits: what is judged is when it is called, and a busy disk takes its time."""
+
+    def sync_file(file: Any) -> None:
+        os.fstat(file if isinstance(file, int) else file.fileno())  # an error where fsync has one
+
+    with (
+        mock.patch.object(os, "fsync", sync_file),
+        mock.patch.object(os, "fdatasync", sync_file, create=True),
+        mock.patch.object(os, "sync", lambda: None, create=True),
+    ):
+        yield
+
+
 def _damage(folder: Path, step: int) -> str:
     """What is wrong with the checkpoint of a step; "" if nothing is."""
     path = folder / _named(step)
     if not path.is_dir():
         return f"there is no folder {path.name}"
     files = _files(step)
-    for name, content in files.items():
+    for name in (*files, CHECKSUMS):
         if not (path / name).is_file():
             return f"{path.name} has no {name}"
-        size = (path / name).stat().st_size
-        if size != len(content):
-            return f"{path.name}/{name} has {size} of {len(content)} bytes"
-        if (path / name).read_bytes() != content:
-            return f"{path.name}/{name} has another content than it was given"
-    return _damage_of_checksums(path, files)
-
-
-def _damage_of_checksums(path: Path, files: Files) -> str:
-    if not (path / CHECKSUMS).is_file():
-        return f"{path.name} has no {CHECKSUMS}"
-    try:
-        checksums = json.loads((path / CHECKSUMS).read_text())
-    except ValueError:
-        return f"{path.name}/{CHECKSUMS} is not JSON"
-    if not isinstance(checksums, dict):
-        return f"{path.name}/{CHECKSUMS} is not a dictionary"
     for name, content in files.items():
-        expected = hashlib.sha256(content).hexdigest()
-        if checksums.get(name) != expected:
+        found = (path / name).read_bytes()
+        if len(found) != len(content):
+            return f"{path.name}/{name} has {len(found)} of {len(content)} bytes"
+        if found != content:
+            return f"{path.name}/{name} has another content than it was given"
+    wrong = _wrong_checksum((path / CHECKSUMS).read_bytes(), files)
+    return f"{path.name}/{CHECKSUMS} {wrong}" if wrong else ""
+
+
+def _wrong_checksum(content: bytes, files: Files) -> str:
+    try:
+        checksums = json.loads(content)
+    except ValueError:
+        return "is not JSON"
+    if not isinstance(checksums, dict):
+        return "is not a dictionary"
+    for name, whole in files.items():
+        truth = hashlib.sha256(whole).hexdigest()
+        if checksums.get(name) != truth:
             return (
-                f"{path.name}/{CHECKSUMS} has {str(checksums.get(name))[:12]} for {name}; its "
-                f"sha256, in hexadecimal digits, begins with {expected[:8]}"
+                f"has {str(checksums.get(name))[:12]} for {name}; its sha256, in hexadecimal "
+                f"digits, begins with {truth[:8]}"
             )
-    more = sorted(set(checksums) - set(files))
-    if more:
-        return f"{path.name}/{CHECKSUMS} names {more[0]}, which it was not given"
+    for name in checksums:
+        if name not in files:
+            return f"names {name}, which it was not given"
     return ""
 
 
 def save_atomically(save: Save) -> None:
     """The learner's `save(folder, step, files, keep)`."""
-    with without(l17_run.save, l17_run.write):
+    with without(l17_run.save, l17_run.write), _without_a_disk():
         _saves_and_keeps(save)
         _orders_its_work(save)
         _survives_kills(save)
@@ -137,119 +154,111 @@ def _saves_and_keeps(save: Save) -> None:
         for step in (4, 8, 12, 100):
             save(folder, step, _files(step), 2)
             damage = _damage(folder, step)
-            assert not damage, f"after save(folder, {step}, ...): {damage}"
-        names = sorted(path.name for path in folder.iterdir())
+            refuse({damage: damage}, f"after save(folder, {step}, ...): ")
+        case = "keep=2, after steps 4, 8, 12, 100: "
         kept = [_named(12), _named(100)]
-        left = [name for name in names if name not in kept]
-        missing = [name for name in kept if name not in names]
-        assert not missing, f"keep=2, after steps 4, 8, 12, 100: {missing[0]} is gone"
-        assert not left, f"keep=2, after steps 4, 8, 12, 100: {left[0]} is still there"
-        inside = sorted(path.name for path in (folder / _named(100)).iterdir())
-        expected = sorted([*_files(100), CHECKSUMS])
-        assert inside == expected, f"{_named(100)} holds {inside}; {expected} were meant"
+        names = _names(folder)
+        refuse({f"{name} is gone": name not in names for name in kept}, case)
+        refuse({f"{name} is still there": name not in kept for name in names}, case)
+        inside = _names(folder / _named(100))
+        truth = sorted([*_files(100), CHECKSUMS])
+        refuse({f"{_named(100)} holds {inside}; expected is {truth}": inside != truth})
         save(folder, 104, _files(104), 1)
-        names = sorted(path.name for path in folder.iterdir())
-        assert names == [_named(104)], f"keep=1, after step 104: the folder holds {names}"
+        names = _names(folder)
+        only_one = names == [_named(104)]
+        refuse({f"keep=1, after step 104: the folder holds {names}": not only_one})
 
 
 def _orders_its_work(save: Save) -> None:
-    """What a loss of power could undo: content that was renamed before it was on the disk."""
+    """What a loss of power could undo: names that were on the disk before their content."""
     with _folder() as folder:
         save(folder, 4, _files(4), 1)
         with operations(folder) as seen:
             save(folder, 8, _files(8), 1)
-        renames = [rename for rename in seen.renames if rename.target == folder / _named(8)]
-        assert renames, (
+    renames = [rename for rename in seen.renames if rename.target == folder / _named(8)]
+    if not renames:
+        raise Hint(
             f"nothing was renamed to {_named(8)}: it had this name while its files were still "
             "being written, and a reader could not know"
         )
-        rename = renames[-1]
-        assert rename.source.parent == folder, (
-            f"what is renamed comes from {rename.source.parent.name}/, another folder, which may "
-            "be on another disk; only within one file system does a rename move no bytes"
+    last = renames[-1]
+    if last.source.parent != folder:
+        raise Hint(
+            "what is renamed comes from another folder, which may be on another disk; only within "
+            "one file system does a rename move no bytes"
         )
-        if rename.unsynced:
-            name, synced_before = rename.unsynced[0]
-            how = "it was never synced"
-            if synced_before:
-                how = "it was synced before all its bytes had left Python"
-            raise AssertionError(
-                f"{name} gets its final name before all its bytes are on the disk ({how}): after "
-                "a loss of power the name would be there, and the bytes not"
-            )
-        _names_are_synced(seen, seen.renames.index(rename) + 1)
-    with _folder() as folder:
-        with operations(folder) as seen:
-            save(folder, 4, _files(4), 3)
-        _names_are_synced(seen, len(seen.renames), "nothing had to be removed, and ")
-
-
-def _names_are_synced(seen: Seen, renames: int, case: str = "") -> None:
-    """The new name is on the disk before the old checkpoint is touched.
-
-    Args:
-        seen: What was done.
-        renames: How many names had been given when the checkpoint had its own.
-        case: Begins the message.
-    """
-    later = [sync for sync in seen.folder_syncs if sync.after_renames >= renames]
-    assert later, case + (
-        f"the name {_named(8) if not case else _named(4)} itself is not on the disk when save "
-        "returns: a name stands in the folder above it, and that has to be synced too"
-    )
-    if case:
-        return
+    if last.unsynced:
+        name, synced_before = last.unsynced[0]
+        how = "synced before all its bytes had left Python" if synced_before else "never synced"
+        raise Hint(
+            f"{name} gets its final name before all its bytes are on the disk (it was {how}): "
+            "after a loss of power the name would be there, and the bytes not"
+        )
+    has_name = seen.renames.index(last) + 1
+    after = [sync for sync in seen.folder_syncs if sync.after_renames >= has_name]
     old = {f"{_named(4)}/{name}" for name in _files(4)}
-    assert old <= later[0].files, (
+    mistakes = {
+        _unsynced_name(8): not after,
         f"{_named(4)} is removed before the name {_named(8)} is on the disk: after a loss of power "
-        "in between neither of them is there. What has to come first?"
+        "in between neither of them is there. What has to come first?": (
+            after and not old <= after[0].files
+        ),
+    }
+    refuse(mistakes)
+    with _folder() as folder, operations(folder) as seen:
+        save(folder, 4, _files(4), 3)
+    after = [sync for sync in seen.folder_syncs if sync.after_renames >= len(seen.renames)]
+    refuse({_unsynced_name(4): not after}, "nothing had to be removed, and ")
+
+
+def _unsynced_name(step: int) -> str:
+    return (
+        f"the name {_named(step)} itself is not on the disk when save returns: a name stands in "
+        "the folder above it, and that has to be synced too"
     )
 
 
 def _survives_kills(save: Save) -> None:
     """Killed before each operation, with keep=1; then the run comes back and saves again."""
-    at = 0
-    while True:
+    for at in range(500):
         with _folder() as folder:
             save(folder, 4, _files(4), 1)
             with operations(folder, killed_at=at) as seen, contextlib.suppress(Killed):
                 save(folder, 8, _files(8), 1)
             if len(seen.names) <= at:
                 return
-            _judge_kill(folder, f"killed before {seen.names[at]!r} of step 8: ")
-            _comes_back(save, folder, f"killed before {seen.names[at]!r}, and then started again: ")
-        at += 1
-        assert at < 500, "one save makes more than 500 operations on the disk"
+            killed = f"killed before {seen.names[at]!r}"
+            _leaves_a_whole_one(folder, f"{killed} of step 8: ")
+            _comes_back(save, folder, f"{killed}, and then started again: ")
+    raise Hint("one save makes more than 500 operations on the disk")
 
 
-def _judge_kill(folder: Path, case: str) -> None:
+def _leaves_a_whole_one(folder: Path, case: str) -> None:
     new = _damage(folder, 8)
-    assert not new or not (folder / _named(8)).exists(), (
-        case + f"{new}. Until it is whole it must not have this name"
-    )
     old = _damage(folder, 4)
-    assert not new or not old, (
-        case + f"no checkpoint is left: {_named(8)} is not there yet, and {old}. When may the old "
-        "one go?"
-    )
+    mistakes = {
+        f"{new}. Until it is whole it must not have this name": (
+            new and (folder / _named(8)).exists()
+        ),
+        f"no checkpoint is left: {_named(8)} is not there yet, and {old}. When may the old one "
+        "go?": new and old,
+    }
+    refuse(mistakes, case)
 
 
 def _comes_back(save: Save, folder: Path, case: str) -> None:
     try:
         save(folder, 8, _files(8), 1)
     except OSError as error:
-        raise AssertionError(
-            case + f"{type(error).__name__}: {error.strerror}. What does the killed attempt leave "
-            "behind?"
-        ) from error
+        text = f"{type(error).__name__}: {error.strerror}"
+        raise Hint(f"{case}{text}. What does the killed attempt leave behind?") from error
     damage = _damage(folder, 8)
-    assert not damage, case + damage
-    left = []
-    for path in sorted(folder.iterdir()):
-        is_of_old_step = path.name.startswith(_named(4)) and path.name != _named(4)
-        if path.name != _named(8) and not is_of_old_step:
-            left.append(path.name)
-    assert not left, case + f"{left[0]} is still there. At 840 GB each, such leftovers fill a disk"
+    refuse({damage: damage}, case)
+    for name in _names(folder):
+        # of the old step it may be what a removal has left, under another name
+        is_right = name == _named(8) or (name.startswith(_named(4)) and name != _named(4))
+        still = f"{name} is still there. At 840 GB each, such leftovers fill a disk"
+        refuse({still: not is_right}, case)
 
 
 def _clears_up_before(save: Save) -> None:
@@ -257,133 +266,113 @@ def _clears_up_before(save: Save) -> None:
     with _folder() as folder:
         with operations(folder) as seen:
             save(folder, 4, _files(4), 2)
-        source = seen.renames[-1].source
-        stale = folder / source.name.replace(_named(4), _named(8))
-        if stale.name != source.name or stale.name == "":
+        temporary = seen.renames[-1].source.name
+        if _named(4) in temporary:  # so that the name of the next one is known
+            stale = folder / temporary.replace(_named(4), _named(8))
             stale.mkdir(exist_ok=True)
             (stale / "rank7.bin").write_bytes(b"of an attempt with more ranks")
             save(folder, 8, _files(8), 2)
-            assert not (folder / _named(8) / "rank7.bin").exists(), (
+            left = (
                 f"{_named(8)} holds rank7.bin, which an earlier attempt had left under the "
                 "temporary name"
             )
+            refuse({left: (folder / _named(8) / "rank7.bin").exists()})
         damaged = folder / _named(12)
         damaged.mkdir()
         (damaged / "rank0.bin").write_bytes(b"too short")
         try:
             save(folder, 12, _files(12), 2)
         except OSError as error:
-            raise AssertionError(
+            raise Hint(
                 f"a damaged {_named(12)} is there already, from which the run could not resume: "
                 f"{type(error).__name__}: {error.strerror}"
             ) from error
         damage = _damage(folder, 12)
-        assert not damage, f"a damaged {_named(12)} was there already: now {damage}"
+        refuse({damage: damage}, f"a damaged {_named(12)} was there already: now ")
 
 
 # ---- 17.4
 
-
-class _Case(NamedTuple):
-    """A tensor that one grid has written and another one reads.
-
-    Args:
-        what: In words.
-        shape: Of the whole.
-        written: By the one.
-        wanted: By the other.
-    """
-
-    what: str
-    shape: tuple[int, ...]
-    written: list[Box]
-    wanted: list[Box]
-
-
-def _cases() -> list[_Case]:
-    matrix = (6, 8)
-    cube = (5, 4, 3)
-    inner = [Box((1, 1, 0), (3, 2, 2)), Box((4, 0, 1), (1, 4, 2))]
-    return [
-        _Case("a vector of two ranks, read by three", (7,), rows((7,), 2), rows((7,), 3)),
-        _Case("a matrix, rows to rows", matrix, rows(matrix, 2), rows(matrix, 3)),
-        _Case("a matrix, rows to columns", matrix, rows(matrix, 3), columns(matrix, 4)),
-        _Case("a matrix, tiles to other tiles", matrix, tiles(matrix, 2, 3), tiles(matrix, 3, 2)),
-        _Case("a matrix, four ranks to one", matrix, tiles(matrix, 2, 2), tiles(matrix, 1, 1)),
-        _Case("a matrix that one rank has written", matrix, tiles(matrix, 1, 1), rows(matrix, 4)),
-        _Case("a tensor of three dims", cube, rows(cube, 3), inner),
-        _Case("more ranks than rows", (2, 3), rows((2, 3), 1), rows((2, 3), 3)),
-    ]
+MATRIX = (6, 8)
+CUBE = (5, 4, 3)
+INNER = [Box((1, 1, 0), (3, 2, 2)), Box((4, 0, 1), (1, 4, 2))]
+GRIDS: dict[str, tuple[tuple[int, ...], list[Box], list[Box]]] = {  # shape, written, wanted
+    "a vector of two ranks, read by three": ((7,), rows((7,), 2), rows((7,), 3)),
+    "a matrix, rows to rows": (MATRIX, rows(MATRIX, 2), rows(MATRIX, 3)),
+    "a matrix, rows to columns": (MATRIX, rows(MATRIX, 3), columns(MATRIX, 4)),
+    "a matrix, tiles to other tiles": (MATRIX, tiles(MATRIX, 2, 3), tiles(MATRIX, 3, 2)),
+    "a matrix, four ranks to one": (MATRIX, tiles(MATRIX, 2, 2), tiles(MATRIX, 1, 1)),
+    "a matrix that one rank has written": (MATRIX, tiles(MATRIX, 1, 1), rows(MATRIX, 4)),
+    "a tensor of three dims": (CUBE, rows(CUBE, 3), INNER),
+    "more ranks than rows": ((2, 3), rows((2, 3), 1), rows((2, 3), 3)),
+}
 
 
 def reshard(reshard: Callable[..., Any]) -> None:
     """The learner's `reshard(box, written)`."""
-    for case in _cases():
-        whole = torch.arange(1.0, 1 + math.prod(case.shape)).reshape(case.shape)
-        for box in case.wanted:
-            _check_box(reshard, case, whole, box)
+    for what, (shape, boxes, wanted) in GRIDS.items():
+        whole = torch.arange(1.0, 1 + math.prod(shape)).reshape(shape)
+        for box in wanted:
+            case = f"{what}: the box at {box.offsets} of sizes {box.sizes}: "
+            _is_read(case, reshard, whole, boxes, box)
 
 
-def _check_box(reshard: Callable[..., Any], case: _Case, whole: torch.Tensor, box: Box) -> None:
-    where = f"{case.what}: the box at {box.offsets} of sizes {box.sizes}: "
-    reads: list[int] = []
+def _is_read(
+    case: str, reshard: Callable[..., Any], whole: Tensor, boxes: Sequence[Box], box: Box
+) -> None:
+    reads: list[Box] = []
 
-    def reader(number: int) -> Callable[[], torch.Tensor]:
-        def read() -> torch.Tensor:
-            reads.append(number)
-            return block(whole, case.written[number])
+    def read(theirs: Box) -> Tensor:
+        reads.append(theirs)
+        return block(whole, theirs)
 
-        return read
-
-    written = []
-    for number, theirs in enumerate(case.written):
-        written.append((theirs, reader(number)))
+    written = [(theirs, functools.partial(read, theirs)) for theirs in boxes]
     given = list(written)
     try:
-        found = due(reshard(box, given))
-    except NotImplementedError:
-        raise
-    except (RuntimeError, IndexError, TypeError) as error:
-        text = str(error).partition("\n")[0]
-        place = tracebacks.place_in_cells(error)
-        raise AssertionError(where + f"{type(error).__name__}: {text[:160]}{place}") from error
-    assert isinstance(found, torch.Tensor), where + f"give a tensor; found {type(found).__name__}"
-    assert tuple(found.shape) == box.sizes, where + f"your tensor has the shape {list(found.shape)}"
-    _check_content(where, found, block(whole, box), box)
-    needed = [number for number, theirs in enumerate(case.written) if _meet(box, theirs)]
-    more = sorted(set(reads) - set(needed))
-    if more:
-        theirs = case.written[more[0]]
-        raise AssertionError(
-            where + f"you read the box at {theirs.offsets} of sizes {theirs.sizes}, which has "
-            "nothing in common with it: on a disk that is a file too much"
+        with mock.patch.object(torch, "empty", _filled_with_nan):
+            found = due(reshard(box, given))
+    except Exception as error:
+        if is_stub(error):
+            raise
+        raise Hint(f"{case}{reason(error)}") from error
+    tensor(found, box.sizes, f"{case}it returned")
+    truth = block(whole, box)
+    wrong = (found != truth).nonzero().tolist()
+    if wrong:
+        place = wrong[0]
+        value = found[tuple(place)].item()
+        shown = "nothing" if math.isnan(value) else f"{value:g}"
+        in_whole = [offset + index for offset, index in zip(box.offsets, place)]
+        raise Hint(
+            f"{case}{len(wrong)} of {found.numel()} elements are wrong. The first is at {place}, "
+            f"which is {in_whole} of the whole: {shown} in place of {truth[tuple(place)].item():g}"
         )
-    assert len(reads) == len(needed), where + "you read the same box more than once"
-    assert found.dtype == whole.dtype, (
-        where + f"your tensor is of {found.dtype}; what was written is of {whole.dtype}"
-    )
-    own_bytes = found.numel() * found.element_size()
-    held_bytes = found.untyped_storage().nbytes()
-    assert held_bytes <= own_bytes, (
-        where
-        + f"your tensor is a view: {held_bytes} bytes stay in memory for its own {own_bytes}. "
-        "Of a large model the whole would not fit"
-    )
-    assert given == written, where + "the list `written` is not yours: it has changed"
+    for theirs in reads:
+        needless = (
+            f"you read the box at {theirs.offsets} of sizes {theirs.sizes}, which has nothing in "
+            "common with it: on a disk that is one file too many"
+        )
+        refuse({needless: not _meet(box, theirs)}, case)
+    held = found.untyped_storage().nbytes()
+    mistakes = {
+        "you read the same box more than once": len(reads) > len(set(reads)),
+        f"your tensor is of {found.dtype}; what was written is of {whole.dtype}": (
+            found.dtype != whole.dtype
+        ),
+        f"your tensor is a view: {held} bytes stay in memory for its own {found.nbytes}. Of a "
+        "large model the whole would not fit": held > found.nbytes,
+        "the list `written` is not yours: it has changed": given != written,
+    }
+    refuse(mistakes, case)
 
 
-def _check_content(where: str, found: torch.Tensor, expected: torch.Tensor, box: Box) -> None:
-    wrong = (found != expected).nonzero().tolist()
-    if not wrong:
-        return
-    place = wrong[0]
-    value = found[tuple(place)].item()
-    wanted = expected[tuple(place)].item()
-    in_whole = [offset + index for offset, index in zip(box.offsets, place)]
-    raise AssertionError(
-        where + f"{len(wrong)} of {found.numel()} elements are wrong. The first is at {place}, "
-        f"which is {in_whole} of the whole: {value:g} in place of {wanted:g}"
-    )
+_empty = torch.empty
+
+
+def _filled_with_nan(*args: Any, **options: Any) -> Tensor:
+    """`torch.empty`, in which nothing looks like a value: the memory may hold that of the truth."""
+    made = _empty(*args, **options)
+    return made.fill_(math.nan) if made.is_floating_point() else made
 
 
 def _meet(one: Box, other: Box) -> bool:
@@ -398,50 +387,35 @@ def _meet(one: Box, other: Box) -> bool:
 NUM_STEPS = 10
 EVERY = 3
 
+Train = Callable[..., Any]
+State = dict[str, list[Tensor]]  # {its name: what a step reads that an earlier one has changed}
+Truth = tuple[list[State], list[float]]
 
-class _State(NamedTuple):
-    """What a step reads that an earlier one has changed."""
-
-    position: int
-    weights: list[torch.Tensor]
-    optimizer: list[torch.Tensor]
-    random: torch.Tensor
-
-
-NAMES = {  # field of _State: what it is called
-    "position": "the position in the data",
-    "weights": "the weights",
-    "optimizer": "the state of the optimizer",
-    "random": "the state of torch's random numbers (dropout draws from them)",
-}
+POSITION = "the position in the data"
+WEIGHTS = "the weights"
+OPTIMIZER = "the state of the optimizer"
+RANDOM = "the state of torch's random numbers (dropout draws from them)"
 
 
-def _state_of(training: Training) -> _State:
-    weights = [param.detach().clone() for param in training.model.parameters()]
-    optimizer = []
-    for param in training.model.parameters():
+def _state_of(training: Training) -> State:
+    params = list(training.model.parameters())
+    averages = []
+    for param in params:
         for _, value in sorted(training.optimizer.state.get(param, {}).items()):
-            optimizer.append(torch.as_tensor(value).clone())
-    return _State(training.batches.position, weights, optimizer, torch.get_rng_state())
+            averages.append(torch.as_tensor(value).clone())
+    return {
+        POSITION: [torch.tensor(float(training.batches.position))],
+        WEIGHTS: [param.detach().clone() for param in params],
+        OPTIMIZER: averages,
+        RANDOM: [torch.get_rng_state()],
+    }
 
 
-def _differs(one: _State, other: _State) -> str:
-    """The field in which two states differ first; "" if they are the same."""
-    for name in NAMES:
-        first = getattr(one, name)
-        second = getattr(other, name)
-        if isinstance(first, list):
-            same = len(first) == len(second) and all(map(torch.equal, first, second))
-        elif isinstance(first, torch.Tensor):
-            same = torch.equal(first, second)
-        else:
-            same = first == second
-        if not same:
-            return name
-    return ""
+def _are_equal(one: Sequence[Tensor], other: Sequence[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def _undisturbed() -> tuple[list[_State], list[float]]:
+def _undisturbed() -> Truth:
     """(the state before each step and after the last, the losses)."""
     training = Training()
     states = []
@@ -453,44 +427,36 @@ def _undisturbed() -> tuple[list[_State], list[float]]:
     return states, losses
 
 
-class _Attempt(NamedTuple):
-    """What one attempt has done.
-
-    Args:
-        returned: By the learner's function; None if it was killed.
-        began: The state before each of its steps.
-    """
-
-    returned: Any
-    began: list[_State]
-
-
 def _attempt(
-    train: Callable[..., Any],
+    train: Train,
     folder: Path,
-    die_before: int | None = None,
     num_steps: int = NUM_STEPS,
+    die_before: int | None = None,
     die_in_save: int | None = None,
-) -> _Attempt:
+) -> tuple[Any, list[State]]:
     """Run the learner's function until its end, or until it is killed.
 
     Args:
         train: It.
         folder: Of the checkpoints.
-        die_before: Number of its own steps that it may make; None: all.
         num_steps: Its argument.
+        die_before: Number of its own steps that it may make; None: all.
         die_in_save: In which of its saves it is killed, from 0; None: in none.
+
+    Returns:
+        (what it returned, None if it was killed; the state before each of its steps)
     """
-    began: list[_State] = []
+    began: list[State] = []
     saves = 0
 
     def before_step(training: Training) -> None:
         if die_before is not None and len(began) >= die_before:
             raise Killed
-        assert len(began) <= num_steps, (
-            f"train(folder, {num_steps}, {EVERY}) goes on after {num_steps} steps: where does your "
-            "loop count them?"
-        )
+        if len(began) > num_steps:
+            raise Hint(
+                f"train(folder, {num_steps}, {EVERY}) goes on after {num_steps} steps: where does "
+                "your loop count them?"
+            )
         began.append(_state_of(training))
 
     write_synced = l17_run._write_synced
@@ -506,175 +472,160 @@ def _attempt(
 
     returned = None
     with (
+        _without_a_disk(),
         torch.random.fork_rng(devices=[]),
         mock.patch.object(l17_run, "before_step", before_step),
         mock.patch.object(l17_run, "_write_synced", write_half),
         contextlib.suppress(Killed),
     ):
         returned = train(folder, num_steps, EVERY)
-    return _Attempt(returned, began)
+    return returned, began
 
 
-def restart_loop(train: Callable[..., Any]) -> None:
+def _damage_newest(folder: Path, number: int) -> None:
+    for path in l17_run.checkpoints(folder)[-number:]:
+        content = (path / STATE).read_bytes()
+        (path / STATE).write_bytes(content[:-100])
+
+
+def restart_loop(train: Train) -> None:
     """The learner's `train(folder, num_steps, every)`, killed in several ways."""
-    states, losses = _undisturbed()
-    with _folder() as folder:
-        whole = _attempt(train, folder)
-        _check_returned("undisturbed: ", due(whole.returned), 0, losses)
-        steps = [path.name for path in l17_run.checkpoints(folder)]
-        expected = [_named(6), _named(9)]
-        assert steps[:2] == expected, (
-            f"undisturbed: after {NUM_STEPS} steps with every={EVERY} the folder holds {steps}; "
-            f"{expected} were meant, the two newest"
-        )
-    _resumes("killed in step 8: ", train, states, losses, die_before=7, first=6)
-    _resumes("killed in step 2: ", train, states, losses, die_before=1, first=0)
-    _resumes("killed while it saved after step 6: ", train, states, losses, die_in_save=1, first=3)
-    _resumes(
-        "the newest checkpoint is damaged: ",
-        train,
-        states,
-        losses,
-        die_before=7,
-        first=3,
-        damaged=True,
-    )
-    _has_nothing_whole(train)
-    _is_killed_twice(train, states, losses)
+    truth = _undisturbed()
+    _saves_two(train, truth)
+    _resumes("killed in step 8: ", train, truth, first=6, die_before=7)
+    _resumes("killed in step 2: ", train, truth, first=0, die_before=1)
+    _resumes("killed while it saved after step 6: ", train, truth, first=3, die_in_save=1)
+    case = "the newest checkpoint is damaged: "
+    _resumes(case, train, truth, first=3, damaged=1, die_before=7)
+    _stops_if_none_is_whole(train)
+    _is_killed_twice(train, truth)
     _has_nothing_to_do(train)
 
 
+def _saves_two(train: Train, truth: Truth) -> None:
+    with _folder() as folder:
+        returned, _ = _attempt(train, folder)
+        _returns_losses("undisturbed: ", returned, truth, first=0)
+        steps = [path.name for path in l17_run.checkpoints(folder)]
+        newest = [_named(6), _named(9)]
+        wrong = (
+            f"undisturbed: after {NUM_STEPS} steps with every={EVERY} the folder holds {steps}; "
+            f"expected are the two newest, {newest}"
+        )
+        refuse({wrong: steps[:2] != newest})
+
+
 def _resumes(
-    case: str,
-    train: Callable[..., Any],
-    states: Sequence[_State],
-    losses: Sequence[float],
-    first: int,
-    die_before: int | None = None,
-    die_in_save: int | None = None,
-    damaged: bool = False,
+    case: str, train: Train, truth: Truth, first: int, damaged: int = 0, **killed: int
 ) -> None:
     """Kill it once, start it again, and compare with the run that nobody has killed.
 
     Args:
         case: What happens.
         train: The learner's function.
-        states: Of the undisturbed run.
-        losses: Of the undisturbed run.
+        truth: Of the undisturbed run.
         first: Steps that are done when it goes on.
-        die_before: As of `_attempt`.
-        die_in_save: As of `_attempt`.
-        damaged: The newest checkpoint is cut off before it goes on.
+        damaged: So many of the newest checkpoints are cut off before it goes on.
+        killed: Of `_attempt`: when the first attempt dies.
     """
     with _folder() as folder:
-        _attempt(train, folder, die_before, die_in_save=die_in_save)
+        _attempt(train, folder, **killed)
         if damaged:
-            newest = l17_run.checkpoints(folder)[-1] / STATE
-            newest.write_bytes(newest.read_bytes()[:-100])
+            _damage_newest(folder, damaged)
         try:
-            again = _attempt(train, folder)
+            returned, began = _attempt(train, folder)
         except l17_run.DamagedError as error:
-            raise AssertionError(
-                case + f"DamagedError: {error}. There is an older one, which is whole"
-            ) from error
-        except (RuntimeError, ValueError, OSError, EOFError) as error:
-            whole = not damaged and die_in_save is None
-            if whole or isinstance(error, NotImplementedError):
+            said = str(error).replace(str(folder), folder.name)
+            text = f"DamagedError: {said}. There is an older one, which is whole"
+            raise Hint(f"{case}{text}") from error
+        except Exception as error:
+            is_whole = not damaged and "die_in_save" not in killed
+            if is_whole or isinstance(error, Hint) or is_stub(error):
                 raise
-            raise AssertionError(
-                case + f"{type(error).__name__}: {error}. Is it known to be whole before it is "
-                "used? Its name and its checksums say so"
+            raise Hint(
+                f"{case}{reason(error)}. Is it known to be whole before it is used? Its name and "
+                "its checksums say so"
             ) from error
-        _check_goes_on(case, again, states, losses, first)
+        _goes_on(case, returned, began, truth, first)
 
 
-def _check_goes_on(
-    case: str,
-    again: _Attempt,
-    states: Sequence[_State],
-    losses: Sequence[float],
-    first: int,
-) -> None:
-    assert again.began, case + "the second attempt makes no step"
-    position = states[first].position
-    found = again.began[0]
-    size = states[1].position
-    if found.position != position and found.position % size == 0:
-        weights = [number for number, state in enumerate(states) if _same_weights(state, found)]
-        done = weights[0] if weights else None
-        assert done != 0 or first == 0, (
-            case + "the second attempt begins again with the weights of step 1: what does it look "
-            "for, and where?"
+def _goes_on(case: str, returned: Any, began: list[State], truth: Truth, first: int) -> None:
+    """The second attempt begins with the state that was saved, and makes the rest."""
+    if not began:
+        raise Hint(f"{case}the second attempt makes no step")
+    states, _ = truth
+    differs = {}
+    for name, found in began[0].items():
+        differs[name] = not _are_equal(found, states[first][name])
+    is_fresh = _are_equal(began[0][WEIGHTS], states[0][WEIGHTS])
+    mistakes = {
+        "the second attempt begins again with the weights of step 1: what does it look for, and "
+        "where?": first > 0 and is_fresh and differs[POSITION],
+    }
+    for name, sign in differs.items():
+        text = (
+            f"the next step should be step {first + 1}. When the second attempt begins it, one "
+            f"thing is not as it was: {name}. Is it in the checkpoint, and is it put back?"
         )
-    wrong = _differs(found, states[first])
-    assert not wrong, (
-        case + f"the next step should be step {first + 1}. When the second attempt begins it, "
-        f"{NAMES.get(wrong)}: not as it was. Is it in the checkpoint, and is it put back?"
-    )
-    _check_returned(case, due(again.returned), first, losses)
+        mistakes[text] = sign
+    refuse(mistakes, case)
+    _returns_losses(case, returned, truth, first)
 
 
-def _same_weights(one: _State, other: _State) -> bool:
-    return all(map(torch.equal, one.weights, other.weights))
-
-
-def _check_returned(case: str, found: Any, first: int, losses: Sequence[float]) -> None:
-    assert isinstance(found, Mapping), (
-        case + f"give a dictionary, step: loss; found {type(found).__name__}"
-    )
-    expected = {step: losses[step - 1] for step in range(first + 1, len(losses) + 1)}
-    assert list(found) == list(expected), (
-        case + f"you return the losses of the steps {_range(list(found))}; this attempt makes the "
-        f"steps {_range(list(expected))}, counted from 1"
-    )
-    for step, loss in expected.items():
-        assert found[step] == loss, (
-            case + f"the loss of step {step} is {found[step]}; undisturbed it is {loss}"
+def _returns_losses(case: str, found: Any, truth: Truth, first: int) -> None:
+    found = due(found)
+    if not isinstance(found, Mapping):
+        raise Hint(f"{case}give a dictionary, step: loss; found {type(found).__name__}")
+    _, losses = truth
+    right = {step: losses[step - 1] for step in range(first + 1, len(losses) + 1)}
+    if found.keys() != right.keys():
+        raise Hint(
+            f"{case}you return the losses of the steps {_range(found)}; this attempt makes the "
+            f"steps {_range(right)}, counted from 1"
         )
+    for step, loss in right.items():
+        wrong = f"the loss of step {step} is {found[step]}; undisturbed it is {loss}"
+        refuse({wrong: found[step] != loss}, case)
 
 
-def _range(steps: Sequence[Any]) -> str:
-    return f"{steps[0]} to {steps[-1]}" if steps else "none"
+def _range(steps: Mapping[Any, Any]) -> str:
+    return f"{min(steps)} to {max(steps)}" if steps else "none"
 
 
-def _is_killed_twice(
-    train: Callable[..., Any], states: Sequence[_State], losses: Sequence[float]
-) -> None:
+def _is_killed_twice(train: Train, truth: Truth) -> None:
     with _folder() as folder:
         _attempt(train, folder, die_before=4)
-        second = _attempt(train, folder, die_before=4)
-        assert len(second.began) == 4, "killed twice: the second attempt makes no fourth step"
-        third = _attempt(train, folder)
-        _check_goes_on("killed in step 5, then in step 8: ", third, states, losses, first=6)
+        _, began = _attempt(train, folder, die_before=4)
+        refuse({"killed twice: the second attempt makes no fourth step": len(began) != 4})
+        returned, began = _attempt(train, folder)
+        _goes_on("killed in step 5, then in step 8: ", returned, began, truth, first=6)
 
 
-def _has_nothing_whole(train: Callable[..., Any]) -> None:
+def _stops_if_none_is_whole(train: Train) -> None:
     """All checkpoints are damaged: somebody has to look before they are overwritten."""
     with _folder() as folder:
         _attempt(train, folder, die_before=7)
-        for path in l17_run.checkpoints(folder):
-            content = (path / STATE).read_bytes()
-            (path / STATE).write_bytes(content[:-100])
+        _damage_newest(folder, 2)
         try:
-            again = _attempt(train, folder)
+            _, began = _attempt(train, folder)
         except l17_run.DamagedError:
             return
-        raise AssertionError(
-            f"both checkpoints are damaged: the second attempt makes {len(again.began)} steps from "
+        raise Hint(
+            f"both checkpoints are damaged: the second attempt makes {len(began)} steps from "
             "step 1 on, and overwrites what may be weeks of work. Stop with a DamagedError"
         )
 
 
-def _has_nothing_to_do(train: Callable[..., Any]) -> None:
+def _has_nothing_to_do(train: Train) -> None:
     with _folder() as folder:
         _attempt(train, folder, num_steps=2 * EVERY)
-        again = _attempt(train, folder, num_steps=2 * EVERY)
-        assert not again.began, (
+        returned, began = _attempt(train, folder, num_steps=2 * EVERY)
+        mistakes = {
             f"all {2 * EVERY} steps are done and saved, and the run is started again: it makes "
-            f"{len(again.began)} more"
-        )
-        found = due(again.returned)
-        assert not found, f"all steps are done: no loss is left to return; found {found}"
+            f"{len(began)} more": began,
+            f"all steps are done: no loss is left to return; found {returned}": due(returned),
+        }
+        refuse(mistakes)
 
 
 # ---- 17.5
@@ -683,7 +634,7 @@ KEYS = ("kind", "interval_s", "keep", "mtbf_s", "overhead")
 KINDS = ("blocking", "background")
 WITHIN = 1.15  # of the cheapest plan's cost
 CLOSE = 1.15  # of a prediction, as a factor
-
+NEAR_MTBF = 0.05
 
 HELP = (
     l17_plan.best,
@@ -693,60 +644,53 @@ HELP = (
     l17_plan.standstill_s,
     l17_plan.write_s,
 )
+Plan = Mapping[str, Any]
+
+_simulated = functools.cache(l17_plan.simulated)
+_best = functools.cache(l17_plan.best)
 
 
 def plan(make_plan: Callable[..., Any]) -> None:
     """The learner's `make_plan(site)`, for the cluster of the lesson and for another one."""
-    assert callable(make_plan), "give the function itself: it is asked for two clusters"
+    if not callable(make_plan):
+        raise Hint("give the function itself: it is asked for two clusters")
     site = l17_plan.SITE
-    with without(*HELP):
-        answer = make_plan(site)
-    _check_plan(answer, site)
+    answer = _plan_for(site, make_plan)
+    cost = _simulated(site, answer["kind"], answer["interval_s"])
+    print(f"your plan:      {_in_parts(cost)}")
+    _judge(answer, cost, site)
+    kind, interval_s, least = _best(site)
+    print(f"labcode's plan: {_in_parts(least)}  ({kind}, every {interval_s:.0f} s)")
     other = l17_plan.OTHER_SITE
-    with without(*HELP):
-        answer = make_plan(other)
-    case = (
-        f"right here. On another cluster ({other.gpus:,} GPUs, no preemptions, checkpoints of "
-        f"{other.checkpoint_bytes / 1e9:.0f} GB, a quota of {other.quota_bytes / 1e9:,.0f} GB): "
-    )
     try:
-        _check_plan(answer, other, quietly=True)
-    except AssertionError as error:
-        raise AssertionError(f"{case}{error} Take every number from `site`") from None
+        answer = _plan_for(other, make_plan)
+        _judge(answer, _simulated(other, answer["kind"], answer["interval_s"]), other)
+    except Hint as hint:
+        raise Hint(
+            f"right here. On another cluster ({other.gpus:,} GPUs, no preemptions, checkpoints of "
+            f"{other.checkpoint_bytes / 1e9:.0f} GB, a quota of {other.quota_bytes / 1e9:,.0f} "
+            f"GB) take every number from `site`: {hint}"
+        ) from None
 
 
-def _check_plan(answer: Any, site: l17_plan.Site, quietly: bool = False) -> None:
-    """A plan for one cluster.
-
-    Args:
-        answer: Has `KEYS`.
-        site: What it is for.
-        quietly: Do not show what it costs.
-    """
-    if answer is ...:
+def _plan_for(site: l17_plan.Site, make_plan: Callable[..., Any]) -> Plan:
+    """The learner's plan, with all its keys."""
+    with without(*HELP):
+        answer = due(make_plan(site))
+    if not isinstance(answer, Mapping):
+        raise Hint(f"give a dictionary; found {type(answer).__name__}")
+    for key in KEYS:
+        refuse({f"your plan does not say {key!r}": key not in answer})
+    if any(value is ... for value in answer.values()):
         raise NotImplementedError("exercise")
-    assert isinstance(answer, Mapping), "give a dictionary; found " + (
-        "None" if answer is None else type(answer).__name__
-    )
-    if any(answer.get(key) is ... for key in KEYS):
-        raise NotImplementedError("exercise")
-    missing = [key for key in KEYS if key not in answer]
-    assert not missing, f"your plan does not say {missing[0]!r}"
     kind = answer["kind"]
-    assert kind in KINDS, f"kind={kind!r}: choose {' or '.join(KINDS)}"
+    refuse({f"kind={kind!r}: choose {' or '.join(KINDS)}": kind not in KINDS})
     for key in KEYS[1:]:
         number = answer[key]
         is_number = isinstance(number, int | float) and not isinstance(number, bool)
-        assert is_number and number > 0, f"{key}={number!r}: give a number above 0"
-    cost = l17_plan.simulated(site, kind, answer["interval_s"])
-    best_kind, best_s, best_cost = l17_plan.best(site)
-    if not quietly:
-        print(f"your plan:      {_in_parts(cost)}")
-    _check_rules(answer, site)
-    _check_mtbf(answer["mtbf_s"], site)
-    _check_cost(answer, cost, best_cost)
-    if not quietly:
-        print(f"labcode's plan: {_in_parts(best_cost)}  ({best_kind}, every {best_s:.0f} s)")
+        if not is_number or not number > 0:
+            raise Hint(f"{key}={number!r}: give a number above 0")
+    return answer
 
 
 def _in_parts(cost: l17_plan.Cost) -> str:
@@ -756,59 +700,56 @@ def _in_parts(cost: l17_plan.Cost) -> str:
     )
 
 
-def _check_rules(answer: Mapping[str, Any], site: l17_plan.Site) -> None:
-    """What the site allows."""
+def _judge(answer: Plan, cost: l17_plan.Cost, site: l17_plan.Site) -> None:
+    """A plan is allowed, knows how often the run ends, is cheap, and was foreseen."""
     keep = answer["keep"]
-    room = site.quota_bytes / site.checkpoint_bytes
-    assert keep == int(keep), f"keep={keep}: it is a number of checkpoints"
-    assert keep >= 2, (
-        "keep=1: if the only checkpoint turns out to be damaged, the run begins again at step 1"
-    )
-    assert keep + 1 <= room, (
-        f"keep={keep}: while one more is written there are {keep + 1} checkpoints, of "
-        f"{site.checkpoint_bytes / 1e9:.0f} GB each, in {site.quota_bytes / 1e9:.0f} GB"
-    )
     writing = l17_plan.writing(site, answer["kind"], answer["interval_s"])
-    assert writing <= site.max_writing * 1.001, (
-        f"your job writes {writing:.1%} of the time; the site allows {site.max_writing:.0%}"
-    )
-
-
-def _check_mtbf(mtbf_s: float, site: l17_plan.Site) -> None:
-    """The mean time between what ends the run without a save."""
-    hardware_s = site.gpu_mtbf_s / site.gpus
-    expected_s = l17_plan.mtbf_s(site)
-    found = f"mtbf_s={mtbf_s:.4g} s, {mtbf_s / HOUR_S:.3g} h: "
-    if math.isclose(mtbf_s, expected_s, rel_tol=0.05):
-        return
-    assert not math.isclose(mtbf_s, hardware_s, rel_tol=0.05), (
-        found + "that is the hardware alone. Is there time to save before a preemption?"
-    )
-    preemption_s = l17_plan.DAY_S / site.preemptions_per_day if site.preemptions_per_day else 0
-    assert not math.isclose(mtbf_s, hardware_s + preemption_s, rel_tol=0.05), (
-        found + "two causes together are longer apart than each alone? Which of them adds up, the "
-        "times or the rates?"
-    )
-    raise AssertionError(
-        found + f"that is {l17_plan.DAY_S / mtbf_s:.3g} ends a day. How many come from the "
-        f"hardware, and how many from other jobs? (Not {l17_plan.DAY_S / expected_s:.0f} exactly.)"
-    )
-
-
-def _check_cost(answer: Mapping[str, Any], cost: l17_plan.Cost, best: l17_plan.Cost) -> None:
-    """As cheap as can be, and foreseen."""
-    if cost.total > WITHIN * best.total:
-        largest = "saving" if cost.saving > cost.lost else "work that is done again"
-        raise AssertionError(
-            f"your plan costs {cost.total:.2%}, and there is one for less than "
-            f"{cost.total / WITHIN:.2%}. Of yours, {largest} is the larger part: what lowers it?"
-        )
+    mistakes = {
+        f"keep={keep}: it is a number of checkpoints": keep % 1 != 0,
+        "keep=1: if the only checkpoint turns out to be damaged, the run begins again at step 1": (
+            keep < 2
+        ),
+        f"keep={keep}: while one more is written there are {keep + 1} checkpoints, of "
+        f"{site.checkpoint_bytes / 1e9:.0f} GB each, in {site.quota_bytes / 1e9:.0f} GB": (
+            keep + 1 > site.quota_bytes / site.checkpoint_bytes
+        ),
+        f"your job writes {writing:.1%} of the time; the site allows {site.max_writing:.0%}": (
+            writing > site.max_writing * 1.001
+        ),
+    }
+    refuse(mistakes)
+    _knows_its_mtbf(answer["mtbf_s"], site)
+    _, _, least = _best(site)
+    largest = "saving" if cost.saving > cost.lost else "work that is done again"
     ratio = answer["overhead"] / cost.total
-    assert 1 / CLOSE <= ratio <= CLOSE, (
+    mistakes = {
+        f"your plan costs {cost.total:.2%}, and there is one for less than "
+        f"{cost.total / WITHIN:.2%}. Of yours, {largest} is the larger part: what lowers it?": (
+            cost.total > WITHIN * least.total
+        ),
         f"you expect an overhead of {answer['overhead']:.2%}, and the simulation finds "
         f"{cost.total:.2%}: saving, work that is done again, restarts: which one do you see "
-        "differently?"
+        "differently?": not 1 / CLOSE <= ratio <= CLOSE,
+    }
+    refuse(mistakes)
+
+
+def _knows_its_mtbf(mtbf_s: float, site: l17_plan.Site) -> None:
+    """The mean time between what ends the run without a save."""
+    truth = l17_plan.mtbf_s(site)
+    hardware_s = site.gpu_mtbf_s / site.gpus
+    preemption_s = l17_plan.DAY_S / site.preemptions_per_day if site.preemptions_per_day else 0
+    mistakes = {
+        "that is the hardware alone. Is there time to save before a preemption?": hardware_s,
+        "two causes together are longer apart than each alone? Which of them adds up, the times or "
+        "the rates?": hardware_s + preemption_s,
+    }
+    otherwise = (
+        f"that is {l17_plan.DAY_S / mtbf_s:.3g} ends a day. How many come from the hardware, and "
+        f"how many from other jobs? (Not {l17_plan.DAY_S / truth:.0f} exactly.)"
     )
+    case = f"mtbf_s={mtbf_s:.4g} s, {mtbf_s / HOUR_S:.3g} h: "
+    diagnose(case, mtbf_s, truth, mistakes, otherwise, NEAR_MTBF)
 
 
 EXERCISES = {

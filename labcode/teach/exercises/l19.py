@@ -1,11 +1,12 @@
-"""Checks of lesson 19, debugging precision across ranks. The text of each assertion is a hint."""
+"""Checks of lesson 19, debugging precision across ranks."""
 
+import copy
 import inspect
 import itertools
 import math
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from labcode.pool.answers import RankError
 from labcode.pool.ranks import Ranks
@@ -26,10 +28,11 @@ from labcode.teach.exercises.expect import (
     diagnose,
     in_groups,
     own_answers,
+    plural,
     refuse,
     run,
 )
-from labcode.teach.exercises.in_notebook import without
+from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.exercises.simulated import Outcome
 from labcode.teach.labs import l19_runs as lab
 from labcode.topology import GridShape
@@ -61,46 +64,34 @@ PARTS = {
 def combine(answer: Callable[..., Any]) -> None:
     """The learner's `combine(a, b)`."""
     for name, (first, second) in PARTS.items():
-        a, b = _triple(first), _triple(second)
+        a = _triple(first)
+        b = _triple(second)
+        case = f"{name}, a = {_shown(a)}, b = {_shown(b)}: "
         with without(moments.Moments.__add__, moments.combined):
             try:
                 found = due(answer(a, b))
             except ZeroDivisionError:
-                raise AssertionError(
-                    f"{name}: it divides by zero, which values are there?"
-                ) from None
-        assert isinstance(found, tuple | list) and len(found) == 3, (
-            f"{name}: return three numbers (n, mean, M2), not {found!r}"
-        )
-        due(*found)
-        _of_combined(name, a, b, _triple([*first, *second]), [float(value) for value in found])
-
-
-def _of_combined(name: str, a: Triple, b: Triple, expected: Triple, found: list[float]) -> None:
-    n, mean, squares = found
-    case = f"{name}, a = {_shown(a)}, b = {_shown(b)}: "
-    assert n == expected[0], f"{case}n is {n:g}, and there are {expected[0]:g} values"
-    if not math.isclose(mean, expected[1], rel_tol=1e-12, abs_tol=1e-12):
-        simple = (a[1] + b[1]) / 2
-        if math.isclose(mean, simple):
-            raise AssertionError(
-                f"{case}the mean {mean:g} lies in the middle of the two means, "
-                "whatever the sizes of the parts are"
+                raise Hint(f"{case}it divides by zero, which values are there?") from None
+        if not isinstance(found, tuple | list) or len(found) != 3:
+            raise Hint(f"{case}return three numbers (n, mean, M2), not {found!r}")
+        n, mean, squares = map(float, due(*found))
+        truth = _triple([*first, *second])
+        refuse({f"n is {n:g}, and there are {truth[0]:g} values": n != truth[0]}, case)
+        told = f"{case}the mean is {mean:g}, expected is {truth[1]:g}: "
+        mistakes = {
+            "this is the middle between the two means, whatever the sizes of the parts are": (
+                (a[1] + b[1]) / 2
             )
-        raise AssertionError(
-            f"{case}the mean is {mean:g}, and {expected[1]:g} is due: how far from a's mean, on "
-            "the way to b's?"
-        )
-    if math.isclose(squares, expected[2], rel_tol=1e-9, abs_tol=1e-9):
-        return
-    assert not math.isclose(squares, a[2] + b[2]), (
-        f"{case}M2 is the sum of the two, {squares:g}: what do two parts add whose means differ?"
-    )
-    assert squares >= 0, f"{case}M2 is {squares:g}, and a sum of squares is never negative"
-    raise AssertionError(
-        f"{case}M2 is {squares:.9g}, and {expected[2]:.9g} is due: compare your last term with the "
-        "formula"
-    )
+        }
+        otherwise = "how far is it from a's mean, on the way to b's?"
+        diagnose(told, mean, truth[1], mistakes, otherwise, tolerance=1e-12)
+        told = f"{case}M2 is {squares:.9g}, expected is {truth[2]:.9g}: "
+        mistakes = {
+            "this is the sum of the two; what do two parts add whose means differ?": a[2] + b[2],
+            "a sum of squares is never negative": squares < 0,
+        }
+        otherwise = "compare your last term with the formula"
+        diagnose(told, squares, truth[2], mistakes, otherwise)
 
 
 def _shown(triple: Triple) -> str:
@@ -250,60 +241,60 @@ def _percent(condition: Tensor) -> float:
 
 # ---- 19.3
 
+SIZES = ((2, 2, 1), (2, 2, 2), (4, 2, 1), (2, 3, 2), (1, 4, 1), (3, 1, 2))  # tp, dp, pp
+CHOICES = ((), ("tp",), ("dp",), ("tp", "dp"), ("dp", "tp"))
+
 
 def same_file(answer: Callable[..., Any]) -> None:
     """The learner's `same_file(tp, dp, pp, over)`."""
-    sizes = [(2, 2, 1), (2, 2, 2), (4, 2, 1), (2, 3, 2), (1, 4, 1), (3, 1, 2)]
-    choices = [(), ("tp",), ("dp",), ("tp", "dp"), ("dp", "tp")]
-    for tp, dp, pp in sizes:
-        shape = GridShape(tp=tp, dp=dp, pp=pp)
-        for over in choices:
-            with without(GridShape.groups, GridShape.coords):
-                found = due(answer(tp, dp, pp, over))
-            expected = shape.groups(*over)
-            _of_groups(f"tp {tp}, dp {dp}, pp {pp}, over {over!r}: ", shape, expected, found)
+    for (tp, dp, pp), over in itertools.product(SIZES, CHOICES):
+        with without(GridShape.groups, GridShape.coords):
+            found = due(bounded(LOOP, answer, tp, dp, pp, over))
+        case = f"tp {tp}, dp {dp}, pp {pp}, over {over!r}: "
+        _are_groups(case, GridShape(tp=tp, dp=dp, pp=pp), over, found)
 
 
-def _of_groups(case: str, shape: GridShape, expected: list[list[int]], found: Any) -> None:
-    assert isinstance(found, list | tuple), f"{case}return a list of lists of ranks, not {found!r}"
-    groups = []
-    members = []
+def _are_groups(case: str, shape: GridShape, over: Sequence[str], found: Any) -> None:
+    """The groups along these axes, in any order."""
+    if not isinstance(found, list | tuple):
+        raise Hint(f"{case}return a list of lists of ranks, not {found!r}")
     for group in found:
-        assert isinstance(group, list | tuple | set), (
-            f"{case}each group is a list of ranks, and this is {group!r}"
+        if not isinstance(group, list | tuple | set):
+            raise Hint(f"{case}each group is a list of ranks, and this is {group!r}")
+    groups = sorted(sorted(group) for group in found)
+    members = sorted(itertools.chain(*groups))
+    all_ranks = list(range(shape.world_size))
+    if members != all_ranks:
+        raise Hint(
+            f"{case}each of the {len(all_ranks)} ranks belongs to one group, and yours have "
+            f"{members}"
         )
-        groups.append(sorted(group))
-        members += group
-    members.sort()
-    assert members == list(range(shape.world_size)), (
-        f"{case}each of the {shape.world_size} ranks belongs to one group, and yours have {members}"
+    expected = sorted(shape.groups(*over))
+    is_other_number = len(groups) != len(expected)
+    per_stage = shape.tp * shape.dp
+    crosses_stages = any(
+        group[0] // per_stage != group[-1] // per_stage for group in groups if group
     )
-    if sorted(groups) == sorted(expected):
-        return
-    if len(groups) != len(expected):
-        for group in groups:
-            stages = {shape.coords(rank)["pp"] for rank in group}
-            assert len(stages) == 1, (
-                f"{case}ranks of different stages have different layers, and never write the same"
-            )
-        raise AssertionError(
-            f"{case}there are {len(groups)} groups, and {len(expected)} are due: in which axes do "
-            "the ranks of a group agree?"
-        )
-    raise AssertionError(
-        f"{case}{groups} has as many groups as is due, but other ranks in them: tp varies fastest, "
-        "then dp, then pp"
-    )
+    mistakes = {
+        "ranks of different stages have different layers, and never write the same": (
+            is_other_number and crosses_stages
+        ),
+        f"you have {plural(len(groups), 'group')}, expected are {len(expected)}: in which axes do "
+        "the ranks of a group agree?": is_other_number,
+        f"{groups} is the right number of groups, but with other ranks in them: tp varies fastest, "
+        "then dp, then pp": groups != expected,
+    }
+    refuse(mistakes, case)
 
 
 # ---- 19.4
 
-OPERANDS = (
-    ("fprop", "activation"),
-    ("fprop", "weight"),
-    ("dgrad", "weight"),
-    ("wgrad", "activation"),
-)
+PRODUCTS = {  # that a tensor goes into
+    "activation": ("fprop", "wgrad"),
+    "weight": ("fprop", "dgrad"),
+    "gradient": ("dgrad", "wgrad"),
+}
+LOST: Mapping[str, Sequence[str]] = dict.fromkeys(lab.LAYERS, ("activation", "weight"))
 BROKEN = "--train.dtype fp8 --fp8.margin 18 --train.steps 50"
 LEARNS = 2.85  # bfloat16 comes to 2.63, the run that does not learn to 3.16
 
@@ -311,58 +302,65 @@ LEARNS = 2.85  # bfloat16 comes to 2.63, the run that does not learn to 3.16
 def mend(answer: Any, ranks: Ranks) -> None:
     """The learner's YAML, as text."""
     text = due(answer)
-    assert isinstance(text, str), f"give the YAML as text, not a {type(text).__name__}"
+    if not isinstance(text, str):
+        raise Hint(f"give the YAML as text, not a {type(text).__name__}")
     with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
         path = Path(folder) / "mend.yaml"
-        path.write_text(text)
-        chosen = _read(path)
-        _still_in_fp8(chosen)
-        _mends(chosen)
+        chosen = _chosen_by(text, path, lab.LAYERS)
+        _have_scales(LOST, chosen, "loses nearly everything (see the table of section 2)")
         options = f"{BROKEN} {lab.GRID} --debug.config {path}"
         found = ranks.run(lab.train, options, f"{folder}/run", limit_s=120)[0]
-    assert found.val_loss < LEARNS, (
-        f"after 50 steps the loss is {found.val_loss:.3f}: it still does not learn. Is there a "
-        "margin in your scales, too?"
-    )
+    if not found.val_loss < LEARNS:  # it may be nan
+        raise Hint(
+            f"after 50 steps the loss is {found.val_loss:.3f}: it still does not learn. Is there a "
+            "margin in your scales, too?"
+        )
 
 
-def _read(path: Path) -> dict[str, Block]:
-    """{layer: its block}; what is wrong with the file becomes a hint."""
+def _chosen_by(text: str, path: Path, layers: Sequence[str], case: str = "") -> dict[str, Block]:
+    """{layer: its block} of a YAML that leaves every layer in FP8."""
+    path.write_text(text)
     try:
-        return debug_config.choose(debug_config.read(path), lab.LAYERS, path)
+        chosen = debug_config.choose(debug_config.read(path), layers, path)
     except ValueError as error:
-        raise AssertionError(str(error).replace(f"{path}", "your YAML")) from None
-
-
-def _still_in_fp8(chosen: Mapping[str, Block]) -> None:
+        raise Hint(case + str(error).replace(f"{path}", "your YAML")) from None
     for layer, block in chosen.items():
-        for name in ("DisableFP8Layer", "DisableFP8GEMM"):
-            assert name not in block.features, (
-                f"{name} takes {layer} out of FP8: then it learns, and the reason to use FP8 is "
-                "gone. Which feature leaves the layer in FP8 and changes its scales?"
+        if "FakeQuant" in block.features:
+            raise Hint(
+                f"{case}FakeQuant is for layers that do not compute in FP8: it shows what FP8 "
+                "would do to them"
             )
-        assert "FakeQuant" not in block.features, (
-            "FakeQuant is for layers that do not compute in FP8: it shows what FP8 would do to them"
-        )
+        for name in block.features:
+            if name.startswith("DisableFP8"):
+                raise Hint(
+                    f"{case}{name} takes {layer} out of FP8: then it learns, and the reason to use "
+                    "FP8 is gone. Which feature leaves the layer in FP8 and changes its scales?"
+                )
+    return chosen
 
 
-def _mends(chosen: Mapping[str, Block]) -> None:
-    for layer in lab.LAYERS:
-        assert layer in chosen, f"{layer} is chosen by no block, and underflows as the others do"
+def _have_scales(
+    lost: Mapping[str, Sequence[str]], chosen: Mapping[str, Block], loses: str, case: str = ""
+) -> None:
+    """Each lost tensor has a scale of its own in every product that it goes into."""
+    for layer, tensors in lost.items():
+        if layer not in chosen:
+            raise Hint(f"{case}{layer} loses values, and no block chooses it")
         features = chosen[layer].features
-        assert "PerTensorScaling" in features, (
-            f"{layer} still has the scales that lose everything: its block has "
-            f"{', '.join(features) or 'no feature'}"
-        )
+        if "PerTensorScaling" not in features:
+            raise Hint(
+                f"{case}{layer} still has the scales that lose values: its block has "
+                f"{', '.join(features) or 'no feature'}"
+            )
         settings = features["PerTensorScaling"]
-        for gemm, tensor in OPERANDS:
-            assert tensor in settings["tensors"], (
-                f"the {tensor} of {layer} still has the scale that loses it: look at the table "
-                "of section 2 again"
-            )
-            assert gemm in settings["gemms"], (
-                f"in the product {gemm} of {layer} the {tensor} still has the scale that loses it"
-            )
+        for tensor in tensors:
+            if tensor not in settings["tensors"]:
+                raise Hint(f"{case}the {tensor} of {layer} {loses}, and keeps its scale")
+            for gemm in PRODUCTS[tensor]:
+                if gemm not in settings["gemms"]:
+                    raise Hint(
+                        f"{case}in the product {gemm} the {tensor} of {layer} keeps its scale"
+                    )
 
 
 # ---- 19.5
@@ -488,7 +486,7 @@ def _look(rank: int, grid: str, folder: str) -> _Looked:
 
 
 def _is_right_log(case: str, looked: _Looked) -> None:
-    """Each number where it is due, and no other."""
+    """Each number where it is expected, and no other."""
     logged = looked.logged
     mistakes = {
         "with your feature the losses are others. `tensor` is the one that the training goes on "
@@ -521,56 +519,61 @@ def _is_right_log(case: str, looked: _Looked) -> None:
 
 # ---- 19.6
 
+BOUND = 1e-5
+# {what is wrong: (faults, (number of the tensor that departs first, ranks to blame))}
+FAULTS = {
+    "tensor 3 of rank 1 wrong by one part in 1000": (((3, 1, 1.001),), (3, [1])),
+    "ranks 1 and 3 wrong": (((4, 1, 1.01), (4, 3, 1.01)), (4, [1, 3])),
+    "a small fault first, a large one later": (((2, 3, 1.001), (5, 2, 100.0)), (2, [3])),
+    "opposite faults on two ranks": (((2, 1, 1.01), (2, 2, 0.99)), (2, [1, 2])),
+    "nan on rank 2": (((3, 2, math.nan),), (3, [2])),
+    "infinity on rank 1": (((0, 1, math.inf), (1, 2, 2.0)), (0, [1])),
+    "a part twice as large": (((2, 2, 2.0),), (2, [2])),
+    "a part that is half as large": (((2, 2, 0.5),), (2, [2])),
+    "the last tensor wrong": (((5, 3, 1.01),), (5, [3])),
+}
+COARSE_BOUND = 0.01
+WIDTHS = {"four equal parts": (4, 4, 4, 4), "parts of 1, 3, 4 and 8 columns": (1, 3, 4, 8)}
+
 
 def first_departure(answer: Callable[..., Any]) -> None:
     """The learner's `first_departure(rows, bound)`."""
-    bound = 1e-5
-    cases = {
-        "runs that differ by rounding": ((), None),
-        "tensor 3 of rank 1 wrong by one part in 1000": (((3, 1, 1.001),), (3, [1])),
-        "ranks 1 and 3 wrong": (((4, 1, 1.01), (4, 3, 1.01)), (4, [1, 3])),
-        "a small fault first, a large one later": (((2, 3, 1.001), (5, 2, 100.0)), (2, [3])),
-        "opposite faults on two ranks": (((2, 1, 1.01), (2, 2, 0.99)), (2, [1, 2])),
-        "nan on rank 2": (((3, 2, math.nan),), (3, [2])),
-        "infinity on rank 1": (((0, 1, math.inf), (1, 2, 2.0)), (0, [1])),
-        "a part twice as large": (((2, 2, 2.0),), (2, [2])),
-        "a part that is half as large": (((2, 2, 0.5),), (2, [2])),
-        "the last tensor wrong": (((5, 3, 1.01),), (5, [3])),
-    }
-    for name, (faults, expected) in cases.items():
+    case = "runs that differ by rounding: "
+    found = _departure_in(answer, lab.made_up_rows(4), BOUND, case)
+    if found is not None:
+        raise Hint(
+            f"{case}it names {found!r}, and no tensor departs: by how much may a part differ? "
+            "Section 7 measures it by the size of the whole tensor; one tensor is all zeros"
+        )
+    for name, (faults, expected) in FAULTS.items():
+        case = f"{name}: "
         rows = lab.made_up_rows(4, faults)
-        found = _departure_in(answer, rows, bound, name)
-        _of_departure(name, [row.name for row in rows], expected, found)
-
-    _of_bound(answer)
-
-
-def _of_bound(answer: Callable[..., Any]) -> None:
-    """Errors a little inside and a little outside of the bound; tensors of zeros."""
-    bound = 0.01
-    widths = {"four equal parts": (4, 4, 4, 4), "parts of 1, 3, 4 and 8 columns": (1, 3, 4, 8)}
-    for (what, columns), size in itertools.product(widths.items(), (0.02, 50.0)):
-        for rank, share in itertools.product(range(4), (0.8, 1.25)):
-            rows = [_row_with_error(columns, size, rank, share * bound)]
-            found = _departure_in(answer, rows, bound, what)
-            case = f"{what}, values of about {size:g}, rank {rank} off by {share:g} times the bound"
-            if share < 1:
-                assert found is None, (
-                    f"{case}: it names {found!r}, and this is within the bound of section 7: by "
-                    "what is the error divided?"
-                )
-                continue
-            _of_departure(case, [row.name for row in rows], (0, [rank]), found)
+        _is_departure(case, rows, expected, _departure_in(answer, rows, BOUND, case))
+    _is_within_the_bound(answer)
     zeros = torch.zeros(8, 16)
     parts = {rank: (_columns((4, 4, 4, 4), rank), torch.zeros(8, 4)) for rank in range(4)}
-    parts[2] = (parts[2][0], torch.full((8, 4), 1e-3))
+    parts[2][1].fill_(1e-3)
     rows = [lab.Recorded("a tensor of zeros", zeros, parts)]
-    found = _departure_in(answer, rows, bound, "a tensor of zeros")
-    assert found is not None, (
-        "a tensor of zeros whose part on rank 2 is not zero: it returned None, and that part is "
-        "wrong"
-    )
-    _of_departure("a tensor of zeros", [row.name for row in rows], (0, [2]), found)
+    case = "a tensor of zeros whose part on rank 2 is not zero: "
+    _is_departure(case, rows, (0, [2]), _departure_in(answer, rows, BOUND, case))
+
+
+def _is_within_the_bound(answer: Callable[..., Any]) -> None:
+    """Errors a little inside and a little outside of the bound."""
+    for (widths, columns), size in itertools.product(WIDTHS.items(), (0.02, 50.0)):
+        for rank, share in itertools.product(range(4), (0.8, 1.25)):
+            rows = [_row_with_error(columns, size, rank, share * COARSE_BOUND)]
+            error = f"rank {rank} off by {share:g} times the bound"
+            case = f"{widths}, values of about {size:g}, {error}: "
+            found = _departure_in(answer, rows, COARSE_BOUND, case)
+            if share > 1:
+                _is_departure(case, rows, (0, [rank]), found)
+                continue
+            if found is not None:
+                raise Hint(
+                    f"{case}it names {found!r}, and this is within the bound of section 7: by what "
+                    "is the error divided?"
+                )
 
 
 def _columns(widths: Sequence[int], rank: int) -> tuple[slice, slice]:
@@ -588,99 +591,68 @@ def _row_with_error(widths: Sequence[int], size: float, wrong: int, error: float
         part = whole[where].clone()
         if rank == wrong:
             difference = torch.randn(part.shape, generator=generator, dtype=torch.float64)
-            due_norm = error * whole.norm() * math.sqrt(part.numel() / whole.numel())
-            part += difference * due_norm / difference.norm()
+            norm = error * whole.norm() * math.sqrt(part.numel() / whole.numel())
+            part += difference * norm / difference.norm()
         parts[rank] = (where, part)
     return lab.Recorded("output of layer 0", whole, parts)
 
 
-def _tensors_of(rows: Iterable[Any]) -> list[Tensor]:
-    found = []
-    for row in rows:
-        found.append(row.whole)
-        found += [part for _, part in row.parts.values()]
-    return found
-
-
-def _departure_in(answer: Callable[..., Any], rows: list[Any], bound: float, case: str) -> Any:
-    """What the learner's function finds; what it was given may not change."""
-    kept = [tensor.clone() for tensor in _tensors_of(rows)]
-    given = list(rows)
+def _departure_in(
+    answer: Callable[..., Any], rows: list[lab.Recorded], bound: float, case: str
+) -> Any:
+    """What the learner's function finds, which may be None; what it was given may not change."""
+    given = copy.deepcopy(rows)
     with without(bisect.first_departure, bisect.compare):
         try:
-            found = answer(given, bound)
+            found = bounded(LOOP, answer, given, bound)
         except ZeroDivisionError:
-            raise AssertionError(f"{case}: it divides by zero") from None
-    if found is ...:
-        raise NotImplementedError("exercise")
-    now = _tensors_of(rows)
-    same = all(a.equal(b) or bool(b.isnan().any()) for a, b in zip(now, kept, strict=True))
-    assert same and len(given) == len(rows), (
-        f"{case}: the rows that were given have changed: work on copies, a difference is a new "
-        "tensor"
-    )
-    return found
-
-
-def _of_departure(
-    name: str, tensors: Sequence[str], expected: tuple[int, list[int]] | None, found: Any
-) -> None:
-    if expected is None:
-        assert found is None, (
-            f"{name}: it names {found!r}, and no tensor departs: by how much may a part differ? "
-            "Section 7 measures it by the size of the whole tensor; one tensor is all zeros"
+            raise Hint(f"{case}it divides by zero") from None
+    if _values_in(given) != _values_in(rows):
+        raise Hint(
+            f"{case}the rows that were given have changed: work on copies, a difference is a new "
+            "tensor"
         )
-        return
+    return found if found is None else due(found)
+
+
+def _values_in(rows: Sequence[lab.Recorded]) -> list[Any]:
+    """The numbers of all tensors, those that are not finite as well."""
+    tensors = [leaf for leaf in tree_leaves(rows) if isinstance(leaf, Tensor)]
+    return [tensor.nan_to_num().tolist() for tensor in tensors]
+
+
+def _is_departure(
+    case: str, rows: Sequence[lab.Recorded], expected: tuple[int, list[int]], found: Any
+) -> None:
+    """(name, ranks), as expected is (number of the tensor, ranks)."""
+    names = [row.name for row in rows]
     number, ranks = expected
-    assert found is not None, f"{name}: it returned None, and {tensors[number]} departs"
-    assert isinstance(found, tuple | list) and len(found) == 2, (
-        f"return (name, list of ranks), not {found!r}"
-    )
-    tensor, blamed = found
-    assert tensor in tensors, f"{name}: the first result must be the name of a tensor: {tensor!r}"
-    place = tensors.index(tensor)
-    assert place >= number, (
-        f"{name}: it names {tensor}, which differs by rounding alone: what is the error of a part "
-        "measured by?"
-    )
-    assert place <= number, f"{name}: it names {tensor}, but {tensors[number]} departs before it"
-    assert isinstance(blamed, list | tuple | set), f"{name}: give a list of ranks, not {blamed!r}"
-    assert sorted(blamed) == ranks, (
-        f"{name}: of {tensor} it blames ranks {sorted(blamed)}, and {ranks} hold what is wrong"
-    )
+    if found is None:
+        raise Hint(f"{case}it returned None, and {names[number]} departs")
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise Hint(f"{case}return (name, list of ranks), not {found!r}")
+    name, blamed = found
+    if name not in names:
+        shown = repr(name) if isinstance(name, str) else f"a {type(name).__name__}"
+        raise Hint(f"{case}the first result must be the name of a tensor, not {shown}")
+    if not isinstance(blamed, list | tuple | set):
+        raise Hint(f"{case}give a list of ranks, not {blamed!r}")
+    place = names.index(name)
+    mistakes = {
+        f"it names {name}, which differs by rounding alone: what is the error of a part measured "
+        "by?": place < number,
+        f"it names {name}, but {names[number]} departs before it": place > number,
+        f"of {name} it blames ranks {sorted(blamed)}, and {ranks} hold what is wrong": (
+            sorted(blamed) != ranks
+        ),
+    }
+    refuse(mistakes, case)
 
 
 # ---- 19.7
 
 MOST_LOST = 5.0  # percent
-
-
 JUST_LOST = 5.3  # percent
-
-
-def _log(
-    bad: Mapping[str, Sequence[str]],
-    layers: Sequence[str] = lab.LAYERS,
-    steps: Sequence[int] = (0, 20, 40),
-) -> dict:
-    """What a run has logged; `bad` is what is lost in the last step, by a little."""
-    found = {}
-    first = min(steps)
-    last = max(steps)
-    for step in steps:
-        for layer in layers:
-            for tensor in lab.TENSORS:
-                is_bad = tensor in bad.get(layer, ())
-                # with delayed scaling the first step has the scale 1
-                is_early = step == first or (step != last and layer.endswith("up"))
-                value = 90.0 if is_early else 0.4
-                if step == last:
-                    value = JUST_LOST if is_bad else MOST_LOST
-                found[f"{layer}_{tensor}_fp8_underflows%", step] = value
-                found[f"{layer}_{tensor}_fp8_overflows%", step] = 50.0
-    return found
-
-
 GATED = (
     "blocks.0.mlp.gate",
     "blocks.0.mlp.gate_up",
@@ -688,79 +660,87 @@ GATED = (
     "blocks.11.mlp.gate_up",
     "blocks.1.mlp.down",
 )
-DIAGNOSES: dict[str, tuple[dict[str, list[str]], Sequence[str]]] = {
-    "one tensor of one layer": ({"blocks.1.mlp.down": ["activation"]}, lab.LAYERS),
-    "two tensors of one layer": ({"blocks.0.mlp.up": ["weight", "gradient"]}, lab.LAYERS),
-    "different tensors of three layers": (
-        {
-            "blocks.0.attention.qkv": ["gradient"],
-            "blocks.1.attention.qkv": ["gradient", "weight"],
-            "blocks.1.mlp.up": ["activation"],
-        },
-        lab.LAYERS,
-    ),
-    "all tensors of all layers": ({layer: list(lab.TENSORS) for layer in lab.LAYERS}, lab.LAYERS),
-    "a layer with a _ in its name": ({"blocks.0.mlp.gate_up": ["weight"]}, GATED),
-    "layer 1 beside layer 11": ({"blocks.1.mlp.down": ["weight"]}, GATED),
-    "a layer whose name another one begins with": ({"blocks.0.mlp.gate": ["weight"]}, GATED),
-    "nothing is lost": ({}, lab.LAYERS),
+IN_ORDER = (0, 20, 40)
+SEVERAL = {
+    "blocks.0.attention.qkv": ["gradient"],
+    "blocks.1.attention.qkv": ["gradient", "weight"],
+    "blocks.1.mlp.up": ["activation"],
 }
-STEPS = {  # of the logs, in their order; else 0, 20, 40
-    "two tensors of one layer": (0, 5, 15),
-    "different tensors of three layers": (1000, 0, 500),
-    "a layer with a _ in its name": (0, 100, 101),
+# {what is lost: ({layer: lost tensors}, layers, steps as they stand in the log)}
+LOGS: dict[str, tuple[Mapping[str, Sequence[str]], Sequence[str], Sequence[int]]] = {
+    "one tensor of one layer": ({"blocks.1.mlp.down": ["activation"]}, lab.LAYERS, IN_ORDER),
+    "two tensors of one layer": (
+        {"blocks.0.mlp.up": ["weight", "gradient"]},
+        lab.LAYERS,
+        (0, 5, 15),
+    ),
+    "different tensors of three layers": (SEVERAL, lab.LAYERS, (1000, 0, 500)),
+    "all tensors of all layers": (dict.fromkeys(lab.LAYERS, lab.TENSORS), lab.LAYERS, IN_ORDER),
+    "a layer with a _ in its name": ({"blocks.0.mlp.gate_up": ["weight"]}, GATED, (0, 100, 101)),
+    "layer 1 beside layer 11": ({"blocks.1.mlp.down": ["weight"]}, GATED, IN_ORDER),
+    "a layer whose name another one begins with": (
+        {"blocks.0.mlp.gate": ["weight"]},
+        GATED,
+        IN_ORDER,
+    ),
+    "nothing is lost": ({}, lab.LAYERS, IN_ORDER),
 }
 
 
 def diagnosis(answer: Callable[..., Any]) -> None:
     """The learner's `diagnose(found)`: the text of a YAML."""
-    for name, (bad, layers) in DIAGNOSES.items():
-        log = _log(bad, layers, STEPS.get(name, (0, 20, 40)))
+    for name, (lost, layers, steps) in LOGS.items():
+        case = f"{name}: "
+        log = _log(lost, layers, steps)
         given = dict(log)
-        text = due(answer(given))
-        assert given == log, f"{name}: the log that was given has changed"
-        assert isinstance(text, str), f"{name}: return text, not a {type(text).__name__}"
-        if not bad:
-            assert not text.strip(), f"{name}: then there is nothing to mend, and the text is empty"
-            continue
-        assert text.strip(), f"{name}: the text is empty, and {next(iter(bad))} loses values"
-        with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
-            path = Path(folder) / "found.yaml"
-            path.write_text(text)
-            try:
-                chosen = debug_config.choose(debug_config.read(path), layers, path)
-            except ValueError as error:
-                told = str(error).replace(f"{path}", "your YAML")
-                raise AssertionError(f"{name}: {told}") from None
-        _still_in_fp8(chosen)
-        _of_diagnosis(name, bad, chosen)
+        text = due(bounded(LOOP, answer, given))
+        if not isinstance(text, str):
+            raise Hint(f"{case}return text, not a {type(text).__name__}")
+        mistakes = {
+            "the log that was given has changed": given != log,
+            f"the text is empty, and {next(iter(lost), '')} loses values": (
+                lost and not text.strip()
+            ),
+            "there is nothing to mend, expected is an empty text": not lost and text.strip(),
+        }
+        refuse(mistakes, case)
+        if lost:
+            _cures(case, lost, layers, text)
 
 
-def _of_diagnosis(name: str, bad: Mapping[str, Sequence[str]], chosen: Mapping[str, Block]) -> None:
+def _log(lost: Mapping[str, Sequence[str]], layers: Sequence[str], steps: Sequence[int]) -> dict:
+    """What a run has logged; `lost` is what is lost in the last step, by a little."""
+    found = {}
+    first = min(steps)
+    last = max(steps)
+    for step, layer, tensor in itertools.product(steps, layers, lab.TENSORS):
+        # with delayed scaling the first step has the scale 1
+        is_early = step == first or layer.endswith("up")
+        value = 90.0 if is_early else 0.4
+        if step == last:
+            value = JUST_LOST if tensor in lost.get(layer, ()) else MOST_LOST
+        found[f"{layer}_{tensor}_fp8_underflows%", step] = value
+        found[f"{layer}_{tensor}_fp8_overflows%", step] = 50.0
+    return found
+
+
+def _cures(case: str, lost: Mapping[str, Sequence[str]], layers: Sequence[str], text: str) -> None:
+    """What is lost gets a scale of its own, and nothing else does."""
+    with tempfile.TemporaryDirectory(prefix="labcode-l19-") as folder:
+        chosen = _chosen_by(text, Path(folder) / "found.yaml", layers, case)
     for layer, block in chosen.items():
-        wanted = bad.get(layer, [])
         settings = block.features.get("PerTensorScaling", {})
-        scaled = settings.get("tensors", []) if settings else []
-        needless = [tensor for tensor in scaled if tensor not in wanted]
-        assert not needless, (
-            f"{name}: the {needless[0]} of {layer} gets a scale of its own, and has lost no more "
-            f"than {MOST_LOST:g} % in the last step"
-        )
-        assert settings or not wanted, f"{name}: the block of {layer} has no PerTensorScaling"
-    for layer, tensors in bad.items():
-        assert layer in chosen, f"{name}: {layer} loses values, and no block chooses it"
-        settings = chosen[layer].features.get("PerTensorScaling", {})
-        assert not settings.get("margin"), (
-            f"{name}: the scale of {layer} has a margin, and a margin is what loses values"
-        )
-        for tensor in tensors:
-            assert tensor in settings["tensors"], (
-                f"{name}: the {tensor} of {layer} loses {JUST_LOST} %, and keeps its scale"
+        if settings.get("margin"):
+            raise Hint(
+                f"{case}the scale of {layer} has a margin, and a margin is what loses values"
             )
-            for gemm, operand in (*OPERANDS, ("dgrad", "gradient"), ("wgrad", "gradient")):
-                assert operand != tensor or gemm in settings["gemms"], (
-                    f"{name}: in the product {gemm} the {tensor} of {layer} keeps its scale"
+        for tensor in settings.get("tensors", ()):
+            if tensor not in lost.get(layer, ()):
+                raise Hint(
+                    f"{case}the {tensor} of {layer} gets a scale of its own, and has lost no more "
+                    f"than {MOST_LOST:g} % in the last step"
                 )
+    _have_scales(lost, chosen, f"loses {JUST_LOST} %", case)
 
 
 EXERCISES = {

@@ -1,9 +1,10 @@
-"""Checks of lesson 20, predict before you submit. The text of each assertion is a hint."""
+"""Checks of lesson 20, predict before you submit."""
 
 import contextlib
+import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,13 +15,16 @@ from labcode.perf import plan as perf_plan
 from labcode.perf import two_level
 from labcode.perf.alpha_beta import Link
 from labcode.perf.transformer import Transformer
-from labcode.teach.check import Exercise, due
-from labcode.teach.exercises.in_notebook import without
+from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises.expect import diagnose, plural, refuse
+from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs import l20_plan as lab
 from labcode.teach.labs.l20_plan import Cluster, Found, Layout, Shape
 from labcode.units import GIB, seconds
 
-CLOSE = 4e-3  # biases and norms may count or not
+ROUNDING = 1e-6
+CLOSE_BYTES = 4e-3  # biases and norms may count or not
+CLOSE_SECONDS = 1e-4
 
 LABCODES = (
     lab.by_labcode,
@@ -44,138 +48,160 @@ READY = {  # what an answer may not call besides LABCODES
 }
 
 
-def _asked(exercise: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _asked(exercise: str, answer: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """What the learner's function returns; finished versions may not be called."""
     with without(*READY[exercise], *LABCODES):
-        found = answer(*args, **kwargs)
+        found = bounded(LOOP, functools.partial(answer, *args, **options))
     return due(found)
 
 
-def _number(exercise: str, answer: Callable[..., Any], *args: Any, **kwargs: Any) -> float:
-    found = _asked(exercise, answer, *args, **kwargs)
-    is_number = isinstance(found, int | float) and not isinstance(found, bool)
-    assert is_number, f"return one number, not {type(found).__name__}"
-    assert math.isfinite(found), f"it returned {found}"
+def _number(exercise: str, answer: Callable[..., Any], *args: Any, **options: Any) -> float:
+    found = _asked(exercise, answer, *args, **options)
+    if not _is_number(found):
+        raise Hint(f"return one number, not {type(found).__name__}")
+    if not math.isfinite(found):
+        raise Hint(f"it returned {found}")
     return float(found)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _close(found: float, truth: float, share: float = ROUNDING) -> bool:
+    return math.isclose(found, truth, rel_tol=share)
+
+
+def _left_out(parts: Mapping[str, float], names: Mapping[str, str]) -> dict[str, float]:
+    """As rows of a table: what the sum is without some of its parts."""
+    there = [name for name, value in parts.items() if value > 0]
+    total = sum(parts.values())
+    table = {}
+    for count in range(1, len(there)):
+        for missing in itertools.combinations(there, count):
+            text = " and ".join(names[name] for name in missing)
+            rest = total - sum(parts[name] for name in missing)
+            table[f"the rest is right, and this is missing: {text}"] = rest
+    return table
 
 
 # ---- 20.1 parameters
 
 PLAIN = Shape(layers=3, hidden=48, heads=4, kv_heads=4, ffn=192, vocab=100, tokens=64)
+CHANGES = {
+    "one word more in the vocabulary": (
+        replace(PLAIN, vocab=101),
+        "the embedding grows; is the head a second table, or the same one?",
+    ),
+    "one token more in a sample": (
+        replace(PLAIN, tokens=65),
+        "which table has a row for each position?",
+    ),
+    "one feature more inside the MLP": (
+        replace(PLAIN, ffn=193),
+        "two matrices of each layer have it as a side, and one bias has its length",
+    ),
+    "two key/value heads in place of four": (
+        replace(PLAIN, kv_heads=2),
+        "keys and values have fewer outputs then, and queries as many as before",
+    ),
+    "one layer more": (
+        replace(PLAIN, layers=4),
+        "matrices, biases and two norms of a block: which of them is miscounted?",
+    ),
+}
 
 
 def parameters(answer: Callable[..., Any]) -> None:
     """The learner's `parameters(shape)`."""
-    changes = {
-        "one word more in the vocabulary": (
-            replace(PLAIN, vocab=101),
-            "the embedding grows; is the head a second table, or the same one?",
-        ),
-        "one token more in a sample": (
-            replace(PLAIN, tokens=65),
-            "which table has a row for each position?",
-        ),
-        "one feature more inside the MLP": (
-            replace(PLAIN, ffn=193),
-            "two matrices of each layer have it as a side, and one bias has its length",
-        ),
-        "two key/value heads in place of four": (
-            replace(PLAIN, kv_heads=2),
-            "keys and values have fewer outputs then, and queries as many as before",
-        ),
-        "one layer more": (
-            replace(PLAIN, layers=4),
-            "matrices, biases and two norms of a block: which of them is miscounted?",
-        ),
-    }
     base = _number("20.1", answer, PLAIN)
-    due_base = lab.count_weights(PLAIN)
-    for what, (shape, hint) in changes.items():
+    truth = lab.count_weights(PLAIN)
+    for change, (shape, hint) in CHANGES.items():
         grown = _number("20.1", answer, shape) - base
-        expected = lab.count_weights(shape) - due_base
-        assert grown == expected, (
-            f"{what} changes your number by {grown:,.0f}, and that of a real model by "
-            f"{expected:,}: {hint}"
+        expected = lab.count_weights(shape) - truth
+        if grown != expected:
+            raise Hint(
+                f"{change} changes your number by {grown:,.0f}, and that of a real model by "
+                f"{expected:,}: {hint}"
+            )
+    if base != truth:
+        raise Hint(
+            f"each change of a size is right, but for a model of {truth:,} weights you get "
+            f"{base:,.0f}: what comes after the last block?"
         )
-    assert base == due_base, (
-        f"each change of a size is right, but a model of {due_base:,} weights gets {base:,.0f}: "
-        "what lies behind the last block?"
-    )
     for shape in (lab.SMALL, lab.GPT3, replace(PLAIN, hidden=80, heads=5, kv_heads=1)):
         found = _number("20.1", answer, shape)
-        assert found == lab.count_weights(shape), (
-            f"{shape} has {lab.count_weights(shape):,} weights, and you get {found:,.0f}: is a "
-            "size fixed in your code, or one taken for another?"
-        )
+        truth = lab.count_weights(shape)
+        if found != truth:
+            raise Hint(
+                f"{shape} has {truth:,} weights, and you get {found:,.0f}: is a size fixed in your "
+                "code, or one taken for another?"
+            )
 
 
 # ---- 20.2 FLOPs
 
-
-def flops(answer: Callable[..., Any]) -> None:
-    """The learner's `flops(shape, samples, causal, checkpointing)`."""
-    small = replace(PLAIN, vocab=50)
-    _of_flops(answer, "the plain case, one sample", small, 1, {}, _about_plain_flops)
-    _of_flops(answer, "three samples", small, 3, {}, "three samples are three times as much as one")
-    _of_flops(
-        answer,
+FEW_TOKENS = replace(PLAIN, vocab=50)
+FLOPS_CASES: tuple[tuple[str, Shape, int, dict[str, Any], str], ...] = (
+    ("three samples", FEW_TOKENS, 3, {}, "three samples are three times as much as one"),
+    (
         "two key/value heads, and another MLP",
         lab.SMALL,
         2,
         {},
         "lab.products(shape) knows them; is 12 h^2 in your code, or 4 h?",
-    )
-    _of_flops(
-        answer,
+    ),
+    (
         "a causal mask",
-        small,
+        FEW_TOKENS,
         1,
         {"causal": True},
         "half of the table of scores is left; nothing else gets less",
-    )
-    _of_flops(
-        answer,
+    ),
+    (
         "checkpointing",
-        small,
+        FEW_TOKENS,
         1,
         {"checkpointing": "full"},
         "one more forward, and of the layers alone: the head is not checkpointed",
-    )
-    _of_flops(
-        answer,
+    ),
+    (
         "checkpointing with a causal mask",
-        small,
+        FEW_TOKENS,
         2,
         {"causal": True, "checkpointing": "full"},
         "the forward that is repeated has the mask too",
+    ),
+)
+
+
+def flops(answer: Callable[..., Any]) -> None:
+    """The learner's `flops(shape, samples, causal, checkpointing)`."""
+    found = _number("20.2", answer, FEW_TOKENS, 1)
+    truth = float(lab.flops(FEW_TOKENS, 1))
+    case = f"the plain case, one sample: {found:,.0f} FLOPs, expected are {truth:,.0f}: "
+    otherwise = (
+        "products of the layers, two products of attention, the head; backward is twice forward"
     )
-    counted = lab.count_flops(lab.SMALL, 2)
+    diagnose(case, found, truth, _flops_mistakes(FEW_TOKENS), otherwise, ROUNDING)
+    for what, shape, samples, options, hint in FLOPS_CASES:
+        found = _number("20.2", answer, shape, samples, **options)
+        truth = float(lab.flops(shape, samples, **options))
+        case = f"{what}: {found:,.0f} FLOPs, expected are {truth:,.0f}: "
+        diagnose(case, found, truth, {}, hint, ROUNDING)
     found = _number("20.2", answer, lab.SMALL, 2)
-    assert math.isclose(found, counted), f"PyTorch counts {counted:,}, and you get {found:,.0f}"
+    counted = lab.count_flops(lab.SMALL, 2)
+    if not _close(found, counted):
+        raise Hint(f"PyTorch counts {counted:,}, and you get {found:,.0f}")
 
 
-def _of_flops(
-    answer: Callable[..., Any],
-    case: str,
-    shape: Shape,
-    samples: int,
-    options: Mapping[str, Any],
-    hint: str | Callable[[Shape, float], str],
-) -> None:
-    found = _number("20.2", answer, shape, samples, **options)
-    expected = lab.flops(shape, samples, **options)
-    if math.isclose(found, expected, rel_tol=1e-9):
-        return
-    text = hint if isinstance(hint, str) else hint(shape, found)
-    raise AssertionError(f"{case}: {found:,.0f} FLOPs, and {expected:,.0f} are due: {text}")
-
-
-def _about_plain_flops(shape: Shape, found: float) -> str:
-    tokens = shape.tokens
+def _flops_mistakes(shape: Shape) -> dict[str, float]:
+    """What mistakes give for one sample, without a mask or checkpointing."""
+    tokens = float(shape.tokens)
     layers = 2 * tokens * shape.layers * lab.products(shape)
     attention = shape.layers * 4 * tokens**2 * shape.hidden
     head = 2 * tokens * shape.vocab * shape.hidden
-    known = {
+    return {
         "this is a forward alone": layers + attention + head,
         "a multiply and an add are two FLOPs": 1.5 * (layers + attention + head),
         "the products of attention, which have no weights, are missing": 3 * (layers + head),
@@ -185,10 +211,6 @@ def _about_plain_flops(shape: Shape, found: float) -> str:
             6 * tokens * lab.parameters(shape)
         ),
     }
-    for hint, value in known.items():
-        if math.isclose(found, value, rel_tol=1e-6):
-            return hint
-    return "products of the layers, two products of attention, the head; backward is twice forward"
 
 
 # ---- 20.3 memory
@@ -282,31 +304,16 @@ MEMORY_NAMES = {
 
 def memory(answer: Callable[..., Any]) -> None:
     """The learner's `memory(shape, layout, global_batch)`."""
-    for case, shape, layout, batch, hint in MEMORY_CASES:
+    for what, shape, layout, batch, hint in MEMORY_CASES:
         found = _number("20.3", answer, shape, layout, batch)
         parts = lab.memory_parts(shape, layout, batch)
-        expected = sum(parts.values())
-        if math.isclose(found, expected, rel_tol=CLOSE):
-            continue
-        missing = _missing(found, parts, MEMORY_NAMES)
-        if found < expected / 100:
-            missing = "bytes are due, for all weights of the rank"
-        raise AssertionError(
-            f"{case}: {found / 1e9:.2f} GB, and {expected / 1e9:.2f} GB are due: {missing or hint}"
-        )
-
-
-def _missing(found: float, parts: Mapping[str, float], names: Mapping[str, str]) -> str:
-    """Which parts are left out, if the sum of the others is what was found."""
-    used = [name for name, value in parts.items() if value > 0]
-    total = sum(parts.values())
-    for count in range(1, len(used)):
-        for left_out in itertools.combinations(used, count):
-            rest = total - sum(parts[name] for name in left_out)
-            if math.isclose(found, rest, rel_tol=1e-4):
-                text = " and ".join(names[name] for name in left_out)
-                return f"the rest is right, and this is missing: {text}"
-    return ""
+        truth = sum(parts.values())
+        case = f"{what}: {found / 1e9:.2f} GB, expected are {truth / 1e9:.2f} GB: "
+        mistakes = {
+            "are these bytes, and those of all weights of the rank?": found < truth / 100,
+            **_left_out(parts, MEMORY_NAMES),
+        }
+        diagnose(case, found, truth, mistakes, hint, CLOSE_BYTES)
 
 
 # ---- 20.4 the rule of two levels
@@ -330,23 +337,25 @@ def bus(answer: Callable[..., Any]) -> None:
     """The learner's `bus_bytes_per_s(cluster, ranks, stride)`."""
     for ranks, stride, hint in BUS_CASES:
         found = _number("20.4", answer, BUS_CLUSTER, ranks, stride)
-        expected = lab.bus_bytes_per_s(BUS_CLUSTER, ranks, stride)
-        assert math.isclose(found, expected, rel_tol=1e-6), (
+        truth = lab.bus_bytes_per_s(BUS_CLUSTER, ranks, stride)
+        case = (
             f"{ranks} ranks, {stride} apart, 8 in a node, 200 GB/s inside and 20 GB/s between: "
-            f"{found / 1e9:.2f} GB/s, and {expected / 1e9:.2f} GB/s are due: {hint}"
+            f"{found / 1e9:.2f} GB/s, expected are {truth / 1e9:.2f} GB/s: "
         )
+        diagnose(case, found, truth, {}, hint, ROUNDING)
     for other in (
         replace(BUS_CLUSTER, gpus_per_node=4),
         replace(BUS_CLUSTER, between=Link(8e-6, 5e9)),
         replace(BUS_CLUSTER, inside=Link(5e-6, 90e9)),
     ):
         found = _number("20.4", answer, other, 32, 1)
-        expected = lab.bus_bytes_per_s(other, 32, 1)
-        assert math.isclose(found, expected, rel_tol=1e-6), (
+        truth = lab.bus_bytes_per_s(other, 32, 1)
+        case = (
             f"on another cluster ({other.gpus_per_node} GPUs in a node) it gives "
-            f"{found / 1e9:.2f} GB/s, and {expected / 1e9:.2f} GB/s are due: is a number of the "
-            "first cluster in your code?"
+            f"{found / 1e9:.2f} GB/s, expected are {truth / 1e9:.2f} GB/s: "
         )
+        otherwise = "is a number of the first cluster in your code?"
+        diagnose(case, found, truth, {}, otherwise, ROUNDING)
 
 
 # ---- 20.5 the step
@@ -463,14 +472,12 @@ STEP_NAMES = {
 
 def step(answer: Callable[..., Any]) -> None:
     """The learner's `step_s(shape, layout, global_batch, cluster)`."""
-    for case, layout, batch, cluster, hint in STEP_CASES:
+    for what, layout, batch, cluster, hint in STEP_CASES:
         found = _number("20.5", answer, ONE, layout, batch, cluster)
         parts = lab.step_parts(ONE, layout, batch, cluster)
-        expected = sum(parts.values())
-        if math.isclose(found, expected, rel_tol=1e-4):
-            continue
-        text = _missing(found, parts, STEP_NAMES) or hint
-        raise AssertionError(f"{case}: {found:.5g} s, and {expected:.5g} s are due: {text}")
+        truth = sum(parts.values())
+        case = f"{what}: {found:.5g} s, expected are {truth:.5g} s: "
+        diagnose(case, found, truth, _left_out(parts, STEP_NAMES), hint, CLOSE_SECONDS)
 
 
 # ---- 20.6 the search
@@ -484,23 +491,56 @@ SEARCH_CASES = (
 )
 
 
+def search(answer: Callable[..., Any]) -> None:
+    """The learner's `search(shape, cluster, gpus, global_batch)`."""
+    for name, shape, gpus, batch in SEARCH_CASES:
+        cluster = lab.cluster(name)
+        case = f"{gpus} GPUs of {name}, batch {batch}: "
+        ready = (lab.search, lab.legal, perf_plan.plan, lab.by_labcode)
+        with _asked_for_memory_first(case, gpus), without(*ready):
+            returned = bounded(LOOP, answer, shape, cluster, gpus, batch)
+        found = _entries(due(returned), case)
+        truth = {entry.layout: entry for entry in lab.search(shape, cluster, gpus, batch)}
+        layouts = [entry.layout for entry in found]
+        different = set(layouts)
+        for layout in layouts:
+            if layout not in truth:
+                why_not = _why_not(shape, cluster, gpus, batch, layout)
+                refuse(why_not, f"{case}{layout} is in your list: ")
+        refuse({"a layout is in your list twice": len(different) < len(layouts)}, case)
+        missing = [layout for layout in truth if layout not in different]
+        number = f"{plural(len(layouts), 'layout')}, expected are {len(truth)}: "
+        refuse(_about_missing(missing, layouts), case + number)
+        for entry in found:
+            right = truth[entry.layout]
+            mistakes = {
+                f"{entry.step_s:.4g} as its first number, expected are {right.step_s:.4g} s: "
+                "seconds come first": not _close(entry.step_s, right.step_s),
+                f"{entry.memory_bytes:.4g} as its second number, expected are "
+                f"{right.memory_bytes:.4g} bytes: without what is reserved": (
+                    not _close(entry.memory_bytes, right.memory_bytes)
+                ),
+            }
+            refuse(mistakes, f"{case}{entry.layout} has ")
+        times = [entry.step_s for entry in found]
+        refuse({"the fastest layout comes first, the slowest last": times != sorted(times)}, case)
+
+
 @contextlib.contextmanager
 def _asked_for_memory_first(case: str, gpus: int) -> Iterator[None]:
     """In this block `lab.step_s` refuses a layout that does not fit.
 
     Raises:
-        AssertionError: The time of such a layout was asked for.
+        Hint: The time of such a layout was asked for.
     """
     step_s = lab.step_s
 
     def of_what_fits(shape: Shape, layout: Layout, global_batch: int, cluster: Cluster) -> float:
         needed = lab.memory(shape, layout, global_batch)
         if needed + lab.RESERVED_BYTES > cluster.memory_bytes:
-            reason = _why_not(shape, cluster, gpus, global_batch, layout)
-            raise AssertionError(
-                f"{case}: you compute the time of {layout}, which is to be left out before: "
-                f"{reason}"
-            )
+            why_not = _why_not(shape, cluster, gpus, global_batch, layout)
+            about = f"{case}you compute the time of {layout}, which is to be left out before that: "
+            refuse(why_not, about)
         return step_s(shape, layout, global_batch, cluster)
 
     lab.step_s = of_what_fits
@@ -510,94 +550,63 @@ def _asked_for_memory_first(case: str, gpus: int) -> Iterator[None]:
         lab.step_s = step_s
 
 
-def search(answer: Callable[..., Any]) -> None:
-    """The learner's `search(shape, cluster, gpus, global_batch)`."""
-    for name, shape, gpus, batch in SEARCH_CASES:
-        cluster = lab.cluster(name)
-        case = f"{gpus} GPUs of {name}, batch {batch}"
-        forbidden = (lab.search, lab.legal, perf_plan.plan, lab.by_labcode)
-        with _asked_for_memory_first(case, gpus), without(*forbidden):
-            found = answer(shape, cluster, gpus, batch)
-        found = _entries(due(found), case)
-        expected = lab.search(shape, cluster, gpus, batch)
-        layouts = [entry.layout for entry in found]
-        wanted = {entry.layout: entry for entry in expected}
-        for layout in layouts:
-            if layout not in wanted:
-                reason = _why_not(shape, cluster, gpus, batch, layout)
-                raise AssertionError(f"{case}: {layout} is in your list: {reason}")
-        assert len(set(layouts)) == len(layouts), f"{case}: a layout is in your list twice"
-        missing = [layout for layout in wanted if layout not in set(layouts)]
-        if missing:
-            text = _what_is_missing(missing, layouts)
-            raise AssertionError(
-                f"{case}: {len(layouts)} layouts, and {len(wanted)} are due: {text}"
-            )
-        for entry in found:
-            right = wanted[entry.layout]
-            assert math.isclose(entry.step_s, right.step_s, rel_tol=1e-6), (
-                f"{case}: {entry.layout} has {entry.step_s:.4g} as its first number, and "
-                f"{right.step_s:.4g} s is due: seconds come first"
-            )
-            assert math.isclose(entry.memory_bytes, right.memory_bytes, rel_tol=1e-6), (
-                f"{case}: {entry.layout} has {entry.memory_bytes:.4g} as its second number, and "
-                f"{right.memory_bytes:.4g} bytes are due: without what is reserved"
-            )
-        times = [entry.step_s for entry in found]
-        assert times == sorted(times), f"{case}: the fastest layout comes first, the slowest last"
-
-
 def _entries(found: Any, case: str) -> list[Found]:
-    assert isinstance(found, Sequence) and not isinstance(found, str), (
-        f"{case}: return a list, not {type(found).__name__}"
-    )
-    assert found, f"{case}: your list is empty, and there are layouts that fit"
+    """The learner's list, whatever its entries are made of."""
+    if not isinstance(found, Sequence) or isinstance(found, str):
+        raise Hint(f"{case}return a list, not {type(found).__name__}")
+    if not found:
+        raise Hint(f"{case}your list is empty, and there are layouts that fit")
     entries = []
     for entry in found:
-        is_triple = isinstance(entry, tuple | list) and len(entry) == 3
-        assert is_triple, (
-            f"{case}: each entry is (seconds, bytes, layout), and one of yours is "
-            f"{type(entry).__name__}"
-        )
+        if not isinstance(entry, tuple | list) or len(entry) != 3:
+            raise Hint(
+                f"{case}each entry is (seconds, bytes, layout), and one of yours is "
+                f"{type(entry).__name__}"
+            )
         step_s, memory_bytes, layout = entry
-        assert isinstance(layout, tuple) and len(layout) == 6, (
-            f"{case}: the third of an entry is a Layout, and one of yours is {layout!r}"
-        )
+        if not isinstance(layout, tuple) or len(layout) != 6:
+            raise Hint(f"{case}the third of an entry is a Layout, and one of yours is {layout!r}")
+        if not _is_number(step_s) or not _is_number(memory_bytes):
+            raise Hint(f"{case}an entry begins with two numbers, and one of yours is {entry!r}")
         entries.append(Found(step_s, memory_bytes, Layout(*layout)))
     return entries
 
 
-def _why_not(shape: Shape, cluster: Cluster, gpus: int, batch: int, layout: Layout) -> str:
-    dp, pp, tp, zero, micro_batch, _ = layout
-    rules = (
-        (dp * pp * tp == gpus, f"dp * pp * tp is {dp * pp * tp}, and there are {gpus} GPUs"),
-        (tp <= cluster.gpus_per_node, "a tp group must stay in one node"),
-        (shape.kv_heads % tp == 0, "tp must divide the key/value heads"),
-        (shape.ffn % tp == 0, "tp must divide the features of the MLP"),
-        (shape.layers % pp == 0, "every stage must have as many layers as the others"),
-        (batch % (dp * micro_batch) == 0, "dp and micro-batches must divide the batch"),
-        (zero in lab.stages_of_zero(dp, pp), "that stage of ZeRO is not among those of the task"),
-    )
-    for holds, hint in rules:
-        if not holds:
-            return hint
+def _why_not(
+    shape: Shape, cluster: Cluster, gpus: int, batch: int, layout: Layout
+) -> dict[str, bool]:
+    """As a table: why a layout is none of those that are legal and fit."""
+    dp, pp, tp, zero, micro_batch, checkpointing = layout
     needed = lab.memory(shape, layout, batch)
-    if needed <= cluster.memory_bytes:
-        return "it fits alone, but not beside what is reserved (lab.RESERVED_BYTES)"
-    return f"it needs {needed / GIB:.0f} GiB of {cluster.memory_bytes / GIB:.0f}"
+    return {
+        f"dp * pp * tp is {dp * pp * tp}, and there are {gpus} GPUs": dp * pp * tp != gpus,
+        "a tp group must stay in one node": tp > cluster.gpus_per_node,
+        "tp must divide the key/value heads": shape.kv_heads % tp != 0,
+        "tp must divide the features of the MLP": shape.ffn % tp != 0,
+        "every stage must have as many layers as the others": shape.layers % pp != 0,
+        "dp * micro_batch must divide the batch": batch % (dp * micro_batch) != 0,
+        "that stage of ZeRO is not among those of the task": (
+            zero not in lab.stages_of_zero(dp, pp)
+        ),
+        'checkpointing is "none" or "full"': checkpointing not in ("none", "full"),
+        f"it needs {needed / GIB:.0f} GiB of {cluster.memory_bytes / GIB:.0f}": (
+            needed > cluster.memory_bytes
+        ),
+        "it fits alone, but not beside what is reserved (lab.RESERVED_BYTES)": True,
+    }
 
 
-def _what_is_missing(missing: Iterable[Layout], layouts: Iterable[Layout]) -> str:
-    """A value of one choice that no layout of the learner's has."""
-    there = list(layouts)
-    lacking = list(missing)
+def _about_missing(missing: Sequence[Layout], layouts: Sequence[Layout]) -> dict[str, bool]:
+    """As a table: a value of one choice that no layout of the learner's has, or a layout."""
+    table = {}
     for name in ("tp", "pp", "zero", "micro_batch", "checkpointing", "dp"):
-        place = Layout._fields.index(name)
-        seen = {layout[place] for layout in there}
-        for layout in lacking:
-            if layout[place] not in seen:
-                return f"none of yours has {name} = {layout[place]!r}"
-    return f"for example {lacking[0]} is missing"
+        seen = {getattr(layout, name) for layout in layouts}
+        for layout in missing:
+            value = getattr(layout, name)
+            table[f"none of yours has {name} = {value!r}"] = value not in seen
+    for layout in missing[:1]:
+        table[f"for example {layout} is missing"] = True
+    return table
 
 
 # ---- 20.7 a plan
@@ -613,47 +622,44 @@ MOST_REGRET = 0.03
 def proposal(layout: Any, memory_gib: Any, limit: Any, lost_share: Any) -> None:
     """The learner's plan for the task, and its defence."""
     layout, memory_gib, limit, lost_share = due(layout, memory_gib, limit, lost_share)
-    assert isinstance(layout, tuple) and len(layout) == 6, "`layout` is to be a lab.Layout"
+    limits = list(dict.fromkeys(lab.LIMITS.values()))
+    is_layout = isinstance(layout, tuple) and len(layout) == 6
+    mistakes = {
+        "`layout` is to be a lab.Layout": not is_layout,
+        "`memory_gib` is to be a number": not _is_number(memory_gib),
+        f"`limit` is one of {', '.join(limits)}, and not {limit!r}": limit not in limits,
+        "`lost_share` is to be a number": not _is_number(lost_share),
+    }
+    refuse(mistakes)
     layout = Layout(*layout)
     cluster = lab.cluster(TASK["cluster"])
     gpus = TASK["gpus"]
     batch = TASK["global_batch"]
     if layout not in lab.legal(TASK_SHAPE, cluster, gpus, batch):
-        reason = _why_not(TASK_SHAPE, cluster, gpus, batch, layout)
-        raise AssertionError(f"legal: no. {reason}")
+        refuse(_why_not(TASK_SHAPE, cluster, gpus, batch, layout), "legal: no. ")
     needed = lab.memory(TASK_SHAPE, layout, batch)
     room = cluster.memory_bytes - lab.RESERVED_BYTES - SPARE_BYTES
-    assert needed <= room, (
-        f"legal: yes. Fits: no. It needs {needed / GIB:.1f} GiB, and beside what is reserved and "
-        f"{SPARE_BYTES / GIB:.0f} GiB to spare there are {room / GIB:.1f} GiB"
-    )
-    fitting = lab.search(TASK_SHAPE, cluster, gpus, batch)
-    best = min(entry.step_s for entry in fitting if entry.memory_bytes <= room)
     step_s = lab.step_s(TASK_SHAPE, layout, batch, cluster)
-    regret = step_s / best - 1
-    assert regret <= MOST_REGRET, (
-        f"legal: yes. Fits: yes. Fast: no. It takes {regret:.0%} longer than another one that "
-        "fits with as much to spare"
-    )
-    assert isinstance(memory_gib, int | float), "`memory_gib` is to be a number"
-    assert math.isclose(memory_gib, needed / GIB, rel_tol=0.02), (
-        f"legal, fits, fast: yes. Memory: you say {memory_gib:.4g} GiB, and this layout needs "
-        "another amount. In GiB (2**30 bytes), and without what is reserved?"
-    )
+    fitting = lab.search(TASK_SHAPE, cluster, gpus, batch)
+    best_s = min(entry.step_s for entry in fitting if entry.memory_bytes <= room)
+    regret = step_s / best_s - 1
     lost = lab.losses(TASK_SHAPE, layout, batch, cluster)
-    names = ", ".join(lost)
-    assert limit in lost, f"`limit` is one of {names}, and not {limit!r}"
-    largest = max(lost, key=lost.__getitem__)
-    assert limit == largest, (
+    most_s = max(lost.values())
+    mistakes = {
+        f"legal: yes. Fits: no. It needs {needed / GIB:.1f} GiB, and beside what is reserved and "
+        f"{SPARE_BYTES / GIB:.0f} GiB to spare there are {room / GIB:.1f} GiB": needed > room,
+        f"legal: yes. Fits: yes. Fast: no. It takes {regret:.0%} longer than another one that fits "
+        "with as much to spare": regret > MOST_REGRET,
+        f"legal, fits, fast: yes. Memory: you say {memory_gib:.4g} GiB, and this layout needs "
+        "another amount. In GiB (2**30 bytes), and without what is reserved?": (
+            not _close(memory_gib, needed / GIB, 0.02)
+        ),
         f"legal, fits, fast, memory: yes. Limit: no. {limit} costs {seconds(lost[limit])}, and "
-        "something else costs more"
-    )
-    assert isinstance(lost_share, int | float), "`lost_share` is to be a number"
-    share = lost[largest] / step_s
-    assert math.isclose(lost_share, share, abs_tol=0.01), (
+        "something else costs more": lost[limit] < most_s,
         f"all but one line: yes. Share: {limit} takes another part of this step than "
-        f"{lost_share:.4g} (1 is all of it)"
-    )
+        f"{lost_share:.4g} (1 is all of it)": abs(lost_share - most_s / step_s) > 0.01,
+    }
+    refuse(mistakes)
 
 
 EXERCISES = {

@@ -21,6 +21,7 @@ from labcode.teach.figures.data_parallel import (
     sample_weights,
 )
 from labcode.teach.figures.debugging import reduction_groups, spread_of_parts, watched_layer
+from labcode.teach.figures.equal_training import epochs, losses_of_ranks, off_one_process
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.large_batch import (
@@ -69,6 +70,7 @@ __all__ = [
     "data_parallel",
     "delayed_scaling",
     "digits",
+    "epochs",
     "field",
     "format_ranges",
     "formats",
@@ -88,7 +90,9 @@ __all__ = [
     "links",
     "local_steps",
     "loss_against_cost",
+    "losses_of_ranks",
     "memory_timeline",
+    "off_one_process",
     "overlap",
     "pipeline",
     "progress",

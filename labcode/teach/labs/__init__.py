@@ -2,9 +2,9 @@
 
     module                lesson   what it is
     clock                          emulated time: a device or link is busy, the rank sleeps
-    l04_by_hand           04       gradients averaged by hand; the model and data of its script
+    lNN_by_hand           02, ..   solutions that later cells show and use, written by the builder
+    l04_script            04       the model and the data of the learner's DDP script
     run_file              04, 13   runs a learner's script on a rank
-    l05_by_hand           05       averages in buckets, and overlapped, as a learner writes them
     l05_slow_link         05       all-reduces over a link of given alpha and beta
     l06_slow_link         06       data parallelism and DiLoCo train a small GPT over that link
     l08_costs             08       memory, seconds on links and idle stages of a grid of H100 nodes

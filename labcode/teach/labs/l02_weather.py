@@ -4,7 +4,6 @@ The files are made of the ERA5 sample of the course on a grid of 1 degree, and c
 chunk costs what it costs elsewhere: it has to be unpacked as a whole.
 """
 
-import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -107,13 +106,6 @@ def batches(crops: Crops, batch_size: int, num_batches: int) -> Iterator[Any]:
     """Consecutive batches, each read when it is asked for."""
     for number in range(num_batches):
         yield crops[range(number * batch_size, (number + 1) * batch_size)]
-
-
-def slow_source(num_batches: int, read_s: float) -> Iterator[int]:
-    """Numbers, each of which takes some time to come, as from a disk far away: nobody computes."""
-    for number in range(num_batches):
-        time.sleep(read_s)
-        yield number
 
 
 class Damaged:
