@@ -371,7 +371,7 @@ compare("chunks of (2, 90, 180)", tile_bytes, chunk_bytes_of(tiles), **exact)
 # longer in the box, as in a slice. `chunks` has the length of a chunk along each axis. A chunk counts in full, also at
 # the edge of an array. `box` belongs to whoever calls: leave it as it is.
 
-# %% tags=["exercise", "by-hand"]
+# %% tags=["exercise"]
 def bytes_read(box, chunks, itemsize=4):
     """Bytes of all chunks that the box touches, before compression."""
     ### BEGIN SOLUTION

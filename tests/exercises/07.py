@@ -488,7 +488,14 @@ SUPPRESS = "with suppress(RuntimeError):  # it is asked again below"
 ROLL_CALL = Answers(
     solves="roll_call",
     real=True,
-    right={"all at once": waiting_for_all, "looking again": looking_again},
+    right={
+        "all at once": waiting_for_all,
+        "looking again": looking_again,
+        "by get, with its time-out": changed(
+            "store.wait([note], timedelta(seconds=left_s)) => "
+            "store.set_timeout(timedelta(seconds=left_s)), store.get(note)"
+        ),
+    },
     wrong={
         "a limit for each": (
             changed("left_s = deadline - time.monotonic() => left_s = limit_s"),

@@ -75,13 +75,21 @@ class _Store(dist.PrefixStore):
     limit_s = math.inf
     in_vain_s = 0.0  # that waits have taken
     mistake = ""  # also for who catches all exceptions
+    of_calls: timedelta | None = None  # the time-out of calls that are given none
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self.of_calls = timeout
 
     def get(self, key: str) -> bytes:
+        if self.of_calls is not None:
+            self.wait([key])
         if not self.check([key]):
             self._stop("`get` asked for a note that is not there, and it knows nothing of a limit")
         return super().get(key)
 
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        if timeout is None:
+            timeout = self.of_calls
         if timeout is None:
             self._stop("a `wait` without a time-out knows nothing of your limit")
         if timeout < timedelta(0):

@@ -1,7 +1,6 @@
 """Solutions that cells of lesson 02 show and use; `make notebooks` writes this."""
 
 import contextlib
-import math
 import queue
 import threading
 import time
@@ -38,16 +37,6 @@ class StepTimer:
         self.charge()
         total = sum(self.seconds.values())
         return {name: seconds / total for name, seconds in self.seconds.items()}
-
-
-def bytes_read(box, chunks, itemsize=4):
-    """Bytes of all chunks that the box touches, before compression."""
-    num_chunks = 1
-    for (start, stop), length in zip(box, chunks):
-        first = start // length
-        last = (stop - 1) // length
-        num_chunks *= last - first + 1
-    return num_chunks * math.prod(chunks) * itemsize
 
 
 class Prefetcher:
