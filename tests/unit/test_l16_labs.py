@@ -26,7 +26,9 @@ def test_a_training_fits_into_its_predicted_peak_and_not_into_three_quarters_of_
     too_little = train_within(DEEP, settings, 0.75 * predicted.total - l16_limited.SPARE_BYTES)
     assert not too_little.fits
     assert too_little.exit_status == 1
-    assert "RuntimeError" in too_little.log and "you tried to allocate" in too_little.log
+    # of a tensor mostly; now and then Python's own allocation is the one too many
+    by_torch = "RuntimeError" in too_little.log and "you tried to allocate" in too_little.log
+    assert by_torch or "MemoryError" in too_little.log
     assert "step 1:" not in too_little.log
 
 
