@@ -1,6 +1,6 @@
 """Everything that only a GPU can show, as one script: one file of results that lesson 03 can plot.
 
-    python benchmarks/on_a_gpu.py                        # all parts, about 15 minutes on an H200
+    python benchmarks/on_a_gpu.py                        # all parts, about 15 minutes
     python benchmarks/on_a_gpu.py --parts mfu graphs     # some; the others keep their old results
     python benchmarks/on_a_gpu.py --small                # tiny shapes, also without a GPU: a trial
 
@@ -18,21 +18,24 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from side_by_side import write
 
-from labcode.train import metrics
+from labcode.train import metrics, roofline
+from labcode.train.device_speed import device_speed
 
 HERE = Path(__file__).parent
-RESULT = HERE / "results" / "on_a_gpu.json"
+RESULT = HERE.parent / "labcode" / "assets" / "on_a_gpu.json"  # lesson 03 shows it
 LIMIT_S = 540  # of one command
 WARM_ROWS = 4  # of the metrics that are left out
 
 Changes = Mapping[str, object]
+
+ATTENTION = (16, 8, 4050, 48)  # batch, heads, tokens, size of a head: those of the ladder
 
 FAST: Changes = {
     "train.dtype": "bfloat16",
@@ -79,12 +82,14 @@ MFU = (
     Run("GPT 1.3B", "gpt_10m", {**gpt(24, 16, 2048, 8), **FAST}, goal=0.55),
 )
 
-# a ViT of the size of ViT-Base on the weather of the course: 648 patches
+# layers as in NERSC's published ladder (lesson 03): 4,050 patches, on the weather of the course
 VIT: Changes = {
     "model.num_layers": 12,
-    "model.num_heads": 12,
-    "model.hidden_size": 768,
+    "model.num_heads": 8,
+    "model.hidden_size": 384,
+    "model.patch_size": 2,
     "train.global_batch": 16,
+    "train.micro_batch": 16,
 }
 # each rung adds to those before it
 RUNGS: tuple[tuple[str, Changes], ...] = (
@@ -146,10 +151,10 @@ def changed(run: Run, small: bool) -> dict[str, object]:
 
 def command(run: Run, small: bool, out: Path) -> list[str]:
     """The command line of a training, after the recipe's module."""
-    steps = 12 if small else 120
+    steps = 12 if small else 60
     timing = {
         "train.steps": steps,
-        "train.log_every": 2 if small else 10,
+        "train.log_every": 2 if small else 5,
         "train.eval_every": 0,
         "train.eval_batches": 1,
         "train.out": str(out),
@@ -197,6 +202,36 @@ def measured(runs: Sequence[Run]) -> Callable[[bool], list[dict[str, Any]]]:
     return part
 
 
+def on_the_roof(_small: bool) -> dict[str, Any]:
+    """The operations of lesson 03, section 1, and its attention, in each dtype of this device."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    on_gpu = device.type == "cuda"
+    found: dict[str, Any] = {"speed": {}, "dots": {}, "attention": []}
+    for name in ("float32", "tf32", "bfloat16") if on_gpu else ("float32",):
+        torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
+        dtype = torch.bfloat16 if name == "bfloat16" else torch.float32
+        found["speed"][name] = asdict(device_speed(device, dtype))
+        found["dots"][name] = [asdict(dot) for dot in roofline.dots(device, dtype)]
+        print(f"  {name}: {found['speed'][name]}", flush=True)
+        for kernel in roofline.KERNELS if on_gpu else ("plain", "fused"):
+            for backward in (False, True):
+                row = {"kernel": kernel, "dtype": name, "shape": ATTENTION, "backward": backward}
+                try:
+                    seconds = roofline.attention_s(
+                        kernel, ATTENTION, device, dtype, backward=backward
+                    )
+                except RuntimeError as error:  # no such kernel for this dtype
+                    row["failed"] = str(error).splitlines()[0]
+                else:
+                    row["seconds"] = seconds
+                found["attention"].append(row)
+                print(f"  {row}", flush=True)
+    torch.set_float32_matmul_precision("highest")
+    if on_gpu:
+        torch.cuda.empty_cache()  # the next parts are processes of their own
+    return found
+
+
 def line(row: Mapping[str, Any]) -> str:
     """A result for people."""
     if "failed" in row:
@@ -233,6 +268,7 @@ def other_program(words: Sequence[str]) -> Callable[[bool], dict[str, Any]]:
 
 
 PARTS: dict[str, Callable[[bool], Any]] = {
+    "roofline": on_the_roof,
     "tests": other_program(["-m", "pytest", "-q", "tests/gpu", "-m", "gpu"]),
     "mfu": measured(MFU),
     "ladder": measured(ladder()),

@@ -1,6 +1,7 @@
 """`python -m labcode`: the lessons, how long they take, what is done, and what comes next.
 
-python -m labcode 04          one lesson: its exercises, and how to open it
+python -m labcode ways        ways through the course, by what you want to be able to do
+python -m labcode 04          one lesson: its sections and exercises, and how to open it
 python -m labcode reset 04    begin it anew; your notebook is kept beside the new one
 """
 
@@ -26,7 +27,9 @@ def main(arguments: list[str] | None = None, start: Path | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="python -m labcode", description=__doc__, epilog=EPILOG)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.add_argument("words", nargs="*", metavar="LESSON", help="its number, or: reset NUMBER")
+    parser.add_argument(
+        "words", nargs="*", metavar="LESSON", help="its number, or: ways, reset NUMBER"
+    )
     words = parser.parse_args(arguments).words
     folder = course.notebooks_folder(start or Path.cwd())
     if folder is None:
@@ -52,6 +55,8 @@ def answer(words: list[str], folder: Path) -> list[str]:
     """
     if not words:
         return table(folder)
+    if words == ["ways"]:
+        return ways(course.lessons(folder))
     if len(words) == 1 and words[0] != "reset":
         return about(course.find(words[0], folder), course.passed(folder))
     if len(words) == 2 and words[0] == "reset":
@@ -61,7 +66,9 @@ def answer(words: list[str], folder: Path) -> list[str]:
         if kept is None:
             return [f"{name} is as new: you had not changed it"]
         return [f"{name} is as new, its exercises are open; yours is {kept.name}, beside it"]
-    raise ValueError(f"{' '.join(words)!r} is no lesson: give a number, or reset and a number")
+    raise ValueError(
+        f"{' '.join(words)!r} is no lesson: give a number, ways, or reset and a number"
+    )
 
 
 def about(lesson: course.Lesson, done: set[str]) -> list[str]:
@@ -69,9 +76,25 @@ def about(lesson: course.Lesson, done: set[str]) -> list[str]:
     lines = [f"{lesson.number}  {lesson.title}, {lesson.minutes or '?'} minutes"]
     if lesson.needs:
         lines.append(f"Needs {lesson.needs}")
+    for section in lesson.sections:
+        number = "" if section.number is None else f"{section.number}."
+        rest = ", optional" if section.is_optional else ""
+        lines.append(f"{number:>6} {section.title}, {section.minutes} min{rest}")
     for exercise in lesson.exercises:
         lines.append(f"    {exercise:<6} {'done' if exercise in done else 'open'}")
     return [*lines, f"Open {lesson.notebook.name} in JupyterLab: make lab"]
+
+
+def ways(lessons: list[course.Lesson]) -> list[str]:
+    """The lines to print for the ways through the course."""
+    known = {lesson.number: lesson.sections for lesson in lessons}
+    lines = []
+    for goal, way in course.WAYS.items():
+        found = course.stops(way, known)
+        minutes = sum(stop.minutes for stop in found)
+        lines.append(f"{goal} ({minutes / 60:.1f} hours)")
+        lines.append(f"    {' · '.join(str(stop) for stop in found)}")
+    return [*lines, "", "§ names sections; a lesson without § is taken without what is optional."]
 
 
 def table(folder: Path) -> list[str]:
@@ -100,6 +123,7 @@ def table(folder: Path) -> list[str]:
         *rows,
         "",
         f"{total_done} of {total} exercises done; all lessons together take {hours}.",
+        "You want one thing only? `python -m labcode ways` shows the way to it.",
         next_step or "All exercises are done.",
     ]
 

@@ -19,7 +19,123 @@ PROGRESS = ".progress.json"  # beside the notebooks
 KEPT = ".yours-"  # in the name of a notebook of a learner's that was put aside
 CHECK = re.compile(r"\bcheck\(\s*[\"']([\w.]+)[\"']")
 
+# "## 3. Send while you compute (core, 20 min)"; the end of a lesson has no number
+SECTION = re.compile(r"(?m)^## (?:(\d+)\. )?(.+?) \((core|optional), (\d+) min\)$")
 NEEDS = re.compile(r"\*\*Needs\*\*:\s+(.+?\.)(?:\s|$)", re.DOTALL)  # its first sentence
+
+
+# What somebody may want to be able to do: {goal: {lesson: its sections}}; () is a whole lesson.
+WAYS: dict[str, dict[str, tuple[int, ...]]] = {
+    "A DDP script of my own": {"00": (3, 5), "01": (1, 2), "04": (1, 2, 4, 5, 7)},
+    "DDP understood: overlap, hooks, and what goes wrong": {
+        "00": (3, 5),
+        "01": (1, 2, 6, 7),
+        "04": (),
+        "05": (1, 2, 3, 5, 6),
+        "07": (),
+    },
+    "Tensor and pipeline parallelism, as Megatron-LM has them": {
+        "00": (3,),
+        "01": (1, 2, 6),
+        "04": (1, 4),
+        "08": (1, 2, 3),
+        "09": (1, 2, 3, 4, 5),
+        "10": (1, 2, 3),
+        "12": (1, 2, 3, 4, 5, 6, 9),
+    },
+    "FSDP: what it shards and sends, and a script of my own": {
+        "00": (3,),
+        "01": (1, 2, 6),
+        "04": (1, 4, 6),
+        "05": (2, 3),
+        "13": (1, 2, 3, 4, 5, 7),
+    },
+    "SLURM: jobs that start, last and come back": {
+        "00": (3, 5),
+        "01": (1,),
+        "04": (7,),
+        "14": (1, 2, 3, 5, 6),
+        "17": (2, 3, 4),
+    },
+    "My model does not fit": {"10": (1, 2), "13": (1,), "16": ()},
+    "One GPU, faster": {"00": (2,), "02": (), "03": ()},
+    "Long sequences: the ring": {
+        "01": (1, 2, 6),
+        "10": (2,),
+        "11": (1, 2, 3, 4, 5, 6, 7),
+    },
+    "16 and 8 bits": {"03": (4,), "18": ()},
+    "A large training run, planned before it is paid for": {
+        "08": (4, 5),
+        "10": (1, 2),
+        "12": (2, 9),
+        "13": (1, 5, 6),
+        "15": (3,),
+        "20": (),
+        "21": (),
+    },
+}
+
+
+class Section(NamedTuple):
+    """A part of a lesson that one can begin with.
+
+    Args:
+        number: Of its heading; None for what comes after the last numbered one.
+        title: Without number and time.
+        is_optional: Whether no other lesson needs it.
+        minutes: That a learner needs.
+    """
+
+    number: int | None
+    title: str
+    is_optional: bool
+    minutes: int
+
+
+def sections(markdown: str) -> tuple[Section, ...]:
+    """The sections that headings name together with their time, in order."""
+    found = []
+    for number, title, kind, minutes in SECTION.findall(markdown):
+        known = int(number) if number else None
+        found.append(Section(known, title, kind == "optional", int(minutes)))
+    return tuple(found)
+
+
+class Stop(NamedTuple):
+    """A lesson on a way.
+
+    Args:
+        number: Of the lesson.
+        sections: Those to take; empty: all that are not optional.
+        minutes: Of these.
+    """
+
+    number: str
+    sections: tuple[int, ...]
+    minutes: int
+
+    def __str__(self) -> str:
+        if not self.sections:
+            return self.number
+        return f"{self.number} §{', '.join(str(number) for number in self.sections)}"
+
+
+def stops(way: dict[str, tuple[int, ...]], known: dict[str, tuple[Section, ...]]) -> list[Stop]:
+    """The lessons of a way, with the minutes of the sections to take.
+
+    Args:
+        way: One of `WAYS`.
+        known: The sections of each lesson, by its number.
+    """
+    found = []
+    for lesson, wanted in way.items():
+        minutes = 0
+        for section in known.get(lesson, ()):
+            taken = section.number in wanted if wanted else not section.is_optional
+            minutes += section.minutes if taken else 0
+        found.append(Stop(lesson, wanted, minutes))
+    return found
 
 
 class Lesson(NamedTuple):
@@ -32,6 +148,7 @@ class Lesson(NamedTuple):
         exercises: The numbers of those that check themselves, in order.
         notebook: The student notebook.
         needs: What must come before, "lessons 00 and 01."; "" where the lesson does not say.
+        sections: With their times.
     """
 
     number: str
@@ -40,6 +157,7 @@ class Lesson(NamedTuple):
     exercises: tuple[str, ...]
     notebook: Path
     needs: str = ""
+    sections: tuple[Section, ...] = ()
 
 
 def notebooks_folder(start: Path) -> Path | None:
@@ -127,15 +245,20 @@ def _lesson(path: Path) -> Lesson | None:
         return None
     exercises = []
     needs = ""
+    prose = []
     for cell in notebook.get("cells", []):
         text = "".join(cell["source"])
         said = NEEDS.search(text)
         if cell.get("cell_type") == "code":
             exercises += CHECK.findall(text)
-        elif said and not needs:
+            continue
+        prose.append(text)
+        if said and not needs:
             needs = " ".join(said[1].split())
     title = about.get("title") or path.stem[3:].replace("_", " ")
-    return Lesson(path.name[:2], title, about.get("minutes"), tuple(exercises), path, needs)
+    minutes = about.get("minutes")
+    parts = sections("\n\n".join(prose))
+    return Lesson(path.name[:2], title, minutes, tuple(exercises), path, needs, parts)
 
 
 def passed(folder: Path) -> set[str]:

@@ -25,37 +25,50 @@
 # - know why four ranks are not four times faster here, and how much faster they are;
 # - launch a training run the way a cluster does, and read its curve and its errors.
 #
-# **Time**: 40 minutes. **Needs**: PyTorch on one device; nothing about distributed training.
+# **Time**: 55 minutes. A good place for a break is after section 3. **Needs**: PyTorch on one device;
+# nothing about distributed training.
+#
+# The next cell belongs to all sections: run it wherever you begin. It also starts four processes, which section 3
+# explains. That takes about ten seconds.
 
 # %%
 import math
 import os
 import time
 
+import psutil
 import torch
 import torch.distributed as dist
 
+from labcode import hardware
 from labcode.lab import Ranks, check, compare, hint, plot
 
+logical_cores = len(hardware.usable_cores())
+cores = min(psutil.cpu_count(logical=False) or logical_cores, logical_cores)
+ranks = Ranks(4)
+
 # %% [markdown]
-# ## 1. How a lesson works
+# ## 1. How a lesson works (core, 5 min)
 #
 # A lesson is a series of rounds. Each explains one idea, asks you to **predict** something, runs it, and sets your
 # prediction beside what was measured. Write your prediction down before you run anything: a wrong prediction teaches
 # you more than none, because you learn what you took for granted.
 #
-# Each question to predict stands in a box. In the cell after it, replace the three dots with your answer, a number.
-# `compare` then shows both numbers. It accepts an answer that is close enough: within a factor that it names, 2 for
-# example. Where it asks for the exact number it says "right" or "wrong". Let us try it.
+# Each question to predict stands in a box. In the cell after it, replace the three dots with your answer: a number, or
+# a word in quotation marks. `compare` then shows it beside what was found. It accepts a number that is close enough:
+# within a factor that it names, 2 for example. Where it asks for the exact answer it says "right" or "wrong". Let us
+# try it.
 #
-# **Predict.** How many cores does the processor of this machine have?
+# Many processors run two threads at once on each core. The operating system then counts every core twice, and calls
+# these the *logical* cores. The comparison accepts both numbers, as it asks for a factor of at most 2.
+#
+# **Predict.** How many cores can this notebook use? (On your own machine these are all that it has.)
 
 # %% tags=["predict"]
 cores_guess = os.cpu_count()
 
 # %%
-cores = os.cpu_count()
-compare("cores of this machine", cores_guess, cores, within=1, found="counted")
+compare("cores of this machine", cores_guess, logical_cores, within=2, found="counted")
 
 # %% [markdown]
 # The other thing you do is write code. An **exercise** gives you a cell to complete, and the cell below it checks what
@@ -71,44 +84,51 @@ compare("cores of this machine", cores_guess, cores, within=1, found="counted")
 plot.progress()
 
 # %% [markdown]
-# ## 2. What does this machine have?
+# ## 2. What does this machine have? (core, 9 min)
 #
 # Training is mostly matrix multiplication, so we measure a machine by the number of floating-point operations that it
 # does in a second, **FLOP/s**. Two things set it on a CPU: how many cores there are, and how much one core does in a
 # clock cycle.
 
 # %%
-import psutil
-
-from labcode import hardware
-
 memory_bytes = psutil.virtual_memory().total
 gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
 gpu_names = ", ".join(gpus) or "none"
-print(f"{cores} cores, {memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
+print(f"{cores} cores, which the operating system counts as {logical_cores}")
+print(f"{memory_bytes / 2**30:.0f} GiB of memory, GPUs: {gpu_names}")
 
 # %% [markdown]
 # How much a core does in a cycle depends on its kind and on its instructions. PyTorch says which ones it uses here:
 
 # %%
-print("processor:", hardware.cpu_name())
-print("instructions:", torch.backends.cpu.get_cpu_capability())
+processor = hardware.cpu_name()
+instructions = torch.backends.cpu.get_cpu_capability()
+print("processor:", processor)
+print("instructions:", instructions)
 
 # %% [markdown]
 # A core with AVX2 instructions has two units, and each of them multiplies and adds 8 numbers of 32 bits in every cycle.
-# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes 16 numbers at once, and a core
-# with two such units does 64. Most of Intel's server cores have two; other cores with AVX512 stay at 32, for example
-# AMD's Zen 4, which puts each instruction through units of 8.
+# That makes 2 · 8 · 2 = 32 floating-point operations per cycle. With AVX512 a unit takes up to 16 numbers at once:
 #
-# A laptop runs at roughly 3 billion cycles per second. Where the name of your processor tells you no more, take this and
-# 32 operations per cycle. One thing a machine often does not show: the cores of a virtual machine in a cloud can be half
-# cores, two of which share the units of one.
+# | instructions | processor | operations of a core in one cycle |
+# |---|---|---:|
+# | AVX2 | nearly all PCs since 2015 | 32 |
+# | AVX512, two units of 16 numbers | most of Intel's Xeon; AMD's Zen 5 (EPYC 9005, Ryzen 9000) | 64 |
+# | AVX512, otherwise | such as AMD's Zen 4, which puts each instruction through units of 8 | 32 |
+# | none of these, on Apple's M series | four units of 4 numbers | 32 |
+#
+# Where the name of your processor tells you no more, take 32. Most processors run at roughly 3 billion cycles per
+# second. The comparison accepts a factor of 2, because a clock can be anything from 2 to 5 GHz, and because a matrix
+# product does not reach the whole peak. (On Apple's processors PyTorch multiplies on a matrix unit beside the cores,
+# for which none of this holds. There, leave the three dots.)
 #
 # **Predict.** How many FLOP/s do all cores of this machine reach together? (Write the plain number: one GFLOP/s is
 # 1e9.)
 
 # %% tags=["predict"]
 peak_guess = cores * 3e9 * 32
+if instructions == "AVX512" and "Xeon" in processor:
+    peak_guess = cores * 3e9 * 64
 
 # %% [markdown]
 # Now measure. Multiplying two n × n matrices takes n multiplications and n additions for each of the n² results. That
@@ -129,12 +149,13 @@ def matmul_flops_per_s(n=1024, repeats=9):
     return 2 * n**3 / median
 
 measured_flops = matmul_flops_per_s()
-compare("matrix product on this CPU", peak_guess, measured_flops, within=2, unit="FLOP/s")
+compare("matrix product", peak_guess, measured_flops, within=2, unit="FLOP/s")
 
 # %% [markdown]
 # If prediction and measurement lie within a factor of two, the model of the machine is good enough for what follows. If
-# they do not, your cores are of another kind, or half cores, or other programs were busy. Either way the measured
-# number is the one to go on with.
+# they do not, that need not be your mistake. Your cores may be of another kind, other programs may have been busy, or
+# the machine hides something: what a cloud sells as a core is often one of the two threads of a core, which share its
+# units. Go on with the measured number.
 #
 # A datasheet gives the same number for a GPU. `labcode.hardware` keeps a short table of such peaks, each with its
 # source. They hold for numbers of 16 bits (bfloat16), in which large models are trained; the measurement above used 32
@@ -156,28 +177,35 @@ plot.bars(
 )
 
 # %% [markdown]
-# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). Suppose that a GPU reaches 40 % of its peak, which
-# is good (Chowdhery et al. 2022 report 46 %, on Google's TPU v4). How long would one machine need, and how long would
-# 1024 GPUs?
+# Training GPT-3 took 3.14e23 FLOPs (Brown et al. 2020, table D.1). How long would one machine need, and how long
+# would 1024 GPUs? For the CPU we take all that we have measured. For a GPU we take 40 % of the datasheet's peak,
+# which is what a good training run reaches (Chowdhery et al. 2022 report 46 %, on Google's TPU v4).
 
 # %%
 gpt3_flops = 3.14e23
 day_s = 24 * 3600
 h100_flops = 0.4 * h100.peak_flops_per_s["bfloat16"]
-machines = {"this CPU": measured_flops, "1 H100": h100_flops, "1024 H100": 1024 * h100_flops}
+machines = {
+    "this CPU": measured_flops,
+    "1 H100": h100_flops,
+    "1024 H100": 1024 * h100_flops,
+}
 for name, flops_per_s in machines.items():
     days = gpt3_flops / flops_per_s / day_s
     print(f"{name:10} {days:14,.1f} days = {days / 365:10,.2f} years")
 
 # %% [markdown]
 # Time is one reason for many devices, memory is the other. While a model is trained, each of its parameters takes about
-# 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04
-# counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
+# 16 bytes: the parameter itself, its gradient, and what the optimizer keeps for it (Rajbhandari et al. 2020; lesson 04,
+# section 6, counts them). GPT-3 has 175 billion parameters (Brown et al. 2020).
 
 # %% tags=["nbval-check-output"]
 gpt3_bytes = 175e9 * 16
-print(f"GPT-3 needs {gpt3_bytes / 1e12:.1f} TB, and an H100 has {h100.memory_bytes / 1e9:.0f} GB:")
-print(f"{gpt3_bytes / h100.memory_bytes:.0f} of them hold it, before they compute anything")
+gpt3_tb = gpt3_bytes / 1e12
+h100_gb = h100.memory_bytes / 1e9
+num_h100 = gpt3_bytes / h100.memory_bytes
+print(f"GPT-3 needs {gpt3_tb:.1f} TB, and an H100 has {h100_gb:.0f} GB:")
+print(f"{num_h100:.0f} of them hold it, before they compute anything")
 
 # %% [markdown]
 # One GPU would need 25 years for the computation, and could not even hold the model. With 1024 of them it takes about
@@ -189,19 +217,18 @@ print(f"{gpt3_bytes / h100.memory_bytes:.0f} of them hold it, before they comput
 # decades.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 1 and 2 take 12 minutes. On virtual machines the measured FLOP/s are often a third of
-# the prediction: the cores that are sold are half cores (hyper-threads). Ask the room: which of the two reasons, time
-# or memory, would remain if GPUs became a thousand times faster?
+# *For the instructor.* Sections 1 and 2 take 14 minutes. On virtual machines the measured FLOP/s can be half or a third
+# of a right prediction, because what is sold as a core is a hyper-thread: say so before somebody looks for a mistake.
+# Ask the room: which of the two reasons, time or memory, would remain if GPUs became a thousand times faster?
 
 # %% [markdown]
-# ## 3. Your first four ranks
+# ## 3. Your first four ranks (core, 18 min)
 #
 # A **rank** is one process of a job, with a number from 0 up. Each has its own memory, its own Python, and on a cluster
-# its own GPU. `Ranks(4)` starts four of them on this machine and connects them. It takes about ten seconds. They stay
-# for the whole lesson.
+# its own GPU. `ranks = Ranks(4)` in the first cell of this notebook has started four of them on this machine and
+# connected them. They stay for the whole lesson.
 
 # %%
-ranks = Ranks(4)
 ranks
 
 # %% [markdown]
@@ -252,7 +279,8 @@ print("does this notebook know the secret?", "secret" in globals())
 # %% tags=["figure"]
 plot.collective(
     "all_reduce", 4,
-    alt="Before all_reduce each rank holds its own part, afterwards every rank holds the sum of all",
+    alt="Before all_reduce each rank holds its own part, "
+        "afterwards every rank holds the sum of all",
 )
 
 # %% [markdown]
@@ -325,17 +353,18 @@ check("0.2", mean_over_ranks, ranks)
 # <details><summary>Why not average the averages?</summary>
 #
 # A rank with one value would count as much as a rank with four. The same mistake hides in training loops whose last
-# batch is smaller on some ranks, and it gives a loss that is only slightly wrong. Lesson 04 meets it again.
+# batch is smaller on some ranks, and it gives a loss that is only slightly wrong. Lesson 04, section 3, meets it again.
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 3 takes 13 minutes with both exercises. In 0.1 many write contiguous slices and lose the
-# rest of the division; in 0.2 nearly everybody first averages the averages, or calls all_reduce on `local`, whose sizes
-# differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Others write
-# `total = dist.all_reduce(...)` and compute with None. Ask the room: two numbers, or two calls of all_reduce? (Both are right. One call is faster: lesson 01 says why.)
+# *For the instructor.* Section 3 takes 18 minutes with both exercises, ten of them for 0.2. In 0.1 many write
+# contiguous slices and lose the rest of the division; in 0.2 nearly everybody first averages the averages, or calls
+# all_reduce on `local`, whose sizes differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank
+# 1 of float32 [2]"). Others write `total = dist.all_reduce(...)` and compute with None. Ask the room: two numbers, or
+# two calls of all_reduce? (Both are right. One call is faster: lesson 01, section 6, says why.)
 
 # %% [markdown]
-# ## 4. Are four ranks four times as fast?
+# ## 4. Are four ranks four times as fast? (core, 6 min)
 #
 # Four processes do not make four cores. If the work is arithmetic, the ranks share what the machine has. On a cluster
 # each rank has its own GPU, and this question goes away. On one machine it is the first thing to know before any
@@ -344,9 +373,13 @@ check("0.2", mean_over_ranks, ranks)
 # In the next experiment rank 0 multiplies matrices, first alone, then together with one other rank, then with all four
 # at once. Each rank uses one core at a time, as `Ranks` starts it with `OMP_NUM_THREADS=1`, which torchrun does too:
 # one thread for arithmetic. While there are at least as many cores as ranks that compute, these do not disturb each
-# other. When there are fewer, they take turns: two ranks on one core get half of its time each.
+# other. When there are fewer, they take turns: two ranks on one core get half of its time each. What counts are the
+# cores themselves, not the logical ones: two threads on one core share its units.
 #
-# **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone?
+# The comparison accepts a factor of 1.5, because other programs want their share of the cores as well.
+#
+# **Predict.** How many times as long does rank 0 take when all four compute, compared with rank 0 alone? (This machine
+# has the number of cores that section 2 prints; here it is called `cores`.)
 
 # %% tags=["predict"]
 slowdown_guess = max(1, 4 / cores)
@@ -378,12 +411,17 @@ four_s = median_of_rank_0(4)
 compare("4 ranks at once, against 1", slowdown_guess, four_s / alone_s, within=1.5)
 
 # %% tags=["figure"]
-work_per_s = {"1 rank": 1, "2 ranks": 2 * alone_s / two_s, "4 ranks": 4 * alone_s / four_s}
+work_per_s = {
+    "1 rank": 1,
+    "2 ranks": 2 * alone_s / two_s,
+    "4 ranks": 4 * alone_s / four_s,
+}
 plot.bars(
     work_per_s, ylabel="work per second, 1 rank = 1",
     reference={f"{cores} cores": cores},
     title="Ranks share the cores",
-    alt="Total work per second rises with the ranks until there are as many as cores, then it stays",
+    alt="Total work per second rises with the ranks "
+        "until there are as many as cores, then it stays",
 )
 
 # %% [markdown]
@@ -393,7 +431,8 @@ plot.bars(
 #
 # A bar that ends far above the line means that other programs were running. Every process that wants to compute gets
 # its turn, so on a busy machine four ranks together get a larger share of the cores than one rank does. Run the
-# measurement again when the machine is quiet.
+# measurement again when the machine is quiet. Bars that never reach the line, however often you measure, mean that the
+# cores of this machine are really threads that share one.
 #
 # So on this machine the labs show **what is computed and sent**, and that is exact. Where the time depends on a device
 # for each rank, the text says so, and gives the formula.
@@ -401,11 +440,12 @@ plot.bars(
 # **Takeaway: more ranks than cores do not add speed. Count first what the ranks share, then read a timing.**
 
 # %% [markdown]
-# ## 5. A real training run
+# ## 5. A real training run (core, 7 min)
 #
 # Notebooks are for understanding; training runs are programs. `python -m labcode.train gpt_tiny` trains a small GPT on
-# the characters of Shakespeare. A launcher called **torchrun** starts it once for each rank, and tells each process its
-# rank through environment variables. `launch.run` does that from Python, and raises an error if one of the ranks fails.
+# the characters of Shakespeare. PyTorch's launcher, **torchrun**, starts it once for each rank, and tells each process
+# its rank through environment variables. `launch.run` calls torchrun from Python, and raises an error if one of the
+# ranks fails. Any script can be started in this way: section 1 of lesson 01 writes one in plain PyTorch, of six lines.
 #
 # The text is cut into **tokens**: here one token for each different character, and one for the mark between two plays.
 # The model reads 128 of them at a time, and after each one it predicts the next.
@@ -475,8 +515,8 @@ plot.curves(
     {"training": rows, "held-out text": held_out},
     reference={"unigram entropy": splits.train.unigram_entropy()},
     ylabel="loss [nat]", title="gpt_tiny on two ranks",
-    alt="The loss falls from about 4.4 nats, passes the unigram entropy and keeps falling; "
-        "held-out text follows it",
+    alt="The loss falls from about 4.4 nats, passes the unigram entropy "
+        "and keeps falling; held-out text follows it",
 )
 
 # %% [markdown]
@@ -487,11 +527,10 @@ plot.curves(
 #     torchrun --nproc-per-node=2 -m labcode.train gpt_tiny
 #
 # **Takeaway: a launcher starts one process per rank, and each process learns its rank from its environment. The first
-# loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually
-# has a bug.**
+# loss should be about the logarithm of the vocabulary's size; a run that starts far from it usually has a bug.**
 
 # %% [markdown]
-# ## 6. Broken on purpose
+# ## 6. Broken on purpose (core, 3 min)
 #
 # With four processes there are four places to fail. The rank that fails first is rarely the one whose message you see
 # first: the others wait for it, lose the connection, and complain as well. Here rank 2 finds a bad value while the
@@ -508,22 +547,26 @@ ranks.run(fragile)
 # %% [markdown]
 # Read the line that begins with **RankError**. It names the rank that failed first, and that rank's own error, not the
 # broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster do not all
-# do you this favour; lesson 01 shows what the raw messages look like. The ranks can be used again at once:
+# do you this favour; lesson 01, section 7, shows what the raw messages look like. The ranks can be used again at once:
 
 # %% tags=["nbval-check-output"]
-print(ranks.run(add_up))
-ranks.close()
+def still_here(rank):
+    dist.barrier()
+    return f"rank {rank} is here"
+
+print(ranks.run(still_here))
 
 # %% [markdown]
-# **Takeaway: in a distributed job look for the first error of the first rank. What comes after it is usually an echo.**
+# **Takeaway: in a distributed job look for the earliest error, on whichever rank it is. What comes after it is usually
+# an echo.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 4 to 6 take 15 minutes. Ask the room what the curve would look like with four ranks
+# *For the instructor.* Sections 4 to 6 take 16 minutes. Ask the room what the curve would look like with four ranks
 # instead of two. (The same: the recipe divides one batch over the ranks, and lesson 04 shows why that changes nothing.)
 # Show the first lines of a real job log with an echo, if you have one.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 2 min)
 #
 # The program does not change; what starts it does. With GPUs, each rank takes one, and the ranks talk through NCCL,
 # NVIDIA's library for that; without, they use CPU cores and a library called gloo. `labcode.comm.bootstrap` decides
@@ -535,7 +578,12 @@ ranks.close()
 # | 8 GPUs of one machine | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` | torchrun: `RANK`, `WORLD_SIZE` |
 # | SLURM | `srun --ntasks-per-node=8 python -m labcode.train gpt_tiny` in a job | SLURM: `SLURM_PROCID`, `SLURM_NTASKS` |
 #
-# ## Questions
+# The ranks also need an address at which they meet. torchrun sets it, in `MASTER_ADDR` and `MASTER_PORT`. Under SLURM
+# nobody does, unless the job script sets both (lesson 14, section 2). PyTorch's own `dist.init_process_group` reads
+# `RANK`, `WORLD_SIZE` and these two, and knows nothing of SLURM. So a plain script that `srun` starts has to set `RANK`
+# from `SLURM_PROCID` and `WORLD_SIZE` from `SLURM_NTASKS` first. `labcode.train` reads the numbers of either.
+#
+# ## Questions (core, 5 min)
 #
 # **1.** A matrix product of two 4096 × 4096 matrices takes 0.7 s on a machine. How many FLOP/s is that?
 #
@@ -572,11 +620,17 @@ ranks.close()
 #
 # ## Where to go
 #
-# Lesson 01 shows what ranks say to each other, and what it costs. `COURSE.md` has the map of the whole course, with the
-# lessons that each one needs, and short ways for one goal each.
+# Lesson 01 shows what ranks say to each other, and what it costs. Nobody has to read the whole course from the first
+# lesson to the last. Here is what needs what.
 #
-# You can begin a lesson in the middle, or go on there the next day: click on the cell that you want to run, and choose
-# *Run > Run All Above Selected Cell*. Open exercises stop nothing.
+# ![The lessons in five rows, one for each part; an arrow leads from a lesson to each
+# one that needs it](../images/course_map.svg)
+#
+# `python -m labcode ways` prints ways through the course for one goal each, such as a DDP script of your own, with the
+# sections that they take and their minutes. `COURSE.md` has them below the map.
+#
+# You can begin a lesson at any of its sections, or go on there the next day: run the cells above section 1, and then
+# those of the section. The heading of a section says how long it takes, and whether it is core or optional.
 #
 # ## Sources
 #
@@ -586,3 +640,6 @@ ranks.close()
 # - Chowdhery et al. 2022, *PaLM*, arXiv:2204.02311, appendix B: what share of the peak a good training run reaches.
 # - Peaks of GPUs: NVIDIA's datasheets, named next to each number in `labcode/hardware.py`.
 # - torchrun and its environment variables: docs.pytorch.org/docs/stable/elastic/run.html.
+
+# %%
+ranks.close()

@@ -14,104 +14,146 @@
 # # 02 · One device: baseline, data, profile
 #
 # Before you train on many devices, make one of them work. A device that waits for data half of the time still waits
-# half of the time when there are a hundred of them. In this lesson you take a training that is several times slower than
-# it should be. You find out where its time goes, with a profiler that you write yourself and with PyTorch's, and you
-# remove what makes it wait.
+# half of the time when there are a hundred of them. In this lesson you take a training run that is several times slower
+# than it should be. You find out where its time goes, with a profiler that you write yourself and with PyTorch's, and
+# you remove what makes it wait.
 #
 # ## Goals
 #
 # - predict how long a step should take, and measure how long it does take;
-# - write a timer that says where the time of a step goes, and know why such a timer lies on a GPU;
+# - write a timer that says where the time of a step goes, and know why such a timer is wrong on a GPU;
 # - predict how many bytes are read for a sample, from the chunks of the file;
 # - write a loader that reads ahead, and predict what that saves, and what more workers save;
-# - read a profile, and choose the cure from it.
+# - read a trace: say how long the device computed, waited for data and was idle, and choose the cure from it.
 #
-# **Time**: 80 minutes, and 15 more for the open end. **Needs**: lessons 00 and 01.
+# **Time**: 140 minutes, and 20 more for what is optional. Good places for a break are after section 3 and after
+# section 5.
+#
+# **Needs**: lesson 00 (sections 1 and 2). Nothing in this lesson is about several ranks.
 
 # %%
 import os
+import statistics
 import time
 
 import torch
 
+from labcode.config import ViTConfig
 from labcode.lab import check, compare, plot, show_source
 from labcode.models import vit
 from labcode.teach.labs import l02_by_hand, l02_weather
 
 os.environ["KINETO_LOG_LEVEL"] = "6"  # the profiler's own log lines are left out
-
 torch.set_num_threads(1)
 
 # %% [markdown]
-# ## 1. A baseline
+# All sections work on one training run, which the next cell sets up: run it wherever you begin. A small vision
+# transformer (ViT) learns to predict the weather. It gets a part of the map, 60 by 60 degrees, and predicts what that
+# part looks like six hours later. There are four variables: the temperature, two components of the wind, and the
+# pressure. (`num_forcings=0`: it gets nothing besides them.) The file is made of the ERA5 sample that comes with the
+# course, on a grid of 1 degree.
 #
-# We train a small vision transformer (ViT) to predict the weather. It gets a part of the map, 60 by 60 degrees, and
-# predicts what that part looks like six hours later. There are four variables: the temperature, two components of the
-# wind, and the pressure. The file is made of the ERA5 sample that comes with the course, on a grid of 1 degree.
-#
-# `Crops` reads the samples: `crops[indices]` gives a batch of states and of what follows them. Its method `pair` reads
-# a sample from the file, with one slice for each variable.
+# `warm_up` trains on the first two batches. These steps are slower, because memory is allocated and libraries choose
+# their routines, so no measurement counts them.
 
 # %%
-maps = l02_weather.make("runs/maps.zarr", chunks=(16, 180, 360))
-show_source(l02_weather.Crops.pair)
-
-# %% [markdown]
-# How long should a step take? Most of it is matrix products. `training_flops_per_sample` counts their FLOPs, forward
-# and backward, from the shape of the model, and lesson 00 measured the rate that a large matrix product reaches.
-
-# %%
-import statistics
-
-from labcode.config import ViTConfig
-from labcode.perf.flops import training_flops_per_sample
-from labcode.train.device_speed import matmul_flops_per_s
-
 torch.manual_seed(0)
 batch_size = 8
-model_config = ViTConfig(num_variables=4, num_forcings=0, lat=60, lon=60)
-model = vit.ViT(model_config)
+model = vit.ViT(ViTConfig(num_variables=4, num_forcings=0, lat=60, lon=60))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+maps = l02_weather.make("runs/maps.zarr", chunks=(16, 180, 360))
 
-step_flops = batch_size * training_flops_per_sample(model_config)
-flops_per_s = matmul_flops_per_s(torch.device("cpu"), torch.float32)
-print(f"{step_flops / 1e9:.1f} GFLOP a step, {flops_per_s / 1e9:.0f} GFLOP/s")
 
-# %% [markdown]
-# **Predict** with `step_flops` and `flops_per_s`: how many seconds does a step take, if matrix products are all there
-# is to do?
-
-# %% tags=["predict"]
-predicted_s = step_flops / flops_per_s
-
-# %%
 def train_step(states, targets):
     optimizer.zero_grad()
     vit.loss(model(states), targets).backward()
     optimizer.step()
 
-crops = l02_weather.Crops(maps)
-step_s = []
-for states, targets in l02_weather.batches(crops, batch_size, 2):
-    train_step(states, targets)  # the first steps are slower: they do not count
-for step in range(2, 8):
-    started = time.perf_counter()
-    states, targets = crops[range(step * batch_size, (step + 1) * batch_size)]
-    train_step(states, targets)
-    step_s.append(time.perf_counter() - started)
-
-baseline_s = statistics.median(step_s)
-print(f"{batch_size / baseline_s:.0f} samples/s")
-compare("seconds a step", predicted_s, baseline_s, unit="s", within=2)
-ratio = baseline_s * flops_per_s / step_flops
-print(f"{ratio:.1f} times as long as the matrix products alone")
+def warm_up(batches, num_steps=2):
+    """Train on the first batches, and give the others back."""
+    for _ in range(num_steps):
+        train_step(*next(batches))
+    return batches
 
 # %% [markdown]
-# The prediction is too small, by a factor of several. Nothing is wrong with it: it says what the step would take if
-# nothing but matrix products had to be done. The rest is what this lesson is about. **Samples/s** at a fixed model and
-# batch is our measure from here on. It is called the **throughput**.
+# ## 1. A baseline (core, 15 min)
 #
-# **Takeaway: predict first. A step that takes several times as long as its FLOPs say has something to find.**
+# `Crops` reads the samples: `crops[indices]` gives a batch of states and of what follows them. Its method `pair` reads
+# a sample from the file, with one slice for each variable.
+
+# %%
+show_source(l02_weather.Crops.pair)
+
+# %% [markdown]
+# How long should a step take? Most of it is matrix products. In forward, each weight of a product is multiplied with a
+# number of each token, and the result is added to a sum: 2 FLOPs. Backward does this twice, once for the gradient of
+# the input and once for that of the weight. That makes 6 FLOPs for each weight and token: a step with N weights and T
+# tokens takes about **6 N T** FLOPs.
+#
+# Our model has 0.84 million weights. It cuts a map of 60 by 60 into 144 patches of 5 by 5, and each patch is a token. A
+# step has 8 such samples.
+#
+# **Predict.** How many FLOPs does a step take? PyTorch's `FlopCounterMode` counts those of the matrix products that it
+# sees.
+
+# %% tags=["predict"]
+step_flops_guess = 6 * 0.84e6 * 144 * 8
+
+# %%
+from torch.utils.flop_counter import FlopCounterMode
+
+crops = l02_weather.Crops(maps)
+states, targets = crops[range(batch_size)]
+with FlopCounterMode(display=False) as counter:
+    train_step(states, targets)
+counted = counter.get_total_flops()
+compare(
+    "FLOPs a step", step_flops_guess, counted, unit="FLOP", within=1.1, found="counted"
+)
+
+# %% [markdown]
+# The counter does not see the products inside of attention, because on a CPU they are part of one fused operation.
+# labcode's `training_flops_per_sample` adds them: 6.6 GFLOP for a step. At the rate that a large matrix product reaches
+# on this machine (lesson 00, section 2), the products alone would take this long:
+
+# %%
+from labcode.perf.flops import training_flops_per_sample
+from labcode.train.device_speed import matmul_flops_per_s
+
+step_flops = batch_size * training_flops_per_sample(model.config)
+flops_per_s = matmul_flops_per_s(torch.device("cpu"), torch.float32)
+products_s = step_flops / flops_per_s
+print(f"{step_flops / 1e9:.1f} GFLOP a step, {flops_per_s / 1e9:.0f} GFLOP/s")
+print(f"the products of a step: {1e3 * products_s:.0f} ms")
+
+# %% [markdown]
+# Now we measure whole steps, from one to the next, with the wait for each batch. Other programs disturb the machine now
+# and then, so we take the median.
+
+# %% tags=["by-hand"]
+def step_times(train_step, batches):
+    """The seconds of each step, with the wait for its batch."""
+    seconds = []
+    started = time.perf_counter()
+    for states, targets in batches:
+        train_step(states, targets)
+        now = time.perf_counter()
+        seconds.append(now - started)
+        started = now
+    return seconds
+
+# %%
+batches = warm_up(l02_weather.batches(crops, batch_size, 8))
+baseline_s = statistics.median(step_times(train_step, batches))
+print(f"a step: {1e3 * baseline_s:.0f} ms, {batch_size / baseline_s:.0f} samples/s")
+print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone")
+
+# %% [markdown]
+# The step takes several times as long as its matrix products. So most of its time goes elsewhere, and the rest of this
+# lesson is about where. **Samples/s** at a fixed model and batch is our measure from here on. It is called the
+# **throughput**.
+#
+# **Takeaway: predict first. If a step takes several times as long as its FLOPs say, look for the reason.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 8 minutes. Ask: why the median, and why do the first steps not count? (Memory is allocated,
@@ -119,33 +161,19 @@ print(f"{ratio:.1f} times as long as the matrix products alone")
 # move, the ratio less.
 
 # %% [markdown]
-# ## 2. A profiler from timers
+# ## 2. A profiler from timers (core, 25 min)
 #
 # Where does the rest go? A **profiler** attributes time to parts of a program. The simplest one reads the clock when a
 # part begins and when it ends. Two details make it trustworthy.
 #
 # - The parts have to add up to the whole step. What no part has is called the **rest**. If it is large, you have
 #   forgotten a part.
-# - Parts can lie inside each other, such as communication inside backward (lesson 05). Then each moment must count only
-#   once, for the **innermost** part that runs.
+# - Parts can lie inside each other, such as communication inside backward (lesson 05, section 3). Then each moment must
+#   count only once, for the **innermost** part that runs.
 #
 # For example: backward begins at 0 s, a communication inside it runs from 2 s to 6 s, backward ends at 9 s, and the
 # step at 10 s.
-
-# %% tags=["figure"]
-plot.timeline(
-    [
-        ("the step", "step", 0, 10),
-        ("a part", "backward", 0, 9),
-        ("a part inside", "communication", 2, 6),
-    ],
-    xlabel="seconds",
-    title="A part inside another one, in a step of 10 s",
-    alt="A step from 0 to 10 s, in it backward from 0 to 9 s, and inside backward a "
-        "communication from 2 to 6 s",
-)
-
-# %% [markdown]
+#
 # **Predict.** What are the shares of backward, communication and the rest in these 10 seconds, as fractions?
 
 # %% tags=["predict"]
@@ -166,6 +194,24 @@ exact = {"within": 1, "found": "counted"}
 compare("backward", backward_share, shares["backward"], **exact)
 compare("communication", communication_share, shares["communication"], **exact)
 compare("rest", rest_share, shares["rest"], **exact)
+
+# %% tags=["figure"]
+plot.timeline(
+    [
+        ("the step", "step", 0, 10),
+        ("a part", "backward", 0, 9),
+        ("a part inside", "communication", 2, 6),
+        ("what counts", "backward", 0, 2),
+        ("what counts", "communication", 2, 6),
+        ("what counts", "backward", 6, 9),
+        ("what counts", "rest", 9, 10),
+    ],
+    xlabel="seconds",
+    title="Each moment counts once, for the innermost part",
+    alt="A step from 0 to 10 s, in it backward from 0 to 9 s, and inside backward a "
+        "communication from 2 to 6 s; what counts is 5 s of backward, 4 s of "
+        "communication and 1 s of rest",
+)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.1 · Your own profiler
@@ -234,29 +280,17 @@ class StepTimer:
 check("2.1", StepTimer)
 
 # %% [markdown]
-# Here is how labcode's training loop does it. `_note` is what your timer does at the beginning and the end of a part: it
-# notes the moment, and what has run until then. On a GPU such a moment is no look at the clock of the process, but an
-# event, as explained below. `marked` gives the part its name in the recording of a profiler (section 6), while there is
-# one; otherwise `nullcontext` does nothing.
+# Now to our training run. `timed_steps` is its loop with four parts.
 
-# %%
-from labcode.train.ranges import StepRanges
-
-show_source(StepRanges.__call__)
-
-# %% [markdown]
-# Now to our training. `timed_steps` is the loop of section 1 with four parts. It uses labcode's timer; to see yours at
-# work, write `StepTimer()` there. (The cell also reads `timer.seconds`, the seconds of each part by its name.)
-
-# %%
-def timed_steps(batches):
-    timer = l02_by_hand.StepTimer()
+# %% tags=["by-hand"]
+def timed_steps(timer, batches, model, optimizer):
+    """A step for each batch, in four parts of the timer."""
     batches = iter(batches)
     while True:
         with timer.part("data"):
             batch = next(batches, None)
         if batch is None:
-            return timer
+            return
         states, targets = batch
         with timer.part("forward"):
             loss = vit.loss(model(states), targets)
@@ -266,18 +300,28 @@ def timed_steps(batches):
         with timer.part("optimizer"):
             optimizer.step()
 
-timer = timed_steps(l02_weather.batches(crops, batch_size, 6))
-shares = timer.shares()
-for part, share in shares.items():
+# %%
+crops = l02_weather.Crops(maps)
+batches = warm_up(l02_weather.batches(crops, batch_size, 8))
+timer = l02_by_hand.StepTimer()
+timed_steps(timer, batches, model, optimizer)
+for part, share in timer.shares().items():
     print(f"{part:10} {share:6.1%}   {1e3 * timer.seconds[part] / 6:6.1f} ms a step")
 
 # %% [markdown]
-# Data is the largest part. Backward takes longer than forward, because it has twice the matrix products to do: one for
-# the gradient of the input, one for that of the weight.
+# (To see your timer at work, write `StepTimer()` for `l02_by_hand.StepTimer()`. The cell also reads `timer.seconds`,
+# the seconds of each part by its name.)
 #
-# **On a GPU such timers lie.** A line such as `model(states)` does not compute there. It **launches** kernels: it puts
-# them into a queue, and returns. The GPU works through the queue later. So the timer sees how long launching takes, and
-# the line that happens to wait for a result, often `loss.item()`, gets all the time.
+# Data is the largest part. Backward takes longer than forward, because it has twice the matrix products to do: one for
+# the gradient of the input, one for that of the weight. It does not take exactly twice as long, since a step also
+# computes what is no matrix product, such as norms and activations.
+#
+# Forward, backward and the optimizer together still take longer than the matrix products alone, by a factor between 1
+# and 2 on most machines. That part of the gap has nothing to do with data. Lesson 03, section 1 begins with it.
+#
+# **On a GPU such timers are wrong.** A line such as `model(states)` does not compute there. It **launches** kernels: it
+# puts them into a queue, and returns. The GPU works through the queue later. So the timer sees how long launching takes,
+# and the line that happens to wait for a result, often `loss.item()`, gets all the time.
 
 # %% tags=["figure"]
 plot.timeline(
@@ -295,15 +339,16 @@ plot.timeline(
 )
 
 # %% [markdown]
-# (The numbers of this picture are made up. There is no GPU in this lesson.) There are two honest ways to time a GPU.
+# (The numbers of this picture are made up. There is no GPU in this lesson.) There are two ways to get it right.
 #
 # - **Synchronize**: `torch.cuda.synchronize()` waits until the queue is empty. Do it before each look at the clock. The
 #   times are right, but the GPU now waits for the next launch after each part, so the step gets slower. Use it for a
 #   few steps.
 # - **Events**: `event.record()` puts a mark into the queue, and the GPU notes the time when it gets there. Afterwards
-#   `start.elapsed_time(stop)` tells the milliseconds between two marks. Nobody waits. labcode's `StepRanges` does this.
+#   `start.elapsed_time(stop)` tells the milliseconds between two marks. Nobody waits. labcode's training loop does
+#   this, and the last section has it in PyTorch's own words.
 #
-# **Takeaway: a timer whose parts add up to the step tells where to look. On a GPU the clock is the GPU's.**
+# **Takeaway: a timer whose parts add up to the step tells you where to look. On a GPU, take the times from the GPU.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 17 minutes. Typical in 2.1: the outer part counts the inner one too (a difference of two clock
@@ -311,43 +356,43 @@ plot.timeline(
 # is `zero_grad` in backward here, and does it matter? (It has to be in some part, else it is in the rest.)
 
 # %% [markdown]
-# ## 3. What is read for a sample
+# ## 3. What is read for a sample (core, 20 min)
 #
 # Formats for large arrays, such as zarr and HDF5, cut an array into **chunks**, boxes of the same shape. A chunk is
 # compressed and stored as one piece, so it can only be read and unpacked as a whole, whatever part of it is wanted.
 #
-# Our file has chunks of 16 times, 180 latitudes and 360 longitudes, which is the whole map. A sample takes 2 times and a
-# part of 60 by 60. Along time, times 3 and 4 lie in the first chunk, which holds times 0 to 15. So for one variable a
-# single chunk is read, and it has 16 · 180 · 360 numbers of 4 bytes.
+# Our file has chunks of 16 time steps, 180 latitudes and 360 longitudes, which is the whole map. A sample takes 2 time
+# steps and a part of 60 by 60. The picture shows such a part, rows 70 to 129 and columns 90 to 149, in our file and in
+# one whose chunks are smaller.
 
 # %% tags=["figure"]
-plot.timeline(
-    [
-        ("wanted", "crop", 30, 90),
-        ("chunks of 360 columns", "read", 0, 360),
-        ("chunks of 180 columns", "read", 0, 180),
-        ("chunks of 180 columns", "left out", 180, 360),
-    ],
-    xlabel="longitude",
-    title="One row of the map: a chunk is read whole",
-    alt="Of a row of 360 columns a crop wants 30 to 90; with one chunk all 360 are "
-        "read, with chunks of 180 columns only the first 180",
+plot.chunks(
+    {"chunks of (16, 180, 360)": (180, 360), "chunks of (16, 60, 120)": (60, 120)},
+    ((70, 130), (90, 150)),
+    title="Each chunk that the crop touches is read whole",
+    alt="A crop of 60 by 60 on the map: with one chunk for the whole map everything is "
+        "read, with chunks of 60 by 120 it crosses two borders and touches 4 of 9",
 )
 
 # %% [markdown]
-# Take the box with times 3 and 4, rows 100 to 159 and columns 30 to 89.
+# On the right the crop lies in 2 chunks along latitude (rows 60 to 119 and 120 to 179) and in 2 along longitude (columns
+# 0 to 119 and 120 to 239). Take time steps 5 and 6: both lie in the first chunk along time, which holds 0 to 15. So
+# 1 · 2 · 2 = 4 chunks are read of each variable. Each has 16 · 60 · 120 numbers of 4 bytes, which makes 1.84 MB in all.
 #
-# **Predict.** How many bytes of chunks does it touch, of one variable, with chunks of (16, 180, 360)? And how many with
-# chunks of (2, 90, 180)? Mind where chunks begin: along time they begin at 0, 2, 4, ...
+# Now take time steps 3 and 4, rows 100 to 159 and columns 30 to 89.
+#
+# **Predict.** How many bytes of chunks does this box touch, of one variable, with chunks of (16, 180, 360)? And how many
+# with chunks of (2, 90, 180)? Mind where chunks begin: along time they then begin at 0, 2, 4, ...
 
 # %% tags=["predict"]
 map_bytes = 16 * 180 * 360 * 4  # one chunk
-tile_bytes = 2 * 2 * 90 * 180 * 4  # times 2-3 and 4-5, rows 90-179, columns 0-179
+tile_bytes = 2 * 2 * 90 * 180 * 4  # time steps 2-3 and 4-5, rows 90-179, columns 0-179
 
 # %% tags=["nbval-check-output"]
 import math
 
 tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
+
 
 def chunk_bytes_of(path):
     """Bytes of the chunks that zarr asks its store for."""
@@ -390,15 +435,16 @@ check("2.2", bytes_read)
 # The cure is to write the file once more, with chunks that fit what is read. What does it change?
 
 # %% tags=["figure"]
-crops = l02_weather.Crops(tiles)
-better = timed_steps(l02_weather.batches(crops, batch_size, 6))
-parts = ["data", "forward", "backward", "optimizer"]
-by_part = {}
-for part in parts:
-    maps_ms = 1e3 * timer.seconds[part] / 6
-    tiles_ms = 1e3 * better.seconds[part] / 6
-    by_part[part] = {"whole maps": maps_ms, "tiles": tiles_ms}
-print(f"data: {better.seconds['data'] / timer.seconds['data']:.2f} of the time")
+by_part = {"data": {}, "forward": {}, "backward": {}, "optimizer": {}}
+for name, path in {"whole maps": maps, "tiles": tiles}.items():
+    crops = l02_weather.Crops(path)
+    batches = warm_up(l02_weather.batches(crops, batch_size, 8))
+    timer = l02_by_hand.StepTimer()
+    l02_by_hand.timed_steps(timer, batches, model, optimizer)
+    for part, milliseconds in by_part.items():
+        milliseconds[name] = 1e3 * timer.seconds[part] / 6
+data_ms = by_part["data"]
+print(f"data: {data_ms['tiles'] / data_ms['whole maps']:.2f} of the time")
 plot.bars(
     by_part,
     ylabel="ms a step",
@@ -410,9 +456,10 @@ plot.bars(
 
 # %% [markdown]
 # The bytes went down by a factor of 16 for this box, and the time by less. Each chunk is a request of its own, with a
-# price that does not depend on its size: a file is opened, and Python has some work to do. It is the law of lesson 01
-# again, α for each request and 1/β for each byte. So chunks can also be too small: chunks of (1, 10, 10) would waste
-# hardly a byte, and a sample would need 2 · 6 · 6 = 72 of them for each variable, or more.
+# price that does not depend on its size: a file is opened, and Python has some work to do. So reading costs something
+# for each request and something for each byte, as messages do (lesson 01, section 6). That is why chunks can also be too
+# small: chunks of (1, 10, 10) would waste hardly a byte, and a sample would need 2 · 6 · 6 = 72 of them for each
+# variable, or more.
 #
 # **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads.**
 
@@ -423,36 +470,26 @@ plot.bars(
 # archives keep two copies.)
 
 # %% [markdown]
-# ## 4. Read ahead
+# ## 4. Read ahead (core, 30 min)
 #
 # Reading and computing still take turns. While the next batch is read, nobody computes. But batch 2 does not depend on
 # what was computed with batch 1, so it can be read meanwhile. This is called **prefetching**. The picture shows four
 # batches that take 30 ms to read and 50 ms to compute with.
 
 # %% tags=["figure"]
-def turns(read_ms, compute_ms, num_batches=4):
-    rows = []
-    for number in range(num_batches):
-        start = number * (read_ms + compute_ms)
-        rows.append(("in turns", f"read {number + 1}", start, start + read_ms))
-        computed = start + read_ms + compute_ms
-        rows.append(("in turns", f"compute {number + 1}", start + read_ms, computed))
-    return rows
-
-def ahead(read_ms, compute_ms, num_batches=4):
-    rows = []
-    read_until = 0
-    computed_until = 0
-    for number in range(num_batches):
-        rows.append(("reader", f"read {number + 1}", read_until, read_until + read_ms))
-        read_until += read_ms
-        start = max(read_until, computed_until)
-        computed_until = start + compute_ms
-        rows.append(("loop", f"compute {number + 1}", start, computed_until))
-    return rows
+turns = []
+for number in range(4):
+    start = 80 * number
+    turns.append(("in turns", f"read {number + 1}", start, start + 30))
+    turns.append(("in turns", f"compute {number + 1}", start + 30, start + 80))
+ahead = []
+for number in range(4):
+    ahead.append(("reader", f"read {number + 1}", 30 * number, 30 * number + 30))
+for number in range(4):
+    ahead.append(("loop", f"compute {number + 1}", 30 + 50 * number, 80 + 50 * number))
 
 plot.timeline(
-    turns(30, 50) + ahead(30, 50),
+    turns + ahead,
     xlabel="ms",
     title="Batches that are read ahead do not keep the loop waiting",
     alt="In turns, four batches take 320 ms; with a reader that reads ahead, the loop "
@@ -465,26 +502,37 @@ plot.timeline(
 #
 # Now reading takes 60 ms, and computing 50 ms as before.
 #
-# **Predict.** How many ms do the four batches take in turns, and how many with a reader that reads ahead?
+# **Predict.** How many seconds do the four batches take with a reader that reads ahead?
 
 # %% tags=["predict"]
-in_turns_ms = 4 * (60 + 50)
-read_ahead_ms = 4 * 60 + 50  # the loop waits for each batch, then computes once
-
-# %% tags=["nbval-check-output"]
-exact = {"within": 1, "unit": "ms", "found": "simulated"}
-compare("in turns", in_turns_ms, turns(60, 50)[-1][3], **exact)
-compare("read ahead", read_ahead_ms, ahead(60, 50)[-1][3], **exact)
+read_ahead_s = 4 * 0.06 + 0.05  # the loop waits for each batch, then computes once
 
 # %% [markdown]
-# In the long run, a step takes max(read, compute), and no longer read + compute.
+# We try it with labcode's solution of the exercise below. Reading and computing just sleep here, so that it does not
+# matter how busy this machine is.
+
+# %%
+def slow_source(num_batches):
+    for number in range(num_batches):
+        time.sleep(0.06)
+        yield number
+
+started = time.perf_counter()
+for _ in l02_by_hand.Prefetcher(slow_source(4), ahead=2):
+    time.sleep(0.05)
+measured_s = time.perf_counter() - started
+compare("read ahead", read_ahead_s, measured_s, unit="s", within=1.1)
+
+# %% [markdown]
+# In turns it would be 440 ms. In the long run, a step takes max(read, compute), and no longer read + compute.
 #
 # What does one need for that? A **thread** that reads, and a **queue** between the thread and the loop. `queue.Queue(n)`
 # holds at most n items: `put(item)` waits while it is full, and `get()` waits while it is empty. The bound matters. A
 # reader that is faster than the loop would otherwise fill the memory with batches.
 #
-# Can two threads of Python run at the same time? Only one of them can execute Python (that is the **GIL**, the global
-# interpreter lock), but the libraries that unpack chunks and multiply matrices release it while they work.
+# Can two threads of Python run at the same time? In the usual build of CPython only one of them can execute Python (that
+# is the **GIL**, the global interpreter lock), but the libraries that unpack chunks and multiply matrices release it
+# while they work.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 2.3 · A loader that reads ahead
@@ -496,13 +544,16 @@ compare("read ahead", read_ahead_ms, ahead(60, 50)[-1][3], **exact)
 # - At most `ahead` batches wait in the queue. (The thread may hold one more, which it wants to put there.)
 # - If `source` raises an error, of whatever kind, the loop first gets the batches before it, and then this very error.
 # - When the loop is over, no thread is left: not at the end, not after an error, and not if the loop was left early by
-#   `break`. A `for` loop that is left closes its generator, and then the `finally` around its `yield` runs. Mind a
-#   thread that waits for room in the queue just then, with a batch, an error or the end in its hand.
+#   `break`. Mind a thread that waits for room in the queue just then, with a batch, an error or the end in its hand.
 # - The loop may be slow, and so may the source: nobody gives up after some time.
 # - A `Prefetcher` can be looped over again. Each loop begins anew.
 #
 # `ready.put(item, timeout=0.05)` raises `queue.Full` if there is no room after 0.05 s. `stopped.set()` and
 # `stopped.is_set()` tell the other side. The check takes some 10 seconds: it also waits until your queue is full.
+#
+# How does a generator learn of a `break`? Nothing closes it at that moment. But the `for` loop held the only reference
+# to it, so CPython deletes it, and thereby closes it: the `finally` around its `yield` runs. Whoever keeps a reference,
+# as in `loop = iter(prefetcher)`, has to call `loop.close()`, or the thread stays.
 
 # %% tags=["exercise", "by-hand"]
 import queue
@@ -560,61 +611,45 @@ class Prefetcher:
 check("2.3", Prefetcher)
 
 # %% [markdown]
-# labcode's version for this lesson has two methods for the thread, `read` and `put`.
+# What does it save for our training run? We take the file with the whole maps, where reading takes long, and measure
+# what a step reads and computes.
 
 # %%
-show_source(l02_by_hand.Prefetcher.__iter__)
-show_source(l02_by_hand.Prefetcher.read)
-show_source(l02_by_hand.Prefetcher.put)
-
-# %% [markdown]
-# What does it save for our training? From the timer of section 3 we know what a step reads and computes.
-
-# %%
-read_s = better.seconds["data"] / 6
-compute_s = sum(better.seconds[part] for part in parts[1:]) / 6  # all but data
+crops = l02_weather.Crops(maps)
+batches = warm_up(l02_weather.batches(crops, batch_size, 8))
+timer = l02_by_hand.StepTimer()
+l02_by_hand.timed_steps(timer, batches, model, optimizer)
+read_s = timer.seconds["data"] / 6
+compute_s = sum(timer.seconds.values()) / 6 - read_s
 print(f"read {1e3 * read_s:.0f} ms, compute {1e3 * compute_s:.0f} ms")
 
 # %% [markdown]
-# **Predict** with `read_s` and `compute_s`: how many seconds does a step take when it is read ahead? (The cell that
-# measures it takes some 20 seconds.)
+# **Predict** with `read_s` and `compute_s`: how many seconds does a step take when it is read ahead? Your prediction is
+# the best case, in which the reader has a core of its own. If other programs keep the second core of this machine busy,
+# the two take turns again. So here a factor of 2 is allowed, which is about what lies between max(read, compute) and
+# read + compute. (The cell that measures it takes some 20 seconds.)
 
 # %% tags=["predict"]
 prefetched_guess_s = max(read_s, compute_s)
 
 # %%
-import statistics
-
-
-def steps_s(batches, num_warmup=2):
-    """The median of the seconds of a step, with the wait for its batch."""
-    seconds = []
-    started = time.perf_counter()
-    for states, targets in batches:
-        train_step(states, targets)
-        now = time.perf_counter()
-        seconds.append(now - started)
-        started = now
-    return statistics.median(seconds[num_warmup:])
-
 in_turns_s = []
 read_ahead_s = []
 for _ in range(3):
-    source = l02_weather.batches(crops, batch_size, 10)
-    in_turns_s.append(steps_s(source))
-    source = l02_weather.batches(crops, batch_size, 10)
-    read_ahead_s.append(steps_s(l02_by_hand.Prefetcher(source, ahead=2)))
+    batches = warm_up(l02_weather.batches(crops, batch_size, 10))
+    in_turns_s += l02_by_hand.step_times(train_step, batches)
+    batches = l02_weather.batches(crops, batch_size, 10)
+    batches = warm_up(iter(l02_by_hand.Prefetcher(batches, ahead=2)))
+    read_ahead_s += l02_by_hand.step_times(train_step, batches)
 plain_s = statistics.median(in_turns_s)
 prefetched_s = statistics.median(read_ahead_s)
 compare("seconds a step", prefetched_guess_s, prefetched_s, unit="s", within=2)
 print(f"{prefetched_s / plain_s:.2f} of the time in turns")
 
 # %% [markdown]
-# The prediction is the best case for the two times that went into it, and these were measured a while ago: if the machine
-# was busier then, the step can even be shorter than predicted. Mostly it is longer. The reader needs a processor of its
-# own: if other programs keep the second core of this machine busy, little is saved, and your number says so. It also
-# needs the GIL for what is Python in zarr, and then the loop waits. On a GPU the loop's processor is nearly idle, so
-# there is room for a reader.
+# Mostly the step is longer than predicted. Besides a core, the reader needs the GIL for what is Python in zarr, and then
+# the loop waits. If little is saved here, another program has the core. When the loop computes on a GPU, its own core is
+# nearly idle, so there is room for a reader.
 #
 # To see your own class at work, write `Prefetcher` for `l02_by_hand.Prefetcher` in the cell, and run it again.
 #
@@ -627,119 +662,232 @@ print(f"{prefetched_s / plain_s:.2f} of the time in turns")
 # `ahead=100` cost? (100 batches of memory, and nothing is gained if reading is the slower of the two.)
 
 # %% [markdown]
-# ## 5. More workers
+# ## 5. More workers (core, 15 min)
 #
 # If reading is slower than computing, one reader is not enough. Loaders therefore have **workers**: w processes, each
 # of which reads other batches. Processes do not share a GIL, so Python code runs at the same time as well. Together they
-# deliver a batch every read/w seconds.
+# deliver a batch every read/w seconds. So a step takes
 #
-# That is true as long as there are cores for them. All that is done for a step, reading and computing, takes
-# read + compute seconds of processor time, and c cores cannot deliver it faster than in (read + compute)/c. So for
-# w of at least 1
+# $$\text{step} = \max\left(\frac{\text{read}}{w},\ \text{compute}\right)$$
+#
+# In PyTorch this is `DataLoader` with `num_workers`. Each worker reads up to `prefetch_factor` batches ahead, and with
+# `persistent_workers` the processes are kept from one epoch to the next. In the next cell a batch takes 60 ms to read,
+# and computing with it takes 20 or 40 ms. Both only sleep, as if the data came from a slow network, so that no cores are
+# needed.
+#
+# **Predict.** How many seconds does a step take with one worker and with two, if computing takes 20 ms? And with two
+# workers, if it takes 40 ms?
+
+# %% tags=["predict"]
+one_worker_s = 0.06
+two_workers_s = 0.06 / 2
+two_workers_slow_loop_s = 0.04  # the workers could deliver every 30 ms
+
+# %%
+from torch.utils.data import DataLoader
+
+
+def mean_step_s(workers, compute_s, num_steps=24):
+    loader = DataLoader(
+        l02_weather.SlowStorage(read_s=0.06, num_batches=8 + num_steps),
+        batch_size=None,  # the dataset gives whole batches
+        num_workers=workers,
+        prefetch_factor=2,
+    )
+    for number, _ in enumerate(loader):
+        if number == 8:  # from here on nothing is left of what was read at the start
+            started = time.perf_counter()
+        time.sleep(compute_s)
+    return (time.perf_counter() - started) / num_steps
+
+compare("1 worker, 20 ms", one_worker_s, mean_step_s(1, 0.02), unit="s")
+compare("2 workers, 20 ms", two_workers_s, mean_step_s(2, 0.02), unit="s")
+compare("2 workers, 40 ms", two_workers_slow_loop_s, mean_step_s(2, 0.04), unit="s")
+
+# %% [markdown]
+# Workers deliver in bursts, w batches at almost the same time. So we took the mean of many steps. We left out the first
+# 8, because two workers may have read 2 · 2 batches before the loop begins, which it then gets without a wait.
+#
+# Reading that waits for a network needs no core. Reading that unpacks chunks does. All that is done for a step, reading
+# and computing, then takes read + compute seconds of processor time, and c cores cannot deliver it faster than in
+# (read + compute)/c. So for w of at least 1
 #
 # $$\text{step} \geq \max\left(\frac{\text{read}}{w},\ \text{compute},\ \frac{\text{read} + \text{compute}}{c}\right)$$
 #
-# For example, reading takes 300 ms and computing 200 ms on two cores. With one worker the step takes
-# max(300, 200, 250) = 300 ms, and with two max(150, 200, 250) = 250 ms.
+# For example, reading takes 300 ms and computing 200 ms on two cores. With one worker the step takes at least
+# max(300, 200, 250) = 300 ms, and with two or more at least 250 ms. **When computing is done by a GPU**, the third term
+# is read/c alone: the cores have nothing to do but read.
 #
-# **Predict** for the same example with **four** workers, and with no worker at all, in ms.
-
-# %% tags=["predict"]
-no_worker_ms = 300 + 200
-four_workers_ms = 250  # the two cores are busy all the time
-
-# %% tags=["nbval-check-output"]
-def worker_step(read, compute, workers, cores=2):
-    """The least time of a step, in the unit of `read` and `compute`."""
-    if workers == 0:
-        return read + compute
-    return max(read / workers, compute, (read + compute) / cores)
-
-exact = {"within": 1, "unit": "ms", "found": "computed"}
-compare("no worker", no_worker_ms, worker_step(300, 200, 0), **exact)
-compare("four workers", four_workers_ms, worker_step(300, 200, 4), **exact)
-
-# %% [markdown]
-# We measure it with labcode's `Loader`, which starts PyTorch's `DataLoader`. To see something, we take the file with the
-# bad chunks again, for which reading is slow. `take(step)` gives the batch of a step, and notes in `waited_s` how long
-# it has kept the loop waiting. The second curve is the right side of the formula, with the times measured in sections 2
-# and 3. The cell takes half a minute.
+# We measure it with our file and labcode's `Loader`, which starts PyTorch's `DataLoader`. `take(step)` gives the batch of
+# a step, and notes in `waited_s` how long it has kept the loop waiting. Without a worker, reading and computing take
+# turns, and this first run also tells how long each of them takes. The cell takes half a minute.
 
 # %% tags=["figure"]
+from labcode import hardware
 from labcode.config import LoaderConfig
 from labcode.data.loader import Loader
 from labcode.data.sampler import Batches
 
-slow_crops = l02_weather.Crops(maps)
-sampler = Batches(len(slow_crops), batch_size)
-read_s = timer.seconds["data"] / 6
-measured_ms = []
-model_ms = []
-start_s = []
+cores = len(hardware.usable_cores())
+crops = l02_weather.Crops(maps)
+sampler = Batches(len(crops), batch_size)
+measured_s = {}
+start_s = {}
 for workers in (0, 1, 2, 4):
-    with Loader(slow_crops, sampler, config=LoaderConfig(workers=workers)) as loader:
+    with Loader(crops, sampler, config=LoaderConfig(workers=workers)) as loader:
         loader.take(0)
-        start_s.append(loader.waited_s)
-        loaded = (loader.take(step)[0] for step in range(1, 12))
-        measured_ms.append(1e3 * steps_s(loaded, num_warmup=4))
-    model_ms.append(1e3 * worker_step(read_s, compute_s, workers))
-starts = ", ".join(f"{seconds:.1f}" for seconds in start_s)
-print(f"seconds until the first batch: {starts}")
+        start_s[workers] = loader.waited_s
+        batches = warm_up((loader.take(step)[0] for step in range(1, 20)), num_steps=8)
+        timer = l02_by_hand.StepTimer()
+        l02_by_hand.timed_steps(timer, batches, model, optimizer)
+        measured_s[workers] = sum(timer.seconds.values()) / 11
+    if workers == 0:
+        read_s = timer.seconds["data"] / 11
+        compute_s = measured_s[0] - read_s
+
+bound_s = {}
+for workers in (1, 2, 4):
+    bound_s[workers] = max(read_s / workers, compute_s, (read_s + compute_s) / cores)
+print("seconds until the first batch:", {w: round(s, 1) for w, s in start_s.items()})
 plot.lines(
-    {"measured": measured_ms, "estimated from earlier times": model_ms},
-    x=[0, 1, 2, 4],
+    {
+        "measured": (list(measured_s), [1e3 * one for one in measured_s.values()]),
+        "the bound": (list(bound_s), [1e3 * one for one in bound_s.values()]),
+    },
     xlabel="workers",
     ylabel="ms a step",
+    from_zero=True,
     title="Workers take reading out of the loop, as far as there are cores",
-    alt="Milliseconds a step with 0, 1, 2 and 4 workers, measured and estimated by "
-        "the formula, which does not fall any more from two workers on",
+    alt="Milliseconds a step with 0, 1, 2 and 4 workers as measured, and the bound, "
+        "which does not fall any more from two workers on if there are two cores",
 )
 
 # %% [markdown]
-# Workers take the reading out of the loop. What more of them can add ends with the number of cores. The formula is a
-# bound for the reading and computing of this very moment. The curve is an **estimate**: read and compute were measured
-# earlier, in sections 2 and 3. On a quiet machine the measured times lie above it. A measured point can also lie below
-# it, if the machine was busier when the timer ran. What the formula leaves out makes steps longer:
+# Workers take the reading out of the loop. What more of them can add ends with the number of cores. The bound is
+# computed from the read and compute of the first run, so it is as exact as the machine is steady: if another program was
+# busy in that run, a later point can lie below it. What the formula leaves out makes steps longer:
 #
-# - each batch has to get from the worker to the loop (PyTorch puts it into shared memory);
+# - each batch has to get from the worker to the loop. PyTorch puts it into shared memory, which on Linux lies in
+#   `/dev/shm`;
 # - more processes than cores take turns, and each turn costs time and empties caches;
 # - workers have to be **started**: the second of the printed times contains an interpreter that imports PyTorch. labcode
 #   keeps it as a server from which all workers are forked, so that the later ones are there sooner. PyTorch's
 #   `DataLoader` starts its workers in each epoch anew, unless `persistent_workers` is on;
-# - each worker has its own memory: its own copy of what the dataset holds, and `prefetch` batches.
+# - each worker has its own memory: its own copy of what the dataset holds, and `prefetch_factor` batches.
 #
-# On a cluster, the cores of a node are shared by its ranks: with 64 cores and 8 GPUs there are 8 for each rank: one for
-# the loop, and 7 for its workers.
-#
-# **DALI**, NVIDIA's data loading library, takes another way. It describes the reading as a pipeline of operators that run
-# in C++ threads, and on a GPU also on the GPU. labcode has it behind the same interface: `--loader.backend dali`. It is
-# an extra of 1 GB (`pip install labcode[dali]`), and nothing in this lesson needs it.
+# On a cluster, the ranks of a node share its cores. With 64 cores and 8 GPUs there are c = 8 for each rank: one for the
+# loop, and 7 for its workers. `len(os.sched_getaffinity(0))` says how many a process may use, which is what SLURM gave
+# it; `os.cpu_count()` says what the node has.
 #
 # **Takeaway: take as many workers as make read/w smaller than compute, and never more than the cores that the loop
 # leaves.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 6 minutes. Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
-# And what does the bound say when compute is on a GPU? (The third term is read/c alone.)
+# *For the instructor.* 8 minutes. Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
 
 # %% [markdown]
-# ## 6. PyTorch's profiler
+# ## 6. PyTorch's profiler (core, 20 min)
 #
 # Your timer knows the parts that you named. PyTorch's profiler also records every single operation, on the CPU and on a
-# GPU. `record_function` names a part, and the name `ProfilerStep#n` marks a step for the tools that read the recording.
+# GPU. What it writes is called a **trace**: a list of events, each with a name, a start and a stop. How do you get from
+# such a list to "the device waited for data half of the time"? Here is a step of 20 ms on a GPU that uses two queues:
+
+# %% tags=["figure"]
+events = [  # name, start and stop in ms
+    ("data", 0, 7),
+    ("copy", 6, 8),
+    ("forward", 8, 12),
+    ("backward", 13, 18),
+    ("all-reduce", 15, 19),
+]
+lanes = {"data": "the loop", "all-reduce": "GPU, queue 2"}
+rows = []
+for name, start, stop in events:
+    rows.append((lanes.get(name, "GPU, queue 1"), name, start, stop))
+plot.timeline(
+    rows,
+    xlabel="ms",
+    title="A trace: when what ran",
+    alt="The loop waits for data from 0 to 7 ms; the GPU copies from 6 to 8, computes "
+        "forward from 8 to 12, backward from 13 to 18, and all-reduces from 15 to 19",
+)
+
+# %% [markdown]
+# Each moment of the step has one of three reasons. Let us say that the device is **busy** if any operation runs on it,
+# the copy and the all-reduce included. If the loop waits for data while nothing runs on the device, the step **waits for
+# data**. A wait during which the device is busy costs nothing. All other moments are **idle**: the device has nothing to
+# do, and it is not the fault of the data.
+#
+# Durations must not be added up. Backward and the all-reduce take 5 + 4 = 9 ms, but together they last from 13 to 19, and
+# that is 6 ms. What counts is the **union** of the intervals.
+#
+# **Predict.** For how many of the 20 ms is the device busy, does the step wait for data, and is it idle?
+
+# %% tags=["predict"]
+busy_ms = 12  # 6 to 12 and 13 to 19
+data_ms = 6  # 0 to 6: from then on it copies
+idle_ms = 2  # 12 to 13 and 19 to 20
+
+# %% tags=["nbval-check-output"]
+found = l02_by_hand.where_time_went(events, step=20)
+exact = {"within": 1, "unit": " ms", "found": "computed"}
+compare("busy", busy_ms, found["busy"], **exact)
+compare("waits for data", data_ms, found["data"], **exact)
+compare("idle", idle_ms, found["idle"], **exact)
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 2.4 · Where the time went
+#
+# Write this analysis. `events` is a list of (name, start, stop), in any order. The event `"data"`, which may occur
+# several times, is a wait of the loop; every other event is an operation on the device. All of them lie between 0 and
+# `step`, where the step ends. Operations overlap, touch, or lie inside one another.
+#
+# - `covered(spans)` gives how long at least one of the spans runs. Each span is a pair (start, stop).
+# - `where_time_went(events, step)` returns a dictionary with `"busy"`, `"data"` and `"idle"`, which add up to `step`.
+#   Leave `events` as it is.
+
+# %% tags=["exercise", "by-hand"]
+def covered(spans):
+    """How long at least one of the spans (start, stop) runs."""
+    ### BEGIN SOLUTION
+    total = 0
+    until = 0
+    for start, stop in sorted(spans):
+        start = max(start, until)
+        if stop > start:
+            total += stop - start
+            until = stop
+    return total
+    ### END SOLUTION
+
+
+def where_time_went(events, step):
+    """{"busy", "data", "idle"}: how much of the step each of them takes."""
+    ### BEGIN SOLUTION
+    everything = [(start, stop) for name, start, stop in events]
+    on_device = [(start, stop) for name, start, stop in events if name != "data"]
+    busy = covered(on_device)
+    busy_or_data = covered(everything)
+    return {"busy": busy, "data": busy_or_data - busy, "idle": step - busy_or_data}
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("2.4", where_time_went)
+
+# %% [markdown]
+# Now a real trace. `record_function` names a part of it, and the name `ProfilerStep#n` marks a step for the tools that
+# read the recording.
 
 # %%
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labcode import launch
-from labcode.perf.advice import advice
 from labcode.perf.chrome_trace import read
 from labcode.perf.summary import summary
 
 
 def record(batches):
     """A trace of some steps."""
-    batches = iter(batches)
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
         for step in range(3):
             with record_function(f"ProfilerStep#{step}"):
@@ -754,68 +902,66 @@ def record(batches):
                     optimizer.zero_grad()
     return read(recorded)
 
-by_maps = record(l02_weather.batches(slow_crops, batch_size, 3))
-by_tiles = record(l02_weather.batches(crops, batch_size, 3))
-print(summary(by_maps, rows=6))
+tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
+by_file = {}
+for name, path in {"ViT, whole maps": maps, "ViT, tiles": tiles}.items():
+    crops = l02_weather.Crops(path)
+    by_file[name] = record(warm_up(l02_weather.batches(crops, batch_size, 5)))
+print(summary(by_file["ViT, whole maps"], rows=6))
 
 # %% [markdown]
 # From the top:
 #
-# - the **breakdown**: each moment of a step is computing, communication that nothing hides, waiting for data, or none of
-#   them (Python between two operations);
+# - the **breakdown**, by the rule of your exercise. Communication that nothing hides is shown apart from computing. On a
+#   CPU the reading itself consists of operations, so all of "data" counts as waiting there;
 # - the parts, as your timer had them;
 # - the operations with the most **self time**, which is the time in an operation without those that it calls. `addmm`
 #   and `mm` are matrix products;
-# - the **recommendation**, which comes from these shares by fixed rules. (TensorBoard, a viewer of trainings in the
-#   browser, has such rules too. `--train.compile` calls PyTorch's compiler, to which lesson 03 comes.)
+# - the **recommendation**, which comes from these shares by fixed rules. (TensorBoard, a viewer of training runs in the
+#   browser, has such rules too. `--train.compile` calls PyTorch's compiler, the subject of lesson 03, section 6.)
 #
-# Now the same for another training: the small GPT on text of lesson 00. Its data is a row of characters in memory. A
-# run of labcode records steps with `--profile.steps`.
-#
-# **Predict.** Is data wait more or less than 10 % of a step of this GPT? Write "more" or "less".
+# Now the same for another training run: the small GPT on text of lesson 00, whose data is a row of characters in memory.
+# A run of labcode records steps with `--profile.steps`.
 
-# %% tags=["predict"]
-gpt_data_wait = "less"
-
-# %%
+# %% tags=["figure"]
 done = launch.run(
     "labcode.train", "gpt_tiny", "--train.steps", 8, "--profile.steps", "4:7",
-    "--train.out", "runs/gpt", nproc=1, echo=False,
+    "--train.out", "runs/gpt", "--train.overwrite", nproc=1, echo=False,
     env_extra={"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
 )
 by_gpt = read("runs/gpt")
 print(summary(by_gpt, rows=6))
-
-# %% tags=["figure"]
-gpt_times = plot.step_breakdown(
-    {"ViT, whole maps": by_maps, "ViT, tiles": by_tiles, "GPT on text": by_gpt},
-    title="The same question has another answer for each training",
+plot.step_breakdown(
+    {**by_file, "GPT on text": by_gpt},
+    title="Where the time of a step goes, in three training runs",
     alt="Shares of computing, data wait and the rest in a step of the ViT with both "
         "files and of the GPT, where data wait cannot be seen",
 )
-gpt_times
-
-# %%
-gpt_wait = "more" if any("data wait" in line for line in advice(by_gpt)) else "less"
-compare("data wait of the GPT", gpt_data_wait, gpt_wait, found="measured")
 
 # %% [markdown]
-# For the GPT more workers would change nothing: there is no data to wait for. What stands out there is computing itself,
-# or the many small operations of a small model. These are the subject of lesson 03.
+# For the GPT more workers would change nothing: there is no data to wait for. What takes its time is computing itself,
+# and the many small operations of a small model. These are the subject of lesson 03. (The few percent
+# of communication are those of a group with a single rank: labcode calls the same collectives then, though there is
+# nobody to send to.)
 #
 # A recorded run can be opened in two more tools: `tensorboard --logdir runs` has a tab for profiles, and
-# [Perfetto](https://ui.perfetto.dev) opens the file under `runs/gpt/profile` and shows each operation on a time line.
+# [Perfetto](https://ui.perfetto.dev) opens the file under `runs/gpt/profile` and shows each operation on a time line. Look
+# for gaps there: on the line of a GPU a gap is a moment in which it was not busy, and what the loop did meanwhile stands
+# on the line above.
 #
-# **Takeaway: profile before you change anything. The cure of one training does nothing for another.**
+# **Takeaway: profile before you change anything. What cures one training run does nothing for another.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. Open a trace in Perfetto in front of the class. Recording slows a step down, so read
-# shares from a profile, and samples/s from a run without it.
+# *For the instructor.* 15 minutes. Open a trace in Perfetto in front of the class. Recording slows a step down, so read
+# shares from a profile, and samples/s from a run without it. Typical in 2.4: durations are added up; a short event
+# inside a long one ends the long one; "data" is counted while the device is busy.
 
 # %% [markdown]
-# ## 7. Broken on purpose
+# ## 7. Broken on purpose (core, 5 min)
 #
-# One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get?
+# One sample of this dataset is damaged. It is read by a worker, in another process. What does the loop get? (The worker
+# is forked, so that the demonstration begins at once. For a training run, prefer `"forkserver"`: a fork of a process with
+# threads can hang, and on macOS it can crash.)
 
 # %% tags=["raises-exception"] raises="ValueError: Caught ValueError in DataLoader worker process 0."
 from torch.utils.data import DataLoader
@@ -829,17 +975,22 @@ for number, batch in enumerate(damaged):
 # %% [markdown]
 # PyTorch does what you did in exercise 2.3: the error travels through the queue, and the loop gets it in the place of
 # the batch. Read such a message from its **end**: the last line is the error of the dataset, and above it is the
-# traceback of the worker. (If the message is "DataLoader worker (pid 123) is killed by signal: Killed" instead, the
-# machine ran out of memory: take fewer workers, or less prefetch.) labcode's own loader shortens it to one line.
+# traceback of the worker. labcode's own loader shortens it to one line. Two other messages are about memory:
+#
+# - "DataLoader worker (pid 123) is killed by signal: Killed": the machine ran out of memory. Take fewer workers, or less
+#   prefetch.
+# - "DataLoader worker (pid 123) is killed by signal: Bus error. It is possible that dataloader's workers are out of shared
+#   memory": the batches of the workers no longer fit into `/dev/shm`. Containers often have only 64 MB of it; start them
+#   with more (`docker run --shm-size=8g`, or `--ipc=host`), or take fewer workers or less prefetch.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 3 minutes. Ask: why do batches 0 and 1 still come? (The queue is in order, and the error stands
 # in the place of batch 2.)
 
 # %% [markdown]
-# ## 8. Open end: find what makes it slow
+# ## 8. Open end: find what makes it slow (optional, 20 min)
 #
-# This training works on one crop a step, with a small network. It is much slower than it should be.
+# This training run works on one crop a step, with a small network. It is much slower than it should be.
 
 # %%
 from torch.profiler import ProfilerActivity, profile
@@ -864,6 +1015,7 @@ def slow_training(job, num_steps):
             log.append((step, loss, validation))
     return log
 
+tiles = l02_weather.make("runs/tiles.zarr", chunks=(2, 90, 180))
 job = l02_job.Job(tiles)
 with profile(activities=[ProfilerActivity.CPU]) as recorded:
     slow_training(job, 5)
@@ -873,17 +1025,17 @@ for event in sorted(recorded.key_averages(), key=lambda event: -event.cpu_time_t
         print(f"{event.key:20} {total_ms:8.1f} ms {event.count:4} calls")
 
 # %% [markdown] tags=["exercise"]
-# ### Exercise 2.4 · Open end: the same training, faster
+# ### Exercise 2.5 · Open end: the same training run, faster
 #
 # Write `faster_training`, which gives the same log and the same weights. Let the table above tell you where to begin:
 # there are three things to cure. Besides what the slow one calls, a job has `job.read_crop(time, place)`, where `place`
 # is what `job.place(step)` returns. The rubric of the check:
 #
-# 1. The weights and the log are those of the slow training, after any number of steps.
-# 2. Nothing is computed again that does not change, nothing that nobody looks at, and nothing is read that is not used.
-# 3. What guards the run is still there: when a weight is no finite number any more, the same step ends in an error.
+# 1. The weights and the log are those of the slow run, after any number of steps.
+# 2. What does not change is computed once. What nobody looks at is not computed, and what is not used is not read.
+# 3. The guard of the run is still there: when a weight is no finite number any more, the same step ends in an error.
 #
-# The check counts calls, so it does not matter how busy your machine is. It runs the slow training too, so it takes some
+# The check counts calls, so it does not matter how busy your machine is. It runs the slow one too, so it takes some
 # 10 seconds.
 
 # %% tags=["exercise"]
@@ -904,7 +1056,7 @@ def faster_training(job, num_steps):
     ### END SOLUTION
 
 # %% tags=["check"]
-check("2.4", faster_training)
+check("2.5", faster_training)
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes, for those who have time. People remove `weights_are_finite`, because it looks
@@ -912,7 +1064,7 @@ check("2.4", faster_training)
 # place, before the step. For those who go on: read ahead with the class of exercise 2.3, and measure.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | where | start |
 # |---|---|
@@ -922,12 +1074,41 @@ check("2.4", faster_training)
 # | a GPU: copies that overlap with computing | add `--loader.pin_memory` |
 # | SLURM: cores for the loop and its workers | `#SBATCH --cpus-per-task=8`, and `--loader.workers 7` at most |
 #
-# A copy from the host to a GPU can run beside computing only if the batch lies in **pinned** memory, which the operating
-# system never moves. `--loader.pin_memory` reads into such memory, and labcode copies the next batch on a **stream** of
-# its own, which is a second queue of the GPU, while the GPU computes. For GPUs there is also NVIDIA's profiler Nsight
-# Systems. `--profile.nvtx` tells it the names of the parts. (NVTX is NVIDIA's library for such marks.)
+# In plain PyTorch, a loop on a GPU looks like this:
 #
-# ## Questions
+# ```python
+# loader = DataLoader(
+#     dataset,
+#     batch_size=8,
+#     num_workers=7,            # the cores of this rank, without the one of the loop
+#     prefetch_factor=2,        # batches that each worker reads ahead
+#     persistent_workers=True,  # not started anew in each epoch
+#     pin_memory=True,          # batches lie where the GPU can copy from by itself
+# )
+# start = torch.cuda.Event(enable_timing=True)
+# stop = torch.cuda.Event(enable_timing=True)
+# for states, targets in loader:
+#     states = states.to("cuda", non_blocking=True)  # queued: the loop does not wait
+#     targets = targets.to("cuda", non_blocking=True)
+#     start.record()
+#     vit.loss(model(states), targets).backward()
+#     stop.record()
+#     optimizer.step()
+#     optimizer.zero_grad()
+# torch.cuda.synchronize()  # the last events have happened
+# print(start.elapsed_time(stop), "ms of forward and backward in the last step")
+# ```
+#
+# Memory is **pinned** if the operating system never moves it. Only from there can the GPU copy while the loop goes on;
+# from other memory, `non_blocking=True` has no effect. The copy above waits in the same queue as the kernels. To copy
+# the next batch **while** the GPU computes, the copy needs a **stream** of its own, which is a second queue of the GPU.
+# labcode does this with `--loader.pin_memory`.
+#
+# For GPUs there is also NVIDIA's profiler Nsight Systems. `--profile.nvtx` tells it the names of the parts. (NVTX is
+# NVIDIA's library for such marks.) NVIDIA's loading library DALI, which the ladder of lesson 03, section 2 mentions,
+# reads in C++ threads and decodes on the GPU.
+#
+# ## Questions (core, 5 min)
 #
 # **1.** A GPU is twice as fast as the one before. The data wait of the old one was 0 %, with read/w at 80 % of compute.
 # What is it on the new one?
@@ -955,23 +1136,26 @@ check("2.4", faster_training)
 # whole file.
 # </details>
 #
-# **4.** From lesson 01: which part of the α-β model says that chunks can be too small?
+# **4.** From lesson 00: a GPU multiplies two matrices of 8192 rows and columns at 500 TFLOP/s. How long does that take?
+# And what does `time.perf_counter()` before and after `a @ b` say?
 #
 # <details><summary>Answer</summary>
 #
-# α, which is paid for each request. As with messages, cutting the same bytes into more pieces costs α for each piece.
+# 2 · 8192³ = 1.1e12 FLOPs, so 2.2 ms. The clock of the process says how long the launch takes, some hundredths of a
+# millisecond, unless you synchronize before the second look.
 # </details>
 #
 # ## Recap
 #
 # | concept | formula or fact | in labcode |
 # |---|---|---|
-# | a step at best | FLOPs / rate of a large matrix product | `perf.flops`, `train.device_speed` |
+# | a step at best | 6 N T FLOPs / rate of a large matrix product | `perf.flops`, `train.device_speed` |
 # | parts of a step | each moment counts once; the rest is a part | `train.ranges.StepRanges` |
 # | a GPU's time | events, or synchronize before you look at the clock | `train.ranges.StepRanges` |
 # | chunks | read whole: their number times their size | `data.generate --chunks` |
 # | reading ahead | step = max(read, compute) | `data.loader.Loader` |
-# | w workers on c cores | max(read/w, compute, (read + compute)/c) | `--loader.workers` |
+# | w workers on c cores | at least max(read/w, compute, (read + compute)/c) | `--loader.workers` |
+# | where a step went | unions of intervals, not sums of durations | `perf.breakdown` |
 # | what to do first | the largest share | `perf.advice.advice` |
 #
 # ## Sources
@@ -980,6 +1164,5 @@ check("2.4", faster_training)
 # - PyTorch's data loading: <https://docs.pytorch.org/docs/stable/data.html>; its profiler:
 #   <https://docs.pytorch.org/docs/stable/profiler.html>; asynchronous execution:
 #   <https://docs.pytorch.org/docs/stable/notes/cuda.html>.
-# - NVIDIA DALI: <https://docs.nvidia.com/deeplearning/dali/user-guide/docs/>.
 # - Rasp et al. 2020, *WeatherBench*, arXiv:2002.00469: the task, and the loss weighted by area.
 # - Hersbach et al. 2020, *The ERA5 global reanalysis*, 10.1002/qj.3803.

@@ -26,8 +26,8 @@
 # - say what data parallelism keeps on each rank, and where, for that reason, it reaches its limit;
 # - write a training script for torchrun, starting from an empty function.
 #
-# **Time**: 80 minutes, best in two sittings: 55 for sections 1 to 6, and 25 for the script of section 7. **Needs**:
-# lesson 01.
+# **Time**: 135 minutes. Good places for a break are after section 3 and before the script of section 7.
+# **Needs**: lesson 01 (sections 1 to 3).
 
 # %%
 import torch
@@ -35,14 +35,60 @@ import torch.distributed as dist
 from torch.nn.utils import parameters_to_vector
 from torch.utils.data import DistributedSampler
 
+from labcode.config import GPTConfig, TextData
+from labcode.data import sampler, text
 from labcode.lab import Ranks, check, compare, plot, show_source
-from labcode.models import gpt
+from labcode.models import gpt, layers
 
 torch.set_num_threads(1)  # one core for each process, here as on the ranks
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. The mean of the means
+# All sections train the same small GPT, which learns Shakespeare, on the same six batches of 16 samples. It computes in
+# float64, so that rounding cannot hide a mistake.
+
+# %%
+splits = text.load(TextData(), context_length=64)
+config = GPTConfig(
+    splits.tokenizer.vocab_size,
+    num_layers=2,
+    num_heads=4,
+    hidden_size=64,
+    context_length=64,
+)
+order = sampler.Batches(len(splits.train), global_batch=16)
+batches = [splits.train[order.indices(step)] for step in range(6)]
+
+def build(seed=0):
+    """The model; the same seed gives the same weights in every process."""
+    return layers.initialize(gpt.GPT(config), seed).double()
+
+# %% [markdown]
+# `train` makes six steps on one share of each batch. Two functions can be handed to it: `prepare` changes the model
+# before the first step, and `average` is called between backward and step.
+
+# %%
+def train(rank, p, average=None, prepare=None, seed=0):
+    """Losses of six steps on share `rank` of `p`, and the weights after them."""
+    model = build(seed)
+    if prepare:
+        prepare(model)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
+    losses = []
+    for inputs, targets in batches:
+        own_inputs = inputs.chunk(p)[rank]
+        own_targets = targets.chunk(p)[rank]
+        loss = gpt.loss(model(own_inputs), own_targets)
+        optimizer.zero_grad()
+        loss.backward()
+        if average:
+            average(model)  # here the ranks agree
+        optimizer.step()
+        losses.append(loss.detach())
+    return torch.stack(losses), parameters_to_vector(model.parameters()).detach()
+
+# %% [markdown]
+# ## 1. The mean of the means (core, 20 min)
 #
 # The picture shows one training step on four ranks. Each rank has a complete copy of the model, and all copies are
 # equal. The batch is cut into four shares, and each rank computes the gradient of its own share. Then one all-reduce
@@ -67,49 +113,10 @@ plot.data_parallel(
 # $$L = \frac1B\sum_i \ell_i = \frac1p \sum_r L_r \qquad\text{and so}\qquad \nabla L = \frac1p \sum_r \nabla L_r.$$
 #
 # This needs one condition: the loss of a sample must not depend on the other samples of its batch. Batch normalisation
-# violates it, and a GPT has none. To see the equality happen, we need something to compare with: a small GPT that
-# learns Shakespeare, trained in one process. We use float64, so that rounding cannot hide a mistake.
-
-# %%
-from labcode.config import GPTConfig, TextData
-from labcode.data import sampler, text
-from labcode.models import layers
-from labcode.teach.labs import l04_by_hand
-
-splits = text.load(TextData(), context_length=64)
-config = GPTConfig(
-    splits.tokenizer.vocab_size,
-    num_layers=2,
-    num_heads=4,
-    hidden_size=64,
-    context_length=64,
-)
-order = sampler.Batches(len(splits.train), global_batch=16)
-batches = [splits.train[order.indices(step)] for step in range(6)]
-
-def build(seed=0):
-    """The model; the same seed gives the same weights in every process."""
-    return layers.initialize(gpt.GPT(config), seed).double()
+# violates it, and a GPT has none. To see the equality happen, we train one process first.
 
 # %% tags=["nbval-check-output"]
-def train(rank, p, average=None, prepare=None, seed=0):
-    """Losses of six steps on share `rank` of `p`, and the weights after them."""
-    model = build(seed)
-    if prepare:
-        prepare(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
-    losses = []
-    for inputs, targets in batches:
-        own_inputs = inputs.chunk(p)[rank]
-        own_targets = targets.chunk(p)[rank]
-        loss = gpt.loss(model(own_inputs), own_targets)
-        optimizer.zero_grad()
-        loss.backward()
-        if average:
-            average(model)  # between backward and step: here the ranks agree
-        optimizer.step()
-        losses.append(loss.detach())
-    return torch.stack(losses), parameters_to_vector(model.parameters()).detach()
+from labcode.teach.labs import l04_by_hand
 
 one_process, _ = train(rank=0, p=1)
 print("one process:", " ".join(f"{loss:.3f}" for loss in one_process))
@@ -142,8 +149,8 @@ check("4.1", average_gradients, ranks)
 show_source(l04_by_hand.average_gradients)
 
 # %% [markdown]
-# Forward sends nothing, and what is sent after backward does not depend on the batch: the gradients have as many
-# numbers as the model, however many samples they are the mean of. That is what makes data parallelism so popular.
+# The ranks send nothing in forward. After backward each sends its gradients, which have as many numbers as the model
+# has, however large the batch is. So with a larger batch on each rank, sending takes a smaller part of the step.
 #
 # Now the training itself. Each of four ranks takes a quarter of each batch, and all average over `dist.group.WORLD`,
 # the group of all ranks.
@@ -165,7 +172,7 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 # Training on p ranks is training on one, and not an approximation of it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 14 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
+# *For the instructor.* 20 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
 # the world size (right on four ranks, wrong on two groups of two), the default group, zeros in the place of None
 # (weight decay then shrinks a weight that nobody trains), and averaging the **weights**. Averaging weights after the
 # step is worth a discussion: with plain SGD it gives the same result, with Adam it does not, because the second moments
@@ -173,10 +180,10 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 # well.)
 
 # %% [markdown]
-# ## 2. A common start
+# ## 2. A common start (core, 12 min)
 #
-# Averaging gradients keeps equal copies equal. It does not **make** them equal. In the run above, every rank drew the
-# same weights, because all used the same seed. Suppose now that each rank seeds its random numbers with its own rank.
+# Averaging gradients keeps equal copies equal. It does not **make** them equal. In section 1 every rank drew the same
+# weights, because all used the same seed. Suppose now that each rank seeds its random numbers with its own rank.
 # That is a sensible thing to do for dropout, and here somebody forgot that the weights are random numbers as well.
 #
 # **Predict.** The gradients are averaged in each of the six steps. How far apart are the weights of rank 0 and rank 3
@@ -186,6 +193,12 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 distance_left = 1.0  # all ranks make the same step, from different places
 
 # %% tags=["nbval-check-output"]
+from labcode.teach.labs import l04_by_hand
+
+
+def average(model):
+    l04_by_hand.average_gradients(model, dist.group.WORLD)
+
 def train_with_own_seed(rank, prepare=None):
     return train(rank, 4, average, prepare, seed=rank)
 
@@ -213,9 +226,11 @@ mended = ranks.run(train_with_own_seed, broadcast_weights)
 print("with a broadcast at the start:", (mended[0][1] - mended[3][1]).norm().item())
 
 # %% tags=["figure"]
+one_process, _ = train(rank=0, p=1)
+averaged = ranks.run(train, 4, average)
 never_averaged = ranks.run(train, 4)
 cases = {
-    "averaged": runs,
+    "averaged": averaged,
     "own seeds, then a broadcast": mended,
     "own seeds": drifted,
     "never averaged": never_averaged,
@@ -225,14 +240,14 @@ plot.off_one_process(cases, one_process)
 # %% [markdown]
 # The figure shows how far the mean loss of the four ranks is from the loss of one process. The two correct runs differ
 # in the last bits of a float64 only, because sums are taken in another order. The two wrong runs are off by more than a
-# hundredth from the second step on. Fourteen powers of ten lie between right and wrong, but a plot of the losses alone
-# would hardly show it: all four runs learn.
+# hundredth from the second step on. About fourteen powers of ten lie between right and wrong, but a plot of the losses
+# alone would hardly show it: all four runs learn.
 #
 # **Takeaway: equal weights at the start, and the mean gradient in each step. Then every rank holds the model of one
 # process, after any number of steps.**
 
 # %% [markdown]
-# ## 3. Shares of different sizes
+# ## 3. Shares of different sizes (core, 28 min)
 #
 # The derivation needed shares of the same size. They are not always the same: the last batch of an epoch is rarely a
 # multiple of p, and texts have different lengths, so that the ranks have different numbers of tokens that count.
@@ -295,8 +310,42 @@ def average_uneven(model, mine, group):
 check("4.2", average_uneven, ranks)
 
 # %% [markdown]
+# With PyTorch's `DistributedDataParallel` (DDP; section 7) you do not write the average: its `backward()` adds up the
+# gradients and divides by the number of ranks, however large their shares are. So the weight goes into the loss. If a
+# rank multiplies its loss by p · mine / total, DDP's division by p leaves mine / total.
+
+# %%
+from torch.nn.parallel import DistributedDataParallel
+
+
+def gradient(model):
+    return torch.cat([param.grad.flatten() for param in model.parameters()])
+
+def gradient_of_ddp(rank, weighted):
+    model = DistributedDataParallel(build())
+    inputs, targets = batches[0]
+    own_inputs = inputs.split(shares)[rank]
+    own_targets = targets.split(shares)[rank]
+    loss = gpt.loss(model(own_inputs), own_targets)
+    if weighted:
+        total = torch.tensor(len(own_inputs))
+        dist.all_reduce(total)
+        loss = loss * dist.get_world_size() * len(own_inputs) / total
+    loss.backward()
+    return gradient(model)
+
+inputs, targets = batches[0]
+model = build()
+gpt.loss(model(inputs), targets).backward()
+whole = gradient(model)
+for weighted in (False, True):
+    found = ranks.run(gradient_of_ddp, weighted)[0]
+    away = (found - whole).norm() / whole.norm()
+    print(f"weighted: {weighted!s:5}  {away:.0e} of its length away from one process")
+
+# %% [markdown]
 # **Takeaway: add up sums and counts, and divide once. A mean of means is right only where all counts are equal.** You
-# met the same rule in lesson 00, for a mean over the ranks.
+# met the same rule in lesson 00, section 3, for a mean over the ranks.
 
 # %% [markdown]
 # In a training loop it is easy to get the rank without samples wrong. Suppose that rank 3 finds an empty batch and
@@ -313,19 +362,41 @@ ranks.run(skip_if_empty)
 
 # %% [markdown]
 # The others wait. The pool of this notebook notices it after five seconds and says who is missing; on a cluster, the
-# job stands still until a time-out, after 10 minutes with NCCL and 30 with gloo (lesson 01). In a real loop it can be
-# worse: rank 3 goes on to the next batch, and its next all-reduce meets the one that the others are still making for
-# the batch before. From then on rank 3 is one step ahead, without any error. A rank without samples has to take part,
-# with the weight 0.
+# job stands still until a time-out, after 10 minutes with NCCL and 30 with gloo (lesson 01, section 7). In a real loop
+# it can be worse: rank 3 goes on to the next batch, and its next all-reduce meets the one that the others are still
+# making for the batch before. From then on rank 3 is one step ahead, without any error. A rank without samples has to
+# take part, with the weight 0. With DDP it has to call backward as well, because DDP sends there.
+#
+# For DDP, PyTorch has a context that does this for ranks that run out of batches, `Join`. Here rank 3 has one batch
+# less than the others.
 
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 2 and 3 take 18 minutes. In 4.2 people multiply by `mine` and forget to divide by the
-# total (the gradient is then 16 times as long), or divide by the number of ranks as well. With 7 + 3 + 0 + 6 samples
-# the check finds those who return early where `mine` is 0. Ask: what if the gradients of that rank are None and not
-# zeros? (Then it has nothing to send, and has to make zeros first.)
+# %% tags=["nbval-check-output"]
+from torch.distributed.algorithms.join import Join
+
+
+def runs_out_of_batches(rank):
+    model = DistributedDataParallel(build())
+    num_batches = 1 if rank == 3 else 2
+    with Join([model]):
+        for inputs, targets in batches[:num_batches]:
+            gpt.loss(model(inputs), targets).backward()
+    return num_batches
+
+print("no rank hangs; batches of each:", ranks.run(runs_out_of_batches))
 
 # %% [markdown]
-# ## 4. Gradient accumulation
+# A rank that has left its loop stays in `Join` and takes part in the all-reduces of the others, with zeros. At the end
+# it gets their weights. DDP goes on to divide by 4, so the last gradients of the others are too short, unless you write
+# `Join([model], divide_by_initial_world_size=False)`.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* Section 2 takes 12 minutes and section 3 takes 28. In 4.2 people multiply by `mine` and forget
+# to divide by the total (the gradient is then 16 times as long), or divide by the number of ranks as well. With 7 + 3 +
+# 0 + 6 samples the check finds those who return early where `mine` is 0. Ask: what if the gradients of that rank are
+# None and not zeros? (Then it has nothing to send, and has to make zeros first.)
+
+# %% [markdown]
+# ## 4. Gradient accumulation (core, 15 min)
 #
 # A batch may be too large for the memory even after it has been divided between the ranks. Then a rank cuts its share
 # into m **micro-batches**. It runs forward and backward on one after the other, and makes one step at the end. This
@@ -409,10 +480,11 @@ def accumulated_gradients(model, inputs, targets, num_micro_batches, group):
 check("4.3", accumulated_gradients, ranks)
 
 # %% [markdown]
-# **Takeaway: with m micro-batches, divide each loss by m and send the gradients once, at the end.**
+# **Takeaway: with m micro-batches, divide each loss by m and send the gradients once, at the end.** Lesson 05, section
+# 5, shows the same loop for DDP.
 
 # %% [markdown]
-# ## 5. Who reads what
+# ## 5. Who reads what (core, 12 min)
 #
 # So far each rank cut its share out of a batch that was already there. In a real run every rank reads for itself, and
 # must know which samples are its own. PyTorch's `DistributedSampler` answers that. It shuffles all samples with a seed
@@ -439,26 +511,44 @@ plot.epochs(epoch_order)
 # Each row is an epoch. Without `set_epoch`, every epoch has the same batches in the same order. (The first epoch is the
 # same in both, because a sampler that was never told begins with epoch 0.)
 #
-# The other mistake is to have no sampler at all. Suppose that each of two ranks shuffles all samples with the same
-# seed, and reads 8 of them in each step, in that order.
+# The other mistake is to have no sampler at all: `DataLoader(dataset, batch_size=4, shuffle=True)` is right in one
+# process, and runs on four ranks as well. Like most scripts, this one begins with `torch.manual_seed(0)` on each rank,
+# and the loader shuffles with this seed. The data set is the numbers from 0 to 95, so we see what is read.
 #
-# **Predict.** The global batch should have 16 samples. How many different ones does it have?
+# **Predict.** The global batch should have 16 different samples. How many does it have? And how often is each sample
+# read in one epoch, by all ranks together?
 
 # %% tags=["predict"]
-different_samples = 8
+different_samples = 4
+times_read = 4
 
 # %% tags=["nbval-check-output"]
-def read_without_sampler(rank):
-    inputs, _ = batches[0]
-    return inputs[:8]
+from torch.utils.data import DataLoader
 
-read = ranks.run(read_without_sampler)
-read_by_two_ranks = torch.cat(read[:2])
-found = len(read_by_two_ranks.unique(dim=0))
+
+def batches_without_sampler(rank):
+    torch.manual_seed(0)
+    loader = DataLoader(range(96), batch_size=4, shuffle=True)
+    return [batch.tolist() for batch in loader]
+
+read_in_first_step = []
+read_in_epoch = []
+for batches_of_rank in ranks.run(batches_without_sampler):
+    read_in_first_step += batches_of_rank[0]
+    for batch in batches_of_rank:
+        read_in_epoch += batch
+
+print("read in the first step:", read_in_first_step)
+found = len(set(read_in_first_step))
 compare("different samples", different_samples, found, within=1, found="counted")
+times = read_in_epoch.count(0)
+compare("times sample 0 is read", times_read, times, within=1, found="counted")
 
 # %% [markdown]
-# Both ranks did the same work. Again there is no error, and the loss falls nicely, only more slowly than it should.
+# All ranks do the same work, and an epoch takes four times as many steps as it should. (With a seed of its own on each
+# rank, most samples of a step are different, but an epoch still reads everything four times.) Again there is no error,
+# and the loss falls nicely.
+#
 # labcode's own `data.sampler.Batches` computes the samples of any step from the seed and the number of the step, so
 # there is no epoch to tell it, and a run that was stopped resumes with the right samples.
 #
@@ -466,14 +556,14 @@ compare("different samples", different_samples, found, within=1, found="counted"
 # test there is.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 4 and 5 take 18 minutes. In 4.3 some add up the losses and call backward once at the
-# end: the gradient is right, but all activations are in memory together. Ask who has seen a training script without the
-# division by m, and whether it used Adam. For section 5, ask what `DistributedSampler` does if the number of samples is
-# not a multiple of p (it repeats some, so that all ranks make the same number of steps; with `drop_last=True` it leaves
-# some out).
+# *For the instructor.* Section 4 takes 15 minutes and section 5 takes 12. In 4.3 some add up the losses and call
+# backward once at the end: the gradient is right, but all activations are in memory together. Ask who has seen a
+# training script without the division by m, and whether it used Adam. For section 5, ask what `DistributedSampler` does
+# if the number of samples is not a multiple of p (it repeats some, so that all ranks make the same number of steps;
+# with `drop_last=True` it leaves some out).
 
 # %% [markdown]
-# ## 6. What it costs in memory
+# ## 6. What it costs in memory (core, 6 min)
 #
 # Every rank keeps the whole model. For each parameter, training with Adam in float32 keeps four numbers of 4 bytes: the
 # weight, its gradient, and Adam's two moments, which are running means of the gradient and of its square. That makes 16
@@ -482,23 +572,31 @@ compare("different samples", different_samples, found, within=1, found="counted"
 # <details><summary>And if it trains in 16 bits?</summary>
 #
 # It needs 16 bytes as well, as Rajbhandari et al. 2020 count: 2 for the weight, 2 for its gradient, and 4 each for the
-# two moments and for a copy of the weight in float32. Megatron-LM can keep the gradient in float32 too, which makes 18.
+# two moments and for a copy of the weight in float32. Megatron-LM can keep the gradient in float32 instead of 16 bits,
+# which makes 18.
 # </details>
 #
-# **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on 8
+# **Predict.** How many parameters fit at most on a GPU with 80 GB, if there is nothing else in its memory? And on four
 # such GPUs, with data parallelism?
 
 # %% tags=["predict"]
 on_one_gpu = 80e9 / 16
-on_eight_gpus = 80e9 / 16
+on_four_gpus = 80e9 / 16
 
 # %% tags=["nbval-check-output"]
-def bytes_per_parameter(rank):
-    """What one rank keeps after a step: weights, gradients and the state of AdamW."""
+from labcode.teach.labs import l04_by_hand
+
+
+def bytes_per_parameter(rank, p):
+    """What one of p ranks keeps after a step: weights, gradients and AdamW's state."""
     model = build().float()
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = batches[0]
-    gpt.loss(model(inputs), targets).backward()
+    own_inputs = inputs.chunk(p)[rank]
+    own_targets = targets.chunk(p)[rank]
+    gpt.loss(model(own_inputs), own_targets).backward()
+    if p > 1:
+        l04_by_hand.average_gradients(model, dist.group.WORLD)
     optimizer.step()
     kept = 0
     for param in model.parameters():
@@ -507,12 +605,14 @@ def bytes_per_parameter(rank):
         kept += moments["exp_avg"].nbytes + moments["exp_avg_sq"].nbytes
     return kept / sum(param.numel() for param in model.parameters())
 
-by_rank = ranks.run(bytes_per_parameter)
-print("bytes for each parameter on ranks 0 to 3:", by_rank)
-fit = 80e9 / max(by_rank)
-compare("parameters on one GPU", on_one_gpu, fit, within=1, found="computed")
-compare("parameters on eight GPUs", on_eight_gpus, fit, within=1, found="computed")
-gpt3_bytes = 175e9 * by_rank[0]
+alone = bytes_per_parameter(rank=0, p=1)
+by_rank = ranks.run(bytes_per_parameter, 4)
+print(f"bytes for each parameter: {alone} on one rank, {by_rank} on four")
+fit_alone = 80e9 / alone
+fit_on_four = 80e9 / max(by_rank)
+compare("on one GPU", on_one_gpu, fit_alone, within=1.1, found="counted")
+compare("on four GPUs", on_four_gpus, fit_on_four, within=1.1, found="counted")
+gpt3_bytes = 175e9 * max(by_rank)
 print(f"GPT-3: {gpt3_bytes / 1e12:.1f} TB, {gpt3_bytes / 80e9:.0f} times 80 GB")
 
 # %% tags=["figure"]
@@ -523,7 +623,7 @@ plot.copies(
 )
 
 # %% [markdown]
-# Eight GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion
+# Four GPUs with data parallelism hold no larger model than one. So data parallelism alone ends at a few billion
 # parameters. GPT-3, which has 175 billion, needs 35 times the memory of such a GPU before it has seen a single sample.
 # The third part of this course is about what comes next: dividing the matrices inside each layer, the sequences, the
 # list of layers, or the optimizer's state between the ranks, so that each keeps only a part.
@@ -531,11 +631,11 @@ plot.copies(
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 5 minutes, and a good place to end the first sitting. Ask: which of the 16 bytes could be
+# *For the instructor.* 6 minutes, and a good place to end the first sitting. Ask: which of the 16 bytes could be
 # divided between the ranks without changing the layers? (All of them; that is ZeRO.)
 
 # %% [markdown]
-# ## 7. A script of your own
+# ## 7. A script of your own (core, 35 min)
 #
 # So far a pool of ranks was there, and the notebook sent functions to it. On a cluster you have a script, and a
 # launcher starts it on every rank. The launcher that comes with PyTorch is **torchrun**: `torchrun --nproc-per-node=2
@@ -545,7 +645,7 @@ plot.copies(
 # |---|---|
 # | `RANK`, `WORLD_SIZE` | this process's number, and how many there are in the job |
 # | `LOCAL_RANK` | its number on this machine: the GPU that it should take |
-# | `MASTER_ADDR`, `MASTER_PORT` | where the store is, for the rendezvous of lesson 01 |
+# | `MASTER_ADDR`, `MASTER_PORT` | where the store is, for the rendezvous of lesson 01, section 1 |
 #
 # `dist.init_process_group(backend)` reads them and holds the rendezvous. You need not write the average of the
 # gradients again: PyTorch's `DistributedDataParallel` (DDP) wraps a model, broadcasts its weights from rank 0, and
@@ -632,32 +732,33 @@ def main(folder, epochs=2, global_batch=16):
 check("4.4", main)
 
 # %% [markdown]
-# This is a complete training script, and it runs unchanged on a cluster. To run it outside of the notebook, open a
-# terminal in the folder `runs` beside this notebook: `torchrun --nproc-per-node=2 train_04.py` starts the file that the
-# check has written.
+# This is a complete training script. To run it outside of the notebook, open a terminal in the folder `runs` beside
+# this notebook: `torchrun --nproc-per-node=2 train_04.py` starts the file that the check has written. It runs unchanged
+# on a cluster where labcode is installed, because it imports `build_model` and `dataset` from there. On several nodes
+# the file and `folder` have to be on a disk that all nodes see.
 #
 # **Takeaway: join, take a device, wrap the model, give each rank its samples, let rank 0 speak and save, leave.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes, most of it for the script. Typical: a script for the CPU only; printing on all
+# *For the instructor.* 35 minutes, most of it for the script. Typical: a script for the CPU only; printing on all
 # ranks; printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose
 # names all begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP
 # before moving the model. For the discussion: which lines would change for a model that does not fit on one GPU?
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 2 min)
 #
 # | where | start |
 # |---|---|
 # | 8 GPUs of one machine | `torchrun --nproc-per-node=8 train_04.py` |
 # | two machines with 8 GPUs each, on each of them | `torchrun --nnodes=2 --nproc-per-node=8 --rdzv-backend=c10d --rdzv-endpoint=HOST:29500 train_04.py` |
-# | SLURM | the sbatch script of lesson 14 does the same, with `srun` |
+# | SLURM | the sbatch script of lesson 14, section 2, does the same, with `srun` |
 # | the course's own training program | `torchrun --nproc-per-node=8 -m labcode.train gpt_tiny` |
 #
 # On two machines the line is the same on both, and HOST is the name of one of them. NCCL replaces gloo where there are
 # GPUs, and nothing else changes.
 #
-# ## Questions
+# ## Questions (core, 5 min)
 #
 # **1.** Four ranks compute the accuracy of their own validation samples and average the four numbers. When is this
 # wrong?
@@ -687,8 +788,8 @@ check("4.4", main)
 # rate. To keep the training as it was, halve the batch of each rank.
 # </details>
 #
-# **4.** From lesson 01: the gradients of a model of 1 GB are averaged on 8 ranks with a ring. How many bytes does each
-# rank send?
+# **4.** From lesson 01, section 3: the gradients of a model of 1 GB are averaged on 8 ranks with a ring. How many bytes
+# does each rank send?
 #
 # <details><summary>Answer</summary>
 #
@@ -700,7 +801,7 @@ check("4.4", main)
 # | concept | formula or fact | in labcode |
 # |---|---|---|
 # | mean of the means | ∇L = 1/p Σ ∇L_r, for shares of the same size | `parallel.data.DataParallel` |
-# | equal start | a distance at the start never shrinks: broadcast | `DataParallel()` |
+# | equal start | averaging gradients does not shrink a distance at the start: broadcast | `DataParallel()` |
 # | uneven shares | sums and counts travel, one division | `train.loop`, validation |
 # | accumulation | divide each loss by m, send once | `train.loop` |
 # | sampling | one shuffle, disjoint shares, a new one each epoch | `data.sampler.Batches` |

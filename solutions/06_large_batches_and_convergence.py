@@ -25,8 +25,9 @@
 # - judge the rules for learning rates by a measurement;
 # - write the outer step of DiLoCo, and say what rare messages cost.
 #
-# **Time**: 100 minutes, in two sittings: sections 1 to 3 (60 minutes), and 4 to 6 (40 minutes). **Needs**: lessons 02,
-# 04 and 05.
+# **Time**: 160 minutes. Good places for a break are after section 2 and after section 3.
+#
+# **Needs**: lesson 01 (section 6), lesson 04 (section 1), lesson 05 (sections 2 and 6).
 
 # %%
 import statistics
@@ -43,7 +44,7 @@ torch.set_num_threads(1)
 ranks = Ranks(4)
 
 # %% [markdown]
-# ## 1. Fast is not the same as far
+# ## 1. Fast is not the same as far (core, 15 min)
 #
 # We train a small GPT on Shakespeare, character by character: one layer, 32 characters at a time. A **sample** is one
 # such window of text, and the **batch** is the number of samples in an optimizer step.
@@ -60,36 +61,43 @@ ranks = Ranks(4)
 # %% tags=["predict"]
 multiple_of_t0_over_t1 = 1  # B / (t0 + t1 B) = 1 / (2 t1) gives B = t0 / t1
 
-# %% tags=["figure"]
+# %% tags=["by-hand"]
 import time
 
-from labcode.config import TextData
-from labcode.data import text
 from labcode.models import gpt
 
-base = l06_runs.gpt()
-windows = text.load(TextData(), base.model.context_length).train
-small_gpt = gpt.GPT(l06_runs.whole_model())
 
-def step_s(batch):
+def step_s(model, windows, batch):
     """Seconds of forward and backward; the median of 7."""
     inputs, targets = windows[np.arange(batch)]
     times = []
     for _ in range(7):
         started = time.perf_counter()
-        gpt.loss(small_gpt(inputs), targets).backward()
+        gpt.loss(model(inputs), targets).backward()
         times.append(time.perf_counter() - started)
     return statistics.median(times)
 
-batches = [1, 4, 16, 64, 256]
-seconds = [step_s(batch) for batch in batches]
+# %% [markdown]
+# The batch with half of the highest speed is read off the measured speeds, and t0 / t1 comes from a line through the
+# measured seconds. Between two measured batches there is only a straight line, and a busy machine disturbs both. So a
+# factor of 1.5 is allowed.
+
+# %% tags=["figure"]
+from labcode.config import TextData
+from labcode.data import text
+
+windows = text.load(TextData(), l06_runs.gpt().model.context_length).train
+small_gpt = gpt.GPT(l06_runs.whole_model())
+batches = [1, 2, 4, 8, 16, 64, 256]
+seconds = [step_s(small_gpt, windows, batch) for batch in batches]
+speeds = [batch / s for batch, s in zip(batches, seconds)]
 t1, t0 = np.polyfit(batches, seconds, 1, w=1 / np.array(seconds))
-half_batch = t0 / t1
-compare("half speed, in t0 / t1", multiple_of_t0_over_t1, half_batch * t1 / t0,
-        within=1.01, found="computed")
+half_batch = np.interp(0.5 / t1, speeds, batches)
+multiple = half_batch * t1 / t0
+compare("half speed, in t0 / t1", multiple_of_t0_over_t1, multiple, within=1.5)
 plot.lines(
     {
-        "measured": [batch / s for batch, s in zip(batches, seconds)],
+        "measured": speeds,
         "t0 + t1 B": [batch / (t0 + t1 * batch) for batch in batches],
     },
     x=batches,
@@ -103,7 +111,7 @@ plot.lines(
 
 # %% [markdown]
 # So far everything speaks for a large batch. But the curve says nothing about learning. The next table does: a ViT for
-# the weather (lesson 02) has seen the **same 320 samples** with each batch. With batch 1 it made 320 steps with them,
+# the weather, like that of lesson 02, has seen the **same 320 samples** with each batch. With batch 1 it made 320 steps with them,
 # with batch 16 only 20. The learning rate is the best of three for each batch. The runs come with the course; on any
 # machine they give the same losses up to rounding.
 
@@ -127,7 +135,7 @@ plot.sweep(
 # memory. Ask: which of the two figures changes on a GPU? (The first, greatly. The second does not.)
 
 # %% [markdown]
-# ## 2. How noisy is a gradient?
+# ## 2. How noisy is a gradient? (core, 45 min)
 #
 # Why does a sample teach less in a large batch? The gradient of a batch is an estimate. The true gradient G would be
 # the mean over all text there is. A batch of B samples gives G plus noise. In the picture the black arrow is G, and
@@ -165,8 +173,12 @@ plot.gradient_noise(
 # %% tags=["predict"]
 square_of_16 = 20 + 80 / 16
 
-# %% tags=["nbval-check-output"]
-compare("|G|^2 with 16 samples", square_of_16, 20 + 80 / 16, within=1, found="computed")
+# %%
+# G is a row of 20 ones, and each of its 20 numbers has a variance of 4
+gradients = 1 + 2 * torch.randn(5000, 16, 20)
+of_batches = gradients.mean(dim=1)
+mean_square = of_batches.square().sum(dim=1).mean().item()
+compare("|G|^2 with 16 samples", square_of_16, mean_square, within=1.05, found="simulated")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.1 · Two equations
@@ -193,8 +205,8 @@ check("6.1", estimate)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.2 · Measure it on the way
 #
-# Backward has run, and each rank holds its own gradients. Average them over the group, as in lesson 04, and return two
-# numbers: the **mean over the ranks** of the squared norm of their own gradients, and the squared norm of the average.
+# Backward has run, and each rank holds its own gradients. Average them over the group, as in lesson 04, section 1, and return
+# two numbers: the **mean over the ranks** of the squared norm of their own gradients, and the squared norm of the average.
 # Skip weights without a gradient. Beside the gradients, a single number may travel.
 
 # %% tags=["exercise"]
@@ -224,14 +236,25 @@ check("6.2", squares, ranks)
 # both numbers?
 #
 # Suppose that tr Σ is 10 at each of two steps, and the estimates of |G|² are 0.1 and 1.9, so 1 on average. The right
-# answer is 10 / 1 = 10. **Predict**: what is the mean of the two ratios?
+# answer is 10 / 1 = 10.
+#
+# **Predict.** Is the mean of the two ratios "about right", "too large" or "too small"?
 
 # %% tags=["predict"]
-mean_of_ratios = (10 / 0.1 + 10 / 1.9) / 2
+mean_of_ratios = "too large"
 
 # %% tags=["nbval-check-output"]
-compare("mean of the ratios", mean_of_ratios, statistics.mean([10 / 0.1, 10 / 1.9]),
-        within=1.01, found="computed")
+mean = statistics.mean([10 / 0.1, 10 / 1.9])
+print(f"mean of the ratios: {mean:.1f}, and 10 is right")
+verdict = "about right"
+if mean > 12:
+    verdict = "too large"
+elif mean < 8:
+    verdict = "too small"
+compare("mean of the ratios", mean_of_ratios, verdict, found="computed")
+
+# %% [markdown]
+# A single estimate of |G|² near zero makes its ratio huge. So both numbers are smoothed, and divided last.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.3 · Smooth it
@@ -307,7 +330,7 @@ plot.lines(
 # Derivation for the board: E|G_B|² = |E G_B|² + tr Cov(G_B), and the covariance of a mean of B is Σ / B.
 
 # %% [markdown]
-# ## 3. The critical batch
+# ## 3. The critical batch (core, 35 min)
 #
 # The noise scale makes a forecast. If a step with an exact gradient gains 1, a step with batch B gains
 # 1 / (1 + B_noise / B) (the same paper, equation 2.7). So the number of steps to a given loss is
@@ -318,24 +341,9 @@ plot.lines(
 # E_min is what the smallest batch would need. The batch **B_crit** where the curve bends is called the critical batch.
 # In this theory it is the noise scale.
 #
-# **Predict.** A training has S_min = 100 steps and B_crit = 40. How many steps does it need with a batch of 40, and how
-# many samples?
-
-# %% tags=["predict"]
-steps_at_critical = 100 * (1 + 40 / 40)
-samples_at_critical = 200 * 40
-
-# %% tags=["nbval-check-output"]
-from labcode.train import sweep_table
-
-example = sweep_table.Tradeoff(least_steps=100, least_samples=4000, relative_error=0)
-compare("steps", steps_at_critical, example.steps(40), within=1, found="computed")
-compare("samples", samples_at_critical, 40 * example.steps(40), within=1,
-        found="computed")
-
-# %% [markdown]
-# At the critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for
-# hardly fewer samples. Far above it, you pay more samples for hardly fewer steps.
+# For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at the
+# critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for hardly
+# fewer samples. Far above it, you pay more samples for hardly fewer steps.
 #
 # To see it, we need a **sweep**: runs with many batches, each at several learning rates, because a rate that is right
 # for one batch is wrong for another. Comparing batches at one rate compares rates.
@@ -384,10 +392,22 @@ print(l06_runs.COMMAND)
 
 # %% [markdown]
 # It trains our GPT to a validation loss of 2.3, at a constant rate, with two seeds. It took some ten minutes of two
-# cores, so its table comes with the course.
+# cores, so its table comes with the course. At the best rates it needed 1,259 steps with batch 4, and 125 with batch 256.
+#
+# **Predict.** From these two numbers and the formula: how many steps did it need with batch 32?
+
+# %% tags=["predict"]
+samples_at_least = (1259 - 125) / (1 / 4 - 1 / 256)
+steps_at_least = 125 - samples_at_least / 256
+steps_of_32 = steps_at_least + samples_at_least / 32
 
 # %% tags=["figure"]
+from labcode.train import sweep_table
+
 rows = l06_runs.shipped("gpt")
+ways = sweep_table.to_loss(rows, l06_runs.TARGET)
+measured_steps = {way.batch: way.steps for way in ways}
+compare("steps with batch 32", steps_of_32, measured_steps[32], within=1.15)
 plot.sweep(
     rows,
     of="steps",
@@ -416,23 +436,22 @@ def fit(steps_of):
 check("6.5", fit)
 
 # %% tags=["figure"]
-ways = sweep_table.to_loss(rows, l06_runs.TARGET)
 curve = sweep_table.fit_tradeoff([w.batch for w in ways], [w.steps for w in ways])
 print(f"S_min {curve.least_steps:.0f}, E_min {curve.least_samples:.0f}, "
       f"critical batch {curve.critical_batch:.0f}")
 plot.steps_against_batch(
-    {way.batch: way.steps for way in ways},
+    measured_steps,
     curve,
-    noise_scale=noisy[-1]["noise_scale"],
+    noise_scale=l06_runs.last_noise_scale("runs/noise"),
     title="Steps to a loss of 2.3",
     alt="Measured steps follow the curve; it bends at a critical batch of about 40",
 )
 
 # %% [markdown]
 # The seven points lie on the curve within some ten percent, although the theory was made for plain gradient descent and
-# we train with AdamW. The noise scale of the live run comes out at the same order of magnitude as the critical batch,
-# not at the same number: the paper, too, finds them equal only up to a factor of a few (section 3), and ours still
-# grows at the end of its 200 steps.
+# we train with AdamW. The noise scale of the run of section 2 (the figure has its line if you made that run) comes out
+# at the same order of magnitude as the critical batch, not at the same number: the paper, too, finds them equal only up
+# to a factor of a few (section 3), and ours still grows at the end of its 200 steps.
 #
 # **Takeaway: far below the critical batch, twice the ranks need about half the steps. From half of it to the whole they
 # need two thirds (3 S_min against 2 S_min). Far beyond it they need as many as before.**
@@ -443,9 +462,15 @@ plot.steps_against_batch(
 # number of devices. Take 2 euros for the hour of a device, or the price on your own invoice.
 
 # %% tags=["figure"]
+from labcode.config import TextData
+from labcode.data import text
+from labcode.models import gpt
+from labcode.teach.labs.l06_by_hand import step_s
+
+windows = text.load(TextData(), l06_runs.gpt().model.context_length).train
+step_of_16_s = step_s(gpt.GPT(l06_runs.whole_model()), windows, batch=16)
 price_per_hour = 2.0
 on_devices = [way for way in ways if way.batch >= 16]
-step_of_16_s = t0 + 16 * t1
 seconds_to_loss = [way.steps * step_of_16_s for way in on_devices]
 euros = []
 for way, to_loss_s in zip(on_devices, seconds_to_loss):
@@ -470,7 +495,7 @@ plot.lines(
 # the answer.
 
 # %% [markdown]
-# ## 4. The rate follows the batch, but how?
+# ## 4. The rate follows the batch, but how? (core, 20 min)
 #
 # Two rules are often quoted for a batch k times as large.
 #
@@ -479,19 +504,23 @@ plot.lines(
 # - **Square root**: √k times the rate. Adam divides by the size of the gradient, noise included. Where noise dominates,
 #   that size falls with √k (Malladi et al. 2022, arXiv:2205.10287).
 #
-# The table has batches from 4 to 256, so k = 64. The best rate of batch 4 is 0.003. **Predict** what each rule says for
-# batch 256.
+# The table has batches from 4 to 256, so k = 64. The best rate of batch 4 is 0.003. For batch 256 the linear rule says
+# 64 · 0.003 = 0.19, and the square root says 8 · 0.003 = 0.024.
+#
+# **Predict.** Which of them is nearer to the best rate of the sweep, "linear" or "square root"?
 
 # %% tags=["predict"]
-by_linear_rule = 0.003 * 64
-by_square_root = 0.003 * 8
+nearer_rule = "square root"
 
 # %% tags=["nbval-check-output"]
+from labcode.train import sweep_table
+
+ways = sweep_table.to_loss(l06_runs.shipped("gpt"), l06_runs.TARGET)
 best_rates = {way.batch: way.lr for way in ways}
-lr_of_4 = best_rates[4]
-compare("linear rule", by_linear_rule, lr_of_4 * 64, within=1.01, found="computed")
-compare("square root", by_square_root, lr_of_4 * 8, within=1.01, found="computed")
 print("best of the sweep:", best_rates)
+off_by = {"linear": 0.003 * 64 / best_rates[256], "square root": 0.003 * 8 / best_rates[256]}
+print("off by a factor of", {rule: round(factor, 1) for rule, factor in off_by.items()})
+compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get))
 
 # %% [markdown]
 # The sweep says 0.01 for batch 256: about three times the rate, not 64 times. At 0.19 the linear rule is six times
@@ -505,7 +534,7 @@ print("best of the sweep:", best_rates)
 # length.
 #
 # Two guards help at high rates: **warm-up** begins with small steps while Adam's averages are still rough, and
-# **clipping** (lesson 05) bounds a single step.
+# **clipping** (lesson 05, section 6) bounds a single step.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.6 · Break it
@@ -536,7 +565,7 @@ check("6.6", diverges, overfits)
 # climb. In 6.6 clipping and Adam make divergence harder than people expect; that is worth a word.
 
 # %% [markdown]
-# ## 5. Fewer messages
+# ## 5. Fewer messages (core, 35 min)
 #
 # A larger batch sends fewer gradients for the same samples. There is another way: let each copy of the model make H
 # steps on its own samples, and average the **weights** after that. The picture shows both.
@@ -609,7 +638,6 @@ from labcode.config import TextData
 from labcode.data import text
 from labcode.models import gpt, layers
 from labcode.parallel.local import OuterOptimizer
-from labcode.perf import alpha_beta
 from labcode.teach.progress import status
 
 show_source(OuterOptimizer.step)
@@ -676,21 +704,15 @@ plot.bars(
 # of them early, where the loss falls fast and the direction changes. The paper makes hundreds of inner steps between
 # two outer ones, and begins with a model that is trained already. Do not take over a setting without a sweep.
 #
-# What is it worth in time? On a fast network, nothing. So we emulate a slow one, as in lesson 05: a link between two
-# cities, with α = 5 ms and 5 MB/s. A ring on four ranks needs 6 α + 1.5 n/β for an all-reduce of n bytes. The model of
-# the next cells has `slow_link.weight_bytes()` bytes of weights, and as many of gradients.
-#
-# **Predict** with this formula: for how many seconds does a step of data parallelism use the link?
-
-# %% tags=["predict"]
-link_s = 6 * 5e-3 + 1.5 * slow_link.weight_bytes() / 5e6
+# What is it worth in time? On a fast network, nothing. So we emulate a slow one, as in lesson 05, section 4: a link between two
+# cities, with α = 5 ms and 5 MB/s. A ring on four ranks needs 6 α + 1.5 n/β for an all-reduce of n bytes
+# (lesson 01, section 6). The model of
+# the next cells has `slow_link.weight_bytes()` bytes of weights, and as many of gradients. So this is how long a step of
+# data parallelism uses the link:
 
 # %%
-by_formula = alpha_beta.time_s(
-    "all_reduce", 4, slow_link.weight_bytes(), slow_link.WIDE_AREA
-)
-compare("seconds on the link", link_s, by_formula, unit="s", within=1.01,
-        found="computed")
+link_s = 6 * 5e-3 + 1.5 * slow_link.weight_bytes() / 5e6
+print(f"{1e3 * link_s:.0f} ms")
 
 # %% tags=["figure"]
 status("training over a slow link")
@@ -718,7 +740,7 @@ ranks.close()
 # moved on. Ask: which state does each copy keep for itself? (Adam's averages. They are never sent.)
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | what | start |
 # |---|---|
@@ -728,7 +750,7 @@ ranks.close()
 # | a sweep on one GPU, a run at a time | `python -m labcode.train.sweep gpt_10m --sweep.batch 32,64,128` |
 # | inside a SLURM job | `srun --ntasks=1 python -m labcode.train.sweep ...`, submitted again to resume |
 #
-# ## Questions
+# ## Questions (core, 5 min)
 #
 # **1.** The noise scale of a run is 2000 samples, and the batch is 500. Your cluster doubles. What do you expect?
 #

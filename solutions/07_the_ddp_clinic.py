@@ -26,7 +26,10 @@
 # - cure eleven scripts, and show for each that it trains like its healthy twin: the same script without the fault;
 # - judge four pieces of popular advice by a measurement.
 #
-# **Time**: 120 minutes in two sittings; the first ends after section 5. **Needs**: lessons 04 and 05.
+# **Time**: 200 minutes, and 10 more for what is optional. Good places for a break are after
+# sections 3, 5 and 7.
+#
+# **Needs**: lesson 04 (sections 1 and 3 to 5), lesson 05 (sections 1, 2 and 5).
 
 # %%
 import torch
@@ -43,7 +46,7 @@ ranks = Ranks(4)
 pair = Ranks(2, beside=True)  # patients are examined on two ranks
 
 # %% [markdown]
-# ## 1. Six steps
+# ## 1. Six steps (core, 25 min)
 #
 # Somebody calls: "My training on 64 GPUs is bad." What do you do first? These six steps work for most jobs:
 #
@@ -191,7 +194,7 @@ show_source(clinic.Chart.note_step)
 # (A rank that comes to the hook more often than another would wait for ever: the instrument would make the patient ill.)
 
 # %% [markdown]
-# ## 2. The ward round
+# ## 2. The ward round (core, 10 min)
 #
 # A chart from each rank, laid side by side, answers step 3. We ask five questions, and in a healthy training each has
 # the answer 0:
@@ -245,7 +248,7 @@ plot.ward_round(
 # **Takeaway: what must be equal and what must not is five questions. Ask them before you read code.**
 
 # %% [markdown]
-# ## 3. The doctor, and the ward for data
+# ## 3. The doctor, and the ward for data (core, 15 min)
 #
 # labcode has a larger instrument of the same kind, `doctor.watch`. It also is a `with` block, and it also works with
 # hooks. When the block ends, the ranks exchange their notes, and each finding is a sentence with **what** it is, on which
@@ -348,7 +351,7 @@ check("7.3", pair, patient_1, patient_2)
 # `set_epoch`, if they differ between epochs and are the same on all ranks; the check takes the learner's for the twin.
 
 # %% [markdown]
-# ## 4. The ward for weights
+# ## 4. The ward for weights (core, 15 min)
 #
 # When DDP is built it does two things: it sends the parameters of rank 0 to all ranks, and it hangs a hook on **each
 # parameter that the model has at this moment**. From then on all ranks start from the same weights and apply the same
@@ -477,7 +480,7 @@ check("7.4", pair, patient_5, patient_6)
 # **Takeaway: finish the model, move it to its device, then wrap it. Nothing that changes afterwards is seen by DDP.**
 
 # %% [markdown]
-# ## 5. Statistics that are nobody's weights
+# ## 5. Statistics that are nobody's weights (core, 25 min)
 #
 # BatchNorm normalises each feature with the mean and the variance of the batch, and keeps running averages of both for
 # evaluation. These averages are **buffers**: tensors that belong to the model and get no gradient. Under data parallelism
@@ -597,7 +600,7 @@ show_source(WholeBatchNorm.forward)
 # DDP averages what is a sum already).
 
 # %% [markdown]
-# ## 6. All agree, and all are wrong
+# ## 6. All agree, and all are wrong (core, 25 min)
 #
 # Patients 3, 4 and 8 had nothing but zeros in the ward round. Step 4 says: compare with one process. The law of data
 # parallelism is that p ranks together compute the gradient of **the mean over all samples of the step**. Three factors
@@ -777,7 +780,7 @@ check("7.6", pair, patient_3, patient_4, patient_8)
 # all: the ranks drift apart, and the ward round shows it under "gradients".)
 
 # %% [markdown]
-# ## 7. The training stands still
+# ## 7. The training stands still (core, 30 min)
 #
 # Collectives have no names. The second call of rank 0 is matched with the second call of rank 1, whatever they were
 # meant for. Patient 11 logs the mean loss, and its author thought: only rank 0 prints, so only rank 0 needs to compute
@@ -986,7 +989,7 @@ check("7.8", pair, patient_11, patient_14, patient_15)
 # calls of each rank.
 
 # %% [markdown]
-# ## 8. Right, and slow
+# ## 8. Right, and slow (core, 15 min)
 #
 # In data parallelism all ranks wait for the slowest one, in every step. Suppose rank 0 needs 1 ms for a sample and rank 1,
 # an older machine, needs 3 ms. The batch has 64 samples, and each rank gets 32.
@@ -1048,7 +1051,7 @@ for number in (9, 10, 12):
     print(clinic.examine(pair, number)[0].says[0], "\n")
 
 # %% [markdown]
-# ## 9. Four pieces of advice
+# ## 9. Four pieces of advice (core, 10 min)
 #
 # These four sentences stand in guides and answers on the web. Each can be tested with what you know.
 #
@@ -1103,7 +1106,7 @@ compare("4 is true", checkpointing_breaks_ddp, checkpointing_gap > ROUNDING)
 # a single node.
 
 # %% [markdown]
-# ## 10. Is a second rank worth it?
+# ## 10. Is a second rank worth it? (optional, 10 min)
 #
 # **Scaling efficiency** is the time of a step on one rank, divided by the time of a step on p ranks with p times the
 # batch: 1 is perfect. Without overlap a step on p ranks is the same work plus the message:
@@ -1162,7 +1165,7 @@ plot.lines(
 # **Takeaway: when scaling is bad, first look at the samples per rank, then at the network.**
 
 # %% [markdown] tags=["exercise"]
-# ## 11. The night shift
+# ## 11. The night shift (core, 20 min)
 #
 # ### Exercise 7.10 · Five faults in one script
 #
@@ -1240,7 +1243,7 @@ pair.close()
 # | stands still | which rank has not come, and to which call? | a collective inside an `if`, uneven shares |
 # | everybody is slow | whose own work takes longest? | one slow rank, few samples per rank |
 #
-# ## Quiz
+# ## Quiz (core, 5 min)
 #
 # **1.** All ranks report the same loss, to the last digit, in every step. Is that good?
 #
@@ -1271,7 +1274,7 @@ pair.close()
 # different buckets would be added.
 # </details>
 #
-# ## On GPUs and on SLURM
+# ## On GPUs and on SLURM (core, 5 min)
 #
 # - All patients exist on GPUs, and three more: all ranks on GPU 0 (`torch.cuda.set_device(local_rank)` forgotten), data
 #   on another device than the model, and a `SyncBatchNorm` that was not converted. `doctor.watch` looks for them too.

@@ -23,12 +23,13 @@
 #
 # - turn a rank into coordinates, and find all groups along any axes, for any order of the axes;
 # - make the process groups on every rank, and recognise the errors that come from making them carelessly;
-# - predict to the byte what a step of training sends between nodes, and check it against a real run;
+# - predict which bytes a step of training sends between nodes, and count them in a real step;
 # - choose the sizes and the order of a grid by what they cost.
 #
-# **Time**: 85 minutes, in two sittings: sections 1 to 3 take 43, sections 4 and 5 take 42. Half of it is for the five
-# exercises. The part on scatter/gather in section 4 is optional, 8 minutes more. **Needs**: lesson 01 (the ring
-# all-reduce and its bytes) and lesson 04 (data parallelism).
+# **Time**: 130 minutes, and 10 more for what is optional. Good places for a break are after section 2 and after
+# section 3.
+#
+# **Needs**: lesson 01 (sections 1 and 3), lesson 04 (section 1).
 
 # %%
 import torch
@@ -42,7 +43,7 @@ from labcode.topology import GridShape
 ranks = Ranks(4, timeout_s=15)
 
 # %% [markdown]
-# ## 1. From one number to coordinates
+# ## 1. From one number to coordinates (core, 15 min)
 #
 # There are four common ways to divide the work, and we call each of them an **axis**. Each has a lesson of its own;
 # here it is enough to know what its ranks share out, and what they send each other.
@@ -121,13 +122,13 @@ def my_coords(rank, sizes, order):
 check("8.1", my_coords)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes with the exercise. Most people get it right at once; those who do not have read the
+# *For the instructor.* 15 minutes with the exercise. Most people get it right at once; those who do not have read the
 # order from slow to fast, or divide before they take the remainder. Somebody always loops `while rank > 0`, which
 # leaves out the slow axes of the low ranks. Ask the room: how would you go back from coordinates to the rank? (Multiply
 # and add, from the slowest axis to the fastest. It is Horner's scheme.)
 
 # %% [markdown]
-# ## 2. Groups
+# ## 2. Groups (core, 20 min)
 #
 # A **group** along an axis holds the ranks that differ along this axis and nowhere else. All their other coordinates
 # are the same. So every rank is in exactly one group of each axis, and the groups of an axis together hold every rank
@@ -137,6 +138,7 @@ check("8.1", my_coords)
 # ranks of one tp group have the same colour and the same letter.
 
 # %% tags=["figure"]
+shape = GridShape(dp=2, pp=2, tp=4)  # the sixteen ranks of section 1
 print("tp groups:", shape.groups("tp"))
 print("dp groups:", shape.groups("dp"))
 plot.grid(
@@ -171,8 +173,8 @@ plot.grid(
 
 # %% [markdown]
 # In the usual order the tp groups of these sizes would be neighbours: 0 and 1, 2 and 3, and so on. In this order there
-# are as many groups, each rank computes what some rank computed before, and the training gives the same losses. But
-# every tp group reaches over both nodes, and the four ranks of a dp group are next to each other.
+# are as many groups, and each rank computes what some rank computed before. But every tp group reaches over both nodes,
+# and the four ranks of a dp group are next to each other.
 #
 # Axes also work **together**. Ranks along cp hold the same weights and see other tokens, just as ranks along dp hold
 # the same weights and see other samples. So the gradient of a weight is summed over both. The group for that sum is
@@ -184,16 +186,17 @@ print("along dp:       ", four_axes.groups("dp"))
 print("along dp and cp:", four_axes.groups("dp", "cp"))
 
 # %% [markdown]
-# **Takeaway: the order of the axes never changes what is computed. It decides how far apart the members of a group are,
-# and so which groups stay inside a node.**
+# **Takeaway: the order of the axes does not change what is computed, up to rounding, as long as each rank picks its
+# data by its dp coordinate. It decides how far apart the members of a group are, and so which groups stay inside a
+# node.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.2 · All groups, along any axes
 #
-# This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. Write it with
-# `my_coords`, or from nothing. `axes` is a tuple with any number of axes: `("tp",)`, `("dp", "cp")`, or even `()`,
-# whose groups are single ranks. Return a list of groups, each of them a list of ranks that ascend. The order of the
-# groups is up to you.
+# This function is the heart of every framework for large models; Megatron-LM calls it its rank generator. `order` and
+# `sizes` are those of exercise 8.1; you may call your `my_coords` or divide once more. `axes` is a tuple with any number
+# of axes: `("tp",)`, `("dp", "cp")`, or even `()`, whose groups are single ranks. Return a list of groups, each of them
+# a list of ranks that ascend. The order of the groups is up to you.
 
 # %% tags=["exercise"]
 def my_groups(sizes, order, axes):
@@ -204,8 +207,13 @@ def my_groups(sizes, order, axes):
         world_size *= size
     together = {}
     for rank in range(world_size):
-        coords = my_coords(rank, sizes, order)
-        fixed = tuple(coords[axis] for axis in sizes if axis not in axes)
+        rest = rank
+        fixed = ()  # the coordinates along the other axes
+        for axis in order.split("-"):
+            coord = rest % sizes[axis]
+            rest = rest // sizes[axis]
+            if axis not in axes:
+                fixed += (coord,)
         if fixed not in together:
             together[fixed] = []
         together[fixed].append(rank)
@@ -224,19 +232,24 @@ check("8.2", my_groups)
 show_source(GridShape.groups)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 14 minutes for section 2. The usual mistake in 8.2 is to group by the coordinates along `axes`
-# in place of the others: ask what the ranks of a group have in common. `for axis in order.split("-") if axis not in
-# axes` and a dictionary of lists is all it takes.
+# *For the instructor.* 20 minutes for section 2. The usual mistake in 8.2 is to group by the coordinates along `axes`
+# in place of the others: ask what the ranks of a group have in common. With `my_coords` the inner loop is `tuple(
+# coords[axis] for axis in sizes if axis not in axes)`.
 
 # %% [markdown]
-# ## 3. Make the groups real
+# ## 3. Make the groups real (core, 30 min)
 #
 # So far this was arithmetic. `dist.new_group(members)` makes a process group of some ranks. It is itself a collective:
 # **all** ranks of the job have to call it, members or not, and in the **same order**. Each rank counts its calls, and
-# the count becomes the group's name. Under that name the members leave their addresses in the store (lesson 01) and
-# look for each other's. (With `use_local_synchronization=True` only the members call it, and the name is made of their
-# ranks and of how many groups each of them is in by then. So the order counts there, too. All that follows is about the
-# usual way.)
+# the count becomes the group's name. Under that name the members leave their addresses in the store (lesson 01, section
+# 1) and look for each other's.
+#
+# <details><summary>Is there a way in which only the members call it?</summary>
+#
+# Yes, `new_group(members, use_local_synchronization=True)`. PyTorch then makes the name of the members' ranks and of the
+# number of groups that each of them is in already. If two members have made different numbers of groups before, their
+# names differ and they do not meet. So the order matters here as well.
+# </details>
 #
 # What if the order differs? Suppose that rank 3 makes the dp groups before the tp groups. That happens when code loops
 # over a `set` of names of axes, because Python orders the strings of a set differently in each process. Let us do it on
@@ -289,8 +302,6 @@ for rank, sums in enumerate(ranks.run(careless)):
 # %% tags=["raises-exception"] raises="RankError: rank 1: DistStoreError: wait timeout after 3000ms"
 from datetime import timedelta
 
-from torch.distributed.device_mesh import init_device_mesh
-
 
 def absent(rank):
     for members in DP_GROUPS:
@@ -311,6 +322,13 @@ ranks.run(absent)
 #
 # NCCL waits later, in the first collective of the group, unless `init_process_group` was given a `device_id`; and it
 # words it differently. But the question is the same: which member of which group never came?
+#
+# With NCCL there is one more rule, and it holds after the groups are made. Every group is a communicator of its own: it
+# is created at the latest in its first collective, and takes some GPU memory. If collectives of **several** groups are
+# under way at once, all ranks have to start them in one consistent order, across the groups too. Suppose that rank 0
+# starts the sum over tp first and then that over dp, and rank 1 of its tp group starts them the other way round. Then
+# each may wait for the other, because a collective occupies the GPU until its partners have come. PyTorch's
+# documentation of `new_group` calls this "safe concurrent usage". Gloo, which runs here, does not show the mistake.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.3 · Make them all
@@ -337,7 +355,35 @@ def connect(rank, groups_of):
 check("8.3", connect, ranks)
 
 # %% [markdown]
-# In labcode `Grid.create(shape)` does this for every combination of axes, and goes through them in one fixed order.
+# In plain PyTorch you need not write this yourself. `dist.new_subgroups_by_enumeration` makes all groups of a list and
+# returns the one of this rank. And `init_device_mesh` makes the groups of all axes of a grid. It takes the sizes and
+# names with the **slowest axis first**, and returns a `DeviceMesh`, from which PyTorch's own parallelisms read their
+# groups (lesson 09, section 5). `_flatten` makes the group of several axes together; its underscore says that its name
+# may still change. On GPUs the mesh is one of `"cuda"`.
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.device_mesh import init_device_mesh
+
+
+def in_plain_pytorch(rank):
+    by_list, _ = dist.new_subgroups_by_enumeration(TP_GROUPS)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp"))
+    made = {
+        "tp": by_list,
+        "cp": mesh.get_group("cp"),
+        "dp": mesh.get_group("dp"),
+        "dp and cp": mesh["dp", "cp"]._flatten().get_group(),
+    }
+    return {name: dist.get_process_group_ranks(group) for name, group in made.items()}
+
+with_cp = GridShape(dp=2, cp=2)  # the usual order: cp ticks faster than dp
+for rank, found in enumerate(ranks.run(in_plain_pytorch)):
+    same = found["dp"] in with_cp.groups("dp") and found["cp"] in with_cp.groups("cp")
+    print(f"rank {rank}: {found}; as GridShape has them: {same}")
+
+# %% [markdown]
+# In labcode `Grid.create(shape)` makes the groups of every combination of axes, and goes through them in one fixed
+# order. It has a `DeviceMesh` over the same groups, `grid.mesh`, for those parts of PyTorch that want one.
 # Three axes have size 1 in many jobs, and their groups have one member. They are real groups all the same, so that
 # model code never has to ask whether an axis is in use.
 #
@@ -365,24 +411,6 @@ compare("rank 1, sum over dp", sum_over_dp, of_rank_1["dp"], within=1)
 compare("rank 1, sum over pp", sum_over_pp, of_rank_1["pp"], within=1)
 
 # %% [markdown]
-# PyTorch has a grid as well, the `DeviceMesh`. It takes sizes and names with the **slowest axis first**, and PyTorch's
-# own tensor parallelism reads its groups from it; you will use it in lesson 09. Every `Grid` has one, as `grid.mesh`.
-# Is it the same as a mesh that PyTorch makes itself?
-
-# %% tags=["nbval-check-output"]
-def groups_of_mesh(mesh):
-    return [dist.get_process_group_ranks(mesh.get_group(axis)) for axis in ("tp", "dp")]
-
-def both_meshes(shape):
-    ours = Grid.create(shape).mesh
-    theirs = init_device_mesh(ours.device_type, (2, 2), mesh_dim_names=("dp", "tp"))
-    return groups_of_mesh(ours), groups_of_mesh(theirs)
-
-small_grid = GridShape(dp=2, tp=2)
-for rank, (ours, theirs) in enumerate(ranks.run(both_meshes, small_grid)):
-    print(f"rank {rank}: tp and dp {ours}, the same in PyTorch: {ours == theirs}")
-
-# %% [markdown]
 # The third mistake is the most frequent one, and the cheapest, because it is found before any group exists: sizes whose
 # product is not the number of ranks. Read what was computed, what was found, and what to do.
 
@@ -397,14 +425,14 @@ ranks.run(too_large)
 # get wrong sums when you are not.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. Let the room fill in the last column of the table before they see it. In 8.3 most
+# *For the instructor.* 30 minutes. Let the room fill in the last column of the table before they see it. In 8.3 most
 # write `for axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the
 # groups they are in. That second version can even seem to work here, because every rank is in one group of each axis.
 # But [0, 1] and [2, 3] then get the same name, and their members write their addresses under the same keys, so it is
 # luck who meets whom.
 
 # %% [markdown]
-# ## 4. What crosses between nodes
+# ## 4. What crosses between nodes (core, 35 min)
 #
 # A cluster has two kinds of links. Inside a node, GPUs talk over NVLink: on an H100, 450 GB/s in each direction.
 # Between nodes, each GPU has a network card; a common one, InfiniBand NDR, carries 400 Gb/s, which is 50 GB/s. So the
@@ -415,6 +443,7 @@ ranks.run(too_large)
 # usual order.
 
 # %% tags=["figure"]
+small_grid = GridShape(dp=2, tp=2)
 plot.links(
     small_grid, axes_shown=("tp", "dp"), nodes=2, title="Order tp-dp",
     alt="Four ranks on two nodes: the two rings of tp stay inside, those of dp cross",
@@ -423,27 +452,28 @@ plot.links(
 # %% [markdown]
 # What is sent along these links in one step of training?
 #
-# - **dp** makes one all-reduce of the gradients in each step (lesson 04).
-# - **tp** makes four all-reduces in every layer: two in forward, two in backward. Lesson 09 shows why there are four.
-#   What they add up are activations. We call *act* the activations that a rank holds between two layers: samples of the
-#   rank × tokens × hidden size numbers.
+# - **dp** makes one all-reduce of the gradients in each step (lesson 04, section 1).
+# - **tp** makes four all-reduces in every layer, two in forward and two in backward, one more below the first layer and
+#   one above the last. Lesson 09 shows why. What they add up are activations. We call *act* the activations that a rank
+#   holds between two layers: samples of the rank × tokens × hidden size numbers.
 #
-# And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01). With p = 2 that is
-# exactly once the tensor.
+# And in a ring all-reduce over p ranks, each link carries 2 (p - 1)/p times the tensor (lesson 01, section 3). With p =
+# 2 that is exactly once the tensor.
 #
-# Let us do the sum for dp. A rank holds half of each layer, so half of the weights (the few weights of the norms, which
-# are not divided, do not matter here), and its gradients have 4 bytes each. In the picture four links of dp cross, and
-# each carries the gradients of one rank once.
+# Let us do the sum for dp. A rank holds half of each layer, so about half of the weights, and its gradients have 4 bytes
+# each. In the picture four links of dp cross, and each carries the gradients of one rank once.
 
 # %% tags=["nbval-check-output"]
 import itertools
 from collections import Counter
 from dataclasses import replace
 
-from labcode.comm import ring
+from labcode.comm.counting import CollectiveSpy
 from labcode.config import GPTConfig
+from labcode.models import gpt
+from labcode.models.parallelize import parallelize
 from labcode.perf.traffic import across_nodes, step_traffic
-from labcode.teach.labs.l08_costs import costs, crossing_bytes
+from labcode.teach.labs.l08_costs import crossing_bytes
 from labcode.topology import AXES
 
 small = GPTConfig(
@@ -460,41 +490,52 @@ print(f"between the nodes, order tp-dp: {dp_crossing:,.0f} bytes")
 # Now the other order, `dp-tp`: dp ticks fastest, ranks 0 and 1 are a dp group, and the four links of tp cross.
 #
 # **Predict.** How many bytes of tp cross between the nodes in a step then? A number of act has 4 bytes here (float32).
-# Count the bytes of act for one rank first, then the all-reduces in the two layers, then the links that cross.
+# Count the bytes of act for one rank first, then the all-reduces of the whole model, then the links that cross.
 
 # %% tags=["predict"]
 act_bytes = 16 * 128 * 64 * 4
-all_reduces = 4 * 2
+all_reduces = 4 * 2 + 2
 tp_crossing = 4 * all_reduces * act_bytes
 
 # %% [markdown]
-# To check both numbers we run the all-reduces of one step for real, with the ring of lesson 01, which returns the bytes
-# that it sent to the right neighbour. The tensors hold only zeros; their sizes are those of the model.
+# To check both numbers we run one real step of the model on the four ranks, forward, backward and the sum of the
+# gradients, and count. To PyTorch a collective is an operation like any other, and `CollectiveSpy` of labcode is told of
+# each one before it starts: of which ranks are in its group, and how many bytes its tensor has. `parallelize` cuts the
+# model as you will learn to do it in lesson 09.
 
 # %%
-def right_neighbour(rank, group):
-    members = dist.get_process_group_ranks(group)
-    place = members.index(rank)
-    return members[(place + 1) % len(members)]
+class BytesOfGroups(CollectiveSpy):
+    """Adds up the bytes that are summed in each group, {ranks of the group: bytes}."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = Counter()
+
+    def on_collective(self, call, start):
+        self.found[call.ranks] += call.num_bytes
+        return start()
 
 def one_step(rank, shape):
-    """The all-reduces of a step along tp and dp; {(sender, receiver): bytes}."""
-    grid = Grid.create(shape)
-    tp = grid.group("tp")
-    dp = grid.group("dp")
-    act = torch.zeros(BATCH // shape.dp, small.context_length, small.hidden_size)
-    gradients = torch.zeros(small.num_parameters // shape.tp)
-    sent = Counter()
-    for _ in range(4 * small.num_layers):
-        sent[rank, right_neighbour(rank, tp)] += ring.all_reduce(act, tp)
-    sent[rank, right_neighbour(rank, dp)] += ring.all_reduce(gradients, dp)
+    """What this rank sends to its right neighbours, {(sender, receiver): bytes}."""
+    model = parallelize(gpt.GPT(small), Grid.create(shape))
+    samples = BATCH // shape.dp
+    tokens = torch.zeros(samples, small.context_length, dtype=torch.int64)
+    with BytesOfGroups() as groups:
+        model.loss(model(tokens), tokens).backward()
+        model.finish_gradient_sync()
+    sent = {}
+    for members, num_bytes in groups.found.items():
+        p = len(members)
+        place = members.index(rank)
+        right_neighbour = members[(place + 1) % p]
+        sent[rank, right_neighbour] = 2 * (p - 1) / p * num_bytes
     return sent
 
 def counted_step(shape):
-    total = Counter()
+    links = {}
     for sent in ranks.run(one_step, shape):
-        total += sent
-    return total
+        links |= sent
+    return links
 
 # %% [markdown]
 # `across_nodes(sent, ranks_per_node)` adds up the bytes of the links whose two ends are on different nodes. You will
@@ -505,30 +546,30 @@ tp_first = counted_step(small_grid)
 dp_first = counted_step(replace(small_grid, order="dp-tp-cp-pp"))
 few_bytes = across_nodes(tp_first, 2)
 many_bytes = across_nodes(dp_first, 2)
-compare("tp-dp", dp_crossing, few_bytes, within=1, unit="B", found="counted")
-compare("dp-tp", tp_crossing, many_bytes, within=1, unit="B", found="counted")
-ratio = many_bytes / few_bytes
-print(f"dp-tp sends {ratio:.1f} times as many bytes between the nodes")
+compare("tp-dp", dp_crossing, few_bytes, within=1.1, unit="B", found="counted")
+compare("dp-tp", tp_crossing, many_bytes, within=1.02, unit="B", found="counted")
+print(f"dp-tp: {many_bytes / few_bytes:.0f} times as many bytes between the nodes")
 
 # %% [markdown]
-# Both are right to the byte. Tensor parallelism sends so much more because it sends activations, in every layer and for
-# every sample, while the gradients travel once in a step, however many samples there were.
+# Tensor parallelism sends so much more because it sends activations, in every layer and for every sample, while the
+# gradients travel once in a step, however many samples there were. The predictions are a little too small. For dp, 8 %
+# are missing: the weights of the positions and of the norms are not halved, every rank of tp has all of them. For tp it
+# is half a percent: the loss is summed over tp as well.
 #
-# `step_traffic` of labcode does these sums for all four axes and gives the bytes of every single link. Does it agree
-# with what was counted?
+# `step_traffic` of labcode does such sums for all four axes, and gives the bytes of every single link. It leaves out
+# the same things, and the two all-reduces of act outside the layers as well.
 
 # %% tags=["nbval-check-output"]
-for name, counted in {"tp-dp-cp-pp": tp_first, "dp-tp-cp-pp": dp_first}.items():
-    of_axes = step_traffic(
-        small, replace(small_grid, order=name), global_batch=BATCH, value_bytes=4
-    )
-    predicted = Counter(of_axes["tp"]) + Counter(of_axes["dp"])
-    print(f"{name}: all {len(predicted)} links as counted: {predicted == counted}")
+of_axes = step_traffic(small, small_grid, global_batch=BATCH, value_bytes=4)
+for axis, link in {"tp": (0, 1), "dp": (0, 2)}.items():
+    share = of_axes[axis][link] / tp_first[link]
+    print(f"{axis}: step_traffic has {share:.0%} of the bytes that were counted")
 
 # %% [markdown]
-# So we can trust it with a model that does not fit here: a GPT with 7 billion parameters, of hidden size 4096, on the
-# 16 GPUs of section 1, and 256 sequences of 2048 tokens in a step. Activations have 2 bytes now (bfloat16). The other
-# two axes send:
+# With 2 layers it has 8 of the 10 all-reduces; with 32 layers it has 128 of 130, and norms and positions hardly count.
+# So we use it for a model that does not fit here: a GPT with 7 billion parameters, 32 layers and hidden size 4096, on
+# the 16 GPUs of section 1, with 256 sequences of 2048 tokens in a step. Activations have 2 bytes now (bfloat16). The
+# other two axes send:
 #
 # - **pp**: act to the next stage in forward, and as much gradient back. With pp = 2 there is one boundary: each rank of
 #   the first stage sends act once to its partner in the second, and gets as much back.
@@ -544,6 +585,7 @@ usual_order_bytes = 16 * act_7b_bytes  # 8 ranks send forward, 8 send back
 
 # %% tags=["figure"]
 model = gpt_shape("gpt_7b")
+shape = GridShape(dp=2, pp=2, tp=4)
 
 crossing_gb = {}
 for axes in itertools.permutations(("tp", "dp", "pp")):
@@ -564,9 +606,9 @@ plot.bars(
 )
 
 # %% [markdown]
-# There are 6 orders of tp, dp and pp. On two nodes only the slowest axis crosses, since the two faster ones fill a
-# node. On smaller nodes more axes have to cross: an order with tp in the middle is good on nodes of 8 and bad on nodes
-# of 4.
+# There are 6 orders of tp, dp and pp. On nodes of 8 only the slowest axis crosses, since the two faster ones fill a node
+# or half of one. On nodes of 4 the second axis crosses as well wherever the two faster ones have 8 ranks. So an order
+# with tp in the middle is good on nodes of 8 and bad on nodes of 4.
 #
 # What do the bytes cost in time? In a ring, all links carry the same bytes at the same moment, so the **slowest link
 # decides**. This function is all we need:
@@ -587,13 +629,16 @@ def slowest_link_s(sent):
 for order in ("tp-cp-dp-pp", "dp-pp-tp-cp"):
     sent = step_traffic(model, replace(shape, order=order), global_batch=256)
     print(f"{order}: tp takes {slowest_link_s(sent['tp']):.2f} s")
-print(f"computing takes {costs(model, shape, 256).compute_s:.2f} s")
+flops = 6 * model.num_parameters * 256 * 2048
+compute_s = flops / (16 * 0.4 * 989e12)
+print(f"computing takes {compute_s:.2f} s")
 
 # %% [markdown]
-# (For the computing we assume 40 % of an H100's peak of 989 TFLOP/s in bfloat16.) With tp inside the node, its
-# communication takes an eighth of the computing time; across nodes it takes longer than the computing. And this time
+# (Each parameter takes 6 FLOPs for each token: lesson 02, section 1. We assume that a GPU computes at 40 % of an H100's
+# peak of 989 TFLOP/s in bfloat16.) With tp inside the node, its
+# communication takes a seventh of the computing time; across nodes it takes longer than the computing. And this time
 # can hardly hide behind the computing, because the next matrix product needs the sum. The gradients of dp can travel
-# while backward still computes, as you saw in lesson 05. These are the best speeds of the links; real runs lose more,
+# while backward still computes (lesson 05, section 2). These are the best speeds of the links; real runs lose more,
 # and latency comes on top.
 #
 # Which of dp and pp should be the slowest axis? The bytes of pp grow with the batch and those of dp do not, so there is
@@ -612,51 +657,8 @@ print(f"b = {dp_bytes / pp_bytes_per_sequence:.0f} sequences")
 # sent before it is needed, while the ranks compute. Megatron-LM's default is `tp-cp-ep-dp-pp`, with pp slowest (ep
 # divides the experts of models that have some).
 #
-# **Takeaway: the bytes between nodes can be predicted to the byte before anything runs. Put the axis that sends most
-# inside the node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
-
-# %% [markdown]
-# ### Optional: scatter/gather
-#
-# (8 minutes. Nothing later depends on it; you may go on with exercise 8.4.)
-#
-# Look again at what pp sends. The four ranks of a tp group all hold the same act, and each sends the whole of it to its
-# partner in the next stage: the same numbers cross four times. Megatron-LM can avoid that. Each rank of tp sends only
-# its quarter, and in the next stage an all-gather over tp, inside the node, puts act together again. Narayanan et al.
-# call it the **scatter/gather optimization**.
-#
-# **Predict.** With it, at how many sequences do pp and dp send the same number of bytes between nodes?
-
-# %% tags=["predict"]
-equal_at = 4 * dp_bytes / pp_bytes_per_sequence
-
-# %% tags=["figure"]
-batches = [2**k for k in range(5, 13)]
-pp_slowest = replace(shape, order="tp-cp-dp-pp")
-
-def pp_crossing_gb(batch, scatter_gather):
-    sent = step_traffic(
-        model, pp_slowest, global_batch=batch, scatter_gather=scatter_gather
-    )
-    return across_nodes(sent["pp"], 8) / 1e9
-
-shared_per_sequence = pp_crossing_gb(32, True) * 1e9 / 32
-found_at = dp_bytes / shared_per_sequence
-compare("sequences", equal_at, found_at, within=1.02, found="computed")
-plot.lines(
-    {
-        "pp slowest": [pp_crossing_gb(batch, False) for batch in batches],
-        "pp slowest, scatter/gather": [
-            pp_crossing_gb(batch, True) for batch in batches
-        ],
-        "dp slowest": [dp_bytes / 1e9 for _ in batches],
-    },
-    x=batches, logx=True, logy=True, xlabel="sequences in a step",
-    ylabel="GB between nodes",
-    title="Scatter/gather moves the break-even from 400 to 1600 sequences",
-    alt="The bytes of pp grow with the batch and those of dp do not; they meet at "
-        "about 400 sequences, and at 1600 where the ranks of tp share what pp sends",
-)
+# **Takeaway: the bytes between nodes can be predicted before anything runs. Put the axis that sends most inside the
+# node. That is tp; whether dp or pp comes last depends on the batch, and on what can be hidden.**
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 8.4 · Find the best order
@@ -714,13 +716,13 @@ show_source(across_nodes)
 show_source(step_traffic)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 26 minutes without the optional part. The prediction of the worked example is where the time
+# *For the instructor.* 35 minutes. The prediction of the worked example is where the time
 # goes: act of 16 sequences, not of 32, is what people forget. In 8.4 some take the distance of two ranks for a
 # difference of nodes, others the largest axis in place of the sum, or the bytes of all links; the latter are the same
 # for every order. Ask: why does `cp-tp-dp-pp` cost the same as `tp-cp-dp-pp` here? (cp has size 1.)
 
 # %% [markdown]
-# ## 5. Choose a grid
+# ## 5. Choose a grid (core, 20 min)
 #
 # Now you choose the sizes as well. There are 64 H100 in 8 nodes, a GPT of 13 billion parameters with 40 layers, and 512
 # sequences in a step. Three things cost something:
@@ -766,20 +768,16 @@ check("8.5", my_grid)
 # that pass have tp = 1 or tp = 2, and the cheapest of them has no tp at all: dp = 4, pp = 8, cp = 2 loses 0.357 s. Does
 # that contradict the rule "tensor parallel inside the node"?
 #
-# Let us compute what tp sends. Each rank makes 4 all-reduces in each of its L/pp layers, and sends 2 (tp - 1)/tp times
-# act, which has B/dp · S · H numbers of 2 bytes:
+# Take two grids that both keep tp inside the node: dp = 4, pp = 8, tp = 2, and dp = 1, pp = 8, tp = 8. Both have 64
+# GPUs, the same model and the same 512 sequences.
 #
-# $$4 \cdot \frac{L}{pp} \cdot \frac{2\,(tp-1)}{tp} \cdot \frac{B}{dp}\,S H \cdot 2
-# = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
-#
-# With cp = 1 the product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp
-# costs is proportional to tp - 1. Each further rank of tp therefore has its price, even on NVLink.
-#
-# **Predict.** Take two grids of 64 GPUs, one with tp = 2 and one with tp = 8, which both keep tp inside the node. How
-# many times as long are the links of tp busy with tp = 8 as with tp = 2?
+# **Predict.** How many times as long are the links of tp busy with tp = 8 as with tp = 2? Think of the bytes of act on
+# a rank, and of the ring's 2 (p - 1)/p.
 
 # %% tags=["predict"]
-times_as_long = (8 - 1) / (2 - 1)
+act_times_as_large = 4  # dp = 1 in place of 4
+ring_times_as_much = (2 * 7 / 8) / (2 * 1 / 2)
+times_as_long = act_times_as_large * ring_times_as_much
 
 # %% tags=["nbval-check-output"]
 with_2 = costs(model_13b, GridShape(dp=4, pp=8, tp=2), batch=512)
@@ -789,6 +787,15 @@ ratio = with_8.link_s["tp"] / with_2.link_s["tp"]
 compare("times as long", times_as_long, ratio, within=1.001, found="computed")
 
 # %% [markdown]
+# Here is the same for any grid. Each rank makes 4 all-reduces in each of its L/pp layers, and sends 2 (tp - 1)/tp times
+# act, which has B/dp · S · H numbers of 2 bytes:
+#
+# $$4 \cdot \frac{L}{pp} \cdot \frac{2\,(tp-1)}{tp} \cdot \frac{B}{dp}\,S H \cdot 2
+# = \frac{16\,B S H L\,(tp-1)}{dp \cdot pp \cdot tp} = \frac{16\,B S H L}{N}\,(tp-1).$$
+#
+# With cp = 1 the product of the three sizes is the number of GPUs, N. So with the same GPUs, model and batch, what tp
+# costs is proportional to tp - 1. Each further rank of tp therefore has its price, even on NVLink.
+#
 # The rule says **where** tp belongs, and how large it can be. It does not say how large it should be. In the exercise,
 # pp = 8 and tp = 2 already leave 13 GB of weights and optimizer on each GPU, so a larger tp buys nothing.
 #
@@ -817,8 +824,9 @@ plot.lines(
 # - **With tp = 1 all additional GPUs go to dp.** Then there are fewer micro-batches for each pipeline, and it idles
 #   more. The all-reduce of the gradients takes as long as ever, and there is less and less computing beside it. So the
 #   line climbs.
-# - **With tp = 8 the line begins high, because of what tp sends.** But that falls with the number of GPUs, as the
-#   computing does, and so its share stays the same. tp takes more GPUs without asking for more samples.
+# - **With tp = 8 the line begins high, because of what tp sends.** That falls with the number of GPUs as the computing
+#   does, so its share stays the same, about 0.25. The line climbs because stages idle longer and dp sends more for each
+#   second of computing. tp itself takes more GPUs without asking for more samples.
 #
 # At 64 GPUs a small tp is best. At 128 and 256 it is tp = 4, though at 128 only just. At 512 tp = 8, which fills the
 # node as the rule says, is as good as 4, and at 1024 it is clearly ahead.
@@ -844,16 +852,63 @@ plot.lines(
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 16 minutes. Let people shout grids and run the table on the projector. Grids that pass: dp 8 pp
+# *For the instructor.* 20 minutes. Let people shout grids and run the table on the projector. Grids that pass: dp 8 pp
 # 8; dp 4 pp 8 cp 2; dp 4 pp 8 tp 2; dp 2 pp 8 cp 2 tp 2. The best of them, with cp = 2, loses 0.357 s. The discussion
 # is worth more than the grid: why is pp = 16 refused (40 layers), and why is dp = 64 impossible (206 GB)? Derive the
 # formula with (tp - 1) on the board.
+
+# %% [markdown]
+# ## 6. Scatter/gather (optional, 10 min)
+#
+# Look again at what pp sends in the 7B model of section 4. The four ranks of a tp group all hold the same act, and each
+# sends the whole of it to its partner in the next stage: the same numbers cross four times. Megatron-LM can avoid that.
+# Each rank of tp sends only its quarter, and in the next stage an all-gather over tp, inside the node, puts act together
+# again. Narayanan et al. call it the **scatter/gather optimization**.
+#
+# Without it, pp and dp send the same number of bytes between nodes at 397 sequences (section 4).
+#
+# **Predict.** With it, at how many sequences do they?
+
+# %% tags=["predict"]
+equal_at = 4 * 397
+
+# %% tags=["figure"]
+from labcode.perf.traffic import across_nodes, step_traffic
+
+model = gpt_shape("gpt_7b")
+pp_slowest = GridShape(dp=2, pp=2, tp=4, order="tp-cp-dp-pp")
+dp_bytes = 16 * model.num_parameters / 8 * 4
+batches = [2**k for k in range(5, 13)]
+
+def pp_crossing_gb(batch, scatter_gather):
+    sent = step_traffic(
+        model, pp_slowest, global_batch=batch, scatter_gather=scatter_gather
+    )
+    return across_nodes(sent["pp"], 8) / 1e9
+
+shared_per_sequence = pp_crossing_gb(32, True) * 1e9 / 32
+found_at = dp_bytes / shared_per_sequence
+compare("sequences", equal_at, found_at, within=1.02, found="computed")
+plot.lines(
+    {
+        "pp slowest": [pp_crossing_gb(batch, False) for batch in batches],
+        "pp slowest, scatter/gather": [
+            pp_crossing_gb(batch, True) for batch in batches
+        ],
+        "dp slowest": [dp_bytes / 1e9 for _ in batches],
+    },
+    x=batches, logx=True, logy=True, xlabel="sequences in a step",
+    ylabel="GB between nodes",
+    title="Scatter/gather moves the break-even from 400 to 1600 sequences",
+    alt="The bytes of pp grow with the batch and those of dp do not; they meet at "
+        "about 400 sequences, and at 1600 where the ranks of tp share what pp sends",
+)
 
 # %%
 ranks.close()
 
 # %% [markdown]
-# ## 6. From here to GPUs and SLURM
+# ## 7. From here to GPUs and SLURM (core, 5 min)
 #
 # On a machine with four GPUs `Ranks(4)` takes one each. The tensors of this lesson stay on the CPU, where gloo carries
 # them; a CUDA tensor goes through the same groups over NCCL. In a program that torchrun or srun starts, the two lines
@@ -866,7 +921,7 @@ ranks.close()
 # $(hostname)'`.
 
 # %% [markdown]
-# ## Questions
+# ## Questions (core, 5 min)
 #
 # **1.** A job has 32 ranks on 4 nodes of 8, dp = 4, pp = 2, tp = 4, in the order `tp-pp-dp-cp`. Do the groups of pp
 # cross between nodes?

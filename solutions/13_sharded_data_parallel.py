@@ -14,24 +14,23 @@
 # # 13 · Sharded data parallel: ZeRO and FSDP
 #
 # Data parallelism copies the whole model to every rank. All copies hold the same weights, keep the same optimizer state
-# and compute the same update. In this lesson you remove the copies, one kind after the other, until no two ranks keep
-# the same byte. What you end up with is called ZeRO in DeepSpeed and FSDP in PyTorch.
+# and compute the same update. In this lesson you remove the copies, one kind after the other, until nothing is kept
+# twice. What you end up with is called ZeRO in DeepSpeed and FSDP in PyTorch.
 #
 # ## Goals
 #
 # - predict what a rank keeps for weights, gradients and optimizer at each stage of ZeRO, and measure it;
 # - write an optimizer whose state is divided over the ranks;
 # - write a layer that keeps a part of its weight and borrows the rest, in forward and in backward;
-# - count what each stage sends, and say when sharding is better than tensor parallelism and when it is not;
+# - count what each stage sends, and say how many tokens for each GPU hide it;
+# - say when sharding is better than tensor parallelism and when it is not;
 # - choose units, prefetch, resharding and hybrid sharding for a model and a cluster;
 # - write a training script with FSDP2 that computes in bfloat16 and that any number of ranks can continue.
 #
-# **Time**: 170 minutes, in four sittings. Sections 1 to 3 divide the optimizer and the gradients (50 minutes). Section
-# 4 divides the weights by hand, most of it in one exercise, and then with PyTorch's FSDP2 (45). Sections 5 and 6 are
-# about choices (25), and exercise 13.5 at their end is optional (15). Section 7 is a script of your own with FSDP2
-# (35). If you came for FSDP2 alone, read section 1, the end of section 4 from "And here is PyTorch's FSDP2" on, and
-# section 7. **Needs**: lessons 01 (collectives and their bytes), 04 and 05 (data parallel, hooks) and 08 (the grid of
-# ranks); section 6 compares with lesson 09 (tensor parallel).
+# **Time**: 250 minutes, and 20 more for what is optional. Good places for a break are after sections 2, 4 and 6. If you
+# came for FSDP2 alone, read sections 1, 5 and 7, and the end of section 4 from "And here is PyTorch's FSDP2" on.
+# **Needs**: lessons 01 (sections 2, 4 and 6), 04 (sections 4 and 7), 05 (sections 2 and 3), 08 (section 2) and 09
+# (section 4).
 
 # %%
 import torch
@@ -46,8 +45,13 @@ from labcode.perf.alpha_beta import bytes_sent
 
 ranks = Ranks(4)
 
+
+def count(calls, kind):
+    """How many of some collectives are of this kind."""
+    return sum(call.kind == kind for call in calls)
+
 # %% [markdown]
-# ## 1. What data parallelism keeps p times
+# ## 1. What data parallelism keeps p times (core, 20 min)
 #
 # Take a model with N parameters that is trained with AdamW in mixed precision. The products are computed in 16-bit
 # numbers, and the optimizer works on 32-bit copies of the weights, the **master weights**. AdamW also keeps two
@@ -65,7 +69,7 @@ ranks = Ranks(4)
 # The optimizer's 12 bytes are needed once per step, for an update that all ranks compute alike. It would be enough if
 # **one** of them computed it.
 #
-# Rajbhandari et al. (2019) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
+# Rajbhandari et al. (2020) divide these bytes over the ranks in three stages. They call it ZeRO, for *zero redundancy
 # optimizer*:
 #
 # - **stage 1** divides the optimizer's state: each rank keeps 12/p bytes of it for each parameter;
@@ -73,7 +77,7 @@ ranks = Ranks(4)
 # - **stage 3** divides the weights too: a rank keeps its part, and borrows the others when a layer needs them.
 #
 # A part of a tensor that a rank keeps is called its **shard** of it. In the picture each box is a rank, with the 16
-# bytes of a parameter. What is white is kept by another rank.
+# bytes of a parameter. The white parts of a box are kept by other ranks.
 
 # %% tags=["figure"]
 plot.zero(
@@ -87,7 +91,7 @@ plot.zero(
 # = 7 bytes for each parameter, 7 GB.
 #
 # **Predict.** The first figure of the paper has 7.5 billion parameters on 64 ranks. How many GB does a rank keep
-# without ZeRO, and at each of the three stages?
+# without ZeRO, and at each of the three stages? The paper prints its own numbers.
 
 # %% tags=["predict"]
 without_gb = 7.5 * 16
@@ -96,23 +100,10 @@ stage_2_gb = 7.5 * (2 + 14 / 64)
 stage_3_gb = 7.5 * (16 / 64)
 
 # %% tags=["nbval-check-output"]
-from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, OptimConfig, ParallelConfig
-from labcode.models.parallelize import parallelize
-from labcode.perf.state_memory import state_bytes
-from labcode.topology import GridShape
-from labcode.train.measure import held_bytes
-from labcode.train.optim import make_optimizer
-
-mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}
-paper = []
-for stage in range(4):
-    kept = state_bytes(7_500_000_000, stage, ranks=64, **mixed)
-    paper.append(kept.total / 1e9)
-compare("without ZeRO, GB", without_gb, paper[0], within=1.01, found="computed")
-compare("stage 1, GB", stage_1_gb, paper[1], within=1.01, found="computed")
-compare("stage 2, GB", stage_2_gb, paper[2], within=1.01, found="computed")
-compare("stage 3, GB", stage_3_gb, paper[3], within=1.01, found="computed")
+compare("without ZeRO, GB", without_gb, 120, within=1.02, found="published")
+compare("stage 1, GB", stage_1_gb, 31.4, within=1.02, found="published")
+compare("stage 2, GB", stage_2_gb, 16.6, within=1.02, found="published")
+compare("stage 3, GB", stage_3_gb, 1.9, within=1.02, found="published")
 
 # %% [markdown]
 # 120 GB fit on no GPU of that time. 31.4 GB would fill one with 32 GB, and stage 3 needs 1.9 GB. However many ranks
@@ -123,14 +114,26 @@ compare("stage 3, GB", stage_3_gb, paper[3], within=1.01, found="computed")
 #
 # **Now our own.** In this lesson everything is float32: 4 bytes for a weight, 4 for its gradient, and 8 for the two
 # moments. There are no master weights, because the weights have 32 bits already. The next cell trains a small GPT for
-# two steps and weighs what a rank holds between backward and the optimizer. `held_bytes` adds up the memory behind all
-# weights, gradients and optimizer tensors. After the optimizer's step `gather_parameters()` does what a stage needs so
-# that the next forward finds the new weights. `library` and `replicas` are used in sections 4 and 6.
+# two steps and adds up what a rank holds between backward and the optimizer.
+#
+# The model is first made on the **meta device**, where a tensor has a shape and a dtype but no memory. So no rank ever
+# holds all of it: `parallelize` gives each rank its own part, with values. `held_bytes` adds up the memory behind all
+# weights, gradients and optimizer tensors, and `counted` notes the collectives. After the optimizer's step
+# `gather_parameters()` does what a stage needs so that the next forward finds the new weights. `library` and `replicas`
+# are used in sections 4 and 6.
 
-# %%
+# %% tags=["by-hand"]
+from labcode.comm.grid import Grid
+from labcode.config import GPTConfig, OptimConfig, ParallelConfig
+from labcode.models.parallelize import parallelize
+from labcode.topology import GridShape
+from labcode.train.measure import held_bytes
+from labcode.train.optim import make_optimizer
+
 CONFIG = GPTConfig(
     vocab_size=512, context_length=16, num_layers=4, num_heads=4, hidden_size=64
 )
+
 
 def two_steps(rank, stage, library="labcode", replicas=1):
     """What this rank holds, and the collectives and the loss of the second step."""
@@ -192,7 +195,7 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.03)
 # what stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
 
 # %% [markdown]
-# ## 2. Stage 1: each rank updates its part
+# ## 2. Stage 1: each rank updates its part (core, 35 min)
 #
 # First we have to say what a rank's part is. We cut each weight along its first dim, into rows. With R rows and p
 # ranks, each rank gets R/p rows, rounded up, until none are left. So the last rank may get fewer rows, or none. For
@@ -228,11 +231,11 @@ show_source(cut.rows_of)
 show_source(cut.piece_of)
 
 # %% [markdown]
-# AdamW treats each number by itself: the new value of a weight depends on the old one, its gradient and its own two
-# moments. So a rank can hand its rows to an ordinary AdamW as if they were a weight of their own, and they become what
-# they would have become in the whole weight. (An optimizer such as Muon looks at a whole matrix. It could not be
-# divided in this way. And to clip gradients by their global norm, as nearly every large run does, each rank adds up the
-# squares of its own rows, and one all-reduce of a single number adds these sums.)
+# AdamW treats each number by itself: the new value of a parameter depends on the old one, its gradient and its own two
+# moments. So a rank can hand its rows to an ordinary AdamW as if they were a whole weight, and the rows get the same
+# values as in an update of the whole weight. (An optimizer such as Muon looks at a whole matrix and cannot be divided
+# in this way. And to clip gradients by their global norm, as nearly every large run does, each rank adds up the squares
+# of its own rows, and one all-reduce of a single number adds these sums.)
 #
 # A step then has three parts:
 #
@@ -307,7 +310,40 @@ check("13.2", ShardedOptimizer, ranks)
 
 # %%
 show_source(optimizer.ShardedOptimizer.step)
-show_source(optimizer.gather_weights)
+
+# %% [markdown]
+# And this is PyTorch's own stage 1, `ZeroRedundancyOptimizer`, around the same AdamW. It does not cut weights: each
+# whole weight has one rank that keeps its state, updates it and broadcasts it. Both train the same model here.
+
+# %% tags=["nbval-check-output"]
+from torch.distributed.optim import ZeroRedundancyOptimizer
+
+
+def zero_by_torch(params):
+    return ZeroRedundancyOptimizer(params, torch.optim.AdamW, lr=0.01)
+
+def zero_by_labcode(params):
+    return optimizer.ShardedOptimizer(
+        params, torch.optim.AdamW, dist.group.WORLD, lr=0.01
+    )
+
+def after_two_steps(rank, sharded):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 32))
+    parallel = DataParallel(model, dist.group.WORLD)
+    adamw = sharded(model.parameters())
+    for _ in range(2):
+        adamw.zero_grad()
+        x = torch.full((1, 32), float(rank))
+        parallel(x).square().sum().backward()
+        parallel.finish_gradient_sync()
+        adamw.step()
+    return [param.detach() for param in model.parameters()]
+
+ours = ranks.run(after_two_steps, zero_by_labcode)[0]
+theirs = ranks.run(after_two_steps, zero_by_torch)[0]
+largest = max((a - b).abs().max().item() for a, b in zip(ours, theirs))
+print(f"the largest difference between the weights is {largest:.0e}")
 
 # %% [markdown]
 # What does this cost? For an all-reduce of N numbers a rank sends 2 (p-1)/p N numbers; for an all-gather it sends
@@ -341,7 +377,9 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 
 # %% [markdown]
 # **Takeaway: AdamW works number by number, so each rank can update its own rows and send them to the others. The state
-# shrinks to 1/p.** In this form a rank sends half as much again as with DDP. The next section takes that back.
+# shrinks to 1/p.** In this form a rank sends half as much again as with DDP. The next section saves that part again.
+#
+# This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 20 minutes. The most common mistakes: giving `make` whole weights (right numbers, and no memory
@@ -351,12 +389,12 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # whole gradient is on each rank at stage 1; from stage 2 on the squares have to be summed over the ranks.)
 
 # %% [markdown]
-# ## 3. Stage 2: only my part of the gradients
+# ## 3. Stage 2: only my part of the gradients (core, 25 min)
 #
 # Half of that all-reduce was for nothing. A rank needs the averaged gradient of its own rows and of no others. In
-# lesson 01 you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum of its own
-# part, and an all-gather. So we take the first half alone. The second half moves behind the optimizer, where it
-# carries new weights in place of gradients:
+# lesson 01, section 4, you wrote an all-reduce as two halves: a **reduce-scatter**, after which each rank holds the sum
+# of its own part, and an all-gather. So we take the first half alone. The second half moves behind the optimizer, where
+# it carries new weights instead of gradients:
 #
 # | | after backward | after the optimizer | numbers that a rank sends |
 # |---|---|---|---|
@@ -364,15 +402,21 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # | stage 1, as above | all-reduce of gradients | all-gather of weights | 3 (p-1)/p N |
 # | stages 1 and 2 | reduce-scatter of gradients | all-gather of weights | 2 (p-1)/p N |
 #
-# So the memory of the optimizer's state shrinks to 1/p, and **nothing** more is sent than with DDP.
+# So the memory of the optimizer's state shrinks to 1/p, and **no more bytes** are sent than with DDP.
+#
+# Equal bytes are not equal time, however. DDP's all-reduce travels while backward computes (lesson 05, section 2). Of
+# the two halves only the reduce-scatter still does. The all-gather stands after the optimizer, when nothing is left to
+# compute that could hide it. Large runs therefore send the weights in buckets, and each layer of the **next** forward
+# waits only for its own: in Megatron-LM this is `--overlap-param-gather`. Section 5 says how many tokens hide it there.
 #
 # Stage 2 differs from this stage 1 in memory only. Once a bucket of gradients has been sent, the rank keeps the
 # averages of its own rows and frees the rest, while backward goes on.
 #
-# That holds for one micro-batch in a step. With m micro-batches (lesson 04) DDP and stage 1 add whole gradients up and
-# send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it never keeps a
-# whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it adds them up whole and
-# sends them once; then it keeps as much between the micro-batches as at stage 1. labcode does the second.
+# That holds for one micro-batch in a step. With m micro-batches (lesson 04, section 4) DDP and stage 1 add whole
+# gradients up and send them once. At stage 2 there are two ways. A rank may send them in each micro-batch, so that it
+# never keeps a whole gradient; then it sends m (p-1)/p N numbers of gradients, and (p-1)/p N of weights. Or it adds
+# them up whole and sends them once; then it keeps as much between the micro-batches as at stage 1. labcode does the
+# second.
 #
 # A reduce-scatter also wants parts of one size, one for each rank. Take 2 ranks, a weight a of 4 rows and a weight b of
 # 3 rows. The part that goes to rank 0 holds its rows of a and of b, one behind the other; the part for rank 1 is filled
@@ -420,34 +464,24 @@ def average_own_rows(params, rows, group):
 check("13.3", average_own_rows, ranks)
 
 # %% [markdown]
-# In labcode a bucket does this, in two halves: `send` is called by a hook during backward, as in lesson 05, and
-# `receive` after it. `keep` is the difference between the stages: at stage 1 the gradient keeps its memory. `self.cut`
-# knows which rows of each weight go to which rank: it packs the padded message and unpacks a part of it. `num_shares`
-# is by what the sum is divided, here the number of ranks; `missing` are weights whose gradient is not ready yet, and
-# `replicas` belong to section 6.
-
-# %%
-from labcode.parallel.zero import gradients
-
-show_source(gradients.ShardedBucket.send)
-show_source(gradients.ShardedBucket.receive)
-
-# %% [markdown]
-# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and
-# 2 save memory, and with one micro-batch in a step they send nothing more.** So there is little reason to use plain
-# data parallelism with AdamW on many ranks. Stage 1 sends nothing more with many micro-batches either. It costs nothing
-# but code; in Megatron-LM it is called the *distributed optimizer*.
+# In labcode a bucket does this in two halves. The first one is called by a hook during backward, as in lesson 05, and
+# starts the reduce-scatter; the second one waits for it after backward. At stage 1 the gradients keep their memory, at
+# stage 2 it is freed.
 #
-# This is the end of the first sitting.
+# **Takeaway: an all-reduce is a reduce-scatter and an all-gather. ZeRO puts the optimizer between the two. Stages 1 and
+# 2 save memory, and with one micro-batch in a step they send no more bytes than DDP.** Stage 1 does so with many
+# micro-batches too, and so it is the usual choice with AdamW on many ranks; Megatron-LM calls it the *distributed
+# optimizer*. Its price is the all-gather of the weights, which needs the next forward to hide behind.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 18 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its
 # own, which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by
 # the world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent
-# once per step; all but the own rows, if each micro-batch is sent. Stage 2 and accumulation do not go well together.)
+# once per step; all but the own rows, if each micro-batch is sent. So stage 2 saves nothing between micro-batches
+# unless it sends in each of them.)
 
 # %% [markdown]
-# ## 4. Stage 3: borrow the weights
+# ## 4. Stage 3: borrow the weights (core, 60 min)
 #
 # A layer needs its whole weight twice in a step: when its forward runs, and when its backward runs. The rest of the
 # time it needs nothing. So a rank keeps its rows, and around each use it **gathers** the whole weight, and afterwards
@@ -461,8 +495,8 @@ plot.zero_steps(
     title="The all-gather after the optimizer moves to where the weights are used",
     alt="Data parallelism all-reduces gradients in backward; stages 1 and 2 "
         "reduce-scatter them and all-gather weights after the optimizer; stage 3 "
-        "gathers the weights of each unit in forward and again in backward, and "
-        "reduce-scatters the gradients of each unit",
+        "gathers the weights of each unit before its forward and again before its "
+        "backward, and reduce-scatters the gradients of each unit",
 )
 
 # %% [markdown]
@@ -542,8 +576,8 @@ print(ranks.run(read_between_steps)[0])
 #   rank's rows to `rows.grad`, as backward adds gradients; the first time `rows.grad` is None. Use one
 #   `dist.reduce_scatter`. It leaves neither a whole gradient nor a whole weight.
 #
-# Between its uses nothing else may hold the whole weight, not even in parts: no attribute, and not autograd, which
-# keeps what an operation was given.
+# Between its uses nothing may hold the whole weight, or rows of other ranks: no attribute, and not autograd, which
+# keeps the inputs of an operation for backward.
 #
 # The check looks at the methods in this order: at `gather` and `reshard` first, then at `forward`, then at backward,
 # then at two layers in training. It says "not done yet" as long as the next one is open. About 30 lines.
@@ -627,19 +661,21 @@ show_source(Unit.gather)
 show_source(Unit.reshard)
 
 # %% [markdown]
-# **Predict.** Our GPT has four layers, each of which is a unit, and the rest (the embedding and the last norm) is a
-# unit too. At stage 3, how many all-gathers does a step make, and how many reduce-scatters? One thing to know: the
-# rest is used first and last, so labcode gathers it once and keeps it until backward is done.
+# **Predict.** Our GPT has four layers, each of which is a unit. What is outside of them, the embedding and the last
+# norm, is one more unit, the **root**. At stage 3, how many all-gathers does a step make, and how many reduce-scatters?
+# One thing to know: the root is used first and last, so labcode gathers it once and keeps it until backward is done.
 
 # %% tags=["predict"]
 num_all_gathers = 2 * 4 + 1
 num_reduce_scatters = 4 + 1
 
 # %% tags=["nbval-check-output"]
-def count(calls, kind):
-    return sum(call.kind == kind for call in calls)
+from labcode.teach.labs.l13_by_hand import CONFIG, two_steps
 
-_, at_stage_3, _ = by_stage[3][0]
+stages = []
+for stage in range(4):
+    stages.append(ranks.run(two_steps, stage))
+_, at_stage_3, _ = stages[3][0]
 gathers = count(at_stage_3, "all_gather")
 scatters = count(at_stage_3, "reduce_scatter")
 compare("all-gathers", num_all_gathers, gathers, within=1, found="counted")
@@ -651,8 +687,8 @@ compare("reduce-scatters", num_reduce_scatters, scatters, within=1, found="count
 
 # %% tags=["nbval-check-output"]
 fsdp2 = ranks.run(two_steps, 3, "ddp")  # PyTorch's own at stage 3
-runs = {"no ZeRO": by_stage[0], "stage 1": by_stage[1], "stage 2": by_stage[2]}
-runs |= {"stage 3": by_stage[3], "FSDP2": fsdp2}
+runs = {"no ZeRO": stages[0], "stage 1": stages[1], "stage 2": stages[2]}
+runs |= {"stage 3": stages[3], "FSDP2": fsdp2}
 print("          all-reduce  reduce-scatter all-gather      sent  loss of rank 0")
 for name, run in runs.items():
     _, calls, loss = run[0]
@@ -665,9 +701,9 @@ for name, run in runs.items():
 
 # %% [markdown]
 # The losses are the same in all five. "Sent" is in numbers for each parameter: 2 · 3/4 = 1.5 without ZeRO and at stages
-# 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which we told to gather the rest
-# a second time in backward. (By default FSDP2 reshards each layer after forward, and keeps the outermost unit, the
-# root, as ours does.)
+# 1 and 2, and close to 3 · 3/4 = 2.25 at stage 3. Ours sends a little less than FSDP2, which labcode told to
+# gather the root a second time in backward. (By default FSDP2 reshards each layer after forward and keeps the root, as
+# ours does.)
 #
 # In these runs `parallelize` has done the work. This is how FSDP2 is used without labcode, in a script of your own.
 # Each layer becomes a unit, then the whole model. Only after that the optimizer is made: `model.parameters()` now gives
@@ -712,13 +748,14 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 
 # %% [markdown]
 # The mean of the four ranks is the loss of one process, step after step. On GPUs the same lines run under `torchrun`,
-# where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device, and gets
-# its values after `fully_shard`. Section 7 makes a whole script of it, with mixed precision and checkpoints.
+# where `fully_shard` finds the GPU of each rank. A model too large for one device is made on the meta device; after
+# `fully_shard`, `model.to_empty(device=...)` gives memory to this rank's rows, and they get their values. Section 7
+# makes a whole script of it, with mixed precision and checkpoints.
 #
 # **Takeaway: stage 3 keeps 1/p of everything. It gathers each unit twice and sends half as much again as data
 # parallelism.**
 #
-# This is the end of the second sitting.
+# This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 45 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
@@ -728,7 +765,7 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # module? (It has to run before the backward of this layer, and only a hook on its output's gradient does.)
 
 # %% [markdown]
-# ## 5. Units, prefetch, and when to reshard
+# ## 5. Units, prefetch, and how many tokens hide the messages (core, 35 min)
 #
 # Three choices are left, and each trades time for memory.
 #
@@ -742,16 +779,38 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # **Reshard after forward, or not?** If the weights stay whole until backward has used them, they need not be gathered
 # again. Then at the end of forward all of them are in memory.
 #
-# On two cores we cannot see what prefetch wins, because here sending costs the same cores that compute. So the next
-# experiment is emulated, as in lessons 05 and 12. The ranks, hooks and collectives are labcode's own. But each layer
+# On two cores we cannot see what prefetch gains, because here sending costs the same cores that compute. So the next
+# experiment is emulated, as in lesson 05, section 4. The ranks, hooks and collectives are labcode's own. But each layer
 # sleeps for as long as a device would compute, and each message arrives as late as over a link that carries one at a
 # time. There are 6 layers. Forward of a layer takes 20 ms and backward 40 ms. To gather a layer's weights takes 15 ms,
-# and to reduce-scatter their gradients also 15 ms.
-#
-# **Without prefetch** each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the
-# first layer to run waits 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the
-# layer before it: 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms. The
-# step takes 630 ms.
+# and to reduce-scatter their gradients also 15 ms. In the picture F and B are forward and backward of a layer. On the
+# link, G gathers the weights of a layer, and R reduce-scatters its gradients.
+
+# %%
+from labcode.teach.labs import l13_units as units
+
+speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
+waiting = units.play(ranks, 6, speeds, prefetch=False)
+print(f"without prefetch a step takes {1e3 * waiting.step_s:.0f} ms")
+
+# %% tags=["figure"]
+NAMES = {"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"}
+
+def rows_ms(played):
+    return [(lane, label, 1e3 * a, 1e3 * b) for lane, label, a, b in played.spans]
+
+plot.timeline(
+    rows_ms(waiting), xlabel="ms", names=NAMES,
+    title="Without prefetch each layer waits for its weights",
+    alt="Before each forward and each backward the device is idle while the link "
+        "gathers weights; in backward it also waits for the reduce-scatter before it",
+)
+
+# %% [markdown]
+# Each layer first waits for its weights. Forward takes 6 · (15 + 20) = 210 ms. In backward the first layer to run waits
+# 15 ms and computes 40. Each of the other five finds the link busy with the gradients of the layer before it:
+# 15 + 15 + 40 = 70 ms. Together with the last reduce-scatter that is 55 + 5 · 70 + 15 = 420 ms, and the step takes
+# 630 ms. (Measured times are a few percent longer, since hooks and real messages take their time too.)
 #
 # **Predict.** With prefetch, how many ms does the step take? Only the first layer of forward, and the first one of
 # backward, has to wait for its weights. How many layers are whole or arriving at the same time, at most?
@@ -761,31 +820,25 @@ with_prefetch_ms = (15 + 6 * 20) + (15 + 6 * 40 + 15)
 most_whole = 2
 
 # %%
-from labcode.parallel.zero import FullyShardedModule
-from labcode.teach.labs import l13_units as units
-
-speeds = units.Speeds(forward_s=0.020, backward_s=0.040, message_s=0.015)
 prefetched = units.play(ranks, 6, speeds)
 step_ms = 1e3 * prefetched.step_s
 compare("step with prefetch, ms", with_prefetch_ms, step_ms, within=1.2)
 compare("layers whole at once", most_whole, prefetched.most_whole, within=1)
 
 # %% tags=["figure"]
-names = {"F": "F forward", "B": "B backward", "G": "G gather", "R": "R reduce-scatter"}
-rows_ms = []
-for lane, label, start_s, stop_s in prefetched.spans:
-    rows_ms.append((lane, label, 1e3 * start_s, 1e3 * stop_s))
 plot.timeline(
-    rows_ms, xlabel="ms", names=names,
+    rows_ms(prefetched), xlabel="ms", names=NAMES,
     title="With prefetch the device waits only where a pass begins",
     alt="The device runs six forwards F and six backwards B almost without gaps, while "
         "the link gathers weights, G, and reduce-scatters gradients, R",
 )
 
 # %% [markdown]
-# F and B are forward and backward of a layer. On the link, G gathers the weights of a layer, and R reduce-scatters its
-# gradients. In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message
-# took longer than 20 ms, the link would be the slower one there, and set the pace.
+# In backward the link has 30 ms of work for each 40 ms of computing, so it hides completely. If a message took longer
+# than 20 ms, the link would be the slower one there, and set the pace.
+#
+# Look at the turn from forward to backward: the device waits 15 ms for G6, weights that it has given back a moment ago.
+# So torchtitan keeps the last layer: `fully_shard(last_layer, reshard_after_forward=False)`.
 #
 # Now all choices beside each other.
 
@@ -807,17 +860,131 @@ for name, options in choices.items():
 # Keeping the weights whole saves the first wait of backward, 15 ms, and a third of what the link carries. That matters
 # where the link is the slower one. The whole model in one unit is slow **and** large: nothing overlaps.
 #
-# The emulation knows no latency. On a real link each message pays α (lesson 05), so very small units lose. And it is
-# kind to us: on a GPU, NCCL's own kernels take some of the processor while they send.
+# The emulation knows no latency. On a real link each message pays α (lesson 05, section 1), so very small units lose.
+# And on a GPU, NCCL's own kernels take some of the SMs while they send.
 #
-# In PyTorch these choices are `fully_shard(layer)` for each unit, `reshard_after_forward=True` or `False`, and
-# `layer.set_modules_to_forward_prefetch([...])`. In labcode they are arguments of `FullyShardedModule`; a run chooses
-# with `--parallel.zero_stage`.
+# In PyTorch these choices are `fully_shard(layer)` for each unit and `reshard_after_forward=True` or `False`. FSDP2
+# prefetches one unit by itself; `layer.set_modules_to_forward_prefetch([...])` asks for more. In labcode they are
+# arguments of `FullyShardedModule`; a training run chooses with `--parallel.zero_stage`.
+
+# %% [markdown]
+# ### How many tokens hide the messages
 #
+# The times of the emulation were given. On a GPU they come from the width of the model, the tokens and the link. Take a
+# transformer layer of width h. It has about 12 h² parameters, 4 h² in the attention and 8 h² in the MLP.
+#
+# - **To gather them** in numbers of 2 bytes, nearly 24 h² bytes arrive at each rank: all but its own 1/p, however many
+#   ranks there are. A link of β bytes/s needs 24 h²/β seconds for them.
+# - **Forward** costs two FLOPs for each parameter and each token, a multiplication and an addition. For t tokens on this
+#   rank that makes 24 h² t FLOPs, and a GPU of Φ FLOP/s needs 24 h² t/Φ seconds. (The scores of the attention come on
+#   top, a few percent in wide models. We leave them out.)
+#
+# **Predict.** Lesson 09, section 4, counts with Φ = 396 TFLOP/s, which is 40 % of an H100's peak, and with 450 GB/s on
+# NVLink and 50 GB/s on InfiniBand. From how many tokens on is forward longer than the gather of a layer's weights? And
+# does a wider model need many more tokens, `"yes"` or `"no"`?
+
+# %% tags=["predict"]
+tokens_on_nvlink = 396e12 / 450e9
+tokens_on_infiniband = 396e12 / 50e9
+wider_needs_more = "no"
+
+# %% [markdown]
+# We hold this against a layer of labcode's GPT on the meta device. PyTorch's `FlopCounterMode` counts the FLOPs of each
+# operation as it runs, those of the attention scores included.
+
+# %% tags=["nbval-check-output"]
+from torch.utils.flop_counter import FlopCounterMode
+
+from labcode.config import GPTConfig
+
+FLOPS_PER_S = 396e12
+BYTES_PER_S = {"NVLink": 450e9, "InfiniBand": 50e9}
+
+
+def tokens_needed(width, bytes_per_s, tokens=1024):
+    """At which forward of a layer takes as long as to gather its weights."""
+    config = GPTConfig(
+        vocab_size=512, context_length=tokens, num_layers=1,
+        num_heads=width // 128, hidden_size=width,
+    )
+    with torch.device("meta"):
+        layer = GPT(config).blocks[0]
+        x = torch.empty(1, tokens, width)
+    with FlopCounterMode(display=False) as counter:
+        layer(x)
+    gather_s = sum(2 * param.numel() for param in layer.parameters()) / bytes_per_s
+    forward_s = counter.get_total_flops() / FLOPS_PER_S
+    return tokens * gather_s / forward_s
+
+on_nvlink = tokens_needed(8192, BYTES_PER_S["NVLink"])
+on_infiniband = tokens_needed(8192, BYTES_PER_S["InfiniBand"])
+half_as_wide = tokens_needed(4096, BYTES_PER_S["NVLink"])
+needs_more = "yes" if on_nvlink > 1.1 * half_as_wide else "no"
+compare("on NVLink", tokens_on_nvlink, on_nvlink, within=1.1, found="counted")
+compare(
+    "on InfiniBand", tokens_on_infiniband, on_infiniband, within=1.1, found="counted"
+)
+compare("a wider model needs more", wider_needs_more, needs_more, found="counted")
+
+# %% [markdown]
+# The width falls out: 24 h²/β ≤ 24 h² t/Φ means
+#
+# $$t \;\ge\; \frac{\Phi}{\beta}$$
+#
+# tokens for each rank and micro-batch, **whatever the width and however many ranks**: 880 on NVLink and 7,920 on
+# InfiniBand. In backward there are two messages, gather and reduce-scatter, and twice the FLOPs, so the same t is
+# enough. (If gradients are sent in 4 bytes, the reduce-scatter counts twice, and backward asks for 1.5 times as many
+# tokens.) The other ways of data parallelism follow from the same two lines:
+#
+# | what is sent for a layer | bytes | what hides it | tokens needed |
+# |---|---|---|---|
+# | stage 3: gather | 24 h² | forward of the layer before it | Φ/β in **each** micro-batch |
+# | stage 3: gather and reduce-scatter | 48 h² | backward of a layer | Φ/β in **each** micro-batch |
+# | data parallel: all-reduce | 48 h² | backward of a layer | Φ/β in the last micro-batch |
+# | stages 1 and 2: reduce-scatter | 24 h² | backward of a layer | Φ/(2β) in the last micro-batch |
+# | stages 1 and 2: gather after the optimizer | 24 h² | nothing | it is always waited for |
+# | the same, in the next forward (Megatron) | 24 h² | forward of the layer before it | Φ/β in the first micro-batch |
+#
+# An all-reduce of gradients is as hard to hide as stage 3, but it comes once in a step. With 16 micro-batches its time
+# is small beside the other 15, and stage 3 pays in each of them.
+
+# %% tags=["figure"]
+plot.tokens_that_hide(
+    396e12, {"NVLink, 450 GB/s": 450e9, "InfiniBand, 50 GB/s": 50e9},
+    title="Stage 3 hides its messages from Φ/β tokens on",
+    alt="Sending over computing falls as one over the tokens of a rank; it reaches one "
+        "at 880 tokens on NVLink and at 7,920 tokens on InfiniBand",
+)
+
+# %% [markdown]
+# **Predict.** The ranks of a model of width 8192 are connected by InfiniBand, and each has 2,640 tokens in a
+# micro-batch. How many times as long as its computing does a step take, with prefetch? The figure has the answer. We
+# emulate six such layers.
+
+# %% tags=["predict"]
+times_as_long = 7920 / 2640
+
+# %%
+forward_s = 24 * 8192**2 * 2640 / 396e12
+message_s = 24 * 8192**2 / 50e9
+slow_link = units.Speeds(forward_s, 2 * forward_s, message_s)
+step_s = units.play(ranks, 6, slow_link).step_s
+computing_s = 6 * 3 * forward_s
+compare("step / computing", times_as_long, step_s / computing_s, within=1.2)
+
+# %% [markdown]
+# The link is busy all the time and the device waits for two thirds of it. (A little more than that, because the first
+# gather and the last reduce-scatter have nothing to hide behind.) Larger micro-batches are the cure, as far as memory
+# allows. Otherwise use fewer bytes on the slow link, which is the subject of section 6.
+
+# %% [markdown]
 # **One rule comes with units: every rank runs the same units in the same order.** The next model skips layer 1 on rank
 # 1, as somebody might who drops layers at random.
 
 # %% tags=["raises-exception"] raises="RankError: rank"
+from labcode.parallel.zero import FullyShardedModule
+
+
 class Skipping(nn.Module):
     """Four layers, of which rank 1 leaves out one."""
 
@@ -844,23 +1011,32 @@ ranks.run(skip_a_layer)
 # computed layer 1 with rows of layer 2 in it. Only when one rank reduces while the others gather does something show.
 # Draw such random numbers from a generator that is the same on all ranks.
 #
-# **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide behind
-# computing as long as they take less time.**
+# **Takeaway: one unit for each layer, with prefetch. Then two layers are whole at once, and the messages hide if each
+# rank has Φ/β tokens in a micro-batch: about 900 on NVLink and 8,000 on InfiniBand.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Ask before the table: which two numbers decide whether it pays to keep the weights?
+# *For the instructor.* 30 minutes. Ask before the table: which two numbers decide whether it pays to keep the weights?
 # (The link's time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect
 # "the whole model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the
-# order stays.
+# order stays. Let the room do the table of tokens before they see it. Ask what a GPU of twice the speed does to the
+# rule. (On the same link it needs twice the tokens: each generation makes the link the scarcer part.)
 
 # %% [markdown]
-# ## 6. Across nodes: hybrid sharding, or tensor parallelism
+# ## 6. Across nodes: hybrid sharding, or tensor parallelism (core, 20 min)
 #
 # **Hybrid sharding.** Links between nodes are slower than those inside a node. If the ranks of **one node** can hold a
 # copy of the model together, divide it over these ranks only, and let every node have its own copy. The gathers and
 # the reduce-scatter then stay inside the node. Between the nodes each rank all-reduces the gradients of its own rows
 # with the ranks that hold the same rows.
-#
+
+# %% tags=["figure"]
+plot.hybrid_sharding(
+    nodes=2, ranks_per_node=4, title="A copy in each node, divided over its ranks",
+    alt="Two nodes of four ranks; ranks 0 and 4 keep the same part of the weights, as "
+        "do 1 and 5, 2 and 6, 3 and 7, and each such pair all-reduces its gradients",
+)
+
+# %% [markdown]
 # How much crosses the boundary of a node? We count numbers that a whole node sends, for n nodes with s ranks each.
 #
 # - **One copy over all p ranks.** In a ring through all ranks each link carries (p-1)/p N numbers for each of the three
@@ -881,11 +1057,8 @@ hybrid_sends = 2 * 1 / 2
 
 # %% tags=["nbval-check-output"]
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, ParallelConfig
-from labcode.models.parallelize import parallelize
-from labcode.perf.state_memory import state_bytes
 from labcode.perf.traffic import across_nodes, ring
-from labcode.teach.labs import l13_layouts as layouts
+from labcode.teach.labs.l13_by_hand import CONFIG, two_steps
 from labcode.topology import GridShape
 
 
@@ -910,28 +1083,30 @@ compare("flat", flat_sends, numbers[0], within=1.1, found="counted")
 compare("hybrid", hybrid_sends, numbers[1], within=1.1, found="counted")
 
 # %% [markdown]
-# (The flat one is a little below the formula, because the rest of the model is gathered only once.) The price is
-# memory: a rank keeps 16/s bytes for each parameter and not 16/p.
+# (The flat one is a little below the formula, because the root is gathered only once.) The price is memory: a rank
+# keeps 16/s bytes for each parameter instead of 16/p. With FSDP2 this is a mesh of two dims:
+# `fully_shard(layer, mesh=init_device_mesh("cuda", (nodes, 8)))` copies over the first dim and shards over the second.
 #
-# **Or tensor parallelism?** Tensor parallelism divides the weights as well (lesson 09), and nothing of them travels: it
-# sends activations. Which is less? Take a transformer layer with hidden size h and T tokens, which p ranks process
-# together.
+# **Or tensor parallelism?** Tensor parallelism divides the weights as well, and none of them travel: it sends
+# activations (lesson 09, section 4). Which is less? Take a transformer layer of width h and T tokens, which p ranks
+# process together.
 #
 # - Tensor parallelism makes 4 all-reduces for a layer, 2 in forward and 2 in backward, each of T · h numbers. A rank
 #   sends 4 · 2 (p-1)/p T h = 8 (p-1)/p T h.
 # - Stage 3 moves the layer's weights three times. They are about 12 h² numbers (4 h² in attention, 8 h² in the MLP). A
 #   rank sends 36 (p-1)/p h².
 #
-# The factor (p-1)/p is the same on both sides. They are equal when 8 T h = 36 h².
+# The factor (p-1)/p is the same on both sides.
 #
-# **Predict.** At how many tokens T are they equal, for h = 8192 on 8 ranks? And for h = 32 on 4 ranks?
+# **Predict.** For h = 32 on 4 ranks, at how many tokens T do both send the same?
 
 # %% tags=["predict"]
-equal_at_8192 = 36 * 8192 // 8
 equal_at_32 = 36 * 32 // 8
 
 # %%
-compare("T for h = 8192", equal_at_8192, 36 * 8192 // 8, within=1, found="computed")
+from labcode.config import GPTConfig, ParallelConfig
+from labcode.models.parallelize import parallelize
+
 
 def sent_for_a_layer(rank, dp, tp, tokens):
     """Bytes that this rank sends for a layer: a model of 4 against one of 2 layers."""
@@ -952,117 +1127,56 @@ def sent_for_a_layer(rank, dp, tp, tokens):
         sent[num_layers] = sum(sizes)
     return (sent[4] - sent[2]) / 2
 
-for tokens in (36, 144, 576):
+some_tokens = (36, 72, 144, 288, 576)
+kilobytes = {"tensor parallel": [], "stage 3": []}
+for tokens in some_tokens:
     by_tp = ranks.run(sent_for_a_layer, 1, 4, tokens)[0]
     by_zero = ranks.run(sent_for_a_layer, 4, 1, tokens)[0]
-    if tokens == 144:
-        even = tokens * by_zero / by_tp
-    print(f"{tokens:4} tokens: tensor parallel sends {by_tp / 1e3:5.0f} kB,", end=" ")
-    print(f"stage 3 {by_zero / 1e3:5.0f} kB")
-compare("T for h = 32", equal_at_32, even, within=1.1, found="counted")
+    kilobytes["tensor parallel"].append(by_tp / 1e3)
+    kilobytes["stage 3"].append(by_zero / 1e3)
+equal = some_tokens[-1] * by_zero / by_tp  # the one grows with the tokens
+compare("T for h = 32", equal_at_32, equal, within=1.1, found="counted")
+
+# %% tags=["figure"]
+plot.lines(
+    kilobytes, x=some_tokens, logx=True, logy=True, xlabel="tokens of the group",
+    ylabel="kB that a rank sends for a layer", upright={"36 h/8 tokens": 36 * 32 / 8},
+    title="Weights cost the same for any batch, activations do not",
+    alt="What tensor parallelism sends grows with the tokens and crosses the constant "
+        "line of stage 3 at 144 tokens",
+)
 
 # %% [markdown]
-# What ZeRO sends does not depend on the batch; what tensor parallelism sends grows with it. For h = 8192 they are
-# equal at about 37,000 tokens, 4,600 for each of 8 ranks. With a larger batch ZeRO sends less. With a smaller one
-# tensor parallelism does. That happens when you spread a fixed batch over more and more GPUs, and in inference.
+# What ZeRO sends does not depend on the batch; what tensor parallelism sends grows with it. They are equal when
+# 8 T h = 36 h², at T = 4.5 h. For h = 8192 that is at about 37,000 tokens, 4,600 for each of 8 ranks. With a larger
+# batch ZeRO sends less, and with a smaller one tensor parallelism does: when a fixed batch is spread over more and more
+# GPUs, and in inference.
 #
-# Bytes are not all. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay inside
-# a node. On the other side, data parallelism needs at least one sequence for each rank, and tensor parallelism divides
-# the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel ranks,
-# as Llama 3 did.
+# Bytes are not everything. ZeRO's messages can be prefetched; those of tensor parallelism are waited for, so they stay
+# inside a node. On the other hand, data parallelism needs at least one sequence for each rank, and tensor parallelism
+# divides the activations too. Large runs use both: tensor parallelism in the node, and sharding over the data-parallel
+# ranks, as Llama 3 did.
 #
 # **Takeaway: with many tokens for each rank shard the weights; with few use tensor parallelism. The bytes are equal at
 # 4.5 h tokens for the group.**
 
-# %% [markdown] tags=["exercise"]
-# ### Exercise 13.5 · Open end: choose a layout before you submit
-#
-# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
-# `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
-# (a link between two ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are
-# `layouts.candidates(situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
-# the ranks of a node.
-#
-# Return the one that sends for the shortest time among those that fit, with its costs:
-# `Layout(stage, ranks_of_a_copy, kept_bytes, sending_s)`. Count like this, in mixed precision:
-#
-# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit
-#   weights of two layers on top, the one in use and the next. All layers are equally large.
-# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2
-#   and 3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else
-#   the one inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
-# - Nothing hides behind computing, and latency is left out.
-#
-# The check goes through nine situations, from 1 billion parameters on 4 nodes to 70 billion on 64 nodes, with slow and
-# fast links, large nodes, a single node, and a model of few layers. In each it asks whether your layout fits, whether
-# its costs are right, and whether another one that fits is faster.
-
-# %% tags=["exercise"]
-Layout = layouts.Layout
-
-def choose(situation):
-    """The Layout that sends for the shortest time among those that fit."""
-    ### BEGIN SOLUTION
-    message_bytes = 2 * situation.num_parameters
-    everyone = situation.nodes * situation.ranks_per_node
-    fitting = []
-    for stage, p in layouts.candidates(situation):
-        kept = state_bytes(situation.num_parameters, stage, p, **mixed).total
-        collectives = 2
-        if stage == 3:
-            collectives = 3
-            kept += 2 * message_bytes / situation.num_layers
-        link = situation.inside_bytes_per_s
-        if p > situation.ranks_per_node:
-            link = min(link, situation.between_bytes_per_s)
-        sending_s = collectives * (p - 1) / p * message_bytes / link
-        copies = everyone // p
-        if copies > 1:
-            across = 2 * (copies - 1) / copies * message_bytes
-            sending_s += across / situation.between_bytes_per_s
-        if kept <= situation.room_bytes:
-            fitting.append(Layout(stage, p, kept, sending_s))
-    return min(fitting, key=lambda layout: layout.sending_s)
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("13.5", choose)
-
-# %% [markdown]
-# Here is how labcode's lab counts, and what it chooses in the nine situations.
-
-# %%
-show_source(layouts.cost_of)
-
-# %% tags=["nbval-check-output"]
-print("                                    stage  ranks of a copy    keeps     sends")
-for situation in layouts.CASES:
-    best = layouts.best(situation)
-    print(f"{situation.about:35} {best.stage:5} {best.ranks_of_a_copy:16}", end=" ")
-    print(f"{best.kept_bytes / 1e9:6.1f} GB {best.sending_s:7.2f} s")
-
-# %% [markdown]
-# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
-# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
-# it rarely pays: a copy in a node takes 16/8 = 2 bytes for each parameter, and the two layers. Over many ranks stage 2
-# keeps little more than 2 bytes too. So where hybrid sharding fits, stage 2 mostly fits as well, and sends less.
-
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 28 minutes, 15 of them for the exercise. What people forget: the two borrowed layers, the
-# all-reduce between copies, and that with one node there is nothing between nodes. Ask: what would change with 4
-# micro-batches in a step? (Stage 3 gathers and reduce-scatters for each of them, four times as much. Stage 1 sends
-# once, and so does labcode's stage 2, which then keeps whole gradients; one that frees them sends five parts in place
-# of two.)
+# *For the instructor.* 20 minutes. What people forget: the all-reduce between copies, and that with one node there is
+# nothing between nodes. Ask: what would change with 4 micro-batches in a step? (Stage 3 gathers and reduce-scatters for
+# each of them, four times as much. Stage 1 sends once, and so does labcode's stage 2, which then keeps whole gradients;
+# one that frees them sends five parts instead of two.)
 
 # %% [markdown]
-# ## 7. A script of your own with FSDP2
+# ## 7. A script of your own with FSDP2 (core, 40 min)
 #
 # In section 4 `fully_shard` trained a model in a few lines. A real training run needs four things more.
 #
-# **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which numbers a
-# unit is gathered and computed, and in which its gradients are added up. The rows that a rank keeps stay as the model
-# was built, in float32: they are the master weights of section 1. So the all-gathers send half the bytes, and
-# gradients are still added up over the ranks in float32.
+# **Precision.** `MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)` says in which dtype the
+# weights of a unit are gathered and used, and in which its gradients are added up over the ranks. The rows that a rank
+# keeps stay as the model was built, in float32: they are the master weights of section 1. Their gradients are float32
+# too. So a rank keeps 4 + 4 + 8 = 16 bytes for each of its parameters, as many as in the table of section 1, and the
+# 16-bit weights exist only while a unit is whole. The all-gathers send 2 bytes for each number. The reduce-scatters
+# send 4, and with `reduce_dtype=torch.bfloat16` only 2, but then a sum over many ranks loses digits.
 #
 # **Micro-batches.** With several backward passes in a step, the gradients need to travel only in the last one.
 # `model.set_requires_gradient_sync(False)` holds the reduce-scatters back, until it is called with True. The price is
@@ -1075,6 +1189,13 @@ for situation in layouts.CASES:
 # **Checkpoints.** No rank has the whole model, and none needs it: with `torch.distributed.checkpoint` (DCP) each rank
 # writes its rows. A file beside them says which rows lie where, so a job with another number of ranks finds its own.
 #
+# **Names that you will meet elsewhere.** `FullyShardedDataParallel(model)` is FSDP1, which is deprecated: it joined the
+# weights of a unit into one flat parameter, so that a rank had no rows of any weight. `CPUOffloadPolicy()`, given as
+# `offload_policy`, keeps rows, gradients and optimizer in the memory of the host. The GPU then holds only the units in
+# use, and each of them crosses PCIe. ZeRO-Infinity goes one step further, to NVMe disks. ZeRO++ saves bytes between
+# nodes: it gathers weights in 8 bits, keeps a second copy of them in each node for backward (in FSDP2
+# `reshard_after_forward=8`, on nodes of 8), and sends gradients in 4 bits.
+#
 # We look at the first two on our four ranks. A hook notes the dtype that a weight has while it is used.
 
 # %% tags=["nbval-check-output"]
@@ -1082,6 +1203,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from labcode.models import gpt
 from labcode.models.layers import initialize
+from labcode.teach.labs.l13_by_hand import CONFIG
 
 
 def sharded(policy):
@@ -1107,7 +1229,7 @@ in_use, kept, gradient = ranks.run(dtypes, tokens)[0]
 print(f"while it is used: {in_use}, kept: {kept}, gradient: {gradient}")
 
 # %% [markdown]
-# **Predict.** The GPT has four layers and the rest, five units. A step has two micro-batches. How many reduce-scatters
+# **Predict.** The GPT has four layers and the root, five units. A step has two micro-batches. How many reduce-scatters
 # does it make if every backward sends gradients, and how many if only the last one does?
 
 # %% tags=["predict"]
@@ -1139,7 +1261,7 @@ compare("at the end", scatters_at_the_end, at_the_end, within=1, found="counted"
 #
 #     weights, state = get_state_dict(model, optimizer)
 #     saved = {"model": weights, "optimizer": state, "step": 0}
-#     dcp.load(saved, checkpoint_id=folder)               # fills it; or dcp.save, which writes it
+#     dcp.load(saved, checkpoint_id=folder)  # fills it; dcp.save writes it
 #     set_state_dict(
 #         model,
 #         optimizer,
@@ -1236,20 +1358,110 @@ check("13.6", main)
 # %% [markdown]
 # In the folder `runs` beside this notebook, `torchrun --nproc-per-node=2 train_13.py 12 bfloat16` goes on from the
 # checkpoint that the check has left; with 8 GPUs the same file runs as `--nproc-per-node=8`. labcode has checkpoints of
-# its own, which also survive a rank that dies while it writes; lesson 17 is about these, and about asynchronous saving.
+# its own, which also survive a rank that dies while it writes; lesson 17, sections 1 and 2, is about these.
 #
 # **Takeaway: blocks, model, then optimizer; a policy for the numbers that travel; gradients travel once in a step; each
 # rank saves its rows, and any number of ranks reads them.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes. Typical: the optimizer made before `fully_shard` (it holds the old parameters, and
+# *For the instructor.* 40 minutes. Typical: the optimizer made before `fully_shard` (it holds the old parameters, and
 # nothing is learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]`
-# forgotten, so that the data begins anew; the loss divided after `backward`. Ask: what does `set_requires_gradient_sync(False)` cost in memory at 70 billion parameters on 64
-# GPUs? (A rank then holds gradients of all parameters, 2 or 4 bytes each: 140 GB or more. So with large models one
-# sends each time.) Ask also why the loop can be the same on one rank. (Groups of one are real.)
+# forgotten, so that the data begins anew; the loss divided after `backward`. Ask: what does
+# `set_requires_gradient_sync(False)` cost in memory at 70 billion parameters on 64 GPUs? (A rank then holds gradients
+# of all parameters, 2 or 4 bytes each: 140 GB or more. So with large models one sends each time.) Ask also why the loop
+# can be the same on one rank. (Groups of one are real.)
 
 # %% [markdown]
-# ## 8. From here to GPUs and SLURM
+# ## 8. Open end: choose a layout before you submit (optional, 20 min)
+#
+# The numbers of sections 1 and 6 are enough to choose how a model is divided before a job is submitted.
+
+# %% [markdown] tags=["exercise"]
+# ### Exercise 13.5 · Choose a layout
+#
+# Given a model and a cluster, choose a stage and over how many ranks a copy is divided. `situation` has
+# `num_parameters`, `num_layers`, `nodes`, `ranks_per_node`, `room_bytes` (what a rank can keep), `inside_bytes_per_s`
+# (a link between two ranks of a node) and `between_bytes_per_s` (the link of a node to the others). The candidates are
+# `layouts.candidates(situation)`, a list of `(stage, ranks_of_a_copy)`: each stage over all ranks, and stage 3 over
+# the ranks of a node.
+#
+# Return the one that sends for the shortest time among those that fit, with its costs:
+# `Layout(stage, ranks_of_a_copy, kept_bytes, sending_s)`. Count like this, in mixed precision:
+#
+# - **Kept**: `state_bytes(num_parameters, stage, ranks_of_a_copy, **mixed).total`, and at stage 3 the whole 16-bit
+#   weights of two layers on top, the one in use and the next. All layers are equally large.
+# - **Sent**: weights and gradients travel as 2 bytes. Over p' ranks of a copy, 2 (p'-1)/p' · 2N bytes at stages 0 to 2
+#   and 3 (p'-1)/p' · 2N at stage 3. If the copy reaches over several nodes, the slower of the two links counts, else
+#   the one inside. If each node has a copy and there are n > 1 nodes, 2 (n-1)/n · 2N bytes follow between the nodes.
+# - Nothing hides behind computing, and latency is left out.
+#
+# The check goes through nine situations, from 1 billion parameters on 4 nodes to 70 billion on 64 nodes, with slow and
+# fast links, large nodes, a single node, and a model of few layers. In each it asks whether your layout fits, whether
+# its costs are right, and whether another one that fits is faster.
+
+# %% tags=["exercise"]
+from labcode.perf.state_memory import state_bytes
+from labcode.teach.labs import l13_layouts as layouts
+
+Layout = layouts.Layout
+mixed = {"weight_bytes": 2, "gradient_bytes": 2, "optimizer_bytes": 12}
+
+
+def choose(situation):
+    """The Layout that sends for the shortest time among those that fit."""
+    ### BEGIN SOLUTION
+    message_bytes = 2 * situation.num_parameters
+    everyone = situation.nodes * situation.ranks_per_node
+    fitting = []
+    for stage, p in layouts.candidates(situation):
+        kept = state_bytes(situation.num_parameters, stage, p, **mixed).total
+        collectives = 2
+        if stage == 3:
+            collectives = 3
+            kept += 2 * message_bytes / situation.num_layers
+        link = situation.inside_bytes_per_s
+        if p > situation.ranks_per_node:
+            link = min(link, situation.between_bytes_per_s)
+        sending_s = collectives * (p - 1) / p * message_bytes / link
+        copies = everyone // p
+        if copies > 1:
+            across = 2 * (copies - 1) / copies * message_bytes
+            sending_s += across / situation.between_bytes_per_s
+        if kept <= situation.room_bytes:
+            fitting.append(Layout(stage, p, kept, sending_s))
+    return min(fitting, key=lambda layout: layout.sending_s)
+    ### END SOLUTION
+
+# %% tags=["check"]
+check("13.5", choose)
+
+# %% [markdown]
+# Here is how labcode's lab counts, and what it chooses in the nine situations.
+
+# %%
+show_source(layouts.cost_of)
+
+# %% tags=["nbval-check-output"]
+print("                                    stage  ranks of a copy    keeps     sends")
+for situation in layouts.CASES:
+    best = layouts.best(situation)
+    print(f"{situation.about:35} {best.stage:5} {best.ranks_of_a_copy:16}", end=" ")
+    print(f"{best.kept_bytes / 1e9:6.1f} GB {best.sending_s:7.2f} s")
+
+# %% [markdown]
+# Stages 0 to 2 send the same, so the smallest one that fits is as good as any. Stage 3 comes when they do not fit any
+# more, and hybrid sharding when a node is large enough for a copy and the links between nodes are slow. On nodes of 8
+# it rarely pays here: a copy in a node takes 16/8 = 2 bytes for each parameter, and the two layers. Over many ranks
+# stage 2 keeps little more than 2 bytes too, so where hybrid sharding fits, stage 2 mostly fits as well and sends less.
+# That is so with one micro-batch in a step and without activations. With several, stage 2 either sends gradients in
+# each of them or keeps them whole.
+
+# %% [markdown] tags=["solution-only"]
+# *For the instructor.* 20 minutes. What people forget: the two borrowed layers, the all-reduce between copies, and that
+# with one node there is nothing between nodes.
+
+# %% [markdown]
+# ## 9. From here to GPUs and SLURM (core, 5 min)
 #
 # | where | start |
 # |---|---|
@@ -1269,7 +1481,7 @@ check("13.6", main)
 ranks.close()
 
 # %% [markdown]
-# ## Questions
+# ## Questions (core, 10 min)
 #
 # **1.** A model of 10 billion parameters is trained with AdamW in mixed precision on 16 ranks. What does a rank keep at
 # stages 1, 2 and 3?
@@ -1300,8 +1512,8 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# What is sent depends on the weights alone. If the link was the slower one, computing grows behind it, and only when it
-# has become the slower one does the step grow with it.
+# What is sent depends on the weights alone. Below Φ/β tokens the link sets the pace, and computing may grow behind it
+# for free. Only above does the step grow with the batch.
 # </details>
 #
 # **5.** From lesson 12: why do pipeline and stage 3 not go well together?
@@ -1325,15 +1537,19 @@ ranks.close()
 # "Sends" is for one micro-batch in a step. With m of them stages 0 and 1 send the same once; stage 2 that frees its
 # gradients in each sends (m + 1) (p-1)/p N, and stage 3 sends 3 m (p-1)/p N.
 #
-# Against tensor parallelism: the bytes are equal at T = 4.5 h tokens for the group.
+# The messages of stage 3 hide from Φ/β tokens for each rank and micro-batch on. Against tensor parallelism the bytes
+# are equal at T = 4.5 h tokens for the group.
 #
 # ## Sources
 #
-# - Rajbhandari et al. 2019, *ZeRO*, arXiv:1910.02054: the three stages and the first figure; volumes in section 7.
+# - Rajbhandari et al. 2020, *ZeRO*, arXiv:1910.02054: the three stages and the first figure; volumes in section 7.
 # - Zhao et al. 2023, *PyTorch FSDP*, arXiv:2304.11277: units, storage, prefetch; hybrid sharding in section 3.2.2.
 # - Liang et al. 2024, *TorchTitan*, arXiv:2410.06511: FSDP2.
 # - Korthikanti et al. 2022, arXiv:2205.05198: 12 h² weights of a layer and what tensor parallelism sends.
 # - Llama Team 2024, arXiv:2407.21783, section 3.3.2: tensor parallelism and FSDP together.
+# - Rajbhandari et al. 2021, *ZeRO-Infinity*, arXiv:2104.07857; Wang et al. 2023, *ZeRO++*, arXiv:2306.10209.
+# - NVIDIA H100 datasheet, 2023: 989 TFLOP/s in bfloat16, NVLink with 900 GB/s both ways together; DGX H100 datasheet,
+#   2022: 400 Gb/s for each GPU.
 # - Megatron Core, *Distributed Optimizer*,
 #   <https://docs.nvidia.com/megatron-core/developer-guide/latest/api-guide/dist_optimizer.html>.
 # - PyTorch: <https://docs.pytorch.org/docs/stable/distributed.fsdp.fully_shard.html> and

@@ -27,9 +27,9 @@
 # - share the scale over a group of ranks, and know when this is needed;
 # - decide which layers of a model stay in higher precision.
 #
-# **Time**: 120 minutes, in two sittings. Sections 1 to 4 (55 minutes) are about numbers and scales; section 5 begins
-# with layers, and is a good place to begin anew.
-# **Needs**: lesson 03 (bfloat16, float16 and the loss scaler), lesson 04 (all-reduce). Lesson 09 helps.
+# **Time**: 175 minutes, and 20 more for what is optional. Good places for a break are after section 3, and after section 5.
+#
+# **Needs**: lesson 01 (section 2), lesson 03 (section 4). Lesson 09, section 2 helps.
 
 # %%
 import math
@@ -45,7 +45,7 @@ E4M3 = torch.float8_e4m3fn
 E5M2 = torch.float8_e5m2
 
 # %% [markdown]
-# ## 1. What eight bits can say
+# ## 1. What eight bits can say (core, 20 min)
 #
 # A floating-point number has a **sign**, an **exponent** that says how large it is, and a **fraction** that says where
 # it lies between two powers of two. Two ways to share eight bits are in use. Their names count the bits: e4m3 has 4 for
@@ -138,7 +138,7 @@ check("18.1", spacing)
 # many finite numbers has e4m3? (253 with both zeros counted as one: 256 patterns, two of them not a number, -0 and 0.)
 
 # %% [markdown]
-# ## 2. Rounding
+# ## 2. Rounding (core, 20 min)
 #
 # To **cast** a number to a format means to take the nearest number that the format has. What if two are equally near?
 # Always taking the larger one would make sums too large in the long run. The rule is **to nearest, ties to even**: of
@@ -207,7 +207,7 @@ show_source(formats.cast)
 # float16 too.)
 
 # %% [markdown]
-# ## 3. What is lost where: a scale for each tensor
+# ## 3. What is lost where: a scale for each tensor (core, 20 min)
 #
 # Now real numbers. `lab.tensors()` trains a small GPT for 40 steps and takes three tensors of one linear layer in the
 # middle of it: its input, its weight, and the gradient of its output.
@@ -229,7 +229,7 @@ plot.gradient_range(
 #
 # **Predict.** What is less than half of the smallest number becomes zero. Which share of the gradient is lost in e4m3,
 # whose smallest number is 2^-9: about nothing (0), about a half (0.5), or about everything (1)? And in e5m2, whose
-# smallest number is 2^-16?
+# smallest number is 2^-16? (A factor of 1.5 is allowed: around each of the three answers it leaves out the other two.)
 
 # %% tags=["predict"]
 lost_in_e4m3 = 1
@@ -306,7 +306,7 @@ check("18.3", quantize)
 # FP8's authors measured both, and Transformer Engine takes e5m2 for them by default.)
 
 # %% [markdown]
-# ## 4. Delayed scaling
+# ## 4. Delayed scaling (core, 25 min)
 #
 # `quantize` goes through the tensor twice: once for the amax, and once for the cast. On a GPU an 8-bit product is so
 # fast that this counts. And on several ranks the amax must be the same everywhere (section 7), so all would wait for an
@@ -408,8 +408,8 @@ class DelayedScaling:
 check("18.4", DelayedScaling)
 
 # %% [markdown]
-# Lesson 03's loss scaler works the other way round. It tries a large scale, and steps back after an overflow has
-# happened. Delayed scaling measures how large the numbers are, and saturates where it was wrong.
+# The loss scaler of lesson 03, section 9 works the other way round. It tries a large scale, and steps back after an
+# overflow has happened. Delayed scaling measures how large the numbers are, and saturates where it was wrong.
 #
 # **Takeaway: current scaling is exact and looks at each tensor twice. Delayed scaling looks once and bets that the next
 # tensor is like the last ones. After a jump one step saturates, and the whole history pays.**
@@ -420,7 +420,7 @@ check("18.4", DelayedScaling)
 # up to twice as large become zero. Transformer Engine's default is 0, with a history of 1024.)
 
 # %% [markdown]
-# ## 5. A linear layer and its three products
+# ## 5. A linear layer and its three products (core, 30 min)
 #
 # A linear layer without bias computes y = x Wᵀ. Training it takes three products of matrices, and each of them is as
 # much work as the other two. With the gradient of the output, dy:
@@ -532,7 +532,7 @@ show_source(fp8._Fp8Linear)
 # first if training became unstable? (The weight gradient: its error is not passed on to other layers.)
 
 # %% [markdown]
-# ## 6. A model in FP8
+# ## 6. A model in FP8 (core, 20 min)
 #
 # `fp8.Fp8(recipe).convert(model)` of labcode gives every linear layer but the last one such products. The last one, the
 # head, makes the logits. It is left in higher precision, as is usual: its errors go straight into the loss.
@@ -602,7 +602,8 @@ plot.lines(
 #
 # **Predict.** One feature of 512 is 1000 times larger than the others. How much of the ordinary numbers is lost in e4m3
 # with one scale for the tensor: is their error about 0.03, 0.3 or 1? (A number may be 448 / 2^-6 =
-# 28,672 times smaller than the largest one and still have all its 3 bits.)
+# 28,672 times smaller than the largest one and still have all its 3 bits. A factor of 2 is allowed, since the three
+# answers are further apart than that.)
 
 # %% tags=["predict"]
 error_in_e4m3 = 0.03
@@ -643,7 +644,7 @@ plot.lines(
 # would a loss curve look like if FP8 failed? (Usually it leaves bfloat16's late, or it spikes; rarely from the start.)
 
 # %% [markdown]
-# ## 7. One scale for several ranks
+# ## 7. One scale for several ranks (core, 30 min)
 #
 # A tensor is often spread over ranks. Then each rank knows the amax of its own part only. Take fully sharded data
 # parallelism (lesson 13): before each layer an all-gather makes the whole weight out of shards. In 8 bits it moves half
@@ -774,7 +775,7 @@ for share, guess in {
 # 16 or 32 bits.)
 
 # %% [markdown] tags=["exercise"]
-# ## 8. Open end: a format for each tensor
+# ## 8. Open end: a format for each tensor (optional, 20 min)
 #
 # ### Exercise 18.8 · Choose
 #
@@ -832,7 +833,7 @@ for name, x in lab.cases().items():
 ranks.close()
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | what | start |
 # |---|---|
@@ -847,7 +848,7 @@ ranks.close()
 # emulates. Transformer Engine has the same recipes under the names `DelayedScaling`, `Float8CurrentScaling` and
 # `MXFP8BlockScaling`.
 #
-# ## Questions
+# ## Questions (core, 5 min)
 #
 # **1.** Why is FP8 trained with two formats, and which tensor gets which?
 #

@@ -26,11 +26,10 @@
 # - find what breaks an FP8 run, and mend it without leaving FP8;
 # - name the first tensor in which two runs depart, and the rank to blame.
 #
-# **Time**: 130 minutes, in two sittings. Sections 1 to 4 (65 minutes) are about statistics. The second sitting begins
-# with section 5; run the first code cell, the one of section 1 that trains, and the one of section 2 that writes
-# `look.yaml` before it.
-# **Needs**: lesson 18 (FP8, scales, delayed scaling), lesson 08 (groups of a grid), lesson 12 (stages of a pipeline).
-# Lesson 09 helps.
+# **Time**: 185 minutes, and 30 more for what is optional. Good places for a break are after section 3, and after section 5.
+#
+# **Needs**: lesson 08 (sections 1 and 2), lesson 09 (section 2), lesson 12 (section 1),
+# lesson 18 (sections 1, 3 and 4).
 
 # %%
 import math
@@ -39,13 +38,24 @@ from pathlib import Path
 from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.precision import debug
 from labcode.teach.labs import l19_runs as lab
+from labcode.teach.progress import status
 
 ranks = Ranks(4)
+GRID = "--parallel.dp 2 --parallel.tp 2"
+FP8 = "--train.dtype fp8 --fp8.margin 18"
+
+def train(options, folder, fault=None):
+    """What all ranks return after a training run on the grid."""
+    status(f"training {options}")
+    try:
+        return ranks.run(lab.train, f"{GRID} {options}", folder, fault)
+    finally:
+        status()
 
 # %% [markdown]
-# ## 1. A run that does not learn
+# ## 1. A run that does not learn (core, 10 min)
 #
-# The model is a small GPT on four ranks, dp 2 x tp 2. `train` below does what
+# The model is a small GPT on four ranks, dp 2 x tp 2. `train` in the cell above does what
 # `python -m labcode.train` does with the same options, on ranks that are already there. We train it in bfloat16, and
 # then in FP8 with a scale that somebody has chosen to be on the safe side: `--fp8.margin 18`.
 #
@@ -56,19 +66,6 @@ ranks = Ranks(4)
 # With margin 18 a tensor may become 2^18 = 262,144 times larger before it saturates. That sounds very safe.
 
 # %% tags=["figure"]
-from labcode.teach.progress import status
-
-GRID = "--parallel.dp 2 --parallel.tp 2"
-FP8 = "--train.dtype fp8 --fp8.margin 18"
-
-def train(options, folder, fault=None):
-    """What all ranks return after a training on the grid."""
-    status(f"training {options}")
-    try:
-        return ranks.run(lab.train, f"{GRID} {options}", folder, fault)
-    finally:
-        status()
-
 bf16 = train("--train.dtype bfloat16 --train.steps 50", "runs/bf16")[0]
 broken = train(f"{FP8} --train.steps 50", "runs/broken")[0]
 print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, FP8 {broken.val_loss:.2f}")
@@ -83,20 +80,9 @@ plot.lines(
 # %% [markdown]
 # It has not crashed, and nothing is infinite. It learns little more than how often each character occurs. In a real
 # project one would now try other learning rates, and lose a week.
-#
-# What do the tensors say? The largest number of a tensor lands at 448 / 2^18, which is a little less than 2^-9. The
-# smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For gradients the format is e5m2: the
-# largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest number of e5m2 is 2^-16.
-#
-# **Predict.** Which share of the values of an activation or a weight is lost in the cast: about nothing (0), about a
-# half (0.5), or about everything (1)? And is most of a gradient lost, `True` or `False`?
-
-# %% tags=["predict"]
-lost_of_activations = 1  # only what is larger than about half of the amax is left
-gradients_are_lost = False  # 14 powers of two are left below the largest number
 
 # %% [markdown]
-# ## 2. Statistics of all layers from one YAML
+# ## 2. Statistics of all layers from one YAML (core, 15 min)
 #
 # One could put prints into the model. On four ranks, in 8 layers, at three tensors of each, that is a lot of prints, and
 # they have to be taken out again. The other way is to describe in a file what is to be looked at. NVIDIA's library
@@ -140,6 +126,17 @@ print(f"{len(look.splitlines()) - 1} lines for four ranks")
 #
 # One thing to know: in step 0 a delayed scale has no history yet, and is 1. So that step says nothing about the margin,
 # and we look at step 40.
+#
+# What will they say of the run with margin 18? The largest number of a tensor lands at 448 / 2^18, which is a little less than 2^-9. The
+# smallest number of e4m3 is 2^-9, and what is less than half of it becomes zero. For gradients the format is e5m2: the
+# largest number lands at 57,344 / 2^18, a little less than 2^-2, and the smallest number of e5m2 is 2^-16.
+#
+# **Predict.** Which share of the values of an activation or a weight is lost in the cast: about nothing (0), about a
+# half (0.5), or about everything (1)? And is most of a gradient lost, `True` or `False`?
+
+# %% tags=["predict"]
+lost_of_activations = 1  # only what is larger than about half of the amax is left
+gradients_are_lost = False  # 14 powers of two are left below the largest number
 
 # %% tags=["figure"]
 options = f"{FP8} --debug.config look.yaml --debug.reduce_over dp tp --train.steps 41"
@@ -179,7 +176,7 @@ plot.heatmap(
 # characters.) Ask: what would margin 4 do? (Nothing that can be seen: 14 powers of two are left.)
 
 # %% [markdown]
-# ## 3. Statistics of shards are not averages
+# ## 3. Statistics of shards are not averages (core, 40 min)
 #
 # The counts of section 2 were easy to put together: they add up. Is that so for all statistics? Take six values on two
 # ranks: 1, 2, 3 on rank 0, and 11, 12, 13 on rank 1. The mean of the whole is the mean of the two means, as both parts
@@ -329,7 +326,7 @@ show_source(moments.Moments.__add__)
 # different sizes. Ask: which statistic cannot be put together from a few numbers? (The median.)
 
 # %% [markdown]
-# ## 4. Who is put together
+# ## 4. Who is put together (core, 25 min)
 #
 # On a grid there is a choice. Ranks of tp hold different parts of one tensor (or copies of it), ranks of dp see other
 # samples, and ranks of pp have other layers. `--debug.reduce_over` names the axes; without it each rank writes what it
@@ -501,7 +498,7 @@ check("19.3", same_file)
 # second layer.) Such a copy is counted once in a group: otherwise it would weigh twice.
 
 # %% [markdown]
-# ## 5. Mend it in the YAML
+# ## 5. Mend it in the YAML (core, 20 min)
 #
 # Back to the run that does not learn. Of course one could set the margin to 0. But in a run of weeks one often wants to
 # change some layers only, and to find out which of them suffer. These features change what a layer does in FP8:
@@ -519,7 +516,15 @@ check("19.3", same_file)
 # a wrong key. And of two features at the top level of a block it would use the second one, without a word.)
 
 # %% tags=["raises-exception"] raises="RankError: rank 0: ValueError: wrong.yaml, line 7: unknown feature"
-wrong = look.replace("LogFp8TensorStats", "LogFp8Stats").replace("look:", "wrong:")
+wrong = """
+wrong:
+  enabled: True
+  layers:
+    layer_name_regex_pattern: blocks
+  transformer_engine:
+    LogFp8Stats:
+      enabled: True
+"""
 Path("wrong.yaml").write_text(wrong)
 train(f"{FP8} --debug.config wrong.yaml --train.steps 1", "runs/wrong")
 
@@ -527,7 +532,7 @@ train(f"{FP8} --debug.config wrong.yaml --train.steps 1", "runs/wrong")
 # ### Exercise 19.4 · Four lines that mend the run
 #
 # Write the YAML as text. After it, the run must learn as in bfloat16, and **every product of every layer must still run
-# in FP8**. The frame is that of `look`: a block with a name, `enabled`, `layers` and `transformer_engine`; below stand
+# in FP8**. The frame is that of `wrong` above: a block with a name, `enabled`, `layers` and `transformer_engine`; below stand
 # the four lines that mend it. The check trains 50 steps on the four ranks.
 
 # %% tags=["exercise"]
@@ -549,11 +554,13 @@ mend:
 check("19.4", mend_yaml, ranks)
 
 # %% [markdown]
-# Here is the curve of a mended run beside the two of section 1.
+# Here is the curve of a mended run beside the two of section 1, which are trained once more.
 
 # %% tags=["figure"]
 options = f"{FP8} --debug.config {lab.mend_file()} --train.steps 50"
 mended = train(options, "runs/mended")[0]
+bf16 = train("--train.dtype bfloat16 --train.steps 50", "runs/bf16")[0]
+broken = train(f"{FP8} --train.steps 50", "runs/broken")[0]
 print(f"validation loss: bfloat16 {bf16.val_loss:.2f}, mended {mended.val_loss:.2f}")
 plot.lines(
     {"bfloat16": bf16.losses, "FP8": broken.losses, "FP8, mended": mended.losses},
@@ -577,7 +584,7 @@ plot.lines(
 # if the other is zeros, it is zero.)
 
 # %% [markdown]
-# ## 6. A feature of your own
+# ## 6. A feature of your own (core, 20 min)
 #
 # The features that exist answer common questions. For your own question you write a class. The library calls its method
 # `inspect_tensor` for each tensor that the YAML names:
@@ -689,7 +696,7 @@ check("19.5", DeadUnits, ranks)
 # which one YAML for all sees to.)
 
 # %% [markdown]
-# ## 7. The first tensor that departs
+# ## 7. The first tensor that departs (core, 30 min)
 #
 # Statistics find what is wrong with a format. They do not find a bug that makes numbers a little wrong: a kernel with an
 # error, a rank with an old library, a tensor that is added twice. Then the question is another one. There are two runs,
@@ -817,7 +824,7 @@ print(f"nearest to its bound: {worst.error:.1e} of {worst.bound:.1e}")
 # (After it Adam has turned the rounding of small gradients into updates of full size: lr times a sign.)
 
 # %% [markdown]
-# ## 8. Not a number
+# ## 8. Not a number (core, 10 min)
 #
 # One value that is not finite makes the loss *nan* within one step. A matrix product spreads it over a row, attention
 # over a sample, and the loss over everything.
@@ -859,7 +866,7 @@ print(line.replace(": ", ":\n  ", 1).replace("; ", ";\n  "))
 # is to blame: hardware, or a kernel.) And if one input was not? (Then it would have been named.)
 
 # %% [markdown] tags=["exercise"]
-# ## 9. Open end: a diagnosis that writes its own YAML
+# ## 9. Open end: a diagnosis that writes its own YAML (optional, 30 min)
 #
 # ### Exercise 19.7 · From statistics to the cure
 #
@@ -915,7 +922,7 @@ check("19.7", diagnose)
 ranks.close()
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | what | start |
 # |---|---|
@@ -937,7 +944,7 @@ ranks.close()
 # Logging every 10 steps costs less than 10 % of a step here. Recording a step writes every activation to the disk: one
 # step of a small model, never a whole run.
 #
-# ## Questions
+# ## Questions (core, 10 min)
 #
 # **1.** Rank 0 reports an std of 1.0, rank 1 one of 3.0, with equal numbers of values. What is the std of both together?
 #

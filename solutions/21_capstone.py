@@ -26,8 +26,10 @@
 # - describe your own cluster in ten lines, and plan for it;
 # - check a plan without the cluster: script, dry run, miniature; and say what each of these can prove.
 #
-# **Time**: 110 minutes; after section 4, which ends about 70 minutes in, is a good place for a break. **Needs**: lessons
-# 12 (pipelines), 13 (ZeRO), 14 (SLURM), 15 (layouts), 16 (checkpointing) and 20 (the estimate).
+# **Time**: 155 minutes, and 30 more for what is optional. Good places for a break are after section 2, and after section 4.
+#
+# **Needs**: lesson 12 (section 2), lesson 13 (section 2), lesson 14 (section 2), lesson 15 (section 3), lesson 16 (section 5),
+# lesson 20 (sections 1 to 3 and 5).
 
 # %%
 from labcode.lab import check, compare, plot, show_source
@@ -38,16 +40,16 @@ from labcode.teach.labs.l20_plan import Layout
 
 DAY_S = 24 * 3600
 GIB = 2**30
+brief = lab.H100
 
 # %% [markdown]
-# ## 1. The brief
+# ## 1. The brief (core, 15 min)
 #
 # The whole lesson is about one model: 80 layers of 8,192 features, 64 heads of which 8 have keys and values of their
 # own, 70 billion weights. The first brief wants it trained on 1.4 trillion tokens, on 1,024 H100s with eight in a node,
 # in at most 24 days. A step has 1,024 samples of 4,096 tokens.
 
 # %% tags=["nbval-check-output"]
-brief = lab.H100
 weights = l20_plan.parameters(brief.shape)
 print(brief.shape)
 print(f"{weights / 1e9:.1f} billion weights")
@@ -110,7 +112,7 @@ check("21.1", days_and_mfu)
 # you ask? (Whether the repeated forward was counted: that is hardware FLOPs utilization, and is larger.)
 
 # %% [markdown]
-# ## 2. What a layout has to satisfy
+# ## 2. What a layout has to satisfy (core, 30 min)
 #
 # A layout has six fields, as in lesson 20: `Layout(dp, pp, tp, zero, micro_batch, checkpointing)`. Lesson 20 searched
 # for layouts. Now you are the one who reads somebody else's, and says what is wrong with it. These are the rules:
@@ -140,6 +142,7 @@ fastest_fits = False
 # %% tags=["nbval-check-output"]
 candidates = lab.candidates(brief)
 first = candidates[0]
+fastest = lab.fitting(brief)[0]
 compare(
     "the fastest fits",
     fastest_fits,
@@ -228,7 +231,7 @@ for found in lab.fitting(brief)[:6]:
 # runs, slowly.)
 
 # %% [markdown]
-# ## 3. The defence
+# ## 3. The defence (core, 40 min)
 #
 # "The program said so" convinces nobody. A colleague will propose another layout, and the answer has to be a number. A
 # good defence changes **one choice at a time**: the kinds are `tp`, `pp`, `zero`, `micro_batch` and `checkpointing`,
@@ -286,6 +289,7 @@ grows_most = "bubble"
 
 # %% tags=["nbval-check-output"]
 eight_stages = Layout(32, 8, 4, 1, 1, "none")
+chosen = lab.fitting(brief)[0].layout
 before = lab.predicted(chosen, brief).parts
 after = lab.predicted(eight_stages, brief).parts
 growth = lab.growth(before, after)
@@ -339,7 +343,7 @@ check("21.4", verdict)
 # %% tags=["nbval-check-output"]
 about_chosen = lab.predicted(chosen, brief)
 print(f"chosen: {tuple(chosen)}, {about_chosen.step_s:.2f} s")
-for kind, rival in lab.rivals(chosen, candidates).items():
+for kind, rival in lab.rivals(chosen, lab.candidates(brief)).items():
     about_rival = lab.predicted(rival.layout, brief)
     amount, unit, part = lab.verdict(about_chosen, about_rival, brief.room_bytes)
     print(f"{kind:13} {tuple(rival.layout)} loses by {amount:.2f} {unit}: {part}")
@@ -383,7 +387,7 @@ show_source(lab.verdict)
 # rival with two stages not fit? (Each rank has twice the layers: 20 GiB more of weights, and as many of gradients.)
 
 # %% [markdown]
-# ## 4. A cluster of your own
+# ## 4. A cluster of your own (core, 25 min)
 #
 # Most clusters are smaller, and none of labcode's list is quite yours. `labcode.perf` reads any cluster from a file of
 # about ten lines:
@@ -497,7 +501,7 @@ print(f"{lab.predicted(at_home.layout, wide).parts['dp']:.2f} s")
 # people bring the numbers of their own cluster (`nvidia-smi topo -m`, `ibstat`, nccl-tests) and change the text.
 
 # %% [markdown]
-# ## 5. The script
+# ## 5. The script (core, 10 min)
 #
 # Back to the 70B. The chosen layout becomes a job of 128 nodes with eight ranks each. The profile of the cluster names
 # the planner's cluster, so that the script begins with a prediction (lesson 14 has the rest of it).
@@ -507,6 +511,7 @@ from labcode.slurm.lint.linter import lint
 from labcode.slurm.script.render import render
 
 site = lab.site()
+chosen = lab.fitting(brief)[0].layout
 job = lab.job(chosen, brief)
 script = render(job, site)
 print("\n".join(script.splitlines()[:24]))
@@ -532,7 +537,7 @@ submit(too_full, site, here=True)
 # expected.**
 
 # %% [markdown]
-# ## 6. One rank of 1,024, dry
+# ## 6. One rank of 1,024, dry (core, 10 min)
 #
 # Does the code do what the plan assumes? Lesson 15 could submit to two nodes. Nobody lends you 128 nodes for a test. A
 # **dry run** executes the real code of one rank on this machine, with two stand-ins: a process group that has 1,024
@@ -558,6 +563,7 @@ from labcode.perf.one_rank import rank_calls
 from labcode.train.dry_run import dry_run
 
 model = l20_plan.config(brief.shape)
+chosen = lab.fitting(brief)[0].layout
 shape = l20_plan.grid(chosen)
 how = {"micro_batch": 1, "num_micro_batches": 16, "sequence_parallel": True}
 ran = dry_run(model, shape, rank=0, **how)
@@ -587,7 +593,7 @@ print("all agree" if ran.calls == expected else "they do not agree")
 # **Takeaway: a dry run proves that code and plan count the same things. It cannot say how long they take.**
 
 # %% [markdown]
-# ## 7. The miniature
+# ## 7. The miniature (core, 15 min)
 #
 # Now with real numbers. A **miniature** uses the same axes as the plan, each with two ranks: tp = 2 and pp = 2 are four
 # ranks, which this machine has. The model is `gpt_tiny`. It says nothing about a 70B model's speed. But it runs the
@@ -604,6 +610,7 @@ same_losses = True
 NO_PIPELINE = "--parallel.tp 2 --parallel.dp 2"
 MINIATURE = "--parallel.tp 2 --parallel.pp 2 --train.micro_batch 4"
 
+chosen = lab.fitting(brief)[0].layout
 print(f"the miniature: {lab.miniature(chosen)}")
 here = lab.measure_here()
 reference = lab.train_here("reference", NO_PIPELINE)
@@ -667,7 +674,7 @@ plot.bars(
 # learning rate that is too high, a GPU that miscomputes: lessons 06, 17 and 19.)
 
 # %% [markdown] tags=["exercise"]
-# ## 8. Open end: your plan
+# ## 8. Open end: your plan (optional, 30 min)
 #
 # ### Exercise 21.6 · Plan it, and defend it
 #
@@ -719,7 +726,7 @@ check("21.6", my_plan)
 # layouts defend them against each other; the memory that they leave is a good argument for the slower ones.
 
 # %% [markdown]
-# ## From here to GPUs and SLURM
+# ## From here to GPUs and SLURM (core, 5 min)
 #
 # | what | start |
 # |---|---|
@@ -732,7 +739,7 @@ check("21.6", my_plan)
 # On a cluster the first job is a short one: 20 steps of the plan's layout. Its step time over the prediction is the
 # factor of your stack (`--scale`). Then plan again with it, and look whether the order of the first ten has changed.
 #
-# ## Questions
+# ## Questions (core, 5 min)
 #
 # **1.** Two layouts are 2 % apart by the estimate. One leaves 12 GiB free, the other 36. Which do you take?
 #

@@ -28,6 +28,8 @@ def module_of(source: Path) -> str | None:
     imports: dict[str, str] = {}
     parts = []
     used = set()
+    module = ".".join(target(source).with_suffix("").parts[-4:])
+    itself = f"from {module} "  # cells further below import it
     for number, cell in enumerate(jupytext.read(source, fmt="py:percent").cells, 1):
         if cell.cell_type != "code":
             continue
@@ -41,7 +43,8 @@ def module_of(source: Path) -> str | None:
             used |= {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
     if not parts:
         return None
-    needed = sorted(line for name, line in imports.items() if name in used)
+    lines = [line for name, line in imports.items() if name in used]
+    needed = sorted(line for line in lines if not line.startswith(itself))
     lesson = source.stem.partition("_")[0]
     head = HEAD.format(lesson=lesson) + "\n\n" + "\n".join(needed)
     return "\n\n\n".join([head, *parts]) + "\n"

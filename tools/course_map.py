@@ -9,6 +9,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
+from labcode import course
 from tools import decorate
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -33,6 +34,7 @@ class Lesson(NamedTuple):
         needs: The numbers of the lessons that must come before.
         helped_by: Those that the lesson mentions without needing them.
         part: The part of the course.
+        sections: With their times.
     """
 
     number: str
@@ -42,6 +44,7 @@ class Lesson(NamedTuple):
     needs: tuple[str, ...]
     helped_by: tuple[str, ...]
     part: str
+    sections: tuple[course.Section, ...] = ()
 
     @property
     def notebook(self) -> str:
@@ -72,7 +75,9 @@ def lesson_of(stem: str, text: str) -> Lesson:
     if about.minutes is None:
         raise ValueError(f"{stem}: write how long it takes, as in '**Time**: 60 minutes.'")
     needs, helped_by = _needs(stem, text)
-    return Lesson(stem[:2], stem, about.title, about.minutes, needs, helped_by, part_of(stem[:2]))
+    part = part_of(stem[:2])
+    parts = course.sections(re.sub(r"(?m)^# ?", "", text))
+    return Lesson(stem[:2], stem, about.title, about.minutes, needs, helped_by, part, parts)
 
 
 def part_of(number: str) -> str:

@@ -67,7 +67,7 @@ class Key(NamedTuple):
     which: int = 0
 
 
-GRID = {"shape": GridShape(dp=2, pp=2, tp=4)}
+GRID = {"GridShape": GridShape}
 MAP = {"lab": l20_plan, "a100": l20_plan.cluster("jean-zay-a100"), "GIB": 2**30}
 KEYS = {
     "collectives": Key("01", "collectives", {}, which=1),

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import jupytext
 
+from labcode import course as labcode_course
 from labcode.files import write_atomically
 from tools import course_map
 from tools.course_map import Lesson
@@ -38,17 +39,6 @@ TABLE_ENDS = "<!-- end of lessons -->"
 WAYS_BEGIN = "<!-- ways: written by `make pages` -->"
 WAYS_END = "<!-- end of ways -->"
 HOURS = re.compile(r"(<!-- hours -->).*?(<!-- end of hours -->)")
-# What somebody may want to be able to do, and the lessons that teach it.
-WAYS = (
-    ("An afternoon: write data parallel training, and see what it sends", ("04",)),
-    ("DDP that is slow, hangs or learns badly", ("05", "07")),
-    ("FSDP: what it shards and sends, and a training script of your own", ("13",)),
-    ("Tensor, sequence and pipeline parallelism, as Megatron-LM has them", ("10", "12")),
-    ("Long sequences: the ring", ("11",)),
-    ("Jobs on a SLURM cluster that survive failures", ("14", "17")),
-    ("16 and 8 bits", ("18",)),
-    ("Plan a large training before it is paid for", ("20", "21")),
-)
 MOST_WRONG = 8  # of an exercise: the first ones in the data
 WRITTEN = "Written by `make pages`; do not edit."
 
@@ -61,7 +51,7 @@ class Schedule(NamedTuple):
         aim: What the learners can do afterwards, and for whom it is.
         unit: What a row of the table is, such as "week".
         minutes: That a unit has for lessons, without breaks.
-        units: The lessons of each unit.
+        units: The lessons of each unit, and their sections, as in `labcode.course.WAYS`.
         skip: What to leave out where time runs short.
     """
 
@@ -69,7 +59,7 @@ class Schedule(NamedTuple):
     aim: str
     unit: str
     minutes: int
-    units: tuple[tuple[str, ...], ...]
+    units: tuple[dict[str, tuple[int, ...]], ...]
     skip: str
 
 
@@ -80,19 +70,31 @@ SCHEDULES = (
         "parallel training by hand.",
         "half-day",
         220,
-        (("00", "01", "04"),),
-        "Lesson 01: its second sitting, told at the board. Lesson 04: section 7, the script, as "
-        "homework.",
+        ({"00": (3,), "01": (1, 2, 3, 4, 6), "04": (1, 2, 4, 5, 7)},),
+        "Lesson 04: section 7, the script, as homework.",
     ),
     Schedule(
         "Two days",
-        "For people who train on a cluster already: from the all-reduce to tensor and pipeline "
-        "parallelism and a job script.",
+        "For people who train on a cluster already: from the all-reduce to DDP, tensor and "
+        "pipeline parallelism, FSDP2 and a job script.",
         "day",
         380,
-        (("00", "01", "04", "05", "08"), ("09", "10", "12", "14")),
-        "Lesson 05: the open end. Lesson 08: scatter/gather in section 4. Lesson 09: section 7. "
-        "Lesson 12: everything behind section 6. Lesson 14: its second sitting.",
+        (
+            {
+                "00": (3,),
+                "01": (1, 2, 3, 4, 6, 7),
+                "04": (1, 2, 4, 5, 7),
+                "05": (1, 2, 3, 4, 5),
+            },
+            {
+                "08": (1, 2, 3),
+                "09": (1, 2, 3),
+                "12": (1, 2, 3, 4),
+                "13": (1, 7),
+                "14": (1, 2),
+            },
+        ),
+        "Lesson 05: section 1 told at the board. Lesson 14: exercise 14.2 as homework.",
     ),
     Schedule(
         "A semester of weekly labs",
@@ -101,24 +103,23 @@ SCHEDULES = (
         "week",
         180,
         (
-            ("00", "01"),
-            ("02", "04"),
-            ("05", "08"),
-            ("03",),
-            ("07",),
-            ("09", "10"),
-            ("11",),
-            ("12",),
-            ("13",),
-            ("14",),
-            ("15", "16"),
-            ("17",),
-            ("18",),
-            ("20",),
-            ("21",),
+            {"00": (), "01": (1, 2, 3, 4, 6)},
+            {"04": ()},
+            {"05": ()},
+            {"02": ()},
+            {"03": (1, 2, 3, 4, 5)},
+            {"07": (1, 2, 3, 4, 6)},
+            {"08": ()},
+            {"09": ()},
+            {"10": ()},
+            {"11": ()},
+            {"12": ()},
+            {"13": (1, 2, 3, 4)},
+            {"13": (5, 7), "14": (1, 2)},
+            {"15": ()},
+            {"17": (1, 2, 3, 4)},
         ),
-        "Lesson 11: exercise 11.5. Lesson 07: the patients of its second sitting. Weeks with one "
-        "lesson leave an hour for questions and for the open tasks.",
+        "Weeks with less than three hours leave time for questions and for the open tasks.",
     ),
 )
 
@@ -129,15 +130,18 @@ SCHEDULES = (
 def shown(schedule: Schedule, lessons: Sequence[Lesson]) -> str:
     """A schedule as Markdown; the minutes are those that the lessons state."""
     known = {lesson.number: lesson for lesson in lessons}
+    sections = {lesson.number: lesson.sections for lesson in lessons}
     lines = [f"### {schedule.title}", "", schedule.aim, ""]
-    lines += [f"| {schedule.unit} | lessons | minutes |", "|---:|---|---:|"]
+    lines += [f"| {schedule.unit} | lessons, and § their sections | minutes |", "|---:|---|---:|"]
     total = 0
-    for place, numbers in enumerate(schedule.units, 1):
+    for place, unit in enumerate(schedule.units, 1):
         names = []
-        for number in numbers:
-            lesson = known[number]
-            names.append(f"[{number} {lesson.title}]({lesson.solution}) ({lesson.minutes})")
-        minutes = sum(known[number].minutes for number in numbers)
+        minutes = 0
+        for stop in labcode_course.stops(unit, sections):
+            lesson = known[stop.number]
+            which = str(stop).removeprefix(stop.number)
+            names.append(f"[{lesson.number} {lesson.title}]({lesson.solution}){which}")
+            minutes += stop.minutes
         total += minutes
         lines.append(f"| {place} | {'; '.join(names)} | {minutes} |")
     lines.append(f"| | **together** | {total} |")
@@ -151,8 +155,8 @@ def shown(schedule: Schedule, lessons: Sequence[Lesson]) -> str:
 def left_over(schedule: Schedule, lessons: Sequence[Lesson]) -> list[str]:
     """The lessons that a schedule does not have."""
     taken = set()
-    for numbers in schedule.units:
-        taken |= set(numbers)
+    for unit in schedule.units:
+        taken |= set(unit)
     return [lesson.number for lesson in lessons if lesson.number not in taken]
 
 
@@ -180,26 +184,15 @@ def with_table(page: str, lessons: Sequence[Lesson]) -> str:
 
 def with_ways(page: str, lessons: Sequence[Lesson]) -> str:
     """COURSE.md with the short ways between its marks."""
-    known = {lesson.number: lesson for lesson in lessons}
-    rows = ["| to be able to do | lessons | hours |", "|---|---|---:|"]
-    for goal, last in WAYS:
-        way = needed_for(last, known)
-        hours = sum(known[number].minutes for number in way) / 60
-        links = [f"[{number}]({known[number].notebook})" for number in way]
-        rows.append(f"| {goal} | {' '.join(links)} | {hours:.1f} |")
+    notebooks = {lesson.number: lesson.notebook for lesson in lessons}
+    known = {lesson.number: lesson.sections for lesson in lessons}
+    rows = ["| to be able to do | lessons, and § their sections | hours |", "|---|---|---:|"]
+    for goal, way in labcode_course.WAYS.items():
+        found = labcode_course.stops(way, known)
+        hours = sum(stop.minutes for stop in found) / 60
+        links = [f"[{stop}]({notebooks[stop.number]})" for stop in found]
+        rows.append(f"| {goal} | {' · '.join(links)} | {hours:.1f} |")
     return between(page, WAYS_BEGIN, "\n".join(rows), WAYS_END)
-
-
-def needed_for(last: Sequence[str], known: Mapping[str, Lesson]) -> list[str]:
-    """These lessons and all that they need, and what those need, in order."""
-    found = set()
-    waiting = list(last)
-    while waiting:
-        number = waiting.pop()
-        if number not in found:
-            found.add(number)
-            waiting.extend(known[number].needs)
-    return sorted(found)
 
 
 def with_hours(page: str, lessons: Sequence[Lesson]) -> str:

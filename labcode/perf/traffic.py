@@ -106,7 +106,7 @@ def step_traffic(
         for `scatter_gather`; Llama Team 2024 (arXiv:2407.21783), section 3.3.2, for cp by
         all-gather; Liu et al. 2023 (arXiv:2310.01889) for the ring.
     Held by: tests/unit/test_traffic.py; cp against measured bytes by
-        tests/ranks/test_context_traffic.py; tp and dp by the bytes counted in lesson 08.
+        tests/ranks/test_context_traffic.py; lesson 08 counts tp and dp in a real step.
     """
     _check_divisible(model, shape, global_batch)
     samples = global_batch // shape.dp

@@ -62,6 +62,10 @@ MEANINGS = {  # what gloo and the store write, and what it means
         "torch.distributed was given what is no tensor: if it is the .grad of an x, was "
         "requires_grad_ called on this very x, and does another rank wait for it?"
     ),
+    r"'NoneType' object has no attribute 'contiguous'": (
+        "None is what was to be sent: if it is the .grad of an x, was requires_grad_ called on "
+        "this very x, and does another rank wait for it?"
+    ),
     r"wait timeout": "it waited for something that no rank put into the store",
     r"Connection (closed by peer|reset by peer)": "another rank ended while this one waited for it",
     r"returned an incorrect number of gradients \(expected (\d+), got (\d+)\)": (

@@ -578,7 +578,114 @@ PREFETCHER = Answers(
     },
 )
 
-# ---- 2.4 the same training, faster
+# ---- 2.4 where the time went
+
+
+def in_milliseconds(events, step):
+    """Every moment looked at, in quarters of a unit."""
+    spent = {"busy": 0.0, "data": 0.0, "idle": 0.0}
+    for quarter in range(4 * step):
+        names = {name for name, start, stop in events if start <= quarter / 4 < stop}
+        if names - {"data"}:
+            spent["busy"] += 0.25
+        elif names:
+            spent["data"] += 0.25
+        else:
+            spent["idle"] += 0.25
+    return spent
+
+
+def with_counters(events, step):
+    """Starts and stops in order, and how many of each kind are running."""
+    marks = []
+    for name, start, stop in events:
+        kind = "data" if name == "data" else "busy"
+        marks.append((start, 1, kind))
+        marks.append((stop, -1, kind))
+    marks.append((step, 0, "busy"))
+    spent = {"busy": 0, "data": 0, "idle": 0}
+    running = {"busy": 0, "data": 0}
+    before = 0
+    for now, change, kind in sorted(marks):
+        reason = "busy" if running["busy"] else "data" if running["data"] else "idle"
+        spent[reason] += now - before
+        running[kind] += change
+        before = now
+    return spent
+
+
+def with_merged_spans(events, step):
+    def total(spans):
+        merged = []
+        for start, stop in sorted(spans):
+            if merged and start <= merged[-1][1]:
+                merged[-1][1] = max(merged[-1][1], stop)
+            else:
+                merged.append([start, stop])
+        return sum(stop - start for start, stop in merged)
+
+    busy = total([event[1:] for event in events if event[0] != "data"])
+    known = total([event[1:] for event in events])
+    return {"idle": step - known, "data": known - busy, "busy": busy}
+
+
+def adds_durations(events, step):
+    busy = sum(stop - start for name, start, stop in events if name != "data")
+    data = sum(stop - start for name, start, stop in events if name == "data")
+    return {"busy": busy, "data": data, "idle": step - busy - data}
+
+
+COVERED = "for start, stop in sorted(spans):"
+LATER = "start = max(start, until)"
+DATA = '"data": busy_or_data - busy'
+
+WENT = Answers(
+    solves="where_time_went",
+    takes_ranks=False,
+    right={
+        "each moment": in_milliseconds,
+        "counters": with_counters,
+        "merged spans": with_merged_spans,
+        "in floats": changed("total = 0 => total = 0.0"),
+    },
+    wrong={
+        "adds durations": (adds_durations, "moments in which two of them run count once"),
+        "not sorted": (changed("sorted(spans) => spans"), "comes earlier in time"),
+        "the last one ends it": (
+            changed(
+                "        if stop > start:\n => ",
+                "            total += stop - start\n => \n        total += stop - start\n",
+                "            until = stop => \n        until = stop",
+            ),
+            "lies inside the one before it",
+        ),
+        "data as an operation": (
+            changed(' if name != "data"] => ]', f"{DATA} => {DATA} + 0"),
+            "yours says",
+        ),
+        "data counted though busy": (
+            changed(f'{DATA} => "data": covered([one[1:] for one in events if one[0] == "data"])'),
+            "then the wait costs nothing",
+        ),
+        "idle with the data": (changed("step - busy_or_data => step - busy"), "the three add up"),
+        "shares": (changed('{"busy": busy, => {"busy": busy / step,'), "yours says"),
+        "a tuple": (
+            changed(
+                'return {"busy" => return list({"busy"', "busy_or_data} => busy_or_data}.items())"
+            ),
+            "return a dictionary",
+        ),
+        "other names": (changed('{"busy": => {"computing":'), "asked for are"),
+        "sorts what it was given": (
+            changed("everything = => events.reverse()\n    everything ="),
+            "leave it as it was",
+        ),
+        "no return": (changed('return {"busy" => found = {"busy"'), "it returned None"),
+        "labcode's own": (l02_by_hand.where_time_went, "labcode's own"),
+    },
+)
+
+# ---- 2.5 the same training run, faster
 
 
 def with_prefetching(job, num_steps):
@@ -692,4 +799,4 @@ FASTER = Answers(
     },
 )
 
-ANSWERS = {"2.1": TIMER, "2.2": BYTES, "2.3": PREFETCHER, "2.4": FASTER}
+ANSWERS = {"2.1": TIMER, "2.2": BYTES, "2.3": PREFETCHER, "2.4": WENT, "2.5": FASTER}

@@ -11,65 +11,103 @@ from labcode.models import gpt
 from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_race import Settings
 
-# ---- 3.1 the spacing
+# ---- 3.1 the roofline
 
 
-def by_frexp(x, fraction_bits):
-    _, exponent = math.frexp(x)
-    return math.ldexp(1.0, exponent - 1 - fraction_bits)
+def layer(tokens, inputs, outputs, number_bytes):
+    numbers = inputs * outputs + tokens * (inputs + outputs)
+    return tokens * outputs * inputs * 2, number_bytes * numbers
 
 
-def by_log2_of_torch(x, fraction_bits):
-    exponent = torch.tensor(abs(x), dtype=torch.float64).log2().floor()
-    return (2**exponent / 2**fraction_bits).item()
+def shortest(flops, num_bytes, flops_per_s, bytes_per_s):
+    compute_s = flops / flops_per_s
+    memory_s = num_bytes / bytes_per_s
+    return compute_s if compute_s > memory_s else memory_s
 
 
-def by_a_loop(x, fraction_bits):
-    power = 1.0
-    while power * 2 <= abs(x):
-        power *= 2
-    while power > abs(x):
-        power /= 2
-    return power / 2**fraction_bits
+def by_searching(inputs, outputs, number_bytes, flops_per_s, bytes_per_s):
+    for tokens in range(1, 10_000):
+        compute_s = 2 * tokens * inputs * outputs / flops_per_s
+        numbers = tokens * (inputs + outputs) + inputs * outputs
+        if compute_s >= numbers * number_bytes / bytes_per_s:
+            return tokens
+    return None
 
 
-def without_an_end(x, fraction_bits):
-    power = 1.0
-    while power != abs(x):
-        power = power / 2 if power > abs(x) else power * 2
-    return power / 2**fraction_bits
+def by_intensity(inputs, outputs, number_bytes, flops_per_s, bytes_per_s):
+    ridge = flops_per_s / bytes_per_s
+    most = 2 * inputs * outputs / ((inputs + outputs) * number_bytes)
+    if most <= ridge:
+        return None
+    low, high = 0, 1
+    while 2 * high * inputs * outputs < ridge * number_bytes * (
+        high * (inputs + outputs) + inputs * outputs
+    ):
+        low, high = high, 2 * high
+    while high - low > 1:
+        middle = (low + high) // 2
+        numbers = middle * (inputs + outputs) + inputs * outputs
+        if 2 * middle * inputs * outputs >= ridge * number_bytes * numbers:
+            high = middle
+        else:
+            low = middle
+    return high
 
 
-POWER = "2.0 ** (exponent - fraction_bits)"
+def searches_for_ever(inputs, outputs, number_bytes, flops_per_s, bytes_per_s):
+    tokens = 1
+    while (
+        2 * tokens * inputs * outputs / flops_per_s
+        < number_bytes * (tokens * (inputs + outputs) + inputs * outputs) / bytes_per_s
+    ):
+        tokens += 1
+    return tokens
 
-SPACING = Answers(
-    solves="spacing",
+
+NUMBERS = "numbers = tokens * inputs + inputs * outputs + tokens * outputs"
+LONGER = "max(flops / flops_per_s, num_bytes / bytes_per_s)"
+LESS = "per_token_s -= (inputs + outputs) * number_bytes / bytes_per_s"
+NONE = "if per_token_s <= 0:\n        return None"
+
+ROOFLINE = Answers(
+    solves=("linear_layer", "shortest_s", "tokens_at_the_ridge"),
     takes_ranks=False,
-    right={"frexp": by_frexp, "torch": by_log2_of_torch, "a loop": by_a_loop},
+    right={
+        "by searching": (layer, shortest, by_searching),
+        "by intensity": (layer, shortest, by_intensity),
+        "a list": (lambda *shape: list(layer(*shape)), shortest, by_searching),
+    },
     wrong={
-        "the same everywhere": (
-            changed(f"{POWER} => 2.0**-fraction_bits"),
-            "the spacing from 1 to 2; 2 lies above",
+        "no additions": (changed("2 * tokens * inputs => tokens * inputs"), "the additions?"),
+        "a whole step": (changed("2 * tokens * inputs => 6 * tokens * inputs"), "forward alone"),
+        "no result": (changed(" + tokens * outputs => "), "has to be written as well"),
+        "no x": (changed("tokens * inputs + inputs => inputs"), "x has to be read as well"),
+        "W for each token": (
+            changed("inputs * outputs + tokens => tokens * inputs * outputs + tokens"),
+            "once, for all tokens together",
         ),
-        "times x": (
-            changed(f"{POWER} => abs(x) * 2.0**-fraction_bits"),
-            "does not grow with each x",
+        "W alone": (changed(f"{NUMBERS} => numbers = inputs * outputs"), "the bytes of W alone"),
+        "numbers": (changed("numbers * number_bytes\n => numbers\n"), "are numbers, not bytes"),
+        "one number": (changed("return flops, numbers => return numbers"), "give two numbers"),
+        "the sum": (
+            changed(f"{LONGER} => flops / flops_per_s + num_bytes / bytes_per_s"),
+            "do not add up",
         ),
-        "without abs": (changed("abs(x) => x"), "math domain error"),
-        "half of it": (
-            changed("- fraction_bits => - fraction_bits - 1"),
-            "twice as much is right",
+        "the shorter": (changed("return max( => return min("), "when the slower of the two is"),
+        "without x": (changed(f"{LESS} => pass"), "x and the result have bytes too"),
+        "rounded down": (changed("math.ceil => math.floor"), "is it rounded down?"),
+        "without None": (changed(f"{NONE} => pass"), "no number of tokens is enough"),
+        "always None": (changed("per_token_s <= 0 => True"), "it is None, and with enough tokens"),
+        "not whole": (
+            changed("math.ceil(weight_s / per_token_s) => weight_s / per_token_s"),
+            "give a whole number",
         ),
-        "rounded up": (changed("floor => ceil"), "is your power of two the one below |x|?"),
-        "cut to an int": (changed("math.floor => int"), "from 1 to 2; 0.75 lies below"),
-        "without return": (changed(f"return {POWER} => {POWER}"), "is there a `return`?"),
-        "without an end": (without_an_end, "does the loop also end for x = 1.5?"),
-        "a minus sign": (changed(f"return {POWER} => return -{POWER}"), "a distance is positive"),
-        "of ten": (changed("log2 => log10", "2.0 ** => 10.0 **"), "the next bfloat16 after"),
+        "for ever": ((layer, shortest, searches_for_ever), "does the search also end"),
+        "without return": (changed(f"return {LONGER} => {LONGER}"), "is there a `return`?"),
     },
 )
 
-# ---- 3.2 the scaler
+# ---- 3.4 the scaler
 
 
 class Base:
@@ -196,7 +234,7 @@ SCALER = Answers(
     },
 )
 
-# ---- 3.3 the step
+# ---- 3.5 the step
 
 
 def returns_early(model, optimizer, scaler, micro_batches, max_norm):
@@ -396,7 +434,7 @@ TRAIN_STEP = Answers(
     },
 )
 
-# ---- 3.4 AdamW
+# ---- 3.2 AdamW
 
 
 @torch.no_grad()
@@ -552,7 +590,7 @@ ADAMW = Answers(
     },
 )
 
-# ---- 3.5 the race, with a clock that always says the same
+# ---- 3.3 the race, with a clock that always says the same
 
 STEPS = {4: None, 8: 22, 16: 20, 32: 28}
 FACTORS = {"bfloat16": 0.66, "float16": 1.17, "fused": 0.89, "foreach": 0.98, "math": 1.0}
@@ -629,4 +667,4 @@ RACE = Answers(
     },
 )
 
-ANSWERS = {"3.1": SPACING, "3.2": SCALER, "3.3": TRAIN_STEP, "3.4": ADAMW, "3.5": RACE}
+ANSWERS = {"3.1": ROOFLINE, "3.2": ADAMW, "3.3": RACE, "3.4": SCALER, "3.5": TRAIN_STEP}

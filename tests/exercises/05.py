@@ -761,6 +761,7 @@ COMPRESSED = Answers(
             ),
             "PyTorch's answer to this exercise",
         ),
+        "labcode's own": (l05_by_hand.compress, "labcode's own answer"),
         "no return": (changed("    return work =>     work"), "it returned None"),
     },
 )

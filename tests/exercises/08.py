@@ -176,7 +176,7 @@ GROUPS = Answers(
         ),
         "the first group only": (changed(f"{RETURN} => {RETURN}[:1]"), "is in no group"),
         "order ignored": (
-            changed('my_coords(rank, sizes, order) => my_coords(rank, sizes, "tp-cp-dp-pp")'),
+            changed('order.split("-") => "tp-cp-dp-pp".split("-")'),
             "dp-pp-tp-cp",
         ),
         "descending": (changed(".append(rank) => .insert(0, rank)"), "do not ascend"),

@@ -168,11 +168,11 @@ PAIR = Answers(
     right={"lists": (GATHER, SCATTER), "flat": FLAT, "messages": MESSAGES},
     wrong={
         "cut without contiguous": (
-            changed("[part.contiguous() for part in x.chunk(p, dim=1)] => list(x.chunk(p, dim=1))"),
+            changed("[part.contiguous() for part in x.chunk(t, dim=1)] => list(x.chunk(t, dim=1))"),
             "a tensor has gaps in its memory: pass x.contiguous()",
         ),
         "an all-gather not waited for": (
-            changed("x.contiguous(), group=group => x.contiguous(), group=group, async_op=True"),
+            changed("(parts, x, group=group) => (parts, x, group=group, async_op=True)"),
             "1 all-gather started and 0 waited for",
         ),
         "own gradient": (
@@ -233,7 +233,7 @@ PAIR = Answers(
             "backward gives 1 where 2 are expected",
         ),
         "cut along the batch": (
-            changed("x.chunk(p, dim=1) => x.chunk(p, dim=0)"),
+            changed("x.chunk(t, dim=1) => x.chunk(t, dim=0)"),
             "along which dim was it cut",
         ),
         "the two swapped": ((SCATTER, GATHER), "along which dim was it cut"),

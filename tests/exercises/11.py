@@ -206,7 +206,7 @@ RECV = "dist.recv(arrived, group=group, group_src=(rank - 1) % p)"
 KV = "kv = torch.stack((k, v))"
 PASS_ON = "kv = pass_on(kv, group)"
 SOURCE = "source = (rank - step) % p"
-MERGED = "out, lse = my_merge(out, lse, out_b, lse_b)"
+MERGED = "attention_block.merge(out, lse, out_b, lse_b)"
 KEPT = (f"{KV} => {KV}\n    kvs = [kv]", f"{PASS_ON} => {PASS_ON}\n        kvs.append(kv)")
 BLOCK = "attend(q, kv[0], kv[1], causal=False)"
 
@@ -223,7 +223,7 @@ FORWARD = Answers(
             f"{KV} => {KV}\n    blocks = []",
             f"{MERGED} => blocks.append((out_b, lse_b))",
             f"    {RETURN} =>     for block in blocks:\n"
-            f"        out, lse = my_merge(out, lse, *block)\n    {RETURN}",
+            f"        attention_block.merge(out, lse, *block)\n    {RETURN}",
         ),
         "two places in one buffer": changed(
             "def pass_on(x, group): => def pass_on(x, group, arrived):",

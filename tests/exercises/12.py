@@ -168,7 +168,7 @@ flat = torch.empty({0}.numel(), dtype={0}.dtype)
                 dist.irecv(flat, group=group, group_src={1}).wait()
                 {0} = flat.view({0}.shape)"""
 SEND_Y = "sending.append(dist.isend(message, group=group, group_dst=rank + 1))"
-SEND_GRADIENT = "sending.append(dist.isend(x.grad, group=group, group_dst=rank - 1))"
+SEND_GRADIENT = "sending.append(dist.isend(message, group=group, group_dst=rank - 1))"
 IN_WORLD = (  # messages without the group; `here` is this rank in the world
     "rank = dist.get_rank(group) => here = dist.get_rank()\n    rank = dist.get_rank(group)",
     "group=group, group_src=rank - => src=here -",
@@ -236,7 +236,7 @@ RUNNER = Answers(
             "is every rank counted within",
         ),
         "sends x back": (
-            changed("isend(x.grad => isend(x.detach()"),
+            changed("x.grad.contiguous() => x.detach()"),
             "the rank behind it has the right",
         ),
         "the oldest forward first": (
@@ -308,7 +308,7 @@ RUNNER = Answers(
         ),
         "the first rank sends None": (
             changed(
-                "if rank > 0:\n                sending => if True:\n                sending",
+                "if rank > 0:\n                message => if True:\n                message",
                 "group_dst=rank - 1 => group_dst=max(rank - 1, 0)",
             ),
             "does another rank wait for it",

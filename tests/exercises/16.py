@@ -1,63 +1,18 @@
 """Answers to the exercises of lesson 16, making it fit."""
 
-import math
-import re
+import os
+import tempfile
+import uuid
 
+import numpy
 import torch
+import torch.nn.functional as F
 from answers import Answers, changed
 
 from labcode.teach.labs import l16_plan as plan
 from labcode.teach.labs.l16_limited import Settings
 
-# ---- 16.1 find it in the log
-
-
-def by_split(log):
-    units = {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
-    for line in log.splitlines():
-        words = line.replace("Tried", "tried").split("tried to allocate ")
-        if len(words) == 2:
-            number, unit = words[1].split()[:2]
-            return int(float(number) * units[unit.rstrip(".")])
-    return None
-
-
-def two_patterns(log):
-    cpu = re.search(r"you tried to allocate (\d+) bytes", log)
-    if cpu:
-        return int(cpu.group(1))
-    cuda = re.search(r"CUDA out of memory. Tried to allocate (\S+) (\w)iB", log)
-    if cuda:
-        return float(cuda.group(1)) * 1024 ** ("KMG".index(cuda.group(2)) + 1)
-    return None
-
-
-ASKED = Answers(
-    solves="asked_bytes",
-    takes_ranks=False,
-    right={"split": by_split, "two patterns": two_patterns},
-    wrong={
-        "without the unit": (changed(" * units[found[2]] => "), "in which unit"),
-        "GB for GiB": (changed("2**30 => 10**9"), "GiB is 2**30 bytes"),
-        "the CPU alone": (
-            changed("[Tt]ried => you tried"),
-            "it returned None, and a number stands there",
-        ),
-        "any number of bytes": (
-            changed("[Tt]ried to allocate => "),
-            "no allocation in it that failed",
-        ),
-        "the last number": (changed("[Tt]ried to allocate => (?s).*"), "which of the numbers"),
-        "no KiB": (changed("|KiB|MiB => |MiB"), "in KiB: it returned None"),
-        "zero for none": (changed("return None => return 0"), "it returned 0"),
-        "a text": (
-            changed("float(found[1]) * units[found[2]] => found[1] + found[2]"),
-            "return a number, not '6291456bytes'",
-        ),
-    },
-)
-
-# ---- 16.2 the peak, with accumulation
+# ---- 16.1 the peak, with accumulation
 
 
 def by_moments(parts, count):
@@ -111,6 +66,116 @@ PEAK = Answers(
             changed("= parts.activations => = parts.activations / num_micro_batches"),
             "of one micro-batch already",
         ),
+    },
+)
+
+# ---- 16.2 the loss in chunks
+
+
+class ByAutograd(torch.autograd.Function):
+    """A graph of one chunk at a time, gone before the next one."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, num_chunks):
+        head = weight.detach().requires_grad_()
+        grads = []
+        total = 0.0
+        for part, wanted in zip(hidden.chunk(num_chunks), targets.chunk(num_chunks)):
+            rows = part.detach().requires_grad_()
+            with torch.enable_grad():
+                share = F.cross_entropy(rows @ head.T, wanted, reduction="sum") / len(targets)
+            share.backward()
+            total += share.detach()
+            grads.append(rows.grad)
+        ctx.save_for_backward(torch.cat(grads), head.grad)
+        return total
+
+    @staticmethod
+    def backward(ctx, grad):
+        of_hidden, of_weight = ctx.saved_tensors
+        return of_hidden * grad, of_weight * grad, None, None
+
+
+class InBackward(torch.autograd.Function):
+    """The logits of each chunk are computed twice; forward keeps the inputs alone."""
+
+    @staticmethod
+    def forward(ctx, hidden, weight, targets, num_chunks):
+        ctx.save_for_backward(hidden, weight, targets)
+        ctx.rows = -(-len(targets) // num_chunks)
+        nats = 0
+        for begin in range(0, len(targets), ctx.rows):
+            logits = hidden[begin : begin + ctx.rows] @ weight.T
+            wanted = targets[begin : begin + ctx.rows, None]
+            nats = nats + (logits.logsumexp(1) - logits.gather(1, wanted)[:, 0]).sum()
+        return nats / len(targets)
+
+    @staticmethod
+    def backward(ctx, grad):
+        hidden, weight, targets = ctx.saved_tensors
+        of_hidden = []
+        of_weight = 0
+        for begin in range(0, len(targets), ctx.rows):
+            part = hidden[begin : begin + ctx.rows]
+            share = (part @ weight.T).softmax(1)
+            wanted = targets[begin : begin + ctx.rows, None]
+            share.scatter_add_(1, wanted, -torch.ones_like(wanted, dtype=share.dtype))
+            share *= grad / len(targets)
+            of_hidden.append(share @ weight)
+            of_weight = of_weight + share.T @ part
+        return torch.cat(of_hidden), of_weight, None, None
+
+
+MEAN_OF_A_CHUNK = 'reduction="sum") / num_tokens => reduction="mean") / num_chunks'
+RETURNED = "return grad * grad_hidden, grad * grad_weight, None, None"
+
+LOSS = Answers(
+    solves="LossInChunks",
+    takes_ranks=False,
+    right={"by autograd": ByAutograd, "again in backward": InBackward},
+    wrong={
+        "the mean of the means": (changed(MEAN_OF_A_CHUNK), "chunks of different sizes"),
+        "a sum of means": (
+            changed('reduction="sum") / num_tokens => reduction="mean")'),
+            "2 times the mean",
+        ),
+        "a sum": (changed('reduction="sum") / num_tokens => reduction="sum")'), "added up"),
+        "the gradient of a sum": (
+            changed("grad_logits /= num_tokens => pass"),
+            "22 times as large",
+        ),
+        "without the target": (
+            changed("grad_logits[torch.arange(len(chunk)), wanted] -= 1 => pass"),
+            "less 1 at the target",
+        ),
+        "written over": (
+            changed("grad_weight += grad_logits.T @ part => grad_weight = grad_logits.T @ part"),
+            "each chunk add",
+        ),
+        "grad forgotten": (
+            changed(f"{RETURNED} => return grad_hidden, grad_weight, None, None"),
+            "what does backward get",
+        ),
+        "in the wrong order": (
+            changed(f"{RETURNED} => return grad * grad_weight, grad * grad_hidden, None, None"),
+            "invalid gradient",
+        ),
+        "all logits": (
+            changed(
+                "for chunk in => every = hidden @ weight.T\n        for chunk in",
+                "part @ weight.T => every[chunk]",
+            ),
+            "of the shape [1024, 512]",
+        ),
+        "logits in a list": (
+            changed(
+                "for chunk in => every = []\n        for chunk in",
+                "ctx.save_for => ctx.every = every\n        ctx.save_for",
+                "grad_hidden[chunk] = => every.append(logits)\n            grad_hidden[chunk] =",
+            ),
+            "exist at once",
+        ),
+        "no return": (changed("return loss => pass"), "returned None"),
     },
 )
 
@@ -234,62 +299,89 @@ CHECKPOINT = Answers(
     },
 )
 
-# ---- 16.4 how many layers in a segment
+# ---- 16.4 offload
 
 
-def all_k_loop(num_layers, layer_bytes, input_bytes):
-    best = 1
-    least = math.inf
-    for k in range(1, num_layers + 1):
-        kept = -(-num_layers // k) * input_bytes + k * layer_bytes
-        if kept < least:
-            best, least = k, kept
-    return best
+class ByNumpy:
+    """Bytes in a file, and what they are beside the path."""
+
+    def __init__(self, folder, stays):
+        self.folder = folder
+        self.stays = stays
+
+    def pack(self, tensor):
+        if self.stays(tensor):
+            return "weight", tensor
+        number, name = tempfile.mkstemp(dir=self.folder)
+        os.close(number)
+        numpy.save(name + ".npy", tensor.detach().numpy())
+        os.remove(name)
+        return "file", name + ".npy"
+
+    def unpack(self, kept):
+        kind, value = kept
+        if kind == "weight":
+            return value
+        array = numpy.load(value)
+        os.remove(value)
+        return torch.from_numpy(array)
 
 
-def from_above(num_layers, layer_bytes, input_bytes):
-    def kept(k):
-        return (num_layers + k - 1) // k * input_bytes + k * layer_bytes
+class WithUuid:
+    """Names that nobody has to count, and one copy for all that is not contiguous."""
 
-    return sorted(range(num_layers, 0, -1), key=kept)[0]
+    def __init__(self, folder, stays):
+        self.folder, self.stays = folder, stays
+
+    def pack(self, tensor):
+        if not self.stays(tensor):
+            path = os.path.join(self.folder, uuid.uuid4().hex)
+            with open(path, "wb") as file:
+                torch.save(torch.empty_like(tensor).copy_(tensor).detach(), file)
+            return path
+        return tensor
+
+    def unpack(self, kept):
+        if not isinstance(kept, str):
+            return kept
+        with open(kept, "rb") as file:
+            tensor = torch.load(file, weights_only=True)
+        os.unlink(kept)
+        return tensor
 
 
-LEAST = "min(range(1, num_layers + 1), key=kept)"
-DIVISORS = "[k for k in range(1, num_layers + 1) if num_layers % k == 0]"
-CEILING = "math.ceil(num_layers / k)"
+PATH = 'self.folder / f"{self.num_written}.pt"'
 
-SEGMENT = Answers(
-    solves="best_segment",
+OFFLOAD = Answers(
+    solves="Offload",
     takes_ranks=False,
-    right={"a loop": all_k_loop, "from above": from_above},
+    right={"numpy": ByNumpy, "uuid": WithUuid},
     wrong={
-        "the square root of L": (
-            changed(f"{LEAST} => max(1, round(math.sqrt(num_layers)))"),
-            "and another k keeps",
+        "the whole memory": (changed("tensor.detach().clone() => tensor.detach()"), "a part of a"),
+        "weights as well": (changed("if self.stays(tensor): => if False:"), "does `stays` decide"),
+        "nothing moves": (changed("if self.stays(tensor): => if True:"), "should have gone"),
+        "one name for all": (changed(f"{PATH} => self.folder / 'saved.pt'"), "a file of its own"),
+        "named by its place": (
+            changed(f'{PATH} => self.folder / f"{{tensor.data_ptr()}}.pt"'),
+            "a file of its own",
         ),
-        "the rule of the root": (
-            changed(f"{LEAST} => round(math.sqrt(num_layers * input_bytes / layer_bytes)) or 1"),
-            "and another k keeps",
+        "files stay": (changed("kept.unlink() => pass"), "still there after `unpack`"),
+        "no return": (changed("return path => pass"), "returned None"),
+        "kept in self": (
+            changed(
+                "self.num_written = 0 => self.num_written = 0\n        self.all = []",
+                "return path => self.all.append(tensor)\n        return path",
+            ),
+            "are still in memory",
         ),
-        "not whole": (
-            changed(f"{LEAST} => math.sqrt(num_layers * input_bytes / layer_bytes)"),
-            "k is a whole number",
+        "in 16 bits": (
+            changed("tensor.detach().clone() => tensor.detach().bfloat16()"),
+            "`unpack` returned torch.bfloat16",
         ),
-        "the bytes": (
-            changed(f"{LEAST} => min(kept(k) for k in range(1, num_layers + 1))"),
-            "k is a whole number",
+        "the path": (
+            changed("tensor = torch.load(kept, weights_only=True) => tensor = kept"),
+            "a PosixPath",
         ),
-        "turned round": (
-            changed("* input_bytes + k * layer_bytes => * layer_bytes + k * input_bytes"),
-            "and another k keeps",
-        ),
-        "rounded down": (changed(f"{CEILING} => num_layers // k"), "and another k keeps"),
-        "not rounded": (changed(f"{CEILING} => num_layers / k"), "and another k keeps"),
-        "divisors alone": (
-            changed(f"{LEAST} => min({DIVISORS}, key=kept)"),
-            "and another k keeps",
-        ),
-        "counted from 0": (changed(f"{LEAST} => {LEAST} - 1"), "is not between 1 and L"),
     },
 )
 
@@ -386,7 +478,8 @@ CHOOSE = Answers(
             changed(f"{CHOICE} => return plan.best(case)"),
             "l16_plan.best is labcode's own answer",
         ),
+        "labcode's itself": (plan.best, "l16_plan.best is labcode's own answer"),
     },
 )
 
-ANSWERS = {"16.1": ASKED, "16.2": PEAK, "16.3": CHECKPOINT, "16.4": SEGMENT, "16.5": CHOOSE}
+ANSWERS = {"16.1": PEAK, "16.2": LOSS, "16.3": CHECKPOINT, "16.4": OFFLOAD, "16.5": CHOOSE}

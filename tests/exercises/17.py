@@ -13,7 +13,7 @@ import torch
 from answers import Answers, changed
 
 from labcode.files import sync_folder, write_atomically
-from labcode.teach.labs import l17_run
+from labcode.teach.labs import l17_by_hand, l17_run
 
 # ---- 17.1 Young's interval
 
@@ -91,6 +91,9 @@ def with_low_level_calls(folder, step, files, keep):
         os.write(descriptor, content)
         os.fsync(descriptor)
         os.close(descriptor)
+    descriptor = os.open(new, os.O_RDONLY)
+    os.fsync(descriptor)
+    os.close(descriptor)
     shutil.rmtree(final, ignore_errors=True)
     os.rename(new, final)
     descriptor = os.open(folder, os.O_RDONLY)
@@ -138,6 +141,7 @@ CLEARING = "    if partial.exists():\n        shutil.rmtree(partial)\n"
 OPEN = 'open(partial / name, "wb")'
 FSYNC = "            os.fsync(file.fileno())\n"
 ROOM = "    if final.exists():\n        shutil.rmtree(final)\n"
+NAMES = "    sync_folder(partial)\n"
 RENAME = "    os.replace(partial, final)\n"
 SYNC = "    sync_folder(folder)\n"
 WHOLE = '    whole = [path for path in folder.glob("step-*") if path.suffix == ""]\n'
@@ -185,6 +189,18 @@ SAVE = Answers(
         "no flush": (
             changed("            file.flush()\n => "),
             "synced before all its bytes had left",
+        ),
+        "the names of the files are not synced": (
+            changed(f"{NAMES} => "),
+            "is on the disk, but not its name",
+        ),
+        "the names are synced before there are any": (
+            changed(f"{NAMES} => ", "partial.mkdir() => partial.mkdir()\n    sync_folder(partial)"),
+            "which was not synced after the file was made",
+        ),
+        "the names are synced after the rename": (
+            changed(f"{NAMES} => ", f"{RENAME} => {RENAME}    sync_folder(final)\n"),
+            "is on the disk, but not its name",
         ),
         "no sync of the folder": (
             changed(f"{SYNC} => "),
@@ -335,6 +351,7 @@ RESHARD = Answers(
             ),
             "elements are wrong",
         ),
+        "labcode's own": (l17_by_hand.reshard, "l17_by_hand.reshard is labcode's own"),
         "forgets to return": (changed("    return own\n => "), "it returned None"),
     },
 )

@@ -17,6 +17,7 @@ from labcode.teach.labs.l09_shards import (
     adamw_steps,
     count_collectives,
     difference,
+    is_exact,
     spelled,
 )
 from labcode.topology import GridShape
@@ -38,12 +39,20 @@ def without_f(mlp):
     return mlp
 
 
+def with_half_the_gradient(mlp):
+    mlp = shard(mlp)
+    mlp.down.weight.register_hook(lambda grad: grad / 2)
+    return mlp
+
+
 def test_the_error_of_a_share(ranks2):
     for errors in ranks2.run(difference, make, shard):
-        assert [float(error) < 1e-12 for error in errors] == [True, True]
+        assert is_exact(errors)
     for errors in ranks2.run(difference, make, without_f):
-        assert [float(error) < 1e-12 for error in errors] == [True, False]
-    assert ranks2.run(difference, make, lambda module: module) == [("0e+00", "0e+00")] * 2
+        assert [float(error) < 1e-12 for error in errors] == [True, False, True]
+    for errors in ranks2.run(difference, make, with_half_the_gradient):
+        assert [float(error) < 1e-12 for error in errors] == [True, True, False]
+    assert ranks2.run(difference, make, lambda module: module) == [("0e+00",) * 3] * 2
 
 
 def test_collectives_of_a_share(ranks2):

@@ -4,6 +4,7 @@ Each fault shows its symptom and is gone afterwards; without SLURM nothing raise
 """
 
 import contextlib
+import math
 import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -192,8 +193,11 @@ def test_a_slower_link_makes_the_steps_of_a_running_job_longer(lab: l14_cluster.
         "--checkpoint.every=100000",
     )
     handle = lab.submit(Job("gpt_tiny", options, nodes=2, ranks_per_node=1, name="slowed"))
+    sent = l14_cluster.sent_per_step(lab, handle, node="n2", count=30)
     found = l14_cluster.at_rates(lab, handle, ["off", "20mbit"], count=3)
-    num_weights = 811_008
+    num_weights = 811_520
+    assert sent is not None
+    assert math.isclose(sent, 4 * num_weights, rel_tol=0.1)  # two ranks: the gradients once
     wire_s = 4 * num_weights / (20e6 / 8)  # float32, over a link of 20 Mbit/s
     free_s = [seconds for _, _, seconds in found["off"]]
     slow_s = [seconds for _, _, seconds in found["20mbit"]]

@@ -127,12 +127,30 @@ def test_the_command_prints_lessons_minutes_and_what_comes_next(folder, capsys):
     assert lines[0].split() == ["lesson", "minutes", "exercises"]
     assert lines[1].split() == ["00", "Start", "here", "30", "1", "of", "2"]
     assert lines[2].split() == ["04", "DDP", "0", "of", "2"]
-    assert lines[-2] == "1 of 4 exercises done; all lessons together take 0 h 30 min."
+    assert lines[-3] == "1 of 4 exercises done; all lessons together take 0 h 30 min."
     assert lines[-1] == "Next: exercise 0.2 in 00_start.ipynb"
     for exercise in ("0.2", "4.1", "4.2"):
         course.record(exercise, folder)
     assert command.main([], folder) == 0
     assert capsys.readouterr().out.endswith("All exercises are done.\n")
+
+
+def test_a_way_is_printed_with_its_sections_and_hours(monkeypatch):
+    way = {"00": (1, 3), "04": ()}
+    monkeypatch.setattr(course, "WAYS", {"Everything": way})
+    parts = "## 1. A (core, 30 min)\n## 3. B (optional, 45 min)\n## Questions (core, 15 min)"
+    known = course.sections(parts)
+    assert [section.minutes for section in known] == [30, 45, 15]
+    lessons = []
+    for number in ("00", "04"):
+        lessons.append(course.Lesson(number, "", None, (), Path(), sections=known))
+    assert command.ways(lessons)[:2] == ["Everything (2.0 hours)", "    00 §1, 3 · 04"]
+
+
+def test_the_ways_of_this_course_are_printed(capsys):
+    assert command.main(["ways"], ROOT) == 0
+    printed = capsys.readouterr().out
+    assert [goal for goal in course.WAYS if f"{goal} (" not in printed] == []
 
 
 def test_the_command_without_torch(folder):

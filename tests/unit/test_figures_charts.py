@@ -133,6 +133,14 @@ def test_bars_stand():
     assert written(axes.texts) == ["0.707", "0.866"]
 
 
+@pytest.mark.parametrize("labels", [("a", "b"), ("a long name of a moment", "another long name")])
+def test_stacked_bars_end_with_their_sum(labels):
+    values = {labels[0]: {"x": 1.0, "y": 2.0}, labels[1]: {"x": 4.0}}
+    axes = plot.bars(values, alt=ALT, stacked=True).axes[0]
+    assert [text.get_text() for text in axes.texts] == ["3", "4"]
+    assert max(*axes.get_xlim(), *axes.get_ylim()) == pytest.approx(1.12 * 4.0)
+
+
 def test_bars_with_long_labels_lie():
     groups = {}
     for i in range(3):

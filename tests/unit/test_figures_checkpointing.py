@@ -1,4 +1,4 @@
-"""The drawing of activation checkpointing shows what the formula says."""
+"""The drawings of activation checkpointing and of fragments show what the formula says."""
 
 import pytest
 
@@ -29,3 +29,11 @@ def test_each_layer_runs_forward_again_right_before_its_backward():
 def test_more_layers_than_can_be_read_are_refused():
     with pytest.raises(ValueError, match="7 layers: at most 6"):
         plot.activation_checkpointing(7, alt=ALT)
+
+
+def test_free_blocks_are_added_up_and_none_holds_the_request():
+    segments = [[(1.5, True), (2.0, False)], [(1.0, False), (0.5, True)]]
+    above, below = plot.fragments(segments, 2.5, alt=ALT).axes
+    assert above.get_title(loc="left") == "3 GiB free, the largest free block has 2"
+    assert "request of 2.5 GiB: fits nowhere" in [text.get_text() for text in above.texts]
+    assert [text.get_text() for text in below.texts] == ["1.5", "0.5", "2.5", "0.5 free"]

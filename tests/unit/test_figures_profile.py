@@ -50,3 +50,16 @@ def test_layers_of_memory_add_up_to_the_peak():
     assert "data" not in texts(picture)  # too narrow for its name
     legend = [text.get_text() for text in axes.get_legend().get_texts()]
     assert legend == ["activations", "parameters"]  # as they lie, from the top
+
+
+def test_several_steps_have_one_scale():
+    low = {name: [MIB] for name in CATEGORIES}
+    high = {name: [4 * MIB] for name in CATEGORIES}
+    steps = {
+        "plain": MemoryTimeline(1, [0.0], high, [("forward", 0.0, 2.0)]),
+        "in chunks": MemoryTimeline(1, [0.0], low, [("forward", 0.0, 3.0)]),
+    }
+    picture = plot.memory_timeline(steps, alt=ALT)
+    above, below = picture.axes
+    assert above.get_ylim() == below.get_ylim() == (0, 1.2 * 4 * len(CATEGORIES))
+    assert [axes.get_ylabel() for axes in picture.axes] == ["plain\nMiB", "in chunks\nMiB"]

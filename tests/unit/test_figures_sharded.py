@@ -2,7 +2,8 @@
 
 import pytest
 
-from labcode.teach.figures.plot import zero, zero_steps
+from labcode.teach.figures.plot import hybrid_sharding, tokens_that_hide, zero, zero_steps
+from labcode.teach.figures.sharded import SENT, UNITS
 
 ALT = "Four words at least"
 
@@ -34,8 +35,31 @@ def test_the_bytes_of_a_rank_stand_beside_it():
 
 def test_stage_3_gathers_twice_and_nothing_after_the_optimizer():
     texts = [text.get_text() for text in zero_steps(alt=ALT).axes[0].texts]
-    assert texts.count("G") == 4  # two units, in forward and in backward
-    assert texts.count("R") == 2
+    assert sorted(text for text in texts if text[0] in "GR") == ["G1", "G1", "G2", "G2", "R1", "R2"]
     assert sum(text.startswith("all-gather") for text in texts) == 1  # of stages 1 and 2
     assert sum(text.startswith("reduce-scatter") for text in texts) == 1
     assert sum("all-reduce" in text for text in texts) == 1
+
+
+def test_a_unit_of_stage_3_computes_when_its_weights_have_come():
+    ends = {}
+    for label, _, (start, stop) in SENT["stage 3"]:
+        ends.setdefault(label, []).append((start, stop))
+    units = dict(UNITS)
+    for unit in "12":
+        (_, first), (_, second) = ends[f"G{unit}"]
+        assert first <= units[f"F{unit}"][0]
+        assert second <= units[f"B{unit}"][0]
+        assert units[f"B{unit}"][1] <= ends[f"R{unit}"][0][0]
+
+
+def test_the_lines_reach_one_where_the_tokens_are_enough():
+    picture = tokens_that_hide(396e12, {"NVLink": 450e9, "InfiniBand": 50e9}, alt=ALT)
+    texts = [text.get_text() for text in picture.axes[0].texts]
+    assert texts[:2] == ["880", "7,920"]
+
+
+def test_ranks_of_one_place_keep_the_same_part():
+    texts = [text.get_text() for text in hybrid_sharding(2, 4, alt=ALT).axes[0].texts]
+    assert "rank 1\npart 1" in texts
+    assert "rank 5\npart 1" in texts

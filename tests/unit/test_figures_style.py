@@ -56,6 +56,7 @@ FIGURES = {
     "stages": lambda alt: plot.stages(4, 4, title="t", alt=alt),
     "halves": lambda alt: plot.halves(title="t", alt=alt),
     "causal": lambda alt: plot.causal(4, alt=alt),
+    "chunks": lambda alt: plot.chunks({"tiles": (90, 180)}, ((60, 120), (30, 90)), alt=alt),
     "cuts": lambda alt: plot.cuts({"w": ((8, 4), Shard(0))}, 2, alt=alt),
     "data_parallel": lambda alt: plot.data_parallel(4, alt=alt),
     "sample_weights": lambda alt: plot.sample_weights(FOUR_SHARES, alt=alt),
@@ -77,6 +78,8 @@ FIGURES = {
     "launch_chain": lambda alt: plot.launch_chain(alt=alt),
     "zero": lambda alt: plot.zero(4, alt=alt),
     "zero_steps": lambda alt: plot.zero_steps(alt=alt),
+    "tokens_that_hide": lambda alt: plot.tokens_that_hide(4e14, {"a": 5e10}, alt=alt),
+    "hybrid_sharding": lambda alt: plot.hybrid_sharding(2, 4, alt=alt),
     "boxes": lambda alt: plot.boxes([((0, 0), (2, 4))], ((1, 1), (1, 3)), alt=alt),
     "runs": lambda alt: plot.runs({"a run": [("work", 0, 60), ("save", 60, 65)]}, alt=alt),
     "save_steps": lambda alt: plot.save_steps({"before": {"step-4": "whole"}}, alt=alt),
@@ -84,6 +87,7 @@ FIGURES = {
     "format_ranges": lambda alt: plot.format_ranges(["float32", "e4m3"], alt=alt),
     "formats": lambda alt: plot.formats({"float16": (5, 10)}, alt=alt),
     "fp8_linear": lambda alt: plot.fp8_linear(alt=alt),
+    "fragments": lambda alt: plot.fragments([[(1, True), (2, False)], [(2, False)]], 3, alt=alt),
     "fusion": lambda alt: plot.fusion(["* 2", "+ 1"], alt=alt),
     "gradient_range": lambda alt: plot.gradient_range(
         {"all": [0.5, 1e-9, 0.0]}, least=2**-25, most=65504, alt=alt

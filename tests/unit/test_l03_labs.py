@@ -5,7 +5,17 @@ import torch
 
 from labcode.teach.exercises import l03
 from labcode.teach.labs import l03_race
-from labcode.teach.labs.l03_step import Batches, config, median_s, new_model, operations
+from labcode.teach.labs.l03_step import (
+    NERSC_VIT,
+    Batches,
+    config,
+    median_s,
+    nersc_forward,
+    new_model,
+    operations,
+    recorded,
+)
+from labcode.train import roofline
 
 
 def test_the_model_has_the_weights_that_the_lesson_says():
@@ -84,3 +94,36 @@ def test_the_truth_of_exercise_3_4_is_adamw_of_torch():
     for step in (1, 2, 3):
         optimizer.step()
         torch.testing.assert_close(l03._row(state["weights"]), l03.plain_adamw(step)["weights"])
+
+
+def test_a_dot_counts_each_operand_once(monkeypatch):
+    monkeypatch.setattr(roofline, "LONG_ENOUGH_S", 0.0)
+    monkeypatch.setitem(roofline.WIDTH, "cpu", 8)
+    monkeypatch.setitem(roofline.TOKENS, "cpu", (1, 4))
+    addition, one, four = roofline.dots(torch.device("cpu"), torch.bfloat16)
+    assert (addition.flops, addition.num_bytes) == (64, 3 * 64 * 2)
+    assert (one.flops, one.num_bytes) == (2 * 64, 2 * (64 + 2 * 8))
+    assert four.intensity == 4 * 2 * 64 / (2 * (64 + 4 * 2 * 8))
+    assert four.flops_per_s == four.flops / four.seconds
+
+
+def test_attention_is_the_same_in_each_kernel_of_a_cpu():
+    for kernel in ("plain", "fused"):
+        for backward in (False, True):
+            shape = (1, 2, 8, 4)
+            assert roofline.attention_s(kernel, shape, torch.device("cpu"), backward=backward) > 0
+
+
+def test_what_a_gpu_has_measured_is_what_the_lesson_shows():
+    device, found = recorded("roofline")
+    assert device["device"] == "NVIDIA H100 80GB HBM3"
+    dots = [roofline.Dot(**row) for row in found["dots"]["bfloat16"]]
+    assert dots[0].name == "addition" and dots[1].name == "linear layer, 1 tokens"
+    _, rungs = recorded("ladder")
+    assert {"tf32", "bfloat16", "fused optimizer", "compiled"} <= {row["name"] for row in rungs}
+
+
+def test_the_published_model_has_the_sizes_that_the_lesson_says():
+    assert (NERSC_VIT.hidden_size, NERSC_VIT.num_layers) == (384, 12)
+    assert NERSC_VIT.sequence_length == 4050
+    assert nersc_forward().device.type == "meta"

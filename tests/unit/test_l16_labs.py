@@ -1,12 +1,15 @@
 """Lesson 16: a training that gets only so much memory, and how a choice of settings is judged."""
 
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
 
 import pytest
 
+from labcode.models import gpt, layers
 from labcode.perf.training_memory import training_memory
 from labcode.teach.labs import l16_limited, l16_plan
 from labcode.teach.labs.l16_limited import Settings, train_within
+from labcode.teach.labs.l16_memory import recorded_step
 
 SMALL = l16_plan.CASES[0].model
 DEEP = replace(SMALL, num_layers=8)
@@ -30,6 +33,34 @@ def test_a_training_fits_into_its_predicted_peak_and_not_into_three_quarters_of_
     by_torch = "RuntimeError" in too_little.log and "you tried to allocate" in too_little.log
     assert by_torch or "MemoryError" in too_little.log
     assert "step 1:" not in too_little.log
+
+
+def test_a_system_without_a_limit_trains_and_says_so(monkeypatch, capsys, tmp_path):
+    asked = {
+        "model": asdict(l16_plan.CASES[0].model),
+        "settings": asdict(Settings(1)),
+        "room_bytes": 2**20,
+        "num_steps": 1,
+    }
+    monkeypatch.setattr(l16_limited, "STATUS", tmp_path / "status")
+    monkeypatch.setattr("sys.argv", ["l16_limited", json.dumps(asked)])
+    l16_limited.main()
+    log = capsys.readouterr().out
+    assert "memory: 1 MiB for tensors, which this system cannot enforce: Linux can" in log
+    assert "step 0: loss" in log
+
+
+@pytest.mark.parametrize(("micro_batch", "count"), [(16, 1), (4, 4)])
+def test_a_recorded_step_has_the_peak_of_the_formula(micro_batch, count):
+    model = layers.initialize(gpt.GPT(SMALL), 0)
+    timeline = recorded_step(model, micro_batch, count)
+    predicted = training_memory(
+        SMALL, micro_batch=micro_batch, num_micro_batches=count, data_parallel="none"
+    )
+    assert sum(timeline.peak()[1].values()) == pytest.approx(predicted.total, rel=0.03)
+    assert [name for name, _, _ in timeline.parts] == ["forward", "backward"] * count + [
+        "optimizer"
+    ]
 
 
 def test_a_training_without_an_end_is_one_line(monkeypatch):

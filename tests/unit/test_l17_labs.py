@@ -60,6 +60,17 @@ def test_a_rename_knows_which_files_were_synced(tmp_path):
     assert seen.folder_syncs == []
 
 
+def test_a_rename_knows_which_names_were_synced(tmp_path):
+    new = tmp_path / "new"
+    new.mkdir()
+    with operations(tmp_path) as seen:
+        (new / "before").write_bytes(b"")
+        sync_folder(new)
+        (new / "after").write_bytes(b"")
+        os.replace(new, tmp_path / "final")
+    assert seen.renames[0].unsynced_names == ["after"]
+
+
 def test_a_sync_of_the_folder_knows_what_was_there_by_then(tmp_path):
     (tmp_path / "old").write_bytes(b"")
     (tmp_path / "new").write_bytes(b"")

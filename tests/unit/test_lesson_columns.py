@@ -10,7 +10,7 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 LESSON_COLUMNS = 88
 SET_UP_LINES = 8  # of imports in the first cell; a section imports what else it needs
-WIDER = ("00", "01", "06")  # lessons that have not been rewritten for it
+WIDER = ("06",)  # lessons that have not been rewritten for it
 
 
 def long_code_lines(text: str) -> list[int]:

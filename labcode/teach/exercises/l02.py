@@ -3,6 +3,7 @@
 import ast
 import contextlib
 import inspect
+import itertools
 import math
 import queue
 import sys
@@ -545,7 +546,7 @@ def _check_anew(prefetcher_class: Callable[..., Any]) -> None:
 
 
 def _close(loop: Iterator[Any]) -> None:
-    """What a `for` does that is left by `break`."""
+    """What becomes of the iterator of a `for` that is left: CPython deletes it, which closes it."""
     close = getattr(loop, "close", None)
     if close:
         close()
@@ -736,6 +737,113 @@ def _check_joins(prefetcher_class: Callable[..., Any]) -> None:
 
 
 # ---- 2.4
+
+Span = tuple[str, float, float]  # name, start, stop of an event
+
+TRACES: dict[str, tuple[list[Span], float]] = {
+    "two operations, one after the other": (
+        [("data", 0, 3), ("forward", 4, 6), ("backward", 7, 11)],
+        12,
+    ),
+    "two operations that overlap": (
+        [("data", 0, 2), ("backward", 2, 8), ("all-reduce", 5, 11)],
+        12,
+    ),
+    "a short operation inside a long one": (
+        [("data", 0, 1), ("backward", 1, 9), ("mm", 2, 4), ("add", 6, 7)],
+        10,
+    ),
+    "data that is waited for while the device is busy": (
+        [("forward", 0, 6), ("data", 4, 9), ("backward", 9, 12)],
+        13,
+    ),
+    "events in any order": (
+        [("backward", 9, 13), ("copy", 3, 5), ("data", 0, 4), ("forward", 5, 8)],
+        14,
+    ),
+    "two waits that overlap": (
+        [("data", 0, 4), ("data", 2, 5), ("forward", 5, 7), ("data", 8, 10)],
+        10,
+    ),
+    "operations of equal times": (
+        [("data", 0, 2), ("mm", 3, 6), ("mm", 3, 6), ("add", 6, 8)],
+        9,
+    ),
+    "no operation": ([("data", 1, 4)], 5),
+    "no event": ([], 5),
+}
+
+
+def where_time_went(function: Callable[..., Any]) -> None:
+    """The learner's `where_time_went(events, step)`."""
+    for name, (events, step) in TRACES.items():
+        given = list(events)
+        with without(l02_by_hand.where_time_went, l02_by_hand.covered):
+            found = due(bounded("does the loop end?", function, given, step))
+        case = f"{name}, {events} in a step of {step}: "
+        if given != events:
+            raise Hint(f"{case}afterwards `events` is {given}: leave it as it was")
+        _check_times(case, found, events, step)
+
+
+def moments(events: Sequence[Span], step: float) -> dict[str, float]:
+    """The step cut at every start and stop, and each piece given to what holds in its middle."""
+    times = {0.0, float(step)}
+    for _, start, stop in events:
+        times |= {float(start), float(stop)}
+    cuts = sorted(times)
+    spent = {"busy": 0.0, "data": 0.0, "idle": 0.0}
+    for start, stop in itertools.pairwise(cuts):
+        middle = (start + stop) / 2
+        running = {name for name, begin, end in events if begin < middle < end}
+        reason = "busy" if running - {"data"} else "data" if running else "idle"
+        spent[reason] += stop - start
+    return spent
+
+
+def _check_times(case: str, found: Any, events: Sequence[Span], step: float) -> None:
+    expected = moments(events, step)
+    if not isinstance(found, dict):
+        raise Hint(f"{case}it returned {found!r}: return a dictionary")
+    if set(found) != set(expected):
+        raise Hint(f'{case}it has the keys {list(found)}, asked for are "busy", "data" and "idle"')
+    found = {name: _number(spent) for name, spent in found.items()}
+    for name, spent in found.items():
+        if not isinstance(spent, int | float):
+            raise Hint(f"{case}{name!r} is {spent!r}, and a number is wanted")
+    if all(math.isclose(found[name], expected[name], abs_tol=1e-9) for name in expected):
+        return
+    busy = found["busy"]
+    data = found["data"]
+    added = sum(stop - start for name, start, stop in events if name != "data")
+    waited = [(name, start, stop) for name, start, stop in events if name == "data"]
+    all_data = moments(waited, step)["data"]
+    refuse(
+        {
+            'the device is not busy while nothing but "data" runs, which is a wait of the loop': (
+                busy == expected["busy"] + expected["data"] and data == expected["data"]
+            ),
+            f"the durations of its operations add up to {added:g}, but moments in which two of "
+            f"them run count once, which makes {expected['busy']:g}": (
+                busy == added and busy != expected["busy"]
+            ),
+            f"the device was busy for {expected['busy']:g} and yours says {busy:g}: what if an "
+            "event lies inside the one before it, or comes earlier in time?": (
+                busy != expected["busy"]
+            ),
+            f"the loop waits for {all_data:g}, but in {all_data - expected['data']:g} of these the "
+            "device is busy, and then the wait costs nothing": (
+                data == all_data and data != expected["data"]
+            ),
+            f"the step waits for data for {expected['data']:g} and yours says {data:g}: moments "
+            "in which the loop waits and nothing runs on the device": data != expected["data"],
+            f"the three add up to {sum(found.values()):g}, and the step has {step:g}": True,
+        },
+        case,
+    )
+
+
+# ---- 2.5
 
 STEPS = (12, 7)  # numbers of steps that are tried: several rows, and steps after the last of them
 VALIDATE_EVERY = 5
@@ -932,8 +1040,18 @@ EXERCISES = {
         ),
     ),
     "2.4": Exercise(
+        check=where_time_went,
+        praise="each moment counts once, and a wait counts where the device has nothing to do",
+        hints=(
+            "Sort the spans by their start, and remember until when time is counted already. What "
+            "does the next span add, if it begins before that moment, and if it ends before it?",
+            "How long does anything at all run, and how long does the device? What is the "
+            "difference of the two?",
+        ),
+    ),
+    "2.5": Exercise(
         check=faster,
-        praise="the same training, without the work that nobody needed",
+        praise="the same training run, without the work that nobody needed",
         hints=(
             "Which rows of the table have the largest times, and how often were they called?",
             "For each of them: does its result change from step to step? Is all of it used? Is it "

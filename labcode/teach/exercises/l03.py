@@ -22,39 +22,96 @@ from labcode.teach.labs.l03_step import CHARACTERS, new_model, operations
 
 # ---- 3.1
 
-FRACTION_BITS = {"bfloat16": 7, "float16": 10, "float32": 23}
-PLACES = (1.0, 1.5, 1.9921875, 2.0, 3.0, 0.75, 0.3125, 100.0, -6.0, 0.001953125)
+# tokens, inputs, outputs, bytes of a number
+LAYERS = ((1, 6, 10, 4), (5, 8, 3, 2), (64, 512, 2048, 4))
+# inputs, outputs, bytes of a number, FLOP/s, bytes/s, the least number of tokens
+WIDE = (
+    (4096, 4096, 4, 1e11, 4e10, 6),
+    (8192, 8192, 2, 8e14, 2.5e12, 348),
+    (1024, 256, 4, 1e11, 4e10, 6),
+)
+NARROW = (16, 16, 4, 1e11, 1e9)  # x and the result alone keep the memory busy
 
 
-def spacing(answer: Callable[[float, int], float]) -> None:
-    """The learner's `spacing(x, fraction_bits)`."""
-    for name in FRACTION_BITS:
-        for x in PLACES:
-            _is_spacing(answer, x, name)
-    _is_spacing(answer, 1e-6, "float32")
+def roofline(
+    layer: Callable[..., Any], shortest: Callable[..., Any], ridge: Callable[..., Any]
+) -> None:
+    """The learner's `linear_layer`, `shortest_s` and `tokens_at_the_ridge`."""
+    for case in LAYERS:
+        _is_linear_layer(layer, *case)
+    for flops, num_bytes in ((8e9, 1e9), (1e9, 8e9)):
+        _is_shortest(shortest, flops, num_bytes)
+    for *device, truth in WIDE:
+        _is_at_the_ridge(ridge, tuple(device), truth)
+    found = bounded("does the search also end where no number of tokens is enough?", ridge, *NARROW)
+    hint = (
+        f"tokens_at_the_ridge{NARROW} is {found}: each further token brings more seconds of bytes "
+        "than of FLOPs there, so no number of tokens is enough"
+    )
+    refuse({hint: found is not None})
 
 
-def _is_spacing(answer: Callable[[float, int], float], x: float, name: str) -> None:
-    bits = FRACTION_BITS[name]
-    size = torch.tensor(abs(x), dtype=getattr(torch, name))
-    following = torch.nextafter(size, torch.full_like(size, math.inf)).item()
-    truth = following - size.item()
-    found = float(due(bounded(f"does the loop also end for x = {x:g}?", answer, x, bits)))
-    where = "below" if abs(x) < 1 else "above"
+def _is_linear_layer(
+    answer: Callable[..., Any], tokens: int, inputs: int, outputs: int, width: int
+) -> None:
+    found = due(answer(tokens, inputs, outputs, width))
+    if not isinstance(found, tuple | list) or len(found) != 2:
+        raise Hint(f"linear_layer returned {found!r}: give two numbers, FLOPs and bytes")
+    flops, num_bytes = found
+    case = f"linear_layer({tokens}, {inputs}, {outputs}, {width}): "
+    products = tokens * inputs * outputs
     mistakes = {
-        "a distance is positive": found <= 0,
-        "the spacing does not grow with each x. It is the same for all x from one power of two to "
-        "the next": abs(x) * 2.0**-bits,
-        f"that is the spacing from 1 to 2; {abs(x):g} lies {where}": 2.0**-bits,
-        f"{abs(x):g} + {found:.6g} is not a {name}: twice as much is right": truth / 2,
-        f"there is a {name} between {abs(x):g} and {abs(x) + found:g}: is your power of two the "
-        "one below |x|?": 2 * truth,
+        "these are the multiplications; who counts the additions?": 1.0 * products,
+        "that is a step with backward; here is forward alone": 6.0 * products,
     }
-    otherwise = f"the next {name} after {abs(x):g} is {following:.9g}, which is {truth:.6g} away"
-    diagnose(f"spacing({x:g}, {bits}) is {found:.6g}: ", found, truth, mistakes, otherwise)
+    otherwise = f"the FLOPs are {flops}, expected are {2 * products}"
+    diagnose(case, float(flops), float(2 * products), mistakes, otherwise)
+    x = float(tokens * inputs)
+    weight = float(inputs * outputs)
+    out = float(tokens * outputs)
+    numbers = x + weight + out
+    mistakes = {
+        "these are numbers, not bytes": numbers,
+        "the result has to be written as well": (x + weight) * width,
+        "x has to be read as well": (weight + out) * width,
+        "W has to be read once, for all tokens together": (x + tokens * weight + out) * width,
+        "these are the bytes of W alone": weight * width,
+    }
+    otherwise = f"the bytes are {num_bytes}, expected are {numbers * width:.0f}"
+    diagnose(case, float(num_bytes), float(numbers * width), mistakes, otherwise)
 
 
-# ---- 3.2
+def _is_shortest(answer: Callable[..., Any], flops: float, num_bytes: float) -> None:
+    rate, bandwidth = 2e9, 1e9
+    found = float(due(answer(flops, num_bytes, rate, bandwidth)))
+    compute_s, memory_s = flops / rate, num_bytes / bandwidth
+    mistakes = {
+        "both happen at the same time, so they do not add up": compute_s + memory_s,
+        "the device is ready when the slower of the two is": min(compute_s, memory_s),
+        "a quotient the other way round has no seconds": rate / flops,
+    }
+    case = f"shortest_s({flops:g}, {num_bytes:g}, {rate:g}, {bandwidth:g}): "
+    truth = max(compute_s, memory_s)
+    diagnose(case, found, truth, mistakes, f"it is {found:g} s, expected is {truth:g} s")
+
+
+def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth: int) -> None:
+    found = bounded("does the search come to an end?", answer, *device)
+    case = f"tokens_at_the_ridge{device}: "
+    refuse({"it is None, and with enough tokens arithmetic takes longer": found is None}, case)
+    *_, width, rate, bandwidth = device
+    of_weights_alone = math.ceil(width * rate / bandwidth / 2)
+    mistakes = {
+        "one token less is too few: is it rounded down?": truth - 1.0,
+        "one token less is enough as well": truth + 1.0,
+        "x and the result have bytes too, and they grow with the tokens": float(of_weights_alone),
+    }
+    is_whole = float(found) == int(found)
+    refuse({f"it is {found}: give a whole number": not is_whole}, case)
+    diagnose(case, float(found), float(truth), mistakes, f"it is {found}, expected is {truth}")
+
+
+# ---- 3.4
 
 NOT_FINITE = {
     "inf in the first gradient": ([math.inf, 1.0], [1.0]),
@@ -183,7 +240,7 @@ def _in_turn(answer: Callable[..., Any]) -> None:
         refuse({hint: found != truth})
 
 
-# ---- 3.3
+# ---- 3.5
 
 MAX_NORM = 0.5  # of a gradient whose norm is about 1
 NO_LIMIT = 1e6  # a norm at which nothing is clipped
@@ -514,7 +571,7 @@ def _leaves_a_step_out(run: _Training) -> None:
     diagnose(case, run.moved, _plain_training(MAX_NORM, others), {}, otherwise, DIGITS)
 
 
-# ---- 3.4
+# ---- 3.2
 
 SHAPES = ((3, 4), (5,), (2, 2, 2), (1,))
 LR = 0.02
@@ -662,7 +719,7 @@ def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     diagnose(case, found["weights"], truth["weights"], mistakes, otherwise)
 
 
-# ---- 3.5
+# ---- 3.3
 
 LEAST_SPEEDUP = 3.0
 LEAST_PART = 0.5  # of what can be saved with the same batch
@@ -720,14 +777,16 @@ def race(
 
 EXERCISES = {
     "3.1": Exercise(
-        check=spacing,
-        praise="it is the same from one power of two to the next, and then it doubles",
+        check=roofline,
+        praise="FLOPs, bytes, the slower of the two, and the tokens at which they change places",
         hints=(
-            "between 2**e and 2**(e + 1) lie 2**fraction_bits numbers, evenly",
-            "which e is it for x = 0.3? `math.log2(0.3)` is -1.7, and 0.3 lies above 2**-2",
+            "each of the tokens * outputs results is a sum of `inputs` products; each operand is "
+            "read once, and the result is written once",
+            "write the seconds of the FLOPs and those of the bytes as functions of the tokens: "
+            "both are straight lines. What is the slope of each?",
         ),
     ),
-    "3.2": Exercise(
+    "3.4": Exercise(
         check=scaler,
         praise="it finds the largest scale that works, and comes down when that becomes too large",
         hints=(
@@ -737,7 +796,7 @@ EXERCISES = {
             "begins again?",
         ),
     ),
-    "3.3": Exercise(
+    "3.5": Exercise(
         check=train_step,
         praise="scale, unscale, look, clip, step: the same weights as in float32, to three digits",
         hints=(
@@ -746,7 +805,7 @@ EXERCISES = {
             "what must not happen if a gradient is not finite, and what must happen all the same?",
         ),
     ),
-    "3.4": Exercise(
+    "3.2": Exercise(
         check=adamw,
         praise="the weights of torch.optim.AdamW, with as many calls for 100 tensors as for one",
         hints=(
@@ -756,7 +815,7 @@ EXERCISES = {
             "tensors must stay as they are?",
         ),
     ),
-    "3.5": Exercise(
+    "3.3": Exercise(
         check=race,
         praise="at the target in less than a third of the time, not by the batch alone, and you "
         "knew how much it would be",

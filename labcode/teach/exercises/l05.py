@@ -669,7 +669,11 @@ def _in_ddp(rank: int, hook: Callable[..., Any]) -> torch.Tensor:
 def compress(hook: Callable[..., Any], ranks: Ranks | None = None) -> str:
     """The learner's communication hook: half the bytes, nearly the mean, and no waiting."""
     _check_signature(hook)
-    ours = own_answers(default_hooks.bf16_compress_hook, default_hooks.fp16_compress_hook)
+    ours = own_answers(
+        default_hooks.bf16_compress_hook,
+        default_hooks.fp16_compress_hook,
+        l05_by_hand.compress,
+    )
     for grouping in small_gpt.GROUPINGS:
         outcome = run(_compress, hook, grouping, ours=ours)
         of_world = torch.stack([own for own, _ in outcome.results]).mean(0)

@@ -3,14 +3,16 @@
 import contextlib
 import copy
 import math
-import numbers
+import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils import checkpoint as torch_checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from labcode.perf.saved_bytes import saved_bytes
@@ -19,74 +21,9 @@ from labcode.teach.exercises.expect import TOLERANCE, diagnose, distance, refuse
 from labcode.teach.exercises.in_notebook import LOOP, bounded, without
 from labcode.teach.labs.l16_limited import Settings, train_within
 from labcode.teach.labs.l16_plan import CASES, Case, best, candidates, fits, peak_bytes, step_s
+from labcode.train.measure import allocated_bytes
 
 # ---- 16.1
-
-LOGS: dict[str, tuple[str, int | None]] = {
-    "the CPU's error": (
-        "step 11: loss 4.21, 93 ms\n"
-        "RuntimeError: [enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator: can't "
-        "allocate memory: you tried to allocate 6291456 bytes. Error code 12 (Cannot allocate "
-        "memory)\n",
-        6291456,
-    ),
-    "CUDA's error in GiB": (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 1.50 GiB. GPU 0 has a "
-        "total capacity of 39.39 GiB of which 1.12 GiB is free. Including non-PyTorch memory, this "
-        "process has 38.26 GiB memory in use. Of the allocated memory 35.02 GiB is allocated by "
-        "PyTorch, and 2.61 GiB is reserved by PyTorch but unallocated.\n",
-        3 * 2**29,
-    ),
-    "CUDA's error in MiB": (
-        "epoch 3\n[rank0]: torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 20.00 "
-        "MiB. GPU 0 has a total capacity of 4.00 GiB of which 2.35 GiB is free.\n",
-        20 * 2**20,
-    ),
-    "CUDA's error in KiB": (
-        "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 512.00 KiB. GPU 0 has a "
-        "total capacity of 4.00 GiB of which 1.12 MiB is free.\n",
-        512 * 2**10,
-    ),
-    "a log without such an error": (
-        "allocated 4096 bytes for the data\nstep 3: loss 3.1, 20 ms\nValueError: micro_batch=0\n",
-        None,
-    ),
-    "a process that the kernel has killed": (
-        "slurmstepd: error: Detected 1 oom_kill event in StepId=31.0. Some of the step tasks have "
-        "been OOM Killed.\n",
-        None,
-    ),
-}
-
-
-def asked_bytes(answer: Callable[..., Any]) -> None:
-    """The learner's `asked_bytes(log)`: what the failed allocation asked for, or None."""
-    for name, (log, expected) in LOGS.items():
-        case = f"{name}: "
-        found = answer(log)
-        if found is ...:
-            raise NotImplementedError("exercise")
-        if expected is None:
-            made_up = f"it returned {found!r}, but there is no allocation in it that failed"
-            refuse({made_up: found is not None}, case)
-            continue
-        refuse({"it returned None, and a number stands there": found is None}, case)
-        if not isinstance(found, int | float):
-            raise Hint(f"{case}return a number, not {found!r}")
-        mistakes = {
-            f"{found:g} is the number that stands there: in which unit?": (
-                found in (expected / 2**10, expected / 2**20, expected / 2**30)
-            ),
-            "GiB is 2**30 bytes, not 10**9": expected * 1e9 / 2**30,
-        }
-        otherwise = (
-            f"it returned {found:,.0f}, expected is {expected:,}: which of the numbers is the one "
-            "that was asked for?"
-        )
-        diagnose(case, found, expected, mistakes, otherwise, tolerance=1e-6)
-
-
-# ---- 16.2
 
 
 class Parts(NamedTuple):
@@ -155,6 +92,116 @@ def _is_peak(case: str, parts: Parts, count: int, found: float) -> None:
         f"{found:,.0f} bytes, expected are {right:,.0f}: what exists at each of the two moments?"
     )
     diagnose(case, found, right, mistakes, otherwise, tolerance=1e-6)
+
+
+# ---- 16.2
+
+NUM_TOKENS = 22
+VOCABULARY = 40
+
+
+def loss_in_chunks(answer: Any) -> None:
+    """The learner's `LossInChunks`, applied as `apply(hidden, weight, targets, num_chunks)`."""
+    due(answer)
+    for num_chunks in (1, 2, 4, 22):
+        for factor in (1.0, 3.0):
+            _is_the_plain_loss(answer, num_chunks, factor)
+    _holds_a_chunk(answer)
+
+
+def _inputs(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(num_tokens, 6, generator=generator, dtype=dtype)
+    weight = torch.randn(vocabulary, 6, generator=generator, dtype=dtype)
+    targets = torch.randint(vocabulary, (num_tokens,), generator=generator)
+    return hidden.requires_grad_(), weight.requires_grad_(), targets
+
+
+def _is_the_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
+    hidden, weight, targets = _inputs(NUM_TOKENS, VOCABULARY, torch.float64)
+    plain = nn.functional.cross_entropy(hidden @ weight.T, targets)
+    (factor * plain).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    truths = {"hidden": hidden.grad, "weight": weight.grad}
+    hidden.grad = None
+    weight.grad = None
+    loss = due(answer.apply(hidden, weight, targets, num_chunks))
+    case = f"{NUM_TOKENS} tokens in {num_chunks} chunks: "
+    tensor(loss, (), f"{case}forward returned")
+    mistakes: dict[str, Any] = {
+        "the loss is that of all tokens added up: it has to be their mean": NUM_TOKENS * plain,
+        f"the loss is {num_chunks} times the mean over all tokens": num_chunks * plain,
+    }
+    otherwise = "the loss is {off:.0%} off: chunks of different sizes do not count alike"
+    diagnose(case, loss, plain, mistakes, otherwise)
+    if not loss.requires_grad:
+        raise Hint("the loss has no history: is it the result of LossInChunks.apply?")
+    (factor * loss).backward()
+    if factor != 1:
+        case = f"with {factor:g} times the loss, "
+    for name, truth in truths.items():
+        found = hidden.grad if name == "hidden" else weight.grad
+        what = f"{case}the gradient of `{name}` is "
+        if found is None:
+            raise Hint(f"{what}missing: in which order does backward return them?")
+        refuse({f"[{', '.join(map(str, found.shape))}]": found.shape != truth.shape}, what)
+        mistakes = {
+            "that of the loss itself: what does backward get as `grad`?": truth / factor,
+            "{times:.3g} times as large as it should be": times(truth),
+        }
+        otherwise = (
+            "wrong: is the softmax less 1 at the target, and does each chunk add to the gradient "
+            "of the weight?"
+        )
+        diagnose(what, found, truth, mistakes, otherwise)
+
+
+def _holds_a_chunk(answer: Any) -> None:
+    """No tensor is as large as all logits, and the tensors of one chunk are gone with the next."""
+    num_tokens = 1024
+    vocabulary = 512
+    num_chunks = 16
+    hidden, weight, targets = _inputs(num_tokens, vocabulary, torch.float32)
+    largest = _Largest()
+
+    def work() -> None:
+        answer.apply(hidden, weight, targets, num_chunks).backward()
+
+    with largest:
+        work()
+    of_a_chunk = 4 * num_tokens * vocabulary // num_chunks
+    shape = ", ".join(map(str, largest.shape))
+    mistakes = {
+        f"with {num_chunks} chunks of {num_tokens // num_chunks} rows there was a tensor of the "
+        f"shape [{shape}]": largest.num_bytes > 1.1 * of_a_chunk,
+    }
+    refuse(mistakes)
+    peak = allocated_bytes(work, torch.device("cpu")).peak
+    ends = 3 * (hidden.nbytes + weight.nbytes)
+    at_once = (peak - ends) / of_a_chunk
+    kept = (
+        f"{at_once:.0f} tensors as large as the logits of a chunk exist at once: what keeps those "
+        "of the chunks before?"
+    )
+    refuse({kept: at_once > 6})
+
+
+class _Largest(TorchDispatchMode):
+    """The largest tensor that an operation has made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_bytes = 0
+        self.shape: tuple[int, ...] = ()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor) and leaf.nbytes > self.num_bytes:
+                self.num_bytes = leaf.nbytes
+                self.shape = tuple(leaf.shape)
+        return result
 
 
 # ---- 16.3
@@ -367,32 +414,106 @@ def _twice_backward(run: Callable[..., Any]) -> list[Any]:
 
 # ---- 16.4
 
-LAYER_AND_INPUT = ((1.0, 1.0), (16.0, 1.0), (34.0, 2.0), (3.0, 1.0), (4.0, 3.0))
+NO_REFERENCE = (
+    "{left:,} bytes of activations are still in memory when forward has ended: what keeps a "
+    "tensor alive? `pack` returns a path, and self keeps no tensor"
+)
 
 
-def best_segment(answer: Callable[..., Any]) -> None:
-    """The learner's `best_segment(num_layers, layer_bytes, input_bytes)`: layers in a segment."""
-    for num_layers in (1, 3, 4, 5, 12, 24, 34, 37, 48, 96):
-        for layer_bytes, input_bytes in LAYER_AND_INPUT:
-            found = due(bounded(LOOP, answer, num_layers, layer_bytes, input_bytes))
-            case = f"L = {num_layers}, {layer_bytes:g} and {input_bytes:g} bytes: "
-            if not isinstance(found, numbers.Integral):
-                raise Hint(f"{case}it returned {found!r}: k is a whole number")
-            kept = {}
-            for k in range(1, num_layers + 1):
-                kept[k] = segment_bytes(num_layers, k, layer_bytes, input_bytes)
-            refuse({f"k = {found} is not between 1 and L": found not in kept}, case)
-            least = min(kept.values())
-            more = f"k = {found} keeps {kept[found]:g} bytes, and another k keeps {least:g}"
-            refuse({more: kept[found] > least * (1 + 1e-9)}, case)
+class _Half(nn.Module):
+    """Saves one tensor for two operations, a part of a larger tensor, and a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(0)
+        self.up = nn.Parameter(torch.randn(8, 32, generator=generator, dtype=torch.float64))
+        self.down = nn.Parameter(torch.randn(16, 8, generator=generator, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        left, right = (x @ self.up).chunk(2, dim=-1)
+        gated = torch.tanh(left) * right
+        kept = torch.where(gated > 0, gated, 0.1 * gated)
+        return (kept * kept) @ self.down
 
 
-def segment_bytes(num_layers: int, k: int, layer_bytes: float, input_bytes: float) -> float:
-    """What is kept at the worst moment with k layers in a segment.
+def offloading(answer: Any) -> None:
+    """The learner's `Offload(folder, stays)`, whose `pack` and `unpack` are hooks of autograd."""
+    due(answer)
+    model = _Half()
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    weights = {weight.untyped_storage().data_ptr() for weight in model.parameters()}
 
-    Source: Chen et al. 2016 (arXiv:1604.06174), section 4.
-    """
-    return math.ceil(num_layers / k) * input_bytes + k * layer_bytes
+    def stays(tensor: Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in weights
+
+    (model(x) ** 2).mean().backward()
+    plain = _grads_of(model)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        hooks = answer(folder, stays)
+        _moves_one(hooks, folder, model)
+        for case in ("", "in the second step: "):
+            _moves_a_step(case, hooks, folder, model, x)
+            for weight, (found, expected) in zip(("up", "down"), zip(_grads_of(model), plain)):
+                about = f"{case}the gradient of `{weight}` is "
+                otherwise = "wrong: does each tensor have a file of its own, and is it read back?"
+                diagnose(about, found, expected, {}, otherwise)
+
+
+def _grads_of(model: nn.Module) -> list[Any]:
+    found = [weight.grad for weight in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def _moves_one(hooks: Any, folder: Path, model: nn.Module) -> None:
+    """A weight stays, and a part of a tensor goes to a file and comes back."""
+    weight = next(model.parameters()).detach().t()
+    given = due(hooks.pack(weight))
+    refuse({"`pack` wrote a weight into a file: does `stays` decide?": any(folder.rglob("*"))})
+    refuse({"`unpack` returned something else for a weight": hooks.unpack(given) is not weight})
+    whole = torch.arange(40_000, dtype=torch.float32).view(200, 200)
+    part = whole[:, 3:7]
+    kept = due(hooks.pack(part))
+    files = list(folder.rglob("*"))
+    num_bytes = sum(file.stat().st_size for file in files)
+    held = [leaf for leaf in tree_leaves(kept) if isinstance(leaf, Tensor)]
+    mistakes = {
+        "`pack` returned a tensor that should have gone to a file": bool(held),
+        "`pack` wrote no file into self.folder": not files,
+        f"`pack` wrote {num_bytes:,} bytes for a tensor of {part.nbytes:,}: it is a part of a "
+        "larger one, and all of that was written": num_bytes > part.nbytes + 16_000,
+    }
+    refuse(mistakes)
+    back = hooks.unpack(kept)
+    tensor(back, part.shape, "`unpack` returned")
+    mistakes = {
+        f"`unpack` returned {back.dtype}, the tensor had {part.dtype}": back.dtype != part.dtype,
+        "`unpack` returned other numbers": not torch.equal(back, part),
+        "the file is still there after `unpack`": any(folder.rglob("*")),
+    }
+    refuse(mistakes)
+
+
+def _moves_a_step(case: str, hooks: Any, folder: Path, model: nn.Module, x: Tensor) -> None:
+    losses = []
+
+    def forward() -> None:
+        with torch.autograd.graph.saved_tensors_hooks(hooks.pack, hooks.unpack):
+            losses.append((model(x) ** 2).mean())
+
+    left = allocated_bytes(forward, torch.device("cpu")).left
+    # the loss itself, and constants of some bytes
+    refuse({NO_REFERENCE.format(left=left): left > 4096}, case)
+    try:
+        losses[0].backward()
+    except FileNotFoundError as error:
+        raise Hint(
+            f"{case}a file is gone when backward asks for it: does each tensor have a file of its "
+            "own?"
+        ) from error
+    num_files = len(list(folder.rglob("*")))
+    refuse({f"{num_files} files are left after backward": num_files > 0}, case)
 
 
 # ---- 16.5
@@ -482,22 +603,24 @@ def _fits_for_real(case: Case, settings: Settings) -> None:
 
 EXERCISES = {
     "16.1": Exercise(
-        check=asked_bytes,
-        praise="one number from each of the two allocators, and none from a log that has none",
-        hints=(
-            "Which words stand directly before the number, in the error of the CPU and in that of "
-            "CUDA?",
-            "re.search(pattern, log) gives a match or None; match[1] is the first group.",
-            "GiB is 2**30 bytes, MiB is 2**20 and KiB is 2**10.",
-        ),
-    ),
-    "16.2": Exercise(
         check=peak,
         praise="the larger of the two moments, with the gradients where they belong",
         hints=(
             "Write down what exists at the two moments: when the loss's backward begins, and when "
             "the last gradient is there.",
             "With several micro-batches, when do the gradients of the first one go away?",
+        ),
+    ),
+    "16.2": Exercise(
+        check=loss_in_chunks,
+        praise="the loss and both gradients of the whole, and one chunk of logits at a time",
+        hints=(
+            "Of each chunk you need: its logits, its share of the loss, the gradient of its "
+            "logits, and from that the gradients of its rows and of the weight.",
+            "The gradient of the logits is their softmax, less 1 at the target of each row, "
+            "divided by the number of all tokens.",
+            "The chain rule goes on in backward: the gradient of the loss is one number, by which "
+            "what you have kept is multiplied.",
         ),
     ),
     "16.3": Exercise(
@@ -513,12 +636,12 @@ EXERCISES = {
         ),
     ),
     "16.4": Exercise(
-        check=best_segment,
-        praise="the best number of layers for any depth and any two sizes",
+        check=offloading,
+        praise="nothing but weights is left in memory, and the gradients are the same",
         hints=(
-            "With k layers in a segment there are L/k segments, rounded up. Of each the input is "
-            "kept, and one segment at a time is whole.",
-            "There are only L values of k: you may try them all.",
+            "What does `unpack` need, to find the tensor again? That is what `pack` returns.",
+            "A name of its own: count the files that you have written.",
+            "In `unpack` you get either a weight or a path: isinstance tells them apart.",
         ),
     ),
     "16.5": Exercise(

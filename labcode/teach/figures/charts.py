@@ -270,6 +270,7 @@ def bars(
     fmt: str = "{:.3g}",
     reference: Mapping[str, float] | None = None,
     logy: bool = False,
+    stacked: bool = False,
 ) -> Picture:
     """Bars with their values written on them; they lie down when the labels are long.
 
@@ -283,30 +284,38 @@ def bars(
         fmt: How a value is written on its bar; "" for none.
         reference: `{"label": value}`, dashed lines to compare with.
         logy: Logarithmic axis for the values.
+        stacked: The series of a label lie one behind the other, with their sum at the end.
     """
     labels = list(map(str, values))
-    series = _by_series(values)
+    series = _by_series(values, missing=0.0 if stacked else np.nan)
     longest = max(map(len, labels))
     horizontal = longest * len(labels) > MAX_LABEL_CHARACTERS
     height_in = 3.0
     if horizontal:
-        num_bars = len(labels) * len(series)
+        num_bars = len(labels) * (1 if stacked else len(series))
         height_in = max(2.0, 0.9 + 0.34 * num_bars)
     picture = canvas(6.2, height_in, alt=alt)
     axes = picture.axes[0]
 
-    slot = 0.8 / len(series)  # the bars of a label share 0.8 of the distance between labels
+    beside = 1 if stacked else len(series)
+    slot = 0.8 / beside  # the bars of a label share 0.8 of the distance between labels
+    begins = np.zeros(len(labels))
     for i, (name, sizes) in enumerate(series.items()):
-        offset = (i - (len(series) - 1) / 2) * slot
+        offset = 0.0 if stacked else (i - (len(series) - 1) / 2) * slot
         at = np.arange(len(labels)) + offset
-        thickness = 0.72 / len(series)
+        thickness = 0.72 / beside
         colour = _cycled(PALETTE, i)
         if horizontal:
-            drawn = axes.barh(at, sizes, height=thickness, color=colour, label=name)
+            drawn = axes.barh(at, sizes, thickness, left=begins, color=colour, label=name)
         else:
-            drawn = axes.bar(at, sizes, width=thickness, color=colour, label=name)
-        if fmt:
-            texts = axes.bar_label(drawn, labels=_formatted(sizes, fmt), padding=2, fontsize=9)
+            drawn = axes.bar(at, sizes, thickness, bottom=begins, color=colour, label=name)
+        written: Sequence[float] = sizes
+        if stacked:
+            begins = begins + np.array(sizes)
+            written = list(begins)
+        is_last = i == len(series) - 1
+        if fmt and (is_last or not stacked):
+            texts = axes.bar_label(drawn, labels=_formatted(written, fmt), padding=2, fontsize=9)
             if reference:  # no dashed line runs through a number
                 for text in texts:
                     text.set_bbox({"facecolor": "white", "edgecolor": "none", "pad": 0.8})
@@ -315,6 +324,8 @@ def bars(
         axes.set_yticks(range(len(labels)), labels)
         axes.set(xlabel=ylabel, ylabel=xlabel, xscale=_scale(logy))
         axes.margins(x=0.12)
+        if stacked:
+            axes.set_xlim(0, 1.12 * max(begins))
         axes.invert_yaxis()  # the first label on top
         axes.grid(False, axis="y")
         _draw_references(axes.axvline, reference)
@@ -322,6 +333,8 @@ def bars(
         axes.set_xticks(range(len(labels)), labels)
         axes.set(xlabel=xlabel, ylabel=ylabel, yscale=_scale(logy))
         axes.margins(y=0.12)
+        if stacked:
+            axes.set_ylim(0, 1.12 * max(begins))
         axes.grid(False, axis="x")
         _draw_references(axes.axhline, reference)
     _set_title(axes, title)
@@ -330,8 +343,10 @@ def bars(
     return picture
 
 
-def _by_series(values: Mapping[str, float | Mapping[str, float]]) -> dict[str, list[float]]:
-    """{series: a value for each label}, nan where a label has none.
+def _by_series(
+    values: Mapping[str, float | Mapping[str, float]], missing: float
+) -> dict[str, list[float]]:
+    """{series: a value for each label}, `missing` where a label has none.
 
     Plain numbers are a series without a name.
     """
@@ -339,7 +354,7 @@ def _by_series(values: Mapping[str, float | Mapping[str, float]]) -> dict[str, l
     for place, entry in enumerate(values.values()):
         group = entry if isinstance(entry, Mapping) else {"": entry}
         for name, value in group.items():
-            sizes = series.setdefault(name, [np.nan] * len(values))
+            sizes = series.setdefault(name, [missing] * len(values))
             sizes[place] = value
     return series
 

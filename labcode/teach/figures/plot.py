@@ -10,6 +10,7 @@ lessons import; the drawings themselves are in the files beside it.
 from labcode.teach.figures.attention import causal
 from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
 from labcode.teach.figures.checkpointing import activation_checkpointing
+from labcode.teach.figures.chunks import chunks
 from labcode.teach.figures.clinic import calls, ward_round
 from labcode.teach.figures.collectives import collective, collectives, ring
 from labcode.teach.figures.data_parallel import (
@@ -22,6 +23,7 @@ from labcode.teach.figures.data_parallel import (
 )
 from labcode.teach.figures.debugging import reduction_groups, spread_of_parts, watched_layer
 from labcode.teach.figures.equal_training import epochs, losses_of_ranks, off_one_process
+from labcode.teach.figures.fragments import fragments
 from labcode.teach.figures.grid import grid
 from labcode.teach.figures.jobs import launch_chain, second_attempt
 from labcode.teach.figures.large_batch import (
@@ -43,7 +45,7 @@ from labcode.teach.figures.profile import memory_timeline, step_breakdown
 from labcode.teach.figures.progress import progress
 from labcode.teach.figures.rank_order import digits, links
 from labcode.teach.figures.ring_attention import ring_attention, ring_gradients, ulysses
-from labcode.teach.figures.sharded import zero, zero_steps
+from labcode.teach.figures.sharded import hybrid_sharding, tokens_that_hide, zero, zero_steps
 from labcode.teach.figures.survival import boxes, runs, save_steps
 from labcode.teach.figures.tensor_flow import column_then_row, layouts, tensor_parallel_mlp
 from labcode.teach.figures.timeline import timeline
@@ -60,6 +62,7 @@ __all__ = [
     "buckets",
     "calls",
     "causal",
+    "chunks",
     "clipping",
     "collective",
     "collectives",
@@ -75,12 +78,14 @@ __all__ = [
     "format_ranges",
     "formats",
     "fp8_linear",
+    "fragments",
     "fusion",
     "gradient_noise",
     "gradient_range",
     "grid",
     "halves",
     "heatmap",
+    "hybrid_sharding",
     "kept",
     "launch_chain",
     "launches",
@@ -115,6 +120,7 @@ __all__ = [
     "sweep",
     "tensor_parallel_mlp",
     "timeline",
+    "tokens_that_hide",
     "transports",
     "ulysses",
     "ward_round",

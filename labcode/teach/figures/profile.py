@@ -91,20 +91,43 @@ def _draw_bar(axes: Axes, row: int, times: StepTimes, longest_ms: float) -> None
 
 
 @figure
-def memory_timeline(timeline: MemoryTimeline, *, alt: str, title: str = "") -> Picture:
+def memory_timeline(
+    timeline: MemoryTimeline | Mapping[str, MemoryTimeline], *, alt: str, title: str = ""
+) -> Picture:
     """Memory over one step, in layers by what it is for, with the parts of the step above it.
 
     Args:
-        timeline: From `perf.memory_timeline.memory_timeline`.
+        timeline: From `perf.memory_timeline.memory_timeline`, or `{"label": timeline}`: several
+            below each other, with one scale of bytes.
         alt: What the figure shows.
         title: Above it.
     """
-    picture = canvas(6.6, 3.4, alt=alt)
-    axes = picture.axes[0]
+    timelines = timeline if isinstance(timeline, Mapping) else {"": timeline}
+    rows = len(timelines)
+    picture = canvas(6.6, 3.4 if rows == 1 else 0.6 + 1.75 * rows, alt=alt, rows=rows)
+    shown = []
+    for name in CATEGORIES:
+        if any(one.most(name) for one in timelines.values()):
+            shown.append(name)
+    highest = max(sum(one.peak()[1].values()) for one in timelines.values()) / MIB
+    for axes, (label, one) in zip(picture.axes, timelines.items()):
+        _draw_memory(axes, one, shown)
+        axes.set_ylim(0, (1.12 if rows == 1 else 1.2) * highest)
+        axes.set_ylabel(f"{label}\nMiB" if label else "MiB")
+    picture.axes[-1].set_xlabel("ms since the step began")
+    signs = [swatch(MEMORY_COLOURS[name]) for name in reversed(shown)]
+    names = list(reversed(shown))
+    picture.axes[0].legend(signs, names, loc="upper left", bbox_to_anchor=(1, 1))
+    if title:
+        picture.axes[0].set_title(title, loc="left", pad=22)
+    return picture
+
+
+def _draw_memory(axes: Axes, timeline: MemoryTimeline, shown: list[str]) -> None:
+    """The layers of one step, its peak, and the names of its parts."""
     end_ms = max([timeline.time_ms[-1], *[stop for _, _, stop in timeline.parts]])
     times = np.append(timeline.time_ms, end_ms)
     below = np.zeros(len(times))
-    shown = [name for name in CATEGORIES if timeline.most(name)]
     peak_ms, at_peak = timeline.peak()
     for name in shown:
         values = np.array(timeline.used_bytes[name]) / MIB
@@ -112,12 +135,8 @@ def memory_timeline(timeline: MemoryTimeline, *, alt: str, title: str = "") -> P
         colour = MEMORY_COLOURS[name]
         axes.fill_between(times, below, above, step="post", color=colour, lw=0)
         below = above
-    signs = [swatch(MEMORY_COLOURS[name]) for name in reversed(shown)]
-    axes.legend(signs, list(reversed(shown)), loc="upper left", bbox_to_anchor=(1, 1))
     top = sum(at_peak.values()) / MIB
-    axes.set_ylim(0, 1.12 * top)
     axes.set_xlim(0, end_ms)
-    axes.set(xlabel="ms since the step began", ylabel="MiB")
     axes.plot([peak_ms], [top], "o", ms=4, color=INK, clip_on=False)
     axes.annotate(
         f"peak {top:.3g} MiB",
@@ -127,9 +146,6 @@ def memory_timeline(timeline: MemoryTimeline, *, alt: str, title: str = "") -> P
         fontsize=9,
     )
     _draw_parts(axes, timeline, end_ms)
-    if title:
-        axes.set_title(title, loc="left", pad=22)
-    return picture
 
 
 def _draw_parts(axes: Axes, timeline: MemoryTimeline, end_ms: float) -> None:
@@ -137,7 +153,7 @@ def _draw_parts(axes: Axes, timeline: MemoryTimeline, end_ms: float) -> None:
     above = blended_transform_factory(axes.transData, axes.transAxes)
     for name, start_ms, stop_ms in timeline.parts:
         axes.axvline(start_ms, color=RULE, lw=0.7, ls=":")
-        is_wide = stop_ms - start_ms > 0.012 * len(name) * end_ms
+        is_wide = stop_ms - start_ms > 0.0165 * len(name) * end_ms
         if is_wide:
             middle_ms = (start_ms + stop_ms) / 2
             put_text(axes, middle_ms, 1.03, name, 9, transform=above)

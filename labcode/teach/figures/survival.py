@@ -91,7 +91,7 @@ def save_steps(moments: Mapping[str, Mapping[str, str]], *, alt: str, title: str
     Raises:
         ValueError: A folder is neither whole nor partial.
     """
-    picture = canvas(1.85 * len(moments), 2.5, alt=alt, columns=len(moments))
+    picture = canvas(1.85 * len(moments), 2.1, alt=alt, columns=len(moments))
     most = max(len(folders) for folders in moments.values())
     for axes, (name, folders) in zip(picture.axes, moments.items()):
         for place, (folder, state) in enumerate(folders.items()):
@@ -99,7 +99,7 @@ def save_steps(moments: Mapping[str, Mapping[str, str]], *, alt: str, title: str
                 raise ValueError(f"{folder}: {state!r} is neither 'whole' nor 'partial'")
             _folder(axes, place, folder, is_whole=state == "whole")
         axes.set_xlim(-0.05, 2.05)
-        axes.set_ylim(-most + 0.35, 1.45)
+        axes.set_ylim(-most + 0.9, 1.45)
         put_text(axes, 0, 1.2, name, 9, ha="left", linespacing=1.25)
         axes.set_axis_off()
     put_headline(picture, title)

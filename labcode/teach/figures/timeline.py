@@ -140,8 +140,9 @@ def _fitting(label: str, room: float, span: float) -> str:
         room: Its length, in units of the axis.
         span: Length of the whole axis, in the same units.
     """
-    for text in (label, label.split()[-1]):
-        inches = len(text) * 0.075 + 0.06  # about, in 8 points
+    number = re.search(r"\d+$", label)
+    for text in (label, number[0] if number else ""):
+        inches = len(text) * 0.075 + 0.03  # about, in 8 points
         if inches * span / AXIS_IN < room:
             return text
     return ""

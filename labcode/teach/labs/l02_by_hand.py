@@ -1,9 +1,22 @@
 """Solutions that cells of lesson 02 show and use; `make notebooks` writes this."""
 
+from labcode.models import vit
 import contextlib
 import queue
 import threading
 import time
+
+
+def step_times(train_step, batches):
+    """The seconds of each step, with the wait for its batch."""
+    seconds = []
+    started = time.perf_counter()
+    for states, targets in batches:
+        train_step(states, targets)
+        now = time.perf_counter()
+        seconds.append(now - started)
+        started = now
+    return seconds
 
 
 class StepTimer:
@@ -37,6 +50,24 @@ class StepTimer:
         self.charge()
         total = sum(self.seconds.values())
         return {name: seconds / total for name, seconds in self.seconds.items()}
+
+
+def timed_steps(timer, batches, model, optimizer):
+    """A step for each batch, in four parts of the timer."""
+    batches = iter(batches)
+    while True:
+        with timer.part("data"):
+            batch = next(batches, None)
+        if batch is None:
+            return
+        states, targets = batch
+        with timer.part("forward"):
+            loss = vit.loss(model(states), targets)
+        with timer.part("backward"):
+            optimizer.zero_grad()
+            loss.backward()
+        with timer.part("optimizer"):
+            optimizer.step()
 
 
 class Prefetcher:
@@ -81,3 +112,24 @@ class Prefetcher:
                 return
             except queue.Full:
                 continue
+
+
+def covered(spans):
+    """How long at least one of the spans (start, stop) runs."""
+    total = 0
+    until = 0
+    for start, stop in sorted(spans):
+        start = max(start, until)
+        if stop > start:
+            total += stop - start
+            until = stop
+    return total
+
+
+def where_time_went(events, step):
+    """{"busy", "data", "idle"}: how much of the step each of them takes."""
+    everything = [(start, stop) for name, start, stop in events]
+    on_device = [(start, stop) for name, start, stop in events if name != "data"]
+    busy = covered(on_device)
+    busy_or_data = covered(everything)
+    return {"busy": busy, "data": busy_or_data - busy, "idle": step - busy_or_data}

@@ -3,22 +3,47 @@
 Held by: tests/unit/test_l03_labs.py
 """
 
+import json
 import statistics
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from labcode.config import GPTConfig, TextData
+from labcode.config import GPTConfig, TextData, ViTConfig
 from labcode.data import text
 from labcode.models.gpt import GPT
+from labcode.models.vit import ViT
 
 CONTEXT_LENGTH = 64
 CHARACTERS = 83  # of the text that the course ships
+NUM_STEPS = 32  # of the trainings that the lesson compares
+# in the last epoch of each run of NERSC's README: a ViT on one A100, 16 samples in a step
+NERSC_SAMPLES_PER_S = {
+    "baseline": 8.81,
+    "4 data workers": 12.58,
+    "DALI": 13.19,
+    "bfloat16": 53.21,
+    "fused Adam": 53.31,
+    "torch.compile": 54.98,
+}
+# its model (config/ViT.yaml); 4,050 patches
+NERSC_VIT = ViTConfig(
+    num_variables=20,
+    num_forcings=0,
+    lat=360,
+    lon=720,
+    patch_size=8,
+    num_layers=12,
+    num_heads=8,
+    hidden_size=384,
+)
+ON_A_GPU = Path(__file__).resolve().parents[2] / "assets" / "on_a_gpu.json"
 NO_WORK = ("profiler", "_local_scalar_dense", "lift_fresh", "detach", "alias")
 
 
@@ -50,6 +75,25 @@ def new_model(seed: int = 0, **changes: Any) -> GPT:
     return GPT(config(**changes))
 
 
+def narrow_model() -> GPT:
+    """The same GPT with half its width, about a quarter of its FLOPs."""
+    return new_model(hidden_size=128)
+
+
+def autocast(dtype: torch.dtype) -> torch.autocast:
+    """The block in which products on the CPU have this dtype."""
+    return torch.autocast("cpu", dtype=dtype, enabled=dtype != torch.float32)
+
+
+def nersc_forward() -> torch.Tensor:
+    """A forward of `NERSC_VIT` for one sample, on tensors without memory (device "meta")."""
+    with torch.device("meta"):
+        model = ViT(NERSC_VIT)
+        assert NERSC_VIT.num_variables and NERSC_VIT.lat and NERSC_VIT.lon
+        x = torch.empty(1, NERSC_VIT.num_variables, NERSC_VIT.lat, NERSC_VIT.lon)
+        return model(x)
+
+
 class Batches:
     """Windows of Shakespeare's characters, the same at each call with the same number."""
 
@@ -65,6 +109,12 @@ class Batches:
         """Tokens and targets of a step, each [size, CONTEXT_LENGTH] int64."""
         generator = np.random.default_rng(step)
         return self._windows[generator.integers(len(self._windows), size=size)]
+
+
+def recorded(part: str) -> tuple[dict[str, Any], Any]:
+    """(the device, the results) of a part that `benchmarks/on_a_gpu.py` has measured on a GPU."""
+    record = json.loads(ON_A_GPU.read_text(encoding="utf-8"))[part]
+    return record["on"], record["results"]
 
 
 # ---- counting

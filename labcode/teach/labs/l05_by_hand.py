@@ -51,3 +51,11 @@ class OverlappedDataParallel:
                 param.grad.copy_(mean.view_as(param))
         self.under_way.clear()
         self.missing = [len(bucket) for bucket in self.buckets]
+
+
+def compress(group, bucket):
+    """A Future of `bucket.buffer()` averaged over the group, sent in bfloat16."""
+    full = bucket.buffer()
+    half = (full / group.size()).bfloat16()
+    work = dist.all_reduce(half, group=group, async_op=True)
+    return work.get_future().then(lambda done: full.copy_(done.value()[0]))

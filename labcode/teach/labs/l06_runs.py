@@ -13,8 +13,8 @@ from pathlib import Path
 
 from labcode import recipes
 from labcode.config import Config, GPTConfig
+from labcode.train import metrics, sweep_table
 from labcode.train import sweep as sweeps
-from labcode.train import sweep_table
 from labcode.train.sweep import Sweep, SweepConfig
 from labcode.train.sweep_table import Row
 from labcode.train.tasks import make_task
@@ -69,6 +69,18 @@ def vit() -> Config:
 def shipped(name: str) -> list[Row]:
     """The rows of a sweep that comes with the course: "gpt" or "vit"."""
     return sweep_table.read(FOLDER / f"{name}.jsonl")
+
+
+def last_noise_scale(out: str) -> float | None:
+    """The noise scale at the end of a run in this folder; None where nobody has made it.
+
+    Args:
+        out: Of a run with `--train.noise_scale`.
+    """
+    if not Path(out).exists():
+        return None
+    found = [row["noise_scale"] for row in metrics.read(out) if "noise_scale" in row]
+    return found[-1] if found else None
 
 
 def trained(changes: Mapping[str, object], steps: int = 400, samples: int = 16) -> Row:

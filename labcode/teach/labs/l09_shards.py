@@ -5,8 +5,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from labcode.comm.counting import counted, totals
 from labcode.parallel.model import ParallelModel
@@ -20,8 +22,10 @@ SPELLINGS = {
 Totals = dict[str, tuple[int, int]]  # {kind: (how many, their bytes)}
 
 
-def difference(make: Callable[[], nn.Module], shard: Change, features: int = 64) -> tuple[str, str]:
-    """How far the output and the input gradient of this rank's shard are from those of the whole.
+def difference(
+    make: Callable[[], nn.Module], shard: Change, features: int = 64
+) -> tuple[str, str, str]:
+    """How far this rank's shard is from the whole: its output and its gradients.
 
     Both modules are drawn from one seed, in float64, and read the same [2, 16, features].
 
@@ -31,17 +35,38 @@ def difference(make: Callable[[], nn.Module], shard: Change, features: int = 64)
         features: Of the input.
 
     Returns:
-        The largest difference relative to the largest value, as text with one digit: of the output
-        and of the input gradient.
+        The largest difference relative to the largest value, as text with one digit: of the output,
+        of the input gradient and of the gradients of the weights, all weights together.
     """
-    true_y, true_grad = _output_and_gradient(make, features)
-    y, grad = _output_and_gradient(make, features, shard)
-    return _relative_error(y, true_y), _relative_error(grad, true_grad)
+    whole, true_x, true_y = _forward_and_backward(make, features)
+    own, x, y = _forward_and_backward(make, features, shard)
+    true_gradients = {name: _gradient(weight) for name, weight in whole.named_parameters()}
+    found = []
+    true = []
+    for name, weight in own.named_parameters():
+        grad = _gradient(weight)
+        if isinstance(grad, DTensor):
+            grad = grad.full_tensor()
+            true.append(true_gradients[name].flatten())
+        else:
+            true.append(_own_part(own, name, true_gradients[name]).flatten())
+        found.append(grad.flatten())
+    return (
+        _relative_error(y, true_y),
+        _relative_error(_gradient(x), _gradient(true_x)),
+        _relative_error(torch.cat(found), torch.cat(true)),
+    )
 
 
-def _output_and_gradient(
+def is_exact(differences: Iterable[str]) -> bool:
+    """Whether all that `difference` returned is rounding."""
+    return all(float(text) < 1e-12 for text in differences)
+
+
+def _forward_and_backward(
     make: Callable[[], nn.Module], features: int, change: Change | None = None
-) -> tuple[Tensor, Tensor]:
+) -> tuple[nn.Module, Tensor, Tensor]:
+    """The module with its gradients, its input and its output."""
     torch.manual_seed(0)
     x = torch.randn(2, 16, features, dtype=torch.float64, requires_grad=True)
     module = make().double()
@@ -49,8 +74,24 @@ def _output_and_gradient(
         module = change(module)
     y = module(x)
     y.square().mean().backward()
-    assert x.grad is not None
-    return y.detach(), x.grad
+    return module, x, y.detach()
+
+
+def _gradient(tensor: Tensor) -> Tensor:
+    assert tensor.grad is not None
+    return tensor.grad
+
+
+def _own_part(module: nn.Module, name: str, whole: Tensor) -> Tensor:
+    """What this rank holds of a whole weight, or of its gradient."""
+    layer_name, _, own_name = name.rpartition(".")
+    layer = module.get_submodule(layer_name)
+    shards = getattr(layer, "shards", {})
+    if own_name not in shards:
+        return whole
+    group = layer.group
+    assert isinstance(group, dist.ProcessGroup)
+    return shards[own_name].take(whole, group.rank(), group.size())
 
 
 def _relative_error(found: Tensor, true: Tensor) -> str:

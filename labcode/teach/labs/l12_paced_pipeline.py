@@ -6,6 +6,7 @@ sleeping rank needs no core: it stands for a rank whose device is busy. Messages
 the waiting for them are real, and so are the gradients.
 """
 
+import itertools
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -269,6 +270,26 @@ def play(
 def part_of(stage_s: StageTimes, parts: int) -> StageTimes:
     """The times of a stage that is one of `parts` equal ones."""
     return StageTimes(stage_s.forward_s / parts, stage_s.input_s / parts, stage_s.weight_s / parts)
+
+
+def with_shorter_warmup(interleaved: Actions, stages_per_rank: int) -> Actions:
+    """The interleaved schedule with p - 1 - r forwards less in the warm-up of rank r.
+
+    Args:
+        interleaved: As published: 2 (p - 1 - r) + (v - 1) p forwards come first.
+        stages_per_rank: v
+    """
+    num_ranks = len(interleaved)
+    shorter = {}
+    for rank, order in interleaved.items():
+        forwards = [action for action in order if action.kind == "F"]
+        backwards = [action for action in order if action.kind == "B"]
+        warmup = (stages_per_rank - 1) * num_ranks + num_ranks - 1 - rank
+        pairs = zip(forwards[warmup:], backwards)
+        alternating = itertools.chain.from_iterable(pairs)
+        left = backwards[len(forwards) - warmup :]
+        shorter[rank] = [*forwards[:warmup], *alternating, *left]
+    return shorter
 
 
 def in_words(one: float, other: float) -> str:

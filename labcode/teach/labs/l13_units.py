@@ -49,7 +49,7 @@ class Played(NamedTuple):
         step_s: Its time, of the slowest rank; the median of some steps.
         most_whole: The most layers whose weights were whole at once.
         spans: What rank 0 computed (F and B with the number of the layer) and sent (G for a gather,
-            R for a reduce-scatter) in the last step.
+            R for a reduce-scatter, with the number of the unit) in the last step.
     """
 
     step_s: float
@@ -105,7 +105,7 @@ def _steps(
     clock.count_whole = lambda: _whole_layers(sharded, list(blocks))
     x = torch.randn(4, WIDTH)
     times = []
-    with _over_the_link(clock):
+    with _over_the_link(clock, sharded.units):
         for _ in range(REPEATS):
             dist.barrier()
             clock.begin()
@@ -199,14 +199,24 @@ class _Slow(torch.autograd.Function):
 
 
 @contextlib.contextmanager
-def _over_the_link(clock: _Clock) -> Iterator[None]:
+def _over_the_link(clock: _Clock, units: Sequence[parameters.Unit]) -> Iterator[None]:
     """Within it what FullyShardedModule starts arrives as late as over the link."""
+    numbers = {unit: number for number, unit in enumerate(units, 1)}
+    current = 0  # the number of the unit that starts something
+
+    def of_a_unit(method: Callable[[parameters.Unit], None]) -> Callable[[parameters.Unit], None]:
+        def noted(unit: parameters.Unit) -> None:
+            nonlocal current
+            current = numbers.get(unit, 0)
+            method(unit)
+
+        return noted
 
     def slow(start: Callable[..., Any], name: str) -> Callable[..., Any]:
         def started(x: torch.Tensor, group: dist.ProcessGroup, dim: int) -> Callable[[], Any]:
             finish = start(x, group, dim)
             whole = x.numel() * (group.size() if name == "G" else 1)
-            arrived_s = clock.send(name, whole / WIDTH**2 * clock.speeds.message_s)
+            arrived_s = clock.send(f"{name}{current}", whole / WIDTH**2 * clock.speeds.message_s)
 
             def finish_late() -> Any:
                 result = finish()
@@ -222,5 +232,7 @@ def _over_the_link(clock: _Clock) -> Iterator[None]:
     with (
         mock.patch.object(parameters, "start_all_gather", gather),
         mock.patch.object(parameters, "start_reduce_scatter", reduce),
+        mock.patch.object(parameters.Unit, "start_gather", of_a_unit(parameters.Unit.start_gather)),
+        mock.patch.object(parameters.Unit, "reduce", of_a_unit(parameters.Unit.reduce)),
     ):
         yield

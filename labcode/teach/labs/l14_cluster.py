@@ -340,22 +340,60 @@ def at_rates(
         handle.wait(echo=False)
         return {"off": steps(handle.log())[2:]}
 
-    def reached(number: int) -> list[StepLine]:
-        """The steps of the job, once there are `number` of them."""
-        lab.until(lambda: len(steps(handle.log())) >= number or handle.info().ended, timeout_s)
-        found = steps(handle.log())
-        if len(found) < number:
-            handle.cancel()
-            handle.wait(echo=False)  # raises, with the reason
-        return found
-
     found = {}
-    reached(3)
+    _reached(3, lab, handle, timeout_s)
     try:
         for rate in rates:
             cluster.slow("n2", rate)
             first = len(steps(handle.log())) + 2
-            found[rate] = reached(first + count)[first : first + count]
+            so_far = _reached(first + count, lab, handle, timeout_s)
+            found[rate] = so_far[first : first + count]
     finally:
         cluster.slow("n2", "off")
     return found
+
+
+def sent_per_step(
+    lab: Lab, handle: Handle, node: str, count: int, timeout_s: float = 200
+) -> float | None:
+    """Bytes that leave a node in a step, by the count of its network interface.
+
+    Args:
+        lab: Where the job runs.
+        handle: A job that trains and logs each step.
+        node: Whose interface is read.
+        count: Steps between the two readings. Either may fall into the midst of a step, so the
+            result is uncertain by 1/count.
+        timeout_s: Limit for that many steps.
+
+    Returns:
+        None without a cluster.
+
+    Raises:
+        JobFailed: The job ended, or did not make its steps in time.
+
+    Held by: tests/slurm/test_slurm_lab.py
+    """
+    if lab.cluster is None:
+        return None
+    first = len(_reached(3, lab, handle, timeout_s))
+    before = _sent_bytes(lab.cluster, node)
+    last = len(_reached(first + count, lab, handle, timeout_s))
+    return (_sent_bytes(lab.cluster, node) - before) / (last - first)
+
+
+def _reached(number: int, lab: Lab, handle: Handle, timeout_s: float) -> list[StepLine]:
+    """The steps of a job, once there are `number` of them."""
+    lab.until(lambda: len(steps(handle.log())) >= number or handle.info().ended, timeout_s)
+    found = steps(handle.log())
+    if len(found) < number:
+        handle.cancel()
+        handle.wait(echo=False)  # raises, with the reason
+    return found
+
+
+def _sent_bytes(cluster: Cluster, node: str) -> int:
+    """What has left a node over eth0 since it was started: the ninth number of its line."""
+    interfaces = cluster.node(node, ["cat", "/proc/net/dev"]).stdout
+    numbers = interfaces.partition("eth0:")[2].split()
+    return int(numbers[8])

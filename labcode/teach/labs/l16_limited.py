@@ -19,11 +19,13 @@ import subprocess
 import sys
 import time
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from labcode.config import GPTConfig
 
 LIMIT_S = 120.0
+STATUS = Path("/proc/self/status")  # macOS has none, and no limit for what a process writes
 SPARE_BYTES = 12 * 2**20  # on top, for what libraries take in float32
 DONE = re.compile(r"step (\d+): loss ([\d.]+), (\d+) ms")
 ENVIRONMENT = {  # each block of 64 kB or more goes back to the system when it is freed
@@ -115,11 +117,15 @@ def main() -> None:
     tiny = GPTConfig(vocab_size=16, context_length=8, num_layers=1, num_heads=1, hidden_size=8)
     _train(tiny, settings, num_steps=1, talks=False)
     room = asked["room_bytes"] + SPARE_BYTES
-    limit = _data_bytes() + int(room)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    memory = f"{asked['room_bytes'] / 2**20:.0f} MiB for tensors"
+    if STATUS.exists():
+        limit = _data_bytes() + int(room)
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    else:
+        memory += ", which this system cannot enforce: Linux can"
     model = GPTConfig(**asked["model"])
     print(f"model: {model.num_parameters:,} parameters, {model.num_layers} layers", flush=True)
-    print(f"memory: {asked['room_bytes'] / 2**20:.0f} MiB for tensors", flush=True)
+    print(f"memory: {memory}", flush=True)
     print(f"settings: {settings}", flush=True)
     _train(model, settings, asked["num_steps"], talks=True)
 
@@ -169,11 +175,10 @@ def _keep_input_only(block: Any) -> None:
 
 def _data_bytes() -> int:
     """What this process can write to now, which RLIMIT_DATA limits."""
-    with open("/proc/self/status", encoding="ascii") as status:
-        for line in status:
-            if line.startswith("VmData"):
-                return int(line.split()[1]) * 1024
-    raise RuntimeError("/proc/self/status has no VmData: this lab needs Linux")
+    for line in STATUS.read_text(encoding="ascii").splitlines():
+        if line.startswith("VmData"):
+            return int(line.split()[1]) * 1024
+    raise RuntimeError(f"{STATUS} has no VmData")
 
 
 if __name__ == "__main__":

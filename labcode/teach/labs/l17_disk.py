@@ -48,11 +48,14 @@ class Rename:
         target: The new one.
         unsynced: Files below the old name whose content was not on the disk by then, each with
             whether a part of it was.
+        unsynced_names: Files below it whose names were not on the disk by then: the folder that
+            holds them was not synced since.
     """
 
     source: Path
     target: Path
     unsynced: list[tuple[str, bool]]
+    unsynced_names: list[str]
 
 
 @dataclass
@@ -78,6 +81,7 @@ class Seen:
         names: Of its operations, such as "mkdir step-00000008.partial".
         renames: Within the folder, or into it.
         synced: {(device, inode): size when it was last synced}.
+        synced_names: {(device, inode) of a folder: what was in it when it was last synced}.
         folder_syncs: When the folder itself was synced.
     """
 
@@ -86,6 +90,7 @@ class Seen:
     names: list[str] = field(default_factory=list)
     renames: list[Rename] = field(default_factory=list)
     synced: dict[tuple[int, int], int] = field(default_factory=dict)
+    synced_names: dict[tuple[int, int], frozenset[str]] = field(default_factory=dict)
     folder_syncs: list[FolderSync] = field(default_factory=list)
 
     def operation(self, name: str) -> None:
@@ -101,9 +106,12 @@ class Seen:
 
     def sync(self, status: os.stat_result) -> None:
         """A file, or a folder, is on the disk."""
-        self.synced[status.st_dev, status.st_ino] = status.st_size
-        own = self.root.stat()
-        if (own.st_dev, own.st_ino) == (status.st_dev, status.st_ino):
+        synced = _identity(status)
+        self.synced[synced] = status.st_size
+        for folder in [self.root, *self.root.rglob("*")]:
+            if folder.is_dir() and _identity(folder.stat()) == synced:
+                self.synced_names[synced] = frozenset(os.listdir(folder))
+        if _identity(self.root.stat()) == synced:
             files = []
             for path in self.root.rglob("*"):
                 if path.is_file():
@@ -119,13 +127,23 @@ class Seen:
         """Note a rename before it happens."""
         unsynced = []
         files = [source] if source.is_file() else sorted(source.rglob("*"))
+        unsynced_names = []
         for path in files:
             if path.is_file():
                 status = path.stat()
-                synced_bytes = self.synced.get((status.st_dev, status.st_ino))
+                synced_bytes = self.synced.get(_identity(status))
                 if synced_bytes != status.st_size:
                     unsynced.append((path.name, synced_bytes is not None))
-        self.renames.append(Rename(source, target, unsynced))
+            if path != source and path.name not in self._names_on_disk(path.parent):
+                unsynced_names.append(path.name)
+        self.renames.append(Rename(source, target, unsynced, unsynced_names))
+
+    def _names_on_disk(self, folder: Path) -> frozenset[str]:
+        return self.synced_names.get(_identity(folder.stat()), frozenset())
+
+
+def _identity(status: os.stat_result) -> tuple[int, int]:
+    return status.st_dev, status.st_ino
 
 
 _watching: dict[int, Seen] = {}  # by thread

@@ -20,11 +20,46 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from labcode import launch
 from labcode.comm import bootstrap
 from labcode.train.__main__ import main as train
 
 STUCK_S = 9.0
 COLUMNS = 100  # of a cell's output
+ON_CPU = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+SHORT = (
+    "gpt_tiny",
+    *("--train.log_every", 1),
+    *("--train.eval_every", 0),
+    *("--train.eval_batches", 1),
+    *("--train.sample_tokens", 4),
+)
+
+
+def run(fault: str, *args: object, nproc: int = 2, restarts: int = 0) -> str:
+    """Train gpt_tiny with a fault under torchrun, and print what the ranks said.
+
+    Args:
+        fault: KIND:RANK:STEP or none.
+        args: More of the command line of `labcode.train`.
+        nproc: Ranks.
+        restarts: How often torchrun starts all ranks again.
+
+    Returns:
+        All that they have printed.
+    """
+    done = launch.run(
+        "labcode.teach.labs.l17_faulty",
+        fault,
+        *SHORT,
+        *args,
+        nproc=nproc,
+        restarts=restarts,
+        echo=False,
+        env_extra=ON_CPU,
+    )
+    print(told(done.output))
+    return done.output
 
 
 def main(args: Sequence[str]) -> int:

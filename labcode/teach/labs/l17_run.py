@@ -95,6 +95,7 @@ def save(folder: Path, step: int, files: dict[str, bytes], keep: int) -> None:
         _write_synced(partial / name, content)
         checksums[name] = hashlib.sha256(content).hexdigest()
     _write_synced(partial / CHECKSUMS, json.dumps(checksums).encode())
+    sync_folder(partial)
     shutil.rmtree(final, ignore_errors=True)  # damaged: else the run had resumed from it
     os.replace(partial, final)
     sync_folder(folder)
