@@ -730,7 +730,8 @@ if ratio > 1.5:
     found = "up to five times as long"
 if ratio > 5:
     found = "more than five times as long"
-compare("64 small ones", small_ones, found)
+WORDS = ("as long", "up to five times as long", "more than five times as long")
+compare("64 small ones", small_ones, found, options=WORDS)
 
 one_small_s = alpha_beta.time_s("all_reduce", 4, 2**14, link)
 one_large_s = alpha_beta.time_s("all_reduce", 4, 2**20, link)

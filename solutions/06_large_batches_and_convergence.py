@@ -251,7 +251,8 @@ if mean > 12:
     verdict = "too large"
 elif mean < 8:
     verdict = "too small"
-compare("mean of the ratios", mean_of_ratios, verdict, found="computed")
+WORDS = ("about right", "too large", "too small")
+compare("mean of the ratios", mean_of_ratios, verdict, found="computed", options=WORDS)
 
 # %% [markdown]
 # A single estimate of |G|² near zero makes its ratio huge. So both numbers are smoothed, and divided last.
@@ -520,7 +521,7 @@ best_rates = {way.batch: way.lr for way in ways}
 print("best of the sweep:", best_rates)
 off_by = {"linear": 0.003 * 64 / best_rates[256], "square root": 0.003 * 8 / best_rates[256]}
 print("off by a factor of", {rule: round(factor, 1) for rule, factor in off_by.items()})
-compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get))
+compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get), options=off_by)
 
 # %% [markdown]
 # The sweep says 0.01 for batch 256: about three times the rate, not 64 times. At 0.19 the linear rule is six times

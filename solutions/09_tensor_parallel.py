@@ -1099,7 +1099,8 @@ if broken_share < 1 / 4:
     how_far_found = "hardly"
 if broken_share > 3 / 4:
     how_far_found = "about as far"
-compare("fall without f", how_far, how_far_found)
+WORDS = ("hardly", "about half", "about as far")
+compare("fall without f", how_far, how_far_found, options=WORDS)
 print(f"fall without f: {broken_share:.2f} of the true one")
 print(f"fall with another seed: {fall(other_seed) / fall(truth):.2f} of it")
 for name, of_ranks in runs.items():

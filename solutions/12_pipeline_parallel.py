@@ -430,7 +430,8 @@ gap_start_s, gap_stop_s = stages.gaps(line, rank=0)["b"][0]
 gap_s = gap_stop_s - gap_start_s
 kept = one_f_one_b.kept
 
-compare("bubble / work", bubble_of_1f1b, found, found="simulated")
+WORDS = ("more", "less", "the same")
+compare("bubble / work", bubble_of_1f1b, found, found="simulated", options=WORDS)
 compare("kept by rank 0", kept_by_first, kept[0], within=1, found="counted")
 compare("kept by rank 3", kept_by_last, kept[3], within=1, found="counted")
 compare("gap on rank 0", gap_of_rank_0_s, gap_s, within=1, unit="s", found="simulated")

@@ -653,7 +653,8 @@ for name, error in errors.items():
     numbers = f"{error.median:8.1%} {error.p90:8.1%} {error.regret:8.1%}"
     print(f"{name:36} {error.runs:5} {numbers}")
 plain = {name: error.regret for name, error in errors.items() if "," not in name}
-compare("worse at picking", worse, max(plain, key=plain.get), found="computed")
+found = max(plain, key=plain.get)
+compare("worse at picking", worse, found, found="computed", options=plain)
 
 # %% [markdown]
 # Read this table critically:
@@ -886,7 +887,10 @@ limit_at_the_end = "pipeline"
 sizes = [8, 16, 32, 64, 128, 256, 512, 1024, 2048]
 strong = lab.scaling(lab.GPT_13B, a100, sizes, lambda gpus: 1024)
 weak = lab.scaling(lab.GPT_39B, a100, sizes, lambda gpus: 2 * gpus)
-compare("strong, 2,048 GPUs", limit_at_the_end, strong[-1].limit, found="computed")
+compare(
+    "strong, 2,048 GPUs", limit_at_the_end, strong[-1].limit,
+    found="computed", options=("memory", "products", "pipeline"),
+)
 curves = {}
 for name, points in {
     "strong: 13B, 1,024 samples": strong, "weak: 39B, 2 samples a GPU": weak,

@@ -296,7 +296,10 @@ growth = lab.growth(before, after)
 for name, more_s in growth.items():
     if abs(more_s) > 0.01:
         print(f"{name:12} {before[name]:.2f} s -> {after[name]:.2f} s")
-compare("grows most", grows_most, max(growth, key=growth.get), found="computed")
+compare(
+    "grows most", grows_most, max(growth, key=growth.get),
+    found="computed", options=("tp", "bubble", "dp"),
+)
 
 # %% [markdown]
 # Twice as many stages with twice as many micro-batches leave nearly the same share of bubble, (pp - 1) / m: 3/16 and

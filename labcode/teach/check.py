@@ -155,7 +155,7 @@ def check(exercise: str, *answers: Any) -> None:
 
 
 def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
-    not_done = _Verdict("[ ]", show.OPEN, NOT_DONE)
+    not_done = _Verdict("[ ]", show.OPEN, NOT_DONE)  # a check may note what is right so far
     if any(answer is ... or _is_untouched(answer) for answer in answers):
         return not_done
     assert about.check is not None
@@ -164,7 +164,7 @@ def _verdict(about: Exercise, answers: tuple[Any, ...]) -> _Verdict:
             more = about.check(*answers)
     except (Exception, SystemExit) as error:  # but not KeyboardInterrupt
         if is_stub(error):
-            return not_done
+            return not_done._replace(text="; ".join(getattr(error, "__notes__", ())))
         return _Verdict("[x]", show.WRONG, "wrong", reason(error))
     return _Verdict("[v]", show.RIGHT, "right", "; ".join(filter(None, (about.praise, more))))
 

@@ -2,6 +2,7 @@
 
 import html
 import math
+from collections.abc import Collection
 from typing import Any
 
 from labcode.teach import show
@@ -20,6 +21,7 @@ def compare(
     unit: str = "",
     within: float = 1.25,
     found: str = "measured",
+    options: Collection[str] = (),
 ) -> None:
     """Show a prediction beside what was found, and say whether it is right or close.
 
@@ -38,9 +40,11 @@ def compare(
         within: A factor: 1.25 accepts measurements from 1/1.25 to 1.25 times the prediction, 2 is
             "within a factor of 2", 1 asks for the number itself (floats to 1e-9).
         found: How the value was found: one of `WAYS`.
+        options: The answers that a question of kind offers. Whoever writes another one is asked to
+            choose, and is not told yet which is right.
 
     Raises:
-        ValueError: `within` is below 1, or `found` is no such word.
+        ValueError: `within` is below 1, or `found` or what was found is no such word.
     """
     if found not in WAYS:
         raise ValueError(f"found={found!r} is not known: choose {', '.join(WAYS)}")
@@ -53,7 +57,9 @@ def compare(
         _say_folded(what, "no prediction yet", finding)
         return
     expected = f"predicted {_text(predicted, unit):>11}"
-    asked = _asked_for(predicted, measured)
+    if options and not _is_one_of(measured, options):
+        raise ValueError(f"{what}: {measured!r} is none of the options {', '.join(options)}")
+    asked = _asked_for(predicted, measured, options)
     if asked:
         _say_folded(what, f"{expected}  {asked}", finding)
         return
@@ -89,14 +95,20 @@ def _say_folded(what: str, state: str, finding: str) -> None:
 # ---- whether it is right
 
 
-def _asked_for(predicted: Any, measured: Any) -> str:
+def _asked_for(predicted: Any, measured: Any, options: Collection[str]) -> str:
     """What kind of value is wanted, if a prediction is of another; it may well be right."""
     is_text = isinstance(predicted, str)
+    if options and not _is_one_of(predicted, options):
+        return f"choose one of: {', '.join(options)}"
     if _is_number(measured) and (is_text or _is_list(predicted)):
         return f"give a number, not {'text' if is_text else 'a list'}"
     if _is_list(measured) and isinstance(predicted, (str, int, float)):
         return f"give a list, not {'text' if is_text else 'one number'}"
     return ""
+
+
+def _is_one_of(answer: Any, options: Collection[str]) -> bool:
+    return any(_same(answer, option) for option in options)
 
 
 def _plain(value: Any) -> Any:
@@ -132,8 +144,8 @@ def _same(predicted: Any, measured: Any) -> bool:
 
 
 def _words(text: str) -> str:
-    """A text without what makes no difference: "Same" is as good as "the same", "DP4" as "dp 4"."""
-    words = text.strip().lower().removeprefix("the ")
+    """Without what makes no difference: "Same." is as good as "the same", "DP4" as "dp 4"."""
+    words = text.strip(" .!").lower().removeprefix("the ")
     return "".join(words.split())
 
 

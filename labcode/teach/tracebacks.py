@@ -44,9 +44,9 @@ def _show(
 
 
 def _name_of_another_cell(error: BaseException, trace: TracebackType) -> str | None:
-    """A name that the lines of a cell itself use, outside of functions, and nobody has defined."""
+    """A name that the lines of a cell use outside of named functions, and nobody has defined."""
     *_, (frame, _) = traceback.walk_tb(trace)
-    if isinstance(error, NameError) and frame.f_code.co_name in ("<module>", "<cell line: 1>"):
+    if isinstance(error, NameError) and frame.f_code.co_name.startswith("<"):
         return error.name
     return None
 

@@ -650,14 +650,14 @@ WENT = Answers(
     },
     wrong={
         "adds durations": (adds_durations, "moments in which two of them run count once"),
-        "not sorted": (changed("sorted(spans) => spans"), "comes earlier in time"),
+        "not sorted": (changed("sorted(spans) => spans"), "is an operation left out"),
         "the last one ends it": (
             changed(
                 "        if stop > start:\n => ",
                 "            total += stop - start\n => \n        total += stop - start\n",
                 "            until = stop => \n        until = stop",
             ),
-            "lies inside the one before it",
+            "is an operation left out",
         ),
         "data as an operation": (
             changed(' if name != "data"] => ]', f"{DATA} => {DATA} + 0"),

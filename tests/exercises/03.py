@@ -94,7 +94,7 @@ ROOFLINE = Answers(
             "do not add up",
         ),
         "the shorter": (changed("return max( => return min("), "when the slower of the two is"),
-        "without x": (changed(f"{LESS} => pass"), "x and the result have bytes too"),
+        "without x": (changed(f"{LESS} => pass"), "leaves out the bytes of x"),
         "rounded down": (changed("math.ceil => math.floor"), "is it rounded down?"),
         "without None": (changed(f"{NONE} => pass"), "no number of tokens is enough"),
         "always None": (changed("per_token_s <= 0 => True"), "it is None, and with enough tokens"),
@@ -102,7 +102,22 @@ ROOFLINE = Answers(
             changed("math.ceil(weight_s / per_token_s) => weight_s / per_token_s"),
             "give a whole number",
         ),
-        "for ever": ((layer, shortest, searches_for_ever), "does the search also end"),
+        "without x, rounded": (
+            changed(
+                "math.ceil(weight_s / per_token_s) => "
+                "1 + int(number_bytes * flops_per_s / bytes_per_s / 2)"
+            ),
+            "leaves out the bytes of x and of the result",
+        ),
+        "too short a search": (
+            changed(
+                "return math.ceil(weight_s / per_token_s) => "
+                "found = math.ceil(weight_s / per_token_s)\n"
+                "    return found if found < 1000 else None"
+            ),
+            "it is None, and with enough tokens",
+        ),
+        "for ever": ((layer, shortest, searches_for_ever), "10,000 tokens are far enough"),
         "without return": (changed(f"return {LONGER} => {LONGER}"), "is there a `return`?"),
     },
 )
@@ -187,6 +202,10 @@ SCALER = Answers(
             "is the result written into `.grad`?",
         ),
         "multiplies": (changed("grad /= => grad *="), "divide by the scale, do not multiply"),
+        "loops twice": (
+            changed("return finite => return all(p.grad.isfinite().all() for p in params)"),
+            "A generator gives its items once",
+        ),
         "only inf": (
             changed("not param.grad.isfinite().all() => param.grad.isinf().any()"),
             "True with NaN in the first gradient",
@@ -563,7 +582,7 @@ ADAMW = Answers(
         "uphill": (changed("-lr / => lr /"), "uphill"),
         "beta for 1 - beta": (
             changed("grads, 1 - beta1 => grads, beta1"),
-            "the first of `means` begins with",
+            "which weight keeps beta1 of a?",
         ),
         "squares the gradients": (
             changed(
@@ -575,7 +594,7 @@ ADAMW = Answers(
         ),
         "root in place": (
             changed(f"{ROOTS} => torch._foreach_sqrt_(squares)\n    roots = squares"),
-            "the first of `squares` begins with",
+            "the next step needs the squares",
         ),
         "means not in place": (
             changed("torch._foreach_lerp_( => means = torch._foreach_lerp("),

@@ -47,7 +47,7 @@ OWN_ROWS = Answers(
         ),
         "chunk alone": (
             changed(f"{SLICE} => weight.chunk(group.size())[group.rank()]"),
-            "IndexError",
+            "is there a part for each rank",
         ),
         "tensor_split": (
             changed(f"{SLICE} => weight.tensor_split(group.size())[group.rank()]"),
@@ -420,7 +420,7 @@ BORROWED = Answers(
     wrong={
         "memory forgotten": (
             changed(f"self.weight.untyped_storage().{GET_BACK} => pass"),
-            "while it had no memory",
+            "while its storage had no memory",
         ),
         "written through detach": (
             changed("self.weight.data.copy_ => self.weight.detach().copy_"),
@@ -445,7 +445,7 @@ BORROWED = Answers(
         ),
         "gathered for forward only": (
             changed("y.register_hook(self.before_backward) => pass"),
-            "while it had no memory",
+            "while its storage had no memory",
         ),
         "the whole gradient kept": (
             changed("weight.grad = None => pass"),
@@ -526,7 +526,7 @@ BORROWED = Answers(
 )
 
 
-# ---- 13.5 a layout
+# ---- 13.6 a layout
 
 
 def by_hand(s):
@@ -597,7 +597,7 @@ LAYOUT = Answers(
 )
 
 
-# ---- 13.6 the script: text, as the check reads the source of a function
+# ---- 13.5 the script: text, as the check reads the source of a function
 
 SCRIPT = solution_of("13", "main")
 
@@ -837,6 +837,6 @@ ANSWERS = {
     "13.2": OPTIMIZER,
     "13.3": AVERAGE,
     "13.4": BORROWED,
-    "13.5": LAYOUT,
-    "13.6": WRITTEN,
+    "13.5": WRITTEN,
+    "13.6": LAYOUT,
 }

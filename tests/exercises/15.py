@@ -213,6 +213,16 @@ ITERATION = Answers(
             changed("hidden_size * 4 => hidden_size"),
             "act counts numbers here",
         ),
+        "act cut by tp": (
+            changed('"all_reduce", shape.tp, act, => "all_reduce", shape.tp, act / shape.tp,'),
+            "it is not cut by tp",
+        ),
+        "a whole number of all-reduces": (
+            changed(
+                "(4 * model.num_layers + 2) / shape.pp => (4 * model.num_layers + 2) // shape.pp"
+            ),
+            "is there a `//`?",
+        ),
         "act in bf16": (
             changed("hidden_size * 4 => hidden_size * 2"),
             "a number of act takes 2 bytes here",
@@ -225,7 +235,7 @@ ITERATION = Answers(
             changed("act = micro_batch * => act ="),
             "act has all samples of a micro-batch",
         ),
-        "no bubble": (changed(f"{TURNS} => m"), "point 4, turns: nobody waits here"),
+        "no bubble": (changed(f"{TURNS} => m"), "in your function no stage waits"),
         "one turn too many": (
             changed(f"{TURNS} => (m + shape.pp)"),
             "point 4, turns: one too many",
@@ -319,11 +329,11 @@ BEST = Answers(
     wrong={
         "the slowest": (
             changed('float("inf") => 0.0', "< best_s => > best_s"),
-            "another layout that fits takes",
+            "which fits,",
         ),
         "always dp": (
             changed("return best => return GridShape(dp=world)"),
-            "another layout that fits takes",
+            "which fits,",
         ),
         "too few ranks": (changed("return best => return GridShape(tp=2)"), "there are 4"),
         "heads not looked at": (

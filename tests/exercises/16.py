@@ -132,9 +132,16 @@ RETURNED = "return grad * grad_hidden, grad * grad_weight, None, None"
 LOSS = Answers(
     solves="LossInChunks",
     takes_ranks=False,
-    right={"by autograd": ByAutograd, "again in backward": InBackward},
+    right={
+        "by autograd": ByAutograd,
+        "again in backward": InBackward,
+        "one_hot": changed(
+            "grad_logits[torch.arange(len(chunk)), wanted] -= 1 => "
+            "grad_logits = grad_logits - F.one_hot(wanted, len(weight))"
+        ),
+    },
     wrong={
-        "the mean of the means": (changed(MEAN_OF_A_CHUNK), "chunks of different sizes"),
+        "the mean of the means": (changed(MEAN_OF_A_CHUNK), "the last chunk is shorter"),
         "a sum of means": (
             changed('reduction="sum") / num_tokens => reduction="mean")'),
             "2 times the mean",
@@ -158,7 +165,7 @@ LOSS = Answers(
         ),
         "in the wrong order": (
             changed(f"{RETURNED} => return grad * grad_weight, grad * grad_hidden, None, None"),
-            "invalid gradient",
+            "in forward's order",
         ),
         "all logits": (
             changed(
@@ -166,6 +173,14 @@ LOSS = Answers(
                 "part @ weight.T => every[chunk]",
             ),
             "of the shape [1024, 512]",
+        ),
+        "the mean over the vocabulary": (
+            changed("return loss => return loss * num_tokens / len(weight)"),
+            "by what is the sum divided?",
+        ),
+        "chunks of 64": (
+            changed("rows.chunk(num_chunks) => rows.split(64)"),
+            "the logits of a chunk are [32, 512]",
         ),
         "logits in a list": (
             changed(
@@ -358,6 +373,14 @@ OFFLOAD = Answers(
     right={"numpy": ByNumpy, "uuid": WithUuid},
     wrong={
         "the whole memory": (changed("tensor.detach().clone() => tensor.detach()"), "a part of a"),
+        "contiguous": (
+            changed("tensor.detach().clone() => tensor.detach().contiguous()"),
+            "a part of a",
+        ),
+        "no look at the type": (
+            changed("if isinstance(kept, torch.Tensor): => if False:"),
+            "`unpack` fails for a weight",
+        ),
         "weights as well": (changed("if self.stays(tensor): => if False:"), "does `stays` decide"),
         "nothing moves": (changed("if self.stays(tensor): => if True:"), "should have gone"),
         "one name for all": (changed(f"{PATH} => self.folder / 'saved.pt'"), "a file of its own"),

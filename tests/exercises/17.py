@@ -230,6 +230,14 @@ SAVE = Answers(
             changed("sorted(whole) => sorted(whole, key=lambda path: str(int(path.name[5:])))"),
             "there is no folder step-00000012",
         ),
+        "counts temporary folders": (
+            changed('if path.suffix == "" => if True'),
+            "Which of the names are checkpoints?",
+        ),
+        "returns early": (
+            changed(f"{ROOM} =>     if final.exists():\n        return\n"),
+            "could not remove it, so this has to",
+        ),
         "no checksums": (
             changed('{**files, "checksums.json": json.dumps(checksums).encode()} => files'),
             "has no checksums.json",
@@ -473,7 +481,7 @@ RESTART = Answers(
             changed(f"{STOP} => "),
             "both checkpoints are damaged",
         ),
-        "the oldest": (changed("reversed(found) => found"), "not as it was"),
+        "the oldest": (changed("reversed(found) => found"), "goes on from step 3"),
         "no checksums": (
             changed('l17_run.read(path) => torch.load(path / "state.pt")'),
             "Its name and its checksums say so",
@@ -547,15 +555,30 @@ PLAN = Answers(
         "best for itself alone": (changed(f"{INTERVAL} => young_s"), "the site allows 5%"),
         "stands still": (
             changed('"kind": "background" => "kind": "blocking"'),
-            "there is one for less",
+            "What would the other kind of save cost here?",
         ),
         "every two hours": (changed(f"{INTERVAL} => 7200"), "done again is the"),
         "hardware alone": (
-            changed("hardware_per_day + site.preemptions_per_day => hardware_per_day"),
+            changed("ends_per_day += site.preemptions_per_day => pass"),
             "that is the hardware alone",
         ),
+        "every preemption": (
+            changed("if site.notice_s < save_s: => if True:"),
+            "8 preemptions a day with a notice of 600 s",
+        ),
+        "the copy alone": (
+            changed("site.copy_s + site.slowdown * write_s => site.copy_s"),
+            "On another cluster (4,096 GPUs",
+        ),
+        "counts at once": (
+            changed("(interval_s / 2 + write_s) => (interval_s / 2)"),
+            "which one do you see differently",
+        ),
         "times added": (
-            changed(f"{MEAN} => DAY / hardware_per_day + DAY / site.preemptions_per_day"),
+            changed(
+                f"{MEAN} => site.gpu_mtbf_s / site.gpus"
+                " + DAY / (site.preemptions_per_day or math.inf)"
+            ),
             "the times or the rates",
         ),
         "of the paper": (changed('"mtbf_s": mean_s => "mtbf_s": 3.09 * HOUR'), "ends a day"),
@@ -583,7 +606,7 @@ PLAN = Answers(
             changed('        "mtbf_s": mean_s,\n => '),
             "does not say 'mtbf_s'",
         ),
-        "constants": (lambda site: GOOD, "On another cluster (8,192 GPUs, no preemptions"),
+        "constants": (lambda site: GOOD, "On another cluster (8,192 GPUs, 0 preemptions"),
         "a plan in place of the function": (GOOD, "give the function itself"),
         "labcode's own": (
             changed(f"{INTERVAL} => l17_plan.best(site)[1]"),

@@ -149,6 +149,16 @@ def test_not_done_yet(capsys, case):
     assert said(capsys, NOT_DONE[case]) == "[ ] 99.1 not done yet\n"
 
 
+def half_done():
+    error = NotImplementedError("exercise: your code here")
+    error.add_note("`gather` is right")
+    raise error
+
+
+def test_not_done_yet_may_say_what_is_right(capsys):
+    assert said(capsys, half_done) == "[ ] 99.1 not done yet: `gather` is right\n"
+
+
 def half_written(x):
     if x > 0:
         return x
@@ -465,6 +475,13 @@ RIGHT = {
         {"within": 1.001},
         "predicted 7/3 give a number, not text",
     ),
+    "none of the options": (
+        "perhaps",
+        "yes",
+        {"options": ("yes", "no")},
+        "predicted perhaps choose one of: yes, no",
+    ),
+    "one of the options": ("NO", "no", {"options": ("yes", "no")}, "right"),
     "a list of a number": ([1], 40.5, {}, "predicted [1] give a number, not a list"),
     "text for a list": (
         "24, 26",
@@ -569,6 +586,8 @@ def test_what_was_found_is_folded_away_where_a_number_was_asked_for(notebook):
 def test_a_factor_below_one_is_a_mistake_of_the_lesson():
     with pytest.raises(ValueError, match=r"within=0.25 is no factor"):
         compare("it", 1, 1, within=0.25)
+    with pytest.raises(ValueError, match="it: 'yes' is none of the options no, maybe"):
+        compare("it", "no", "yes", options=("no", "maybe"))
 
 
 def test_compare_says_how_the_value_was_found(capsys):

@@ -33,6 +33,9 @@ CELLS = {
     "a cell above has not run": """
         print(ranks)
     """,
+    "it is used in a comprehension": """
+        print([ranks for _ in range(2)])
+    """,
     "the whole traceback": """
         def shape():
             return GridShape(dp=3)
@@ -105,8 +108,9 @@ def test_frames_of_the_library_are_hidden(ran):
 
 
 def test_a_name_of_another_cell_is_told_as_one(ran):
-    text = error_of(ran["a cell above has not run"])
-    assert text.splitlines()[-1] == "if a cell above defines `ranks`, run that one first"
+    told = "if a cell above defines `ranks`, run that one first"
+    assert error_of(ran["a cell above has not run"]).splitlines()[-1] == told
+    assert error_of(ran["it is used in a comprehension"]).splitlines()[-1] == told
 
 
 def test_the_magic_shows_all_frames(ran):

@@ -204,6 +204,11 @@ def _dots_are_not_done(function: Callable[..., Any]) -> None:
 def _check_shares(case: str, found: dict[str, Any], expected: dict[str, float]) -> None:
     total = sum(expected.values())
     missing = [part for part, seconds in expected.items() if seconds and part not in found]
+    if missing and case == "an error in a part":
+        raise Hint(
+            f"{case}: there is no {missing[0]!r} in {found}: does what stands after `yield` also "
+            "happen when the block raises?"
+        )
     if missing:
         raise Hint(
             f'{case}: there is no {missing[0]!r} in {found}: "rest" is the time that no part has, '
@@ -778,9 +783,12 @@ def where_time_went(function: Callable[..., Any]) -> None:
     """The learner's `where_time_went(events, step)`."""
     for name, (events, step) in TRACES.items():
         given = list(events)
-        with without(l02_by_hand.where_time_went, l02_by_hand.covered):
-            found = due(bounded("does the loop end?", function, given, step))
         case = f"{name}, {events} in a step of {step}: "
+        try:
+            with without(l02_by_hand.where_time_went, l02_by_hand.covered):
+                found = due(bounded("does the loop end?", function, given, step))
+        except (IndexError, ValueError) as error:
+            raise Hint(f"{case}{type(error).__name__}: {error}") from error
         if given != events:
             raise Hint(f"{case}afterwards `events` is {given}: leave it as it was")
         _check_times(case, found, events, step)
@@ -816,6 +824,7 @@ def _check_times(case: str, found: Any, events: Sequence[Span], step: float) -> 
     busy = found["busy"]
     data = found["data"]
     added = sum(stop - start for name, start, stop in events if name != "data")
+    is_busy = f"the device was busy for {expected['busy']:g} and yours says {busy:g}"
     waited = [(name, start, stop) for name, start, stop in events if name == "data"]
     all_data = moments(waited, step)["data"]
     refuse(
@@ -827,10 +836,10 @@ def _check_times(case: str, found: Any, events: Sequence[Span], step: float) -> 
             f"them run count once, which makes {expected['busy']:g}": (
                 busy == added and busy != expected["busy"]
             ),
-            f"the device was busy for {expected['busy']:g} and yours says {busy:g}: what if an "
-            "event lies inside the one before it, or comes earlier in time?": (
-                busy != expected["busy"]
-            ),
+            f"{is_busy}: is an operation left out, perhaps the last one, or one that is longer "
+            "than the next one in the list?": busy < expected["busy"],
+            f"{is_busy}: is a gap between two operations counted, or one twice that lies inside "
+            "another?": busy > expected["busy"],
             f"the loop waits for {all_data:g}, but in {all_data - expected['data']:g} of these the "
             "device is busy, and then the wait costs nothing": (
                 data == all_data and data != expected["data"]

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_map
 
 from labcode.models import gpt
 from labcode.teach.check import Exercise, Hint, due
-from labcode.teach.exercises.expect import diagnose, distance, refuse, times
+from labcode.teach.exercises.expect import Table, diagnose, distance, refuse, times
 from labcode.teach.exercises.in_notebook import bounded, without
 from labcode.teach.labs import l03_race
 from labcode.teach.labs.l03_race import Settings
@@ -26,9 +26,10 @@ from labcode.teach.labs.l03_step import CHARACTERS, new_model, operations
 LAYERS = ((1, 6, 10, 4), (5, 8, 3, 2), (64, 512, 2048, 4))
 # inputs, outputs, bytes of a number, FLOP/s, bytes/s, the least number of tokens
 WIDE = (
-    (4096, 4096, 4, 1e11, 4e10, 6),
     (8192, 8192, 2, 8e14, 2.5e12, 348),
+    (4096, 4096, 4, 1e11, 4e10, 6),
     (1024, 256, 4, 1e11, 4e10, 6),
+    (1024, 1024, 4, 1e11, 4.4e8, 4051),  # more tokens than features
 )
 NARROW = (16, 16, 4, 1e11, 1e9)  # x and the result alone keep the memory busy
 
@@ -43,7 +44,10 @@ def roofline(
         _is_shortest(shortest, flops, num_bytes)
     for *device, truth in WIDE:
         _is_at_the_ridge(ridge, tuple(device), truth)
-    found = bounded("does the search also end where no number of tokens is enough?", ridge, *NARROW)
+    hint = (
+        "10,000 tokens are far enough for a search; what does it return if none of them was enough?"
+    )
+    found = bounded(hint, ridge, *NARROW)
     hint = (
         f"tokens_at_the_ridge{NARROW} is {found}: each further token brings more seconds of bytes "
         "than of FLOPs there, so no number of tokens is enough"
@@ -101,10 +105,11 @@ def _is_at_the_ridge(answer: Callable[..., Any], device: tuple[Any, ...], truth:
     refuse({"it is None, and with enough tokens arithmetic takes longer": found is None}, case)
     *_, width, rate, bandwidth = device
     of_weights_alone = math.ceil(width * rate / bandwidth / 2)
+    without_x = "2 T / w leaves out the bytes of x and of the result, which grow with the tokens"
     mistakes = {
         "one token less is too few: is it rounded down?": truth - 1.0,
         "one token less is enough as well": truth + 1.0,
-        "x and the result have bytes too, and they grow with the tokens": float(of_weights_alone),
+        without_x: found in (of_weights_alone, of_weights_alone + 1),
     }
     is_whole = float(found) == int(found)
     refuse({f"it is {found}: give a whole number": not is_whole}, case)
@@ -185,7 +190,10 @@ def _unscales(answer: Callable[..., Any]) -> None:
 def _finds_what_is_not_finite(answer: Callable[..., Any]) -> None:
     for what, grads in NOT_FINITE.items():
         finite = bool(due(answer(scale=8.0).unscale(iter(_params(*grads)))))
-        refuse({f"unscale says True with {what}": finite})
+        in_a_list = bool(due(answer(scale=8.0).unscale(_params(*grads))))
+        hint = f"unscale says True with {what}"
+        twice = "; with a list it says False. A generator gives its items once: one loop for both"
+        refuse({hint + twice: finite and not in_a_list, hint: finite})
     healthy = answer(scale=8.0).unscale(iter(_params([0.0, 0.0], [1e30])))
     hint = "unscale says False for gradients of 0 and 1e29: both are finite in float32"
     refuse({hint: not healthy})
@@ -704,13 +712,26 @@ def _is_adamw(state: dict[str, list[Tensor]], step: int) -> None:
     refuse({hint: not torch.equal(found["grads"], _row(_new_state()["grads"]))}, case)
     mistakes = {hint: plain_adamw(step, **how)["weights"] for hint, how in MISTAKES.items()}
     refuse({IN_GRADIENT: mistakes[IN_GRADIENT]}, case, found["weights"])  # it changes all three
+    swapped = (
+        "lerp_(a, b, weight) goes from a by this part towards b: which weight keeps beta1 of a?"
+    )
+    overwritten = (
+        "torch._foreach_sqrt_ writes the roots into `squares`: the next step needs the squares"
+    )
+    slips: dict[str, Table] = {}
+    slips["means"] = {swapped: torch.lerp(before["means"], found["grads"], BETA1)}
+    roots = truth["squares"].sqrt()
+    corrected = roots / math.sqrt(1 - BETA2**step)
+    as_roots = [distance(found["squares"], x) for x in (roots, corrected, corrected + EPS)]
+    slips["squares"] = {overwritten: min(as_roots) < 1e-9}
     for name in ("means", "squares"):
-        as_before = {f"`{name}` are as before: they have to change in place": before[name]}
+        as_before = f"`{name}` are as before: they have to change in place"
+        mistakes_of = {as_before: before[name], **slips[name]}
         otherwise = (
             f"the first of `{name}` begins with {found[name][0]:.6g}, expected is "
             f"{truth[name][0]:.6g}"
         )
-        diagnose(case, found[name], truth[name], as_before, otherwise)
+        diagnose(case, found[name], truth[name], mistakes_of, otherwise)
     as_before = "the weights are as before: they have to change in place"
     mistakes = {as_before: before["weights"], **mistakes}
     otherwise = (

@@ -326,13 +326,18 @@ def _shortened(name: str, found: Tensor, truth: Tensor, calls: Sequence[Event]) 
 
 
 def _needs_no_more(
-    case: str, calls: Sequence[Event], parts: int, largest: int = 0, most_arrived: int = 0
+    case: str,
+    calls: Sequence[Event],
+    parts: int,
+    largest: int = 0,
+    most_arrived: int = 0,
+    of: str = "of K and V",
 ) -> None:
     """A rank sends no more than these parts of K and V, and does not keep more than two."""
     sent_bytes = sum(one.num_bytes for one in calls if one.kind == "send")
     mistakes = {
-        f"the numbers are right, but {sent_bytes / PART_BYTES:g} parts of K and V are sent where "
-        f"{parts} are enough: is the last message needed?": sent_bytes > parts * PART_BYTES,
+        f"the numbers are right, but {sent_bytes / PART_BYTES:g} parts {of} are sent where {parts} "
+        "are enough: who needs all of the last message?": sent_bytes > parts * PART_BYTES,
         "the numbers are right, but somewhere more than one part of K and V is in one tensor: "
         "merge each part when it is here, and let it go": largest > 2 * HEADS * TOKENS * WIDTH,
         f"the numbers are right, but {most_arrived / PART_BYTES:g} parts of K and V that arrived "
@@ -444,7 +449,8 @@ def _judge_backward(results: Sequence[_Result], outcome: Outcome, members: Seque
             diagnose(f"on rank {rank}: ", found, truth, {**shortened, **wrong})
     for rank in members:
         # K and V need p - 1 hops, their gradients p at most
-        _needs_no_more(f"on rank {rank}: ", calls[rank], 2 * p - 1)
+        of = f"of K and V or of their gradients ({p - 1} and {p})"
+        _needs_no_more(f"on rank {rank}: ", calls[rank], 2 * p - 1, of=of)
 
 
 def _wrong_dq(number: int, results: Sequence[_Result]) -> Table:
@@ -466,7 +472,7 @@ def _wrong_dq(number: int, results: Sequence[_Result]) -> Table:
             all_causal
         ),
         "dq is wrong: it stays on its rank and adds up a term for each part of K and V that this "
-        "rank can see": True,
+        "rank can see. Is only the own block causal?": True,
     }
 
 
@@ -550,10 +556,10 @@ def _is_computed(block: Callable[..., Any], held: Sequence[Sequence[int]], p: in
         for source in range(p):
             found = block(rank, source, tokens)
             call = f"my_block({rank}, {source}, {tokens})"
-            if found is None and rank == source:  # elsewhere it may mean that nothing is visible
+            visible = positions[rank][:, None] >= positions[source]
+            if found is None and source <= rank:  # of later ranks it may mean: nothing is visible
                 raise Hint(f"{call}: {RETURNED_NONE}")
             computed = _computed(call, found, tokens)
-            visible = positions[rank][:, None] >= positions[source]
             missing = int((visible & ~computed).sum())
             beyond = _beyond(found, tokens)
             mistakes = {

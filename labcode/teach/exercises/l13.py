@@ -84,7 +84,10 @@ def _own_rows(group: dist.ProcessGroup, answer: Callable[..., Any]) -> list[Tens
         before = weight.clone()
         each = math.ceil(rows / p)
         own = before[group.rank() * each :][:each]
-        found = answer(weight, group)
+        try:
+            found = answer(weight, group)
+        except IndexError as error:
+            raise Hint(f"{case}{error}: is there a part for each rank, if of 0 rows?") from None
         no_view = "it returned None: a rank that gets no rows has a view of 0 rows"
         refuse({no_view: found is None and len(own) == 0}, case)
         found = due(found)
@@ -393,8 +396,9 @@ WEIGHTS = ((7, 6), (8, 6), (5, 6))  # no multiple of the ranks, one of 4 ranks, 
 INPUT = (1, 2, 6)  # inputs and outputs are smaller than any of the weights
 FORWARDS = {"under torch.no_grad(): ": False, "with gradients: ": True}
 EMPTY = (
-    "the weight was read or written while it had no memory: its storage has to have its size again "
-    "before that. (Outside of this check the process may die of it.)"
+    "the weight was read or written while its storage had no memory: that has to have its size "
+    "again before, in backward too. (Has the weight another storage now? Autograd has the first. "
+    "Outside of this check the process may die of it.)"
 )
 SEEN = (
     "autograd has seen that you wrote into the weight, and refuses it in backward: which way of "
@@ -473,14 +477,26 @@ def borrowing_linear(answer: Callable[..., Any], ranks: Ranks | None = None) -> 
     for shape in WEIGHTS:
         judge = functools.partial(_is_gathered, shape)
         in_groups(_gather, answer, shape, judge=judge, ours=OURS)
-    for case in FORWARDS:
-        judge = functools.partial(_is_product, case)
-        in_groups(_forward, answer, case, judge=judge, ours=OURS)
-    for shape in WEIGHTS:
-        judge = functools.partial(_has_gradients, shape)
-        in_groups(_two_micro_batches, answer, shape, judge=judge, ours=OURS)
+    with _so_far("gather and reshard are right, forward is next"):
+        for case in FORWARDS:
+            judge = functools.partial(_is_product, case)
+            in_groups(_forward, answer, case, judge=judge, ours=OURS)
+    with _so_far("gather, reshard and forward are right, backward is next"):
+        for shape in WEIGHTS:
+            judge = functools.partial(_has_gradients, shape)
+            in_groups(_two_micro_batches, answer, shape, judge=judge, ours=OURS)
     outcome = in_groups(_train_two_layers, answer, judge=_train_like_one, ours=OURS)
     return confirm_in_group(ranks, outcome, _train_two_layers, answer)
+
+
+@contextlib.contextmanager
+def _so_far(text: str) -> Iterator[None]:
+    """What is right already, where a method is still to be written."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(text)
+        raise
 
 
 def _gather(group: dist.ProcessGroup, answer: Callable[..., Any], shape: Sequence[int]) -> Tensor:
@@ -504,7 +520,9 @@ def _gather(group: dist.ProcessGroup, answer: Callable[..., Any], shape: Sequenc
     mistakes = {
         "after gather() the weight has no memory": has == 0,
         f"after gather() the weight is {list(found_shape)} in {has} bytes of memory, and it should "
-        f"be {list(shape)} in {weight.nbytes}": (found_shape, has) != (shape, weight.nbytes),
+        f"be {list(shape)} in {weight.nbytes}, in the storage that it had": (
+            (found_shape, has) != (shape, weight.nbytes)
+        ),
     }
     refuse(mistakes, case)
     found = layer.weight.detach().clone()
@@ -701,7 +719,7 @@ def _train_like_one(
                 diagnose(f"on rank {rank}: ", results[me][step][number], right, {}, otherwise)
 
 
-# ---- 13.5
+# ---- 13.6
 
 
 def choose(answer: Callable[..., Any]) -> None:
@@ -777,21 +795,12 @@ EXERCISES = {
         hints=(
             "`gather`: memory first, then the message, then the values. All ranks send parts of "
             "one size.",
-            "`forward`: when does the layer have its weight, and until when does it need it?",
+            "`forward`: when does the layer have its weight, and until when does it need it? The "
+            "hook makes it whole again in backward.",
             "`gradient_ready`: pad the gradient to p equal parts, as you did in exercise 13.3.",
         ),
     ),
     "13.5": Exercise(
-        check=choose,
-        praise="it fits, nothing that fits sends in less time, and the costs are right",
-        hints=(
-            "Make a list of all candidates first, each with its costs; then throw out what does "
-            "not fit, and take the fastest.",
-            "With one node there is nothing between nodes, and one copy over all ranks is one copy "
-            "over the node.",
-        ),
-    ),
-    "13.6": Exercise(
         check=l13_script.script,
         praise="two ranks train like one, one rank goes on from their checkpoint, and in bfloat16 "
         "the weights stay in float32",
@@ -799,8 +808,18 @@ EXERCISES = {
             "In which order: blocks, model, optimizer, checkpoint?",
             "To read a checkpoint you need tensors to read into. Which call gives you those of the "
             "model and of the optimizer?",
-            "`state` is what you save and what you read: a dict of three entries. Where does its "
+            "`saved` is what you save and what you read: a dict of three entries. Where does its "
             "`step` come from after dcp.load?",
+        ),
+    ),
+    "13.6": Exercise(
+        check=choose,
+        praise="it fits, nothing that fits sends in less time, and the costs are right",
+        hints=(
+            "Make a list of all candidates first, each with its costs; then throw out what does "
+            "not fit, and take the fastest.",
+            "With one node there is nothing between nodes, and one copy over all ranks is one copy "
+            "over the node.",
         ),
     ),
 }

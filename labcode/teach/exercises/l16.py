@@ -106,7 +106,8 @@ def loss_in_chunks(answer: Any) -> None:
     for num_chunks in (1, 2, 4, 22):
         for factor in (1.0, 3.0):
             _is_the_plain_loss(answer, num_chunks, factor)
-    _holds_a_chunk(answer)
+    for num_chunks in (16, 32):
+        _holds_a_chunk(answer, num_chunks)
 
 
 def _inputs(num_tokens: int, vocabulary: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
@@ -127,17 +128,25 @@ def _is_the_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
     hidden.grad = None
     weight.grad = None
     loss = due(answer.apply(hidden, weight, targets, num_chunks))
-    case = f"{NUM_TOKENS} tokens in {num_chunks} chunks: "
+    case = f"{NUM_TOKENS} tokens in {num_chunks} chunk{'s' if num_chunks > 1 else ''}: "
     tensor(loss, (), f"{case}forward returned")
     mistakes: dict[str, Any] = {
         "the loss is that of all tokens added up: it has to be their mean": NUM_TOKENS * plain,
         f"the loss is {num_chunks} times the mean over all tokens": num_chunks * plain,
     }
-    otherwise = "the loss is {off:.0%} off: chunks of different sizes do not count alike"
+    question = "does each chunk add to it, and by what is the sum divided?"
+    if NUM_TOKENS % num_chunks:
+        question = "the last chunk is shorter, so chunks do not count alike"
+    otherwise = f"the loss is {plain.item():.4f}, and yours is {loss.item():.4f}: {question}"
     diagnose(case, loss, plain, mistakes, otherwise)
     if not loss.requires_grad:
         raise Hint("the loss has no history: is it the result of LossInChunks.apply?")
-    (factor * loss).backward()
+    try:
+        (factor * loss).backward()
+    except RuntimeError as error:
+        hint = "a gradient has another shape: does backward return them in forward's order?"
+        refuse({hint: "invalid gradient at index" in str(error)})
+        raise
     if factor != 1:
         case = f"with {factor:g} times the loss, "
     for name, truth in truths.items():
@@ -157,11 +166,10 @@ def _is_the_plain_loss(answer: Any, num_chunks: int, factor: float) -> None:
         diagnose(what, found, truth, mistakes, otherwise)
 
 
-def _holds_a_chunk(answer: Any) -> None:
+def _holds_a_chunk(answer: Any, num_chunks: int) -> None:
     """No tensor is as large as all logits, and the tensors of one chunk are gone with the next."""
     num_tokens = 1024
     vocabulary = 512
-    num_chunks = 16
     hidden, weight, targets = _inputs(num_tokens, vocabulary, torch.float32)
     largest = _Largest()
 
@@ -171,10 +179,11 @@ def _holds_a_chunk(answer: Any) -> None:
     with largest:
         work()
     of_a_chunk = 4 * num_tokens * vocabulary // num_chunks
+    rows = num_tokens // num_chunks
     shape = ", ".join(map(str, largest.shape))
     mistakes = {
-        f"with {num_chunks} chunks of {num_tokens // num_chunks} rows there was a tensor of the "
-        f"shape [{shape}]": largest.num_bytes > 1.1 * of_a_chunk,
+        f"with {num_chunks} chunks of {rows} rows there was a tensor of the shape [{shape}]; the "
+        f"logits of a chunk are [{rows}, {vocabulary}]": largest.size > 1.1 * rows * vocabulary,
     }
     refuse(mistakes)
     peak = allocated_bytes(work, torch.device("cpu")).peak
@@ -184,22 +193,22 @@ def _holds_a_chunk(answer: Any) -> None:
         f"{at_once:.0f} tensors as large as the logits of a chunk exist at once: what keeps those "
         "of the chunks before?"
     )
-    refuse({kept: at_once > 6})
+    refuse({kept: at_once > 8})
 
 
 class _Largest(TorchDispatchMode):
-    """The largest tensor that an operation has made."""
+    """The tensor with the most numbers that an operation has made."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.num_bytes = 0
+        self.size = 0
         self.shape: tuple[int, ...] = ()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.nbytes > self.num_bytes:
-                self.num_bytes = leaf.nbytes
+            if isinstance(leaf, Tensor) and leaf.numel() > self.size:
+                self.size = leaf.numel()
                 self.shape = tuple(leaf.shape)
         return result
 
@@ -296,6 +305,10 @@ EXPLAINED = {
         "in your `backward`: the backward of the second run went on through the inputs into the "
         "layers before them, which have their own turn. Does every input of the second run begin "
         "without a history?"
+    ),
+    "different than None at position": (
+        "backward returns one gradient for each argument of forward but `ctx`, in their order: the "
+        "block is the first of them, and it has none"
     ),
     "can require gradients": (
         "with an input of whole numbers, such as tokens: it can have no gradient. Each copy is to "
@@ -467,13 +480,22 @@ def _grads_of(model: nn.Module) -> list[Any]:
 
 
 def _moves_one(hooks: Any, folder: Path, model: nn.Module) -> None:
-    """A weight stays, and a part of a tensor goes to a file and comes back."""
+    """A weight stays, and parts of a tensor go to files and come back."""
     weight = next(model.parameters()).detach().t()
     given = due(hooks.pack(weight))
     refuse({"`pack` wrote a weight into a file: does `stays` decide?": any(folder.rglob("*"))})
-    refuse({"`unpack` returned something else for a weight": hooks.unpack(given) is not weight})
+    try:
+        back = hooks.unpack(given)
+    except (AttributeError, TypeError) as error:
+        raise Hint("`unpack` fails for a weight, which `pack` has returned as it is") from error
+    refuse({"`unpack` returned something else for a weight": back is not weight})
     whole = torch.arange(40_000, dtype=torch.float32).view(200, 200)
-    part = whole[:, 3:7]
+    for part in (whole[:, 3:7], whole[3:7]):
+        _moves_a_part(hooks, folder, part)
+
+
+def _moves_a_part(hooks: Any, folder: Path, part: Tensor) -> None:
+    """Columns or rows of a larger tensor, which go to a file alone and come back."""
     kept = due(hooks.pack(part))
     files = list(folder.rglob("*"))
     num_bytes = sum(file.stat().st_size for file in files)

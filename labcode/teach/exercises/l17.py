@@ -264,6 +264,8 @@ def _comes_back(save: Save, folder: Path, case: str) -> None:
         # of the old step it may be what a removal has left, under another name
         is_right = name == _named(8) or (name.startswith(_named(4)) and name != _named(4))
         still = f"{name} is still there. At 840 GB each, such leftovers fill a disk"
+        if name == _named(4):
+            still = f"{name} is still there: the killed attempt could not remove it, so this has to"
         refuse({still: not is_right}, case)
 
 
@@ -283,6 +285,12 @@ def _clears_up_before(save: Save) -> None:
                 "temporary name"
             )
             refuse({left: (folder / _named(8) / "rank7.bin").exists()})
+            (folder / temporary.replace(_named(4), _named(16))).mkdir()
+            save(folder, 10, _files(10), 1)
+            damage = _damage(folder, 10)
+            case = "keep=1, and a killed attempt at step 16 has left its temporary folder: "
+            lost = f"after save(folder, 10, ...) {damage}. Which of the names are checkpoints?"
+            refuse({lost: damage}, case)
         damaged = folder / _named(12)
         damaged.mkdir()
         (damaged / "rank0.bin").write_bytes(b"too short")
@@ -565,6 +573,12 @@ def _goes_on(case: str, returned: Any, began: list[State], truth: Truth, first: 
     for name, found in began[0].items():
         differs[name] = not _are_equal(found, states[first][name])
     is_fresh = _are_equal(began[0][WEIGHTS], states[0][WEIGHTS])
+    for step in range(1, first):
+        older = (
+            f"the second attempt goes on from step {step}, and the newest checkpoint that is whole "
+            f"is of step {first}"
+        )
+        refuse({older: _same_state(began[0], states[step])}, case)
     mistakes = {
         "the second attempt begins again with the weights of step 1: what does it look for, and "
         "where?": first > 0 and is_fresh and differs[POSITION],
@@ -574,9 +588,15 @@ def _goes_on(case: str, returned: Any, began: list[State], truth: Truth, first: 
             f"the next step should be step {first + 1}. When the second attempt begins it, one "
             f"thing is not as it was: {name}. Is it in the checkpoint, and is it put back?"
         )
+        if name == RANDOM:
+            text += " And does nothing draw from it after that?"
         mistakes[text] = sign
     refuse(mistakes, case)
     _returns_losses(case, returned, truth, first)
+
+
+def _same_state(one: State, other: State) -> bool:
+    return all(_are_equal(one[name], other[name]) for name in one)
 
 
 def _returns_losses(case: str, found: Any, truth: Truth, first: int) -> None:
@@ -668,15 +688,20 @@ def plan(make_plan: Callable[..., Any]) -> None:
     _judge(answer, cost, site)
     kind, interval_s, least = _best(site)
     print(f"labcode's plan: {_in_parts(least)}  ({kind}, every {interval_s:.0f} s)")
-    other = l17_plan.OTHER_SITE
+    for other in (l17_plan.OTHER_SITE, l17_plan.THIRD_SITE):
+        _plans_elsewhere(make_plan, other)
+
+
+def _plans_elsewhere(make_plan: Callable[..., Any], other: l17_plan.Site) -> None:
     try:
         answer = _plan_for(other, make_plan)
         _judge(answer, _simulated(other, answer["kind"], answer["interval_s"]), other)
     except Hint as hint:
         raise Hint(
-            f"right here. On another cluster ({other.gpus:,} GPUs, no preemptions, checkpoints of "
-            f"{other.checkpoint_bytes / 1e9:.0f} GB, a quota of {other.quota_bytes / 1e9:,.0f} "
-            f"GB) take every number from `site`: {hint}"
+            f"right here. On another cluster ({other.gpus:,} GPUs, {other.preemptions_per_day:g} "
+            f"preemptions a day with a notice of {other.notice_s:g} s, checkpoints of "
+            f"{other.checkpoint_bytes / 1e9:,.0f} GB, {other.write_bytes_per_s / 1e9:g} GB/s) take "
+            f"every number from `site`: {hint}"
         ) from None
 
 
@@ -726,14 +751,15 @@ def _judge(answer: Plan, cost: l17_plan.Cost, site: l17_plan.Site) -> None:
     }
     refuse(mistakes)
     _knows_its_mtbf(answer["mtbf_s"], site)
-    _, _, least = _best(site)
+    kind, _, least = _best(site)
     largest = "saving" if cost.saving > cost.lost else "work that is done again"
+    question = f"Of yours, {largest} is the larger part: what lowers it?"
+    if answer["kind"] != kind:
+        question = "What would the other kind of save cost here?"
     ratio = answer["overhead"] / cost.total
     mistakes = {
         f"your plan costs {cost.total:.2%}, and there is one for less than "
-        f"{cost.total / WITHIN:.2%}. Of yours, {largest} is the larger part: what lowers it?": (
-            cost.total > WITHIN * least.total
-        ),
+        f"{cost.total / WITHIN:.2%}. {question}": cost.total > WITHIN * least.total,
         f"you expect an overhead of {answer['overhead']:.2%}, and the simulation finds "
         f"{cost.total:.2%}: saving, work that is done again, restarts: which one do you see "
         "differently?": not 1 / CLOSE <= ratio <= CLOSE,

@@ -22,6 +22,7 @@ from numpy.typing import ArrayLike
 from labcode.teach.figures.style import (
     INK,
     MARKERS,
+    MEMORY_COLOURS,
     PALETTE,
     RULE,
     STYLES,
@@ -284,7 +285,8 @@ def bars(
         fmt: How a value is written on its bar; "" for none.
         reference: `{"label": value}`, dashed lines to compare with.
         logy: Logarithmic axis for the values.
-        stacked: The series of a label lie one behind the other, with their sum at the end.
+        stacked: The series of a label lie one behind the other, with their sum at the end. Kinds
+            of memory have the colours that they have everywhere.
     """
     labels = list(map(str, values))
     series = _by_series(values, missing=0.0 if stacked else np.nan)
@@ -305,6 +307,8 @@ def bars(
         at = np.arange(len(labels)) + offset
         thickness = 0.72 / beside
         colour = _cycled(PALETTE, i)
+        if stacked:
+            colour = MEMORY_COLOURS.get(name, colour)
         if horizontal:
             drawn = axes.barh(at, sizes, thickness, left=begins, color=colour, label=name)
         else:

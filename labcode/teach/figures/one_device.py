@@ -217,7 +217,7 @@ def _lanes(axes: Axes, label: str, launch_us: float, kernel_us: float, count: in
         begin_us = max(launched_us, done_us)
         done_us = begin_us + kernel_us
         _span(axes, 0, begin_us, kernel_us, COMPUTE, str(number + 1))
-    axes.set_yticks([1, 0], ["processor", "device"])
+    axes.set_yticks([1, 0], ["CPU", "GPU"])
     axes.set_ylim(-0.55, 1.55)
     axes.grid(False, axis="y")
     axes.set_title(label, loc="left", fontsize=9.5)

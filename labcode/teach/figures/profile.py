@@ -13,6 +13,7 @@ from labcode.perf.memory_timeline import CATEGORIES, MemoryTimeline
 from labcode.perf.summary import SHOWN
 from labcode.teach.figures.style import (
     INK,
+    MEMORY_COLOURS,
     PALETTE,
     RULE,
     Picture,
@@ -24,8 +25,6 @@ from labcode.teach.figures.style import (
 )
 
 COLOURS = dict(zip(REASONS, (PALETTE[0], PALETTE[1], PALETTE[3], "#DDDDDD")))
-LAYER_COLOURS = (PALETTE[0], PALETTE[5], PALETTE[2], PALETTE[1], "#BBBBBB")
-MEMORY_COLOURS: dict[str, str] = dict(zip(CATEGORIES, LAYER_COLOURS))
 NARROW = 0.055  # of the axis: a narrower piece of a bar has no room for its share
 MIB = 2**20
 
@@ -110,7 +109,9 @@ def memory_timeline(
         if any(one.most(name) for one in timelines.values()):
             shown.append(name)
     highest = max(sum(one.peak()[1].values()) for one in timelines.values()) / MIB
+    end_ms = max(_end_ms(one) for one in timelines.values())
     for axes, (label, one) in zip(picture.axes, timelines.items()):
+        axes.set_xlim(0, end_ms)
         _draw_memory(axes, one, shown)
         axes.set_ylim(0, (1.12 if rows == 1 else 1.2) * highest)
         axes.set_ylabel(f"{label}\nMiB" if label else "MiB")
@@ -125,8 +126,7 @@ def memory_timeline(
 
 def _draw_memory(axes: Axes, timeline: MemoryTimeline, shown: list[str]) -> None:
     """The layers of one step, its peak, and the names of its parts."""
-    end_ms = max([timeline.time_ms[-1], *[stop for _, _, stop in timeline.parts]])
-    times = np.append(timeline.time_ms, end_ms)
+    times = np.append(timeline.time_ms, _end_ms(timeline))
     below = np.zeros(len(times))
     peak_ms, at_peak = timeline.peak()
     for name in shown:
@@ -136,7 +136,6 @@ def _draw_memory(axes: Axes, timeline: MemoryTimeline, shown: list[str]) -> None
         axes.fill_between(times, below, above, step="post", color=colour, lw=0)
         below = above
     top = sum(at_peak.values()) / MIB
-    axes.set_xlim(0, end_ms)
     axes.plot([peak_ms], [top], "o", ms=4, color=INK, clip_on=False)
     axes.annotate(
         f"peak {top:.3g} MiB",
@@ -145,7 +144,11 @@ def _draw_memory(axes: Axes, timeline: MemoryTimeline, shown: list[str]) -> None
         textcoords="offset points",
         fontsize=9,
     )
-    _draw_parts(axes, timeline, end_ms)
+    _draw_parts(axes, timeline, axes.get_xlim()[1])
+
+
+def _end_ms(timeline: MemoryTimeline) -> float:
+    return max([timeline.time_ms[-1], *[stop for _, _, stop in timeline.parts]])
 
 
 def _draw_parts(axes: Axes, timeline: MemoryTimeline, end_ms: float) -> None:

@@ -38,6 +38,14 @@ PALETTE = (
     "#F0E442",
     "#999999",
 )
+MEMORY_COLOURS = {  # what memory is for, in every figure the same
+    "parameters": PALETTE[0],
+    "optimizer": PALETTE[5],
+    "gradients": PALETTE[2],
+    "activations": PALETTE[1],
+    "logits": PALETTE[3],
+    "temporary": "#BBBBBB",
+}
 INK = "#222222"  # text and emphasized lines
 PALE = "#F2F2F2"  # backgrounds
 RULE = "#888888"  # thin lines

@@ -7,6 +7,8 @@ import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 
+from matplotlib.ticker import MaxNLocator
+
 from labcode.teach.figures.style import (
     Picture,
     canvas,
@@ -75,6 +77,7 @@ def timeline(
     axes.set_yticks(range(len(lanes)), lanes)
     axes.set_ylim(len(lanes) - 0.45, -0.55)  # the first lane on top
     axes.set_xlabel(xlabel)
+    axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 5, 10]))
     axes.grid(False, axis="y")
     if title:
         axes.set_title(title, loc="left")

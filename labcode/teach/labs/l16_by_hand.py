@@ -1,20 +1,7 @@
 """Solutions that cells of lesson 16 show and use; `make notebooks` writes this."""
 
-import statistics
-import time
 import torch
 import torch.nn.functional as F
-
-
-def median_ms(runs, rounds=3):
-    """{name: median ms}; the runs take turns, so that a busy machine is fair to all."""
-    times = {name: [] for name in runs}
-    for _ in range(rounds):
-        for name, run in runs.items():
-            started = time.perf_counter()
-            run()
-            times[name].append((time.perf_counter() - started) * 1e3)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 class LossInChunks(torch.autograd.Function):

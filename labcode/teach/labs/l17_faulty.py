@@ -12,6 +12,7 @@ Held by: tests/unit/test_l17_labs.py; that ranks are started again, tests/ranks/
 
 import os
 import re
+import shutil
 import signal
 import sys
 import textwrap
@@ -36,18 +37,22 @@ SHORT = (
 )
 
 
-def run(fault: str, *args: object, nproc: int = 2, restarts: int = 0) -> str:
+def run(fault: str, *args: object, nproc: int = 2, restarts: int = 0, goes_on: bool = False) -> str:
     """Train gpt_tiny with a fault under torchrun, and print what the ranks said.
 
     Args:
         fault: KIND:RANK:STEP or none.
-        args: More of the command line of `labcode.train`.
+        args: More of the command line of `labcode.train`, with the folder: `--train.out`, FOLDER.
         nproc: Ranks.
         restarts: How often torchrun starts all ranks again.
+        goes_on: In what an earlier run has left in the folder; otherwise that is removed, so that a
+            cell shows the same when it runs once more.
 
     Returns:
         All that they have printed.
     """
+    if not goes_on:
+        shutil.rmtree(str(args[args.index("--train.out") + 1]), ignore_errors=True)
     done = launch.run(
         "labcode.teach.labs.l17_faulty",
         fault,

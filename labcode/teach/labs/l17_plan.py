@@ -54,6 +54,16 @@ OTHER_SITE = Site(
     write_bytes_per_s=60e9,
     quota_bytes=1.3e12,
 )
+THIRD_SITE = Site(
+    gpus=4096,
+    preemptions_per_day=8,
+    notice_s=600,
+    restart_s=300,
+    checkpoint_bytes=12 * 180e9,
+    write_bytes_per_s=5.4e9,
+    max_writing=0.5,
+    quota_bytes=10e12,
+)
 SEEDS = 8
 WORK_S = 60 * DAY_S
 
