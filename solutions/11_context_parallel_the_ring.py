@@ -351,7 +351,8 @@ show_source(context._Ring.forward)
 # 10¹² operations per second, on a link of 50 · 10⁹ bytes per second, therefore needs parts of 8000 tokens to compute
 # for as long as it sends. If several query heads share a key head (lesson 09, section 3), fewer bytes travel, and fewer
 # tokens are enough. In the layout of section 5 each block is only half of a full one, so the parts must have 16000
-# tokens. (Backward sends K, V and the sums of their gradients, and computes 2.5 times as much as forward.)
+# tokens. (Backward sends K, V and the sums of their gradients, and computes 2.5 times as much as forward: five products
+# for each block where forward has two.)
 #
 # **Takeaway: in the ring a rank holds, besides its own, at most two parts of K and V at a time, sends p - 1 of them,
 # and gets the result of one process. The messages hide behind computing if the parts are long enough.**

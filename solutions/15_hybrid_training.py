@@ -728,7 +728,7 @@ for name, value in hybrid_steps[-1].items():
 # | here | in Megatron-LM's log | read it as |
 # |---|---|---|
 # | `step` | iteration, consumed samples | consumed samples = step · global batch |
-# | `loss` | lm loss | of the whole global batch, with the natural logarithm; starts near ln(vocabulary), here ln 65 = 4.2 |
+# | `loss` | lm loss | of the whole global batch, with the natural logarithm; starts near ln(vocabulary), here ln 83 = 4.42 |
 # | `grad_norm` | grad norm | before clipping; a jump announces trouble |
 # | `lr` | learning rate | still warming up |
 # | `step_s` | elapsed time per iteration | mean since the line before; the first may include the start |

@@ -247,8 +247,8 @@ plot.bars(
 #
 # A wrapper for data parallelism may take more. PyTorch's DDP copies gradients into **buckets** (lesson 05, section 1),
 # which stay there from step to step: one more W at every moment, the peak included.
-# `DistributedDataParallel(model, gradient_as_bucket_view=True)` lets the gradients live in the buckets: one W in place of two, and it stays from step
-# to step.
+# `DistributedDataParallel(model, gradient_as_bucket_view=True)` lets the gradients live in the buckets: one W in place
+# of two, and it stays from step to step.
 #
 # One can also **watch** a step. `recorded_step` runs one with a recording of every allocation, and of what each is for.
 

@@ -1131,5 +1131,7 @@ check("17.5", make_plan)
 # - torchft, recovery in each step: https://github.com/pytorch/torchft.
 # - torchrun, restarts and elastic runs: https://docs.pytorch.org/docs/stable/elastic/run.html.
 # - torch.distributed.checkpoint: https://docs.pytorch.org/docs/stable/distributed.checkpoint.html.
+# - How LayerNorm joins partial variances on a CPU:
+#   https://github.com/pytorch/pytorch/blob/main/aten/src/ATen/native/cpu/moments_utils.h.
 # - What is on the disk after a crash: https://man7.org/linux/man-pages/man2/fsync.2.html,
 #   https://man7.org/linux/man-pages/man2/rename.2.html.

@@ -44,7 +44,7 @@ def compare(
             choose, and is not told yet which is right.
 
     Raises:
-        ValueError: `within` is below 1, or `found` or what was found is no such word.
+        ValueError: `within` is below 1, `found` is no such word, or `measured` is no option.
     """
     if found not in WAYS:
         raise ValueError(f"found={found!r} is not known: choose {', '.join(WAYS)}")
