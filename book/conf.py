@@ -52,6 +52,9 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 
+PLAIN = (Name, Name.Builtin, Name.Builtin.Pseudo, Name.Namespace, Operator, Whitespace)
+
+
 def _inline(translator: HTML5Translator, node: nodes.math) -> None:
     translator.body.append(converter.convert(node.astext()))
     raise nodes.SkipNode
@@ -64,8 +67,22 @@ def _block(translator: HTML5Translator, node: nodes.math_block) -> None:
     raise nodes.SkipNode
 
 
+class ShortTranslator(HTML5Translator):
+    """Writes `code` as it is, where Sphinx would put each of its words into a span."""
+
+    def visit_Text(self, node: nodes.Text) -> None:
+        protected = self.protect_literal_text
+        self.protect_literal_text = 0
+        super().visit_Text(node)
+        self.protect_literal_text = protected
+
+
 class ShortFormatter(HtmlFormatter):
     """Highlighted code without marks on plain names and signs: half the bytes of a lesson."""
+
+    def get_token_style_defs(self, arg: str | None = None) -> list[str]:
+        """The style sheet's lines, without what each of them is for."""
+        return [line.partition(" /*")[0] for line in super().get_token_style_defs(arg)]
 
     def format(self, tokensource: Iterable[tuple[_TokenType, str]], outfile: TextIO) -> None:
         """Write the tokens as HTML."""
@@ -76,8 +93,7 @@ def _without_plain(
     tokens: Iterable[tuple[_TokenType, str]],
 ) -> Iterator[tuple[_TokenType, str]]:
     for kind, text in tokens:
-        is_sign = kind in (Operator, Whitespace) or kind in Punctuation
-        yield (Text if kind is Name or is_sign else kind), text
+        yield (Text if kind in PLAIN or kind in Punctuation else kind), text
 
 
 def _lean(
@@ -94,6 +110,7 @@ def _lean(
 def setup(app: Sphinx) -> dict[str, bool]:
     """Formulas as MathML, which browsers draw without a script, and pages of few bytes."""
     PygmentsBridge.html_formatter = ShortFormatter
+    app.set_translator("html", ShortTranslator)
     app.connect("html-page-context", _lean)
     app.add_html_math_renderer("mathml", (_inline, None), (_block, None))
     return {"parallel_read_safe": True, "parallel_write_safe": True}

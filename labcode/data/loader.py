@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from multiprocessing import forkserver, resource_tracker
+from types import TracebackType
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
@@ -431,6 +432,18 @@ def _begin_worker(rank_pid: int, _number: int) -> None:
     # The server may outlive its rank, as each worker holds the pipe on which it waits for the end
     # of all; workers look for the rank each second, and take the server along.
     processes.end_with_parents(rank_pid, at_once=True)
+    sys.excepthook = _unless_the_rank_is_gone
+
+
+def _unless_the_rank_is_gone(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    """Say nothing about a connection that the rank had open when it was killed.
+
+    The thread of multiprocessing that passes tensors to the rank reports here.
+    """
+    if not isinstance(error, ConnectionError | EOFError):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _why_it_died(worker: Any) -> str:
