@@ -225,9 +225,10 @@ def first_sign(number):
         if value != 0:
             return sign
 
-compare("patient 1", patient_1_shows, first_sign(1))
-compare("patient 2", patient_2_shows, first_sign(2))
-compare("patient 5", patient_5_shows, first_sign(5))
+questions = list(table["healthy"])
+compare("patient 1", patient_1_shows, first_sign(1), options=questions)
+compare("patient 2", patient_2_shows, first_sign(2), options=questions)
+compare("patient 5", patient_5_shows, first_sign(5), options=questions)
 plot.ward_round(
     table,
     title="Where ranks agree and should not, or the other way round",

@@ -800,8 +800,12 @@ def layouts_of_products():
     return layout(xa), layout(xab), summand, total
 
 of_xa, of_xab, summand, total = ranks.run(layouts_of_products)[0]
-compare("layout of X A", spelled(layout_of_xa), of_xa, found="computed")
-compare("layout of X A B", spelled(layout_of_xab), of_xab, found="computed")
+predictions = {"X A": (layout_of_xa, of_xa), "X A B": (layout_of_xab, of_xab)}
+for product, (predicted, found) in predictions.items():
+    compare(
+        f"layout of {product}", spelled(predicted), found, found="computed",
+        options=("Replicate()", "Shard(0)", "Shard(1)", "Partial()"),
+    )
 print(f"the summand of rank 0 is {summand:g}, the sum is {total:g}")
 
 # %% [markdown]

@@ -618,8 +618,11 @@ try:
     check_schedule(wrong, num_stages=2, num_microbatches=2)
 except ValueError as error:
     stands_at = dict(re.findall(r"rank (\d) at (\w+)", str(error)))
-compare("rank 0 stands at", rank_0_stands_at, stands_at["0"], found="simulated")
-compare("rank 1 stands at", rank_1_stands_at, stands_at["1"], found="simulated")
+for rank, predicted in {0: rank_0_stands_at, 1: rank_1_stands_at}.items():
+    compare(
+        f"rank {rank} stands at", predicted, stands_at[str(rank)],
+        found="simulated", options=[str(action) for action in wrong[rank]],
+    )
 
 # %% [markdown]
 # The whole message of the check:

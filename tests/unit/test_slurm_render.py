@@ -167,6 +167,7 @@ def test_shellcheck_passes_for_names_and_paths_that_ask_for_trouble(text, tmp_pa
 @given(ARGUMENT, ON_ONE_LINE)
 @example(".", ".")
 @example("..", "..")
+@example("=", "=")
 def test_shellcheck_passes_for_any_text(tmp_path, text, line):
     check_shell(tmp_path, nasty_script(text, line))
 
