@@ -2,8 +2,9 @@
 
 import re
 
-# needs no quotes, neither in bash nor on an #SBATCH line; in A==x ShellCheck sees a comparison
-PLAIN = re.compile(r"(?!=)[\w@%+=:,./-]+", re.ASCII)
+# Needs no quotes, neither in bash nor on an #SBATCH line. Bash takes a word with =, unless it is an
+# option, for an assignment.
+PLAIN = re.compile(r"(-[\w.-]*=)?[\w@%+:,./-]+", re.ASCII)
 VARIABLE = re.compile(r"(\$[A-Za-z_]\w*|\$\{[A-Za-z_]\w*\})", re.ASCII)
 # control characters, odd spaces and typographic signs: ShellCheck asks whether they are meant
 ODD = re.compile(r"[^\x20-\x7e\u00a1-\u1fff\u2c00-\ud7ff\U0001f300-\U0001faff]")
