@@ -432,15 +432,14 @@ def _begin_worker(rank_pid: int, _number: int) -> None:
     # The server may outlive its rank, as each worker holds the pipe on which it waits for the end
     # of all; workers look for the rank each second, and take the server along.
     processes.end_with_parents(rank_pid, at_once=True)
-    sys.excepthook = _unless_the_rank_is_gone
+    sys.excepthook = _report
 
 
-def _unless_the_rank_is_gone(
-    kind: type[BaseException], error: BaseException, trace: TracebackType | None
-) -> None:
-    """Say nothing about a connection that the rank had open when it was killed.
+def _report(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """Print an error of a worker's thread, unless the rank has broken off the connection.
 
-    The thread of multiprocessing that passes tensors to the rank reports here.
+    The thread of multiprocessing that passes tensors to the rank meets that when the rank is
+    killed. Errors of reading do not come here: they travel to the rank.
     """
     if not isinstance(error, ConnectionError | EOFError):
         sys.__excepthook__(kind, error, trace)

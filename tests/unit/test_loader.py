@@ -19,7 +19,7 @@ from labcode.config import LoaderConfig, TextData, WeatherData
 from labcode.data import copy_ahead, text, weather
 from labcode.data.copy_ahead import CopyAhead
 from labcode.data.errors import DataError
-from labcode.data.loader import Loader, StepReader, _InProcess
+from labcode.data.loader import Loader, StepReader, _InProcess, _report
 from labcode.data.sampler import Batches
 
 
@@ -199,6 +199,18 @@ def test_a_worker_that_is_killed_is_one_line_and_a_bug_is_a_bug():
     ):
         for step in range(6):
             loader.take(step)
+
+
+def reported(error, capsys):
+    _report(type(error), error, None)
+    return capsys.readouterr().err
+
+
+def test_a_worker_says_nothing_of_a_connection_that_its_rank_has_broken_off(capsys):
+    assert reported(ConnectionResetError("by peer"), capsys) == ""
+    assert reported(EOFError(), capsys) == ""
+    assert reported(OSError("no space left"), capsys) == "OSError: no space left\n"
+    assert reported(KeyError(3), capsys) == "KeyError: 3\n"
 
 
 def family(pid):
