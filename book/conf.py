@@ -52,9 +52,6 @@ pygments_style = "friendly"
 pygments_dark_style = "github-dark"
 
 
-PLAIN = (Name, Name.Builtin, Name.Builtin.Pseudo, Name.Namespace, Operator, Whitespace)
-
-
 def _inline(translator: HTML5Translator, node: nodes.math) -> None:
     translator.body.append(converter.convert(node.astext()))
     raise nodes.SkipNode
@@ -75,6 +72,10 @@ class ShortTranslator(HTML5Translator):
         self.protect_literal_text = 0
         super().visit_Text(node)
         self.protect_literal_text = protected
+
+
+# what is read in one colour
+PLAIN = (Name, Name.Builtin, Name.Builtin.Pseudo, Name.Namespace, Operator, Whitespace)
 
 
 class ShortFormatter(HtmlFormatter):

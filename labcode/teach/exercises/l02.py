@@ -125,6 +125,9 @@ TIMED: dict[str, tuple[Callable[[Timer, _Clock], None], dict[str, float]]] = {
     "an error in a part": (_raising, {"data": 2, "unpack": 3, "rest": 4, "forward": 1}),
     "no part at all": (_no_part, {"rest": 3}),
 }
+WHY_MISSING = {
+    "an error in a part": "does what stands after `yield` also happen when the block raises?"
+}
 
 
 def step_timer(timer_class: Callable[..., Any]) -> None:
@@ -204,16 +207,9 @@ def _dots_are_not_done(function: Callable[..., Any]) -> None:
 def _check_shares(case: str, found: dict[str, Any], expected: dict[str, float]) -> None:
     total = sum(expected.values())
     missing = [part for part, seconds in expected.items() if seconds and part not in found]
-    if missing and case == "an error in a part":
-        raise Hint(
-            f"{case}: there is no {missing[0]!r} in {found}: does what stands after `yield` also "
-            "happen when the block raises?"
-        )
     if missing:
-        raise Hint(
-            f'{case}: there is no {missing[0]!r} in {found}: "rest" is the time that no part has, '
-            "and each part has its name"
-        )
+        why = WHY_MISSING.get(case, '"rest" is the time that no part has, and each has its name')
+        raise Hint(f"{case}: there is no {missing[0]!r} in {found}: {why}")
     for part, seconds in expected.items():
         share = found.get(part, 0.0)
         if not isinstance(share, int | float):
