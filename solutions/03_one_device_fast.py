@@ -26,10 +26,9 @@
 # - write AdamW so that its number of calls does not grow with the number of weights;
 # - predict what fusion gains, when compiling pays, and when CUDA graphs do.
 #
-# **Time**: 250 minutes, and 60 more for what is optional. Sections 1 to 3 say what a device can do, sections 4 to 8
-# climb the ladder, and the optional section 9 is about float16, for GPUs without bfloat16. Good places for a break are
-# after sections 1, 3, 4 and 6. **Needs**: lesson 02 (sections 1 and 2). Everything runs on one core of a CPU. Where
-# only a GPU can show something, the lesson shows what an H100 measured with the same code.
+# **Time**: 250 minutes. Sections 1 to 3 say what a device can do, sections 4 to 8 climb the ladder. Good places for a
+# break are after sections 1, 3, 4 and 6. **Needs**: lesson 02 (sections 1 and 2). Everything runs on one core of a CPU.
+# Where only a GPU can show something, the lesson shows what an H100 measured with the same code.
 
 # %%
 import math
@@ -37,7 +36,7 @@ import math
 import torch
 from torch import nn
 
-from labcode.lab import check, compare, plot, show_source
+from labcode.lab import check, compare, plot
 from labcode.models import gpt
 from labcode.teach.labs.l03_step import Batches, median_s, new_model, recorded
 from labcode.train import roofline
@@ -534,7 +533,7 @@ plot.format_ranges(
 # Between 2^e and 2^(e+1) there are 2^m numbers, evenly spaced. So their spacing is 2^(e-m). For
 # example, between 1 and 2 (e = 0) the bfloat16 numbers lie 2^-7 = 0.0078 apart. A result that is not among them is
 # rounded to the nearest one. If it lies in the middle, it goes to the neighbour whose last bit is 0. (You write this
-# rounding yourself in lesson 18, section 2.)
+# rounding yourself in lesson 18, section 4.)
 #
 # tf32 is not a format for storing. **Tensor cores** are units of a GPU that do one thing only, products of small
 # matrices, many times as fast as its other units. In tf32 they read float32 factors, use 10 bits of their fraction, and
@@ -1217,349 +1216,13 @@ print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 # would the winner change on an A100, where a batch of 8 takes as long as one of 64? (Then the larger batch is free.)
 
 # %% [markdown]
-# ## 9. float16 needs a scaled loss (optional, 60 min)
-#
-# Many GPUs before 2020 have no bfloat16, and float16 has 8 times as many numbers between 1 and 2. Its problem is the
-# range. Our small model trains in float16 without trouble, because its gradients are large. Now let the batch be
-# accumulated from m = 1024 micro-batches. Each backward then starts from loss / 1024, and all its gradients are 1024
-# times as small.
-#
-# The picture shows the true gradients, computed in float32, over what float16 can hold: those of the weights in the
-# first step and after 32 steps, and those of the logits in the first step.
-
-# %%
-from labcode.teach.labs.l03_by_hand import trained
-from labcode.teach.labs.l03_step import NUM_STEPS, autocast, narrow_model
-from labcode.teach.progress import status
-
-
-def loss_of(model, step, dtype):
-    """The loss of the batch of a step, computed in this dtype."""
-    tokens, targets = batches(step)
-    with autocast(dtype):
-        return gpt.loss(model(tokens), targets)
-
-def in_one_row(model):
-    """All gradients of a model."""
-    grads = [param.grad for param in model.parameters() if param.grad is not None]
-    return torch.cat([grad.flatten() for grad in grads])
-
-def gradients(model, dtype, factor):
-    """All gradients of `factor * loss`."""
-    model.zero_grad()
-    loss = loss_of(model, 0, dtype)
-    (loss * factor).backward()
-    return in_one_row(model)
-
-# %%
-first = gradients(narrow_model(), torch.float32, 1 / 1024)
-model_after, _ = trained(torch.float32, batches)
-later = gradients(model_after, torch.float32, 1 / 1024)
-
-logits = narrow_model()(tokens).detach().requires_grad_()
-(gpt.loss(logits, targets) / 1024).backward()
-SIZES = {
-    "logits, first step": logits.grad.flatten(),
-    "weights, first step": first,
-    "weights, 32 steps later": later,
-}
-for what, true in SIZES.items():
-    lost = (true.abs() < 2**-25).float().mean().item()
-    coarse = (true.abs() < 2**-14).float().mean().item()
-    print(f"{what}: {lost:.0%} become 0 in float16, {coarse:.0%} are at most subnormal")
-
-# %% tags=["figure"]
-plot.gradient_range(
-    SIZES | {"later, times 2^16": later * 2**16},
-    least=2**-25, most=65504,
-    title="loss / 1024: a scale moves gradients into the range",
-    alt="Of the gradients of the logits most lie below the smallest float16; those of "
-        "the weights lie near its lower end, a part of them below it; times 2^16 "
-        "nearly all lie within its range",
-)
-
-# %% [markdown]
-# The height is how many gradients have this size. What lies on the left becomes 0. The trouble begins at the top of the
-# model, before any weight is reached. The gradient of a logit is (p - 1) / (512 · 1024) for the right character and p /
-# (512 · 1024) for each other one, where p is its probability. At first p is about 1/83 for each, and 1/83 / (512 ·
-# 1024) = 2.3e-8 is less than 2^-25 = 3.0e-8. So most of the wrong characters are not pushed down at all; only the right
-# ones are pushed up. All gradients further down are made of what is left, and those that are not 0 are subnormal: they
-# have lost digits.
-#
-# The remedy: multiply the loss by s before backward. Backward is linear, so all gradients are multiplied by s. Divide
-# them by s again in float32, before the optimizer. If s is a power of two, nothing is rounded on the way.
-#
-# How large may s be? The largest float16 is 65,504. For example, with a largest gradient of 0.5 and s = 2^16 the
-# largest scaled one is 32,768, which fits, and with s = 2^17 it would be 65,536, which does not.
-#
-# Here is the largest gradient of our loss itself, not of loss / 1024.
-
-# %%
-largest = gradients(narrow_model(), torch.float32, 1).abs().max().item()
-print(f"largest gradient: {largest:.4f}")
-
-# %% [markdown]
-# **Predict.** What is the largest power of two that fits? Compute it. (Gradients of activations travel through backward
-# as well, and one of them may be larger than those of all weights. So the comparison allows a factor of 2.)
-
-# %% tags=["predict"]
-largest_scale = 2 ** math.floor(math.log2(65504 / largest))
-
-# %%
-fitting = 1
-while gradients(narrow_model(), torch.float16, 2 * fitting).isfinite().all():
-    fitting *= 2
-compare("largest scale", largest_scale, fitting, within=2)
-
-# %% [markdown]
-# During training the gradients change, and with them the best s. So it is found by trying, **dynamically**:
-#
-# - begin large, with 2^16;
-# - if any gradient is not finite, leave out this update, and halve s;
-# - after 2000 good steps in a row double s.
-#
-# A step that is left out costs little. It happens a few times at the start, and then about once in 2000 steps.
-
-# %% [markdown] tags=["exercise"]
-# ### Exercise 3.4 · A dynamic loss scaler
-#
-# Write the three methods. `params` may be a generator, such as `model.parameters()`: loop over it once. About 15 lines.
-#
-# - `backward` computes the gradients of `scale * loss`. The loss itself stays as it is, because it is logged.
-# - `unscale` divides every `.grad` by the scale, in place, and returns whether **all** of them are finite. (If one is
-#   not, nobody uses the gradients any more.) A parameter that took no part has `.grad` None. `tensor.isfinite()` is
-#   False for inf and NaN.
-# - `update` gets that answer and changes `scale`, by the rules above.
-
-# %% tags=["exercise"]
-class Scaler:
-    """A dynamic loss scale."""
-
-    def __init__(self, scale=2.0**16, growth_interval=2000):
-        self.scale = scale
-        self.growth_interval = growth_interval
-        self.good_steps = 0  # in a row
-
-    def backward(self, loss):
-        """Compute the gradients of `scale * loss`."""
-        ### BEGIN SOLUTION
-        (loss * self.scale).backward()
-        ### END SOLUTION
-
-    def unscale(self, params):
-        """Divide all gradients by the scale; True if all of them are finite."""
-        ### BEGIN SOLUTION
-        finite = True
-        for param in params:
-            if param.grad is None:
-                continue
-            param.grad /= self.scale
-            if not param.grad.isfinite().all():
-                finite = False
-        return finite
-        ### END SOLUTION
-
-    def update(self, finite):
-        """Halve the scale, count a good step, or double it."""
-        ### BEGIN SOLUTION
-        if not finite:
-            self.scale /= 2
-            self.good_steps = 0
-            return
-        self.good_steps += 1
-        if self.good_steps == self.growth_interval:
-            self.scale *= 2
-            self.good_steps = 0
-        ### END SOLUTION
-
-# %% tags=["check"]
-check("3.4", Scaler)
-
-# %% [markdown] tags=["exercise"]
-# ### Exercise 3.5 · A step in float16
-#
-# Now the whole step, with what belongs to it in practice: several micro-batches, and **clipping** (if the norm of all
-# gradients is larger than `max_norm`, they are scaled down together to that norm). It may use your scaler's three
-# methods; the check brings its own scaler.
-#
-# - `micro_batches` is a list of (tokens, targets), which stays as it is. The loss of a step is the mean of theirs. Each
-#   has a backward of its own, so that the activations of one alone lie in memory.
-# - A step begins without the gradients of the step before.
-# - Forward and loss run within `torch.autocast("cpu", dtype=torch.float16)`, backward outside of it.
-# - `nn.utils.clip_grad_norm_(params, max_norm)` clips. Where does it belong?
-# - If a gradient is not finite, the weights and the optimizer's state stay as they are, and the scaler has to know.
-#   What becomes of the gradients of such a step does not matter.
-#
-# About 10 lines.
-
-# %% tags=["exercise"]
-def train_step(model, optimizer, scaler, micro_batches, max_norm):
-    """One update from all micro-batches together."""
-    ### BEGIN SOLUTION
-    optimizer.zero_grad()
-    for tokens, targets in micro_batches:
-        with torch.autocast("cpu", dtype=torch.float16):
-            loss = gpt.loss(model(tokens), targets)
-        scaler.backward(loss / len(micro_batches))
-    finite = scaler.unscale(model.parameters())
-    if finite:
-        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
-        optimizer.step()
-    scaler.update(finite)
-    ### END SOLUTION
-
-# %% tags=["check"]
-check("3.5", train_step)
-
-# %% [markdown]
-# PyTorch has this as `torch.amp.GradScaler`. Let us train with loss / 1024 in float32, in float16 alone, and in float16
-# with PyTorch's scaler. AdamW divides a gradient by its own size, so the factor 1/1024 by itself does not keep a model
-# from learning. (It matters a little: AdamW's eps is no longer small beside such gradients.)
-#
-# **Predict.** What happens in 32 steps with float16 alone, beside float32 with the same loss / 1024? Answer by a word:
-# "it diverges" (NaN, or the loss rises), "it learns less", or "it learns the same".
-
-# %% tags=["predict"]
-float16_alone = "it learns less"
-
-# %%
-def small_step(model, optimizer, scaler, step, dtype):
-    """A step on loss / 1024: the loss, and which part of the gradients is 0."""
-    optimizer.zero_grad()
-    loss = loss_of(model, step, dtype)
-    scaler.scale(loss / 1024).backward()
-    zeros = (in_one_row(model) == 0).float().mean()
-    scaler.unscale_(optimizer)
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    scaler.step(optimizer)  # leaves the update out if a gradient is not finite
-    scaler.update()
-    return loss.item(), zeros.item()
-
-# %%
-def trained_small(dtype, scaled):
-    """Loss and zeros of each step, of a training on loss / 1024."""
-    model = narrow_model()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    scaler = torch.amp.GradScaler("cpu", enabled=scaled)
-    losses = []
-    zeros = []
-    for step in range(NUM_STEPS):
-        loss, share = small_step(model, optimizer, scaler, step, dtype)
-        losses.append(loss)
-        zeros.append(share)
-        status(f"{dtype}: step {step + 1} of {NUM_STEPS}")
-    return losses, zeros
-
-# %%
-small = {}
-zeros = {}
-cases = {
-    "float32": (torch.float32, False),
-    "float16": (torch.float16, False),
-    "float16 with GradScaler": (torch.float16, True),
-}
-for label, (dtype, scaled) in cases.items():
-    small[label], zeros[label] = trained_small(dtype, scaled)
-status()
-
-# %% tags=["figure"]
-plot.lines(
-    small, xlabel="step", ylabel="loss (nats per character)", marks=False,
-    title="loss / 1024: float16 alone learns less", wide="float32",
-    reference={"frequencies of characters alone": batches.frequencies_loss},
-    alt="float32 and float16 with a scaler fall together, below the loss of "
-        "frequencies alone; float16 alone falls more slowly and stays above it",
-)
-
-# %%
-ends = {}
-for label, losses_of_run in small.items():
-    ends[label] = sum(losses_of_run[-5:]) / 5
-    first_share = zeros[label][0]
-    last_share = zeros[label][-1]
-    print(f"{label}: loss {ends[label]:.2f} in the last five steps", end="; ")
-    print(f"zeros in the first {first_share:.0%}, in the last {last_share:.0%}")
-
-# %%
-OUTCOMES = ("it diverges", "it learns less", "it learns the same")
-if not ends["float16"] < small["float16"][0]:
-    verdict = "it diverges"
-elif ends["float16"] > ends["float32"] + 0.1:
-    verdict = "it learns less"
-else:
-    verdict = "it learns the same"
-compare("float16 alone", float16_alone, verdict, options=OUTCOMES)
-
-# %% [markdown]
-# Nothing failed and nothing was printed: no NaN, no error, and the loss falls, with the gradients that are large
-# enough. But of those that reach the weights fewer and fewer are left. After 32 steps the loss has not even come down
-# to that of a model that knows the frequencies of the characters and nothing else. This is what too small a gradient
-# looks like. With a scaler hardly a gradient is lost, and the curve is that of float32.
-#
-# Here is labcode's scaler. It decides by the norm of the whole gradient, for a reason that comes with several ranks:
-# the norm is the same number on each of them, so all leave out the same steps, and nobody has to ask. Two things are
-# the other way round than in yours. `update` is told whether the gradient has overflowed, not whether it is finite. And
-# `unscale` is given the norm and returns the true one; after an overflow it divides nothing.
-
-# %%
-from labcode.train import loss_scale
-
-show_source(loss_scale.LossScaler.unscale)
-show_source(loss_scale.LossScaler.update)
-
-# %% [markdown]
-# **Two mistakes of order.** The first is silent: clipping before unscaling. Take a true norm of 1.5 and max_norm 1,
-# with s = 2^16.
-#
-# **Predict.** What is the norm that reaches the optimizer, if you clip first and unscale then?
-
-# %% tags=["predict"]
-norm_at_the_optimizer = 1 / 2**16
-
-# %% tags=["nbval-check-output"]
-weight = nn.Parameter(torch.zeros(1))
-weight.grad = torch.tensor([1.5 * 2**16])  # as a scaled backward leaves it
-nn.utils.clip_grad_norm_([weight], 1.0)
-weight.grad /= 2**16
-compare("norm", norm_at_the_optimizer, weight.grad.norm().item(), within=1.05)
-
-# %% [markdown]
-# With plain SGD training would stand still. AdamW divides a gradient by its own size, so it goes on, but not as it
-# should: a norm of 1.5e-5 over 1.6 million weights is about 1e-8 for each, and that is AdamW's eps, which it adds to
-# the size. The updates are about half of what they should be, and nothing says so.
-#
-# The second mistake PyTorch catches, and the next cell ends in its error. Somebody unscales in the loop over
-# micro-batches:
-
-# %% tags=["raises-exception"] raises="RuntimeError: unscale_() has already been called"
-optimizer = torch.optim.AdamW(model.parameters())
-scaler = torch.amp.GradScaler("cpu")
-for tokens, targets in (batches(0), batches(1)):
-    with autocast(torch.float16):
-        loss = gpt.loss(model(tokens), targets)
-    scaler.scale(loss / 2).backward()
-    scaler.unscale_(optimizer)  # belongs after the loop
-
-# %% [markdown]
-# The first half would be divided by s twice.
-#
-# **Takeaway: scale, backward, unscale, look whether all is finite, clip, step, update the scale. float16 needs it,
-# bfloat16 does not.**
-
-# %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. What goes wrong: `isinf` alone (inf - inf is NaN), a counter that is not set back,
-# `finite` of the last parameter only, clipping first. Ask: why is the learning-rate schedule often one step ahead in
-# float16 logs? (`scheduler.step()` was called for a step that was left out; PyTorch warns.) Ask also what happens to a
-# model whose loss is NaN at any scale. (GradScaler halves s for ever and leaves out every step: look at s in your log.)
-
-# %% [markdown]
-# ## 10. From here to GPUs and SLURM (core, 5 min)
+# ## 9. From here to GPUs and SLURM (core, 5 min)
 #
 # | rung | in labcode | in plain PyTorch |
 # |---|---|---|
 # | tf32 | `--train.dtype tf32` | `torch.set_float32_matmul_precision("high")` |
 # | bfloat16, the default on a GPU | `--train.dtype bfloat16` | `torch.autocast("cuda", torch.bfloat16)` |
-# | float16 with a loss scaler | `--train.dtype float16` | and `torch.amp.GradScaler("cuda")` |
+# | float16, without bfloat16 (lesson 18, section 2) | `--train.dtype float16` | and `torch.amp.GradScaler("cuda")` |
 # | fused optimizer, the default | `--optim.implementation fused` | `AdamW(..., fused=True)` |
 # | compile each layer, or the whole | `--train.compile block`, `model` | `torch.compile(model)` |
 # | CUDA graphs | `--train.cuda_graphs` | `torch.cuda.graph`, or `torch.compile(model, mode="reduce-overhead")` |
@@ -1581,16 +1244,7 @@ for tokens, targets in (batches(0), batches(1)):
 # stays near 1024. Sums belong in float32.
 # </details>
 #
-# **2.** (Section 9) In a float16 run the scale falls from 65,536 to 1 within twenty steps, and the loss no longer
-# changes. What happened?
-#
-# <details><summary>Answer</summary>
-#
-# Every step was left out: some gradient is not finite at any scale. The fault is in the model or in the data (a
-# division by zero, the logarithm of 0), not in the range of float16.
-# </details>
-#
-# **3.** A step takes 40 ms, of which 30 ms are matrix products. How many times as fast can torch.compile make it at
+# **2.** A step takes 40 ms, of which 30 ms are matrix products. How many times as fast can torch.compile make it at
 # most? And how many times as fast is it, without torch.compile, on a device with products 4 times as fast?
 #
 # <details><summary>Answer</summary>
@@ -1599,7 +1253,7 @@ for tokens, targets in (batches(0), batches(1)):
 # 2.3 times; afterwards the 10 ms are more than half, and compiling is worth more than before.
 # </details>
 #
-# **4.** A colleague finds that a linear layer takes as long for 8 tokens as for 64, and wants to file a bug. What do
+# **3.** A colleague finds that a linear layer takes as long for 8 tokens as for 64, and wants to file a bug. What do
 # you say?
 #
 # <details><summary>Answer</summary>
@@ -1608,7 +1262,7 @@ for tokens, targets in (batches(0), batches(1)):
 # next to nothing. It is a reason to process more of them at once.
 # </details>
 #
-# **5.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank
+# **4.** From lesson 01: gradients of N weights are all-reduced over p ranks in bfloat16. How many bytes does a rank
 # send?
 #
 # <details><summary>Answer</summary>
@@ -1623,7 +1277,6 @@ for tokens, targets in (batches(0), batches(1)):
 # | a larger batch | bytes of the weights | the intensity lies below the ridge | memory |
 # | fused attention | bytes of the table of scores | sequences are long | a dtype and a mask that it knows |
 # | bfloat16 autocast | arithmetic, bytes of factors | the device has a unit for it, layers are large | digits |
-# | float16 with a scaler | the same | the same, without bfloat16 | range: a scaler, steps left out |
 # | foreach optimizer | launches | many small weights, on a GPU | a temporary copy |
 # | fused optimizer | launches and bytes | the optimizer is a visible part of the step | nothing |
 # | torch.compile | bytes, launches | much that is elementwise, one shape | 10 s to minutes |
@@ -1643,7 +1296,7 @@ for tokens, targets in (batches(0), batches(1)):
 # - NERSC, *SC22 tutorial*, "Using CUDA Graphs (optional)": <https://github.com/NERSC/sc22-dl-tutorial>.
 # - Nguyen et al. 2021, *Accelerating PyTorch with CUDA Graphs*, table 1:
 #   <https://pytorch.org/blog/accelerating-pytorch-with-cuda-graphs/>.
-# - Micikevicius et al. 2017, *Mixed Precision Training*, arXiv:1710.03740: master weights, loss scaling.
+# - Micikevicius et al. 2017, *Mixed Precision Training*, arXiv:1710.03740: master weights.
 # - Kalamkar et al. 2019, *A Study of BFLOAT16 for Deep Learning Training*, arXiv:1905.12322.
 # - Loshchilov and Hutter 2017, *Decoupled Weight Decay Regularization*, arXiv:1711.05101, algorithm 2.
 # - Kaplan et al. 2020, arXiv:2001.08361, section 2.1: 6 N FLOPs for a token.

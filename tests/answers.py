@@ -190,7 +190,8 @@ def _is_definition(statement: ast.stmt, known: Mapping[str, Any]) -> bool:
         parts = list(ast.walk(statement.value))
         names = [part.id for part in parts if isinstance(part, ast.Name)]
         calls = [part for part in parts if isinstance(part, RUNS)]
-        return not calls and all(name in known for name in names)
+        changes = [target for target in statement.targets if isinstance(target, ast.Subscript)]
+        return not calls and not changes and all(name in known for name in names)
     return isinstance(statement, (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef))
 
 

@@ -51,7 +51,7 @@ TESTS = [
     "tests/ranks/test_gpt2_files.py",
     "tests/ranks/test_fp8.py",
     "tests/ranks/test_debug.py",
-    "tests/ranks/test_probe.py",
+    "tests/ranks/test_not_finite.py",
     "tests/ranks/test_float16.py",
     "tests/ranks/test_reduce_dtype.py",
     "tests/ranks/test_compile.py",

@@ -38,6 +38,7 @@ from typing import Any
 
 import torch
 
+from labcode.pool.record import ranks_text
 from labcode.precision.record import BEFORE, FOLDER
 
 SAFETY = 3.0
@@ -194,9 +195,9 @@ def report(rows: Sequence[Row], everything: bool = False) -> str:
         )
     else:
         lines.append(
-            f"the first tensor that departs: {departure.kind} of {departure.name}, on ranks "
-            f"{', '.join(map(str, departure.ranks))} of the second run, error "
-            f"{departure.error:.1e}, its bound is {departure.bound:.1e}"
+            f"the first tensor that departs: {departure.kind} of {departure.name}, on "
+            f"{ranks_text(departure.ranks)} of the second run, error {departure.error:.1e}, its "
+            f"bound is {departure.bound:.1e}"
         )
     return "\n".join(lines)
 

@@ -29,7 +29,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import nvdlfw_inspect.api as debug_api
 import torch
@@ -62,6 +62,7 @@ from labcode.precision.fp8_debug import GEMMS, CastErrors, DebuggedFp8Product
 FEATURE_DIR = Path(__file__).parent / "features"
 STATISTICS = "nvdlfw_inspect_statistics_logs"
 LINEAR = (ColumnParallelLinear, RowParallelLinear, ProductLinear, nn.Linear)
+LOGS = ("LogTensorStats", "LogFp8TensorStats")  # which look, and change nothing
 LOGGERS = ("nvdlfw_inspect", "Default Statistics")
 
 
@@ -99,6 +100,22 @@ def chosen_layers(
     chosen = on_every_rank(lambda: choose(blocks, list(known), config))
     on_every_rank(lambda: _check_fp8(model, chosen, config))
     return chosen
+
+
+class _Products(NamedTuple):
+    """The products of a layer that is debugged.
+
+    Args:
+        module: The layer.
+        plain: What it computes with otherwise.
+        watched: What it computes with in a step in which a feature is at work.
+        block: Its features.
+    """
+
+    module: Any
+    plain: MatrixProduct | Fp8Product
+    watched: MatrixProduct | DebuggedFp8Product
+    block: Block
 
 
 class Debugger:
@@ -143,7 +160,7 @@ class Debugger:
         self._sequence = any("tp" in each.partial_over for each in model.shardings.values())
         self._weights_seen: set[str] = set()
         self._hooks: list[Any] = []
-        self._products: list[tuple[Any, MatrixProduct | Fp8Product]] = []
+        self._products: list[_Products] = []
         self._log = StatisticsLog(log_dir, model.grid.rank, appends=first_step > 0)
         _initialize(chosen, log_dir, self._log, feature_dir, first_step)
         if tensorboard is not None:
@@ -152,19 +169,21 @@ class Debugger:
         for name, module in _linear_layers(model).items():
             if name in chosen:
                 self._watch(name, module, chosen[name])
+        self._exchange_products()
 
     def step(self) -> None:
         """End an optimizer step: write its statistics."""
         debug_api.step()
         self._iteration += 1
         self._weights_seen.clear()
+        self._exchange_products()
 
     def close(self) -> None:
         """Let go of the model and of nvdlfw_inspect."""
         for hook in self._hooks:
             hook.remove()
-        for module, product in self._products:
-            module.product = product
+        for each in self._products:
+            each.module.product = each.plain
         debug_api.end_debug()
         _forget_handlers()
         self._log.close()
@@ -181,16 +200,28 @@ class Debugger:
         product = getattr(module, "product", None)
         sees_wgrad = "wgrad" in tensors and module.weight.requires_grad
         if isinstance(product, MatrixProduct) and (sees_wgrad or _modifies(block)):
-            self._products.append((module, product))
             look = partial(self._inspect, name, module, "wgrad") if sees_wgrad else None
-            module.product = self._modified(name, product, look, _modifies(block))
+            watched = self._modified(name, product, look, _modifies(block))
+            self._products.append(_Products(module, product, watched, block))
         elif sees_wgrad:
             # nothing else uses this weight: a tied head is never in FP8 as long as it is skipped
             look = partial(self._inspect, name, module, "wgrad")
             self._hooks.append(module.weight.register_hook(look))
         if isinstance(product, Fp8Product) and any(each in block.features for each in FOR_FP8):
-            self._products.append((module, product))
-            module.product = self._debugged(name, module, product, block)
+            debugged = self._debugged(name, module, product, block)
+            self._products.append(_Products(module, product, debugged, block))
+
+    def _exchange_products(self) -> None:
+        """Give each layer the products of this step: those that are watched cost time and memory.
+
+        Held by: tests/ranks/test_debug.py::test_a_layer_is_watched_in_the_steps_that_are_logged
+        """
+        for each in self._products:
+            is_used = False
+            for name, settings in each.block.features.items():
+                is_logged = name in LOGS and _logs_in(settings, self._iteration)
+                is_used = is_used or is_logged or name not in LOGS
+            each.module.product = each.watched if is_used else each.plain
 
     def _looks_now(self, module: nn.Module, block: Block) -> bool:
         """Whether this is training, and a step in which a feature of the block looks at tensors."""

@@ -172,14 +172,16 @@ class BlockFormat:
         name: As in BLOCK_FORMATS.
         elements: The format of the numbers.
         block: How many neighbours along the last dim share a scale.
-        power_of_two: The scale of a block is a power of two of 8 bits (E8M0); False: a number of
-            e4m3, beside one float32 for the whole tensor.
+        scale: The scale of a block is a power of two of 8 bits (E8M0): "up" is the smallest with
+            which the largest number of the block fits; "down" puts that number between the last two
+            powers of two of the format, where it may saturate. "e4m3" is a number of e4m3, beside
+            one float32 for the whole tensor.
     """
 
     name: str
     elements: Format
     block: int
-    power_of_two: bool
+    scale: Literal["up", "down", "e4m3"]
 
     @property
     def bits_per_number(self) -> float:
@@ -187,10 +189,11 @@ class BlockFormat:
         return self.elements.bits + 8 / self.block
 
 
-MXFP8 = BlockFormat("mxfp8", E4M3, 32, True)
-MXFP4 = BlockFormat("mxfp4", E2M1, 32, True)
-NVFP4 = BlockFormat("nvfp4", E2M1, 16, False)
-BLOCK_FORMATS = {each.name: each for each in (MXFP8, MXFP4, NVFP4)}
+MXFP8 = BlockFormat("mxfp8", E4M3, 32, "up")  # as Transformer Engine has it
+MXFP8_OCP = BlockFormat("mxfp8_ocp", E4M3, 32, "down")  # as the standard suggests
+MXFP4 = BlockFormat("mxfp4", E2M1, 32, "down")
+NVFP4 = BlockFormat("nvfp4", E2M1, 16, "e4m3")
+BLOCK_FORMATS = {each.name: each for each in (MXFP8, MXFP8_OCP, MXFP4, NVFP4)}
 SMALLEST_E8M0 = -127
 
 
@@ -207,8 +210,9 @@ def cast_blocks(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
     Raises:
         ValueError: The last dim is not a multiple of the block.
 
-    Source: OCP Microscaling Formats 1.0, section 6.3 (MXFP8, MXFP4); NVIDIA, "Introducing NVFP4"
-        (a scale in e4m3 for 16 numbers, a scale in float32 for the tensor).
+    Source: OCP Microscaling Formats 1.0, section 6.3 ("down"); Mishra et al. 2025
+        (arXiv:2506.08027), which finds that trainings need "up"; NVIDIA, "Introducing NVFP4" (a
+        scale in e4m3 for 16 numbers, a scale in float32 for the tensor).
     Held by: tests/unit/test_formats.py
     """
     if x.shape[-1] % to.block:
@@ -218,7 +222,7 @@ def cast_blocks(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
         )
     blocks = x.float().unflatten(-1, (-1, to.block))  # [.., n / block, block]
     amax = blocks.abs().amax(-1, keepdim=True)
-    factor = _power_of_two_scale(amax, to) if to.power_of_two else _e4m3_scale(amax, to)
+    factor = _e4m3_scale(amax, to) if to.scale == "e4m3" else _power_of_two_scale(amax, to)
     elements = _cast_elements(blocks / factor, to.elements)
     # a block whose scale is too small for its format becomes zeros
     return torch.where(factor > 0, elements * factor, torch.zeros_like(blocks)).flatten(-2)
@@ -232,11 +236,15 @@ def _cast_elements(x: torch.Tensor, to: Format) -> torch.Tensor:
 
 
 def _power_of_two_scale(amax: torch.Tensor, to: BlockFormat) -> torch.Tensor:
-    """2**(exponent of amax - exponent of the largest number): what a block is divided by."""
-    _, exponent = torch.frexp(amax)
-    largest_exponent = math.frexp(to.elements.largest)[1]
-    power = (exponent - largest_exponent).clamp(min=SMALLEST_E8M0)
-    scale = torch.ldexp(torch.ones_like(amax), power)
+    """The power of two that a block is divided by."""
+    largest = to.elements.largest
+    if to.scale == "up":
+        fraction, power = torch.frexp(amax / largest)  # amax / largest = fraction * 2**power
+        power = power - (fraction == 0.5).int()  # 0.5 * 2**power is a power of two itself
+    else:
+        _, exponent = torch.frexp(amax)
+        power = exponent - math.frexp(largest)[1]
+    scale = torch.ldexp(torch.ones_like(amax), power.clamp(min=SMALLEST_E8M0))
     return torch.where(amax > 0, scale, torch.ones_like(scale))
 
 

@@ -37,7 +37,15 @@ from torch import nn
 
 from labcode.config import Fp8Config
 from labcode.parallel.linear import GradientStore, computed_or_kept, current_store, narrowed
-from labcode.precision.formats import E4M3, E5M2, MXFP8, Format, cast_blocks, scale_for
+from labcode.precision.formats import (
+    E4M3,
+    E5M2,
+    MXFP8,
+    BlockFormat,
+    Format,
+    cast_blocks,
+    scale_for,
+)
 from labcode.suggest import unknown
 
 FP8_CAPABILITY = (8, 9)  # of the first GPUs that multiply in FP8: Ada and Hopper
@@ -79,7 +87,13 @@ class CurrentScaling:
 
 @dataclass(frozen=True)
 class BlockScaling:
-    """A scale for each 32 numbers along the sum of a product, as in MXFP8; gradients in e4m3."""
+    """A scale for each block of numbers along the sum of a product; gradients in e4m3, too.
+
+    Args:
+        to: The format of the blocks.
+    """
+
+    to: BlockFormat = MXFP8
 
 
 Recipe = DelayedScaling | CurrentScaling | BlockScaling
@@ -208,7 +222,7 @@ class Scaling:
             record: This is training, whose amaxes decide later scales; False: a validation.
         """
         if isinstance(self.recipe, BlockScaling):
-            return self._cast_blocks(x)
+            return _cast_both_ways(x.detach().float(), self.recipe.to)
         amax = x.detach().abs().amax().float()
         if isinstance(self.recipe, CurrentScaling):
             # In a validation each rank has a scale of its own: dp may cut the last batch unevenly,
@@ -228,27 +242,27 @@ class Scaling:
         data = quantize(x.detach(), self.to, scale)
         return Fp8Matrix(data, data, scale)
 
-    def _cast_blocks(self, x: torch.Tensor) -> Fp8Matrix:
-        wide = x.detach().float()
-        rows = _cast_padded(wide)
-        columns = _cast_padded(wide.T.contiguous()).T
-        return Fp8Matrix(rows, columns, wide.new_ones(()))
-
     def push(self, amax: torch.Tensor) -> None:
         """End a step: its amax becomes the newest of the history."""
         self.history = torch.cat([amax.reshape(1), self.history[:-1].to(amax.device)])
         self.amax = torch.zeros_like(amax)
 
 
-def _cast_padded(x: torch.Tensor) -> torch.Tensor:
-    """`cast_blocks` to MXFP8 of any number of columns.
+def _cast_both_ways(x: torch.Tensor, to: BlockFormat) -> Fp8Matrix:
+    """A float32 matrix with its blocks along rows, and with its blocks along columns."""
+    columns = _cast_padded(x.T.contiguous(), to).T
+    return Fp8Matrix(_cast_padded(x, to), columns, x.new_ones(()))
+
+
+def _cast_padded(x: torch.Tensor, to: BlockFormat) -> torch.Tensor:
+    """`cast_blocks` of any number of columns.
 
     The last block is filled up with zeros, which change neither its scale nor a sum. The number of
     tokens is rarely chosen: a ViT has 150 of them, and a text is sampled one token after the other.
     """
     length = x.shape[1]
-    padded = F.pad(x, (0, -length % MXFP8.block))
-    return cast_blocks(padded, MXFP8)[:, :length]
+    padded = F.pad(x, (0, -length % to.block))
+    return cast_blocks(padded, to)[:, :length]
 
 
 def reduced_amaxes(

@@ -66,7 +66,9 @@ def compare(
     badge = show.WRONG
     if within == 1 or not (_is_number(predicted) and _is_number(measured)):
         is_right = _same(predicted, measured)
-        verdict = "right" if is_right else f"wrong, it is {_distinct(measured, predicted, unit)}"
+        verdict = "right"
+        if not is_right:
+            verdict = f"wrong, it is {_distinct(measured, predicted, unit)}"
     else:
         is_right = _factor(predicted, measured) <= within or predicted == measured
         verdict = f"within a factor of {within:g}"
@@ -97,14 +99,27 @@ def _say_folded(what: str, state: str, finding: str) -> None:
 
 def _asked_for(predicted: Any, measured: Any, options: Collection[str]) -> str:
     """What kind of value is wanted, if a prediction is of another; it may well be right."""
-    is_text = isinstance(predicted, str)
     if options and not _is_one_of(predicted, options):
         return f"choose one of: {', '.join(options)}"
-    if _is_number(measured) and (is_text or _is_list(predicted)):
-        return f"give a number, not {'text' if is_text else 'a list'}"
-    if _is_list(measured) and isinstance(predicted, (str, int, float)):
-        return f"give a list, not {'text' if is_text else 'one number'}"
+    given, wanted = _kind(predicted), _kind(measured)
+    if wanted == "True or False" and given != wanted:
+        return f"give {wanted}, not {given}"
+    if wanted == "a number" and given in ("True or False", "text", "a list"):
+        return f"give {wanted}, not {given}"
+    if wanted == "a list" and given in ("a number", "text"):
+        return f"give {wanted}, not {given.replace('a ', 'one ')}"
     return ""
+
+
+def _kind(value: Any) -> str:
+    """What it is, in words."""
+    if isinstance(value, bool):
+        return "True or False"
+    if isinstance(value, str):
+        return "text"
+    if _is_number(value):
+        return "a number"
+    return "a list" if _is_list(value) else f"a {type(value).__name__}"
 
 
 def _is_one_of(answer: Any, options: Collection[str]) -> bool:
@@ -173,6 +188,8 @@ def _how_much(predicted: float, measured: float, unit: str) -> str:
 
 def _distinct(measured: Any, predicted: Any, unit: str) -> str:
     """The measurement, with all its digits where it would look like the prediction."""
+    if isinstance(measured, str):
+        return f'"{measured}"'
     text = _text(measured, unit)
     if text != _text(predicted, unit):
         return text

@@ -8,17 +8,17 @@ import torch.distributed as dist
 
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import Batch, ParallelModel
-from labcode.precision.probe import Probe
+from labcode.precision.record import Recorder
 
 
 class SecondLook:
-    """Repeats a step with the same weights, samples and random numbers, under a probe.
+    """Repeats a step with the same weights, samples and random numbers, and looks at each tensor.
 
     Args:
         model: This rank's part.
         device: Where it computes.
 
-    Held by: tests/ranks/test_probe.py::test_a_training_names_the_tensor_and_stops
+    Held by: tests/ranks/test_not_finite.py::test_a_training_names_the_tensor_and_stops
     """
 
     def __init__(self, model: ParallelModel, device: torch.device) -> None:
@@ -45,17 +45,18 @@ class SecondLook:
         return bad.item() > 0
 
     def line(self, batches: Sequence[Batch], loss_scale: float) -> str:
-        """What the probe finds when the step runs again; the gradients are as before it.
+        """What is found when the step runs again; the gradients are as before it.
 
-        Communicates: what the step does, and the probe.
+        Communicates: what the step does, and `Recorder.first_not_finite`.
         """
         before = [param.grad for param in self._model.weights.values()]
         self._forget_gradients()
         later = self._where_random_is()
         self._go_to(self._random)
-        with Probe(self._model) as probe:
+        recorder = Recorder(self._model)
+        with recorder.step(1, batches, loss_scale):
             self._model.forward_backward(batches, loss_scale)
-        finding = probe.first()
+        finding = recorder.first_not_finite()
         self._go_to(later)
         self._forget_gradients()
         for param, grad in zip(self._model.weights.values(), before):

@@ -7,7 +7,9 @@ from functools import partial
 import torch
 import torch.distributed as dist
 from answers import Answers, changed
+from torch import nn
 
+from labcode.models import gpt
 from labcode.precision import formats, fp8
 from labcode.teach.labs import l18_gpt as lab
 
@@ -64,7 +66,341 @@ SPACING = Answers(
     },
 )
 
-# ---- 18.2 the cast
+# ---- 18.2 the loss scaler
+
+
+class Base:
+    def __init__(self, scale=2.0**16, growth_interval=2000):
+        self.scale = scale
+        self.growth_interval = growth_interval
+        self.good_steps = 0
+
+
+class WithForeach(Base):
+    def backward(self, loss):
+        loss.backward(gradient=torch.tensor(self.scale))
+
+    def unscale(self, params):
+        grads = [param.grad for param in params if param.grad is not None]
+        torch._foreach_mul_(grads, 1 / self.scale)
+        return bool(torch.stack([grad.isfinite().all() for grad in grads]).all())
+
+    def update(self, finite):
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.scale *= 0.5
+        elif self.good_steps % self.growth_interval == 0:
+            self.scale = 2 * self.scale
+
+
+class ByTheNorm(Base):
+    """The 2-norm of finite gradients is finite, in float64; counts down."""
+
+    def __init__(self, scale=2.0**16, growth_interval=2000):
+        super().__init__(scale, growth_interval)
+        self.left = growth_interval
+
+    def backward(self, loss):
+        scaled = loss * self.scale
+        scaled.backward()
+
+    def unscale(self, params):
+        total = 0.0
+        for param in params:
+            if param.grad is not None:
+                param.grad = param.grad / self.scale
+                total += param.grad.double().norm().item()
+        return math.isfinite(total)
+
+    def update(self, finite):
+        self.left = self.left - 1 if finite else self.growth_interval
+        if not finite:
+            self.scale = self.scale / 2
+        elif self.left == 0:
+            self.scale = self.scale * 2
+            self.left = self.growth_interval
+
+
+SCALED_LOSS = "(loss * self.scale).backward()"
+DIVIDE = "param.grad /= self.scale"
+LOOK = "if not param.grad.isfinite().all():\n                finite = False"
+HALVE = "self.scale /= 2"
+GROW = "self.scale *= 2\n            self.good_steps = 0"
+
+SCALER = Answers(
+    solves="Scaler",
+    takes_ranks=False,
+    right={"foreach": WithForeach, "by the norm": ByTheNorm},
+    wrong={
+        "does not scale": (
+            changed(f"{SCALED_LOSS} => loss.backward()"),
+            "multiplied by the scale before",
+        ),
+        "changes the loss": (
+            changed(f"{SCALED_LOSS} => loss *= self.scale\n        loss.backward()"),
+            "changed the loss itself",
+        ),
+        "no backward": (
+            changed(f"{SCALED_LOSS} => return loss * self.scale"),
+            "there is no gradient",
+        ),
+        "not written back": (
+            changed(f"{DIVIDE} => grad = param.grad / self.scale"),
+            "is the result written into `.grad`?",
+        ),
+        "multiplies": (changed("grad /= => grad *="), "divide by the scale, do not multiply"),
+        "loops twice": (
+            changed("return finite => return all(p.grad.isfinite().all() for p in params)"),
+            "A generator gives its items once",
+        ),
+        "only inf": (
+            changed("not param.grad.isfinite().all() => param.grad.isinf().any()"),
+            "True with NaN in the first gradient",
+        ),
+        "only NaN": (
+            changed("not param.grad.isfinite().all() => param.grad.isnan().any()"),
+            "True with inf in the first gradient",
+        ),
+        "only the last": (
+            changed(f"{LOOK} => finite = bool(param.grad.isfinite().all())"),
+            "True with inf in the first gradient",
+        ),
+        "any for all": (changed(".all() => .any()"), "True with inf in the first gradient"),
+        "returns early": (
+            changed(f"{LOOK} => return bool(param.grad.isfinite().all())"),
+            "still multiplied by the scale",
+        ),
+        "forgets None": (
+            changed("if param.grad is None:\n                continue => pass"),
+            "NoneType",
+        ),
+        "says nothing": (changed("return finite => pass"), "is there a `return`?"),
+        "grows at once": (
+            changed("self.good_steps == self.growth_interval => finite"),
+            "16 after one good step",
+        ),
+        "grows for ever": (
+            changed("good_steps == => good_steps >=", f"{GROW} => self.scale *= 2"),
+            "it counts from the start again",
+        ),
+        "not in a row": (
+            changed(f"{HALVE}\n            self.good_steps = 0 => {HALVE}"),
+            "had to begin the row anew",
+        ),
+        "never back": (changed(f"            {HALVE}\n => "), "16 after an overflow"),
+        "unscale updates": (
+            changed("return finite => self.update(finite)\n        return finite"),
+            "unscale changed the scale from 2 to 1",
+        ),
+        "unscale starts anew": (
+            changed("finite = True => finite = True\n        self.good_steps = 0"),
+            "Does unscale change what update counts",
+        ),
+        "whole numbers": (changed(f"{HALVE} => self.scale //= 2"), "is a scale below 1 rounded"),
+    },
+)
+
+# ---- 18.3 a step in float16
+
+
+def returns_early(model, optimizer, scaler, micro_batches, max_norm):
+    optimizer.zero_grad()
+    m = len(micro_batches)
+    for tokens, targets in micro_batches:
+        with torch.autocast("cpu", torch.float16):
+            logits = model(tokens)
+            loss = gpt.loss(logits, targets) / m
+        scaler.backward(loss)
+    if not scaler.unscale(model.parameters()):
+        scaler.update(False)
+        return
+    torch.nn.utils.clip_grad_norm_(list(model.parameters()), max_norm)
+    optimizer.step()
+    scaler.update(True)
+
+
+def clips_by_hand(model, optimizer, scaler, micro_batches, max_norm):
+    for param in model.parameters():
+        param.grad = None
+    for tokens, targets in micro_batches:
+        with torch.autocast(device_type="cpu", dtype=torch.float16):
+            loss = gpt.loss(model(tokens), targets)
+        scaler.backward(loss * (1 / len(micro_batches)))
+    is_finite = scaler.unscale(list(model.parameters()))
+    if is_finite:
+        norm = math.sqrt(sum(p.grad.double().square().sum().item() for p in model.parameters()))
+        if norm > max_norm:
+            for param in model.parameters():
+                param.grad *= max_norm / norm
+        optimizer.step()
+    scaler.update(is_finite)
+
+
+def zeroes_at_the_end(model, optimizer, scaler, micro_batches, max_norm):
+    for batch in micro_batches:
+        with torch.autocast("cpu", dtype=torch.float16):
+            logits = model(batch[0])
+            loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch[1].flatten())
+        scaler.backward(loss / len(micro_batches))
+    finite = scaler.unscale(model.parameters())
+    scaler.update(finite)
+    if finite:
+        nn.utils.clip_grad_norm_(model.parameters(), max_norm)
+        optimizer.step()
+    model.zero_grad()
+
+
+ZERO = "optimizer.zero_grad()"
+LOOP = "for tokens, targets in micro_batches:"
+LOSS = "loss = gpt.loss(model(tokens), targets)"
+BACKWARD = "scaler.backward(loss / len(micro_batches))"
+UNSCALE = "finite = scaler.unscale(model.parameters())"
+CLIP = "nn.utils.clip_grad_norm_(model.parameters(), max_norm)"
+EACH = "for param in model.parameters():\n            nn.utils.clip_grad_norm_(param, max_norm)"
+STEP = "optimizer.step()"
+UPDATE = "scaler.update(finite)"
+DECAY = "for param in model.parameters():\n            param.data *= 0.99"
+NO_NAN = "for param in model.parameters():\n        param.grad.nan_to_num_(0, 0, 0)"
+ONE_BY_ONE = """
+
+def train_step(model, optimizer, scaler, micro_batches, max_norm):
+    for batch in micro_batches:
+        one_step(model, optimizer, scaler, [batch], max_norm)"""
+
+TRAIN_STEP = Answers(
+    solves="train_step",
+    takes_ranks=False,
+    right={
+        "returns early": returns_early,
+        "by hand": clips_by_hand,
+        "zeroes at the end": zeroes_at_the_end,
+    },
+    wrong={
+        "clip first": (
+            changed(f"{CLIP} => pass", f"{UNSCALE} => {CLIP}\n    {UNSCALE}"),
+            "clipped before they are unscaled",
+        ),
+        "clip each": (
+            changed(f"{CLIP} => pass", f"{BACKWARD} => {BACKWARD}\n        {CLIP}"),
+            "clipped before they are unscaled",
+        ),
+        "no clip": (changed(f"{CLIP} => pass"), "the gradients are not clipped: their norm is"),
+        "clip last": (
+            changed(f"{CLIP}\n        {STEP} => {STEP}\n        {CLIP}"),
+            "clipped after `optimizer.step()`",
+        ),
+        "another norm": (
+            changed("(), max_norm => (), 1.0"),
+            "0.952 times that of the mean loss, with max_norm=1e+06",
+        ),
+        "norm / m": (
+            changed("(), max_norm => (), max_norm / len(micro_batches)"),
+            "together is 0.167 at the optimizer",
+        ),
+        "each by itself": (changed(f"{CLIP} => {EACH}"), "what is clipped, and to what?"),
+        "value for norm": (
+            changed("clip_grad_norm_ => clip_grad_value_", "(), max_norm => (), max_norm / 10"),
+            "what is clipped, and to what?",
+        ),
+        "sum": (changed(" / len(micro_batches) => "), "expected is their mean"),
+        "windows": (
+            changed("len(micro_batches) => len(tokens)"),
+            "1.5 times that of the mean loss",
+        ),
+        "no zero_grad": (changed(f"{ZERO} => pass"), "where do the gradients of a step go?"),
+        "zero_grad in the loop": (
+            changed(f"{LOOP} => {LOOP}\n        {ZERO}"),
+            "only the last one is in the gradient",
+        ),
+        "zero_grad after the step": (
+            changed(f"{ZERO} => pass", f"{STEP} => {STEP}\n        {ZERO}"),
+            "gradients of a step go that is left out?",
+        ),
+        "tokens and targets": (
+            changed("model(tokens), targets => model(targets), tokens"),
+            "does it get?",
+        ),
+        "empties the list": (
+            changed(
+                "len(micro_batches) => m",
+                f"{LOOP} => m = len(micro_batches)\n"
+                "    while micro_batches:\n"
+                "        tokens, targets = micro_batches.pop()",
+            ),
+            "they are the caller's",
+        ),
+        "backward inside": (
+            changed(f"        {BACKWARD} =>             {BACKWARD}"),
+            "runs inside of the autocast block",
+        ),
+        "loss outside": (
+            changed(
+                f"{LOSS} => logits = model(tokens)",
+                f"{BACKWARD} => loss = gpt.loss(logits, targets)\n        {BACKWARD}",
+            ),
+            "the loss is computed outside of the autocast block",
+        ),
+        "the last loss": (
+            changed(f"        {BACKWARD} =>     scaler.backward(loss)"),
+            "which losses are in it?",
+        ),
+        "one backward": (
+            changed(
+                f"{ZERO} => {ZERO}\n    total = 0",
+                f"{BACKWARD} => total += loss / len(micro_batches)",
+                f"{UNSCALE} => scaler.backward(total)\n    {UNSCALE}",
+            ),
+            "the activations of all 3 lie in memory",
+        ),
+        "no autocast": (changed("float16) => float16, enabled=False)"), "float32, not float16"),
+        "bfloat16": (changed("torch.float16 => torch.bfloat16"), "bfloat16, not float16"),
+        "plain backward": (
+            changed(f"{BACKWARD} => (loss / len(micro_batches)).backward()"),
+            "`loss.backward()` leaves the loss",
+        ),
+        "unscale each": (
+            changed(f"    {UNSCALE} =>         {UNSCALE}"),
+            "gradients are divided twice",
+        ),
+        "never unscale": (changed(f"{UNSCALE} => finite = True"), "never unscaled"),
+        "no update": (changed(f"{UPDATE} => pass"), "`scaler.update` was not called"),
+        "update only if finite": (
+            changed(f"    {UPDATE} =>         {UPDATE}"),
+            "too large for ever",
+        ),
+        "always True": (
+            changed(f"{UPDATE} => scaler.update(True)"),
+            "`scaler.update` got True in step 2",
+        ),
+        "whether it has overflowed": (
+            changed(f"{UPDATE} => scaler.update(not finite)"),
+            "got False in step 1, where all gradients were finite",
+        ),
+        "steps all the same": (changed("if finite: => if True:"), "inf or NaN afterwards"),
+        "steps with zeros": (
+            changed(f"if finite: => {NO_NAN}\n    if True:"),
+            "the optimizer made 3 steps, expected are 2",
+        ),
+        "halves the scale itself": (
+            changed(f"{UPDATE} => if not finite:\n        scaler.scale /= 2\n    {UPDATE}"),
+            "who changes it beside update?",
+        ),
+        "clears the state": (
+            changed(f"{UPDATE} => if not finite:\n        optimizer.state.clear()\n    {UPDATE}"),
+            "the state of the optimizer",
+        ),
+        "decays the weights by hand": (
+            changed(f"{STEP} => {STEP}\n        {DECAY}"),
+            "does something else than the optimizer move them?",
+        ),
+        "a step for each": (
+            changed("def train_step => def one_step", f"{UPDATE} => {UPDATE}\n{ONE_BY_ONE}"),
+            "unscale was called 9 times",
+        ),
+    },
+)
+
+# ---- 18.4 the cast
 
 
 def of_the_fraction(x):
@@ -121,7 +457,7 @@ CAST = Answers(
     },
 )
 
-# ---- 18.3 quantise
+# ---- 18.5 quantise
 
 
 def with_if(x, dtype):
@@ -197,7 +533,7 @@ QUANTIZE = Answers(
     },
 )
 
-# ---- 18.4 delayed scaling
+# ---- 18.6 delayed scaling
 
 
 class WithDeque:
@@ -286,7 +622,7 @@ DELAYED = Answers(
     },
 )
 
-# ---- 18.5 the linear layer
+# ---- 18.7 the linear layer
 
 
 class ScalesAtTheEnd(torch.autograd.Function):
@@ -412,7 +748,7 @@ LINEAR = Answers(
     },
 )
 
-# ---- 18.6 the amaxes of a group
+# ---- 18.8 the amaxes of a group
 
 
 def gathered(amaxes, group):
@@ -470,7 +806,7 @@ REDUCE = Answers(
     },
 )
 
-# ---- 18.7 gather in 8 bits
+# ---- 18.9 gather in 8 bits
 
 
 def shared_scale(shard, group):
@@ -553,7 +889,7 @@ GATHER = Answers(
     },
 )
 
-# ---- 18.8 a format for each tensor
+# ---- 18.10 a format for each tensor
 
 
 def error_of(option, x):
@@ -630,11 +966,13 @@ CHOOSE = Answers(
 
 ANSWERS = {
     "18.1": SPACING,
-    "18.2": CAST,
-    "18.3": QUANTIZE,
-    "18.4": DELAYED,
-    "18.5": LINEAR,
-    "18.6": REDUCE,
-    "18.7": GATHER,
-    "18.8": CHOOSE,
+    "18.2": SCALER,
+    "18.3": TRAIN_STEP,
+    "18.4": CAST,
+    "18.5": QUANTIZE,
+    "18.6": DELAYED,
+    "18.7": LINEAR,
+    "18.8": REDUCE,
+    "18.9": GATHER,
+    "18.10": CHOOSE,
 }

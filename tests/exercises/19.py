@@ -44,6 +44,11 @@ def empty_first(a, b):
 LABCODES_SUM = """both = moments.Moments(*a) + moments.Moments(*b)
     return both.count, both.mean, both.squares"""
 
+M2_OF_BOTH = "m2_a + m2_b + d * d * n_a * n_b / n"
+BY_DIFFERENCE = (
+    "m2_a + n_a * mean_a**2 + m2_b + n_b * mean_b**2 - (n_a * mean_a + n_b * mean_b) ** 2 / n"
+)
+
 COMBINE = Answers(
     solves="combine",
     takes_ranks=False,
@@ -52,6 +57,10 @@ COMBINE = Answers(
         "the mean of the means": (
             changed("mean_a + d * n_b / n => (mean_a + mean_b) / 2"),
             "the middle between the two means",
+        ),
+        "a difference of squares": (
+            changed(f"{M2_OF_BOTH} => {BY_DIFFERENCE}"),
+            "a difference of two large numbers",
         ),
         "M2 is added": (changed(" + d * d * n_a * n_b / n => "), "whose means differ"),
         "not divided by n": (changed("n_a * n_b / n => n_a * n_b"), "compare your last term"),
@@ -103,6 +112,7 @@ MEAN_OF_ALL = f"""{END}
     together = torch.tensor(list(found.values())) / group.size()
     dist.all_reduce(together, group=group)
     return dict(zip(found, together.tolist()))"""
+FIRST_LINE = "mean /= count\n    "
 BY_SQUARES = """mean /= count
     squares = max(squares - count * mean**2, 0.0)
     least = min"""
@@ -154,7 +164,16 @@ STATISTICS = Answers(
                 " + distance**2 * count * n / total => ",
                 f"least = min => {BY_SQUARES}",
             ),
-            "in which precision",
+            "In which precision",
+        ),
+        "squares in float64": (
+            changed(
+                "(wide - wide.mean()).square() => wide.square()",
+                "distance * n / total => (part_mean - mean) * n / total",
+                " + distance**2 * count * n / total => ",
+                f"least = min => {BY_SQUARES.removeprefix(FIRST_LINE)}",
+            ),
+            "a difference of large numbers",
         ),
         "0 for an empty part": (
             changed("math.inf, -math.inf => 0.0, 0.0"),

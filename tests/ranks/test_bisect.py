@@ -113,6 +113,6 @@ def test_bfloat16_departs_from_float32_by_rounding_alone(tmp_path, capsys):
     assert "no tensor departs by more than its bound" in capsys.readouterr().out
     assert bisect.main(runs[::2]) == 1
     told = capsys.readouterr().out.splitlines()[-1]
-    assert re.match("the first tensor that departs: weight of embed.weight, on ranks 0 of", told)
+    assert re.match("the first tensor that departs: weight of embed.weight, on rank 0 of", told)
     assert bisect.main([runs[0], str(tmp_path)]) == 2
     assert "record the same one in both" in capsys.readouterr().err

@@ -256,6 +256,40 @@ def test_fake_quantization_changes_operands_and_is_local(ranks2, tmp_path):
     assert ranks2.run(quantized, str(tmp_path)) == [True, True]
 
 
+def watched_steps(folder, text):
+    """In which of five steps a layer computes with other products than its own."""
+    from pathlib import Path
+
+    from labcode.comm.grid import Grid
+    from labcode.config import ParallelConfig
+    from labcode.models.gpt import GPT
+    from labcode.models.parallelize import parallelize
+    from labcode.precision import debug
+
+    config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"model.vocab_size": 17})
+    grid = Grid.create(ParallelConfig().shape(1))
+    model = parallelize(GPT(config.model), grid, seed=0)
+    path = Path(folder) / "debug.yaml"
+    path.write_text(text)
+    layer = model.module.get_submodule("blocks.1.mlp.up")
+    before = layer.product
+    debugger = debug.Debugger(model, debug.chosen_layers(model, path), Path(folder))
+    steps = []
+    for step in range(5):
+        if layer.product is not before:
+            steps.append(step)
+        debugger.step()
+    debugger.close()
+    assert layer.product is before
+    return steps
+
+
+def test_a_layer_is_watched_in_the_steps_that_are_logged(ranks1, tmp_path):
+    every_second = YAML + "      freq: 2\n"
+    assert ranks1.run(watched_steps, str(tmp_path), every_second) == [[0, 2, 4]]
+    assert ranks1.run(watched_steps, str(tmp_path), FAKE) == [[0, 1, 2, 3, 4]]
+
+
 def test_a_training_writes_what_its_yaml_asks_for(tmp_path):
     (tmp_path / "features").mkdir()
     (tmp_path / "features" / "zeros.py").write_text(FEATURE)

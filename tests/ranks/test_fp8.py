@@ -148,6 +148,38 @@ def test_scales_on_a_grid_are_those_of_who_shares_them(ranks4):
         assert len(set(ranks4.run(lab.scale_on_a_grid, share))) == count
 
 
+def in_ddp_of_pytorch(shared):
+    """(the scale of every operand, the gradients) of a rank, after steps of plain PyTorch."""
+    import torch.distributed as dist
+    from torch import nn
+
+    from labcode.precision.fp8 import DelayedScaling, Fp8
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
+    ddp = nn.parallel.DistributedDataParallel(model)
+    fp8 = Fp8(DelayedScaling(), dist.group.WORLD if shared else None, skip=())
+    generator = torch.Generator().manual_seed(dist.get_rank())
+    for _ in range(2):
+        model.zero_grad()
+        with fp8.autocast(model):
+            loss = ddp(torch.randn(4, 8, generator=generator)).square().mean()
+        loss.backward()
+        fp8.finish_step()
+    scales = {name: scaling.scale.item() for name, scaling in fp8.scalings()}
+    return scales, [param.grad.tolist() for param in model.parameters()]
+
+
+def test_autocast_around_pytorchs_ddp_needs_the_group_for_equal_scales(ranks2):
+    """The data-parallel group must also be passed to the context manager."""
+    (scales, grads), (other_scales, other_grads) = ranks2.run(in_ddp_of_pytorch, True)
+    assert scales == other_scales
+    assert grads == other_grads
+    (scales, _), (other_scales, _) = ranks2.run(in_ddp_of_pytorch, False)
+    differ = {name for name, scale in scales.items() if scale != other_scales[name]}
+    assert differ == {"0.input", "0.gradient", "2.input", "2.gradient"}  # weights are copies
+
+
 def count_calls():
     """The collectives that one step's end makes."""
     import torch.distributed as dist
@@ -273,4 +305,4 @@ def test_after_300_steps_gpt_tiny_in_fp8_is_as_good_as_in_bfloat16(tmp_path):
     assert found["bfloat16"] < 2.1
     assert found["delayed"] == pytest.approx(found["bfloat16"], rel=0.01)
     assert found["current"] == pytest.approx(found["bfloat16"], rel=0.01)
-    assert found["block"] == pytest.approx(found["bfloat16"], rel=0.015)
+    assert found["block"] == pytest.approx(found["bfloat16"], rel=0.01)

@@ -14,6 +14,7 @@ from labcode.precision.formats import (
     E5M2,
     FORMATS,
     MXFP8,
+    MXFP8_OCP,
     NVFP4,
     TF32,
     cast,
@@ -144,7 +145,7 @@ def test_the_scale_of_an_mx_block_is_a_power_of_two_and_blocks_do_not_touch_each
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2))
     x[0, :32] *= 1e4
     x[1, 32:] = 0
-    found = cast_blocks(x, MXFP8)
+    found = cast_blocks(x, MXFP8_OCP)
     for row in range(4):
         for block in (slice(0, 32), slice(32, 64)):
             part = x[row, block]
@@ -175,7 +176,7 @@ def test_a_block_that_is_too_small_for_its_scale_becomes_zeros():
 
 def test_block_formats_count_their_scales():
     bits = {name: each.bits_per_number for name, each in BLOCK_FORMATS.items()}
-    assert bits == {"mxfp8": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
+    assert bits == {"mxfp8": 8.25, "mxfp8_ocp": 8.25, "mxfp4": 4.25, "nvfp4": 4.5}
 
 
 def test_a_dim_that_is_no_multiple_of_the_block_is_refused():
@@ -193,13 +194,23 @@ def block_scaled_numbers():
     return x
 
 
-def test_mxfp8_is_torchaos_in_every_bit():
+@pytest.mark.parametrize(("to", "mode"), [(MXFP8, "RCEIL"), (MXFP8_OCP, "FLOOR")])
+def test_mxfp8_is_torchaos_in_every_bit(to, mode):
     tensor = pytest.importorskip("torchao.prototype.mx_formats.mx_tensor")
+    mode = tensor.ScaleCalculationMode[mode]
     for size in (1.0, 1e-6, 1e6):
         x = block_scaled_numbers() * size
-        scale, data = tensor.to_mx(x, torch.float8_e4m3fn, 32)
+        scale, data = tensor.to_mx(x, torch.float8_e4m3fn, 32, mode)
         expected = tensor.to_dtype(data, scale, torch.float8_e4m3fn, 32, torch.float32)
-        assert torch.equal(cast_blocks(x, MXFP8), expected)
+        assert torch.equal(cast_blocks(x, to), expected)
+
+
+def test_a_scale_that_is_rounded_down_lets_the_largest_number_saturate():
+    """0.988 is 1.976 * 2**-1, and the largest fraction of e4m3 is 1.75."""
+    x = torch.full((1, 32), 0.012)
+    x[0, 0] = -0.988
+    assert cast_blocks(x, MXFP8_OCP)[0, 0] == -0.875
+    assert cast_blocks(x, MXFP8)[0, 0] == pytest.approx(-0.988, rel=1 / 16)
 
 
 def test_nvfp4_is_torchaos_but_for_numbers_between_two_others():

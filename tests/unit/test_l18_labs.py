@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from labcode.precision import formats, fp8
 from labcode.teach.labs import l18_gpt as lab
 
 
@@ -52,3 +53,13 @@ def test_the_cheapest_format_differs_from_tensor_to_tensor():
 
 def test_the_mean_of_the_last_values():
     assert lab.smooth([1.0, 3.0, 5.0], width=2) == pytest.approx([1, 2, 4])
+
+
+def test_a_block_scale_that_is_rounded_down_at_the_head_costs_all_layers():
+    kept = lab.gradient_errors(fp8.CurrentScaling(), steps=2)
+    down = lab.gradient_errors(fp8.BlockScaling(formats.MXFP8_OCP), head_too=True, steps=2)
+    up = lab.gradient_errors(fp8.BlockScaling(), head_too=True, steps=2)
+    assert len(kept) == 8
+    for layer, error in kept.items():
+        assert 0.01 < error < 0.08
+        assert 1.4 * up[layer] < down[layer]

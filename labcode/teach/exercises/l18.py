@@ -14,6 +14,7 @@ from torch.utils._pytree import tree_leaves
 from labcode.pool.ranks import Ranks
 from labcode.precision import formats, fp8
 from labcode.teach.check import Exercise, Hint, due
+from labcode.teach.exercises import l18_float16
 from labcode.teach.exercises.expect import (
     careless,
     confirm_in_group,
@@ -71,7 +72,8 @@ def spacing(answer: Callable[..., Any]) -> None:
     """The learner's `spacing(x, fraction_bits, smallest_exponent)`."""
     for name, (bits, smallest) in FORMATS.items():
         for x in _sizes(smallest):
-            case = f"{name}, x = {x:g}: "
+            shown = f"{x:g}" if float(f"{x:g}") == x else repr(x)
+            case = f"{name}, x = {shown}: "
             loop = f"does the loop also end for x = {x:g}?"
             found = due(bounded(loop, answer, x, bits, smallest))
             if not isinstance(found, int | float):
@@ -104,7 +106,7 @@ def _sizes(smallest: int) -> list[float]:
     return [*ordinary, low, 1.5 * low, 0.75 * low, low / 4, -low / 8, 0.0]
 
 
-# ---- 18.2
+# ---- 18.4
 
 
 def _to_cast() -> dict[str, Tensor]:
@@ -191,7 +193,7 @@ def _is_cast(name: str, x: Tensor, found: Tensor) -> None:
     refuse(mistakes, f"{name}: {given:.9g} became {became:.9g}, expected is {expected:.9g}. ")
 
 
-# ---- 18.3
+# ---- 18.5
 
 
 def _to_quantize() -> dict[str, Tensor]:
@@ -275,7 +277,7 @@ def _is_scaled(case: str, x: Tensor, q: Tensor, scale: float) -> None:
         )
 
 
-# ---- 18.4
+# ---- 18.6
 
 # {name: (length, largest, margin, the amax of each step)}
 HISTORIES: dict[str, tuple[int, float, int, list[float]]] = {
@@ -359,7 +361,7 @@ def _scale_for(history: Sequence[float], largest: float) -> float:
     return largest / max(history) if any(history) else 1.0
 
 
-# ---- 18.5
+# ---- 18.7
 
 SCALES = "it is {times:.3g} times as large as it should be: which scales are left in it?"
 ONCE = 1e-5  # float32, added in another order, and rounded to the result's dtype once
@@ -519,7 +521,7 @@ def _inside_a_network(answer: Any) -> None:
         raise Hint("with x that needs no gradient, the weight got none either")
 
 
-# ---- 18.6
+# ---- 18.8
 
 COUNTS = (5, 1, 3)  # tensors in the list
 ORDER = 1e-6  # float32, added in another order
@@ -594,7 +596,7 @@ def _is_reduced(
         refuse({"no collective was called": not calls, several: len(calls) > 1}, case)
 
 
-# ---- 18.7
+# ---- 18.9
 
 
 class _Weight(NamedTuple):
@@ -749,7 +751,7 @@ def _is_cast_once(case: str, found: _Gathered, shards: Sequence[Tensor]) -> None
     refuse(mistakes, case)
 
 
-# ---- 18.8
+# ---- 18.10
 
 BOUNDS = (0.5, 0.25, 0.05, 0.03, 0.005, 0.0)
 
@@ -823,6 +825,7 @@ def _is_chosen(case: str, found: Any, x: Tensor, most_error: float) -> None:
 
 
 EXERCISES = {
+    **l18_float16.EXERCISES,
     "18.1": Exercise(
         check=spacing,
         praise="right for every size, the subnormal numbers and zero as well",
@@ -833,7 +836,7 @@ EXERCISES = {
             "Python takes the larger of two numbers?",
         ),
     ),
-    "18.2": Exercise(
+    "18.4": Exercise(
         check=cast,
         praise="equal to PyTorch's cast in every bit of 130,000 numbers",
         hints=(
@@ -845,16 +848,16 @@ EXERCISES = {
             "range need?",
         ),
     ),
-    "18.3": Exercise(
+    "18.5": Exercise(
         check=quantize,
         praise="the largest number lands at the end of the range, of either format",
         hints=(
-            "`amax` is the largest absolute value. What is its scale, in words of section 3?",
+            "`amax` is the largest absolute value. What is its scale, in the words of section 5?",
             "torch.where(condition, a, b) chooses between two tensors without an `if`.",
             "Is the scale computed in float32, also for a tensor in bfloat16?",
         ),
     ),
-    "18.4": Exercise(
+    "18.6": Exercise(
         check=delayed,
         praise="the past decides, for as many steps as are remembered, and a bad step leaves none",
         hints=(
@@ -863,28 +866,28 @@ EXERCISES = {
             "math.isfinite(amax) is False for inf and nan.",
         ),
     ),
-    "18.5": Exercise(
+    "18.7": Exercise(
         check=linear,
         praise="three products of 8-bit operands, and 8-bit tensors are all that is kept",
         hints=(
             "Begin with x of two dims: quantise x and weight, dequantise, multiply. Then let "
             "`x.reshape(-1, x.shape[-1])` make two dims of any number.",
-            "The table of section 5 has the three formulas. Which of the three operands does "
+            "The table of section 7 has the three formulas. Which of the three operands does "
             "backward not have yet?",
             "backward returns one gradient for each argument of forward beside ctx, with the shape "
             "and dtype of that argument.",
         ),
     ),
-    "18.6": Exercise(
+    "18.8": Exercise(
         check=reduce_amaxes,
-        praise="the largest of the group for each tensor, in a single all-reduce",
+        praise="the largest of the group for each tensor, in a single collective",
         hints=(
             "An all-reduce takes one tensor. torch.stack makes one of many; what does its result "
             "need afterwards?",
             "dist.all_reduce has an argument `op`. Which operation keeps the larger of two?",
         ),
     ),
-    "18.7": Exercise(
+    "18.9": Exercise(
         check=gather_fp8,
         praise="one byte for each weight, and one scale that all ranks share",
         hints=(
@@ -894,7 +897,7 @@ EXERCISES = {
             "Which list of empty tensors does dist.all_gather fill, and how long is it?",
         ),
     ),
-    "18.8": Exercise(
+    "18.10": Exercise(
         check=choose,
         praise="the cheapest that is good enough, for every kind of tensor",
         hints=(

@@ -49,6 +49,7 @@ def _triple(values: Sequence[float]) -> Triple:
     return (len(values), mean, math.fsum((value - mean) ** 2 for value in values))
 
 
+FAR = "values far from zero"
 PARTS = {
     "two parts of the same size": ([1.0, 2.0, 3.0], [11.0, 12.0, 13.0]),
     "a part of one value and one of four": ([5.0], [1.0, 2.0, 2.5, 9.0]),
@@ -57,7 +58,7 @@ PARTS = {
     "an empty part a": ([], [1.0, 2.0, 6.0]),
     "an empty part b": ([1.0, 2.0, 6.0], []),
     "two empty parts": ([], []),
-    "values far from zero": ([1e6, 1e6 + 1], [1e6 + 2, 1e6 + 3, 1e6 + 5]),
+    FAR: ([1e6, 1e6 + 1], [1e6 + 2, 1e6 + 3, 1e6 + 5]),
 }
 
 
@@ -91,11 +92,13 @@ def combine(answer: Callable[..., Any]) -> None:
             "a sum of squares is never negative": squares < 0,
         }
         otherwise = "compare your last term with the formula"
+        if name == FAR:
+            otherwise = "the text below says why a difference of two large numbers is no good"
         diagnose(told, squares, truth[2], mistakes, otherwise)
 
 
 def _shown(triple: Triple) -> str:
-    return f"({triple[0]:g}, {triple[1]:g}, {triple[2]:g})"
+    return f"({triple[0]:g}, {triple[1]:.9g}, {triple[2]:g})"
 
 
 # ---- 19.2
@@ -110,11 +113,13 @@ CASES = (
     "far from 0",
     "far above 0, one part empty",
     "far below 0, one part empty",
+    "very far from 0, x in float64",
 )
 FEW_BYTES = 1024  # of the numbers of all ranks together; the tensors of the check have more
 ABOUT = {  # what to ask of a statistic that is wrong in no known way
     "amax": "The largest |x| may be a negative number",
-    "std": "What comes of n, mean and M2 of all parts, and in which precision is it computed?",
+    "std": "What comes of n, mean and M2 of all parts? In which precision is it computed, and is "
+    "it a difference of large numbers?",
 }
 
 
@@ -158,6 +163,8 @@ def _parts(num_ranks: int, case: str) -> list[Part]:
             rows = 100 * rank if "empty" in case else 2 + rank
             x = 3000 + 0.01 * torch.randn(rows, 5, generator=generator) + 0.01 * rank
             x = -x if "below" in case else x
+            if "very" in case:
+                x = 1e8 + x.double()
         else:
             x[:, 2] = 0.0  # a zero was no loss
             x[:1, 0] = -60.0 - rank  # the largest by its size
@@ -279,8 +286,8 @@ def _are_groups(case: str, shape: GridShape, over: Sequence[str], found: Any) ->
         "ranks of different stages have different layers, and never write the same": (
             is_other_number and crosses_stages
         ),
-        f"you have {plural(len(groups), 'group')}, expected are {len(expected)}: in which axes do "
-        "the ranks of a group agree?": is_other_number,
+        f"you have {plural(len(groups), 'group')} and not {len(expected)}: in which axes do the "
+        "ranks of a group agree?": is_other_number,
         f"{groups} is the right number of groups, but with other ranks in them: tp varies fastest, "
         "then dp, then pp": groups != expected,
     }
@@ -769,7 +776,7 @@ EXERCISES = {
     ),
     "19.3": Exercise(
         check=same_file,
-        praise="for every grid and every choice: these ranks write the same file",
+        praise="for every grid and every choice: these ranks write the same lines",
         hints=(
             "`rank % tp` is the coordinate along tp. How do you get those along dp and pp from "
             "`rank // tp`?",
@@ -789,7 +796,7 @@ EXERCISES = {
     ),
     "19.5": Exercise(
         check=feature,
-        praise="Transformer Engine would run this file as it is",
+        praise="any run of labcode can look with it now, by one YAML",
         hints=(
             "A unit is one entry of the last dim. `tensor.abs().flatten(0, -2)` has one row for "
             "each token.",

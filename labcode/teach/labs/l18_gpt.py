@@ -9,15 +9,16 @@ from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from labcode.comm.grid import Grid
-from labcode.config import GPTConfig, TextData
+from labcode.config import GPTConfig, ParallelConfig, TextData
 from labcode.data import text
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.precision import formats
-from labcode.precision.fp8 import DelayedScaling, Fp8
+from labcode.precision.fp8 import CurrentScaling, DelayedScaling, Fp8, Recipe
 from labcode.topology import GridShape
 
 CHARACTERS = 83  # of the text that the course ships
@@ -27,6 +28,14 @@ CONFIG = GPTConfig(
 BATCH = 16
 LR = 1e-3
 LAYER = "blocks.1.mlp.up"  # whose tensors are looked at
+# four ranks each
+LAYOUTS = {
+    "DDP": (GridShape(dp=4), ParallelConfig()),
+    "TP": (GridShape(tp=4), ParallelConfig()),
+    "FSDP": (GridShape(dp=4), ParallelConfig(zero_stage=3)),
+    "dp 2 x tp 2": (GridShape(dp=2, tp=2), ParallelConfig()),
+}
+SHARED_OVER = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
 
 
 @cache
@@ -100,6 +109,40 @@ def tensors(steps: int = 40) -> dict[str, Tensor]:
     tokens, targets = batch(steps)
     gpt.loss(model(tokens), targets).backward()
     handle.remove()
+    return found
+
+
+def gradient_errors(recipe: Recipe, *, head_too: bool = False, steps: int = 40) -> dict[str, float]:
+    """{linear layer: |g - g32| / |g32|} of the gradients of the weights, after some training.
+
+    Here g is the gradient with the products in FP8, and g32 that in float32.
+
+    Args:
+        recipe: Of FP8.
+        head_too: The head computes in FP8 as well.
+        steps: Of training, in float32.
+    """
+    model = new_model()
+    train(model, steps)
+    wanted = _gradients(model, steps)
+    in_fp8 = Fp8(recipe, skip=() if head_too else ("head",))
+    found = _gradients(in_fp8.convert(model), steps)
+    errors = {}
+    for name, true in wanted.items():
+        errors[name] = ((found[name] - true).norm() / true.norm()).item()
+    return errors
+
+
+def _gradients(model: torch.nn.Module, step: int) -> dict[str, Tensor]:
+    """The gradient of the weight of each linear layer of the blocks, for the batch of a step."""
+    tokens, targets = batch(step)
+    model.zero_grad()
+    gpt.loss(model(tokens), targets).backward()
+    found = {}
+    for name, param in model.named_parameters():
+        if name.startswith("blocks.") and param.dim() == 2:
+            assert param.grad is not None
+            found[name.removesuffix(".weight")] = param.grad.clone()
     return found
 
 
@@ -214,7 +257,7 @@ def cases() -> dict[str, Tensor]:
 
 
 def cheapest(x: Tensor, most_error: float) -> str | None:
-    """Exercise 18.8, finished: the format with the fewest bits that is good enough.
+    """Exercise 18.10, finished: the format with the fewest bits that is good enough.
 
     Args:
         x: [.., a multiple of 32]
@@ -240,27 +283,50 @@ def scale_on_a_grid(share: str) -> float:
     Args:
         share: Which ranks use the same scales: "all", "tp" or "none".
     """
-    grid = Grid.create(GridShape(dp=2, tp=2))
-    groups = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
-    in_fp8 = Fp8(DelayedScaling(history_length=4), grid.group(*groups[share]))
+    _, in_fp8 = _trained_on("dp 2 x tp 2", share, DelayedScaling(history_length=4), 3)
+    scaling = in_fp8.products["blocks.1.mlp.down"].scalings["input"]
+    return scaling.scale.item()
+
+
+def first_loss(layout: str, share: str) -> float:
+    """The loss of the first step with current scaling, the mean over all samples.
+
+    Args:
+        layout: A key of LAYOUTS.
+        share: Which ranks use the same scales.
+    """
+    losses, _ = _trained_on(layout, share, CurrentScaling(), 1)
+    return losses[0]
+
+
+def _trained_on(layout: str, share: str, recipe: Recipe, steps: int) -> tuple[list[float], Fp8]:
+    """(The loss of each step, the FP8 of the model) after some steps on this rank's part."""
+    shape, parallel = LAYOUTS[layout]
+    grid = Grid.create(shape)
+    in_fp8 = Fp8(recipe, grid.group(*SHARED_OVER[share]))
     with torch.device("meta"):
         whole = gpt.GPT(CONFIG)
-    model = parallelize(whole, grid, seed=0, fp8=in_fp8)
+    model = parallelize(whole, grid, parallel, seed=0, fp8=in_fp8)
     optimizer = torch.optim.AdamW(model.weights.values(), lr=LR)
-    for step in range(3):
-        model.forward_backward([batch(2 * step + grid.coord("dp"), 8)])
+    losses = []
+    for step in range(steps):
+        tokens, targets = batch(step)
+        own = slice(grid.coord("dp"), None, shape.dp)  # of the samples
+        loss = model.forward_backward([(tokens[own], targets[own])])
         optimizer.step()
         optimizer.zero_grad()
         in_fp8.finish_step()
-    scaling = in_fp8.products["blocks.1.mlp.down"].scalings["input"]
-    return scaling.scale.item()
+        mean = torch.tensor(float(loss))
+        dist.all_reduce(mean, group=grid.group("dp"))
+        losses.append(mean.item() / shape.dp)
+    return losses, in_fp8
 
 
 # ---- finished versions
 
 
 def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Exercise 18.3: (x * scale in 8 bits, the scale, a float32 tensor without dims).
+    """Exercise 18.5: (x * scale in 8 bits, the scale, a float32 tensor without dims).
 
     Args:
         x: Of any shape and floating dtype.
@@ -274,7 +340,7 @@ def quantize(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 
 
 class _Fp8Linear(torch.autograd.Function):
-    """Exercise 18.5."""
+    """Exercise 18.7."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
@@ -298,7 +364,7 @@ class _Fp8Linear(torch.autograd.Function):
 
 
 def fp8_linear(x: Tensor, weight: Tensor) -> Tensor:
-    """Exercise 18.5, finished: y = x W^T with all three products of 8-bit operands.
+    """Exercise 18.7, finished: y = x W^T with all three products of 8-bit operands.
 
     Args:
         x: [..., in]

@@ -31,7 +31,7 @@ def found(changes, fault):
 
     from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
-    from labcode.precision.probe import Probe
+    from labcode.precision.record import Recorder
     from labcode.train.loop import Trainer
     from labcode.train.tasks import make_task
 
@@ -63,10 +63,10 @@ def found(changes, fault):
     if rank == where:
         plant(name, which, number)
     batches = trainer.loader.take(0)
-    with Probe(trainer.model, trainer.optimizer) as probe:
+    recorder = Recorder(trainer.model)
+    with recorder.step(1, batches):
         trainer.model.forward_backward(batches)
-        trainer.optimizer.step()
-    finding = probe.first()
+    finding = recorder.first_not_finite()
     trainer.close()
     if finding is None:
         return None
@@ -97,6 +97,13 @@ CASES = {
         (1, DOWN, "forward", 0),
         "own product",
         0,
+    ),
+    # of the calls the first and the second are micro-batch 0, in forward and once more in backward
+    "with activation checkpointing": (
+        {"parallel.dp": 2, "parallel.activation_checkpointing": "full"},
+        (1, DOWN, "forward", 2),
+        "own product",
+        1,
     ),
     "with ZeRO-3": (
         {"parallel.zero_stage": 3, "parallel.data_parallel": "labcode"},
