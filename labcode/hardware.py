@@ -135,6 +135,20 @@ def usable_cores() -> frozenset[int]:
     return frozenset(range(os.cpu_count() or 1))
 
 
+def gpus_of_driver() -> int:
+    """How many GPUs the NVIDIA driver of this machine has; 0 without one."""
+    import pynvml
+
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return 0
+    try:
+        return pynvml.nvmlDeviceGetCount()
+    finally:
+        pynvml.nvmlShutdown()
+
+
 def memory_bytes() -> int:
     """Memory that the processes of this machine may use together: RAM, or less where a cgroup says
     so, and swap.

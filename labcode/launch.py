@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from labcode import processes
+from labcode import hardware, processes
 
 GRACE_S = 5.0  # how long ranks may take to end after an interrupt, before they are killed
 MAX_NPROC = 512
@@ -74,6 +74,9 @@ def run(
 ) -> Completed:
     """Run `python -m module args` on `nproc` ranks of this machine and wait for them.
 
+    Where it has fewer GPUs than that, but some, none of the ranks sees one: NCCL refuses two ranks
+    on one GPU, and so they compute on the CPU, over gloo.
+
     Args:
         module: Dotted name, as after `python -m`.
         args: Command line of the module; each is turned into a string.
@@ -105,7 +108,7 @@ def run(
         command += ["-m", "labcode.launch_rank", str(os.getpid()), folder, "${local_rank}"]
         command += [module, *map(str, args)]
         started = time.monotonic()
-        process = _start(command, Path(folder), env_extra or {})
+        process = _start(command, Path(folder), _on_the_cpu(nproc) | (env_extra or {}))
         output = _Output(process, echo)
         try:
             in_time = output.follow(started + timeout_s)
@@ -155,6 +158,16 @@ def _ending_with_this_process(agent: list[str], folder: str) -> list[str]:
     python, _m, module, *options = agent
     watched = ["-m", "labcode.processes", "--remove", folder, str(os.getpid())]
     return [python, *watched, module, *options]
+
+
+def _on_the_cpu(nproc: int) -> dict[str, str]:
+    """Environment variables that hide the GPUs from more ranks than there are GPUs."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if visible is None:
+        num_gpus = hardware.gpus_of_driver()
+    else:
+        num_gpus = len([word for word in visible.split(",") if word.strip()])
+    return {"CUDA_VISIBLE_DEVICES": ""} if 0 < num_gpus < nproc else {}
 
 
 def _start(command: Sequence[str], folder: Path, env_extra: dict[str, str]) -> subprocess.Popen:

@@ -25,7 +25,7 @@
 # - judge the rules for learning rates by a measurement;
 # - write the outer step of DiLoCo, and say what rare messages cost.
 #
-# **Time**: 160 minutes. Good places for a break are after section 2 and after section 3.
+# **Time**: 170 minutes. Good places for a break are after section 2 and after section 3.
 #
 # **Needs**: lesson 01 (section 6), lesson 04 (section 1), lesson 05 (sections 2 and 6).
 
@@ -111,21 +111,23 @@ plot.lines(
 
 # %% [markdown]
 # So far everything speaks for a large batch. But the curve says nothing about learning. The next table does: a ViT for
-# the weather, like that of lesson 02, has seen the **same 320 samples** with each batch. With batch 1 it made 320 steps with them,
-# with batch 16 only 20. The learning rate is the best of three for each batch. The runs come with the course; on any
-# machine they give the same losses up to rounding.
+# the weather, like that of lesson 02, has seen the **same 320 samples** with each batch. With batch 1 it made 320 steps
+# with them, with batch 16 only 20. Each cell is the mean of three seeds, and the best rate of each batch has a frame.
+# The runs come with the course (`l06_runs.VIT_COMMAND` made them); on any machine they give the same losses up to
+# rounding.
 
 # %% tags=["figure"]
 weather = l06_runs.shipped("vit")
 plot.sweep(
     weather,
     title="ViT: validation loss after 320 samples",
-    alt="The best validation loss is about 0.11 for batches 1 to 4 and 0.12 for 16",
+    alt="The best loss is 0.113 for batch 1, 0.114 for 4, 0.117 for 8, 0.121 for 16",
 )
 
 # %% [markdown]
 # Look at the framed cells. Up to a batch of 4 the loss is nearly the same: the larger batch is as good a use of the
-# samples, and takes less time. Beyond that, each sample teaches less.
+# samples, and takes less time. Beyond that, each sample teaches less, at whatever rate. (The frame is never at the edge
+# of the table. If it were, the best rate might lie outside, and we would compare rates instead of batches.)
 #
 # **Takeaway: time to a loss is steps to that loss times seconds per step. A larger batch improves one and may spoil the
 # other.**
@@ -178,7 +180,7 @@ square_of_16 = 20 + 80 / 16
 gradients = 1 + 2 * torch.randn(5000, 16, 20)
 of_batches = gradients.mean(dim=1)
 mean_square = of_batches.square().sum(dim=1).mean().item()
-compare("|G|^2 with 16 samples", square_of_16, mean_square, within=1.05, found="simulated")
+compare("|G|^2, 16 samples", square_of_16, mean_square, within=1.05, found="simulated")
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.1 · Two equations
@@ -205,13 +207,13 @@ check("6.1", estimate)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.2 · Measure it on the way
 #
-# Backward has run, and each rank holds its own gradients. Average them over the group, as in lesson 04, section 1, and return
-# two numbers: the **mean over the ranks** of the squared norm of their own gradients, and the squared norm of the average.
-# Skip weights without a gradient. Beside the gradients, a single number may travel.
+# Backward has run, and each rank holds its own gradients. Average them over the group, as in lesson 04, section 1, and
+# return two numbers: the **mean over the ranks** of the squared norm of their own gradients, and the squared norm of
+# the average. Skip weights without a gradient. Beside the gradients, a single number may travel.
 
 # %% tags=["exercise"]
 def squares(model, group):
-    """(mean |G_small|^2, |G_big|^2); afterwards each `.grad` is the mean over the group."""
+    """(mean |G_small|^2, |G_big|^2); each `.grad` becomes the mean over the group."""
     ### BEGIN SOLUTION
     p = dist.get_world_size(group)
     params = [param for param in model.parameters() if param.grad is not None]
@@ -340,10 +342,10 @@ plot.lines(
 #
 # S_min is what a batch without end would need. The samples of the whole training are S · B = E_min + S_min · B, and
 # E_min is what the smallest batch would need. The batch **B_crit** where the curve bends is called the critical batch.
-# In this theory it is the noise scale.
+# In this theory it is the noise scale, averaged over the run in some way, as that grows.
 #
-# For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at the
-# critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for hardly
+# For example, S_min = 100 steps and B_crit = 40. A batch of 40 then needs 200 steps and 200 · 40 = 8,000 samples: at
+# the critical batch you pay twice the least steps and twice the least samples. Far below it, you wait longer for hardly
 # fewer samples. Far above it, you pay more samples for hardly fewer steps.
 #
 # To see it, we need a **sweep**: runs with many batches, each at several learning rates, because a rate that is right
@@ -355,10 +357,11 @@ plot.lines(
 # `steps_to_target(batch, lr)` trains and returns the steps to the target, or None if it was never reached. A run that
 # diverges raises `ArithmeticError`. Write the sweep:
 #
-# 1. Do a run only if `table` has no entry `table[batch, lr]`, and make one for **every** run: then a sweep that was
-#    killed goes on with the same table.
+# 1. Do a run only if `table` has no entry `table[batch, lr]`. Every run that **ends** leaves one, also a run that
+#    diverged: then a sweep that was killed goes on with the same table.
 # 2. A run that diverged counts as one that never reached the target.
-# 3. Return `{batch: (best rate, its steps)}`, without the batches that never reached it.
+# 3. Return `{batch: (best rate, its steps)}`, without the batches that never reached it. What an earlier call has put
+#    into the table counts, too.
 
 # %% tags=["exercise"]
 def sweep(batches, rates, steps_to_target, table):
@@ -392,15 +395,16 @@ check("6.4", sweep)
 print(l06_runs.COMMAND)
 
 # %% [markdown]
-# It trains our GPT to a validation loss of 2.3, at a constant rate, with two seeds. It took some ten minutes of two
-# cores, so its table comes with the course. At the best rates it needed 1,259 steps with batch 4, and 125 with batch 256.
+# It trains our GPT to a validation loss of 2.3, at a rate that is constant after 20 steps of warm-up, with two seeds.
+# It took some ten minutes of two cores, so its table comes with the course. At the best rates it needed 1,259 steps
+# with batch 4, and 125 with batch 256.
 #
 # **Predict.** From these two numbers and the formula: how many steps did it need with batch 32?
 
 # %% tags=["predict"]
-samples_at_least = (1259 - 125) / (1 / 4 - 1 / 256)
-steps_at_least = 125 - samples_at_least / 256
-steps_of_32 = steps_at_least + samples_at_least / 32
+E_min = (1259 - 125) / (1 / 4 - 1 / 256)
+S_min = 125 - E_min / 256
+steps_of_32 = S_min + E_min / 32
 
 # %% tags=["figure"]
 from labcode.train import sweep_table
@@ -414,7 +418,7 @@ plot.sweep(
     of="steps",
     target=l06_runs.TARGET,
     title="GPT: steps to a loss of 2.3",
-    alt="Steps fall from about 1260 with batch 4 to 125 with batch 256 at the best rates",
+    alt="At the best rates 1260 steps with batch 4 fall to 125 with batch 256",
 )
 
 # %% [markdown] tags=["exercise"]
@@ -454,13 +458,21 @@ plot.steps_against_batch(
 # at the same order of magnitude as the critical batch, not at the same number: the paper, too, finds them equal only up
 # to a factor of a few (section 3), and ours still grows at the end of its 200 steps.
 #
-# **Takeaway: far below the critical batch, twice the ranks need about half the steps. From half of it to the whole they
-# need two thirds (3 S_min against 2 S_min). Far beyond it they need as many as before.**
+# **Takeaway: far below the critical batch, twice the ranks need about half the steps. Going from half of it to the
+# whole saves a third of the steps (3 S_min against 2 S_min). Far beyond it they need as many as before.**
 
 # %% [markdown]
 # What does it cost? Time to the loss is S · t(B), with t(B) from section 1 for one device. Suppose now that you spread
-# the batch over devices, 16 samples on each. Then the time per step stays that of 16, and the bill grows with the
-# number of devices. Take 2 euros for the hour of a device, or the price on your own invoice.
+# the batch over devices, 16 samples on each. Then the time per step stays that of 16 (and the all-reduce, which is left
+# out here), and the bill grows with the number of devices. Take 2 euros for the hour of a device, or the price on your
+# own invoice.
+#
+# **Predict.** From 1, 2, 4, 8 and 16 devices: with how many is the loss reached soonest, and with how many at the
+# lowest price?
+
+# %% tags=["predict"]
+soonest = 16
+cheapest = 1
 
 # %% tags=["figure"]
 from labcode.config import TextData
@@ -477,6 +489,11 @@ euros = []
 for way, to_loss_s in zip(on_devices, seconds_to_loss):
     devices = way.batch // 16
     euros.append(10_000 * devices * to_loss_s / 3600 * price_per_hour)
+numbers = [way.batch // 16 for way in on_devices]
+fastest = numbers[seconds_to_loss.index(min(seconds_to_loss))]
+compare("soonest", soonest, fastest, within=1, found="computed")
+least = numbers[euros.index(min(euros))]
+compare("cheapest", cheapest, least, within=1, found="computed")
 plot.lines(
     {"a batch of 16, 32, ... 256": (seconds_to_loss, euros)},
     points={
@@ -487,8 +504,13 @@ plot.lines(
     ylabel="euros for 10,000 such runs",
     title="Time costs money: 16 samples on each device",
     from_zero=True,
-    alt="From 1 to 16 devices the time falls to about a third and the cost grows sixfold",
+    alt="From 1 to 16 devices the time falls to a third and the cost grows sixfold",
 )
+
+# %% [markdown]
+# Fastest and cheapest are the two ends. The question is which doubling is worth its price. From 1 to 2 devices a third
+# of the time goes, for a third more money. The last one, from 8 to 16 devices, nearly doubles the price and saves 4 %
+# of the time: this batch of 256 lies far beyond the critical one.
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 15 minutes. In 6.4 the usual mistake is `table.get(...) is None`, which repeats failed runs at
@@ -496,7 +518,7 @@ plot.lines(
 # the answer.
 
 # %% [markdown]
-# ## 4. The rate follows the batch, but how? (core, 20 min)
+# ## 4. The rate follows the batch, but how? (core, 30 min)
 #
 # Two rules are often quoted for a batch k times as large.
 #
@@ -505,8 +527,9 @@ plot.lines(
 # - **Square root**: √k times the rate. Adam divides by the size of the gradient, noise included. Where noise dominates,
 #   that size falls with √k (Malladi et al. 2022, arXiv:2205.10287).
 #
-# The table has batches from 4 to 256, so k = 64. The best rate of batch 4 is 0.003. For batch 256 the linear rule says
-# 64 · 0.003 = 0.19, and the square root says 8 · 0.003 = 0.024.
+# The table has batches from 4 to 256, so k = 64. The best rate of batch 4 is 0.003. (It is decided by one of two seeds:
+# at 0.01 the other one arrives sooner, and this one never.) For batch 256 the linear rule says 64 · 0.003 = 0.19, and
+# the square root says 8 · 0.003 = 0.024.
 #
 # **Predict.** Which of them is nearer to the best rate of the sweep, "linear" or "square root"?
 
@@ -519,7 +542,8 @@ from labcode.train import sweep_table
 ways = sweep_table.to_loss(l06_runs.shipped("gpt"), l06_runs.TARGET)
 best_rates = {way.batch: way.lr for way in ways}
 print("best of the sweep:", best_rates)
-off_by = {"linear": 0.003 * 64 / best_rates[256], "square root": 0.003 * 8 / best_rates[256]}
+found = best_rates[256]
+off_by = {"linear": 0.003 * 64 / found, "square root": 0.003 * 8 / found}
 print("off by a factor of", {rule: round(factor, 1) for rule, factor in off_by.items()})
 compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get), options=off_by)
 
@@ -530,21 +554,101 @@ compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get), options=off
 # sweep, 0.01 and 0.03, which are both nearly as good (and for batch 128 it is 0.03 that wins): a sweep in steps of
 # three cannot say more.
 #
-# So a rule gives a place to begin. `--optim.lr_rule square_root --optim.reference_batch 16` applies one. The sweep
-# decides. For very large batches LAMB and LARS (`--optim.name lamb`) let each matrix move in proportion to its own
-# length.
+# So a rule gives a place to begin, and may be wrong even there: in the table of the ViT (section 1) the best rate falls
+# from batch 4 to batch 16, where 20 steps are all there is. `--optim.lr_rule square_root --optim.reference_batch 16`
+# applies a rule. The sweep decides. For very large batches LAMB and LARS (`--optim.name lamb`) let each matrix move in
+# proportion to its own length.
 #
-# Two guards help at high rates: **warm-up** begins with small steps while Adam's averages are still rough, and
-# **clipping** (lesson 05, section 6) bounds a single step.
+# What if you change only the batch, or only the rate?
+#
+# **Predict**, each time by a word: "sooner", "later" (up to twice the steps), "far later", or "never" (in the steps of
+# the table). The table of section 3 knows it; try without.
+#
+# - Batch 256 keeps the rate of batch 4, 0.003. When does it arrive, beside batch 256 at its best rate?
+# - Batch 4 gets ten times its rate, 0.03. When does it arrive, beside batch 4 at its best rate?
+
+# %% tags=["predict"]
+large_batch_old_rate = "later"
+small_batch_high_rate = "never"
+
+# %% tags=["nbval-check-output"]
+WHEN = ("sooner", "later", "far later", "never")
+
+def arrival(batch, lr):
+    """When the runs of this batch and rate arrive, beside those of the best rate."""
+    rows = sweep_table.grouped(l06_runs.shipped("gpt"))[batch, lr]
+    steps = [sweep_table.steps_to(row, l06_runs.TARGET) for row in rows]
+    if None in steps:
+        lowest = [round(min(loss for _, loss in row.val_losses), 2) for row in rows]
+        print(f"batch {batch} at {lr}: the lowest losses are {lowest}")
+        return "never"
+    (best,) = [way.steps for way in ways if way.batch == batch]
+    times = statistics.mean(steps) / best
+    print(f"batch {batch} at {lr}: {times:.2g} times the steps of the best rate")
+    return "sooner" if times < 1 else "later" if times <= 2 else "far later"
+
+compare("large batch", large_batch_old_rate, arrival(256, 0.003), options=WHEN)
+compare("small batch", small_batch_high_rate, arrival(4, 0.03), options=WHEN)
+
+# %% [markdown]
+# A third of its best rate costs batch 256 some steps. Ten times its best rate keeps batch 4 from arriving at all: its
+# losses come to rest above the target, as each step follows the noise of four samples too far.
+#
+# Two guards are usual at high rates. **Clipping** (lesson 05, section 6) bounds the gradient of a step. It protects
+# SGD; a step of AdamW is about as long as the rate says, however long the gradient is. **Warm-up** begins with small
+# steps, while Adam's averages are still rough. In all runs of the sweep the rate rose over the first 20 steps. How much
+# hangs on that?
+#
+# **Predict.** Batch 256 trains at a rate of 0.1, ten times its best one in the sweep. When it begins at the full rate,
+# it does not come to a loss of 2.3 in 200 steps. Does it come there if the rate rises over the first 100 steps,
+# `True` or `False`?
+
+# %% tags=["predict"]
+warm_up_helps_it = True
+
+# %% tags=["figure"]
+from labcode.teach.progress import status
+
+curves = {}
+for steps in (0, 100):
+    status(f"training with {steps} steps of warm-up")
+    curves[f"{steps} steps of warm-up"] = l06_runs.validated_at_rate(0.1, steps)
+status()
+lowest = {}
+for name, (steps, losses) in curves.items():
+    lowest[name] = min(losses)
+    print(f"{name}: lowest validation loss {lowest[name]:.2f}, {steps[-1]} steps done")
+arrives = lowest["100 steps of warm-up"] <= l06_runs.TARGET
+compare("comes to 2.3", warm_up_helps_it, arrives)
+plot.lines(
+    curves,
+    xlabel="step",
+    ylabel="validation loss",
+    title="GPT, batch 256 at a rate of 0.1, until the target",
+    reference={"target": l06_runs.TARGET},
+    upright={"full rate after 100 steps": 100},
+    alt="Without warm-up the loss stays above 2.4; with 100 steps it falls to 2.3",
+)
+
+# %% [markdown]
+# The first steps decide. Adam's first step moves every weight by the full rate, whether its gradient is large or tiny.
+# At a rate of 0.1 a few such steps carry the model to a place from which it recovers slowly. With warm-up it comes to
+# the target in about as many steps as the best run of the sweep; its last 30 steps were at the full rate. So "the best
+# rate" is one for a given warm-up. Goyal et al. could use their linear rule up to batches of 8192 with a warm-up over
+# five epochs (their section 2.2).
+
+# %%
+print(l06_runs.gpt().optim)
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.6 · Break it
 #
-# Invent two trainings of the small GPT, each as a dict of fields that differ from the recipe, such as
-# `{"optim.lr": 1e-2}`. The fields are those of `python -m labcode.train gpt_tiny --help`. The check trains both.
+# Invent two trainings of the small GPT, each as a dict of fields that differ from its recipe: `{"optim.lr": 1e-2}` is
+# one. The recipe makes 400 steps with a batch of 16; what it says of the optimizer is printed above. All fields are
+# listed by `python -m labcode.train gpt_tiny --help`. The check trains both.
 #
-# - `diverges` changes fields of `optim`, and ends worse than guessing one of the text's 83 characters: a training loss
-#   above ln 83 = 4.42. Rates up to 100.
+# - `diverges` changes fields of `optim` alone, and ends worse than guessing one of the text's 83 characters: a training
+#   loss above ln 83 = 4.42. Rates up to 100.
 # - `overfits` learns its training text by heart: the training loss ends more than 0.3 below the validation loss, which
 #   has risen again from its lowest point. At most 800 steps. A text is learned by heart if it is short:
 #   `data.val_fraction` is the share of it that is kept for validation, and training gets the rest.
@@ -559,7 +663,8 @@ overfits = {"data.val_fraction": 0.9995, "optim.lr": 1e-2, "train.steps": 600}
 check("6.6", diverges, overfits)
 
 # %% [markdown]
-# **Takeaway: over a batch 64 times as large the best rate has grown three to ten times. No rule replaces a sweep.**
+# **Takeaway: over a batch 64 times as large the best rate has grown threefold, and it depends on the warm-up. No rule
+# replaces a sweep.**
 
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* 10 minutes. Some hold "linear scaling" for a law. Show them the map: the framed cells hardly
@@ -586,7 +691,7 @@ part_of_the_bytes = 1 / 10
 
 # %% [markdown]
 # The plain average of the weights is **local SGD** (Stich 2018, arXiv:1805.09767). **DiLoCo** (Douillard et al. 2023,
-# arXiv:2311.08105) takes one step more. Let w be where all copies began. The way back from the average,
+# arXiv:2311.08105) takes one step more. Let w be where all copies began. The difference to their average,
 #
 #     g = w − mean of the copies,
 #
@@ -594,7 +699,7 @@ part_of_the_bytes = 1 / 10
 #
 #     v ← μ v + g            w ← w − η (g + μ v)
 #
-# With η = 1 and μ = 0 this is local SGD again.
+# This kind of momentum, which looks one step ahead, is called Nesterov's. With η = 1 and μ = 0 this is local SGD again.
 
 # %% [markdown] tags=["exercise"]
 # ### Exercise 6.7 · DiLoCo's outer step
@@ -645,7 +750,9 @@ show_source(OuterOptimizer.step)
 
 # %% [markdown]
 # Now four copies train the small GPT for 200 steps with 8 samples each. They meet after every step, after every H, or
-# never. DiLoCo has the paper's rate 0.7 and momentum 0.9; the gentle one has a momentum of 0.3.
+# never. DiLoCo has the paper's rate 0.7 and momentum 0.9; the gentle one has a momentum of 0.3. The inner optimizer is
+# AdamW in all of them, and each copy keeps its own averages. (So "each step" averages weights. It is close to data
+# parallelism, which averages gradients, but not the same.)
 
 # %%
 def train_apart(rank, every, lr, momentum, steps=200):
@@ -700,20 +807,25 @@ plot.bars(
 # With a tenth of the messages, local SGD loses a little, and it still helps to meet every 50 steps. The numbers differ
 # from seed to seed, and so does the order of neighbouring bars.
 #
-# DiLoCo with the paper's values does badly **here**, worse even than copies that never meet. Its momentum of 0.9 adds
-# up the last ten outer gradients or so, and walks far past the average. In 200 steps there are only 20 outer ones, all
-# of them early, where the loss falls fast and the direction changes. The paper makes hundreds of inner steps between
-# two outer ones, and begins with a model that is trained already. Do not take over a setting without a sweep.
+# DiLoCo with the paper's values does badly **here**, worse even than copies that never meet. If the outer gradients
+# point the same way again and again, momentum multiplies their sum by 1 / (1 - μ). So η / (1 - μ) says how far the
+# common weights go, measured by the average of the copies: 0.7 / 0.1 = 7 times as far with the paper's values, and 0.7
+# / 0.7 = 1 with the gentle ones, which is why these do as well as local SGD. In 200 steps there are only 20 outer ones,
+# all of them early, where the loss falls fast and the direction changes. The paper makes hundreds of inner steps
+# between two outer ones, and begins with a model that is trained already. Do not take over a setting without a sweep.
 #
-# What is it worth in time? On a fast network, nothing. So we emulate a slow one, as in lesson 05, section 4: a link between two
-# cities, with α = 5 ms and 5 MB/s. A ring on four ranks needs 6 α + 1.5 n/β for an all-reduce of n bytes
-# (lesson 01, section 6). The model of
-# the next cells has `slow_link.weight_bytes()` bytes of weights, and as many of gradients. So this is how long a step of
-# data parallelism uses the link:
+# What is it worth in time? On a fast network, nothing. So we emulate a slow one, as in lesson 05, section 4: a link
+# between two cities, with α = 5 ms and 5 MB/s. A ring on four ranks needs 6 α + 1.5 n/β for an all-reduce of n bytes
+# (lesson 01, section 6). The model of the next cells has `slow_link.weight_bytes()` bytes of weights, and as many of
+# gradients. So this is how long a step of data parallelism uses the link:
 
 # %%
 link_s = 6 * 5e-3 + 1.5 * slow_link.weight_bytes() / 5e6
 print(f"{1e3 * link_s:.0f} ms")
+
+# %% [markdown]
+# The race has three runners: data parallelism, and DiLoCo with H = 5 and H = 20, both with an outer rate of 0.7 and a
+# momentum of 0.5. Each rank takes 4 samples a step. They make 40, 120 and 180 steps.
 
 # %% tags=["figure"]
 status("training over a slow link")
@@ -722,13 +834,13 @@ status()
 plot.loss_against_cost(
     curves,
     title="Four ranks over a link between two cities",
-    alt="In the same time and with fewer bytes DiLoCo reaches a lower loss than gradients",
+    alt="In the same time and with fewer bytes DiLoCo reaches a lower loss",
 )
 
 # %% [markdown]
-# Here DiLoCo has a momentum of 0.5, and learns more in the same seconds, because it computes while data parallelism
-# waits. On the right it needs a fraction of the bytes for the same loss. Beware of one thing: in the bars above all
-# ways made the same number of **steps**, and there meeting at each step was the best.
+# DiLoCo learns more in the same seconds, because it computes while data parallelism waits. On the right it needs a
+# fraction of the bytes for the same loss. Beware of one thing: in the bars above all ways made the same number of
+# **steps**, and there meeting at each step was the best.
 #
 # **Takeaway: copies that meet every H steps send 1/H of the bytes. Step for step they lose something by it; on a slow
 # link they make so many more steps that they win.**
@@ -775,11 +887,11 @@ ranks.close()
 # Clipping changes the length of the big gradient and not that of the small ones, and lengths are what is compared.
 # </details>
 #
-# **4.** From lesson 05: what does the average of weights cost in time that overlap would have hidden?
+# **4.** From lesson 05: gradients can travel while backward goes on. Can the average of the weights, too?
 #
 # <details><summary>Answer</summary>
 #
-# All of it. There is no backward beside it; the copies wait. But it comes only every H steps.
+# No. There is no backward beside it; the copies wait for all of it. But it comes only every H steps.
 # </details>
 #
 # ## Recap

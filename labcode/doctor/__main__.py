@@ -77,6 +77,7 @@ def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Che
 
 
 def _software(with_ranks: bool) -> Iterator[Checked]:
+    from labcode import hardware
     from labcode.doctor import software
 
     wanted = software.wanted()
@@ -90,7 +91,7 @@ def _software(with_ranks: bool) -> Iterator[Checked]:
     import torch
 
     yield software.check_devices(
-        software.gpus_of_driver(), torch.cuda.device_count(), torch.version.cuda is not None
+        hardware.gpus_of_driver(), torch.cuda.device_count(), torch.version.cuda is not None
     )
     if with_ranks:
         yield software.check_two_ranks()

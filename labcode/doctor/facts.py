@@ -3,6 +3,8 @@
 import dataclasses
 from dataclasses import dataclass, field
 
+from labcode.pool.record import ranks_text
+
 
 @dataclass(frozen=True)
 class Finding:
@@ -25,10 +27,9 @@ class Finding:
     cure: str
 
     def __str__(self) -> str:
-        who = ", ".join(str(rank) for rank in self.ranks)
+        who = ranks_text(self.ranks)
         return (
-            f"{self.name}: {self.what} [rank {who}; {self.evidence:.4g} {self.unit}]; "
-            f"cure: {self.cure}"
+            f"{self.name}: {self.what} [{who}; {self.evidence:.4g} {self.unit}]; cure: {self.cure}"
         )
 
 

@@ -210,7 +210,8 @@ def saved_by_all(facts: list[Facts]) -> Iterator[Finding]:
     if crowded:
         what = "these ranks write the same checkpoint at the same time"
         cure = "save on rank 0 only"
-        yield Finding("saved by all", what, tuple(crowded[0]), len(crowded), "files", cure)
+        unit = "file" if len(crowded) == 1 else "files"
+        yield Finding("saved by all", what, tuple(crowded[0]), len(crowded), unit, cure)
 
 
 def same_draws(facts: list[Facts]) -> Iterator[Finding]:

@@ -191,20 +191,6 @@ def _nccl(torch: object) -> str:
     return f", NCCL {'.'.join(map(str, numbers))}"
 
 
-def gpus_of_driver() -> int:
-    """How many GPUs the NVIDIA driver of this machine has; 0 without one."""
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return 0
-    try:
-        return pynvml.nvmlDeviceGetCount()
-    finally:
-        pynvml.nvmlShutdown()
-
-
 def check_devices(driver_gpus: int, torch_gpus: int, built_for_cuda: bool) -> Checked:
     """What ranks compute on here; GPUs that torch does not see are a waste.
 

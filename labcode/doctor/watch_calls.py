@@ -13,7 +13,8 @@ import torch.distributed as dist
 from labcode.doctor.facts import Facts, FindingError
 
 WATCHED = ("all_reduce", "broadcast", "reduce", "barrier", "all_gather", "all_gather_into_tensor")
-WATCHED += ("reduce_scatter_tensor", "all_to_all_single")
+WATCHED += ("reduce_scatter_tensor", "all_to_all_single", "gather", "scatter")
+WATCHED += ("all_gather_object", "broadcast_object_list", "gather_object")
 FORWARD = "the forward pass of a step"
 LEFT = "nothing more"  # the note of a rank that has left the block
 KEPT = 2  # calls whose notes stay in the store: a slow rank still reads those of the last

@@ -28,10 +28,12 @@ class Processes:
     Args:
         n: Number of engines.
         start_timeout_s: How long they may take to start.
+        sees_gpus: The engines may use GPUs.
     """
 
-    def __init__(self, n: int, start_timeout_s: int = 120) -> None:
+    def __init__(self, n: int, start_timeout_s: int = 120, sees_gpus: bool = False) -> None:
         self.n = n
+        self.sees_gpus = sees_gpus
         self.start_timeout_s = start_timeout_s
         self.owner = os.getpid()
         self.folder = Path(tempfile.mkdtemp(prefix="labcode-ranks-"))
@@ -55,10 +57,13 @@ class Processes:
         # This process's number: it may have ended before the engine can ask who its parent is.
         arguments = [role, str(self.folder), str(os.getpid()), *rank]
         command = [sys.executable, "-m", "labcode.pool.engine", *arguments]
+        variables = []
         if self.n > 1:
-            # Several ranks share the cores. `env` is replaced by the engine, so that no process
-            # comes between.
-            command = ["env", "OMP_NUM_THREADS=1", *command]
+            variables.append("OMP_NUM_THREADS=1")  # several ranks share the cores
+        if not self.sees_gpus:
+            variables.append("CUDA_VISIBLE_DEVICES=")
+        # `env` is replaced by the engine, so that no process comes between.
+        command = ["env", *variables, *command]
         with open(self._log(len(self.processes)), "wb") as log:
             # A session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the
             # parent only.

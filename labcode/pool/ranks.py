@@ -16,7 +16,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from IPython.core.getipython import get_ipython
 
@@ -54,8 +54,8 @@ def _warn(text: str) -> None:
 class Ranks:
     """`n` ranks on this machine; in a notebook a new pool closes the one before it.
 
-    Each has a GPU and NCCL where there are enough; else they share GPUs, or the CPU with one thread
-    each, and use gloo.
+    They compute on the CPU and use gloo, on every machine: the labs put their tensors there. With
+    `device="cuda"` each has a GPU and NCCL where there are enough; else they share GPUs, over gloo.
     After a failure all ranks enter a new process group: a group that a `%%px` cell made before is
         of no use any more.
 
@@ -63,6 +63,7 @@ class Ranks:
         n: Number of ranks.
         timeout_s: How long a collective waits for a rank that does not come.
         beside: In a notebook, a second pool beside the one that `%%px` uses, which it leaves open.
+        device: "cpu", or "cuda" for functions that put their tensors on the GPU themselves.
 
     Raises:
         ValueError: `n` is no whole number above 0, or more than this machine has memory or files
@@ -78,12 +79,20 @@ class Ranks:
     # The pool that `%%px` uses; weak, so that it ends with its last user.
     _in_notebook: ClassVar["weakref.ref[Ranks] | None"] = None
 
-    def __init__(self, n: int, *, timeout_s: float = 30.0, beside: bool = False) -> None:
+    def __init__(
+        self,
+        n: int,
+        *,
+        timeout_s: float = 30.0,
+        beside: bool = False,
+        device: Literal["cpu", "cuda"] = "cpu",
+    ) -> None:
         check_arguments(n, timeout_s)
         make_room(n)
         self.n = n
         self.timeout_s = timeout_s
         self._beside = beside
+        self._device = device
         self._turn = Turn()  # one call at a time, whichever thread asks for it
         self._stopped: tuple[type[RankError], str, int] | None = None  # why, and a rank it is about
         self._processes: Processes | None = None
@@ -133,7 +142,7 @@ class Ranks:
 
     def _connect(self, attempts: int = 2) -> None:
         """Start processes and reach them; try again, as a port may be taken before they bind it."""
-        processes = Processes(self.n)
+        processes = Processes(self.n, sees_gpus=self._device == "cuda")
         self._processes = processes
         self._end = weakref.finalize(self, processes.kill)
         try:

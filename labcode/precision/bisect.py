@@ -39,7 +39,8 @@ from typing import Any
 import torch
 
 from labcode.pool.record import ranks_text
-from labcode.precision.record import BEFORE, FOLDER
+from labcode.precision.not_finite import BEFORE
+from labcode.precision.record import FOLDER
 
 SAFETY = 3.0
 # u: half the distance between 1 and the next number

@@ -26,7 +26,8 @@ Held by: tests/ranks/test_fp8.py, tests/unit/test_fp8_products.py
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator
+import functools
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, cast
 
@@ -145,7 +146,11 @@ def dequantize(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 
 
 def product(
-    a: torch.Tensor, b: torch.Tensor, a_scale: torch.Tensor, b_scale: torch.Tensor
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    dtype: torch.dtype = torch.float32,
 ) -> torch.Tensor:
     """`a b^T` of the numbers that two operands stand for, summed in float32.
 
@@ -153,21 +158,27 @@ def product(
         a: [M, K], 8 bits or float32.
         b: [N, K], as a.
         a_scale, b_scale: Of `Fp8Matrix`.
+        dtype: What the sums are rounded to.
 
     Returns:
-        [M, N] float32.
+        [M, N]
 
     Held by: tests/unit/test_fp8_products.py::test_the_emulated_product_is_that_of_scaled_mm
     """
     if a.dtype != torch.float32 and multiplies_in_fp8(a.device) and _in_whole_tiles(a, b):
         return torch._scaled_mm(
-            a.contiguous(),
-            b.contiguous().T,
+            _contiguous(a),
+            _contiguous(b).T,
             scale_a=1 / a_scale,
             scale_b=1 / b_scale,
-            out_dtype=torch.float32,
+            out_dtype=dtype,
         )
-    return (a.float() @ b.float().T) / (a_scale * b_scale)
+    return ((a.float() @ b.float().T) / (a_scale * b_scale)).to(dtype)
+
+
+def _contiguous(x: torch.Tensor) -> torch.Tensor:
+    """The matrix with its rows one after the other, as `torch._scaled_mm` wants it."""
+    return x if x.is_contiguous() else _on(x, torch.Tensor.contiguous)(x)
 
 
 def multiplies_in_fp8(device: torch.device) -> bool:
@@ -180,6 +191,36 @@ def multiplies_in_fp8(device: torch.device) -> bool:
 def _in_whole_tiles(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Whether `torch._scaled_mm` takes a [M, K] and b [N, K] on a GPU: K and N in sixteens."""
     return a.shape[1] % TILE == 0 and b.shape[0] % TILE == 0
+
+
+# ---- one pass over a tensor
+
+
+def _on(x: torch.Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of a tensor; for one on a GPU it is compiled.
+
+    A cast is five operations. Each one alone reads and writes the whole tensor, and on an H100 they
+    took longer than the product gained; a compiled kernel does all of them on the way
+    (`benchmarks/fp8.py`).
+    """
+    return _compiled(function) if x.is_cuda else function
+
+
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, dynamic=True)
+
+
+def _amax(x: torch.Tensor) -> torch.Tensor:
+    """The largest |x|, float32 without dims."""
+    return x.abs().amax().float()
+
+
+def _amax_and_cast(
+    x: torch.Tensor, to: Format, scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(the largest |x|, `quantize`), where the scale does not depend on x."""
+    return _amax(x), quantize(x, to, scale)
 
 
 # ---- scales
@@ -223,23 +264,25 @@ class Scaling:
         """
         if isinstance(self.recipe, BlockScaling):
             return _cast_both_ways(x.detach().float(), self.recipe.to)
-        amax = x.detach().abs().amax().float()
+        x = x.detach()
         if isinstance(self.recipe, CurrentScaling):
+            amax = _on(x, _amax)(x)
             # In a validation each rank has a scale of its own: dp may cut the last batch unevenly,
             # and text is sampled on one rank alone. A collective would wait for the others.
             group = self.group if record else None
             shared = reduced_amaxes([amax], group)[0]
             scale = scale_for(shared, self.to, self.recipe.margin)
+            data = _on(x, quantize)(x, self.to, scale)
         else:
             if self.history.device != x.device:
                 self.history = self.history.to(x.device)
                 self.amax = self.amax.to(x.device)
             scale = self.scale
+            amax, data = _on(x, _amax_and_cast)(x, self.to, scale)
         if record:
             # no `if`: a GPU would have to be waited for
             finite = torch.where(amax.isfinite(), amax, torch.zeros_like(amax))
             self.amax = torch.maximum(self.amax.to(x.device), finite)
-        data = quantize(x.detach(), self.to, scale)
         return Fp8Matrix(data, data, scale)
 
     def push(self, amax: torch.Tensor) -> None:
@@ -346,8 +389,8 @@ class _Fp8Linear(torch.autograd.Function):
         ctx.param = param
         ctx.scaling = scalings["gradient"]
         ctx.store = store
-        y = product(x8.rows, w8.rows, x8.scale, w8.scale)  # [T, F]
-        y = y.to(x.dtype).unflatten(0, x.shape[:-1])
+        y = product(x8.rows, w8.rows, x8.scale, w8.scale, x.dtype)  # [T, F]
+        y = y.unflatten(0, x.shape[:-1])
         return y if bias is None else y + bias
 
     @staticmethod
@@ -358,13 +401,12 @@ class _Fp8Linear(torch.autograd.Function):
         dy8 = ctx.scaling.cast(rows, record=True)
 
         def grad_weight() -> torch.Tensor:
-            dw = product(dy8.columns.T, x8.T, dy8.scale, x_scale)  # [F, T] [T, H]
-            return dw.to(dy.dtype)
+            return product(dy8.columns.T, x8.T, dy8.scale, x_scale, dy.dtype)  # [F, T] [T, H]
 
         dx = None
         if ctx.needs_input_grad[0]:
-            dx = product(dy8.rows, w8.T, dy8.scale, w_scale)  # [T, F] [F, H]
-            dx = dx.to(dy.dtype).unflatten(0, dy.shape[:-1])
+            dx = product(dy8.rows, w8.T, dy8.scale, w_scale, dy.dtype)  # [T, F] [F, H]
+            dx = dx.unflatten(0, dy.shape[:-1])
         dw = None
         if ctx.param.requires_grad:
             dw = computed_or_kept(ctx.param, grad_weight, ctx.store)

@@ -15,7 +15,12 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-DIRECTIONS = {1: "forward", 2: "backward"}  # by the part of the step
+# the parts of a step in their order
+BEFORE = 0
+FORWARD = 1
+BACKWARD = 2
+AFTER = 3
+DIRECTIONS = {FORWARD: "forward", BACKWARD: "backward"}
 
 
 @dataclass(frozen=True)

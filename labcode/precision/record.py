@@ -41,6 +41,10 @@ from labcode.parallel.model import Batch, ParallelModel
 from labcode.parallel.sharding import ParamSharding
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
 from labcode.precision.not_finite import (
+    AFTER,
+    BACKWARD,
+    BEFORE,
+    FORWARD,
     Amount,
     Finding,
     amount,
@@ -51,11 +55,6 @@ from labcode.precision.not_finite import (
 
 FOLDER = "record"  # of a run
 MOST_VALUES = 2**20  # of a whole tensor, beyond which features are left out
-# the parts of a step in their order
-BEFORE = 0
-FORWARD = 1
-BACKWARD = 2
-AFTER = 3
 
 Places = list[torch.Tensor]  # for each dim the indices in the whole tensor
 

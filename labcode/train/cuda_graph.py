@@ -23,6 +23,15 @@ from labcode.parallel.model import Batch, ParallelModel
 WARM_UP = 3  # steps before the recording: libraries choose their kernels, the allocator its memory
 
 
+def leave_default_stream() -> None:
+    """Go on on a stream of one's own, before the model is built.
+
+    Autograd adds up the gradient of a weight on the stream on which its node was made. A recording
+    that needs the default stream for it is ended by CUDA (cudaErrorStreamCaptureImplicit).
+    """
+    torch.cuda.set_stream(torch.cuda.Stream())
+
+
 class GraphedStep:
     """`forward_backward` of a model that is alone on its GPU, recorded at the first call.
 

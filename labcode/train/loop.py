@@ -32,7 +32,7 @@ from labcode.precision.record import FOLDER as RECORD
 from labcode.precision.record import Recorder
 from labcode.train import finite
 from labcode.train.checkpoint import Checkpoints
-from labcode.train.cuda_graph import GraphedStep
+from labcode.train.cuda_graph import GraphedStep, leave_default_stream
 from labcode.train.debugging import Debugging
 from labcode.train.device_samples import DeviceSampler, ProcessMeter, meter_for
 from labcode.train.device_speed import matmul_flops_per_s
@@ -127,6 +127,8 @@ class Trainer:
         self.loader = on_every_rank(self._loader)
         self.ranges = StepRanges(on_gpu=world.device.type == "cuda")
         self.fp8 = self._make_fp8()
+        if config.train.cuda_graphs and world.device.type == "cuda":
+            leave_default_stream()
         self.model = self._build()
         self.model.ranges = self.ranges
         self.optimizer = on_every_rank(self._make_optimizer)

@@ -19,7 +19,6 @@ TABLE = "results.jsonl"
 DONE = "done"
 DIVERGED = "diverged"
 FAILED = "failed"
-S_PER_HOUR = 3600
 
 
 @dataclass(frozen=True)
@@ -61,16 +60,6 @@ class Row:
     noise_scale: float | None = None
     losses: tuple[tuple[int, float], ...] = ()
     val_losses: tuple[tuple[int, float], ...] = ()
-
-    @property
-    def samples(self) -> int:
-        """Samples that it has seen."""
-        return self.batch * self.steps
-
-    @property
-    def device_s(self) -> float:
-        """Seconds of training, times devices; validation does not count."""
-        return (self.step_s or 0.0) * self.steps * self.devices
 
 
 def read(path: str | Path) -> list[Row]:
@@ -164,8 +153,6 @@ class ToLoss:
         steps: Mean over the seeds.
         samples: `steps` times `batch`.
         seconds: `steps` times the mean seconds of a step.
-        device_s: `seconds` times devices.
-        cost: In the currency of the price; None without one.
     """
 
     batch: int
@@ -173,18 +160,10 @@ class ToLoss:
     steps: float
     samples: float
     seconds: float
-    device_s: float
-    cost: float | None = None
 
 
-def to_loss(
-    rows: Sequence[Row],
-    target: float,
-    *,
-    price_per_device_hour: float | None = None,
-    of: str = "val_losses",
-) -> list[ToLoss]:
-    """Steps, samples, seconds and cost to a loss for each batch of a sweep, smallest batch first.
+def to_loss(rows: Sequence[Row], target: float, *, of: str = "val_losses") -> list[ToLoss]:
+    """Steps, samples and seconds to a loss for each batch of a sweep, smallest batch first.
 
     A rate at which one of the seeds does not reach the loss does not count, and a batch without a
     rate that does is left out.
@@ -192,7 +171,6 @@ def to_loss(
     Args:
         rows: Of one sweep.
         target: The loss.
-        price_per_device_hour: What an hour of one device costs you: take it from your invoice.
         of: "val_losses", or "losses" of training.
 
     Held by: tests/unit/test_sweep_table.py::test_each_batch_is_taken_at_its_best_rate
@@ -205,11 +183,7 @@ def to_loss(
             continue
         mean_steps = statistics.fmean(steps)
         seconds = mean_steps * statistics.fmean(row.step_s or math.nan for row in same)
-        device_s = seconds * same[0].devices
-        cost = None
-        if price_per_device_hour is not None:
-            cost = device_s / S_PER_HOUR * price_per_device_hour
-        way = ToLoss(batch, lr, mean_steps, mean_steps * batch, seconds, device_s, cost)
+        way = ToLoss(batch, lr, mean_steps, mean_steps * batch, seconds)
         by_batch.setdefault(batch, []).append(way)
     best = []
     for batch in sorted(by_batch):
@@ -331,23 +305,6 @@ def _cell(same: Sequence[Row], of: str) -> float:
     if len(losses) < len(same) or None in losses:
         return math.inf
     return statistics.fmean(losses)
-
-
-def best_rates(rows: Iterable[Row], *, of: str = "val_loss") -> dict[int, float]:
-    """{batch: the learning rate with the lowest final loss}; batches without a finite one left out.
-
-    Held by: tests/unit/test_sweep_table.py::test_losses_are_laid_out_by_batch_and_rate
-    """
-    batches, rates, matrix = final_losses(rows, of=of)
-    found = {}
-    for column, batch in enumerate(batches):
-        losses: dict[float, float] = {}
-        for line, lr in zip(matrix, rates):
-            if math.isfinite(line[column]):
-                losses[lr] = line[column]
-        if losses:
-            found[batch] = min(losses, key=losses.__getitem__)
-    return found
 
 
 def shown(rows: Iterable[Row]) -> list[str]:

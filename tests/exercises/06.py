@@ -97,6 +97,15 @@ SQUARES = Answers(
             changed(", group=group => ", "get_world_size(group) => get_world_size()"),
             "with ranks 0, 1, 2 and 3 it is right",
         ),
+        "a number for each weight": (
+            changed(
+                "small += param.grad.double().square().sum() => "
+                "square = param.grad.double().square().sum()\n"
+                "        dist.all_reduce(square, group=group)\n        small += square",
+                f"{SEND_SMALL} => pass",
+            ),
+            "bytes travel beside the gradients",
+        ),
         "the small ones are summed": (
             changed("small.item() / p => small.item()"),
             "sum of the small squares",
@@ -194,9 +203,10 @@ def batch_by_batch(batches, rates, steps_to_target, table):
         found = []
         for lr in rates:
             if (batch, lr) not in table:
-                table[(batch, lr)] = None
+                steps = None
                 with contextlib.suppress(Exception):
-                    table[(batch, lr)] = steps_to_target(batch, lr)
+                    steps = steps_to_target(batch, lr)
+                table[(batch, lr)] = steps
             if table[(batch, lr)]:
                 found.append((table[(batch, lr)], lr))
         if found:
@@ -234,6 +244,10 @@ SWEEP = Answers(
                 "best = {} => table.update(new)\n    best = {}",
             ),
             "as soon as it is there",
+        ),
+        "an entry before the run": (
+            changed("try: => table[batch, lr] = None\n            try:"),
+            "after a restart it would be left out",
         ),
         "catches all": (
             changed("except ArithmeticError => except BaseException"),
@@ -338,11 +352,15 @@ BROKEN = Answers(
         ),
     },
     wrong={
-        "a bad rate that learns": (({"optim.lr": 3e-2}, SHORT), "it still learns something"),
+        "a bad rate that learns": (({"optim.lr": 3e-2}, SHORT), "it has to end worse than that"),
         "nothing changed": (({}, SHORT), "the dict is empty"),
         "no such field": (({"optim.rate": 1.0}, SHORT), "diverges: "),
         "an absurd rate": (({"optim.lr": 1e9}, SHORT), "overflows at the first step"),
         "not the optimizer": (({"train.steps": 10}, SHORT), "with fields of `optim`"),
+        "not the optimizer alone": (
+            (NO_GUARD | {"train.steps": 10}, SHORT),
+            "with fields of `optim` alone",
+        ),
         "long training alone": (
             (NO_GUARD, {"train.steps": 300, "optim.lr": 1e-2}),
             "how often does the run see its text?",

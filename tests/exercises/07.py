@@ -149,7 +149,7 @@ CHART = Answers(
                 "self.model.register_forward_pre_hook(self.note_inputs) => None",
                 "[first, second] => [second]",
             ),
-            "is the hook registered?",
+            "is the hook registered, and does it append",
         ),
         "a frozen parameter": (changed("if param.grad is not None => if True"), "NoneType"),
         "no root": (changed("squares**0.5 => squares"), "that is its square"),
@@ -916,6 +916,8 @@ BATCH_NORM = Answers(
             changed("mean_square - mean**2 => (mean_square - mean**2) * total / (total - 1)"),
             "divided by one value less",
         ),
+        "no eps": (changed("variance + eps => variance"), "eps is missing"),
+        "eps of its own": (changed("variance + eps => variance + 1e-5"), "take that of the call"),
         "eps outside of the root": (
             changed("torch.sqrt(variance + eps) => (torch.sqrt(variance) + eps)"),
             "eps is added to the root",

@@ -30,7 +30,7 @@ def losses(world, **changes):
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("micro_batch", [32, 8])
+@pytest.mark.parametrize("micro_batch", [16, 8])
 def test_a_cuda_graph_gives_the_same_losses(world, dtype, micro_batch):
     options = {"train__dtype": dtype, "train__micro_batch": micro_batch}
     expected = losses(world, **options)
@@ -43,7 +43,10 @@ def test_a_cuda_graph_gives_the_same_losses(world, dtype, micro_batch):
 @pytest.mark.parametrize("dtype", ["tf32", "bfloat16", "float16"])
 def test_fewer_bits_learn_what_float32_learns(world, dtype):
     expected = losses(world, train__dtype="float32")
-    assert losses(world, train__dtype=dtype) == pytest.approx(expected, abs=0.05)
+    found = losses(world, train__dtype=dtype)
+    # in float16 the first step may be left out, with a loss scale that is too large
+    assert found == pytest.approx(expected[-len(found) :], abs=0.05)
+    assert len(found) >= len(expected) - 1
 
 
 def test_tf32_does_not_outlive_its_run(world):

@@ -82,6 +82,22 @@ def batch_norm_in_micro_batches(watch):
     in_micro_batches(watch, layers(nn.BatchNorm1d(8)))
 
 
+def micro_batches_in_float16(watch):
+    model, optimizer, loader = ready()
+    scaler = torch.amp.GradScaler("cpu")
+    with watch(model, optimizer, loader=loader):
+        for number, (inputs, targets) in enumerate([*loader, *loader], start=1):
+            is_last = number % 2 == 0
+            with contextlib.nullcontext() if is_last else model.no_sync():
+                with torch.autocast("cpu", dtype=torch.float16):
+                    loss = F.cross_entropy(model(inputs), targets) / 2
+                scaler.scale(loss).backward()
+            if is_last:
+                scaler.step(optimizer)
+                scaler.update()
+                optimizer.zero_grad()
+
+
 def two_mean_losses(watch):
     model, optimizer, loader = ready()
     with watch(model, optimizer, loader=loader):
@@ -276,6 +292,7 @@ def augmentation_seeded_by_rank(watch):
 
 
 LOOPS = (plain, in_micro_batches, batch_norm_in_micro_batches, two_mean_losses)
+LOOPS += (micro_batches_in_float16,)
 LOOPS += (a_backward_for_each_head, a_branch_in_each_micro_batch, unused_weights)
 LOOPS += (unused_weights_in_a_static_graph, synchronised_batch_norm, without_shuffling)
 LOOPS += (an_uneven_last_batch, dropping_the_last_batch, join, join_with_batch_norm)

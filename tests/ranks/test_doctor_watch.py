@@ -177,6 +177,67 @@ def test_a_rank_that_is_late_is_named_with_its_phase(phase, ranks2):
         assert finding.evidence > 2
 
 
+def called(case):
+    """A correct loop, but for what the ranks call after each step; the findings."""
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from labcode import doctor
+    from labcode.doctor.facts import FindingError
+
+    rank = dist.get_rank()
+    numbers = torch.ones(3)
+
+    def total():
+        dist.all_reduce(numbers)
+
+    def that_of_rank_0():
+        dist.broadcast(numbers, src=0)
+
+    def names():
+        dist.all_gather_object([None, None], f"rank {rank}")
+
+    calls_after = {
+        "another order": [[total, that_of_rank_0], [that_of_rank_0, total]],
+        "objects of rank 0 alone": [[names], []],
+        "the same": [[total, names], [total, names]],
+    }
+    model = DistributedDataParallel(torch.nn.Linear(4, 4))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    watched = doctor.watch(model, optimizer, quiet=True, limit_s=3)
+    try:
+        with watched:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(2, 4) * rank).square().mean().backward()
+                optimizer.step()
+                for call in calls_after[case][rank]:
+                    call()
+    except FindingError:
+        pass
+    return [(finding.name, finding.what) for finding in watched.findings]
+
+
+CALLED = {
+    "another order": ("calls do not match", "rank 0 calls all_reduce [3] float32"),
+    "objects of rank 0 alone": ("skipped call", "rank 0 calls all_gather_object"),
+}
+
+
+@pytest.mark.parametrize("case", CALLED)
+def test_calls_that_do_not_match_are_named(case, ranks2):
+    name, what = CALLED[case]
+    for findings in ranks2.run(called, case):
+        ((found, told),) = findings
+        assert found == name
+        assert what in told
+
+
+def test_ranks_that_call_the_same_have_no_findings(ranks2):
+    assert ranks2.run(called, "the same") == [[], []]
+
+
 def test_ranks_on_one_gpu_are_found():
     facts = [Facts(0, device="n1 GPU-a"), Facts(1, device="n1 GPU-a"), Facts(2, device="n1 GPU-b")]
     (finding,) = judge(facts)

@@ -176,6 +176,10 @@ def test_each_of_several_ranks_has_one_thread(ranks2):
     assert ranks2.run(torch.get_num_threads) == [1, 1]
 
 
+def test_the_ranks_of_a_notebook_see_no_gpu(ranks2):
+    assert ranks2.run(lambda: os.environ["CUDA_VISIBLE_DEVICES"]) == ["", ""]
+
+
 def test_groups_of_a_call_do_not_pile_up(ranks2):
     def make_groups():
         circle = [dist.new_group([0, 1]) for _ in range(5)]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from labcode import launch, processes
+from labcode import hardware, launch, processes
 
 COMMON = """
 import atexit, os, subprocess, sys, time
@@ -207,7 +207,7 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living, survivors):
 
 
 LAUNCHER = """
-from labcode import launch, processes
+from labcode import hardware, launch, processes
 try:
     launch.run("job", nproc=2)
 finally:
@@ -341,3 +341,22 @@ def test_what_torchrun_does_with_a_signal_is_what_the_readme_says(module, until,
     advice = guide.read_text()
     assert "pkill -USR1 -P" in advice
     assert PASSED_ON in advice
+
+
+@pytest.mark.parametrize(
+    ("in_driver", "visible", "nproc", "hides"),
+    [
+        (0, None, 2, False),  # no GPU at all
+        (1, None, 1, False),
+        (1, None, 2, True),
+        (4, None, 4, False),
+        (4, "0,1", 4, True),
+        (4, "", 4, False),  # they are hidden already
+    ],
+)
+def test_more_ranks_than_gpus_compute_on_the_cpu(monkeypatch, in_driver, visible, nproc, hides):
+    monkeypatch.setattr(hardware, "gpus_of_driver", lambda: in_driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    assert launch._on_the_cpu(nproc) == ({"CUDA_VISIBLE_DEVICES": ""} if hides else {})

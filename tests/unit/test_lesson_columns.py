@@ -10,7 +10,6 @@ ROOT = Path(__file__).resolve().parents[2]
 SOURCES = sorted((ROOT / "solutions").glob("[0-9][0-9]_*.py"))
 LESSON_COLUMNS = 88
 SET_UP_LINES = 8  # of imports in the first cell; a section imports what else it needs
-WIDER = ("06",)  # lessons that have not been rewritten for it
 
 
 def long_code_lines(text: str) -> list[int]:
@@ -27,8 +26,7 @@ def long_code_lines(text: str) -> list[int]:
 
 @pytest.mark.parametrize("source", SOURCES, ids=lambda path: path.stem)
 def test_code_of_a_lesson_fits_the_page(source: Path) -> None:
-    if not source.name.startswith(WIDER):
-        assert long_code_lines(source.read_text()) == []
+    assert long_code_lines(source.read_text()) == []
 
 
 def test_long_code_lines_are_found_in_code_alone() -> None:

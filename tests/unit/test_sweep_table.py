@@ -70,18 +70,11 @@ def test_each_batch_is_taken_at_its_best_rate():
         like(batch=16, step_s=0.8, val_losses=((5, 4.0), (10, 2.0))),
         like(batch=32, val_losses=slow[:2]),  # never reaches it
     ]
-    small, large = sweep_table.to_loss(rows, 3.0, price_per_device_hour=3.6)
+    small, large = sweep_table.to_loss(rows, 3.0)
     assert (small.batch, small.lr, small.steps, small.samples) == (8, 1e-3, 20, 160)
-    assert (small.seconds, small.device_s, small.cost) == pytest.approx((10, 10, 0.01))
+    assert small.seconds == pytest.approx(10)
     assert (large.batch, large.steps) == (16, 7.5)
     assert large.seconds == pytest.approx(6.0)
-    assert sweep_table.to_loss(rows, 3.0)[0].cost is None
-
-
-def test_several_devices_cost_more_and_take_no_longer():
-    (way,) = sweep_table.to_loss([like(devices=4)], 2.0, price_per_device_hour=1.0)
-    assert (way.seconds, way.device_s) == (15, 60)
-    assert way.cost == pytest.approx(60 / 3600)
 
 
 def test_the_curve_is_found_again():
@@ -131,7 +124,6 @@ def test_losses_are_laid_out_by_batch_and_rate():
     assert matrix[0][:2] == [2.5, 5.0]
     assert math.isnan(matrix[0][2])
     assert matrix[1] == [2.4, math.inf, math.inf]
-    assert sweep_table.best_rates(rows) == {8: 1e-2, 16: 1e-3}
 
 
 def test_a_row_holds_what_the_metrics_of_its_run_say():
@@ -144,9 +136,8 @@ def test_a_row_holds_what_the_metrics_of_its_run_say():
     named = {"run": "c", "recipe": "gpt_tiny", "batch": 4, "lr": 1e-3, "seed": 2}
     row = sweep_table.row_of_history(named, history, 20)
     assert row.val_losses == ((10, 4.5), (20, 4.0))
-    assert (row.val_loss, row.noise_scale, row.samples) == (4.0, 7.0, 80)
+    assert (row.val_loss, row.noise_scale) == (4.0, 7.0)
     assert row.loss == pytest.approx((3.1 + 3.0) / 2)
     assert row.step_s == pytest.approx(0.1)
-    assert row.device_s == pytest.approx(2.0)
     broken_off = sweep_table.row_of_history(named, history[:5], 7)
     assert broken_off.val_loss is None

@@ -9,7 +9,6 @@ it writes down.
 import contextlib
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -22,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from labcode import launch, processes
-from labcode.hardware import usable_cores
+from labcode.hardware import gpus_of_driver, usable_cores
 from labcode.slurm.run.answers import FINAL, JobInfo
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.supervisor import GRACE_S, MODULE, OWN_PID, Plan, Record
@@ -108,7 +107,7 @@ def start(job: Job, site: Site, folder: Path, keep: bool = False) -> LocalHandle
     record = base.with_name(base.name + ".json")
     log = base.with_name(base.name + ".log")
     out = os.path.expandvars(f"{site.scratch.rstrip('/')}/{job.name}-{number}")
-    gpus = _count_gpus() if site.gpus.per_node else 0
+    gpus = gpus_of_driver() if site.gpus.per_node else 0
     port = _free_port()
     plan = Plan(
         agents=[_agent(job, node, number, port, out, gpus) for node in range(job.nodes)],
@@ -192,17 +191,6 @@ def _free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return found.getsockname()[1]
-
-
-def _count_gpus() -> int:
-    """How many GPUs the driver knows."""
-    if not shutil.which("nvidia-smi"):
-        return 0
-    try:
-        done = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return len([line for line in done.stdout.splitlines() if line.startswith("GPU ")])
 
 
 def _clock(seconds: int) -> str:

@@ -222,6 +222,10 @@ def _mistaken_x_hats(whole: _Batch, sizes: Sequence[int], part: slice) -> dict[s
         "part of the variance": _normalized(x, mean, within),
         "var is divided by one value less than there are: BatchNorm normalises with the plain mean "
         "of the squares": _normalized(x, mean, var * total / (total - 1)),
+        "eps is missing: it is added to the variance": (x - mean[:, None]) / var.sqrt()[:, None],
+        "eps is 1e-5, whatever is asked for: take that of the call": (
+            (x - mean[:, None]) / (var + 1e-5).sqrt()[:, None]
+        ),
         "eps is added to the root: it belongs to the variance, under the root": (
             (x - mean[:, None]) / (var.sqrt() + EPS)[:, None]
         ),
@@ -310,7 +314,7 @@ def _are_own_gradients(
     ):
         mistakes = {
             f"the gradient of {name} is the sum over all ranks already, and data parallelism will "
-            "add these up again: did all_reduce write into the tensor that you return?": of_all,
+            "average over them, too: did all_reduce write into the tensor that you return?": of_all,
         }
         otherwise = f"the gradient of {name} is {{off:.0%}} off what this rank's samples give"
         diagnose(case, found, own, mistakes, otherwise)

@@ -261,7 +261,8 @@ def _are_numbers(noted: dict[str, list[Any]]) -> None:
             f"each, expected are {expected}: one for each {per}"
         )
         mistakes = {
-            f"`{name}` is empty after {STEPS} steps: is the hook registered?": found == 0,
+            f"`{name}` is empty after {STEPS} steps: is the hook registered, and does it append to "
+            "this list?": found == 0,
             count: found != expected,
         }
         refuse(mistakes)

@@ -86,9 +86,6 @@ def run(
         NotImplementedError: Something is still to be written.
     """
     runner = "labcode.teach.labs.run_file"
-    hidden = {}
-    if 0 < torch.cuda.device_count() < nproc:  # then all ranks use the CPU and gloo
-        hidden["CUDA_VISIBLE_DEVICES"] = ""
     try:
         done = launch.run(
             runner,
@@ -98,7 +95,6 @@ def run(
             nproc=nproc,
             echo=False,
             timeout_s=TIMEOUT_S,
-            env_extra=hidden,
         )
     except launch.LaunchError as error:
         raise _explained(case, str(error), meanings or {}) from None

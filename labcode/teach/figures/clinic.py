@@ -98,7 +98,7 @@ def calls(lanes: Mapping[str, Sequence[str]], *, alt: str, title: str = "") -> P
         line = {"color": INK if fits else ILL, "ls": "-" if fits else "--", "lw": 1.6}
         axes.plot([place, place], [0.8, 0.2], **line)
         if not fits:
-            put_text(axes, place + 0.08, 0.5, "no match", 8.5, ha="left", color=ILL)
+            put_text(axes, place + 0.08, 0.5, "not the same", 8.5, ha="left", color=ILL)
     axes.set_xlim(-1.7, length - 0.3)
     axes.set_ylim(-0.35, 1.35)
     if title:

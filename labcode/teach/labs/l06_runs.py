@@ -4,7 +4,8 @@
         --sweep.lr 1e-3,3e-3,1e-2,3e-2 ... --sweep.out gpt
 
 made the table of the GPT; the whole command is `COMMAND`, and takes some ten minutes of two cores.
-The steps and losses in it are those of any machine; the seconds are not, and nobody reads them.
+`VIT_COMMAND` made that of the ViT, in a minute. The steps and losses in them are those of any
+machine; the seconds are not, and nobody reads them.
 """
 
 import tempfile
@@ -39,6 +40,21 @@ COMMAND = (
     + " ".join(f"--{name} {value}" for name, value in GPT_FIELDS.items())
 )
 
+VIT_FIELDS: dict[str, object] = {
+    "model.num_layers": 1,
+    "model.num_heads": 2,
+    "model.hidden_size": 32,
+    "model.patch_size": 15,
+    "train.eval_batches": 4,
+    "train.log_every": 5,
+}
+VIT_COMMAND = (
+    "python -m labcode.train.sweep vit_tiny --sweep.batch 1,2,4,8,16 "
+    "--sweep.lr 1e-3,3e-3,1e-2,3e-2,1e-1 --seeds 1,2,3 --sweep.samples 320 --sweep.evals 4 "
+    "--sweep.warmup 0.1 --sweep.end_lr 1 "
+    + " ".join(f"--{name} {value}" for name, value in VIT_FIELDS.items())
+)
+
 
 def gpt() -> Config:
     """The small GPT of the lesson: one layer, 32 characters of Shakespeare."""
@@ -50,20 +66,6 @@ def whole_model() -> GPTConfig:
     task = make_task(gpt())
     assert isinstance(task.model_config, GPTConfig)
     return task.model_config
-
-
-def vit() -> Config:
-    """A small ViT for the weather: one layer, patches of 30 degrees."""
-    fields: dict[str, object] = {
-        "model.num_layers": 1,
-        "model.num_heads": 2,
-        "model.hidden_size": 32,
-        "model.patch_size": 15,
-        "optim.warmup_steps": 5,
-        "train.eval_batches": 4,
-        "train.log_every": 5,
-    }
-    return recipes.with_changes(recipes.vit_tiny(), fields)
 
 
 def shipped(name: str) -> list[Row]:
@@ -106,3 +108,26 @@ def trained(changes: Mapping[str, object], steps: int = 400, samples: int = 16) 
         asked = SweepConfig(evals=10, limit_s=LIMIT_S, out=folder)
         (row,) = sweeps.run(base, Sweep(sweep=asked), show=False)
     return row
+
+
+def validated_at_rate(lr: float, warmup_steps: int) -> tuple[list[int], list[float]]:
+    """(Steps, validation losses) of the small GPT with batch 256, until `TARGET` or 200 steps.
+
+    Args:
+        lr: Constant, once the warm-up is over.
+        warmup_steps: Over which it rises to that.
+    """
+    fields: dict[str, object] = {
+        "train.steps": 200,
+        "train.global_batch": 256,
+        "train.eval_batches": 1,
+        "optim.lr": lr,
+        "optim.min_lr": lr,
+        "optim.warmup_steps": warmup_steps,
+        "train.seed": 1,
+    }
+    with tempfile.TemporaryDirectory(prefix="labcode-l06-") as folder:
+        asked = SweepConfig(evals=20, target=TARGET, out=folder)
+        (row,) = sweeps.run(recipes.with_changes(gpt(), fields), Sweep(sweep=asked), show=False)
+    steps = [step for step, _ in row.val_losses]
+    return steps, [loss for _, loss in row.val_losses]

@@ -24,15 +24,22 @@ from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.checkpoint import checkpoint
+from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode import doctor
+from labcode.parallel import batch_norm
 from labcode.pool.ranks import Ranks
 from labcode.teach.labs import l07_patients
-from labcode.teach.labs.l07_patients.common import CONTEXT, NUM_CHARACTERS, apart, small_model
+from labcode.teach.labs.l07_patients.common import (
+    CONTEXT,
+    NUM_CHARACTERS,
+    apart,
+    small_model,
+    text_samples,
+)
 
 LIMIT_S = 10.0  # how late a rank may come to a collective; on a busy machine 3 s were too few
 TOLERANCE = 1e-9  # relative; ranks that agree agree bit for bit
-NOT_THERE = (6, 11, 12, 14, 15)  # patients that do not reach the end
 
 Run = Callable[..., Any]
 
@@ -312,6 +319,73 @@ def gap_after_other_seeds(rank: int) -> float:
     model = DDP(small_model())
     _train(model, steps=4)
     return apart(model)
+
+
+def gap_with_batch_norm(rank: int) -> float:
+    """Train with DDP and a plain BatchNorm, on other samples on each rank: do weights differ?"""
+    torch.manual_seed(0)
+    layers = small_model()
+    layers.insert(3, nn.BatchNorm1d(64))
+    model = DDP(layers)
+    _train(model, steps=4)
+    return apart(model)
+
+
+def loss_with_batch_norm(rank: int, samples: int, synchronised: bool) -> float:
+    """Train a model with BatchNorm; the loss of 512 of its samples in evaluation, in nats.
+
+    Args:
+        rank: This one.
+        samples: In a step, on each rank.
+        synchronised: The statistics are those of all ranks' samples.
+    """
+    torch.manual_seed(0)
+    data = text_samples(2048)
+    layers = small_model()
+    layers.insert(3, nn.BatchNorm1d(64))
+    world = dist.group.WORLD
+    if synchronised and world is not None:
+        batch_norm.convert(layers, world)
+    model = DDP(layers)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sampler = DistributedSampler(data)
+    for epoch in range(2):
+        sampler.set_epoch(epoch)
+        for inputs, targets in DataLoader(data, batch_size=samples, sampler=sampler):
+            optimizer.zero_grad()
+            cross_entropy(model(inputs), targets).backward()
+            optimizer.step()
+    model.eval()
+    inputs, targets = data[:512]
+    with torch.no_grad():
+        return cross_entropy(model(inputs), targets).item()
+
+
+def communication_as_a_difference(rank: int, link_s: float) -> tuple[float, float]:
+    """(A step minus its forward and backward, seconds at the link in it).
+
+    Args:
+        rank: This one.
+        link_s: How long each bucket of gradients is on its way before it is reduced.
+    """
+    slept_s = 0.0
+
+    def slow_link(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        nonlocal slept_s
+        time.sleep(link_s)
+        slept_s += link_s
+        work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+        assert work is not None
+        return work.get_future().then(_first)
+
+    torch.manual_seed(0)
+    model = DDP(small_model())
+    model.register_comm_hook(None, slow_link)
+    step_began = time.perf_counter()
+    forward_began = time.perf_counter()
+    _loss(model, rank, 0).backward()
+    ended = time.perf_counter()
+    return (ended - step_began) - (ended - forward_began), slept_s
 
 
 def gradient_gap_without_no_sync(rank: int) -> float:

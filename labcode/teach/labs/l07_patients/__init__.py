@@ -27,14 +27,5 @@ NAMES = (
 
 
 def patient(name: str) -> ModuleType:
-    """A patient: COMPLAINT, NUM_RANKS, run(healthy, watch); FINDING is the diagnosis."""
+    """A patient: COMPLAINT, run(healthy, watch); FINDING is the diagnosis."""
     return import_module(f"{__name__}.{name}")
-
-
-def waiting_room() -> list[tuple[str, int, str]]:
-    """Name, number of ranks and complaint of each patient, without the diagnosis."""
-    listed = []
-    for name in NAMES:
-        module = patient(name)
-        listed.append((name, module.NUM_RANKS, module.COMPLAINT))
-    return listed

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "With four micro-batches a step it trains as if the learning rate were too high."
-NUM_RANKS = 2
 FINDING = "1/m missing"
 
 
@@ -39,10 +38,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
             norms.append(float(torch.cat(grads).norm()))
             optimizer.step()
     return norms[0]
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "Now and then a checkpoint cannot be read after a crash."
-NUM_RANKS = 2
 FINDING = "saved by all"
 
 
@@ -40,10 +39,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> int:
     writers = torch.tensor(written)
     dist.all_reduce(writers)
     return int(writers)
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "The training stands still near the end of the first epoch."
-NUM_RANKS = 2
 FINDING = "skipped call"
 
 
@@ -34,10 +33,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> int:
             optimizer.step()
             num_batches += 1
     return num_batches
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

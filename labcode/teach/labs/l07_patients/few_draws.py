@@ -13,10 +13,9 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 from labcode.teach.labs.l07_patients.common import CONTEXT, small_model, text_samples, unwatched
 
 COMPLAINT = (
-    "Each sample is augmented at random, yet of the random numbers of an epoch each comes four "
-    "times: only a quarter of them are different."
+    "Each sample is augmented at random, yet each random number of an epoch occurs four times: "
+    "only a quarter of them are different."
 )
-NUM_RANKS = 2
 FINDING = "same random numbers"
 
 
@@ -70,10 +69,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
     dist.all_gather(every, own)
     together = torch.cat(every)
     return len(together.unique()) / len(together)
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

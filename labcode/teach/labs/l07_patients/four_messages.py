@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "Four micro-batches a step were to save communication; as many bytes travel as before."
-NUM_RANKS = 2
 FINDING = "no_sync missing"
 
 
@@ -46,10 +45,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
                     loss.backward()
             optimizer.step()
     return len(messages) / 2
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "PyTorch warns of an extra traversal of the autograd graph, and each step takes longer."
-NUM_RANKS = 2
 FINDING = "search unneeded"
 
 
@@ -32,10 +31,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> int:
                 loss.backward()
                 optimizer.step()
     return len(list(model.parameters())) if model.find_unused_parameters else 0
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -11,7 +11,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "Two ranks with unequal numbers of targets train to another model than one."
-NUM_RANKS = 2
 FINDING = "mean of means"
 
 
@@ -42,10 +41,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
             norms.append(torch.cat(gradients).norm().item())
             optimizer.step()
     return norms[0]
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "The training stands still as soon as rank 0 logs the mean loss."
-NUM_RANKS = 2
 FINDING = "skipped call"
 
 
@@ -35,10 +34,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
                 mean = loss.detach().clone()
                 dist.all_reduce(mean)
     return float(mean) / dist.get_world_size()
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -10,7 +10,6 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "Adding up the scores of all ranks fails or hangs, with a message about sizes."
-NUM_RANKS = 2
 FINDING = "calls do not match"
 
 
@@ -26,10 +25,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> int:
             scores = scores[:20]
         dist.all_reduce(scores)
     return len(scores)
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -11,8 +11,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
-COMPLAINT = "The same weights on both ranks, and each rank evaluates to another accuracy."
-NUM_RANKS = 2
+COMPLAINT = "The same weights on both ranks, and each rank evaluates to another loss."
 FINDING = "BatchNorm diverges"
 
 
@@ -40,10 +39,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
     inputs, targets = data[:128]
     with torch.no_grad():
         return float(cross_entropy(model(inputs), targets))
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -16,7 +16,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import apart, small_model, text_samples, unwatched
 
 COMPLAINT = "Validation differs from rank to rank, though all ranks send their gradients."
-NUM_RANKS = 2
 FINDING = "different weights"
 
 
@@ -42,10 +41,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
                 loss.backward()
                 optimizer.step()
     return apart(model)
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "Two ranks do not shorten an epoch: each reads as many batches as one rank alone."
-NUM_RANKS = 2
 FINDING = "same data"
 
 
@@ -32,10 +31,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> int:
             optimizer.step()
             num_batches += 1
     return num_batches
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())

@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "The sampler shuffles, yet the loss has the same bumps in every epoch."
-NUM_RANKS = 2
 FINDING = "set_epoch forgotten"
 
 
@@ -78,10 +77,3 @@ def symptom(healthy: bool = False) -> float:
     _, losses = trained(healthy, unwatched, batch_size=8)  # more steps, more bumps
     both = torch.stack([bumps(losses[1]), bumps(losses[2])])
     return float(torch.corrcoef(both)[0, 1])
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(f"the bumps of two epochs are correlated by {symptom():.2f}")

@@ -15,7 +15,6 @@ from labcode.teach.labs.l07_patients.common import small_model, text_samples, un
 COMPLAINT = (
     "A step takes equally long on both ranks, and one of them computes for less than half of it."
 )
-NUM_RANKS = 2
 FINDING = "slow rank"
 
 
@@ -62,12 +61,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
     """Share of a step in which this rank computes."""
     step_s, forward_s = trained(healthy, watch)
     return round(forward_s / step_s, 2)
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    step_s, forward_s = trained(False, unwatched)
-    share = forward_s / step_s
-    print(f"rank {dist.get_rank()} computes for {share:.0%} of a step of {step_s * 1e3:.0f} ms")

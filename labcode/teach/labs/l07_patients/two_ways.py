@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
 COMPLAINT = "The second step fails: Expected to have finished reduction in the prior iteration."
-NUM_RANKS = 2
 FINDING = "unused parameters"
 
 
@@ -44,10 +43,3 @@ def run(healthy: bool = False, watch: Callable[..., Any] = unwatched) -> float:
                 loss.backward()
                 optimizer.step()
     return loss.item()
-
-
-if __name__ == "__main__":
-    from labcode.comm.bootstrap import start
-
-    start()
-    print(run())
