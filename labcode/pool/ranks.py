@@ -67,7 +67,7 @@ class Ranks:
 
     Raises:
         ValueError: `n` is no whole number above 0, or more than this machine has memory or files
-            for; `timeout_s` is no number of seconds.
+            for; `timeout_s` is no number of seconds; `device` is unknown.
         RuntimeError: The engines did not start.
     """
 
@@ -88,6 +88,8 @@ class Ranks:
         device: Literal["cpu", "cuda"] = "cpu",
     ) -> None:
         check_arguments(n, timeout_s)
+        if device not in ("cpu", "cuda"):
+            raise ValueError(f"Ranks(device={device!r}): give 'cpu' or 'cuda'")
         make_room(n)
         self.n = n
         self.timeout_s = timeout_s

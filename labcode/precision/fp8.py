@@ -197,13 +197,14 @@ def _in_whole_tiles(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _on(x: torch.Tensor, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A function of a tensor; for one on a GPU it is compiled.
+    """A function of a tensor; for one on a GPU it is compiled, unless the whole model is.
 
     A cast is five operations. Each one alone reads and writes the whole tensor, and on an H100 they
     took longer than the product gained; a compiled kernel does all of them on the way
     (`benchmarks/fp8.py`).
     """
-    return _compiled(function) if x.is_cuda else function
+    is_alone = x.is_cuda and not torch.compiler.is_compiling()
+    return _compiled(function) if is_alone else function
 
 
 @functools.cache

@@ -347,6 +347,7 @@ BAD = [
     ({"n": 2, "timeout_s": float("nan")}, "Ranks(n=2, timeout_s=nan): a time-out is at most"),
     ({"n": 2, "timeout_s": float("inf")}, "Ranks(n=2, timeout_s=inf): a time-out is at most"),
     ({"n": 2, "timeout_s": True}, "Ranks(n=2, timeout_s=True): the number of ranks is"),
+    ({"n": 2, "device": "gpu"}, "Ranks(device='gpu'): give 'cpu' or 'cuda'"),
     ({"n": 10**6}, "Ranks(n=1000000): a rank is a process of some 200.00 MiB before it computes"),
 ]
 

@@ -207,7 +207,7 @@ def test_a_time_out_ends_every_process(module, monkeypatch, living, survivors):
 
 
 LAUNCHER = """
-from labcode import hardware, launch, processes
+from labcode import launch, processes
 try:
     launch.run("job", nproc=2)
 finally:

@@ -492,10 +492,10 @@ def _diverges(row: Row) -> None:
     num_characters = l06_runs.whole_model().vocab_size
     assert num_characters is not None
     guessing = math.log(num_characters)  # nats per character of one who knows nothing
+    is_no_worse = row.status != DIVERGED and loss <= guessing
     mistakes = {
         f"diverges: the run ends at a training loss of {loss:.2f}, and guessing costs "
-        f"{guessing:.2f}: it has to end worse than that": row.status != DIVERGED
-        and loss <= guessing
+        f"{guessing:.2f}: it has to end worse than that": is_no_worse
     }
     refuse(mistakes)
 

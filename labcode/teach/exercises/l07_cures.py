@@ -155,9 +155,9 @@ def _in_training(one: Examined, other: Examined) -> dict[str, bool]:
 def _at_the_end(one: Examined, other: Examined) -> dict[str, bool]:
     """What has come out otherwise than in the healthy run."""
     assert one.end is not None and other.end is not None  # both were watched
-    times = one.number / other.number if other.number else math.inf
+    ratio = f": {one.number / other.number:.3g} times as much" if other.number else ""
     return {
-        f"it returned {one.number:.6g}, {times:.3g} times what the healthy run returns": (
+        f"it returned {one.number:.6g}, and the healthy run {other.number:.6g}{ratio}": (
             not math.isclose(one.number, other.number, rel_tol=NUMBER_REL, abs_tol=1e-9)
         ),
         "the weights at the end are not those of the healthy run: what else does your cure "
