@@ -28,7 +28,8 @@ RANKS = 2
 NEVER = "never watched"
 ON = "watched"
 OFF = "watched before"
-MODELS = ("gpt_tiny", "ConvNet with BatchNorm")
+GPTS = {"gpt_tiny": (2, 64), "GPT, 4 layers 128 wide": (4, 128)}  # layers, width
+MODELS = (*GPTS, "ConvNet with BatchNorm")
 
 
 def ingredients(
@@ -41,13 +42,14 @@ def ingredients(
     from labcode.models.layers import initialize
 
     generator = torch.Generator().manual_seed(0)
-    if name == "gpt_tiny":
+    if name in GPTS:
+        num_layers, hidden_size = GPTS[name]
         config = GPTConfig(
             vocab_size=84,
             context_length=128,
-            num_layers=2,
+            num_layers=num_layers,
             num_heads=4,
-            hidden_size=64,
+            hidden_size=hidden_size,
             positions="rotary",
         )
         tokens = torch.randint(84, (512, 129), generator=generator)

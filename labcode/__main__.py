@@ -93,7 +93,8 @@ def ways(lessons: list[course.Lesson]) -> list[str]:
         found = course.stops(way, known)
         minutes = sum(stop.minutes for stop in found)
         lines.append(f"{goal} ({minutes / 60:.1f} hours)")
-        lines.append(f"    {' · '.join(str(stop) for stop in found)}")
+        told = [f"{stop} ({stop.minutes} min)" for stop in found]
+        lines.append(f"    {' · '.join(told)}")
     return [*lines, "", "§ names sections; a lesson without § is taken without what is optional."]
 
 

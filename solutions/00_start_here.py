@@ -217,9 +217,9 @@ print(f"{num_h100:.0f} of them hold it, before they compute anything")
 # decades.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 1 and 2 take 14 minutes. On virtual machines the measured FLOP/s can be half or a third
-# of a right prediction, because what is sold as a core is a hyper-thread: say so before somebody looks for a mistake.
-# Ask the room: which of the two reasons, time or memory, would remain if GPUs became a thousand times faster?
+# *For the instructor.* On virtual machines the measured FLOP/s can be half or a third of a right prediction, because
+# what is sold as a core is a hyper-thread: say so before somebody looks for a mistake. Ask the room: which of the two
+# reasons, time or memory, would remain if GPUs became a thousand times faster?
 
 # %% [markdown]
 # ## 3. Your first four ranks (core, 18 min)
@@ -357,11 +357,11 @@ check("0.2", mean_over_ranks, ranks)
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 3 takes 18 minutes with both exercises, ten of them for 0.2. In 0.1 many write
-# contiguous slices and lose the rest of the division; in 0.2 nearly everybody first averages the averages, or calls
-# all_reduce on `local`, whose sizes differ: the pool says so at once ("rank 0 called all_reduce of float32 [1], rank
-# 1 of float32 [2]"). Others write `total = dist.all_reduce(...)` and compute with None. Ask the room: two numbers, or
-# two calls of all_reduce? (Both are right. One call is faster: lesson 01, section 6, says why.)
+# *For the instructor.* Most of the time goes to the exercises. In 0.1 many write contiguous slices and lose the rest of
+# the division; in 0.2 nearly everybody first averages the averages, or calls all_reduce on `local`, whose sizes differ:
+# the pool says so at once ("rank 0 called all_reduce of float32 [1], rank 1 of float32 [2]"). Others write `total =
+# dist.all_reduce(...)` and compute with None. Ask the room: two numbers, or two calls of all_reduce? (Both are right.
+# One call is faster: lesson 01, section 6, says why.)
 
 # %% [markdown]
 # ## 4. Are four ranks four times as fast? (core, 6 min)
@@ -385,10 +385,13 @@ check("0.2", mean_over_ranks, ranks)
 slowdown_guess = max(1, 4 / cores)
 
 # %% [markdown]
-# `dist.barrier()` returns when all ranks have called it, so all of them start together. Each measurement is made five
-# times, and we take the one in the middle.
+# `dist.barrier()` returns when all ranks have called it, so all of them start together. Each measurement is made seven
+# times, in turn with the others, and we take the one in the middle.
 
 # %%
+import statistics
+
+
 def busy(rank, working):
     """Seconds for 20 matrix products while the first `working` ranks compute."""
     a = torch.randn(512, 512)
@@ -399,15 +402,14 @@ def busy(rank, working):
             a @ a
     return time.perf_counter() - start
 
-def median_of_rank_0(working):
-    times = []
-    for _ in range(5):
-        times.append(ranks.run(busy, working)[0])
-    return sorted(times)[2]
-
-alone_s = median_of_rank_0(1)
-two_s = median_of_rank_0(2)
-four_s = median_of_rank_0(4)
+alone, two, four = [], [], []  # seconds
+for _ in range(7):
+    alone.append(ranks.run(busy, 1)[0])
+    two.append(ranks.run(busy, 2)[0])
+    four.append(ranks.run(busy, 4)[0])
+alone_s = statistics.median(alone)
+two_s = statistics.median(two)
+four_s = statistics.median(four)
 compare("4 ranks at once, against 1", slowdown_guess, four_s / alone_s, within=1.5)
 
 # %% tags=["figure"]
@@ -561,9 +563,9 @@ print(ranks.run(still_here))
 # an echo.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 4 to 6 take 16 minutes. Ask the room what the curve would look like with four ranks
-# instead of two. (The same: the recipe divides one batch over the ranks, and lesson 04 shows why that changes nothing.)
-# Show the first lines of a real job log with an echo, if you have one.
+# *For the instructor.* Ask the room what the curve would look like with four ranks instead of two. (The same: the
+# recipe divides one batch over the ranks, and lesson 04 shows why that changes nothing.) Show the first lines of a real
+# job log with an echo, if you have one.
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 2 min)

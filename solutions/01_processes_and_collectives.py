@@ -138,12 +138,12 @@ done = launch.run("runs.hello", nproc=4)
 # start is usually waiting for a process that did not reach the store.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 1 takes 14 minutes. Ask the room: what if a process reads the number with `get`, adds one
-# and writes it with `set`? Draw two processes that both read before either one writes: both get the same rank. (It is
-# question 3 at the end.) And: who opens the store, and what happens to a running job when that process ends? (With
-# torchrun its agent on the first node has the store, without it rank 0. On gloo the others notice when they need the
-# store again, for a new group for example. On NCCL a thread of each rank looks into the store about once a second and
-# logs an error at once. Either way the job has lost an agent or a rank, and cannot go on for long.)
+# *For the instructor.* Ask the room: what if a process reads the number with `get`, adds one and writes it with `set`?
+# Draw two processes that both read before either one writes: both get the same rank. (It is question 3 at the end.)
+# And: who opens the store, and what happens to a running job when that process ends? (With torchrun its agent on the
+# first node has the store, without it rank 0. On gloo the others notice when they need the store again, for a new group
+# for example. On NCCL a thread of each rank looks into the store about once a second and logs an error at once. Either
+# way the job has lost an agent or a rank, and cannot go on for long.)
 
 # %% [markdown]
 # ## 2. From one message to eight collectives (core, 17 min)
@@ -311,11 +311,11 @@ for rank, text in enumerate(ranks.run(three_of_four)):
 # that fit together. What a rank then holds can be read from the picture.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 2 takes 17 minutes. Let the room draw scatter and all-to-all on the board before the
-# figure is shown. A frequent mistake in the prediction is 40 instead of 100 for the all-reduce: people take the last
-# rank's number for the sum. Ask: which two collectives are each other's opposite? (scatter and gather; broadcast and
-# reduce; all-gather and reduce-scatter. Tensor parallelism needs that for backward.) The table of numbers saves an hour
-# later on: `src=0` in a group without rank 0 is a mistake that comes back from lesson 08 on.
+# *For the instructor.* Let the room draw scatter and all-to-all on the board before the figure is shown. A frequent
+# mistake in the prediction is 40 instead of 100 for the all-reduce: people take the last rank's number for the sum.
+# Ask: which two collectives are each other's opposite? (scatter and gather; broadcast and reduce; all-gather and
+# reduce-scatter. Tensor parallelism needs that for backward.) The table of numbers saves an hour later on: `src=0` in a
+# group without rank 0 is a mistake that comes back from lesson 08 on.
 
 # %% [markdown]
 # ## 3. A star and a ring (core, 10 min)
@@ -406,9 +406,9 @@ plot.bars(
 # **Takeaway: in a ring all-reduce each rank sends 2 (p - 1)/p · n bytes, which hardly depends on p.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 3 takes 10 minutes. Let somebody play the ring with four people and four coloured cards
-# each; it is faster than any explanation. Ask the room: after step 2, which rank could already stop? (None, every chunk
-# is still missing a contribution somewhere.)
+# *For the instructor.* Let somebody play the ring with four people and four coloured cards each; it is faster than any
+# explanation. Ask the room: after step 2, which rank could already stop? (None, every chunk is still missing a
+# contribution somewhere.)
 
 # %% [markdown]
 # ## 4. Write the ring (core, 32 min)
@@ -492,12 +492,11 @@ def ring_all_reduce(x, group):
 check("1.2", ring_all_reduce, ranks)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 4 takes 32 minutes, of which 25 are for the two exercises. What people get wrong: they
-# send a chunk of the wrong number (the sums are then a mixture of two or three contributions), they use the world's
-# rank where the group's is meant (right on four ranks, a hang or an error on the group of three), they add in the
-# second half, or they work on copies (`x.view(-1).clone()`, or `torch.cat` into a new tensor) and leave `x` as it
-# was. Whoever finishes early can make the chunks uneven: `tensor_split` instead of `chunk`, and a smaller part of
-# `arrived`.
+# *For the instructor.* Most of the time goes to the exercises. What people get wrong: they send a chunk of the wrong
+# number (the sums are then a mixture of two or three contributions), they use the world's rank where the group's is
+# meant (right on four ranks, a hang or an error on the group of three), they add in the second half, or they work on
+# copies (`x.view(-1).clone()`, or `torch.cat` into a new tensor) and leave `x` as it was. Whoever finishes early can
+# make the chunks uneven: `tensor_split` instead of `chunk`, and a smaller part of `arrived`.
 
 # %% [markdown]
 # Here are the two halves as labcode has them. They look a little different from yours, for two reasons: they count the
@@ -620,11 +619,10 @@ check("1.3", tree_broadcast, ranks)
 # whole tensor in each round, so it is the right choice for small tensors, where rounds count more than bytes.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 5 takes 22 minutes. Two solutions are common: from near to far, as above, and from far
-# to near (the root sends across the middle first), which has `distance` halve in each round. Both are right. Typical
-# mistakes: only powers of two (the last ranks of three wait forever), the root ignored, `have_it` never doubled (the
-# check stops the loop after 20 s). Ask the room for the tree of a *reduce*. (The same picture, read from right to left,
-# with an addition.)
+# *For the instructor.* Two solutions are common: from near to far, as above, and from far to near (the root sends
+# across the middle first), which has `distance` halve in each round. Both are right. Typical mistakes: only powers of
+# two (the last ranks of three wait forever), the root ignored, `have_it` never doubled (the check stops the loop after
+# 20 s). Ask the room for the tree of a *reduce*. (The same picture, read from right to left, with an addition.)
 
 # %% [markdown]
 # ## 6. What does it cost? (core, 14 min)
@@ -747,11 +745,10 @@ print(f"by the model {model_ratio:.0f} times, measured {ratio:.0f} times")
 # should travel together.** Section 1 of lesson 05 builds on this.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 6 takes 14 minutes. A good question for the board: how large must a bucket be, so that
-# latency takes only a share s of the time? With L = 2 (p - 1) α, we want s · t = L, so t - L = L (1 - s)/s. The left
-# side is 2 (p - 1)/p · n/β, and so n = p α β (1 - s)/s. At s = 1/2 this is p α β. The common mistake is to forget that
-# t contains L itself. And: why is the measured curve sometimes below the model in the middle? (The two points that fix
-# the model are its ends.)
+# *For the instructor.* A good question for the board: how large must a bucket be, so that latency takes only a share s
+# of the time? With L = 2 (p - 1) α, we want s · t = L, so t - L = L (1 - s)/s. The left side is 2 (p - 1)/p · n/β, and
+# so n = p α β (1 - s)/s. At s = 1/2 this is p α β. The common mistake is to forget that t contains L itself. And: why
+# is the measured curve sometimes below the model in the middle? (The two points that fix the model are its ends.)
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 22 min)
@@ -908,10 +905,10 @@ def mean_loss(loss, group):
 check("1.4", mean_loss, ranks)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 7 takes 22 minutes with the exercise. Common mistakes in the exercise: the all-reduce
-# within the `if`, the loss changed in place, division by 4, and `if dist.get_rank() == 0` where the group does not
-# contain rank 0. Ask the room which of the three failures they would notice first in a training run. (The hang at
-# once, the crash at once, the wrong numbers perhaps never.)
+# *For the instructor.* Common mistakes in the exercise: the all-reduce within the `if`, the loss changed in place,
+# division by 4, and `if dist.get_rank() == 0` where the group does not contain rank 0. Ask the room which of the three
+# failures they would notice first in a training run. (The hang at once, the crash at once, the wrong numbers perhaps
+# never.)
 
 # %% [markdown]
 # ## 8. From here to GPUs and SLURM (core, 5 min)

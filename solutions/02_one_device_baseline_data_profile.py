@@ -159,9 +159,9 @@ print(f"{baseline_s / products_s:.1f} times as long as the matrix products alone
 # **Takeaway: predict first. If a step takes several times as long as its FLOPs say, look for the reason.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. Ask: why the median, and why do the first steps not count? (Memory is allocated,
-# caches are filled, the libraries choose their kernels. A mean is moved by one hiccup.) On a busy machine both numbers
-# move, the ratio less.
+# *For the instructor.* Ask: why the median, and why do the first steps not count? (Memory is allocated, caches are
+# filled, the libraries choose their kernels. A mean is moved by one hiccup.) On a busy machine both numbers move, the
+# ratio less.
 
 # %% [markdown]
 # ## 2. A profiler from timers (core, 30 min)
@@ -355,9 +355,9 @@ plot.timeline(
 # **Takeaway: a timer whose parts add up to the step tells you where to look. On a GPU, take the times from the GPU.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. Typical in 2.1: the outer part counts the inner one too (a difference of two clock
-# readings), no `finally`, `=` in place of `+=`, and shares of the attributed time alone, which hides the rest. Ask: why
-# is `zero_grad` in backward here, and does it matter? (It has to be in some part, else it is in the rest.)
+# *For the instructor.* Typical in 2.1: the outer part counts the inner one too (a difference of two clock readings), no
+# `finally`, `=` in place of `+=`, and shares of the attributed time alone, which hides the rest. Ask: why is
+# `zero_grad` in backward here, and does it matter? (It has to be in some part, else it is in the rest.)
 
 # %% [markdown]
 # ## 3. What is read for a sample (core, 20 min)
@@ -469,10 +469,10 @@ plot.bars(
 # **Takeaway: a chunk is read whole. Choose chunks about as large as what a sample reads.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 11 minutes. Typical in 2.2: `stop // length` counts a chunk too many when the box ends where a
-# chunk ends; rounding up the length of the box (`ceil(60 / 90)`) forgets where it begins. Ask: how would you cut a file
-# from which whole maps are read, and one from which time series of a place are read? (There is no shape for both; some
-# archives keep two copies.)
+# *For the instructor.* Typical in 2.2: `stop // length` counts a chunk too many when the box ends where a chunk ends;
+# rounding up the length of the box (`ceil(60 / 90)`) forgets where it begins. Ask: how would you cut a file from which
+# whole maps are read, and one from which time series of a place are read? (There is no shape for both; some archives
+# keep two copies.)
 
 # %% [markdown]
 # ## 4. Read ahead (core, 45 min)
@@ -650,10 +650,9 @@ for (name, way), seconds in step_s.items():
 # **Takeaway: a loader that reads ahead hides the shorter of reading and computing behind the longer one.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 27 minutes. Typical in 2.3: `None` as the mark of the end; an error that only ends the thread,
-# so that the loop waits for ever; a thread that waits in `put` after a `break`, and a `join` that waits for it; an
-# unbounded queue. Ask: what would `ahead=100` cost? (100 batches of memory, and nothing is gained if reading is the
-# slower of the two.)
+# *For the instructor.* Typical in 2.3: `None` as the mark of the end; an error that only ends the thread, so that the
+# loop waits for ever; a thread that waits in `put` after a `break`, and a `join` that waits for it; an unbounded queue.
+# Ask: what would `ahead=100` cost? (100 batches of memory, and nothing is gained if reading is the slower of the two.)
 
 # %% [markdown]
 # ## 5. More workers (core, 15 min)
@@ -780,7 +779,7 @@ plot.lines(
 # leaves.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
+# *For the instructor.* Ask: with `nproc` cores and four ranks on this node, how many workers for each rank?
 
 # %% [markdown]
 # ## 6. PyTorch's profiler (core, 25 min)
@@ -952,9 +951,9 @@ plot.step_breakdown(
 # **Takeaway: profile before you change anything. What cures one training run does nothing for another.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Open a trace in Perfetto in front of the class. Recording slows a step down, so read
-# shares from a profile, and samples/s from a run without it. Typical in 2.4: durations are added up; a short event
-# inside a long one ends the long one; "data" is counted while the device is busy.
+# *For the instructor.* Open a trace in Perfetto in front of the class. Recording slows a step down, so read shares from
+# a profile, and samples/s from a run without it. Typical in 2.4: durations are added up; a short event inside a long
+# one ends the long one; "data" is counted while the device is busy.
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 5 min)
@@ -984,8 +983,8 @@ for number, batch in enumerate(damaged):
 #   start them with more (`docker run --shm-size=8g`, or `--ipc=host`), or take fewer workers or less prefetch.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 3 minutes. Ask: why do batches 0 and 1 still come? (The queue is in order, and the error stands
-# in the place of batch 2.)
+# *For the instructor.* Ask: why do batches 0 and 1 still come? (The queue is in order, and the error stands in the
+# place of batch 2.)
 
 # %% [markdown]
 # ## 8. Open end: find what makes it slow (optional, 20 min)
@@ -1060,9 +1059,9 @@ def faster_training(job, num_steps):
 check("2.5", faster_training)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes, for those who have time. People remove `weights_are_finite`, because it looks
-# expensive; the table says that it is not. Others call it and do not look at what it says. Others validate in the wrong
-# place, before the step. For those who go on: read ahead with the class of exercise 2.3, and measure.
+# *For the instructor.* For those who have time. People remove `weights_are_finite`, because it looks expensive; the
+# table says that it is not. Others call it and do not look at what it says. Others validate in the wrong place, before
+# the step. For those who go on: read ahead with the class of exercise 2.3, and measure.
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 10 min)

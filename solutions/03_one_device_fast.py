@@ -180,7 +180,7 @@ plot.lines(
     xlabel="FLOPs for each byte", ylabel="FLOP/s", title="Your device and its roof",
     alt="A roof that rises with the intensity up to the ridge and is level beyond it; "
         "the sum of two tensors lies at its foot, and the linear layer climbs it from "
-        "1 to 256 tokens, a little below",
+        "1 to 256 tokens, below it",
 )
 
 # %% [markdown]
@@ -230,11 +230,10 @@ plot.lines(
 # by memory if it has fewer. A linear layer gets there with enough tokens, an elementwise operation never.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes, 15 of them for 3.1. What goes wrong: the bytes of the result are forgotten, the sum
-# of both times is taken for the larger one, and `tokens_at_the_ridge` is 2 T / w = ridge solved for T, which forgets x
-# and the result and finds an answer where there is none. Ask: how does the ridge change if products become 8-bit and
-# the memory stays? (It doubles with the rate, and the intensity doubles with the smaller numbers: the number of tokens
-# stays.)
+# *For the instructor.* What goes wrong: the bytes of the result are forgotten, the sum of both times is taken for the
+# larger one, and `tokens_at_the_ridge` is 2 T / w = ridge solved for T, which forgets x and the result and finds an
+# answer where there is none. Ask: how does the ridge change if products become 8-bit and the memory stays? (It doubles
+# with the rate, and the intensity doubles with the smaller numbers: the number of tokens stays.)
 
 # %% [markdown]
 # ## 2. Your step on the roof, and MFU (core, 35 min)
@@ -398,10 +397,10 @@ plot.bars(
 # larger than the peak explains, look for what else has changed.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. People forget the 3 (forward and backward) or the 16. Ask: what is the MFU of the
-# baseline, and is that bad code? (4 %, and half of it is a loader that does not keep up: lesson 02.) Ask also why MFU
-# is fair to compare two layouts of one model, and unfair to compare a model of short sequences with one of long ones.
-# (In the latter a larger part is attention, which reaches less of the peak.)
+# *For the instructor.* People forget the 3 (forward and backward) or the 16. Ask: what is the MFU of the baseline, and
+# is that bad code? (4 %, and half of it is a loader that does not keep up: lesson 02.) Ask also why MFU is fair to
+# compare two layouts of one model, and unfair to compare a model of short sequences with one of long ones. (In the
+# latter a larger part is attention, which reaches less of the peak.)
 
 # %% [markdown]
 # ## 3. Fused attention (core, 25 min)
@@ -500,10 +499,10 @@ for kernel in ("plain", "fused"):
 # by arithmetic if the sequence is long. Know which kernel your attention runs in.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Ask: at which length is fused attention bound by memory on an H100? (s / 2 < 323:
-# below 646 tokens. Short sequences have small tables anyway.) Ask also why the fused kernel reaches a sixth of the
-# H100's peak here. (4 · 16 · 8 · 4050² · 48 FLOPs forward in 2.1 ms are 190 TFLOP/s: exponentials are no product, and d
-# = 48 is no size that tensor cores like.)
+# *For the instructor.* Ask: at which length is fused attention bound by memory on an H100? (s / 2 < 323: below 646
+# tokens. Short sequences have small tables anyway.) Ask also why the fused kernel reaches a sixth of the H100's peak
+# here. (4 · 16 · 8 · 4050² · 48 FLOPs forward in 2.1 ms are 190 TFLOP/s: exponentials are no product, and d = 48 is no
+# size that tensor cores like.)
 
 # %% [markdown]
 # ## 4. What bfloat16 does (core, 35 min)
@@ -771,9 +770,9 @@ compare("bfloat16", bfloat16_speedup, measured_speedup, within=1.4)
 # 16 bits, and keep weights and optimizer in 32.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes. On a CPU without bfloat16 units (most laptops before 2023) the ratio is below 1: let
-# people say what they got, and collect capabilities against ratios on the board. Ask: does a larger bfloat16 weight get
-# stuck earlier or later? (Earlier: the spacing grows with it, and AdamW's update does not.) One remedy is *stochastic
+# *For the instructor.* On a CPU without bfloat16 units (most laptops before 2023) the ratio is below 1: let people say
+# what they got, and collect capabilities against ratios on the board. Ask: does a larger bfloat16 weight get stuck
+# earlier or later? (Earlier: the spacing grows with it, and AdamW's update does not.) One remedy is *stochastic
 # rounding*: round up with the probability that keeps the mean right.
 
 # %% [markdown]
@@ -894,10 +893,10 @@ compare("fused", fused_speedup, large["loop"] / large["fused"], within=2)
 # **Takeaway: an optimizer is memory traffic and launches. foreach saves launches, fused saves bytes as well.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. What goes wrong: decay in the gradient (Adam with L2), eps before the correction,
-# and `torch._foreach_sqrt_`, which destroys v. The 20 numbers: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
-# addcdiv 4. Ask: why is foreach not the default everywhere? (It needs a temporary copy of
-# all roots at once, the size of the weights.)
+# *For the instructor.* What goes wrong: decay in the gradient (Adam with L2), eps before the correction, and
+# `torch._foreach_sqrt_`, which destroys v. The 20 numbers: decay 2, lerp 3, mul 2, addcmul 3, sqrt 2, div 2, add 2,
+# addcdiv 4. Ask: why is foreach not the default everywhere? (It needs a temporary copy of all roots at once, the size
+# of the weights.)
 
 # %% [markdown]
 # ## 6. torch.compile: fewer bytes by fusion (core, 15 min)
@@ -996,9 +995,9 @@ print(f"{compile_s / gain_s:,.0f} calls")
 # steps is more than that of compiling.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 7 minutes. The measured factor may lie on either side of 6: allocations (page faults) of five
-# temporaries make the slow side slower, caches make it faster. Ask: why is dropout + residual + norm a good candidate?
-# (Three elementwise or row-wise operations on the widest stream of the layer.)
+# *For the instructor.* The measured factor may lie on either side of 6: allocations (page faults) of five temporaries
+# make the slow side slower, caches make it faster. Ask: why is dropout + residual + norm a good candidate? (Three
+# elementwise or row-wise operations on the widest stream of the layer.)
 
 # %% [markdown]
 # ## 7. When launches are the bottleneck (core, 15 min)
@@ -1094,9 +1093,9 @@ plot.lines(
 # one batch. Then record them once.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 6 minutes. Ask: what else helps when launches are the bottleneck? (A larger batch, fused
-# operations.) And: why is `loss.item()` in every step bad on a GPU, even without graphs? (The processor waits until the
-# queue is empty, and then starts with nothing launched ahead.)
+# *For the instructor.* Ask: what else helps when launches are the bottleneck? (A larger batch, fused operations.) And:
+# why is `loss.item()` in every step bad on a GPU, even without graphs? (The processor waits until the queue is empty,
+# and then starts with nothing launched ahead.)
 
 # %% [markdown]
 # ## 8. The whole ladder, here (core, 30 min)
@@ -1152,13 +1151,14 @@ plot.bars(
     ladder, ylabel="times as fast as the first rung", fmt="{:.1f}",
     title="The same ladder on three devices",
     alt="On the A100 nearly all of the gain of four times comes from bfloat16, and on "
-        "the H100 of seven times; here bfloat16 makes the step about twice as fast",
+        "the H100 of seven times; what it makes of the step here depends on the CPU",
 )
 
 # %% [markdown]
 # The same rungs, and other gains. NERSC's model has long sequences, so the kernel of attention decides. Ours are short,
-# so on a CPU with a unit for bfloat16 it is the products that gain. There is no bar for `torch.compile` here: section 6
-# says why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
+# so on a CPU with a unit for bfloat16 it is the products that gain, by about two, and on one without it the bar of
+# bfloat16 is far below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for `torch.compile` here:
+# section 6 says why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
 
@@ -1191,7 +1191,10 @@ plot.bars(
 from labcode.teach.labs import l03_race
 
 ### BEGIN SOLUTION
-settings = l03_race.Settings(batch=8, dtype="bfloat16", optimizer="fused")
+flags = torch.cpu.get_capabilities()
+has_unit = flags.get("amx_bf16") or flags.get("avx512_bf16")
+dtype = "bfloat16" if has_unit else "float32"
+settings = l03_race.Settings(batch=8, dtype=dtype, optimizer="fused")
 predicted_speedup = 6.0
 ### END SOLUTION
 
@@ -1206,14 +1209,14 @@ check("3.3", settings, predicted_speedup)
 
 # %% tags=["solution-only"]
 for batch in (4, 8, 16):
-    choice = l03_race.Settings(batch=batch, dtype="bfloat16", optimizer="fused")
+    choice = l03_race.Settings(batch=batch, dtype=dtype, optimizer="fused")
     print(f"batch {batch:2}: {l03_race.steps_to_target(choice)} steps")
 print(f"the baseline: {l03_race.steps_to_target(l03_race.BASELINE)} steps")
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes with section 7. People choose the largest batch, because it has the most samples per
-# second. That is the wrong measure: samples are not progress. Others choose batch 4 by the time of a step. Ask: how
-# would the winner change on an A100, where a batch of 8 takes as long as one of 64? (Then the larger batch is free.)
+# *For the instructor.* People choose the largest batch, because it has the most samples per second. That is the wrong
+# measure: samples are not progress. Others choose batch 4 by the time of a step. Ask: how would the winner change on an
+# A100, where a batch of 8 takes as long as one of 64? (Then the larger batch is free.)
 
 # %% [markdown]
 # ## 9. From here to GPUs and SLURM (core, 5 min)

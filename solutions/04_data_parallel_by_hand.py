@@ -172,12 +172,11 @@ plot.losses_of_ranks(one_process, rank_losses, mean_loss)
 # Training on p ranks is training on one, and not an approximation of it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by
-# the world size (right on four ranks, wrong on two groups of two), the default group, zeros in the place of None
-# (weight decay then shrinks a weight that nobody trains), and averaging the **weights**. Averaging weights after the
-# step is worth a discussion: with plain SGD it gives the same result, with Adam it does not, because the second moments
-# differ. Ask the room: what happens to the optimizer's state? (It is a function of the gradients, so it stays equal as
-# well.)
+# *For the instructor.* Wrong answers to 4.1 that the check knows: the sum instead of the mean, division by the world
+# size (right on four ranks, wrong on two groups of two), the default group, zeros in the place of None (weight decay
+# then shrinks a weight that nobody trains), and averaging the **weights**. Averaging weights after the step is worth a
+# discussion: with plain SGD it gives the same result, with Adam it does not, because the second moments differ. Ask the
+# room: what happens to the optimizer's state? (It is a function of the gradients, so it stays equal as well.)
 
 # %% [markdown]
 # ## 2. A common start (core, 12 min)
@@ -390,10 +389,10 @@ print("no rank hangs; batches of each:", ranks.run(runs_out_of_batches))
 # `Join([model], divide_by_initial_world_size=False)`.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 2 takes 12 minutes and section 3 takes 28. In 4.2 people multiply by `mine` and forget
-# to divide by the total (the gradient is then 16 times as long), or divide by the number of ranks as well. With 7 + 3 +
-# 0 + 6 samples the check finds those who return early where `mine` is 0. Ask: what if the gradients of that rank are
-# None and not zeros? (Then it has nothing to send, and has to make zeros first.)
+# *For the instructor.* In 4.2 people multiply by `mine` and forget to divide by the total (the gradient is then 16
+# times as long), or divide by the number of ranks as well. With 7 + 3 + 0 + 6 samples the check finds those who return
+# early where `mine` is 0. Ask: what if the gradients of that rank are None and not zeros? (Then it has nothing to send,
+# and has to make zeros first.)
 
 # %% [markdown]
 # ## 4. Gradient accumulation (core, 15 min)
@@ -556,11 +555,10 @@ compare("times sample 0 is read", times_read, times, within=1, found="counted")
 # test there is.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Section 4 takes 15 minutes and section 5 takes 12. In 4.3 some add up the losses and call
-# backward once at the end: the gradient is right, but all activations are in memory together. Ask who has seen a
-# training script without the division by m, and whether it used Adam. For section 5, ask what `DistributedSampler` does
-# if the number of samples is not a multiple of p (it repeats some, so that all ranks make the same number of steps;
-# with `drop_last=True` it leaves some out).
+# *For the instructor.* In 4.3 some add up the losses and call backward once at the end: the gradient is right, but all
+# activations are in memory together. Ask who has seen a training script without the division by m, and whether it used
+# Adam. For section 5, ask what `DistributedSampler` does if the number of samples is not a multiple of p (it repeats
+# some, so that all ranks make the same number of steps; with `drop_last=True` it leaves some out).
 
 # %% [markdown]
 # ## 6. What it costs in memory (core, 6 min)
@@ -631,8 +629,8 @@ plot.copies(
 # **Takeaway: data parallelism divides the batch and nothing else. Each rank pays 16 bytes for every parameter.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 6 minutes, and a good place to end the first sitting. Ask: which of the 16 bytes could be
-# divided between the ranks without changing the layers? (All of them; that is ZeRO.)
+# *For the instructor.* A good place to end the first sitting. Ask: which of the 16 bytes could be divided between the
+# ranks without changing the layers? (All of them; that is ZeRO.)
 
 # %% [markdown]
 # ## 7. A script of your own (core, 35 min)
@@ -740,10 +738,10 @@ check("4.4", main)
 # **Takeaway: join, take a device, wrap the model, give each rank its samples, let rank 0 speak and save, leave.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes, most of it for the script. Typical: a script for the CPU only; printing on all
-# ranks; printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose
-# names all begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP
-# before moving the model. For the discussion: which lines would change for a model that does not fit on one GPU?
+# *For the instructor.* Most of the time goes to the script. Typical: a script for the CPU only; printing on all ranks;
+# printing the loss of rank 0 only (the check compares it with the mean); saving `model.state_dict()`, whose names all
+# begin with `module.`; a batch of `global_batch` on every rank; `set_epoch` forgotten; building the DDP before moving
+# the model. For the discussion: which lines would change for a model that does not fit on one GPU?
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 2 min)

@@ -208,10 +208,10 @@ show_source(l05_by_hand.average_buckets)
 # send.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 22 minutes. Typical: assigning to a local name instead of copying into `.grad`, dividing before
-# and after, and giving `split` bytes instead of numbers. Ask: how much memory does the row cost? (As much as its
-# gradients, for a moment. DDP avoids it with `gradient_as_bucket_view=True`, and labcode always: there the gradients
-# live inside the buckets.)
+# *For the instructor.* Typical: assigning to a local name instead of copying into `.grad`, dividing before and after,
+# and giving `split` bytes instead of numbers. Ask: how much memory does the row cost? (As much as its gradients, for a
+# moment. DDP avoids it with `gradient_as_bucket_view=True`, and labcode always: there the gradients live inside the
+# buckets.)
 
 # %% [markdown]
 # ## 2. Send while you compute (core, 10 min)
@@ -386,12 +386,11 @@ show_source(Bucket.receive)
 # the same order.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes for section 2 and 30 for section 3, of which 20 for exercise 5.2. The most common
-# mistakes: waiting inside the hook (right numbers, no overlap; the check says so), dividing by the world size,
-# forgetting to set `missing` back (the second step then sends nothing), keeping the entries of the previous step, and
-# sending with the first gradient of a bucket instead of the last. Some send all buckets when the very last gradient is
-# there: the numbers are right, and the check says how many gradients went by meanwhile. Ask the room: what happens if
-# one rank skips a layer?
+# *For the instructor.* Most of the time goes to the exercises. The most common mistakes: waiting inside the hook (right
+# numbers, no overlap; the check says so), dividing by the world size, forgetting to set `missing` back (the second step
+# then sends nothing), keeping the entries of the previous step, and sending with the first gradient of a bucket instead
+# of the last. Some send all buckets when the very last gradient is there: the numbers are right, and the check says how
+# many gradients went by meanwhile. Ask the room: what happens if one rank skips a layer?
 
 # %% [markdown]
 # ## 4. What overlap gains (core, 10 min)
@@ -719,10 +718,10 @@ show_source(clip_gradients)
 # **Takeaway: first the average, then the norm, then the step.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 4 to 6 take 50 minutes. In 5.3 the flag is often not set back if backward raises: `try`
-# and `finally`, without an `except` that swallows the error. Others count a gradient down before they look at the flag.
-# In 5.4 people clip every parameter by its own norm (the direction changes), clip before the average, or return the
-# norm after clipping. Ask: what does a communication hook that compresses do to the norm?
+# *For the instructor.* In 5.3 the flag is often not set back if backward raises: `try` and `finally`, without an
+# `except` that swallows the error. Others count a gradient down before they look at the flag. In 5.4 people clip every
+# parameter by its own norm (the direction changes), clip before the average, or return the norm after clipping. Ask:
+# what does a communication hook that compresses do to the norm?
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 6 min)
@@ -759,8 +758,8 @@ ranks.run(skip_a_block)
 #   them before you silence the error. Often somebody has forgotten to call a layer.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 6 minutes. Ask: why does rank 1 not hang like the others? (DDP begins to wait when the last
-# bucket is complete. On rank 1 it never is.)
+# *For the instructor.* Ask: why does rank 1 not hang like the others? (DDP begins to wait when the last bucket is
+# complete. On rank 1 it never is.)
 
 # %% [markdown]
 # ## 8. Open end: half the bytes (optional, 20 min)
@@ -833,9 +832,9 @@ for name, found in {"ours": ours, "PyTorch's": pytorchs}.items():
 print("ours and PyTorch's are equal:", torch.equal(ours, pytorchs))
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes, for those who have time. People return the tensor instead of a Future, or the Future
-# of `all_reduce`, whose value is a list. For those who go on: keep the rounding error of each step and add it to the
-# next gradient before rounding (error feedback), and compare the losses of 200 steps.
+# *For the instructor.* For those who have time. People return the tensor instead of a Future, or the Future of
+# `all_reduce`, whose value is a list. For those who go on: keep the rounding error of each step and add it to the next
+# gradient before rounding (error feedback), and compare the losses of 200 steps.
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 2 min)

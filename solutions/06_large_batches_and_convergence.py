@@ -27,7 +27,7 @@
 #
 # **Time**: 170 minutes. Good places for a break are after section 2 and after section 3.
 #
-# **Needs**: lesson 01 (section 6), lesson 04 (section 1), lesson 05 (sections 2 and 6).
+# **Needs**: lesson 01 (section 6), lesson 04 (sections 1 and 4), lesson 05 (sections 2, 4 and 6).
 
 # %%
 import statistics
@@ -49,8 +49,9 @@ ranks = Ranks(4)
 # We train a small GPT on Shakespeare, character by character: one layer, 32 characters at a time. A **sample** is one
 # such window of text, and the **batch** is the number of samples in an optimizer step.
 #
-# How long does a step take? Part of it does not depend on the batch B: Python, starting each operation, the optimizer.
-# The rest is work for each sample. So a simple model is
+# How long does a step take? Part of it does not depend on the batch B: Python, starting each operation, and the
+# optimizer, which is left out here: what we time is forward and backward. The rest is work for each sample. So a simple
+# model is
 #
 #     t(B) = t0 + t1 · B        and        samples per second = B / t(B)
 #
@@ -133,8 +134,8 @@ plot.sweep(
 # other.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 8 minutes. People read the first figure as an argument for the largest batch that fits into
-# memory. Ask: which of the two figures changes on a GPU? (The first, greatly. The second does not.)
+# *For the instructor.* People read the first figure as an argument for the largest batch that fits into memory. Ask:
+# which of the two figures changes on a GPU? (The first, greatly. The second does not.)
 
 # %% [markdown]
 # ## 2. How noisy is a gradient? (core, 45 min)
@@ -156,7 +157,9 @@ plot.gradient_noise(
 #
 # Now in numbers. Each weight's gradient has a variance from sample to sample. The sum of these variances over all
 # weights is written tr Σ, and we call it the **variance** of one sample's gradient. Let G_B be the gradient of a batch
-# of B samples. Its squared length is, on average (the letter E in front says *the mean over many batches*),
+# of B samples. How long is it, on average? Take one weight. Its number in G_B has the mean g, which is its number in G,
+# and a variance of σ² / B, as it is the mean of B samples. The mean of a square is the square of the mean plus the
+# variance, here g² + σ² / B. Added up over all weights (the letter E in front says *the mean over many batches*):
 #
 #     E |G_B|² = |G|² + tr Σ / B
 #
@@ -326,11 +329,9 @@ plot.lines(
 # training.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. In 6.2 people take the small square after the average, or their own instead of the
-# mean. Ask: why may the estimate of |G|² be negative? (It is a difference of two measured numbers. Without a bias it
-# has to miss on both sides.)
-#
-# Derivation for the board: E|G_B|² = |E G_B|² + tr Cov(G_B), and the covariance of a mean of B is Σ / B.
+# *For the instructor.* In 6.2 people take the small square after the average, or their own instead of the mean. Ask:
+# why may the estimate of |G|² be negative? (It is a difference of two measured numbers. Without a bias it has to miss
+# on both sides.)
 
 # %% [markdown]
 # ## 3. The critical batch (core, 35 min)
@@ -513,9 +514,8 @@ plot.lines(
 # of the time: this batch of 256 lies far beyond the critical one.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. In 6.4 the usual mistake is `table.get(...) is None`, which repeats failed runs at
-# each restart. Ask: which batch would you buy? There is no right answer without a price for your own time, and that is
-# the answer.
+# *For the instructor.* In 6.4 the usual mistake is `table.get(...) is None`, which repeats failed runs at each restart.
+# Ask: which batch would you buy? There is no right answer without a price for your own time, and that is the answer.
 
 # %% [markdown]
 # ## 4. The rate follows the batch, but how? (core, 30 min)
@@ -531,7 +531,8 @@ plot.lines(
 # at 0.01 the other one arrives sooner, and this one never.) For batch 256 the linear rule says 64 · 0.003 = 0.19, and
 # the square root says 8 · 0.003 = 0.024.
 #
-# **Predict.** Which of them is nearer to the best rate of the sweep, "linear" or "square root"?
+# **Predict.** Which of them is nearer to the best rate of the sweep, "linear" or "square root"? (The map of section 3
+# knows it; try without.)
 
 # %% tags=["predict"]
 nearer_rule = "square root"
@@ -549,10 +550,9 @@ compare("the nearer rule", nearer_rule, min(off_by, key=off_by.get), options=off
 
 # %% [markdown]
 # The sweep says 0.01 for batch 256: about three times the rate, not 64 times. At 0.19 the linear rule is six times
-# above the largest rate of the sweep, at which the small batches never arrive. It was found for SGD, and far below the
-# critical batch; here we train with AdamW, and go far beyond it. The square root, 0.024, lies between two rates of the
-# sweep, 0.01 and 0.03, which are both nearly as good (and for batch 128 it is 0.03 that wins): a sweep in steps of
-# three cannot say more.
+# above the largest rate of the sweep. It was found for SGD, and far below the critical batch; here we train with AdamW,
+# and go far beyond it. The square root, 0.024, lies between two rates of the sweep, 0.01 and 0.03, which are both nearly
+# as good (and for batch 128 it is 0.03 that wins): a sweep in steps of three cannot say more.
 #
 # So a rule gives a place to begin, and may be wrong even there: in the table of the ViT (section 1) the best rate falls
 # from batch 4 to batch 16, where 20 steps are all there is. `--optim.lr_rule square_root --optim.reference_batch 16`
@@ -644,8 +644,8 @@ print(l06_runs.gpt().optim)
 # ### Exercise 6.6 · Break it
 #
 # Invent two trainings of the small GPT, each as a dict of fields that differ from its recipe: `{"optim.lr": 1e-2}` is
-# one. The recipe makes 400 steps with a batch of 16; what it says of the optimizer is printed above. All fields are
-# listed by `python -m labcode.train gpt_tiny --help`. The check trains both.
+# one. The check makes 400 steps with a batch of 16; what the recipe says of the optimizer is printed above. All fields
+# are listed by `python -m labcode.train gpt_tiny --help`. The check trains both.
 #
 # - `diverges` changes fields of `optim` alone, and ends worse than guessing one of the text's 83 characters: a training
 #   loss above ln 83 = 4.42. Rates up to 100.
@@ -667,8 +667,8 @@ check("6.6", diverges, overfits)
 # replaces a sweep.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Some hold "linear scaling" for a law. Show them the map: the framed cells hardly
-# climb. In 6.6 clipping and Adam make divergence harder than people expect; that is worth a word.
+# *For the instructor.* Some hold "linear scaling" for a law. Show them the map: the framed cells hardly climb. In 6.6
+# clipping and Adam make divergence harder than people expect; that is worth a word.
 
 # %% [markdown]
 # ## 5. Fewer messages (core, 35 min)
@@ -849,8 +849,8 @@ plot.loss_against_cost(
 ranks.close()
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. The sign of the outer gradient is the classic mistake, then `common` that is not
-# moved on. Ask: which state does each copy keep for itself? (Adam's averages. They are never sent.)
+# *For the instructor.* The sign of the outer gradient is the classic mistake, then `common` that is not moved on. Ask:
+# which state does each copy keep for itself? (Adam's averages. They are never sent.)
 
 # %% [markdown]
 # ## From here to GPUs and SLURM (core, 5 min)
@@ -860,7 +860,7 @@ ranks.close()
 # | the noise scale on 8 GPUs | `torchrun --nproc-per-node=8 -m labcode.train gpt_10m --train.noise_scale` |
 # | a rule for the rate | add `--optim.lr_rule square_root --optim.reference_batch 64` |
 # | LAMB | add `--optim.name lamb` (with `labcode[optimizers]`) |
-# | a sweep on one GPU, a run at a time | `python -m labcode.train.sweep gpt_10m --sweep.batch 32,64,128` |
+# | a sweep on one GPU, a run at a time | `python -m labcode.train.sweep gpt_10m --sweep.batch 32,64,128 --sweep.lr 1e-3,3e-3,1e-2 --sweep.samples 64000` |
 # | inside a SLURM job | `srun --ntasks=1 python -m labcode.train.sweep ...`, submitted again to resume |
 #
 # ## Questions (core, 5 min)
@@ -891,7 +891,9 @@ ranks.close()
 #
 # <details><summary>Answer</summary>
 #
-# No. There is no backward beside it; the copies wait for all of it. But it comes only every H steps.
+# Not in the loop that you wrote: the copies wait for all of it, though only every H steps. Variants of DiLoCo send
+# while the next steps run, and apply what has come some steps late (Douillard et al. 2025, *Streaming DiLoCo*,
+# arXiv:2501.18512).
 # </details>
 #
 # ## Recap

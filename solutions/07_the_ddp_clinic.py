@@ -20,13 +20,13 @@
 #
 # ## Goals
 #
-# - follow six steps when a training misbehaves;
+# - follow six steps when a training run misbehaves;
 # - write an instrument that notes what every data-parallel training has, and read a fault from it;
 # - tell a fault on one rank from a fault that all ranks share, and a slow training from one that stands still;
 # - cure eleven scripts, and show for each that it trains like its healthy twin: the same script without the fault;
 # - judge seven pieces of popular advice by a measurement.
 #
-# **Time**: 215 minutes, and 10 more for what is optional. Good places for a break are after
+# **Time**: 215 minutes, and 30 more for what is optional. Good places for a break are after
 # sections 3, 5 and 7.
 #
 # **Needs**: lesson 04 (sections 1 and 3 to 5), lesson 05 (sections 1, 2 and 5).
@@ -126,7 +126,7 @@ check("7.1", ranks_that_differ, ranks)
 # - `gradients`, for each optimizer step: the norm of all gradients together. A frozen parameter has none.
 #
 # It notes nothing before the block and nothing after it. It changes nothing of the training: outputs, gradients,
-# weights, random numbers and errors are those of a training that nobody watches. One thing to know: what a forward
+# weights, random numbers and errors are those of a training run that nobody watches. One thing to know: what a forward
 # pre-hook **returns**, if it is not None, takes the place of the inputs.
 
 # %% tags=["exercise"]
@@ -349,9 +349,9 @@ def patient_2(watch):
 check("7.3", pair, patient_1, patient_2)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Ask: the healthy twin of patient 2 does not return 0 but a few per cent. Why? (The
-# targets are characters, and two different samples often have the same next character.) Any numbers will do in
-# `set_epoch`, if they differ between epochs and are the same on all ranks; the check takes the learner's for the twin.
+# *For the instructor.* Ask: the healthy twin of patient 2 does not return 0 but a few per cent. Why? (The targets are
+# characters, and two different samples often have the same next character.) Any numbers will do in `set_epoch`, if they
+# differ between epochs and are the same on all ranks; the check takes the learner's for the twin.
 
 # %% [markdown]
 # ## 4. The ward for weights (core, 15 min)
@@ -584,9 +584,9 @@ class MySyncBatchNorm(torch.autograd.Function):
 check("7.5", MySyncBatchNorm, ranks)
 
 # %% [markdown]
-# labcode's module adds what a training needs: running averages, evaluation, 16 bits. Its ranks do not send Σx and Σx²:
-# for values far from zero, mean(x²) - mean² is the difference of two large numbers, and the digits of a small variance
-# are lost. Each rank subtracts its own mean before it squares. (Lesson 19, section 3, derives the formula.)
+# labcode's module adds what a training run needs: running averages, evaluation, 16 bits. Its ranks do not send Σx and
+# Σx²: for values far from zero, mean(x²) - mean² is the difference of two large numbers, and the digits of a small
+# variance are lost. Each rank subtracts its own mean before it squares. (Lesson 19, section 3, derives the formula.)
 
 # %%
 from labcode.parallel import batch_norm
@@ -685,8 +685,8 @@ compare("patient 8, times the weight", times_the_weight, found, within=1.001)
 # gradient, one would hardly see it, unless gradients are clipped: larger ones are cut more often. Patient 8 has no
 # factor that one could put right afterwards: its gradient points in a slightly wrong direction.
 #
-# Patient 4 is right in its numbers. It only sends more than it needs: a gradient is sent by DDP at the end of **every**
-# backward, unless forward and backward of that micro-batch run inside `with model.no_sync():`.
+# Patient 4 is right in its numbers. It only sends more than it needs: a gradient is sent by DDP in **every** backward,
+# unless forward and backward of that micro-batch run inside `with model.no_sync():`.
 #
 # **Predict.** The model has 18,624 weights of 4 bytes, and a step has four micro-batches. How many bytes of gradients
 # does patient 4 send in each step **beyond** what is needed?
@@ -813,10 +813,10 @@ check("7.6", pair, patient_3, patient_4, patient_8)
 # gradient norms often names the forgotten factor.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. In language models the number of targets differs between ranks whenever padding is
-# ignored, so patient 8 is the rule there, not the exception. Hugging Face found it in their Trainer in 2024
-# (the sources have the link). Ask: what would happen with `no_sync()` round all four micro-batches? (No message at
-# all: the ranks drift apart, and the ward round shows it under "gradients".)
+# *For the instructor.* In language models the number of targets differs between ranks whenever padding is ignored, so
+# patient 8 is the rule there, not the exception. Hugging Face found it in their Trainer in 2024 (the sources have the
+# link). Ask: what would happen with `no_sync()` round all four micro-batches? (No message at all: the ranks drift
+# apart, and the ward round shows it under "gradients".)
 
 # %% [markdown]
 # ## 7. The training stands still (core, 30 min)
@@ -900,7 +900,7 @@ def roll_call(store, name, rank, num_ranks, limit_s):
 check("7.7", roll_call, ranks)
 
 # %% [markdown]
-# Four patients stand still or stop with an error in the middle of a loop: 11, which you know, 12, 14 and 15.
+# Besides patient 6, whose second step is an error, four stand still or stop: 11, which you know, 12, 14 and 15.
 
 # %%
 for number in (12, 14, 15):
@@ -1053,11 +1053,10 @@ check("7.8", pair, patient_11, patient_14, patient_15)
 # of times on different ranks.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. In 7.7 the time-out is usually given to each wait anew; the check runs 8 ranks of
-# which one is there. Who gives the last ranks a wait of a millisecond calls ranks absent that are there: a note that
-# lies in the store takes longer than that to be read on a busy machine. A real job has the same tool:
-# `python -m labcode.train` names the rank that has not come after a minute, and NCCL's flight recorder holds the last
-# calls of each rank.
+# *For the instructor.* In 7.7 the time-out is usually given to each wait anew; the check runs 8 ranks of which one is
+# there. Who gives the last ranks a wait of a millisecond calls ranks absent that are there: a note that lies in the
+# store takes longer than that to be read on a busy machine. A real job has the same tool: `python -m labcode.train`
+# names the rank that has not come after a minute, and NCCL's flight recorder holds the last calls of each rank.
 
 # %% [markdown]
 # ## 8. Right, and slow (core, 20 min)
@@ -1133,7 +1132,7 @@ patient_9_has = "search unneeded"
 patient_10_has = "saved by all"
 
 # %% tags=["nbval-check-output"]
-FAULTS = ("search unneeded", "saved by all", "different weights")
+FAULTS = ("search unneeded", "saved by all", "slow rank")
 for number, guess in {9: patient_9_has, 10: patient_10_has}.items():
     examined = clinic.examine(pair, number)[0]
     compare(f"patient {number}", guess, examined.findings[0], options=FAULTS)
@@ -1188,12 +1187,12 @@ compare("4 is true", checkpointing_breaks_ddp, checkpointing_gap > ROUNDING)
 # 4. With `use_reentrant=False` it works. The older, reentrant kind runs a second backward inside the first one, and
 #    that breaks the search for unused parameters; there the sentence was often true.
 #
-# And here are three on which one guide to DDP is built:
+# And here are three that a long guide to DDP builds on:
 #
 # 5. "Move the loss to the GPU, `CrossEntropyLoss().to(device)`: by default it is on the CPU, and the devices differ."
 # 6. "A BatchNorm that is not synchronised makes the models of the ranks diverge: their weights differ."
-# 7. "Measure a whole step, and in it the time from the start of forward to the end of backward. The difference is the
-#    time of the communication."
+# 7. "Measure a whole step, and in it the time of forward and backward. The difference is the time of the
+#    communication."
 #
 # For 6 we train with DDP and a plain BatchNorm, on other samples on each rank. For 7 a hook on DDP sends each bucket
 # through a link of two kinds: over one it takes no time, over the other 20 ms. If the difference is the communication,
@@ -1233,7 +1232,7 @@ compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 #    they are made of, and all weights stay equal. What suffers is the quality (section 5), not the agreement.
 # 7. DDP communicates **within** backward. The slow link makes the step longer by 20 ms, and the difference stays what
 #    it was: `zero_grad` and the optimizer's step. One has to compare with a step that sends nothing, under `no_sync()`
-#    (section 10 does), or ask the profiler (lesson 02).
+#    (section 10 does), or ask the profiler (section 10, too).
 #
 # One more is not tested here: "Use DDP, not `torch.nn.DataParallel`." It needs two GPUs. Without a GPU `DataParallel`
 # calls the module itself, once, and there is nothing to compare. PyTorch's documentation describes it so: it is one
@@ -1242,7 +1241,7 @@ compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 # even on a single node.
 
 # %% [markdown]
-# ## 10. Is a second rank worth it? (optional, 10 min)
+# ## 10. Is a second rank worth it? (optional, 30 min)
 #
 # **Scaling efficiency** is the time of a step on one rank, divided by the time of a step on p ranks with p times the
 # batch: 1 is perfect. Without overlap a step on p ranks is the same work plus the message:
@@ -1299,7 +1298,7 @@ plot.lines(
 # %% [markdown]
 # The lines called "formula" are work / (work + message), both measured by themselves; the others are whole steps. In
 # the ratio of work and message the weights cancel, and the samples (in a language model: the tokens) per rank are left.
-# That is why the curves of 256 samples are the higher ones. They tend to rise with the width, because these messages
+# That is why the curves of 256 samples are the higher ones. They rise with the width at first, because these messages
 # are small: the fixed cost of a message is divided by more bytes. Once a message is so large that its fixed cost no
 # longer counts, a larger model does not help any more.
 #
@@ -1308,6 +1307,92 @@ plot.lines(
 # as it is shorter.
 #
 # **Takeaway: when scaling is bad, first look at the samples per rank, then at the network.**
+#
+# ### Which buckets, and which hook? Ask the profiler
+#
+# Lesson 05 has drawn overlap on a link that it emulated. For a job of your own, record a few steps with PyTorch's
+# profiler (lesson 02, section 6) and ask the recording three things. How many messages does a step send? Which part of
+# their time is hidden behind computing? And how long is what is not: the **exposed** communication?
+#
+# The example is a row of eight equal layers. Each has 512 x 512 weights, which is 1 MiB of gradients. DDP's
+# `bucket_cap_mb` counts in MiB, and a bucket is closed as soon as it holds that much.
+#
+# **Predict.** How many all-reduces does a step send with buckets of 1, 4 and 25 MiB? And for which of the three can
+# nothing be hidden, on any network?
+
+# %% tags=["predict"]
+messages_of_1 = 8
+messages_of_4 = 2
+messages_of_25 = 1
+nothing_is_hidden_with = 25  # its only message waits for the last gradient
+
+# %%
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
+from torch.profiler import ProfilerActivity, profile, record_function
+
+from labcode.perf import breakdown
+from labcode.perf.chrome_trace import read
+
+
+def profiled(rank, bucket_mib, hook):
+    """All-reduces in a step, and where its time goes: three recorded steps."""
+    layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
+    model = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_mib)
+    if hook == "fp16":
+        model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+    inputs = torch.randn(256, 512)
+
+    def step():
+        model(inputs).square().mean().backward()
+
+    for _ in range(3):
+        step()
+    with profile(activities=[ProfilerActivity.CPU]) as recorded:
+        for number in range(3):
+            with record_function(f"ProfilerStep#{number}"):
+                step()
+    trace = read(recorded)
+    messages = [event for event in trace.events if event.name == "gloo:all_reduce"]
+    return len(messages) / 3, breakdown.mean(breakdown.breakdown(trace))
+
+CHOICES = {"1 MiB": (1, None), "4 MiB": (4, None), "25 MiB": (25, None)}
+CHOICES["4 MiB, 16 bits"] = (4, "fp16")
+messages = {}
+times = {}
+for name, (bucket_mib, hook) in CHOICES.items():
+    messages[name], times[name] = pair.run(profiled, bucket_mib, hook)[0]
+
+# %% tags=["figure"]
+compare("1 MiB", messages_of_1, messages["1 MiB"], within=1, found="counted")
+compare("4 MiB", messages_of_4, messages["4 MiB"], within=1, found="counted")
+compare("25 MiB", messages_of_25, messages["25 MiB"], within=1, found="counted")
+hidden = {mib: times[f"{mib} MiB"].overlap for mib in (1, 4, 25)}
+least_hidden = min(hidden, key=hidden.get)
+compare("nothing is hidden", nothing_is_hidden_with, least_hidden, within=1)
+for name, spent in times.items():
+    print(f"{name}: {spent.collectives_ms:.1f} ms of messages,", end=" ")
+    print(f"{spent.overlap:.0%} hidden, {spent.communication_ms:.1f} ms exposed")
+plot.step_breakdown(
+    times,
+    title="Where a step goes, by the size of the buckets",
+    alt="Four bars, one for each choice, with parts for computing, for exposed "
+        "communication and for the rest; messages in one bucket are exposed whole",
+)
+
+# %% [markdown]
+# With one bucket of 25 MiB everything is sent after the last gradient, and the recording shows all of it as exposed.
+# (DDP takes 25 MiB if you name no size, but closes its first bucket at 1 MiB, for this reason.) Smaller buckets leave
+# earlier. How much is then hidden depends on the network: between two processes of one machine the same cores compute
+# and copy, so that a hidden message makes the computing longer, and little or nothing is won; and eight messages take
+# longer than one, since each has its fixed cost. On
+# GPUs with a network of their own it is.
+#
+# The hook that sends 16 bits (lesson 05, section 6) halves the bytes, and pays for it with two casts of every gradient.
+# Whether that is a gain is a question of the same recording: exposed communication that has gone, against computing that
+# has come. Change one thing, record again, and keep what makes the whole step shorter.
+#
+# **Takeaway: tune buckets and hooks by a recording of your own job: messages in a step, the part of them that is hidden,
+# and the length of the step.**
 
 # %% [markdown] tags=["exercise"]
 # ## 11. The night shift (core, 15 min)
@@ -1380,19 +1465,21 @@ pair.close()
 #
 # | claim | shown in | verdict |
 # |---|---|---|
-# | DDP, never `nn.DataParallel` | 07 §9, from PyTorch's documentation | right; "two to three times as slow" is no constant |
+# | DDP, never `nn.DataParallel`, which is deprecated | 07 §9, from PyTorch's documentation | right, though it is not deprecated, only not recommended; "two to three times as slow" is no constant |
 # | torchrun sets RANK, LOCAL_RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT | 01 §1, 14 §2 | right |
-# | `init_process_group` before any CUDA call | | wrong: the device may be set first, and with `device_id=` it has to be known |
+# | `init_process_group` before any CUDA call | 14 §2 | wrong: the device may be set first, and with `device_id=` it has to be known |
 # | model to its device, then wrap; not a part of it, not afterwards | 07 §4, patients 5 and 6 | right |
 # | without a DistributedSampler all ranks read the same | patient 1 | right if they draw from the same seed; else they read overlapping shares |
 # | `set_epoch` | patient 2 | right |
+# | `drop_last=True` avoids an uneven last batch | 04 §5 | half: all ranks have the same number of samples anyway; their last batch is a short one, on all of them |
 # | without it "training does not improve after the first epoch" | patient 2 | wrong: it learns on, in the same order |
 # | gradients are averaged in backward, in buckets, beside the computation | 04 §1, 05 §1 to 4 | right |
-# | "gradients are synchronised only when optimizer.step() is called" | patient 4 | wrong: at the end of each backward |
+# | "gradients are synchronised only when optimizer.step() is called" | patient 4 | wrong: within each backward |
 # | accumulation: divide by m | patient 3 | right |
 # | accumulation: `no_sync()` | patient 4, 07 §9 | right, for the bytes; the gradient is the same without |
 # | plain BatchNorm makes models diverge | 07 §5 and §9, patient 7 | wrong: the weights stay equal; statistics of a share are worse ones |
 # | SyncBatchNorm below 16 samples a rank, not above 32 | 07 §5 | the direction is right; where the border lies depends on the model |
+# | SyncBatchNorm matters more on several nodes | 07 §5 | wrong: samples a rank decide; its messages cost more there |
 # | buffers are sent "at the start of training"; dropout masks are buffers | 07 §5 | wrong: before each forward; a mask is drawn anew and kept by autograd |
 # | the same seed on all ranks, or the models diverge | 07 §9 | wrong: DDP sends rank 0's weights |
 # | a checkpoint is loaded by all ranks, saved by one, through `.module` | patient 10, 13 §7, 17 §2 | right; before wrapping, loading by rank 0 would do for the weights |
@@ -1401,22 +1488,31 @@ pair.close()
 # | `find_unused_parameters` only where the graph changes | patients 9 and 14, 07 §9 | right; "10 to 20 % slower" depends on the model |
 # | buckets: larger ones for fast networks, smaller ones for slow ones | 05 §1 and 4 | half: latency asks for large ones, overlap for small ones |
 # | communication a tenth of the computation, or worse | 13 §5 | no law: what counts is what is not hidden |
-# | the difference of step and forward plus backward is communication | 07 §9 | wrong: it is the optimizer |
+# | the difference of step and forward plus backward is communication | 07 §9 | wrong: communication is within backward. As the guide has it, both clocks start and stop together, so it prints about 0 %; with the optimizer in the step, the difference is the optimizer |
 # | timing a DDP model that rank 0 alone builds | patient 11 | wrong: it hangs |
 # | "average loss across all processes", computed by rank 0 | 07 §7, patient 11 | wrong: it is rank 0's own |
 # | a test that fills all gradients with the rank, and then looks for their mean | 07 §1 | wrong: it tests what it has written, after backward |
 # | 8 GPUs are 6.5 to 7.5 times as fast | 07 §10, 13 §5 | no law: it depends on samples a rank |
 # | large models scale, small ones do not | 07 §10 | mostly wrong: weights cancel, but for the latency |
-# | NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO, measure an all-reduce first | 14 §4 | right |
+# | for small models: accumulation, a larger batch on each GPU, or fewer GPUs | 07 §10, 06 §3 | right: all three are more samples for each message; the critical batch says how far it pays |
+# | a larger effective batch may need more iterations | 06 §3 | wrong: fewer steps, but more samples |
+# | NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO, measure an all-reduce first | 14 §4 to 6 | right |
+# | `ping` and `nc` to the master first | 14 §5 | right for the address and for a firewall; a port that nobody listens on yet refuses `nc` as well |
+# | NCCL_P2P_DISABLE=1, NCCL_IB_DISABLE=1; NCCL_IB_HCA, NCCL_BUFFSIZE | `python -m labcode.doctor` | the first two are for finding a fault: left on, they make every message slower, and the doctor warns of them. The others depend on the machine: leave them to NCCL until an all-reduce is measured |
 # | NCCL_TIMEOUT; `%r` in NCCL_DEBUG_FILE | | wrong: `timeout=` of `init_process_group`; NCCL knows `%h` and `%p` |
 # | `timeout=` of DDP for slow GPUs | 07 §8 | wrong: DDP has no such argument, and waiting longer makes nobody faster |
 # | the slowest GPU decides | 07 §8, patient 13 | right |
 # | each rank its own GradScaler | 18 §2 | right: after the all-reduce an inf is on all ranks, so they all leave out the step |
+# | a barrier after saving | 17 §2 | needed if another rank goes on to read the file; it does not make the file whole |
+# | `destroy_process_group()` at the end | 01 §1, 04 §7 | right |
+# | out of memory may hide a wrong device | `doctor.watch` | right where all ranks use GPU 0; else see lesson 16 §1 |
+# | `gradient_as_bucket_view=True` saves memory | 16 §2 | right: as much as the weights take |
 # | checkpointing works with DDP | 07 §9, 16 §5 | right with `use_reentrant=False` |
 # | ZeRO by FairScale | 13 | the idea is right; use FSDP2 or ZeroRedundancyOptimizer today |
 #
-# Its six steps for debugging (one GPU first, environment variables, process group, devices, gradients, profile) are
-# steps 2 and 4 of section 1 and `python -m labcode.doctor`. What it lacks is the question whether the ranks agree.
+# Its six steps for debugging are one GPU first, environment variables, process group, devices, gradients and profile.
+# The first four are steps 2 and 4 of section 1 and `python -m labcode.doctor`. The fifth asks whether the ranks agree,
+# and cannot find out: it looks at gradients that it has filled itself. The sixth is the row on the difference above.
 
 # %% [markdown]
 # ## Recap
@@ -1469,7 +1565,7 @@ pair.close()
 # - A hang over NCCL ends after ten minutes, unless `timeout` in `init_process_group` says otherwise. Then the flight
 #   recorder of a recent PyTorch has the last calls of each rank.
 # - `python -m labcode.doctor` looks at an installation: versions, devices, ports, names of hosts, shared memory.
-#   `python -m labcode.doctor hang runs/my_run` asks the ranks of a training that stands still where they are.
+#   `python -m labcode.doctor hang runs/my_run` asks the ranks of a training run that stands still where they are.
 # - On a cluster a slow rank is usually a node: a hot GPU, another job, a bad link. Lesson 14 runs on nodes, and lesson
 #   17 is about what fails there.
 #

@@ -122,10 +122,10 @@ def my_coords(rank, sizes, order):
 check("8.1", my_coords)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes with the exercise. Most people get it right at once; those who do not have read the
-# order from slow to fast, or divide before they take the remainder. Somebody always loops `while rank > 0`, which
-# leaves out the slow axes of the low ranks. Ask the room: how would you go back from coordinates to the rank? (Multiply
-# and add, from the slowest axis to the fastest. It is Horner's scheme.)
+# *For the instructor.* Most people get it right at once; those who do not have read the order from slow to fast, or
+# divide before they take the remainder. Somebody always loops `while rank > 0`, which leaves out the slow axes of the
+# low ranks. Ask the room: how would you go back from coordinates to the rank? (Multiply and add, from the slowest axis
+# to the fastest. It is Horner's scheme.)
 
 # %% [markdown]
 # ## 2. Groups (core, 20 min)
@@ -232,9 +232,9 @@ check("8.2", my_groups)
 show_source(GridShape.groups)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes for section 2. The usual mistake in 8.2 is to group by the coordinates along `axes`
-# in place of the others: ask what the ranks of a group have in common. With `my_coords` the inner loop is `tuple(
-# coords[axis] for axis in sizes if axis not in axes)`.
+# *For the instructor.* The usual mistake in 8.2 is to group by the coordinates along `axes` in place of the others: ask
+# what the ranks of a group have in common. With `my_coords` the inner loop is `tuple( coords[axis] for axis in sizes if
+# axis not in axes)`.
 
 # %% [markdown]
 # ## 3. Make the groups real (core, 30 min)
@@ -425,11 +425,11 @@ ranks.run(too_large)
 # get wrong sums when you are not.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. Let the room fill in the last column of the table before they see it. In 8.3 most
-# write `for axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the
-# groups they are in. That second version can even seem to work here, because every rank is in one group of each axis.
-# But [0, 1] and [2, 3] then get the same name, and their members write their addresses under the same keys, so it is
-# luck who meets whom.
+# *For the instructor.* Let the room fill in the last column of the table before they see it. In 8.3 most write `for
+# axis in groups_of`, and learn from the check that call 1 differs between the ranks; some make only the groups they are
+# in. That second version can even seem to work here, because every rank is in one group of each axis. But [0, 1] and
+# [2, 3] then get the same name, and their members write their addresses under the same keys, so it is luck who meets
+# whom.
 
 # %% [markdown]
 # ## 4. What crosses between nodes (core, 35 min)
@@ -716,10 +716,10 @@ show_source(across_nodes)
 show_source(step_traffic)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes. The prediction of the worked example is where the time
-# goes: act of 16 sequences, not of 32, is what people forget. In 8.4 some take the distance of two ranks for a
-# difference of nodes, others the largest axis in place of the sum, or the bytes of all links; the latter are the same
-# for every order. Ask: why does `cp-tp-dp-pp` cost the same as `tp-cp-dp-pp` here? (cp has size 1.)
+# *For the instructor.* The prediction of the worked example is where the time goes: act of 16 sequences, not of 32, is
+# what people forget. In 8.4 some take the distance of two ranks for a difference of nodes, others the largest axis in
+# place of the sum, or the bytes of all links; the latter are the same for every order. Ask: why does `cp-tp-dp-pp` cost
+# the same as `tp-cp-dp-pp` here? (cp has size 1.)
 
 # %% [markdown]
 # ## 5. Choose a grid (core, 20 min)
@@ -848,14 +848,14 @@ plot.lines(
 # - **Thin matrices**: with tp = 8 each product is narrower, and reaches less of the GPU's peak.
 # - **Uneven stages**: embedding and head belong to one of the stages each (lesson 12).
 # - **Sharded optimizers**: most of the 16 bytes, or all of them, can be divided by dp as well. That is called ZeRO, and
-#   a lesson about it is planned.
+#   lesson 13 is about it.
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Let people shout grids and run the table on the projector. Grids that pass: dp 8 pp
-# 8; dp 4 pp 8 cp 2; dp 4 pp 8 tp 2; dp 2 pp 8 cp 2 tp 2. The best of them, with cp = 2, loses 0.357 s. The discussion
-# is worth more than the grid: why is pp = 16 refused (40 layers), and why is dp = 64 impossible (206 GB)? Derive the
-# formula with (tp - 1) on the board.
+# *For the instructor.* Let people shout grids and run the table on the projector. Grids that pass: dp 8 pp 8; dp 4 pp 8
+# cp 2; dp 4 pp 8 tp 2; dp 2 pp 8 cp 2 tp 2. The best of them, with cp = 2, loses 0.357 s. The discussion is worth more
+# than the grid: why is pp = 16 refused (40 layers), and why is dp = 64 impossible (206 GB)? Derive the formula with (tp
+# - 1) on the board.
 
 # %% [markdown]
 # ## 6. Scatter/gather (optional, 10 min)
@@ -910,9 +910,9 @@ ranks.close()
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM (core, 5 min)
 #
-# On a machine with four GPUs `Ranks(4)` takes one each. The tensors of this lesson stay on the CPU, where gloo carries
-# them; a CUDA tensor goes through the same groups over NCCL. In a program that torchrun or srun starts, the two lines
-# are `bootstrap.start()` and `Grid.create(shape)`.
+# `Ranks(4)` computes on the CPU on every machine, where gloo carries the tensors. `Ranks(4, device="cuda")` gives each
+# rank a GPU, and a CUDA tensor goes through the same groups over NCCL. In a program that torchrun or srun starts, the
+# two lines are `bootstrap.start()` and `Grid.create(shape)`.
 #
 # All of sections 4 and 5 rests on one assumption: **ranks fill the nodes in blocks**, so that a rank's node is `rank //
 # 8`. torchrun does that. So does `srun` by default (`--distribution=block`). With `--distribution=cyclic` it deals the

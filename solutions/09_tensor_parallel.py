@@ -282,11 +282,11 @@ print(f"with a sum both ways, the gradient of a is {too_long:.4g} times as long"
 # put g. Autograd does not notice if one of them is missing.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. Draw the four paths on the board and let the room find the missing sum. What people
-# get wrong in 9.1: they sum in place (the check looks at the inputs afterwards), they forget `group=` (which passes
-# where the group is all ranks, so the check uses a group of three as well), or they sum in both directions of g. The
-# measured error is a little smaller than √(3/4), because the paths are not quite unrelated. Ask: for which loss would
-# the plain all-reduce be right? (If nothing that has weights lies below.)
+# *For the instructor.* Draw the four paths on the board and let the room find the missing sum. What people get wrong in
+# 9.1: they sum in place (the check looks at the inputs afterwards), they forget `group=` (which passes where the group
+# is all ranks, so the check uses a group of three as well), or they sum in both directions of g. The measured error is
+# a little smaller than √(3/4), because the paths are not quite unrelated. Ask: for which loss would the plain
+# all-reduce be right? (If nothing that has weights lies below.)
 
 # %% [markdown]
 # ## 2. Columns, then rows (core, 25 min)
@@ -492,10 +492,10 @@ show_source(tensor.RowParallelLinear)
 # second bias is added once, after the sum.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. In 9.2 half of the room cuts dim 1, because "columns" are columns: refer to the
-# transpose. Others keep the whole layer as an attribute, so that nothing is saved. In 9.3 the bias goes into `F.linear`
-# out of habit. Ask: what would happen to the bias if each rank added bias/p before the sum? (It works in forward; its
-# gradient is then 1/p of the true one on every rank, unless that is taken care of as well.)
+# *For the instructor.* In 9.2 half of the room cuts dim 1, because "columns" are columns: refer to the transpose.
+# Others keep the whole layer as an attribute, so that nothing is saved. In 9.3 the bias goes into `F.linear` out of
+# habit. Ask: what would happen to the bias if each rank added bias/p before the sum? (It works in forward; its gradient
+# is then 1/p of the true one on every rank, unless that is taken care of as well.)
 
 # %% [markdown]
 # ## 3. Attention: whole heads (core, 10 min)
@@ -724,9 +724,8 @@ check("9.4", my_swiglu, ranks)
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes for sections 3 and 4, and 15 for the exercise. Typical in 9.4: `copy_to` twice (two
-# sums in backward), or the whole gate on every rank (right numbers, no parallelism: the check counts FLOPs). Ask: could
-# gate and up be one fused weight? (Yes, cut by sections.)
+# *For the instructor.* Typical in 9.4: `copy_to` twice (two sums in backward), or the whole gate on every rank (right
+# numbers, no parallelism: the check counts FLOPs). Ask: could gate and up be one fused weight? (Yes, cut by sections.)
 
 # %% [markdown]
 # ## 5. The same with DTensor (core, 30 min)
@@ -1000,9 +999,9 @@ for kind, (number, num_bytes) in ranks.run(on_parts_of_the_sequence)[0].items():
 # distributed checkpoints. Count its collectives, and compare it with the whole model once.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. Go through the two rows of the table with the MLP on the board, and introduce the
-# other styles where they are used. Ask: in the table, which layout would the output of `RowwiseParallel` have if
-# nothing were sent? (`Partial()`.)
+# *For the instructor.* Go through the two rows of the table with the MLP on the board, and introduce the other styles
+# where they are used. Ask: in the table, which layout would the output of `RowwiseParallel` have if nothing were sent?
+# (`Partial()`.)
 
 # %% [markdown]
 # ## 6. A whole GPT (core, 15 min)
@@ -1148,8 +1147,8 @@ plot.lines(
 # compare numbers, and compare the copies.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes, and the best moment of the lesson: show the first figure and ask who would have
-# stopped this run. Then the second. Section 7 is optional: 45 minutes with its two exercises, good as homework.
+# *For the instructor.* The best moment of the lesson: show the first figure and ask who would have stopped this run.
+# Then the second. Section 7 is optional: 45 minutes with its two exercises, good as homework.
 
 # %% [markdown]
 # ## 7. The vocabulary (optional, 45 min)
@@ -1344,9 +1343,9 @@ compare("bytes", bytes_of_sums, num_bytes, within=1, unit="B", found="counted")
 # **Takeaway: do not gather what you are going to reduce. Three numbers for each token replace V of them.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes. 9.5: people forget to mask after the lookup (the tokens of others then add the
-# vector of row 0), or do not shift by `first`. 9.6: a maximum of each rank's own is the classical mistake, and the
-# check names it; another is `dist.all_reduce` on the sums, whose loss is right and whose gradient does not exist.
+# *For the instructor.* 9.5: people forget to mask after the lookup (the tokens of others then add the vector of row 0),
+# or do not shift by `first`. 9.6: a maximum of each rank's own is the classical mistake, and the check names it;
+# another is `dist.all_reduce` on the sums, whose loss is right and whose gradient does not exist.
 
 # %%
 ranks.close()

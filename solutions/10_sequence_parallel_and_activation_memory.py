@@ -111,9 +111,9 @@ compare("more than half is whole", more_than_half_is_whole, more, found="publish
 # does not make its activations t times smaller.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. People divide by 16 instead of by 16/4, which compares with one GPU, and they divide
-# the GB in use after forward without taking off what was there before. Ask the room what else a log of `nvidia-smi`
-# counts: the allocator's reserve, the buffers of NCCL and cuDNN, the optimizer from the second step on.
+# *For the instructor.* People divide by 16 instead of by 16/4, which compares with one GPU, and they divide the GB in
+# use after forward without taking off what was there before. Ask the room what else a log of `nvidia-smi` counts: the
+# allocator's reserve, the buffers of NCCL and cuDNN, the optimizer from the second step on.
 
 # %% [markdown]
 # ## 2. What a layer keeps (core, 30 min)
@@ -195,12 +195,12 @@ def layer_bytes(s, b, h, a, t=1):
 check("10.1", layer_bytes)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Line by line for attention: input of the linear layer 2 s b h (whole); q, k and v 6
-# s b h; output of the softmax 2 a s² b; mask 1 a s² b; the dropped table, which the product with v reads, 2 a s² b;
-# input of `proj` 2 s b h; mask after `proj` 1 s b h (whole). The product q kᵀ keeps q and k, and v is kept by the other
-# product. People forget that the dropped table is a tensor of its own, and they cut the masks behind `proj` and `down`.
-# Ask: which parts of the list vanish with a fused attention? (Everything with s², in exchange for one number per token
-# and head.) Another 15 minutes for the rest of the section.
+# *For the instructor.* Line by line for attention: input of the linear layer 2 s b h (whole); q, k and v 6 s b h;
+# output of the softmax 2 a s² b; mask 1 a s² b; the dropped table, which the product with v reads, 2 a s² b; input of
+# `proj` 2 s b h; mask after `proj` 1 s b h (whole). The product q kᵀ keeps q and k, and v is kept by the other product.
+# People forget that the dropped table is a tensor of its own, and they cut the masks behind `proj` and `down`. Ask:
+# which parts of the list vanish with a fused attention? (Everything with s², in exchange for one number per token and
+# head.) Another 15 minutes for the rest of the section.
 
 # %% [markdown]
 # Now add your three parts up. On one rank they make 4 + 11 + 19 = 34 bytes for each of s b h, and 5 bytes for each
@@ -529,11 +529,10 @@ class GatherAgain(torch.autograd.Function):
 check("10.3", GatherAgain, ranks)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes for the section, 30 of them for 10.2 and 10.3. The mistake of 10.2 is to give back
-# one's own part of one's own gradient. That is right where all ranks compute the same afterwards, and wrong here. The
-# mistake of 10.3 is to multiply before gathering, as every rank has another weight. Ask the room: in which order should
-# the two messages and the two products of backward go, and why does labcode wait for x before it sends the gradient?
-# (Two buffers of [B, S, H] at the peak in place of three.)
+# *For the instructor.* The mistake of 10.2 is to give back one's own part of one's own gradient. That is right where
+# all ranks compute the same afterwards, and wrong here. The mistake of 10.3 is to multiply before gathering, as every
+# rank has another weight. Ask the room: in which order should the two messages and the two products of backward go, and
+# why does labcode wait for x before it sends the gradient? (Two buffers of [B, S, H] at the peak in place of three.)
 
 # %% [markdown]
 # Here is labcode's backward of the same operation. The two messages and the two products are those of your function.
@@ -726,8 +725,9 @@ print("backward:", by_plan_backward)
 
 # %% [markdown]
 # The gathered tensor stays. Backward has one all-gather, for the gradient of the output, and does not gather the input
-# again. So the plan sends 8 units for a layer, as tensor parallelism does, and keeps 5.5 of 16 numbers where our layers
-# keep 4. Activation checkpointing (lesson 16) removes this tensor as well, together with others.
+# again. The input of attention is gathered in the same way. So, by the same count for both halves, the plan sends 8 units
+# for a layer, as tensor parallelism does, and keeps 5.5 of 16 numbers where our layers keep 4: 0.75 more in each half.
+# Activation checkpointing (lesson 16) removes this tensor as well, together with others.
 #
 # ### Broken on purpose
 #
@@ -752,10 +752,10 @@ ranks.run(cut_250_tokens)
 # tensor parallelism, there is little reason to leave it out.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. For the sequence-parallel count people forget the second all-gather, or they count it
-# for every linear layer: it belongs to `qkv` and `up` alone, which begin a block. Let the room count with the picture:
-# for each block, two collectives forward, the same two mirrored, and one more. Let them guess what
-# the plan keeps before they count; most expect PyTorch to gather again.
+# *For the instructor.* For the sequence-parallel count people forget the second all-gather, or they count it for every
+# linear layer: it belongs to `qkv` and `up` alone, which begin a block. Let the room count with the picture: for each
+# block, two collectives forward, the same two mirrored, and one more. Let them guess what the plan keeps before they
+# count; most expect PyTorch to gather again.
 
 # %% [markdown]
 # ## 5. Weights that several ranks share (core, 30 min)
@@ -953,11 +953,11 @@ check("10.4", SequenceParallelMLP, ranks)
 # forget the sum, the loss will not tell you.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. In 10.4 nearly everybody writes `F.linear(h, self.down, self.down_bias)` before the
+# *For the instructor.* In 10.4 nearly everybody writes `F.linear(h, self.down, self.down_bias)` before the
 # reduce-scatter first, which adds the bias t times, and many forget that `down_bias` then belongs to the shared
 # weights. Summing the gradients of `up` and `down` as well is the other frequent mistake. Ask the room which of the
-# biases of attention are shared in the same way. (`proj`'s, not `qkv`'s.) The losses of the two runs differ by a
-# few hundredths at most: let people say beforehand what they would have noticed in their own project.
+# biases of attention are shared in the same way. (`proj`'s, not `qkv`'s.) The losses of the two runs differ by a few
+# hundredths at most: let people say beforehand what they would have noticed in their own project.
 
 # %% [markdown]
 # ## 6. From here to GPUs and SLURM (core, 5 min)

@@ -207,11 +207,11 @@ def my_merge(out_a, lse_a, out_b, lse_b):
 check("11.1", my_merge)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes for sections 1 and 2. Derivation: the numerator of a block is e^lse · o; numerators
-# add up, denominators add up. Nearly everybody writes `exp(lse)` first, which the check refuses at scores of 5000.
-# Others weight with lse itself, or subtract the first lse, which overflows where the second is larger, or subtract the
-# largest lse of all rows, which loses the rows far below it. Ask the room: in which order may blocks be merged? (In
-# any, and in any grouping. That is why the ring may start anywhere.)
+# *For the instructor.* Derivation: the numerator of a block is e^lse · o; numerators add up, denominators add up.
+# Nearly everybody writes `exp(lse)` first, which the check refuses at scores of 5000. Others weight with lse itself, or
+# subtract the first lse, which overflows where the second is larger, or subtract the largest lse of all rows, which
+# loses the rows far below it. Ask the room: in which order may blocks be merged? (In any, and in any grouping. That is
+# why the ring may start anywhere.)
 
 # %% [markdown]
 # labcode's merge works in place, and with a sigmoid in place of two exponentials. With a and b for the two lse, the
@@ -325,12 +325,11 @@ def ring_forward(q, k, v, group):
 check("11.2", ring_forward, ranks)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes for the section, 25 of them for the exercise. The most common mistakes: leaving the
-# loop, or not passing on, when there is nothing to see (the next rank then waits: it hangs); the wrong source (rank +
-# step, which is right only if parts move the other way); receiving into the tensor that is sent; `dist.get_rank()`
-# without the group, which the check finds in the group of ranks 1, 2 and 3. Ask the room: when could the next part
-# already be under way? (From the moment this one is here: receive step + 1 while computing step. That is what labcode
-# does.)
+# *For the instructor.* Most of the time goes to the exercise. The most common mistakes: leaving the loop, or not
+# passing on, when there is nothing to see (the next rank then waits: it hangs); the wrong source (rank + step, which is
+# right only if parts move the other way); receiving into the tensor that is sent; `dist.get_rank()` without the group,
+# which the check finds in the group of ranks 1, 2 and 3. Ask the room: when could the next part already be under way?
+# (From the moment this one is here: receive step + 1 while computing step. That is what labcode does.)
 
 # %% [markdown]
 # Here is labcode's version. (Look for `_travel` and `merge`; the rest is about dtypes and other layouts.) `_travel`
@@ -477,10 +476,10 @@ def ring_backward(dout, q, k, v, out, lse, group):
 check("11.3", ring_backward, ranks)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes for the section, 25 of them for the exercise. The hop that is forgotten is the last
-# one: dq is right, dK and dV are complete but those of the neighbour, and the check says so. Some compute out and lse
-# anew for each block and use those: then P is the block's own softmax. Ask the room why the sums are kept in float32
-# where K and V are in 16 bits. (They collect p terms one after the other; that makes their messages twice as long.)
+# *For the instructor.* Most of the time goes to the exercise. The hop that is forgotten is the last one: dq is right,
+# dK and dV are complete but those of the neighbour, and the check says so. Some compute out and lse anew for each block
+# and use those: then P is the block's own softmax. Ask the room why the sums are kept in float32 where K and V are in
+# 16 bits. (They collect p terms one after the other; that makes their messages twice as long.)
 
 # %% [markdown]
 # labcode saves one message. A rank's own term needs no journey: it stays at home, and the sum that travels is begun by
@@ -752,11 +751,11 @@ plot.bars(
 # **Takeaway: equal tokens are not equal work. Under a causal mask, give each rank an early and a late chunk.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes for the section. `my_chunks` is quick; `my_block` is the point. Draw the rows of rank
-# 1 and the columns of rank 2 for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it
-# sees both. There is a second right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two
-# cases swap. Ask the room what striped attention does (rank r holds the tokens r, r + p, r + 2p and so on): it is
-# balanced as well, but every block has a mask.
+# *For the instructor.* `my_chunks` is quick; `my_block` is the point. Draw the rows of rank 1 and the columns of rank 2
+# for p = 4: of its queries only the late chunk (6) sees rank 2's keys (2 and 5), and it sees both. There is a second
+# right answer, from the middle outwards: rank r holds p - 1 - r and p + r, and the two cases swap. Ask the room what
+# striped attention does (rank r holds the tokens r, r + p, r + 2p and so on): it is balanced as well, but every block
+# has a mask.
 
 # %% [markdown]
 # ## 6. The other ways (core, 25 min)
@@ -898,9 +897,9 @@ ranks.run(ring_with_dropout)
 # heads. The gather is simple, keeps all keys, and sends least where many query heads share a key head.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. People forget that the all-to-all sends four tensors forward and four backward, or
-# count whole tensors in place of (p - 1)/p of them. Ask the room how the gather could do without the mask. (With a
-# kernel that takes positions, or block by block with the merge, as the ring does.)
+# *For the instructor.* People forget that the all-to-all sends four tensors forward and four backward, or count whole
+# tensors in place of (p - 1)/p of them. Ask the room how the gather could do without the mask. (With a kernel that
+# takes positions, or block by block with the merge, as the ring does.)
 
 # %% [markdown]
 # ## 7. A whole GPT, and how to choose (core, 10 min)
@@ -1010,9 +1009,8 @@ check("11.5", my_grid)
 # </details>
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 15 minutes. Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room
-# first say which axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left for the
-# activations.
+# *For the instructor.* Only dp = 4, cp = 2, tp = 8 passes, with tp faster than cp and dp. Let the room first say which
+# axis has to cut the weights (tp: 16 bytes · 7.2 · 10⁹/8 = 14 GB) and which one is left for the activations.
 
 # %% [markdown]
 # ## 9. From here to GPUs and SLURM (core, 5 min)

@@ -125,9 +125,9 @@ print(f"a hand-over costs about {1e3 * hand_over_s:.1f} ms here")
 # (p - 1)/p of the time.** The model fits, and that is all that we have won so far.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Play it with four people and one sheet of paper before showing the figure. People ask
-# why the gradient of the weights is not sent: nobody else has these weights. Others expect $t_B = t_F$; ask them to
-# count the matrix products in the backward of y = x A^T.
+# *For the instructor.* Play it with four people and one sheet of paper before showing the figure. People ask why the
+# gradient of the weights is not sent: nobody else has these weights. Others expect $t_B = t_F$; ask them to count the
+# matrix products in the backward of y = x A^T.
 
 # %% [markdown]
 # ## 2. Micro-batches: GPipe (core, 13 min)
@@ -224,9 +224,9 @@ compare("micro-batches for 6 %", needed, fewest, within=1, found="simulated")
 # and runs the forward a second time before the backward. This is called activation checkpointing.)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 13 minutes. The paper draws the backwards from the last micro-batch to the first, and the check
-# takes that order too. A common mistake in the prediction is 116, the answer for bubble / work. Ask: does the bubble
-# depend on $t_B / t_F$? (Its share does not.)
+# *For the instructor.* The paper draws the backwards from the last micro-batch to the first, and the check takes that
+# order too. A common mistake in the prediction is 116, the answer for bubble / work. Ask: does the bubble depend on
+# $t_B / t_F$? (Its share does not.)
 
 # %% [markdown]
 # ## 3. The runner (core, 45 min)
@@ -355,14 +355,14 @@ show_source(pipeline._Run._exchange)
 # and send by hand what would have flowed through it.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes with the longest exercise. What people get wrong, in the order of frequency: the
-# handle of `isend` dropped (the message may never leave; the check sees it), `requires_grad_` forgotten (then `x.grad`
-# is None), `dist.send` in place of `isend` (GPipe runs, 1F1B hangs: let them see it, it is the best moment of the
-# lesson), `irecv` without `wait()`, the 1/m forgotten, a queue in place of a dict (the check also plays GPipe with its
-# backwards from last to first), `inputs[i]` used as the buffer or asked for a gradient on rank 0, and `.grad` divided
-# by m at the end (the check also starts with gradients from a step before). Ask: why `y.detach()` and not y? (What is
-# sent has no business with the graph; PyTorch would send it as well.) Draw the two queues of the hang on NCCL: s(a2)
-# before r(g0) on one side, s(g0) before r(a2) on the other.
+# *For the instructor.* What people get wrong, in the order of frequency: the handle of `isend` dropped (the message may
+# never leave; the check sees it), `requires_grad_` forgotten (then `x.grad` is None), `dist.send` in place of `isend`
+# (GPipe runs, 1F1B hangs: let them see it, it is the best moment of the lesson), `irecv` without `wait()`, the 1/m
+# forgotten, a queue in place of a dict (the check also plays GPipe with its backwards from last to first), `inputs[i]`
+# used as the buffer or asked for a gradient on rank 0, and `.grad` divided by m at the end (the check also starts with
+# gradients from a step before). Ask: why `y.detach()` and not y? (What is sent has no business with the graph; PyTorch
+# would send it as well.) Draw the two queues of the hang on NCCL: s(a2) before r(g0) on one side, s(g0) before r(a2) on
+# the other.
 
 # %% [markdown]
 # ## 4. One forward, one backward (core, 23 min)
@@ -531,9 +531,9 @@ compare("1F1B, bytes of rank 0", kept_by_first, with_1f1b, within=1, found="coun
 # most, and its long gap before the first backward is the way back.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 23 minutes. Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one
-# forward late and the rank keeps one micro-batch more), a warm-up of r (the wrong end of the pipeline: it hangs), m
-# smaller than the warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
+# *For the instructor.* Common mistakes in 12.3: a warm-up of p - r (then the first backward comes one forward late and
+# the rank keeps one micro-batch more), a warm-up of r (the wrong end of the pipeline: it hangs), m smaller than the
+# warm-up. Ask the room: who keeps the most, and who has the logits? (The first; the last. Section 6.)
 
 # %% [markdown]
 # ## 5. PyTorch's own pipeline, and broken on purpose (core, 15 min)
@@ -687,8 +687,8 @@ except RankError as error:
 # read, and it should name the stage and the action.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Draw the circle as two arrows. Ask: would two validators that share an author have
-# found the doubled F? (Perhaps not. That is why we keep both.)
+# *For the instructor.* Draw the circle as two arrows. Ask: would two validators that share an author have found the
+# doubled F? (Perhaps not. That is why we keep both.)
 
 # %% [markdown]
 # ## 6. A whole GPT (core, 17 min)
@@ -854,8 +854,8 @@ compare("even, against balanced", times_as_long, ratio, within=1.1, found="simul
 # process.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 17 minutes. Ask: how would you notice in production that the tied
-# sum is missing? (Compare the two copies once in a while: one all-reduce of a checksum.)
+# *For the instructor.* Ask: how would you notice in production that the tied sum is missing? (Compare the two copies
+# once in a while: one all-reduce of a checksum.)
 
 # %% [markdown]
 # ## 7. Half of a backward can wait (optional, 30 min)
@@ -979,10 +979,9 @@ split.picture(
 # equally long, this leaves a third of the bubble, at the price that every rank keeps as much as the first one.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. In 12.4 the usual mistakes are to compute the product in backward and to put only
-# the addition off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum
-# over samples. Ask: what else reads the activations in W, and why is GELU not split? (It has no weights: all of its
-# backward is I.)
+# *For the instructor.* In 12.4 the usual mistakes are to compute the product in backward and to put only the addition
+# off (nothing is won, the check counts FLOPs), to overwrite `.grad`, and `grad.mT @ x` without the sum over samples.
+# Ask: what else reads the activations in W, and why is GELU not split? (It has no weights: all of its backward is I.)
 
 # %% [markdown]
 # ## 8. Shorter stages: interleaved (optional, 45 min)
@@ -1172,11 +1171,10 @@ def choose(p, m, stage_s, message_s, most):
 check("12.5", choose)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes with the exercise. What people forget: to divide the times by v (then interleaved
-# never wins), to divide the peak by v (then it never fits), and that `schedule` refuses m that is no multiple of p. Ask:
-# why does GPipe beat 1F1B in the simulator on a slow link, if memory allows? (In 1F1B every backward waits for a message
-# that was sent just before; in GPipe the messages have been under way for a long time. On the clock of this lesson it
-# does not show.)
+# *For the instructor.* What people forget: to divide the times by v (then interleaved never wins), to divide the peak
+# by v (then it never fits), and that `schedule` refuses m that is no multiple of p. Ask: why does GPipe beat 1F1B in
+# the simulator on a slow link, if memory allows? (In 1F1B every backward waits for a message that was sent just before;
+# in GPipe the messages have been under way for a long time. On the clock of this lesson it does not show.)
 
 # %% [markdown]
 # ## 9. Part III on one page: what to choose first (core, 12 min)
@@ -1280,8 +1278,7 @@ for hidden, num_layers, gpus, tp, pp, sequences in PUBLISHED:
 # left goes to data parallelism.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp
-# 4, dp 16.)
+# *For the instructor.* Ask for the row of a 7 billion model on 64 GPUs before showing the table. (126 GB: tp 4, dp 16.)
 
 # %% [markdown]
 # ## 10. From here to GPUs and SLURM (core, 5 min)

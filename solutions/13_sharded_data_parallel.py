@@ -190,9 +190,9 @@ compare("stage 3", bytes_at_stage_3, bytes_for_each(by_stage[3]), within=1.01)
 # these, stage 2 the gradients as well, stage 3 everything.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 12 minutes. People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64
-# at every stage. Ask: what does ZeRO do for plain SGD in float32? (No optimizer state: stage 1 saves nothing.) Ask also
-# what stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
+# *For the instructor.* People forget that stage 1 still keeps the whole gradient, and they divide 16 by 64 at every
+# stage. Ask: what does ZeRO do for plain SGD in float32? (No optimizer state: stage 1 saves nothing.) Ask also what
+# stage 1 is worth with an 8-bit optimizer. (Less: the two moments take 2 bytes and not 8.)
 
 # %% [markdown]
 # ## 2. Stage 1: each rank updates its part (core, 40 min)
@@ -382,11 +382,11 @@ compare("against DDP", times_as_much, ratio, within=1.01, found="counted")
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. The most common mistakes: giving `make` whole weights (right numbers, and no memory
-# saved: the check counts them), cloning the rows, so that the weight never changes, and `src=` in the place of
-# `group_src=`, which is right as long as there is only one group. Ask: what would happen to a learning-rate schedule?
-# (It must reach the inner optimizer; labcode copies the options in each step.) And clipping? (After the average the
-# whole gradient is on each rank at stage 1; from stage 2 on the squares have to be summed over the ranks.)
+# *For the instructor.* The most common mistakes: giving `make` whole weights (right numbers, and no memory saved: the
+# check counts them), cloning the rows, so that the weight never changes, and `src=` in the place of `group_src=`, which
+# is right as long as there is only one group. Ask: what would happen to a learning-rate schedule? (It must reach the
+# inner optimizer; labcode copies the options in each step.) And clipping? (After the average the whole gradient is on
+# each rank at stage 1; from stage 2 on the squares have to be summed over the ranks.)
 
 # %% [markdown]
 # ## 3. Stage 2: only my part of the gradients (core, 30 min)
@@ -474,11 +474,11 @@ check("13.3", average_own_rows, ranks)
 # optimizer*. Its price is the all-gather of the weights, which needs the next forward to hide behind.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 18 minutes. What goes wrong: cutting the row of **all** gradients into p parts (a cut of its
-# own, which does not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by
-# the world size. Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent
-# once per step; all but the own rows, if each micro-batch is sent. So stage 2 saves nothing between micro-batches
-# unless it sends in each of them.)
+# *For the instructor.* What goes wrong: cutting the row of **all** gradients into p parts (a cut of its own, which does
+# not match the rows that the optimizer updates), unpacking with the sizes of rank 0, and dividing by the world size.
+# Ask: with two micro-batches, which gradients may be freed after the first? (None, if they are sent once per step; all
+# but the own rows, if each micro-batch is sent. So stage 2 saves nothing between micro-batches unless it sends in each
+# of them.)
 
 # %% [markdown]
 # ## 4. Stage 3: borrow the weights (core, 70 min)
@@ -763,10 +763,10 @@ for name, shard in {"by hand    ": by_hand, "FSDP2      ": by_torch}.items():
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes, most of them in the exercise. Let people write `gather` and `reshard` first and run
-# the check. The usual trouble: `copy_` before `resize_` (outside of the check it kills the rank), `detach()` where
-# `.data` is needed, no hook under `no_grad`, and a new tensor in `weight.data`. That last one gives right numbers and
-# frees nothing, because autograd holds the tensor of forward. Ask: why is the hook on y, and not a backward hook of the
+# *For the instructor.* Most of the time goes to the exercise. Let people write `gather` and `reshard` first and run the
+# check. The usual trouble: `copy_` before `resize_` (outside of the check it kills the rank), `detach()` where `.data`
+# is needed, no hook under `no_grad`, and a new tensor in `weight.data`. That last one gives right numbers and frees
+# nothing, because autograd holds the tensor of forward. Ask: why is the hook on y, and not a backward hook of the
 # module? (It has to run before the backward of this layer, and only a hook on its output's gradient does.)
 
 # %% [markdown]
@@ -1026,11 +1026,11 @@ ranks.run(skip_a_layer)
 # rank has Φ/β tokens in a micro-batch: about 900 on NVLink and 8,000 on InfiniBand.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. Ask before the table: which two numbers decide whether it pays to keep the weights?
-# (The link's time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect
-# "the whole model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the
-# order stays. Let the room do the table of tokens before they see it. Ask what a GPU of twice the speed does to the
-# rule. (On the same link it needs twice the tokens: each generation makes the link the scarcer part.)
+# *For the instructor.* Ask before the table: which two numbers decide whether it pays to keep the weights? (The link's
+# time for a layer in backward, gather and reduce-scatter, against the time of a backward.) People expect "the whole
+# model" to be fast because it sends one message. If the machine is busy the times grow by some percent; the order
+# stays. Let the room do the table of tokens before they see it. Ask what a GPU of twice the speed does to the rule. (On
+# the same link it needs twice the tokens: each generation makes the link the scarcer part.)
 
 # %% [markdown]
 # ## 6. Across nodes: hybrid sharding, or tensor parallelism (core, 25 min)
@@ -1174,10 +1174,10 @@ plot.lines(
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. What people forget: the all-reduce between copies, and that with one node there is
-# nothing between nodes. Ask: what would change with 4 micro-batches in a step? (Stage 3 gathers and reduce-scatters for
-# each of them, four times as much. Stage 1 sends once, and so does labcode's stage 2, which then keeps whole gradients;
-# one that frees them sends five parts instead of two.)
+# *For the instructor.* What people forget: the all-reduce between copies, and that with one node there is nothing
+# between nodes. Ask: what would change with 4 micro-batches in a step? (Stage 3 gathers and reduce-scatters for each of
+# them, four times as much. Stage 1 sends once, and so does labcode's stage 2, which then keeps whole gradients; one
+# that frees them sends five parts instead of two.)
 
 # %% [markdown]
 # ## 7. A script of your own with FSDP2 (core, 50 min)
@@ -1380,12 +1380,12 @@ check("13.5", main)
 # rank saves its rows, and any number of ranks reads them.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 40 minutes. Typical: the optimizer made before `fully_shard` (it holds the old parameters, and
-# nothing is learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]`
-# forgotten, so that the data begins anew; the loss divided after `backward`. Ask: what does
-# `set_requires_gradient_sync(False)` cost in memory at 70 billion parameters on 64 GPUs? (A rank then holds gradients
-# of all parameters, 2 or 4 bytes each: 140 GB or more. So with large models one sends each time.) Ask also why the loop
-# can be the same on one rank. (Groups of one are real.)
+# *For the instructor.* Typical: the optimizer made before `fully_shard` (it holds the old parameters, and nothing is
+# learned); `model.bfloat16()` in place of the policy (there are no master weights then); `saved["step"]` forgotten, so
+# that the data begins anew; the loss divided after `backward`. Ask: what does `set_requires_gradient_sync(False)` cost
+# in memory at 70 billion parameters on 64 GPUs? (A rank then holds gradients of all parameters, 2 or 4 bytes each: 140
+# GB or more. So with large models one sends each time.) Ask also why the loop can be the same on one rank. (Groups of
+# one are real.)
 
 # %% [markdown]
 # ## 8. Open end: choose a layout before you submit (optional, 20 min)
@@ -1473,8 +1473,8 @@ for situation in layouts.CASES:
 # each of them or keeps them whole.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. What people forget: the two borrowed layers, the all-reduce between copies, and that
-# with one node there is nothing between nodes.
+# *For the instructor.* What people forget: the two borrowed layers, the all-reduce between copies, and that with one
+# node there is nothing between nodes.
 
 # %% [markdown]
 # ## 9. From here to GPUs and SLURM (core, 5 min)

@@ -153,9 +153,9 @@ for name in REQUESTS:
 # others.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Ask before the figure: where does the line `pip install` of a batch script take
-# effect? (On the first node only, unless the file system is shared.) Many predict that all three jobs wait in order.
-# Ask then who is harmed if the third job runs longer than it said. (Nobody: SLURM kills it after its minute.)
+# *For the instructor.* Ask before the figure: where does the line `pip install` of a batch script take effect? (On the
+# first node only, unless the file system is shared.) Many predict that all three jobs wait in order. Ask then who is
+# harmed if the third job runs longer than it said. (Nobody: SLURM kills it after its minute.)
 
 # %% [markdown]
 # ## 2. The script, line by line (core, 50 min)
@@ -436,11 +436,10 @@ print("\n".join(sorted(ended.log.splitlines())))
 # Under torchrun leave the three lines out: it sets all of these variables itself, `LOCAL_RANK` too.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 50 minutes with both exercises. What people get wrong in 14.2: they set `MASTER_ADDR` without
-# `export`, so that the ranks do not inherit it; they keep `--ntasks-per-node=1`; they forget `srun`; or they write
-# `--time=10:00`, which is ten minutes and passes, and next time `1:30`. The script is short, so let people compare
-# theirs in pairs. Ask: what would happen with `--ntasks=4` in place of `--ntasks-per-node=2`? (SLURM may place three
-# tasks on one node and one on the other.)
+# *For the instructor.* What people get wrong in 14.2: they set `MASTER_ADDR` without `export`, so that the ranks do not
+# inherit it; they keep `--ntasks-per-node=1`; they forget `srun`; or they write `--time=10:00`, which is ten minutes
+# and passes, and next time `1:30`. The script is short, so let people compare theirs in pairs. Ask: what would happen
+# with `--ntasks=4` in place of `--ntasks-per-node=2`? (SLURM may place three tasks on one node and one on the other.)
 
 # %% [markdown]
 # ## 3. Longer than the time limit (core, 45 min)
@@ -566,9 +565,9 @@ print(text[text.index("srun --kill") : text.index("# A run that SLURM")])
 #   script stands between `srun` and each rank: `hand_down`, which is a part of labcode. It is what SLURM signals. The
 #   rank below it ignores the signal until it can listen, and from then on it is told every second until it ends.
 #   `scancel` is repeated too, because `srun` may still be starting.
-# - **Stopped or finished?** The exit code is 0 for both. So a training that was stopped leaves a file named `stopped` in
-#   its folder, and the rest of the script, which is not shown, looks for it. If the signal comes in the last step, the
-#   run finishes. Then there is no such file, and the job does not go back into the queue.
+# - **Stopped or finished?** The exit code is 0 for both. So a training run that was stopped leaves a file named
+#   `stopped` in its folder, and the rest of the script, which is not shown, looks for it. If the signal comes in the
+#   last step, the run finishes. Then there is no such file, and the job does not go back into the queue.
 #
 # <details><summary>What else the script takes care of: preemption, a last attempt, torchrun</summary>
 #
@@ -585,7 +584,7 @@ print(text[text.index("srun --kill") : text.index("# A run that SLURM")])
 # A node that fails sends no signal. That is what `--checkpoint.every` is for: the job begins again at the last
 # checkpoint.
 #
-# **The same in plain PyTorch.** What does a training of your own need for step 3? The handler of a signal may run
+# **The same in plain PyTorch.** What does a training script of your own need for step 3? The handler of a signal may run
 # between any two instructions of Python, so it only notes that the signal has come. At the end of each step the ranks
 # compare notes, because the signal does not reach all of them in the same step: the maximum of all notes says whether
 # **any** rank has been told. Then all of them stop after the same step.
@@ -679,12 +678,11 @@ compare("weights in the end", weights_in_the_end, found, options=("same", "other
 # step after which they stop, and all attempts need the same folder.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes. Typical: `srun` in the foreground (the trap runs when the training is over; the
-# linter says so), no second `wait` (the job is requeued while the ranks still save), and a folder that differs between
-# the attempts. Let somebody draw what happens if the signal comes one second after the start. Ask before you show
-# labcode's version: what happens to a script of this kind when a bug lets every attempt stop at once? (It is requeued
-# for ever.) Show the two versions of labcode's script side by side: `render(job, site)` with and without
-# `requeue=False`, through `diff`.
+# *For the instructor.* Typical: `srun` in the foreground (the trap runs when the training is over; the linter says so),
+# no second `wait` (the job is requeued while the ranks still save), and a folder that differs between the attempts. Let
+# somebody draw what happens if the signal comes one second after the start. Ask before you show labcode's version: what
+# happens to a script of this kind when a bug lets every attempt stop at once? (It is requeued for ever.) Show the two
+# versions of labcode's script side by side: `render(job, site)` with and without `requeue=False`, through `diff`.
 
 # %% [markdown]
 # ## 4. What the second node costs (core, 20 min)
@@ -844,9 +842,9 @@ for line in l14_nccl_example.two_nodes(rdma=False).splitlines():
 # at least once what the nodes talk over.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. The added time lies between 0.6 and 1.2 of the prediction on a busy machine.
-# Ask: 7 billion gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each:
-# what does a step pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
+# *For the instructor.* The added time lies between 0.6 and 1.2 of the prediction on a busy machine. Ask: 7 billion
+# gradients of 2 bytes on 16 ranks, with a card of 50 GB/s and with an Ethernet of 1.25 GB/s for each: what does a step
+# pay? (0.5 s and 21 s: 1.875 · 14 GB / bandwidth.)
 
 # %% [markdown]
 # ## 5. When it does not start (core, 10 min)
@@ -1093,11 +1091,11 @@ check("14.4", my_diagnosis)
 lab.close()
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 5 and 6 take 35 minutes. B and D are the ones people get wrong: B because they look for
-# a fault in rank 3, D because they do not know Docker's address. For G ask how two ranks can disagree about the size of
-# a tensor. (Another version of the code on one node: an installation that was done there only, or an old container
-# image.) Ask in section 6 what would have happened if `evaluate` had called `all_reduce` on a tensor of the same size.
-# (No hang until the last step: the calls would be off by one, and all later gradients wrong.)
+# *For the instructor.* B and D are the ones people get wrong: B because they look for a fault in rank 3, D because they
+# do not know Docker's address. For G ask how two ranks can disagree about the size of a tensor. (Another version of the
+# code on one node: an installation that was done there only, or an old container image.) Ask in section 6 what would
+# have happened if `evaluate` had called `all_reduce` on a tensor of the same size. (No hang until the last step: the
+# calls would be off by one, and all later gradients wrong.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM (core, 5 min)

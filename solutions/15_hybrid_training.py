@@ -143,8 +143,8 @@ compare(
 # micro-batches, so a larger bubble.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. In 15.1 people return floats (`/` for `//`), or test only one of the two remainders.
-# Ask: which of the numbers may a cluster change behind your back? (The world size, and with it dp and m.)
+# *For the instructor.* In 15.1 people return floats (`/` for `//`), or test only one of the two remainders. Ask: which
+# of the numbers may a cluster change behind your back? (The world size, and with it dp and m.)
 
 # %% [markdown]
 # ## 2. Who sits next to whom (core, 15 min)
@@ -465,10 +465,9 @@ def best_layout(model, world, global_batch, micro_batch, cluster, room_bytes):
 check("15.3", best_layout)
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Sections 2 and 3 take 60 minutes with both exercises. In 15.2 people forget to divide the
-# all-reduces by pp, or the gradients by tp · pp, or put dp inside the turns: the check names the point. Ask: what would
-# overlap change? (The gradients could travel during backward; the message of pp during the next micro-batch. Then the
-# formula is an upper bound.)
+# *For the instructor.* In 15.2 people forget to divide the all-reduces by pp, or the gradients by tp · pp, or put dp
+# inside the turns: the check names the point. Ask: what would overlap change? (The gradients could travel during
+# backward; the message of pp during the next micro-batch. Then the formula is an upper bound.)
 
 # %% [markdown]
 # ## 4. The idle time in the trace (core, 10 min)
@@ -516,8 +515,8 @@ plot.pipeline(
 # share. Short regular gaps are messages.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Ask: how does the figure change with m = 16? (The long gap keeps its length, and its
-# share shrinks.)
+# *For the instructor.* Ask: how does the figure change with m = 16? (The long gap keeps its length, and its share
+# shrinks.)
 
 # %% [markdown]
 # ## 5. The same mesh in plain PyTorch (core, 20 min)
@@ -641,9 +640,9 @@ compare("losses of eight ranks", losses_of_eight, found, options=("same", "other
 # compare the losses with those of one process.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Ask what a rank holds of `up.weight` with pp 2 x dp 2 x tp 2: half of the rows by
-# tp, and half of these by dp. Somebody will write `DDP(own)` around DTensors: it raises
-# `NotImplementedError: Operator c10d.broadcast_.default does not have a sharding strategy registered`.
+# *For the instructor.* Ask what a rank holds of `up.weight` with pp 2 x dp 2 x tp 2: half of the rows by tp, and half
+# of these by dp. Somebody will write `DDP(own)` around DTensors: it raises `NotImplementedError: Operator
+# c10d.broadcast_.default does not have a sharding strategy registered`.
 
 # %% [markdown]
 # ## 6. The real program, on two nodes (core, 25 min)
@@ -767,9 +766,9 @@ compare("0.001 apart, or more", losses_differ, found, options=("yes", "no"))
 # you trust any speed.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. In 15.4 the wrong forms are instructive: micro-batch 2, the answer of who forgets
-# that there are two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would
-# have shown that two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
+# *For the instructor.* In 15.4 the wrong forms are instructive: micro-batch 2, the answer of who forgets that there are
+# two copies, has a bubble of 1/4; 4 ranks on one node find no GPUs. Ask: which number of the log would have shown that
+# two jobs of two ranks ran in place of one of four? (The first line: 2 ranks.)
 
 # %% [markdown]
 # ## 7. Broken on purpose (core, 15 min)
@@ -869,8 +868,8 @@ lab.close()
 # the bytes of the last stage before you submit.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Ask: why does the loss not depend on the micro-batch? (The same samples are added up
-# in another order.)
+# *For the instructor.* Ask: why does the loss not depend on the micro-batch? (The same samples are added up in another
+# order.)
 
 # %% [markdown]
 # ## 8. From here to GPUs and SLURM (core, 5 min)

@@ -248,11 +248,11 @@ plot.lines(
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes. Ask first how often a job on 16,384 GPUs fails; guesses go from days to months. The
-# most common mistake in 17.1 is to let a failure undo the whole interval, which gives $\sqrt{CM}$; the check says so.
-# Question for the room: the failures of a real cluster are not independent (a switch takes 32 nodes with it, a bad
-# node fails again). Does this make our numbers too high or too low? (For the same number of failures, too high: those
-# that come together undo the same work once. But a node that fails again at once makes the restart longer.)
+# *For the instructor.* Ask first how often a job on 16,384 GPUs fails; guesses go from days to months. The most common
+# mistake in 17.1 is to let a failure undo the whole interval, which gives $\sqrt{CM}$; the check says so. Question for
+# the room: the failures of a real cluster are not independent (a switch takes 32 nodes with it, a bad node fails
+# again). Does this make our numbers too high or too low? (For the same number of failures, too high: those that come
+# together undo the same work once. But a node that fails again at once makes the restart longer.)
 
 # %% [markdown]
 # ## 2. Whole or not at all (core, 50 min)
@@ -422,12 +422,12 @@ show_source(Checkpoints._complete)
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 40 minutes. What people get wrong: only the folder above is synced, and not that of the files;
-# `fsync` without `flush` (the check compares the size that was synced with the final one), removing the old checkpoint
-# first (with `keep=1` a kill leaves nothing), writing each file atomically but into the final folder (every file is
-# whole, the checkpoint is not), and a temporary folder in `/tmp`, which is another disk, so that the "rename" copies.
-# Ask: is `os.replace` of a folder atomic on a network file system? (On NFS and Lustre a rename is one operation of the
-# server. On object stores there is no rename at all: there one writes a small file last, which says that the others are
+# *For the instructor.* What people get wrong: only the folder above is synced, and not that of the files; `fsync`
+# without `flush` (the check compares the size that was synced with the final one), removing the old checkpoint first
+# (with `keep=1` a kill leaves nothing), writing each file atomically but into the final folder (every file is whole,
+# the checkpoint is not), and a temporary folder in `/tmp`, which is another disk, so that the "rename" copies. Ask: is
+# `os.replace` of a folder atomic on a network file system? (On NFS and Lustre a rename is one operation of the server.
+# On object stores there is no rename at all: there one writes a small file last, which says that the others are
 # complete.)
 
 # %% [markdown]
@@ -477,8 +477,8 @@ print("loss of step 14, in the first attempt and in the second:", *of_step_14)
 # %% [markdown] tags=["exercise"]
 # ### Exercise 17.3 · The restart loop
 #
-# Write a training that can be killed at any moment. Each attempt calls the same function, and does not know whether it
-# is the first one. You have these tools:
+# Write a training run that can be killed at any moment. Each attempt calls the same function, and does not know whether
+# it is the first one. You have these tools:
 #
 # - `l17_run.Training()` makes a fresh run: `.model`, `.optimizer` and `.batches` (whose `.position` is a number); its
 #   `.step()` makes one step and returns the loss. The model has dropout, which draws from torch's generator:
@@ -545,10 +545,10 @@ show_source(Checkpoints._newest_of)
 # This is a good place for a break.
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 35 minutes. Nearly everybody forgets one of the four: weights, optimizer, position in the data,
-# random numbers. The check names the one that is missing, and nothing else in the run would: the loss goes on falling.
-# Question for the room: what happens if a bug kills the run in the same step each time?
-# (`--max-restarts` counts, and the job ends. A run without such a limit burns its whole time.)
+# *For the instructor.* Nearly everybody forgets one of the four: weights, optimizer, position in the data, random
+# numbers. The check names the one that is missing, and nothing else in the run would: the loss goes on falling.
+# Question for the room: what happens if a bug kills the run in the same step each time? (`--max-restarts` counts, and
+# the job ends. A run without such a limit burns its whole time.)
 
 # %% [markdown]
 # ## 4. An end with notice, and another number of GPUs (core, 45 min)
@@ -789,10 +789,10 @@ for part in metadata.state_dict_metadata["model.weight"].chunks:
 # intersects its box with each of them.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 45 minutes. The classic mistake in 17.4 is to mix up the three places: forgetting to subtract
-# the own offset works for the first rank only. The next is `<=` in place of `<`, which reads every neighbour. Question
-# for the room: 512 ranks read a checkpoint of 512 files, each box meets two of them; how many reads does the file
-# system see, and what would it see if every rank read everything? (1,024 against 262,144.)
+# *For the instructor.* The classic mistake in 17.4 is to mix up the three places: forgetting to subtract the own offset
+# works for the first rank only. The next is `<=` in place of `<`, which reads every neighbour. Question for the room:
+# 512 ranks read a checkpoint of 512 files, each box meets two of them; how many reads does the file system see, and
+# what would it see if every rank read everything? (1,024 against 262,144.)
 
 # %% [markdown]
 # ## 5. Failures that do not end the run (core, 20 min)
@@ -928,10 +928,10 @@ for name in names[names.index("blocks.1.norm2") : names.index(first) + 1]:
 # get into a checkpoint.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Ask before the NaN hunt: what happens if the same bit flips in `attention.proj`?
-# (The output of its block is huge, and finite; the norms after it divide by its size. The loss is wrong, and nothing is
-# NaN.) Let somebody try other bits: most of them change nothing that one can see. This is called silent data
-# corruption. Six of the 419 interruptions of section 1 were found to be that.
+# *For the instructor.* Ask before the NaN hunt: what happens if the same bit flips in `attention.proj`? (The output of
+# its block is huge, and finite; the norms after it divide by its size. The loss is wrong, and nothing is NaN.) Let
+# somebody try other bits: most of them change nothing that one can see. This is called silent data corruption. Six of
+# the 419 interruptions of section 1 were found to be that.
 
 # %% [markdown]
 # ## 6. A plan for a cluster (optional, 40 min)
@@ -1034,10 +1034,10 @@ check("17.5", make_plan)
 # notice, not the hardware alone.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 30 minutes, or homework. Most plans forget the preemptions (the notice of 30 s is shorter than
-# the save of 42 s), or add the two times in place of the two rates. Young's interval would be about 13 minutes here,
-# and the site allows 21: the flat minimum makes that cheap. Ask what a notice of 60 s would change. (Preemptions would
-# lose no work, the MTBF would be 25 hours, and each preemption would still cost a save and a restart.)
+# *For the instructor.* Good as homework, too. Most plans forget the preemptions (the notice of 30 s is shorter than the
+# save of 42 s), or add the two times in place of the two rates. Young's interval would be about 13 minutes here, and
+# the site allows 21: the flat minimum makes that cheap. Ask what a notice of 60 s would change. (Preemptions would lose
+# no work, the MTBF would be 25 hours, and each preemption would still cost a save and a restart.)
 
 # %% [markdown]
 # ## 7. From here to GPUs and SLURM (core, 5 min)

@@ -30,8 +30,8 @@
 # **Time**: 190 minutes, and 20 more for what is optional. Good places for a break are after
 # sections 2, 3 and 4.
 #
-# **Needs**: lesson 08 (sections 2 and 4), lesson 10 (section 2), lesson 12 (sections 2 and 4), lesson 13 (sections 1 to 4),
-# lesson 15 (section 3), lesson 16 (section 5).
+# **Needs**: lesson 08 (sections 2 and 4), lesson 10 (section 2), lesson 12 (sections 2 and 4), lesson 13 (sections 1 to
+# 4), lesson 15 (section 3), lesson 16 (section 5).
 
 # %%
 from labcode.lab import Ranks, check, compare, plot, show_source
@@ -186,16 +186,15 @@ check("20.2", flops)
 # %% tags=["nbval-check-output"]
 by_formula = lab.flops(lab.SMALL, 3)
 by_pytorch = lab.count_flops(lab.SMALL, 3)
-compare("three samples", by_formula, by_pytorch, within=1, found="counted")
+print(f"by the formula {by_formula:,.0f}, by PyTorch {by_pytorch:,.0f}")
 
 # %% [markdown]
-# **Takeaway: weights are about 12 L h², and a training costs 6 FLOPs for each weight and token, 8 with checkpointing.
+# **Takeaway: weights are about 12 L h², and training costs 6 FLOPs for each weight and token, 8 with checkpointing.
 # Attention adds to this in proportion to the length of a sample.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. People forget that tied means once, and count the positions' table as FLOPs. Ask: at
-# which length does attention cost as much as the products of a layer? (4 s h = 24 h², so at s = 6h: 73,728 tokens for
-# GPT-3.)
+# *For the instructor.* People forget that tied means once, and count the positions' table as FLOPs. Ask: at which
+# length does attention cost as much as the products of a layer? (4 s h = 24 h², so at s = 6h: 73,728 tokens for GPT-3.)
 
 # %% [markdown]
 # ## 2. Bytes (core, 35 min)
@@ -335,8 +334,8 @@ plot.bars(
 # the layers of a stage, and gives most of this back in micro-batches that are under way.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. The usual mistakes: all m micro-batches under way, or always pp of them; ZeRO-1 that
-# cuts everything. Ask: why is the first stage not m times as full? (1F1B: a backward frees what its forward kept.)
+# *For the instructor.* The usual mistakes: all m micro-batches under way, or always pp of them; ZeRO-1 that cuts
+# everything. Ask: why is the first stage not m times as full? (1F1B: a backward frees what its forward kept.)
 
 # %% [markdown]
 # ## 3. Time (core, 50 min)
@@ -530,8 +529,8 @@ check("20.5", step_s)
 # Does it hold on this machine? Two ranks measure together how fast a large product is and how long all-reduces take.
 # That makes a "cluster" of two. A small model's step is not made of products alone, so we need one more number, the
 # **scale** of this software: measured over predicted, from **one** run on one rank. Then we predict another run, with
-# more samples, on two ranks. The two share this machine with each other and with all other programs, so that a factor
-# of 2 is allowed.
+# more samples, on two ranks. The two share this machine with each other and with all other programs, so that anything
+# within a factor of 2 is as good as it gets.
 
 # %%
 REAL = lab.Shape(  # the model of section 2
@@ -555,7 +554,7 @@ scale = alone_s / predicted_alone_s
 print(f"the run on one rank took {scale:.2f} times as long as predicted")
 with_dp = lab.Layout(dp=2, micro_batch=8)
 predicted_s = scale * lab.step_s(REAL, with_dp, 16, here)
-compare("two ranks, more samples", predicted_s, together_s, unit="s", within=2)
+print(f"predicted {1e3 * predicted_s:.0f} ms, measured {1e3 * together_s:.0f} ms")
 
 # %% [markdown]
 # The scale stands for everything that the model leaves out: elementwise operations, Python, cold caches. It is larger
@@ -567,9 +566,9 @@ compare("two ranks, more samples", predicted_s, together_s, unit="s", within=2)
 # one number, fitted to one run of yours, takes care of most of what is left out.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 25 minutes. People take the adapter's rate for all groups across nodes, and are wrong by a
-# factor of 8. In 20.5 the order of the terms matters: what ZeRO-3 hides behind has to be complete before `min`. Ask:
-# where would overlap of dp without ZeRO enter? (The tail gets shorter by at most the backward of the last box.)
+# *For the instructor.* People take the adapter's rate for all groups across nodes, and are wrong by a factor of 8. In
+# 20.5 the order of the terms matters: what ZeRO-3 hides behind has to be complete before `min`. Ask: where would
+# overlap of dp without ZeRO enter? (The tail gets shorter by at most the backward of the last box.)
 
 # %% [markdown]
 # ## 4. Published runs (core, 25 min)
@@ -602,16 +601,8 @@ run = lab.gpt3_run()
 compare(
     "a step of GPT-3", gpt3_step_s, run.step_s, unit="s", within=1.5, found="published"
 )
-for name, guess_s, part_s in (
-    ("products", products_s, lab.GPT3_BY_HAND["products"]),
-    ("bubble", bubble_s, lab.GPT3_BY_HAND["bubble"]),
-    ("tp", tp_s, lab.GPT3_BY_HAND["tp"]),
-):
-    compare(f"  of it {name}", guess_s, part_s, unit="s", within=1.1, found="computed")
 by_labcode_s = accuracy.predicted_s(run)
-compare(
-    "labcode.perf", by_labcode_s, run.step_s, unit="s", within=1.25, found="published"
-)
+print(f"labcode.perf says {by_labcode_s:.1f} s; published are {run.step_s:.1f} s by")
 print(run.source)
 
 # %% [markdown]
@@ -681,10 +672,13 @@ with_2_GB = 2 * 32 * 1024**2 * 4 / 1e9
 with_32_GB = 32 * 32 * 1024**2 * 4 / 1e9
 
 # %% tags=["nbval-check-output"]
+import torch
+
 for attempt, guess in zip(lab.attempts_on_v100(), (with_2_GB, with_32_GB)):
     samples = attempt.micro_batch
-    table_GB = samples * 32 * 1024**2 * 4 / GB
-    compare(f"{samples} samples, one table, GB", guess, table_GB, found="computed")
+    table = torch.empty(samples, 32, 1024, 1024, device="meta")  # without its memory
+    table_GB = table.nbytes / GB
+    compare(f"{samples} samples", guess, table_GB, within=1.01, found="counted")
     total = sum(attempt.parts.values()) / GIB
     outcome = "ran out of memory" if attempt.out_of_memory else "fitted"
     print(f"   predicted for the whole rank {total:.0f} GiB of 15.8: it {outcome}")
@@ -720,9 +714,9 @@ print(f"the GPU has {a100.memory_bytes / GIB:.1f} GiB")
 # than their seconds, and calibrate with one run of your own before you promise a date.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. Let the room vote on the seconds of GPT-3 before anybody computes. Memory is
-# predicted too low on most published runs, by what a stack reserves: one number of GiB for each stack repairs most of
-# it (`benchmarks/planner.py` prints both). Uncalibrated, half of BigScience's out-of-memory runs are found. Ask: which
+# *For the instructor.* Let the room vote on the seconds of GPT-3 before anybody computes. Memory is predicted too low
+# on most published runs, by what a stack reserves: one number of GiB for each stack repairs most of it
+# (`benchmarks/planner.py` prints both). Uncalibrated, half of BigScience's out-of-memory runs are found. Ask: which
 # error is worse, a refused run that fits or an accepted one that does not?
 
 # %% [markdown]
@@ -792,11 +786,11 @@ check("20.6", search)
 # kind of checkpointing. It counts every part of a step. Does it prefer another layout? We ask both for a GPT of 13
 # billion weights on 16 GPUs, and let labcode say what **our** choice would cost.
 #
-# **Predict.** How much longer does our choice take than labcode's, by labcode's reckoning: about 0 %, 10 % or 50 %?
-# (Give 1.0, 1.1 or 1.5.)
+# **Predict.** How long does our choice take beside labcode's, by labcode's reckoning: "as long" (within 5 %), "longer",
+# or "far longer" (by a quarter or more)?
 
 # %% tags=["predict"]
-ours_by_theirs = 1.0
+ours_by_theirs = "as long"
 
 # %%
 from labcode.perf import plan
@@ -814,7 +808,14 @@ ours_s, _ = lab.by_labcode(lab.GPT_13B, ours.layout, 64, load_cluster("selene"))
 print("ours:  ", ours.layout)
 print("theirs:", best.shape, "micro-batch", best.settings.micro_batch)
 ratio = ours_s / best.step_s
-compare("ours / theirs", ours_by_theirs, ratio, within=1.05, found="computed")
+print(f"ours takes {ratio:.2f} times as long")
+verdict = "longer"
+if ratio <= 1.05:
+    verdict = "as long"
+elif ratio >= 1.25:
+    verdict = "far longer"
+LENGTHS = ("as long", "longer", "far longer")
+compare("ours", ours_by_theirs, verdict, found="computed", options=LENGTHS)
 
 # %% [markdown]
 # Here is labcode's search, which has the same two halves: first the memory, then the time of what fits.
@@ -830,9 +831,9 @@ show_source(plan.plan)
 # all layouts, so that it often ranks them well; how often, the table of section 4 says.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 20 minutes. The usual mistakes: tp across nodes, batches that do not divide, only powers of two.
-# Ask what a layout that is legal here and still a bad idea looks like. (tp on 8 ranks of a small model: products too
-# small to keep a GPU busy, which our model does not know, and labcode's does.)
+# *For the instructor.* The usual mistakes: tp across nodes, batches that do not divide, only powers of two. Ask what a
+# layout that is legal here and still a bad idea looks like. (tp on 8 ranks of a small model: products too small to keep
+# a GPU busy, which our model does not know, and labcode's does.)
 
 # %% [markdown]
 # ## 6. Maps and curves (core, 10 min)
@@ -917,8 +918,8 @@ plot.scaling(
 # more money should buy.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Ask for each point of the curves what would help: a faster network, more memory, a
-# larger batch, another schedule. Interleaved stages (lesson 12) are what our search does not have.
+# *For the instructor.* Ask for each point of the curves what would help: a faster network, more memory, a larger batch,
+# another schedule. Interleaved stages (lesson 12) are what our search does not have.
 
 # %% [markdown] tags=["exercise"]
 # ## 7. Open end: plan it, and defend it (optional, 20 min)
@@ -926,8 +927,8 @@ plot.scaling(
 # ### Exercise 20.7 · Your plan
 #
 # Plan the 39B GPT (`l20.TASK_SHAPE`) on 128 GPUs of `a100`, the cluster of section 6, with a batch of 512. Tomorrow's
-# samples will be longer, so leave **22 GiB** free, beside what is reserved. Then defend the plan. These four names are judged, and whatever else
-# you compute on the way is yours:
+# samples will be longer, so leave **22 GiB** free, beside what is reserved. Then defend the plan. These four names are
+# judged, and whatever else you compute on the way is yours:
 #
 # - `layout`: your `lab.Layout`; it may take at most 3 % longer than the best one that leaves as much free;
 # - `memory_gib`: GiB of the fullest rank, without what is reserved;
@@ -959,8 +960,8 @@ check("20.7", layout, memory_gib, limit, lost_share)
 # Talk about it with somebody: what would you choose if the network were four times as fast, and why?
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* 10 minutes. Several layouts pass. A good defence names the runner-up: four stages lose less in
-# the bubble and more in dp. With a network that is four times as fast the gradients cost less, and fewer stages win.
+# *For the instructor.* Several layouts pass. A good defence names the runner-up: four stages lose less in the bubble
+# and more in dp. With a network that is four times as fast the gradients cost less, and fewer stages win.
 
 # %%
 ranks.close()

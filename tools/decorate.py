@@ -1,6 +1,6 @@
 """What the builder adds to a lesson, so that no source has to carry it.
 
-Links to the lessons before and after, to the map of the course and to the solution; sources that
+Links to the lessons before and after, to map, glossary and solution; sources that
 can be clicked; a box round each question that is to be predicted; a first line of code that says
 what to do where labcode is missing. Markdown and plain HTML: it shows in JupyterLab, in VS Code and
 in an exported page alike.
@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 MAP = "[Map of the course](../COURSE.md)"
+GLOSSARY = "[Glossary](../book/glossary.md)"
 GUARD = "import labcode  # not found? Kernel > Change Kernel: take the one of .venv, or `make lab`"
 PREDICT = "# PREDICT: put your answer in the place of each `...`, run this cell, then go on."
 # Borders alone, in a blue that shows on white and on black: a ground of its own would keep the
@@ -58,7 +59,7 @@ def headline(stem: str, text: str) -> Headline:
 
 
 def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> str:
-    """One line: that it is a solution, and links to lessons (before, solved or open, next) and map.
+    """One line: that it is a solution, and links to other lessons, map, glossary and solution.
 
     Args:
         stem: Of the lesson that gets the line.
@@ -71,7 +72,7 @@ def navigation(stem: str, course: Sequence[Headline], *, is_solution: bool) -> s
     if here > 0:
         before = course[here - 1]
         links.append(f"[← {before.label}]({before.stem}.ipynb)")
-    links.append(MAP)
+    links += [MAP, GLOSSARY]
     if is_solution:
         links.append(f"[This lesson, to solve](../notebooks/{stem}.ipynb)")
     else:

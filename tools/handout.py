@@ -32,7 +32,7 @@ OUT = ROOT / "build" / "handout"
 NAME = "training-at-scale"
 # What learners get; a folder means all that git knows below it.
 KEPT = ("notebooks", "labcode", "slurm", "images", "tools/jupyter", ".gitignore")
-KEPT += ("pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
+KEPT += ("book/glossary.md", "pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
 SHOW_SOLUTIONS = ("images/lesson_in_use.png", "images/lesson.gif")  # with predictions
 KEPT_RULES = ("help", "setup", "lab")  # of the Makefile; the stamp that they need as well
 TO_SOLUTION = re.compile(r"(?: &nbsp;\|&nbsp; )?\[Solution of this lesson\]\([^)]*\)")

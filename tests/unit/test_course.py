@@ -144,7 +144,8 @@ def test_a_way_is_printed_with_its_sections_and_hours(monkeypatch):
     lessons = []
     for number in ("00", "04"):
         lessons.append(course.Lesson(number, "", None, (), Path(), sections=known))
-    assert command.ways(lessons)[:2] == ["Everything (2.0 hours)", "    00 §1, 3 · 04"]
+    told = command.ways(lessons)
+    assert told[:2] == ["Everything (2.0 hours)", "    00 §1, 3 (75 min) · 04 (45 min)"]
 
 
 def test_the_ways_of_this_course_are_printed(capsys):

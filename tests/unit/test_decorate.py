@@ -28,6 +28,7 @@ def test_navigation_leads_to_neighbours_map_and_solution():
     assert [link.strip() for link in links.split("&nbsp;|&nbsp;")] == [
         "[← 00 Start](00_start.ipynb)",
         "[Map of the course](../COURSE.md)",
+        "[Glossary](../book/glossary.md)",
         "[Solution of this lesson](../solutions/01_ranks.ipynb)",
         "[04 DDP →](04_ddp.ipynb)",
     ]

@@ -35,6 +35,7 @@ LAYOUTS = {
     "FSDP": (GridShape(dp=4), ParallelConfig(zero_stage=3)),
     "dp 2 x tp 2": (GridShape(dp=2, tp=2), ParallelConfig()),
 }
+PARTS = ("hardly any", "half", "nearly all")
 SHARED_OVER = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
 
 
@@ -42,6 +43,11 @@ SHARED_OVER = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
 def windows() -> text.TextDataset:
     """Windows of Shakespeare's characters."""
     return text.load(TextData(), CONFIG.context_length).train
+
+
+def part_in_words(share: float) -> str:
+    """Which of PARTS a share is nearest to, a number from 0 to 1."""
+    return PARTS[round(2 * share)]
 
 
 def batch(step: int, size: int = BATCH) -> tuple[Tensor, Tensor]:

@@ -475,21 +475,6 @@ def gpt3_run() -> PublishedRun:
     return run
 
 
-def _gpt3_by_hand() -> dict[str, float]:
-    """Seconds of the parts of that run's step, by the arithmetic of section 4."""
-    flops_of_a_step = 8 * 175e9 * 2048 * 1536
-    products_s = flops_of_a_step / 1024 / (312e12 * 0.87 * 0.85)
-    boxes = 1536 / 8 + 15
-    return {
-        "products": products_s,
-        "bubble": 15 / (1536 / 8) * products_s,
-        "tp": 6 * 6 * boxes * 0.4e-3,
-    }
-
-
-GPT3_BY_HAND = _gpt3_by_hand()
-
-
 class Error(NamedTuple):
     """How far a predictor is off.
 

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.teach.labs.l07_patients.common import small_model, text_samples, unwatched
 
-COMPLAINT = "Now and then a checkpoint cannot be read after a crash."
+COMPLAINT = "Now and then a checkpoint cannot be read, though nothing has crashed."
 FINDING = "saved by all"
 
 
