@@ -402,7 +402,9 @@ def busy(rank, working):
             a @ a
     return time.perf_counter() - start
 
-alone, two, four = [], [], []  # seconds
+alone = []  # seconds
+two = []
+four = []
 for _ in range(7):
     alone.append(ranks.run(busy, 1)[0])
     two.append(ranks.run(busy, 2)[0])

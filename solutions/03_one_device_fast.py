@@ -1156,9 +1156,9 @@ plot.bars(
 
 # %% [markdown]
 # The same rungs, and other gains. NERSC's model has long sequences, so the kernel of attention decides. Ours are short,
-# so on a CPU with a unit for bfloat16 it is the products that gain, by about two, and on one without it the bar of
-# bfloat16 is far below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for `torch.compile` here:
-# section 6 says why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
+# so on a CPU with a unit for bfloat16 it is the products that gain, and on one without it the bar of bfloat16 is far
+# below 1: PyTorch has no fast product of 16-bit numbers for it. There is no bar for `torch.compile` here: section 6 says
+# why. On your GPU `python benchmarks/on_a_gpu.py` measures every rung.
 #
 # **Takeaway: measure each rung on your own step. A published ladder tells you which rungs there are.**
 

@@ -386,7 +386,7 @@ show_source(Bucket.receive)
 # the same order.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* Most of the time goes to the exercises. The most common mistakes: waiting inside the hook (right
+# *For the instructor.* The exercise takes half of the time. The most common mistakes: waiting inside the hook (right
 # numbers, no overlap; the check says so), dividing by the world size, forgetting to set `missing` back (the second step
 # then sends nothing), keeping the entries of the previous step, and sending with the first gradient of a bucket instead
 # of the last. Some send all buckets when the very last gradient is there: the numbers are right, and the check says how

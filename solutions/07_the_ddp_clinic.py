@@ -1194,21 +1194,23 @@ compare("4 is true", checkpointing_breaks_ddp, checkpointing_gap > ROUNDING)
 # 7. "Measure a whole step, and in it the time of forward and backward. The difference is the time of the
 #    communication."
 #
-# For 6 we train with DDP and a plain BatchNorm, on other samples on each rank. For 7 a hook on DDP sends each bucket
-# through a link of two kinds: over one it takes no time, over the other 20 ms. If the difference is the communication,
-# it is 20 ms longer over the second one.
+# For 6 we train with DDP and a plain BatchNorm, on other samples on each rank, and stop after the fourth step of the
+# optimizer. Then we compare the ranks' weights, and their running averages of mean and variance. For 7 a hook on DDP
+# sends each bucket through a link of two kinds: over one it takes no time, over the other 20 ms. If the difference is
+# the communication, it is 20 ms longer over the second one.
 #
-# **Predict** for each whether it is true.
+# **Predict** whether 5 and 7 are true. And for 6: what differs between the ranks after the fourth step? `"nothing"`,
+# the `"averages"`, the `"weights"`, or `"both"`?
 
 # %% tags=["predict"]
 the_loss_has_a_device = False
-batch_norm_parts_the_weights = False
+differs_with_batch_norm = "averages"
 the_difference_is_communication = False
 
 # %%
 criterion = torch.nn.CrossEntropyLoss()
 tensors = [*criterion.parameters(), *criterion.buffers()]
-batch_norm_gap = max(pair.run(clinic.gap_with_batch_norm))
+weights_gap, averages_gap = pair.run(clinic.gaps_with_batch_norm)[0]
 differences_s = []
 for link_s in (0.0, 0.02):
     step_s, difference_s = pair.run(clinic.step_and_difference, link_s)[0]
@@ -1218,10 +1220,17 @@ for link_s in (0.0, 0.02):
 more_s = differences_s[1] - differences_s[0]
 
 print(f"tensors of a CrossEntropyLoss: {len(tensors)}")
-print(f"weights after training with BatchNorm: {batch_norm_gap:.1g} apart")
+print(f"with BatchNorm: weights {weights_gap:.1g} apart, averages {averages_gap:.1g}")
 
 compare("5 is true", the_loss_has_a_device, len(tensors) > 0)
-compare("6 is true", batch_norm_parts_the_weights, batch_norm_gap > ROUNDING)
+found = {
+    (False, False): "nothing",
+    (False, True): "averages",
+    (True, False): "weights",
+    (True, True): "both",
+}
+differs = found[weights_gap > ROUNDING, averages_gap > ROUNDING]
+compare("6, differs", differs_with_batch_norm, differs, options=found.values())
 compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 
 # %% [markdown]
@@ -1229,10 +1238,12 @@ compare("7 is true", the_difference_is_communication, more_s > 0.5 * 0.02)
 #
 # 5. This loss has no tensors, unless you give it weights for the classes. What people forget to move are the targets.
 # 6. Each rank normalises with its own statistics, and so its gradients differ; but DDP averages gradients, whatever
-#    they are made of, and all weights stay equal. What suffers is the quality (section 5), not the agreement.
+#    they are made of, and all weights stay equal. The running averages differ after every step, with each rank's last
+#    samples, until DDP sends those of rank 0 before the next forward. So evaluate through the DDP model, or save on one
+#    rank and load on all. What suffers is the quality (section 5), not the agreement of the weights.
 # 7. DDP communicates **within** backward. The slow link makes the step longer by 20 ms, and the difference stays what
-#    it was: `zero_grad` and the optimizer's step. One has to compare with a step that sends nothing, under `no_sync()`
-#    (section 10 does), or ask the profiler (section 10, too).
+#    it was: `zero_grad` and the optimizer's step. One has to compare with a step that sends nothing, under `no_sync()`,
+#    or ask the profiler, as section 10 does.
 #
 # One more is not tested here: "Use DDP, not `torch.nn.DataParallel`." It needs two GPUs. Without a GPU `DataParallel`
 # calls the module itself, once, and there is nothing to compare. PyTorch's documentation describes it so: it is one
@@ -1292,15 +1303,17 @@ plot.lines(
     title="Scaling efficiency: samples per message raise it most",
     from_zero=True,
     beside=True,
-    alt="With 256 samples per rank the efficiency is higher than with 16",
+    alt="Efficiency against the width, measured and by the formula: by and large the "
+        "curves with 256 samples per rank lie above those with 16",
 )
 
 # %% [markdown]
 # The lines called "formula" are work / (work + message), both measured by themselves; the others are whole steps. In
 # the ratio of work and message the weights cancel, and the samples (in a language model: the tokens) per rank are left.
-# That is why the curves of 256 samples are the higher ones. They rise with the width at first, because these messages
-# are small: the fixed cost of a message is divided by more bytes. Once a message is so large that its fixed cost no
-# longer counts, a larger model does not help any more.
+# That is why the curves of 256 samples are the higher ones; single points scatter, most of all at width 64, where a step
+# is shortest. By and large the curves rise with the width at first, because these messages are small: the fixed cost of
+# a message is divided by more bytes. Once a message is so large that its fixed cost no longer counts, a larger model
+# does not help any more.
 #
 # On this machine two more things lower the measured curves: both ranks share the memory of one processor, and the
 # message is also carried by its two cores. On GPUs the message runs beside the backward (lesson 05) and hides, as long
@@ -1311,11 +1324,15 @@ plot.lines(
 # ### Which buckets, and which hook? Ask the profiler
 #
 # Lesson 05 has drawn overlap on a link that it emulated. For a job of your own, record a few steps with PyTorch's
-# profiler (lesson 02, section 6) and ask the recording three things. How many messages does a step send? Which part of
-# their time is hidden behind computing? And how long is what is not: the **exposed** communication?
+# profiler (lesson 02, section 6) and ask the recording four things. How many messages does a step send? Which part of
+# their time is hidden behind computing? How long is what is not hidden, the **exposed** communication? And how long is
+# the step? `labcode.perf.breakdown` reads it off the recording of each step: `collectives_ms` is the time in which a
+# message is under way, `overlap` the part of it beside which something is computed, and `communication_ms` the exposed
+# rest.
 #
 # The example is a row of eight equal layers. Each has 512 x 512 weights, which is 1 MiB of gradients. DDP's
-# `bucket_cap_mb` counts in MiB, and a bucket is closed as soon as it holds that much.
+# `bucket_cap_mb` counts in MiB, and a bucket is closed as soon as it holds that much. (Only if you name no size does DDP
+# take 25 MiB and close the first bucket at 1 MiB, so that a first message leaves early.)
 #
 # **Predict.** How many all-reduces does a step send with buckets of 1, 4 and 25 MiB? And for which of the three can
 # nothing be hidden, on any network?
@@ -1327,15 +1344,19 @@ messages_of_25 = 1
 nothing_is_hidden_with = 25  # its only message waits for the last gradient
 
 # %%
+import statistics
+
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from labcode.perf import breakdown
 from labcode.perf.chrome_trace import read
 
+STEPS = 15  # recorded
+
 
 def profiled(rank, bucket_mib, hook):
-    """All-reduces in a step, and where its time goes: three recorded steps."""
+    """All-reduces in a step, and where the time of each recorded step goes."""
     layers = [torch.nn.Linear(512, 512, bias=False) for _ in range(8)]
     model = DDP(torch.nn.Sequential(*layers), bucket_cap_mb=bucket_mib)
     if hook == "fp16":
@@ -1348,19 +1369,20 @@ def profiled(rank, bucket_mib, hook):
     for _ in range(3):
         step()
     with profile(activities=[ProfilerActivity.CPU]) as recorded:
-        for number in range(3):
+        for number in range(STEPS):
             with record_function(f"ProfilerStep#{number}"):
                 step()
     trace = read(recorded)
     messages = [event for event in trace.events if event.name == "gloo:all_reduce"]
-    return len(messages) / 3, breakdown.mean(breakdown.breakdown(trace))
+    return len(messages) / STEPS, breakdown.breakdown(trace)
 
 CHOICES = {"1 MiB": (1, None), "4 MiB": (4, None), "25 MiB": (25, None)}
 CHOICES["4 MiB, 16 bits"] = (4, "fp16")
 messages = {}
-times = {}
+steps_of = {}
 for name, (bucket_mib, hook) in CHOICES.items():
-    messages[name], times[name] = pair.run(profiled, bucket_mib, hook)[0]
+    messages[name], steps_of[name] = pair.run(profiled, bucket_mib, hook)[0]
+times = {name: breakdown.mean(steps) for name, steps in steps_of.items()}
 
 # %% tags=["figure"]
 compare("1 MiB", messages_of_1, messages["1 MiB"], within=1, found="counted")
@@ -1372,6 +1394,11 @@ compare("nothing is hidden", nothing_is_hidden_with, least_hidden, within=1)
 for name, spent in times.items():
     print(f"{name}: {spent.collectives_ms:.1f} ms of messages,", end=" ")
     print(f"{spent.overlap:.0%} hidden, {spent.communication_ms:.1f} ms exposed")
+for name, steps in steps_of.items():
+    lengths_ms = sorted(step.total_ms for step in steps)
+    median_ms = statistics.median(lengths_ms)
+    print(f"{name}: a step takes {median_ms:.0f} ms", end=", ")
+    print(f"the shortest {lengths_ms[0]:.0f}, the longest {lengths_ms[-1]:.0f}")
 plot.step_breakdown(
     times,
     title="Where a step goes, by the size of the buckets",
@@ -1380,19 +1407,21 @@ plot.step_breakdown(
 )
 
 # %% [markdown]
-# With one bucket of 25 MiB everything is sent after the last gradient, and the recording shows all of it as exposed.
-# (DDP takes 25 MiB if you name no size, but closes its first bucket at 1 MiB, for this reason.) Smaller buckets leave
-# earlier. How much is then hidden depends on the network: between two processes of one machine the same cores compute
-# and copy, so that a hidden message makes the computing longer, and little or nothing is won; and eight messages take
-# longer than one, since each has its fixed cost. On
-# GPUs with a network of their own it is.
+# With one bucket of 25 MiB everything is sent after the last gradient, and the recording shows all of it as exposed, or
+# nearly all. Smaller buckets leave earlier, and a good part of their time is hidden.
+#
+# Is the step shorter for it? Compare the lengths. Where both processes share two cores, the steps of one choice differ by
+# more than the four choices do among each other, so this recording does not decide for any of them. It could hardly:
+# the same cores compute and copy, and what is hidden is not free. With idle cores beside them, and all the more where
+# the network has hardware of its own, as between GPUs, it can be nearly free: the length of the step says so.
 #
 # The hook that sends 16 bits (lesson 05, section 6) halves the bytes, and pays for it with two casts of every gradient.
-# Whether that is a gain is a question of the same recording: exposed communication that has gone, against computing that
-# has come. Change one thing, record again, and keep what makes the whole step shorter.
+# Whether that is a gain is the same question, and on two cores it has the same answer: it is within the scatter. So
+# change one thing, record enough steps to see how much they differ, and keep what makes the whole step shorter by more
+# than that.
 #
-# **Takeaway: tune buckets and hooks by a recording of your own job: messages in a step, the part of them that is hidden,
-# and the length of the step.**
+# **Takeaway: tune buckets and hooks by a recording of your own job. What is hidden says where a gain can come from; the
+# length of the step, against its scatter, says whether there is one.**
 
 # %% [markdown] tags=["exercise"]
 # ## 11. The night shift (core, 15 min)

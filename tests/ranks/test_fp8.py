@@ -1,6 +1,7 @@
 """FP8 on grids: it trains as on one process, and ranks that share scales have the same."""
 
 import signal
+import statistics
 from functools import partial
 
 import pytest
@@ -287,8 +288,9 @@ def test_a_killed_run_resumes_with_its_histories_bit_for_bit(tmp_path):
 
 
 @pytest.mark.release
-def test_after_300_steps_gpt_tiny_in_fp8_is_as_good_as_in_bfloat16(tmp_path):
-    """Validation losses; two seeds in bfloat16 differ by 1.4 % themselves."""
+@pytest.mark.timeout(1800)  # a CPU without a unit for bfloat16 takes a second for a step
+def test_in_100_steps_gpt_tiny_learns_in_fp8_as_well_as_in_bfloat16(tmp_path):
+    """The mean loss of steps 51 to 100, which see the same batches: a single one is a draw."""
     found = {}
     for name, args in {
         "bfloat16": ["--train.dtype=bfloat16"],
@@ -296,13 +298,14 @@ def test_after_300_steps_gpt_tiny_in_fp8_is_as_good_as_in_bfloat16(tmp_path):
         "current": ["--train.dtype=fp8", "--fp8.recipe=current"],
         "block": ["--train.dtype=fp8", "--fp8.recipe=block"],
     }.items():
-        common = ["gpt_tiny", "--train.steps=300", "--train.sample_tokens=0", f"--train.out={name}"]
-        done = forks.train([*common, *args], cwd=tmp_path, timeout_s=300)
+        common = ["gpt_tiny", "--train.steps=100", "--train.log_every=1", f"--train.out={name}"]
+        common += ["--train.eval_every=0", "--train.eval_batches=1", "--train.sample_tokens=0"]
+        done = forks.train([*common, *args], cwd=tmp_path, timeout_s=900)
         assert done.codes == [0], done.err
-        rows = metrics.read(tmp_path / name)
-        found[name] = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    print(found)
-    assert found["bfloat16"] < 2.1
+        losses = [row["loss"] for row in metrics.read(tmp_path / name) if "loss" in row]
+        assert len(losses) == 100
+        found[name] = statistics.mean(losses[50:])
+    assert found["bfloat16"] < 2.6
     assert found["delayed"] == pytest.approx(found["bfloat16"], rel=0.01)
     assert found["current"] == pytest.approx(found["bfloat16"], rel=0.01)
     assert found["block"] == pytest.approx(found["bfloat16"], rel=0.01)

@@ -128,7 +128,7 @@ def test_a_run_that_diverges_is_a_row_with_its_reason(first):
     assert "lower optim.lr" in rows[1].reason
     assert rows[1].val_loss is None
     assert sorted(sweep_table.read(out), key=_run) == sorted(rows, key=_run)
-    assert rows[2].samples == 48
+    assert (rows[2].batch, rows[2].steps) == (8, 6)
     assert [step for step, _ in rows[2].losses] == [1, 2, 3, 4, 5, 6]
     assert rows[2].val_loss is not None and rows[2].step_s > 0
 

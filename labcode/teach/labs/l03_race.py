@@ -138,8 +138,7 @@ def step_seconds(*settings: Settings, rounds: int = 7) -> tuple[float, ...]:
 
     Args:
         settings: To compare; each trains a model of its own.
-        rounds: Steps of each that count; what has taken PATIENCE_S gets only three. One before does
-            not count.
+        rounds: As `l03_step.median_s` has them.
     """
     batches = Batches()
     trainers = [Trainer(one, batches) for one in settings]

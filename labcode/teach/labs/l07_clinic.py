@@ -36,6 +36,7 @@ from labcode.teach.labs.l07_patients.common import (
     apart,
     small_model,
     text_samples,
+    widest_gap,
 )
 
 LIMIT_S = 10.0  # how late a rank may come to a collective; on a busy machine 3 s were too few
@@ -321,14 +322,20 @@ def gap_after_other_seeds(rank: int) -> float:
     return apart(model)
 
 
-def gap_with_batch_norm(rank: int) -> float:
-    """Train with DDP and a plain BatchNorm, on other samples on each rank: do weights differ?"""
+def gaps_with_batch_norm(rank: int) -> tuple[float, float]:
+    """Train with DDP and a plain BatchNorm, on other samples on each rank: what differs?
+
+    Returns:
+        The largest difference between a weight here and the mean over all ranks, and the same of
+        the running averages.
+    """
     torch.manual_seed(0)
     layers = small_model()
     layers.insert(3, nn.BatchNorm1d(64))
     model = DDP(layers)
     _train(model, steps=4)
-    return apart(model)
+    averages = [buffer for buffer in model.buffers() if buffer.is_floating_point()]
+    return apart(model), widest_gap(averages)
 
 
 def loss_with_batch_norm(rank: int, samples: int, synchronised: bool) -> float:

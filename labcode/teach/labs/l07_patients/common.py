@@ -2,6 +2,7 @@
 
 import contextlib
 import gzip
+from collections.abc import Iterable
 from importlib import resources
 from typing import Any
 
@@ -40,10 +41,15 @@ def unwatched(*_: Any, **__: Any) -> contextlib.AbstractContextManager[None]:
 
 def apart(model: nn.Module) -> float:
     """The largest difference between a weight here and the mean over all ranks."""
+    return widest_gap(model.parameters())
+
+
+def widest_gap(tensors: Iterable[torch.Tensor]) -> float:
+    """The largest difference between a number here and the mean over all ranks."""
     gap = 0.0
-    for param in model.parameters():
-        mean = param.detach().clone()
+    for tensor in tensors:
+        mean = tensor.detach().clone()
         torch.distributed.all_reduce(mean)
         mean /= torch.distributed.get_world_size()
-        gap = max(gap, float((param.detach() - mean).abs().max()))
+        gap = max(gap, float((tensor.detach() - mean).abs().max()))
     return gap
