@@ -20,11 +20,12 @@ from typing import Any
 
 import torch
 import transformers
-from side_by_side import cores, options, outer_quartiles, write
+from side_by_side import options, outer_quartiles, write
 from torch import nn
 
 from labcode import recipes
 from labcode.config import GPTConfig
+from labcode.hardware import usable_cores
 from labcode.models.gpt import GPT, loss
 from labcode.models.gpt2_weights import load_gpt2
 
@@ -173,7 +174,7 @@ def machine(device: str) -> dict[str, Any]:
     """What the numbers depend on, without saying whose machine it is."""
     return {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": cores(),
+        "cores": len(usable_cores()),
         "torch_threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,

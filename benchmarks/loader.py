@@ -127,7 +127,7 @@ def run(begin: Contestant, steps: int, compute_s: float) -> tuple[float, float]:
 
 def measure(layout: str, path: Path, settings: Any) -> list[dict[str, Any]]:
     """The rows of one file; contestants take turns."""
-    config = WeatherData(path=str(path), crop=CROP, mirror=True, sun=True, roll=True)
+    config = WeatherData(path=str(path), crop=CROP, sun=True, roll=True)
     dataset = weather.load(config).train
     order = Batches(len(dataset), BATCH)
     everyone = contestants(dataset, order)

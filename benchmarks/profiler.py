@@ -9,7 +9,6 @@ fused AdamW) on one thread, in turns without and with a profiler, as `--profile.
     off     ranges only
     on      operations and ranges
     memory  allocations, and marks that say what they are for, too
-    stacks  the lines of Python that called each operation, too
 
 The ratio is the median over the rounds of the time with / without, within a round. Starting the
 profiler and writing the file are not in it: they are told beside it, for all steps of a round.
@@ -38,7 +37,7 @@ from labcode.train.ranges import StepRanges
 RESULT = Path(__file__).parent / "results" / "profiler_cpu.json"
 BLOCKS = 20_000
 VOCABULARY = 84
-VARIANTS = ("off", "on", "memory", "stacks")
+VARIANTS = ("off", "on", "memory")
 
 
 def range_ns(marked: bool, recording: bool) -> float:
@@ -98,7 +97,6 @@ class Training:
         recorder = profile(
             activities=[ProfilerActivity.CPU],
             profile_memory=variant == "memory",
-            with_stack=variant == "stacks",
         )
         with recorder:
             yield step

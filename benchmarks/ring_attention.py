@@ -18,8 +18,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from side_by_side import cores, options, outer_quartiles, slowest_rank, write
+from side_by_side import options, outer_quartiles, slowest_rank, write
 
+from labcode.hardware import usable_cores
 from labcode.pool.ranks import Ranks
 
 RESULTS = Path(__file__).parent / "results"
@@ -146,7 +147,7 @@ def main() -> None:
     device = "cuda" if torch.cuda.device_count() >= args.ranks else "cpu"
     machine = {
         "device": torch.cuda.get_device_name() if device == "cuda" else platform.machine(),
-        "cores": cores(),
+        "cores": len(usable_cores()),
         "torch": torch.__version__,
         "python": platform.python_version(),
         "dtype": "bfloat16" if device == "cuda" else "float32",

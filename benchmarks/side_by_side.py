@@ -2,13 +2,14 @@
 
 import argparse
 import json
-import os
 import platform
 import statistics
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from labcode.hardware import usable_cores
 
 HEAD = (
     "| layout | implementation | ms per step, median | fastest "
@@ -31,17 +32,10 @@ def options(description: str | None, **defaults: int) -> argparse.ArgumentParser
     return parser
 
 
-def cores() -> int | None:
-    """The cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count()
-
-
 def machine() -> dict[str, Any]:
     """What the numbers belong to."""
     return {
-        "cores": cores(),
+        "cores": len(usable_cores()),
         "machine": platform.machine(),
         "torch": torch.__version__,
         "python": platform.python_version(),

@@ -24,7 +24,7 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         parallel/     each parallelism written out, and how weights are sharded
         precision/    formats of few bits, FP8 layers, and who loses precision where
         models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
-        train/        the training loop: `python -m labcode.train gpt_tiny`; chaos/ disturbs it
+        train/        the training loop: `python -m labcode.train gpt_tiny`
         teach/        checks, figures, labs and exercises, for lessons and tests alone
 
 The first cell of a lesson imports `labcode.lab`: ranks, checks, predictions, figures.

@@ -243,7 +243,6 @@ class WeatherData:
     )
     sun: bool = False  # two more inputs: the height of the sun now and at the next time
     crop: tuple[int, ...] | None = None  # train on parts of the map: so many latitudes x longitudes
-    mirror: bool = False  # every second sample is mirrored at the equator, drawn anew in each epoch
 
     def __post_init__(self) -> None:
         check_fields(self, "data", {"val_fraction": FRACTION, "crop": SIZE})
@@ -648,7 +647,7 @@ class TrainConfig:
     sample_device_s: float = 1.0  # seconds between looks at how busy the device is; 0: none
     sample_tokens: int = 300  # length of the text sample at the end; 0: none
     out: str | None = None  # folder for metrics and weights; None: the next free runs/NAME-NNN
-    overwrite: bool = False  # replace an existing `out`
+    overwrite: bool = False  # rename an existing `out` to `out`.old-1, or the next free number
     start_from: str | None = (
         None  # folder with the weights of a GPT-2, as labcode.train.export writes
     )
@@ -788,13 +787,12 @@ class ProfileConfig:
     ranks: tuple[int, ...] = (0,)  # those that record
     warmup: int = 1  # steps before them that the profiler sees and forgets
     memory: bool = False  # every allocation, too, and what it is for
-    stacks: bool = False  # the lines of Python that called each operation, too
     # on GPUs: ranges for Nsight Systems in place of the profiler of PyTorch
     nvtx: bool = False
 
     def __post_init__(self) -> None:
         check_fields(self, "profile", {"ranks": COUNT_OR_ZERO, "warmup": COUNT_OR_ZERO})
-        for name in ("memory", "stacks", "nvtx"):
+        for name in ("memory", "nvtx"):
             if getattr(self, name) and self.steps is None:
                 raise ValueError(
                     f"profile.{name} is for recorded steps, and there are none: name them, "
@@ -937,8 +935,8 @@ class Config:
             )
         if self.checkpoint.resume and self.train.overwrite:
             raise ValueError(
-                "checkpoint.resume continues the run in train.out, and train.overwrite removes it: "
-                "choose one of them"
+                "checkpoint.resume continues the run in train.out, and train.overwrite gives it "
+                "another name: choose one of them"
             )
 
     def check(self, world_size: int) -> GridShape:

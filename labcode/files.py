@@ -1,6 +1,7 @@
 """Files that exist whole or not at all."""
 
 import contextlib
+import fcntl
 import os
 import re
 import uuid
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer
 
 UNFINISHED = re.compile(r".+\.[0-9a-f]{32}\.partial")
+LOCK_NAME = "run.lock"  # in the folder of a run, as long as a process trains into it
 
 
 def write_atomically(path: Path, *parts: "Buffer") -> None:
@@ -61,3 +63,15 @@ def remove_unfinished(folder: Path) -> None:
     for path in folder.glob("*.partial"):
         if UNFINISHED.fullmatch(path.name) and path.is_file() and not path.is_symlink():
             path.unlink(missing_ok=True)
+
+
+def is_held(folder: Path) -> bool:
+    """Whether a process trains into a folder: the kernel frees the lock of one that is gone."""
+    try:
+        with open(folder / LOCK_NAME, encoding="utf-8") as file:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except OSError:
+        return True  # held; or a network disk that knows no locks: the file is removed at the end
+    return False

@@ -11,8 +11,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 CGROUPS = Path("/sys/fs/cgroup")
 OWN_CGROUPS = Path("/proc/self/cgroup")
 # Names of the files of a memory cgroup by the version: the limit, what is used, and the beginning
@@ -153,12 +151,16 @@ def memory_bytes() -> int:
     """Memory that the processes of this machine may use together: RAM, or less where a cgroup says
     so, and swap.
     """
+    import psutil  # imported late: the doctor says when it is missing
+
     limits = [limit for limit, _ in _cgroups()]
     return min([psutil.virtual_memory().total, *limits]) + psutil.swap_memory().total
 
 
 def free_memory_bytes() -> int:
     """RAM that is free on this machine, or in the fullest of this process's cgroups."""
+    import psutil
+
     free = [max(0, limit - used) for limit, used in _cgroups()]
     return min([psutil.virtual_memory().available, *free])
 

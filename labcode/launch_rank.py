@@ -8,6 +8,7 @@ error ended it, as torchrun's report cannot tell the first failure from the rank
 peer in the same second.
 """
 
+import contextlib
 import io
 import json
 import os
@@ -126,8 +127,10 @@ def main(launcher: str, folder: str, rank: str, module: str, *args: str) -> None
 
 def _remove_for(launcher: int, folder: str) -> None:
     """Remove the folder of a launcher that cannot do so; one that lives will read it."""
-    if not psutil.pid_exists(launcher):
-        processes.remove_from_outside(folder)
+    with contextlib.suppress(psutil.NoSuchProcess):
+        if processes.alive(psutil.Process(launcher)):
+            return
+    processes.remove_from_outside(folder)
 
 
 def _forget_own_frames(stack: traceback.StackSummary) -> None:

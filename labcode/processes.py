@@ -22,13 +22,34 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import IO
+from typing import IO, Protocol
 
 import psutil
 
 GRACE_S = 5.0  # how long processes may take to end after a signal, before they are killed
 CHECK_S = 1.0  # between two looks whether the parents are still there
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+class Started(Protocol):
+    """A process that was started here: a `subprocess.Popen`, or one like it."""
+
+    @property
+    def pid(self) -> int:
+        """Its number."""
+        ...
+
+    def poll(self) -> int | None:
+        """Its exit code; None while it runs."""
+        ...
+
+    def wait(self, timeout: float | None = None) -> int:
+        """Its exit code, once it has ended."""
+        ...
+
+    def send_signal(self, number: int, /) -> None:
+        """Send it a signal, unless it has ended."""
+        ...
 
 
 class Ending:
@@ -94,7 +115,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def end(
-    processes: Sequence[subprocess.Popen],
+    processes: Sequence[Started],
     ask: signal.Signals | None = None,
     grace_s: float | None = None,
 ) -> None:
@@ -129,7 +150,7 @@ def end(
             process.wait()
 
 
-def _running(processes: Sequence[subprocess.Popen]) -> list[int]:
+def _running(processes: Sequence[Started]) -> list[int]:
     """The numbers of those that have not ended."""
     pids = []
     for process in processes:
@@ -138,7 +159,7 @@ def _running(processes: Sequence[subprocess.Popen]) -> list[int]:
     return pids
 
 
-def _ask(processes: Sequence[subprocess.Popen], ask: signal.Signals, grace_s: float) -> None:
+def _ask(processes: Sequence[Started], ask: signal.Signals, grace_s: float) -> None:
     """Send a signal to some processes and give them time to obey it."""
     for process in processes:
         process.send_signal(ask)  # which does nothing where the process has ended
@@ -180,9 +201,21 @@ def end_with_parents(
     """
     parent = parent or os.getppid()
     if at_once and sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_at_once_with_parent(parent)
     watch = threading.Thread(target=_watch, args=(parent, others, before_end), daemon=True)
     watch.start()
+
+
+def end_at_once_with_parent(parent: int) -> None:
+    """From now on the kernel ends this process in the moment in which its parent ends; Linux only.
+
+    Args:
+        parent: Number of the process that started this one, by its main thread; it may have ended
+            since.
+    """
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _watch(parent: int, others: Sequence[int], before_end: Callable[[], object] | None) -> None:

@@ -154,24 +154,6 @@ def _replaced(config: Any, tree: Mapping[str, Any]) -> Any:
     return replace(config, **values)
 
 
-# Fields that had another name once: where each is now.
-RENAMED = {
-    "grid.dp": "parallel.dp",
-    "grid.pp": "parallel.pp",
-    "grid.cp": "parallel.cp",
-    "grid.tp": "parallel.tp",
-    "grid.order": "parallel.order",
-    "pipeline.schedule": "parallel.pipeline_schedule",
-    "pipeline.stages_per_rank": "parallel.stages_per_rank",
-    "pipeline.layers": "parallel.layers_per_stage",
-    "pipeline.recompute": "parallel.activation_checkpointing full",
-    "train.data_parallel": "parallel.data_parallel",
-    "train.bucket_mb": "parallel.bucket_mb",
-    "train.sequence_parallel": "parallel.sequence_parallel",
-    "train.context": "parallel.context_attention (ring or all_gather)",
-    "train.share_gpus": "parallel.share_gpus",
-}
-
 # Last parts of names that people know from elsewhere: the field here.
 CALLED_HERE = {
     "batch_size": "train.global_batch",
@@ -195,8 +177,6 @@ def unknown_field(path: str, known: Mapping[str, object], dashes: str = "") -> s
         known: The fields of the recipe, as from `field_paths`.
         dashes: "--" on the command line.
     """
-    if path in RENAMED:
-        return f"{dashes}{path} is now {dashes}{RENAMED[path]}"
     last = path.rpartition(".")[2]
     if last in LAUNCHED:
         return (

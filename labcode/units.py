@@ -1,10 +1,11 @@
-"""How to print quantities. GB is 1e9 bytes, GiB is 2**30: memory is sold in GiB, links in GB/s.
+"""How to print quantities and ranks. GB is 1e9 bytes, GiB is 2**30: memory is sold in GiB.
 
 Every number is rounded before its unit is chosen: 999.9 rounded to three digits is 1000, and that
 is "1 k", not "1e+03".
 """
 
 import math
+from collections.abc import Iterable
 
 KIB = 2**10
 MIB = 2**20
@@ -92,3 +93,42 @@ def seconds(duration_s: float) -> str:
         return f"{minutes} min {rest_s:02} s"
     hours, minutes = divmod(round(duration_s / 60), 60)
     return f"{hours} h {minutes:02} min"
+
+
+MOST_RUNS = 6  # of ranks in one text: of 1,024 ranks those with odd numbers may be missing
+
+
+def listed(words: Iterable[object]) -> str:
+    """ "0", "0 and 1", "0, 1 and 2".
+
+    Held by: tests/unit/test_units.py
+    """
+    texts = [str(word) for word in words]
+    if len(texts) < 2:
+        return "".join(texts)
+    return f"{', '.join(texts[:-1])} and {texts[-1]}"
+
+
+def ranks_text(ranks: Iterable[int]) -> str:
+    """ "rank 3", "ranks 0-2 and 5": neighbours together, and no more than `MOST_RUNS` of them.
+
+    Held by: tests/unit/test_units.py
+    """
+    numbers = sorted(ranks)
+    word = "rank" if len(numbers) == 1 else "ranks"
+    return f"{word} {listed(_runs(numbers))}"
+
+
+def _runs(numbers: list[int]) -> list[str]:
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    texts = []
+    for run in runs[:MOST_RUNS]:
+        texts += [f"{run[0]}-{run[-1]}"] if len(run) > 2 else map(str, run)
+    if len(runs) > MOST_RUNS:
+        texts.append("others")
+    return texts

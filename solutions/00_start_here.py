@@ -29,7 +29,7 @@
 # nothing about distributed training.
 #
 # The next cell belongs to all sections: run it wherever you begin. It also starts four processes, which section 3
-# explains. That takes about ten seconds.
+# explains. That takes some seconds.
 
 # %%
 import math
@@ -551,7 +551,8 @@ ranks.run(fragile)
 # %% [markdown]
 # Read the line that begins with **RankError**. It names the rank that failed first, and that rank's own error, not the
 # broken connections that followed. Below it is the line where it happened on that rank. Tools on a cluster do not all
-# do you this favour; lesson 01, section 7, shows what the raw messages look like. The ranks can be used again at once:
+# do you this favour; lesson 01, section 7, shows what the raw messages look like. The failed call has ended all four
+# processes. The next call starts new ones in a fraction of a second, and says what went with the old ones:
 
 # %% tags=["nbval-check-output"]
 def still_here(rank):

@@ -550,7 +550,7 @@ y.sum().backward()
 # %% [markdown]
 # "Out of bounds for storage of size 0": this is what you get if you forget to gather in backward. It is a lucky case.
 # Other operations do not look before they read, and then the process dies. (If a rank dies in an exercise,
-# `ranks.restart()` starts new ones.) So labcode takes one more step: while a weight is away, the parameter shows NaN in
+# the next call starts new ones.) So labcode takes one more step: while a weight is away, the parameter shows NaN in
 # the same shape.
 
 # %% tags=["nbval-check-output"]

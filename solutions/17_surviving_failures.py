@@ -1055,11 +1055,11 @@ check("17.5", make_plan)
 # to a few times your longest pause between two collectives, which may be a step, a blocking save or the compilation of
 # the first step, and not more.
 #
-# Before you trust any of this, disturb a training run on purpose. This command kills, stops and starves the ranks of a
-# run by a seeded plan, damages its checkpoints and fills its disk. Then it compares losses and weights with those of a
-# run that nobody has disturbed, bit for bit:
+# Before you trust any of this, disturb a training run on purpose. This command, given in the folder of the course, kills,
+# stops and starves the ranks of a run by a seeded plan, damages its checkpoints and fills its disk. Then it compares
+# losses and weights with those of a run that nobody has disturbed, bit for bit:
 #
-#     python -m labcode.train.chaos gpt_tiny --faults 20 --seed 1
+#     python -m tests.faults chaos gpt_tiny --faults 20 --seed 1
 #
 # ## Questions (core, 5 min)
 #

@@ -44,10 +44,9 @@ SUBJECTS = {
     "tests/ranks/test_bad_steps.py": ["labcode/train/loop.py", "labcode/train/guard.py"],
     "tests/ranks/test_float16.py": ["labcode/train/loop.py", "labcode/train/loss_scale.py"],
     "tests/ranks/test_training_memory.py": ["labcode/perf/*memory*.py"],
-    "tests/ranks/test_chaos.py": ["labcode/train/chaos/*"],
     "tests/ranks/test_checkpoint.py": [
         "labcode/train/checkpoint*.py",
-        "labcode/train/tensor_index.py",
+        "labcode/train/tensor_files.py",
         "labcode/parallel/boxes.py",
     ],
     "tests/ranks/test_background_save.py": ["labcode/train/checkpoint*.py"],

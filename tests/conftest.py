@@ -9,7 +9,6 @@ ranks, a cluster, a fixture of their module) share a group, and with it a worker
 """
 
 import functools
-import os
 import re
 import signal
 from collections.abc import Callable, Iterable
@@ -27,15 +26,14 @@ from labcode import processes
 # A shell that starts the tests in the background has them, and all that they start, ignore SIGINT.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-hypothesis.settings.register_profile("course", deadline=None)
 # The same examples in every run, so that a red run is a defect of this change.
 hypothesis.settings.register_profile(
-    "ci",
+    "course",
     deadline=None,
     derandomize=True,
     suppress_health_check=[hypothesis.HealthCheck.too_slow],
 )
-hypothesis.settings.load_profile("ci" if os.environ.get("CI") else "course")
+hypothesis.settings.load_profile("course")
 
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -1,6 +1,6 @@
 """`python -m tools.reliability [RESULT]`: the tables of the guide about faults, from their JSON.
 
-RESULT is what `python -m labcode.train.chaos RECIPE --result FILE` has written, on one machine or
+RESULT is what `python -m tests.faults chaos RECIPE --result FILE` has written, on one machine or
 with `--cluster`; it replaces the one of its kind in `benchmarks/results`. Without it those are
 shown again.
 
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from labcode.files import write_atomically
-from labcode.train.chaos import account
+from tests.faults.chaos import account
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "book" / "guide" / "failures.md"

@@ -29,6 +29,7 @@ GROUND = {
     "course",
     "fields",
     "files",
+    "fork_server",
     "hardware",
     "launch",
     "launch_rank",

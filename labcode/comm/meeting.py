@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from labcode.comm.agreement import SharedError
 from labcode.comm.place import Place
+from labcode.units import ranks_text
 
 SAY_AFTER_S = 10.0  # of silence, before the first line
 SAY_EVERY_S = 30.0
@@ -377,8 +378,8 @@ def _hold_roll_call(place: Place, tcp_store: dist.TCPStore, patience: Patience) 
             if patience.is_due():
                 present, missing = call.roll()
                 patience.say(
-                    f"{_ranks(missing)} of {place.world_size} at {_where(place)}; "
-                    f"here: {_ranks(present)}"
+                    f"{ranks_text(missing)} of {place.world_size} at {_where(place)}; "
+                    f"here: {ranks_text(present)}"
                 )
             patience.pause()
     except RollCallError:
@@ -502,9 +503,9 @@ def _give_up(place: Place, call: _RollCall, patience: Patience) -> MeetingError:
     are_missing = "has" if len(missing) == 1 else "have"
     are_here = "has" if len(present) == 1 else "have"
     text = (
-        f"{_ranks(missing)} of {place.world_size} {are_missing} not come to {_where(place)}"
-        f"{patience.in_vain}, {_ranks(present)} {are_here}: start every rank with this MASTER_ADDR "
-        f"and MASTER_PORT, or {_WAIT_LONGER}; for one process unset RANK and WORLD_SIZE"
+        f"{ranks_text(missing)} of {place.world_size} {are_missing} not come to {_where(place)}"
+        f"{patience.in_vain}, {ranks_text(present)} {are_here}: start every rank with this "
+        f"MASTER_ADDR and MASTER_PORT, or {_WAIT_LONGER}; for one process unset RANK and WORLD_SIZE"
     )
     call.pronounce(text)
     # rank 0 reports what all know
@@ -524,19 +525,3 @@ def _are_set(store: dist.Store, keys: Sequence[str]) -> bool:
 
 def _here(rank: int) -> str:
     return f"here/{rank}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    """ "rank 3", or "ranks 0-2, 5": neighbours together, and no more than six of them."""
-    first_and_last: list[tuple[int, int]] = []
-    for rank in ranks:
-        if first_and_last and first_and_last[-1][1] == rank - 1:
-            first_and_last[-1] = (first_and_last[-1][0], rank)
-        else:
-            first_and_last.append((rank, rank))
-    parts = []
-    for first, last in first_and_last[:6]:
-        parts.append(str(first) if first == last else f"{first}-{last}")
-    if len(first_and_last) > 6:
-        parts.append("...")
-    return ("rank " if len(ranks) == 1 else "ranks ") + ", ".join(parts)

@@ -1,7 +1,7 @@
-"""NVIDIA DALI as what turns and normalises weather, on the GPU where there is one. It is optional.
+"""NVIDIA DALI as what normalises weather, on the GPU where there is one. It is optional.
 
     threads of Python     DALI's pipeline, on the device
-    sample(number)    ->  flip -> * signs -> - mean -> / std -> + sun, + weights of the rows
+    sample(number)    ->  - mean -> / std -> + sun, + weights of the rows
 
 A sample is read and cut by `WeatherDataset.sample`, since only whoever reads a file can leave out
 the chunks that a part does not need; zarr and HDF5 are not among the formats that DALI reads. What
@@ -30,8 +30,6 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # inputs, targets
 # what the threads hand to the pipeline, one array a sample, and how DALI calls their axes
 INPUTS = (
     ("states", "FCHW"),
-    ("mirrored", ""),
-    ("signs", "FCHW"),
     ("sun", "CHW"),
     ("weights", "CHW"),
 )
@@ -148,21 +146,14 @@ class DaliSource:
         shape = dataset.sample_shape
         states = np.zeros((2, len(dataset.variables), *shape), np.float32)
         sun = np.zeros((2, *shape), np.float32) if dataset.forcings else None
-        return Sample(states, sun, np.zeros(shape[0], np.float32), False)
+        return Sample(states, sun, np.zeros(shape[0], np.float32))
 
     def _arrays(self, sample: Sample) -> Sequence[np.ndarray]:
-        """A sample as `INPUTS` has it; its small fields are mirrored here."""
-        dataset = self.reader.dataset
-        shape = dataset.sample_shape
+        """A sample as `INPUTS` has it."""
+        shape = self.reader.dataset.sample_shape
         sun = np.zeros((2, *shape), np.float32) if sample.sun is None else sample.sun
         weights = np.broadcast_to(sample.weights[None, :, None], (1, *shape))
-        signs = np.ones((1, len(dataset.variables), 1, 1), np.float32)
-        if sample.mirrored:
-            sun = sun[:, ::-1]
-            weights = weights[:, ::-1]
-            signs = dataset.signs.numpy()[None]
-        mirrored = np.array(int(sample.mirrored), np.int32)
-        arrays = (sample.states, mirrored, signs, sun, weights)
+        arrays = (sample.states, sun, weights)
         return [np.ascontiguousarray(array) for array in arrays]
 
     # ---- computing
@@ -177,25 +168,18 @@ class DaliSource:
             device_id=(self.device.index or 0) if on_gpu else None,
             prefetch_queue_depth=self.prefetch,
         )
-        dtypes = []
-        for name, _ in INPUTS:
-            dtypes.append(dali.types.INT32 if name == "mirrored" else dali.types.FLOAT)
         with pipeline:
             read = dali.fn.external_source(
                 self._next_inputs,
                 num_outputs=len(INPUTS),
-                dtype=dtypes,
+                dtype=[dali.types.FLOAT] * len(INPUTS),
                 layout=[layout for _, layout in INPUTS],
             )
-            states, mirrored, signs, sun, weights = read
-            if on_gpu:
-                states, signs = states.gpu(), signs.gpu()
-                sun, weights = sun.gpu(), weights.gpu()
+            states, sun, weights = [array.gpu() for array in read] if on_gpu else read
             where = "gpu" if on_gpu else "cpu"
             mean = dali.types.Constant(dataset.statistics.mean.numpy()[None], device=where)
             std = dali.types.Constant(dataset.statistics.std.numpy()[None], device=where)
-            states = dali.fn.flip(states, vertical=mirrored, horizontal=0)
-            states = (states * signs - mean) / std
+            states = (states - mean) / std
             inputs, targets = states[0], states[1]
             if dataset.forcings:
                 inputs = dali.fn.cat(inputs, sun, axis=0)

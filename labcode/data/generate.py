@@ -1,7 +1,7 @@
 """A weather file of any size, made of the sample that ships: something to read, not to learn from.
 
     python -m labcode.data.generate OUT.zarr --gb 2
-    python -m labcode.data.generate OUT.h5 --gb 0.5 --degrees 1 --chunks 24 180 360
+    python -m labcode.data.generate OUT.zarr --gb 0.5 --degrees 1 --chunks 24 180 360
 
 The maps of the sample are interpolated in space, to a finer grid, and in time, to and fro; to each
 a smooth random field is added, a function of seed and time, so that no two are equal. How the file
@@ -16,7 +16,7 @@ import math
 import shutil
 import sys
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from labcode.data.weather_files import HDF5_SUFFIXES, PACKAGES, open_weather
+from labcode.data.weather_files import open_weather
 from labcode.fields import shown
 from labcode.units import si
 
@@ -82,14 +82,14 @@ def generate(
     """Write a weather file. It is there when it is complete, and not before.
 
     Args:
-        path: Ends in .zarr or in .h5, .hdf5, .nc, .nc4; does not exist.
+        path: Ends in .zarr; does not exist.
         gb: Its size, in 1e9 bytes. What is larger than `weather_files.IN_MEMORY_BYTES` is read
             again for every batch.
         degrees: Between two grid points.
         chunks: Times, latitudes and longitudes of a chunk; None: `CHUNK`, or the map if it is
             smaller.
         seed: The same seed gives the same values.
-        compress: Write compressed chunks (zstd, in HDF5 gzip), which take time to unpack.
+        compress: Write compressed chunks (zstd), which take time to unpack.
         progress: Show a bar.
 
     Returns:
@@ -103,11 +103,11 @@ def generate(
     Held by: tests/unit/test_generate.py
     """
     path = Path(path).expanduser()
-    write = _writer(path)
+    _check_zarr(path)
     plan = _plan(gb, degrees, chunks, seed, compress)
     _check_place(path, plan)
     with _unfinished(path) as partial:
-        write(partial, plan, _blocks(plan, path.name if progress else None))
+        _write(partial, plan, _blocks(plan, path.name if progress else None))
         partial.rename(path)
     return plan
 
@@ -164,10 +164,7 @@ def _unfinished(path: Path) -> Iterator[Path]:
     try:
         yield partial
     finally:
-        if partial.is_dir():
-            shutil.rmtree(partial, ignore_errors=True)
-        else:
-            partial.unlink(missing_ok=True)
+        shutil.rmtree(partial, ignore_errors=True)
 
 
 # ---- the values
@@ -240,30 +237,16 @@ AXES = ("time", "latitude", "longitude")
 TIME_UNITS = {"units": f"hours since {FIRST_TIME}", "calendar": "proleptic_gregorian"}
 
 
-def _writer(path: Path) -> Callable[[Path, Plan, Blocks], None]:
-    """What writes files of this suffix.
-
-    Raises:
-        ValueError: None does, or a package is missing.
-    """
-    if path.suffix == ".zarr":
-        packages = PACKAGES["zarr"]
-        write = _write_zarr
-    elif path.suffix in HDF5_SUFFIXES:
-        packages = PACKAGES["h5netcdf"]
-        write = _write_hdf5
-    else:
+def _check_zarr(path: Path) -> None:
+    """Raises ValueError if the path does not end in .zarr, or zarr is not installed."""
+    if path.suffix != ".zarr":
+        raise ValueError(f"{path} does not end in .zarr: name it so")
+    try:
+        import zarr  # noqa: F401
+    except ImportError:
         raise ValueError(
-            f"{path} ends neither in .zarr nor in {', '.join(HDF5_SUFFIXES)}: name it so"
-        )
-    for package in packages:
-        try:
-            __import__(package)
-        except ImportError:
-            raise ValueError(
-                f"writing {path} needs the package {package}: pip install labcode[weather]"
-            ) from None
-    return write
+            f"writing {path} needs the package zarr: pip install labcode[weather]"
+        ) from None
 
 
 def _coordinates(plan: Plan) -> dict[str, np.ndarray]:
@@ -271,7 +254,7 @@ def _coordinates(plan: Plan) -> dict[str, np.ndarray]:
     return dict(zip(AXES, (hours, plan.lat, plan.lon)))
 
 
-def _write_zarr(path: Path, plan: Plan, blocks: Blocks) -> None:
+def _write(path: Path, plan: Plan, blocks: Blocks) -> None:
     import zarr
 
     group: Any = zarr.open_group(path, mode="w")
@@ -299,27 +282,6 @@ def _write_zarr(path: Path, plan: Plan, blocks: Blocks) -> None:
             array[first : first + len(states)] = states[:, number]
 
 
-def _write_hdf5(path: Path, plan: Plan, blocks: Blocks) -> None:
-    import h5netcdf
-
-    options = {"compression": "gzip", "compression_opts": 1} if plan.compress else {}
-    with h5netcdf.File(path, "w") as file:
-        coordinates = _coordinates(plan)
-        file.dimensions = {name: len(values) for name, values in coordinates.items()}
-        for name, values in coordinates.items():
-            file.create_variable(name, (name,), values.dtype, data=values)
-        for name, value in TIME_UNITS.items():
-            file.variables["time"].attrs[name] = value
-        variables = []
-        for name in VARIABLES:
-            variables.append(
-                file.create_variable(name, AXES, np.float32, chunks=plan.chunks, **options)
-            )
-        for first, states in blocks:
-            for number, variable in enumerate(variables):
-                variable[first : first + len(states)] = states[:, number]
-
-
 # ---- the command
 
 
@@ -327,7 +289,7 @@ def main(arguments: Sequence[str]) -> int:
     """`python -m labcode.data.generate`; returns its exit code."""
     first_line = (__doc__ or "").splitlines()[0]
     parser = argparse.ArgumentParser(prog="python -m labcode.data.generate", description=first_line)
-    parser.add_argument("path", help="ends in .zarr or .h5")
+    parser.add_argument("path", help="ends in .zarr")
     parser.add_argument("--gb", type=float, required=True, help="size in 1e9 bytes")
     parser.add_argument("--degrees", type=float, default=0.5, help="of the grid (0.5)")
     parser.add_argument(
@@ -338,7 +300,7 @@ def main(arguments: Sequence[str]) -> int:
         help=f"times, latitudes and longitudes of a chunk ({' '.join(map(str, CHUNK))})",
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--compress", action="store_true", help="zstd, in HDF5 gzip")
+    parser.add_argument("--compress", action="store_true", help="with zstd")
     asked = parser.parse_args(arguments)
     try:
         plan = generate(

@@ -7,7 +7,6 @@ latitudes, X longitudes.
 
 import copy
 import hashlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -45,19 +44,17 @@ class Statistics:
 
 
 class Sample(NamedTuple):
-    """One sample as it lies in the file: in its units, before it is mirrored.
+    """One sample as it lies in the file, in its units.
 
     Args:
         states: Now and at the next time, [2, C, Y, X].
         sun: Its height at both times, [2, Y, X]; None without.
         weights: Of the latitudes, [Y].
-        mirrored: Whether north and south are to change places.
     """
 
     states: np.ndarray
     sun: np.ndarray | None
     weights: np.ndarray
-    mirrored: bool
 
 
 class WeatherDataset:
@@ -74,20 +71,13 @@ class WeatherDataset:
     in which the part lies. A model that sees parts does not know where they are, except from the
     sun.
 
-    With `mirror` every second sample, drawn in the same way, is mirrored at the equator: its rows
-    change their order, and what points north (`v10`) or turns with the Earth (vorticity) changes
-    its sign (`NORTHWARD`). The equations of the atmosphere stay as they are, as the axis of the
-    Earth is its own mirror image. What breaks is all that is fixed to the ground or to the
-    calendar: continents and mountains lie where none are, and the sun, which is mirrored along,
-    stands as half a year later.
-
     What is drawn is a function of (seed, epoch, sample) alone: the same for every rank that needs
     the sample, whoever reads it and when. Validation draws nothing: with `fixed` each transition
     is cut into as many parts of that size as fit into the map, evenly spread, and sample i is part
     `i % p` of transition `i // p`. The whole map cannot be validated on, since the model has
     learned positions within a part.
 
-    A part counts by its area: with `crop` or `mirror` targets bring the weights of their rows
+    A part counts by its area: with `crop` targets bring the weights of their rows
     along as one more field, cos(lat) over its mean on the *whole* map. The mean over parts then
     weights places as the mean over the map does, except that rows near its upper and lower edge
     lie in fewer parts.
@@ -101,7 +91,6 @@ class WeatherDataset:
         sun: Append two forcings to each state, `sun_height` now and at the next time, for which no
             weather is needed.
         crop: Latitudes and longitudes of a part; None: the whole map.
-        mirror: As above.
         seed: Of what is drawn.
         fixed: Draw nothing, as above.
 
@@ -116,7 +105,6 @@ class WeatherDataset:
         roll: bool = False,
         sun: bool = False,
         crop: Sequence[int] | None = None,
-        mirror: bool = False,
         seed: int = 0,
         fixed: bool = False,
     ) -> None:
@@ -127,14 +115,11 @@ class WeatherDataset:
         self.times = file.times[times.start : times.stop]
         self.num_transitions = len(times) - 1
         self.sample_shape = tuple(crop) if crop else (len(file.lat), len(file.lon))
-        self.brings_weights = crop is not None or mirror
+        self.brings_weights = crop is not None
         self.statistics = statistics
-        self.signs = _signs(file.variables)
         self._file = file
         self._start = times.start
         self._turns = len(file.lon) if roll else 1
-        self._whole = crop is None
-        self._mirror = mirror and not fixed
         self._seed = seed
         self._epoch = 0
         self._weights = _row_weights(file.lat)
@@ -162,8 +147,8 @@ class WeatherDataset:
             indices: B sample numbers, or a single one.
 
         Returns:
-            [B, C+F, Y, X] and [B, C, Y, X], float32; without B for a single number. With `crop` or
-            `mirror` targets have one field more, the weights of their rows.
+            [B, C+F, Y, X] and [B, C, Y, X], float32; without B for a single number. With `crop`
+            targets have one field more, the weights of their rows.
 
         Raises:
             IndexError: A number beyond the last sample.
@@ -206,7 +191,7 @@ class WeatherDataset:
         heights = sun_height(self._file.times[times], self.lat, self.lon)
         return torch.from_numpy(heights)[:, None]
 
-    # ---- parts of the map, and mirrored ones
+    # ---- parts of the map
 
     def sample(self, number: int) -> Sample:
         """One sample as it lies in the file, with what is drawn for it.
@@ -214,31 +199,28 @@ class WeatherDataset:
         Raises:
             ValueError: A damaged file, or a value that is missing.
         """
-        box, transition, mirrored = self._draw(number)
+        box, transition = self._draw(number)
         times = np.array([self._start + transition, self._start + transition + 1])
         states = self._file.read(times, box)
         sun = None
         if self.forcings:
             columns = (box.left + np.arange(box.width)) % len(self.lon)
             sun = sun_height(self._file.times[times], self.lat[box.rows], self.lon[columns])
-        return Sample(states, sun, self._weights[box.rows], mirrored)
+        return Sample(states, sun, self._weights[box.rows])
 
-    def _draw(self, number: int) -> tuple[Box, int, bool]:
-        """(Where a sample lies, which transition it is of, whether it is mirrored)."""
+    def _draw(self, number: int) -> tuple[Box, int]:
+        """(Where a sample lies, which transition it is of)."""
         height, width = self.sample_shape
         if self._parts is not None:
             transition, part = divmod(number, len(self._parts))
-            return self._parts[part], transition, False
+            return self._parts[part], transition
         turn, transition = divmod(number, self.num_transitions)
         generator = np.random.Generator(np.random.PCG64([self._seed, self._epoch, number]))
         top = int(generator.integers(0, len(self.lat) - height + 1))
         left = int(generator.integers(0, _places(self.lon, width)))
-        mirrored = self._mirror and bool(generator.random() < 0.5)
-        if self._whole:
-            left = 0
         # column x of a map that is turned east is column x - turn of the file
         left = (left - turn) % len(self.lon)
-        return Box(top, left, height, width), transition, mirrored
+        return Box(top, left, height, width), transition
 
     def _drawn(self, numbers: np.ndarray) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts of maps, [B, C+F, Y, X] and [B, C+1, Y, X]."""
@@ -252,24 +234,10 @@ class WeatherDataset:
         states = torch.from_numpy(found.states)  # [2, C, Y, X]
         weights = torch.from_numpy(found.weights)
         sun = None if found.sun is None else torch.from_numpy(found.sun)
-        if found.mirrored:
-            states = states.flip(2) * self.signs
-            weights = weights.flip(0)
-            sun = None if sun is None else sun.flip(1)
         states = self.statistics.normalise(states)
         state = states[0] if sun is None else torch.cat([states[0], sun])
         field = weights[None, :, None].expand(1, *self.sample_shape)
         return state, torch.cat([states[1], field])
-
-
-# what changes its sign in a mirror at the equator: northward wind, vorticity, potential vorticity
-NORTHWARD = re.compile(r"p?vo?\d*|(\d+m_)?v_component.*|.*vorticity.*")
-
-
-def _signs(variables: Sequence[str]) -> torch.Tensor:
-    """-1 for what changes its sign in a mirror, else 1: [C, 1, 1] float32."""
-    signs = [-1.0 if NORTHWARD.fullmatch(name) else 1.0 for name in variables]
-    return torch.tensor(signs)[:, None, None]
 
 
 def _row_weights(lat: np.ndarray) -> np.ndarray:
@@ -371,7 +339,7 @@ def load(config: WeatherData, seed: int = 0) -> WeatherSplits:
 
     Args:
         config: What to read.
-        seed: Of what is drawn for each sample (`data.crop`, `data.mirror`).
+        seed: Of what is drawn for each sample (`data.crop`).
 
     Raises:
         ValueError: One line on what is wrong: fewer than 4 times, a variable that never changes, or
@@ -394,7 +362,7 @@ def load(config: WeatherData, seed: int = 0) -> WeatherSplits:
         )
     if config.crop is not None:
         _check_crop(file, config.crop)
-    common = {"sun": config.sun, "crop": config.crop, "mirror": config.mirror, "seed": seed}
+    common = {"sun": config.sun, "crop": config.crop, "seed": seed}
     train = WeatherDataset(file, stats, range(first_val), config.roll, **common)
     val = WeatherDataset(file, stats, range(first_val, num_times), fixed=True, **common)
     return WeatherSplits(train, val, stats, fingerprint(file))

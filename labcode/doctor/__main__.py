@@ -22,6 +22,7 @@ from pathlib import Path
 
 from labcode.doctor import machine, variables
 from labcode.doctor.checked import RIGHT, WARNING, WRONG, Checked, wrong
+from labcode.hardware import gpus_of_driver, usable_cores
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -73,11 +74,10 @@ def examine(out: Path, env: Mapping[str, str], with_ranks: bool) -> Iterator[Che
     yield machine.check_shared_memory()
     yield machine.check_output(out)
     interfaces = [name for _, name in socket.if_nameindex()]
-    yield from variables.check_variables(env, interfaces, os.cpu_count() or 1)
+    yield from variables.check_variables(env, interfaces, len(usable_cores()))
 
 
 def _software(with_ranks: bool) -> Iterator[Checked]:
-    from labcode import hardware
     from labcode.doctor import software
 
     wanted = software.wanted()
@@ -91,7 +91,7 @@ def _software(with_ranks: bool) -> Iterator[Checked]:
     import torch
 
     yield software.check_devices(
-        hardware.gpus_of_driver(), torch.cuda.device_count(), torch.version.cuda is not None
+        gpus_of_driver(), torch.cuda.device_count(), torch.version.cuda is not None
     )
     if with_ranks:
         yield software.check_two_ranks()

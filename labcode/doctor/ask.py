@@ -30,10 +30,10 @@ import psutil
 
 from labcode import processes
 from labcode.doctor.answers import FOLDER, QUESTION, Answer, Thread
-from labcode.doctor.find_run import find_run, is_held, processes_of
+from labcode.doctor.find_run import find_run, processes_of
 from labcode.doctor.hang import describe
-from labcode.doctor.standing import shown_ranks
-from labcode.files import write_atomically
+from labcode.files import is_held, write_atomically
+from labcode.units import ranks_text
 
 APART_S = 5.0
 PATIENCE_S = 10.0  # a rank looks each second; a network disk may show it later
@@ -181,7 +181,7 @@ def verdict(before: Answered, after: Answered, world_size: int, apart_s: float) 
         done = "1 step" if steps == 1 else f"{steps} steps"
         return f"slow or well, not stuck: it moves on, by {done} in {apart_s:g} s; now: {who}"
     if ranks[WORKS]:
-        working = shown_ranks(ranks[WORKS])
+        working = ranks_text(ranks[WORKS])
         verb = "is" if len(ranks[WORKS]) == 1 else "are"
         text = f"slow, or in a loop: {working} {verb} at another place in the code than before, but"
         return f"{text} no collective was called in {apart_s:g} s: {who}"
@@ -221,7 +221,7 @@ def report(
     elsewhere = [rank for rank in silent if rank not in local]
     lines += silent_lines({rank: local[rank] for rank in silent if rank in local})
     if elsewhere:
-        lines += ["", f"{shown_ranks(elsewhere)}: no process on {here}; look at the other nodes"]
+        lines += ["", f"{ranks_text(elsewhere)}: no process on {here}; look at the other nodes"]
     return lines
 
 
@@ -233,7 +233,7 @@ def _stacks(answers: Answered, all_threads: bool) -> list[str]:
         alike.setdefault(threads, []).append(answer)
     lines = []
     for threads, group in alike.items():
-        ranks = shown_ranks(answer.standing.rank for answer in group)
+        ranks = ranks_text(answer.standing.rank for answer in group)
         pids = ", ".join(f"{answer.pid} on {answer.host}" for answer in group)
         word = "process" if len(group) == 1 else "processes"
         steps = group[0].standing.step

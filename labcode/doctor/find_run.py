@@ -10,7 +10,6 @@ Held by: tests/unit/test_find_run.py
 """
 
 import contextlib
-import fcntl
 import re
 import socket
 from collections.abc import Iterable, Iterator
@@ -20,9 +19,9 @@ import psutil
 
 from labcode.comm.bootstrap import place_of_process
 from labcode.comm.place import Place
+from labcode.files import LOCK_NAME, is_held
 from labcode.slurm.run.client import Client, SlurmError
 
-LOCK_NAME = "run.lock"  # as labcode.train names it
 RUNS = "runs"
 
 
@@ -52,18 +51,6 @@ def find_run(target: str | None, here: Path) -> Path:
     if found:
         return _only(found, f"of process {target}")
     return _only(set(runs_of_job(target)), f"of process or job {target}")
-
-
-def is_held(folder: Path) -> bool:
-    """Whether a process trains into a folder: the kernel frees the lock of one that is gone."""
-    try:
-        with open(folder / LOCK_NAME, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except OSError:
-        return True  # it is held; or the disk knows no locks, and the file is removed at the end
-    return False
 
 
 def held_runs(runs: Path) -> list[Path]:
@@ -155,12 +142,12 @@ def _is_python(process: psutil.Process) -> bool:
 
 
 def _held_by(processes: Iterable[psutil.Process]) -> Iterator[Path]:
-    """The folders whose lock some processes have open, but for one that was set aside."""
+    """The folders whose lock some processes have open."""
     for process in processes:
         with contextlib.suppress(psutil.Error):
             for file in process.open_files():
                 path = Path(file.path)
-                if path.name == LOCK_NAME and not path.parent.name.endswith(".set-aside"):
+                if path.name == LOCK_NAME:
                     yield path.parent
 
 

@@ -31,8 +31,8 @@ from labcode.doctor.standing import (
     Standing,
     own_standing,
     position_of_main_thread,
-    shown_ranks,
 )
+from labcode.units import ranks_text
 
 QUIET_S = 60.0  # after so long without progress the ranks tell where they stand
 LOOKS = 6  # in that time
@@ -176,7 +176,7 @@ def describe(standings: Sequence[Standing], world_size: int) -> str:
     if silent:
         are = "does" if len(silent) == 1 else "do"
         parts.append(
-            f"{shown_ranks(silent)} {are} not answer (stopped, killed, or busy in C code for long)"
+            f"{ranks_text(silent)} {are} not answer (stopped, killed, or busy in C code for long)"
         )
     parts += _disagreements(by_rank)
     parts += _missing(by_rank)
@@ -200,7 +200,7 @@ def _disagreements(by_rank: Mapping[int, Standing]) -> list[str]:
             if other is not None:
                 calls.setdefault(str(other), []).append(rank)
         if len(calls) > 1:
-            texts = [f"{shown_ranks(ranks)} called {text}" for text, ranks in calls.items()]
+            texts = [f"{ranks_text(ranks)} called {text}" for text, ranks in calls.items()]
             found.append(f"the ranks disagree: {', '.join(texts)}")
     return list(dict.fromkeys(found))  # each of the ranks that wait finds the same
 
@@ -241,9 +241,9 @@ def _waiting(by_rank: Mapping[int, Standing]) -> list[str]:
     for rank in sorted(by_rank):
         call = by_rank[rank].waits_in
         if call is not None:
-            waiting.setdefault(f"{call} among {shown_ranks(call.ranks)}", []).append(rank)
+            waiting.setdefault(f"{call} among {ranks_text(call.ranks)}", []).append(rank)
     texts = []
     for call_text, ranks in waiting.items():
         verb = "waits" if len(ranks) == 1 else "wait"
-        texts.append(f"{shown_ranks(ranks)} {verb} in {call_text}")
+        texts.append(f"{ranks_text(ranks)} {verb} in {call_text}")
     return texts

@@ -20,7 +20,7 @@ import sys
 import sysconfig
 import threading
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -203,28 +203,6 @@ def position_of_main_thread() -> tuple[Any, ...]:
         position.append((frame.f_code, frame.f_lasti))
         frame = frame.f_back
     return tuple(position)
-
-
-def shown_ranks(ranks: Iterable[int]) -> str:
-    """ "rank 3", "ranks 0-2 and 5"."""
-    numbers = sorted(ranks)
-    runs: list[list[int]] = []
-    for number in numbers:
-        if runs and number == runs[-1][1] + 1:
-            runs[-1][1] = number
-        else:
-            runs.append([number, number])
-    texts = []
-    for first, last in runs:
-        if last == first:
-            texts.append(str(first))
-        elif last == first + 1:
-            texts += [str(first), str(last)]
-        else:
-            texts.append(f"{first}-{last}")
-    word = "rank" if len(numbers) == 1 else "ranks"
-    listed = texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"
-    return f"{word} {listed}"
 
 
 def _shown(path: Path) -> str:

@@ -54,7 +54,7 @@ def check_variables(
     Args:
         env: The environment variables.
         interfaces: Names of the network interfaces of this machine.
-        num_cores: Of this machine.
+        num_cores: That this process may run on.
     """
     found = []
     for bite in BITES:

@@ -84,12 +84,6 @@ def boxes_of(sharding: ParamSharding, place: Place) -> list[Box]:
     return boxes
 
 
-def part_shape(sharding: ParamSharding, place: Place) -> torch.Size:
-    """The shape of this rank's part."""
-    dims = range(len(sharding.shape))
-    return torch.Size([len(_indices(sharding, dim, place)) for dim in dims])
-
-
 def _indices(sharding: ParamSharding, dim: int, place: Place) -> torch.Tensor:
     """Which indices of one dim this rank has, in the order in which it has them."""
     indices = torch.arange(sharding.shape[dim])

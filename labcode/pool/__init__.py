@@ -1,15 +1,12 @@
 """A pool of ranks that stays alive between the cells of a notebook, or the tests of a session.
 
 ranks       the pool: `Ranks(4).run(fn, ...)`
-px          `%%px` cells on the same ranks
+cells       `%%px` cells on the same ranks
 wire        how functions, arguments and results travel
-answers     results, prints and failures of all ranks; the one error made of them
-processes   the controller and the engines, as processes
+answers     results and failures of all ranks; the one error made of them
+processes   the processes of the ranks, forked from one that has torch; requests and answers
+engine      what runs in the process of a rank
 record      what each rank has called last of torch.distributed: mismatches and hangs explained
-recorder    how an engine writes that down
+recorder    how a rank writes that down
 limits      what a pool needs of the machine, checked before it starts
-turn        one call at a time; where Ctrl-C may be raised
-family      the processes of a pool end one another
-engine      what runs inside an engine: one rank
-stopping    how an engine stops when it fails, or when the pool says so
 """

@@ -1,18 +1,19 @@
 """What the ranks of a pool answer: results, prints and failures, and the one error made of them."""
 
-import math
 import re
-import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TextIO
 
-from labcode.pool.stopping import CALLED_EXIT, CellFailed, from_cell_failure
-
+CALLED_EXIT = "exit()"  # in place of the name of an error: the message is the exit code
+MAX_TEXT = 4000  # characters of an error's message; a data set in it helps nobody
 WAITED_IN_VAIN = re.compile(r"[Tt]imed out|wait timeout")  # of gloo, NCCL and the store
+LOST_PEER = re.compile(r"[Cc]onnection (closed|reset|refused)|[Bb]roken pipe|Socket closed")
 MISMATCH = "CollectiveMismatch"  # of `recorder`: its text names the ranks, not only one of them
 
-Answer = dict[str, Any]  # "out", "err" and "groups", with "result" or "failure"
+Answer = dict[str, Any]  # "result" or "failure"; empty as long as there is none
+Failure = dict[str, Any]
 
 
 class RankError(RuntimeError):
@@ -38,50 +39,52 @@ class LateError(RankError):
     """Ranks were still at work when the time of their call was over; the text names them."""
 
 
-def answers_of(reply: Any) -> list[Answer]:
-    """What the ranks answered, in rank order."""
-    return [_answer_of(child) for child in reply._children]
+def text_of(error: BaseException) -> str:
+    """The message of an error, cut in its middle if it is long.
+
+    `__str__` may be the user's and raise whatever it likes, also what is no Exception.
+    """
+    try:
+        text = str(error)
+    except BaseException as broken:
+        return f"<no message: its __str__ raised {type(broken).__name__}>"
+    left_out = len(text) - MAX_TEXT
+    if left_out <= 0:
+        return text
+    half = MAX_TEXT // 2
+    return f"{text[:half]} ... [{left_out} characters left out] ... {text[-half:]}"
 
 
-def _answer_of(child: Any) -> Answer:
-    """What one rank answered; empty while there is no answer."""
-    if not child.done():
-        return {}
-    value = child.result()
-    if isinstance(value, dict):
-        return value
-    if not isinstance(value, Exception):
-        return {}
-    error = getattr(value, "ename", type(value).__name__)
-    message = getattr(value, "evalue", str(value))
-    if error == CellFailed.__name__:
-        return {"failure": from_cell_failure(message)}
-    # An error outside the user's code, such as an engine that died: it comes after all others.
-    engine_info = getattr(value, "engine_info", None) or {}
-    failure = {
-        "time": math.inf,
-        "rank": engine_info.get("engine_id"),
-        "error": error,
+def failure_of(error: BaseException, rank: int) -> Failure:
+    """An error of a rank as plain data; the time in it tells which of several was the first."""
+    frames = []
+    for frame in traceback.extract_tb(error.__traceback__):
+        if "/labcode/pool/" not in frame.filename:
+            frames.append((frame.filename, frame.lineno, frame.name, frame.line))
+    name = type(error).__name__
+    message = text_of(error)
+    if isinstance(error, SystemExit) and not isinstance(error.code, str):
+        name = CALLED_EXIT
+        message = "" if error.code is None else message
+    return {
+        "time": time.monotonic(),
+        "rank": rank,
+        "error": name,
         "message": message,
-        "frames": [],
+        "frames": frames,
     }
-    return {"failure": failure}
 
 
-def any_failed(reply: Any) -> bool:
-    """Whether a rank has answered with a failure."""
-    return any("failure" in answer for answer in answers_of(reply))
-
-
-def raise_first(reply: Any, explain: Callable[[list[int]], str] | None = None) -> None:
-    """Raise the earliest failure in a reply; later ones are mostly ranks that lost their peer.
+def raise_first(
+    answers: Sequence[Answer], explain: Callable[[list[int]], str] | None = None
+) -> None:
+    """Raise the earliest failure among the answers; does nothing if there is none.
 
     Args:
-        reply: Of ipyparallel.
+        answers: Of all ranks; empty: a rank that has not answered.
         explain: What to say if the failure is that a rank waited in vain; it is given the ranks
             that have finished.
     """
-    answers = answers_of(reply)
     failures = [answer["failure"] for answer in answers if "failure" in answer]
     if not failures:
         return
@@ -90,17 +93,17 @@ def raise_first(reply: Any, explain: Callable[[list[int]], str] | None = None) -
     if explain is not None and WAITED_IN_VAIN.search(first["message"]):
         finished = [rank for rank, answer in enumerate(answers) if "result" in answer]
         text = f"{text}: {explain(finished)}"
-    raise _with_notes(RankError(text, first["rank"]), first, answers)
+    raise _with_notes(RankError(text, first["rank"]), first["frames"], answers)
 
 
-def raise_stopped(reply: Any, kind: type[RankError], text: str, rank: int) -> None:
-    """Raise an error of the pool's own, with the traceback of a rank as it was stopped."""
-    answers = answers_of(reply)
-    failure = answers[rank].get("failure", {"frames": [], "rank": rank})
-    raise _with_notes(kind(text, rank), failure, answers)
+def raise_stopped(
+    kind: type[RankError], text: str, rank: int, places: Sequence[Answer], answers: Sequence[Answer]
+) -> None:
+    """Raise an error of the pool's own, with the place in which a rank was stopped."""
+    raise _with_notes(kind(text, rank), places[rank].get("frames", []), answers)
 
 
-def _text(failure: Answer) -> str:
+def _text(failure: Failure) -> str:
     """ "rank 2: ValueError: ..."."""
     rank = failure["rank"]
     if failure["error"] == CALLED_EXIT:
@@ -110,11 +113,11 @@ def _text(failure: Answer) -> str:
     return f"rank {rank}: {failure['error']}: {failure['message']}"
 
 
-def _with_notes(error: RankError, first: Answer, answers: Sequence[Answer]) -> RankError:
+def _with_notes(error: RankError, frames: Sequence[Any], answers: Sequence[Answer]) -> RankError:
     """The error with the traceback of its rank, and who had finished by then."""
-    if first["frames"]:
+    if frames:
         error.add_note(
-            f"Traceback of rank {first['rank']} (most recent call last):\n{_traceback(first)}"
+            f"Traceback of rank {error.rank} (most recent call last):\n{_traceback(frames)}"
         )
     finished = [f"rank {rank}" for rank, answer in enumerate(answers) if "result" in answer]
     if finished:
@@ -122,7 +125,7 @@ def _with_notes(error: RankError, first: Answer, answers: Sequence[Answer]) -> R
     return error
 
 
-def _first(failures: list[Answer]) -> Answer:
+def _first(failures: list[Failure]) -> Failure:
     """The earliest failure.
 
     Of several with the same message it is that of the lowest rank, so that the text does not vary.
@@ -132,20 +135,18 @@ def _first(failures: list[Answer]) -> Answer:
     for failure in failures:
         if failure["error"] == earliest["error"] and failure["message"] == earliest["message"]:
             same.append(failure)
-    return min(same, key=lambda failure: failure["rank"] or 0)
+    return min(same, key=lambda failure: failure["rank"])
 
 
-def _traceback(failure: Answer) -> str:
+def _traceback(frames: Sequence[Any]) -> str:
     """The traceback as text. It is made here because only here the source of cells is known."""
-    frames = []
-    for filename, line_number, name, line in failure["frames"]:
-        frames.append(traceback.FrameSummary(filename, line_number, name, line=line))
-    return "".join(traceback.StackSummary.from_list(frames).format()).rstrip()
+    shown = []
+    for filename, line_number, name, line in frames:
+        shown.append(traceback.FrameSummary(filename, line_number, name, line=line))
+    return "".join(traceback.StackSummary.from_list(shown).format()).rstrip()
 
 
-def print_outputs(answers: dict[int, Answer]) -> None:
-    """Print what each rank printed, in rank order, each line with its rank."""
-    for name, stream in (("out", sys.stdout), ("err", sys.stderr)):
-        for rank, answer in sorted(answers.items()):
-            for line in answer.get(name, "").splitlines():
-                print(f"[rank {rank}] {line}", file=stream)
+def print_lines(text: str, rank: int, stream: TextIO) -> None:
+    """Print what a rank printed, each line with its rank."""
+    for line in text.splitlines():
+        print(f"[rank {rank}] {line}", file=stream)

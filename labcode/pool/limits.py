@@ -15,14 +15,11 @@ import psutil
 from labcode.hardware import free_memory_bytes
 from labcode.units import binary_bytes
 
-# Of one engine with torch, by itself: 170 to 230 MiB of unique memory (`uss` of psutil), measured
-# with 1 to 8 ranks; what it computes comes on top.
-ENGINE_BYTES = 200 * 2**20
+# Of one rank, with a DDP model and an optimizer of a few numbers: 12 MiB where ranks are forks, and
+# some 120 where each has to import torch. What it computes comes on top.
+ENGINE_BYTES = 128 * 2**20
 MAX_TIMEOUT_S = 1e6  # gloo counts milliseconds in 32 bits
-# Open files of the process that has most, which is the controller: 93 and 5 per rank were measured.
-FILES = 128
-FILES_PER_RANK = 8
-# Of the owner, on top of what it has open: 19 and 2 per rank were measured.
+# Open files of the owner, on top of those that it has: two connections to each rank.
 OWN_FILES = 40
 OWN_FILES_PER_RANK = 3
 
@@ -33,8 +30,7 @@ _limit_s: ContextVar[float | None] = ContextVar("limit_s", default=None)
 def limited(seconds: float) -> Iterator[None]:
     """Within this block a call that sets no limit of its own may take so long, and no longer.
 
-    It is for checks of code that may do anything. So a pool whose engine has died starts its ranks
-    again before the next call in such a block, where elsewhere it waits for a `restart()`.
+    It is for checks of code that may do anything.
     """
     token = _limit_s.set(seconds)
     try:
@@ -46,11 +42,6 @@ def limited(seconds: float) -> Iterator[None]:
 def time_limit_s(own: float | None) -> float | None:
     """How long a call may take: its own limit, or else that of the block; None is for ever."""
     return _limit_s.get() if own is None else own
-
-
-def in_limited() -> bool:
-    """Whether this is inside of a block of `limited`."""
-    return _limit_s.get() is not None
 
 
 def check_arguments(n: Any, timeout_s: Any) -> None:
@@ -90,12 +81,11 @@ def make_room(n: int) -> None:
     free_bytes = free_memory_bytes()
     if needed_bytes > free_bytes:
         raise ValueError(
-            f"Ranks(n={n}): a rank is a process of some {binary_bytes(ENGINE_BYTES)} before it "
-            f"computes anything, {n} of them need {binary_bytes(needed_bytes)}, and this machine "
-            f"has {binary_bytes(free_bytes)} free: take at most {free_bytes // ENGINE_BYTES} ranks"
+            f"Ranks(n={n}): a rank takes some {binary_bytes(ENGINE_BYTES)} before it computes "
+            f"anything large, {n} of them need {binary_bytes(needed_bytes)}, and this machine has "
+            f"{binary_bytes(free_bytes)} free: take at most {free_bytes // ENGINE_BYTES} ranks"
         )
-    own_files = psutil.Process().num_fds() + OWN_FILES + OWN_FILES_PER_RANK * n
-    needed = max(own_files, FILES + FILES_PER_RANK * n)
+    needed = psutil.Process().num_fds() + OWN_FILES + OWN_FILES_PER_RANK * n
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY or soft >= needed:
         return

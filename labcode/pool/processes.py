@@ -1,129 +1,200 @@
-"""The processes behind a ranks pool: one ipyparallel controller and n engines."""
+"""The processes behind a ranks pool, and how the pool talks to them.
+
+A request is a small message over the channel of each rank; what is large, the function with its
+arguments and the results, lies in files of the pool's folder, and so does what the ranks print.
+So a rank that is stopped holds up nobody who writes to it, and what a rank has printed is there
+whatever becomes of the rank.
+"""
 
 import contextlib
-import json
+import itertools
 import os
 import shutil
 import signal
-import subprocess
-import sys
+import socket
 import tempfile
-import threading
 import time
-from collections.abc import Callable
+import weakref
+from collections.abc import Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
-import ipyparallel
-
 from labcode import processes
-from labcode.pool import family, record
+from labcode.fork_server import Child, ForkServer
+from labcode.pool import record
 
-CLOSE_S = 5.0  # how long the connections to the engines may take to close
+# What an optimizer and DDP import when they are made is here as well: once, not on each rank.
+PRELOAD = ("labcode.pool.engine", "torch._dynamo", "torch.nn.parallel.distributed")
+START_S = 120.0  # how long the ranks may take to be there and to meet
+
+# {process: its server}; a fork has none yet. A server ends with its last pool.
+_servers: "weakref.WeakValueDictionary[int, ForkServer]" = weakref.WeakValueDictionary()
+_pool_numbers = itertools.count(1)
+
+
+def server() -> ForkServer:
+    """The process of which the ranks of all pools of this process are forks.
+
+    It ends when nobody holds it any more.
+    """
+    running = _servers.get(os.getpid())
+    if running is None or not running.is_there():
+        folder = Path(tempfile.mkdtemp(prefix="labcode-ranks-"))
+        running = ForkServer(PRELOAD, folder)
+        _servers[os.getpid()] = running
+    return running
 
 
 class Processes:
-    """A controller and `n` engines; they end when this process does, however it ends.
+    """`n` ranks; they end when this process does, however it ends.
 
     Args:
-        n: Number of engines.
-        start_timeout_s: How long they may take to start.
-        sees_gpus: The engines may use GPUs.
+        server: Of which they are forks.
+        n: Number of ranks.
+        timeout_s: How long a collective waits for a rank that does not come.
+        sees_gpus: They may use GPUs.
+
+    Raises:
+        RuntimeError: They did not start, or did not meet.
     """
 
-    def __init__(self, n: int, start_timeout_s: int = 120, sees_gpus: bool = False) -> None:
+    def __init__(
+        self, server: ForkServer, n: int, timeout_s: float, sees_gpus: bool = False
+    ) -> None:
         self.n = n
-        self.sees_gpus = sees_gpus
-        self.start_timeout_s = start_timeout_s
         self.owner = os.getpid()
-        self.folder = Path(tempfile.mkdtemp(prefix="labcode-ranks-"))
-        self.killed = False
-        self.client: ipyparallel.Client | None = None
-        self.names = ["controller of the pool"]
-        self.names += [f"process of rank {rank}" for rank in range(n)]
-        self.processes: list[subprocess.Popen] = []
+        self.answers: list[dict[str, Any]] = [{} for _ in range(n)]  # to the current request
+        self.places: list[dict[str, Any]] = [{} for _ in range(n)]  # where ranks are, if asked
+        self.children: list[Child] = []
+        self._ended = False
+        self._channels: list[Connection] = []
+        self._printed: dict[Path, int] = {}  # how much of each file has been shown
+        self._server = server
+        self.folder = self._server.folder / f"pool-{next(_pool_numbers)}"
+        self.folder.mkdir()
         try:
             record.create(self.folder, n)
             self.record = record.Record(self.folder, n)
-            self.processes.append(self._spawn("controller"))
-            for rank in range(n):
-                self.processes.append(self._spawn("engine", str(rank)))
-            family.write(self.folder, [process.pid for process in self.processes])
+            # open before anybody looks for it, and to nobody but this machine
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                for rank in range(n):
+                    self._start(rank, timeout_s, listener, sees_gpus)
+            self._meet()
         except BaseException:
-            self.kill()
+            self.end()
             raise
 
-    def _spawn(self, role: str, *rank: str) -> subprocess.Popen:
-        # This process's number: it may have ended before the engine can ask who its parent is.
-        arguments = [role, str(self.folder), str(os.getpid()), *rank]
-        command = [sys.executable, "-m", "labcode.pool.engine", *arguments]
-        variables = []
-        if self.n > 1:
-            variables.append("OMP_NUM_THREADS=1")  # several ranks share the cores
-        if not self.sees_gpus:
-            variables.append("CUDA_VISIBLE_DEVICES=")
-        # `env` is replaced by the engine, so that no process comes between.
-        command = ["env", *variables, *command]
-        with open(self._log(len(self.processes)), "wb") as log:
-            # A session of its own: Ctrl-C in a terminal and the interrupt of a notebook reach the
-            # parent only.
-            return subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=log, stderr=log, start_new_session=True
+    def _start(self, rank: int, timeout_s: float, listener: socket.socket, sees_gpus: bool) -> None:
+        ours, theirs = socket.socketpair()
+        env = {"OMP_NUM_THREADS": "1" if self.n > 1 else None}  # several ranks share the cores
+        if not sees_gpus:
+            env["CUDA_VISIBLE_DEVICES"] = ""
+        self._channels.append(Connection(ours.detach()))
+        with theirs:
+            child = self._server.start(
+                "labcode.pool.engine:main",
+                *(rank, self.n, str(self.folder), timeout_s, listener.getsockname()),
+                fds=[theirs.fileno(), listener.fileno()],
+                log=self.folder / f"rank-{rank}.log",
+                env=env,
             )
+        self.children.append(child)
 
-    def _log(self, index: int) -> Path:
-        return self.folder / f"process-{index}.log"
-
-    def connect(self) -> ipyparallel.Client:
-        """A client, once every engine has registered; it is closed with the processes.
-
-        Raises:
-            RuntimeError: A process died, or not all of them were ready in time.
-        """
-        deadline = time.monotonic() + self.start_timeout_s
-        info = self._wait_for(self._connection_info, deadline)
-        client = ipyparallel.Client(
-            info, profile_dir=str(self.folder), timeout=self.start_timeout_s
-        )
-        self.client = client
-        self._wait_for(lambda: len(client.ids) == self.n, deadline)
-        return client
-
-    def _connection_info(self) -> dict[str, Any] | None:
-        path = self.folder / "security" / "ipcontroller-client.json"
-        with contextlib.suppress(OSError, ValueError):  # not there yet, or half written
-            return json.loads(path.read_text())
-        return None
-
-    def _wait_for(self, condition: Callable[[], Any], deadline: float) -> Any:
-        """What `condition()` returns, as soon as that is true."""
-        while True:
-            value = condition()
-            if value:
-                return value
+    def _meet(self) -> None:
+        """Wait until all ranks are in one process group."""
+        deadline = time.monotonic() + START_S
+        while not all(self.answers):
+            self.collect(0.05)
             death = self.death()
             if death:
                 raise RuntimeError(f"the pool of ranks did not start: {death}{self._last_words()}")
             if time.monotonic() > deadline:
                 raise RuntimeError(
-                    f"the pool of ranks did not start: not ready after {self.start_timeout_s} s"
+                    f"the pool of ranks did not start: not ready after {START_S:.0f} s"
                 )
-            time.sleep(0.02)
+        for answer in self.answers:
+            if "failure" in answer:
+                failure = answer["failure"]
+                raise RuntimeError(
+                    f"the pool of ranks did not start: {failure['error']}: {failure['message']}"
+                )
 
     def _last_words(self) -> str:
         """The last line that the first dead process wrote."""
-        for index, process in enumerate(self.processes):
-            if process.poll() is not None:
-                lines = self._log(index).read_text(errors="replace").strip().splitlines()
+        for rank, child in enumerate(self.children):
+            if child.poll() is not None:
+                log = (self.folder / f"rank-{rank}.log").read_text(errors="replace")
+                lines = log.strip().splitlines()
                 return f": {lines[-1]}" if lines else ""
         return ""
 
+    # ---- requests
+
+    def ask(self, request: Sequence[Any]) -> None:
+        """Send a request to all ranks; their answers come with `collect`."""
+        self.answers = [{} for _ in range(self.n)]
+        for channel in self._channels:
+            with contextlib.suppress(OSError):  # a rank that died is seen by `death`
+                channel.send(request)
+
+    def ask_where(self, within_s: float) -> None:
+        """Fill `places` with where the ranks are that have not answered, as far as they say so."""
+        self.places = [{} for _ in range(self.n)]
+        asked = [rank for rank, answer in enumerate(self.answers) if not answer]
+        for rank in asked:
+            with contextlib.suppress(OSError):
+                self._channels[rank].send(("where",))
+        deadline = time.monotonic() + within_s
+        while time.monotonic() < deadline:
+            if all(self.places[rank] or self.answers[rank] for rank in asked):
+                return
+            self.collect(0.02)
+
+    def collect(self, within_s: float) -> None:
+        """Take what the ranks have sent; wait for it for so long."""
+        for channel in wait(self._channels, within_s):
+            assert isinstance(channel, Connection)
+            rank = self._channels.index(channel)
+            with contextlib.suppress(EOFError, OSError):  # `death` tells
+                while channel.poll():
+                    message = channel.recv()
+                    kind = "places" if "where" in message else "answers"
+                    getattr(self, kind)[rank] = message
+
+    @property
+    def answered(self) -> list[int]:
+        """The ranks that have answered."""
+        return [rank for rank, answer in enumerate(self.answers) if answer]
+
+    @property
+    def any_failed(self) -> bool:
+        """Whether a rank has answered with a failure."""
+        return any("failure" in answer for answer in self.answers)
+
+    def printed(self, rank: int, name: str) -> str:
+        """What a rank has printed since this was asked last.
+
+        Args:
+            rank: Of the pool.
+            name: "out" or "err".
+        """
+        path = self.folder / f"{name}-{rank}"
+        with contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+            file.seek(self._printed.get(path, 0))
+            text = file.read()
+            self._printed[path] = file.tell()
+            return text.decode(errors="replace")
+        return ""
+
+    # ---- the end
+
     def death(self) -> str | None:
         """What died: "process of rank 2 died (killed by signal 9)"; None while all live."""
-        for name, process in zip(self.names, self.processes):
-            code = process.poll()
+        for rank, child in enumerate(self.children):
+            code = child.poll()
             if code is not None:
-                return f"{name} died ({_reason(code)})"
+                return f"process of rank {rank} died ({_reason(code)})"
         return None
 
     def why(self) -> str:
@@ -131,55 +202,25 @@ class Processes:
         mismatch = self.record.mismatch()
         if mismatch:
             return f": {mismatch}"
-        for rank, process in enumerate(self.processes[1:]):
+        for rank, child in enumerate(self.children):
             last = self.record.last(rank)
-            if process.poll() == -signal.SIGABRT and last is not None:
+            if child.poll() == -signal.SIGABRT and last is not None:
                 return f": the last that it called is {last}"
         return ""
 
-    def break_off(self, group: int) -> None:
-        """Tell every engine to end whatever it does in process group number `group`."""
-        for process in self.processes[1:]:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.write(b"%d\n" % group)
-                process.stdin.flush()
-
-    def kill(self) -> None:
-        """End all processes at once and remove their files.
+    def end(self) -> None:
+        """End all ranks at once, with all that they have started, and remove their files.
 
         It does nothing the second time, or in a fork of the owner.
         """
-        if self.killed or os.getpid() != self.owner:
+        if self._ended or os.getpid() != self.owner:
             return
-        self.killed = True
-        processes.end(self.processes)
-        for process in self.processes:
-            assert process.stdin is not None
-            with contextlib.suppress(OSError):
-                process.stdin.close()
-        if self.client:
-            self._close(self.client)
+        self._ended = True
+        with contextlib.suppress(RuntimeError):  # the server has ended, and its children with it
+            processes.end(self.children)
+        for channel in self._channels:
+            channel.close()
         shutil.rmtree(self.folder, ignore_errors=True)
-
-    def _close(self, client: ipyparallel.Client) -> None:
-        """Close the client; go on without it if one of its threads does not end.
-
-        `close` waits for that thread without a limit. An interrupt at a bad moment, outside of a
-        turn, can leave a lock behind for which it waits for ever.
-        """
-
-        def close() -> None:
-            with contextlib.suppress(Exception):
-                client.close(linger=0)
-
-        closing = threading.Thread(target=close, name="close the client of a pool", daemon=True)
-        try:
-            closing.start()
-        except RuntimeError:  # at the end of the program no thread can be started any more
-            close()
-        else:
-            closing.join(CLOSE_S)
 
 
 def _reason(code: int) -> str:

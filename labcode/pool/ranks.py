@@ -1,46 +1,57 @@
 """A pool of ranks that stays alive between cells: n processes with torch.distributed up.
 
-    ranks = Ranks(4)                     # about 10 s, once
+    ranks = Ranks(4)                     # a few seconds, once
     ranks.run(lambda rank: rank ** 2)    # [0, 1, 4, 9], in hundredths of a second
 
 In a notebook `%%px` cells run on the same processes; there `rank`, `world_size`, `device`, `torch`
 and `dist` are defined. Both wait for all ranks, print what each printed in rank order, and turn all
 failures into one `RankError` with the first.
+
+A call that fails, hangs or is interrupted ends the processes of all its ranks, whatever they do at
+that moment, and the next call starts others: forks of a process that has torch imported, which
+takes a few tenths of a second. So nothing of a failed call is left, no half-received message, no
+thread, no group of which some rank knows more than the others.
 """
 
 import contextlib
 import inspect
+import itertools
 import os
 import sys
+import threading
 import time
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 from IPython.core.getipython import get_ipython
 
-from labcode.pool import engine, wire
+from labcode.fork_server import ForkServer
+from labcode.pool import cells, wire
 from labcode.pool.answers import (
+    LOST_PEER,
+    WAITED_IN_VAIN,
+    Answer,
     HangError,
     LateError,
     RankError,
-    answers_of,
-    any_failed,
-    print_outputs,
+    print_lines,
     raise_first,
     raise_stopped,
+    text_of,
 )
-from labcode.pool.limits import check_arguments, in_limited, make_room, time_limit_s
-from labcode.pool.processes import Processes
-from labcode.pool.record import LastCollective, ranks_text
-from labcode.pool.stopping import text_of
-from labcode.pool.turn import Turn
+from labcode.pool.limits import check_arguments, make_room, time_limit_s
+from labcode.pool.processes import Processes, server
+from labcode.units import ranks_text
 
-GRACE_S = 1.0  # how long the other ranks may go on after a failure before they are told to stop
+GRACE_S = 1.0  # how long ranks that compute may go on after another one has failed
+SAME_MOMENT_S = 0.5  # in which ranks that wait for the same one give up, one after another
+COLLECT_S = 0.02  # for which answers are waited for before the pool looks at the ranks
 HANG_S = 5.0  # how long ranks may wait for one that does not come, before the pool says so
 LOOK_S = 0.5  # between two looks at what the ranks wait for
-PATIENCE_S = 5.0  # how long a rank that was told to stop may take before its process is ended
+WHERE_S = 1.0  # how long a rank may take to say where it is
 
 
 def _say_nothing(_text: str) -> None:
@@ -56,8 +67,7 @@ class Ranks:
 
     They compute on the CPU and use gloo, on every machine: the labs put their tensors there. With
     `device="cuda"` each has a GPU and NCCL where there are enough; else they share GPUs, over gloo.
-    After a failure all ranks enter a new process group: a group that a `%%px` cell made before is
-        of no use any more.
+    After a failure the ranks are new processes: what they have kept in variables is gone.
 
     Args:
         n: Number of ranks.
@@ -68,7 +78,7 @@ class Ranks:
     Raises:
         ValueError: `n` is no whole number above 0, or more than this machine has memory or files
             for; `timeout_s` is no number of seconds; `device` is unknown.
-        RuntimeError: The engines did not start.
+        RuntimeError: The ranks did not start.
     """
 
     # Told what takes long, "starting 4 ranks", and "" when it is done; a notebook shows it.
@@ -95,37 +105,41 @@ class Ranks:
         self.timeout_s = timeout_s
         self._beside = beside
         self._device = device
-        self._turn = Turn()  # one call at a time, whichever thread asks for it
-        self._stopped: tuple[type[RankError], str, int] | None = None  # why, and a rank it is about
-        self._processes: Processes | None = None
-        self._magics: Any = None
-        self._everyone: Any = list(range(n))  # ipyparallel's numbers of the engines
+        self._turn = threading.RLock()  # one call at a time, whichever thread asks for it
+        self._is_open = False
+        self._processes: Processes | None = None  # None: closed, or ended by a failure
+        self._server: ForkServer | None = None  # of which the processes are forks
+        self._end: Callable[[], object] = _do_nothing
+        self._cells_ran = False  # `%%px` cells, which may have defined something
+        self._call_numbers = itertools.count(1)
         self.start()
 
     def start(self) -> None:
-        """Start the engines; does nothing while they run."""
-        if self._processes:
+        """Start the ranks; does nothing while they run."""
+        if self._processes is not None:
             return
         shell = None if self._beside else get_ipython()
         if shell:
             self._take_over_notebook()
-        self._joined = False  # all ranks are in a process group that works
-        self._stuck = False  # some rank does not obey: the engines must be replaced
-        self._was_told_to_stop = False  # whatever the reason
-        self._ran_cells = False  # `%%px` cells, which may have defined something
-        self._group = 0  # number of the process group; 0 is none
+        Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
         try:
-            Ranks.announce(f"starting {self.n} {'rank' if self.n == 1 else 'ranks'}")
-            self._connect()
-            with self._turn:
-                self._join()
-        except BaseException:
-            self.close()
-            raise
+            self._start_processes()
         finally:
             Ranks.announce("")
+        self._is_open = True
         if shell:
-            self._register_magics(shell)
+            cells.register(shell, self)
+
+    def _start_processes(self) -> Processes:
+        self._server = server()
+        sees_gpus = self._device == "cuda"
+        self._processes = Processes(self._server, self.n, self.timeout_s, sees_gpus)
+        self._end = weakref.finalize(self, self._processes.end)
+        return self._processes
+
+    def _end_processes(self) -> None:
+        self._end()
+        self._processes = None
 
     def _take_over_notebook(self) -> None:
         """One pool per notebook: a second run of the cell with `Ranks(4)` ends the first pool."""
@@ -134,41 +148,18 @@ class Ranks:
             old.close()
         Ranks._in_notebook = weakref.ref(self)
 
-    def _register_magics(self, shell: Any) -> None:
-        from labcode.pool.px import PxMagics
-
-        if self._magics is None:
-            self._magics = PxMagics(shell, self)
-        self._magics.view = self._client.direct_view(self._everyone, block=True)
-        shell.register_magics(self._magics)
-
-    def _connect(self, attempts: int = 2) -> None:
-        """Start processes and reach them; try again, as a port may be taken before they bind it."""
-        processes = Processes(self.n, sees_gpus=self._device == "cuda")
-        self._processes = processes
-        self._end = weakref.finalize(self, processes.kill)
-        try:
-            self._client = processes.connect()
-        except RuntimeError:
-            self.close()
-            if attempts == 1:
-                raise
-            self._connect(attempts - 1)
-            return
-        self._view = self._client.direct_view(self._everyone)
-
     def close(self) -> None:
-        """End the engines; what cells defined on them is gone.
+        """End the ranks; what cells defined on them is gone.
 
         In a notebook the next call starts them again, and says so.
         """
-        if self._processes:
-            self._end()
-            self._processes = None
+        self._end_processes()
+        self._is_open = False
+        self._server = None
 
     def restart(self) -> None:
-        """New engines in place of the old ones."""
-        self.close()
+        """New processes in place of the old ones."""
+        self._end_processes()
         self.start()
 
     def run(
@@ -202,8 +193,8 @@ class Ranks:
             The results in rank order.
 
         Raises:
-            RankError: A rank raised, or its process died. The others have been stopped; the pool
-                can be used again.
+            RankError: A rank raised, or its process died. The others were ended; the pool can be
+                used again.
             LateError: Some ranks, which it names, were still at work after `limit_s`.
             TypeError: `fn` or an argument cannot be sent.
         """
@@ -211,172 +202,107 @@ class Ranks:
             pass_rank = _asks_for_rank(fn)
         payload = wire.pack_call(fn, args, kwargs)
         with self._turn:
-            return self._run(payload, pass_rank, time_limit_s(limit_s))
+            processes = self._ready()
+            path = processes.folder / f"call-{next(self._call_numbers)}"
+            path.write_bytes(payload)
+            request = ("call", str(path), sys.path, pass_rank)
+            answers = self._ask(processes, request, time_limit_s(limit_s))
+            path.unlink()
+            return [_result(rank, answer) for rank, answer in enumerate(answers)]
 
-    def _run(self, payload: bytes, pass_rank: bool, limit_s: float | None) -> list[Any]:
-        self._ready()
-        reply = self._view.apply_async(engine.call, payload, sys.path, pass_rank)
+    def run_cell(self, source: str, name: str) -> None:
+        """Run a `%%px` cell on every rank.
+
+        Args:
+            source: Its text.
+            name: By which tracebacks know it.
+
+        Raises:
+            RankError: As of `run`.
+        """
+        with self._turn:
+            processes = self._ready()
+            self._ask(processes, ("cell", source, name), None)
+            self._cells_ran = True
+
+    def _ask(
+        self, processes: Processes, request: Sequence[Any], limit_s: float | None
+    ) -> list[Answer]:
+        """What all ranks answer; if one fails, or none can, their processes end here."""
+        watch = _Watch(processes, self.n, limit_s)
+        is_good = False
         try:
-            self._wait(reply, limit_s)
+            processes.ask(request)
+            stopped = self._wait(processes, watch)
+            is_good = stopped is None and not processes.any_failed
+            if not is_good:
+                processes.ask_where(WHERE_S if stopped else 0.0)
         finally:
-            answers = answers_of(reply)
-            print_outputs(dict(enumerate(answers)))
-            if reply.ready():
-                self._client.purge_local_results(reply)
-        self._raise(reply)
-        if any(answer["groups"] for answer in answers):
-            self._drop_groups()
-        return [_result(rank, answer) for rank, answer in enumerate(answers)]
+            for stream_name, stream in (("out", sys.stdout), ("err", sys.stderr)):
+                for rank in range(self.n):
+                    print_lines(processes.printed(rank, stream_name), rank, stream)
+            if not is_good:
+                self._end_processes()
+        if stopped:
+            raise_stopped(*stopped, processes.places, processes.answers)
+        raise_first(processes.answers, processes.record.explain)
+        return processes.answers
 
-    def _raise(self, reply: Any) -> None:
-        """The one error of a call, if it has one."""
-        assert self._processes is not None
-        if self._stopped is not None:
-            raise_stopped(reply, *self._stopped)
-        raise_first(reply, self._processes.record.explain)
+    def _wait(
+        self, processes: Processes, watch: "_Watch"
+    ) -> tuple[type[RankError], str, int] | None:
+        """Wait until every rank has answered, or one has failed and the others cannot go on.
 
-    def last_collectives(self) -> list[LastCollective | None]:
-        """What each rank has called last of `torch.distributed`, in rank order.
-
-        None is a rank that has called nothing since the last call of the pool, or cell, began.
-        Also after a failure, and after the death of an engine; a restart forgets it. Collectives
-        that C++ starts by itself, as those of DDP, are not seen.
-
-            str(ranks.last_collectives()[1])      # "broadcast of float32 [3] from rank 0"
-
-        Held by: tests/ranks/test_pool_collectives.py::test_the_last_collectives_can_be_asked_for
+        Returns:
+            Why the call is stopped, if that is for no failure of a rank: the kind of error, its
+            text, and a rank that it is about.
         """
-        self._check_open()
-        assert self._processes is not None
-        return [self._processes.record.last(rank) for rank in range(self.n)]
+        stop_at = None
+        while len(processes.answered) < self.n:
+            processes.collect(COLLECT_S)
+            death = processes.death()
+            if death:
+                why = processes.why()
+                raise RankError(f"{death}{why}: the next call starts all ranks anew")
+            if processes.any_failed:
+                stop_at = stop_at or time.monotonic() + GRACE_S
+                if time.monotonic() > stop_at or watch.nobody_works():
+                    return None
+                continue
+            if watch.sees_hang():
+                return (HangError, *watch.explanation())
+            if watch.is_late():
+                return (LateError, *watch.who_is_late())
+        return None
 
-    def leave_group(self) -> None:
-        """Let the next call enter a new process group.
-
-        For after a call that may have left messages behind: nobody who receives later shall get
-        them. A call that fails leaves its group by itself.
-
-        Held by: tests/ranks/test_pool_faults.py::test_messages_left_behind_stay_in_their_group
-        """
-        self._joined = False
-
-    def _drop_groups(self) -> None:
-        """Now that all ranks are done with the process groups that a call made: destroy them."""
-        reply = self._view.apply_async(engine.drop_groups)
-        self._wait(reply)
-        self._client.purge_local_results(reply)
-
-    def _ready(self) -> None:
-        """Before a call: live engines and a fresh process group, or a clear error."""
-        if self._processes is None and get_ipython():
+    def _ready(self) -> Processes:
+        """Before a call: ranks that are alive, in a process group in which nothing is under way."""
+        if not self._is_open and get_ipython():
             # somebody goes on after Run All, whose last cell has closed them
             Ranks.warn(f"Ranks({self.n}) was closed: its ranks are started again")
             self.start()
-        self._check_open()
-        assert self._processes is not None
-        self._stopped = None
-        death = None if self._stuck else self._processes.death()
-        if death and in_limited():
-            gone = ": what %%px cells defined is gone" if self._ran_cells else ""
-            Ranks.warn(f"{death}, and all ranks are started again{gone}")
-            self.restart()
-        if not self._stuck:
-            self._check_alive()
-            left = self._processes.record.left() if self._joined else None
-            if left:
-                Ranks.warn(f"{left}: all ranks enter a new process group")
-                self._joined = False
-            if not self._joined:
-                try:
-                    self._join()
-                except RankError:
-                    self._check_alive()
-                    self._stuck = True
-        if self._stuck:
-            why = "the ranks took too long to answer (is the machine busy?)"
-            if self._was_told_to_stop:
-                why = "after the last call some rank did not stop when it was told to"
-            gone = "; what %%px cells defined is gone" if self._ran_cells else ""
-            Ranks.warn(f"{why}: all ranks were started anew{gone}")
-            self.restart()
-        self._was_told_to_stop = False
-
-    def _check_open(self) -> None:
-        if not self._processes:
+        if not self._is_open:
             raise RuntimeError(
                 f"this pool of {self.n} ranks is closed: call restart() on it, or make a new one"
             )
-        if self._processes.owner != os.getpid():
+        processes = self._processes
+        if processes is not None and processes.owner != os.getpid():
             raise RuntimeError(
-                f"this pool of {self.n} ranks belongs to process {self._processes.owner}, and this "
+                f"this pool of {self.n} ranks belongs to process {processes.owner}, and this "
                 "one is a fork of it: make a pool here, with Ranks(n)"
             )
-
-    def _check_alive(self) -> None:
-        assert self._processes is not None
-        death = self._processes.death()
-        if death:
-            advice = "call ranks.restart()"
-            if in_limited():
-                advice = "the next check starts the ranks again"
-            raise RankError(f"{death}{self._processes.why()}: {advice}")
-
-    def _join(self) -> None:
-        """Put all ranks into a new process group: a failed collective makes the old one useless."""
-        self._stuck = True  # until it worked
-        self._group += 1
-        port = self._client[0].apply_async(engine.open_store, self._group)
-        self._wait(port)
-        raise_first(port)
-        joined = self._view.apply_async(
-            engine.join, self._group, self.n, port.get(), self.timeout_s
-        )
-        self._wait(joined)
-        raise_first(joined)
-        self._joined = True
-        self._stuck = False
-
-    def _wait(self, reply: Any, limit_s: float | None = None) -> None:
-        """Wait until every rank has answered; after a failure or interrupt stop the others."""
-        stop_at = None
-        watch = _Watch(self._processes, self.n, limit_s)
-        try:
-            while not reply.ready():
-                self._turn.raise_interrupt()
-                self._check_alive()
-                reply.wait(0.02)
-                if stop_at is None and any_failed(reply):
-                    stop_at = time.monotonic() + GRACE_S
-                if stop_at is not None and time.monotonic() > stop_at:
-                    self._stop(reply)
-                    return
-                if stop_at is None and watch.sees_hang(reply):
-                    self._stopped = (HangError, *watch.explanation(reply))
-                    self._stop(reply)
-                    return
-                if stop_at is None and watch.is_late():
-                    self._stopped = (LateError, *watch.who_is_late(reply))
-                    self._stop(reply)
-                    return
-        except KeyboardInterrupt:
-            self._stop(reply)
-            raise
-        if any_failed(reply):
-            self._check_alive()
-            self._joined = False
-
-    def _stop(self, reply: Any) -> None:
-        """End what the ranks do: by an interrupt and cut connections, else by killing them."""
-        assert self._processes is not None
-        self._joined = False
-        self._stuck = True
-        self._was_told_to_stop = True
-        self._processes.break_off(self._group)
-        reply.wait(PATIENCE_S)
-        if reply.ready():
-            self._stuck = False
-        else:
-            self._processes.kill()
+        why = ""
+        if processes is not None:
+            why = processes.death() or processes.record.left() or ""
+            if not why:
+                return processes
+        gone = "what %%px cells defined is gone" if self._cells_ran else ""
+        reasons = "; ".join(filter(None, [why, gone]))
+        if reasons:
+            Ranks.warn(f"{reasons}: all ranks are started anew")
+        self._cells_ran = False
+        self._end_processes()
+        return self._start_processes()
 
     def __len__(self) -> int:
         return self.n
@@ -388,11 +314,14 @@ class Ranks:
         self.close()
 
     def __repr__(self) -> str:
-        running = self._processes is not None and not self._processes.death()
-        return f"Ranks({self.n}, {'running' if running else 'not running'})"
+        return f"Ranks({self.n}, {'running' if self._is_open else 'not running'})"
 
     def __reduce__(self) -> str:
         raise TypeError("a pool of ranks cannot be used on its own ranks")
+
+
+def _do_nothing() -> None:
+    pass
 
 
 class _Watch:
@@ -404,8 +333,8 @@ class _Watch:
         limit_s: How long the call may take; None is for ever.
     """
 
-    def __init__(self, processes: Processes | None, n: int, limit_s: float | None) -> None:
-        assert processes is not None
+    def __init__(self, processes: Processes, n: int, limit_s: float | None) -> None:
+        self._processes = processes
         self._record = processes.record
         self._n = n
         self._limit_s = float("inf") if limit_s is None else limit_s
@@ -413,23 +342,45 @@ class _Watch:
         self._look_at = time.monotonic() + LOOK_S
         self._progress: list[tuple[int, int]] = []
         self._since = 0.0
+        self._idle_since: float | None = None
 
-    def sees_hang(self, reply: Any) -> bool:
+    def nobody_works(self) -> bool:
+        """After a failure: whether all others wait in calls, or have answered.
+
+        Ranks that wait for the same one in vain give up one after another, and each is to say so.
+        One that has lost a connection has lost a process, whose end is about to be told.
+        """
+        answered = self._processes.answered
+        if self._record.n == 0 or self._record.at_work(answered):
+            self._idle_since = None
+            return False
+        now = time.monotonic()
+        self._idle_since = self._idle_since or now
+        wait_s = 2 * COLLECT_S
+        for answer in self._processes.answers:
+            message = answer["failure"]["message"] if "failure" in answer else ""
+            if LOST_PEER.search(message):
+                wait_s = GRACE_S
+            elif WAITED_IN_VAIN.search(message):
+                wait_s = max(wait_s, SAME_MOMENT_S)
+        return now - self._idle_since >= wait_s
+
+    def sees_hang(self) -> bool:
         """Whether nothing has moved for `HANG_S` in a state in which nothing can."""
         now = time.monotonic()
-        if now < self._look_at or len(reply) != self._n:
+        if now < self._look_at:
             return False
         self._look_at = now + LOOK_S
         progress = self._record.progress()
-        if progress != self._progress or not self._record.deadlock(_answered(reply)):
+        if progress != self._progress or not self._record.deadlock(self._processes.answered):
             self._progress = progress
             self._since = now
             return False
         return now - self._since >= HANG_S
 
-    def explanation(self, reply: Any) -> tuple[str, int]:
+    def explanation(self) -> tuple[str, int]:
         """What to say of it, and a rank that waits."""
-        answered = _answered(reply)
+        answered = self._processes.answered
         waiting = next(rank for rank in range(self._n) if rank not in answered)
         rule = "every rank that a call needs has to make it"
         calls = {call.name for call in self._record.waiting()}
@@ -443,9 +394,9 @@ class _Watch:
         """Whether the call has taken longer than it may."""
         return time.monotonic() > self._late_at
 
-    def who_is_late(self, reply: Any) -> tuple[str, int]:
+    def who_is_late(self) -> tuple[str, int]:
         """What to say of it, and a rank that is still at work."""
-        answered = _answered(reply)
+        answered = self._processes.answered
         at_work = self._record.at_work(answered)
         if not at_work:  # they send and receive without an end
             at_work = [rank for rank in range(self._n) if rank not in answered]
@@ -463,15 +414,13 @@ class _Watch:
         return last is not None and last.name in ("send", "recv")
 
 
-def _answered(reply: Any) -> list[int]:
-    """The ranks whose answers have come."""
-    return [rank for rank, child in enumerate(reply._children) if child.done()]
-
-
-def _result(rank: int, answer: dict[str, Any]) -> Any:
+def _result(rank: int, answer: Answer) -> Any:
     """The result of one rank; to unpickle it may run code of the user's, and fail."""
     try:
-        return wire.loads(answer["result"])
+        path = Path(answer["result"])
+        packed = path.read_bytes()
+        path.unlink()
+        return wire.loads(packed)
     except (Exception, SystemExit) as error:
         raise RankError(
             f"rank {rank}: the result arrived but cannot be read here: {type(error).__name__}: "

@@ -15,9 +15,11 @@ compares it.
 """
 
 import mmap
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
+
+from labcode.units import ranks_text
 
 MAX_RANKS = 64  # the members of a group are bits of one word
 MAX_DIMS = 6  # longer shapes are cut
@@ -218,17 +220,6 @@ class Record:
                 working.append(rank)
         return working
 
-    def connecting(self, rank: int) -> list[int]:
-        """The other ranks that are still within a `new_group` that this rank has called as well."""
-        connecting = []
-        for other in range(self.n):
-            call = self._waiting(other)
-            if other == rank or call is None or call.seen.name != "new_group":
-                continue
-            if rank not in self._missing(call):
-                connecting.append(other)
-        return connecting
-
     def waiting(self) -> list[LastCollective]:
         """The calls in which ranks wait, in rank order."""
         calls = []
@@ -339,17 +330,3 @@ def _place(key: int, number: int) -> int:
 def ranks_of(members: int) -> tuple[int, ...]:
     """The global ranks whose bits are set."""
     return tuple(rank for rank in range(MAX_RANKS) if members >> rank & 1)
-
-
-def ranks_text(ranks: Iterable[int]) -> str:
-    """ "rank 0", "ranks 0, 1 and 2"."""
-    numbers = list(ranks)
-    return f"{'rank' if len(numbers) == 1 else 'ranks'} {listed(numbers)}"
-
-
-def listed(numbers: Iterable[Any]) -> str:
-    """ "0", "0, 1 and 2"."""
-    words = [str(number) for number in numbers]
-    if len(words) == 1:
-        return words[0]
-    return f"{', '.join(words[:-1])} and {words[-1]}"

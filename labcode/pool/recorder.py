@@ -36,7 +36,6 @@ from labcode.pool import record
 from labcode.pool.record import Record
 
 MAX_WORDS = 1000  # descriptions of calls that a group keeps
-CONNECT_S = 2.0  # how long a rank that fails lets the others connect to a group it has made
 CONFIRM_S = 0.02  # before ranks are named: time for the others to come as well
 LOOK_S = 0.001  # between two looks at a call that torch has not answered yet
 ANSWER_S = 1.0  # torch refuses a call within it, or waits for the other ranks before it answers
@@ -161,18 +160,6 @@ class Recorder:
             leaves = record.IS_IN_USE
         self.file[record.LEAVES] = leaves
         self.file[record.WORLD_CALLS] = calls
-
-    def let_connect(self) -> None:
-        """Wait until the other ranks have made the groups that this rank has made, or `CONNECT_S`.
-
-        For before this rank cuts its connections. A rank in the middle of `new_group` that loses
-        the store waits for gloo's time-out, and nothing can stop it: its process would be ended.
-
-        Held by: tests/ranks/test_pool_faults.py::test_a_failure_lets_the_others_make_their_group
-        """
-        end = time.monotonic() + CONNECT_S
-        while self.record.connecting(self.rank) and time.monotonic() < end:
-            time.sleep(CONFIRM_S)
 
     # ---- write
 
@@ -366,12 +353,6 @@ def finish() -> None:
     """It ends: write down what state it leaves the process group in."""
     for recorder in _recorders:
         recorder.finish()
-
-
-def let_connect() -> None:
-    """Before this rank cuts its connections: let the others make the groups that it has made."""
-    for recorder in _recorders:
-        recorder.let_connect()
 
 
 def _watch_methods() -> None:

@@ -38,9 +38,9 @@ from typing import Any
 
 import torch
 
-from labcode.pool.record import ranks_text
 from labcode.precision.not_finite import BEFORE
 from labcode.precision.record import FOLDER
+from labcode.units import ranks_text
 
 SAFETY = 3.0
 # u: half the distance between 1 and the next number

@@ -1,13 +1,13 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, whole or not at all.
 
     OUT/checkpoints/step-00000120/
-        __0_0.distcp ...    tensors, by torch.distributed.checkpoint (DCP)
-        tensors.json        where each of them lies
-        run.json            step, config, grid, data; size and sha256 of every file
+        rank-0.bin ...    tensors (`train.tensor_files`)
+        tensors.json      where each of them lies
+        run.json          step, config, grid, data; size and sha256 of every file
 
-Every rank writes its own part of each tensor, in boxes under their place in the whole; what several
-ranks hold DCP writes once. The folder is called `....partial` until the last rank is done. It must
-be one that all ranks see.
+Every rank writes its own part of each tensor, in boxes under their place in the whole; of those
+that hold the same, one writes it. The folder is called `....partial` until the last rank is done.
+It must be one that all ranks see.
 
 A run may be resumed on another grid, on another number of ranks and at another stage of ZeRO: each
 rank reads the boxes that it needs. On the same grid it goes on bit for bit; on another one sums are
@@ -27,16 +27,13 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import Metadata
 
 from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_first_rank
 from labcode.comm.grid import Grid
@@ -46,10 +43,7 @@ from labcode.recipes import field_paths
 from labcode.train import finite
 from labcode.train.checkpoint_files import (
     ABOUT,
-    INDEX,
     About,
-    DamagedError,
-    StoredFile,
     read_about,
     read_index,
     share_of,
@@ -58,8 +52,19 @@ from labcode.train.checkpoint_files import (
     verify,
 )
 from labcode.train.report import text_of
-from labcode.train.state import RunState, SavePlanner, Tensors, first_cause
-from labcode.train.tensor_index import Writer, to_tree
+from labcode.train.state import RunState, Tensors
+from labcode.train.tensor_files import (
+    INDEX,
+    DamagedError,
+    Index,
+    Part,
+    StoredFile,
+    file_of,
+    held,
+    plan,
+    write,
+    write_index,
+)
 
 # What may differ between the run that wrote a checkpoint and the one that resumes from it.
 MAY_CHANGE = (
@@ -92,12 +97,8 @@ T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]  # on_every_rank or on_first_rank
 
 STEP = re.compile(r"step-\d{1,20}")  # the folder of a checkpoint that is complete
-TORCH_WRITER = (
-    "inline_container"  # the file of torch that writes tensors; it names itself in errors
-)
 UNFINISHED = "step-*.partial"
 LAST_FILES_S = 2.0  # in which the other ranks of an interrupted run stop writing
-FULL_DISK_BYTES = 64 * 1024  # fewer are free where a write has just failed for want of space
 
 
 class CheckpointError(SharedError, OSError):
@@ -124,7 +125,7 @@ class _Writing:
     def _run(self) -> None:
         try:
             self._future.set_result(self._write())
-        except BaseException as error:  # CheckpointException is no Exception
+        except BaseException as error:
             self._future.set_exception(error)
 
     def is_done(self) -> bool:
@@ -141,10 +142,7 @@ class _Writing:
         Raises:
             OSError: They could not be written, with the reason.
         """
-        try:
-            return self._future.result()
-        except CheckpointException as error:
-            raise OSError(first_cause(error)) from None
+        return self._future.result()
 
 
 class Checkpoints:
@@ -179,10 +177,10 @@ class Checkpoints:
     def save(self, state: RunState) -> Path:
         """Write a checkpoint and remove the oldest.
 
-        It has a temporary name until every rank is done. Each rank hashes the files that it wrote.
+        It has a temporary name until every rank is done. Each rank hashes what it writes.
 
-        Communicates: what `dcp.save` does, plans gathered on rank 0 and scattered; an all-gather of
-            the checksums; a few broadcasts of a short text.
+        Communicates: all-gathers of what the ranks hold, and of their checksums; a few broadcasts
+            of a short text.
 
         Raises:
             Diverged: A weight, or what the optimizer keeps for it, is not finite; on every rank.
@@ -198,9 +196,9 @@ class Checkpoints:
         # of an earlier attempt that was killed while it wrote
         on_first_rank(self._remove_unfinished)
         with self._cleaned_up(folder):
-            unfinished = _unfinished(folder)
-            metadata = _write_tensors(state.tensors(), unfinished)
-            own = on_every_rank(lambda: _own_files(unfinished, metadata))
+            tensors = state.tensors()
+            index = _agreed_plan(tensors)
+            own = on_every_rank(lambda: _write_files(_unfinished(folder), tensors, index))
             self._publish(folder, own)
         return folder
 
@@ -225,12 +223,10 @@ class Checkpoints:
         group = self.grid.background()
         copies = state.copies(self._memory)
 
-        def write() -> dict[str, StoredFile]:
-            unfinished = _unfinished(folder)
-            metadata = _write_tensors(copies, unfinished, group)
-            return _own_files(unfinished, metadata)
+        def write_copies() -> dict[str, StoredFile]:
+            return _write_files(_unfinished(folder), copies, _agreed_plan(copies, group))
 
-        self._writing = _Writing(folder, write)
+        self._writing = _Writing(folder, write_copies)
 
     def finish_if_written(self) -> None:
         """Complete the checkpoint that is written in the background, if every rank is done with it.
@@ -283,13 +279,9 @@ class Checkpoints:
         """
         try:
             yield
-        except (CheckpointException, OSError, PeerError) as error:
-            if _is_interrupt(error):
-                self._clean_up_alone()
-                raise KeyboardInterrupt from None
-            cause = self._cause(error)
+        except (OSError, PeerError) as error:
             self._clean_up_alone()
-            message = f"checkpoint {folder} could not be written: {cause}"
+            message = f"checkpoint {folder} could not be written: {_by_whom(error)}"
             complete = self._complete_ones()
             if complete:
                 message += f"; the last complete one is {complete[-1]}"
@@ -366,21 +358,6 @@ class Checkpoints:
         while any(self.folder.glob(UNFINISHED)) and time.monotonic() < deadline:
             time.sleep(0.05)
             self._remove_unfinished()
-
-    def _cause(self, error: BaseException) -> str:
-        """What went wrong, also where torch does not say that the disk was full.
-
-        The writer of its files gives the reason of the system only if the first bytes of a tensor
-        fail; if later ones do, it counts positions. So look at the disk while the files are there.
-        """
-        cause = first_cause(error)
-        if TORCH_WRITER not in cause or "No space left" in cause:
-            return cause
-        free_bytes = shutil.disk_usage(self.folder.parent).free
-        if free_bytes >= FULL_DISK_BYTES:
-            return cause
-        rank, _, _ = cause.partition(":")
-        return f"{rank}: No space left on device ({free_bytes} bytes are free)"
 
     # ---- reading
 
@@ -548,7 +525,8 @@ class Checkpoints:
             if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
                 differing.append(name)
         self._check_recipe(then, now, differing, folder)
-        for name in differing:
+        if differing:
+            name = differing[0]
             raise ValueError(
                 f"{folder} was written with {name}={then.get(name)}, "
                 f"this run has {now.get(name)}: "
@@ -596,41 +574,30 @@ def _unfinished(folder: Path) -> Path:
     return folder.with_suffix(".partial")
 
 
-def _write_tensors(
-    tensors: dict[str, Any], folder: Path, group: dist.ProcessGroup | None = None
-) -> Metadata:
-    """This rank's part of some tensors, brought to the disk.
+def _agreed_plan(tensors: Mapping[str, Part], group: dist.ProcessGroup | None = None) -> Index:
+    """Which rank writes what, the same on all of them.
 
     Args:
         tensors: As from `RunState.tensors`.
-        folder: Of the checkpoint.
         group: Of all ranks; None is the default group.
-
-    Returns:
-        Where each tensor lies, on rank 0.
     """
-    writer = Writer(folder)
-    with _no_second_checksum():
-        return dcp.save(tensors, storage_writer=writer, planner=SavePlanner(), process_group=group)
+    all_held: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(all_held, held(tensors), group=group)
+    return plan(all_held)
 
 
-@contextlib.contextmanager
-def _no_second_checksum() -> Iterator[None]:
-    """torch gives each tensor a CRC-32, a fifth of the time of a save; ours is a SHA-256."""
-    before = torch.serialization.get_crc32_options()
-    torch.serialization.set_crc32_options(False)
-    try:
-        yield
-    finally:
-        torch.serialization.set_crc32_options(before)
-
-
-def _own_files(folder: Path, metadata: Metadata) -> dict[str, StoredFile]:
-    """Write the index on rank 0; sizes and checksums of the files that this rank has written."""
-    if dist.get_rank() == 0:
-        write_atomically(folder / INDEX, json.dumps(to_tree(metadata)).encode())
-    names = share_of(dist.get_rank(), dist.get_world_size(), os.listdir(folder))
-    return {name: stored(folder / name) for name in names}
+def _write_files(folder: Path, tensors: Mapping[str, Part], index: Index) -> dict[str, StoredFile]:
+    """Write this rank's file, and on rank 0 the index; returns them with their checksums."""
+    rank = dist.get_rank()
+    folder.mkdir(parents=True, exist_ok=True)
+    files = {}
+    own = write(folder, rank, tensors, index)
+    if own is not None:
+        files[file_of(rank)] = own
+    if rank == 0:
+        write_index(folder, index)
+        files[INDEX] = stored(folder / INDEX)
+    return files
 
 
 def _remove(folder: Path) -> None:
@@ -652,12 +619,9 @@ def _put_aside(folder: Path) -> None:
     print(f"{folder} was not resumed from: it is kept as {aside.name}", flush=True)
 
 
-def _is_interrupt(error: BaseException) -> bool:
-    """Whether Ctrl-C reached some rank while torch was writing, which tells all of them."""
-    if not isinstance(error, CheckpointException):
-        return False
-    causes = [cause for cause, _ in error.failures.values()]
-    return any(isinstance(cause, KeyboardInterrupt) for cause in causes)
+def _by_whom(error: Exception) -> str:
+    """What kept a rank from writing; the error of another rank says whose it is."""
+    return str(error) if isinstance(error, PeerError) else f"rank {dist.get_rank()}: {error}"
 
 
 def _refuse(folder: Path, error: OSError) -> NoReturn:

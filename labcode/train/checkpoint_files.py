@@ -1,9 +1,8 @@
 """The folder of one checkpoint: what its files are, and whether they are as they were written.
 
-    __0_0.distcp ...    tensors, one file for each rank that wrote some
-    tensors.json        where each tensor lies in them
-    run.json            step, config, grid, data, and size and sha256 of every other file
-    .metadata           PyTorch's own index, for its tools; not read here
+    rank-0.bin ...    tensors, one file for each rank that wrote some
+    tensors.json      where each tensor lies in them
+    run.json          step, config, grid, data, and size and sha256 of every other file
 
 Nothing here knows of a run that goes on: `train.checkpoint` decides what to do.
 """
@@ -18,31 +17,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.distributed.checkpoint.metadata import Metadata
-
-from labcode.train.tensor_index import to_metadata
+from labcode.train.tensor_files import INDEX, DamagedError, Index, StoredFile, to_index
 
 ABOUT = "run.json"
-INDEX = "tensors.json"
 MAX_JSON_BYTES = 2**30  # an index of three million tensors; more is not one of ours
-OF_A_RANK = re.compile(r"__(\d+)_\d+\.distcp")
-
-
-class DamagedError(Exception):
-    """A checkpoint whose files are not as they were written; the text says which, and how."""
-
-
-@dataclass(frozen=True)
-class StoredFile:
-    """A file as it was when the checkpoint was written.
-
-    Args:
-        size_bytes: Its length.
-        sha256: Of its content, in hexadecimal digits.
-    """
-
-    size_bytes: int
-    sha256: str
+OF_A_RANK = re.compile(r"rank-(\d+)\.bin")
 
 
 @dataclass(frozen=True)
@@ -97,7 +76,7 @@ def read_about(folder: Path) -> About:
     return about
 
 
-def read_index(folder: Path, about: About) -> Metadata:
+def read_index(folder: Path, about: About) -> Index:
     """Where the tensors lie.
 
     Raises:
@@ -105,7 +84,7 @@ def read_index(folder: Path, about: About) -> Metadata:
         OSError: It cannot be read.
     """
     try:
-        return to_metadata(_read_json(folder / INDEX), about.file_bytes)
+        return to_index(_read_json(folder / INDEX), about.file_bytes)
     except ValueError as error:
         raise DamagedError(f"{INDEX}: {error}") from None
 
@@ -116,7 +95,7 @@ def step_name(step: int) -> str:
 
 
 def share_of(rank: int, num_ranks: int, names: Iterable[str]) -> list[str]:
-    """The files that a rank writes, and hashes: those with its number, rank 0 the others too."""
+    """The files that a rank compares with their checksums: each file is one rank's."""
     share = []
     for name in names:
         match = OF_A_RANK.fullmatch(name)

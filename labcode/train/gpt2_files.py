@@ -13,12 +13,9 @@ import json
 import os
 import shutil
 import tempfile
-import warnings
 from pathlib import Path
-from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -35,7 +32,7 @@ from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
 from labcode.train.checkpoint_files import read_about, read_index, verify
 from labcode.train.run_folder import CONFIG_NAME
-from labcode.train.tensor_index import Reader
+from labcode.train.tensor_files import read_whole
 
 WEIGHTS = "model.safetensors"
 MODEL = "model/"  # in front of a weight's name in a checkpoint
@@ -103,17 +100,10 @@ def _weights_of(run: Path) -> tuple[dict[str, torch.Tensor], Path]:
     about = read_about(newest)
     verify(newest, about.files, about.files)
     index = read_index(newest, about)
-    wanted: dict[str, Any] = {}
-    for key, entry in index.state_dict_metadata.items():
-        if key.startswith(MODEL):
-            wanted[key] = torch.empty(entry.size, dtype=entry.properties.dtype)  # pyright: ignore[reportAttributeAccessIssue]
-    with warnings.catch_warnings():
-        # "assuming the intent is to load in a single process"
-        warnings.simplefilter("ignore", UserWarning)
-        dcp.load(wanted, storage_reader=Reader(newest, index), no_dist=True)
     weights = {}
-    for key, value in wanted.items():
-        weights[key.removeprefix(MODEL)] = value
+    for key in index:
+        if key.startswith(MODEL):
+            weights[key.removeprefix(MODEL)] = read_whole(newest, index, key)
     return weights, newest
 
 

@@ -6,7 +6,6 @@ its part, in micro-batches whose gradients add up before they are averaged over 
 
 import contextlib
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -300,11 +299,8 @@ class Trainer:
         """Whether this process has done an optimizer step."""
         return self.steps_done > self.steps_before
 
-    def fit(self, after_first_step: Callable[[], object] | None = None) -> list[dict[str, float]]:
+    def fit(self) -> list[dict[str, float]]:
         """Train to the end, or until a signal asks to stop (`stopped_by`).
-
-        Args:
-            after_first_step: Called once, when a step is done and its row is written.
 
         Returns:
             The rows of metrics that were logged.
@@ -332,9 +328,6 @@ class Trainer:
                     self.log.write(self._row(step, clock.seconds_per_step()))
                     clock.restart()
                 with clock.paused():
-                    if after_first_step:
-                        after_first_step()
-                        after_first_step = None
                     if self._due(settings.eval_every):
                         self.log.write({"step": self.steps_done, "val_loss": self.validate()})
                     if self.checkpoints and signals:

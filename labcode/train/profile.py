@@ -120,7 +120,6 @@ class StepProfiler:
             schedule=plan,
             on_trace_ready=self._write,
             profile_memory=self._settings.memory,
-            with_stack=self._settings.stacks,
         )
         recorder.record_steps = False  # it would count its own steps, and time what is between them
         recorder.start()

@@ -15,7 +15,6 @@ from labcode.comm.agreement import (
     leave_word,
     on_every_rank,
     on_first_rank,
-    wait_for_all,
     word_left,
 )
 from labcode.comm.bootstrap import Place, World
@@ -23,9 +22,10 @@ from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.doctor.answers import Answers
 from labcode.doctor.hang import HangWatch
+from labcode.files import LOCK_NAME
 from labcode.precision import debug_config
 from labcode.topology import GridShape
-from labcode.train import attempts, finite, report
+from labcode.train import attempts, report
 from labcode.train.capacity import check_memory, shared_memory
 from labcode.train.checkpoint import Checkpoints
 from labcode.train.ctrl_c import CtrlC, is_behind
@@ -33,7 +33,6 @@ from labcode.train.loop import Trainer
 from labcode.train.precision import check_device
 from labcode.train.report import RefusedError
 from labcode.train.run_folder import RunFolder
-from labcode.train.run_lock import LOCK_NAME
 from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
 
@@ -147,7 +146,8 @@ def set_up(
     listening = signals if config.checkpoint.on else None
     trainer = Trainer(config, world, grid, task, None, start, listening, watch)
     # only now: a run that cannot begin leaves all as it was
-    out = on_first_rank(lambda: _claim(folder, world.place))
+    out = on_first_rank(folder.claim)
+    attempts.note_folder(out, world.place)
     _check_that_all_see(config, folder, out)
     on_every_rank(lambda: trainer.open(out))
     return trainer
@@ -158,14 +158,6 @@ def _check_features(config: Config) -> None:
     own = config.debug.feature_dir
     if config.debug.config:
         debug_config.read(Path(config.debug.config), Path(own) if own else None)
-
-
-def _claim(folder: RunFolder, place: Place) -> Path:
-    """Take the folder; a restart of this job finds it, unless the old run may still come back."""
-    out = folder.claim()
-    if not folder.config.train.overwrite:
-        attempts.note_folder(out, place)
-    return out
 
 
 def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> None:
@@ -187,25 +179,13 @@ def _train_and_answer(trainer: Trainer, folder: RunFolder) -> None:
 
 
 def _train(trainer: Trainer, folder: RunFolder) -> None:
-    """Train to the end, or to a signal; once the first step stands the folder is the run's own."""
+    """Train to the end, or to a signal."""
     done = trainer.steps_done
     steps = trainer.config.train.steps
     if done >= steps:
         line = f"{done} steps are done, train.steps is {steps}: only the result is written"
         print_on_first_rank(trainer.world, line)
-
-    def keep() -> None:
-        wait_for_all()  # the first step may fail on one rank for want of memory
-        if trainer.config.train.overwrite:
-            finite.check(trainer.model)  # or a run that has diverged would replace a good one
-        folder.keep()
-        if trainer.out is not None:
-            attempts.note_folder(trainer.out, trainer.world.place)
-
-    trainer.fit(after_first_step=keep)
-    if trainer.stopped_by and not trainer.has_begun and trainer.config.train.overwrite:
-        report.say(trainer.world.place, f"stopped by {trainer.stopped_by} {_how_far(trainer)}")
-        return  # the run that was to be overwritten comes back
+    trainer.fit()
     folder.keep()
     if trainer.stopped_by:
         line = f"stopped by {trainer.stopped_by} {_where_it_resumes(trainer)} {RESUME}"
@@ -220,6 +200,8 @@ def _leave(trainer: Trainer | None, folder: RunFolder, ctrl_c: CtrlC) -> None:
         # closing may fail for the reason that ended the run, such as a full disk
         with contextlib.suppress(OSError):
             trainer.close()
+        if trainer.has_begun:
+            folder.keep()
     try:
         folder.close()
     except (OSError, ValueError) as error:

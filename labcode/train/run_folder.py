@@ -1,57 +1,33 @@
 """The output folder of a run: chosen, or made new; never somebody else's, and never lost.
 
     look     refuse a folder that may not be used; nothing is changed
-    claim    when all that can fail before the first step has succeeded: set an old run aside, make
-             the folder, write config.json
-    keep     the first step stands: remove the old run
-    close    without `keep`: remove what this run has made, put the old run back
+    claim    when all that can fail before the first step has succeeded: give an old run another
+             name, make the folder, write config.json
+    keep     what this run has written stays
+    close    without `keep`: remove what this run has made, give the old run its name again
 
-A process that is killed between `claim` and `keep` leaves the old run under its second name. The
-next one that looks at the folder puts it back.
+Nothing is ever removed but what this run has written itself. A run that is to be overwritten is
+renamed to DIR.old-1, or the next number that is free.
 """
 
 import dataclasses
 import json
 import os
 import shutil
-from fnmatch import fnmatchcase
 from pathlib import Path
 
 from labcode.config import Config
-from labcode.files import UNFINISHED, remove_unfinished, sync_folder, write_atomically
-from labcode.train.run_lock import LOCK_NAME, RunLock
+from labcode.files import (
+    LOCK_NAME,
+    UNFINISHED,
+    remove_unfinished,
+    sync_folder,
+    write_atomically,
+)
+from labcode.train.run_lock import RunLock
 
 CONFIG_NAME = "config.json"
 STOPPED_NAME = "stopped"  # there if a signal stopped the last attempt of a run, which can resume
-# the second names of a folder, beside it: of an old run that may come back, or is being removed
-SET_ASIDE = ".set-aside"
-DISCARDED = ".discarded"
-# all that a run writes
-OWN_FILES = (
-    CONFIG_NAME,
-    LOCK_NAME,
-    STOPPED_NAME,
-    "metrics.jsonl",
-    "device.jsonl",
-    "result.txt",
-    "weights.pt",
-    "checkpoints",
-    "checkpoints/step-*",
-    "profile",
-    "profile/*.pt.trace.json.gz",
-    "tensorboard",
-    "tensorboard/events.out.tfevents.*",
-    "hang",
-    "hang/*",
-    "record",
-    "record/step-*",
-    "debug",
-    "debug/nvdlfw_inspect_*",
-    "debug/tensorboard",
-)
-WRITTEN_FOLDERS = ("checkpoints", "profile", "tensorboard", "hang", "record", "debug")
-# what other programs put into any folder that they show
-HARMLESS = (".DS_Store", ".ipynb_checkpoints", ".nfs*")
 # what every config has, of whatever version
 SECTIONS = ("model", "data", "parallel", "optim", "train")
 
@@ -69,12 +45,11 @@ class RunFolder:
         self.config = config
         self.path: Path | None = None
         self._lock: RunLock | None = None  # of the folder
-        self._old_lock: RunLock | None = None  # of the run that was set aside
         self._made: list[Path] = []  # the folder and its parents, as far as this run made them
+        self._old_run: Path | None = None  # the new name of the run that was overwritten
         self._old_config: bytes | None = None  # config.json of a run that is resumed
         self._is_new = False  # it holds nothing that this run has not written
-        self._claimed = False
-        self._kept = False
+        self._may_undo = False
 
     # ---- before anything is written
 
@@ -85,52 +60,28 @@ class RunFolder:
 
         Raises:
             ValueError: It exists, and neither `train.overwrite` nor `checkpoint.resume` is set; it
-                is not the folder of a run, holds something else as well, or is in use.
+                is not the folder of a run, or is in use.
             OSError: It cannot be looked at.
         """
         if self.config.train.out is None:
             self.path = _next_free(self.config.name)
             return self.path
         self.path = out = _checked_path(self.config.train.out)
-        self._repair(out)
         if is_new(out):
             _check_writable(out)
             return out
         if self.config.checkpoint.resume:
             _check_resumable(out)
         elif self.config.train.overwrite:
-            check_removable(out)
+            check_movable(out)
         else:
             raise ValueError(
-                f"{out} exists already: "
-                "choose another train.out, or replace it with --train.overwrite"
+                f"{out} exists already: choose another train.out, or give it another name with "
+                "--train.overwrite"
             )
-        if self._lock is None:
-            self._lock = RunLock(out)
-            self._lock.take()
+        self._lock = RunLock(out)
+        self._lock.take()
         return out
-
-    def _repair(self, out: Path) -> None:
-        """Finish what a run that was killed between `claim` and `keep`, or in `keep`, left undone.
-
-        Raises:
-            ValueError: The run is alive; or something else has the second name.
-        """
-        discarded = second_name(out, DISCARDED)
-        if discarded.is_dir() and not discarded.is_symlink() and not strangers(discarded):
-            shutil.rmtree(discarded, ignore_errors=True)
-        aside = second_name(out, SET_ASIDE)
-        if not is_run(aside):
-            return
-        lock = RunLock(aside)
-        lock.take()
-        if not is_run(aside):  # its holder has ended meanwhile, and has put it back or removed it
-            lock.release()
-            return
-        self._lock = lock
-        _put_back(out)
-        lock.moved(out)
-        print(f"{out}: the run that another one was about to overwrite is back", flush=True)
 
     @property
     def mark(self) -> str:
@@ -140,7 +91,7 @@ class RunFolder:
     # ---- from here to the first step
 
     def claim(self) -> Path:
-        """Take the folder; an old run that is to be overwritten gets its second name.
+        """Take the folder; an old run that is to be overwritten gets another name.
 
         Returns:
             The folder; another one than `look` has chosen if that was taken meanwhile and the
@@ -151,12 +102,11 @@ class RunFolder:
             OSError: It cannot be made.
         """
         assert self.path is not None, "look() comes first"
-        self._claimed = True
-        found_a_run = self._lock is not None
-        if found_a_run and self.config.checkpoint.resume:
+        self._may_undo = True
+        if self._lock is not None and self.config.checkpoint.resume:
             self._old_config = _bytes_of(self.path / CONFIG_NAME)
-        elif found_a_run:
-            self._set_aside()
+        elif self._lock is not None:
+            self._move_old_run()
         if self.config.train.out is None:
             self._make_numbered()
         elif self._lock is None:
@@ -168,14 +118,16 @@ class RunFolder:
         write_config(self.config, self.path)
         return self.path
 
-    def _set_aside(self) -> None:
+    def _move_old_run(self) -> None:
         assert self.path is not None and self._lock is not None
-        aside = second_name(self.path, SET_ASIDE)
-        self._old_lock = self._lock
+        old_run = _next_old_name(self.path)
+        os.rename(self.path, old_run)
+        self._old_run = old_run
+        self._lock.moved(old_run)
+        self._lock.release()
         self._lock = None
-        os.rename(self.path, aside)
-        self._old_lock.moved(aside)
-        sync_folder(aside.parent)
+        sync_folder(old_run.parent)
+        print(f"{self.path}: the run that was there is now {old_run}", flush=True)
 
     def _take_new(self) -> None:
         """Lock a folder that was new when this run looked at it.
@@ -216,20 +168,8 @@ class RunFolder:
     # ---- from the first step to the end
 
     def keep(self) -> None:
-        """The new run stands: remove the one that was set aside."""
-        if self._kept or not self._claimed:
-            return
-        assert self.path is not None
-        if self._old_lock is not None:
-            discarded = second_name(self.path, DISCARDED)
-            # from this moment on the old run does not come back
-            os.rename(second_name(self.path, SET_ASIDE), discarded)
-            self._kept = True
-            shutil.rmtree(discarded, ignore_errors=True)
-            self._old_lock.moved(discarded)
-            self._old_lock.release()
-            self._old_lock = None
-        self._kept = True
+        """What this run has written stays."""
+        self._may_undo = False
 
     def note_stop(self, line: str) -> None:
         """Leave word that this attempt was stopped, which tells it from one that has finished.
@@ -247,27 +187,25 @@ class RunFolder:
         """Let go of the folder; if `keep` was never called, all is as it was before `claim`.
 
         Raises:
-            OSError: Something could not be put back; then the next run does it.
+            OSError: An old run could not be given its name again.
         """
         try:
-            if self._claimed and not self._kept:
+            if self._may_undo:
                 self._undo()
         finally:
-            self._claimed = False
-            for lock in (self._lock, self._old_lock):
-                if lock is not None:
-                    lock.release()
+            self._may_undo = False
+            if self._lock is not None:
+                self._lock.release()
 
     def _undo(self) -> None:
         assert self.path is not None
         if self._old_config is not None:
             write_atomically(self.path / CONFIG_NAME, self._old_config)
-        elif self._old_lock is not None:
-            if is_run(second_name(self.path, SET_ASIDE)):
-                _put_back(self.path)
-                self._old_lock.moved(self.path)
-        else:
-            self._remove_new()
+            return
+        self._remove_new()
+        if self._old_run is not None:
+            os.rename(self._old_run, self.path)
+            sync_folder(self.path.parent)
 
     def _remove_new(self) -> None:
         """Remove the new run, and the folders above it that were made for it."""
@@ -309,60 +247,24 @@ def is_new(folder: Path) -> bool:
     return True
 
 
-def check_removable(out: Path) -> None:
-    """Refuse to overwrite what is not a run, or not only a run.
+def check_movable(out: Path) -> None:
+    """Refuse to give another name to what is not the folder of a run.
 
     Raises:
         ValueError: What is in the way.
     """
     whole = out.resolve()
-    home = Path(os.path.expanduser("~"))
-    for name, place in (("the working directory", Path.cwd()), ("your home", home)):
-        if place.resolve().is_relative_to(whole):
-            raise ValueError(
-                f"train.out: {out} is {name} or above it, which is never removed: choose another"
-            )
-    if out.is_symlink():
+    if Path.cwd().resolve().is_relative_to(whole):
         raise ValueError(
-            f"{out} is a link to {whole}, which is never removed: name the folder itself"
+            f"train.out: {out} is the working directory or above it: choose another train.out"
         )
+    if out.is_symlink():
+        raise ValueError(f"{out} is a link to {whole}: name the folder itself")
     if not is_run(out):
         raise ValueError(
-            f"{out} is not the folder of a run: nothing was removed, choose another train.out"
-        )
-    others = strangers(out)
-    if others:
-        more = f" and {len(others) - 3} more" if len(others) > 3 else ""
-        raise ValueError(
-            f"{out} holds what no run has written, {', '.join(others[:3])}{more}: "
-            "nothing was removed, move that away or choose another train.out"
+            f"{out} is not the folder of a run: nothing was changed, choose another train.out"
         )
     _check_writable(out.parent)
-    for suffix in (SET_ASIDE, DISCARDED):
-        other = second_name(out, suffix)
-        if os.path.lexists(other):
-            raise ValueError(f"{other} is in the way, and is not a run: move it away")
-
-
-def strangers(out: Path) -> list[str]:
-    """What lies in the folder of a run and no run writes, sorted."""
-    found = []
-    paths = list(out.iterdir())
-    for folder in WRITTEN_FOLDERS:
-        paths += out.glob(f"{folder}/*")
-    for path in paths:
-        name = str(path.relative_to(out))
-        own = any(fnmatchcase(name, pattern) for pattern in OWN_FILES)
-        harmless = any(fnmatchcase(path.name, pattern) for pattern in HARMLESS)
-        if not own and not harmless and not UNFINISHED.fullmatch(path.name):
-            found.append(name)
-    return sorted(found)
-
-
-def second_name(out: Path, suffix: str) -> Path:
-    """The name beside a folder under which an old run waits for its fate."""
-    whole = Path(os.path.abspath(out)) if out.name in ("", "..") else out
-    return whole.parent / (whole.name + suffix)
 
 
 def write_config(config: Config, out: Path) -> None:
@@ -418,23 +320,12 @@ def _next_free(name: str) -> Path:
     return Path("runs") / f"{name}-{number:03d}"
 
 
-def _put_back(out: Path) -> None:
-    """Give the old run its name again; the new one, which has done no step, is removed.
-
-    Raises:
-        ValueError: What has the name now is more than a run that has not begun.
-    """
-    aside = second_name(out, SET_ASIDE)
-    discarded = second_name(out, DISCARDED)
-    if out.is_dir() and not is_new(out):
-        begun = list(out.glob("checkpoints/step-*")) + list(out.glob("weights.pt"))
-        if begun or not is_run(out) or strangers(out):
-            raise ValueError(f"both {out} and {aside} hold something: keep one of them")
-    if out.is_dir():
-        os.rename(out, discarded)
-    os.rename(aside, out)
-    sync_folder(out.parent)
-    shutil.rmtree(discarded, ignore_errors=True)
+def _next_old_name(out: Path) -> Path:
+    """DIR.old-1, or the first number after it that is free."""
+    number = 1
+    while os.path.lexists(out.with_name(f"{out.name}.old-{number}")):
+        number += 1
+    return out.with_name(f"{out.name}.old-{number}")
 
 
 def _empty(folder: Path) -> None:

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TextIO
 
 from labcode.comm import bootstrap
+from labcode.files import LOCK_NAME
 
-LOCK_NAME = "run.lock"
 WAIT_S = 10.0  # the attempt of a job before this one may still be about to end
 LOOK_S = 0.2
 

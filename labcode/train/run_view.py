@@ -3,16 +3,15 @@
 Nothing here writes, and nothing imports torch.
 """
 
-import fcntl
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from labcode.files import is_held
 from labcode.train import device_samples, metrics, reference
 from labcode.units import si
 
-LOCK_NAME = "run.lock"  # as run_lock has it, which imports torch: seconds, for a table
 BARS = "▁▂▃▄▅▆▇█"
 TREND = 24  # values in the trend of a number
 
@@ -87,7 +86,7 @@ def look(run: str | Path, over: str | Path | None = "") -> Look:
             f"{folder} is not the folder of a run: give the one that a training printed"
         ) from None
     # first: a run that ends while its files are read has written them to the end
-    is_running = _is_held(folder)
+    is_running = is_held(folder)
     return Look(
         folder=folder,
         steps=steps,
@@ -111,20 +110,6 @@ def _reference_rows(name: str, over: str | Path | None) -> list[dict[str, float]
 def _rows(path: Path) -> list[dict[str, float]]:
     """The rows of a file that may not be there yet."""
     return metrics.read(path) if path.exists() else []
-
-
-def _is_held(folder: Path) -> bool:
-    """Whether a process trains into this folder: the kernel frees the lock of one that is gone."""
-    try:
-        with open(folder / LOCK_NAME, encoding="utf-8") as file:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except FileNotFoundError:
-        return False
-    except BlockingIOError:
-        return True
-    except OSError:
-        return True  # some network disks know no locks; the file is removed at the end
-    return False
 
 
 def newest_run(under: Path = Path("runs")) -> Path:

@@ -5,34 +5,22 @@ that it has (`parallel.boxes`), and reads those that it needs, from whatever ran
 the same checkpoint can be read on any grid and at any stage of ZeRO.
 """
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from labcode.data.sampler import Batches
-from labcode.parallel.boxes import Box, boxes_of
+from labcode.parallel.boxes import boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
 from labcode.precision.fp8 import DelayedScaling, Fp8, Fp8Product
-from labcode.train.checkpoint_files import DamagedError
 from labcode.train.guard import Guard
 from labcode.train.loss_scale import LossScaler
 from labcode.train.noise_scale import NoiseScale
-from labcode.train.tensor_index import Reader
+from labcode.train.tensor_files import DamagedError, Index, Part, Sizes, read_into, whole
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]
@@ -40,82 +28,6 @@ Tensors = dict[str, torch.Tensor]
 GUARD = "guard"  # keys of a checkpoint
 SCALER = "loss_scale"
 NOISE = "noise_scale"
-
-
-class Part:
-    """This rank's part of a tensor, for torch.distributed.checkpoint: some boxes of the whole.
-
-    The methods with underscores are of torch's protocol `_Checkpointable`, as those of DTensor.
-
-    Args:
-        own: The part; it is read from, or written into.
-        shape: Of the whole.
-        boxes: Of which the part is made.
-    """
-
-    def __init__(self, own: torch.Tensor, shape: torch.Size, boxes: list[Box]) -> None:
-        self.own = own
-        self.shape = shape
-        self.boxes = boxes
-
-    def __create_write_items__(self, key: str, value: object) -> list[WriteItem]:
-        items = []
-        properties = TensorProperties.create_from_tensor(self.own)
-        for number, chunk in enumerate(self.__create_chunk_list__()):
-            index = MetadataIndex(key, chunk.offsets, number)
-            data = TensorWriteData(chunk, properties, self.shape)
-            items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        return items
-
-    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        chunks = []
-        for box in self.boxes:
-            chunks.append(ChunkStorageMetadata(torch.Size(box.offsets), torch.Size(box.sizes)))
-        return chunks
-
-    def copied_into(self, own: torch.Tensor) -> "Part":
-        """The same boxes, with the values copied into other memory."""
-        return Part(own.copy_(self.own), self.shape, self.boxes)
-
-    def box(self, index: MetadataIndex) -> torch.Tensor:
-        """The block of this rank's part that begins at a place of the whole."""
-        for box in self.boxes:
-            if torch.Size(box.offsets) == index.offset:
-                return box.view(self.own)
-        raise KeyError(f"{index.fqn} has no box at {index.offset} on this rank")
-
-
-class SavePlanner(dcp.DefaultSavePlanner):
-    """PyTorch's planner, which finds a box in a `Part` too."""
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """What is written under an index."""
-        value = self.state_dict[index.fqn]
-        return value.box(index) if isinstance(value, Part) else super().lookup_object(index)
-
-
-class LoadPlanner(dcp.DefaultLoadPlanner):
-    """PyTorch's planner, which finds a box in a `Part` too."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Take the tensors as they are; PyTorch's own would copy those of unknown classes."""
-        self.state_dict = state_dict
-        self.original_state_dict = state_dict
-        self.metadata = metadata
-        self.is_coordinator = is_coordinator
-
-    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """What is read into."""
-        value = self.state_dict[index.fqn]
-        return value.box(index) if isinstance(value, Part) else super().lookup_tensor(index)
 
 
 class RunState:
@@ -176,42 +88,38 @@ class RunState:
         streams = [module.stream for module in model.modules() if isinstance(module, IsolatedRng)]
         self.stream = streams[0] if streams else None
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Part]:
         """Everything, by name; the tensors are those of the run and not copies."""
-        found: dict[str, Any] = {"step": torch.tensor(self.batches.state_dict()["step"])}
+        found = {"step": whole(torch.tensor(self.batches.state_dict()["step"]))}
         for name, param in self.params.items():
             found[_weight_key(self.stored_as[name])] = self._part(name, param.detach())
             for key, value in self.optimizer.state.get(param, {}).items():
-                found[_optimizer_prefix(self.stored_as[name]) + key] = self._part_or_number(
-                    name, value
-                )
+                place = _optimizer_prefix(self.stored_as[name]) + key
+                found[place] = self._part_or_number(name, value)
         for name, state in self._random().items():
-            found[self.own + name] = state
+            found[self.own + name] = whole(state)
         for key, remembering in self.remembering.items():
-            found[key] = remembering.state
+            found[key] = whole(remembering.state)
         return found
 
-    def copies(self, memory: Tensors) -> dict[str, Any]:
+    def copies(self, memory: Tensors) -> dict[str, Part]:
         """As `tensors`, but copied to the CPU, so that training may change its own.
 
         Args:
             memory: What an earlier call has filled, to be filled again: new memory takes twice as
                 long, since the system hands it out page by page. It gets what it lacks.
         """
-        copies: dict[str, Any] = {}
+        copies = {}
         with torch.no_grad():
-            for name, value in self.tensors().items():
-                own = value.own if isinstance(value, Part) else value
+            for name, part in self.tensors().items():
+                own = part.own
                 if name not in memory or memory[name].shape != own.shape:
                     pinned = own.device.type == "cuda"  # from there it is copied much faster
                     memory[name] = torch.empty(own.shape, dtype=own.dtype, pin_memory=pinned)
-                if isinstance(value, Part):
-                    copies[name] = value.copied_into(memory[name])
-                else:
-                    copies[name] = memory[name].copy_(own)
+                copies[name] = part._replace(own=memory[name].copy_(own))
         return copies
 
-    def read(self, folder: Path, index: Metadata, *, same_grid: bool = True) -> Tensors:
+    def read(self, folder: Path, index: Index, *, same_grid: bool = True) -> Tensors:
         """This rank's tensors of a checkpoint, all that `fill` needs; the run is left as it is.
 
         Nothing is communicated: each rank reads its own.
@@ -226,41 +134,40 @@ class RunState:
             DamagedError: A tensor is missing, has another shape or dtype, or cannot be read.
             OSError: A file cannot be read for a reason that says nothing about the checkpoint.
         """
-        stored: dict[str, TensorStorageMetadata] = {}
-        for key, entry in index.state_dict_metadata.items():
-            stored[key] = cast(TensorStorageMetadata, entry)  # the index holds no others
-        self._check(stored, same_grid)
-        wanted: dict[str, Any] = {"step": _empty(stored["step"])}
-        for name, param in self.params.items():
+        self._check(index, same_grid)
+        wanted = {"step": self._place_for("step", index)}
+        for name in self.params:
             key = _weight_key(self.stored_as[name])
-            own = torch.empty(param.shape, dtype=param.dtype)
-            wanted[key] = self._part(name, own)
-            for rest in _below(stored, _optimizer_prefix(self.stored_as[name])):
-                key = _optimizer_prefix(self.stored_as[name]) + rest
-                if stored[key].size == torch.Size(self.model.shardings[name].shape):
-                    own = torch.empty(param.shape, dtype=stored[key].properties.dtype)
-                    wanted[key] = self._part_or_number(name, own)
-                else:
-                    wanted[key] = _empty(stored[key])
+            wanted[key] = self._place_for(key, index, name)
+            prefix = _optimizer_prefix(self.stored_as[name])
+            for rest in _below(index, prefix):
+                wanted[prefix + rest] = self._place_for(prefix + rest, index, name)
         if same_grid:
             for key in self._random():
-                wanted[self.own + key] = _empty(stored[self.own + key])
+                wanted[self.own + key] = self._place_for(self.own + key, index)
         # a run that begins to judge its gradients resumes from one that did not
-        for key in self.remembering.keys() & stored.keys():
-            wanted[key] = _empty(stored[key])
-        with warnings.catch_warnings(), torch.no_grad():
-            # "assuming the intent is to load in a single process"
-            warnings.simplefilter("ignore", UserWarning)
-            reader = Reader(folder, index)
-            try:
-                dcp.load(wanted, storage_reader=reader, planner=LoadPlanner(), no_dist=True)
-            except CheckpointException as error:
-                raise _why_not_read(error) from None
+        for key in self.remembering.keys() & index.keys():
+            wanted[key] = self._place_for(key, index)
         mine = {}
-        for key, value in wanted.items():
-            mine[key] = value.own if isinstance(value, Part) else value
+        with torch.no_grad():
+            for key, part in wanted.items():
+                read_into(folder, index, key, part)
+                mine[key] = part.own
         self._check_generators(mine)
         return mine
+
+    def _place_for(self, key: str, index: Index, name: str = "") -> Part:
+        """Where a tensor is read into.
+
+        Args:
+            key: Of the tensor.
+            index: Of the checkpoint.
+            name: Of the weight of whose shape it is; "", or another shape: all of it is read.
+        """
+        stored = index[key]
+        if name and stored.size == tuple(self.model.shardings[name].shape):
+            return self._part(name, torch.empty(self.params[name].shape, dtype=stored.dtype))
+        return whole(torch.empty(stored.size, dtype=stored.dtype))
 
     def fill(self, mine: Mapping[str, torch.Tensor]) -> None:
         """Put back what `tensors` gave when the checkpoint was written; weights in place.
@@ -278,13 +185,13 @@ class RunState:
         self.batches.load_state_dict({"step": int(mine["step"])})
 
     def _part(self, name: str, own: torch.Tensor) -> Part:
-        return Part(own, torch.Size(self.model.shardings[name].shape), self.boxes[name])
+        return Part(own, tuple(self.model.shardings[name].shape), self.boxes[name])
 
-    def _part_or_number(self, name: str, value: torch.Tensor) -> Part | torch.Tensor:
+    def _part_or_number(self, name: str, value: torch.Tensor) -> Part:
         """What an optimizer keeps has the shape of its weight, or is one number."""
-        return self._part(name, value) if value.shape == self.params[name].shape else value
+        return self._part(name, value) if value.shape == self.params[name].shape else whole(value)
 
-    def _check(self, stored: Mapping[str, TensorStorageMetadata], same_grid: bool) -> None:
+    def _check(self, stored: Index, same_grid: bool) -> None:
         """Compare names, shapes and dtypes with what this run needs.
 
         Raises:
@@ -294,25 +201,24 @@ class RunState:
             if key not in stored:
                 raise DamagedError(f"it has no {key}")
             found = stored[key]
-            if found.size != size or found.properties.dtype != dtype:
+            if found.size != size or found.dtype != dtype:
                 raise DamagedError(
-                    f"{key} is {_described(found.size, found.properties.dtype)}, "
+                    f"{key} is {_described(found.size, found.dtype)}, "
                     f"and this run needs {_described(size, dtype)}"
                 )
         keys = self._optimizer_keys(stored)
         for name in self.params:
             prefix = _optimizer_prefix(self.stored_as[name])
-            size = torch.Size(self.model.shardings[name].shape)
+            size = tuple(self.model.shardings[name].shape)
             # a weight that had no gradient so far has no state at all
             for key in keys if _below(stored, prefix) else ():
                 if prefix + key not in stored:
                     raise DamagedError(f"it has no {prefix}{key}")
                 found = stored[prefix + key]
                 if len(found.size) and found.size != size:
-                    dtype = found.properties.dtype
                     raise DamagedError(
-                        f"{prefix}{key} is {_described(found.size, dtype)}, "
-                        f"and this run needs {_described(size, dtype)}"
+                        f"{prefix}{key} is {_described(found.size, found.dtype)}, "
+                        f"and this run needs {_described(size, found.dtype)}"
                     )
 
     def _check_generators(self, mine: Mapping[str, torch.Tensor]) -> None:
@@ -333,17 +239,17 @@ class RunState:
 
     def _needed(
         self, stored: Mapping[str, Any], same_grid: bool
-    ) -> dict[str, tuple[torch.Size, torch.dtype]]:
+    ) -> dict[str, tuple[Sizes, torch.dtype]]:
         """What every checkpoint of this run has, whatever its optimizer keeps."""
-        needed = {"step": (torch.Size(), torch.int64)}
+        needed: dict[str, tuple[Sizes, torch.dtype]] = {"step": ((), torch.int64)}
         for name, param in self.params.items():
-            size = torch.Size(self.model.shardings[name].shape)
+            size = tuple(self.model.shardings[name].shape)
             needed[_weight_key(self.stored_as[name])] = (size, param.dtype)
         for key in self.remembering.keys() & stored.keys():
             state = self.remembering[key].state
-            needed[key] = (state.shape, state.dtype)
+            needed[key] = (tuple(state.shape), state.dtype)
         for name, state in self._random().items() if same_grid else ():
-            needed[self.own + name] = (state.shape, state.dtype)
+            needed[self.own + name] = (tuple(state.shape), state.dtype)
         return needed
 
     def _load_optimizer(self, mine: Mapping[str, torch.Tensor]) -> None:
@@ -377,24 +283,6 @@ class RunState:
             self.stream.state = found["stream"]
 
 
-def first_cause(error: BaseException) -> str:
-    """What went wrong on the first rank that failed, in one line."""
-    if not isinstance(error, CheckpointException):
-        return str(error)
-    rank, (cause, _) = min(error.failures.items())
-    return f"rank {rank}: {cause}"
-
-
-def _why_not_read(error: CheckpointException) -> Exception:
-    """Damage, or the error of the system that kept torch from reading."""
-    cause, _ = next(iter(error.failures.values()))
-    if isinstance(cause, OSError) and not isinstance(cause, FileNotFoundError):
-        return cause
-    # the first of the several lines in which torch explains itself
-    text = str(cause).strip().partition("\n")[0]
-    return DamagedError(f"its tensors cannot be read ({type(cause).__name__}: {text})")
-
-
 def _weight_key(name: str) -> str:
     return f"model/{name}"
 
@@ -403,11 +291,7 @@ def _optimizer_prefix(name: str) -> str:
     return f"optim/{name}/"
 
 
-def _empty(stored: TensorStorageMetadata) -> torch.Tensor:
-    return torch.empty(stored.size, dtype=stored.properties.dtype)
-
-
-def _described(size: torch.Size, dtype: torch.dtype) -> str:
+def _described(size: Sizes, dtype: torch.dtype) -> str:
     return f"{list(size)} {str(dtype).removeprefix('torch.')}"
 
 

@@ -56,11 +56,11 @@ PAIRS = Answers(
         ),
         "f without the group": (
             changed("total, group=ctx.group => total"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "g without the group": (
             changed("total, group=group => total"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "one gradient for two arguments": (
             changed("return total, None => return total"),
@@ -195,7 +195,7 @@ COLUMNS = Answers(
         "the rank of the job": (changed("group.rank() => dist.get_rank()"), "a rank of the world"),
         "the default group": (
             changed("copy_to(x, self.group) => copy_to(x, dist.group.WORLD)"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "a plain weight": (
             changed("nn.Parameter(own_weight) => own_weight"),
@@ -305,7 +305,7 @@ ROWS = Answers(
         ),
         "the default group": (
             changed("(term, self.group) => (term, dist.group.WORLD)"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "the mean": (changed(f"{LEAVE} => {LEAVE} / self.group.size()"), "other values"),
         "no sharding": (
@@ -389,11 +389,11 @@ SWIGLU = Answers(
         ),
         "the default group": (
             changed(f"{P} => group = dist.group.WORLD; {P}"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "sums over all": (
             changed(f"{ENTER_BOTH} => group = dist.group.WORLD; {ENTER_BOTH}"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "the rank of the job": (changed("group.rank() => dist.get_rank()"), "a rank of the world"),
         "other columns of down": (changed("dim=1)[rank] => dim=1)[p - 1 - rank]"), "fit together"),
@@ -525,7 +525,7 @@ EMBEDDING = Answers(
         ),
         "the default group": (
             changed("(x, self.group) => (x, dist.group.WORLD)"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
         "a view": (changed("parts[rank].clone() => parts[rank]"), "a view of the whole tensor"),
         "equal parts": (
@@ -689,7 +689,7 @@ LOSS = Answers(
         ),
         "the default group": (
             changed("peak = logits => group = dist.group.WORLD; peak = logits"),
-            "ranks 1, 2 and 3 wait in all_reduce",
+            "ranks 1-3 wait in all_reduce",
         ),
     },
 )

@@ -68,10 +68,10 @@ OWN_ROWS = Answers(
             "rows are whole",
         ),
         "all rows": (changed(f"{SLICE} => weight"), "it returned all rows"),
-        "the world": (changed("(group) => ()"), "with ranks 0, 1, 2 and 3 it is right"),
+        "the world": (changed("(group) => ()"), "with ranks 0-3 it is right"),
         "rank of the world": (
             changed("get_rank(group) => get_rank()"),
-            "with ranks 0, 1, 2 and 3 it is right",
+            "with ranks 0-3 it is right",
         ),
         "the next rows": (
             changed(f"{FIRST} => (dist.get_rank(group) + 1) % group.size() * each"),
@@ -192,11 +192,11 @@ OPTIMIZER = Answers(
         "nothing sent": (changed(f"{BROADCAST} => pass"), "how do they get there?"),
         "by the rank of the world": (
             changed("group_src=owner => src=owner"),
-            "with ranks 0, 1, 2 and 3 it is right",
+            "with ranks 0-3 it is right",
         ),
         "in the world": (
             changed("group_src=owner, group=self.group => src=owner"),
-            "with ranks 0, 1, 2 and 3 it is right",
+            "with ranks 0-3 it is right",
         ),
         "the next rank's rows": (
             changed("group_src=owner => group_src=(owner + 1) % self.p"),
@@ -297,7 +297,7 @@ AVERAGE = Answers(
             changed("own /= p => own /= dist.get_world_size()"),
             "0.75 times as large as the mean",
         ),
-        "in the world": (changed("), group=group => )"), "with ranks 0, 1, 2 and 3"),
+        "in the world": (changed("), group=group => )"), "with ranks 0-3"),
         "gradients kept": (changed("param.grad = None => pass"), "still holds a whole gradient"),
         "added up": (
             changed("row.grad = own => row.grad = (0 if row.grad is None else row.grad) + own"),
@@ -466,7 +466,7 @@ BORROWED = Answers(
         ),
         "in the world": (
             changed("self.group = group => self.group = dist.group.WORLD"),
-            "with ranks 0, 1, 2 and 3 it is right",
+            "with ranks 0-3 it is right",
         ),
         "no question": (changed("if y.requires_grad: => if True:"), "cannot register a hook"),
         "a new tensor": (

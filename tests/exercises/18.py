@@ -791,7 +791,7 @@ REDUCE = Answers(
             changed(f"return list(together) => {INTO_THE_GIVEN}"),
             "have changed",
         ),
-        "the world": (changed(", group=group => "), "with ranks 0, 1, 2 and 3 it is right"),
+        "the world": (changed(", group=group => "), "with ranks 0-3 it is right"),
         "one for all tensors": (
             changed("list(together) => [together.max() for _ in amaxes]"),
             "each tensor keeps",
@@ -883,7 +883,7 @@ GATHER = Answers(
         "backwards": (changed("cat(parts) => cat(parts[::-1])"), "order of the ranks"),
         "the world": (
             changed(", group=group => ", "get_world_size(group) => get_world_size()"),
-            "with ranks 0, 1, 2 and 3 it is right",
+            "with ranks 0-3 it is right",
         ),
         "the inverse scale": (changed("e4m3fn), scale => e4m3fn), 1 / scale"), "upside down"),
     },

@@ -1,4 +1,7 @@
-"""`python -m tests.faults [CATEGORY ...] [--seed N] [--limit N] [--parallel K] [--out FOLDER]`."""
+"""`python -m tests.faults [CATEGORY ...] [--seed N] [--limit N] [--parallel K] [--out FOLDER]`.
+
+`python -m tests.faults chaos RECIPE` disturbs one training run many times: see `chaos/`.
+"""
 
 import argparse
 import signal
@@ -8,11 +11,14 @@ from pathlib import Path
 
 from . import trial
 from .categories import NAMES
+from .chaos.command import main as chaos
 from .verdicts import Result
 
 
 def main() -> int:
     """Play the trial and print its table; 1 if anything is not as it should be."""
+    if sys.argv[1:2] == ["chaos"]:
+        return chaos(sys.argv[2:])
     # a shell starts its background jobs deaf to it, and they would pass that on to what they start
     signal.signal(signal.SIGINT, signal.default_int_handler)
     options = arguments()

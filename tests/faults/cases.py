@@ -152,6 +152,23 @@ def contents(folder: Path) -> dict[str, str]:
     return found
 
 
+def stands(path: str, digest: str, after: dict[str, str]) -> bool:
+    """Whether a file is as it was, in its place or in that of a run that was overwritten.
+
+    Args:
+        path: Of the file, RUN/NAME.
+        digest: What it was.
+        after: `contents` of the folder now.
+    """
+    run, _, name = path.partition("/")
+    for other in after:
+        top, _, other_name = other.partition("/")
+        is_run = top == run or top.startswith(f"{run}.old-")
+        if is_run and other_name == name and after[other] == digest:
+            return True
+    return False
+
+
 def _digest(path: Path) -> str:
     if path.is_symlink():
         return f"link to {os.readlink(path)}"

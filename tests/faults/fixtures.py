@@ -175,17 +175,18 @@ def differs(run: Path, reference: Path, after_step: int = 0) -> str:
         if name not in found or not torch.equal(found[name], tensor):
             return f"weights differ at {name}"
     losses = losses_of(run)
-    for step, loss in losses_of(reference).items():
-        if step > after_step and losses.get(step) != loss:
-            return f"loss of step {step} is {losses.get(step)}, not {loss}"
+    for step, wanted_losses in losses_of(reference).items():
+        if step > after_step and losses.get(step) != wanted_losses:
+            return f"step {step} has {losses.get(step)}, not {wanted_losses}"
     return ""
 
 
-def losses_of(run: Path) -> dict[int, list[float]]:
-    """The loss and the gradient norm of each step that was logged."""
-    losses = {}
+def losses_of(run: Path) -> dict[int, dict[str, float]]:
+    """What was logged of each step and does not depend on the clock."""
+    losses: dict[int, dict[str, float]] = {}
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(line)
-        if "loss" in row:
-            losses[row["step"]] = [row["loss"], row["grad_norm"]]
+        found = {name: row[name] for name in ("loss", "val_loss", "grad_norm", "lr") if name in row}
+        if found:
+            losses.setdefault(row["step"], {}).update(found)
     return losses

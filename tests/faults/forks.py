@@ -19,8 +19,7 @@ Tests import this module as `faults.forks`.
 
 import atexit
 import contextlib
-import ctypes
-import multiprocessing
+import functools
 import os
 import shutil
 import signal
@@ -29,22 +28,20 @@ import tempfile
 import threading
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from multiprocessing import forkserver
-from multiprocessing.connection import wait
-from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 
 import cloudpickle
 import psutil
+
+from labcode.fork_server import Child, ForkServer
 
 from .waiting import comes, free_port
 
 PRELOADED = (
     "torch",
     "torch._dynamo",  # optimizers import it at their first step
-    "torch.distributed.checkpoint",
     "torch.utils.tensorboard",
     "labcode.train.__main__",
     "labcode.train.run",
@@ -60,7 +57,6 @@ LAUNCHERS = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORC
 LEAVING_S = 60.0  # how long what a rank has started may need to end after it, on a busy machine
 TIMEOUT_S = 240.0  # of a training that hangs; not for a busy machine, where it takes a tenth of it
 LOOK_S = 0.02  # between two looks at a training
-PR_SET_PDEATHSIG = 1
 
 Patch = Callable[[], object]
 Env = Mapping[str, str | None]
@@ -109,7 +105,7 @@ class Running:
         timeout_s: Time after which all are killed.
     """
 
-    def __init__(self, processes: list[ForkServerProcess], folder: Path, timeout_s: float) -> None:
+    def __init__(self, processes: list[Child], folder: Path, timeout_s: float) -> None:
         self._processes = processes
         self._folder = folder
         self._started = time.monotonic()
@@ -122,7 +118,7 @@ class Running:
     @property
     def pids(self) -> list[int]:
         """The process number of each rank."""
-        return [process.pid or 0 for process in self._processes]
+        return [process.pid for process in self._processes]
 
     def signal(self, rank: int, number: int) -> None:
         """Send a signal to one rank; nothing happens if it has ended."""
@@ -135,11 +131,11 @@ class Running:
 
     def alive(self) -> bool:
         """Whether any rank runs."""
-        return any(_runs(process) for process in self._processes)
+        return any(process.poll() is None for process in self._processes)
 
     def ended(self, rank: int) -> bool:
         """Whether one rank has ended."""
-        return not _runs(self._processes[rank])
+        return self._processes[rank].poll() is not None
 
     def text(self, rank: int = 0) -> str:
         """What a rank has written to stdout so far."""
@@ -152,12 +148,12 @@ class Running:
     def wait(self) -> Done:
         """Wait for all ranks. Nothing of them is left then."""
         for process in self._processes:
-            _wait_for(process)
+            process.wait()
         seconds = time.monotonic() - self._started
         left = [] if self._hung else self._left()
         self._end()
         done = Done(
-            codes=[_code(process) for process in self._processes],
+            codes=[process.wait() for process in self._processes],
             out=[_text(self._folder / f"{rank}.out") for rank in range(len(self._processes))],
             err=[_text(self._folder / f"{rank}.err") for rank in range(len(self._processes))],
             hung=self._hung,
@@ -189,14 +185,13 @@ class Running:
             with contextlib.suppress(psutil.NoSuchProcess):
                 member.kill()
         for process in self._processes:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
+            process.kill()
 
     def _end(self) -> None:
         self._timer.cancel()
         self._kill()
         for process in self._processes:
-            _wait_for(process)
+            process.wait()
 
 
 def train(
@@ -240,8 +235,7 @@ def start(
     if ranks > 1:
         common |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     packed = cloudpickle.dumps(patch)
-    _start_server()
-    processes = []
+    children = []
     for rank in range(ranks):
         own = dict(common)
         if ranks > 1:
@@ -249,83 +243,26 @@ def start(
             own |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
         changes = env if isinstance(env, Mapping) or env is None else env[rank]
         own = _changed(own, changes or {})
-        process = multiprocessing.get_context("forkserver").Process(
-            target=_rank,
-            args=(list(map(str, args)), str(cwd), own, str(folder / str(rank)), packed),
-            daemon=True,
+        words = list(map(str, args))
+        output = folder / str(rank)
+        child = _server().start(
+            f"{__name__}:_rank",
+            *(words, str(cwd), own, str(output), packed),
+            log=output.with_suffix(".log"),
         )
-        with _asking, _from_own_server():
-            process.start()
-        processes.append(process)
-    return Running(processes, folder, timeout_s)
-
-
-# ---- exit codes
-
-
-# Of a process that has ended the server tells the exit code once, through a pipe. Whoever starts a
-# process asks all that have ended for theirs, so that two threads may ask for the same one at the
-# same time: one of them gets the code, and the other one the end of the pipe, which it takes for
-# the code 255. One at a time asks, then.
-_asking = threading.Lock()
-
-
-def _runs(process: ForkServerProcess) -> bool:
-    with _asking:
-        return process.is_alive()
-
-
-def _wait_for(process: ForkServerProcess) -> None:
-    """Wait until a process has ended."""
-    wait([process.sentinel])
-    with _asking:
-        process.join()
+        children.append(child)
+    return Running(children, folder, timeout_s)
 
 
 # ---- the server
 
 
-# Not multiprocessing's own: that one is for the whole process, and whoever asks first decides what
-# it has imported, its environment and its signals. In a whole session that was a lesson's loader:
-# every rank then imported torch itself, computed with two threads and did not hear a SIGTERM.
-_server = forkserver.ForkServer()
-_starting = threading.Lock()
-
-
-def _start_server() -> None:
-    """Start the process that ranks are forked from, unless it runs; it ends with this one."""
-    with _starting:
-        main = getattr(sys.modules["__main__"], "__spec__", None)
-        own = [main.name] if main else []
-        _server.set_forkserver_preload([*PRELOADED, *own])
-        path = os.pathsep.join(filter(None, sys.path))
-        # a rank that is killed cannot give back its semaphores; no need to tell
-        warnings = "ignore::UserWarning:multiprocessing.resource_tracker"
-        own_variables = {"PYTHONPATH": path, "PYTHONWARNINGS": warnings}
-        with _environment(_clean_environment() | own_variables):
-            # if it starts, it takes the environment of this moment
-            _server.ensure_running()
-
-
-@contextlib.contextmanager
-def _from_own_server() -> Iterator[None]:
-    """Within this block multiprocessing forks from our server."""
-    shared = forkserver.connect_to_new_process
-    forkserver.connect_to_new_process = _server.connect_to_new_process
-    try:
-        yield
-    finally:
-        forkserver.connect_to_new_process = shared
-
-
-@contextlib.contextmanager
-def _environment(variables: Mapping[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    _set_environment(variables)
-    try:
-        yield
-    finally:
-        _set_environment(before)
+@functools.cache
+def _server() -> ForkServer:
+    """The process that ranks are forked from; it ends with this one."""
+    folder = Path(tempfile.mkdtemp(prefix="labcode-forks-"))
+    path = os.pathsep.join(filter(None, sys.path))
+    return ForkServer(PRELOADED, folder, env=_clean_environment() | {"PYTHONPATH": path})
 
 
 def _set_environment(variables: Mapping[str, str]) -> None:
@@ -355,9 +292,6 @@ def _changed(env: dict[str, str], changes: Env) -> dict[str, str]:
 
 def _rank(args: list[str], cwd: str, env: dict[str, str], output: str, packed: bytes) -> None:
     """The life of a rank, from the fork to its exit code."""
-    os.setsid()
-    # with the server, and so with the tests, even if those are killed
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     # a job in the background of a shell ignores it
@@ -433,12 +367,6 @@ def _described(process: psutil.Process) -> str:
     with contextlib.suppress(psutil.NoSuchProcess, psutil.AccessDenied):
         return f"{process.pid} {' '.join(process.cmdline())[:200]}"
     return str(process.pid)
-
-
-def _code(process: ForkServerProcess) -> int:
-    with _asking:
-        code = process.exitcode
-    return -signal.SIGKILL if code is None else code
 
 
 def _text(path: Path) -> str:

@@ -2,7 +2,6 @@
 
 import os
 import signal
-import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -103,34 +102,9 @@ def test_threads_that_wait_at_the_same_time_get_the_exit_codes_of_their_own_rank
     assert codes == [3] * 300
 
 
-OTHER_SERVER_FIRST = """
-import multiprocessing, signal, sys, time
-from pathlib import Path
-
-if __name__ == "__main__":
-    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    first = multiprocessing.get_context("forkserver").Process(target=time.sleep, args=(0,))
-    first.start()
-    first.join()
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
-    from faults.test_forks import SMALL, act
-    from faults.forks import train
-    from functools import partial
-    done = train(SMALL, cwd=Path.cwd(), patch=partial(act, "modules"))
-    print(done.out[0], *done.err)
-"""
-
-
-def test_ranks_come_from_a_server_of_their_own(tmp_path):
-    """Whoever has started multiprocessing's server before, as a loader does, and however."""
-    script = tmp_path / "first.py"
-    script.write_text(OTHER_SERVER_FIRST)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-    env.pop("OMP_NUM_THREADS", None)
-    done = subprocess.run(
-        [sys.executable, script], cwd=tmp_path, env=env, capture_output=True, text=True
-    )
-    assert done.stdout.strip() == "True 1 True", done.stderr
+def test_a_rank_has_what_the_server_has_imported_and_one_thread_and_hears_its_signals(tmp_path):
+    done = train(SMALL, cwd=tmp_path, patch=partial(act, "modules"))
+    assert done.out == ["True 1 True\n"], done.err
 
 
 def test_folder_environment_and_descriptors_are_the_ranks_own(tmp_path):

@@ -142,7 +142,7 @@ def test_all_that_have_come_end_with_one_line(tmp_path):
     patch = partial(meet_only, after_rank_0=True)
     done = train([], cwd=tmp_path, ranks=2, env=[envs[0], envs[1] | impatient], patch=patch)
     assert done.codes == [2, 2]
-    assert "error: ranks 1, 3 of 4 have not come to" in the_error(done)
+    assert "error: ranks 1 and 3 of 4 have not come to" in the_error(done)
 
 
 def test_without_rank_0_the_place_is_named(tmp_path):
@@ -259,7 +259,7 @@ def test_rank_0_that_dies_while_others_wait_is_named(tmp_path):
     envs = [by_hand(rank, port, world_size=3) for rank in (0, 1)]
     patch = partial(meet_only, after_rank_0=True, say_after_s=0.0)
     with start([], cwd=tmp_path, ranks=2, env=envs, patch=patch) as running:
-        until_text(running, 1, "here: ranks 0-1")
+        until_text(running, 1, "here: ranks 0 and 1")
         running.kill(0)
         done = running.wait()
     assert done.codes == [-signal.SIGKILL, 2]

@@ -24,7 +24,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 
-from .cases import REFUSED, TRAINS, Case, Room, contents
+from .cases import REFUSED, TRAINS, Case, Room, contents, stands
 from .forks import Done
 
 ANSWERS = ("trained", "one line", "unclear", "more lines", "traceback", "silent", "hung")
@@ -144,7 +144,8 @@ def _look_for_losses(room: Room, before: dict[str, str], after: dict[str, str]) 
     for path, digest in before.items():
         if path.endswith(LOCK):
             continue  # says who works in the folder, and nothing else
-        if after.get(path) != digest and not (room.began and _below(path, room.case.replaced)):
+        may_change = room.began and _below(path, room.case.replaced)
+        if not may_change and not stands(path, digest, after):
             lost.append(path)
     if lost:
         room.flag("lost", f"gone or changed: {', '.join(lost[:5])} ({len(lost)} in all)")
@@ -178,7 +179,8 @@ def _look_for_leftovers(
     room: Room, before: dict[str, str], after: dict[str, str], done: Done
 ) -> None:
     new = [path for path in after if path not in before]
-    unfinished = [path for path in new if path.endswith(UNFINISHED)]
+    # of a run that was overwritten all is kept, as it was when it was killed
+    unfinished = [path for path in new if path.endswith(UNFINISHED) and ".old-" not in path]
     if unfinished:
         room.flag("left behind", f"unfinished: {', '.join(unfinished[:3])}")
     if room.case.act is None and not room.began:

@@ -174,7 +174,6 @@ def test_lesson_00_runs_in_jupyterlab(lab, page):
         }"""
     )
     assert dict(panels)["table-of-contents"], "the table of contents is open"
-    assert not any("ipyparallel" in name or "ipp" in name for name, _ in panels)
     entries = page.locator(".jp-TableOfContents-content").inner_text()
     assert "Exercise 0.1" in entries
     page.evaluate("() => window.jupyterapp.commands.execute('notebook:run-all-cells')")

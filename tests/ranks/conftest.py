@@ -5,15 +5,8 @@ import subprocess
 
 import pytest
 
-from labcode.pool import ranks as pool_of_ranks
 from labcode.pool.ranks import Ranks
 from labcode.teach.check import Hint
-
-
-@pytest.fixture(autouse=True, scope="session")
-def unhurried():
-    """A rank that was told to stop has time to obey, so that a busy machine replaces no engine."""
-    pool_of_ranks.PATIENCE_S = 60.0
 
 
 @pytest.fixture(scope="session")

@@ -82,9 +82,7 @@ def test_an_endless_loop_is_shown_by_its_line(ranks2, capsys, monkeypatch):
     assert "of your cell, in spin: `" in said
 
 
-def test_what_hears_nothing_is_stopped_as_well(ranks2, monkeypatch):
-    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 1.0)
-
+def test_what_hears_nothing_is_stopped_as_well(ranks2):
     def deaf(rank):
         while rank == 0:
             try:
@@ -95,8 +93,7 @@ def test_what_hears_nothing_is_stopped_as_well(ranks2, monkeypatch):
 
     with pytest.raises(LateError, match=r"^rank 0 was still at work after 1 s"):
         ranks2.run(deaf, limit_s=1)
-    with pytest.warns(UserWarning, match="started anew"):
-        assert ranks2.run(lambda rank: rank) == [0, 1]
+    assert ranks2.run(lambda rank: rank) == [0, 1]
 
 
 def test_a_limit_of_a_call_comes_before_that_of_its_block(ranks2):

@@ -237,11 +237,7 @@ def asleep(rank):
 @pytest.mark.parametrize(
     "others", [in_all_reduce, in_a_subgroup, in_new_group, in_backward, in_python, asleep]
 )
-def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys, monkeypatch):
-    # Less than the time-out of the pool's collectives: a rank that waits for that is replaced.
-    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 0.7 * ranks4.timeout_s)
-    before = pids(ranks4)
-
+def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys):
     def fail_on_two(rank):
         print("started")
         if rank == 2 and others is not in_a_subgroup:
@@ -256,7 +252,6 @@ def test_an_exception_on_one_rank_while_the_others_wait(ranks4, others, capsys, 
     assert notes.count("Traceback") == 1 and "rank 0" not in notes
     assert capsys.readouterr().out.splitlines() == [f"[rank {r}] started" for r in range(4)]
     assert works(ranks4)
-    assert pids(ranks4) == before  # all of them obeyed at once
 
 
 def test_a_rank_that_leaves_is_a_failure_too(ranks2):
@@ -311,54 +306,62 @@ def test_a_missing_rank_is_an_error_after_the_time_out(brief, monkeypatch):
     assert works(brief)
 
 
-def test_ranks_that_do_not_stop_are_replaced(brief, monkeypatch):
-    monkeypatch.setattr("labcode.pool.ranks.PATIENCE_S", 1.0)
+def deaf(rank):
+    while rank:
+        try:
+            time.sleep(300)
+        except BaseException:
+            continue
+    raise ValueError("boom")
 
-    def stubborn(rank):
-        if rank == 0:
-            raise ValueError("boom")
-        while True:
-            try:
-                time.sleep(300)
-            except BaseException:
-                continue
 
-    old = pids(brief)
+def test_the_next_call_has_new_ranks_whatever_the_old_ones_do(brief, survivors):
+    old = [psutil.Process(pid) for pid in pids(brief)]
     with pytest.raises(RankError, match=r"^rank 0: ValueError: boom"):
-        brief.run(stubborn)
-    with pytest.warns(UserWarning, match="did not stop .* started anew$"):  # no %%px cell was run
+        brief.run(deaf)
+    assert survivors(old) == []
+    assert works(brief)
+
+
+def killed(rank):
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(300)
+
+
+def test_a_killed_rank_is_an_error_at_once_and_the_next_call_has_new_ones(brief):
+    message = (
+        r"^process of rank 1 died \(killed by signal 9\): the next call starts all ranks anew$"
+    )
+    with pytest.raises(RankError, match=message):
+        brief.run(killed)
+    assert works(brief)
+    os.kill(pids(brief)[1], signal.SIGKILL)  # between two calls
+    until(lambda: brief._processes.death())
+    with pytest.warns(
+        UserWarning, match=r"^process of rank 1 died .*: all ranks are started anew$"
+    ):
         assert works(brief)
-    assert not set(old) & set(pids(brief))
 
 
-def test_a_killed_engine_is_an_error_at_once_and_restart_cures_it(brief, survivors):
-    everything = family()
-    victim = pids(brief)[1]
-    timer = threading.Timer(0.3, os.kill, (victim, signal.SIGKILL))
-    timer.start()
-    message = r"^process of rank 1 died \(killed by signal 9\): call ranks.restart\(\)$"
-    with pytest.raises(RankError, match=message):
-        brief.run(lambda rank: asleep(rank))
-    with pytest.raises(RankError, match=message):
-        brief.run(lambda rank: rank)
-    assert repr(brief) == "Ranks(2, not running)"
-    own = {process.pid for process in brief._processes.processes}
-    mine = [process for process in everything if process.pid in own]
+def test_new_ranks_are_forks_of_the_same_process(brief):
+    server = brief._server.pid
+    before = pids(brief)
     brief.restart()
-    assert survivors(mine) == []
-    assert works(brief) and repr(brief) == "Ranks(2, running)"
+    assert not set(before) & set(pids(brief))
+    assert brief._server.pid == server
+    assert {psutil.Process(pid).ppid() for pid in pids(brief)} == {server}
 
 
 # ---- end
 
 
 def test_a_closed_pool_says_so_and_leaves_nothing(survivors):
-    before = {p.pid for p in family()}
     pool = Ranks(1)
-    mine = [p for p in family() if p.pid not in before]
+    mine = [psutil.Process(pid) for pid in pids(pool)]
     folder = pool._processes.folder
     pool.start()  # runs already
-    assert len(mine) >= 2 and folder.is_dir() and pids(pool)[0] in {p.pid for p in mine}
+    assert folder.is_dir() and pids(pool)[0] in {p.pid for p in family()}
     pool.close()
     assert survivors(mine) == []
     assert not folder.exists()
@@ -426,7 +429,7 @@ def test_interrupt_ends_a_hung_collective_and_a_killed_owner_leaves_no_process(t
     assert owner.stdout.readline() == "interrupted [0, 1]\n"
     wait_for_hang(tmp_path)
     children = family(owner.pid)
-    assert len(children) >= 3  # two engines and their controller
+    assert len(children) >= 3  # two ranks, and the process that they are forks of
     folder = Path(next(word for word in children[0].cmdline() if "labcode-ranks-" in word))
     owner.kill()
     owner.wait()
@@ -488,9 +491,9 @@ if rank == 1:
     os._exit(3)
 dist.barrier()
 """
+GONE = "what %%px cells defined is gone: all ranks are started anew\n"
 EXIT = "RankError: rank 0 called exit(): its process is needed: use return"
 AFTER_CLOSE = """
-Ranks.warn = staticmethod(print)
 first.run(lambda rank: rank), ranks
 """
 STARTED_AGAIN = "Ranks(2) was closed: its ranks are started again\n([0, 1], Ranks(2, not running))"
@@ -503,18 +506,18 @@ CELLS = [
     ("class Box:\n    size = 5", ""),
     ("ranks.run(total, 10)", "[rank 0] at 0\n[rank 1] at 1\n[26, 26]"),
     (REDUCE_STATE, "[rank 0] rank 0 of 2\n[rank 1] rank 1 of 2"),
-    ("%%px\nstate.item()", "Out[0:2]: 1.0Out[1:2]: 1.0"),
+    ("%%px\nstate.item()", "[rank 0] 1.0\n[rank 1] 1.0"),
     ("ranks.run(lambda rank: state.item() + rank)", "[1.0, 2.0]"),
     (FAIL_ON_ONE, "[rank 0] on\n[rank 1] on\nRankError: rank 1: ValueError: boom"),
-    ("%%px\ndist.all_reduce(state); print(state.item())", "[rank 0] 2.0\n[rank 1] 2.0"),
+    ("Ranks.warn = staticmethod(print)", ""),
+    ("ranks.run(lambda: 'state' in globals())", GONE + "[False, False]"),
     (ALL_FAIL, "RankError: rank 0: KeyError: 'all'"),
     ("%%px\n" + HANG, "KeyboardInterrupt:"),
     ("def hang(rank):\n    " + HANG + "\nranks.run(hang)", "KeyboardInterrupt:"),
-    ("%%px --targets 1\nprint('only', rank)", "[rank 1] only 1"),
     ("%%px\nexit()", EXIT),
     ("def leave():\n    exit()\nranks.run(leave)", EXIT),
     ("%px print('still here')", "[rank 0] still here\n[rank 1] still here"),
-    (LEAVE, "RankError: process of rank 1 died (exit code 3): call ranks.restart()"),
+    (LEAVE, "RankError: process of rank 1 died (exit code 3): the next call starts all ranks anew"),
     (PEOPLE, None),
     ("first = ranks\nranks = Ranks(2)\nfirst, ranks", "(Ranks(2, not running), Ranks(2, running))"),
     (AFTER_CLOSE, STARTED_AGAIN),
@@ -563,9 +566,12 @@ def test_in_a_notebook(tmp_path, survivors):
         assert [text for text, (_, due) in zip(seen, CELLS) if due is not None] == [
             due for _, due in CELLS if due is not None
         ]
-        (kernel, *old), (same, *new) = people
-        assert kernel == same and len(new) >= 3
-        # the cell with Ranks(2) ran again: nothing of the first pool is left
-        assert survivors(old) == []
+        old, new = people
+        kernel = old[0]
+        # the cell with Ranks(2) ran again: of the first pool nothing is left but the kernel and the
+        # process of which all ranks are forks
+        stays = [process for process in old if process in new]
+        assert stays[0] == kernel and len(stays) == 2 and len(new) == 4
+        assert survivors([process for process in old if process not in stays]) == []
         kernel.kill()
         assert survivors(new) == []

@@ -11,7 +11,6 @@ from labcode.config import GPTConfig
 from labcode.models import gpt, layers
 from labcode.models.parallelize import parallelize
 from labcode.parallel.tensor import ColumnParallelLinear, RowParallelLinear
-from labcode.perf import trace
 from labcode.teach.labs.l09_shards import (
     SeparateAttention,
     adamw_steps,
@@ -103,12 +102,3 @@ def test_training_on_a_grid_equals_one_process(ranks2):
     assert truth[-1] < truth[0]
     for losses in ranks2.run(on_grid):
         torch.testing.assert_close(losses, truth, rtol=0, atol=1e-9)
-
-
-def test_profiles_of_all_ranks(ranks2):
-    found = ranks2.run(
-        lambda rank: trace.record(lambda: dist.all_reduce(torch.ones(100)), 2, f"rank {rank}")
-    )
-    for rank, recorded in enumerate(found):
-        labels = [[(lane, label) for lane, label, *_ in rows] for rows in recorded]
-        assert labels == [[(f"rank {rank}, sending", "all-reduce")]] * 2

@@ -22,7 +22,7 @@ from tools.rooms import DOORS, FLOORS, GROUND, NO_TORCH  # noqa: E402  (tools/ i
 LABCODE = ROOT / "labcode"
 
 # what perf predicts, measured: these two need torch
-MEASURES = ("labcode.perf.saved_bytes", "labcode.perf.trace")
+MEASURES = ("labcode.perf.saved_bytes",)
 NOT_FOR_DATA = {"perf", "slurm"}
 RANK_AWARE = ("labcode.comm", "labcode.parallel", "torch.distributed")
 GROUP_MAKERS = {"new_group", "new_subgroups", "split_group"}
@@ -31,6 +31,7 @@ DRAW_FIGURES = {"images.py", "maps.py"}  # of tools/: the figures of lessons, fo
 READS_ENVIRONMENT = (
     "labcode.comm.bootstrap",
     "labcode.doctor.__main__",  # looks for what is wrong in it
+    "labcode.fork_server",  # sets those of its children
     "labcode.launch",  # hands its own on to its children
     "labcode.slurm.run.local",  # stands in for the shell, which expands the path of the runs
     "labcode.train.__main__",  # says how the threads of OpenMP wait, before torch starts them

@@ -8,14 +8,15 @@ import os
 import pytest
 
 from labcode.train import checkpoint_files
-from labcode.train.checkpoint_files import About, DamagedError, StoredFile, read_about
+from labcode.train.checkpoint_files import About, read_about
+from labcode.train.tensor_files import DamagedError, StoredFile
 
 ABOUT = About(
     step=6,
     config={"name": "gpt_tiny", "optim": {"lr": 1e-3, "betas": (0.9, float("inf"))}},
     grid={"dp": 2, "order": "tp-cp-dp-pp"},
     data_sha256="ab" * 32,
-    files={"tensors.json": StoredFile(2, "cd" * 32), "__0_0.distcp": StoredFile(4, "ef" * 32)},
+    files={"tensors.json": StoredFile(2, "cd" * 32), "rank-0.bin": StoredFile(4, "ef" * 32)},
 )
 
 
@@ -105,7 +106,7 @@ def test_fields_of_another_type_are_damage_also_where_the_checksum_is_right(fold
 @pytest.mark.parametrize("name", ["", ".", "..", "../run", "/etc/passwd", "a/b", "a\\b", "a\0b"])
 def test_names_that_lead_out_of_the_folder_are_refused(folder, name):
     tree = tree_of(folder)
-    tree["files"][name] = tree["files"]["__0_0.distcp"]
+    tree["files"][name] = tree["files"]["rank-0.bin"]
     write(folder, tree)
     with pytest.raises(DamagedError, match="which is no name in its folder"):
         read_about(folder)
@@ -118,10 +119,10 @@ def test_a_folder_with_the_name_of_another_step_is_damage(folder):
 
 
 def test_every_file_belongs_to_one_rank_that_which_wrote_it():
-    names = ["tensors.json", ".metadata", *(f"__{rank}_0.distcp" for rank in range(12))]
+    names = ["tensors.json", *(f"rank-{rank}.bin" for rank in range(12))]
     shares = [checkpoint_files.share_of(rank, 12, names) for rank in range(12)]
-    assert shares[0] == ["tensors.json", ".metadata", "__0_0.distcp"]
-    assert shares[10] == ["__10_0.distcp"]
+    assert shares[0] == ["tensors.json", "rank-0.bin"]
+    assert shares[10] == ["rank-10.bin"]
     # fewer ranks read it: each file once
     shares = [checkpoint_files.share_of(rank, 5, names) for rank in range(5)]
     assert sorted(itertools.chain(*shares)) == sorted(names)

@@ -129,16 +129,6 @@ def test_every_field_is_read_back_from_its_own_value(name, data):
             "continues the run in train.out, and .* choose one",
         ),
         ("--model.num_heads 5", "hidden_size=64 is not a multiple of num_heads=5"),
-        ("--grid.tp 2", "^--grid.tp is now --parallel.tp$"),
-        ("--pipeline.recompute", "^--pipeline.recompute is now .*activation_checkpointing full$"),
-        (
-            "--train.data-parallel labcode",
-            "^--train.data_parallel is now --parallel.data_parallel$",
-        ),
-        (
-            "--train.context=gather",
-            r"^--train.context is now --parallel.context_attention \(ring or all_gather\)$",
-        ),
     ],
 )
 def test_a_wrong_command_line_gives_one_line_that_says_what_exists(words, message):

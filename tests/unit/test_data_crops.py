@@ -1,4 +1,4 @@
-"""Parts of a map and mirrored maps: where they lie, what they weigh, what of a file they read."""
+"""Parts of a map: where they lie, what they weigh, what of a file they read."""
 
 import numpy as np
 import pytest
@@ -30,8 +30,7 @@ def test_a_part_is_a_part_of_the_map_with_the_sun_and_the_weights_of_its_rows(wh
     weights = latitude_weights(whole.train.lat)
     seen_edge = False
     for number in range(17):
-        box, transition, mirrored = place(cropped, number)
-        assert not mirrored
+        box, transition = place(cropped, number)
         state, target = cropped[number]
         assert state.shape == (6, *CROP)
         assert target.shape == (5, *CROP)
@@ -44,61 +43,19 @@ def test_a_part_is_a_part_of_the_map_with_the_sun_and_the_weights_of_its_rows(wh
 
 
 def test_what_is_drawn_depends_on_seed_epoch_and_sample_alone():
-    options = {"crop": CROP, "mirror": True}
+    options = {"crop": CROP}
     dataset = load(**options).train
     drawn = [place(dataset, number) for number in range(17)]
     assert [place(load(**options).train, number) for number in reversed(range(17))] == drawn[::-1]
-    assert len({box for box, _, _ in drawn}) > 10
-    assert {mirrored for _, _, mirrored in drawn} == {True, False}
+    assert len({box for box, _ in drawn}) > 10
     later = dataset.in_epoch(1)
     assert [place(later, number) for number in range(17)] != drawn
     assert [place(later.in_epoch(0), number) for number in range(17)] == drawn
     other = load(seed=1, **options).train
     assert [place(other, number) for number in range(17)] != drawn
-    # the mirror does not move the parts
-    unmirrored = load(crop=CROP).train
-    assert [place(unmirrored, number)[0] for number in range(17)] == [box for box, _, _ in drawn]
     batch = dataset[[3, 5]]
     for one, other in zip(batch, zip(dataset[3], dataset[5])):
         assert torch.equal(one, torch.stack(other))
-
-
-def test_a_mirrored_map_changes_north_and_south_and_the_sign_of_the_northward_wind(whole):
-    dataset = load(mirror=True, sun=True).train
-    number = next(number for number in range(17) if place(dataset, number)[2])
-    state, target = dataset[number]
-    plain, plain_target = whole.train[number]
-    stats = whole.stats
-    signs = torch.tensor([1.0, 1.0, -1.0, 1.0])[:, None, None]
-    for found, map_ in ((state[:4], plain[:4]), (target[:4], plain_target)):
-        units = map_ * stats.std + stats.mean
-        expected = stats.normalise(units.flip(1) * signs)
-        torch.testing.assert_close(found, expected, rtol=0, atol=2e-5)
-    assert torch.equal(state[4:], plain[4:].flip(1))
-    torch.testing.assert_close(target[4, :, 0], latitude_weights(whole.train.lat).flip(0))
-
-
-@pytest.mark.parametrize(
-    ("name", "sign"),
-    [
-        ("v10", -1),
-        ("v", -1),
-        ("v850", -1),
-        ("10m_v_component_of_wind", -1),
-        ("v_component_of_wind", -1),
-        ("vo", -1),
-        ("pv", -1),
-        ("relative_vorticity", -1),
-        ("u10", 1),
-        ("t2m", 1),
-        ("msl", 1),
-        ("vis", 1),
-        ("tcwv", 1),
-        ("10m_u_component_of_wind", 1),
-    ],
-)
-def test_what_changes_its_sign(name, sign):
-    assert weather._signs([name]).item() == sign
 
 
 def test_roll_and_crop_together_read_the_turned_map():
@@ -106,7 +63,7 @@ def test_roll_and_crop_together_read_the_turned_map():
     both = load(roll=True, crop=CROP).train
     assert len(both) == len(rolled) == 17 * 180
     for number in (5, 17 * 100 + 3):
-        box, _, _ = place(both, number)
+        box, _ = place(both, number)
         turn = number // 17
         columns = (box.left + turn + torch.arange(60)) % 180  # of the turned map
         expected = rolled[number][0][:, box.rows][..., columns]
@@ -114,7 +71,7 @@ def test_roll_and_crop_together_read_the_turned_map():
 
 
 def test_validation_goes_through_fixed_parts_that_cover_the_map_evenly(whole):
-    val = load(crop=(40, 50), mirror=True, sun=True).val
+    val = load(crop=(40, 50), sun=True).val
     assert len(val) == 5 * 2 * 3
     assert {place(val, number)[0][:2] for number in range(6)} == {
         (top, left) for top in (0, 50) for left in (0, 65, 130)
@@ -168,7 +125,7 @@ def write(folder, kind, lon_step=18.0):
 @pytest.mark.parametrize("kind", ["zarr", "nc"])
 def test_parts_of_a_large_file_are_those_of_one_in_memory(tmp_path, monkeypatch, kind):
     path = write(tmp_path, kind)
-    options = {"path": str(path), "variables": ("t2m",), "crop": (4, 7), "mirror": True}
+    options = {"path": str(path), "variables": ("t2m",), "crop": (4, 7)}
     held = load(**options).train
     monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
     read = load(**options).train
@@ -183,14 +140,14 @@ def test_only_the_chunks_of_a_part_are_read(tmp_path, monkeypatch):
     monkeypatch.setattr(weather_files, "IN_MEMORY_BYTES", 0)
     options = {"path": str(path), "variables": ("t2m",), "crop": (4, 5)}
     dataset = load(**options).train
-    monkeypatch.setattr(dataset, "_draw", lambda number: (weather_files.Box(4, 5, 4, 5), 2, False))
+    monkeypatch.setattr(dataset, "_draw", lambda number: (weather_files.Box(4, 5, 4, 5), 2))
     before = dataset[0]
     for chunk in (path / "t2m" / "c").glob("*/*/*"):
         time, row, column = chunk.parts[-3:]
         if (row, column) != ("1", "1") or time not in ("2", "3"):
             chunk.write_bytes(b"not a chunk")
     assert torch.equal(dataset[0][0], before[0])
-    monkeypatch.setattr(dataset, "_draw", lambda number: (weather_files.Box(4, 6, 4, 5), 2, False))
+    monkeypatch.setattr(dataset, "_draw", lambda number: (weather_files.Box(4, 6, 4, 5), 2))
     with pytest.raises(ValueError, match="t2m cannot be read at times 2 to 3"):
         dataset[0]
 

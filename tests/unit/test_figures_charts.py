@@ -167,14 +167,6 @@ def test_heatmap_writes_every_number():
     assert written(axes.texts) == list("012345")
 
 
-def test_maps_share_one_scale():
-    maps = {"now": np.full((4, 8), 280.0), "later": np.full((4, 8), 290.0)}
-    now, later = (axes.images[0] for axes in plot.field(maps, unit="K", alt=ALT).axes[:2])
-    assert now.get_clim() == later.get_clim() == (280, 290)
-    errors = plot.field(np.array([[-1.0, 3.0]]), diverging=True, alt=ALT).axes[0].images[0]
-    assert errors.get_clim() == (-3, 3)
-
-
 def test_a_wide_line_lies_beneath_the_others_and_its_legend_is_wide_too():
     picture = plot.lines(
         {"truth": [1, 2, 3], "same": [1, 2, 3]},

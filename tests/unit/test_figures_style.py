@@ -5,7 +5,6 @@ import re
 
 import matplotlib as mpl
 import matplotlib.pyplot as plt
-import numpy as np
 import pytest
 
 from labcode.parallel.sharding import Shard
@@ -45,7 +44,6 @@ FIGURES = {
     "bars": lambda alt: plot.bars({"a": 1}, alt=alt),
     "curves": lambda alt: plot.curves({"a": [{"step": 1, "loss": 2}]}, alt=alt),
     "heatmap": lambda alt: plot.heatmap([[1, 2]], alt=alt),
-    "field": lambda alt: plot.field(np.random.default_rng(0).normal(size=(90, 180)), alt=alt),
     "grid": lambda alt: plot.grid(GridShape(dp=8, tp=8), nodes=8, alt=alt),
     "collective": lambda alt: plot.collective("all_to_all", 8, alt=alt),
     "collectives": lambda alt: plot.collectives(["gather", "reduce"], 4, alt=alt),

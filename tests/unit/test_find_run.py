@@ -12,8 +12,8 @@ import psutil
 import pytest
 
 from labcode.doctor import find_run
-from labcode.doctor.find_run import is_held, processes_of, runs_of_process
-from labcode.train import run_lock
+from labcode.doctor.find_run import processes_of, runs_of_process
+from labcode.files import is_held
 
 # Stands in for rank 0: it holds the lock as RunLock does, without torch.
 HOLDER = """
@@ -70,10 +70,6 @@ def start() -> Iterator[Callable[..., subprocess.Popen[str]]]:
     for process in started:
         process.communicate(timeout=60) if process.args[2] == PARENT else process.kill()
         process.wait()
-
-
-def test_the_lock_is_that_of_training() -> None:
-    assert find_run.LOCK_NAME == run_lock.LOCK_NAME
 
 
 def test_the_run_that_goes_on_is_found_without_a_word(run, start, tmp_path) -> None:

@@ -86,20 +86,6 @@ def test_a_standing_survives_its_journey() -> None:
     assert Standing.from_json(own.to_json()) == own
 
 
-@pytest.mark.parametrize(
-    ("ranks", "text"),
-    [
-        ([4], "rank 4"),
-        ([0, 1], "ranks 0 and 1"),
-        ([0, 1, 2], "ranks 0-2"),
-        ([5, 0, 1, 2], "ranks 0-2 and 5"),
-        ([0, 1, 3, 5, 6, 7], "ranks 0, 1, 3 and 5-7"),
-    ],
-)
-def test_ranks_are_listed_as_one_would_say_them(ranks: list[int], text: str) -> None:
-    assert standing.shown_ranks(ranks) == text
-
-
 def test_a_place_is_that_of_a_function_of_ours_without_the_folders_of_a_machine() -> None:
     frames: list[FrameType] = []
 

@@ -1,11 +1,8 @@
 """Recipes are complete configs; single fields are changed together and checked once."""
 
-import re
-
 import pytest
 
 from labcode import recipes
-from labcode.config import ParallelConfig
 
 
 def test_every_recipe_can_be_built_and_changed_field_by_field():
@@ -53,22 +50,3 @@ def test_fields_that_only_fit_together_are_changed_together():
 def test_changes_that_do_not_fit_are_refused_by_what_they_make_together():
     with pytest.raises(ValueError, match="hidden_size=36 is not a multiple of num_heads=5"):
         recipes.with_changes(recipes.gpt_tiny(), {"model.num_heads": 5, "model.hidden_size": 36})
-
-
-def test_an_old_name_is_refused_with_the_new_one():
-    with pytest.raises(ValueError, match=r"^grid\.tp is now parallel\.tp$"):
-        recipes.with_changes(recipes.gpt_tiny(), {"grid.tp": 2})
-
-
-def test_every_old_name_is_gone_and_every_new_one_exists():
-    for name in recipes.RECIPES:
-        paths = recipes.field_paths(recipes.get(name))
-        for old, new in recipes.RENAMED.items():
-            assert old not in paths
-            assert re.match(r"[\w.]+", new)[0] in paths
-    assert {old for old in recipes.RENAMED if old.startswith("grid.")} == {
-        f"grid.{field}" for field in ("dp", "pp", "cp", "tp", "order")
-    }
-    # they have no older name
-    new = {"collective_timeout_s", "zero_stage", "zero_replicas"}
-    assert len(set(recipes.RENAMED.values())) == len(ParallelConfig.__dataclass_fields__) - len(new)

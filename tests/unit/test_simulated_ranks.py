@@ -55,12 +55,11 @@ def waits_again_in_finally(rank):
 
 
 STUCK = {
-    alone: "rank 0 waits in all_reduce of float32 [2] (alone, line 22), "
-    "ranks 1, 2 and 3 have finished",
+    alone: "rank 0 waits in all_reduce of float32 [2] (alone, line 22), ranks 1-3 have finished",
     crossed: "rank 1 waits in all_reduce of float32 [1] for rank 0",
     both_receive_first: "rank 0 waits in recv of float32 [1] from rank 1",
     both_send_first: "rank 1 waits in send of float32 [1] to rank 0",
-    a_future_of_nobody: "ranks 0, 1, 2 and 3 wait in a Future that nothing completes",
+    a_future_of_nobody: "ranks 0-3 wait in a Future that nothing completes",
     waits_again_in_finally: "rank 3 waits in recv of float32 [1] from rank 0",
 }
 
@@ -452,5 +451,5 @@ def test_a_fault_that_only_a_part_of_the_ranks_shows_is_told_as_one():
     with pytest.raises(Hint) as caught:
         expect.in_groups(in_group, judge=all_of_the_group)
     text = str(caught.value)
-    assert text.startswith("with ranks 0, 1, 2 and 3 it is right; in the group of ranks 1, 2 and 3")
+    assert text.startswith("with ranks 0-3 it is right; in the group of ranks 1-3")
     assert expect.STILL_THE_WORLD in text

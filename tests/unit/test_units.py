@@ -1,6 +1,7 @@
 """How quantities are printed: rounded, then split into units; read back they are the number."""
 
 import re
+from collections.abc import Iterable
 
 import pytest
 from hypothesis import example, given
@@ -111,3 +112,18 @@ def test_seconds_are_read_back_and_no_part_is_a_whole_unit_of_the_next(duration_
         assert float(number) < 60, unit
     first, unit = parts[0]
     assert float(first) < {"h": 1e9, "min": 60, "s": 60}.get(unit, 1000)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [
+        ([4], "rank 4"),
+        ([0, 1], "ranks 0 and 1"),
+        ([0, 1, 2], "ranks 0-2"),
+        ([5, 0, 1, 2], "ranks 0-2 and 5"),
+        ([0, 1, 3, 5, 6, 7], "ranks 0, 1, 3 and 5-7"),
+        (range(1, 17, 2), "ranks 1, 3, 5, 7, 9, 11 and others"),
+    ],
+)
+def test_ranks_are_listed_as_one_would_say_them(ranks: Iterable[int], text: str) -> None:
+    assert units.ranks_text(ranks) == text

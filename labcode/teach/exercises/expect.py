@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_leaves
 
 from labcode.comm.grid import group_of
 from labcode.pool.ranks import RankError, Ranks
-from labcode.pool.record import listed
 from labcode.teach.check import RETURNED_NONE, Hint, is_stub, reason
 from labcode.teach.exercises.simulated import Endless, Event, Mismatch, Outcome, Stuck, simulate
+from labcode.units import ranks_text
 
 TOLERANCE = 1e-9
 REAL_ROUNDING = 1e-5  # float32, added in another order
@@ -263,8 +263,8 @@ def in_groups(
             text = _by_number_in_group(reason(error), members)
             stop = "" if text.endswith((".", "?", "!")) else "."
             raise Hint(
-                f"with ranks {listed(groups[0])} it is right; in the group of ranks "
-                f"{listed(members)}: {text}{stop} {STILL_THE_WORLD}"
+                f"with {ranks_text(groups[0])} it is right; in the group of "
+                f"{ranks_text(members)}: {text}{stop} {STILL_THE_WORLD}"
             ) from None
     assert outcome is not None
     return outcome

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from labcode.comm import ring
 from labcode.pool.ranks import Ranks
-from labcode.pool.record import listed
 from labcode.teach.check import Exercise
 from labcode.teach.exercises.expect import (
     careless,
@@ -24,6 +23,7 @@ from labcode.teach.exercises.expect import (
     run,
 )
 from labcode.teach.exercises.simulated import Event, Outcome
+from labcode.units import listed
 
 
 def _by_messages(calls: Sequence[Event], use: str) -> dict[str, Any]:

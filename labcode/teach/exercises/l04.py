@@ -14,7 +14,6 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from labcode.models.gpt import loss as gpt_loss
 from labcode.pool.ranks import Ranks
-from labcode.pool.record import ranks_text
 from labcode.teach.check import Exercise, Hint
 from labcode.teach.exercises import scripts, small_gpt
 from labcode.teach.exercises.expect import (
@@ -30,6 +29,7 @@ from labcode.teach.exercises.expect import (
 )
 from labcode.teach.exercises.simulated import Event, here
 from labcode.teach.labs import l04_by_hand, l04_script
+from labcode.units import ranks_text
 
 WEIGHTS_CHANGED = "the weights have changed: average the gradients only"
 OUTSIDE = (

@@ -18,7 +18,6 @@ from labcode.parallel.context import RingAttention
 from labcode.perf.flops import training_flops_per_sample
 from labcode.perf.memory import model_activations
 from labcode.pool.ranks import Ranks
-from labcode.pool.record import listed
 from labcode.recipes import gpt_shape
 from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
 from labcode.teach.exercises.expect import (
@@ -37,7 +36,7 @@ from labcode.teach.exercises.expect import (
 from labcode.teach.exercises.in_notebook import without
 from labcode.teach.exercises.simulated import Event, Outcome, here
 from labcode.topology import GridShape
-from labcode.units import si
+from labcode.units import listed, si
 
 ROUNDED = 1e-5  # what is off by less has been rounded to float32 on its way
 OURS = own_answers(RingAttention.forward)

@@ -18,7 +18,6 @@ from labcode.parallel.pipeline import Pipeline
 from labcode.perf.pipeline import StageTimes, Timeline, peak_microbatches
 from labcode.perf.pipeline import simulate as timeline
 from labcode.pool.ranks import Ranks
-from labcode.pool.record import listed
 from labcode.schedules import Action, Actions, check_schedule, schedule
 from labcode.teach import tracebacks
 from labcode.teach.check import RETURNED_NONE, Exercise, Hint, due
@@ -39,6 +38,7 @@ from labcode.teach.exercises.simulated import Event, Outcome, here, simulate
 from labcode.teach.labs import l12_paced_pipeline
 from labcode.teach.labs.l12_paced_pipeline import Stage, part_of
 from labcode.topology import GridShape
+from labcode.units import ranks_text
 
 # ---- orders, for 12.1 and 12.3
 
@@ -307,7 +307,7 @@ def _who(members: Sequence[int], place: int) -> str:
     """A rank of a group, in words."""
     if len(members) == 4:
         return f"rank {place}"
-    return f"the rank with number {place} in the group of ranks {listed(members)}"
+    return f"the rank with number {place} in the group of {ranks_text(members)}"
 
 
 def _sends_what_is_needed(case: str, events: Sequence[Event], num_sends: int) -> None:

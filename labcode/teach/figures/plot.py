@@ -8,7 +8,7 @@ lessons import; the drawings themselves are in the files beside it.
 """
 
 from labcode.teach.figures.attention import causal
-from labcode.teach.figures.charts import bars, curves, field, heatmap, lines
+from labcode.teach.figures.charts import bars, curves, heatmap, lines
 from labcode.teach.figures.checkpointing import activation_checkpointing
 from labcode.teach.figures.chunks import chunks
 from labcode.teach.figures.clinic import calls, ward_round
@@ -74,7 +74,6 @@ __all__ = [
     "delayed_scaling",
     "digits",
     "epochs",
-    "field",
     "format_ranges",
     "formats",
     "fp8_linear",

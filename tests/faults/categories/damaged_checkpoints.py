@@ -3,17 +3,15 @@
 import hashlib
 import json
 import os
-import pickle
 import random
 import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
-from labcode.train.chaos.damage import append, cut, fill, flip, folder_instead, loop, noise, write
-
 from .. import fixtures
 from ..cases import EITHER, Case, Room
+from ..damage import append, cut, fill, flip, folder_instead, loop, noise, write
 from ..fixtures import RESUME
 
 NEWEST = "step-00000006"
@@ -24,9 +22,9 @@ EVIL = "somebody-elses-code-ran"
 def cases(rng: random.Random) -> list[Case]:
     made = []
     for ranks in (1, 2):
-        files = [".metadata", "__0_0.distcp", "run.json"]
+        files = ["tensors.json", "rank-0.bin", "run.json"]
         if ranks == 2:
-            files = ["__1_0.distcp", ".metadata", "__0_0.distcp"]
+            files = ["rank-1.bin", "tensors.json", "rank-0.bin"]
         for file in files:
             for what, damage in _damages(rng, file, few=ranks == 2).items():
                 text = f"{file} of {ranks} ranks {what}"
@@ -42,7 +40,7 @@ def cases(rng: random.Random) -> list[Case]:
 def _case(what: str, change: Callable[[Path], object], ranks: int) -> Case:
     return Case(
         what,
-        names=["checkpoint", "step-", "run.json", ".metadata"],
+        names=["checkpoint", "step-", "run.json", "tensors.json"],
         answer=EITHER,
         ranks=ranks,
         prepare=partial(_prepare, change, ranks),
@@ -113,7 +111,7 @@ def _link(path: Path) -> None:
 
 def _files_of_older(checkpoints: Path) -> None:
     """The tensors of an older step under the newest run.json."""
-    for name in (".metadata", "__0_0.distcp"):
+    for name in ("tensors.json", "rank-0.bin"):
         _older(checkpoints / NEWEST / name)
 
 
@@ -139,19 +137,11 @@ def _half_copied(checkpoints: Path) -> None:
             path.unlink()
 
 
-def _evil_metadata(tell: bool, checkpoints: Path) -> None:
-    """An index that runs a command when it is unpickled, in all checkpoints."""
-    for folder in checkpoints.iterdir():
-        (folder / ".metadata").write_bytes(pickle.dumps(_Evil()))
-        if tell:
-            _tell(folder)
-
-
 def _evil_tensors(checkpoints: Path) -> None:
     import torch
 
     for folder in checkpoints.iterdir():
-        torch.save(_Evil(), folder / "__0_0.distcp")
+        torch.save(_Evil(), folder / "rank-0.bin")
         _tell(folder)
 
 
@@ -185,7 +175,7 @@ def _like(entry: object, content: bytes) -> object:
 
 
 def _stray(checkpoints: Path) -> None:
-    (checkpoints / NEWEST / "__9_0.distcp").write_bytes(b"x" * 100)
+    (checkpoints / NEWEST / "rank-9.bin").write_bytes(b"x" * 100)
     (checkpoints / NEWEST / ".DS_Store").write_bytes(b"x")
 
 
@@ -198,14 +188,12 @@ FOLDERS: dict[str, Callable[[Path], object]] = {
     "both files of an older step": _files_of_older,
     "both files of an older step, described anew": _data_of_older_and_sizes,
     "the whole folder of an older step under the newest name": _renamed_older,
-    "no .metadata in any": partial(_every, ".metadata", Path.unlink),
+    "no tensors.json in any": partial(_every, "tensors.json", Path.unlink),
     "no run.json in any": partial(_every, "run.json", Path.unlink),
-    "no tensors in any": partial(_every, "__0_0.distcp", Path.unlink),
-    "tensors zeroed in all": partial(_every, "__0_0.distcp", partial(fill, b"\0")),
+    "no tensors in any": partial(_every, "rank-0.bin", Path.unlink),
+    "tensors zeroed in all": partial(_every, "rank-0.bin", partial(fill, b"\0")),
     "run.json empty in all": partial(_every, "run.json", partial(write, b"")),
     "run.json alone was copied": _half_copied,
-    ".metadata that runs a command": partial(_evil_metadata, False),
-    ".metadata that runs a command, described anew": partial(_evil_metadata, True),
     "tensors that run a command, described anew": _evil_tensors,
     "strange files beside": _stray,
     "what a kill left in a save": _partial_of_a_kill,

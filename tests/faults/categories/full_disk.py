@@ -5,9 +5,7 @@ import random
 import shutil
 from functools import partial
 
-from labcode.train.chaos import disks
-
-from .. import fixtures
+from .. import disks, fixtures
 from ..cases import EITHER, Case, Room
 from ..fixtures import LONG
 from ..injection import all_of

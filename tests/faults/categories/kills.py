@@ -6,7 +6,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import fixtures, forks, waiting
-from ..cases import BASE, TRAINS, Case, Room, contents
+from ..cases import BASE, TRAINS, Case, Room, contents, stands
 from ..fixtures import LONG, RESUME
 from ..forks import Running
 from ..injection import at_event, count_events, die, on_rank
@@ -14,14 +14,16 @@ from ..injection import at_event, count_events, die, on_rank
 PEERS_S = 0.3  # how soon torchrun tells the others
 NEW = "new run"
 RESUMED = "resumed run"
+IN_BACKGROUND = "new run that saves in the background"
 OVERWRITTEN = "run that replaces another"
 # what is killed, on how many ranks: how many moments
 PLANS = {
     (NEW, 1): 80,
     (NEW, 2): 40,
+    (IN_BACKGROUND, 2): 20,
     (RESUMED, 1): 40,
     (RESUMED, 2): 15,
-    (OVERWRITTEN, 1): 34,
+    (OVERWRITTEN, 1): 12,
 }
 EVENTS = 300  # about as many as the longest has; a number beyond the last one kills nothing
 
@@ -84,6 +86,8 @@ def num_events(what: str, ranks: int, rank: int) -> int:
 def _args(what: str) -> tuple[str, ...]:
     if what == OVERWRITTEN:
         return (*LONG, "--train.overwrite")
+    if what == IN_BACKGROUND:
+        return (*RESUME, "--checkpoint.in_background")
     return RESUME
 
 
@@ -100,7 +104,7 @@ def _kill_and_go_on(what: str, rank: int, moment: float, room: Room) -> None:
         room.flag("wrong", "the other ranks did not end")
     run = room.folder / "run"
     if what == OVERWRITTEN:
-        _check_one_stands(room, before)
+        _check_old_run(room, before)
         room.train(*LONG, "--train.overwrite")
     else:
         room.train(*RESUME)
@@ -116,16 +120,9 @@ def end_with_peers(running: Running, rank: int) -> None:
                 running.signal(other, number)
 
 
-def _check_one_stands(room: Room, before: dict[str, str]) -> None:
-    """After a kill the old run is whole, here or beside, or the new one has begun."""
+def _check_old_run(room: Room, before: dict[str, str]) -> None:
+    """After a kill the old run is whole, here or beside."""
     after = contents(room.folder)
-    old = {path.removeprefix("run/"): digest for path, digest in before.items() if path != "run"}
-    # in place, or under whatever name it was put aside
-    tops = {path.partition("/")[0] for path in after}
-    for top in tops:
-        there = {path.removeprefix(f"{top}/"): digest for path, digest in after.items()}
-        if all(there.get(path) == digest for path, digest in old.items()):
-            return
-    rows = room.folder / "run" / "metrics.jsonl"
-    if not (rows.is_file() and '"step": 1' in rows.read_text()):
-        room.flag("lost", "the old run is gone and the new one has not made its first step")
+    lost = [path for path, digest in before.items() if not stands(path, digest, after)]
+    if lost:
+        room.flag("lost", f"gone or changed: {', '.join(lost[:3])}")

@@ -93,30 +93,18 @@ def not_finite(run: Path) -> str:
     """The first place in a run's files with a number that is not finite; empty if there is none."""
     import torch
 
+    from labcode.train.checkpoint_files import read_about, read_index
+    from labcode.train.tensor_files import read_whole
+
     weights = run / "weights.pt"
     if weights.is_file():
         for name, tensor in torch.load(weights, weights_only=True).items():
             if not torch.isfinite(tensor).all():
                 return f"{name} in weights.pt"
-    for file in sorted(run.glob("checkpoints/*/*.distcp")):
-        for tensor in _tensors_in(file):
+    for folder in sorted(run.glob("checkpoints/step-*")):
+        index = read_index(folder, read_about(folder))
+        for name in index:
+            tensor = read_whole(folder, index, name)
             if tensor.is_floating_point() and not torch.isfinite(tensor).all():
-                return str(file.relative_to(run))
+                return f"{name} in {folder.name}"
     return ""
-
-
-def _tensors_in(file: Path) -> list:
-    """Every tensor of a file of a checkpoint: they stand one after another, each as torch saves."""
-    import io
-    import pickle
-
-    import torch
-
-    index = pickle.loads((file.parent / ".metadata").read_bytes())
-    content = file.read_bytes()
-    tensors = []
-    for place in index.storage_data.values():
-        if place.relative_path == file.name:
-            part = content[place.offset : place.offset + place.length]
-            tensors.append(torch.load(io.BytesIO(part), weights_only=True))
-    return tensors

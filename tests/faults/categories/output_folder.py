@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from .. import fixtures
-from ..cases import EITHER, REFUSED, TRAINS, Case, Room, contents
+from ..cases import EITHER, REFUSED, TRAINS, Case, Room, contents, stands
 from ..forks import Done
 from ..injection import at_step, during, fail, on_rank
 
@@ -127,11 +127,13 @@ def _refused_and_mended(args: list[str], patch, room: Room) -> None:
     before = contents(room.folder)
     room.train("--train.out=run", OVERWRITE, *args, patch=patch)
     after = contents(room.folder)
-    changed = [path for path in before if after.get(path) != before[path]]
+    changed = [path for path in before if not stands(path, before[path], after)]
     new = [path for path in after if path not in before]
+    assert room.answer is not None
+    has_begun = any("after step" in text for text in room.answer.err)
     if changed:
         room.flag("lost", f"gone or changed: {', '.join(changed[:4])}")
-    if new:
+    if new and not has_begun:
         room.flag("left behind", f"{', '.join(new[:4])}")
 
 

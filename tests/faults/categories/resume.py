@@ -68,7 +68,7 @@ def cases(rng: random.Random) -> list[Case]:
         )
     )
     for number in (errno.EIO, errno.EACCES, errno.ESTALE):
-        for text in ("run.json", ".metadata", ".distcp", "metrics.jsonl", NEWEST):
+        for text in ("run.json", "tensors.json", ".bin", "metrics.jsonl", NEWEST):
             made.append(_unreadable(number, text))
     return made
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from labcode.pool.record import listed
+from labcode.units import ranks_text
 
 
 class Mismatch(RuntimeError):
@@ -173,7 +173,6 @@ class Outcome:
 
 
 def _named(ranks: Sequence[int | None]) -> str:
-    """ "rank 2", "ranks 1, 2 and 3", "any rank"."""
-    if None in ranks:
-        return "any rank"
-    return f"rank{'' if len(ranks) == 1 else 's'} {listed(ranks)}"
+    """ "rank 2", "ranks 1-3", "any rank"."""
+    known = [rank for rank in ranks if rank is not None]
+    return ranks_text(known) if len(known) == len(ranks) else "any rank"

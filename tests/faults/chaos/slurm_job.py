@@ -4,7 +4,6 @@ import contextlib
 import os
 import subprocess
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -12,7 +11,9 @@ import psutil
 
 from labcode import processes
 from labcode.minislurm.cluster import Cluster
-from labcode.train.chaos.job import RANK_WORDS, Job, age
+
+from .. import waiting
+from .job import RANK_WORDS, Job, age
 
 FIRST_PORT = 20_000  # below it some are taken, above 32,768 Linux gives them away
 NUM_PORTS = 10_000
@@ -103,9 +104,7 @@ class SlurmJob(Job):
             super().wait_until_gone(ranks)
         finally:
             self.cluster.netup(name)
-        deadline = time.monotonic() + CANCEL_S
-        while self.runs and time.monotonic() < deadline:
-            time.sleep(0.2)
+        waiting.comes(lambda: not self.runs, CANCEL_S)
         self.end()
 
     def end(self) -> None:

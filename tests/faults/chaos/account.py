@@ -7,8 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from labcode.files import write_atomically
-from labcode.train.chaos.job import Seen
-from labcode.train.chaos.plan import KINDS
+
+from .job import Seen
+from .plan import KINDS
 
 COLUMNS = ("fault", "injected", "survived", "steps lost", "most in one", "bytes lost")
 
@@ -60,7 +61,6 @@ def bytes_lost(
     Returns:
         Bytes of checkpoints that were whole, and neither they nor later ones were resumed from; and
         of the rows of metrics up to that step that are gone or have changed.
-    Held by: tests/unit/test_chaos_plan.py
     """
     lost = 0
     whole = dict(before) | after.checkpoints

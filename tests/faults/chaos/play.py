@@ -1,7 +1,6 @@
 """Play a plan: trainings that are disturbed, each held to the one that nobody disturbed."""
 
 import contextlib
-import json
 import platform
 import shutil
 import tempfile
@@ -14,12 +13,12 @@ import torch
 
 from labcode.config import Config
 from labcode.minislurm.cluster import Cluster
-from labcode.train import metrics
-from labcode.train.chaos import disks
-from labcode.train.chaos.account import Account, Outcome, bytes_lost
-from labcode.train.chaos.inject import inject
-from labcode.train.chaos.job import Job, StuckError
-from labcode.train.chaos.plan import (
+
+from .. import disks, fixtures
+from .account import Account, Outcome, bytes_lost
+from .inject import inject
+from .job import Job, StuckError
+from .plan import (
     DAMAGES,
     KINDS,
     NEEDS_CLUSTER,
@@ -28,7 +27,7 @@ from labcode.train.chaos.plan import (
     Fault,
     plan,
 )
-from labcode.train.chaos.slurm_job import SlurmJob
+from .slurm_job import SlurmJob
 
 DISK_MB = 256
 Say = Callable[[str], None]
@@ -208,7 +207,7 @@ class _Rounds:
             self._go_to_end(job)
         finally:
             job.end()
-        difference = differs(job.run, self.reference.run)
+        difference = fixtures.differs(job.run, self.reference.run)
         self.equal += not difference
         self.say(f"training {self.number}: {difference or 'ended as the undisturbed one'}")
         shutil.rmtree(job.run, ignore_errors=True)
@@ -329,35 +328,3 @@ class _Rounds:
 def _identity(folder: Path) -> tuple[str, int]:
     """A folder, told from a later one of the same name."""
     return folder.name, folder.stat().st_ino
-
-
-def differs(run: Path, reference: Path) -> str:
-    """Where the weights or the losses of two runs differ; "" if they are the same bit for bit."""
-    if not (run / "weights.pt").is_file():
-        return "there is no weights.pt"
-    found = torch.load(run / "weights.pt", weights_only=True)
-    wanted = torch.load(reference / "weights.pt", weights_only=True)
-    if found.keys() != wanted.keys():
-        return "the weights have other names"
-    for name, tensor in wanted.items():
-        if not torch.equal(found[name], tensor):
-            return f"weights differ at {name}"
-    ours = _losses(run)
-    theirs = _losses(reference)
-    if ours.keys() != theirs.keys():
-        return "metrics are of other steps"
-    for key, numbers in theirs.items():
-        if ours[key] != numbers:
-            return f"{key[1]} of step {key[0]} is {ours[key]}, not {numbers}"
-    return ""
-
-
-def _losses(run: Path) -> dict[tuple[int, str], float]:
-    """{(step, name): value} of what does not depend on the clock."""
-    found = {}
-    for line in (run / metrics.FILE_NAME).read_text().splitlines():
-        row = json.loads(line)
-        for name in ("loss", "val_loss", "grad_norm", "lr"):
-            if name in row:
-                found[row["step"], name] = row[name]
-    return found

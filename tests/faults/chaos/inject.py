@@ -14,10 +14,11 @@ from pathlib import Path
 import psutil
 
 from labcode import processes
-from labcode.train.chaos import damage
-from labcode.train.chaos.job import Job
-from labcode.train.chaos.plan import KINDS, Fault
-from labcode.train.chaos.slurm_job import SlurmJob
+
+from .. import damage, waiting
+from .job import Job
+from .plan import KINDS, Fault
+from .slurm_job import SlurmJob
 
 STARVED_S = 1.5
 STOPPED_S = 0.1  # the longest of the bursts in which a rank is starved
@@ -55,7 +56,7 @@ def _kill_saving(fault: Fault, job: Job) -> None:
 def _kill_starting(fault: Fault, job: Job) -> None:
     _kill(fault, job)
     job.wait_for_ranks()
-    time.sleep(fault.draw * STARTING_S)
+    waiting.pause(fault.draw * STARTING_S)
     _kill(fault, job)
 
 
@@ -78,9 +79,9 @@ def _starve(fault: Fault, job: Job) -> None:
     deadline = time.monotonic() + STARVED_S
     while time.monotonic() < deadline:
         _send(signal.SIGSTOP, starved)
-        time.sleep(STOPPED_S * rng.random())
+        waiting.pause(STOPPED_S * rng.random())
         _send(signal.SIGCONT, starved)
-        time.sleep(STOPPED_S * rng.random() / 3)
+        waiting.pause(STOPPED_S * rng.random() / 3)
 
 
 def _ask_usr1(fault: Fault, job: Job) -> None:
@@ -100,7 +101,7 @@ def _damage_newest(how: Callable[[Path], object], fault: Fault, job: Job) -> Non
     if job.is_finished():
         return
     newest = job.checkpoints()[-1]
-    files = sorted(path for path in newest.iterdir() if path.name != ".metadata")
+    files = sorted(newest.iterdir())
     how(random.Random(fault.draw).choice(files))
 
 

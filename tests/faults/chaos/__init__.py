@@ -1,7 +1,7 @@
 """A training that is disturbed on purpose, and what became of it.
 
-    python -m labcode.train.chaos gpt_tiny --faults 20 --seed 1
-    python -m labcode.train.chaos gpt_tiny --faults 20 --cluster NAME    # of slurm/cluster up 2
+    python -m tests.faults chaos gpt_tiny --faults 20 --seed 1
+    python -m tests.faults chaos gpt_tiny --faults 20 --cluster NAME    # of slurm/cluster up 2
 
 The training runs under torchrun, which starts its ranks again. By a seeded plan they are killed,
 stopped and starved, checkpoints are damaged, the disk is filled; after each fault the run is
@@ -13,8 +13,7 @@ with a run that nobody disturbed.
     job       the torchrun, its ranks, what they have done so far
     slurm_job the same on the nodes of a local SLURM cluster, which have a network to cut
     account   what a fault has cost: steps and bytes; the table and the JSON
-    damage    ways to damage a file
-    disks     small disks
+    command   the command line
 
-Held by: tests/ranks/test_chaos.py
+Held by: tests/faults/test_chaos.py
 """

@@ -5,7 +5,6 @@ import json
 import os
 import re
 import subprocess
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,8 +13,11 @@ import psutil
 
 from labcode import launch, processes
 from labcode.train import metrics
-from labcode.train.chaos.disks import Disk
-from labcode.train.checkpoint_files import DamagedError, read_about, verify
+from labcode.train.checkpoint_files import read_about, verify
+from labcode.train.tensor_files import DamagedError
+
+from .. import waiting
+from ..disks import Disk
 
 LOOK_S = 0.005  # between two looks at a job
 SHUTDOWN_S = 2  # how long torchrun waits for ranks that it ends, such as a stopped one
@@ -138,11 +140,8 @@ class Job:
         Raises:
             StuckError: It has not, in time.
         """
-        deadline = time.monotonic() + self.limit_s
-        while not condition():
-            if time.monotonic() > deadline:
-                raise StuckError(f"nothing within {self.limit_s:g} s")
-            time.sleep(pause_s)
+        if not waiting.comes(condition, self.limit_s, pause_s):
+            raise StuckError(f"nothing within {self.limit_s:g} s")
 
     def wait_until_gone(self, ranks: Sequence[psutil.Process]) -> None:
         """Return when these ranks have ended, whether torchrun starts others or not."""

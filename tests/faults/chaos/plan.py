@@ -67,7 +67,6 @@ def plan(seed: int, count: int, *, kinds: Sequence[str], every: int, ranks: int)
 
     Raises:
         ValueError: There is no such kind.
-    Held by: tests/unit/test_chaos_plan.py
     """
     check_kinds(kinds)
     rng = random.Random(seed)

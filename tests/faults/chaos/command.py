@@ -1,4 +1,4 @@
-"""`python -m labcode.train.chaos RECIPE [--faults N] [--seed S] [--section.field value ...]`."""
+"""`python -m tests.faults chaos RECIPE [--faults N] [--seed S] [--section.field value ...]`."""
 
 import argparse
 import signal
@@ -9,7 +9,8 @@ from pathlib import Path
 from labcode.command import UsageError, parse
 from labcode.config import Config
 from labcode.minislurm.cluster import running
-from labcode.train.chaos.plan import KINDS, check_kinds
+
+from .plan import KINDS, check_kinds
 
 # what the training has unless the command line says otherwise
 DEFAULTS = (
@@ -53,9 +54,9 @@ def main(words: Sequence[str]) -> int:
             )
             return 2
     # imports torch, which takes a second: an error of the command line comes before it
-    from labcode.train.chaos.account import Account, summary, table
-    from labcode.train.chaos.job import StuckError
-    from labcode.train.chaos.play import Chaos, play
+    from .account import Account, summary, table
+    from .job import StuckError
+    from .play import Chaos, play
 
     chaos = Chaos(
         args=args,
@@ -126,7 +127,7 @@ def _check(options: argparse.Namespace, config: Config, rest: Sequence[str]) -> 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
-        prog="python -m labcode.train.chaos",
+        prog="python -m tests.faults chaos",
         description="Disturb a training by a seeded plan, and prove that nothing is lost.",
         epilog="All other options are those of the training: --section.field value.",
         allow_abbrev=False,
@@ -144,7 +145,3 @@ def _parser() -> argparse.ArgumentParser:
         "--limit-s", type=float, default=180.0, help="after which a job is stuck (180)"
     )
     return parser
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
