@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 import torch.distributed as dist
@@ -202,6 +202,11 @@ def frames_of_main_thread() -> list[tuple[str, int | None, str, str | None]]:
     return found[::-1]
 
 
+def _printed_to(path: Path) -> TextIO:
+    """The file for what this rank prints, line by line; the pool reads it."""
+    return open(path, "a", buffering=1, errors="replace")
+
+
 def main(
     channel: int,
     listener: int,
@@ -224,9 +229,8 @@ def main(
     """
     if n > 1:
         torch.set_num_threads(1)
-    for name in ("out", "err"):
-        stream = open(Path(folder, f"{name}-{rank}"), "a", buffering=1, errors="replace")  # noqa: SIM115
-        setattr(sys, f"std{name}", stream)
+    sys.stdout = _printed_to(Path(folder, f"out-{rank}"))
+    sys.stderr = _printed_to(Path(folder, f"err-{rank}"))
     engine = Engine(Connection(channel), rank, Path(folder))
     threading.Thread(target=engine.listen, daemon=True).start()
     try:

@@ -2,10 +2,6 @@
 
 import collections
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from faults.chaos import account, inject
@@ -13,6 +9,7 @@ from faults.chaos.account import Account, Outcome, bytes_lost
 from faults.chaos.command import main
 from faults.chaos.job import Seen
 from faults.chaos.plan import KINDS, plan
+from faults.chaos.small import disturbed
 
 
 def test_a_seed_gives_its_faults_and_every_kind_comes_equally_often():
@@ -114,33 +111,11 @@ def test_what_cannot_be_played_is_one_line(words, message, capsys):
     assert line.startswith(f"error: {message}")
 
 
-SMALL = (
-    "--model.num_layers=2",
-    "--model.hidden_size=32",
-    "--model.num_heads=2",
-    "--model.context_length=32",
-    "--train.global_batch=4",
-    "--train.steps=40",
-)
-
-
 @pytest.mark.release
 def test_a_training_that_is_killed_and_damaged_ends_as_the_one_that_nobody_disturbed(tmp_path):
-    result = tmp_path / "result.json"
-    done = subprocess.run(
-        [
-            *(sys.executable, "-m", "tests.faults", "chaos", "gpt_tiny", *SMALL),
-            *(f"--result={result}", "--faults=3", "--kinds", "kill_saving", "corrupt", "starve"),
-        ],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = account.read(result)
-    assert account.table(found) in done.stdout
+    faults = ["--faults=3", "--kinds", "kill_saving", "corrupt", "starve"]
+    found, said = disturbed(faults, tmp_path)
+    assert account.table(found) in said
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     assert len(found.outcomes) == 3 and found.complaints() == []
     assert found.rounds_equal == found.rounds >= 1

@@ -14,6 +14,7 @@ with a run that nobody disturbed.
     slurm_job the same on the nodes of a local SLURM cluster, which have a network to cut
     account   what a fault has cost: steps and bytes; the table and the JSON
     command   the command line
+    small     a small training for the tests
 
 Held by: tests/faults/test_chaos.py
 """
