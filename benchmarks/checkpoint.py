@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from side_by_side import machine, options, outer_quartiles, slowest_rank, write
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import Config, GPTConfig
 from labcode.pool.ranks import Ranks
 
@@ -63,17 +63,18 @@ def measure(config: Config, folder: Path, rounds: int) -> tuple[dict[str, list[f
 
     from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
+    from labcode.train.build import build
+    from labcode.train.checkpoint.store import Checkpoints
+    from labcode.train.step import TrainStep
     from labcode.train.tasks import make_task
 
     torch.set_num_threads(1)
     rank, size = dist.get_rank(), dist.get_world_size()
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), folder)
-    trainer.close()
-    checkpoints = trainer.checkpoints
-    assert checkpoints is not None
+    grid = Grid.create(combinations.check(config, size))
+    training = build(config, world, grid, make_task(config))
+    step = TrainStep(training)
+    checkpoints = Checkpoints(config, grid, folder)
     found: dict[str, list[float]] = {}
 
     def timed(what: str, work: Any) -> None:
@@ -88,7 +89,7 @@ def measure(config: Config, folder: Path, rounds: int) -> tuple[dict[str, list[f
         assert writing is not None
         done = torch.tensor(0)
         while not done.item():
-            timed("step while it is written", trainer.step)
+            timed("step while it is written", step)
             done = torch.tensor(int(writing.is_done()))
             dist.all_reduce(done, dist.ReduceOp.MIN)
         timed("finish", checkpoints.finish)
@@ -96,17 +97,17 @@ def measure(config: Config, folder: Path, rounds: int) -> tuple[dict[str, list[f
     plain = folder / f"plain-{rank}"
     num_bytes = 0
     for number in range(rounds + 1):
-        timed("step", trainer.step)
-        timed("save", lambda: checkpoints.save(trainer.state))
+        timed("step", step)
+        timed("save", lambda: checkpoints.save(training.state))
         newest = checkpoints.newest()
         assert newest is not None
         num_bytes = sum(file.stat().st_size for file in newest.iterdir())
         share = num_bytes // size
         timed("disk writes", lambda share=share: write_plainly(plain, share))
         timed("disk reads", lambda: read_plainly(plain))
-        timed("load", lambda: checkpoints.load(trainer.state, checkpoints.newest()))
-        trainer.step()
-        timed("begin", lambda: checkpoints.begin(trainer.state))
+        timed("load", lambda: checkpoints.load(training.state, checkpoints.newest()))
+        step()
+        timed("begin", lambda: checkpoints.begin(training.state))
         finish()
         dist.barrier()
         if rank == 0:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from side_by_side import HEAD, machine, options, report, write
 
+from labcode import combinations
 from labcode.pool.ranks import Ranks
 
 RESULT = Path(__file__).parent / "results" / "debug_cpu.json"
@@ -66,35 +67,37 @@ def times(
     from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
     from labcode.precision import debug
-    from labcode.train.loop import Trainer
+    from labcode.train.build import build
+    from labcode.train.step import TrainStep
     from labcode.train.tasks import make_task
 
     torch.set_num_threads(1)
     size = dist.get_world_size()
     given = {"train.dtype": dtype, "train.steps": 10**6, "parallel.dp": size} | changes
     config = recipes.with_changes(recipes.gpt_tiny(), given)
-    grid = Grid.create(config.check(size))
+    grid = Grid.create(combinations.check(config, size))
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
     field = {}
     for who in (NEVER, ON, OFF):
-        field[who] = Trainer(config, world, grid, make_task(config), None)
+        field[who] = TrainStep(build(config, world, grid, make_task(config)))
     folder = Path(tempfile.mkdtemp())
     file = folder / "stats.yaml"
     file.write_text(YAML.format(*FEATURES[dtype]))
 
     def run(who: str, looks: bool) -> float:
         """Seconds of a step, without those for opening and closing."""
-        trainer = field[who]
+        step = field[who]
+        training = step.training
         debugger = None
         if looks:
-            chosen = debug.chosen_layers(trainer.model, file)
+            chosen = debug.chosen_layers(training.model, file)
             over = debug.Reduction(("dp",))
-            done = trainer.steps_done
-            debugger = debug.Debugger(trainer.model, chosen, folder, over, first_step=done)
+            done = training.steps_done
+            debugger = debug.Debugger(training.model, chosen, folder, over, first_step=done)
         dist.barrier()
         started = time.perf_counter()
         for _ in range(steps):
-            trainer.step()
+            step()
             if debugger is not None:
                 debugger.step()
         seconds = time.perf_counter() - started
@@ -110,8 +113,8 @@ def times(
         for who in order:
             found[who].append(run(who, looks=who == ON))
         order = order[1:] + order[:1]
-    for trainer in field.values():
-        trainer.close()
+    for step in field.values():
+        step.training.close()
     return found
 
 

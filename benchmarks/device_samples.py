@@ -20,9 +20,10 @@ from labcode.comm import bootstrap
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.topology import GridShape
+from labcode.train.build import build
 from labcode.train.device_samples import DeviceSampler, meter_for
-from labcode.train.loop import Trainer
 from labcode.train.metrics import MetricsWriter
+from labcode.train.step import TrainStep
 from labcode.train.tasks import make_task
 
 RESULT = Path(__file__).parent / "results"
@@ -43,14 +44,14 @@ def look_s(world: World, folder: Path) -> float:
     return statistics.median(seconds)
 
 
-def round_s(trainer: Trainer, period_s: float, steps: int, folder: Path) -> float:
+def round_s(step: TrainStep, period_s: float, steps: int, folder: Path) -> float:
     """Seconds of a step while the device is sampled."""
     writer = MetricsWriter(folder)
-    meter = meter_for(trainer.world.device)
+    meter = meter_for(step.training.world.device)
     started = time.perf_counter()
     with DeviceSampler(meter, period_s, lambda: 1, writer.write_device):
         for _ in range(steps):
-            trainer.step()
+            step()
     seconds = time.perf_counter() - started
     writer.close()
     return seconds / steps
@@ -61,8 +62,8 @@ def main() -> None:
     torch.set_num_threads(given.threads)
     world = bootstrap.start(Place())
     config = recipes.with_changes(recipes.gpt_tiny(), {"train.steps": 10**6})
-    trainer = Trainer(config, world, Grid.create(GridShape()), make_task(config), out=None)
-    trainer.step()
+    step = TrainStep(build(config, world, Grid.create(GridShape()), make_task(config)))
+    step()
     found = {period_s: [] for period_s in PERIODS_S}
     with tempfile.TemporaryDirectory() as scratch:
         cost_s = look_s(world, Path(scratch))
@@ -71,7 +72,7 @@ def main() -> None:
             for period_s in turns:
                 folder = Path(scratch) / f"{number}-{period_s}"
                 folder.mkdir()
-                found[period_s].append(round_s(trainer, period_s, given.steps, folder))
+                found[period_s].append(round_s(step, period_s, given.steps, folder))
     bootstrap.stop()
     print(f"one look, with its row: {cost_s * 1e6:.0f} microseconds\n")
     print("| a look each | ms per step, median | with / without, median | quartiles |")

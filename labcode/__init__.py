@@ -30,7 +30,7 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
 The first cell of a lesson imports `labcode.lab`: ranks, checks, predictions, figures.
 
 Where to start reading: `models/parallelize.py` and `train/loop.py` read like tables of contents.
-From the command to the loss: train/__main__.main -> run.run -> _train -> Trainer.fit -> step ->
+From the command to the loss: train/__main__.main -> run.run -> loop.fit -> TrainStep ->
 ParallelModel.forward_backward -> gpt_plan.gpt_loss -> tensor.vocab_parallel_cross_entropy.
 """
 

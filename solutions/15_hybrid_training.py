@@ -32,7 +32,7 @@
 # The first cell starts four ranks for sections 2 to 4, and a SLURM of two nodes for sections 6 and 7.
 
 # %%
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.lab import Ranks, check, compare, plot, show_source
 from labcode.perf import step
 from labcode.teach.exercises import l15
@@ -784,7 +784,8 @@ for changes in (
     {"parallel.tp": 2, "parallel.pp": 2, "train.micro_batch": 3},
 ):
     try:
-        recipes.with_changes(recipe, changes).check(world_size=4)
+        config = recipes.with_changes(recipe, changes)
+        combinations.check(config, world_size=4)
     except ValueError as error:
         print(changes, "\n   ", error)
 

@@ -39,7 +39,7 @@ import torch
 from labcode.lab import check, compare, plot, show_source
 from labcode.perf import failures
 from labcode.teach.labs import l17_faulty, l17_run
-from labcode.train.checkpoint import Checkpoints
+from labcode.train.checkpoint.store import Checkpoints
 
 MINUTE = 60.0
 HOUR = 60 * MINUTE

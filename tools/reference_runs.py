@@ -18,7 +18,7 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
-from labcode.train import metrics, reference
+from labcode.train import metrics, reference_runs
 
 RECIPES = ("gpt_tiny", "vit_tiny")
 BOARD = "events.out.tfevents.reference"
@@ -34,12 +34,12 @@ def keep(run: Path, name: str) -> Path:
     rows = metrics.read(run)
     if about["name"] != name or rows[-1]["step"] != about["train"]["steps"]:
         raise ValueError(f"{run} is no finished run of {name}: train it with no other option")
-    target = reference.FOLDER / name
+    target = reference_runs.FOLDER / name
     shutil.rmtree(target, ignore_errors=True)
     (target / "tensorboard").mkdir(parents=True)
     kept = []
     for row in rows:
-        kept.append({key: row[key] for key in reference.KEPT if key in row})
+        kept.append({key: row[key] for key in reference_runs.KEPT if key in row})
     lines = [json.dumps(row) for row in kept]
     (target / metrics.FILE_NAME).write_text("\n".join(lines) + "\n")
     _write_board(target / "tensorboard", kept)

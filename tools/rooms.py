@@ -25,6 +25,7 @@ GROUND = {
     "labcode",
     "__main__",
     "command",
+    "combinations",
     "config",
     "course",
     "fields",

@@ -547,7 +547,7 @@ def hand_to_agent(line: str) -> None:
 
     Source: docs.pytorch.org/docs/stable/elastic/errors.html (the file of an error); the fields are
         those that `ProcessFailure` of torch 2.13 reads.
-    Held by: tests/unit/test_report.py::test_the_line_is_handed_to_torchrun_which_repeats_it
+    Held by: tests/unit/test_failure.py::test_the_line_is_handed_to_torchrun_which_repeats_it
     """
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:

@@ -11,7 +11,7 @@ are files, and CPUs and memory are what slurm.conf says they are.
     conf        the text of slurm.conf, gres.conf, job_submit.lua and /etc/hosts
     needs       the packages and kernel features that must be there
     place       the folder of a user's clusters, and a lock for each
-    processes   run a command to its end, wait for a condition
+    commands    run a command to its end, wait for a condition
     scripts     the first program on a host, and the way to run a command there
     hosts       a host: start, stop, run a command
     network     bridge, cables, slow links, closed ports

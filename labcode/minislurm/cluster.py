@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from labcode.minislurm import conf, needs, network
+from labcode.minislurm.commands import run, wait
 from labcode.minislurm.hosts import Host, hosts_of, telling_line
 from labcode.minislurm.place import alone, base, is_name, named
-from labcode.minislurm.processes import run, wait
 from labcode.minislurm.scripts import user_name, write_scripts
 from labcode.minislurm.spec import Spec
 

@@ -17,8 +17,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from labcode.minislurm.commands import alive, children, wait
 from labcode.minislurm.needs import CLEAN, namespaces, rootless
-from labcode.minislurm.processes import alive, children, wait
 
 _TRIES = 1000  # for a second: whoever is at it may be kept waiting, or has emptied it for good
 _POLL_S = 0.001

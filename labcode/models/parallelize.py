@@ -88,7 +88,7 @@ def parallelize(
         powersgd: How PyTorch's DDP compresses gradients, on a grid of dp alone; None: not at all.
         trains_alone: Average no gradients over dp; `parallel.local` averages weights instead.
         compiled: What torch.compile compiles: "none", each "block", or the whole "model"; on a grid
-            without pp, cp and tp (`Config.check`).
+            without pp, cp and tp (`combinations.check`).
         compiler: What torch.compile calls a backend.
         loss_options: More arguments of the model's loss, such as the weights of latitudes.
         make_plan: The plan of a model that `PLANS` does not know: `make_plan(model.config, grid,

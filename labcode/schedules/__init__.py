@@ -10,15 +10,15 @@ backward sends gradients to the stage before.
     I   backward for the input only      needs the same; the stage before waits for it alone
     W   backward for the weights only    needs its own I; nobody waits for it
 
-    actions       Action, Message, and what an action waits for
-    orders        the four schedules: gpipe, 1f1b, interleaved, zero_bubble
-    simulation    when each action runs, and whether a schedule can run to its end at all
-    plan          the ticks and the messages of a schedule, worked out once for all steps of a run
+    actions        Action, Message, and what an action waits for
+    orders         the four schedules: gpipe, 1f1b, interleaved, zero_bubble
+    simulation     when each action runs, and whether a schedule can run to its end at all
+    pipeline_plan  the ticks and the messages of a schedule, worked out once for all steps of a run
 """
 
 from labcode.schedules.actions import KINDS, Action, Actions, Message, stage_ranks, waits_for
 from labcode.schedules.orders import NAMES, schedule
-from labcode.schedules.plan import (
+from labcode.schedules.pipeline_plan import (
     PipelinePlan,
     Tick,
     evaluation_plan,

@@ -28,7 +28,7 @@ def _main(args: Sequence[str], ctrl_c: CtrlC, started_by: int) -> int:
     try:
         config = parse(args)
     except UsageError as error:
-        from labcode.train.report import refuse_command
+        from labcode.train.failure import refuse_command
 
         return refuse_command(error)
     signals = StopSignals()

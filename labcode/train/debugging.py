@@ -1,13 +1,24 @@
-"""The debug features of a run: `--debug.config FILE`, on layers that are chosen once."""
+"""What a run does with the section `debug` of its config.
 
-from collections.abc import Mapping
+debug.config          features on chosen layers, which see each step before its update
+debug.record_steps    the tensors of the first steps are written, for `precision.bisect`
+debug.probe           a step that is not finite is run once more, to find where that began
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 from labcode.comm.agreement import on_every_rank
 from labcode.config import DebugConfig
-from labcode.parallel.model import ParallelModel
+from labcode.parallel.model import Batch, ParallelModel
 from labcode.precision.debug_config import Block
+from labcode.precision.record import FOLDER as RECORD
+from labcode.precision.record import Recorder
+from labcode.train.second_look import SecondLook
 
 if TYPE_CHECKING:
     from labcode.precision.debug import Debugger
@@ -16,7 +27,74 @@ FOLDER = "debug"  # of a run
 
 
 class Debugging:
-    """What a run does with `debug.config`: checks it when it is made, and opens it with the folder.
+    """The tools of a run; what is not asked for does nothing.
+
+    Args:
+        settings: Of the run.
+        model: This rank's part.
+        device: Where it computes.
+        precision: A name of `train.dtype` but "auto".
+
+    Raises:
+        ValueError: As of `Features`.
+    """
+
+    def __init__(
+        self, settings: DebugConfig, model: ParallelModel, device: torch.device, precision: str
+    ) -> None:
+        self._settings = settings
+        self._model = model
+        self._precision = precision
+        self.second_look = SecondLook(model, device) if settings.probe else None
+        self._features = Features(settings, model) if settings.config else None
+        self._recorder: Recorder | None = None
+        self.say: Callable[[str], None] = _say_nothing
+
+    def open(self, out: Path | None, steps_done: int, say: Callable[[str], None]) -> None:
+        """From now on write into the folder of the run.
+
+        Args:
+            out: The folder; None: nothing is written.
+            steps_done: Of the run.
+            say: Prints a line of its log.
+        """
+        self.say = say
+        if out and self._features:
+            self._features.open(out, steps_done)
+        if out and self._settings.record_steps:
+            self._recorder = Recorder(self._model, out / RECORD, self._precision)
+
+    def records(self, number: int) -> bool:
+        """Whether the tensors of a step are written."""
+        return self._recorder is not None and number <= self._settings.record_steps
+
+    def recording(
+        self, number: int, batches: Sequence[Batch], loss_scale: float
+    ) -> contextlib.AbstractContextManager[None]:
+        """Around the forward and backward of a step that may be recorded.
+
+        Args:
+            number: Of the step, from 1.
+            batches: The micro-batches of this rank.
+            loss_scale: By which the loss is multiplied.
+        """
+        if self._recorder is None or not self.records(number):
+            return contextlib.nullcontext()
+        return self._recorder.step(number, batches, loss_scale)
+
+    def before_update(self) -> None:
+        """The gradients of a step are there."""
+        if self._features:
+            self._features.step()
+
+    def close(self) -> None:
+        """Close the files."""
+        if self._features:
+            self._features.close()
+
+
+class Features:
+    """`debug.config`: checked when it is made, and opened with the folder of the run.
 
     Args:
         settings: With a config.
@@ -80,6 +158,10 @@ class Debugging:
     @property
     def _feature_dir(self) -> Path | None:
         return Path(self._settings.feature_dir) if self._settings.feature_dir else None
+
+
+def _say_nothing(_line: str) -> None:
+    """What a run says that nobody listens to."""
 
 
 def _check_installed() -> None:

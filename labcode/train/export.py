@@ -12,8 +12,8 @@ def main(args: Sequence[str]) -> int:
     parser.add_argument("run", type=Path, help="folder of a run of a GPT with learned positions")
     parser.add_argument("to", type=Path, help="folder to be made: model.safetensors, config.json")
     given = parser.parse_args(args)
-    from labcode.train.gpt2_files import export  # imports torch: `--help` need not wait for it
-    from labcode.train.tensor_files import DamagedError
+    from labcode.train.checkpoint.gpt2 import export  # imports torch: `--help` need not wait for it
+    from labcode.train.checkpoint.tensors import DamagedError
 
     try:
         source = export(given.run, given.to)

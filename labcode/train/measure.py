@@ -18,30 +18,26 @@ from labcode.parallel.model import ParallelModel
 
 
 class StepClock:
-    """Mean seconds of the steps since it was started; validation and checkpoints do not count."""
+    """Mean seconds of the steps since it was asked last; what is between two does not count."""
 
     def __init__(self) -> None:
-        self.restart()
-
-    def restart(self) -> None:
-        """Forget the steps so far."""
         self._steps = 0
-        self._started = time.perf_counter()
-
-    def count(self) -> None:
-        """Note that a step is done."""
-        self._steps += 1
-
-    def seconds_per_step(self) -> float:
-        """Mean over the steps counted; at least one was."""
-        return (time.perf_counter() - self._started) / self._steps
+        self._total_s = 0.0
 
     @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """The time inside the block belongs to no step."""
+    def step(self) -> Iterator[None]:
+        """Around a step."""
         before = time.perf_counter()
         yield
-        self._started += time.perf_counter() - before
+        self._total_s += time.perf_counter() - before
+        self._steps += 1
+
+    def take(self) -> float:
+        """The mean, over at least one step."""
+        mean_s = self._total_s / self._steps
+        self._steps = 0
+        self._total_s = 0.0
+        return mean_s
 
 
 def peak_memory_bytes(device: torch.device) -> int:

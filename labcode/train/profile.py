@@ -23,6 +23,7 @@ from labcode.config import ProfileConfig
 from labcode.perf.chrome_trace import FOLDER
 from labcode.perf.summary import summary
 from labcode.train.memory_marks import MemoryMarks
+from labcode.train.observer import Observer
 from labcode.train.ranges import StepRanges, marked
 
 # what starts a run with --profile.nvtx, for Nsight Systems to record; before `torchrun ...`
@@ -32,7 +33,7 @@ NSYS = (
 )
 
 
-class StepProfiler:
+class StepProfiler(Observer):
     """Records the steps that a config names, on the ranks that it names.
 
     Args:
@@ -77,7 +78,7 @@ class StepProfiler:
             )
 
     @contextlib.contextmanager
-    def step(self, number: int) -> Iterator[None]:
+    def during(self, number: int) -> Iterator[None]:
         """Around one step of the run; `number` is that of the metrics."""
         if self._path is None or number not in self._watched:
             yield

@@ -10,7 +10,43 @@ from torch import nn
 
 from labcode.config import TrainConfig
 from labcode.files import write_atomically
+from labcode.train import finite
+from labcode.train.build import Training
+from labcode.train.observer import Observer
 from labcode.train.tasks import Task
+
+
+class Result(Observer):
+    """Writes it; every rank takes part.
+
+    Args:
+        training: What has trained.
+        out: The folder of the run; None: nothing is written.
+    """
+
+    def __init__(self, training: Training, out: Path | None) -> None:
+        self._training = training
+        self._out = out
+
+    def finish(self) -> None:
+        """Gather the whole model; rank 0 writes it, and what it can do.
+
+        Raises:
+            Diverged: A weight is not finite: the gradient of the last step was, its update was not.
+        """
+        training = self._training
+        finite.check(training.model)
+        out = self._out if training.world.rank == 0 else None
+        weights = {}
+        for name, tensor in training.model.full_state_dict():
+            # every rank takes part, rank 0 keeps them
+            if out:
+                weights[name] = tensor.cpu().clone()
+        if out:
+            divided = training.config.parallel.divides_weights
+            sharded = training.grid.size("pp", "cp", "tp") > 1 or divided
+            own = None if sharded else training.model.module
+            write_result(out, training.task, training.config.train, weights, own)
 
 
 def write_result(

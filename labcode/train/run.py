@@ -5,11 +5,12 @@ import socket
 import time
 import traceback
 from pathlib import Path
+from typing import NamedTuple
 
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
 
-from labcode import processes
+from labcode import combinations, processes
 from labcode.comm import bootstrap
 from labcode.comm.agreement import (
     leave_word,
@@ -25,13 +26,16 @@ from labcode.doctor.hang import HangWatch
 from labcode.files import LOCK_NAME
 from labcode.precision import debug_config
 from labcode.topology import GridShape
-from labcode.train import attempts, report
+from labcode.train import attempts, failure
+from labcode.train.build import Training, build
 from labcode.train.capacity import check_memory, shared_memory
-from labcode.train.checkpoint import Checkpoints
+from labcode.train.checkpoint.store import Checkpoints
 from labcode.train.ctrl_c import CtrlC, is_behind
-from labcode.train.loop import Trainer
+from labcode.train.failure import RefusedError
+from labcode.train.loop import fit
+from labcode.train.observer import Observer
+from labcode.train.observers import observers_of, open_log
 from labcode.train.precision import check_device
-from labcode.train.report import RefusedError
 from labcode.train.run_folder import RunFolder
 from labcode.train.signals import StopSignals
 from labcode.train.tasks import Task, make_task
@@ -63,9 +67,10 @@ def run(
     ctrl_c = ctrl_c or CtrlC()
     signals = signals or StopSignals()
     place = Place()
-    trainer = None
+    ready = None
     watch = None
     folder = RunFolder(config)
+    opened = contextlib.ExitStack()
     try:
         place = bootstrap.read_environment()
         if place.has_agent:
@@ -82,16 +87,17 @@ def run(
         watch.start()
         config = attempts.goes_on(config, place)
         folder = RunFolder(config)
-        trainer = set_up(config, world, shape, folder, signals, watch)
-        _train_and_answer(trainer, folder)
+        ready = set_up(config, world, shape, folder, signals, watch, opened)
+        with Answers(ready.out, lambda: ready.training.steps_done):
+            _train(ready, folder)
     except (Exception, KeyboardInterrupt) as error:
-        _leave(trainer, folder, ctrl_c)
-        code = _code_after(error, place, trainer, ctrl_c, watch)
+        _leave(ready, folder, ctrl_c, opened)
+        code = _code_after(error, place, ready, ctrl_c, watch)
         if code is None:
             raise
         return code
     else:
-        _leave(trainer, folder, ctrl_c)
+        _leave(ready, folder, ctrl_c, opened)
         return 0
     finally:
         if watch:
@@ -103,9 +109,28 @@ def run(
 def _grid_shape(config: Config, place: Place) -> GridShape:
     """The grid for this number of ranks; every rank finds the same errors in it."""
     try:
-        return config.check(place.world_size)
+        return combinations.check(config, place.world_size)
     except ValueError as error:
         raise RefusedError(str(error)) from None
+
+
+class Ready(NamedTuple):
+    """A run before its first step.
+
+    Args:
+        training: What it trains with.
+        observers: Who looks on.
+        out: The folder of the run.
+    """
+
+    training: Training
+    observers: list[Observer]
+    out: Path
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has done an optimizer step."""
+        return self.training.has_begun
 
 
 def set_up(
@@ -114,13 +139,23 @@ def set_up(
     shape: GridShape,
     folder: RunFolder,
     signals: StopSignals,
-    watch: HangWatch | None = None,
-) -> Trainer:
+    watch: HangWatch,
+    opened: contextlib.ExitStack,
+) -> Ready:
     """Data, process groups, model and output folder.
 
     Every error that can be found before the first step is found here, and nothing is written
     before that. What may fail on one rank alone is agreed on by all; what communicates is not
     wrapped in such an agreement, in which the others would not take part.
+
+    Args:
+        config: The run.
+        world: This process.
+        shape: The grid.
+        folder: Of the run.
+        signals: What asks a run to stop.
+        watch: Speaks when nothing moves.
+        opened: Closes what is opened here.
 
     Raises:
         ValueError, OSError, MemoryError: On the rank that found something.
@@ -144,13 +179,18 @@ def set_up(
         if start:
             print_on_first_rank(world, f"resuming from {start}")
     listening = signals if config.checkpoint.on else None
-    trainer = Trainer(config, world, grid, task, None, start, listening, watch)
+    training = build(config, world, grid, task, start)
+    opened.callback(training.close)
     # only now: a run that cannot begin leaves all as it was
     out = on_first_rank(folder.claim)
     attempts.note_folder(out, world.place)
     _check_that_all_see(config, folder, out)
-    on_every_rank(lambda: trainer.open(out))
-    return trainer
+    log = on_every_rank(lambda: open_log(training, out))
+    opened.callback(log.close)
+    observers = on_every_rank(lambda: observers_of(training, log, out, listening, watch))
+    for observer in observers:
+        opened.callback(observer.close)
+    return Ready(training, observers, out)
 
 
 def _check_features(config: Config) -> None:
@@ -171,47 +211,65 @@ def _check_sizes(config: Config, world: World, shape: GridShape, task: Task) -> 
     check_memory(task.model_config, config, shape, ranks, memory_bytes, num_samples=len(task.train))
 
 
-def _train_and_answer(trainer: Trainer, folder: RunFolder) -> None:
-    """Train, and say where this rank stands if `python -m labcode.doctor hang` asks meanwhile."""
-    assert trainer.out is not None
-    with Answers(trainer.out, lambda: trainer.steps_done):
-        _train(trainer, folder)
-
-
-def _train(trainer: Trainer, folder: RunFolder) -> None:
+def _train(ready: Ready, folder: RunFolder) -> None:
     """Train to the end, or to a signal."""
-    done = trainer.steps_done
-    steps = trainer.config.train.steps
-    if done >= steps:
-        line = f"{done} steps are done, train.steps is {steps}: only the result is written"
-        print_on_first_rank(trainer.world, line)
-    trainer.fit()
+    training = ready.training
+    world = training.world
+    if training.is_done:
+        line = (
+            f"{training.steps_done} steps are done, train.steps is {training.config.train.steps}: "
+            "only the result is written"
+        )
+        print_on_first_rank(world, line)
+    stopped_by = fit(training, ready.observers)
     folder.keep()
-    if trainer.stopped_by:
-        line = f"stopped by {trainer.stopped_by} {_where_it_resumes(trainer)} {RESUME}"
+    if stopped_by:
+        line = f"stopped by {stopped_by} {_where_it_resumes(training)} {RESUME}"
         on_first_rank(lambda: folder.note_stop(line))
-        report.say(trainer.world.place, line)
+        failure.say(world.place, line)
 
 
-def _leave(trainer: Trainer | None, folder: RunFolder, ctrl_c: CtrlC) -> None:
+def train(training: Training, out: Path | None = None) -> list[dict[str, float]]:
+    """Train to the end, with all that looks on at a run, and close it; for labs and tests.
+
+    Args:
+        training: As `build` makes it.
+        out: An existing folder; None writes nothing.
+
+    Returns:
+        The rows of metrics.
+    """
+    with contextlib.ExitStack() as opened:
+        opened.callback(training.close)
+        log = open_log(training, out)
+        opened.callback(log.close)
+        observers = observers_of(training, log, out)
+        for observer in observers:
+            opened.callback(observer.close)
+        fit(training, observers)
+    return log.history
+
+
+def _leave(
+    ready: Ready | None, folder: RunFolder, ctrl_c: CtrlC, opened: contextlib.ExitStack
+) -> None:
     """Close the files, and put everything back if the run has not begun."""
     ctrl_c.stop_raising()
-    if trainer is not None:
-        # closing may fail for the reason that ended the run, such as a full disk
-        with contextlib.suppress(OSError):
-            trainer.close()
-        if trainer.has_begun:
-            folder.keep()
+    # closing may fail for the reason that ended the run, such as a full disk
+    with contextlib.suppress(OSError):
+        opened.close()
+    if ready is not None and ready.has_begun:
+        folder.keep()
     try:
         folder.close()
     except (OSError, ValueError) as error:
-        print(f"{folder.path} could not be put back: {report.text_of(error)}", flush=True)
+        print(f"{folder.path} could not be put back: {failure.text_of(error)}", flush=True)
 
 
 def _code_after(
     error: BaseException,
     place: Place,
-    trainer: Trainer | None,
+    ready: Ready | None,
     ctrl_c: CtrlC,
     watch: HangWatch | None,
 ) -> int | None:
@@ -220,20 +278,20 @@ def _code_after(
     Returns:
         The exit code of this rank; None for a bug, whose traceback is wanted.
     """
-    is_lost_peer = report.is_lost_peer(error)
+    is_lost_peer = failure.is_lost_peer(error)
     was_broken_off = is_behind(error)
     if was_broken_off or ctrl_c.heard:
         if not was_broken_off and not is_lost_peer:
             traceback.print_exception(error)  # it may be a bug that has nothing to do with Ctrl-C
         if _store_answers(place):
             leave_word(CTRL_C)
-        return report.interrupted(place, _how_far(trainer))
+        return failure.interrupted(place, _how_far(ready))
     if is_lost_peer and _others_were_interrupted(place, ctrl_c):
-        return report.interrupted(place, _how_far(trainer))
-    if not isinstance(error, Exception) or not report.is_expected(error, trainer is not None):
+        return failure.interrupted(place, _how_far(ready))
+    if not isinstance(error, Exception) or not failure.is_expected(error, ready is not None):
         return None
-    steps_done = None if trainer is None else trainer.steps_done
-    return report.fail(place, error, steps_done, watch.report if watch else "")
+    steps_done = None if ready is None else ready.training.steps_done
+    return failure.fail(place, error, steps_done, watch.report if watch else "")
 
 
 def _others_were_interrupted(place: Place, ctrl_c: CtrlC) -> bool:
@@ -262,18 +320,18 @@ def _store_answers(place: Place) -> bool:
     return True
 
 
-def _how_far(trainer: Trainer | None) -> str:
+def _how_far(ready: Ready | None) -> str:
     """When a run was broken off, and what there is of it."""
-    if trainer is None or not trainer.has_begun:
+    if ready is None or not ready.has_begun:
         return "before the first step: nothing was written"
-    return f"after step {trainer.steps_done}: its metrics are in {trainer.out}"
+    return f"after step {ready.training.steps_done}: its metrics are in {ready.out}"
 
 
-def _where_it_resumes(trainer: Trainer) -> str:
+def _where_it_resumes(training: Training) -> str:
     """When a run was stopped; one that has not done a step has nothing to save."""
-    if trainer.has_begun:
-        return f"after step {trainer.steps_done}, with a checkpoint: resume from it"
-    return f"before step {trainer.steps_done + 1}: resume"
+    if training.has_begun:
+        return f"after step {training.steps_done}, with a checkpoint: resume from it"
+    return f"before step {training.steps_done + 1}: resume"
 
 
 def _check_that_all_see(config: Config, folder: RunFolder, out: Path) -> None:

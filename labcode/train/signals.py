@@ -56,6 +56,10 @@ class StopSignals:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Signals mean what they meant before."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

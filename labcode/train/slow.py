@@ -1,9 +1,9 @@
 """Which rank is slow: the time of its own work, beside that of the ranks that do the same.
 
 All ranks wait for the slowest one, so that the time of a step is the same for all of them. What
-differs is the time until a rank has its first gradient: it reads its samples and goes forward, and
-nothing in that waits for another rank of dp. Each rank notes this time, and at each line of the
-log it is compared within its dp group, whose ranks have the same work.
+differs is the time in which a rank reads its samples and goes forward: nothing in that waits for
+another rank of dp. The clock of the step has it (`ranges`), and at each line of the log it is
+compared within its dp group, whose ranks have the same work.
 
 What it cannot see: with dp = 1 nobody has the same work. Ranks of one replica (tp, cp, pp) wait for
 each other while they compute, so that a slow one makes all of its replica late, and all are named.
@@ -13,101 +13,15 @@ waits for the others: only the reading of samples is compared.
 
 import socket
 import statistics
-import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
-from torch import nn
 
 from labcode.comm.grid import Grid
 
 IN_A_ROW = 3  # intervals of the log in which a rank must be slow before it is named
 LEAST_S = 0.05  # a step: less than that between two ranks is not worth a line
-
-Moment = float | torch.cuda.Event
-
-
-class WorkClock:
-    """The time from the beginning of a step to its first gradient, in the last micro-batch.
-
-    On a GPU two events of CUDA measure it, and the device is not waited for.
-
-    Args:
-        device: What the rank computes on.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self._on_gpu = device.type == "cuda"
-        self._hooks: dict[int, torch.utils.hooks.RemovableHandle] = {}
-        self._begun: Moment | None = None
-        self._arrived: Moment | None = None
-        self._restart()
-
-    def _restart(self) -> None:
-        self._steps = 0
-        self._total_s = 0.0
-
-    def watch(self, module: nn.Module) -> None:
-        """Note when the first of these weights has its gradient.
-
-        Only the one that was the first in the first step is watched from then on.
-        """
-        for number, param in enumerate(module.parameters()):
-            if param.requires_grad:
-
-                def note(_param: torch.Tensor, number: int = number) -> None:
-                    self._note(number)
-
-                self._hooks[number] = param.register_post_accumulate_grad_hook(note)
-
-    def _note(self, number: int) -> None:
-        if len(self._hooks) > 1:
-            for other, hook in self._hooks.items():
-                if other != number:
-                    hook.remove()
-            self._hooks = {number: self._hooks[number]}
-        self._arrived = self._now()
-
-    def _now(self) -> Moment:
-        if not self._on_gpu:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def begin(self) -> None:
-        """A step begins."""
-        self._begun = self._now()
-        self._arrived = None
-
-    def has_read(self) -> None:
-        """Its samples are there."""
-        self._arrived = self._now()
-
-    def end(self) -> None:
-        """The step is done, and the device has come so far."""
-        seconds = _between(self._begun, self._arrived)
-        if seconds is not None:
-            self._steps += 1
-            self._total_s += seconds
-
-    def take(self) -> float:
-        """Mean seconds a step since this was last asked; 0 without a step."""
-        mean_s = self._total_s / self._steps if self._steps else 0.0
-        self._restart()
-        return mean_s
-
-
-def _between(begun: Moment | None, arrived: Moment | None) -> float | None:
-    """Seconds between two moments of one clock; None where they are not known (yet)."""
-    if isinstance(begun, float) and isinstance(arrived, float):
-        return arrived - begun
-    if not isinstance(begun, torch.cuda.Event) or not isinstance(arrived, torch.cuda.Event):
-        return None
-    if not arrived.query():
-        return None
-    return begun.elapsed_time(arrived) / 1000
 
 
 class SlowRanks:
@@ -168,36 +82,34 @@ class SlowRankWatch:
 
     Args:
         grid: The process groups.
-        device: What the rank computes on.
         factor: As for `SlowRanks`.
-        module: Whose forward waits for no other rank of dp; None: only reading is compared.
+        forward_waits: Whether the forward waits for other ranks of dp: only reading is compared.
 
     Held by: tests/ranks/test_slow_rank.py
     """
 
-    def __init__(
-        self, grid: Grid, device: torch.device, factor: float, module: nn.Module | None
-    ) -> None:
-        self.clock = WorkClock(device)
-        self._work = "reading samples"
-        if module is not None:
-            self.clock.watch(module)
-            self._work = "reading and forward"
+    def __init__(self, grid: Grid, factor: float, forward_waits: bool) -> None:
+        self._parts = ["data"] if forward_waits else ["data", "forward"]
+        self._work = "reading samples" if forward_waits else "reading and forward"
         self._groups = grid.shape.groups("dp")
         self._factor = factor
         self._slow: SlowRanks | None = None
 
-    def look(self) -> list[str]:
+    def look(self, parts_s: Mapping[str, float]) -> list[str]:
         """Compare the ranks; the lines to be said, the same on all of them.
 
         Communicates: an all-gather of one number, on the CPU; the first time of host names, too.
+
+        Args:
+            parts_s: Seconds a step of its parts on this rank, as `StepRanges.take` has them.
         """
         size = dist.get_world_size()
         if self._slow is None:
             hosts: list[str] = [""] * size
             dist.all_gather_object(hosts, socket.gethostname())
             self._slow = SlowRanks(self._groups, hosts, self._factor, self._work)
-        own = torch.tensor([self.clock.take()], dtype=torch.float64)
+        work_s = sum(parts_s.get(part, 0.0) for part in self._parts)
+        own = torch.tensor([work_s], dtype=torch.float64)
         gathered = [torch.empty_like(own) for _ in range(size)]
         dist.all_gather(gathered, own)
         return self._slow.look([value.item() for value in gathered])

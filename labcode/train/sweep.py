@@ -23,7 +23,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from labcode import command, recipes
+from labcode import combinations, command, recipes
 from labcode.command import UsageError
 from labcode.config import Config
 from labcode.fields import (
@@ -137,7 +137,7 @@ def plan(base: Config, sweep: Sweep, at_once: int = 1) -> list[Planned]:
         for lr in asked.lr or (base.optim.lr,):
             for seed in sweep.seeds or (base.train.seed,):
                 config = recipes.with_changes(base, _changes(base, asked, batch, lr, seed))
-                config.check(1)
+                combinations.check(config, 1)
                 named = {
                     "run": number_of(config, asked.target),
                     "recipe": base.name,

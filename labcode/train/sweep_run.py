@@ -9,36 +9,21 @@ from typing import Any
 
 import torch
 
-from labcode import processes
+from labcode import combinations, processes
 from labcode.comm import bootstrap
 from labcode.comm.bootstrap import Place
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.files import write_atomically
-from labcode.train import report, sweep_table
+from labcode.train import failure, sweep_table
+from labcode.train.build import build
 from labcode.train.finite import Diverged
-from labcode.train.loop import Trainer
+from labcode.train.loop import fit
+from labcode.train.observers import observers_of, open_log
 from labcode.train.sweep_table import DIVERGED, DONE, FAILED, Row
 from labcode.train.tasks import make_task
 
 WORSE = 1.1  # times the first loss: more than batches differ by
-
-
-class UntilTarget(Trainer):
-    """A run that ends as soon as its validation loss is low enough.
-
-    Attributes:
-        target: How low; None: it does all its steps.
-    """
-
-    target: float | None = None
-
-    def validate(self) -> float:
-        """As that of every run; at the target it asks the run to stop."""
-        loss = super().validate()
-        if self.target is not None and loss <= self.target:
-            self.stopped_by = "the target"
-        return loss
 
 
 def run(
@@ -67,27 +52,29 @@ def run(
 
 def train(config: Config, named: dict[str, Any], target: float | None, threads: int) -> Row:
     """The row of a run; an error is one of its fields."""
-    trainer = None
+    training = None
+    history: list[dict[str, float]] = []
     status = DONE
     reason = ""
     try:
         world = bootstrap.start(Place())
         torch.set_num_threads(threads)
-        grid = Grid.create(config.check(1))
-        trainer = UntilTarget(config, world, grid, make_task(config), None)
-        trainer.target = target
-        trainer.fit()
+        training = build(
+            config, world, Grid.create(combinations.check(config, 1)), make_task(config)
+        )
+        log = open_log(training, None)
+        history = log.history
+        fit(training, observers_of(training, log, None, target=target))
     except Diverged as error:
-        status, reason = DIVERGED, report.text_of(error)
+        status, reason = DIVERGED, failure.text_of(error)
     except Exception as error:
         traceback.print_exc()
-        status, reason = FAILED, report.text_of(error) or type(error).__name__
+        status, reason = FAILED, failure.text_of(error) or type(error).__name__
     finally:
-        if trainer is not None:
-            trainer.close()
+        if training is not None:
+            training.close()
         bootstrap.stop()
-    history = trainer.history if trainer else []
-    row = sweep_table.row_of_history(named, history, trainer.steps_done if trainer else 0)
+    row = sweep_table.row_of_history(named, history, training.steps_done if training else 0)
     # of training: that of validation rises where a model learns its text by heart, too
     if status == DONE and row.loss is not None and row.loss > WORSE * row.losses[0][1]:
         status = DIVERGED

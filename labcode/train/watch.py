@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from labcode.train.run_view import Look, look, newest_run, table
+from labcode.train.run_files import Look, look, newest_run, table
 
 BEGINS_WITHIN_S = 60.0
 

@@ -12,7 +12,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, PercentFormatter
 
-from labcode.train.run_view import TITLES, Look, series, shown, table
+from labcode.train.run_files import TITLES, Look, series, shown, table
 from labcode.units import si
 
 OWN = "#0072B2"  # Okabe and Ito's blue and orange, which all readers can tell apart

@@ -71,13 +71,15 @@ def rank():
 
 def signalled_in(where, *numbers, ranks=(0, 1), call=1):
     """A patch: this process gets signals at a certain point of its life."""
-    from labcode.train import checkpoint, loop, run
+    from labcode.train import build, result, run
+    from labcode.train.checkpoint import store as checkpoint
+    from labcode.train.step import TrainStep
 
     owner = {
-        "_build": loop.Trainer,
-        "step": loop.Trainer,
-        "_finish": loop.Trainer,
-        "write_result": loop,
+        "_model": build,
+        "__call__": TrainStep,
+        "finish": result.Result,
+        "write_result": result,
         "make_task": run,
         "_write_files": checkpoint,
     }[where]
@@ -96,14 +98,15 @@ def failing_in(where, error, ranks=(0,), call=1):
     import torch
 
     from labcode.data.text import TextDataset
-    from labcode.train import loop
+    from labcode.parallel.model import ParallelModel
+    from labcode.train import run
 
     owner = {
         "to_empty": torch.nn.Module,
         "__getitem__": TextDataset,
         "step": torch.optim.AdamW,
-        "forward_backward": loop.ParallelModel,
-        "open": loop.Trainer,
+        "forward_backward": ParallelModel,
+        "open_log": run,
     }[where]
 
     def act(calls):
@@ -141,13 +144,17 @@ def test_a_refused_command_leaves_nothing_behind_and_an_old_run_alone(written, a
 @pytest.mark.parametrize(
     ("patch", "codes", "text"),
     [
-        (partial(signalled_in, "_build", signal.SIGINT), [130, 130], "before the first step: noth"),
-        (partial(signalled_in, "step", signal.SIGINT), [130, 130], "before the first step: noth"),
+        (partial(signalled_in, "_model", signal.SIGINT), [130, 130], "before the first step"),
+        (
+            partial(signalled_in, "__call__", signal.SIGINT),
+            [130, 130],
+            "before the first step",
+        ),
         (partial(failing_in, "to_empty", NO_MEMORY, ranks=[1]), [2, 2], "error: rank 1: "),
         (partial(failing_in, "to_empty", MemoryError(), ranks=[0]), [2, 2], "not enough memory"),
         (partial(failing_in, "to_empty", MemoryError(), ranks=[1]), [2, 2], "rank 1: MemoryErr"),
         (partial(failing_in, "forward_backward", NO_MEMORY, ranks=[1]), [2, 2], "error: rank 1: "),
-        (partial(failing_in, "open", OSError(28, "No space"), ranks=[0]), [2, 2], "no space"),
+        (partial(failing_in, "open_log", OSError(28, "No space"), ranks=[0]), [2, 2], "no space"),
     ],
 )
 def test_an_old_run_is_back_if_the_new_one_ends_before_its_first_step(written, patch, codes, text):
@@ -175,7 +182,7 @@ def test_an_old_run_is_beside_the_new_one_that_has_begun(written, failing):
 @pytest.mark.parametrize("step", [1, 2])
 def test_after_a_kill_an_old_run_is_beside_the_new_one(written, args, step):
     old = contents(written / "run")
-    kill = partial(signalled_in, "step", signal.SIGKILL, ranks=[0], call=step)
+    kill = partial(signalled_in, "__call__", signal.SIGKILL, ranks=[0], call=step)
     done = train([*RUN, "--train.overwrite"], cwd=written, patch=kill)
     assert done.codes == [-signal.SIGKILL]
     assert train([*RUN, *args], cwd=written).codes == [0]
@@ -332,12 +339,12 @@ ON = ["--checkpoint.every=2"]
         # to one rank: rank 0 keeps the store here, in which the word of another one is left; under
         # torchrun, whose agent keeps it, that works both ways
         ("_write_files", [signal.SIGINT], [1], 2),
-        ("_finish", [signal.SIGINT], [0, 1], 3),
-        ("step", [signal.SIGINT, signal.SIGINT], [0, 1], 1),
+        ("finish", [signal.SIGINT], [0, 1], 3),
+        ("__call__", [signal.SIGINT, signal.SIGINT], [0, 1], 1),
     ],
 )
 def test_ctrl_c_is_130_on_all_ranks_and_no_traceback(tmp_path, where, numbers, ranks, steps):
-    call = 2 if where == "step" else 1
+    call = 2 if where == "__call__" else 1
     patch = partial(signalled_in, where, *numbers, ranks=ranks, call=call)
     done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
     assert done.codes == [130, 130], done.err
@@ -347,7 +354,7 @@ def test_ctrl_c_is_130_on_all_ranks_and_no_traceback(tmp_path, where, numbers, r
 
 def failing_after_ctrl_c(error, because):
     """A patch: the second step ends with an error, after a Ctrl-C or because of it."""
-    from labcode.train.loop import Trainer
+    from labcode.train.step import TrainStep
 
     def act(calls):
         if calls < 2:
@@ -360,7 +367,7 @@ def failing_after_ctrl_c(error, because):
                 raise error from cause
         raise error
 
-    before(Trainer, "step", act)
+    before(TrainStep, "__call__", act)
 
 
 @pytest.mark.parametrize("because", [False, True])
@@ -376,9 +383,9 @@ def test_an_error_after_ctrl_c_is_shown_unless_ctrl_c_is_its_cause(tmp_path, bec
 @pytest.mark.parametrize(
     ("number", "where", "checkpoints"),
     [
-        (signal.SIGTERM, "_finish", ON),
+        (signal.SIGTERM, "finish", ON),
         (signal.SIGTERM, "write_result", []),
-        (signal.SIGUSR1, "_finish", []),
+        (signal.SIGUSR1, "finish", []),
         (signal.SIGUSR1, "write_result", ON),
     ],
 )
@@ -393,7 +400,7 @@ def test_a_signal_while_the_result_is_written_does_not_stop_it(
     assert (tmp_path / "run" / "result.txt").exists()
 
 
-@pytest.mark.parametrize("where", ["make_task", "_build"])
+@pytest.mark.parametrize("where", ["make_task", "_model"])
 def test_a_signal_in_set_up_ends_the_run_before_its_first_step(tmp_path, where):
     patch = partial(signalled_in, where, signal.SIGUSR1, ranks=[1])
     done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
@@ -405,7 +412,7 @@ def test_a_signal_in_set_up_ends_the_run_before_its_first_step(tmp_path, where):
 
 
 def test_a_signal_in_the_first_step_ends_the_run_behind_it(tmp_path):
-    patch = partial(signalled_in, "step", signal.SIGUSR1, ranks=[1])
+    patch = partial(signalled_in, "__call__", signal.SIGUSR1, ranks=[1])
     done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
     assert done.codes == [0, 0], done.err
     assert "stopped by SIGUSR1 after step 1, with a checkpoint: resume from it" in done.err[0]
@@ -416,7 +423,7 @@ def test_a_signal_in_the_first_step_ends_the_run_behind_it(tmp_path):
 
 
 def test_a_signal_in_the_last_step_stops_nothing(tmp_path):
-    patch = partial(signalled_in, "step", signal.SIGTERM, call=3)
+    patch = partial(signalled_in, "__call__", signal.SIGTERM, call=3)
     done = train([*RUN, *ON], cwd=tmp_path, ranks=2, patch=patch)
     assert done.codes == [0, 0]
     assert "stopped" not in "".join(done.err)
@@ -436,7 +443,7 @@ def repeated():
     import atexit
 
     atexit.register(act, 0)
-    signalled_in("step", signal.SIGUSR1)
+    signalled_in("__call__", signal.SIGUSR1)
 
 
 def test_a_signal_that_is_repeated_does_not_kill_a_rank_that_ends(tmp_path):

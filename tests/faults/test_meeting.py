@@ -66,7 +66,7 @@ def listens(address):
 
 def meet_only(**chosen):
     """As `connect`, with the errors that the training would print."""
-    from labcode.train.report import fail
+    from labcode.train.failure import fail
 
     try:
         connect(**chosen)

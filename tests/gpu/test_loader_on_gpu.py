@@ -17,7 +17,7 @@ pytestmark = [
 @pytest.mark.parametrize("pinned", [False, True], ids=["pageable", "pinned"])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_copies_on_a_stream_of_their_own_are_whole_when_they_are_used(workers, pinned):
-    dataset = weather.load(WeatherData(crop=(30, 60), mirror=True, sun=True)).train
+    dataset = weather.load(WeatherData(crop=(30, 60), sun=True)).train
     order = Batches(len(dataset), 8)
     config = LoaderConfig(workers=workers, pin_memory=pinned)
     weights = torch.randn(4096, 4096, device="cuda")

@@ -3,10 +3,11 @@
 import pytest
 import torch
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.comm import bootstrap
 from labcode.comm.grid import Grid
-from labcode.train.loop import Trainer
+from labcode.train.build import build
+from labcode.train.run import train
 from labcode.train.tasks import make_task
 
 pytestmark = [
@@ -25,8 +26,8 @@ def world():
 def losses(world, **changes):
     named = {name.replace("__", "."): value for name, value in changes.items()}
     config = recipes.with_changes(recipes.gpt_tiny(), SMALL | named)
-    trainer = Trainer(config, world, Grid.create(config.check(1)), make_task(config), out=None)
-    return [row["loss"] for row in trainer.fit() if "loss" in row]
+    training = build(config, world, Grid.create(combinations.check(config, 1)), make_task(config))
+    return [row["loss"] for row in train(training) if "loss" in row]
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32", "bfloat16", "float16"])

@@ -106,7 +106,9 @@ def test_stuck_working_silent_and_slow_are_told_apart(tmp_path, capsys, monkeypa
         ), text
         assert f"rank 1, process {running.pids[1]} on " in text and "2 steps done" in text
         stack = text.partition("rank 1, process")[2]
-        assert re.search(r"wait_at_the_gate .*\n(.*\n)*? +step .*\n(.*\n)*? +fit ", stack), text
+        assert re.search(
+            r"wait_at_the_gate .*\n(.*\n)*? +__call__ .*/step\.py, .*\n(.*\n)*? +fit ", stack
+        ), text
         assert not (tmp_path / "run" / "hang").exists()
         assert asked(capsys, str(running.pids[0]), *ASK[1:], "60")[0] == 1
 

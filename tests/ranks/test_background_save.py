@@ -37,19 +37,16 @@ def save_while_training(config, out):
     import threading
 
     import torch.distributed as dist
+    from trained import built, checkpoints_of
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train import checkpoint
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train.checkpoint import store as checkpoint
+    from labcode.train.step import TrainStep
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out)
-    trainer.close()
-    checkpoints = trainer.checkpoints
-    assert checkpoints is not None
+    rank = dist.get_rank()
+    training = built(config)
+    step = TrainStep(training)
+    training.close()
+    checkpoints = checkpoints_of(training, out)
     go_on = threading.Event()
     write = checkpoint.write
 
@@ -58,17 +55,17 @@ def save_while_training(config, out):
             go_on.wait()
         return write(*args)
 
-    losses = [trainer.step().loss.item()]
+    losses = [step().loss.item()]
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(checkpoint, "write", held_back)
-        checkpoints.begin(trainer.state)
+        checkpoints.begin(training.state)
         for _ in range(3):
-            losses.append(trainer.step().loss.item())
+            losses.append(step().loss.item())
             checkpoints.finish_if_written()
         meanwhile = names(checkpoints.folder)
         # the next one waits for the first
         threading.Timer(0.3, go_on.set).start()
-        checkpoints.begin(trainer.state)
+        checkpoints.begin(training.state)
         after_second = names(checkpoints.folder)
     checkpoints.finish()
     at_the_end = names(checkpoints.folder)
@@ -92,20 +89,15 @@ def test_training_goes_on_while_a_checkpoint_is_written_and_what_it_holds_is_the
 
 def losses_from(config, start):
     """The losses of this rank from a checkpoint on."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train.step import TrainStep
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), None, start)
+    training = built(config, start)
+    step = TrainStep(training)
     losses = []
-    while trainer.steps_done < config.train.steps:
-        losses.append(trainer.step().loss.item())
+    while training.steps_done < config.train.steps:
+        losses.append(step().loss.item())
     return losses
 
 
@@ -129,7 +121,7 @@ def test_a_full_disk_is_told_at_the_next_step_and_leaves_the_older_one(tmp_path,
 
 def slow_to_write():
     """Each rank takes a second to write its part of a checkpoint."""
-    from labcode.train import checkpoint
+    from labcode.train.checkpoint import store as checkpoint
 
     write = checkpoint.write
 

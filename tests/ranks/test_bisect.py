@@ -26,34 +26,28 @@ def record(changes, folder, fault=None):
     from dataclasses import replace
     from pathlib import Path
 
-    import torch
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.precision.record import Recorder
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
 
     rank = dist.get_rank()
-    size = dist.get_world_size()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | changes)
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
+    training = built(config)
     if fault is not None and rank == 1:
         name, which = fault
-        module = trainer.model.module.get_submodule(name)
+        module = training.model.module.get_submodule(name)
         right = getattr(module.product, which)
 
         def wrong(*args):
             return right(*args) * 1.001
 
         module.product = replace(module.product, **{which: wrong})
-    recorder = Recorder(trainer.model, Path(folder), trainer.precision.name)
-    batches = trainer.loader.take(0)
+    recorder = Recorder(training.model, Path(folder), training.precision.name)
+    batches = training.loader.take(0)
     with recorder.step(1, batches):
-        trainer.model.forward_backward(batches)
-    trainer.close()
+        training.model.forward_backward(batches)
+    training.close()
 
 
 @pytest.fixture(scope="module")

@@ -21,9 +21,9 @@ import torch
 from faults import forks
 from faults.waiting import until
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.train import metrics
-from labcode.train.checkpoint_files import read_about
+from labcode.train.checkpoint.folder import read_about
 
 TINY = {
     "model.num_layers": 2,
@@ -71,22 +71,22 @@ TRAIN = [
 def train(config, out, start, seed):
     """One run in this pool: (loss and gradient norm of each step, final weights of the model)."""
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), out, start)
+    size = dist.get_world_size()
+    grid = Grid.create(combinations.check(config, size))
+    training = built(config, start)
     if not start:
         # a state of the generators that no fresh run would have
         torch.manual_seed(seed + grid.coord("dp"))
-    rows = [(row["step"], row["loss"], row["grad_norm"]) for row in trainer.fit() if "loss" in row]
-    trainer.close()
-    return rows, {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
+    rows = []
+    for row in run.train(training, out):
+        if "loss" in row:
+            rows.append((row["step"], row["loss"], row["grad_norm"]))
+    return rows, {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
 
 
 @pytest.mark.parametrize("grid", GRIDS.values(), ids=GRIDS)
@@ -380,12 +380,12 @@ def test_of_a_checkpoint_that_lies_elsewhere_only_the_link_is_removed(written):
 @pytest.mark.parametrize("number", [errno.EACCES, errno.EIO, errno.ESTALE])
 def test_a_disk_that_cannot_be_read_now_is_no_damage(written, number):
     def patch():
-        from labcode.train import checkpoint_files
+        from labcode.train.checkpoint import folder as module
 
         def fail(path):
             raise OSError(number, os.strerror(number), str(path))
 
-        checkpoint_files.stored = fail
+        module.stored = fail
 
     before = contents(written)
     done = run("--train.out=run", "--checkpoint.resume", cwd=written, patch=patch)
@@ -429,7 +429,7 @@ def test_what_a_stranger_puts_in_the_place_of_tensors_is_never_run(written):
 
 def tell_what_is_there(folder):
     """Write a `run.json` that fits the files, as they are now."""
-    from labcode.train.checkpoint_files import read_about, stored
+    from labcode.train.checkpoint.folder import read_about, stored
 
     about = read_about(folder)
     files = {name: stored(folder / name) for name in about.files}
@@ -486,35 +486,32 @@ def test_tensors_that_do_not_fit_are_named_and_an_older_checkpoint_is_taken(
 def load(config, out, broken):
     """What `load` takes if reading `broken` fails on the last rank, and what was filled by then."""
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
     from labcode.comm.grid import Grid
-    from labcode.train.checkpoint import Checkpoints
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
-    from labcode.train.tensor_files import DamagedError
+    from labcode.train.checkpoint.store import Checkpoints
+    from labcode.train.checkpoint.tensors import DamagedError
 
     rank = dist.get_rank()
     size = dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), None)
-    before = {name: param.clone() for name, param in trainer.state.params.items()}
+    grid = Grid.create(combinations.check(config, size))
+    training = built(config)
+    before = {name: param.clone() for name, param in training.state.params.items()}
     checkpoints = Checkpoints(config, grid, out)
-    read = trainer.state.read
+    read = training.state.read
     untouched = []
 
     def read_or_fail(folder, index, **options):
-        same = [torch.equal(param, before[name]) for name, param in trainer.state.params.items()]
-        untouched.append(all(same) and not trainer.optimizer.state)
+        same = [torch.equal(param, before[name]) for name, param in training.state.params.items()]
+        untouched.append(all(same) and not training.optimizer.state)
         tensors = read(folder, index, **options)
         if rank == size - 1 and folder.name in broken:
             raise DamagedError("the last tensor is missing")
         return tensors
 
-    trainer.state.read = read_or_fail
-    taken = checkpoints.load(trainer.state, checkpoints.newest())
-    return taken.name, trainer.steps_done, untouched
+    training.state.read = read_or_fail
+    taken = checkpoints.load(training.state, checkpoints.newest())
+    return taken.name, training.steps_done, untouched
 
 
 def test_a_rank_that_cannot_read_its_part_sends_all_to_the_older_one_unchanged(ranks2, tmp_path):
@@ -569,32 +566,31 @@ def newest(config, out):
     import torch.distributed as dist
 
     from labcode.comm.grid import Grid
-    from labcode.train.checkpoint import Checkpoints
+    from labcode.train.checkpoint.store import Checkpoints
 
-    return Checkpoints(config, Grid.create(config.check(dist.get_world_size())), out).newest()
+    return Checkpoints(
+        config, Grid.create(combinations.check(config, dist.get_world_size())), out
+    ).newest()
 
 
 def save_with_damage(config, out, start):
     """What saving says after the last rank has got a weight that is not a number."""
     import torch.distributed as dist
+    from trained import built, checkpoints_of
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.train.finite import Diverged
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train.step import TrainStep
 
     rank = dist.get_rank()
     size = dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), out, start)
-    trainer.close()
-    trainer.step()
+    training = built(config, start)
+    step = TrainStep(training)
+    training.close()
+    step()
     if rank == size - 1:
-        next(iter(trainer.state.params.values())).data.view(-1)[0] = float("nan")
+        next(iter(training.state.params.values())).data.view(-1)[0] = float("nan")
     with pytest.raises(Diverged) as error:
-        trainer.checkpoints.save(trainer.state)
+        checkpoints_of(training, out).save(training.state)
     return str(error.value)
 
 
@@ -617,34 +613,33 @@ Killed = GeneratorExit
 
 def save_and_die_at_every_moment(config, out):
     """What is found in the folder after each of the saves that ended before their time."""
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from trained import built, checkpoints_of
 
-    world = World(Place(0, 1, 0, 1), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(1)), make_task(config), out)
-    trainer.close()
-    trainer.step()
-    checkpoints = trainer.checkpoints
-    checkpoints.save(trainer.state)
+    from labcode.train.step import TrainStep
+
+    training = built(config)
+    step = TrainStep(training)
+    training.close()
+    step()
+    checkpoints = checkpoints_of(training, out)
+    checkpoints.save(training.state)
     found = []
     moment = 0
     ended = False
     while not ended:
         moment += 1
-        trainer.batches.advance()  # the next step, with the same weights
+        training.batches.advance()  # the next step, with the same weights
         calls = itertools.count(1)
         with pytest.MonkeyPatch.context() as patched:
             for holder, name in ((os, "replace"), (os, "fsync"), (shutil, "rmtree")):
                 patched.setattr(holder, name, dying(getattr(holder, name), calls, moment))
             try:
-                checkpoints.save(trainer.state)
+                checkpoints.save(training.state)
                 ended = True
             except (Killed, OSError):
                 pass
         whole = checkpoints.newest()
-        found.append((trainer.steps_done, int(whole.name[5:]), names(checkpoints.folder)))
+        found.append((training.steps_done, int(whole.name[5:]), names(checkpoints.folder)))
     return found
 
 
@@ -675,10 +670,9 @@ def test_whenever_a_save_ends_a_whole_checkpoint_is_there(ranks1, tmp_path):
 def test_ctrl_c_in_a_save_is_a_ctrl_c(tmp_path, moment, ranks):
     def patch():
         """Rank 0 stops in the middle of its second checkpoint, and the others wait for it."""
-        import labcode.train.checkpoint as module
-        from labcode.train import tensor_files
+        from labcode.train.checkpoint import store, tensors
 
-        holder = module if moment != "write_atomically" else tensor_files
+        holder = store if moment != "write_atomically" else tensors
         original = getattr(holder, moment)
 
         def slow(*args, **kwargs):

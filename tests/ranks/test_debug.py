@@ -60,31 +60,25 @@ def logged(changes, text, folder, over, weights=True):
     """What each rank has written after two steps that do not change the weights, and its file."""
     from pathlib import Path
 
-    import torch
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.precision import debug
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
 
     rank = dist.get_rank()
-    size = dist.get_world_size()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | changes)
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
+    training = built(config)
     path = Path(folder) / f"debug-{rank}.yaml"
     path.write_text(text)
-    chosen = debug.chosen_layers(trainer.model, path)
+    chosen = debug.chosen_layers(training.model, path)
     reduction = debug.Reduction(tuple(over), weights)
-    debugger = debug.Debugger(trainer.model, chosen, Path(folder), reduction)
+    debugger = debug.Debugger(training.model, chosen, Path(folder), reduction)
     for step in range(2):
-        trainer.model.forward_backward(trainer.loader.take(step))
-        trainer.optimizer.zero_grad()
+        training.model.forward_backward(training.loader.take(step))
+        training.optimizer.zero_grad()
         debugger.step()
     debugger.close()
-    trainer.close()
+    training.close()
     file = Path(folder) / debug.STATISTICS / f"nvdlfw_inspect_globalrank-{rank}.log"
     return debug.read_statistics(Path(folder), rank), file.read_bytes()
 

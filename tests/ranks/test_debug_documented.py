@@ -36,30 +36,24 @@ def losses(changes, text, folder):
     """The losses of three steps, with the features of a YAML."""
     from pathlib import Path
 
-    import torch
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.precision import debug
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
     rank = dist.get_rank()
-    size = dist.get_world_size()
     config = recipes.with_changes(recipes.gpt_tiny(), CHANGES | {"train.steps": 3} | changes)
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
+    training = built(config)
     debugger = None
     if text:
         path = Path(folder) / f"debug-{rank}.yaml"
         path.write_text(text)
-        chosen = debug.chosen_layers(trainer.model, path)
-        debugger = debug.Debugger(trainer.model, chosen, Path(folder))
-    rows = trainer.fit()
+        chosen = debug.chosen_layers(training.model, path)
+        debugger = debug.Debugger(training.model, chosen, Path(folder))
+    rows = run.train(training)
     if debugger is not None:
         debugger.close()
-    trainer.close()
     return [row["loss"] for row in rows if "loss" in row]
 
 

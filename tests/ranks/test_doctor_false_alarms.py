@@ -326,22 +326,15 @@ def test_a_correct_loop_has_no_findings(loop, ranks2, tmp_path):
 
 def trained(rank, recipe, changes):
     """A recipe through the loop of `labcode.train`, with the watch around it."""
+    from trained import built
+
     from labcode import doctor, recipes
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
     config = recipes.with_changes(recipes.get(recipe), changes)
-    size = dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), out=None)
-    try:
-        with doctor.watch(trainer.model.replica, trainer.optimizer, quiet=True) as watched:
-            trainer.fit()
-    finally:
-        trainer.close()
+    training = built(config)
+    with doctor.watch(training.model.replica, training.optimizer, quiet=True) as watched:
+        run.train(training)
     return not_of_time(watched.findings), watched.facts.syncs
 
 

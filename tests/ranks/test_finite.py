@@ -24,32 +24,28 @@ def found(changes, damage):
 
     The value goes into the first three places of a weight, or of what the optimizer keeps for it.
     """
-    import torch
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.train import finite
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train.step import TrainStep
 
     rank = dist.get_rank()
-    size = dist.get_world_size()
     config = recipes.with_changes(CONFIG, changes)
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
-    trainer.step()
-    params = dict(trainer.model.module.named_parameters())
+    training = built(config)
+    step = TrainStep(training)
+    step()
+    params = dict(training.model.module.named_parameters())
     for where, name, key, value in damage:
         if where == rank:
             tensor = (
-                params[name].data if key is None else trainer.optimizer.state[params[name]][key]
+                params[name].data if key is None else training.optimizer.state[params[name]][key]
             )
             tensor.view(-1)[:3] = value
     texts = []
-    for optimizer in (None, trainer.optimizer):
+    for optimizer in (None, training.optimizer):
         try:
-            finite.check(trainer.model, optimizer)
+            finite.check(training.model, optimizer)
         except finite.Diverged as error:
             texts.append(str(error))
         else:

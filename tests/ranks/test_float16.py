@@ -31,26 +31,26 @@ def on_last_rank(steps, change):
     """A patch: in some steps `change(output)` is what the last rank's MLPs give."""
     import torch.distributed as dist
 
-    from labcode.train.loop import Trainer
+    from labcode.train import run
 
-    original = Trainer._build
+    original = run.build
 
-    def build(self):
-        model = original(self)
+    def build(*args):
+        training = original(*args)
 
         def hook(module, args, output):
             is_last = dist.get_rank() == dist.get_world_size() - 1
-            if output.requires_grad and self.steps_done + 1 in steps and is_last:
+            if output.requires_grad and training.steps_done + 1 in steps and is_last:
                 return change(output)
             return output
 
         # tp cuts what this gives: no other rank has the same numbers
-        for name, module in model.module.named_modules():
+        for name, module in training.model.module.named_modules():
             if name.endswith("mlp.up"):
                 module.register_forward_hook(hook)
-        return model
+        return training
 
-    Trainer._build = build
+    run.build = build
 
 
 def overflow(steps, factor=math.inf):
@@ -72,25 +72,25 @@ def nothing_moves():
     """A patch: a step that is left out changes neither a weight nor what the optimizer keeps."""
     import torch
 
-    from labcode.train.loop import Trainer
+    from labcode.train.step import TrainStep
 
-    original = Trainer.step
+    original = TrainStep.__call__
 
-    def held(trainer):
-        found = [param.detach() for param in trainer.model.weights.values()]
-        for state in trainer.optimizer.state.values():
+    def held(training):
+        found = [param.detach() for param in training.model.weights.values()]
+        for state in training.optimizer.state.values():
             found += list(state.values())
         return [tensor.clone() for tensor in found]
 
     def watched(self):
-        before = held(self)
+        before = held(self.training)
         step = original(self)
-        same = all(map(torch.equal, before, held(self)))
-        if self.steps_done > 1:  # the optimizer has nothing before its first step
-            assert same == step.rescaled, f"step {self.steps_done}"
+        same = all(map(torch.equal, before, held(self.training)))
+        if self.training.steps_done > 1:  # the optimizer has nothing before its first step
+            assert same == step.rescaled, f"step {self.training.steps_done}"
         return step
 
-    Trainer.step = watched
+    TrainStep.__call__ = watched
 
 
 IN_STEP_4 = partial(overflow, (4,))

@@ -9,7 +9,7 @@ import torch
 from faults import fixtures, forks
 from faults.injection import at_step, die
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.precision.fp8 import reduced_amaxes
 from labcode.teach.labs import l18_gpt as lab
 from labcode.train import metrics
@@ -53,21 +53,15 @@ GRIDS = {
 
 def fit(config):
     """(the losses of a run, its last validation loss, {operand of a layer: its history})."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    trainer = Trainer(config, world, grid, make_task(config), out=None)
-    rows = trainer.fit()
+    training = built(config)
+    rows = run.train(training)
     losses = [row["loss"] for row in rows if "loss" in row]
     validation = [row["val_loss"] for row in rows if "val_loss" in row][-1]
-    histories = {name: scaling.history.tolist() for name, scaling in trainer.fp8.scalings()}
+    histories = {name: scaling.history.tolist() for name, scaling in training.fp8.scalings()}
     return losses, validation, histories
 
 
@@ -258,7 +252,7 @@ def test_what_does_not_go_with_fp8_is_one_line():
     }
     for words, changes in refused.items():
         with pytest.raises(ValueError, match=words):
-            recipes.with_changes(CONFIG, changes).check(4)
+            combinations.check(recipes.with_changes(CONFIG, changes), 4)
 
 
 def test_a_killed_run_resumes_with_its_histories_bit_for_bit(tmp_path):

@@ -42,17 +42,10 @@ def test_transformers_reads_it_and_computes_the_same(exported):
 
 def started(config):
     """The whole weights with which a run of this pool starts."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
-
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
-    return {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
+    training = built(config)
+    return {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)

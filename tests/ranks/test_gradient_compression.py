@@ -6,7 +6,7 @@ from faults import forks
 from faults.cases import WEATHER
 from torch import nn
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import ParallelConfig
 from labcode.parallel.torch_data import PowerSGD, TorchDataParallel
 from labcode.train import metrics
@@ -180,11 +180,11 @@ LAST = {"train.powersgd_rank": 2}
 def test_what_powersgd_cannot_be_combined_with_is_refused_in_one_line(changes, words):
     made = {"model.vocab_size": 84, **LAST, **changes}
     with pytest.raises(ValueError, match="powersgd_rank") as found:
-        recipes.with_changes(recipes.gpt_tiny(), made).check(2)
+        combinations.check(recipes.with_changes(recipes.gpt_tiny(), made), 2)
     assert str(found.value).startswith(f"train.powersgd_rank=2 {words}")
     assert "\n" not in str(found.value)
     made.pop("train.powersgd_rank")
-    recipes.with_changes(recipes.gpt_tiny(), made).check(2)
+    combinations.check(recipes.with_changes(recipes.gpt_tiny(), made), 2)
 
 
 def losses(folder):

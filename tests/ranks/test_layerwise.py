@@ -30,19 +30,13 @@ GRIDS = {
 
 def fit(config, out, start=None):
     """(Loss and gradient norm of each step, the final weights) of one run in this pool."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out, start)
-    rows = [(row["loss"], row["grad_norm"]) for row in trainer.fit() if "loss" in row]
-    trainer.close()
-    return rows, {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
+    training = built(config, start)
+    rows = [(row["loss"], row["grad_norm"]) for row in run.train(training, out) if "loss" in row]
+    return rows, {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

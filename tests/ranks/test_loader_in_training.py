@@ -97,7 +97,7 @@ def test_however_a_run_ends_its_workers_end_with_it(tmp_path, whom, number, code
 
 
 PARTS = ["vit_tiny", "--model.num_layers=2", "--model.num_heads=2", "--model.hidden_size=8"]
-PARTS += ["--data.crop", "20", "30", "--data.mirror", "--train.dtype=float64", "--train.steps=5"]
+PARTS += ["--data.crop", "20", "30", "--train.dtype=float64", "--train.steps=5"]
 PARTS += ["--train.global_batch=4", "--train.eval_batches=3", "--train.log_every=1"]
 PARTS += ["--train.micro_batch=1", "--train.out=run"]
 

@@ -8,6 +8,7 @@ from faults import forks
 from torch import nn
 from torch.nn import functional as F
 
+from labcode import combinations
 from labcode.comm.counting import counted, totals
 from labcode.comm.grid import Grid
 from labcode.config import LocalConfig
@@ -172,19 +173,19 @@ def nan_on(rank):
     import torch
     import torch.distributed as dist
 
-    from labcode.train.loop import Trainer
+    from labcode.train.step import TrainStep
 
-    original = Trainer.step
+    original = TrainStep.__call__
 
     def step(self):
         done = original(self)
-        if self.steps_done == 6 and dist.get_rank() == rank:
+        if self.training.steps_done == 6 and dist.get_rank() == rank:
             name = "blocks.0.mlp.up.weight"
             with torch.no_grad():
-                self.model.weights[name].view(-1)[0] = float("nan")
+                self.training.model.weights[name].view(-1)[0] = float("nan")
         return done
 
-    Trainer.step = step
+    TrainStep.__call__ = step
 
 
 @pytest.mark.parametrize(("ranks", "tp"), [(2, 1), (4, 2)])
@@ -221,5 +222,5 @@ def test_what_has_no_meaning_with_copies_that_train_alone_is_refused(changes, me
     for section, fields in changes.items():
         config = replace(config, **{section: replace(getattr(config, section), **fields)})
     with pytest.raises(ValueError, match=message) as caught:
-        config.check(4)
+        combinations.check(config, 4)
     assert "\n" not in str(caught.value)

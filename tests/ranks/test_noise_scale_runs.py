@@ -29,19 +29,12 @@ KEYS = ("gradient_square", "gradient_variance")
 
 def fit(config, out=None, start=None):
     """The rows of one run in this pool."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out, start)
-    rows = [row for row in trainer.fit() if "loss" in row]
-    trainer.close()
-    return rows
+    training = built(config, start)
+    return [row for row in run.train(training, out) if "loss" in row]
 
 
 def measured(rows):

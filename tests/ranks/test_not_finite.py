@@ -26,24 +26,18 @@ def found(changes, fault):
     import math
     from dataclasses import replace
 
-    import torch
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
     from labcode.precision.record import Recorder
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
 
     rank = dist.get_rank()
-    size = dist.get_world_size()
     config = recipes.with_changes(CONFIG, changes)
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), None)
+    training = built(config)
     calls = []
 
     def plant(name, which, number):
-        module = trainer.model.module.get_submodule(name)
+        module = training.model.module.get_submodule(name)
         if which == "weight":
             module.weight.data.view(-1)[0] = math.nan
             return
@@ -62,12 +56,12 @@ def found(changes, fault):
     where, name, which, number = fault
     if rank == where:
         plant(name, which, number)
-    batches = trainer.loader.take(0)
-    recorder = Recorder(trainer.model)
+    batches = training.loader.take(0)
+    recorder = Recorder(training.model)
     with recorder.step(1, batches):
-        trainer.model.forward_backward(batches)
+        training.model.forward_backward(batches)
     finding = recorder.first_not_finite()
-    trainer.close()
+    training.close()
     if finding is None:
         return None
     return finding.line, finding.rank, finding.module, finding.tensor, finding.microbatch
@@ -143,16 +137,17 @@ def break_at_step_2():
     import math
     import os
 
-    from labcode.train.loop import Trainer
+    from labcode.train.step import TrainStep
 
-    step = Trainer.step
+    step = TrainStep.__call__
 
-    def broken(trainer):
-        if trainer.steps_done == 1 and os.environ["RANK"] == "1":
-            trainer.model.module.get_submodule(DOWN).weight.data[0, 0] = math.nan
-        return step(trainer)
+    def broken(self):
+        training = self.training
+        if training.steps_done == 1 and os.environ["RANK"] == "1":
+            training.model.module.get_submodule(DOWN).weight.data[0, 0] = math.nan
+        return step(self)
 
-    Trainer.step = broken
+    TrainStep.__call__ = broken
 
 
 def test_a_training_names_the_tensor_and_stops(tmp_path):

@@ -64,30 +64,27 @@ def fit(config, forget=()):
     It is (loss and gradient norm of each step, validation loss, whole final weights, own weights).
     """
     import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
+    rank = dist.get_rank()
     torch.manual_seed(rank)  # ranks are seeded differently: nothing may depend on it
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
+    training = built(config)
     for name, axis in forget:
         if axis == "tp":
-            sharding = trainer.model.shardings[name]
-            trainer.model.shardings[name] = dataclasses.replace(sharding, partial_over=("cp",))
+            sharding = training.model.shardings[name]
+            training.model.shardings[name] = dataclasses.replace(sharding, partial_over=("cp",))
     # the sum over cp travels with the average over dp
     forget_cp = any(axis == "cp" for _, axis in forget)
-    with trainer.model.no_sync() if forget_cp else contextlib.nullcontext():
-        rows = trainer.fit()
+    with training.model.no_sync() if forget_cp else contextlib.nullcontext():
+        rows = run.train(training)
     steps = torch.tensor(
         [(row["loss"], row["grad_norm"]) for row in rows if "loss" in row], dtype=torch.float64
     )
     validation = [row["val_loss"] for row in rows if "val_loss" in row]
-    whole = {name: tensor.clone() for name, tensor in trainer.model.full_state_dict()}
-    own = {name: param.detach().clone() for name, param in trainer.model.module.named_parameters()}
+    whole = {name: tensor.clone() for name, tensor in training.model.full_state_dict()}
+    own = {name: param.detach().clone() for name, param in training.model.module.named_parameters()}
     return steps, validation, whole, own
 
 
@@ -345,17 +342,11 @@ def test_every_zero_stage_trains_like_one_process(request, reference, grid, name
 
 def validated(config):
     """Mean loss over all validation data of a model as it begins."""
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train.observers.validation import validate
 
-    rank, size = dist.get_rank(), dist.get_world_size()
-    world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(size)), make_task(config), out=None)
-    return trainer.validate()
+    return validate(built(config))
 
 
 @pytest.mark.parametrize(

@@ -152,9 +152,9 @@ def test_the_table_says_what_was_done(ranks2):
 
 def trained_bf16(rank):
     """Losses of a short run under autocast, all axes of two ranks in use one after the other."""
-    from labcode.comm.bootstrap import Place, World
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from trained import built
+
+    from labcode.train import run
 
     losses = []
     for axes in ({"tp": 1}, {"tp": 2}, {"tp": 2, "sequence": True}, {"cp": 2}):
@@ -172,9 +172,8 @@ def trained_bf16(rank):
             "train.sample_tokens": 0,
         }
         config = recipes.with_changes(recipes.gpt_tiny(), changes | small | sequence)
-        world = World(Place(rank, 2, rank, 2), torch.device("cpu"), "gloo")
-        trainer = Trainer(config, world, Grid.create(config.check(2)), make_task(config), out=None)
-        losses.append(trainer.fit()[0]["loss"])
+        training = built(config)
+        losses.append(run.train(training)[0]["loss"])
     return losses
 
 

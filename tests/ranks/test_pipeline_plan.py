@@ -13,7 +13,7 @@ def simulations_of_each_step(rank):
     from labcode.models.gpt import GPT
     from labcode.models.parallelize import parallelize
     from labcode.schedules import evaluation_plan, plan_pipeline, simulation
-    from labcode.schedules import plan as plan_module
+    from labcode.schedules import pipeline_plan as plan_module
     from labcode.topology import GridShape
 
     plan_pipeline.cache_clear()

@@ -30,18 +30,18 @@ import os, signal, sys, threading, time
 def prepare():
     while "labcode.train.loop" not in sys.modules:
         time.sleep(0.005)
-    from labcode.train.loop import Trainer
+    from labcode.train.step import TrainStep
     # RANK:STEP of each attempt; the last one of "1:7,0:6," is left alone
     moments = [*sys.argv[1].split(","), ""]
     rank, _, last = moments[int(os.environ["TORCHELASTIC_RESTART_COUNT"])].partition(":")
-    original = Trainer.step
+    original = TrainStep.__call__
 
     def step(self):
-        if os.environ["RANK"] == rank and self.steps_done == int(last):
+        if os.environ["RANK"] == rank and self.training.steps_done == int(last):
             os.kill(os.getpid(), signal.SIGKILL)
         return original(self)
 
-    Trainer.step = step
+    TrainStep.__call__ = step
 
 threading.Thread(target=prepare, daemon=True).start()
 from labcode.train.__main__ import main
@@ -124,19 +124,19 @@ import os, pathlib, signal, sys, threading, time
 def prepare():
     while "labcode.train.loop" not in sys.modules:
         time.sleep(0.005)
-    from labcode.train.loop import Trainer
-    original = Trainer.step
+    from labcode.train.step import TrainStep
+    original = TrainStep.__call__
     is_first = not pathlib.Path("killed").exists()
 
     def step(self):
-        if is_first and self.steps_done == 4:
+        if is_first and self.training.steps_done == 4:
             if os.environ["RANK"] == "1":
                 pathlib.Path("killed").touch()
                 os.kill(os.getpid(), signal.SIGKILL)
             time.sleep(10)
         return original(self)
 
-    Trainer.step = step
+    TrainStep.__call__ = step
 
 threading.Thread(target=prepare, daemon=True).start()
 from labcode.train.__main__ import main

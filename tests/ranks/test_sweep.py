@@ -146,18 +146,12 @@ def test_a_run_of_a_sweep_is_the_run_of_the_same_config(first, ranks1):
 
 def losses_of(config):
     """The training loss of each step of one run in this pool."""
-    import torch
-    import torch.distributed as dist
+    from trained import built
 
-    from labcode.comm.bootstrap import Place, World
-    from labcode.comm.grid import Grid
-    from labcode.train.loop import Trainer
-    from labcode.train.tasks import make_task
+    from labcode.train import run
 
-    world = World(Place(dist.get_rank(), 1, 0, 1), torch.device("cpu"), "gloo")
-    trainer = Trainer(config, world, Grid.create(config.check(1)), make_task(config), None)
-    rows = trainer.fit()
-    trainer.close()
+    training = built(config)
+    rows = run.train(training)
     return [row["loss"] for row in rows if "loss" in row]
 
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from labcode.minislurm import Cluster, Unavailable, needs
+from labcode.minislurm.commands import alive
 from labcode.minislurm.place import base
-from labcode.minislurm.processes import alive
 
 
 @pytest.fixture(scope="session")

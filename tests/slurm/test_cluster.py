@@ -19,9 +19,9 @@ from faults.waiting import until
 
 from labcode.minislurm import Cluster, Spec, Unavailable, names_up, needs, running
 from labcode.minislurm.cli import main
+from labcode.minislurm.commands import alive
 from labcode.minislurm.hosts import _command_line, outers
 from labcode.minislurm.place import base
-from labcode.minislurm.processes import alive
 from labcode.slurm.cli import main as jobs
 
 ROOT = Path(__file__).resolve().parents[2]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import TrainConfig
 from labcode.train.precision import check_device
 
@@ -42,7 +42,7 @@ def config(*changes):
 )
 def test_what_does_not_go_together_is_refused_in_one_line(changes, ranks, words):
     with pytest.raises(ValueError, match=r"^train\.") as found:
-        config(*changes).check(ranks)
+        combinations.check(config(*changes), ranks)
     assert str(found.value).startswith(words)
     assert "\n" not in str(found.value)
 
@@ -62,7 +62,7 @@ def test_what_does_not_go_together_is_refused_in_one_line(changes, ranks, words)
     ],
 )
 def test_what_goes_together_is_let_through(changes, ranks):
-    config(*changes).check(ranks)
+    combinations.check(config(*changes), ranks)
 
 
 @pytest.mark.parametrize(

@@ -41,7 +41,7 @@ def test_text_is_refused():
 @needs_dali
 @pytest.mark.parametrize(
     "options",
-    [{}, {"roll": True, "sun": True}, {"crop": (30, 60), "mirror": True, "sun": True}],
+    [{}, {"roll": True, "sun": True}, {"crop": (30, 60), "sun": True}],
     ids=str,
 )
 def test_the_samples_are_ours_at_any_step(options):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import pytest
 
+from labcode import combinations
 from labcode.command import parse
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -71,7 +72,7 @@ def check(command):
     words = shlex.split(command.text.partition(PROGRAM)[2])
     if "--help" in words:
         return
-    parse(words).check(command.ranks)
+    combinations.check(parse(words), command.ranks)
 
 
 SHOWN = []

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.train.noise_scale import estimate
 
 DIM = 20
@@ -79,4 +79,4 @@ def test_what_cannot_be_measured_is_refused(changes, world_size, message):
     changes = {"train.noise_scale": True, **changes}
     config = recipes.with_changes(recipes.gpt_tiny(), changes)
     with pytest.raises(ValueError, match=message):
-        config.check(world_size)
+        combinations.check(config, world_size)

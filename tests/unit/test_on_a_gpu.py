@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from labcode import combinations
 from labcode.command import parse
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "on_a_gpu.py"
@@ -27,7 +28,7 @@ def test_each_run_is_one_that_the_training_program_takes(script, small, tmp_path
     assert len(runs) >= 10
     for run in runs:
         config = parse(script["command"](run, small, tmp_path / "run"))
-        assert config.check(1).world_size == 1
+        assert combinations.check(config, 1).world_size == 1
 
 
 def test_the_models_have_the_size_that_their_names_say(script):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import OptimConfig
 from labcode.train.optim import clip_gradients, learning_rate, make_optimizer
 
@@ -198,4 +198,4 @@ def test_a_missing_package_is_one_line(monkeypatch):
 def test_norms_of_cut_weights_are_refused(name, changes, message):
     config = recipes.with_changes(recipes.gpt_tiny(), {"optim.name": name, **changes})
     with pytest.raises(ValueError, match=f"optim.name={name} {message}"):
-        config.check(2)
+        combinations.check(config, 2)

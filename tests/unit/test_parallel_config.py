@@ -2,7 +2,7 @@
 
 import pytest
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import GPTConfig, ParallelConfig, ViTConfig
 from labcode.topology import GridShape
 
@@ -137,13 +137,13 @@ def test_a_layout_that_works_is_let_through(model, grid, options):
 )
 def test_a_config_is_refused_before_anything_starts(changes, message):
     with pytest.raises(ValueError, match=message):
-        recipes.with_changes(recipes.gpt_tiny(), changes).check(world_size=3)
+        combinations.check(recipes.with_changes(recipes.gpt_tiny(), changes), world_size=3)
 
 
 def test_what_no_number_of_ranks_mends_is_said_first():
     config = recipes.with_changes(recipes.gpt_tiny(), {"parallel.tp": 3})
     with pytest.raises(ValueError, match=r"by parallel.tp=3: parallel.tp can be 1, 2, 4$"):
-        config.check(world_size=2)
+        combinations.check(config, world_size=2)
 
 
 @pytest.mark.parametrize(
@@ -166,4 +166,4 @@ def test_what_no_number_of_ranks_mends_is_said_first():
 def test_stages_and_micro_batches_are_named_as_fields(changes, message):
     config = recipes.with_changes(recipes.gpt_tiny(), changes)
     with pytest.raises(ValueError, match=message):
-        config.check(config.parallel.pp)
+        combinations.check(config, config.parallel.pp)

@@ -24,7 +24,7 @@ from labcode.schedules import (
     ticks,
     waits_for,
 )
-from labcode.schedules import plan as plan_module
+from labcode.schedules import pipeline_plan as plan_module
 
 
 def fits(name, p, m, v):

@@ -1,10 +1,6 @@
-"""When a rank is named as slow, and the clock of a rank's own work."""
+"""When a rank is named as slow."""
 
-import torch
-from faults.waiting import pause
-from torch import nn
-
-from labcode.train.slow import IN_A_ROW, SlowRanks, WorkClock
+from labcode.train.slow import IN_A_ROW, SlowRanks
 
 FOUR = [[0, 1, 2, 3]]
 HOSTS = ["n1", "n1", "n2", "n2"]
@@ -43,24 +39,3 @@ def test_ranks_are_compared_with_those_that_have_the_same_work():
 def test_milliseconds_are_not_worth_a_line():
     slow = SlowRanks(FOUR, HOSTS, factor=2.0)
     assert looked(slow, *[[0.01, 0.01, 0.01, 0.055]] * 5) == [0] * 5
-
-
-def test_the_clock_stops_at_the_first_gradient_of_the_last_micro_batch():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    clock = WorkClock(torch.device("cpu"))
-    clock.watch(model)
-    for _ in range(2):
-        clock.begin()
-        clock.has_read()
-        for _ in range(2):
-            model(torch.ones(1, 4)).sum().backward()
-        arrived = clock._arrived
-        pause(0.01)  # what waits for the others comes later
-        clock.end()
-        assert clock._arrived == arrived
-        assert isinstance(arrived, float) and isinstance(clock._begun, float)
-        assert arrived > clock._begun
-    assert len(clock._hooks) == 1
-    assert clock.take() > 0
-    assert clock.take() == 0

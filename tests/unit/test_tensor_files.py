@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from labcode.parallel.boxes import Box
-from labcode.train import tensor_files
-from labcode.train.tensor_files import DamagedError, Part, whole
+from labcode.train.checkpoint import tensors as tensor_files
+from labcode.train.checkpoint.tensors import DamagedError, Part, whole
 
 TENSORS = {
     "step": torch.tensor(3),

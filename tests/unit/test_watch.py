@@ -9,8 +9,8 @@ import pytest
 from faults.forks import start
 from faults.waiting import pause
 
-from labcode.train import reference, run_lock, run_view, watch
-from labcode.train.run_view import look, newest_run, table, trend
+from labcode.train import reference_runs, run_files, run_lock, watch
+from labcode.train.run_files import look, newest_run, table, trend
 
 ARGS = ["gpt_tiny", "--model.num_layers=1", "--model.hidden_size=16", "--model.num_heads=2"]
 ARGS += ["--model.context_length=32", "--train.global_batch=4", "--train.log_every=1"]
@@ -38,7 +38,7 @@ def test_a_table_has_the_last_numbers_and_those_of_the_reference_run(tmp_path):
     text = table(look(write_run(tmp_path / "run")))
     lines = [" ".join(line.split()) for line in text.splitlines()]
     assert lines[0] == "run: step 20/50, ended before its last step"
-    at_20 = next(row["loss"] for row in reference.rows("gpt_tiny") if row["step"] == 20)
+    at_20 = next(row["loss"] for row in reference_runs.rows("gpt_tiny") if row["step"] == 20)
     assert lines[1] == f"loss 3.0000 █▁ reference {at_20:.4f}"
     assert lines[2:] == [
         "validation loss 2.5000 ▁",
@@ -53,7 +53,7 @@ def test_what_it_is_compared_with_can_be_chosen(tmp_path):
     other = write_run(tmp_path / "other")
     assert look(own).reference_rows == []
     assert look(other, over=None).reference_rows == []
-    assert look(own, over="vit_tiny").reference_rows == reference.rows("vit_tiny")
+    assert look(own, over="vit_tiny").reference_rows == reference_runs.rows("vit_tiny")
     assert look(own, over=other).reference_rows[0]["loss"] == 3.5
 
 
@@ -100,7 +100,7 @@ def test_the_newest_run_is_the_one_that_was_written_last(tmp_path):
 )
 def test_a_trend_is_a_row_of_bars(values, bars):
     assert trend(values) == bars
-    assert len(trend(range(1000))) == run_view.TREND
+    assert len(trend(range(1000))) == run_files.TREND
 
 
 # ---- while it runs

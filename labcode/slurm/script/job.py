@@ -4,6 +4,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
+from labcode import combinations
 from labcode.command import parse
 from labcode.config import Config
 from labcode.recipes import RECIPES
@@ -196,7 +197,7 @@ class Job:
         if self.array is not None and not self.own_folder:
             rule = "leave out train.out, each gets its own"
             raise ValueError(f"all jobs of the array would write into one folder: {rule}")
-        return config.check(self.world_size)
+        return combinations.check(config, self.world_size)
 
 
 def _config(arguments: Sequence[str]) -> Config:

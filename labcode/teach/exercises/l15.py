@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.config import GPTConfig
 from labcode.perf.alpha_beta import Link, time_s
 from labcode.perf.flops import training_flops_per_sample
@@ -408,7 +408,7 @@ def form(form: Any, nodes: int = 2, ranks_per_node: int = 2) -> None:
     refuse(mistakes)
     try:
         changes = {name: form[name] for name in FIELDS}
-        shape = recipes.with_changes(RECIPE, changes).check(world)
+        shape = combinations.check(recipes.with_changes(RECIPE, changes), world)
     except ValueError as error:
         raise Hint(str(error)) from None
     count = global_batch // (micro * shape.dp)

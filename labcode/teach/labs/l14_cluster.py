@@ -20,8 +20,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from labcode.minislurm import Cluster, Unavailable
+from labcode.minislurm.commands import alive
 from labcode.minislurm.place import base
-from labcode.minislurm.processes import alive
 from labcode.slurm.run.client import Client
 from labcode.slurm.run.handle import Handle
 from labcode.slurm.run.submit import submit

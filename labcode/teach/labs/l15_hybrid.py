@@ -19,7 +19,7 @@ import psutil
 import torch
 import torch.distributed as dist
 
-from labcode import recipes
+from labcode import combinations, recipes
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.slurm.run.local import LocalHandle
@@ -29,7 +29,8 @@ from labcode.slurm.script.job import Job
 from labcode.slurm.script.render import render
 from labcode.slurm.script.site import Gpus, Site, load
 from labcode.teach.labs.l14_cluster import Lab
-from labcode.train.loop import Trainer
+from labcode.train.build import build
+from labcode.train.run import train
 from labcode.train.tasks import make_task
 
 RECIPE = recipes.get("gpt_tiny")
@@ -189,8 +190,8 @@ def plain(rank: int, changes: Mapping[str, Any]) -> list[dict[str, float]]:
     size = dist.get_world_size()
     config = recipes.with_changes(RECIPE, {**SHORT, **changes})
     world = World(Place(rank, size, rank, size), torch.device("cpu"), "gloo")
-    grid = Grid.create(config.check(size))
-    return Trainer(config, world, grid, make_task(config), out=None).fit()
+    grid = Grid.create(combinations.check(config, size))
+    return train(build(config, world, grid, make_task(config)))
 
 
 # ---- memory

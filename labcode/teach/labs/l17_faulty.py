@@ -84,17 +84,17 @@ def main(args: Sequence[str]) -> int:
 
 
 def _prepare(fault: Callable[[], None], step: int) -> None:
-    while not hasattr(sys.modules.get("labcode.train.loop"), "Trainer"):
+    while not hasattr(sys.modules.get("labcode.train.step"), "TrainStep"):
         time.sleep(0.005)
-    trainer: Any = sys.modules["labcode.train.loop"].Trainer
-    original = trainer.step
+    train_step: Any = sys.modules["labcode.train.step"].TrainStep
+    original = train_step.__call__
 
     def with_fault(self: Any) -> Any:
-        if self.steps_done == step:
+        if self.training.steps_done == step:
             fault()
         return original(self)
 
-    trainer.step = with_fault
+    train_step.__call__ = with_fault
 
 
 def read_from_a_slow_disk() -> None:

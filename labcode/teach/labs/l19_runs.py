@@ -17,10 +17,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from labcode import combinations
 from labcode.comm.bootstrap import Place, World
 from labcode.comm.grid import Grid
 from labcode.command import parse
-from labcode.train.loop import Trainer
+from labcode.train import run
+from labcode.train.build import Training, build
 from labcode.train.tasks import make_task
 
 # the GPT of the recipe with half the context and half the batch, so that 50 steps take five seconds
@@ -105,18 +107,16 @@ def train(options: str, out: str, fault: Fault | None = None) -> Trained:
     said = io.StringIO()
     history: list[dict[str, float]] = []
     with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        grid = Grid.create(config.check(size))
-        trainer = Trainer(config, world, grid, make_task(config), folder)
+        grid = Grid.create(combinations.check(config, size))
+        training = build(config, world, grid, make_task(config))
         if fault is not None and fault.rank == rank:
-            plant(trainer, fault)
+            plant(training, fault)
         try:
-            history = trainer.fit()
+            history = run.train(training, folder)
         except ArithmeticError as error:  # a loss that is not finite
             print(error)
-        finally:
-            trainer.close()
     num_bad = 0
-    for weight in trainer.model.weights.values():
+    for weight in training.model.weights.values():
         if weight.grad is not None and not weight.grad.isfinite().all():
             num_bad += 1
     losses = [row["loss"] for row in history if "loss" in row]
@@ -124,14 +124,14 @@ def train(options: str, out: str, fault: Fault | None = None) -> Trained:
     return Trained(losses, val_loss, said.getvalue(), num_bad)
 
 
-def plant(trainer: Trainer, fault: Fault) -> None:
+def plant(training: Training, fault: Fault) -> None:
     """Make a product of a layer of this rank wrong.
 
     Args:
-        trainer: Before its first step.
+        training: Before its first step.
         fault: Of this rank.
     """
-    module: Any = trainer.model.module.get_submodule(fault.layer)
+    module: Any = training.model.module.get_submodule(fault.layer)
     right = getattr(module.product, fault.product)
 
     def wrong(*args: Any) -> Tensor:

@@ -93,8 +93,8 @@ def not_finite(run: Path) -> str:
     """The first place in a run's files with a number that is not finite; empty if there is none."""
     import torch
 
-    from labcode.train.checkpoint_files import read_about, read_index
-    from labcode.train.tensor_files import read_whole
+    from labcode.train.checkpoint.folder import read_about, read_index
+    from labcode.train.checkpoint.tensors import read_whole
 
     weights = run / "weights.pt"
     if weights.is_file():

@@ -13,7 +13,7 @@ from ..injection import at_step, during, fail, on_rank
 
 OVERWRITE = "--train.overwrite"
 RESUME = "--checkpoint.resume"
-TRAINER = ("labcode.train.loop", "Trainer.__init__")
+BUILD = ("labcode.train.run", "build")
 
 # what makes a run impossible after the command line was read: arguments, patch, words of the line
 IMPOSSIBLE = {
@@ -31,15 +31,15 @@ IMPOSSIBLE = {
     "an empty path": (["--data.path="], None, ["path"]),
     "a grid that does not fit": (["--parallel.tp=3"], None, ["tp"]),
     "a negative seed": (["--train.seed=-1"], None, ["seed"]),
-    "no memory": ([], partial(during, *TRAINER, partial(fail, "MemoryError")), ["memory"]),
+    "no memory": ([], partial(during, *BUILD, partial(fail, "MemoryError")), ["memory"]),
     "a full disk in set-up": (
         [],
-        partial(during, *TRAINER, partial(fail, "OSError", 28, "No space left on device")),
+        partial(during, *BUILD, partial(fail, "OSError", 28, "No space left on device")),
         ["no space left"],
     ),
     "Ctrl-C in set-up": (
         [],
-        partial(during, *TRAINER, partial(fail, "KeyboardInterrupt")),
+        partial(during, *BUILD, partial(fail, "KeyboardInterrupt")),
         ["interrupted"],
     ),
     "an error in the first step": (

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from labcode import combinations
 from labcode.command import UsageError, parse
 from labcode.config import Config
 from labcode.minislurm.cluster import running
@@ -122,7 +123,7 @@ def _check(options: argparse.Namespace, config: Config, rest: Sequence[str]) -> 
             f"train.steps={config.train.steps} leaves no room for faults: give "
             f"{4 * config.checkpoint.every} or more, four times checkpoint.every"
         )
-    config.check(options.ranks)
+    combinations.check(config, options.ranks)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -13,8 +13,8 @@ import psutil
 
 from labcode import launch, processes
 from labcode.train import metrics
-from labcode.train.checkpoint_files import read_about, verify
-from labcode.train.tensor_files import DamagedError
+from labcode.train.checkpoint.folder import read_about, verify
+from labcode.train.checkpoint.tensors import DamagedError
 
 from .. import waiting
 from ..disks import Disk

@@ -17,10 +17,10 @@ from labcode.parallel.boxes import boxes_of
 from labcode.parallel.dropout import IsolatedRng
 from labcode.parallel.model import ParallelModel
 from labcode.precision.fp8 import DelayedScaling, Fp8, Fp8Product
+from labcode.train.checkpoint.tensors import DamagedError, Index, Part, Sizes, read_into, whole
 from labcode.train.guard import Guard
 from labcode.train.loss_scale import LossScaler
 from labcode.train.noise_scale import NoiseScale
-from labcode.train.tensor_files import DamagedError, Index, Part, Sizes, read_into, whole
 
 T = TypeVar("T")
 Tensors = dict[str, torch.Tensor]

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from labcode.files import is_held
-from labcode.train import device_samples, metrics, reference
+from labcode.train import device_samples, metrics, reference_runs
 from labcode.units import si
 
 BARS = "▁▂▃▄▅▆▇█"
@@ -101,9 +101,9 @@ def _reference_rows(name: str, over: str | Path | None) -> list[dict[str, float]
     if over is None:
         return []
     if over == "":
-        return reference.rows(name) if name in reference.names() else []
-    if over in reference.names():
-        return reference.rows(str(over))
+        return reference_runs.rows(name) if name in reference_runs.names() else []
+    if over in reference_runs.names():
+        return reference_runs.rows(str(over))
     return metrics.read(over)
 
 

@@ -1,7 +1,7 @@
 """Checkpoints: all that a run needs to resume as if it had never stopped, whole or not at all.
 
     OUT/checkpoints/step-00000120/
-        rank-0.bin ...    tensors (`train.tensor_files`)
+        rank-0.bin ...    tensors (`tensors`)
         tensors.json      where each of them lies
         run.json          step, config, grid, data; size and sha256 of every file
 
@@ -21,7 +21,6 @@ own under another name, `step-00000120.unused`.
 import concurrent.futures
 import contextlib
 import dataclasses
-import json
 import os
 import re
 import shutil
@@ -39,9 +38,8 @@ from labcode.comm.agreement import PeerError, SharedError, on_every_rank, on_fir
 from labcode.comm.grid import Grid
 from labcode.config import Config
 from labcode.files import sync_folder, write_atomically
-from labcode.recipes import field_paths
 from labcode.train import finite
-from labcode.train.checkpoint_files import (
+from labcode.train.checkpoint.folder import (
     ABOUT,
     About,
     read_about,
@@ -51,9 +49,9 @@ from labcode.train.checkpoint_files import (
     stored,
     verify,
 )
-from labcode.train.report import text_of
-from labcode.train.state import RunState, Tensors
-from labcode.train.tensor_files import (
+from labcode.train.checkpoint.same_run import as_json, check_same_run
+from labcode.train.checkpoint.state import RunState, Tensors
+from labcode.train.checkpoint.tensors import (
     INDEX,
     DamagedError,
     Index,
@@ -65,33 +63,7 @@ from labcode.train.tensor_files import (
     write,
     write_index,
 )
-
-# What may differ between the run that wrote a checkpoint and the one that resumes from it.
-MAY_CHANGE = (
-    "name",
-    "checkpoint.",
-    "optim.",
-    "data.cache_dir",
-    "debug.",
-    "loader.",
-    "parallel.",
-    "profile.",
-    "train.bad_in_",
-    "train.compile",
-    "train.cuda_graphs",
-    "train.eval_",
-    "train.log_every",
-    "train.micro_batch",
-    "train.on_bad_step",
-    "train.out",
-    "train.overwrite",
-    "train.sample_device_s",
-    "train.sample_tokens",
-    "train.slow_factor",
-    "train.spike_factor",
-    "train.start_from",
-    "train.steps",
-)
+from labcode.train.failure import text_of
 
 T = TypeVar("T")
 Together = Callable[[Callable[[], Any]], Any]  # on_every_rank or on_first_rank
@@ -442,7 +414,7 @@ class Checkpoints:
 
         def look() -> About:
             about = read_about(folder)
-            self._check(about, folder)
+            check_same_run(about, folder, self.config, self.data_sha256)
             return about
 
         about = self._agreed(folder, wrong, look, on_first_rank)
@@ -461,7 +433,7 @@ class Checkpoints:
 
         def read() -> Tensors:
             about = read_about(folder)
-            same_grid = about.grid == _plain(dataclasses.asdict(self.grid.shape))
+            same_grid = about.grid == as_json(dataclasses.asdict(self.grid.shape))
             tensors = state.read(folder, read_index(folder, about), same_grid=same_grid)
             step = int(tensors["step"])
             if step != about.step:
@@ -505,51 +477,6 @@ class Checkpoints:
                     )
                 return None
         return found
-
-    def _check(self, about: About, folder: Path) -> None:
-        """Compare the run that wrote a checkpoint with this one.
-
-        Raises:
-            ValueError: They differ in more than `MAY_CHANGE`.
-        """
-        # a field that is newer than the checkpoint had the effect of its default
-        defaults = {}
-        for field in dataclasses.fields(self.config):
-            section = getattr(self.config, field.name)
-            if dataclasses.is_dataclass(section):
-                defaults |= field_paths(type(section)(), f"{field.name}.")
-        then = _plain(defaults) | _flat(about.config)
-        now = _plain(field_paths(self.config))
-        differing = []
-        for name in sorted(now.keys() | then.keys()):
-            if then.get(name) != now.get(name) and not name.startswith(MAY_CHANGE):
-                differing.append(name)
-        self._check_recipe(then, now, differing, folder)
-        if differing:
-            name = differing[0]
-            raise ValueError(
-                f"{folder} was written with {name}={then.get(name)}, "
-                f"this run has {now.get(name)}: "
-                "resume with the same, or begin again in another train.out"
-            )
-        if about.data_sha256 and self.data_sha256 and about.data_sha256 != self.data_sha256:
-            raise ValueError(
-                f"the data has changed since {folder} was written "
-                f"(its sha256 was {about.data_sha256[:12]}..., now it is "
-                f"{self.data_sha256[:12]}...): put it back, or begin again in another train.out"
-            )
-
-    def _check_recipe(
-        self, then: dict[str, Any], now: dict[str, Any], differing: list[str], folder: Path
-    ) -> None:
-        """Two recipes differ in many fields; their names say it best."""
-        if differing and then.get("name") != now["name"]:
-            few = ", ".join(differing[:3]) + (", ..." if len(differing) > 3 else "")
-            raise ValueError(
-                f"{folder} was written by the recipe {then.get('name')}, this run is {now['name']} "
-                f"(they differ in {few}): "
-                "resume with the same recipe, or begin again in another train.out"
-            )
 
     def _complete_ones(self) -> list[Path]:
         """Folders with their final name, oldest first; damaged ones included.
@@ -630,19 +557,3 @@ def _refuse(folder: Path, error: OSError) -> NoReturn:
         f"checkpoint {folder} cannot be read: {text_of(error)}: nothing was changed; "
         "mend that, or move the checkpoint away to resume from an older one"
     )
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back: tuples become lists."""
-    return json.loads(json.dumps(value))
-
-
-def _flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """{"train": {"steps": 3}} as {"train.steps": 3}."""
-    flat = {}
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            flat |= _flat(value, f"{prefix}{name}.")
-        else:
-            flat[prefix + name] = value
-    return flat

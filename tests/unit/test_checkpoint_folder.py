@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-from labcode.train import checkpoint_files
-from labcode.train.checkpoint_files import About, read_about
-from labcode.train.tensor_files import DamagedError, StoredFile
+from labcode.train.checkpoint import folder as checkpoint_folder
+from labcode.train.checkpoint.folder import About, read_about
+from labcode.train.checkpoint.tensors import DamagedError, StoredFile
 
 ABOUT = About(
     step=6,
@@ -31,7 +31,7 @@ def folder(tmp_path):
 def write(folder, tree):
     """Write any JSON with the checksum that belongs to it, as a stranger would."""
     if isinstance(tree, dict):
-        tree = {**tree, "sha256": checkpoint_files._checksum(tree)}
+        tree = {**tree, "sha256": checkpoint_folder._checksum(tree)}
     (folder / "run.json").write_text(json.dumps(tree))
 
 
@@ -120,11 +120,11 @@ def test_a_folder_with_the_name_of_another_step_is_damage(folder):
 
 def test_every_file_belongs_to_one_rank_that_which_wrote_it():
     names = ["tensors.json", *(f"rank-{rank}.bin" for rank in range(12))]
-    shares = [checkpoint_files.share_of(rank, 12, names) for rank in range(12)]
+    shares = [checkpoint_folder.share_of(rank, 12, names) for rank in range(12)]
     assert shares[0] == ["tensors.json", "rank-0.bin"]
     assert shares[10] == ["rank-10.bin"]
     # fewer ranks read it: each file once
-    shares = [checkpoint_files.share_of(rank, 5, names) for rank in range(5)]
+    shares = [checkpoint_folder.share_of(rank, 5, names) for rank in range(5)]
     assert sorted(itertools.chain(*shares)) == sorted(names)
 
 
@@ -133,18 +133,18 @@ def test_what_says_nothing_about_a_file_is_no_damage(folder, monkeypatch):
         raise PermissionError(13, "Permission denied", str(path))
 
     (folder / "a").write_bytes(b"text")
-    files = {"a": checkpoint_files.stored(folder / "a")}
-    checkpoint_files.verify(folder, files, files)
-    monkeypatch.setattr(checkpoint_files, "stored", fail)
+    files = {"a": checkpoint_folder.stored(folder / "a")}
+    checkpoint_folder.verify(folder, files, files)
+    monkeypatch.setattr(checkpoint_folder, "stored", fail)
     with pytest.raises(PermissionError):
-        checkpoint_files.verify(folder, files, files)
+        checkpoint_folder.verify(folder, files, files)
 
 
 @pytest.mark.parametrize("kind", ["gone", "shorter", "other", "link", "pipe", "folder"])
 def test_a_file_that_is_not_as_it_was_written_is_named(folder, kind):
     path = folder / "a"
     path.write_bytes(b"text")
-    files = {"a": checkpoint_files.stored(path)}
+    files = {"a": checkpoint_folder.stored(path)}
     path.unlink()
     if kind == "shorter":
         path.write_bytes(b"tex")
@@ -158,4 +158,4 @@ def test_a_file_that_is_not_as_it_was_written_is_named(folder, kind):
     elif kind == "folder":
         path.mkdir()
     with pytest.raises(DamagedError, match=r"^a "):
-        checkpoint_files.verify(folder, files, files)
+        checkpoint_folder.verify(folder, files, files)

@@ -50,7 +50,7 @@ def fail(place: Place, error: Exception, steps_done: int | None = None, hang: st
         steps_done: Optimizer steps before the error; None before training began.
         hang: Who waited for whom before it, if that is known (`doctor.hang`).
 
-    Held by: tests/unit/test_report.py
+    Held by: tests/unit/test_failure.py
     """
     when = "" if steps_done is None else f"after step {steps_done}: "
     who = f"rank {place.rank}: " if place.world_size > 1 else ""

@@ -30,9 +30,9 @@ from labcode.models.gpt2_weights import (
 )
 from labcode.parallel.boxes import Box, boxes_of
 from labcode.parallel.model import ParallelModel
-from labcode.train.checkpoint_files import read_about, read_index, verify
+from labcode.train.checkpoint.folder import read_about, read_index, verify
+from labcode.train.checkpoint.tensors import read_whole
 from labcode.train.run_folder import CONFIG_NAME
-from labcode.train.tensor_files import read_whole
 
 WEIGHTS = "model.safetensors"
 MODEL = "model/"  # in front of a weight's name in a checkpoint

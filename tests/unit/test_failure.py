@@ -9,8 +9,8 @@ from labcode import recipes
 from labcode.comm import bootstrap
 from labcode.comm.agreement import PeerError
 from labcode.comm.bootstrap import Place
-from labcode.train import report
-from labcode.train.report import RefusedError
+from labcode.train import failure
+from labcode.train.failure import RefusedError
 from labcode.train.run_folder import RunFolder
 
 NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
@@ -37,7 +37,7 @@ NO_SPACE = OSError(errno.ENOSPC, "No space left on device", "run/metrics.jsonl")
 def test_a_rank_reports_what_it_alone_knows_and_rank_0_what_all_know(
     capsys, place, error, steps_done, line
 ):
-    assert report.fail(place, error, steps_done) == report.FAILED
+    assert failure.fail(place, error, steps_done) == failure.FAILED
     assert capsys.readouterr().err.strip() == line
 
 
@@ -55,7 +55,7 @@ def test_a_rank_reports_what_it_alone_knows_and_rank_0_what_all_know(
 def test_the_line_is_handed_to_torchrun_which_repeats_it(tmp_path, monkeypatch, error, line):
     file = tmp_path / "error.json"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(file))
-    report.fail(Place(3, 8), error)
+    failure.fail(Place(3, 8), error)
     repeated = ProcessFailure(local_rank=0, pid=1, exitcode=2, error_file=str(file))
     text, _ = ChildFailedError("labcode.train", {3: repeated})._format_failure(0, 3, repeated)
     assert f"traceback : {line}" in text
@@ -63,14 +63,14 @@ def test_the_line_is_handed_to_torchrun_which_repeats_it(tmp_path, monkeypatch, 
 
 def test_an_error_file_that_cannot_be_written_changes_nothing(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
-    assert report.fail(Place(3, 8), ValueError("no GPU")) == report.FAILED
+    assert failure.fail(Place(3, 8), ValueError("no GPU")) == failure.FAILED
     assert capsys.readouterr().err == "error: rank 3: no GPU\n"
 
 
 def test_a_wrong_command_line_is_reported_by_rank_0(capsys, monkeypatch):
     for rank, line in ((0, "error: unknown recipe"), (1, "")):
         monkeypatch.setattr(bootstrap, "read_environment", lambda rank=rank: Place(rank, 2))
-        assert report.refuse_command(ValueError("unknown recipe")) == report.FAILED
+        assert failure.refuse_command(ValueError("unknown recipe")) == failure.FAILED
         assert capsys.readouterr().err.strip() == line
 
 

@@ -4,7 +4,7 @@
     tensors.json      where each tensor lies in them
     run.json          step, config, grid, data, and size and sha256 of every other file
 
-Nothing here knows of a run that goes on: `train.checkpoint` decides what to do.
+Nothing here knows of a run that goes on: `store` decides what to do.
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from labcode.train.tensor_files import INDEX, DamagedError, Index, StoredFile, to_index
+from labcode.train.checkpoint.tensors import INDEX, DamagedError, Index, StoredFile, to_index
 
 ABOUT = "run.json"
 MAX_JSON_BYTES = 2**30  # an index of three million tensors; more is not one of ours

@@ -1,0 +1,280 @@
+"""From a config to all that a run trains with, built once."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from labcode.comm.agreement import on_every_rank
+from labcode.comm.bootstrap import World
+from labcode.comm.grid import Grid
+from labcode.config import Config, OptimConfig, TrainConfig
+from labcode.data.loader import Loader
+from labcode.data.sampler import Batches
+from labcode.models.parallelize import parallelize
+from labcode.parallel.local import OuterOptimizer
+from labcode.parallel.model import ParallelModel
+from labcode.parallel.torch_data import PowerSGD
+from labcode.precision.fp8 import Fp8, make_recipe
+from labcode.train.checkpoint.gpt2 import Gpt2File
+from labcode.train.checkpoint.state import RunState
+from labcode.train.checkpoint.store import Checkpoints
+from labcode.train.cuda_graph import leave_default_stream
+from labcode.train.debugging import Debugging
+from labcode.train.device_speed import matmul_flops_per_s
+from labcode.train.guard import Guard
+from labcode.train.loss_scale import LossScaler
+from labcode.train.noise_scale import NoiseScale
+from labcode.train.optim import make_optimizer
+from labcode.train.precision import Precision, pick_precision, set_matmul_precision
+from labcode.train.ranges import StepRanges
+from labcode.train.tasks import Task
+
+
+@dataclass(frozen=True)
+class Training:
+    """All that one rank trains with. The fields stay; weights, optimizer and counts move on.
+
+    Args:
+        config: The run, checked against the number of ranks.
+        world: This process, its device and backend.
+        grid: The process groups.
+        task: The model and its data.
+        precision: In which numbers it computes.
+        matmul_flops_per_s: That a large product reaches here; on rank 0.
+        accumulation: Micro-batches of a step.
+        optim: The settings of the optimizer, for this batch.
+        batches: Which samples of each step are this dp rank's, and how far it is.
+        loader: What brings them to the device.
+        ranges: The clock of the parts of a step.
+        model: This rank's part.
+        optimizer: Of its weights.
+        fp8: What lets linear layers compute in 8 bits, or None.
+        guard: What judges gradients.
+        scaler: The loss scale of float16, or None.
+        noise: What measures the gradient noise scale, or None.
+        outer: What copies that train alone do together, or None.
+        debugging: The tools of `config.debug`.
+        state: All of it that a checkpoint holds.
+        steps_before: Optimizer steps before this process began.
+    """
+
+    config: Config
+    world: World
+    grid: Grid
+    task: Task
+    precision: Precision
+    matmul_flops_per_s: float | None
+    accumulation: int
+    optim: OptimConfig
+    batches: Batches
+    loader: Loader
+    ranges: StepRanges
+    model: ParallelModel
+    optimizer: torch.optim.Optimizer
+    fp8: Fp8 | None
+    guard: Guard
+    scaler: LossScaler | None
+    noise: NoiseScale | None
+    outer: OuterOptimizer | None
+    debugging: Debugging
+    state: RunState
+    steps_before: int
+
+    @property
+    def steps_done(self) -> int:
+        """Optimizer steps of the whole run, with those before it was resumed."""
+        return self.batches.step
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether this process has done an optimizer step."""
+        return self.steps_done > self.steps_before
+
+    @property
+    def is_done(self) -> bool:
+        """Whether all steps of the run are done."""
+        return self.steps_done >= self.config.train.steps
+
+    def is_due(self, every: int) -> bool:
+        """Whether something that happens every so many steps, and after the last one, happens
+        now.
+        """
+        if self.steps_done == self.config.train.steps:
+            return True
+        return every > 0 and self.steps_done % every == 0
+
+    def close(self) -> None:
+        """End the workers of the loader, and close the files of the debug features."""
+        self.loader.close()
+        self.debugging.close()
+
+
+def build(
+    config: Config, world: World, grid: Grid, task: Task, start: Path | None = None
+) -> Training:
+    """Build what a run trains with; nothing is written.
+
+    Communicates: what building the model does, and what reading a checkpoint does.
+
+    Args:
+        config: The run, checked against the number of ranks.
+        world: This process, its device and backend.
+        grid: The process groups.
+        task: The model to build and its data.
+        start: Checkpoint to resume from.
+
+    Raises:
+        ValueError, OSError, MemoryError: On the rank that found something; PeerError on the others.
+    """
+    settings = config.train
+    precision = pick_precision(settings.dtype, world.device)
+    set_matmul_precision(precision, world.device)
+    speed = None
+    if world.place.rank == 0:  # which writes the metrics; before the model takes its memory
+        speed = matmul_flops_per_s(world.device, precision.matmul)
+    accumulation = settings.accumulation(grid.size("dp"))
+
+    # before the model, which may take minutes: a batch may be too large for the data
+    batches = on_every_rank(lambda: _batches(config, grid, task))
+    loader = on_every_rank(
+        lambda: Loader(
+            task.train, batches, accumulation, config.loader, world.device, precision.wide
+        )
+    )
+    fp8 = _fp8(config, grid)
+    if settings.cuda_graphs and world.device.type == "cuda":
+        leave_default_stream()
+    ranges = StepRanges(on_gpu=world.device.type == "cuda")
+    model = _model(config, world, grid, task, precision, fp8)
+    model.ranges = ranges
+    optim = config.optim.for_batch(settings.global_batch)
+    optimizer = on_every_rank(lambda: _optimizer(config, grid, model, optim))
+    guard = _guard(settings)
+    scaler = LossScaler() if precision.scales_loss else None
+    noise = _noise(config, grid, model, accumulation)
+    debugging = Debugging(config.debug, model, world.device, precision.name)
+    state = RunState(model, optimizer, batches, world.device, guard, scaler, noise, fp8)
+    if start:
+        checkpoints = Checkpoints(config, grid, start.parents[1], task.data_sha256)
+        checkpoints.load(state, start)
+        model.gather_parameters()  # under ZeRO each rank has read its own rows
+    elif settings.start_from:
+        folder = Path(settings.start_from)
+        on_every_rank(lambda: Gpt2File(folder).read_into(model))
+        model.gather_parameters()
+    return Training(
+        config=config,
+        world=world,
+        grid=grid,
+        task=task,
+        precision=precision,
+        matmul_flops_per_s=speed,
+        accumulation=accumulation,
+        optim=optim,
+        batches=batches,
+        loader=loader,
+        ranges=ranges,
+        model=model,
+        optimizer=optimizer,
+        fp8=fp8,
+        guard=guard,
+        scaler=scaler,
+        noise=noise,
+        outer=_outer(config, grid, model),  # of the weights that were read
+        debugging=debugging,
+        state=state,
+        steps_before=batches.step,
+    )
+
+
+def _batches(config: Config, grid: Grid, task: Task) -> Batches:
+    """This dp rank's samples of every step."""
+    return Batches(
+        len(task.train),
+        config.train.global_batch,
+        dp_size=grid.size("dp"),
+        dp_coord=grid.coord("dp"),
+        seed=config.train.seed,
+    )
+
+
+def _model(
+    config: Config, world: World, grid: Grid, task: Task, precision: Precision, fp8: Fp8 | None
+) -> ParallelModel:
+    """This rank's part of the model, with its initial weights."""
+    with torch.device("meta"):
+        model = task.build()
+    if fp8 is not None:
+        fp8.check_skipped(model)
+    return parallelize(
+        model,
+        grid,
+        config.parallel,
+        seed=config.train.seed,
+        device=world.device,
+        dtype=precision.wide,
+        autocast_dtype=precision.autocast,
+        reduce_dtype=_reduce_dtype(config.train),
+        powersgd=_powersgd(config.train),
+        trains_alone=config.local.steps > 0,
+        compiled=config.train.compile,
+        loss_options=task.loss_options,
+        fp8=fp8,
+    )
+
+
+def _fp8(config: Config, grid: Grid) -> Fp8 | None:
+    """What lets the linear layers compute in 8 bits, where that is asked for."""
+    if config.train.dtype != "fp8":
+        return None
+    groups = {"all": ("dp", "cp", "tp"), "tp": ("tp",), "none": ()}
+    group = grid.group(*groups[config.fp8.share])
+    return Fp8(make_recipe(config.fp8), group, config.fp8.skip)
+
+
+def _optimizer(
+    config: Config, grid: Grid, model: ParallelModel, optim: OptimConfig
+) -> torch.optim.Optimizer:
+    by_torch = config.parallel.zero_stage == 1 and config.parallel.data_parallel == "ddp"
+    group = grid.group("dp") if by_torch else None
+    return make_optimizer(model.weights.values(), optim, group)
+
+
+def _outer(config: Config, grid: Grid, model: ParallelModel) -> OuterOptimizer | None:
+    """What the copies of the model do together, where each trains alone."""
+    local = config.local
+    if not local.steps:
+        return None
+    params = model.weights.values()
+    return OuterOptimizer(params, grid.group("dp"), local.outer_lr, local.outer_momentum)
+
+
+def _noise(
+    config: Config, grid: Grid, model: ParallelModel, accumulation: int
+) -> NoiseScale | None:
+    """What measures the gradient noise scale, where that is asked for."""
+    if not config.train.noise_scale:
+        return None
+    num_microbatches = accumulation * grid.size("dp")
+    params = model.module.parameters()
+    return NoiseScale(params, config.train.global_batch, num_microbatches, grid.group("dp"))
+
+
+def _guard(settings: TrainConfig) -> Guard:
+    """What judges the gradients of a run."""
+    return Guard(
+        settings.on_bad_step, settings.spike_factor, settings.bad_in_a_row, settings.bad_in_all
+    )
+
+
+def _reduce_dtype(settings: TrainConfig) -> torch.dtype | None:
+    """In which gradients are summed over dp; None: as they are."""
+    return None if settings.reduce_dtype == "float32" else getattr(torch, settings.reduce_dtype)
+
+
+def _powersgd(settings: TrainConfig) -> PowerSGD | None:
+    """How gradients are compressed over dp; None: not at all."""
+    if not settings.powersgd_rank:
+        return None
+    return PowerSGD(settings.powersgd_rank, settings.powersgd_exact_steps)

@@ -1,0 +1,74 @@
+"""Those who look on while a run trains: each has a file here, and the loop knows none of them."""
+
+from pathlib import Path
+
+from labcode.doctor.hang import HangWatch
+from labcode.train.build import Training
+from labcode.train.memory_marks import MemoryMarks
+from labcode.train.metrics import Log
+from labcode.train.observer import Observer
+from labcode.train.observers.bad_steps import BadSteps
+from labcode.train.observers.hang import Moving
+from labcode.train.observers.rows import Rows
+from labcode.train.observers.saving import Saving
+from labcode.train.observers.validation import Validation
+from labcode.train.profile import StepProfiler
+from labcode.train.result import Result
+from labcode.train.signals import StopSignals
+
+
+def open_log(training: Training, out: Path | None) -> Log:
+    """The rows of a run; rank 0 writes them.
+
+    Raises:
+        OSError: The folder cannot be written, on rank 0.
+    """
+    config = training.config
+    folder = out if training.world.rank == 0 else None
+    log = Log(folder, config.name, config.train.steps, training.steps_done)
+    if training.steps_before and config.train.powersgd_rank:
+        log.say(
+            "PowerSGD begins anew: what it left out of gradients is not in checkpoints, and "
+            f"{config.train.powersgd_exact_steps} steps travel whole first"
+        )
+    return log
+
+
+def observers_of(
+    training: Training,
+    log: Log,
+    out: Path | None,
+    signals: StopSignals | None = None,
+    watch: HangWatch | None = None,
+    target: float | None = None,
+) -> list[Observer]:
+    """Who looks on at a run, in the order in which they are told of a step.
+
+    Args:
+        training: What trains.
+        log: Of the run.
+        out: Its folder, which exists; None: nothing is written.
+        signals: What has been heard since the process was started; None listens while it trains.
+        watch: Is told of each step, so that it can say who waits for whom; None: nobody watches.
+        target: Validation loss at which the run may stop; None: there is none.
+
+    Raises:
+        OSError: Something cannot be written.
+    """
+    config = training.config
+    weights = [*training.model.module.parameters(), *training.model.weights.values()]
+    marks = MemoryMarks(weights, training.optimizer)
+    world = training.world
+    training.debugging.open(out, training.steps_done, log.say)
+    saving = Saving(training, out, signals) if out and config.checkpoint.on else None
+    observers: list[Observer] = [
+        StepProfiler(config.profile, world.rank, world.device, training.ranges, marks, out)
+    ]
+    if watch:
+        observers.append(Moving(training, watch))
+    observers += [BadSteps(training, log, saving), Rows(training, log)]
+    observers.append(Validation(training, log, target))
+    if saving:
+        observers.append(saving)
+    observers.append(Result(training, out))
+    return observers
