@@ -7,7 +7,8 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         units files suggest hardware      printing numbers, atomic writes, "did you mean", GPUs
         topology                          which rank is where: the grid (device mesh) as arithmetic
         schedules/                        the schedules of a pipeline as data
-        config recipes command            the settings of a run, named runs, the command line
+        config combinations               the settings of a run, and what cannot be combined in one
+        recipes command                   named runs, the command line
         processes launch launch_rank      ending processes; a module under torchrun on this machine
     without torch too
         minislurm/    a real SLURM of several nodes on this machine; stands alone
@@ -24,7 +25,8 @@ never in a circle (`tests/unit/test_architecture.py` holds it).
         parallel/     each parallelism written out, and how weights are sharded
         precision/    formats of few bits, FP8 layers, and who loses precision where
         models/       GPT and ViT, which know nothing of ranks; a plan for each; parallelize()
-        train/        the training loop: `python -m labcode.train gpt_tiny`
+        train/        the training loop: `python -m labcode.train gpt_tiny`; build, step, loop, and
+                      observers/, which look on; checkpoint/, from which a run resumes
         teach/        checks, figures, labs and exercises, for lessons and tests alone
 
 The first cell of a lesson imports `labcode.lab`: ranks, checks, predictions, figures.

@@ -17,7 +17,7 @@ from labcode.train.tasks import Task
 
 
 class Result(Observer):
-    """Writes it; every rank takes part.
+    """Writes weights and result of a run that has done all its steps; every rank takes part.
 
     Args:
         training: What has trained.

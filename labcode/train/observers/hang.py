@@ -7,7 +7,7 @@ from labcode.train.step import Step
 
 
 class Moving(Observer):
-    """Tells it.
+    """Tells the watch of each step.
 
     Args:
         training: What trains.
