@@ -209,8 +209,8 @@ plot.layout_map(
     groups, named=named, limit_gib=brief.room_bytes / GIB,
     title="380 layouts of the 70B GPT on 1,024 H100s",
     alt="A cloud of points from 3.4 seconds to more than a minute; the fastest, with "
-        "ZeRO-3, lies above the dashed line at 99 GiB; the fastest that fits is a "
-        "pipeline with 4.3 seconds and 59 GiB",
+        "ZeRO-3, lies above the dashed line at 109 GiB; the fastest that fits is a "
+        "pipeline with 4.3 seconds and 62 GiB",
 )
 
 # %% tags=["nbval-check-output"]
@@ -388,7 +388,7 @@ show_source(lab.verdict)
 # %% [markdown] tags=["solution-only"]
 # *For the instructor.* People return the largest part of the rival, which is always the products, and compare all
 # candidates that differ in tp, most of which differ in other choices too. For the room: why does the pp rival with two
-# stages not fit? (Each rank has twice the layers: 20 GiB more of weights, and as many of gradients.)
+# stages not fit? (Each rank has twice the layers: 17 GiB more of weights, and as many of gradients.)
 
 # %% [markdown]
 # ## 4. A cluster of your own (core, 25 min)
@@ -530,7 +530,7 @@ print(f"...\nthe linter finds {len(errors)} errors")
 # A colleague submits the layout without ZeRO. It would wait in the queue for days, and die within a minute. (`here=True`
 # asks for this machine in place of a queue. It does not come so far.)
 
-# %% tags=["raises-exception"] raises="ValueError: predicted 92.0 GiB on a GPU of 79.1: the job would run out of memory"
+# %% tags=["raises-exception"] raises="ValueError: predicted 94.5 GiB on a GPU of 79.1: the job would run out of memory"
 too_full = lab.job(chosen._replace(zero=0), brief)
 submit(too_full, site, here=True)
 

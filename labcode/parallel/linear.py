@@ -87,7 +87,8 @@ def linear(
     if not isinstance(product, MatrixProduct):
         return product(x, weight, bias)
     store = current_store.get()
-    if product is PLAIN_PRODUCT and store is None:
+    autocast = torch.is_autocast_enabled(x.device.type)
+    if product is PLAIN_PRODUCT and store is None and not autocast:
         return F.linear(x, weight, bias)  # the same, in PyTorch's own backward
     return deferrable_linear(x, weight, bias, product, store)
 
@@ -99,9 +100,16 @@ def deferrable_linear(
     product: MatrixProduct,
     store: GradientStore | None,
 ) -> torch.Tensor:
-    """`linear` through our own backward, whatever is asked for."""
-    x_narrow, weight_narrow, bias_narrow = narrowed(x, weight, bias)
-    return _Linear.apply(x_narrow, weight_narrow, bias_narrow, weight, product, store)
+    """`linear` through our own backward, whatever is asked for.
+
+    Under autocast the weight is narrowed once more in backward. `F.linear` would keep the narrow
+    copy until then: of all weights, for each micro-batch of a pipeline that is under way, and also
+    where ZeRO-3 has thrown the wide ones away.
+
+    Held by: tests/ranks/test_training_memory.py::test_no_micro_batch_keeps_narrow_weights
+    """
+    x_narrow, bias_narrow = narrowed(x, bias)
+    return _Linear.apply(x_narrow, weight, bias_narrow, product, store)
 
 
 def narrowed(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
@@ -119,23 +127,22 @@ def narrowed(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 
 
 class _Linear(torch.autograd.Function):
-    """A linear layer of three products. `weight` may be narrowed, `param` is the weight itself."""
+    """A linear layer of three products in the dtype of x; the weight may be wider."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: nn.Parameter,
         bias: torch.Tensor | None,
-        param: nn.Parameter,
         product: MatrixProduct,
         store: GradientStore | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.param = param
+        ctx.param = weight  # activation checkpointing gives back another tensor with its numbers
         ctx.product = product
         ctx.store = store
-        return product.forward(x, weight, bias)
+        return product.forward(x, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
@@ -147,12 +154,14 @@ class _Linear(torch.autograd.Function):
         def grad_weight() -> torch.Tensor:
             return product.grad_weight(grad_rows, x_rows)
 
-        grad_x = product.grad_input(grad, weight) if ctx.needs_input_grad[0] else None
-        grad_w = None
+        grad_x = None
+        if ctx.needs_input_grad[0]:
+            grad_x = product.grad_input(grad, weight.to(x.dtype))
+        grad_w = None  # else in the dtype of x: autograd makes it as wide as the weight
         if ctx.param.requires_grad:
             grad_w = computed_or_kept(ctx.param, grad_weight, ctx.store)
         grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return grad_x, grad_w, grad_bias, None, None, None
+        return grad_x, grad_w, grad_bias, None, None
 
 
 def computed_or_kept(

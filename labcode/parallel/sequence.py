@@ -79,38 +79,35 @@ def gathered_linear(
     Held by: tests/ranks/test_tensor.py::test_sequence_parallel_keeps_only_its_part_for_backward
     """
     # narrowed before the gather: it halves the message
-    x_narrow, weight_narrow, bias_narrow = narrowed(x, weight, bias)
+    x_narrow, bias_narrow = narrowed(x, bias)
     if not isinstance(product, MatrixProduct):
         # it keeps the whole x, in 8 bits
         assert x_narrow is not None
         return product(all_gather(x_narrow, group, SEQUENCE_DIM), weight, bias)
     store = current_store.get()
-    return _GatheredLinear.apply(
-        x_narrow, weight_narrow, bias_narrow, weight, group, product, store
-    )
+    return _GatheredLinear.apply(x_narrow, weight, bias_narrow, group, product, store)
 
 
 class _GatheredLinear(torch.autograd.Function):
-    """All-gather and linear layer in one. `weight` may be narrowed, `param` never is."""
+    """All-gather and linear layer in one, in the dtype of x; the weight may be wider."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: torch.Tensor,
-        weight: torch.Tensor,
+        weight: nn.Parameter,
         bias: torch.Tensor | None,
-        param: nn.Parameter,
         group: dist.ProcessGroup,
         product: MatrixProduct,
         store: GradientStore | None,
     ) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.param = param
+        ctx.param = weight
         ctx.group = group
         ctx.product = product
         ctx.store = store
         whole = start_all_gather(x, group, SEQUENCE_DIM)()  # [B, S, H]
-        return product.forward(whole, weight, bias)
+        return product.forward(whole, weight.to(x.dtype), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple:
@@ -129,7 +126,7 @@ class _GatheredLinear(torch.autograd.Function):
         needs_weight = ctx.param.requires_grad and not put_off
         if needs_weight:
             waiting.start()  # x travels while its gradient is computed
-        grad_whole = product.grad_input(grad, weight)  # [B, S, F/tp] @ [F/tp, H]
+        grad_whole = product.grad_input(grad, weight.to(x.dtype))  # [B, S, F/tp] @ [F/tp, H]
         if needs_weight:
             # Arrived before the next message starts: two buffers of [B, S, H] at the peak of
             # backward, not three.
@@ -138,7 +135,7 @@ class _GatheredLinear(torch.autograd.Function):
         del grad_whole
         grad_w = grad_weight() if needs_weight else None  # while the gradient travels
         grad_bias = grad_rows.sum(0) if ctx.needs_input_grad[2] else None
-        return wait_for_own(), grad_w, grad_bias, None, None, None, None
+        return wait_for_own(), grad_w, grad_bias, None, None, None
 
 
 class _Gathered:

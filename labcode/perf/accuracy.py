@@ -9,6 +9,7 @@ import statistics
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from labcode.perf.estimate import fit_scale, step_parts
 from labcode.perf.flops import transformer_flops_per_sample
@@ -100,8 +101,26 @@ def calibrated_ratios(
     return found
 
 
-def regrets(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> list[float]:
-    """Of each sweep, how much longer the layout takes that is predicted as the fastest.
+class Pick(NamedTuple):
+    """The layout of a sweep that is predicted as the fastest.
+
+    Args:
+        chosen: It.
+        best: That which was measured as the fastest.
+    """
+
+    chosen: PublishedRun
+    best: PublishedRun
+
+    @property
+    def regret(self) -> float:
+        """How much longer the chosen one takes: 0.1 is a tenth."""
+        assert self.chosen.step_s is not None and self.best.step_s is not None
+        return self.chosen.step_s / self.best.step_s - 1
+
+
+def picks(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> list[Pick]:
+    """What is chosen in each sweep.
 
     A sweep are the runs of one source with the same model, number of GPUs, batch and precision. Of
     layouts that were measured more than once the first measurement is taken, and layouts predicted
@@ -110,18 +129,22 @@ def regrets(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) ->
     sweeps = defaultdict(list)
     for run in timed(runs):
         key = (run.stack, run.model, run.shape.world_size, run.settings.global_batch)
-        sweeps[key].append((predictor(run), run.step_s))
+        sweeps[key].append(run)
     found = []
-    for times in sweeps.values():
-        if len(times) > 1:
-            chosen = min(times, key=_predicted)
-            best = min(measured for _, measured in times)
-            found.append(chosen[1] / best - 1)
+    for sweep in sweeps.values():
+        if len(sweep) > 1:
+            found.append(Pick(min(sweep, key=predictor), min(sweep, key=_measured)))
     return found
 
 
-def _predicted(times: tuple[float, float]) -> float:
-    return times[0]
+def regrets(runs: Iterable[PublishedRun], predictor: Predictor = predicted_s) -> list[float]:
+    """Of each sweep, how much longer the layout takes that is predicted as the fastest."""
+    return [pick.regret for pick in picks(runs, predictor)]
+
+
+def _measured(run: PublishedRun) -> float:
+    assert run.step_s is not None
+    return run.step_s
 
 
 @dataclass(frozen=True)

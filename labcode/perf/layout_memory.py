@@ -39,6 +39,7 @@ def layer_bytes(
     fused_attention: bool,
     value_bytes: int,
     checkpointing: str,
+    residual_bytes: int | None = None,
 ) -> float:
     """Bytes that a layer keeps for its backward on one rank: `memory.layer_activations`, added up.
 
@@ -53,6 +54,7 @@ def layer_bytes(
         batch=micro_batch,
         sequence_parallel=sequence_parallel,
         value_bytes=value_bytes,
+        residual_bytes=residual_bytes,
         fused_attention=fused_attention,
         activation_checkpointing=checkpointing,
     )
@@ -68,6 +70,7 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
         settings: The training.
     """
     value_bytes = WIDTHS[settings.dtype]
+    residual_bytes = int(settings.weight_bytes) if settings.autocast else value_bytes
     arguments = (
         model,
         shape.tp,
@@ -77,8 +80,8 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
         settings.attention != "unfused",
         value_bytes,
     )
-    kept = layer_bytes(*arguments, settings.activation_checkpointing)
-    again = layer_bytes(*arguments, "none") - kept
+    kept = layer_bytes(*arguments, settings.activation_checkpointing, residual_bytes)
+    again = layer_bytes(*arguments, "none", residual_bytes) - kept
     layers = stage_layers(model, shape.pp)
     weights = stage_parameters(model, shape)
     tokens = settings.micro_batch * model.sequence_length / shape.cp
@@ -107,7 +110,7 @@ def layout_memory(model: Transformer, shape: GridShape, settings: Settings) -> d
             "gradients": state.gradients,
             "optimizer": state.optimizer,
             "activations": layers[stage] * _under_way(shape, stage, settings) * kept
-            + ends * tokens * whole * value_bytes,
+            + ends * tokens * whole * residual_bytes,
             "layer": again if again > logits else 0.0,
             "logits": 0.0 if again > logits else logits,
             "gathered": _gathered(model, shape, settings),

@@ -53,7 +53,7 @@ def settings_of(config: Config, shape: GridShape, gpu: Gpu) -> Settings:
     dtype = train.dtype
     if dtype == "auto":
         dtype = "bfloat16" if "bfloat16" in gpu.peak_flops_per_s else "float32"
-    _, wide_bytes = WIDTHS[dtype]
+    value_bytes, wide_bytes = WIDTHS[dtype]
     micro_batches = train.accumulation(shape.dp)
     return Settings(
         global_batch=train.global_batch,
@@ -68,6 +68,7 @@ def settings_of(config: Config, shape: GridShape, gpu: Gpu) -> Settings:
         optimizer_bytes=2 * wide_bytes,
         gathered_bytes=wide_bytes,
         reduced_bytes=wide_bytes,
+        autocast=value_bytes < wide_bytes,
         context_attention=parallel.context_attention,
         compiled=train.compile != "none",
     )

@@ -28,6 +28,8 @@ class Settings:
         optimizer_bytes: Of the optimizer for each weight, master weights included.
         gathered_bytes: Of a weight that is gathered.
         reduced_bytes: Of a gradient that is summed over ranks.
+        autocast: Whether what runs from layer to layer is as wide as the weights, and only products
+            are narrow; PyTorch's autocast does that.
         overlap_data_parallel: Whether gradients travel during the last backward.
         scatter_gather: Whether the ranks of tp share what goes to the next stage.
         context_attention: Over cp, "ring" or "all_gather".
@@ -50,6 +52,7 @@ class Settings:
     optimizer_bytes: float = 12
     gathered_bytes: float = 2
     reduced_bytes: float = 4
+    autocast: bool = False
     overlap_data_parallel: bool = True
     scatter_gather: bool = False
     context_attention: str = "ring"

@@ -52,7 +52,7 @@ class TrainingMemory:
             micro-batch on.
         optimizer: What AdamW keeps: two moments of each weight.
         activations: What forward has kept for backward, the loss left out. Under autocast the
-            narrow copies of the weights are among them.
+            narrow copies of the weights are among them in a plain model.
         logits: What the loss holds: the softmax over the vocabulary and, in its backward, two
             buffers more of that size; of a ViT the error and four buffers of a state's size.
         data: Inputs and targets of all micro-batches of the step.
@@ -372,7 +372,8 @@ def _moments(sizes: _Sizes, num_micro_batches: int, data_parallel: str) -> list[
     # tokens and targets are counted as data
     loss = sizes.output
     layers_kept = layers * sizes.kept_of_a_layer
-    narrow = sizes.narrow_copies
+    # the sharded layers make theirs anew in backward (parallel.linear)
+    narrow = sizes.narrow_copies if data_parallel == "none" else 0.0
     narrow_layer = narrow * counts.layer / max(1.0, counts.narrowed)
     loss_buffers = 4 if isinstance(sizes.model, ViTConfig) else 2
 

@@ -11,7 +11,10 @@ from labcode.comm.grid import Grid
 from labcode.config import GPTConfig, OptimConfig, ParallelConfig, ViTConfig
 from labcode.models import gpt, vit
 from labcode.models.parallelize import parallelize
+from labcode.perf.layout_memory import layout_memory
+from labcode.perf.settings import Settings
 from labcode.perf.training_memory import training_memory
+from labcode.perf.transformer import Transformer
 from labcode.topology import GridShape
 from labcode.train.measure import allocated_bytes, held_bytes
 from labcode.train.optim import make_optimizer
@@ -57,7 +60,7 @@ def peak_of_a_step(rank, config, parallel, micro_batch, count, dtype):
     wide = torch.float64 if dtype == "float64" else torch.float32
     with torch.device("meta"):
         model = gpt.GPT(config) if isinstance(config, GPTConfig) else vit.ViT(config)
-    grid = Grid.create(GridShape())
+    grid = Grid.create(parallel.shape(torch.distributed.get_world_size()))
     made = {}
 
     def step():
@@ -147,3 +150,23 @@ def test_checkpointing_and_our_data_parallelism_are_predicted_too(
     given = (config, parallel, 2, 1, "float32")
     (measured,) = ranks1.run(peak_of_a_step, *given)
     assert measured == pytest.approx(predicted.total, rel=0.02)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_no_micro_batch_keeps_narrow_weights(ranks2, dtype):
+    """Of two micro-batches under way both would: a quarter more than is planned."""
+    deep = replace(WIDE, num_layers=8)
+    measured = ranks2.run(peak_of_a_step, deep, ParallelConfig(pp=2), 2, 4, dtype)
+    settings = Settings(
+        global_batch=8,
+        micro_batch=2,
+        dtype=dtype,
+        sequence_parallel=False,
+        weight_bytes=4,
+        gradient_bytes=4,
+        optimizer_bytes=8,
+        autocast=dtype == "bfloat16",
+        reserved_bytes=0,
+    )
+    planned = layout_memory(Transformer.of(deep), GridShape(pp=2), settings)
+    assert max(measured) == pytest.approx(sum(planned.values()), rel=0.05)

@@ -4,10 +4,12 @@ import math
 
 import pytest
 
+from labcode.perf import accuracy
 from labcode.perf.cluster import load_cluster
 from labcode.perf.estimate import BUSY_WITH_COLLECTIVES, estimate
 from labcode.perf.flops import transformer_flops_per_sample
 from labcode.perf.plan import plan
+from labcode.perf.published import published_runs
 from labcode.perf.two_level import Placement, group_link
 from labcode.teach.labs import l20_plan as lab
 
@@ -122,6 +124,31 @@ def test_the_run_that_was_out_of_memory_is_predicted_to_be():
     limit = load_cluster("dgx-1").gpu.memory_bytes / 2  # 16 GB
     assert not small.out_of_memory and sum(small.parts.values()) < limit
     assert large.out_of_memory and sum(large.parts.values()) > limit
+
+
+def test_the_worst_picks_come_first():
+    regrets = sorted(accuracy.regrets(published_runs()), reverse=True)
+    lines = lab.worst_picks(3)
+    shares = [line.split("%")[0].strip() for line in lines]
+    assert shares == [f"{regret:.0%}".rstrip("%") for regret in regrets[:3]]
+    assert " in place of " in lines[0]
+
+
+def test_the_latencies_of_single_gathers_explain_the_order_of_two_runs_but_not_the_time():
+    runs = lab.zero3_of_2021()
+    assert runs.predicted_s < runs.other_s < runs.predicted_s + runs.latency_s
+    assert runs.predicted_s + runs.latency_s < runs.measured_s / 2
+    alpha_s = runs.latency_s / (96 * 2 * 4 * 1535)
+    assert 5e-6 < alpha_s < 7e-6
+
+
+def test_what_the_layers_of_a_vit_keep_under_autocast():
+    """Two wide inputs of norms and the rest in two bytes, of which tp divides 12 numbers."""
+    for run in lab.vit_runs():
+        by_hand = 12 * 16 * 4050 * 1024 * (2 * 4 + 2 * 2 + 12 * 2 / run.tp)
+        assert run.parts["activations"] == pytest.approx(by_hand, rel=0.05)
+        assert sum(run.parts.values()) < run.memory_bytes
+        assert run.predicted_s < run.step_s
 
 
 def test_limits_of_scaling_are_named():

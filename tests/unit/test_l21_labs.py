@@ -31,7 +31,7 @@ def test_the_scripts_header_has_the_numbers_of_the_lesson(layout):
 
 def test_a_layout_that_does_not_fit_is_refused_by_submit():
     assert lab.broken_rules(NO_ZERO, lab.H100) == ["memory"]
-    with pytest.raises(ValueError, match=r"predicted 92\.0 GiB on a GPU of 79\.1"):
+    with pytest.raises(ValueError, match=r"predicted 94\.5 GiB on a GPU of 79\.1"):
         submit(lab.job(NO_ZERO, lab.H100), lab.site(), here=True)
 
 

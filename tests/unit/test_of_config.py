@@ -1,8 +1,12 @@
 """Runs of the course as the planner sees them."""
 
+import pytest
+
 from labcode import recipes
 from labcode.perf.cluster import load_gpu
+from labcode.perf.layout_memory import layout_memory
 from labcode.perf.of_config import SHIPPED_GRID, SHIPPED_TOKENS, model_of, settings_of
+from labcode.perf.training_memory import training_memory
 from labcode.topology import GridShape
 
 
@@ -32,3 +36,30 @@ def test_auto_is_what_the_gpu_has():
     assert config.train.dtype == "auto"
     for gpu, dtype in (("a100-40gb", "bfloat16"), ("v100-32gb", "float32")):
         assert settings_of(config, GridShape(dp=4), load_gpu(gpu)).dtype == dtype
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_what_is_kept_for_backward_is_that_of_the_training(dtype, checkpointing):
+    """Under autocast too, with wide residuals."""
+    changes = {
+        "model.vocab_size": 50257,
+        "model.hidden_size": 1024,
+        "model.num_layers": 24,
+        "model.num_heads": 16,
+        "model.context_length": 1024,
+        "model.dropout": 0.0,
+        "train.global_batch": 8,
+        "train.dtype": dtype,
+        "parallel.activation_checkpointing": checkpointing,
+    }
+    config = recipes.with_changes(recipes.get("gpt_tiny"), changes)
+    settings = settings_of(config, GridShape(), load_gpu("a100-80gb"))
+    planned = layout_memory(model_of(config), GridShape(), settings)
+    kept = training_memory(
+        config.model,
+        dtype=dtype,
+        micro_batch=settings.micro_batch,
+        activation_checkpointing=checkpointing,
+    )
+    assert planned["activations"] == pytest.approx(kept.activations, rel=0.02)

@@ -8,8 +8,8 @@ Held by: tests/unit/test_l20_labs.py
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import NamedTuple
 
@@ -31,6 +31,8 @@ from labcode.perf.published import PublishedRun, published_runs, rows
 from labcode.perf.saved_bytes import saved_bytes
 from labcode.perf.settings import Settings
 from labcode.perf.transformer import Transformer
+from labcode.perf.two_level import group_link, places
+from labcode.teach.labs.l03_step import NERSC_VIT
 from labcode.topology import GridShape
 from labcode.train.device_speed import matmul_flops_per_s, median_s
 from labcode.units import GIB
@@ -509,6 +511,70 @@ def errors() -> dict[str, Error]:
     return found
 
 
+def worst_picks(most: int = 5) -> list[str]:
+    """The sweeps in which labcode.perf has picked worst, one line each.
+
+    Args:
+        most: So many lines.
+    """
+    picks = sorted(accuracy.picks(published_runs()), key=_regret, reverse=True)
+    lines = []
+    for pick in picks[:most]:
+        gpus = pick.chosen.shape.world_size
+        billions = pick.chosen.model.num_parameters / 1e9
+        run = f"{billions:.0f}B on {gpus} GPUs ({pick.chosen.source_key})"
+        layouts = f"{_layout_of(pick.chosen)} in place of {_layout_of(pick.best)}"
+        lines.append(f"{pick.regret:4.0%} longer, {run}: {layouts}")
+    return lines
+
+
+def _regret(pick: accuracy.Pick) -> float:
+    return pick.regret
+
+
+def _layout_of(run: PublishedRun) -> str:
+    """ "dp 8, tp 4, pp 12, 2 at a time"."""
+    shape = run.shape
+    zero = f", ZeRO-{run.settings.zero_stage}" if run.settings.zero_stage else ""
+    samples = run.settings.micro_batch
+    return f"dp {shape.dp}, tp {shape.tp}, pp {shape.pp}{zero}, {samples} at a time"
+
+
+class Zero3Run(NamedTuple):
+    """GPT-3 with ZeRO-3 on 1,536 A100s, as DeepSpeed was in 2021.
+
+    Args:
+        measured_s: Of a step.
+        predicted_s: By labcode.perf.
+        other_s: Measured with tp and a pipeline on as many GPUs.
+        latency_s: Of all rings in a step, if each matrix is gathered by itself, twice.
+    """
+
+    measured_s: float
+    predicted_s: float
+    other_s: float
+    latency_s: float
+
+
+def zero3_of_2021() -> Zero3Run:
+    """The published run, from table 2 of Narayanan et al. 2021 (arXiv:2104.04473)."""
+    runs = {}
+    for run in published_runs():
+        if run.source_key == "narayanan21_t2" and run.shape.world_size == 1536:
+            runs[run.settings.zero_stage] = run
+    zero3, other = runs[3], runs[0]
+    place = places(zero3.shape, zero3.cluster.gpus_per_node).data
+    ring_s = (place.ranks - 1) * group_link(zero3.cluster, place).alpha_s
+    matrices = 2 + zero3.model.mlp_matrices
+    assert zero3.step_s is not None and other.step_s is not None
+    return Zero3Run(
+        measured_s=zero3.step_s,
+        predicted_s=accuracy.predicted_s(zero3),
+        other_s=other.step_s,
+        latency_s=zero3.model.num_layers * 2 * matrices * ring_s,
+    )
+
+
 class Attempt(NamedTuple):
     """A published run of a small GPT on a V100 with 16 GB.
 
@@ -548,6 +614,51 @@ def attempts_on_v100() -> list[Attempt]:
         )
         parts = layout_memory(shape, GridShape(dp=int(row["dp"])), how)
         found.append(Attempt(how.micro_batch, row["oom"] == "1", parts))
+    return found
+
+
+class ViTRun(NamedTuple):
+    """A published run of a large ViT for weather on A100s.
+
+    Args:
+        tp: GPUs that share a model.
+        step_s: Measured.
+        predicted_s: By labcode.perf.
+        memory_bytes: Measured, of a GPU, with all that is beside PyTorch.
+        parts: {part: bytes} by labcode.perf.
+    """
+
+    tp: int
+    step_s: float
+    predicted_s: float
+    memory_bytes: float
+    parts: Mapping[str, float]
+
+
+def vit_runs() -> list[ViTRun]:
+    """NERSC's runs of its larger ViT that fitted, without and with tensor parallelism."""
+    found = []
+    for row in rows():
+        if row["source_key"] != "nersc_vit_mp" or row["oom"] == "1":
+            continue
+        shape = Transformer.of(replace(NERSC_VIT, hidden_size=int(row["h"])))
+        how = Settings(
+            global_batch=int(row["gbs"]),
+            micro_batch=int(row["mbs"]),
+            weight_bytes=4,
+            optimizer_bytes=8,
+            autocast=True,
+        )
+        layout = GridShape(dp=int(row["dp"]), tp=int(row["tp"]))
+        predicted = estimate(shape, layout, load_cluster("perlmutter"), how)
+        run = ViTRun(
+            tp=layout.tp,
+            step_s=how.global_batch / float(row["value"]),
+            predicted_s=predicted.step_s,
+            memory_bytes=float(row["mem_gb"]) * GIB,
+            parts=predicted.memory_parts,
+        )
+        found.append(run)
     return found
 
 

@@ -86,6 +86,7 @@ def settings(layout: Layout, global_batch: int) -> Settings:
         optimizer_bytes=8,
         gathered_bytes=4,
         reduced_bytes=4,
+        autocast=True,
     )
 
 
