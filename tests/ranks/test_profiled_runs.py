@@ -23,15 +23,16 @@ pytestmark = pytest.mark.release
 ARGS = (*BASE, "--train.steps=4", "--train.out=run", "--train.eval_every=0")
 PROFILE = ("--profile.steps=3:5", "--train.global_batch=8", "--train.micro_batch=2")
 SLEEP_S = 0.1
+LATE_S = 0.5  # of one rank alone: the other waits less by what it is late itself
 
 
-def later(function, ranks=("0", "1")):
+def later(function, ranks=("0", "1"), seconds=SLEEP_S):
     """A function that begins a while later, on some ranks."""
     import os
 
     def slow(*args, **options):
         if os.environ.get("RANK", "0") in ranks:
-            time.sleep(SLEEP_S)
+            time.sleep(seconds)
         return function(*args, **options)
 
     return slow
@@ -53,7 +54,7 @@ def late_gradients():
     """Rank 1 sends its gradients late: to rank 0 it is a slow link."""
     from labcode.parallel.data import Bucket
 
-    Bucket.send = later(Bucket.send, ranks=("1",))
+    Bucket.send = later(Bucket.send, ranks=("1",), seconds=LATE_S)
 
 
 def late_gradients_of_ddp():
@@ -65,8 +66,9 @@ def late_gradients_of_ddp():
     def forward(self, *args, **options):
         if "hooked" not in self.__dict__:
             self.hooked = True
+            late = later(lambda grad: grad, ranks=("1",), seconds=LATE_S)
             parameter = next(param for param in self.parameters())
-            parameter.register_hook(later(lambda grad: grad, ranks=("1",)))
+            parameter.register_hook(late)
         return original(self, *args, **options)
 
     DistributedDataParallel.forward = forward
@@ -82,7 +84,7 @@ def late_messages_of_tp():
 def late_stages():
     from labcode.parallel.pipeline import _Run
 
-    _Run._forward = later(_Run._forward, ranks=("0",))
+    _Run._forward = later(_Run._forward, ranks=("0",), seconds=LATE_S)
 
 
 def found_by(folder, patch, *options, ranks=1, of=0):
