@@ -1,6 +1,6 @@
 """Predicted against measured steps of the course's own recipes on this machine, up to 4 ranks.
 
-    python benchmarks/planner_here.py [--steps 30]        # about three minutes on two quiet cores
+    python benchmarks/planner_here.py [--steps 30]        # about six minutes on two quiet cores
 
 For each number of ranks the machine is measured (`python -m labcode.perf calibrate`), then each
 layout is predicted and trained for some steps with one thread a rank. More ranks than cores share
@@ -10,6 +10,7 @@ table, fitted on all other rows.
 
 import json
 import statistics
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from labcode.perf.estimate import estimate, fit_scale
 from labcode.perf.of_config import model_of, settings_of
 
 RESULT = Path(__file__).parent / "results" / "planner_here_cpu.json"
+SMALLER = "--train.global_batch 8 --train.micro_batch 4"  # it was made for a GPU
 LAYOUTS = (
     ("gpt_tiny", 1, ""),
     ("gpt_tiny", 1, "--parallel.activation_checkpointing full"),
@@ -33,6 +35,9 @@ LAYOUTS = (
     ("vit_tiny", 1, ""),
     ("vit_tiny", 2, ""),
     ("vit_tiny", 2, "--parallel.tp 2"),
+    ("gpt_10m", 1, SMALLER),
+    ("gpt_10m", 2, SMALLER),
+    ("gpt_10m", 2, SMALLER + " --parallel.tp 2"),
     ("gpt_tiny", 4, ""),
     ("gpt_tiny", 4, "--parallel.tp 2"),
     ("gpt_tiny", 4, "--parallel.tp 2 --parallel.pp 2 --train.micro_batch 4"),
@@ -50,6 +55,7 @@ def main() -> None:
             launch.run("labcode.train.calibrate", file, nproc=ranks, echo=False, env_extra=ENV)
             clusters[ranks] = load_cluster(file)
         for number, (recipe, ranks, changes) in enumerate(LAYOUTS):
+            print(f"{number + 1} of {len(LAYOUTS)}: {recipe} {changes}", file=sys.stderr)
             base = recipes.get(recipe)
             config = recipes.with_changes(base, read_changes(base, changes.split()))
             shape = config.parallel.shape(ranks)

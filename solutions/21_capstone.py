@@ -370,8 +370,8 @@ plot.step_parts(
     title="Why two other layouts lose",
     alt="Three bars; the chosen layout takes 4.29 seconds, most of it products and "
         "attention; with tp 8 the part of tp more than doubles, and the step takes "
-        "4.79 seconds; with full checkpointing a part of 1 second is added, and the "
-        "step takes 5.67 seconds",
+        "4.80 seconds; with full checkpointing a part of 1 second is added, and the "
+        "step takes 5.68 seconds",
 )
 
 # %% [markdown]
@@ -628,10 +628,10 @@ compare("the same losses", same_losses, gap < 1e-4, found="measured")
 # A pipeline that mixed up two micro-batches, or a tp group with the wrong ranks, would show here. Sums are made in
 # another order, so that the last digits differ.
 #
-# And the time? `measure_here` has measured this machine with four ranks at work: products, memory, each collective.
-# That is a cluster file like yours, and the estimate takes it. What it leaves out, such as Python itself, is much of
-# so small a step. So we **calibrate**: the run without a pipeline gives one factor, measured over predicted, and the
-# miniature is predicted with it.
+# And the time? `measure_here` has measured this machine with four ranks at work: products, attention, memory, each
+# collective, and what Python takes for an operation and for a step. That is a cluster file like yours, and the
+# estimate takes it. What it leaves out goes into one factor, as for any software stack: the run without a pipeline
+# gives it, measured over predicted, and the miniature is predicted with it. We **calibrate** the estimate.
 
 # %% tags=["figure"]
 reference_s = lab.predicted_here(NO_PIPELINE, here).step_s
@@ -653,15 +653,15 @@ plot.bars(
         },
     },
     ylabel="ms of a step",
-    title="The factor of one run predicts the other",
-    alt="Two groups of three bars; the plain prediction is well below the measurement "
-        "in both; with the factor of the first run the second one is predicted within "
-        "a factor of two",
+    title="Predicted with the factor of one run, and measured",
+    alt="Two groups of three bars: predicted, with the factor of one run, measured; in "
+        "each group the bars differ by less than a factor of two",
 )
 
 # %% [markdown]
-# On a quiet machine the calibrated prediction is within a few tens of percent. On a busy one it is worse, and four
-# ranks on fewer cores share what the pipeline's bubble leaves idle: expect no better than a factor of 2.
+# On a quiet machine the calibrated prediction is within a few tens of percent. Where four ranks share fewer cores, the
+# miniature is quicker than predicted: a rank that waits in the pipeline's bubble leaves its core to another one, which
+# no GPU does. And on a busy machine all is worse: expect no better than a factor of 2.
 #
 # | | what it can prove | what it cannot |
 # |---|---|---|
@@ -674,8 +674,8 @@ plot.bars(
 # **Takeaway: prove with the cheapest thing that can fail. Each of these five finds faults that cost more in the next.**
 
 # %% [markdown] tags=["solution-only"]
-# *For the instructor.* The factor is about 2 to 4 on a laptop: a step of a model with
-# 0.1 million weights is mostly Python. For the room: which fault does none of the five find? (Data that are wrong, a
+# *For the instructor.* The factor was 0.9 on two cores; before launches and what Python does once a step were
+# measured it was 2 to 4, since a step of a model with 0.1 million weights is mostly that. For the room: which fault does none of the five find? (Data that are wrong, a
 # learning rate that is too high, a GPU that miscomputes: lessons 06, 17 and 19.)
 
 # %% [markdown] tags=["exercise"]

@@ -34,7 +34,7 @@ NAME = "training-at-scale"
 KEPT = ("notebooks", "labcode", "slurm", "images", "tools/jupyter", ".gitignore")
 KEPT += ("book/glossary.md", "pyproject.toml", "constraints.txt", "environment.yml", "CITATION.cff")
 SHOW_SOLUTIONS = ("images/lesson_in_use.png", "images/lesson.gif")  # with predictions
-KEPT_RULES = ("help", "setup", "lab")  # of the Makefile; the stamp that they need as well
+KEPT_RULES = ("help", "setup", "lab", "shell")  # of the Makefile; the stamp that they need as well
 TO_SOLUTION = re.compile(r"(?: &nbsp;\|&nbsp; )?\[Solution of this lesson\]\([^)]*\)")
 LONG_AGO = (1980, 1, 1, 0, 0, 0)  # the same zip from the same files
 

@@ -38,6 +38,7 @@ TABLE_BEGINS = "<!-- lessons: written by `make pages` -->"
 TABLE_ENDS = "<!-- end of lessons -->"
 WAYS_BEGIN = "<!-- ways: written by `make pages` -->"
 WAYS_END = "<!-- end of ways -->"
+ASKS = re.compile(r"(?:Ask|Ask the room|For the room): ")
 HOURS = re.compile(r"(<!-- hours -->).*?(<!-- end of hours -->)")
 MOST_WRONG = 8  # of an exercise: the first ones in the data
 WRITTEN = "Written by `make pages`; do not edit."
@@ -297,7 +298,7 @@ def asked_in(text: str) -> list[tuple[str, list[str]]]:
 def _asked(note: str) -> list[str]:
     """Each "Ask: ...?" of a note, with the answer in brackets behind it."""
     asked = []
-    for piece in note.split("Ask: ")[1:]:
+    for piece in ASKS.split(note)[1:]:
         end = piece.find("?") + 1
         if end == 0:
             continue

@@ -57,7 +57,7 @@ NEEDED = (
     "between_latency_us",
     "source",
 )
-CLUSTER_FIELDS = (*NEEDED, "launch_us", "collectives")
+CLUSTER_FIELDS = (*NEEDED, "launch_us", "host_computes", "once_us", "collectives")
 
 
 # eq=False: a GPU and a cluster are compared, and looked up in caches, as the objects they are
@@ -72,7 +72,8 @@ class Gpu:
         memory_bytes_per_s: Of the datasheet.
         matmul_share: By dtype, what a large matrix product reaches of the peak.
         memory_share: What an operation that computes little reaches of the memory's bandwidth.
-        attention_share: By kernel, what a fused attention reaches of the peak.
+        attention_share: By kernel, what a fused attention reaches of the peak; as KERNEL_causal,
+            where that was measured apart, with half of the square.
         multiprocessors: How many tiles of a product it computes at a time; None: unknown.
         source: Where the numbers are from.
     """
@@ -147,6 +148,8 @@ class Cluster:
         between: A link between nodes: what each GPU has of the node's adapters.
         source: Where the numbers are from.
         launch_s: Seconds that the host needs for one operation; None: `layer_time.LAUNCH_S`.
+        host_computes: Whether the host is the device, as on a CPU, so that nothing hides a launch.
+        once_s: Seconds of the host once a step, whatever its size: data, clipping, the update.
         collectives: {collective: its own link inside a node}, where each was measured.
     """
 
@@ -157,6 +160,8 @@ class Cluster:
     between: Link
     source: str
     launch_s: float | None = None
+    host_computes: bool = False
+    once_s: float = 0.0
     collectives: Mapping[str, Link] = field(default_factory=dict)
 
 
@@ -247,6 +252,8 @@ def _cluster(name: str, table: dict[str, Any], own: Mapping[str, Gpu], file: str
         between=Link(table["between_latency_us"] * 1e-6, table["between_GB_per_s"] * 1e9),
         source=table["source"],
         launch_s=None if launch_us is None else launch_us * 1e-6,
+        host_computes=table.get("host_computes", False),
+        once_s=table.get("once_us", 0.0) * 1e-6,
         collectives=collectives,
     )
 

@@ -15,7 +15,8 @@ after. Every second has a name, and the names add up to the step:
     bubble                            the pipeline fills and drains, slower stages are waited for
     dp                                gradients (and ZeRO-1's and 2's weights) after the last
                                       backward
-    optimizer                         reading and writing the optimizer's state
+    optimizer                         reading and writing the optimizer's state, and what the host
+                                      does once a step, where that was measured
 
 What overlaps: with ZeRO-3 the weights of the next layer travel while a layer computes. Gradients
 overlap with the backward of the last micro-batch if `overlap_data_parallel`. tp, cp by all-gather
@@ -195,7 +196,7 @@ def _pieces(
         pp=micro_batches * 2 * chunks * message_s,
         bubble=stage.waiting_s / chunks + 2 * (shape.pp - 1) * message_s,
         dp=_data_parallel_s(model, shape, cluster, settings, place.data, parameters, stage.seconds),
-        optimizer=_optimizer_s(shape, cluster, settings, parameters),
+        optimizer=_optimizer_s(shape, cluster, settings, parameters) + cluster.once_s,
     )
     return stage, micro_batches, others
 
@@ -218,7 +219,8 @@ class _Stage(NamedTuple):
 @functools.lru_cache(maxsize=65536)
 def _slowest_stage(model: Transformer, cluster: Cluster, pp: int, layer: "_Layer") -> _Stage:
     one = _layer_parts(model, cluster, layer)
-    head = _head_parts(model, layer.cut, cluster)
+    # in a pipeline the embedding is on a stage that does not wait for it
+    head = _head_parts(model, cluster, layer, with_embedding=pp == 1)
     layer_s = sum(one.values())
     head_s = sum(head.values())
     stages = stage_layers(model, pp)
@@ -287,7 +289,7 @@ def _layer_parts(model: Transformer, cluster: Cluster, layer: _Layer) -> Mapping
     again = _computed_again(forward, layer.activation_checkpointing)
     launch_s = cluster.launch_s or LAUNCH_S
     both = forward.plus(backward)
-    waits_s = both.plus(again).waits_s(launch_s)
+    waits_s = both.plus(again).waits_s(launch_s, cluster.host_computes)
     tp_s = _tensor_parallel_s(model, cluster, layer)
     cp_s = _context_parallel_s(model, cluster, layer, forward.attention)
     compute_s = both.device_s + again.device_s + waits_s + tp_s + cp_s
@@ -315,13 +317,25 @@ def _computed_again(forward: Work, activation_checkpointing: str) -> Work:
 
 
 @functools.lru_cache(maxsize=4096)
-def _head_parts(model: Transformer, cut: Cut, cluster: Cluster) -> Mapping[str, float]:
+def _head_parts(
+    model: Transformer, cluster: Cluster, layer: _Layer, with_embedding: bool
+) -> Mapping[str, float]:
+    """{part: seconds} of what comes after the last layer, for one micro-batch.
+
+    With tp the gradient of what the output head reads is summed in backward, and the rows of the
+    embedding in forward; the loss needs a maximum and a sum of 4 bytes for each token.
+    """
+    cut = layer.cut
     forward, backward = head_work(model, cluster.gpu, cut)
     both = forward.plus(backward)
+    tokens = cut.micro_batch * model.sequence_length / cut.cp
+    ends_s = collective_s(cluster, "all_reduce", layer.tp, _act_bytes(model, cut))
+    loss_s = collective_s(cluster, "all_reduce", layer.tp, 4 * tokens)
     return {
         "product": both.product,
         "elementwise": both.elementwise,
-        "launch": both.waits_s(cluster.launch_s or LAUNCH_S),
+        "tp": (2 if with_embedding else 1) * ends_s + 2 * loss_s,
+        "launch": both.waits_s(cluster.launch_s or LAUNCH_S, cluster.host_computes),
     }
 
 

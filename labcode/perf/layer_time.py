@@ -6,7 +6,8 @@
     elementwise   bytes read and written / what the memory reaches
 
 An operation takes the longer of its arithmetic and its memory traffic. The host launches one after
-the other: if that takes longer than the device computes, the device waits for it (`launch`).
+the other: if that takes longer than the device computes, the device waits for it (`launch`). Where
+the host is the device, on a CPU, it does the one and then the other.
 
 The tiles' share: a product is cut into tiles, one for each multiprocessor at a time. The last wave
 of tiles may be almost empty, and a tile may reach beyond the matrix ("wave and tile quantization").
@@ -30,6 +31,7 @@ from labcode.perf.transformer import Transformer
 # In-sample: of the published runs of vTrain whose products are far too small to keep an A100 busy.
 LAUNCH_S = 27e-6
 LAYER_LAUNCHES = 31  # forward of a layer: 11 operations and 20 views; `step.LAYER_OPERATIONS`
+HEAD_LAUNCHES = 10  # norm, head and loss, forward
 COMPILED_LAUNCHES = 6  # a compiled layer: four products, attention, what is left between them
 
 # Rows and columns of a tile, and what it reaches of the largest one's rate: it reads its factors
@@ -79,8 +81,10 @@ class Work(NamedTuple):
         """Seconds in which the device computes."""
         return self.product + self.attention + self.elementwise
 
-    def waits_s(self, launch_s: float) -> float:
-        """Seconds in which the device waits for the host."""
+    def waits_s(self, launch_s: float, host_computes: bool = False) -> float:
+        """Seconds in which the device waits for the host: all of them if it is the host."""
+        if host_computes:
+            return self.launches * launch_s
         return max(0.0, self.launches * launch_s - self.device_s)
 
     def times(self, factor: float) -> "Work":
@@ -220,9 +224,12 @@ def _attention(model: Transformer, gpu: Gpu, cut: Cut, tokens: float) -> tuple[f
             f"attention={cut.attention!r}: choose one of {', '.join(ATTENTION_KERNELS)}"
         )
     flops = 4 * tokens * keys * heads * model.head_size
+    kernel = cut.attention
     if model.causal:
         flops /= 2  # blocks above the diagonal are left out
-    seconds = flops / gpu.attention_flops_per_s(cut.attention, dtype)
+        if f"{kernel}_causal" in gpu.attention_share:
+            kernel = f"{kernel}_causal"
+    seconds = flops / gpu.attention_flops_per_s(kernel, dtype)
     return seconds, 2.5 * seconds  # backward computes the scores again: 5 products for 2
 
 
@@ -276,6 +283,6 @@ def head_work(model: Transformer, gpu: Gpu, cut: Cut) -> tuple[Work, Work]:
     norm = tokens * whole * WIDTHS[dtype]
     logits = tokens * outputs * 4
     return (
-        Work(forward, 0.0, (NORM[0] * norm + LOSS[0] * logits) / bandwidth, 10),
-        Work(backward, 0.0, (NORM[1] * norm + LOSS[1] * logits) / bandwidth, 20),
+        Work(forward, 0.0, (NORM[0] * norm + LOSS[0] * logits) / bandwidth, HEAD_LAUNCHES),
+        Work(backward, 0.0, (NORM[1] * norm + LOSS[1] * logits) / bandwidth, 2 * HEAD_LAUNCHES),
     )

